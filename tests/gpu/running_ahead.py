@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import tiny
-from tests.worker.loaded import generation, load, serving, tell
+from tests.worker.loaded import collect_choices, generation, load, serving
 from worker.interface import SamplingParams
 
 
@@ -21,7 +21,7 @@ async def measure(folder: Path, asked: argparse.Namespace, **changes: Any) -> di
     """Of requests that all decode at once, the median of three rounds; and how many steps were launched ahead."""
     length = 64 + asked.tokens
     engine = load(folder, devices=(asked.device,), ctx_size=length, parallel=asked.requests, **changes)
-    work = engine._generating
+    work = engine._generation
     assert work is not None
     speeds = []
     async with serving(engine):
@@ -32,7 +32,7 @@ async def measure(folder: Path, asked: argparse.Namespace, **changes: Any) -> di
                 for each in range(asked.requests)
             ]
             begin = time.monotonic()
-            told = await asyncio.gather(*(tell(engine, each) for each in wanted))
+            told = await asyncio.gather(*(collect_choices(engine, each) for each in wanted))
             speeds.append(sum(len(each.tokens) for (each,) in told) / (time.monotonic() - begin))
         return {
             "tokens_per_second": statistics.median(speeds),

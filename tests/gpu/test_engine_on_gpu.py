@@ -14,13 +14,13 @@ import torch
 import transformers
 
 from tests import tiny
-from tests.worker.loaded import load, options, say, serving
+from tests.worker.loaded import complete_one, load, options, serving
 from tests.worker.stepped import Drive
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.load import loader
 from worker.engines.transformers.run import backends
-from worker.engines.transformers.run.runner import PackedRunner
+from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.run.warmup import record
 from worker.engines.transformers.schedule.prefill_budget import Pace
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
@@ -57,7 +57,7 @@ async def test_greedy_text_equals_generate_on_the_device(family: str, enforce_ea
         enforce_eager=enforce_eager,
     )  # fmt: skip
     async with serving(engine):
-        told = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in prompts))
+        told = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in prompts))
     assert [each.tokens for each in told] == [generated(model, prompt) for prompt in prompts]
 
 
@@ -72,7 +72,7 @@ async def test_text_is_the_same_on_several_devices(family: str, tmp_path: Path) 
     layers = ("1", str(model.config.num_hidden_layers - 1))
     engine = load(folder, devices=devices, layers=layers, dtype="float32", ctx_size=160, parallel=3, prefill_chunk=16)
     async with serving(engine):
-        told = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in prompts))
+        told = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in prompts))
     assert [each.tokens for each in told] == [generated(model, prompt) for prompt in prompts]
     assert set(devices) <= engine.measured.keys()
 
@@ -83,7 +83,7 @@ def test_a_recorded_step_says_what_the_dynamic_one_says_at_every_rung(tmp_path: 
     config = loader.load_config(asked)
     loaded = loader.load_model(asked, config, backends.implementation("auto", config), lambda _: None)
     runner, capacity = backends.make_runner(loaded.model, config, asked, 200, loaded.device, caches=False)
-    assert isinstance(runner, PackedRunner)
+    assert isinstance(runner, PagedRunner)
     fixed = record(runner, capacity, Pace(), ctx_size=200, progress=lambda _: None)
     assert fixed.recorded == len(fixed.shapes) > 0
     source = random.Random(1)
@@ -119,7 +119,7 @@ async def test_nothing_grows_while_an_engine_serves(tmp_path: Path) -> None:
         ready = memory.measured((DEVICE,))[DEVICE]
         prompts = [tuple(range(5, 5 + length)) for length in (150, 3, 90, 160, 40, 120)]
         for _ in range(3):
-            await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in prompts))
+            await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in prompts))
         assert memory.measured((DEVICE,))[DEVICE] == ready
 
 
@@ -144,7 +144,7 @@ async def test_a_step_waits_for_the_device_where_its_numbers_come_back_and_nowhe
     config = loader.load_config(asked)
     loaded = loader.load_model(asked, config, backends.implementation("auto", config), lambda _: None)
     runner, capacity = backends.make_runner(loaded.model, config, asked, 200, loaded.device, caches=True)
-    assert isinstance(runner, PackedRunner)
+    assert isinstance(runner, PagedRunner)
     fixed = record(runner, capacity, Pace(), ctx_size=200, progress=lambda _: None)
     for each in (runner, fixed):
         drive = Drive(each, capacity)
@@ -169,7 +169,7 @@ async def test_ahead_or_not_a_seed_gives_one_text(family: str, tmp_path: Path) -
         engine = load(folder, ahead=ahead, devices=(DEVICE,), dtype="float32", ctx_size=160, parallel=4)
         async with serving(engine):
             asked = (
-                say(
+                complete_one(
                     engine,
                     tuple(range(5, 8 + 20 * each)),
                     max_tokens=NEW,
@@ -178,6 +178,6 @@ async def test_ahead_or_not_a_seed_gives_one_text(family: str, tmp_path: Path) -
                 for each in range(6)
             )
             told.append([each.tokens for each in await asyncio.gather(*asked)])
-            assert engine._generating is not None
-            assert (engine._generating.steps_ahead > 0) == ahead
+            assert engine._generation is not None
+            assert (engine._generation.steps_ahead > 0) == ahead
     assert told[0] == told[1]

@@ -1,4 +1,4 @@
-"""What a compact cache is compared with: transformers' own, whose layers keep what the documented formula keeps."""
+"""Reference for quantized caches: transformers' own cache, whose layers round as the documented format does."""
 
 from typing import Any
 
@@ -6,12 +6,11 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-GROUPS = {8: 8, 16: 16, 32: 32, 64: 32, 80: 20, 96: 32}
-"""Elements of a group, by those of a head."""
+GROUPS = {8: 8, 16: 16, 32: 32, 64: 32, 80: 20, 96: 32}  # elements of a group, by head dimension
 
 
 def kept(given: torch.Tensor, name: str) -> torch.Tensor:
-    """`given` `[..., head_dim]` as it would be read again, in plain torch: see worker/engines/transformers/attention/quantized_kv_types.py."""
+    """`given` `[..., head_dim]` after packing and unpacking, in plain torch (see `quantized_kv_types`)."""
     casts = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
     if name in casts:
         return given.to(casts[name]).to(given.dtype)
@@ -30,7 +29,7 @@ def kept(given: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def cache(model: Any, name: str) -> Any:
-    """For `generate`: keys and values are those that were `kept`, from the step on in which they are computed."""
+    """For `generate`: a cache that rounds keys and values from the step in which they are computed."""
     own = DynamicCache(config=model.config.get_text_config(decoder=True))
     for layer in own.layers:
         if isinstance(layer, CacheLayerMixin):

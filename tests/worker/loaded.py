@@ -1,4 +1,4 @@
-"""Engines with tiny models loaded, and what they say, gathered."""
+"""Engines with tiny models, and helpers that collect their answers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -12,13 +12,13 @@ import transformers
 
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.engine import TransformersEngine
-from worker.engines.transformers.generation_loop import Backend
 from worker.engines.transformers.load import architectures, loader
-from worker.engines.transformers.load_generator import Loaded
+from worker.engines.transformers.load_generator import LoadedGenerator
+from worker.engines.transformers.loop.generation_loop import Backend
+from worker.engines.transformers.preparation import PreparedModel
 from worker.engines.transformers.run.backends import make_blocks, make_pool
-from worker.engines.transformers.run.runner import PackedRunner, Runner
+from worker.engines.transformers.run.runner import PagedRunner, Runner
 from worker.engines.transformers.schedule.prefill_budget import Pace
-from worker.engines.transformers.start import Prepared
 from worker.interface import ChoiceTimings, Delta, FinishReason, GenerationRequest, SamplingParams, TokenLogprob
 from worker.protocol.argv import Serve
 
@@ -37,23 +37,23 @@ def load(folder: Path, *, ahead: bool | None = None, **changes: Any) -> Transfor
 def load_with(
     folder: Path, wrap: Callable[[Runner], Runner], *, ahead: bool = False, **changes: Any
 ) -> TransformersEngine:
-    """An engine whose runner is what `wrap` makes of the real one."""
+    """An engine whose runner is wrapped by `wrap`."""
     asked = options(folder, **changes)
     paged.register()
     config = loader.load_config(asked)
     loaded = loader.load_model(asked, config, paged.SDPA, _ignore)
     ctx_size = asked.ctx_size or architectures.positions(config)
     blocks = make_blocks(asked, ctx_size, caches=asked.prefix_caching)
-    pool = make_pool(config, blocks, loaded.dtype, loaded.device, kept_as=asked.kv_cache_dtype)
-    runner = wrap(PackedRunner(loaded.model, pool, blocks, loaded.device))
+    pool = make_pool(config, blocks, loaded.dtype, loaded.device, kv_dtype=asked.kv_cache_dtype)
+    runner = wrap(PagedRunner(loaded.model, pool, blocks, loaded.device))
     tokenizer = loader.load_tokenizer(asked)
     backend = Backend(runner=runner, capacity=blocks, pace=Pace(), ahead=ahead)
-    return TransformersEngine(asked, Prepared(config, tokenizer), Loaded(ctx_size, backend), _ignore)
+    return TransformersEngine(asked, PreparedModel(config, tokenizer), LoadedGenerator(ctx_size, backend), _ignore)
 
 
 @asynccontextmanager
 async def serving(engine: TransformersEngine) -> AsyncIterator[TransformersEngine]:
-    """Closes the engine at the end of the block, within a deadline."""
+    """Close the engine at the end of the block, within a deadline."""
     try:
         yield engine
     finally:
@@ -62,8 +62,8 @@ async def serving(engine: TransformersEngine) -> AsyncIterator[TransformersEngin
 
 
 def put_back_the_youngest(engine: TransformersEngine) -> None:
-    """Before its next step: of several that run, the one that came last is computed again later."""
-    work = engine._generating
+    """Preempt the youngest of several running sequences before the next step."""
+    work = engine._generation
     assert work is not None
 
     def put_back() -> None:
@@ -75,8 +75,8 @@ def put_back_the_youngest(engine: TransformersEngine) -> None:
 
 
 @dataclass
-class Told:
-    """One choice, gathered."""
+class CollectedChoice:
+    """The collected deltas of one choice."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -101,9 +101,9 @@ def generation(prompt: Sequence[int], *, sampling: SamplingParams = GREEDY, **ch
     return GenerationRequest(id="test", prompt=tuple(prompt), sampling=sampling, **changes)
 
 
-async def tell(engine: TransformersEngine, request: GenerationRequest) -> list[Told]:
-    """All choices, by index, once they have ended."""
-    told = [Told() for _ in range(request.n)]
+async def collect_choices(engine: TransformersEngine, request: GenerationRequest) -> list[CollectedChoice]:
+    """All choices by index, after the last has ended."""
+    told = [CollectedChoice() for _ in range(request.n)]
     async with asyncio.timeout(DEADLINE):
         async for delta in engine.generate(request):
             told[delta.index].add(delta)
@@ -111,14 +111,14 @@ async def tell(engine: TransformersEngine, request: GenerationRequest) -> list[T
     return told
 
 
-async def say(engine: TransformersEngine, prompt: Sequence[int], **changes: Any) -> Told:
-    """The only choice."""
-    (told,) = await tell(engine, generation(prompt, **changes))
+async def complete_one(engine: TransformersEngine, prompt: Sequence[int], **changes: Any) -> CollectedChoice:
+    """The only choice of a request."""
+    (told,) = await collect_choices(engine, generation(prompt, **changes))
     return told
 
 
 def generated(model: Any, prompt: Sequence[int], count: int, **options: Any) -> list[int]:
-    """What transformers' own `generate` says, greedily, without the token that ends it."""
+    """Tokens of transformers' own greedy `generate`, without the end token."""
     tokens = torch.tensor([list(prompt)])
     mask = torch.ones_like(tokens)
     out = model.generate(tokens, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0, **options)
@@ -127,7 +127,7 @@ def generated(model: Any, prompt: Sequence[int], count: int, **options: Any) -> 
 
 
 def reference(folder: Path) -> Any:
-    """The model of a snapshot, as transformers loads it."""
+    """The model of a snapshot, loaded by transformers."""
     config = transformers.AutoConfig.from_pretrained(folder)
     auto: Any = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
     return auto.from_pretrained(folder)

@@ -1,8 +1,8 @@
-"""An accelerator that nobody has: fake tensors on `cuda:0`, and what a step does that such a device is waited for.
+"""A pretended accelerator: fake tensors on `cuda:0`, and a record of operations for which the host would wait.
 
-Fake tensors have devices, so that an operator which is given some of two is an error here as it is there. They have no
-numbers: where code asks for one, it gets the answer of `worker.estimate.memory_tracer`, and `Watch.waits` notes that it asked. What
-of torch's own wants a real device, subscripts above all, is put into operators that do not.
+Fake tensors have devices, so mixing devices fails as on a real one. They have no values: code that reads one gets the
+answer of `worker.estimate.memory_tracer`, and `Watch.waits` records it. Parts of torch that need a real device, above
+all subscripts, are replaced by operators that do not.
 """
 
 import contextlib
@@ -20,27 +20,26 @@ from torch.utils._pytree import tree_leaves
 from worker.estimate.memory_tracer import LiveBytes
 
 CUDA = torch.device("cuda:0")
-TOLD = 3
-"""What every number is that the host reads of its own memory."""
+TOLD = 3  # the value of every number that the host reads from its own memory
 _aten = torch.ops.aten
+# Operators whose result size depends on values, so that the host must wait for them.
 _SIZED_BY_NUMBERS = frozenset(
     {
         _aten._local_scalar_dense.default, _aten.nonzero.default, _aten.masked_select.default, _aten.equal.default,
         _aten._unique2.default, _aten.repeat_interleave.Tensor, _aten.bincount.default,
     }
 )  # fmt: skip
-"""Operators that the host cannot go on from before it knows a number."""
 _BY_INDEX = frozenset({_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default})
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes, in `waits`, each operator that has the host wait for the device, with the line that called it."""
+    """Records in `waits` each operator for which the host waits, with the line that called it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.waits: list[str] = []
+        # For each call of torch's attention: query, keys, mask, and a flag for heads that share keys.
         self.attended: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool]] = []
-        """Of each call of torch's attention: query, keys, mask, and whether heads share keys."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -83,14 +82,14 @@ def _waits(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _convolved(given: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Of convolutions fake tensors know those of processors only."""
+    """Convolution computed for the CPU: fake tensors do not support it on CUDA."""
     there = [torch.empty_like(each, device="cpu") if isinstance(each, torch.Tensor) else each for each in rest]
     like = _aten.convolution.default(torch.empty_like(given, device="cpu"), *there)
     return given.new_empty(like.shape)
 
 
 class _Bindings(TorchFunctionMode):
-    """What torch's Python says before an operator is called, without a device."""
+    """Replaces functions of torch's Python layer that need a device."""
 
     def __init__(self, watch: Watch):
         super().__init__()
@@ -124,7 +123,7 @@ def _set_item(tensor: torch.Tensor, key: Any, value: Any) -> None:
 
 
 def _viewed(tensor: torch.Tensor, key: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """`tensor` with all of `key` applied but its tensors; and those, by dimension."""
+    """`tensor` after all parts of `key` except tensors, and these tensors by dimension."""
     keys = [torch.tensor(each) if isinstance(each, list) else each for each in (key if type(key) is tuple else [key])]
     taken = sum(_dimensions(each) for each in keys)
     place = next((number for number, each in enumerate(keys) if each is Ellipsis), len(keys))
@@ -147,7 +146,7 @@ def _viewed(tensor: torch.Tensor, key: Any) -> tuple[torch.Tensor, list[torch.Te
 
 
 def _dimensions(key: Any) -> int:
-    """How many of a tensor's a part of a subscript is for."""
+    """The number of dimensions that one part of a subscript consumes."""
     if key is None or key is Ellipsis:
         return 0
     return key.ndim if isinstance(key, torch.Tensor) and key.dtype == torch.bool else 1
@@ -182,17 +181,17 @@ class _Event:
         pass
 
 
+# Replacements in `torch.cuda`.
 _DEVICE = {
     "Event": _Event,
     "current_stream": lambda device: None,
     "get_device_capability": lambda device=None: (9, 0),
 }
-"""Of `torch.cuda`."""
 
 
 @contextlib.contextmanager
 def accelerator() -> Iterator[Watch]:
-    """Everything made in the block is fake, and what is on CUDA is watched."""
+    """Make all tensors of the block fake, and watch those on CUDA."""
     before = {name: getattr(torch.cuda, name) for name in _DEVICE}
     for name, instead in _DEVICE.items():
         setattr(torch.cuda, name, instead)
@@ -206,7 +205,7 @@ def accelerator() -> Iterator[Watch]:
 
 
 def moved(model: Any) -> Any:
-    """`model` on the device, as a load has it: parameters and buffers, each once, and nothing else that it may hold."""
+    """`model` with all parameters and buffers on the device, each moved once."""
     there: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):

@@ -1,4 +1,4 @@
-"""Sampling parameters read from a body."""
+"""Sampling options that a request body sets."""
 
 from typing import Any
 

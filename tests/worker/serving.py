@@ -28,7 +28,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @functools.cache
 def bare_tokenizer() -> PreTrainedTokenizerFast:
-    """One without a chat template."""
+    """A tokenizer without a chat template."""
     made = tiny.make_tokenizer("gpt2")
     made.chat_template = None
     return made
@@ -40,7 +40,7 @@ def options(**settings: Any) -> Serve:
 
 @dataclass
 class Serving:
-    """What a test may look at: the engine behind, the client in front, the announced events."""
+    """The parts of a running test server: engine, client and announced events."""
 
     engine: FakeEngine
     client: aiohttp.ClientSession
@@ -60,7 +60,7 @@ class Serving:
             return answer.status, answer.headers, await answer.json()
 
     async def stream(self, path: str, body: Any) -> list[str]:
-        """The frames of a stream, each without its blank line, comments included."""
+        """The frames of a stream without their blank lines, comments included."""
         async with self.client.post(self.url + path, json={**body, "stream": True}) as answer:
             assert answer.status == 200, await answer.text()
             text = (await answer.read()).decode()

@@ -1,4 +1,4 @@
-"""Generations stepped by hand, on the thread of whoever steps."""
+"""A generation loop without its thread: the test calls each step itself."""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,39 +6,39 @@ from typing import Any
 
 from tests.worker.loaded import generation
 from worker.detokenizer import AnswerText
-from worker.engines.transformers.generation_loop import Backend, Generating
+from worker.engines.transformers.loop.generation_loop import Backend, GenerationLoop
+from worker.engines.transformers.loop.requests import RequestChoice, RequestStream
+from worker.engines.transformers.loop.step_loop import Outbox
 from worker.engines.transformers.schedule.kv_cache import Capacity
 from worker.engines.transformers.schedule.prefill_budget import Pace
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
-from worker.engines.transformers.step_loop import Outbox
-from worker.engines.transformers.stream import Choice, Stream
 from worker.interface import Delta
 
 PROMPT = (9, 41, 70, 77, 80)
 
 
 class Steady(Pace):
-    """Sixteen tokens of prompts in a step, however busy the machine is."""
+    """Sixteen prompt tokens in each step, independent of the machine's speed."""
 
     def budget(self, decoding: int, chunk: int, prompts: int = 1, start: int = 0) -> int:
         return min(chunk, 16)
 
 
 class Drive:
-    """Generations stepped by hand."""
+    """A generation loop that the test steps."""
 
     def __init__(self, runner: Any, capacity: Capacity, *, ahead: bool = True, grammars: Any = None):
         backend = Backend(runner=runner, capacity=capacity, pace=Steady(), ahead=ahead)
         self._outbox = Outbox()
-        self.work = Generating(backend, self._outbox, lambda token: b"x", chunk=64, grammars=grammars)
-        self.streams: dict[int, Stream] = {}
+        self.work = GenerationLoop(backend, self._outbox, lambda token: b"x", chunk=64, grammars=grammars)
+        self.streams: dict[int, RequestStream] = {}
 
-    def ask(self, id: int, prompt: Sequence[int] = PROMPT, *, most: int = 8, **changes: Any) -> Stream:
-        stream = Stream(asyncio.get_running_loop())
+    def ask(self, id: int, prompt: Sequence[int] = PROMPT, *, most: int = 8, **changes: Any) -> RequestStream:
+        stream = RequestStream(asyncio.get_running_loop())
         request = generation(prompt, **changes)
         sequence = TokenSequence.of(request, id=id, limit=most, ends={1}, seed=request.sampling.seed or 0)
         answer = AnswerText(lambda tokens: "x" * len(tokens), request.stop)
-        stream.choices.append(Choice(0, sequence, stream, answer))
+        stream.choices.append(RequestChoice(0, sequence, stream, answer))
         self.streams[id] = stream
         assert self.work.admit(stream, 99)
         self.work.add(stream)
@@ -49,8 +49,8 @@ class Drive:
             self.work.step()
         self.work._scheduler.check_integrity()
 
-    async def told(self, id: int) -> list[Any]:
-        """All that the reader of `id` was told: tokens, and how it ended."""
+    async def collected(self, id: int) -> list[Any]:
+        """All items sent to the stream of `id`: tokens, then the finish reason or the class of the error."""
         self._outbox.flush()
         await asyncio.sleep(0)
         said: list[Any] = []

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from worker.engines.transformers import load_encoder, request_limits
+from worker.engines.transformers import load_encoder
 from worker.engines.transformers.attention import cpu_attention, cpu_linear, paged
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.load import (
@@ -37,13 +37,14 @@ from worker.engines.transformers.load import (
     safetensors,
     sentence_transformers_config,
 )
+from worker.engines.transformers.loop import requests
 from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.aligned import AlignedRunner
-from worker.engines.transformers.run.cache_probe import Unsupported
-from worker.engines.transformers.run.cuda_graphs import FixedRunner
+from worker.engines.transformers.run.cache_probe import UnsupportedCache
+from worker.engines.transformers.run.cuda_graphs import GraphRunner
 from worker.engines.transformers.run.pooling import Embedder, Encoder
-from worker.engines.transformers.run.runner import PackedRunner, Runner
-from worker.engines.transformers.run.vision import Processor, Tower, see
+from worker.engines.transformers.run.runner import PagedRunner, Runner
+from worker.engines.transformers.run.vision import ImageProcessor, VisionTower, load_image_processor
 from worker.engines.transformers.sample import grammar, sampler
 from worker.engines.transformers.schedule.kv_cache import Capacity, Table
 from worker.engines.transformers.schedule.lora_slots import Use
@@ -176,7 +177,7 @@ def trace(options: ModelOptions, config: Any) -> Traced:
         # Always of fake CPU tensors: those of a CUDA device begin by taking a context there, half a gigabyte.
         model = build(cls, config, dtype, embeds=embeds)
         weights = _weight_bytes(options, config, model, dtype)
-        ctx_size = request_limits.context_size(options, architectures.positions(config))
+        ctx_size = requests.context_size(options, architectures.positions(config))
         context = graphs = kernels = reordering = prompt_images = 0
         if embeds or scores:
             encoder = make_encoder(model, options, embeds=embeds)
@@ -190,7 +191,7 @@ def trace(options: ModelOptions, config: Any) -> Traced:
                 lengths = {ctx_size: 0}
             steps = encoding_steps(model, encoder, options, lengths)
         else:
-            tower = Tower(model, seeing.token, CPU) if seeing is not None else None
+            tower = VisionTower(model, seeing.token, CPU) if seeing is not None else None
             runner, capacity = make_runner(model, config, options, ctx_size, tower)
             context = runner.bytes
             arranging = quantized.pretend(options, config, model)
@@ -201,7 +202,7 @@ def trace(options: ModelOptions, config: Any) -> Traced:
             shorten(model)
             use = adapters.pretend() if adapters is not None else None
             steps = generation_steps(runner, capacity, options, ctx_size, use)
-            if isinstance(runner, PackedRunner) and device.type == "cpu":
+            if isinstance(runner, PagedRunner) and device.type == "cpu":
                 heads = config.get_text_config(decoder=True).num_attention_heads
                 steps = itertools.chain(steps, spread_steps(runner, capacity, options, ctx_size, heads, use))
             if device.type == "cpu" and not options.enforce_eager:
@@ -212,7 +213,7 @@ def trace(options: ModelOptions, config: Any) -> Traced:
                     shown = seeing.largest(dtype, ctx_size)
                 prompt_images = OPENING_BYTES + max(HELD_BYTES, shown[1] if shown else 0)
                 steps = itertools.chain(steps, seeing_steps(runner, capacity, options, ctx_size, shown))
-            if isinstance(runner, PackedRunner) and device.type == "cuda" and not options.enforce_eager:
+            if isinstance(runner, PagedRunner) and device.type == "cuda" and not options.enforce_eager:
                 graphs = graphs_bytes(runner, options.parallel, ctx_size)
         compute = max(reordering, *(peak_bytes(step) for step in steps), 0)
     gathered = repeated_bytes(config, ctx_size, dtype) if architectures.backend(config) == "paged" else 0
@@ -261,7 +262,7 @@ def trace_split(options: ModelOptions, config: Any) -> tuple[list[Shard], int]:
     assert parts is not None, "several devices"
     dtype = dtype_of(options, config, stored, torch.device(options.devices[0]))
     cls = model_class.model_class(options, config, embeds=False)
-    ctx_size = request_limits.context_size(options, architectures.positions(config))
+    ctx_size = requests.context_size(options, architectures.positions(config))
     with FakeTensorMode():
         model = build(cls, config, dtype, embeds=False)
         # before the parts are placed: transformers' own cache, which is tried on it, makes tensors with a call that
@@ -311,11 +312,11 @@ def _bytes_by_device(model: Any, dtype: torch.dtype) -> dict[torch.device, int]:
     return sizes
 
 
-def _seeing(options: ModelOptions, config: Any) -> Processor | None:
+def _seeing(options: ModelOptions, config: Any) -> ImageProcessor | None:
     """What prepares images for a model that takes them."""
     if getattr(config, "vision_config", None) is None:
         return None
-    return see(options, config, loader.load_tokenizer(options))[0]
+    return load_image_processor(options, config, loader.load_tokenizer(options))[0]
 
 
 def _device(options: ModelOptions) -> torch.device:
@@ -361,10 +362,10 @@ def make_runner(
     config: Any,
     options: ModelOptions,
     ctx_size: int,
-    tower: Tower | None = None,
+    tower: VisionTower | None = None,
     parts: layer_split.Split | None = None,
     ranks: int = 1,
-) -> tuple[PackedRunner | AlignedRunner, Capacity]:
+) -> tuple[PagedRunner | AlignedRunner, Capacity]:
     """The backend of the engine, with its cache."""
     paged.register()
     implementation = backends.implementation(options.attention, config)
@@ -379,7 +380,7 @@ def make_runner(
             return backends.make_runner(
                 model, config, options, ctx_size, CPU, caches=False, tower=tower, split=parts, ranks=ranks
             )
-        except Unsupported as error:
+        except UnsupportedCache as error:
             raise StartError(f"architecture {config.model_type!r} cannot be served by this engine: {error}") from error
 
 
@@ -464,7 +465,7 @@ def tensor_bytes(model: torch.nn.Module) -> int:
 
 
 def generation_steps(
-    runner: PackedRunner | AlignedRunner,
+    runner: PagedRunner | AlignedRunner,
     capacity: Capacity,
     options: ModelOptions,
     ctx_size: int,
@@ -474,13 +475,13 @@ def generation_steps(
     are such, beside rows that decode there; the same with logprobs of the prompt; and all rows decoding. Every other
     row has the adapter `use`."""
     rows, chunk = capacity.rows, min(options.prefill_chunk, ctx_size)
-    crosses, has_states = False, False
+    is_encoder_decoder, has_states = False, False
     if isinstance(runner, AlignedRunner):
-        crosses, has_states = runner.crosses, runner.has_states
+        is_encoder_decoder, has_states = runner.is_encoder_decoder, runner.has_states
     part, decodes = partial(_segment, capacity, use=use), partial(_decodes, capacity, ctx_size=ctx_size, use=use)
     yield partial(_generate, runner, (*decodes(rows - 1), part(rows - 1, ctx_size - chunk, chunk)))
     yield partial(_generate, runner, decodes(rows))
-    if crosses:
+    if is_encoder_decoder:
         return  # the encoder has read the prompt as a whole in that step, and gives no logprobs of it
     if has_states:
         yield partial(_generate, runner, (*decodes(rows - 1), part(rows - 1, 0, chunk)))
@@ -496,7 +497,7 @@ def generation_steps(
 
 
 def spread_steps(
-    runner: PackedRunner,
+    runner: PagedRunner,
     capacity: Capacity,
     options: ModelOptions,
     ctx_size: int,
@@ -514,7 +515,7 @@ def spread_steps(
 
 
 def costly_steps(
-    runner: PackedRunner | AlignedRunner,
+    runner: PagedRunner | AlignedRunner,
     capacity: Capacity,
     options: ModelOptions,
     ctx_size: int,
@@ -524,11 +525,11 @@ def costly_steps(
     """Chunks at the far end of the context, of as many tokens as cost the linear `layers` the most memory, with the
     bytes at most that this is; an encoder reads no chunks, but prompts as a whole."""
     rows, chunk = capacity.rows, min(options.prefill_chunk, ctx_size)
-    crosses = isinstance(runner, AlignedRunner) and runner.crosses
-    beside = rows - 1 if isinstance(runner, PackedRunner) else 0  # tokens in the same forward
-    for count, extra in layers.costliest(ctx_size if crosses else beside + chunk).items():
-        end = count if crosses else ctx_size
-        length = min(chunk, end) if crosses else count - beside
+    is_encoder_decoder = isinstance(runner, AlignedRunner) and runner.is_encoder_decoder
+    beside = rows - 1 if isinstance(runner, PagedRunner) else 0  # tokens in the same forward
+    for count, extra in layers.costliest(ctx_size if is_encoder_decoder else beside + chunk).items():
+        end = count if is_encoder_decoder else ctx_size
+        length = min(chunk, end) if is_encoder_decoder else count - beside
         if length > 0:
             last = _segment(capacity, rows - 1, end - length, length, use=use)
             decodes = _decodes(capacity, rows - 1, ctx_size=ctx_size, use=use)
@@ -536,7 +537,7 @@ def costly_steps(
 
 
 def seeing_steps(
-    runner: PackedRunner | AlignedRunner,
+    runner: PagedRunner | AlignedRunner,
     capacity: Capacity,
     options: ModelOptions,
     ctx_size: int,
@@ -572,10 +573,12 @@ def _generate(runner: Runner, batch: Batch) -> None:
     for segment in batch:
         if segment.sequence.prompt_logprobs:
             following = [0] * segment.logits
-            sampler.likelihoods(logits[first : first + segment.logits], following, sampler.COSTLIEST.logprobs or 0)
+            sampler.likelihoods(
+                logits[first : first + segment.logits], following, sampler.COSTLIEST_SAMPLING.logprobs or 0
+            )
         first += segment.logits
         chosen.append(first - 1)
-    picks = [sampler.Pick(sampler.COSTLIEST, uniform=0.5)] * len(chosen)
+    picks = [sampler.RowSampling(sampler.COSTLIEST_SAMPLING, uniform=0.5)] * len(chosen)
     sampler.sample(logits if len(chosen) == len(logits) else logits[chosen], picks)
 
 
@@ -612,10 +615,10 @@ def _broken(table: Table) -> Table:
     return broken
 
 
-def graphs_bytes(runner: PackedRunner, rows: int, ctx_size: int) -> int:
+def graphs_bytes(runner: PagedRunner, rows: int, ctx_size: int) -> int:
     """What recorded steps take beside all others, because memory of a graph serves graphs only: the largest of them,
     the buffers, and the graphs themselves."""
-    fixed = FixedRunner(runner, rows=rows, ctx_size=ctx_size)
+    fixed = GraphRunner(runner, rows=rows, ctx_size=ctx_size)
     longest = {size: (size, blocks) for size, blocks in fixed.shapes}  # of each batch size
     largest = max((peak_bytes(partial(fixed.compute, *shape)) for shape in longest.values()), default=0)
     return fixed.buffer_bytes + largest + len(fixed.shapes) * GRAPH_BYTES
@@ -625,7 +628,7 @@ def make_encoder(model: Any, options: ModelOptions, *, embeds: bool) -> Encoder:
     """The engine's encoder around `model`; layers behind the model have their shapes and no weights of their own."""
     snapshot = Path(options.snapshot)
     found = sentence_transformers_config.read(snapshot) if embeds else None
-    return load_encoder.make(model, CPU, snapshot, found, pad=0, is_dummy=True)[0]
+    return load_encoder.make_encoder(model, CPU, snapshot, found, pad=0, is_dummy=True)[0]
 
 
 def head_bytes(encoder: Encoder) -> int:
@@ -658,7 +661,7 @@ def _encode(model: Any, encoder: Encoder, implementation: str, texts: list[list[
 
 def reordered_peak(
     model: Any,
-    runner: PackedRunner | AlignedRunner,
+    runner: PagedRunner | AlignedRunner,
     capacity: Capacity,
     options: ModelOptions,
     ctx_size: int,

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from worker.engines.transformers import request_limits
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.load import architectures, loader, model_class, tensor_parallel_plan
 from worker.engines.transformers.load.tensor_parallel_plan import Slice
-from worker.engines.transformers.run.runner import PackedRunner
+from worker.engines.transformers.loop import requests
+from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.sample import grammar
 from worker.estimate import estimate
 from worker.estimate.memory_tracer import peak_bytes
@@ -71,9 +71,7 @@ def divided_estimate(options: Estimate) -> Estimated:
             runtime=[ranks * (runtime + FIRST_STEPS_BYTES + GLOO_BYTES) + grammars],
             inherited=inherited,
         )
-    repeated = estimate.repeated_bytes(
-        config, request_limits.context_size(options, architectures.positions(config)), dtype
-    )
+    repeated = estimate.repeated_bytes(config, requests.context_size(options, architectures.positions(config)), dtype)
     step = compute + repeated // ranks
     host = runtime + STAGING_BYTES + loading
     return Estimated(
@@ -89,7 +87,7 @@ def trace(options: ModelOptions, config: Any, dtype: torch.dtype, ranks: int) ->
     """Of one rank, in bytes: weights, cache, what is alive at once in the largest step beside them, and what loading
     needs in main memory for a moment. Raises StartError for what cannot be served so."""
     cls = model_class.model_class(options, config, embeds=False)
-    ctx_size = request_limits.context_size(options, architectures.positions(config))
+    ctx_size = requests.context_size(options, architectures.positions(config))
     with FakeTensorMode():
         # of the processor's kind, for the reason in `worker.estimate.estimate.trace`
         model = estimate.build(cls, config, dtype, embeds=False)
@@ -101,7 +99,7 @@ def trace(options: ModelOptions, config: Any, dtype: torch.dtype, ranks: int) ->
         runner, capacity = estimate.make_runner(model, config, options, ctx_size, ranks=ranks)
         estimate.shorten(model)
         steps = estimate.generation_steps(runner, capacity, options, ctx_size)
-        if options.devices == ("cpu",) and isinstance(runner, PackedRunner):
+        if options.devices == ("cpu",) and isinstance(runner, PagedRunner):
             heads = config.get_text_config(decoder=True).num_attention_heads // ranks
             steps = itertools.chain(steps, estimate.spread_steps(runner, capacity, options, ctx_size, heads))
         compute = max(peak_bytes(step) for step in steps)

@@ -34,7 +34,7 @@ from worker.protocol.exits import Exit
 from worker.protocol.orders import MAX_ORDER_BYTES, Birth, Call, Fork, Import, Order, Reap, decode_order, is_warmable
 
 if TYPE_CHECKING:
-    from worker.engines.transformers.prebuilt_models import Shelf
+    from worker.engines.transformers.preparation import PrebuiltModels
 
 ALWAYS = (
     "torch", "transformers", "aiohttp.web", "tokenizers", "jinja2", "worker.engines.transformers.engine", "worker.server.server",
@@ -82,7 +82,7 @@ class Nursery:
         self._orders = orders
         self._tied = tied
         self._run = run
-        self._shelf: Shelf | None = None
+        self._prebuilt: PrebuiltModels | None = None
         self._wanted: dict[str, tuple[float, Serve]] = {}
         """Models to keep ready, by snapshot: from when on (by the monotonic clock), and as what."""
         self._trial: Trial | None = None
@@ -131,7 +131,7 @@ class Nursery:
             due = self._trial.ends
         elif self._wanted:
             due = min(due for due, _ in self._wanted.values())
-        elif self._shelf:
+        elif self._prebuilt:
             due = now + TIDY_INTERVAL
         else:
             return None
@@ -139,17 +139,17 @@ class Nursery:
 
     def _want(self, argv: Sequence[str]) -> None:
         """A worker of `argv` was born: the next one may find its model ready."""
-        if self._shelf is None or argv[0] != "serve":
+        if self._prebuilt is None or argv[0] != "serve":
             return
         with suppress(ValueError):
             command = from_argv(argv)
             assert isinstance(command, Serve)
-            if command.snapshot not in self._wanted and self._shelf.wants(command):
+            if command.snapshot not in self._wanted and self._prebuilt.lacks(command):
                 self._wanted[command.snapshot] = (time.monotonic() + QUIET_BEFORE, command)
 
     def _keep_ready(self) -> None:
         """Nobody wants anything: see to the model whose turn it is."""
-        if self._shelf is None:
+        if self._prebuilt is None:
             return
         now = time.monotonic()
         if self._trial is not None:
@@ -158,19 +158,19 @@ class Nursery:
             trial, self._trial = self._trial, None
             if why := trial.end():
                 print(f"{trial.command.snapshot} is left to its workers: {why}", file=sys.stderr)
-                self._shelf.leave(trial.command)
+                self._prebuilt.exclude(trial.command)
                 return
             with suppress(Exception):  # it went well a moment ago; if the files have changed since, its workers say so
-                _make(self._shelf, trial.command)
+                _make(self._prebuilt, trial.command)
             self._survey()
             self._tied.say(Warm())
         elif self._wanted:
             snapshot, (due, command) = min(self._wanted.items(), key=lambda each: each[1][0])
             if due <= now:
                 del self._wanted[snapshot]
-                self._trial = Trial(command, self._shelf)
+                self._trial = Trial(command, self._prebuilt)
         else:
-            self._shelf.tidy()
+            self._prebuilt.drop_stale()
 
     def _survey(self) -> None:
         """What children share of us, they do not count as their own."""
@@ -189,14 +189,14 @@ class Nursery:
             torch.set_num_threads(1)
         _prime()
         gc.collect()
-        if not self._shelf:  # what is on it must be found when it goes
+        if not self._prebuilt:  # what is on it must be found when it goes
             gc.freeze()
         self._survey()
         if (
-            self._shelf is None
-            and (shelves := sys.modules.get("worker.engines.transformers.prebuilt_models")) is not None
+            self._prebuilt is None
+            and (preparation := sys.modules.get("worker.engines.transformers.preparation")) is not None
         ):
-            self._shelf = shelves.shelf
+            self._prebuilt = preparation.prebuilt_models
         self._tied.say(Warm(modules=[name for name in wanted if name in sys.modules]))
 
     def _fork(self, id: int, descriptors: Sequence[int]) -> None:
@@ -234,7 +234,7 @@ class Nursery:
 class Trial:
     """A child that makes of a model what is to be kept ready of it, and tells whether that would have done harm."""
 
-    def __init__(self, command: Serve, shelf: "Shelf"):
+    def __init__(self, command: Serve, prebuilt_models: "PrebuiltModels"):
         self.command = command
         self.told, tell = os.pipe()
         self.ends = time.monotonic() + TRIAL_TIMEOUT
@@ -243,7 +243,7 @@ class Trial:
         with suppress(OSError):
             self._pid = os.fork()
         if self._pid == 0:
-            _try(command, shelf, parent, tell)
+            _try(command, prebuilt_models, parent, tell)
         os.close(tell)
 
     def end(self) -> str:
@@ -259,22 +259,22 @@ class Trial:
         return (said or f"its trial ended with exit code {code}") if code else ""
 
 
-def _make(shelf: "Shelf", command: Serve) -> None:
+def _make(prebuilt_models: "PrebuiltModels", command: Serve) -> None:
     """Build the model's parts, and compile its chat template once for this process and its children."""
     from worker.errors import StartError
     from worker.prompt.chat_template import ChatTemplate  # late: it imports jinja2
 
-    shelf.make(command)
-    if (made := shelf.find(command)) is not None:
+    prebuilt_models.build(command)
+    if (made := prebuilt_models.find(command)) is not None:
         with suppress(StartError):  # a worker reports a damaged template itself
             ChatTemplate(made.tokenizer, text="", variables="")
 
 
-def _try(command: Serve, shelf: "Shelf", parent: int, tell: int) -> NoReturn:
+def _try(command: Serve, prebuilt_models: "PrebuiltModels", parent: int, tell: int) -> NoReturn:
     """In the child: make it, and look at what that has done to this process."""
     try:
         supervision.bind(parent)
-        _make(shelf, command)
+        _make(prebuilt_models, command)
         why = unfit()
     except BaseException as error:  # noqa: BLE001 - whatever it is, the nursery must not do it
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -242,7 +242,7 @@ class Laps:
         self.seconds: dict[str, float] = {}
         self._at = began
 
-    def over(self, stage: str) -> None:
+    def stage_done(self, stage: str) -> None:
         """What passed since the last stage was this one; a stage may come in parts."""
         now = time.monotonic()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._at
@@ -265,29 +265,31 @@ async def _serve_until_told(command: "Serve", tied: supervision.Leash, began: fl
     from worker.engines.transformers.device import memory
     from worker.engines.transformers.device.process_overhead import overhead
     from worker.engines.transformers.engine import TransformersEngine
-    from worker.engines.transformers.prebuilt_models import shelf
+    from worker.engines.transformers.preparation import prebuilt_models
     from worker.errors import StartError
     from worker.server.server import Server, asked_to_stop
 
     laps = Laps(began)
-    laps.over("imports")
-    if may_read and shelf.find(command) is None:
+    laps.stage_done("imports")
+    if may_read and prebuilt_models.find(command) is None:
         reading.start()
 
     if command.prepare and not tied.leashed:
         raise StartError("--prepare waits for a router's word on stdin, so it needs --leashed", Exit.USAGE)
-    prepared = TransformersEngine.prepare(command, over=laps.over)
+    prepared = TransformersEngine.prepare(command, stage_done=laps.stage_done)
     if command.prepare:
         tied.say(Prepared(measured=memory.measured(("cpu",))))
         command = _go(command, tied)
-        laps.over("standby")
+        laps.stage_done("standby")
     reading.stop()
     # By hand a line each second would only hide the others.
     pulse: Callable[[Pulse], None] = tied.say if tied.leashed else lambda _: None
-    engine = TransformersEngine.load(command, prepared, progress=tied.say, pulse=pulse, over=laps.over, ranks=ranks)
+    engine = TransformersEngine.load(
+        command, prepared, progress=tied.say, pulse=pulse, stage_done=laps.stage_done, ranks=ranks
+    )
     server = Server(engine, engine.tokenizer, command, token=tied.token or None, announce=tied.say)
     address = await server.start()
-    laps.over("server")
+    laps.stage_done("server")
     told = asked_to_stop()
     fatal = asyncio.wrap_future(engine.fatal)
     fatal.add_done_callback(lambda _: told.set())

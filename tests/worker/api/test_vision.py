@@ -408,8 +408,8 @@ async def test_the_files_promise_what_the_worker_says(tmp_path: Path, family: st
 async def test_images_of_many_requests_are_bounded_and_one_request_always_gets_on(tmp_path: Path) -> None:
     settings = options(tiny_vision.make("llava", tmp_path))
     tokenizer = loader.load_tokenizer(settings)
-    processor = vision.Processor(settings, loader.load_config(settings), tokenizer)
-    eyes = vision.Eyes(processor, torch.float32, most=4, held=1)
+    processor = vision.ImageProcessor(settings, loader.load_config(settings), tokenizer)
+    eyes = vision.ImageReader(processor, torch.float32, most=4, held=1)
     image = EncodedImage("here", encoded(IMAGE))
     try:
         first = await eyes.read("<image><image>", [image, image])

@@ -1,4 +1,4 @@
-"""Promises of several choices of one prompt: it is computed once for all of them, and none of them could tell."""
+"""Several choices of one prompt: the prompt is computed once, and each choice is the same as alone."""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.worker.loaded import generation, load_with, say, tell
+from tests.worker.loaded import collect_choices, complete_one, generation, load_with
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.run.runner import Runner
 from worker.engines.transformers.schedule.kv_cache import Rows
@@ -29,7 +29,7 @@ def choices(count: int, *, first: int = 0, prompt: int = 6, limit: int = 3) -> l
 
 
 def advance(scheduler: Scheduler, batch: Batch) -> None:
-    """What an engine does after a step."""
+    """Record a step as the engine does."""
     for segment in batch:
         segment.sequence.computed = segment.end
         if not segment.completes:
@@ -43,7 +43,7 @@ def advance(scheduler: Scheduler, batch: Batch) -> None:
 
 
 def computed(scheduler: Scheduler) -> dict[int, int]:
-    """Tokens computed for each sequence, until nobody is left."""
+    """Run until no sequence is left. Return the number of tokens computed for each."""
     spent: dict[int, int] = {}
     for _ in range(1000):
         if not scheduler.has_work:
@@ -70,7 +70,7 @@ def test_choices_that_find_no_row_run_like_anybody_else_and_lead_those_behind_th
     assert computed(scheduler) == {0: 6 + 2, 1: 2, 2: 6 + 2, 3: 2, 9: 2 + 2}
 
 
-def test_whoever_follows_one_that_is_put_back_waits_behind_it() -> None:
+def test_a_follower_of_a_preempted_sequence_waits_behind_it() -> None:
     scheduler = Scheduler(Rows(4), chunk=4)
     first, *rest = choices(3)
     other = choices(1, first=9)[0]
@@ -96,7 +96,7 @@ def test_a_choice_that_is_cancelled_while_it_follows_is_forgotten() -> None:
 
 
 class Counting:
-    """A runner that counts the tokens of prompts, and forks."""
+    """A runner that counts prompt tokens and forks."""
 
     def __init__(self, runner: Runner):
         self.runner = runner
@@ -117,9 +117,9 @@ class Counting:
     def forget(self, row: int) -> None:
         self.runner.forget(row)
 
-    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
+    def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
         self.tokens += sum(segment.length for segment in batch if not segment.is_decode)
-        return self.runner.run(batch, fed)
+        return self.runner.run(batch, device_tokens)
 
 
 @pytest.fixture(scope="module")
@@ -136,34 +136,36 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Transfor
     asyncio.run(engine.close())
 
 
-async def test_each_choice_says_what_it_would_say_alone(counted: tuple[TransformersEngine, Counting]) -> None:
+async def test_each_choice_answers_as_it_would_alone(counted: tuple[TransformersEngine, Counting]) -> None:
     engine, runner = counted
     before, forks = runner.tokens, runner.forks
-    told = await tell(engine, generation(PROMPT, n=3, sampling=WARM, max_tokens=12, prompt_logprobs=True))
+    collected = await collect_choices(
+        engine, generation(PROMPT, n=3, sampling=WARM, max_tokens=12, prompt_logprobs=True)
+    )
     assert runner.tokens - before == len(PROMPT), "the prompt is computed once"
     assert runner.forks - forks == 2
     alone = [
-        await say(engine, PROMPT, sampling=SamplingParams(temperature=1.3, seed=11 + index), max_tokens=12)
+        await complete_one(engine, PROMPT, sampling=SamplingParams(temperature=1.3, seed=11 + index), max_tokens=12)
         for index in range(3)
     ]
-    assert [each.tokens for each in told] == [each.tokens for each in alone]
-    assert len({tuple(each.tokens) for each in told}) == 3, "seeds differ, and so do answers"
-    assert all(len(each.prompt_logprobs) == len(PROMPT) for each in told)
-    assert told[0].prompt_logprobs == told[2].prompt_logprobs
+    assert [each.tokens for each in collected] == [each.tokens for each in alone]
+    assert len({tuple(each.tokens) for each in collected}) == 3, "seeds differ, and so do answers"
+    assert all(len(each.prompt_logprobs) == len(PROMPT) for each in collected)
+    assert collected[0].prompt_logprobs == collected[2].prompt_logprobs
 
 
-async def test_more_choices_than_rows_are_all_told(counted: tuple[TransformersEngine, Counting]) -> None:
+async def test_more_choices_than_rows_are_all_answered(counted: tuple[TransformersEngine, Counting]) -> None:
     engine, _ = counted
-    told = await tell(engine, generation(PROMPT, n=7, sampling=WARM, max_tokens=5))
-    alone = await say(engine, PROMPT, sampling=SamplingParams(temperature=1.3, seed=11 + 6), max_tokens=5)
-    assert told[6].tokens == alone.tokens
+    collected = await collect_choices(engine, generation(PROMPT, n=7, sampling=WARM, max_tokens=5))
+    alone = await complete_one(engine, PROMPT, sampling=SamplingParams(temperature=1.3, seed=11 + 6), max_tokens=5)
+    assert collected[6].tokens == alone.tokens
 
 
 async def test_one_token_of_each_choice_ends_them_all_in_the_step_of_the_prompt(
     counted: tuple[TransformersEngine, Counting],
 ) -> None:
     engine, _ = counted
-    told = await tell(engine, generation(PROMPT[:5], n=4, sampling=WARM, max_tokens=1))
-    assert [each.finish for each in told] == ["length"] * 4
-    told = await tell(engine, generation(PROMPT[:5], n=2, max_tokens=0))
-    assert [(each.tokens, each.finish) for each in told] == [([], "length")] * 2
+    collected = await collect_choices(engine, generation(PROMPT[:5], n=4, sampling=WARM, max_tokens=1))
+    assert [each.finish for each in collected] == ["length"] * 4
+    collected = await collect_choices(engine, generation(PROMPT[:5], n=2, max_tokens=0))
+    assert [(each.tokens, each.finish) for each in collected] == [([], "length")] * 2

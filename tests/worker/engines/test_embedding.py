@@ -1,4 +1,4 @@
-"""Promises of the engine to those who want vectors: right pooling, no influence of company, clear limits."""
+"""Embeddings and scores: correct pooling, independence of other texts in the batch, clear limits."""
 
 import asyncio
 import json
@@ -13,11 +13,11 @@ import torch
 import transformers
 
 from tests import tiny
-from tests.worker.loaded import load, say, serving
+from tests.worker.loaded import complete_one, load, serving
 from worker.engines.transformers import load_encoder
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import sentence_transformers_config
-from worker.engines.transformers.run.pooling import Head, activation, normalized, pool
+from worker.engines.transformers.run.pooling import PoolingHead, activation, normalized, pool
 from worker.errors import (
     ContextExceeded,
     Draining,
@@ -69,8 +69,8 @@ async def test_vectors_are_the_mean_of_a_plain_forward_whatever_else_is_in_the_b
         exact = unit(hidden(folder, prompt.tokens).mean(0))
         assert vector == pytest.approx(exact, abs=1e-5)
         assert alone == pytest.approx(exact, abs=1e-5)
-    assert engine._embedding is not None
-    longest, texts, end = engine._embedding.report().largest
+    assert engine._encoder is not None
+    longest, texts, end = engine._encoder.report().largest
     assert (longest, end) == (60, 60), "of one text, not of a request"
     assert texts > 1
 
@@ -84,14 +84,14 @@ async def test_pooling_is_as_asked(pooling: str, position: int, tmp_path: Path) 
         assert vector == pytest.approx(hidden(folder, prompt.tokens)[position].tolist(), abs=1e-4)
 
 
-async def test_a_text_model_embeds_when_told_to(tmp_path: Path) -> None:
+async def test_a_text_model_embeds_with_task_embed(tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path)
     async with serving(load(folder, task="embed")) as engine:
         (vector,) = await engine.embed(PROMPTS[:1])
     assert vector == pytest.approx(unit(hidden(folder, TOKENS[0]).mean(0)), abs=1e-5)
 
 
-async def test_a_causal_layout_of_sentence_transformers_is_an_embedder_without_being_told(tmp_path: Path) -> None:
+async def test_a_causal_layout_of_sentence_transformers_is_an_embedder_by_default(tmp_path: Path) -> None:
     folder = tiny.make("qwen3", tmp_path)
     (folder / "1_Pooling").mkdir()
     kinds = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
@@ -112,7 +112,7 @@ async def test_what_cannot_be_embedded_is_refused(engine: TransformersEngine) ->
     with pytest.raises(InvalidValue, match="empty"):
         await engine.embed([EncoderInput(())])
     with pytest.raises(UnsupportedByModel):
-        await say(engine, TOKENS[0])
+        await complete_one(engine, TOKENS[0])
     assert await engine.embed([]) == []
     assert len((await engine.embed([EncoderInput((5,) * 256)]))[0]) == 64, "the longest input fits"
 
@@ -168,12 +168,12 @@ def test_vectors_are_normalised_as_asked(norm: int, expected: list[float]) -> No
 async def test_a_text_that_the_model_fails_on_ends_its_request_alone(tmp_path: Path) -> None:
     folder = tiny.make("llama-embed", tmp_path)
     async with serving(load(folder)) as engine:
-        work = engine._embedding
+        work = engine._encoder
         assert work is not None
         real = work._encoder
 
         class Fragile:
-            """Fails on a token, and gives no numbers for another one."""
+            """Fails on one token, and returns NaN for another."""
 
             def run(self, texts: Sequence[EncoderInput]) -> list[torch.Tensor]:
                 if any(7 in text.tokens for text in texts):
@@ -183,27 +183,27 @@ async def test_a_text_that_the_model_fails_on_ends_its_request_alone(tmp_path: P
 
         work._encoder = Fragile()
         good, bad, endless = EncoderInput((3, 4)), EncoderInput((7, 3)), EncoderInput((9, 3))
-        told = await asyncio.gather(
+        collected = await asyncio.gather(
             engine.embed([good, good]), engine.embed([good, bad]), engine.embed([endless, good]), return_exceptions=True
         )
-        assert isinstance(told[0], list)
-        assert isinstance(told[1], SequenceFailed)
-        assert "secret" not in str(told[1])
-        assert isinstance(told[2], SequenceFailed)
-        assert (await engine.embed([good]))[0] == pytest.approx(told[0][0], abs=1e-6)
+        assert isinstance(collected[0], list)
+        assert isinstance(collected[1], SequenceFailed)
+        assert "secret" not in str(collected[1])
+        assert isinstance(collected[2], SequenceFailed)
+        assert (await engine.embed([good]))[0] == pytest.approx(collected[0][0], abs=1e-6)
         assert engine.occupancy.waiting == 0
 
 
-class Listening:
-    """Looks at the whole batch, padding or not."""
+class Unmasked:
+    """A model that does not mask padding."""
 
     def run(self, texts: Sequence[EncoderInput]) -> list[torch.Tensor]:
         return [torch.tensor([1.0, float(len(texts))])] * len(texts)
 
 
-def test_an_encoder_that_heeds_its_company_is_not_served() -> None:
-    with pytest.raises(StartError, match="beside a longer one"):
-        load_encoder.warm_up(Listening(), ctx_size=8, vocab_size=100)
+def test_an_encoder_whose_results_depend_on_the_batch_is_not_served() -> None:
+    with pytest.raises(StartError, match="in a batch with a longer one"):
+        load_encoder.warm_up(Unmasked(), ctx_size=8, vocab_size=100)
 
 
 def test_an_architecture_that_mixes_padding_into_texts_is_refused(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_an_architecture_that_mixes_padding_into_texts_is_refused(tmp_path: Path
     )
     transformers.FNetModel(config).save_pretrained(tmp_path)
     tiny.make_tokenizer("bert-embed").save_pretrained(tmp_path)
-    with pytest.raises(StartError, match="beside a longer one"):
+    with pytest.raises(StartError, match="in a batch with a longer one"):
         load(tmp_path)
 
 
@@ -309,7 +309,7 @@ def test_the_longest_text_is_what_sentence_transformers_takes(tmp_path: Path) ->
 
 
 def test_layers_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
-    head = Head(
+    head = PoolingHead(
         sentence_transformers_config.Layout(
             steps=(
                 sentence_transformers_config.Pooling(("cls", "mean")),
@@ -317,7 +317,7 @@ def test_layers_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
             )
         )
     )
-    with pytest.raises(StartError, match="takes vectors of 64 components; it would get 128"):
+    with pytest.raises(StartError, match="expects vectors of 64 components, but gets 128"):
         head.size(64)
     assert head.size(32) == 8
     with pytest.raises(StartError, match=r"no model\.safetensors"):

@@ -1,6 +1,6 @@
-"""Promises of the engine to one request and to its neighbours, on a tiny Llama.
+"""The engine on a tiny Llama: results of single requests, and their independence of other requests.
 
-Among them the faults of transformers' own continuous batching, each provoked here (spec/engine.md, section 1).
+Known faults of transformers' continuous batching are among the cases.
 """
 
 import asyncio
@@ -21,16 +21,16 @@ from tests import tiny
 from tests.worker.loaded import (
     DEADLINE,
     GREEDY,
-    Told,
+    CollectedChoice,
+    collect_choices,
+    complete_one,
     generated,
     generation,
     load,
     load_with,
     options,
     reference,
-    say,
     serving,
-    tell,
 )
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.run.runner import Runner
@@ -80,14 +80,14 @@ async def first(stream: Any) -> Delta:
                 return delta
 
 
-async def rest(stream: Any, told: Told) -> Told:
+async def rest(stream: Any, collected: CollectedChoice) -> CollectedChoice:
     async with asyncio.timeout(DEADLINE):
         async for delta in stream:
-            told.add(delta)
-    return told
+            collected.add(delta)
+    return collected
 
 
-# What cannot be answered is refused, and nobody else notices
+# Rejected requests do not affect others
 
 
 @pytest.mark.parametrize(
@@ -111,95 +111,101 @@ async def test_a_request_that_cannot_be_answered_is_refused_and_its_neighbour_go
     engine: TransformersEngine, model: Any, prompt: Sequence[int], changes: dict[str, Any], error: type[RequestError]
 ) -> None:
     stream = engine.generate(generation(PROMPT, max_tokens=12))
-    told = Told()
-    told.add(await first(stream))
+    collected = CollectedChoice()
+    collected.add(await first(stream))
     with pytest.raises(error):
-        await tell(engine, generation(prompt, **changes))
-    assert (await rest(stream, told)).tokens == generated(model, PROMPT, 12)
+        await collect_choices(engine, generation(prompt, **changes))
+    assert (await rest(stream, collected)).tokens == generated(model, PROMPT, 12)
 
 
-async def test_a_prompt_that_is_too_long_is_told_its_length_and_the_limit(folder: Path) -> None:
+async def test_the_error_for_a_long_prompt_names_its_length_and_the_limit(folder: Path) -> None:
     async with serving(load(folder, ctx_size=32, max_input_tokens=10)) as engine:
-        with pytest.raises(ContextExceeded) as over:
-            await say(engine, (5,) * 32)
-        assert over.value.extra == {"n_prompt_tokens": 32, "n_ctx": 32}
-        with pytest.raises(ContextExceeded) as over:
-            await say(engine, (5,) * 11)
-        assert over.value.extra == {"n_prompt_tokens": 11, "n_ctx": 10}
-        assert (await say(engine, (5,) * 10, max_tokens=2)).finish == "length"
+        with pytest.raises(ContextExceeded) as stage_done:
+            await complete_one(engine, (5,) * 32)
+        assert stage_done.value.extra == {"n_prompt_tokens": 32, "n_ctx": 32}
+        with pytest.raises(ContextExceeded) as stage_done:
+            await complete_one(engine, (5,) * 11)
+        assert stage_done.value.extra == {"n_prompt_tokens": 11, "n_ctx": 10}
+        assert (await complete_one(engine, (5,) * 10, max_tokens=2)).finish == "length"
 
 
 async def test_an_empty_prompt_begins_with_the_token_that_begins_texts(engine: TransformersEngine) -> None:
-    assert (await say(engine, (), max_tokens=6)).tokens == (await say(engine, (0,), max_tokens=6)).tokens
+    assert (await complete_one(engine, (), max_tokens=6)).tokens == (
+        await complete_one(engine, (0,), max_tokens=6)
+    ).tokens
 
 
 async def test_an_empty_prompt_without_such_a_token_is_refused(folder: Path) -> None:
     async with serving(load(folder, ctx_size=32)) as engine:
         engine.tokenizer.bos_token = None
         with pytest.raises(InvalidValue, match="empty"):
-            await say(engine, ())
+            await complete_one(engine, ())
 
 
 async def test_max_tokens_beyond_the_context_ends_with_length_at_its_last_token(engine: TransformersEngine) -> None:
     never_end = replace(GREEDY, ignore_eos=True)
-    told = await say(engine, PROMPT, max_tokens=10_000, sampling=never_end)
-    assert (told.finish, len(told.tokens)) == ("length", CTX - len(PROMPT))
-    longest = await say(engine, (5,) * (CTX - 1), max_tokens=10_000, sampling=never_end)
+    collected = await complete_one(engine, PROMPT, max_tokens=10_000, sampling=never_end)
+    assert (collected.finish, len(collected.tokens)) == ("length", CTX - len(PROMPT))
+    longest = await complete_one(engine, (5,) * (CTX - 1), max_tokens=10_000, sampling=never_end)
     assert (longest.finish, len(longest.tokens)) == ("length", 1)
 
 
 async def test_no_maximum_means_the_presets_or_the_context(folder: Path) -> None:
     never_end = replace(GREEDY, ignore_eos=True)
     async with serving(load(folder, ctx_size=40, n_predict=7)) as engine:
-        assert len((await say(engine, PROMPT, sampling=never_end)).tokens) == 7
-        assert len((await say(engine, PROMPT, sampling=never_end, max_tokens=9)).tokens) == 9
+        assert len((await complete_one(engine, PROMPT, sampling=never_end)).tokens) == 7
+        assert len((await complete_one(engine, PROMPT, sampling=never_end, max_tokens=9)).tokens) == 9
 
 
 async def test_no_tokens_at_all_may_be_asked_for(engine: TransformersEngine) -> None:
-    told = await say(engine, PROMPT, max_tokens=0, prompt_logprobs=True)
-    assert (told.tokens, told.finish, len(told.prompt_logprobs)) == ([], "length", len(PROMPT))
+    collected = await complete_one(engine, PROMPT, max_tokens=0, prompt_logprobs=True)
+    assert (collected.tokens, collected.finish, len(collected.prompt_logprobs)) == ([], "length", len(PROMPT))
 
 
 # Sampling
 
 
 async def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(engine: TransformersEngine) -> None:
-    alone = await say(engine, PROMPT, max_tokens=24, sampling=WARM)
+    alone = await complete_one(engine, PROMPT, max_tokens=24, sampling=WARM)
     others = [replace(WARM, seed=seed, temperature=0.1 * seed, top_k=seed) for seed in range(6)]
     requests = [
         (PROMPT, WARM),
         *(((7, *range(2, 12 + index)), other) for index, other in enumerate(others)),
         (PROMPT, WARM),
     ]
-    told = await asyncio.gather(*(say(engine, each, max_tokens=24, sampling=how) for each, how in requests))
-    assert told[0].tokens == told[-1].tokens == alone.tokens
-    assert told[1].tokens != told[2].tokens
+    collected = await asyncio.gather(
+        *(complete_one(engine, each, max_tokens=24, sampling=how) for each, how in requests)
+    )
+    assert collected[0].tokens == collected[-1].tokens == alone.tokens
+    assert collected[1].tokens != collected[2].tokens
 
 
 async def test_without_a_seed_every_answer_is_another_one(engine: TransformersEngine) -> None:
     how = SamplingParams(temperature=2.0)
-    told = await asyncio.gather(*(say(engine, PROMPT, max_tokens=20, sampling=how) for _ in range(3)))
-    assert len({tuple(each.tokens) for each in told}) == 3
+    collected = await asyncio.gather(*(complete_one(engine, PROMPT, max_tokens=20, sampling=how) for _ in range(3)))
+    assert len({tuple(each.tokens) for each in collected}) == 3
 
 
 async def test_the_presets_seed_stands_in_where_a_request_has_none(folder: Path) -> None:
     async with serving(load(folder, ctx_size=64, seed=11)) as engine:
-        unseeded = await say(engine, PROMPT, max_tokens=20, sampling=replace(WARM, seed=None))
-        assert unseeded.tokens == (await say(engine, PROMPT, max_tokens=20, sampling=WARM)).tokens
+        unseeded = await complete_one(engine, PROMPT, max_tokens=20, sampling=replace(WARM, seed=None))
+        assert unseeded.tokens == (await complete_one(engine, PROMPT, max_tokens=20, sampling=WARM)).tokens
 
 
 async def test_choices_use_the_following_seeds(engine: TransformersEngine) -> None:
-    choices = await tell(engine, generation(PROMPT, n=6, max_tokens=15, sampling=WARM))
-    seeds = [await say(engine, PROMPT, max_tokens=15, sampling=replace(WARM, seed=11 + index)) for index in range(6)]
+    choices = await collect_choices(engine, generation(PROMPT, n=6, max_tokens=15, sampling=WARM))
+    seeds = [
+        await complete_one(engine, PROMPT, max_tokens=15, sampling=replace(WARM, seed=11 + index)) for index in range(6)
+    ]
     assert [each.tokens for each in choices] == [each.tokens for each in seeds]
     assert len({each.text for each in choices}) > 1
 
 
 async def test_greedy_beside_sampled_is_still_greedy(engine: TransformersEngine, model: Any) -> None:
-    told = await asyncio.gather(
-        *(say(engine, PROMPT, max_tokens=20, sampling=how) for how in (WARM, GREEDY, replace(WARM, seed=3)))
+    collected = await asyncio.gather(
+        *(complete_one(engine, PROMPT, max_tokens=20, sampling=how) for how in (WARM, GREEDY, replace(WARM, seed=3)))
     )
-    assert told[1].tokens == generated(model, PROMPT, 20)
+    assert collected[1].tokens == generated(model, PROMPT, 20)
 
 
 async def test_a_repetition_penalty_equals_that_of_generate(engine: TransformersEngine, model: Any) -> None:
@@ -212,8 +218,8 @@ async def test_a_repetition_penalty_equals_that_of_generate(engine: Transformers
         repetition_penalty=1.8,
         pad_token_id=0,
     )
-    told = await say(engine, PROMPT, max_tokens=20, sampling=replace(GREEDY, repetition_penalty=1.8))
-    assert told.tokens == out[0, len(PROMPT) :].tolist()
+    collected = await complete_one(engine, PROMPT, max_tokens=20, sampling=replace(GREEDY, repetition_penalty=1.8))
+    assert collected.tokens == out[0, len(PROMPT) :].tolist()
 
 
 async def test_penalties_look_at_no_prompt_that_an_encoder_reads(tmp_path: Path) -> None:
@@ -222,34 +228,34 @@ async def test_penalties_look_at_no_prompt_that_an_encoder_reads(tmp_path: Path)
     expected = generated(reference(folder), prompt, 20, repetition_penalty=3.0)
     assert set(prompt) & set(expected), "or it would make no difference"
     async with serving(load(folder, ctx_size=256, parallel=1)) as engine:
-        told = await say(engine, prompt, max_tokens=20, sampling=replace(GREEDY, repetition_penalty=3.0))
-    assert told.tokens == expected
+        collected = await complete_one(engine, prompt, max_tokens=20, sampling=replace(GREEDY, repetition_penalty=3.0))
+    assert collected.tokens == expected
 
 
 async def test_a_frequency_penalty_keeps_a_token_from_coming_again(engine: TransformersEngine) -> None:
-    told = await say(engine, PROMPT, max_tokens=30, sampling=replace(GREEDY, presence_penalty=1000.0))
-    assert len(set(told.tokens)) == len(told.tokens)
+    collected = await complete_one(engine, PROMPT, max_tokens=30, sampling=replace(GREEDY, presence_penalty=1000.0))
+    assert len(set(collected.tokens)) == len(collected.tokens)
 
 
 async def test_an_end_of_sequence_ends_the_answer_and_is_no_part_of_it(engine: TransformersEngine) -> None:
     ends = replace(GREEDY, logit_bias={EOS: 1000.0})
-    told = await say(engine, PROMPT, max_tokens=9, sampling=ends)
-    assert (told.tokens, told.text, told.finish, told.stop) == ([], "", "stop", None)
-    assert told.timings is not None
-    assert told.timings.completion_tokens == 1
-    patient = await say(engine, PROMPT, max_tokens=9, sampling=replace(ends, min_tokens=5))
+    collected = await complete_one(engine, PROMPT, max_tokens=9, sampling=ends)
+    assert (collected.tokens, collected.text, collected.finish, collected.stop) == ([], "", "stop", None)
+    assert collected.timings is not None
+    assert collected.timings.completion_tokens == 1
+    patient = await complete_one(engine, PROMPT, max_tokens=9, sampling=replace(ends, min_tokens=5))
     assert (len(patient.tokens), patient.finish) == (5, "stop")
-    endless = await say(engine, PROMPT, max_tokens=9, sampling=replace(ends, ignore_eos=True))
+    endless = await complete_one(engine, PROMPT, max_tokens=9, sampling=replace(ends, ignore_eos=True))
     assert (len(endless.tokens), endless.finish) == (9, "length")
 
 
 async def test_logprobs_are_those_of_a_plain_forward(engine: TransformersEngine, model: Any) -> None:
     how = replace(WARM, logprobs=3, top_k=4, repetition_penalty=1.3)
-    told = await say(engine, PROMPT, max_tokens=12, sampling=how, prompt_logprobs=True)
+    collected = await complete_one(engine, PROMPT, max_tokens=12, sampling=how, prompt_logprobs=True)
     with torch.inference_mode():
-        exact = model(torch.tensor([[*PROMPT, *told.tokens]])).logits[0].log_softmax(-1)
-    said = [*told.prompt_logprobs, *told.logprobs]
-    assert [each.token for each in said] == [*PROMPT, *told.tokens]
+        exact = model(torch.tensor([[*PROMPT, *collected.tokens]])).logits[0].log_softmax(-1)
+    said = [*collected.prompt_logprobs, *collected.logprobs]
+    assert [each.token for each in said] == [*PROMPT, *collected.tokens]
     assert said[0].logprob is None
     for position, each in enumerate(said[1:]):
         assert each.logprob == pytest.approx(exact[position, each.token].item(), abs=1e-4)
@@ -260,11 +266,13 @@ async def test_logprobs_are_those_of_a_plain_forward(engine: TransformersEngine,
 
 async def test_logprobs_of_a_prompt_longer_than_a_chunk_are_complete(engine: TransformersEngine, model: Any) -> None:
     prompt = tuple(range(20, 90))
-    told = await asyncio.gather(*(say(engine, prompt, max_tokens=2, prompt_logprobs=True) for _ in range(3)))
+    collected = await asyncio.gather(
+        *(complete_one(engine, prompt, max_tokens=2, prompt_logprobs=True) for _ in range(3))
+    )
     with torch.inference_mode():
         exact = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
     expected = [exact[position, token].item() for position, token in enumerate(prompt[1:])]
-    for each in told:
+    for each in collected:
         assert [one.logprob for one in each.prompt_logprobs[1:]] == pytest.approx(expected, abs=1e-4)
         assert each.deltas[0].prompt_logprobs, "they come with the first delta"
 
@@ -275,36 +283,42 @@ async def test_logprobs_of_a_prompt_longer_than_a_chunk_are_complete(engine: Tra
 async def test_deltas_add_up_to_the_text_of_the_tokens(engine: TransformersEngine) -> None:
     tokenizer: Any = engine.tokenizer
     prompts = [tuple(tokenizer(text)["input_ids"]) for text in ("The quick", "Die Katze schläft", "素早い 🦊")]
-    told = await asyncio.gather(*(say(engine, each, max_tokens=40, sampling=replace(WARM, seed=1)) for each in prompts))
-    for prompt, each in zip(prompts, told, strict=True):
+    collected = await asyncio.gather(
+        *(complete_one(engine, each, max_tokens=40, sampling=replace(WARM, seed=1)) for each in prompts)
+    )
+    for prompt, each in zip(prompts, collected, strict=True):
         whole = tokenizer.decode([*prompt, *each.tokens], skip_special_tokens=True)
         assert tokenizer.decode(list(prompt), skip_special_tokens=True) + each.text == whole
         assert "".join(delta.text for delta in each.deltas) == each.text
 
 
-async def test_each_token_is_told_once(engine: TransformersEngine) -> None:
-    told = await say(engine, PROMPT, max_tokens=60, sampling=replace(GREEDY, ignore_eos=True))
-    assert sum(len(delta.tokens) for delta in told.deltas) == 60
+async def test_each_token_is_sent_once(engine: TransformersEngine) -> None:
+    collected = await complete_one(engine, PROMPT, max_tokens=60, sampling=replace(GREEDY, ignore_eos=True))
+    assert sum(len(delta.tokens) for delta in collected.deltas) == 60
 
 
 async def test_a_stop_string_ends_the_answer_before_it(engine: TransformersEngine) -> None:
-    plain = await say(engine, PROMPT, max_tokens=40)
+    plain = await complete_one(engine, PROMPT, max_tokens=40)
     for start in range(3, 15):
         stop = plain.text[start : start + 5]
         if plain.text.index(stop) == start:
-            told = await say(engine, PROMPT, max_tokens=40, stop=("never said", stop))
-            assert (told.text, told.stop, told.finish) == (plain.text[:start], stop, "stop")
-            assert plain.tokens[: len(told.tokens)] == told.tokens
-            assert told.timings is not None
-            assert told.timings.completion_tokens < 40, "nothing is computed beyond it"
+            collected = await complete_one(engine, PROMPT, max_tokens=40, stop=("never said", stop))
+            assert (collected.text, collected.stop, collected.finish) == (plain.text[:start], stop, "stop")
+            assert plain.tokens[: len(collected.tokens)] == collected.tokens
+            assert collected.timings is not None
+            assert collected.timings.completion_tokens < 40, "nothing is computed beyond it"
 
 
 async def test_times_and_counts_come_with_the_last_delta_only(engine: TransformersEngine) -> None:
-    told = await say(engine, PROMPT, max_tokens=9)
-    assert all(delta.timings is None for delta in told.deltas[:-1])
-    assert told.timings is not None
-    assert (told.timings.prompt_tokens, told.timings.completion_tokens, told.timings.cached_tokens) == (5, 9, 0)
-    assert min(told.timings.prefill_seconds, told.timings.decode_seconds) >= 0.0
+    collected = await complete_one(engine, PROMPT, max_tokens=9)
+    assert all(delta.timings is None for delta in collected.deltas[:-1])
+    assert collected.timings is not None
+    assert (collected.timings.prompt_tokens, collected.timings.completion_tokens, collected.timings.cached_tokens) == (
+        5,
+        9,
+        0,
+    )
+    assert min(collected.timings.prefill_seconds, collected.timings.decode_seconds) >= 0.0
 
 
 # Batching
@@ -322,7 +336,7 @@ async def test_a_long_prompt_does_not_stall_a_stream(folder: Path) -> None:
                 heard += len(delta.tokens)
 
         listener = asyncio.create_task(listen())
-        await say(engine, (6,) * 200, max_tokens=1)
+        await complete_one(engine, (6,) * 200, max_tokens=1)
         assert heard >= 20, "a prompt of 25 chunks leaves the stream a token with each"
         listener.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -331,7 +345,7 @@ async def test_a_long_prompt_does_not_stall_a_stream(folder: Path) -> None:
 
 
 async def test_a_reader_that_is_cancelled_takes_its_request_along(engine: TransformersEngine) -> None:
-    reader = asyncio.create_task(say(engine, PROMPT, sampling=replace(GREEDY, ignore_eos=True)))
+    reader = asyncio.create_task(complete_one(engine, PROMPT, sampling=replace(GREEDY, ignore_eos=True)))
     await asyncio.sleep(0)
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -340,20 +354,20 @@ async def test_a_reader_that_is_cancelled_takes_its_request_along(engine: Transf
 
 
 async def nothing_runs(engine: TransformersEngine) -> None:
-    """Returns once the engine is idle: a request that comes after the cancel is answered behind it."""
-    await say(engine, PROMPT, max_tokens=1)
+    """Wait until the engine is idle: a request behind the cancel has been answered."""
+    await complete_one(engine, PROMPT, max_tokens=1)
     async with asyncio.timeout(DEADLINE):
         while engine.occupancy.running or engine.occupancy.waiting:
-            await say(engine, PROMPT, max_tokens=1)
+            await complete_one(engine, PROMPT, max_tokens=1)
 
 
-async def test_a_slow_reader_holds_up_nobody_and_misses_nothing(engine: TransformersEngine, model: Any) -> None:
+async def test_a_slow_reader_delays_no_request_and_misses_nothing(engine: TransformersEngine, model: Any) -> None:
     slow = engine.generate(generation(PROMPT, max_tokens=30))
-    told = Told()
-    told.add(await first(slow))
+    collected = CollectedChoice()
+    collected.add(await first(slow))
     for _ in range(4):
-        assert len((await say(engine, (7, 8, 9), max_tokens=20)).tokens) == 20
-    assert (await rest(slow, told)).tokens == generated(model, PROMPT, 30)
+        assert len((await complete_one(engine, (7, 8, 9), max_tokens=20)).tokens) == 20
+    assert (await rest(slow, collected)).tokens == generated(model, PROMPT, 30)
 
 
 async def test_the_queue_is_bounded(folder: Path) -> None:
@@ -362,14 +376,14 @@ async def test_the_queue_is_bounded(folder: Path) -> None:
         readers = [asyncio.create_task(first(stream)) for stream in streams]
         await asyncio.wait(readers[:1])
         with pytest.raises(QueueFull):
-            await say(engine, PROMPT)
+            await complete_one(engine, PROMPT)
         assert engine.occupancy.running == 1
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
         for stream in streams:
             await stream.aclose()
-        assert (await say(engine, PROMPT, max_tokens=2)).finish == "length", "there is room again"
+        assert (await complete_one(engine, PROMPT, max_tokens=2)).finish == "length", "there is room again"
 
 
 async def test_closing_ends_what_runs_and_refuses_what_comes(folder: Path) -> None:
@@ -380,19 +394,19 @@ async def test_closing_ends_what_runs_and_refuses_what_comes(folder: Path) -> No
     await asyncio.sleep(0)
     await engine.close()
     with pytest.raises(Draining):
-        await rest(running, Told())
+        await rest(running, CollectedChoice())
     with pytest.raises(Draining):
         await waiter
     with pytest.raises(Draining):
-        await say(engine, PROMPT)
+        await complete_one(engine, PROMPT)
     assert not engine.fatal.done()
 
 
-# Faults of one, and of all
+# Failures of one request, and of the engine
 
 
 class Faulty:
-    """A runner that fails as told: `fault(batch)` may raise, or name segments whose logits are to be NaN."""
+    """A runner that fails on request: `fault(batch)` raises, or names segments whose logits become NaN."""
 
     def __init__(self, runner: Runner, fault: Any):
         self.runner, self.fault = runner, fault
@@ -414,10 +428,10 @@ class Faulty:
         self.forgotten.append(row)
         self.runner.forget(row)
 
-    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
+    def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
         self.batches.append(batch)
         broken: Sequence[Segment] = self.fault(batch) or ()
-        logits = self.runner.run(batch, fed)
+        logits = self.runner.run(batch, device_tokens)
         first = 0
         with torch.inference_mode():
             for segment in batch:
@@ -450,7 +464,7 @@ async def test_steps_are_computed_on_one_thread_with_as_many_helpers_as_the_pres
         folder, lambda _: seen.add((threading.current_thread().name, torch.get_num_threads())), threads=3
     )
     async with serving(engine):
-        await asyncio.gather(*(say(engine, PROMPT, max_tokens=3) for _ in range(2)))
+        await asyncio.gather(*(complete_one(engine, PROMPT, max_tokens=3) for _ in range(2)))
     assert seen == {("step-loop", 3)}
     assert torch.get_num_threads() == 1, "nobody else's"
 
@@ -459,7 +473,7 @@ async def test_the_threads_that_a_load_computed_with_are_gone_when_it_is_done(fo
     helpers: set[int] = set()
 
     def progress(_: Progress) -> None:
-        torch.ones(1 << 18).add_(1)  # on two threads, as what is converted is
+        torch.ones(1 << 18).add_(1)  # uses two threads, as a conversion of weights does
         helpers.update(unnamed_threads() - before)
 
     before = unnamed_threads()
@@ -479,7 +493,7 @@ async def test_the_threads_that_a_load_computed_with_are_gone_when_it_is_done(fo
 
 
 def unnamed_threads() -> set[int]:
-    """Of this process: those that Python does not know, by id."""
+    """Ids of this process's threads that Python did not start."""
     return set(map(int, os.listdir("/proc/self/task"))) - {each.native_id or 0 for each in threading.enumerate()}
 
 
@@ -498,13 +512,13 @@ async def test_a_cancel_takes_effect_within_one_step(folder: Path) -> None:
         assert await asyncio.to_thread(computing.wait, DEADLINE)
         await stream.aclose()
         go_on.set()
-        assert (await say(engine, MARKED, max_tokens=3)).finish == "length", "its place is free"
+        assert (await complete_one(engine, MARKED, max_tokens=3)).finish == "length", "its place is free"
         cancelled = [batch for batch in runner.batches if not is_marked(batch[0])]
         assert len(cancelled) == 4, "the prompt, two tokens, and the step under way when the cancel came"
         await nothing_runs(engine)
 
 
-async def test_a_backend_is_told_of_every_row_that_is_void(folder: Path) -> None:
+async def test_the_runner_forgets_every_freed_row(folder: Path) -> None:
     computing, go_on = threading.Event(), threading.Event()
     full: list[Batch] = []
 
@@ -518,7 +532,7 @@ async def test_a_backend_is_told_of_every_row_that_is_void(folder: Path) -> None
 
     engine, (runner,) = faulty(folder, fault, parallel=3)
     async with serving(engine):
-        await asyncio.gather(*(say(engine, (20 + index, 5, 6), max_tokens=5) for index in range(3)))
+        await asyncio.gather(*(complete_one(engine, (20 + index, 5, 6), max_tokens=5) for index in range(3)))
         assert len(full) == 1
         assert sorted(runner.forgotten) in ([0, 1, 2, 2], [0, 0, 1, 2], [0, 1, 1, 2]), "three ends and a preemption"
         stream = engine.generate(generation(MARKED))
@@ -526,12 +540,12 @@ async def test_a_backend_is_told_of_every_row_that_is_void(folder: Path) -> None
         assert await asyncio.to_thread(computing.wait, DEADLINE)
         await stream.aclose()
         go_on.set()
-        await say(engine, PROMPT, max_tokens=1)
+        await complete_one(engine, PROMPT, max_tokens=1)
         assert runner.forgotten[4:] == [0, 0], "a cancel, too, before somebody else gets the row"
 
 
 async def test_logprobs_of_a_prompt_are_complete_of_whom_was_put_back_and_cut_otherwise(folder: Path) -> None:
-    """The second prompt shares a step with the end of the first, is put back behind it, and begins again alone."""
+    """The second prompt shares a step with the end of the first, is preempted and begins again alone."""
     asked, seen = threading.Event(), set[tuple[int, int]]()
 
     def fault(batch: Batch) -> None:
@@ -545,16 +559,18 @@ async def test_logprobs_of_a_prompt_are_complete_of_whom_was_put_back_and_cut_ot
     prompts = [tuple(range(20, 60)), (13, *range(20, 59))]
     engine, _ = faulty(folder, fault, parallel=2, prefill_chunk=16)
     async with serving(engine):
-        tasks = [asyncio.create_task(say(engine, each, max_tokens=4, prompt_logprobs=True)) for each in prompts]
+        tasks = [
+            asyncio.create_task(complete_one(engine, each, max_tokens=4, prompt_logprobs=True)) for each in prompts
+        ]
         await asyncio.sleep(0)
         asked.set()
         first, second = await asyncio.gather(*tasks)
-        alone = await say(engine, prompts[1], max_tokens=4, prompt_logprobs=True)
+        alone = await complete_one(engine, prompts[1], max_tokens=4, prompt_logprobs=True)
     assert {start % 16 for start, _ in seen} >= {0, 8}, "cut in two ways"
     assert [each.token for each in first.prompt_logprobs] == list(prompts[0])
     assert [each.token for each in second.prompt_logprobs] == list(prompts[1])
-    told = [each.logprob for each in second.prompt_logprobs[1:]]
-    assert told == pytest.approx([each.logprob for each in alone.prompt_logprobs[1:]], abs=1e-4)
+    collected = [each.logprob for each in second.prompt_logprobs[1:]]
+    assert collected == pytest.approx([each.logprob for each in alone.prompt_logprobs[1:]], abs=1e-4)
 
 
 async def test_a_sequence_with_nan_logits_ends_alone(folder: Path, model: Any) -> None:
@@ -562,19 +578,19 @@ async def test_a_sequence_with_nan_logits_ends_alone(folder: Path, model: Any) -
         folder, lambda batch: [each for each in batch if is_marked(each) and each.sequence.answered == 4]
     )
     async with serving(engine):
-        told, failed, after = await asyncio.gather(
-            say(engine, PROMPT, max_tokens=20), say(engine, MARKED), say(engine, (7, 8), max_tokens=20),
+        collected, failed, after = await asyncio.gather(
+            complete_one(engine, PROMPT, max_tokens=20), complete_one(engine, MARKED), complete_one(engine, (7, 8), max_tokens=20),
             return_exceptions=True,
         )  # fmt: skip
         assert isinstance(failed, SequenceFailed)
-        assert isinstance(told, Told)
-        assert isinstance(after, Told)
-        assert told.tokens == generated(model, PROMPT, 20)
+        assert isinstance(collected, CollectedChoice)
+        assert isinstance(after, CollectedChoice)
+        assert collected.tokens == generated(model, PROMPT, 20)
         assert after.tokens == generated(model, (7, 8), 20)
 
 
 async def test_what_is_no_number_in_the_cache_ends_with_its_request(folder: Path, model: Any) -> None:
-    """Padded rows are masked, and a mask hides numbers only."""
+    """A mask hides padded rows only if they hold numbers: NaN would spread."""
     made: list[Faulty] = []
 
     def fault(batch: Batch) -> None:
@@ -586,16 +602,16 @@ async def test_what_is_no_number_in_the_cache_ends_with_its_request(folder: Path
     engine, made[:] = faulty(folder, fault, parallel=2)
     long = (*range(20, 60), 5)
     async with serving(engine):
-        told, failed = await asyncio.gather(
-            say(engine, long, max_tokens=30), say(engine, (*MARKED, *long)), return_exceptions=True
+        collected, failed = await asyncio.gather(
+            complete_one(engine, long, max_tokens=30), complete_one(engine, (*MARKED, *long)), return_exceptions=True
         )
         assert isinstance(failed, SequenceFailed)
-        assert isinstance(told, Told)
-        assert told.tokens == generated(model, long, 30)
-        pair = await asyncio.gather(*(say(engine, each, max_tokens=30) for each in (PROMPT, long)))
+        assert isinstance(collected, CollectedChoice)
+        assert collected.tokens == generated(model, long, 30)
+        pair = await asyncio.gather(*(complete_one(engine, each, max_tokens=30) for each in (PROMPT, long)))
         assert [each.tokens for each in pair] == [generated(model, each, 30) for each in (PROMPT, long)]
         with pytest.raises(SequenceFailed):
-            await say(engine, (*MARKED, *long))
+            await complete_one(engine, (*MARKED, *long))
 
 
 async def test_a_sequence_that_breaks_the_model_ends_alone(folder: Path, model: Any) -> None:
@@ -605,12 +621,12 @@ async def test_a_sequence_that_breaks_the_model_ends_alone(folder: Path, model: 
 
     engine, _ = faulty(folder, fault)
     async with serving(engine):
-        told, failed = await asyncio.gather(
-            say(engine, PROMPT, max_tokens=20), say(engine, MARKED), return_exceptions=True
+        collected, failed = await asyncio.gather(
+            complete_one(engine, PROMPT, max_tokens=20), complete_one(engine, MARKED), return_exceptions=True
         )
         assert isinstance(failed, SequenceFailed)
-        assert isinstance(told, Told)
-        assert told.tokens == generated(model, PROMPT, 20)
+        assert isinstance(collected, CollectedChoice)
+        assert collected.tokens == generated(model, PROMPT, 20)
 
 
 async def test_one_choice_that_fails_ends_its_whole_request_and_no_other(folder: Path, model: Any) -> None:
@@ -620,11 +636,13 @@ async def test_one_choice_that_fails_ends_its_whole_request_and_no_other(folder:
 
     engine, _ = faulty(folder, fault)
     async with serving(engine):
-        both = tell(engine, generation(MARKED, n=3, sampling=WARM))
-        told, failed = await asyncio.gather(say(engine, PROMPT, max_tokens=20), both, return_exceptions=True)
+        both = collect_choices(engine, generation(MARKED, n=3, sampling=WARM))
+        collected, failed = await asyncio.gather(
+            complete_one(engine, PROMPT, max_tokens=20), both, return_exceptions=True
+        )
         assert isinstance(failed, SequenceFailed)
-        assert isinstance(told, Told)
-        assert told.tokens == generated(model, PROMPT, 20)
+        assert isinstance(collected, CollectedChoice)
+        assert collected.tokens == generated(model, PROMPT, 20)
         await nothing_runs(engine)
 
 
@@ -636,9 +654,11 @@ async def test_a_step_without_memory_is_tried_again_without_the_youngest(folder:
     engine, (runner,) = faulty(folder, fault, parallel=3)
     async with serving(engine):
         prompts = [(20 + index, 5, 6) for index in range(3)]
-        told = await asyncio.gather(*(say(engine, each, max_tokens=12, prompt_logprobs=True) for each in prompts))
-        assert [each.tokens for each in told] == [generated(model, prompt, 12) for prompt in prompts]
-        assert [len(each.prompt_logprobs) for each in told] == [3, 3, 3], "told once, although computed twice"
+        collected = await asyncio.gather(
+            *(complete_one(engine, each, max_tokens=12, prompt_logprobs=True) for each in prompts)
+        )
+        assert [each.tokens for each in collected] == [generated(model, prompt, 12) for prompt in prompts]
+        assert [len(each.prompt_logprobs) for each in collected] == [3, 3, 3], "told once, although computed twice"
         assert any(len(batch) > 2 for batch in runner.batches)
 
 
@@ -652,10 +672,12 @@ async def test_without_any_memory_requests_end_and_the_worker_lives_on(folder: P
 
     engine, _ = faulty(folder, fault)
     async with serving(engine):
-        told = await asyncio.gather(*(say(engine, PROMPT, max_tokens=9) for _ in range(3)), return_exceptions=True)
-        assert all(isinstance(each, SequenceFailed) for each in told)
+        collected = await asyncio.gather(
+            *(complete_one(engine, PROMPT, max_tokens=9) for _ in range(3)), return_exceptions=True
+        )
+        assert all(isinstance(each, SequenceFailed) for each in collected)
         full.clear()
-        assert (await say(engine, PROMPT, max_tokens=9)).tokens == generated(model, PROMPT, 9)
+        assert (await complete_one(engine, PROMPT, max_tokens=9)).tokens == generated(model, PROMPT, 9)
         assert not engine.fatal.done()
 
 
@@ -668,18 +690,18 @@ async def test_a_sticky_device_error_ends_everything_and_says_how_the_process_mu
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     engine, _ = faulty(folder, fault)
-    told = await asyncio.gather(*(say(engine, PROMPT) for _ in range(2)), return_exceptions=True)
-    assert all(isinstance(each, Draining) for each in told)
+    collected = await asyncio.gather(*(complete_one(engine, PROMPT) for _ in range(2)), return_exceptions=True)
+    assert all(isinstance(each, Draining) for each in collected)
     assert len(raised) == 1, "the device is not touched again"
     async with asyncio.timeout(DEADLINE):
         error = await asyncio.wrap_future(engine.fatal)
     assert error.exit is Exit.POISONED
     with pytest.raises(Draining):
-        await say(engine, PROMPT)
+        await complete_one(engine, PROMPT)
     await engine.close()
 
 
-# Signs of life
+# Pulses
 
 
 async def test_pulses_come_from_the_step_loop_with_what_is_measured(folder: Path) -> None:
@@ -692,10 +714,10 @@ async def test_pulses_come_from_the_step_loop_with_what_is_measured(folder: Path
 
     stages: list[Progress] = []
     asked = options(folder, ctx_size=64)
-    over: list[str] = []
-    engine = TransformersEngine.load(asked, progress=stages.append, pulse=pulse, over=over.append)
+    stage_done: list[str] = []
+    engine = TransformersEngine.load(asked, progress=stages.append, pulse=pulse, stage_done=stage_done.append)
     async with serving(engine):
-        assert list(dict.fromkeys(over)) == ["config", "tokenizer", "read", "build", "warmup"]
+        assert list(dict.fromkeys(stage_done)) == ["config", "tokenizer", "read", "build", "warmup"]
         assert await asyncio.to_thread(came.wait, DEADLINE)
         thread, event = heard[0]
         assert thread == "step-loop"
@@ -705,38 +727,38 @@ async def test_pulses_come_from_the_step_loop_with_what_is_measured(folder: Path
         assert last.done == last.total >= (folder / "model.safetensors").stat().st_size
         assert engine.measured["cpu"] >= event.measured["cpu"]
         steps = engine.occupancy.steps
-        await say(engine, PROMPT, max_tokens=5)
+        await complete_one(engine, PROMPT, max_tokens=5)
         assert engine.occupancy.steps >= steps + 5
 
 
-async def test_a_long_prompt_tells_how_far_it_is_if_asked(engine: TransformersEngine) -> None:
+async def test_a_long_prompt_reports_progress_on_request(engine: TransformersEngine) -> None:
     prompt = [20 + index for index in range(40)]
-    said = await say(engine, prompt, max_tokens=2, progress=True)
+    said = await complete_one(engine, prompt, max_tokens=2, progress=True)
     known = [each.progress for each in said.deltas]
     assert known[:4] == [PrefillProgress(done=done, total=40, cached=0) for done in (0, 16, 32, 40)]
     assert known[4:] == [None] * len(known[4:]), "then the answer begins"
-    again = await say(engine, prompt, max_tokens=2, progress=True)
+    again = await complete_one(engine, prompt, max_tokens=2, progress=True)
     first, *_, last = [each.progress for each in again.deltas if each.progress]
     assert first.done == first.cached == last.cached > 0, "what was found of it comes first"
     assert last.done == 40
-    assert not any(each.progress for each in (await say(engine, prompt, max_tokens=2)).deltas)
+    assert not any(each.progress for each in (await complete_one(engine, prompt, max_tokens=2)).deltas)
 
 
 async def test_tokens_that_are_not_shown_are_counted_all_the_same(engine: TransformersEngine, model: Any) -> None:
-    plain = await say(engine, PROMPT, max_tokens=8)
+    plain = await complete_one(engine, PROMPT, max_tokens=8)
     assert plain.timings is not None
     assert plain.timings.completion_tokens == len(plain.tokens) == 8, "nothing is hidden at the end of max_tokens"
-    stopped = await say(engine, PROMPT, max_tokens=8, stop=(plain.text[1:3],))
+    stopped = await complete_one(engine, PROMPT, max_tokens=8, stop=(plain.text[1:3],))
     assert stopped.timings is not None
     assert stopped.timings.completion_tokens > len(stopped.tokens), "those of the stop string were computed"
     biased = SamplingParams(temperature=0.0, logit_bias={EOS: 1e4})
-    ended = await say(engine, PROMPT, sampling=biased)
+    ended = await complete_one(engine, PROMPT, sampling=biased)
     assert ended.timings is not None
     assert (ended.tokens, ended.timings.completion_tokens, ended.finish) == ([], 1, "stop"), "so is the end itself"
 
 
 async def test_times_and_counts_come_with_every_delta_if_asked(engine: TransformersEngine) -> None:
-    said = await say(engine, PROMPT, max_tokens=6, timings=True)
+    said = await complete_one(engine, PROMPT, max_tokens=6, timings=True)
     known = [each.timings for each in said.deltas]
     assert all(known)
     counts = [each.completion_tokens for each in known if each is not None]

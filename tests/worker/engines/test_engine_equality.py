@@ -1,6 +1,6 @@
-"""Greedy text equals transformers' own `generate`, token for token, for every architecture that we say we serve.
+"""Greedy text equals transformers' own `generate`, token for token, for every supported architecture.
 
-Alone, and in a batch that changes all the time: requests of many lengths join, end and are cancelled at any step.
+Alone, and in a changing batch: requests of many lengths join, end and are cancelled at any step.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from tests import tiny
 from tests.worker.families import FAMILIES
 from tests.worker.loaded import (
     DEADLINE,
-    Told,
+    CollectedChoice,
+    complete_one,
     generated,
     generation,
     load,
     put_back_the_youngest,
     reference,
-    say,
     serving,
 )
 from worker.engines.transformers.engine import TransformersEngine
@@ -34,8 +34,8 @@ NEW = 36
 LENGTHS = (1, 7, 23, 60)
 
 
+# One architecture for each kind of cache. The others are in the slow tier.
 FAST = ("llama", "mistral", "qwen3", "gpt2", "falcon", "mamba", "t5")
-"""One of each kind of cache; the others are of the slow tier."""
 
 
 @pytest.fixture(
@@ -49,7 +49,7 @@ def snapshot(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def expected(snapshot: Path) -> dict[tuple[int, ...], list[int]]:
-    """What `generate` says to each prompt."""
+    """Results of `generate` for each prompt."""
     model = reference(snapshot)
     source = random.Random(3)
     prompts = [tuple(source.randrange(2, 500) for _ in range(length)) for length in LENGTHS]
@@ -67,7 +67,7 @@ async def test_greedy_text_equals_generate(
     engine: TransformersEngine, expected: dict[tuple[int, ...], list[int]]
 ) -> None:
     for prompt, answer in expected.items():
-        assert (await say(engine, prompt, max_tokens=NEW)).tokens == answer
+        assert (await complete_one(engine, prompt, max_tokens=NEW)).tokens == answer
 
 
 async def test_greedy_text_equals_generate_whoever_joins_leaves_or_is_cancelled(
@@ -77,15 +77,15 @@ async def test_greedy_text_equals_generate_whoever_joins_leaves_or_is_cancelled(
     prompts = list(expected)
 
     async def talk(prompt: tuple[int, ...], count: int, leave_after: int | None) -> None:
-        told = Told()
+        collected = CollectedChoice()
         stream = engine.generate(generation(prompt, max_tokens=count))
         async for delta in stream:
-            told.add(delta)
-            if leave_after is not None and len(told.tokens) >= leave_after:
+            collected.add(delta)
+            if leave_after is not None and len(collected.tokens) >= leave_after:
                 break
         await stream.aclose()
-        assert told.tokens == expected[prompt][: len(told.tokens)]
-        assert leave_after is not None or told.tokens == expected[prompt][:count]
+        assert collected.tokens == expected[prompt][: len(collected.tokens)]
+        assert leave_after is not None or collected.tokens == expected[prompt][:count]
 
     async with asyncio.timeout(DEADLINE), asyncio.TaskGroup() as tasks:
         for _ in range(10):
@@ -93,31 +93,31 @@ async def test_greedy_text_equals_generate_whoever_joins_leaves_or_is_cancelled(
             leave = source.choice((None, None, source.randrange(1, count + 1)))
             tasks.create_task(talk(source.choice(prompts), count, leave))
             for _ in range(source.randrange(40)):
-                await asyncio.sleep(0)  # passes of this loop, so that some join while others are under way
+                await asyncio.sleep(0)  # some requests join while others are running
 
 
 async def test_greedy_text_equals_generate_of_those_who_are_put_back_and_computed_again(
     snapshot: Path, expected: dict[tuple[int, ...], list[int]]
 ) -> None:
-    """Four at once in blocks for one request, where there are blocks; and the youngest is put back on demand."""
+    """Four requests in blocks for one, where there are blocks, with preemptions of the youngest."""
     kind = transformers.AutoConfig.from_pretrained(snapshot)
     room = 128 if backend(kind) == "paged" else 0
     options: dict[str, Any] = {"ctx_size": 128, "parallel": 4, "prefill_chunk": 16, "kv_tokens": room}
     async with serving(load(snapshot, prefix_caching=False, **options)) as engine:
-        work = engine._generating
+        work = engine._generation
         assert work is not None
 
         async def talk(prompt: tuple[int, ...]) -> list[int]:
-            told = Told()
+            collected = CollectedChoice()
             async for delta in engine.generate(generation(prompt, max_tokens=NEW)):
-                told.add(delta)
-                if len(told.tokens) % 9 == 4:
+                collected.add(delta)
+                if len(collected.tokens) % 9 == 4:
                     put_back_the_youngest(engine)
-            return told.tokens
+            return collected.tokens
 
         async with asyncio.timeout(DEADLINE):
-            told = await asyncio.gather(*map(talk, expected))
-        assert told == list(expected.values())
+            collected = await asyncio.gather(*map(talk, expected))
+        assert collected == list(expected.values())
         assert work.report().prefill_tokens > sum(map(len, expected)), "somebody was computed again"
         work._scheduler.check_integrity()
 
@@ -128,8 +128,8 @@ async def test_eager_attention_says_the_same(family: str, tmp_path: Path) -> Non
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     prompts = [tuple(range(5, 5 + length)) for length in (3, 40)]
     async with serving(load(folder, prefill_chunk=16, attention="eager")) as engine:
-        told = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in prompts))
-    assert [each.tokens for each in told] == [generated(model, prompt, NEW) for prompt in prompts]
+        collected = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in prompts))
+    assert [each.tokens for each in collected] == [generated(model, prompt, NEW) for prompt in prompts]
 
 
 def test_what_is_verified_is_what_is_tested_here() -> None:

@@ -1,6 +1,6 @@
-"""What goes wrong in another batcher must not in ours: a request that spoils all, work that grows, a gigabyte of mask.
+"""Faults of other batching engines that this one must not have: one bad request, growing work, huge masks.
 
-The faults are those of engine.md, section 1; those that no other file of tests covers are here.
+Other test modules cover the rest of these faults.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import tiny
-from tests.worker.loaded import DEADLINE, generation, load, load_with, say, serving, tell
+from tests.worker.loaded import DEADLINE, collect_choices, complete_one, generation, load, load_with, serving
 from worker.detokenizer import AnswerText
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.run.runner import Runner
@@ -39,44 +39,44 @@ def engine(folder: Path) -> Iterator[TransformersEngine]:
 
 
 async def test_every_request_of_a_batch_keeps_its_own_temperature_and_its_own_end(engine: TransformersEngine) -> None:
-    """Temperature 0, another one for each, and max_tokens beyond the positions, all at once."""
+    """Temperature 0 and other temperatures, and max_tokens beyond the positions, in one batch."""
     wanted = [
         generation(PROMPT, max_tokens=20),
         generation(PROMPT, max_tokens=20, sampling=SEEDED),
         generation(PROMPT, max_tokens=20, sampling=SamplingParams(temperature=2.5, seed=12)),
         generation(PROMPT, max_tokens=10_000, sampling=SamplingParams(temperature=0.3, seed=13, ignore_eos=True)),
     ]
-    alone = [(await tell(engine, each))[0] for each in wanted]
-    together = [told for (told,) in await asyncio.gather(*(tell(engine, each) for each in wanted))]
-    assert [told.tokens for told in together] == [told.tokens for told in alone]
-    assert [told.finish for told in together] == [told.finish for told in alone]
+    alone = [(await collect_choices(engine, each))[0] for each in wanted]
+    together = [collected for (collected,) in await asyncio.gather(*(collect_choices(engine, each) for each in wanted))]
+    assert [collected.tokens for collected in together] == [collected.tokens for collected in alone]
+    assert [collected.finish for collected in together] == [collected.finish for collected in alone]
     assert (together[3].finish, len(together[3].tokens)) == ("length", CTX - len(PROMPT))
-    assert len({tuple(told.tokens) for told in alone[:3]}) == 3, "the temperatures did make a difference"
+    assert len({tuple(collected.tokens) for collected in alone[:3]}) == 3, "the temperatures did make a difference"
 
 
 async def test_a_prompt_and_a_seed_give_one_text_however_often_and_beside_whomever(engine: TransformersEngine) -> None:
-    said = [await say(engine, PROMPT, max_tokens=24, sampling=SEEDED) for _ in range(2)]
-    said += await asyncio.gather(*(say(engine, PROMPT, max_tokens=24, sampling=SEEDED) for _ in range(4)))
-    assert len({told.text for told in said}) == 1
+    said = [await complete_one(engine, PROMPT, max_tokens=24, sampling=SEEDED) for _ in range(2)]
+    said += await asyncio.gather(*(complete_one(engine, PROMPT, max_tokens=24, sampling=SEEDED) for _ in range(4)))
+    assert len({collected.text for collected in said}) == 1
 
 
 @pytest.mark.parametrize("prompt", [(5, 9999), (5,) * CTX, (5,) * (4 * CTX)], ids=["unknown token", "full", "larger"])
-async def test_a_request_that_is_refused_ends_nobody_elses_and_the_engine_goes_on(
+async def test_a_rejected_request_ends_no_other_and_the_engine_goes_on(
     engine: TransformersEngine, prompt: Sequence[int]
 ) -> None:
-    expected = (await say(engine, PROMPT, max_tokens=30)).tokens
-    running = [asyncio.create_task(say(engine, PROMPT, max_tokens=30)) for _ in range(2)]
-    refused = await asyncio.gather(*(say(engine, prompt) for _ in range(3)), return_exceptions=True)
+    expected = (await complete_one(engine, PROMPT, max_tokens=30)).tokens
+    running = [asyncio.create_task(complete_one(engine, PROMPT, max_tokens=30)) for _ in range(2)]
+    refused = await asyncio.gather(*(complete_one(engine, prompt) for _ in range(3)), return_exceptions=True)
     assert all(isinstance(each, RequestError) for each in refused)
     if len(prompt) >= CTX:
         assert all(isinstance(each, ContextExceeded) for each in refused), "refused, not cut short"
-    assert [told.tokens for told in await asyncio.gather(*running)] == [expected] * 2
-    assert (await say(engine, PROMPT, max_tokens=30)).tokens == expected
+    assert [collected.tokens for collected in await asyncio.gather(*running)] == [expected] * 2
+    assert (await complete_one(engine, PROMPT, max_tokens=30)).tokens == expected
 
 
 async def test_a_request_that_is_cancelled_hears_its_end_and_leaves_nothing(engine: TransformersEngine) -> None:
     asked = asyncio.create_task(
-        say(engine, PROMPT, max_tokens=CTX, sampling=SamplingParams(temperature=0.0, ignore_eos=True))
+        complete_one(engine, PROMPT, max_tokens=CTX, sampling=SamplingParams(temperature=0.0, ignore_eos=True))
     )
     async with asyncio.timeout(DEADLINE):
         while not engine.occupancy.running:  # noqa: ASYNC110
@@ -115,14 +115,16 @@ def test_the_work_for_a_token_is_the_same_however_long_the_answer_is() -> None:
 
 
 async def test_each_delta_holds_what_is_new_and_nothing_else(engine: TransformersEngine) -> None:
-    told = await say(engine, PROMPT, max_tokens=80, sampling=SamplingParams(temperature=0.0, ignore_eos=True))
-    assert sum(len(delta.tokens) for delta in told.deltas) == 80
-    assert max(len(delta.tokens) for delta in told.deltas) < 40, "held back for a character at most"
-    assert sum(len(delta.text) for delta in told.deltas) == len(told.text)
+    collected = await complete_one(
+        engine, PROMPT, max_tokens=80, sampling=SamplingParams(temperature=0.0, ignore_eos=True)
+    )
+    assert sum(len(delta.tokens) for delta in collected.deltas) == 80
+    assert max(len(delta.tokens) for delta in collected.deltas) < 40, "held back for a character at most"
+    assert sum(len(delta.text) for delta in collected.deltas) == len(collected.text)
 
 
-class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
-    """The most bytes that one new tensor takes while this is on; a view of another one takes none."""
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
+    """The largest single tensor allocated while the mode is active. Views count nothing."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch
@@ -137,8 +139,8 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return result
 
 
-class Watched:
-    """A runner that says how large its steps become."""
+class StepSizes:
+    """A runner that records the sizes of its steps."""
 
     def __init__(self, runner: Runner):
         self._runner = runner
@@ -147,25 +149,25 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
-        with Largest() as mode:
-            logits = self._runner.run(batch, fed)
+    def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        with LargestTensor() as mode:
+            logits = self._runner.run(batch, device_tokens)
         self.largest.append(mode.bytes)
         return logits
 
 
 async def test_no_mask_is_as_large_as_the_prompt_squared_nor_as_all_rows_together(folder: Path) -> None:
-    """512 tokens of context in 8 rows: a mask of all against all would be 64 MiB, of a prompt against itself 1 MiB."""
-    watched: list[Watched] = []
+    """512 tokens in 8 rows: a mask over all rows would take 64 MiB, one for a prompt alone 1 MiB."""
+    watched: list[StepSizes] = []
 
     def watch(runner: Runner) -> Any:
-        watched.append(Watched(runner))
+        watched.append(StepSizes(runner))
         return watched[0]
 
     ctx, rows, chunk = 512, 8, 32
     async with serving(load_with(folder, watch, ctx_size=ctx, parallel=rows, prefill_chunk=chunk)) as engine:
         prompts = [tuple(20 + (7 * at + row) % 400 for at in range(ctx - 8)) for row in range(rows)]
-        await asyncio.gather(*(say(engine, prompt, max_tokens=4) for prompt in prompts))
+        await asyncio.gather(*(complete_one(engine, prompt, max_tokens=4) for prompt in prompts))
     (runner,) = watched
     heads = 4
     assert max(runner.largest) <= 4 * chunk * ctx * heads, "a chunk against its own context"

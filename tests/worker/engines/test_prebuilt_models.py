@@ -1,4 +1,4 @@
-"""What a nursery keeps ready: the same model as any other, of which no weight was read."""
+"""Prebuilt models: the same answers as any other, without reading weights."""
 
 import asyncio
 import gc
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.worker.loaded import options, say, serving
+from tests.worker.loaded import complete_one, options, serving
 from worker.engines.transformers.engine import TransformersEngine
-from worker.engines.transformers.prebuilt_models import MOST, Shelf, shelf
+from worker.engines.transformers.preparation import MAX_MODELS, PrebuiltModels, prebuilt_models
 from worker.interface import EncoderInput
 from worker.protocol.argv import Serve
 
@@ -26,12 +26,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def ours() -> Shelf:
-    return Shelf()
+def ours() -> PrebuiltModels:
+    return PrebuiltModels()
 
 
 def mapped(folder: Path) -> tuple[int, int]:
-    """How often the folder's weights are mapped, and how many bytes of that are in memory."""
+    """The number of mappings of the folder's weights, and their bytes in memory."""
     areas = Path("/proc/self/smaps").read_text().split("VmFlags:")
     here = [area for area in areas if str(folder / "model.safetensors") in area]
     return len(here), sum(int(area.partition("Rss:")[2].split()[0]) << 10 for area in here)
@@ -41,52 +41,52 @@ def load(asked: Serve) -> TransformersEngine:
     return TransformersEngine.load(asked, progress=lambda event: None, pulse=lambda event: None)
 
 
-def test_nothing_of_the_weights_is_read_before_a_worker_wants_them(folder: Path, ours: Shelf) -> None:
-    ours.make(options(folder))
+def test_nothing_of_the_weights_is_read_before_a_worker_wants_them(folder: Path, ours: PrebuiltModels) -> None:
+    ours.build(options(folder))
     assert mapped(folder) == (1, 0)
 
 
-async def test_a_model_from_the_shelf_says_what_any_other_says(folder: Path) -> None:
+async def test_a_prebuilt_model_answers_like_any_other(folder: Path) -> None:
     asked = options(folder)
     async with serving(load(asked)) as engine:
-        usual = (await say(engine, PROMPT, max_tokens=24)).tokens
+        usual = (await complete_one(engine, PROMPT, max_tokens=24)).tokens
     del engine
     async with asyncio.timeout(60):
-        while mapped(folder)[0]:  # the thread that ended it is not done with it at once
+        while mapped(folder)[0]:  # the thread that closes the engine releases them a little later
             gc.collect()
             await asyncio.sleep(0)
-    shelf.make(asked)
-    made = shelf.find(asked)
+    prebuilt_models.build(asked)
+    made = prebuilt_models.find(asked)
     assert made is not None
     assert made.built is not None
     async with serving(load(asked)) as engine:
         assert engine.tokenizer is made.tokenizer, "it was loaded once more"
         assert mapped(folder)[0] == 1, "it was built once more"
-        assert (await say(engine, PROMPT, max_tokens=24)).tokens == usual
+        assert (await complete_one(engine, PROMPT, max_tokens=24)).tokens == usual
 
 
-async def test_an_embedder_from_the_shelf_says_what_any_other_says(tmp_path: Path) -> None:
+async def test_a_prebuilt_embedder_answers_like_any_other(tmp_path: Path) -> None:
     asked = options(tiny.make("llama-embed", tmp_path / "embedder"))
     text = EncoderInput(list(PROMPT))
     async with serving(load(asked)) as engine:
         usual = await engine.embed([text])
-    shelf.make(asked)
-    made = shelf.find(asked)
+    prebuilt_models.build(asked)
+    made = prebuilt_models.find(asked)
     assert made is not None
     assert made.built is not None
     async with serving(load(asked)) as engine:
         assert await engine.embed([text]) == usual
 
 
-def test_a_model_whose_files_have_changed_is_not_taken_from_it(folder: Path, ours: Shelf) -> None:
+def test_a_model_whose_files_have_changed_is_not_taken_from_it(folder: Path, ours: PrebuiltModels) -> None:
     asked = options(folder)
-    ours.make(asked)
-    assert not ours.wants(asked)
+    ours.build(asked)
+    assert not ours.lacks(asked)
     shutil.copy(folder / "model.safetensors", folder / "new")
     os.replace(folder / "new", folder / "model.safetensors")
     assert ours.find(asked) is None
-    assert ours.wants(asked)
-    ours.tidy()
+    assert ours.lacks(asked)
+    ours.drop_stale()
     assert len(ours) == 0
     assert mapped(folder) == (0, 0), "the old content stays on the disk"
 
@@ -97,56 +97,58 @@ def test_a_model_whose_files_have_changed_is_not_taken_from_it(folder: Path, our
     ids=["another type", "experts to be stacked", "quantised"],
 )
 def test_what_would_take_memory_for_weights_is_left_to_the_worker(
-    family: str, changes: dict[str, str], tmp_path: Path, ours: Shelf
+    family: str, changes: dict[str, str], tmp_path: Path, ours: PrebuiltModels
 ) -> None:
     asked = options(tiny.make(family, tmp_path / "model"), **changes)
-    ours.make(asked)
+    ours.build(asked)
     made = ours.find(asked)
     assert made is not None, "its tokenizer is as good as any"
     assert made.built is None
 
 
-def test_weights_that_do_not_lie_where_kernels_expect_them_are_left_to_the_worker(folder: Path, ours: Shelf) -> None:
-    """To use them they have to be copied."""
+def test_weights_that_do_not_lie_where_kernels_expect_them_are_left_to_the_worker(
+    folder: Path, ours: PrebuiltModels
+) -> None:
+    """Weights that must be converted have no prebuilt model."""
     path = folder / "model.safetensors"
     whole = path.read_bytes()
     length = int.from_bytes(whole[:8], "little")
     path.write_bytes((length + 1).to_bytes(8, "little") + whole[8 : 8 + length] + b" " + whole[8 + length :])
     asked = options(folder)
-    ours.make(asked)
+    ours.build(asked)
     made = ours.find(asked)
     assert made is not None
     assert made.built is None
     assert mapped(folder) == (0, 0)
 
 
-def test_code_of_a_snapshots_own_never_runs_in_a_nursery(folder: Path, ours: Shelf) -> None:
-    assert not ours.wants(options(folder, trust_remote_code=True))
+def test_code_of_a_snapshots_own_never_runs_in_a_nursery(folder: Path, ours: PrebuiltModels) -> None:
+    assert not ours.lacks(options(folder, trust_remote_code=True))
 
 
-def test_what_did_harm_is_not_tried_again_until_its_files_change(folder: Path, ours: Shelf) -> None:
+def test_what_did_harm_is_not_tried_again_until_its_files_change(folder: Path, ours: PrebuiltModels) -> None:
     asked = options(folder)
-    ours.leave(asked)
-    assert not ours.wants(asked)
+    ours.exclude(asked)
+    assert not ours.lacks(asked)
     (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
-    assert ours.wants(asked)
+    assert ours.lacks(asked)
 
 
-def test_other_options_are_another_model(folder: Path, ours: Shelf) -> None:
-    ours.make(options(folder))
+def test_other_options_are_another_model(folder: Path, ours: PrebuiltModels) -> None:
+    ours.build(options(folder))
     assert ours.find(options(folder, dtype="bfloat16")) is None
     assert ours.find(options(folder, ctx_size=32, parallel=1, threads=2, name="other")) is not None
 
 
 @pytest.mark.slow
-def test_whom_nobody_asked_for_for_longest_makes_way(folder: Path, tmp_path: Path, ours: Shelf) -> None:
+def test_the_least_recently_requested_model_is_dropped(folder: Path, tmp_path: Path, ours: PrebuiltModels) -> None:
     asked = []
-    for number in range(MOST + 1):
+    for number in range(MAX_MODELS + 1):
         linked = tmp_path / str(number)
         linked.symlink_to(folder)
         asked.append(options(linked))
-        ours.make(asked[-1])
-        ours.wants(asked[0])
+        ours.build(asked[-1])
+        ours.lacks(asked[0])
     assert ours.find(asked[0]) is not None
     assert ours.find(asked[1]) is None
-    assert len(ours) == MOST
+    assert len(ours) == MAX_MODELS

@@ -1,4 +1,4 @@
-"""Promises of `worker.engines.transformers.step_loop` and of what `Generating` reports to it: pulses are whole and true."""
+"""The step loop, and the reports of `GenerationLoop` to it: pulses are complete and correct."""
 
 import asyncio
 import threading
@@ -9,13 +9,13 @@ import torch
 
 from worker.detokenizer import AnswerText
 from worker.engines.transformers.device import memory
-from worker.engines.transformers.generation_loop import Backend, Generating
+from worker.engines.transformers.loop.generation_loop import Backend, GenerationLoop
+from worker.engines.transformers.loop.requests import RequestChoice, RequestStream
+from worker.engines.transformers.loop.step_loop import CounterRate, Outbox, StepLoop, WorkReport
 from worker.engines.transformers.schedule.kv_cache import Rows
 from worker.engines.transformers.schedule.prefill_budget import Pace
 from worker.engines.transformers.schedule.scheduler import Batch
 from worker.engines.transformers.schedule.sequence import Sequence
-from worker.engines.transformers.step_loop import Outbox, Rate, Report, StepLoop
-from worker.engines.transformers.stream import Choice, Stream
 from worker.errors import Draining, RequestError
 from worker.interface import GenerationRequest, SamplingParams
 from worker.protocol.events import Pulse, decode, encode
@@ -25,11 +25,11 @@ VOCAB = 16
 
 
 class Flat:
-    """A runner for which token 5 always follows."""
+    """A runner whose next token is always 5."""
 
     vocab_size, bytes = VOCAB, 0
 
-    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
+    def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
         logits = torch.zeros(sum(segment.logits for segment in batch), VOCAB)
         logits[:, 5] = 1.0
         return logits
@@ -42,23 +42,23 @@ class Flat:
 
 
 class Unhurried(Pace):
-    """Never less than the whole chunk."""
+    """A budget of the whole chunk, always."""
 
     def budget(self, decoding: int, chunk: int, prompts: int = 1, start: int = 0) -> int:
         return chunk
 
 
-def generating() -> Generating:
+def generating() -> GenerationLoop:
     backend = Backend(runner=Flat(), capacity=Rows(2, 50), pace=Unhurried())
-    return Generating(backend, Outbox(), lambda token: b"x", chunk=8)
+    return GenerationLoop(backend, Outbox(), lambda token: b"x", chunk=8)
 
 
-def ask(work: Generating, number: int, prompt: int, limit: int) -> Stream:
-    """A request of `prompt` tokens for up to `limit`, on its way."""
-    stream = Stream(asyncio.get_running_loop())
+def ask(work: GenerationLoop, number: int, prompt: int, limit: int) -> RequestStream:
+    """A request of `prompt` tokens and up to `limit` new ones."""
+    stream = RequestStream(asyncio.get_running_loop())
     request = GenerationRequest(id="", prompt=(3,) * prompt, sampling=SamplingParams(temperature=0.0))
     sequence = Sequence.of(request, id=number, limit=limit, ends=(), seed=0)
-    stream.choices.append(Choice(0, sequence, stream, AnswerText(lambda tokens: "x" * len(tokens))))
+    stream.choices.append(RequestChoice(0, sequence, stream, AnswerText(lambda tokens: "x" * len(tokens))))
     assert work.admit(stream, 10)
     work.add(stream)
     return stream
@@ -72,23 +72,23 @@ async def test_a_report_says_who_runs_how_far_they_are_and_what_the_cache_holds(
     ask(work, 8, prompt=12, limit=3)
     third = ask(work, 9, prompt=2, limit=3)
     work.step()
-    said = work.report()
-    assert said.slots == ((0, 7, 0, 3, 2), (1, 8, 4, 0, 3))
-    assert (work.load, said.parallel) == ((2, 1), 2)
-    assert (said.cache_used, said.cache_total) == (4 + 2 + 8, 100)
-    assert (said.prefill_tokens, said.decode_tokens) == (4 + 8, 3)
-    assert said.largest == (8, 2, 8), "a chunk, both rows, and the longest of them so far"
+    report = work.report()
+    assert report.slots == ((0, 7, 0, 3, 2), (1, 8, 4, 0, 3))
+    assert (work.load, report.parallel) == ((2, 1), 2)
+    assert (report.cache_used, report.cache_total) == (4 + 2 + 8, 100)
+    assert (report.prefill_tokens, report.decode_tokens) == (4 + 8, 3)
+    assert report.largest == (8, 2, 8), "a chunk, both rows, and the longest of them so far"
     work.cancel(third)
     while work.has_work:
         work.step()
-    said = work.report()
-    assert (said.slots, said.cache_used) == ((), 0)
-    assert (said.prefill_tokens, said.decode_tokens) == (4 + 12, 5 + 3), "counters only rise"
-    assert said.largest == (8, 2, 12 + 2), "the last token of an answer is not computed"
+    report = work.report()
+    assert (report.slots, report.cache_used) == ((), 0)
+    assert (report.prefill_tokens, report.decode_tokens) == (4 + 12, 5 + 3), "counters only rise"
+    assert report.largest == (8, 2, 12 + 2), "the last token of an answer is not computed"
 
 
 def test_a_rate_is_what_came_since_the_look_before() -> None:
-    rate = Rate()
+    rate = CounterRate()
     assert rate.since(1000, 5.0) == 0.0, "nothing is known of the time before"
     assert rate.since(1100, 7.0) == 50.0
     assert rate.since(1100, 8.0) == 0.0
@@ -97,16 +97,16 @@ def test_a_rate_is_what_came_since_the_look_before() -> None:
 
 
 class Counting:
-    """Work that makes 100 prompt tokens and 10 of answers a step."""
+    """Work that computes 100 prompt tokens and 10 answer tokens in each step."""
 
     has_work, load = True, (2, 1)
 
     def __init__(self) -> None:
         self.steps = 0
 
-    def report(self) -> Report:
+    def report(self) -> WorkReport:
         slots = ((0, 4, 0, 9, 1), (1, 5, 30, 0, 8))
-        return Report(
+        return WorkReport(
             parallel=4,
             prefill_tokens=100 * self.steps,
             decode_tokens=10 * self.steps,
@@ -151,12 +151,12 @@ async def test_a_pulse_carries_the_whole_report_and_rates_in_proportion() -> Non
 
 
 class Idle:
-    """Nothing to do."""
+    """Work that never has anything to do."""
 
     has_work, load = False, (0, 0)
 
-    def report(self) -> Report:
-        return Report(parallel=1, prefill_tokens=0)
+    def report(self) -> WorkReport:
+        return WorkReport(parallel=1, prefill_tokens=0)
 
     def step(self) -> None:
         raise AssertionError("there is none")
@@ -166,7 +166,7 @@ class Idle:
 
 
 def test_what_is_called_on_the_thread_is_over_when_the_call_returns() -> None:
-    """So that what libraries keep for each thread is there before anybody counts."""
+    """Start the thread-local state of libraries before it is counted."""
     loop = StepLoop(Idle(), Outbox(), pulse=lambda _: None, measured=dict, later=lambda: 0, threads=1)
 
     def fail() -> None:

@@ -20,10 +20,11 @@ from router.memory.activations import compute_bytes
 from router.memory.estimate import beside_steps
 from router.memory.weights import weight_bytes
 from tests import tiny
-from worker.engines.transformers import load_encoder, request_limits
+from worker.engines.transformers import load_encoder
 from worker.engines.transformers.attention import cpu_linear
 from worker.engines.transformers.load import architectures, loader, model_class, sentence_transformers_config
-from worker.engines.transformers.run.cuda_graphs import shapes
+from worker.engines.transformers.loop import requests
+from worker.engines.transformers.run.cuda_graphs import graph_shapes
 from worker.engines.transformers.sample import sampler
 from worker.errors import StartError
 from worker.estimate import estimate, quantized, tensor_parallel
@@ -73,12 +74,12 @@ def really(chosen: Estimate) -> tuple[int, int, int]:
     scores = loader.is_cross_encoder(chosen, config)
     embeds = scores or loader.is_embedder(chosen, config)
     loaded = loader.load_model(chosen, config, None, lambda progress: None)
-    ctx_size = request_limits.context_size(chosen, architectures.positions(config))
+    ctx_size = requests.context_size(chosen, architectures.positions(config))
     weights = estimate.tensor_bytes(loaded.model)
     if embeds:
         folder = Path(chosen.snapshot)
         found = None if scores else sentence_transformers_config.read(folder)
-        encoder, _ = load_encoder.make(loaded.model, CPU, folder, found, pad=0, is_dummy=False)
+        encoder, _ = load_encoder.make_encoder(loaded.model, CPU, folder, found, pad=0, is_dummy=False)
         whole = peak_bytes(lambda: encoder.run([EncoderInput([0] * ctx_size)]))
         steps = estimate.encoding_steps(loaded.model, encoder, chosen, [ctx_size])
         return weights + estimate.head_bytes(encoder), 0, max(whole, largest(steps))
@@ -354,7 +355,7 @@ def test_recorded_steps_are_part_of_the_estimate_unless_they_are_turned_off(tmp_
         return estimate.estimate(asked).compute[0]
 
     gathered = 4 * 256 * 2 * 2 * 16 * 4  # of 4 rows the whole context: keys and values of 2 heads of 16 in float32
-    more = compute(enforce_eager=False) - compute(enforce_eager=True) - len(shapes(4, 256, 1)) * GRAPH_BYTES
+    more = compute(enforce_eager=False) - compute(enforce_eager=True) - len(graph_shapes(4, 256, 1)) * GRAPH_BYTES
     assert gathered < more < 4 * gathered
 
 
@@ -432,7 +433,7 @@ def test_copies_that_operators_make_for_themselves_count_as_the_allocator_counts
 
 def test_a_draw_that_costs_the_most_is_traced_as_the_allocator_sees_it() -> None:
     rows, vocab = 20, 8000
-    picks = [sampler.Pick(sampler.COSTLIEST, uniform=0.5)] * rows
+    picks = [sampler.RowSampling(sampler.COSTLIEST_SAMPLING, uniform=0.5)] * rows
     logits = torch.randn(rows, vocab)
     expected = allocated(lambda: sampler.sample(logits, picks))
     with FakeTensorMode():

@@ -75,8 +75,8 @@ def test_what_lives_while_an_image_is_seen_is_counted_exactly(snapshot: Path, tr
     config = loader.load_config(chosen)
     loaded = loader.load_model(chosen, config, None, lambda progress: None)
     assert traced.weights == exact.tensor_bytes(loaded.model)
-    processor = vision.Processor(chosen, config, loader.load_tokenizer(chosen))
-    tower = vision.Tower(loaded.model, processor.token, loaded.device)
+    processor = vision.ImageProcessor(chosen, config, loader.load_tokenizer(chosen))
+    tower = vision.VisionTower(loaded.model, processor.token, loaded.device)
     runner, capacity = exact.make_runner(loaded.model, config, chosen, CTX, tower)
     largest = processor.largest(loaded.dtype, CTX)
     assert largest is not None

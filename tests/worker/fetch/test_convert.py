@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import tiny
-from tests.worker.loaded import load, options, say, serving
+from tests.worker.loaded import complete_one, load, options, serving
 from worker.engines.transformers.load import loader
 from worker.errors import StartError
 from worker.fetch import convert as conversion
@@ -47,7 +47,7 @@ async def test_a_converted_snapshot_says_what_the_original_says(family: str, tmp
     found = []
     for folder in (snapshot, target):
         async with serving(load(folder, ctx_size=64, parallel=1)) as engine:
-            found.append((await say(engine, PROMPT, max_tokens=24)).tokens)
+            found.append((await complete_one(engine, PROMPT, max_tokens=24)).tokens)
     assert found[0] == found[1]
     config = loader.load_config(options(snapshot))
     models = [loader.load_model(options(folder), config, None, lambda _: None).model for folder in (snapshot, target)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.worker.loaded import load, say
+from tests.worker.loaded import complete_one, load
 from worker.engines.transformers.engine import TransformersEngine
 from worker.errors import InvalidValue
 from worker.interface import SamplingParams
@@ -32,26 +32,28 @@ def engine(folder: Path, request: Any) -> Iterator[TransformersEngine]:
 
 
 async def test_a_token_that_a_request_names_ends_its_answer(engine: TransformersEngine) -> None:
-    free = await say(engine, PROMPT, max_tokens=12)
+    free = await complete_one(engine, PROMPT, max_tokens=12)
     end = free.tokens[5]
     at = free.tokens.index(end)
-    held = await say(engine, PROMPT, max_tokens=12, ends=frozenset({end}))
+    held = await complete_one(engine, PROMPT, max_tokens=12, ends=frozenset({end}))
     assert (held.tokens, held.finish, held.stop) == (free.tokens[:at], "stop", None)
     assert held.deltas[-1].hidden_tokens == (end,)
-    shown = await say(engine, PROMPT, max_tokens=12, ends=frozenset({end}), include_stop=True)
+    shown = await complete_one(engine, PROMPT, max_tokens=12, ends=frozenset({end}), include_stop=True)
     assert (shown.tokens, shown.finish, shown.deltas[-1].hidden_tokens) == (free.tokens[: at + 1], "stop", ())
 
 
 async def test_ignore_eos_is_about_the_models_own_ends_and_min_tokens_about_all(folder: Path) -> None:
     engine = load(folder, ctx_size=128, parallel=1)
-    free = await say(engine, PROMPT, max_tokens=12, sampling=SamplingParams(temperature=0.0, ignore_eos=True))
+    free = await complete_one(engine, PROMPT, max_tokens=12, sampling=SamplingParams(temperature=0.0, ignore_eos=True))
     end = free.tokens[3]
     at = free.tokens.index(end)
     stated = frozenset({end})
     ignoring = SamplingParams(temperature=0.0, ignore_eos=True)
-    assert (await say(engine, PROMPT, max_tokens=12, sampling=ignoring, ends=stated)).tokens == free.tokens[:at]
+    assert (await complete_one(engine, PROMPT, max_tokens=12, sampling=ignoring, ends=stated)).tokens == free.tokens[
+        :at
+    ]
     patient = SamplingParams(temperature=0.0, ignore_eos=True, min_tokens=at + 2)
-    told = await say(engine, PROMPT, max_tokens=12, sampling=patient, ends=stated)
+    told = await complete_one(engine, PROMPT, max_tokens=12, sampling=patient, ends=stated)
     assert len(told.tokens) >= at + 2
     assert end not in told.tokens[: at + 2]
     await engine.close()
@@ -60,10 +62,10 @@ async def test_ignore_eos_is_about_the_models_own_ends_and_min_tokens_about_all(
 async def test_a_stop_string_is_shown_if_asked_for_and_its_tokens_are_told_either_way(
     engine: TransformersEngine,
 ) -> None:
-    free = await say(engine, PROMPT, max_tokens=12)
+    free = await complete_one(engine, PROMPT, max_tokens=12)
     stop = "".join(delta.text for delta in free.deltas[3:6])
-    hidden = await say(engine, PROMPT, max_tokens=12, stop=(stop,))
-    shown = await say(engine, PROMPT, max_tokens=12, stop=(stop,), include_stop=True)
+    hidden = await complete_one(engine, PROMPT, max_tokens=12, stop=(stop,))
+    shown = await complete_one(engine, PROMPT, max_tokens=12, stop=(stop,), include_stop=True)
     at = free.text.index(stop)
     assert (hidden.text, shown.text) == (free.text[:at], free.text[: at + len(stop)])
     every = [[*told.tokens, *told.deltas[-1].hidden_tokens] for told in (hidden, shown)]
@@ -73,14 +75,14 @@ async def test_a_stop_string_is_shown_if_asked_for_and_its_tokens_are_told_eithe
 
 async def test_an_end_outside_the_vocabulary_is_refused(engine: TransformersEngine) -> None:
     with pytest.raises(InvalidValue, match="stop_token_ids"):
-        await say(engine, PROMPT, ends=frozenset({10**6}))
+        await complete_one(engine, PROMPT, ends=frozenset({10**6}))
 
 
 async def test_what_is_cached_serves_only_requests_with_the_same_salt(folder: Path) -> None:
     engine = load(folder, ctx_size=128, parallel=2)
 
     async def cached(salt: str) -> int:
-        told = await say(engine, LONG, max_tokens=1, salt=salt)
+        told = await complete_one(engine, LONG, max_tokens=1, salt=salt)
         assert told.timings is not None
         return told.timings.cached_tokens
 

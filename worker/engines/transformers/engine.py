@@ -1,7 +1,7 @@
-"""The `transformers` engine: one model, loaded; generations and embeddings on its step loop.
+"""The `transformers` engine: one loaded model that generates text, embeds or scores.
 
 `TransformersEngine` implements `worker.interface.Engine`. Its asyncio side checks a request, posts it to the step loop
-and reads what comes back; everything that computes happens on the loop's thread.
+and reads the deltas. All computation happens on the step loop's thread.
 """
 
 import asyncio
@@ -12,22 +12,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from worker.engines.transformers import load_encoder, load_generator, request_limits, start
+from worker.engines.transformers import load_encoder, load_generator, preparation
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.device.process_overhead import overhead
 from worker.engines.transformers.device.rank_processes import Ranks
-from worker.engines.transformers.embedding import Embedding, Job
-from worker.engines.transformers.generation_loop import Generating
 from worker.engines.transformers.load import loader, model_class, placement
 from worker.engines.transformers.load.lora import Adapters
-from worker.engines.transformers.request_streams import RequestStreams
-from worker.engines.transformers.run.tensor_parallel import Leader
-from worker.engines.transformers.run.vision import Eyes
+from worker.engines.transformers.loop import requests
+from worker.engines.transformers.loop.encoder_loop import EncoderJob, EncoderLoop
+from worker.engines.transformers.loop.generation_loop import GenerationLoop
+from worker.engines.transformers.loop.requests import StreamFactory
+from worker.engines.transformers.loop.step_loop import Outbox, StepLoop
+from worker.engines.transformers.preparation import PreparedModel
+from worker.engines.transformers.run.tensor_parallel import LeaderRunner
+from worker.engines.transformers.run.vision import ImageReader
 from worker.engines.transformers.sample.grammar import Grammars
 from worker.engines.transformers.sample.vocabulary import Vocabulary
 from worker.engines.transformers.schedule.lora_slots import Use
-from worker.engines.transformers.start import Prepared
-from worker.engines.transformers.step_loop import Outbox, StepLoop
 from worker.errors import (
     ContextExceeded,
     Draining,
@@ -48,91 +49,95 @@ _NO_ADAPTERS = "this model is served without adapters; set enable-lora = on in i
 
 
 class TransformersEngine:
-    """A loaded model. Made by `load`; ended by `close`."""
+    """A loaded model, made by `load` and ended by `close`."""
 
     def __init__(
         self,
         options: Serve,
-        prepared: Prepared,
-        loaded: load_generator.Loaded | load_encoder.Loaded,
+        prepared: PreparedModel,
+        loaded: load_generator.LoadedGenerator | load_encoder.LoadedEncoder,
         pulse: Callable[[Pulse], None],
     ):
-        """Start the step loop: of a model that generates, or of one that embeds or scores."""
+        """Start the step loop, for generation or for encoding."""
         tokenizer, config = prepared.tokenizer, prepared.config
         self.tokenizer = tokenizer
-        self.ctx_size = loaded.ctx_size
-        """Tokens that prompt and answer of one request may have together."""
+        self.ctx_size = loaded.ctx_size  # tokens that prompt and answer of one request may have together
         self._options = options
-        # An encoder reads the prompt; the answer is a text of its own and does not continue the prompt.
-        reads_first = bool(getattr(config, "is_encoder_decoder", False))
+        # An encoder-decoder's answer is a text of its own: it does not continue the text of the prompt.
+        has_encoder = bool(getattr(config, "is_encoder_decoder", False))
         self._vocabulary = vocabulary = Vocabulary(tokenizer, config, Path(options.snapshot))
-        self._bounds = request_limits.Bounds(options, vocabulary, self.ctx_size, reads_first=reads_first)
+        self._limits = requests.RequestLimits(options, vocabulary, self.ctx_size, has_encoder=has_encoder)
         self._grammars = Grammars(tokenizer, ends=vocabulary.ends, vocab_size=vocabulary.size)
-        self._streams = RequestStreams(options, vocabulary, self.ctx_size, reads_first=reads_first)
-        self._generating: Generating | None = None
-        self._embedding: Embedding | None = None
+        self._streams = StreamFactory(options, vocabulary, self.ctx_size, has_encoder=has_encoder)
+        self._generation: GenerationLoop | None = None
+        self._encoder: EncoderLoop | None = None
         self._adapters: Adapters | None = None
-        self._leader: Leader | None = None
-        self._late = load_generator.LateMemory()
-        self.vision: Eyes | None = None
-        self.no_vision = TEXT_ONLY
-        """Why it takes no images; empty if it takes them."""
+        self._leader: LeaderRunner | None = None
+        self._unmapped = load_generator.UnmappedMemory()
+        self.vision: ImageReader | None = None
+        self.no_vision = TEXT_ONLY  # why it takes no images; empty if it takes them
         self.encoding: EncodingConfig | None = None
         outbox = Outbox()
-        work: Generating | Embedding
-        if isinstance(loaded, load_generator.Loaded):
+        work: GenerationLoop | EncoderLoop
+        if isinstance(loaded, load_generator.LoadedGenerator):
             backend = loaded.backend
-            work = self._generating = Generating(
+            work = self._generation = GenerationLoop(
                 backend, outbox, vocabulary.piece, chunk=options.prefill_chunk, grammars=self._grammars
             )
-            self._adapters, self._late = backend.adapters, loaded.late
-            self.vision, self.no_vision = loaded.eyes, "" if loaded.eyes is not None else loaded.no_vision
-            self._leader = backend.runner if isinstance(backend.runner, Leader) else None
+            self._adapters, self._unmapped = backend.adapters, loaded.unmapped
+            self.vision, self.no_vision = (
+                loaded.image_reader,
+                "" if loaded.image_reader is not None else loaded.no_vision,
+            )
+            self._leader = backend.runner if isinstance(backend.runner, LeaderRunner) else None
         else:
-            work = self._embedding = Embedding(loaded.encoder, outbox, budget=options.prefill_chunk)
+            work = self._encoder = EncoderLoop(loaded.encoder, outbox, budget=options.prefill_chunk)
             self.encoding = loaded.encoding
         self._loop = StepLoop(
-            work, outbox, pulse=pulse, measured=self._measure, later=self._to_come, threads=options.threads
+            work, outbox, pulse=pulse, measured=self._measure, later=self._bytes_to_come, threads=options.threads
         )
         if self._leader is not None:
             self._leader.on_lost(self._loop.fail)
 
     @staticmethod
-    def prepare(options: Serve, *, over: Callable[[str], None] = lambda stage: None) -> Prepared:
-        """Do what can be done before there is room for weights, and before devices are looked at; see `load`."""
-        return start.prepare(options, over)
+    def prepare(options: Serve, *, stage_done: Callable[[str], None] = lambda stage: None) -> PreparedModel:
+        """Do everything that needs neither memory for weights nor a device. Raises StartError."""
+        return preparation.prepare(options, stage_done)
 
     @classmethod
     def load(
         cls,
         options: Serve,
-        prepared: Prepared | None = None,
+        prepared: PreparedModel | None = None,
         *,
         progress: Callable[[Progress], None],
         pulse: Callable[[Pulse], None],
-        over: Callable[[str], None] = lambda stage: None,
+        stage_done: Callable[[str], None] = lambda stage: None,
         ahead: bool | None = None,
         ranks: Ranks | None = None,
     ) -> "TransformersEngine":
-        """Load the model and start its step loop. Blocks; `progress` is called on this thread (start, weights in bytes,
-        warmup in tokens), `pulse` on the step loop's, each second; `over` with each stage that has ended (config,
-        tokenizer, read, copy, build, warmup; some go hand in hand, and end several times). `prepared` for the same
-        options, but for what `Go` changes; None: that is done now. `ahead`: whether a step is launched before
-        the one in front has landed; None: on accelerators. `ranks`: the followers, of a model that is divided. Raises
-        StartError, and RankLost if one of those ends.
+        """Load the model and start its step loop. Blocks. Raises StartError, and RankLost if a rank process ends.
+
+        progress: called on this thread (start, weights in bytes, warmup in tokens).
+        pulse: called each second on the step loop's thread.
+        stage_done: called with the name of each stage that has ended (config, tokenizer, read, copy, build, warmup).
+            Stages overlap, so one may end several times.
+        prepared: the result of `prepare` for the same options except those that `Go` changes; None: prepare now.
+        ahead: launch each step before the one in front of it has finished; None: on accelerators only.
+        ranks: the rank processes of a tensor-parallel model.
         """
         progress(Progress(stage="start"))
-        prepared = prepared or cls.prepare(options, over=over)
-        start.come_to_devices(options, prepared.imported)
+        prepared = prepared or cls.prepare(options, stage_done=stage_done)
+        preparation.open_devices(options, prepared.imported)
         try:
             own = model_class.is_own_code(options, prepared.config)
             with loader.own_code("its model", runs=own), loader.native_code(prepared.config, runs=not own):
                 if loader.is_cross_encoder(options, prepared.config) or loader.is_embedder(options, prepared.config):
                     if options.tensor_parallel > 1:
-                        raise StartError("a model that embeds or scores texts is not divided; remove tensor-parallel")
-                    engine = cls._load_encoder(options, prepared, progress, pulse, over)
+                        raise StartError("tensor-parallel is not for models that embed or score; remove it")
+                    engine = cls._load_encoder(options, prepared, progress, pulse, stage_done)
                 else:
-                    engine = cls._load_generator(options, prepared, progress, pulse, over, ahead, ranks)
+                    engine = cls._load_generator(options, prepared, progress, pulse, stage_done, ahead, ranks)
             engine._take_handles()
             return engine
         finally:
@@ -142,31 +147,31 @@ class TransformersEngine:
     def _load_generator(
         cls,
         options: Serve,
-        prepared: Prepared,
+        prepared: PreparedModel,
         progress: Callable[[Progress], None],
         pulse: Callable[[Pulse], None],
-        over: Callable[[str], None],
+        stage_done: Callable[[str], None],
         ahead: bool | None,
         ranks: Ranks | None,
     ) -> "TransformersEngine":
         config, tokenizer = prepared.config, prepared.tokenizer
-        loaded = load_generator.load(options, config, tokenizer, progress, over, prepared.built, ranks, ahead)
+        loaded = load_generator.load(options, config, tokenizer, progress, stage_done, prepared.built, ranks, ahead)
         return cls(options, prepared, loaded, pulse)
 
     @classmethod
     def _load_encoder(
         cls,
         options: Serve,
-        prepared: Prepared,
+        prepared: PreparedModel,
         progress: Callable[[Progress], None],
         pulse: Callable[[Pulse], None],
-        over: Callable[[str], None],
+        stage_done: Callable[[str], None],
     ) -> "TransformersEngine":
         config, tokenizer = prepared.config, prepared.tokenizer
         if options.max_loras:
-            raise StartError("adapters are for models that generate text, and this one does not; set enable-lora = off")
-        loaded = load_encoder.load(options, config, tokenizer, progress, over, prepared.built)
-        over("build")
+            raise StartError("this model does not generate text, so it takes no adapters; set enable-lora = off")
+        loaded = load_encoder.load(options, config, tokenizer, progress, stage_done, prepared.built)
+        stage_done("build")
         progress(Progress(stage="warmup"))
         try:
             load_encoder.warm_up(
@@ -177,12 +182,16 @@ class TransformersEngine:
                 raise
             raise memory.start_error("one step", loaded.device, error) from error
         overhead.look()
-        over("warmup")
+        stage_done("warmup")
         return cls(options, prepared, loaded, pulse)
 
     def _take_handles(self) -> None:
-        """Returns once the step loop's thread has what it will keep of the accelerators, and that has been counted."""
-        devices = [each for each in placement.devices_of(self._options) if each.type != "cpu"]
+        """Open the libraries' handles on the step loop's thread, so that their memory is measured as overhead.
+
+        cuBLAS keeps a handle and a workspace for each thread. Opened by the first request instead, they would appear
+        as memory of the model.
+        """
+        devices = [device for device in placement.devices_of(self._options) if device.type != "cpu"]
         if not devices:
             return
         try:
@@ -195,7 +204,7 @@ class TransformersEngine:
 
     @property
     def capabilities(self) -> frozenset[str]:
-        if self._generating is not None:
+        if self._generation is not None:
             return frozenset({"completion"} if self.vision is None else {"completion", "vision"})
         if self.encoding is None:
             return frozenset({"rerank"})
@@ -214,32 +223,32 @@ class TransformersEngine:
 
     def map_rest(self) -> None:
         """Map the weights in the page cache ahead of the first step, and then the KV cache. Called once."""
-        self._late.start()
+        self._unmapped.start()
 
     def until_mapped(self) -> None:
-        """Wait until the KV cache is mapped, which `map_rest` began."""
-        self._late.finish()
+        """Wait until the KV cache is mapped. `map_rest` must have been called."""
+        self._unmapped.finish()
 
     @property
     def later(self) -> int:
-        """As in `Pulse`."""
-        return self._to_come()
+        """Bytes still to be allocated, as in `Pulse`."""
+        return self._bytes_to_come()
 
-    def _to_come(self) -> int:
-        tables = self._grammars.bytes_to_come if self._generating is not None else 0
-        return self._late.left + tables + memory.yet_to_copy()
+    def _bytes_to_come(self) -> int:
+        tables = self._grammars.bytes_to_come if self._generation is not None else 0
+        return self._unmapped.left + tables + memory.yet_to_copy()
 
     @property
     def fatal(self) -> Future[StartError]:
-        """Done once the step loop has died, and only then; every running request has ended by then.
+        """Done once the step loop has died, and only then. All running requests have ended by then.
 
-        After a sticky device error its result is the StartError to end with (exit POISONED); anything else it raises,
-        and that is a crash. To be awaited with `asyncio.wrap_future`.
+        After a sticky device error, its result is the StartError to exit with (POISONED). Otherwise it raises the error
+        of the crash. Await it with `asyncio.wrap_future`.
         """
         return self._loop.fatal
 
     async def close(self) -> None:
-        """Stop the step loop; whatever runs ends with Draining. Returns once the current step is over."""
+        """Stop the step loop after the current step. Running requests end with Draining."""
         await asyncio.to_thread(self._loop.close)
         if self._leader is not None:
             await asyncio.to_thread(self._leader.end)
@@ -251,17 +260,17 @@ class TransformersEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """See `worker.interface.Engine`."""
-        work = self._generating
+        work = self._generation
         if work is None:
-            raise UnsupportedByModel("this model embeds or scores texts; it cannot generate any")
-        prompt = self._bounds.check(request)
+            raise UnsupportedByModel("this model embeds or scores texts, so it cannot generate text")
+        prompt = self._limits.check(request)
         adapter = self._adapter(request)
         matcher = None
         if request.grammar is not None:
             matcher = await asyncio.wrap_future(self._grammars.begin(request.grammar))
         stream = self._streams.make(request, prompt, matcher, adapter)
         if not work.admit(stream, self._options.parallel + self._options.queue_size):
-            raise QueueFull(f"{self._options.queue_size} requests wait for this model already; try again later")
+            raise QueueFull(f"{self._options.queue_size} requests are waiting for this model already; try again later")
         try:
             if not self._loop.post(partial(work.add, stream)):
                 raise Draining("the model is being unloaded")
@@ -275,7 +284,7 @@ class TransformersEngine:
 
     async def set_adapters(self, sources: Sequence[AdapterSource], default: str = "") -> Mapping[str, str]:
         """See `worker.interface.Engine`."""
-        adapters, work = self._adapters, self._generating
+        adapters, work = self._adapters, self._generation
         if adapters is None or work is None:
             raise UnsupportedByModel(_NO_ADAPTERS)
 
@@ -290,7 +299,7 @@ class TransformersEngine:
         return problems
 
     def _adapter(self, request: GenerationRequest) -> Use | None:
-        """What the request's choice stands for. Raises AdapterNotFound, UnusableAdapter, UnsupportedByModel."""
+        """The adapter of the request. Raises AdapterNotFound, UnusableAdapter, UnsupportedByModel."""
         if self._adapters is not None:
             return self._adapters.find(request.adapter)
         if request.adapter is not None and (request.adapter.name or request.adapter.number is not None):
@@ -302,40 +311,40 @@ class TransformersEngine:
     async def embed(self, texts: Sequence[EncoderInput], *, normalize: int | None = None) -> list[list[float]]:
         """See `worker.interface.Engine`."""
         if self.encoding is None:
-            raise UnsupportedByModel("this model was not loaded for embeddings; an embedder, or task = embed, has them")
+            raise UnsupportedByModel("this model has no embeddings; use an embedding model, or set task = embed")
         if not self.encoding.is_pooled:
-            raise UnsupportedByModel("pooling = none gives a vector for each token: ask POST /embedding for them")
+            raise UnsupportedByModel("pooling = none gives one vector per token; use POST /embedding for these")
         return await self._encode(texts, self._options.embd_normalize if normalize is None else normalize)
 
     async def embed_tokens(self, texts: Sequence[EncoderInput]) -> list[list[list[float]]]:
         """See `worker.interface.Engine`."""
         if self.encoding is None or self.encoding.is_pooled:
-            raise UnsupportedByModel("this model was not loaded with pooling = none")
+            raise UnsupportedByModel("this model gives no vectors per token; set pooling = none")
         return await self._encode(texts, -1)
 
     async def score(self, pairs: Sequence[EncoderInput]) -> list[float]:
         """See `worker.interface.Engine`."""
-        if self._generating is not None or self.encoding is not None:
-            raise UnsupportedByModel("this model is no cross-encoder; it scores no pairs")
+        if self._generation is not None or self.encoding is not None:
+            raise UnsupportedByModel("this model is not a cross-encoder, so it cannot score pairs")
         return [score for (score,) in await self._encode(pairs, -1)]
 
     async def _encode(self, texts: Sequence[EncoderInput], normalize: int) -> list[Any]:
-        """What the encoder makes of each text."""
-        work = self._embedding
+        """Check the texts, queue them and return the encoder's result for each."""
+        work = self._encoder
         assert work is not None
         limit = min(self.ctx_size, self._options.max_input_tokens or self.ctx_size)
         for text in texts:
             if not text.tokens:
                 raise InvalidValue("an input is empty", param="input")
-            self._bounds.check_tokens(text.tokens)
+            self._limits.check_tokens(text.tokens)
             if len(text.tokens) > limit:
                 raise ContextExceeded(len(text.tokens), limit)
         if not texts:
             return []
         if not work.admit(self._options.parallel + self._options.queue_size):
-            raise QueueFull(f"{self._options.queue_size} requests wait for this model already; try again later")
+            raise QueueFull(f"{self._options.queue_size} requests are waiting for this model already; try again later")
         loop = asyncio.get_running_loop()
-        job = Job(texts, loop, loop.create_future(), normalize)
+        job = EncoderJob(texts, loop, loop.create_future(), normalize)
         try:
             if not self._loop.post(partial(work.add, job)):
                 raise Draining("the model is being unloaded")

@@ -1,4 +1,4 @@
-"""Snapshot to encoder: the model with what stands behind it, and how it wants its texts."""
+"""Loading of an encoder: the model, its pooling or classification head, and its tokenizer settings."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,33 +8,31 @@ from typing import Any
 import torch
 import transformers
 
-from worker.engines.transformers import request_limits
 from worker.engines.transformers.attention.cpu_linear import Linears
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.load import architectures, loader, sentence_transformers_config
 from worker.engines.transformers.load.snapshot import settle
+from worker.engines.transformers.loop import requests
 from worker.engines.transformers.run import backends
-from worker.engines.transformers.run.pooling import CrossEncoder, Embedder, Encoder, Head, activation
+from worker.engines.transformers.run.pooling import CrossEncoder, Embedder, Encoder, PoolingHead, activation
 from worker.errors import StartError
 from worker.interface import EncoderInput, EncodingConfig
 from worker.protocol.argv import ModelOptions, Serve
 from worker.protocol.events import Progress
 
-COMPANY_TOLERANCE = 0.05
-"""By how much numbers may differ with the company, of their norm: a guess, far above the rounding of 16 bits and far
-below what padding that counts does."""
+# Largest difference of a text's vector alone and in a batch, relative to its norm. A guess, far above the rounding of
+# 16 bits and far below the effect of padding that is not masked.
+BATCH_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedEncoder:
     """An encoder ready to run."""
 
     encoder: Encoder
-    encoding: EncodingConfig | None
-    """Of an embedder."""
+    encoding: EncodingConfig | None  # of an embedder; None of a cross-encoder
     device: torch.device
-    ctx_size: int
-    """Tokens that one text may have."""
+    ctx_size: int  # tokens that one text may have
 
 
 def load(
@@ -42,32 +40,34 @@ def load(
     config: Any,
     tokenizer: transformers.PreTrainedTokenizerBase,
     progress: Callable[[Progress], None],
-    over: Callable[[str], None] = lambda stage: None,
+    stage_done: Callable[[str], None] = lambda stage: None,
     built: loader.Built | None = None,
-) -> Loaded:
-    """An embedder or a cross-encoder, as the loader finds it to be. Changes `tokenizer` to what the snapshot's files
-    say of it. `over` and `built` as for `loader.load_model`. Raises StartError."""
+) -> LoadedEncoder:
+    """Load an embedder or a cross-encoder. Raises StartError.
+
+    Changes `tokenizer` to the settings in the snapshot's files. `stage_done` and `built` as for `loader.load_model`.
+    """
     snapshot, scores = Path(options.snapshot), loader.is_cross_encoder(options, config)
     if scores and options.pooling not in ("", "rank"):
         raise StartError(f"pooling = {options.pooling} is not for a cross-encoder; leave it out, or set task = embed")
     found = None if scores else sentence_transformers_config.read(snapshot, options.pooling)
-    loaded = loader.load_model(options, config, implementation(options), progress, over, built)
+    loaded = loader.load_model(options, config, implementation(options), progress, stage_done, built)
     if loaded.prefault is not None:
         loaded.prefault.start()
-        loaded.prefault.finish()  # it computes before it is ready
+        loaded.prefault.finish()  # the warmup below reads all weights
     if not options.enforce_eager:
         Linears(loaded.model)
-    stated = getattr(config, "pad_token_id", None)  # code of a repository's own may state none
+    stated = getattr(config, "pad_token_id", None)  # custom code may have no such attribute
     pad = int((tokenizer.pad_token_id if stated is None else stated) or 0)
-    encoder, encoding = make(loaded.model, loaded.device, snapshot, found, pad=pad, is_dummy=is_dummy(options))
+    encoder, encoding = make_encoder(loaded.model, loaded.device, snapshot, found, pad=pad, is_dummy=is_dummy(options))
     settle(tokenizer, snapshot)
     limits = (architectures.positions(config), sentence_transformers_config.max_tokens(snapshot))
-    ctx_size = request_limits.context_size(options, min(filter(None, limits), default=0))
-    return Loaded(encoder, encoding, loaded.device, ctx_size)
+    ctx_size = requests.context_size(options, min(filter(None, limits), default=0))
+    return LoadedEncoder(encoder, encoding, loaded.device, ctx_size)
 
 
 def implementation(options: ModelOptions) -> str | None:
-    """Return transformers' name of the attention; None: what the model's own code prefers.
+    """Transformers' name of the attention implementation; None for the model's own default.
 
     Raises StartError if `attention` has an unknown value.
     """
@@ -76,23 +76,26 @@ def implementation(options: ModelOptions) -> str | None:
 
 
 def warm_up(encoder: Encoder, *, ctx_size: int, vocab_size: int) -> None:
-    """Run the encoder once alone and once in company. Raises StartError if it cannot run so, or if a text's numbers
-    depend on who is in the batch: an architecture that looks at padding cannot be served."""
+    """Run the encoder on one text alone and in a batch.
+
+    Raises StartError if it cannot run, or if the results differ: an architecture that does not mask padding would give
+    a request results that depend on other requests.
+    """
     long = EncoderInput([(5 + place) % vocab_size for place in range(min(8, ctx_size))])
     short = EncoderInput(long.tokens[: max(1, len(long.tokens) // 2)])
     try:
-        [alone], (company, _) = encoder.run([short]), encoder.run([short, long])
+        [alone], (batched, _) = encoder.run([short]), encoder.run([short, long])
     except (TypeError, ValueError, NotImplementedError) as error:
         raise StartError(f"this architecture cannot be served: {memory.one_line(error)}") from error
-    if (alone - company).norm() > COMPANY_TOLERANCE * alone.norm() + 1e-6:
-        raise StartError("this architecture gives a text other numbers beside a longer one; it cannot be served")
+    if (alone - batched).norm() > BATCH_TOLERANCE * alone.norm() + 1e-6:
+        raise StartError("this architecture cannot be served: a text gives other numbers in a batch with a longer one")
 
 
 def is_dummy(options: ModelOptions) -> bool:
     return options.load_format == "dummy"
 
 
-def make(
+def make_encoder(
     model: Any,
     device: torch.device,
     snapshot: Path,
@@ -101,16 +104,15 @@ def make(
     pad: int,
     is_dummy: bool,
 ) -> tuple[Encoder, EncodingConfig | None]:
-    """`model` with what stands behind it: an embedder if there is a layout, else a cross-encoder. Raises StartError."""
+    """`model` with its head: an embedder if `found` is a layout, else a cross-encoder. Raises StartError."""
     if found is None:
-        named = (
-            sentence_transformers_config.activation_of_scores(snapshot, model.config) or "torch.nn.Sigmoid"
-        )  # the default of one label
+        named = sentence_transformers_config.activation_of_scores(snapshot, model.config)
+        named = named or "torch.nn.Sigmoid"  # the default of sentence-transformers for one label
         return CrossEncoder(model, device, activation(named, snapshot / "config.json"), pad=pad), None
-    head = Head(found)
+    head = PoolingHead(found)
     width = getattr(model.config.get_text_config(), "hidden_size", None)
-    if width is None:  # code of a repository's own may call it what it likes
-        raise StartError('config.json states no hidden_size; state it: config-override = {"hidden_size": N}')
+    if width is None:  # custom code may use another name
+        raise StartError('config.json has no hidden_size; set config-override = {"hidden_size": N}')
     size = head.size(width)
     if not is_dummy:
         head.load()

@@ -1,4 +1,4 @@
-"""Snapshot to generator: the model with its backend and cache, its adapters and images, and its first steps."""
+"""Loading of a generator: the model with its runner and cache, its adapters and image reader, and its first steps."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -8,22 +8,22 @@ from typing import Any
 
 import transformers
 
-from worker.engines.transformers import request_limits
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.attention.cpu_linear import Linears
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.device.lazy_pages import Claims, claiming
 from worker.engines.transformers.device.process_overhead import overhead
 from worker.engines.transformers.device.rank_processes import Ranks
-from worker.engines.transformers.generation_loop import Backend
 from worker.engines.transformers.load import architectures, loader, model_class, tensor_parallel_plan
 from worker.engines.transformers.load.lora import Adapters
 from worker.engines.transformers.load.safetensors import Prefault
+from worker.engines.transformers.loop import requests
+from worker.engines.transformers.loop.generation_loop import Backend
 from worker.engines.transformers.run import backends, tensor_parallel
 from worker.engines.transformers.run.aligned import AlignedRunner
-from worker.engines.transformers.run.cache_probe import Unsupported
-from worker.engines.transformers.run.runner import PackedRunner, Runner
-from worker.engines.transformers.run.vision import Eyes, Tower, see
+from worker.engines.transformers.run.cache_probe import UnsupportedCache
+from worker.engines.transformers.run.runner import PagedRunner, Runner
+from worker.engines.transformers.run.vision import ImageReader, VisionTower, load_image_processor
 from worker.engines.transformers.run.warmup import record, warm_up
 from worker.engines.transformers.schedule.kv_cache import Capacity
 from worker.engines.transformers.schedule.prefill_budget import Pace
@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 Progress = Callable[[events.Progress], None]
 
 
-class LateMemory:
-    """Main memory that a loaded model uses but that is not mapped yet: weights in the page cache, and the KV cache."""
+class UnmappedMemory:
+    """Main memory of a loaded model that is not mapped yet: weights in the page cache, and the KV cache."""
 
     def __init__(self, prefault: Prefault | None = None, claims: Claims | None = None):
         self._prefault, self.claims = prefault, claims or Claims()
@@ -62,16 +62,14 @@ class LateMemory:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedGenerator:
     """A generator ready to run."""
 
-    ctx_size: int
-    """Tokens that prompt and answer of one request may have together."""
+    ctx_size: int  # tokens that prompt and answer of one request may have together
     backend: Backend
-    eyes: Eyes | None = None
-    no_vision: str = TEXT_ONLY
-    """Why it takes no images, if so."""
-    late: LateMemory = field(default_factory=LateMemory)
+    image_reader: ImageReader | None = None
+    no_vision: str = TEXT_ONLY  # why it takes no images
+    unmapped: UnmappedMemory = field(default_factory=UnmappedMemory)
 
 
 def load(
@@ -79,27 +77,30 @@ def load(
     config: Any,
     tokenizer: transformers.PreTrainedTokenizerBase,
     progress: Progress,
-    over: Callable[[str], None] = lambda stage: None,
+    stage_done: Callable[[str], None] = lambda stage: None,
     built: loader.Built | None = None,
     ranks: Ranks | None = None,
     ahead: bool | None = None,
-) -> Loaded:
-    """As `TransformersEngine.load`, of a model that makes text. Raises StartError."""
-    model_class.model_class(options, config, embeds=False)  # refuses what makes no text, which need not have a length
-    divides = tensor_parallel_plan.wanted(options, config) > 1
+) -> LoadedGenerator:
+    """Load a model that generates text. Arguments as for `TransformersEngine.load`. Raises StartError."""
+    # Checked first: a model that generates no text may have no maximum length, and that error would mislead.
+    model_class.model_class(options, config, embeds=False)
+    is_parallel = tensor_parallel_plan.wanted(options, config) > 1
     paged.register()
     implementation = backends.implementation(options.attention, config)
-    ctx_size = request_limits.context_size(options, architectures.positions(config))
-    share = tensor_parallel.begin(options, ctx_size, ranks) if divides else None
-    loaded = loader.load_model(options, config, implementation, progress, over, built, share)
-    processor, no_vision = see(options, config, tokenizer)
-    with _told(loaded, config, options, ctx_size):
-        tower = Tower(loaded.model, processor.token, loaded.device) if processor is not None else None
+    ctx_size = requests.context_size(options, architectures.positions(config))
+    share = tensor_parallel.start_followers(options, ctx_size, ranks) if is_parallel else None
+    loaded = loader.load_model(options, config, implementation, progress, stage_done, built, share)
+    processor, no_vision = load_image_processor(options, config, tokenizer)
+    with _start_errors(loaded, config, options, ctx_size):
+        tower = VisionTower(loaded.model, processor.token, loaded.device) if processor is not None else None
         claims = None
-        backend: PackedRunner | AlignedRunner
+        backend: PagedRunner | AlignedRunner
         capacity: Capacity
         if share is not None and ranks is not None:
-            backend, capacity = tensor_parallel.lead(loaded, config, options, ctx_size, ranks, share[1], progress)
+            backend, capacity = tensor_parallel.make_leader(
+                loaded, config, options, ctx_size, ranks, share[1], progress
+            )
         else:
             with claiming() as claims:
                 backend, capacity = backends.make_runner(
@@ -112,15 +113,16 @@ def load(
                     tower=tower,
                     split=loaded.split,
                 )
-        pace = Pace(apart=not isinstance(backend, PackedRunner))
-        backends.prove(backend, config, ctx_size)
+        pace = Pace(apart=not isinstance(backend, PagedRunner))
+        backends.check_cache(backend, config, ctx_size)
         adapters = _adapters(backend, loaded, options)
-        arranges = not options.enforce_eager and loaded.split is None and share is None
-        linears = Linears(loaded.model, let_go=loaded.let_go) if arranges else None
-        over("build")
-        runner = _begin(backend, capacity, pace, loaded, options, ctx_size, progress, divides=divides)
-    over("warmup")
-    return Loaded(
+        # Reordered weights exist only for a whole model on one device.
+        reorders = not options.enforce_eager and loaded.split is None and share is None
+        linears = Linears(loaded.model, let_go=loaded.let_go) if reorders else None
+        stage_done("build")
+        runner = _first_steps(backend, capacity, pace, loaded, options, ctx_size, progress, is_parallel=is_parallel)
+    stage_done("warmup")
+    return LoadedGenerator(
         ctx_size=ctx_size,
         backend=Backend(
             runner=runner,
@@ -129,29 +131,31 @@ def load(
             linears=linears,
             adapters=adapters,
             tower=tower,
+            # Ranks of a tensor-parallel model receive each step from the host, so nothing can be launched ahead.
             ahead=share is None and (loaded.device.type != "cpu" if ahead is None else ahead),
         ),
-        eyes=Eyes(processor, loaded.dtype, most=options.limit_images) if processor is not None else None,
+        image_reader=ImageReader(processor, loaded.dtype, most=options.limit_images) if processor is not None else None,
         no_vision=no_vision,
-        late=LateMemory(loaded.prefault, claims),
+        unmapped=UnmappedMemory(loaded.prefault, claims),
     )
 
 
 @contextmanager
-def _told(loaded: loader.Loaded, config: Any, options: Serve, ctx_size: int) -> Iterator[None]:
-    """What may fail between weights and first steps, as StartErrors that say what to do."""
+def _start_errors(loaded: loader.Loaded, config: Any, options: Serve, ctx_size: int) -> Iterator[None]:
+    """Turn failures between the weights and the first steps into StartErrors that name a way out."""
     try:
         yield
-    except (NotImplementedError, Unsupported) as error:
+    except (NotImplementedError, UnsupportedCache) as error:
         raise StartError(
             f"architecture {config.model_type!r} cannot be served by this engine: {memory.one_line(error)};"
-            " another engine may do it"
+            " use another engine"
         ) from error
     except Exception as error:
         if loaded.split is not None and "on the same device" in str(error):
+            # The text of torch's error for tensors on different devices. It has no class of its own.
             raise StartError(
                 f"architecture {config.model_type!r} cannot be split over devices: its code uses tensors of several"
-                f" at once ({memory.one_line(error)}); give it one device"
+                f" devices at once ({memory.one_line(error)}); give it one device"
             ) from error
         if not memory.is_exhausted(error):
             raise
@@ -159,8 +163,8 @@ def _told(loaded: loader.Loaded, config: Any, options: Serve, ctx_size: int) -> 
         raise memory.start_error(what, loaded.device, error) from error
 
 
-def _adapters(backend: PackedRunner | AlignedRunner, loaded: loader.Loaded, options: Serve) -> Adapters | None:
-    """Slots for adapters, and those of the preset in them as far as they can be used."""
+def _adapters(backend: PagedRunner | AlignedRunner, loaded: loader.Loaded, options: Serve) -> Adapters | None:
+    """Allocate adapter slots and load the preset's adapters. An unusable adapter is logged and skipped."""
     adapters = backends.make_adapters(backend, loaded.model, options, loaded.device, copies=options.max_cpu_loras)
     if adapters is not None:
         try:
@@ -172,8 +176,8 @@ def _adapters(backend: PackedRunner | AlignedRunner, loaded: loader.Loaded, opti
     return adapters
 
 
-def _begin(
-    backend: PackedRunner | AlignedRunner,
+def _first_steps(
+    backend: PagedRunner | AlignedRunner,
     capacity: Capacity,
     pace: Pace,
     loaded: loader.Loaded,
@@ -181,23 +185,28 @@ def _begin(
     ctx_size: int,
     progress: Progress,
     *,
-    divides: bool,
+    is_parallel: bool,
 ) -> Runner:
-    """The first steps, on accelerators, and those of decoding recorded as CUDA graphs where that can be. On the CPU no
-    kernel is chosen and no buffer grows: the first request would only compute the same again."""
+    """Run warmup steps on accelerators, and record decode steps as CUDA graphs where possible.
+
+    There is no warmup on the CPU: no kernel is chosen and no buffer grows, so it would save the first request nothing.
+    """
     chunk = min(options.prefill_chunk, ctx_size)
     progress(events.Progress(stage="warmup", total=chunk))
     if loaded.device.type != "cpu" and options.warm_up:
         warm_up(backend, capacity, pace, chunk=chunk, ctx_size=ctx_size, progress=progress)
-    if divides:
+    if is_parallel:
         return backend
     overhead.look()
     if loaded.split is not None:
-        told = ",".join(options.layers), ",".join(options.devices)
-        log.info("%s layers on %s: steps are not recorded as CUDA graphs", *told)
+        log.info(
+            "%s layers on %s: steps are not recorded as CUDA graphs",
+            ",".join(options.layers),
+            ",".join(options.devices),
+        )
         return backend
-    if loaded.device.type != "cuda" or options.enforce_eager or not isinstance(backend, PackedRunner):
+    if loaded.device.type != "cuda" or options.enforce_eager or not isinstance(backend, PagedRunner):
         return backend
     runner = record(backend, capacity, pace, ctx_size=ctx_size, progress=progress)
-    overhead.look()  # recorded graphs are part of what this model takes, and not of what any would
+    overhead.look()  # graphs belong to this model, so they must not count as overhead of any process
     return runner

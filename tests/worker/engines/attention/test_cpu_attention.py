@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.worker.loaded import load, say
+from tests.worker.loaded import complete_one, load
 from worker.engines.transformers.attention import cpu_attention, decode_plan, dense, kv_pool, paged
 from worker.engines.transformers.schedule import kv_cache
 from worker.estimate.memory_tracer import peak_bytes
@@ -166,8 +166,8 @@ async def test_many_rows_at_once_say_what_each_says_alone(tmp_path: Path) -> Non
     prompts = [tuple(5 + (7 * row + 3 * place) % 200 for place in range(4 + row % 9)) for row in range(40)]
     engine = load(tiny.make("llama", tmp_path), ctx_size=64, parallel=40)
     try:
-        alone = [(await say(engine, prompt, max_tokens=10)).tokens for prompt in prompts]
-        together = await asyncio.gather(*(say(engine, prompt, max_tokens=10) for prompt in prompts))
+        alone = [(await complete_one(engine, prompt, max_tokens=10)).tokens for prompt in prompts]
+        together = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=10) for prompt in prompts))
         assert [each.tokens for each in together] == alone
     finally:
         await engine.close()

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tests import tiny
 from tests.worker.families import FAMILIES
-from tests.worker.loaded import generated, load, reference, say, serving
+from tests.worker.loaded import complete_one, generated, load, reference, serving
 from worker.engines.transformers.attention import cpu_linear
 from worker.engines.transformers.attention.cpu_linear import PLAIN, REORDERED, Few, Linears, pieces, quickest
 from worker.engines.transformers.load import safetensors
@@ -282,6 +282,6 @@ async def test_text_stays_the_same_while_weights_are_reordered_under_it(tmp_path
     prompts = [list(range(5 + first, 5 + first + length)) for first, length in ((0, 3), (7, 40), (20, 9), (50, 21))]
     async with serving(load(folder, parallel=4, ctx_size=128, prefix_caching=False)) as engine:
         for _ in range(2):
-            told = await asyncio.gather(*(say(engine, prompt, max_tokens=40) for prompt in prompts))
+            told = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=40) for prompt in prompts))
             for prompt, each in zip(prompts, told, strict=True):
                 assert each.tokens == generated(model, prompt, 40)

@@ -11,13 +11,13 @@ import transformers
 from tests import tiny
 from tests.worker.loaded import (
     DEADLINE,
-    Told,
+    CollectedChoice,
+    collect_choices,
+    complete_one,
     generated,
     generation,
     load,
-    say,
     serving,
-    tell,
 )
 from worker.engines.transformers.attention import dense, kv_pool, paged
 from worker.engines.transformers.run.backends import make_blocks
@@ -48,7 +48,7 @@ def words(count: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(3 + (seed * 131 + index * 37) % 480 for index in range(count))
 
 
-def cached(told: Told) -> int:
+def cached(told: CollectedChoice) -> int:
     assert told.timings is not None
     return told.timings.cached_tokens
 
@@ -72,10 +72,10 @@ async def test_prompts_that_begin_alike_say_what_they_say_alone(
     expected = [generated(models[family], prompt, NEW) for prompt in PROMPTS]
     changes: dict[str, Any] = {"ctx_size": CTX, "parallel": 4, "prefill_chunk": 24, "attention": attention_name}
     async with serving(load(snapshots[family], **changes)) as engine:
-        first = await say(engine, PROMPTS[0], max_tokens=NEW)
+        first = await complete_one(engine, PROMPTS[0], max_tokens=NEW)
         assert (first.tokens, cached(first)) == (expected[0], 0)
         for _ in range(2):  # with the beginning of one; then with everything of all
-            told = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
+            told = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
             assert [each.tokens for each in told] == expected
         counts = [cached(each) for each in told]
     assert counts[4:] == [2 * B, B, 0, B], "whole blocks, never the last token; none of three tokens"
@@ -93,12 +93,12 @@ async def test_text_is_the_same_when_the_cache_is_too_small_for_all(
         changes: dict[str, Any] = {"ctx_size": CTX, "parallel": 8, "prefill_chunk": 24, "kv_tokens": CTX}
         changes["prefix_caching"] = caches
         async with serving(load(snapshots[family], **changes)) as engine:
-            told = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
+            told = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
             assert [each.tokens for each in told] == expected
-            choices = await tell(engine, generation(PROMPTS[3], n=6, max_tokens=NEW))
+            choices = await collect_choices(engine, generation(PROMPTS[3], n=6, max_tokens=NEW))
             assert [each.tokens for each in choices] == [expected[3]] * 6
-            assert engine._generating is not None
-            engine._generating._scheduler.check_integrity()
+            assert engine._generation is not None
+            engine._generation._scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -107,10 +107,10 @@ async def test_choices_that_share_a_prompt_of_broken_blocks_say_what_they_say_al
 ) -> None:
     warm = [SamplingParams(temperature=1.2, seed=5 + index) for index in range(3)]
     async with serving(load(snapshots[family], ctx_size=CTX, parallel=4, prefix_caching=False)) as engine:
-        alone = [await say(engine, PROMPTS[2], sampling=each, max_tokens=NEW) for each in warm]
+        alone = [await complete_one(engine, PROMPTS[2], sampling=each, max_tokens=NEW) for each in warm]
         together, other = await asyncio.gather(
-            tell(engine, generation(PROMPTS[2], n=3, sampling=warm[0], max_tokens=NEW)),
-            say(engine, PROMPTS[1], max_tokens=NEW),
+            collect_choices(engine, generation(PROMPTS[2], n=3, sampling=warm[0], max_tokens=NEW)),
+            complete_one(engine, PROMPTS[1], max_tokens=NEW),
         )
         assert [each.tokens for each in together] == [each.tokens for each in alone]
         assert other.tokens == generated(models[family], PROMPTS[1], NEW)
@@ -123,7 +123,7 @@ async def test_a_cancel_frees_blocks_that_others_share_for_them_alone(
         expected = [generated(models["llama"], prompt, NEW) for prompt in PROMPTS[:4]]
         for _ in range(3):
             streams = [engine.generate(generation(SYSTEM, max_tokens=60, n=2)) for _ in range(2)]
-            tasks = [asyncio.create_task(say(engine, prompt, max_tokens=NEW)) for prompt in PROMPTS[:4]]
+            tasks = [asyncio.create_task(complete_one(engine, prompt, max_tokens=NEW)) for prompt in PROMPTS[:4]]
             async with asyncio.timeout(DEADLINE):
                 for stream in streams:
                     for _ in range(3):
@@ -131,8 +131,8 @@ async def test_a_cancel_frees_blocks_that_others_share_for_them_alone(
                     await stream.aclose()
                 told = await asyncio.gather(*tasks)
             assert [each.tokens for each in told] == expected
-        assert engine._generating is not None
-        engine._generating._scheduler.check_integrity()
+        assert engine._generation is not None
+        engine._generation._scheduler.check_integrity()
 
 
 async def test_a_conversation_finds_all_that_was_said_before(
@@ -141,7 +141,7 @@ async def test_a_conversation_finds_all_that_was_said_before(
     async with serving(load(snapshots["llama"], ctx_size=CTX, parallel=2)) as engine:
         talk, computed = list(SYSTEM), 0
         for turn in range(3):
-            told = await say(engine, talk, max_tokens=10)
+            told = await complete_one(engine, talk, max_tokens=10)
             assert told.tokens == generated(models["llama"], talk, 10)
             assert cached(told) == computed // B * B
             computed = len(talk) + len(told.tokens) - 1  # nobody needed the last one's keys
@@ -150,17 +150,17 @@ async def test_a_conversation_finds_all_that_was_said_before(
 
 async def test_logprobs_of_a_prompt_are_whole_though_its_beginning_is_cached(snapshots: dict[str, Path]) -> None:
     async with serving(load(snapshots["llama"], ctx_size=CTX, parallel=2)) as engine:
-        first = await say(engine, SYSTEM, max_tokens=4, prompt_logprobs=True)
-        again = await say(engine, SYSTEM, max_tokens=4, prompt_logprobs=True)
+        first = await complete_one(engine, SYSTEM, max_tokens=4, prompt_logprobs=True)
+        again = await complete_one(engine, SYSTEM, max_tokens=4, prompt_logprobs=True)
         assert again.prompt_logprobs == first.prompt_logprobs
         assert (len(again.prompt_logprobs), cached(again)) == (len(SYSTEM), 0)
-        assert cached(await say(engine, SYSTEM, max_tokens=4)) == 2 * B
+        assert cached(await complete_one(engine, SYSTEM, max_tokens=4)) == 2 * B
 
 
 async def test_a_prompt_tells_what_of_it_was_cached(snapshots: dict[str, Path]) -> None:
     async with serving(load(snapshots["llama"], ctx_size=CTX, parallel=2, prefill_chunk=16)) as engine:
-        await say(engine, SYSTEM, max_tokens=1)
-        told = await say(engine, (*SYSTEM, *words(40, seed=3)), max_tokens=1, progress=True)
+        await complete_one(engine, SYSTEM, max_tokens=1)
+        told = await complete_one(engine, (*SYSTEM, *words(40, seed=3)), max_tokens=1, progress=True)
         known = [each.progress for each in told.deltas if each.progress is not None]
         assert [(each.done, each.total, each.cached) for each in known][:2] == [(32, 75, 32), (48, 75, 32)]
 

@@ -15,8 +15,8 @@ from worker.engines.transformers.attention.quantized_kv_types import CacheType
 from worker.engines.transformers.load import loader
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.backends import make_blocks, make_pool
-from worker.engines.transformers.run.cuda_graphs import FixedRunner
-from worker.engines.transformers.run.runner import PackedRunner
+from worker.engines.transformers.run.cuda_graphs import GraphRunner
+from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.schedule.kv_cache import Table
 from worker.engines.transformers.schedule.scheduler import Segment
 from worker.engines.transformers.schedule.sequence import Sequence
@@ -101,12 +101,12 @@ def test_a_step_of_fixed_shape_says_what_the_dynamic_one_says(name: str, tmp_pat
     config = loader.load_config(asked)
     loaded = loader.load_model(asked, config, paged.SDPA, lambda _: None)
     blocks = make_blocks(asked, 128, caches=False)
-    pool = make_pool(config, blocks, loaded.dtype, CPU, kept_as=name)
+    pool = make_pool(config, blocks, loaded.dtype, CPU, kv_dtype=name)
     source = torch.Generator().manual_seed(0)
     for layer in range(2):
         pool.write(layer, torch.arange(pool.slots), *torch.randn(2, pool.slots, 2, 16, generator=source))
-    dynamic = PackedRunner(loaded.model, pool, blocks, CPU)
-    fixed = FixedRunner(dynamic, rows=3, ctx_size=128)
+    dynamic = PagedRunner(loaded.model, pool, blocks, CPU)
+    fixed = GraphRunner(dynamic, rows=3, ctx_size=128)
     batch = []
     for id, length in enumerate((6, 70, 33)):
         sequence = Sequence(
@@ -115,7 +115,7 @@ def test_a_step_of_fixed_shape_says_what_the_dynamic_one_says(name: str, tmp_pat
         row, _ = blocks.admit(sequence)
         batch.append(Segment(sequence, row, length - 1, 1, blocks.table(row)))
     found = fixed.run(tuple(batch)).clone()
-    assert fixed.fixed_steps == 1
+    assert fixed.graph_steps == 1
     torch.testing.assert_close(found, dynamic.run(tuple(batch)), atol=2e-4, rtol=1e-4)
 
 
@@ -126,7 +126,7 @@ def logits(folder: Path, name: str, tokens: list[int]) -> torch.Tensor:
     config = loader.load_config(asked)
     loaded = loader.load_model(asked, config, paged.SDPA, lambda _: None)
     blocks = make_blocks(asked, len(tokens), caches=False)
-    runner = PackedRunner(loaded.model, make_pool(config, blocks, loaded.dtype, CPU, kept_as=name), blocks, CPU)
+    runner = PagedRunner(loaded.model, make_pool(config, blocks, loaded.dtype, CPU, kv_dtype=name), blocks, CPU)
     asker = Sequence(id=0, prompt_tokens=len(tokens), tokens=tokens, limit=1, ends=frozenset(), prompt_logprobs=True)
     row, _ = blocks.admit(asker)
     parts = [(start, min(48, len(tokens) - start)) for start in range(0, len(tokens), 48)]
@@ -151,7 +151,7 @@ def test_int8_changes_logits_by_hundredths_of_their_spread_and_int4_by_tenths() 
 def test_nothing_that_was_unpacked_outlives_its_step(tmp_path: Path) -> None:
     """Not in the layers of transformers' cache either, which like to keep what they gave."""
     model = reference(tiny.make("gemma2", tmp_path)).eval()
-    runner = AlignedRunner(model, rows=1, ctx_size=128, chunk=100, device=CPU, kept_as="int8")
+    runner = AlignedRunner(model, rows=1, ctx_size=128, chunk=100, device=CPU, kv_dtype="int8")
     asker = Sequence(id=0, prompt_tokens=100, tokens=[7] * 100, limit=1, ends=frozenset())
     logits: list[torch.Tensor] = []
     live = live_bytes(lambda: logits.append(runner.run((Segment(asker, 0, 0, 100),))))
@@ -165,5 +165,5 @@ def test_the_model_s_own_type_is_the_plain_pool(tmp_path: Path) -> None:
     config = loader.load_config(asked)
     blocks = make_blocks(asked, 32, caches=True)
     for dtype, name in ((torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, "auto")):
-        assert type(make_pool(config, blocks, dtype, CPU, kept_as=name)) is kv_pool.Pool
-    assert type(make_pool(config, blocks, torch.float32, CPU, kept_as="f16")) is CompactPool
+        assert type(make_pool(config, blocks, dtype, CPU, kv_dtype=name)) is kv_pool.Pool
+    assert type(make_pool(config, blocks, torch.float32, CPU, kv_dtype="f16")) is CompactPool

@@ -11,7 +11,7 @@ import transformers
 from router.config import kv_types
 from tests import tiny
 from tests.worker import kept
-from tests.worker.loaded import generated, generation, load, reference, say, serving, tell
+from tests.worker.loaded import collect_choices, complete_one, generated, generation, load, reference, serving
 from worker.engines.transformers.attention.quantized_kv_types import CacheType, group_size
 from worker.errors import StartError
 
@@ -119,14 +119,14 @@ async def test_text_is_that_of_generate_over_such_a_cache(family: str, name: str
     texts = expected(model, name)
     changes: dict[str, Any] = {"ctx_size": CTX, "parallel": 4, "prefill_chunk": 24, "kv_cache_dtype": name}
     async with serving(load(folder, **changes, kv_tokens=CTX)) as engine:
-        assert (await say(engine, PROMPTS[0], max_tokens=NEW)).tokens == texts[0]
-        told = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
+        assert (await complete_one(engine, PROMPTS[0], max_tokens=NEW)).tokens == texts[0]
+        told = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
         assert [each.tokens for each in told] == texts
         assert any(each.timings is not None and each.timings.cached_tokens for each in told)
-        choices = await tell(engine, generation(PROMPTS[2], n=3, max_tokens=NEW))
+        choices = await collect_choices(engine, generation(PROMPTS[2], n=3, max_tokens=NEW))
         assert [each.tokens for each in choices] == [texts[2]] * 3
-        assert engine._generating is not None
-        engine._generating._scheduler.check_integrity()
+        assert engine._generation is not None
+        engine._generation._scheduler.check_integrity()
 
 
 @pytest.mark.slow
@@ -146,9 +146,9 @@ async def test_so_it_is_where_a_model_runs_by_its_own_forward(family: str, name:
     texts = expected(model, name)
     changes: dict[str, Any] = {"ctx_size": CTX, "parallel": 3, "prefill_chunk": 24, "kv_cache_dtype": name}
     async with serving(load(folder, **changes)) as engine:
-        assert (await say(engine, PROMPTS[2], max_tokens=NEW)).tokens == texts[2]
-        told = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
+        assert (await complete_one(engine, PROMPTS[2], max_tokens=NEW)).tokens == texts[2]
+        told = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
         assert [each.tokens for each in told] == texts
-        choices = await tell(engine, generation(PROMPTS[0], n=2, max_tokens=NEW))
+        choices = await collect_choices(engine, generation(PROMPTS[0], n=2, max_tokens=NEW))
         assert [each.tokens for each in choices] == [texts[0]] * 2
     assert len({token for text in texts for token in text}) > 10, "the text is varied enough to tell"

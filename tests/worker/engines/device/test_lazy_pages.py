@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests import tiny
 from tests.fakes import DEADLINE
-from tests.worker.loaded import load, options, say, serving
+from tests.worker.loaded import complete_one, load, options, serving
 from worker.engines.transformers.device.lazy_pages import claim, claiming
 from worker.engines.transformers.engine import TransformersEngine
 from worker.protocol.events import Pulse
@@ -74,10 +74,10 @@ async def test_what_a_worker_is_yet_to_take_is_told_from_its_first_pulse_on(tmp_
         first = await asyncio.to_thread(pulses.get, timeout=DEADLINE)
         assert first.later == at_ready
         engine.map_rest()
-        assert (await say(engine, (9, 41, 70), max_tokens=4)).finish == "length"
+        assert (await complete_one(engine, (9, 41, 70), max_tokens=4)).finish == "length"
         engine.until_mapped()
         came = at_ready - engine.later
         weights = sum(each.nbytes for each in load_file(folder / "model.safetensors").values())
-        assert came == weights + engine._late.claims.taken > weights + 2 * MIB
+        assert came == weights + engine._unmapped.claims.taken > weights + 2 * MIB
     async with serving(load(folder, ctx_size=512, parallel=64)) as other:
-        assert (await say(other, (9, 41, 70), max_tokens=4)).finish == "length", "nobody has to have them come"
+        assert (await complete_one(other, (9, 41, 70), max_tokens=4)).finish == "length", "nobody has to have them come"

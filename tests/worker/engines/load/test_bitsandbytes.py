@@ -16,7 +16,7 @@ from router.memory.activations import compute_bytes
 from router.memory.weights import weight_bytes
 from tests import tiny
 from tests.worker.allocated import allocated
-from tests.worker.loaded import generated, load, say, serving
+from tests.worker.loaded import complete_one, generated, load, serving
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.load import loader
 from worker.engines.transformers.run import backends
@@ -65,7 +65,7 @@ async def test_a_packed_model_says_what_it_says_in_transformers(tmp_path: Path, 
     expected = generated(model, PROMPT, 8)
     asked: dict[str, Any] = {} if is_packed else {"quantization": method}
     async with serving(load(folder, parallel=2, ctx_size=64, **asked)) as engine:
-        told = await say(engine, PROMPT, max_tokens=8)
+        told = await complete_one(engine, PROMPT, max_tokens=8)
     assert told.tokens == expected
     assert logging.getLogger("bitsandbytes").level == logging.ERROR, "it would write a line for each layer and step"
 

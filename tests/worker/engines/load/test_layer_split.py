@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from tests import tiny
 from tests.worker import kept
-from tests.worker.loaded import generated, load, reference, say, serving
+from tests.worker.loaded import complete_one, generated, load, reference, serving
 from worker.engines.transformers.load import layer_split, loader, staging
 from worker.engines.transformers.load.safetensors import WeightFile
 from worker.errors import StartError
@@ -80,9 +80,9 @@ async def test_text_is_the_same_however_the_layers_lie(family: str, tmp_path: Pa
     prompts = [tuple(3 + (seed + index * 37) % 480 for index in range(length)) for seed, length in ((1, 30), (2, 9))]
     changes: dict[str, Any] = {"devices": ("cpu", "cpu"), "layers": ("1", str(count - 1)), **COMMON}
     async with serving(load(folder, ahead=family in ("llama", "gemma2"), **changes)) as engine:
-        told = await asyncio.gather(*(say(engine, prompt, max_tokens=12) for prompt in (*prompts, prompts[0])))
+        told = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=12) for prompt in (*prompts, prompts[0])))
         assert [each.tokens for each in told] == [generated(model, prompt, 12) for prompt in (*prompts, prompts[0])]
-        again = await say(engine, prompts[0], max_tokens=12)
+        again = await complete_one(engine, prompts[0], max_tokens=12)
         assert again.tokens == told[0].tokens
 
 
@@ -93,7 +93,7 @@ async def test_keys_and_values_are_kept_on_each_device_as_on_one(tmp_path: Path)
     expected = generated(reference(folder), prompt, 12, past_key_values=kept.cache(reference(folder), "int4"))
     changes: dict[str, Any] = {"devices": ("cpu", "cpu"), "layers": ("1", "2"), "kv_cache_dtype": "int4", **COMMON}
     async with serving(load(folder, **changes)) as engine:
-        assert (await say(engine, prompt, max_tokens=12)).tokens == expected
+        assert (await complete_one(engine, prompt, max_tokens=12)).tokens == expected
 
 
 @pytest.mark.slow
@@ -102,8 +102,8 @@ async def test_a_prompt_that_was_cached_is_found_on_all_devices(tmp_path: Path) 
     prompt = tuple(range(3, 40))
     changes: dict[str, Any] = {"devices": ("cpu", "cpu"), "layers": ("1", "2"), **COMMON}
     async with serving(load(folder, **changes)) as engine:
-        first = await say(engine, prompt, max_tokens=6)
-        again = await say(engine, prompt, max_tokens=6)
+        first = await complete_one(engine, prompt, max_tokens=6)
+        again = await complete_one(engine, prompt, max_tokens=6)
         assert again.timings is not None
         assert again.timings.cached_tokens == 32
         assert first.tokens == again.tokens == generated(reference(folder), prompt, 6)

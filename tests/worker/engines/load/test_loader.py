@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests import tiny
-from tests.worker.loaded import generated, load, options, say, serving
+from tests.worker.loaded import complete_one, generated, load, options, serving
 from worker.engines.transformers.attention import kv_pool
 from worker.engines.transformers.load import architectures, loader, safetensors
 from worker.engines.transformers.load.loader import load_config, load_model
@@ -144,7 +144,7 @@ async def test_shards_of_an_index_say_the_same(folder: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     shard(folder)
     async with serving(load(folder)) as engine:
-        assert (await say(engine, PROMPT, max_tokens=9)).tokens == generated(model, PROMPT, 9)
+        assert (await complete_one(engine, PROMPT, max_tokens=9)).tokens == generated(model, PROMPT, 9)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ async def test_a_converted_checkpoint_says_what_generate_says(tmp_path: Path) ->
     folder = tiny.make("llama", tmp_path, dtype="bfloat16")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     async with serving(load(folder, dtype="float32")) as engine:
-        assert (await say(engine, PROMPT, max_tokens=24)).tokens == generated(model, PROMPT, 24)
+        assert (await complete_one(engine, PROMPT, max_tokens=24)).tokens == generated(model, PROMPT, 24)
 
 
 async def test_random_weights_need_no_files(folder: Path) -> None:
@@ -195,7 +195,7 @@ async def test_random_weights_need_no_files(folder: Path) -> None:
     said = []
     for _ in range(2):
         async with serving(load(folder, load_format="dummy", ctx_size=64)) as engine:
-            said.append((await say(engine, PROMPT, max_tokens=9)).tokens)
+            said.append((await complete_one(engine, PROMPT, max_tokens=9)).tokens)
     assert said[0] == said[1]
     assert len(said[0]) > 0
 
@@ -259,7 +259,7 @@ async def test_all_tokens_that_end_an_answer_end_it(folder: Path) -> None:
     edit(folder / "generation_config.json", eos_token_id=[1, 217])
     edit(folder / "config.json", eos_token_id=303)
     async with serving(load(folder)) as engine:
-        told = await say(engine, PROMPT, max_tokens=40)
+        told = await complete_one(engine, PROMPT, max_tokens=40)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         answer = generated(model, PROMPT, 40)
         ends = [answer.index(token) for token in (1, 217, 303) if token in answer]

@@ -15,15 +15,15 @@ import torch
 from tests import lora, tiny
 from tests.worker.loaded import (
     DEADLINE,
-    Told,
+    CollectedChoice,
+    collect_choices,
+    complete_one,
     generated,
     generation,
     load,
     put_back_the_youngest,
     reference,
-    say,
     serving,
-    tell,
 )
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import lora_files
@@ -100,7 +100,7 @@ async def test_each_sequence_of_a_batch_says_what_its_own_adapter_says_alone(
     source = random.Random(5)
 
     async def talk(name: str, prompt: tuple[int, ...], count: int, leave_after: int | None) -> None:
-        told = Told()
+        told = CollectedChoice()
         stream = engine.generate(generation(prompt, max_tokens=count, adapter=AdapterChoice(name) if name else None))
         async for delta in stream:
             told.add(delta)
@@ -124,11 +124,11 @@ async def test_those_who_are_put_back_say_the_same_with_one_slot_for_all(
     snapshot: Path, adapters: dict[str, Path], expected: Expected
 ) -> None:
     async with serving(start(snapshot, adapters, max_loras=1, max_cpu_loras=1)) as engine:
-        work = engine._generating
+        work = engine._generation
         assert work is not None
 
         async def talk(name: str, prompt: tuple[int, ...]) -> list[int]:
-            told = Told()
+            told = CollectedChoice()
             async for delta in engine.generate(generation(prompt, max_tokens=NEW, adapter=AdapterChoice(name))):
                 told.add(delta)
                 if len(told.tokens) % 9 == 4:
@@ -144,7 +144,7 @@ async def test_those_who_are_put_back_say_the_same_with_one_slot_for_all(
 async def test_choices_of_one_request_share_its_adapter(engine: TransformersEngine, expected: Expected) -> None:
     for (name, prompt), answer in expected.items():
         if name:
-            told = await tell(engine, generation(prompt, max_tokens=NEW, n=2, adapter=AdapterChoice(name)))
+            told = await collect_choices(engine, generation(prompt, max_tokens=NEW, n=2, adapter=AdapterChoice(name)))
             assert [each.tokens for each in told] == [answer, answer]
 
 
@@ -166,10 +166,10 @@ PROMPT = tuple(range(20, 60))
 
 async def test_what_an_adapter_left_in_the_cache_serves_nobody_else(llama: Path, one: Path) -> None:
     async with serving(load(llama, max_loras=1, adapters=encode_adapters(sources({"one": one})))) as engine:
-        plain = await say(engine, PROMPT, max_tokens=NEW)
-        adapted = await say(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("one"))
-        halved = await say(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("one", scale=0.5))
-        again = await say(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("one"))
+        plain = await complete_one(engine, PROMPT, max_tokens=NEW)
+        adapted = await complete_one(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("one"))
+        halved = await complete_one(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("one", scale=0.5))
+        again = await complete_one(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("one"))
     assert [each.timings and each.timings.cached_tokens for each in (plain, adapted, halved, again)] == [0, 0, 0, 32]
     assert len({tuple(each.tokens) for each in (plain, adapted, halved)}) == 3
     assert again.tokens == adapted.tokens
@@ -180,32 +180,34 @@ async def test_an_adapter_is_chosen_by_name_by_number_or_by_default_and_none_by_
 ) -> None:
     known = encode_adapters(sources({"one": one}))
     async with serving(load(llama, max_loras=2, adapters=known, default_adapter="one")) as engine:
-        adapted = (await say(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("one"))).tokens
-        plain = (await say(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice())).tokens
+        adapted = (await complete_one(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("one"))).tokens
+        plain = (await complete_one(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice())).tokens
         assert adapted != plain
         for choice in (None, AdapterChoice(number=0)):
-            assert (await say(engine, PROMPT, max_tokens=NEW, adapter=choice)).tokens == adapted
-        assert (await say(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("one", scale=0.0))).tokens == plain
+            assert (await complete_one(engine, PROMPT, max_tokens=NEW, adapter=choice)).tokens == adapted
+        assert (
+            await complete_one(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("one", scale=0.0))
+        ).tokens == plain
         with pytest.raises(AdapterNotFound, match="did you mean one"):
-            await say(engine, PROMPT, adapter=AdapterChoice("onee"))
+            await complete_one(engine, PROMPT, adapter=AdapterChoice("onee"))
         with pytest.raises(AdapterNotFound, match="no adapter 1"):
-            await say(engine, PROMPT, adapter=AdapterChoice(number=1))
+            await complete_one(engine, PROMPT, adapter=AdapterChoice(number=1))
 
 
 async def test_an_update_holds_from_the_next_request_on(llama: Path, one: Path, tmp_path: Path) -> None:
     other = lora.make(llama, tmp_path / "other", seed=9)
     async with serving(load(llama, max_loras=1, adapters=encode_adapters(sources({"a": one})))) as engine:
-        before = (await say(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("a"))).tokens
+        before = (await complete_one(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("a"))).tokens
         runs = engine.generate(generation(PROMPT, max_tokens=NEW, adapter=AdapterChoice("a")))
         told = [delta async for delta in _until_first(runs)]
         assert await engine.set_adapters(sources({"a": other})) == {}
-        after = say(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("a"))
+        after = complete_one(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("a"))
         rest = [delta async for delta in runs]
         assert [token for delta in [*told, *rest] for token in delta.tokens] == before
         assert (await after).tokens == generated(lora.adapted(llama, other), PROMPT, NEW)
         assert await engine.set_adapters([]) == {}
         with pytest.raises(AdapterNotFound):
-            await say(engine, PROMPT, adapter=AdapterChoice("a"))
+            await complete_one(engine, PROMPT, adapter=AdapterChoice("a"))
 
 
 async def _until_first(stream: Any) -> Any:
@@ -216,21 +218,23 @@ async def test_files_that_have_changed_end_the_request_and_nobody_else(llama: Pa
     folder = shutil.copytree(one, tmp_path / "mine")
     known = encode_adapters(sources({"one": one, "mine": folder}))
     async with serving(load(llama, max_loras=1, max_cpu_loras=1, adapters=known)) as engine:
-        await say(engine, PROMPT, max_tokens=1, adapter=AdapterChoice("one"))  # its file is open now, the other's not
+        await complete_one(
+            engine, PROMPT, max_tokens=1, adapter=AdapterChoice("one")
+        )  # its file is open now, the other's not
         (folder / lora_files.CONFIG).write_text("{}")
-        plain = say(engine, PROMPT, max_tokens=NEW)
+        plain = complete_one(engine, PROMPT, max_tokens=NEW)
         results = await asyncio.gather(
-            say(engine, PROMPT, adapter=AdapterChoice("mine")), plain, return_exceptions=True
+            complete_one(engine, PROMPT, adapter=AdapterChoice("mine")), plain, return_exceptions=True
         )
         assert isinstance(results[0], UnusableAdapter)
-        assert isinstance(results[1], Told)
+        assert isinstance(results[1], CollectedChoice)
 
 
 async def test_a_model_without_slots_says_how_to_have_some(llama: Path, one: Path) -> None:
     async with serving(load(llama)) as engine:
-        assert (await say(engine, PROMPT, max_tokens=1, adapter=AdapterChoice())).tokens
+        assert (await complete_one(engine, PROMPT, max_tokens=1, adapter=AdapterChoice())).tokens
         with pytest.raises(UnsupportedByModel, match="enable-lora = on"):
-            await say(engine, PROMPT, adapter=AdapterChoice("one"))
+            await complete_one(engine, PROMPT, adapter=AdapterChoice("one"))
         with pytest.raises(UnsupportedByModel, match="enable-lora = on"):
             await engine.set_adapters(sources({"one": one}))
 
@@ -308,9 +312,9 @@ async def test_nothing_stands_in_the_way_of_steps_without_adapters(llama: Path, 
     async with serving(load(llama, max_loras=1, adapters=encode_adapters(sources({"one": one})))) as engine:
         adapters = engine._adapters
         assert adapters is not None
-        await say(engine, PROMPT, max_tokens=2, adapter=AdapterChoice("one"))
+        await complete_one(engine, PROMPT, max_tokens=2, adapter=AdapterChoice("one"))
         assert not adapters.stands_aside
-        await say(engine, PROMPT, max_tokens=2)
+        await complete_one(engine, PROMPT, max_tokens=2)
         assert adapters.stands_aside
 
 

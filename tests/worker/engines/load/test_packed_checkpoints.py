@@ -14,7 +14,7 @@ from router.memory.activations import compute_bytes
 from router.memory.weights import weight_bytes
 from tests import packed
 from tests.worker.allocated import allocated
-from tests.worker.loaded import load, say, serving
+from tests.worker.loaded import complete_one, load, serving
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.load import loader, quantization
 from worker.engines.transformers.run import backends
@@ -51,7 +51,7 @@ async def test_a_packed_checkpoint_says_what_its_numbers_say(tmp_path: Path, met
     told = []
     for each in (packed.plain(folder), folder):
         async with serving(load(each, parallel=2, ctx_size=64, dtype="float32")) as engine:
-            told.append((await say(engine, PROMPT, max_tokens=8)).tokens)
+            told.append((await complete_one(engine, PROMPT, max_tokens=8)).tokens)
     assert told[0] == told[1]
 
 

@@ -1,4 +1,4 @@
-"""The aligned backend by itself: any family, in any company, whatever is computed twice, forked or forgotten."""
+"""The aligned runner alone: any family, in any batch, with repeated steps, forks and freed rows."""
 
 import random
 from collections.abc import Sequence as Tokens
@@ -11,7 +11,7 @@ import torch
 from tests import tiny
 from tests.worker.loaded import generated, reference
 from worker.engines.transformers.run.aligned import AlignedRunner
-from worker.engines.transformers.run.self_check import trial
+from worker.engines.transformers.run.self_check import check
 from worker.engines.transformers.schedule.scheduler import Segment
 from worker.engines.transformers.schedule.sequence import Sequence
 
@@ -30,10 +30,10 @@ KINDS = {
 
 
 def made(family: str, folder: Path, **settings: Any) -> tuple[Any, AlignedRunner]:
-    """A model, and a runner of it that knows how it has to be used."""
+    """A model, and a runner that has passed its self-check."""
     model = reference(tiny.make(family, folder, **settings)).eval()
     runner = AlignedRunner(model, rows=ROWS, ctx_size=WIDTH, chunk=CHUNK, device=CPU)
-    trial(runner)
+    check(runner)
     return model, runner
 
 
@@ -53,7 +53,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def said(runner: AlignedRunner, row: int, asked: Sequence, count: int) -> list[int]:
-    """So many greedy tokens of `asked`, alone in its row."""
+    """That many greedy tokens of `asked`, alone in its row."""
     for _ in range(count):
         segment = Segment(asked, row, asked.computed, asked.pending)
         asked.tokens.append(int(runner.run((segment,))[-1].argmax()))
@@ -64,7 +64,7 @@ def said(runner: AlignedRunner, row: int, asked: Sequence, count: int) -> list[i
 @pytest.mark.slow
 @pytest.mark.parametrize("family", KINDS)
 def test_text_is_that_of_generate_whoever_joins_leaves_or_is_computed_again(family: str, tmp_path: Path) -> None:
-    """Segments in any order, of any length; steps repeated as a whole and one by one, as after a failure."""
+    """Segments in any order and of any length; steps repeated as a whole and one by one, as after a failure."""
     model, runner = made(family, tmp_path, seed=2 if family == "t5" else 0)
     model.generation_config.eos_token_id = None
     prompts = [prompt(length) for length in (1, 7, 23, 60, 2, 11)]
@@ -81,7 +81,7 @@ def test_text_is_that_of_generate_whoever_joins_leaves_or_is_computed_again(fami
         batch = []
         for row, (_, each) in running.items():
             length = 1 if each.is_decoding else min(each.pending, choose.choice((3, CHUNK)))
-            if choose.random() < 0.9:  # some are left out of a step
+            if choose.random() < 0.9:  # some sequences are left out of a step
                 batch.append(Segment(each, row, each.computed, length))
         choose.shuffle(batch)
         if choose.random() < 0.2:
@@ -164,7 +164,7 @@ def test_numbers_that_are_none_end_with_their_row(family: str, tmp_path: Path) -
     _, runner = made(family, tmp_path)
     expected = said(runner, 0, sequence(0, prompt(9)), 6)
     runner.forget(0)
-    for row in range(ROWS):  # whatever slot comes next was spoiled
+    for row in range(ROWS):  # so that any slot that is given next has been written
         runner.run((Segment(sequence(row, prompt(40)), row, 0, 40),))
         slot, begin = runner._alignment.slot(row), runner._alignment.begin(row)
         for buffer in runner._cache._timed:

@@ -1,6 +1,6 @@
-"""Decoding at fixed shapes: the ladders, and that the step a graph would replay says what the dynamic one says.
+"""Decode steps of fixed shape: the recorded sizes, and equality of graph steps and dynamic steps.
 
-Everything but the recording itself; that is tests/gpu/test_graphs.py.
+All but the recording itself, which tests/gpu/test_graphs.py tests.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ import torch
 import transformers
 
 from tests import tiny
-from tests.worker.loaded import generated, load_with, options, say, serving
+from tests.worker.loaded import complete_one, generated, load_with, options, serving
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.attention.kv_pool import Pool
 from worker.engines.transformers.load import loader
 from worker.engines.transformers.run.backends import make_pool
-from worker.engines.transformers.run.cuda_graphs import FixedRunner, ladder, lengths, shapes
-from worker.engines.transformers.run.runner import PackedRunner, Runner
+from worker.engines.transformers.run.cuda_graphs import GraphRunner, batch_sizes, block_counts, graph_shapes
+from worker.engines.transformers.run.runner import PagedRunner, Runner
 from worker.engines.transformers.schedule.kv_cache import Blocks
 from worker.engines.transformers.schedule.prefill_budget import Pace
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
@@ -33,7 +33,7 @@ CTX, ROWS = 600, 6
 
 def test_a_ladder_ends_where_the_batch_can_and_never_more_than_doubles() -> None:
     for rows in range(1, 300):
-        sizes = ladder(rows)
+        sizes = batch_sizes(rows)
         assert sizes[-1] == rows
         assert list(sizes) == sorted(set(sizes))
         assert all(after <= 2 * before for before, after in pairwise(sizes))
@@ -41,13 +41,13 @@ def test_a_ladder_ends_where_the_batch_can_and_never_more_than_doubles() -> None
 
 def test_lengths_end_with_the_whole_context_and_never_more_than_double() -> None:
     for ctx_size in (1, 16, 17, 255, 256, 257, 4096, 100_000):
-        sizes = lengths(ctx_size)
+        sizes = block_counts(ctx_size)
         assert sizes[-1] * BLOCK_TOKENS >= ctx_size > (sizes[-1] - 1) * BLOCK_TOKENS
         assert all(before < after <= 2 * before for before, after in pairwise(sizes))
 
 
 def test_what_a_recorded_step_gathers_is_bounded() -> None:
-    found = shapes(64, 8192, 4096)
+    found = graph_shapes(64, 8192, 4096)
     assert (1, 512) in found
     assert (64, 16) in found
     assert max(rows * blocks * BLOCK_TOKENS * 4096 for rows, blocks in found) <= 256 << 20
@@ -56,41 +56,40 @@ def test_what_a_recorded_step_gathers_is_bounded() -> None:
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "gpt2"])
 def snapshot(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Keys shared by heads; a window in each layer; learned positions."""
+    """Grouped-query attention; a window in each layer; learned positions."""
     sizes: dict[str, Any] = {"max_position_embeddings": CTX} if request.param != "gpt2" else {"n_positions": CTX}
     return tiny.make(request.param, tmp_path_factory.mktemp("snapshot"), **sizes)
 
 
 class Both:
-    """Computes every step that has a fixed shape in both ways, and compares."""
+    """Computes every step of fixed shape in both ways, and compares."""
 
-    def __init__(self, runner: PackedRunner):
+    def __init__(self, runner: PagedRunner):
         self.dynamic = runner
-        self.fixed = FixedRunner(runner, rows=ROWS, ctx_size=CTX)
-        self.seen: set[tuple[int, int, int]] = set()
-        """Rows of batches, and the shapes that they were padded to."""
+        self.fixed = GraphRunner(runner, rows=ROWS, ctx_size=CTX)
+        self.seen: set[tuple[int, int, int]] = set()  # rows of each batch, and the shape that it was padded to
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.fixed, name)
 
-    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
-        logits = self.fixed.run(batch, fed).clone()
+    def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        logits = self.fixed.run(batch, device_tokens).clone()
         shape = self.fixed.shape_of(batch)
         if shape is not None:
             self.seen.add((len(batch), *shape))
-            torch.testing.assert_close(logits, self.dynamic.run(batch, fed), atol=2e-4, rtol=1e-4)
+            torch.testing.assert_close(logits, self.dynamic.run(batch, device_tokens), atol=2e-4, rtol=1e-4)
         return logits
 
 
 async def test_a_step_of_fixed_shape_says_what_the_dynamic_one_says(
     snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sequences of many lengths join and end; their lengths grow over the first rung."""
-    monkeypatch.setattr(Pace, "budget", lambda self, decoding, chunk, *waiting: chunk)  # however busy the machine is
+    """Sequences of many lengths join and end; some grow beyond the smallest recorded length."""
+    monkeypatch.setattr(Pace, "budget", lambda self, decoding, chunk, *waiting: chunk)  # independent of the machine
     made: list[Both] = []
 
     def wrap(runner: Runner) -> Any:
-        assert isinstance(runner, PackedRunner)
+        assert isinstance(runner, PagedRunner)
         made.append(Both(runner))
         return made[0]
 
@@ -98,24 +97,26 @@ async def test_a_step_of_fixed_shape_says_what_the_dynamic_one_says(
     prompts = [tuple(source.randrange(2, 500) for _ in range(length)) for length in (3, 30, 243, 250, 60, 7, 31, 12)]
     model = transformers.AutoModelForCausalLM.from_pretrained(snapshot)
     async with serving(load_with(snapshot, wrap, ctx_size=CTX, parallel=ROWS, prefill_chunk=512)) as engine:
-        told = await asyncio.gather(*(say(engine, each, max_tokens=8 + len(each) % 20) for each in prompts))
-    for prompt, each in zip(prompts, told, strict=True):
+        collected = await asyncio.gather(
+            *(complete_one(engine, each, max_tokens=8 + len(each) % 20) for each in prompts)
+        )
+    for prompt, each in zip(prompts, collected, strict=True):
         assert each.tokens == generated(model, prompt, 8 + len(prompt) % 20)
     padded = {(size, blocks) for size, _, blocks in made[0].seen}
     assert {size for size, _ in padded} >= {1, 3, 5, 6}
     assert {blocks for _, blocks in padded} == {16, 32}
-    assert made[0].fixed.fixed_steps >= 20
+    assert made[0].fixed.graph_steps >= 20
 
 
 @pytest.fixture
-def world(snapshot: Path) -> tuple[FixedRunner, Pool, Blocks]:
+def world(snapshot: Path) -> tuple[GraphRunner, Pool, Blocks]:
     asked = options(snapshot)
     paged.register()
     config = loader.load_config(asked)
     loaded = loader.load_model(asked, config, paged.SDPA, lambda _: None)
     blocks = Blocks(4, 4 * 8)
     pool = make_pool(config, blocks, loaded.dtype, loaded.device)
-    return FixedRunner(PackedRunner(loaded.model, pool, blocks, loaded.device), rows=4, ctx_size=128), pool, blocks
+    return GraphRunner(PagedRunner(loaded.model, pool, blocks, loaded.device), rows=4, ctx_size=128), pool, blocks
 
 
 def decodes(blocks: Blocks, count: int) -> Batch:
@@ -127,7 +128,7 @@ def decodes(blocks: Blocks, count: int) -> Batch:
     return tuple(batch)
 
 
-def test_rows_of_padding_write_only_what_the_first_row_writes(world: tuple[FixedRunner, Pool, Blocks]) -> None:
+def test_rows_of_padding_write_only_what_the_first_row_writes(world: tuple[GraphRunner, Pool, Blocks]) -> None:
     fixed, pool, blocks = world
     batch = decodes(blocks, 3)
     before = [store.clone() for store in (*pool.keys, *pool.values)]
@@ -142,9 +143,9 @@ def test_rows_of_padding_write_only_what_the_first_row_writes(world: tuple[Fixed
 
 
 def test_the_numbers_of_a_step_stay_where_the_device_reads_them_while_the_next_is_written(
-    world: tuple[FixedRunner, Pool, Blocks],
+    world: tuple[GraphRunner, Pool, Blocks],
 ) -> None:
-    """Its copy may still be under way when the step behind it is launched, before it has landed."""
+    """Its copy may still be running when the next step is launched."""
     fixed, _, blocks = world
     batch = decodes(blocks, 3)
     fixed.run(batch)
@@ -162,24 +163,24 @@ def test_the_numbers_of_a_step_stay_where_the_device_reads_them_while_the_next_i
     assert fixed._staged[0].numbers is staged
 
 
-def test_rows_ahead_and_their_padding_are_fed_on_the_device(world: tuple[FixedRunner, Pool, Blocks]) -> None:
+def test_rows_ahead_and_their_padding_are_fed_on_the_device(world: tuple[GraphRunner, Pool, Blocks]) -> None:
     fixed, _, blocks = world
     batch = decodes(blocks, 3)
     for each in batch:
         assert blocks.grow(each.row, each.end, each.end + 1)
-    fed = torch.tensor([50, 60, 70])
+    device_tokens = torch.tensor([50, 60, 70])
     ahead = tuple(Segment(each.sequence, each.row, each.end, 1, each.table, ahead=True) for each in batch)
     fixed.run(batch)
-    found = fixed.run(ahead, fed).clone()
+    found = fixed.run(ahead, device_tokens).clone()
     assert fixed._numbers[:4, 0].tolist() == [50, 60, 70, 50]
-    for each, token in zip(batch, fed.tolist(), strict=True):
+    for each, token in zip(batch, device_tokens.tolist(), strict=True):
         each.sequence.tokens.append(token)
         each.sequence.computed = each.end
     known = tuple(Segment(each.sequence, each.row, each.end, 1, each.table) for each in batch)
     torch.testing.assert_close(fixed.run(known), found)
 
 
-def test_a_prompt_or_a_larger_batch_is_no_step_of_fixed_shape(world: tuple[FixedRunner, Pool, Blocks]) -> None:
+def test_a_prompt_or_a_larger_batch_is_no_step_of_fixed_shape(world: tuple[GraphRunner, Pool, Blocks]) -> None:
     fixed, _, blocks = world
     batch = decodes(blocks, 4)
     sequence = Sequence(id=9, prompt_tokens=6, tokens=[7] * 6, limit=9, ends=frozenset(), computed=5)

@@ -1,6 +1,6 @@
-"""Steps on an accelerator that is none: whatever meets is on one device, and nobody waits for it but at the landing.
+"""Steps on a pretended accelerator: operands share a device, and the host waits only when it reads the results.
 
-What kernels compute there, and how fast, only a real one shows (tests/gpu).
+Values and speed need a real one (tests/gpu).
 """
 
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ from worker.engines.transformers.attention import paged
 from worker.engines.transformers.load import loader, model_class
 from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.aligned import AlignedRunner
-from worker.engines.transformers.run.cuda_graphs import FixedRunner
-from worker.engines.transformers.run.runner import PackedRunner, Runner
+from worker.engines.transformers.run.cuda_graphs import GraphRunner
+from worker.engines.transformers.run.runner import PagedRunner, Runner
 from worker.engines.transformers.run.warmup import warm_up
 from worker.engines.transformers.sample import sampler
 from worker.engines.transformers.schedule.kv_cache import Capacity
@@ -33,25 +33,24 @@ from worker.interface import SamplingParams
 
 torch.set_num_threads(1)
 CTX = 128
-FAST = ("llama", "gemma2", "mamba")
-"""Of each kind one; the others are of the slow tier."""
+FAST = ("llama", "gemma2", "mamba")  # one family of each kind. The others are in the slow tier.
 ANSWER = 4
+# Families whose own code waits for the device in a step, and the place. They are not recorded as graphs.
 WAITING = {
-    "dbrx": "nonzero",  # which experts anybody has chosen
+    "dbrx": "nonzero",  # the experts that were chosen
     "falcon": "modeling_falcon.py",  # a list as a subscript
     "falcon with grouped heads": "modeling_falcon.py",
-    "gpt_neo": "modeling_gpt_neo.py",  # a constant, made anew in each layer
-    "llama with positions that stretch beyond its context": "modeling_rope_utils.py",  # how long the longest is
+    "gpt_neo": "modeling_gpt_neo.py",  # a constant, made again in each layer
+    "llama with positions that stretch beyond its context": "modeling_rope_utils.py",  # the longest position
     "phimoe": "modeling_phimoe.py",
     "phi3 with two sets of frequencies": "modeling_rope_utils.py",  # in the first step only
 }
-"""Families whose own code waits for the device in a step, and where. They are not recorded as graphs."""
 
 
 @contextmanager
 def made(
     name: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, **changes: Any
-) -> Iterator[tuple[PackedRunner | AlignedRunner, Capacity, Watch]]:
+) -> Iterator[tuple[PagedRunner | AlignedRunner, Capacity, Watch]]:
     """A model of a family on the device, with its cache."""
     family, overrides = FAMILIES[name]
     asked = options(tiny.make(family, folder, **overrides), ctx_size=CTX, parallel=4, prefill_chunk=32, **changes)
@@ -81,7 +80,7 @@ async def test_every_step_of_every_family_is_all_on_the_device_and_waits_for_not
         drive.ask(2, most=2, sampling=SamplingParams(temperature=0.7, repetition_penalty=1.2, frequency_penalty=0.5))
         drive.to_the_end()
         assert drive.work.steps_ahead > 0
-        assert await drive.told(0) == [*[TOLD] * ANSWER, "length"]
+        assert await drive.collected(0) == [*[TOLD] * ANSWER, "length"]
     expected = WAITING.get(name, "")
     assert [each for each in watch.waits if not expected or expected not in each] == []
     assert bool(watch.waits) == bool(expected)
@@ -93,9 +92,9 @@ PACKED = tuple(name for name in FAMILIES if name not in WAITING)
 @pytest.mark.parametrize("name", every(PACKED))
 def test_a_step_that_is_to_be_recorded_waits_for_nothing(name: str, tmp_path: Path) -> None:
     with made(name, tmp_path) as (runner, _, watch):
-        if not isinstance(runner, PackedRunner):
+        if not isinstance(runner, PagedRunner):
             return
-        fixed = FixedRunner(runner, rows=4, ctx_size=CTX)
+        fixed = GraphRunner(runner, rows=4, ctx_size=CTX)
         with torch.inference_mode():
             for shape in fixed.shapes:
                 fixed.compute(*shape)
@@ -104,21 +103,21 @@ def test_a_step_that_is_to_be_recorded_waits_for_nothing(name: str, tmp_path: Pa
 
 async def test_a_step_of_fixed_shape_is_filled_without_a_wait(tmp_path: Path) -> None:
     with made("llama", tmp_path) as (runner, capacity, watch):
-        assert isinstance(runner, PackedRunner)
-        fixed = FixedRunner(runner, rows=4, ctx_size=CTX)
+        assert isinstance(runner, PagedRunner)
+        fixed = GraphRunner(runner, rows=4, ctx_size=CTX)
         drive = Drive(fixed, capacity)
         for id in range(3):
             drive.ask(id, most=ANSWER)
         drive.to_the_end()
-        assert fixed.fixed_steps > 0
+        assert fixed.graph_steps > 0
         assert drive.work.steps_ahead > 0
     assert watch.waits == []
 
 
-@pytest.mark.parametrize("kept_as", ["int8", "int4", "f16"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "f16"])
 @pytest.mark.parametrize("name", every(("llama", "gemma2")))
-async def test_a_cache_in_another_type_is_read_without_a_wait(name: str, kept_as: str, tmp_path: Path) -> None:
-    with made(name, tmp_path, kv_cache_dtype=kept_as) as (runner, capacity, watch):
+async def test_a_cache_in_another_type_is_read_without_a_wait(name: str, kv_dtype: str, tmp_path: Path) -> None:
+    with made(name, tmp_path, kv_cache_dtype=kv_dtype) as (runner, capacity, watch):
         drive = Drive(runner, capacity)
         drive.ask(0, tuple(range(5, 25)), most=ANSWER)
         drive.ask(1, most=ANSWER)
@@ -144,7 +143,7 @@ def test_adapters_add_what_they_do_without_a_wait(name: str, tmp_path: Path) -> 
 
 def test_the_masks_of_grammars_go_to_the_device_without_a_wait() -> None:
     with accelerator() as watch:
-        assert sampler.penalties(np.zeros((3, 64), np.uint8), CUDA).device == CUDA
+        assert sampler.mask_bias(np.zeros((3, 64), np.uint8), CUDA).device == CUDA
     assert watch.waits == []
 
 
@@ -152,8 +151,8 @@ def test_the_masks_of_grammars_go_to_the_device_without_a_wait() -> None:
 async def test_prompts_are_left_to_kernels_that_do_not_compute_all_scores_at_once(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Where FlashAttention cannot be had, as here, keys are repeated for those that want one for each head; and masks
-    have rows that begin where they want them, or each layer would copy them."""
+    """Without FlashAttention, keys are repeated for kernels that need one for each head, and masks have aligned rows;
+    otherwise each layer would copy them."""
     with made("llama", tmp_path, dtype=dtype) as (runner, capacity, watch):
         drive = Drive(runner, capacity)
         drive.ask(0, tuple(range(5, 35)), most=1)  # in two chunks
@@ -166,7 +165,7 @@ async def test_prompts_are_left_to_kernels_that_do_not_compute_all_scores_at_onc
 
 
 class Noting:
-    """A runner, and the tokens of each segment of its steps."""
+    """A runner that records the tokens of each segment of its steps."""
 
     def __init__(self, runner: Runner):
         self._runner = runner
@@ -175,14 +174,14 @@ class Noting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
+    def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
         self.steps.append(tuple(segment.length for segment in batch))
-        return self._runner.run(batch, fed)
+        return self._runner.run(batch, device_tokens)
 
 
 @pytest.mark.parametrize("name", every(("llama", "gemma2", "t5")))
 def test_the_largest_steps_lie_behind_a_load(name: str, tmp_path: Path) -> None:
-    """A whole chunk beside all other rows, and all rows: what a worker takes is known before it is ready."""
+    """A whole chunk beside all other rows, and all rows: the peak is known before the worker is ready."""
     with made(name, tmp_path) as (runner, capacity, _):
         noting: Any = Noting(runner)
         warm_up(noting, capacity, Pace(), chunk=32, ctx_size=CTX, progress=lambda event: None)

@@ -1,4 +1,4 @@
-"""Code that nobody of us has seen: it runs where it is trusted, and is refused where our cache would make it wrong."""
+"""Custom model code: it runs if it is trusted, and is rejected if the aligned cache would make it wrong."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from tests import tiny
-from tests.worker.loaded import generated, load, say, serving
+from tests.worker.loaded import complete_one, generated, load, serving
 from worker.engines.transformers.engine import TransformersEngine
 from worker.errors import StartError
 from worker.protocol.exits import Exit
@@ -72,13 +72,13 @@ from transformers import GoneWithVersionFive
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where transformers copies the code of snapshots to."""
+    """The folder to which transformers copies custom code."""
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
 
 
 def snapshot(folder: Path, code: str) -> Path:
-    """A llama whose code lies beside it, under a name that transformers does not know."""
+    """A Llama whose code is in its snapshot, under a model type unknown to transformers."""
     tiny.make("llama", folder)
     (folder / "modeling_odd.py").write_text(CONFIG + code)
     config = json.loads((folder / "config.json").read_text())
@@ -95,8 +95,8 @@ async def test_code_of_a_snapshot_is_batched_where_it_is_trusted(tmp_path: Path,
     folder = snapshot(tmp_path / "right", RIGHT)
     model = transformers.LlamaForCausalLM.from_pretrained(tiny.make("llama", tmp_path / "plain"))
     async with serving(load(folder, trust_remote_code=True)) as engine:
-        told = await asyncio.gather(*(say(engine, prompt, max_tokens=36) for prompt in PROMPTS))
-    assert [each.tokens for each in told] == [generated(model, prompt, 36) for prompt in PROMPTS]
+        collected = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=36) for prompt in PROMPTS))
+    assert [each.tokens for each in collected] == [generated(model, prompt, 36) for prompt in PROMPTS]
 
 
 def test_code_of_a_snapshot_names_the_way_where_it_is_not_trusted(tmp_path: Path) -> None:
@@ -165,8 +165,8 @@ async def test_an_architecture_of_transformers_that_no_test_of_ours_covers_is_se
     model.eval().save_pretrained(folder)
     engine: TransformersEngine
     async with serving(load(folder)) as engine:
-        told = await asyncio.gather(*(say(engine, prompt, max_tokens=12) for prompt in PROMPTS))
-    assert [each.tokens for each in told] == [generated(model, prompt, 12) for prompt in PROMPTS]
+        collected = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=12) for prompt in PROMPTS))
+    assert [each.tokens for each in collected] == [generated(model, prompt, 12) for prompt in PROMPTS]
 
 
 def test_an_architecture_of_transformers_that_takes_no_cache_but_its_own_is_refused(tmp_path: Path) -> None:

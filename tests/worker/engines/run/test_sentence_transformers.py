@@ -1,4 +1,4 @@
-"""The same numbers as sentence-transformers gives: layouts and cross-encoders written by it, and a real embedder."""
+"""Equality with sentence-transformers: layouts and cross-encoders that it has written, and a real embedder."""
 
 import asyncio
 import json
@@ -34,8 +34,7 @@ TEXTS = (
     "素早い茶色の狐が跳ぶ。 🦊",
     "the small cat sleeps",
 )
-TOLERANCE = 2e-6
-"""Of a component of a unit vector: float32 sums in another order."""
+TOLERANCE = 2e-6  # tolerance of a component of a unit vector: float32 sums in another order
 
 
 @asynccontextmanager
@@ -86,12 +85,12 @@ def layer_norm(size: int) -> list[Any]:
 
 
 def save(folder: Path, modules: Sequence[Any], base: str = "bert-embed", **settings: Any) -> Any:
-    """Have sentence-transformers write a model of these modules into `folder` / saved, and return its own."""
+    """Let sentence-transformers write a model of these modules into `folder` / saved, and return its own vectors."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Transformer
 
     tiny.make(base, folder / "base")
-    (folder / "base" / "chat_template.jinja").unlink()  # with one it would make chats of the texts
+    (folder / "base" / "chat_template.jinja").unlink()  # with a template it would turn texts into chats
     first = Transformer(str(folder / "base"), max_seq_length=settings.pop("max_seq_length", 200))
     first.tokenizer.pad_token = tiny.EOS
     first.tokenizer.padding_side = settings.pop("padding_side", "right")
@@ -101,7 +100,7 @@ def save(folder: Path, modules: Sequence[Any], base: str = "bert-embed", **setti
 
 
 def own(folder: Path) -> Any:
-    """What sentence-transformers itself makes of a folder."""
+    """Vectors of sentence-transformers itself for a folder."""
     from sentence_transformers import SentenceTransformer
 
     return SentenceTransformer(str(folder), device="cpu", local_files_only=True)
@@ -137,7 +136,7 @@ async def test_a_layout_gives_the_vectors_of_its_author(name: str, tmp_path: Pat
     reference = save(tmp_path, LAYOUTS[name]())
     async with model_of(tmp_path / "saved") as model:
         assert_equal(await vectors(model, TEXTS), reference.encode(TEXTS, normalize_embeddings=True))
-    if name != "a projection":  # whose own last module normalises
+    if name != "a projection":  # its last module normalizes
         async with model_of(tmp_path / "saved", embd_normalize=-1) as model:
             own = torch.tensor(reference.encode(TEXTS))
             if name == "two projections":
@@ -186,7 +185,7 @@ async def test_a_prompt_is_applied_where_its_author_applies_it(includes: bool, t
 
 async def test_letters_length_and_dimensions_are_as_the_files_say(tmp_path: Path) -> None:
     save(tmp_path, pooling("mean"), max_seq_length=24, truncate_dim=10)
-    settings = tmp_path / "saved" / "sentence_bert_config.json"  # where older versions wrote what is in tokenizers now
+    settings = tmp_path / "saved" / "sentence_bert_config.json"  # the file that older versions wrote
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "do_lower_case": True, "max_seq_length": 24}))
     reference = own(tmp_path / "saved")
     async with model_of(tmp_path / "saved") as model:

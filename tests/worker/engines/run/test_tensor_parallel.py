@@ -1,6 +1,6 @@
-"""A model whose matrices are divided among ranks: the text is the same, and whoever is lost is told of.
+"""Tensor parallelism: the text is the same as without, and a lost rank is reported.
 
-Followers are forked from this process, and speak to it as they would to a worker.
+Followers are forked from this process, and communicate as with a worker.
 """
 
 import asyncio
@@ -19,7 +19,16 @@ import torch
 
 from tests import tiny
 from tests.worker import kept
-from tests.worker.loaded import DEADLINE, generated, generation, options, reference, say, serving, tell
+from tests.worker.loaded import (
+    DEADLINE,
+    collect_choices,
+    complete_one,
+    generated,
+    generation,
+    options,
+    reference,
+    serving,
+)
 from worker.engines.transformers.device.rank_processes import Ranks
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import loader, tensor_parallel_plan
@@ -41,13 +50,12 @@ def words(count: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(3 + (seed * 131 + index * 37) % 480 for index in range(count))
 
 
-PROMPTS = (words(35), words(50), words(9, 1), words(35), words(3, 3))
-"""Some begin alike; more than run at once."""
+PROMPTS = (words(35), words(50), words(9, 1), words(35), words(3, 3))  # some share a prefix; more than run at once
 
 
 @contextmanager
 def ranked(folder: Path, **changes: Any) -> Iterator[tuple[TransformersEngine, Ranks]]:
-    """An engine that leads, and its followers; at the end of the block there are none any more."""
+    """A leading engine with its followers, which have exited at the end of the block."""
     asked = options(folder, **{**COMMON, **changes})
     ranks = Ranks.fork(asked.tensor_parallel, partial(_follow, to_argv(asked)), supervision.follow)
     try:
@@ -66,10 +74,10 @@ async def test_text_is_the_same_as_of_one_rank(family: str, tmp_path: Path) -> N
     expected = [generated(model, prompt, NEW) for prompt in PROMPTS]
     with ranked(folder) as (engine, _):
         async with serving(engine):
-            told = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
-            assert [each.tokens for each in told] == expected
+            collected = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
+            assert [each.tokens for each in collected] == expected
             for _ in range(2):
-                again = await say(engine, PROMPTS[1], max_tokens=NEW)
+                again = await complete_one(engine, PROMPTS[1], max_tokens=NEW)
                 assert again.tokens == expected[1]
             assert again.timings is not None
             assert again.timings.cached_tokens == 48, "found by all ranks, or the text would be another"
@@ -77,20 +85,19 @@ async def test_text_is_the_same_as_of_one_rank(family: str, tmp_path: Path) -> N
 
 @pytest.mark.slow
 async def test_four_ranks_in_bfloat16_with_a_cache_too_small_for_all(tmp_path: Path) -> None:
-    """Weights are converted, blocks taken back and copied, choices forked; what is asked with a seed is the same
-    twice."""
+    """Weights are converted, blocks preempted and copied, choices forked; seeded requests give the same twice."""
     folder = tiny.make("llama", tmp_path, num_attention_heads=8, num_key_value_heads=4, head_dim=8, vocab_size=511)
     changes = {"tensor_parallel": 4, "dtype": "bfloat16", "kv_tokens": 128}
     with ranked(folder, **changes) as (engine, ranks):
         async with serving(engine):
             assert len(ranks.pids) == 3
-            alone = [await say(engine, prompt, max_tokens=NEW) for prompt in PROMPTS[:3]]
-            together = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in PROMPTS[:3]))
+            alone = [await complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS[:3]]
+            together = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS[:3]))
             assert [len(each.tokens) for each in alone] == [len(each.tokens) for each in together] == [NEW] * 3
-            choices = await tell(engine, generation(PROMPTS[1], n=3, max_tokens=NEW))
+            choices = await collect_choices(engine, generation(PROMPTS[1], n=3, max_tokens=NEW))
             assert len({tuple(each.tokens) for each in choices}) == 1, "greedy, so all alike"
-            assert engine._generating is not None
-            engine._generating._scheduler.check_integrity()
+            assert engine._generation is not None
+            engine._generation._scheduler.check_integrity()
 
 
 @pytest.mark.slow
@@ -101,8 +108,8 @@ async def test_ranks_keep_keys_and_values_as_one_would(tmp_path: Path) -> None:
     assert expected != [generated(model, each, NEW) for each in PROMPTS[:3]]
     with ranked(folder, kv_cache_dtype="int4") as (engine, _):
         async with serving(engine):
-            told = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in PROMPTS[:3]))
-            assert [each.tokens for each in told] == expected
+            collected = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS[:3]))
+            assert [each.tokens for each in collected] == expected
 
 
 async def test_a_rank_that_is_killed_ends_the_answers_and_the_engine(tmp_path: Path) -> None:
@@ -117,21 +124,21 @@ async def test_a_rank_that_is_killed_ends_the_answers_and_the_engine(tmp_path: P
             with pytest.raises(RankLost, match=rf"rank 1 of 2 \(process {ranks.pids[0]}\): was killed by SIGKILL"):
                 await asyncio.wrap_future(engine.fatal)
             with pytest.raises(Draining):
-                await say(engine, words(3))
+                await complete_one(engine, words(3))
 
 
-async def test_a_rank_that_is_killed_while_nobody_asks_is_missed_at_once(tmp_path: Path) -> None:
+async def test_a_rank_that_is_killed_while_idle_is_missed_at_once(tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path)
     with ranked(folder) as (engine, ranks):
         async with serving(engine), asyncio.timeout(DEADLINE):
-            await say(engine, words(3), max_tokens=1)
+            await complete_one(engine, words(3), max_tokens=1)
             os.kill(ranks.pids[0], signal.SIGKILL)
             with pytest.raises(RankLost, match="was killed by SIGKILL"):
                 await asyncio.wrap_future(engine.fatal)
 
 
 class Bound:
-    """Something that may only be destroyed by the process that made it."""
+    """An object that only the process that made it may destroy."""
 
     def __init__(self) -> None:
         self._owner, self._itself = os.getpid(), self
@@ -142,7 +149,7 @@ class Bound:
 
 
 def test_what_the_leader_left_behind_is_not_destroyed_by_a_follower() -> None:
-    """A group of processes of an engine that has ended, say: at its end it waits for threads of the leader's."""
+    """Example: the process group of an earlier engine, whose destructor waits for threads of the leader."""
 
     def follow(link: Any) -> int:
         gc.collect()
@@ -178,12 +185,12 @@ def test_a_rank_that_cannot_load_says_why_and_with_which_exit_code(tmp_path: Pat
     ranks.end()
 
 
-# What can be told without any rank
+# Without ranks
 
 
 @pytest.mark.parametrize("family", sorted(DIVISIBLE))
 def test_slices_are_the_whole_model_and_nothing_twice(family: str) -> None:
-    """Of each parameter the ranks have equal parts that make it up, or all the same one."""
+    """The ranks' slices of each parameter make up the whole, or all ranks hold the same."""
     count = 2
     config_name, model_name, settings = tiny._FAMILIES[family]
     transformers: Any = __import__("transformers")
@@ -199,7 +206,7 @@ def test_slices_are_the_whole_model_and_nothing_twice(family: str) -> None:
         mine = [dict(part.named_parameters()).get(name) for part in parts]
         first = mine[0]
         assert first is not None
-        if first.shape == parameter.shape:  # the same on all, but for a bias that is added once
+        if first.shape == parameter.shape:  # the same on all ranks, but for a bias that is added once
             assert all(each is None or torch.equal(each, parameter) for each in mine)
             continue
         dim = next(dim for dim in range(parameter.ndim) if first.shape[dim] < parameter.shape[dim])
@@ -222,7 +229,7 @@ def test_slices_are_the_whole_model_and_nothing_twice(family: str) -> None:
         ("llama", {"quantization": "bnb-4bit"}, {}, "its weights are quantised; remove tensor-parallel$"),
         ("llama", {"max_loras": 2}, {}, r"requests may name adapters \(max-loras\); remove tensor-parallel$"),
         ("llama-embed", {}, {}, "embeds or scores texts.*remove tensor-parallel"),
-        ("llama", {}, {}, "the ranks were not started with this process"),
+        ("llama", {}, {}, "this process was started without its ranks"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_with_the_way_out(
@@ -235,7 +242,7 @@ def test_what_cannot_be_divided_is_refused_with_the_way_out(
 
 
 def test_a_matrix_that_the_plan_does_not_name_is_refused(tmp_path: Path) -> None:
-    """Cohere may have a norm with weights for each head of its own."""
+    """Cohere's norm may have weights for each head."""
     asked = options(tiny.make("cohere", tmp_path, use_qk_norm=True), **COMMON)
     config = loader.load_config(asked)
     with pytest.raises(StartError, match=r"its plan says nothing of .*norm.weight, which is a matrix"):

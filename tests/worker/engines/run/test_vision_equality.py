@@ -1,6 +1,6 @@
 """Greedy text about images equals transformers' own `generate` with the same processor's inputs, token for token.
 
-Alone, in prompts cut into chunks anywhere, and in a batch with neighbours that have no images.
+Alone, in prompts cut into chunks anywhere, and in a batch with requests that have no images.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from tests import tiny_vision
-from tests.worker.loaded import DEADLINE, GREEDY, generated, load, say, tell
+from tests.worker.loaded import DEADLINE, GREEDY, collect_choices, complete_one, generated, load
 from worker.engines.transformers.engine import TransformersEngine
 from worker.images import EncodedImage
 from worker.interface import GenerationRequest
@@ -45,7 +45,7 @@ class Reference:
     place: str
 
     def answer(self, prompt: str, prompt_images: list[PIL.Image.Image]) -> tuple[list[int], list[int]]:
-        """Tokens of the prompt, and what `generate` says to it."""
+        """Tokens of the prompt, and the result of `generate`."""
         inputs = self.processor(
             images=prompt_images,
             text=[prompt.replace("PLACE", self.place)],
@@ -82,7 +82,7 @@ def engine(snapshot: Path) -> Iterator[TransformersEngine]:
 async def request(
     engine: TransformersEngine, prompt: str, prompt_images: list[PIL.Image.Image], **changes: Any
 ) -> GenerationRequest:
-    """As a face makes it."""
+    """An image as the APIs make it."""
     assert engine.vision is not None
     images = [EncodedImage(f"image {index}", tiny_vision.encoded(each)) for index, each in enumerate(prompt_images)]
     tokens, seen = await engine.vision.read(prompt.replace("PLACE", engine.vision.placeholder), images)
@@ -99,8 +99,8 @@ async def test_an_answer_about_images_equals_generate(
     tokens, answer = reference.answer(text, PICTURES[:count])
     asked = await request(engine, text, PICTURES[:count])
     assert list(asked.prompt) == tokens, "the processor's own tokens"
-    [told] = await tell(engine, asked)
-    assert told.tokens == answer
+    [collected] = await collect_choices(engine, asked)
+    assert collected.tokens == answer
     assert len(set(answer)) > 3, "no text that says one thing again and again"
 
 
@@ -112,29 +112,29 @@ async def test_neighbours_change_nothing_about_images(engine: TransformersEngine
     language = [generated(reference.model, prompt, NEW) for prompt in plain]
     async with asyncio.timeout(DEADLINE):
         asked = [await request(engine, text, PICTURES[:count]) for text, count in texts]
-        told, said = await asyncio.gather(
-            asyncio.gather(*(tell(engine, each) for each in asked)),
-            asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in plain)),
+        collected, said = await asyncio.gather(
+            asyncio.gather(*(collect_choices(engine, each) for each in asked)),
+            asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in plain)),
         )
-    assert [each.tokens for [each] in told] == wanted
+    assert [each.tokens for [each] in collected] == wanted
     assert [each.tokens for each in said] == language
 
 
 async def test_another_image_makes_another_text(engine: TransformersEngine) -> None:
     text, _ = PROMPTS["one image"]
-    [one] = await tell(engine, await request(engine, text, PICTURES[:1]))
-    [other] = await tell(engine, await request(engine, text, PICTURES[1:2]))
-    [again] = await tell(engine, await request(engine, text, PICTURES[:1]))
+    [one] = await collect_choices(engine, await request(engine, text, PICTURES[:1]))
+    [other] = await collect_choices(engine, await request(engine, text, PICTURES[1:2]))
+    [again] = await collect_choices(engine, await request(engine, text, PICTURES[:1]))
     assert one.tokens == again.tokens != other.tokens
 
 
 async def test_the_engine_says_which_images_it_has_seen_at_most(engine: TransformersEngine) -> None:
     text, count = PROMPTS["one image"]
     asked = await request(engine, text, PICTURES[:count])
-    await tell(engine, asked)
+    await collect_choices(engine, asked)
     assert asked.prompt_images is not None
-    assert engine._generating is not None
-    tokens, images = engine._generating.report().seen
+    assert engine._generation is not None
+    tokens, images = engine._generation.report().seen
     assert tokens >= asked.prompt_images.each[0].tokens > 1
     assert 1 <= images <= 3, "there are three rows"
 
@@ -142,5 +142,5 @@ async def test_the_engine_says_which_images_it_has_seen_at_most(engine: Transfor
 async def test_choices_share_the_images_of_their_prompt(engine: TransformersEngine, reference: Reference) -> None:
     text, count = PROMPTS["two images side by side"]
     _, answer = reference.answer(text, PICTURES[:count])
-    told = await tell(engine, await request(engine, text, PICTURES[:count], n=4))
-    assert [each.tokens for each in told] == [answer] * 4
+    collected = await collect_choices(engine, await request(engine, text, PICTURES[:count], n=4))
+    assert [each.tokens for each in collected] == [answer] * 4

@@ -1,4 +1,4 @@
-"""Promises of grammars: what ends by itself is a text of its language, and neighbours never notice."""
+"""Grammars: complete texts are of the language, and other requests are not affected."""
 
 import asyncio
 import contextlib
@@ -17,13 +17,24 @@ import transformers
 
 from tests import tiny
 from tests.worker.fake_engine import FakeEngine
-from tests.worker.loaded import DEADLINE, GREEDY, Told, generated, generation, load, load_with, say, serving, tell
+from tests.worker.loaded import (
+    DEADLINE,
+    GREEDY,
+    CollectedChoice,
+    collect_choices,
+    complete_one,
+    generated,
+    generation,
+    load,
+    load_with,
+    serving,
+)
 from tests.worker.serving import options
 from worker.api.served_model import ServedModel
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.run.runner import Runner
-from worker.engines.transformers.sample.grammar import COMPILED, Grammars
-from worker.engines.transformers.sample.sampler import Masks, Pick, penalties, sample
+from worker.engines.transformers.sample.grammar import MAX_COMPILED, Grammars
+from worker.engines.transformers.sample.sampler import RowSampling, TokenMasks, mask_bias, sample
 from worker.engines.transformers.schedule.scheduler import Batch
 from worker.errors import InvalidValue, SequenceFailed, UnsupportedByModel
 from worker.interface import Grammar, SamplingParams
@@ -79,18 +90,20 @@ def model(folder: Path) -> Any:
 @pytest.mark.slow
 async def test_every_answer_that_ends_satisfies_its_schema(engine: TransformersEngine) -> None:
     validators = pytest.importorskip("jsonschema", reason="a validator that is not ours")
-    asked = [(index % len(SCHEMAS), index) for index in range(620)]  # of which 500 are to end by themselves
+    asked = [(index % len(SCHEMAS), index) for index in range(620)]  # 500 of them end by themselves
     answers = await asyncio.gather(
         *(
-            say(engine, PROMPT, grammar=schema(SCHEMAS[kind]), max_tokens=150, sampling=warm(seed))
+            complete_one(engine, PROMPT, grammar=schema(SCHEMAS[kind]), max_tokens=150, sampling=warm(seed))
             for kind, seed in asked
         )
     )
     ended: Counter[int] = Counter()
-    for (kind, _), told in zip(asked, answers, strict=True):
-        if told.finish == "stop":
+    for (kind, _), collected in zip(asked, answers, strict=True):
+        if collected.finish == "stop":
             ended[kind] += 1
-            validators.validate(json.loads(told.text), SCHEMAS[kind], format_checker=validators.FormatChecker(["date"]))
+            validators.validate(
+                json.loads(collected.text), SCHEMAS[kind], format_checker=validators.FormatChecker(["date"])
+            )
     assert ended.total() >= 500, ended
     assert all(ended[kind] >= 20 for kind in range(len(SCHEMAS))), ended
 
@@ -107,10 +120,12 @@ async def test_every_answer_that_ends_satisfies_its_schema(engine: TransformersE
     ],
 )  # fmt: skip
 async def test_an_answer_is_a_text_of_its_language(engine: TransformersEngine, grammar: Grammar, pattern: str) -> None:
-    told = await tell(engine, generation(PROMPT, grammar=grammar, max_tokens=200, n=6, sampling=warm(5)))
-    for each in told:
+    collected = await collect_choices(
+        engine, generation(PROMPT, grammar=grammar, max_tokens=200, n=6, sampling=warm(5))
+    )
+    for each in collected:
         assert re.fullmatch(pattern, each.text) or each.finish == "length", each.text
-    assert any(each.finish == "stop" for each in told)
+    assert any(each.finish == "stop" for each in collected)
 
 
 async def test_a_grammar_beside_free_sequences_leaves_their_greedy_text_unchanged(
@@ -118,12 +133,14 @@ async def test_a_grammar_beside_free_sequences_leaves_their_greedy_text_unchange
 ) -> None:
     prompts = [(20 + index, 5, 6) for index in range(6)]
     constrained = [
-        asyncio.create_task(say(engine, PROMPT, grammar=schema(SCHEMAS[0]), max_tokens=60, sampling=warm(seed)))
+        asyncio.create_task(
+            complete_one(engine, PROMPT, grammar=schema(SCHEMAS[0]), max_tokens=60, sampling=warm(seed))
+        )
         for seed in range(8)
     ]
-    told = await asyncio.gather(*(say(engine, prompt, max_tokens=24) for prompt in prompts))
-    assert [each.tokens for each in told] == [generated(model, prompt, 24) for prompt in prompts]
-    alone = await say(engine, PROMPT, grammar=schema(SCHEMAS[0]), max_tokens=60, sampling=warm(3))
+    collected = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=24) for prompt in prompts))
+    assert [each.tokens for each in collected] == [generated(model, prompt, 24) for prompt in prompts]
+    alone = await complete_one(engine, PROMPT, grammar=schema(SCHEMAS[0]), max_tokens=60, sampling=warm(3))
     assert alone.text == (await constrained[3]).text, "the same seed, the same text, whatever else is in the batch"
     await asyncio.gather(*constrained)
 
@@ -149,9 +166,9 @@ async def test_a_grammar_beside_free_sequences_leaves_their_greedy_text_unchange
 async def test_a_grammar_that_cannot_be_compiled_is_refused_by_its_field_and_nothing_is_queued(
     engine: TransformersEngine, model: Any, grammar: Grammar
 ) -> None:
-    neighbour = asyncio.create_task(say(engine, PROMPT, max_tokens=16))
+    neighbour = asyncio.create_task(complete_one(engine, PROMPT, max_tokens=16))
     with pytest.raises(InvalidValue, match="response_format") as caught:
-        await say(engine, PROMPT, grammar=grammar, max_tokens=16)
+        await complete_one(engine, PROMPT, grammar=grammar, max_tokens=16)
     assert caught.value.param == "response_format"
     assert len(caught.value.message) < 400
     assert (await neighbour).tokens == generated(model, PROMPT, 16)
@@ -162,29 +179,29 @@ async def test_a_lenient_schema_passes_over_what_no_grammar_can_say_and_keeps_th
     engine: TransformersEngine,
 ) -> None:
     asked = {"type": "string", "maxLength": 3, "not": {"const": "a"}}
-    told = await say(engine, PROMPT, grammar=schema(asked, lenient=True), max_tokens=60, sampling=warm(1))
-    assert len(json.loads(told.text)) <= 3
+    collected = await complete_one(engine, PROMPT, grammar=schema(asked, lenient=True), max_tokens=60, sampling=warm(1))
+    assert len(json.loads(collected.text)) <= 3
 
 
 async def test_the_end_of_a_grammar_ends_the_answer_whatever_was_asked_about_ends(engine: TransformersEngine) -> None:
     three = Grammar("regex", "[ab]{3}")
     for sampling in (GREEDY, warm(1, min_tokens=50), warm(2, ignore_eos=True)):
-        told = await say(engine, PROMPT, grammar=three, max_tokens=60, sampling=sampling)
-        assert (told.finish, len(told.text), len(told.tokens)) == ("stop", 3, 3)
-    last = await say(engine, PROMPT, grammar=three, max_tokens=3)
+        collected = await complete_one(engine, PROMPT, grammar=three, max_tokens=60, sampling=sampling)
+        assert (collected.finish, len(collected.text), len(collected.tokens)) == ("stop", 3, 3)
+    last = await complete_one(engine, PROMPT, grammar=three, max_tokens=3)
     assert last.finish == "stop", "complete with its last token is complete"
     open_end = Grammar("lark", "start: /[ab]{3}/ c?\nc: <[0]>")  # after three letters an end or one special token
-    told = await say(engine, PROMPT, grammar=open_end, max_tokens=60, sampling=warm(3, min_tokens=40))
-    assert (told.finish, len(told.text)) == ("stop", 3)
+    collected = await complete_one(engine, PROMPT, grammar=open_end, max_tokens=60, sampling=warm(3, min_tokens=40))
+    assert (collected.finish, len(collected.text)) == ("stop", 3)
 
 
 async def test_minimum_and_ignored_ends_hold_inside_a_grammar(engine: TransformersEngine) -> None:
     many = Grammar("regex", "[ab]+")
-    told = await say(engine, PROMPT, grammar=many, max_tokens=30, sampling=warm(1, min_tokens=30))
-    assert (told.finish, len(told.text)) == ("length", 30)
-    told = await say(engine, PROMPT, grammar=many, max_tokens=30, sampling=warm(1, ignore_eos=True))
-    assert (told.finish, len(told.text)) == ("length", 30)
-    short = await say(engine, PROMPT, grammar=many, max_tokens=30, sampling=warm(1, logit_bias={EOS: 100.0}))
+    collected = await complete_one(engine, PROMPT, grammar=many, max_tokens=30, sampling=warm(1, min_tokens=30))
+    assert (collected.finish, len(collected.text)) == ("length", 30)
+    collected = await complete_one(engine, PROMPT, grammar=many, max_tokens=30, sampling=warm(1, ignore_eos=True))
+    assert (collected.finish, len(collected.text)) == ("length", 30)
+    short = await complete_one(engine, PROMPT, grammar=many, max_tokens=30, sampling=warm(1, logit_bias={EOS: 100.0}))
     assert (short.finish, len(short.text)) == ("stop", 1)
 
 
@@ -192,19 +209,19 @@ async def test_biases_and_penalties_choose_among_what_the_grammar_allows(engine:
     choice = Grammar("choice", '["a", "b"]')
     a, b = 66, 67
     for liked, said in ((a, "a"), (b, "b")):
-        told = await say(
+        collected = await complete_one(
             engine,
             PROMPT,
             grammar=choice,
             sampling=SamplingParams(temperature=0.0, logit_bias={liked: 50.0, 90: 100.0}),
         )
-        assert told.text == said
+        assert collected.text == said
 
 
 async def test_logprobs_are_of_the_distribution_without_the_grammar(engine: TransformersEngine) -> None:
     sampling = SamplingParams(temperature=0.0, logprobs=3)
-    free = await say(engine, PROMPT, max_tokens=1, sampling=sampling)
-    held = await say(engine, PROMPT, grammar=Grammar("choice", '["a", "b"]'), max_tokens=1, sampling=sampling)
+    free = await complete_one(engine, PROMPT, max_tokens=1, sampling=sampling)
+    held = await complete_one(engine, PROMPT, grammar=Grammar("choice", '["a", "b"]'), max_tokens=1, sampling=sampling)
     assert held.logprobs[0].top == free.logprobs[0].top
     assert held.tokens[0] not in {each.token for each in free.logprobs[0].top}
     assert held.logprobs[0].logprob is not None
@@ -212,8 +229,10 @@ async def test_logprobs_are_of_the_distribution_without_the_grammar(engine: Tran
 
 
 async def test_a_stop_string_ends_an_answer_inside_its_grammar(engine: TransformersEngine) -> None:
-    told = await say(engine, PROMPT, grammar=Grammar("regex", "[ab]{4}STOP[ab]{400}"), stop=("STOP",), max_tokens=50)
-    assert (told.finish, told.stop, len(told.text)) == ("stop", "STOP", 4)
+    collected = await complete_one(
+        engine, PROMPT, grammar=Grammar("regex", "[ab]{4}STOP[ab]{400}"), stop=("STOP",), max_tokens=50
+    )
+    assert (collected.finish, collected.stop, len(collected.text)) == ("stop", "STOP", 4)
 
 
 async def test_a_text_too_complex_for_its_grammar_ends_alone_with_an_error(
@@ -221,14 +240,16 @@ async def test_a_text_too_complex_for_its_grammar_ends_alone_with_an_error(
 ) -> None:
     rules = "".join(f'r{each}: s s "a" | "a" r{(each + 1) % 60} | "a"\n' for each in range(60))
     ambiguous = Grammar("lark", "start: s\ns: " + " | ".join(f"r{each}" for each in range(60)) + "\n" + rules)
-    failing = say(
+    failing = complete_one(
         engine, PROMPT, grammar=ambiguous, max_tokens=100, sampling=SamplingParams(temperature=0.0, ignore_eos=True)
     )
-    failed, told = await asyncio.gather(failing, say(engine, PROMPT, max_tokens=40), return_exceptions=True)
+    failed, collected = await asyncio.gather(
+        failing, complete_one(engine, PROMPT, max_tokens=40), return_exceptions=True
+    )
     assert isinstance(failed, SequenceFailed)
     assert "items" in failed.message
-    assert isinstance(told, Told)
-    assert told.tokens == generated(model, PROMPT, 40)
+    assert isinstance(collected, CollectedChoice)
+    assert collected.tokens == generated(model, PROMPT, 40)
 
 
 async def test_a_preempted_sequence_goes_on_in_its_grammar_where_it_was(folder: Path) -> None:
@@ -239,11 +260,11 @@ async def test_a_preempted_sequence_goes_on_in_its_grammar_where_it_was(folder: 
             self._runner = runner
             self.refused = 0
 
-        def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
+        def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
             if len(batch) > 2 and min(each.sequence.answered for each in batch) >= 2:
                 self.refused += 1
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-            return self._runner.run(batch, fed)
+            return self._runner.run(batch, device_tokens)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._runner, name)
@@ -257,9 +278,10 @@ async def test_a_preempted_sequence_goes_on_in_its_grammar_where_it_was(folder: 
 
     async def all_told(engine: TransformersEngine) -> list[str]:
         asked = (
-            say(engine, PROMPT, grammar=schema(SCHEMAS[6]), max_tokens=150, sampling=warm(seed)) for seed in range(3)
+            complete_one(engine, PROMPT, grammar=schema(SCHEMAS[6]), max_tokens=150, sampling=warm(seed))
+            for seed in range(3)
         )
-        return [told.text for told in await asyncio.gather(*asked)]
+        return [collected.text for collected in await asyncio.gather(*asked)]
 
     async with serving(load_with(folder, wrap, ctx_size=CTX, parallel=3)) as tight:
         preempted = await all_told(tight)
@@ -272,18 +294,20 @@ async def test_a_grammar_may_ask_for_a_special_token_and_its_text_is_shown_where
     engine: TransformersEngine,
 ) -> None:
     marked = Grammar("lark", 'start: <[0]> "x" <[0]> "y"')
-    assert (await say(engine, PROMPT, grammar=marked)).text == "xy"
-    assert (await say(engine, PROMPT, grammar=marked, visible_special_tokens=frozenset({0}))).text == "<s>x<s>y"
+    assert (await complete_one(engine, PROMPT, grammar=marked)).text == "xy"
+    assert (
+        await complete_one(engine, PROMPT, grammar=marked, visible_special_tokens=frozenset({0}))
+    ).text == "<s>x<s>y"
 
 
 @pytest.mark.slow
 async def test_a_grammar_that_takes_long_to_compile_holds_up_no_step(engine: TransformersEngine, model: Any) -> None:
-    """A million letters to count: its first mask takes seconds, and neighbours answer meanwhile."""
-    heavy = asyncio.create_task(say(engine, PROMPT, grammar=Grammar("regex", "(a{1000}){500}"), max_tokens=3))
-    told = await say(engine, PROMPT, max_tokens=12)
-    assert told.tokens == generated(model, PROMPT, 12)
+    """A grammar that counts a million letters: its first mask takes seconds, and other requests go on meanwhile."""
+    heavy = asyncio.create_task(complete_one(engine, PROMPT, grammar=Grammar("regex", "(a{1000}){500}"), max_tokens=3))
+    collected = await complete_one(engine, PROMPT, max_tokens=12)
+    assert collected.tokens == generated(model, PROMPT, 12)
     assert not heavy.done()
-    with contextlib.suppress(SequenceFailed):  # too much to go on with, perhaps, but that is its own affair
+    with contextlib.suppress(SequenceFailed):  # it may be too complex, which concerns only itself
         assert (await heavy).finish == "length"
 
 
@@ -294,9 +318,9 @@ def test_compiled_grammars_are_kept_but_not_without_bound(folder: Path) -> None:
     first.take(66)
     assert first.is_over
     assert not again.is_over, "each sequence stands at its own place"
-    for index in range(2 * COMPILED):
+    for index in range(2 * MAX_COMPILED):
         grammars.matcher(Grammar("regex", f"a{{{index + 1}}}"))
-    assert len(grammars._compiled) == COMPILED
+    assert len(grammars._compiled) == MAX_COMPILED
 
 
 def test_a_tokenizer_that_cannot_be_read_refuses_grammars_only() -> None:
@@ -314,7 +338,7 @@ def test_a_model_with_more_logits_than_tokens_never_says_what_is_no_token(folder
     grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=600)
     bits = grammars.masks([grammars.matcher(Grammar("regex", "(?s:.*)"))]).result(DEADLINE)
     grammars.close()
-    allowed = np.nonzero(penalties(bits, torch.device("cpu"))[0].numpy() == 0.0)[0]
+    allowed = np.nonzero(mask_bias(bits, torch.device("cpu"))[0].numpy() == 0.0)[0]
     assert bits.shape == (1, 76)
     assert max(allowed) < len(tiny.make_tokenizer("llama"))
 
@@ -322,14 +346,14 @@ def test_a_model_with_more_logits_than_tokens_never_says_what_is_no_token(folder
 @pytest.mark.parametrize("special", [{}, {"</think>": 0}])
 @pytest.mark.parametrize("is_begun", [True, False])
 def test_thoughts_come_before_the_language_begins(special: dict[str, int], is_open: bool) -> None:
-    """`</think>` as letters, and as a token of its own (here: the one that `<s>` is)."""
+    """`</think>` as letters, and as a token of its own (here: that of `<s>`)."""
     tokenizer = tiny.make_tokenizer("llama")
     grammars = Grammars(tokenizer, ends={EOS}, vocab_size=512)
     before = preamble(find("</think>", None), is_open=is_open, special=special)
     end = [0] if special else tokenizer.encode("</think>", add_special_tokens=False)
 
     def follows(text: str, answer: str | None) -> bool:
-        """Whether the whole answer, with thoughts if `answer` is what comes behind them, is of the language."""
+        """True if the whole answer, or the part after the reasoning, is of the language."""
         matcher = grammars.matcher(Grammar("regex", "[0-9]{3}", preamble=before))
         tokens = tokenizer.encode(text, add_special_tokens=False)
         if answer is not None:
@@ -351,8 +375,8 @@ def test_thoughts_come_before_the_language_begins(special: dict[str, int], is_op
 
 @pytest.mark.parametrize("special", [True, False])
 def test_marks_are_written_as_the_tokens_that_the_model_knows_them_by(special: bool) -> None:
-    """Qwen's `<tool_call>` and `</think>` are added tokens, and not special; whoever spelt them letter by letter would
-    be refused by llguidance in the middle of the answer."""
+    """Qwen's `<tool_call>` and `</think>` are added tokens that are not special. llguidance would reject an answer
+    that spells them letter by letter."""
     tokenizer = tiny.make_tokenizer("llama")
     names = ("<tool_call>", "</tool_call>", "<think>", "</think>")
     tokenizer.add_tokens([transformers.AddedToken(name, special=special, normalized=False) for name in names])
@@ -389,17 +413,17 @@ def test_marks_are_written_as_the_tokens_that_the_model_knows_them_by(special: b
 # In the sampler
 
 
-def masks(rows: list[int], allowed: list[list[int]], vocab: int) -> Masks:
+def masks(rows: list[int], allowed: list[list[int]], vocab: int) -> TokenMasks:
     wide = np.zeros((len(rows), (vocab + 31) // 32 * 32), np.uint8)
     for row, tokens in enumerate(allowed):
         wide[row, tokens] = 1
-    return Masks(rows, np.packbits(wide, axis=1, bitorder="little"))
+    return TokenMasks(rows, np.packbits(wide, axis=1, bitorder="little"))
 
 
 @pytest.mark.parametrize("vocab", [24, 64, 71])
 def test_a_mask_holds_for_its_rows_only(vocab: int) -> None:
     logits = torch.linspace(0.0, 3.0, vocab).repeat(3, 1)
-    picks = [Pick(GREEDY)] * 3
+    picks = [RowSampling(GREEDY)] * 3
     found = sample(logits.clone(), picks, masks([1], [[3, 9]], vocab))
     assert [each and each.token for each in found] == [vocab - 1, 9, vocab - 1]
     found = sample(logits.clone(), picks, masks([0, 1, 2], [[0], [], [7, 2]], vocab))
@@ -411,19 +435,19 @@ def test_a_mask_holds_for_its_rows_only(vocab: int) -> None:
 @pytest.mark.parametrize(
     ("sampling", "expected"),
     [
-        (SamplingParams(temperature=1.0, top_k=2), {4, 5}),  # the two likeliest of those allowed, not of all
+        (SamplingParams(temperature=1.0, top_k=2), {4, 5}),  # the two likeliest of the allowed tokens, not of all
         (SamplingParams(temperature=1.0, top_p=0.6), {5}),
         (SamplingParams(temperature=1.0, min_p=0.5), {5}),
         (SamplingParams(temperature=1.0), {3, 4, 5}),
         (SamplingParams(temperature=1.0, logit_bias={3: 8.0}, top_k=1), {3}),
-        (SamplingParams(temperature=1.0, logit_bias={9: 90.0}), {3, 4, 5}),  # no bias buys what is forbidden
+        (SamplingParams(temperature=1.0, logit_bias={9: 90.0}), {3, 4, 5}),  # no bias allows a forbidden token
     ],
 )
 def test_what_narrows_a_choice_narrows_what_the_grammar_left(sampling: SamplingParams, expected: set[int]) -> None:
     logits = torch.arange(12.0)
     found = set()
     for step in range(100):
-        pick = Pick(sampling, uniform=(step + 0.5) / 100)
+        pick = RowSampling(sampling, uniform=(step + 0.5) / 100)
         (sampled,) = sample(logits.clone()[None], [pick], masks([0], [[3, 4, 5]], 12))
         assert sampled is not None
         found.add(sampled.token)
@@ -433,4 +457,4 @@ def test_what_narrows_a_choice_narrows_what_the_grammar_left(sampling: SamplingP
 def test_a_set_bit_costs_nothing_and_any_other_everything() -> None:
     bits = np.random.default_rng(3).integers(0, 256, (5, 40), dtype=np.uint8)
     expected = np.where(np.unpackbits(bits, axis=1, bitorder="little") == 1, 0.0, -np.inf)
-    assert np.array_equal(penalties(bits, torch.device("cpu")).numpy(), expected)
+    assert np.array_equal(mask_bias(bits, torch.device("cpu")).numpy(), expected)

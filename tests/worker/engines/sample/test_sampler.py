@@ -1,4 +1,4 @@
-"""Promises of `worker.engines.transformers.sample.sampler`, against straightforward formulas in float64."""
+"""The sampler against straightforward formulas in float64."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.engines.transformers.sample import sampler
-from worker.engines.transformers.sample.sampler import Pick, Sampled, has_penalties, likelihoods, sample, uniform
+from worker.engines.transformers.sample.sampler import RowSampling, Sampled, has_penalties, likelihoods, sample, uniform
 from worker.engines.transformers.schedule.sequence import Repeats
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
 from worker.interface import SamplingParams
@@ -32,7 +32,7 @@ def repeats(prompt: Sequence[int], answer: Sequence[int], window: int = -1) -> R
 def reference(
     logits: Sequence[float], sampling: SamplingParams, prompt: Sequence[int] = (), answer: Sequence[int] = ()
 ) -> Any:
-    """Probabilities in float64, each rule written out as its definition says."""
+    """Probabilities in float64, each rule written as its definition."""
     scores = np.array(logits, dtype=np.float64)
     window = [*prompt, *answer]
     first = max(0, len(window) - sampling.repeat_last_n) if sampling.repeat_last_n >= 0 else 0
@@ -62,10 +62,10 @@ def reference(
 
 
 def draw(sampling: SamplingParams, count: int, prompt: Sequence[int] = (), answer: Sequence[int] = ()) -> Any:
-    """How often each token was drawn, of `count` draws with as many seeds."""
+    """The frequency of each token in `count` draws with as many seeds."""
     penalties = repeats(prompt, answer, sampling.repeat_last_n) if has_penalties(sampling) else None
     rows = torch.tensor([LOGITS] * count)
-    picks = [Pick(sampling, uniform(seed, 3), penalties) for seed in range(count)]
+    picks = [RowSampling(sampling, uniform(seed, 3), penalties) for seed in range(count)]
     counts = np.zeros(VOCAB)
     for found in sample(rows, picks):
         assert found is not None
@@ -116,8 +116,8 @@ def test_odds_are_those_of_the_draw_and_logprobs_those_of_the_model() -> None:
         ),
         SamplingParams(),
     ]
-    told = sample(torch.tensor([LOGITS] * len(samplings)), [Pick(each, 0.4) for each in samplings])
-    for sampling, found in zip(samplings, told, strict=True):
+    collected = sample(torch.tensor([LOGITS] * len(samplings)), [RowSampling(each, 0.4) for each in samplings])
+    for sampling, found in zip(samplings, collected, strict=True):
         assert found is not None
         if sampling.logprobs is None:
             assert found.likelihood is None
@@ -142,7 +142,7 @@ def test_one_draw_is_the_inverse_of_the_cumulative_distribution(
     logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, at: float
 ) -> None:
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    (found,) = sample(torch.tensor([logits]), [Pick(sampling, at)])
+    (found,) = sample(torch.tensor([logits]), [RowSampling(sampling, at)])
     probabilities = reference(logits, sampling)
     assert found is not None
     after = probabilities[: found.token + 1].sum()
@@ -186,16 +186,18 @@ ROWS = st.tuples(
 Row = tuple[list[float], SamplingParams, list[int], list[int], float]
 
 
-def pick_of(row: Row) -> Pick:
+def pick_of(row: Row) -> RowSampling:
     _, sampling, prompt, answer, at = row
-    return Pick(sampling, at, repeats(prompt, answer, sampling.repeat_last_n) if has_penalties(sampling) else None)
+    return RowSampling(
+        sampling, at, repeats(prompt, answer, sampling.repeat_last_n) if has_penalties(sampling) else None
+    )
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(ROWS.filter(lambda row: has_penalties(row[1]) or row[1].logit_bias))
 def test_penalties_and_biases_are_those_of_the_formulas_for_any_history(row: Row) -> None:
     logits, sampling, prompt, answer, at = row
-    logits = [logit / 6 for logit in logits]  # so that no token hides in another one's shadow
+    logits = [logit / 6 for logit in logits]  # so that no token has a negligible probability
     open_ended = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)  # so that rounding moves no token in or out
     (found,) = sample(torch.tensor([logits]), [pick_of((logits, open_ended, prompt, answer, at))])
     assert found is not None
@@ -210,7 +212,7 @@ def test_penalties_and_biases_are_those_of_the_formulas_for_any_history(row: Row
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(ROWS, min_size=1, max_size=6), st.randoms(use_true_random=False))
-def test_no_row_is_changed_by_its_company(rows: list[Row], chance: Any) -> None:
+def test_no_row_depends_on_other_rows(rows: list[Row], chance: Any) -> None:
     alone = [sample(torch.tensor([row[0]]), [pick_of(row)])[0] for row in rows]
     order = chance.sample(range(len(rows)), chance.randint(1, len(rows)))
     together = sample(torch.tensor([rows[at][0] for at in order]), [pick_of(rows[at]) for at in order])
@@ -235,8 +237,8 @@ def test_no_row_is_changed_by_its_company(rows: list[Row], chance: Any) -> None:
 def test_logprobs_of_any_logits_are_the_raw_log_softmax_in_float64(
     logits: list[float], sampling: SamplingParams, top: int, at: float
 ) -> None:
-    logits[3] = 0.0  # one token is possible at least
-    (found,) = sample(torch.tensor([logits]), [Pick(replace(sampling, logprobs=top), at)])
+    logits[3] = 0.0  # at least one token is possible
+    (found,) = sample(torch.tensor([logits]), [RowSampling(replace(sampling, logprobs=top), at)])
     assert found is not None
     assert found.likelihood is not None
     scores = np.array(logits)
@@ -250,9 +252,9 @@ def test_logprobs_of_any_logits_are_the_raw_log_softmax_in_float64(
 
 
 def support(probabilities: Sequence[float], sampling: SamplingParams, **further: Any) -> set[int]:
-    """All tokens that can come, where the logits are the logarithms of `probabilities` plus 3."""
+    """All tokens that can be drawn. The logits are the logarithms of `probabilities` plus 3."""
     logits = [math.log(each) + 3.0 for each in probabilities]
-    draws = [Pick(sampling, float(at), **further) for at in np.linspace(0, 0.9999, 200)]
+    draws = [RowSampling(sampling, float(at), **further) for at in np.linspace(0, 0.9999, 200)]
     return {found.token for found in sample(torch.tensor([logits] * len(draws)), draws) if found is not None}
 
 
@@ -266,16 +268,22 @@ def test_penalties_come_before_every_cut() -> None:
 
 
 def test_a_repetition_penalty_makes_a_token_less_likely_on_either_side_of_zero() -> None:
-    pick = Pick(SamplingParams(temperature=0.0, repetition_penalty=2.0), 0.0, repeats([0], []))
+    pick = RowSampling(SamplingParams(temperature=0.0, repetition_penalty=2.0), 0.0, repeats([0], []))
     assert sample(torch.tensor([[1.5, 1.0], [-1.0, -1.5]]), [pick] * 2) == [Sampled(1)] * 2
 
 
 def test_a_repetition_is_scaled_before_anything_is_subtracted() -> None:
     # 4 / 2 - 1 = 1 is below 1.2; (4 - 1) / 2 = 1.5 would be above it
-    picks = [Pick(SamplingParams(temperature=0.0, repetition_penalty=2.0, presence_penalty=1.0), 0.0, repeats([], [0]))]
+    picks = [
+        RowSampling(
+            SamplingParams(temperature=0.0, repetition_penalty=2.0, presence_penalty=1.0), 0.0, repeats([], [0])
+        )
+    ]
     assert sample(torch.tensor([[4.0, 1.2]]), picks) == [Sampled(1)]
     # 4 / 2 + 3 = 5 is above 4; (4 + 3) / 2 = 3.5 would be below it
-    picks = [Pick(SamplingParams(temperature=0.0, repetition_penalty=2.0, logit_bias={0: 3.0}), 0.0, repeats([0], []))]
+    picks = [
+        RowSampling(SamplingParams(temperature=0.0, repetition_penalty=2.0, logit_bias={0: 3.0}), 0.0, repeats([0], []))
+    ]
     assert sample(torch.tensor([[4.0, 4.0]]), picks) == [Sampled(0)]
 
 
@@ -303,30 +311,30 @@ def test_top_p_counts_the_probability_of_what_top_k_left() -> None:
 def test_temperature_zero_is_greedy_whatever_else_is_set() -> None:
     sampling = SamplingParams(temperature=0.0, top_k=3, top_p=0.1, min_p=0.9, seed=5)
     for at in (0.0, 0.5, 0.99):
-        (found,) = sample(torch.tensor([LOGITS]), [Pick(sampling, at)])
+        (found,) = sample(torch.tensor([LOGITS]), [RowSampling(sampling, at)])
         assert found is not None
         assert found.token == int(np.argmax(LOGITS))
 
 
 def test_a_tiny_temperature_is_no_division_by_zero() -> None:
-    (found,) = sample(torch.tensor([LOGITS]), [Pick(SamplingParams(temperature=1e-45), 0.999)])
+    (found,) = sample(torch.tensor([LOGITS]), [RowSampling(SamplingParams(temperature=1e-45), 0.999)])
     assert found is not None
     assert found.token == int(np.argmax(LOGITS))
 
 
 def test_top_p_of_zero_keeps_the_likeliest_token() -> None:
-    (found,) = sample(torch.tensor([LOGITS]), [Pick(SamplingParams(top_p=0.0), 0.7)])
+    (found,) = sample(torch.tensor([LOGITS]), [RowSampling(SamplingParams(top_p=0.0), 0.7)])
     assert found is not None
     assert found.token == int(np.argmax(LOGITS))
 
 
 def test_a_flat_nucleus_over_a_large_vocabulary_is_exact() -> None:
-    """More tokens share the probability than the first look takes in."""
+    """More tokens share the probability than the first try considers."""
     logits = torch.zeros(1, 5000)
     logits[0, :1000] = 1.0
     tokens = []
     for at in np.linspace(0, 0.9999, 60):
-        (found,) = sample(logits.clone(), [Pick(SamplingParams(top_p=0.3), float(at))])
+        (found,) = sample(logits.clone(), [RowSampling(SamplingParams(top_p=0.3), float(at))])
         assert found is not None
         tokens.append(found.token)
     assert max(tokens) < 1000, "0.3 is reached among the 1000 likelier ones, which are equal and all stay"
@@ -346,7 +354,7 @@ def test_a_nucleus_is_the_one_that_sorting_the_whole_vocabulary_finds(spread: fl
     found = sampler._nucleus(logits, [20_000] * 3, [share] * 3)
     for row in range(3):
         place = int((falling[row] >= found[row]).sum()) - 1
-        # the last one that stays is needed to reach the share, and the first one that goes is not; to float32's sums
+        # The last token of the nucleus is needed for the share, the first one outside is not, within float32's sums.
         first_equal = int((falling[row] > found[row]).sum())
         assert sums[row, first_equal] < share + 2e-5
         assert place == 19_999 or sums[row, place + 1] >= share - 2e-5
@@ -361,7 +369,7 @@ def test_every_row_has_rules_of_its_own() -> None:
         SamplingParams(min_p=0.3, logit_bias={5: 9.0}),
     ]
     picks = [
-        Pick(way, uniform(7, row), repeats([1, 2], [14, 14]) if has_penalties(way) else None)
+        RowSampling(way, uniform(7, row), repeats([1, 2], [14, 14]) if has_penalties(way) else None)
         for row, way in enumerate(ways)
     ]
     together = sample(torch.tensor([LOGITS] * len(ways)), picks)
@@ -377,7 +385,7 @@ def test_the_number_that_decides_depends_on_seed_and_position_alone() -> None:
 
 def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
     sampling = SamplingParams(temperature=0.3, top_k=2, repetition_penalty=1.9, logit_bias={3: 50.0}, logprobs=4)
-    (found,) = sample(torch.tensor([LOGITS]), [Pick(sampling, 0.5, repeats([1], [3]))])
+    (found,) = sample(torch.tensor([LOGITS]), [RowSampling(sampling, 0.5, repeats([1], [3]))])
     assert found is not None
     assert found.token == 3
     assert found.likelihood is not None
@@ -389,7 +397,7 @@ def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
 
 
 def test_rows_may_ask_for_different_numbers_of_alternatives_or_none() -> None:
-    picks = [Pick(SamplingParams(temperature=0.0, logprobs=count)) for count in (None, 0, 3)]
+    picks = [RowSampling(SamplingParams(temperature=0.0, logprobs=count)) for count in (None, 0, 3)]
     found = sample(torch.tensor([LOGITS] * 3), picks)
     likelihood = [each.likelihood if each is not None else None for each in found]
     assert likelihood[0] is None
@@ -407,8 +415,8 @@ def test_logprobs_of_a_prompt_say_how_likely_its_own_tokens_were() -> None:
 def test_forbidden_tokens_never_come() -> None:
     best = int(np.argmax(LOGITS))
     picks = [
-        Pick(SamplingParams(temperature=0.0), forbidden=[best]),
-        Pick(SamplingParams(), 0.3, forbidden=[best, VOCAB + 3]),
+        RowSampling(SamplingParams(temperature=0.0), forbidden=[best]),
+        RowSampling(SamplingParams(), 0.3, forbidden=[best, VOCAB + 3]),
     ]
     for found in sample(torch.tensor([LOGITS] * 2), picks):
         assert found is not None
@@ -418,13 +426,15 @@ def test_forbidden_tokens_never_come() -> None:
 def test_a_row_without_finite_logits_fails_alone() -> None:
     logits = torch.tensor([LOGITS] * 5)
     logits[1, 3], logits[2, :], logits[3, 0] = math.nan, -math.inf, math.inf
-    found = sample(logits, [Pick(SamplingParams(temperature=0.0)), *[Pick(SamplingParams(top_p=0.5), 0.5)] * 4])
+    found = sample(
+        logits, [RowSampling(SamplingParams(temperature=0.0)), *[RowSampling(SamplingParams(top_p=0.5), 0.5)] * 4]
+    )
     assert [each is None for each in found] == [False, True, True, True, False]
 
 
 def test_some_logits_of_minus_infinity_are_no_failure() -> None:
     logits = torch.tensor([LOGITS])
     logits[0, 4:] = -math.inf
-    (found,) = sample(logits, [Pick(SamplingParams(top_k=20, top_p=0.9, logprobs=5), 0.99)])
+    (found,) = sample(logits, [RowSampling(SamplingParams(top_k=20, top_p=0.9, logprobs=5), 0.99)])
     assert found is not None
     assert found.token < 4

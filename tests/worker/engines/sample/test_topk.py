@@ -1,4 +1,4 @@
-"""Promises of `worker.engines.transformers.sample.topk`: it finds what torch finds, to the last bit, and looks closely at few scores."""
+"""Top-k: the same results as torch to the last bit, with few scores sorted."""
 
 import math
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def test_a_draw_among_few_is_the_one_among_all(made: str, monkeypatch: pytest.Mo
 
 
 def test_where_many_stay_indices_are_not_made() -> None:
-    """They would take more memory than the scores, which estimates do not count with."""
+    """They would take more memory than the scores, which estimates do not include."""
     logits = scores("as they come")
     assert topk._kept(logits, logits.median(-1).values) is None
     most = logits[0].median().expand(64)

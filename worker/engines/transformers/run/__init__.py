@@ -1,1 +1,4 @@
-"""Model execution: paged and aligned runners, CUDA graphs, self-check, vision, pooling."""
+"""Model execution: paged and aligned runners, steps in flight, CUDA graphs, self-check, vision, pooling.
+
+May import load, attention, sample, schedule and device.
+"""

@@ -1,11 +1,11 @@
-"""The aligned backend: any model that transformers runs through its `Cache`, by its own forward and its own attention.
+"""The aligned runner: any model that transformers runs through its `Cache`, by the model's own forward and attention.
 
-All rows that decode are one forward `[rows, 1]`; they end at one common time, and the attention mask says where each
-begins, as if they were padded on the left (`alignment`). A prompt is computed alone, in chunks, and joins at the next
-step. No padding ever goes through a layer, so that experts, convolutions and states see tokens only.
+All rows that decode share one forward `[rows, 1]`. They end at one common column, and the attention mask tells where
+each begins, as with left padding (`aligned_layout`). A prompt is computed alone, in chunks, and joins at the next step.
+No padding goes through a layer, because experts, convolutions and states would take it for tokens.
 
-With an encoder, the prompt is what the encoder reads, as a whole, once its last token is due; a row's columns are then
-those of the answer, which begins with a token of the model's own.
+An encoder reads the whole prompt at once, when the prompt's last token is due. The columns of a row are then those of
+the answer, which begins with the model's start token.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,17 +18,17 @@ from transformers.cache_utils import Cache
 from worker.engines.transformers.device.memory import upload
 from worker.engines.transformers.load.lora import Adapters
 from worker.engines.transformers.run.aligned_cache import AlignedCache
-from worker.engines.transformers.run.cache_probe import read_off
-from worker.engines.transformers.run.forward import Forward, Seen, first_token
-from worker.engines.transformers.run.vision import Tower
+from worker.engines.transformers.run.cache_probe import read_layer_shapes
+from worker.engines.transformers.run.forward import Forward, PromptEmbeddings, first_token
+from worker.engines.transformers.run.vision import VisionTower
 from worker.engines.transformers.schedule.aligned_layout import Alignment
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.interface import PromptImages
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A segment in the decoder's own count: `tokens` behind `start` columns of its row."""
+class _DecoderPart:
+    """A segment in the decoder's own count: `tokens` after the first `start` columns of its row."""
 
     segment: Segment
     start: int
@@ -48,12 +48,12 @@ class _Part:
 
     @property
     def encodes(self) -> bool:
-        """The encoder has not read the prompt yet."""
+        """True if the encoder has not read the prompt yet."""
         return self.start == 0
 
 
 class AlignedRunner:
-    """Runs a model of transformers by its own forward. Raises Unsupported for one whose cache is not transformers'."""
+    """Runs a model by its own forward. Raises UnsupportedCache for one that does not use transformers' cache."""
 
     def __init__(
         self,
@@ -63,35 +63,37 @@ class AlignedRunner:
         ctx_size: int,
         chunk: int,
         device: torch.device,
-        tower: Tower | None = None,
-        homes: Sequence[torch.device] | None = None,
-        kept_as: str = "auto",
+        tower: VisionTower | None = None,
+        layer_devices: Sequence[torch.device] | None = None,
+        kv_dtype: str = "auto",
     ):
-        """`chunk`: prompt tokens of one step at most; `tower`: of a model that takes images; `homes`: the device of
-        each layer, if that is not `device` for all; `kept_as`: the type of keys and values (`cache_types`)."""
-        self._model, self._device, self._homes = model, device, homes
-        self._kept_as = kept_as
+        """Allocate the cache.
+
+        chunk: the most prompt tokens of one step.
+        tower: the vision tower of a model that takes images.
+        layer_devices: the device of each layer; None: `device` for all.
+        kv_dtype: the type of keys and values, as the option `kv_cache_dtype`.
+        """
+        self._model, self._device, self._layer_devices = model, device, layer_devices
+        self._kv_dtype = kv_dtype
         self._forward = Forward(model, device)
         self._chunk = chunk
         self.rows = rows
         self.dtype: torch.dtype = model.dtype
-        self._first = first_token(model) if self._forward.crosses else 0
+        self._first = first_token(model) if self._forward.is_encoder_decoder else 0
         self._alignment = Alignment(rows, ctx_size)
         self._tower = tower
         self.adapters: Adapters | None = None
-        self._seeing: dict[int, PromptImages] = {}
-        """By row: the images of a prompt that is being computed."""
-        self._lengths: dict[int, int] = {}
-        """By row: columns that hold something, or will after this step."""
-        shapes = read_off(model.config, self._probe)
+        self._images_by_row: dict[int, PromptImages] = {}  # images of prompts that are being computed
+        self._lengths: dict[int, int] = {}  # by row: columns in use after this step
+        shapes = read_layer_shapes(model.config, self._probe)
         self._forward.masks_past = any(shape.keys is not None for shape in shapes)
         self._cache = AlignedCache(
-            shapes, slots=rows, width=ctx_size, devices=homes or [device] * len(shapes), kept_as=kept_as
+            shapes, slots=rows, width=ctx_size, devices=layer_devices or [device] * len(shapes), kv_dtype=kv_dtype
         )
-        self.continues = True
-        """Whether states can be carried on by several tokens at once; `trial` finds out. Where the model's code cannot
-        (it begins anew, as Mamba's does), a prompt's first chunk is computed as a whole and every token behind it by
-        itself."""
+        # True if the model can continue a state with several tokens at once. The self-check finds out. Code that cannot
+        # (Mamba's begins anew) gets the first chunk of a prompt as a whole, and each token after it alone.
+        self.continues_states = True
 
     @property
     def vocab_size(self) -> int:
@@ -100,7 +102,7 @@ class AlignedRunner:
 
     @property
     def hidden(self) -> int:
-        """Width of the features that stand for images, as of all embeddings."""
+        """Width of embeddings, and so of the features of images."""
         size: int = self._forward.config.get_text_config(decoder=True).hidden_size
         return size
 
@@ -109,48 +111,50 @@ class AlignedRunner:
         return self._cache.bytes
 
     def bytes_on(self, device: torch.device) -> int:
-        """Those of one device."""
+        """Bytes of the cache on one device."""
         return self._cache.bytes_on(device)
 
     @property
-    def mixes(self) -> bool:
-        """Whether rows of different lengths may be in one forward."""
-        return self._forward.mixes
+    def mixes_lengths(self) -> bool:
+        """True if rows of different lengths may share a forward."""
+        return self._forward.mixes_lengths
 
-    @mixes.setter
-    def mixes(self, mixes: bool) -> None:
-        self._forward.mixes = mixes
+    @mixes_lengths.setter
+    def mixes_lengths(self, mixes_lengths: bool) -> None:
+        self._forward.mixes_lengths = mixes_lengths
 
     @property
-    def crosses(self) -> bool:
-        """Whether an encoder reads the prompt."""
-        return self._forward.crosses
+    def is_encoder_decoder(self) -> bool:
+        """True if an encoder reads the prompt."""
+        return self._forward.is_encoder_decoder
 
     @property
     def has_states(self) -> bool:
         return self._cache.has_states
 
-    def tried_by(self, trial: Callable[["AlignedRunner"], None], *, tokens: int) -> None:
-        """Be used as `trial`, of up to two rows of so many `tokens`, finds that the model has to be. It compares
-        numbers, so it is given a cache that keeps them as they are."""
-        if self._kept_as == "auto":
-            return trial(self)
+    def run_self_check(self, check: Callable[["AlignedRunner"], None], *, tokens: int) -> None:
+        """Run `check` and keep the settings that it finds. It uses up to two rows of `tokens` tokens.
+
+        It compares logits, so a quantized cache is replaced by an exact one.
+        """
+        if self._kv_dtype == "auto":
+            return check(self)
         exact = AlignedRunner(
             self._model,
             rows=min(self.rows, 2),
             ctx_size=tokens,
             chunk=min(self._chunk, tokens),
             device=self._device,
-            homes=self._homes,
+            layer_devices=self._layer_devices,
         )
-        trial(exact)
-        self.continues, self.mixes = exact.continues, exact.mixes
+        check(exact)
+        self.continues_states, self.mixes_lengths = exact.continues_states, exact.mixes_lengths
 
     @torch.inference_mode()
-    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
-        """See `runner.Runner`. Raises LookupError if `fed` is to go on with states that are not here any more."""
-        found: dict[int, torch.Tensor] = {}  # logits by place in the batch
-        together: dict[int, _Part] = {}
+    def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Runner.run`. Raises LookupError if the states before `device_tokens` are no longer stored."""
+        found: dict[int, torch.Tensor] = {}  # logits by index in the batch
+        together: dict[int, _DecoderPart] = {}
         for index, segment in enumerate(batch):
             part = self._part(segment)
             if part is None:
@@ -158,12 +162,13 @@ class AlignedRunner:
             self._admit(part)
             if self._decodes(part):
                 together[index] = part
-            elif fed is not None:
-                raise LookupError(f"the states behind {part.start} tokens are gone")
+            elif device_tokens is not None:
+                # Rebuilding the states needs the tokens on the host: the step is computed in turn.
+                raise LookupError(f"the states after {part.start} tokens are not stored any more")
             else:
                 found[index] = self._alone(part)
         for group in self._groups(together):
-            found |= self._decode(group, fed)
+            found |= self._decode(group, device_tokens)
         wanted = [found[index] for index in sorted(found) if len(found[index])]
         if not wanted:
             return torch.empty(0, self.vocab_size, dtype=torch.float32)
@@ -176,21 +181,22 @@ class AlignedRunner:
         self._lengths[target] = self._lengths[source]
 
     def forget(self, row: int) -> None:
-        """See `runner.Runner`. Its columns are erased: no mask hides what is no number from another row there."""
+        """See `Runner.forget`. Erases the row's columns."""
+        # Other rows may reach into these columns, and a masked column still takes part in sums: 0 * NaN is NaN.
         if self._alignment.has(row):
             self._cache.erase(self._alignment.slot(row), self._alignment.begin(row), self._lengths.get(row, 0))
         self._alignment.forget(row)
         self._lengths.pop(row, None)
-        prompt_images = self._seeing.pop(row, None)
+        prompt_images = self._images_by_row.pop(row, None)
         if prompt_images is not None and self._tower is not None:
             self._tower.forget(prompt_images)
 
     @torch.inference_mode()
-    def plainly(self, tokens: Sequence[int], prompt_tokens: int) -> torch.Tensor:
-        """Logits `[len(tokens) - prompt_tokens + 1, vocab]` from the prompt's last token on, computed in one forward of
-        the model without any cache: what `run` has to agree with."""
+    def forward_without_cache(self, tokens: Sequence[int], prompt_tokens: int) -> torch.Tensor:
+        """Logits `[len(tokens) - prompt_tokens + 1, vocab]` from the prompt's last token on, in one forward without a
+        cache: the reference of the self-check."""
         encoded = None
-        if self._forward.crosses:
+        if self._forward.is_encoder_decoder:
             encoded = self._forward.encode(tokens[:prompt_tokens])
             tokens = [self._first, *tokens[prompt_tokens:]]
             prompt_tokens = 1
@@ -199,23 +205,23 @@ class AlignedRunner:
 
     # Parts
 
-    def _part(self, segment: Segment) -> _Part | None:
-        """What of `segment` the decoder computes; None: nothing yet, as the encoder will read the prompt as a whole."""
+    def _part(self, segment: Segment) -> _DecoderPart | None:
+        """The decoder's part of `segment`. None before the end of a prompt that an encoder reads."""
         tokens = segment.sequence.tokens
-        if segment.ahead:  # the token is fed
-            before = segment.sequence.prompt_tokens - 1 if self._forward.crosses else 0
-            return _Part(segment, segment.start - before, [0])
-        if not self._forward.crosses:
-            return _Part(segment, segment.start, tokens[segment.start : segment.end])
-        before = segment.sequence.prompt_tokens - 1  # the prompt's last token stands for the answer's first
+        if segment.ahead:  # the token is on the device only; 0 takes its place
+            before = segment.sequence.prompt_tokens - 1 if self._forward.is_encoder_decoder else 0
+            return _DecoderPart(segment, segment.start - before, [0])
+        if not self._forward.is_encoder_decoder:
+            return _DecoderPart(segment, segment.start, tokens[segment.start : segment.end])
+        before = segment.sequence.prompt_tokens - 1  # the prompt's last token takes the place of the start token
         if segment.end <= before:
             return None
         start = max(segment.start - before, 0)
         answer = [self._first, *tokens[before + 1 : segment.end]]
-        return _Part(segment, start, answer[start:])
+        return _DecoderPart(segment, start, answer[start:])
 
-    def _admit(self, part: _Part) -> None:
-        """Give its row a slot if it has none; a row that begins anew forgets what it was."""
+    def _admit(self, part: _DecoderPart) -> None:
+        """Give the part's row a slot if it has none. Clear the slot of a row that begins."""
         row, is_new = part.row, not self._alignment.has(part.row)
         self._lengths[row] = part.end
         self._cache.carry_out(self._alignment.alone(row, part.start, len(part.tokens) if is_new else 0))
@@ -223,83 +229,92 @@ class AlignedRunner:
             return
         slot = self._alignment.slot(row)
         self._cache.clear(slot)
-        if part.start:  # nobody computed it: a step that only takes time
-            self._cache.pretend(slot, part.start)
-            self._cache.has_crossed(slot, part.segment.sequence.prompt_tokens)
+        if part.start:  # a warmup step: its past was never computed
+            self._cache.assume_states(slot, part.start)
+            self._cache.set_cross_columns(slot, part.segment.sequence.prompt_tokens)
 
-    def _decodes(self, part: _Part) -> bool:
+    def _decodes(self, part: _DecoderPart) -> bool:
         is_next = part.start > 0 and len(part.tokens) == 1 and part.segment.completes
+        # With states, a token can be computed in a batch only if the states before it are stored.
         if is_next and self._cache.has_states:
-            return self._cache.knows(self._alignment.slot(part.row), part.start)
+            return self._cache.has_states_at(self._alignment.slot(part.row), part.start)
         return is_next
 
-    def _groups(self, parts: dict[int, _Part]) -> list[dict[int, _Part]]:
-        """Those that may be one forward."""
-        if self._forward.mixes:
+    def _groups(self, parts: dict[int, _DecoderPart]) -> list[dict[int, _DecoderPart]]:
+        """The parts that may share a forward, by index in the batch."""
+        if self._forward.mixes_lengths:
             return [parts] if parts else []
-        groups: dict[int, dict[int, _Part]] = {}
+        groups: dict[int, dict[int, _DecoderPart]] = {}
+        # Without positions or a relative mask, all rows of a forward must have the same length.
         for index, part in parts.items():
             groups.setdefault(part.start, {})[index] = part
         return list(groups.values())
 
     # Forwards
 
-    def _decode(self, parts: dict[int, _Part], fed: torch.Tensor | None) -> dict[int, torch.Tensor]:
-        """One token of each, in one forward; `fed` by place in the batch."""
+    def _decode(self, parts: dict[int, _DecoderPart], device_tokens: torch.Tensor | None) -> dict[int, torch.Tensor]:
+        """Compute one token of each part in one forward. `device_tokens` by index in the batch."""
         plan = self._alignment.together([(part.row, part.start) for part in parts.values()])
+        # Rows may have to move so that their slots are adjacent and all rows end at one column.
         self._cache.carry_out(plan.moves)
         by_row = {part.row: (index, part) for index, part in parts.items()}
         order = [by_row[row] for row in plan.rows]
         starts = [part.start for _, part in order]
-        crossed = [self._cache.crossed(slot) for slot in range(plan.slots.start, plan.slots.stop)]
+        cross_columns = [self._cache.cross_columns(slot) for slot in range(plan.slots.start, plan.slots.stop)]
         self._cache.prepare(plan.slots, starts)
         self._adapt([part for _, part in order])
         logits = self._forward(
             [part.tokens for _, part in order],
             starts,
-            self._cache.show(plan.slots, plan.low, plan.time, has_past=True, crossed=max(crossed)),
+            self._cache.show(plan.slots, plan.low, plan.time, has_past=True, cross_columns=max(cross_columns)),
             kept=1,
             past=plan.time - plan.low,
-            crossed=crossed,
-            fed=fed[upload([index for index, _ in order], torch.int64, fed.device)] if fed is not None else None,
+            cross_columns=cross_columns,
+            device_tokens=device_tokens[upload([index for index, _ in order], torch.int64, device_tokens.device)]
+            if device_tokens is not None
+            else None,
         )
         self._done(plan.slots, [part for _, part in order])
         return {index: logits[place, : part.wanted] for place, (index, part) in enumerate(order)}
 
-    def _alone(self, part: _Part) -> torch.Tensor:
-        """Some tokens of one row; logits `[wanted, vocab]`."""
+    def _alone(self, part: _DecoderPart) -> torch.Tensor:
+        """Compute the tokens of one row; logits `[wanted, vocab]`."""
         slot = self._alignment.slot(part.row)
         whole = part.tokens
-        if not self.continues and self._cache.has_states:
-            known = part.start > 0 and self._cache.knows(slot, part.start)
+        if not self.continues_states and self._cache.has_states:
+            known = part.start > 0 and self._cache.has_states_at(slot, part.start)
             first = min(len(part.segment.sequence.tokens), self._chunk)
             if part.segment.sequence.prompt_logprobs and part.start == 0:
                 first = part.end
             if not known and part.end < first:
-                return torch.empty(0, 0)  # all of the first chunk at once, when its end comes
+                return torch.empty(0, 0)  # the first chunk is computed as a whole, when its last token is due
             if known:
+                # One forward for each token: slow, but the only correct way for such code.
                 return self._pieces(part, [[token] for token in part.tokens])
             tokens = part.segment.sequence.tokens[: part.end]
-            part = _Part(part.segment, 0, tokens)
+            # The states are gone (preemption, or a row that begins): compute from the first token.
+            part = _DecoderPart(part.segment, 0, tokens)
             return self._pieces(part, [tokens[:first], *([token] for token in tokens[first:])])
         return self._pieces(part, [whole])
 
-    def _pieces(self, part: _Part, pieces: Iterable[list[int]]) -> torch.Tensor:
-        """`part`, computed in as many forwards as there are `pieces` of its tokens; logits `[wanted, vocab]`."""
+    def _pieces(self, part: _DecoderPart, pieces: Iterable[list[int]]) -> torch.Tensor:
+        """Compute `part` in one forward for each of `pieces`; logits `[wanted, vocab]`."""
         self._cache.carry_out(self._alignment.alone(part.row, part.start, len(part.tokens)))
         slot, begin = self._alignment.slot(part.row), self._alignment.begin(part.row)
         slots = slice(slot, slot + 1)
         self._adapt([part])
-        encoded = self._encode(part) if self._forward.crosses and part.encodes else None
-        crossed = [] if encoded is not None or not self._forward.crosses else [self._cache.crossed(slot)]
+        encoded = self._encode(part) if self._forward.is_encoder_decoder and part.encodes else None
+        cross_columns = (
+            [] if encoded is not None or not self._forward.is_encoder_decoder else [self._cache.cross_columns(slot)]
+        )
         self._cache.prepare(slots, [part.start])
         found: list[torch.Tensor] = []
         start = part.start
         for piece in pieces:
             end = start + len(piece)
-            kept = max(1, end - max(start, part.end - part.wanted))
+            kept = max(1, end - max(start, part.end - part.wanted))  # transformers takes 0 for all
             time = begin + start
-            view = self._cache.show(slots, begin, time, has_past=start > 0, crossed=max(crossed, default=0))
+            view = self._cache.show(slots, begin, time, has_past=start > 0, cross_columns=max(cross_columns, default=0))
             logits = self._forward(
                 [piece],
                 [start],
@@ -307,42 +322,42 @@ class AlignedRunner:
                 kept=kept,
                 past=start,
                 encoded=encoded,
-                crossed=crossed,
-                seen=self._see(part, piece, start),
+                cross_columns=cross_columns,
+                embeddings=self._see(part, piece, start),
             )
             if end > part.end - part.wanted:
                 found.append(logits[0])
             start = end
         if encoded is not None:
-            self._cache.has_crossed(slot, encoded.shape[1])
+            self._cache.set_cross_columns(slot, encoded.shape[1])
         self._done(slots, [part])
         return torch.cat(found) if len(found) > 1 else found[0] if found else torch.empty(0, 0)
 
-    def _adapt(self, parts: Sequence[_Part]) -> None:
-        """The next forwards are of these rows; one alone may be computed in pieces, and read by the encoder."""
+    def _adapt(self, parts: Sequence[_DecoderPart]) -> None:
+        """Select the adapters of the next forwards, which are of these rows."""
         if self.adapters is not None:
             self.adapters.begin([(part.segment.sequence.adapter, len(part.tokens)) for part in parts])
 
-    def _encode(self, part: _Part) -> torch.Tensor:
+    def _encode(self, part: _DecoderPart) -> torch.Tensor:
         sequence = part.segment.sequence
         return self._forward.encode(sequence.tokens[: sequence.prompt_tokens])
 
-    def _see(self, part: _Part, piece: list[int], start: int) -> Seen | None:
-        """What the forward is given in place of tokens, where some of them stand for images."""
+    def _see(self, part: _DecoderPart, piece: list[int], start: int) -> PromptEmbeddings | None:
+        """Embeddings to compute in place of tokens, if some of these stand for images."""
         prompt_images = part.segment.sequence.prompt_images
         if prompt_images is None or start >= part.segment.sequence.prompt_tokens:
             return None
-        assert self._tower is not None, "nobody else makes prompts with images"
-        self._seeing[part.row] = prompt_images
-        return self._tower.see(piece, start, prompt_images)
+        assert self._tower is not None, "a prompt has images, but the model has no vision tower"
+        self._images_by_row[part.row] = prompt_images
+        return self._tower.embed_prompt(piece, start, prompt_images)
 
-    def _done(self, slots: slice, parts: Sequence[_Part]) -> None:
+    def _done(self, slots: slice, parts: Sequence[_DecoderPart]) -> None:
         self._cache.done(slots, [part.end for part in parts])
 
     def _probe(self, cache: Cache) -> None:
-        """Two tokens of one row."""
+        """Two tokens of one row, to see what the model stores."""
         with torch.inference_mode():
-            if self._forward.crosses:
+            if self._forward.is_encoder_decoder:
                 self._forward([[self._first, 0]], [0], cache, kept=1, past=0, encoded=self._forward.encode([0, 0]))
             else:
                 self._forward([[0, 0]], [0], cache, kept=1, past=0)

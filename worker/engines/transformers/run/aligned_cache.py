@@ -1,15 +1,16 @@
 """The aligned cache: buffers behind transformers' `Cache` API, for models that run by their own forward.
 
-Of each tensor that a layer keeps (`kept`) there is one buffer for all rows, allocated and touched at once:
+One buffer for each tensor that a layer stores, for all rows, allocated at load:
 
-    keys, values    [slots, heads, width, head_dim]; columns as in `alignment`. A layer with a window keeps all, and
-                    shows the model only what the window reaches. Kept in another type than the model's, the last
-                    dimension is a record (`cache_types`)
-    crossed         the same for keys and values of an encoder's output; they begin at column 0
-    states          [slots, ...] of state-space, convolution and linear-attention layers, twice: as they are now, and
-                    as they were before the newest step, which may have to be taken again
+    keys, values    [slots, heads, width, head_dim]; columns as in `aligned_layout`. A layer with a window stores all
+                    columns and shows the model those in the window. If quantized, the last dimension is a record
+                    (`quantized_kv_types`).
+    cross keys,     the same for keys and values of an encoder's output; they begin at column 0
+    values
+    states          [slots, ...] of state-space, convolution and linear-attention layers, twice: the current ones, and
+                    those before the newest step, which may have to be repeated
 
-Whatever the forward gets to see are views of these, or what was unpacked for it.
+A forward sees views of these buffers, or unpacked copies of quantized ones.
 """
 
 from collections.abc import Sequence
@@ -28,19 +29,18 @@ from transformers.cache_utils import (
 
 from worker.engines.transformers.attention.quantized_kv_types import CacheType
 from worker.engines.transformers.device.lazy_pages import claim
-from worker.engines.transformers.run.cache_probe import LayerShape, Shape
+from worker.engines.transformers.run.cache_probe import LayerShape, TensorShape
 from worker.engines.transformers.schedule.aligned_layout import Move, Swap
 
 
 @dataclass(slots=True)
-class View:
-    """Which part of the buffers a forward sees: these slots, and of their past the columns `low` to `time`."""
+class CacheView:
+    """The part of the buffers that a forward sees: `slots`, and of their past the columns `low` to `time`."""
 
     slots: slice = field(default_factory=lambda: slice(0, 1))
     low: int = 0
     time: int = 0
-    crossed: int = 0
-    """Columns of the encoder's output."""
+    cross_columns: int = 0  # columns of the encoder's output
 
     @property
     def past(self) -> int:
@@ -48,27 +48,26 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class _Buffer:
-    """Keys, or values, of all slots: `[slots, heads, width, head_dim]`, or records in place of `head_dim`."""
+class _KeyValueBuffer:
+    """Keys or values of all slots: `[slots, heads, width, head_dim]`, or records in place of `head_dim`."""
 
     tensor: torch.Tensor
-    kind: CacheType | None = None
-    """What the records are."""
+    kind: CacheType | None = None  # the type of the records; None: not quantized
 
     def write(self, slots: slice, columns: slice, given: torch.Tensor) -> None:
-        """`[rows, heads, columns, head_dim]`."""
+        """`given`: `[rows, heads, columns, head_dim]`."""
         self.tensor[slots, :, columns] = given if self.kind is None else self.kind.pack(given[..., None, :])
 
     def read(self, slots: slice, columns: slice) -> torch.Tensor:
-        """`[rows, heads, columns, head_dim]`: a view, or what was unpacked for the reader alone."""
+        """`[rows, heads, columns, head_dim]`: a view, or a copy if quantized."""
         found = self.tensor[slots, :, columns]
         return found if self.kind is None else self.kind.unpack(found).squeeze(-2)
 
 
-class _Keys(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """Keys and values of a layer, in buffers of ours."""
+class _KeyValueLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """Keys and values of a layer, in the cache's buffers."""
 
-    def __init__(self, view: View, keys: _Buffer, values: _Buffer, window: int):
+    def __init__(self, view: CacheView, keys: _KeyValueBuffer, values: _KeyValueBuffer, window: int):
         super().__init__()  # type: ignore[no-untyped-call]
         self._view, self._buffers = view, (keys, values)
         self.is_sliding = window > 0
@@ -76,12 +75,12 @@ class _Keys(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the buffers are here."""
+        """Do nothing: the buffers exist."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[rows, heads, tokens, head_dim]` behind the past; gives what of both the layer's tokens may look at."""
+        """Append `[rows, heads, tokens, head_dim]` and return all columns that the layer may attend to."""
         view = self._view
         end = view.time + key_states.shape[2]
         seen = slice(view.low + self._hidden(), end)
@@ -90,12 +89,12 @@ class _Keys(CacheLayerMixin):  # type: ignore[no-untyped-call]
         keys.write(view.slots, new, key_states)
         values.write(view.slots, new, value_states)
         found = keys.read(view.slots, seen), values.read(view.slots, seen)
-        if keys.kind is None:  # what was unpacked nobody but the caller may hold: it takes what the cache saves
+        if keys.kind is None:  # an unpacked copy must not stay referenced here: it would undo the memory saved
             self.keys, self.values = found
         return found
 
     def _hidden(self) -> int:
-        """Columns of the past that are behind the window of the next token already."""
+        """Columns of the past that lie before the window of the next token."""
         return max(self._view.past - self.sliding_window + 1, 0) if self.is_sliding else 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -108,27 +107,27 @@ class _Keys(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._buffers[0].tensor.shape[2]
 
 
-class _Crossed(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """Keys and values of an encoder's output: written when it has been computed, and only read from then on."""
+class _CrossAttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """Keys and values of an encoder's output: written once, then only read."""
 
     is_sliding = False
 
-    def __init__(self, view: View, keys: _Buffer, values: _Buffer):
+    def __init__(self, view: CacheView, keys: _KeyValueBuffer, values: _KeyValueBuffer):
         super().__init__()  # type: ignore[no-untyped-call]
         self._view, self._buffers = view, (keys, values)
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the buffers are here."""
+        """Do nothing: the buffers exist."""
 
     @property
     def keys(self) -> torch.Tensor:
-        """Of the columns that are shown; models ask for these in place of an update."""
+        """The columns shown. Models read these instead of calling `update`."""
         return self._read(0)
 
     @keys.setter
     def keys(self, nothing: torch.Tensor | None) -> None:
-        """transformers' own layer begins so."""
+        """Ignored: the constructor of transformers' layer sets it."""
 
     @property
     def values(self) -> torch.Tensor:
@@ -136,10 +135,10 @@ class _Crossed(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @values.setter
     def values(self, nothing: torch.Tensor | None) -> None:
-        """As of `keys`."""
+        """Ignored, as for `keys`."""
 
     def _read(self, which: int) -> torch.Tensor:
-        return self._buffers[which].read(self._view.slots, slice(0, self._view.crossed))
+        return self._buffers[which].read(self._view.slots, slice(0, self._view.cross_columns))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -153,20 +152,20 @@ class _Crossed(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._view.crossed, 0
+        return self._view.cross_columns, 0
 
     def get_seq_length(self) -> int:
-        return self._view.crossed
+        return self._view.cross_columns
 
     def get_max_length(self) -> int:
         return self._buffers[0].tensor.shape[2]
 
 
-class _KeysAndStates(_Keys, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override, no-untyped-call]
-    """A layer with both."""
+class _KeyValueStateLayer(_KeyValueLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override, no-untyped-call]
+    """A layer with keys, values and states."""
 
-    def __init__(self, view: View, keys: _Buffer, values: _Buffer, window: int, states: int):
-        _Keys.__init__(self, view, keys, values, window)
+    def __init__(self, view: CacheView, keys: _KeyValueBuffer, values: _KeyValueBuffer, window: int, states: int):
+        _KeyValueLayer.__init__(self, view, keys, values, window)
         LinearAttentionLayer.__init__(self, number_of_states=states)
         self.is_initialized = True
 
@@ -174,7 +173,7 @@ class _KeysAndStates(_Keys, LinearAttentionAndFullAttentionLayer):  # type: igno
 class AlignedCache:
     """All buffers, and the `Cache` of transformers that shows them to a model.
 
-    A step is: carry out the moves, `prepare` the states, `show` a view, run the forward, and say what is now `done`.
+    Order of a step: carry out the moves, `prepare` the states, `show` a view, run the forward, mark it `done`.
     """
 
     def __init__(
@@ -184,34 +183,31 @@ class AlignedCache:
         slots: int,
         width: int,
         devices: Sequence[torch.device],
-        kept_as: str = "auto",
+        kv_dtype: str = "auto",
     ):
-        """`devices`: of each layer, in the order of `shapes`; `kept_as`: in which numbers keys and values are kept
-        (`cache_types`)."""
-        self._kept_as = kept_as
-        self._view = View()
-        self._timed: list[torch.Tensor] = []
-        self._across: list[torch.Tensor] = []
+        """`devices`: of each layer, in the order of `shapes`; `kv_dtype`: as the option `kv_cache_dtype`."""
+        self._kv_dtype = kv_dtype
+        self._view = CacheView()
+        self._timed: list[torch.Tensor] = []  # buffers of keys and values
+        self._across: list[torch.Tensor] = []  # buffers of cross attention
         self._states: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._stateful: list[tuple[LinearAttentionLayer, dict[int, torch.Tensor], dict[int, torch.Tensor]]] = []
         self._slots, self._width = slots, width
-        self._now = [0] * slots
-        """By slot: tokens that its states have taken in."""
-        self._before = [0] * slots
-        """The same of the states as they were before the newest step."""
-        self._crossed = [0] * slots
+        self._now = [0] * slots  # by slot: number of tokens in its current states
+        self._before = [0] * slots  # the same of the states before the newest step
+        self._cross_columns = [0] * slots
         own = Cache(layers=[self._layer(*each) for each in zip(shapes, devices, strict=True)])
         self._cross = [
-            self._cross_layer(shape.crossed, device)
+            self._cross_layer(shape.cross_keys, device)
             for shape, device in zip(shapes, devices, strict=True)
-            if shape.crossed is not None
+            if shape.cross_keys is not None
         ]
         self.cache: Cache = EncoderDecoderCache(own, Cache(layers=[*self._cross])) if self._cross else own
         largest = dict.fromkeys(devices, 0)
         for each in self._all():
             largest[each.device] = max(largest[each.device], each[0].nbytes)
+        # For each device, room for one row of one buffer: a move within a slot may overlap itself.
         self._scratch = {device: claim(size, dtype=torch.uint8, device=device) for device, size in largest.items()}
-        """On each device, room for one row of one buffer: what moves within a slot may overlap itself."""
 
     @property
     def bytes(self) -> int:
@@ -230,15 +226,16 @@ class AlignedCache:
     def _empty(self, *size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return claim(self._slots, *size, dtype=dtype, device=device)
 
-    def _pair(self, shapes: tuple[Shape, Shape], device: torch.device) -> list[_Buffer]:
+    def _pair(self, shapes: tuple[TensorShape, TensorShape], device: torch.device) -> list[_KeyValueBuffer]:
         return [self._buffer(*each.size, dtype=each.dtype, device=device) for each in shapes]
 
-    def _buffer(self, heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> _Buffer:
-        kind = CacheType.of(self._kept_as, 1, head_dim, dtype)
+    def _buffer(self, heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> _KeyValueBuffer:
+        kind = CacheType.of(self._kv_dtype, 1, head_dim, dtype)
         last, dtype = (head_dim, dtype) if kind is None else (kind.width, torch.uint8)
-        return _Buffer(self._empty(heads, self._width, last, dtype=dtype, device=device), kind)
+        return _KeyValueBuffer(self._empty(heads, self._width, last, dtype=dtype, device=device), kind)
 
-    def _state(self, shape: Shape, device: torch.device) -> torch.Tensor:
+    def _state(self, shape: TensorShape, device: torch.device) -> torch.Tensor:
+        # Two copies: a step may have to be repeated with a smaller batch, and states cannot be rewound otherwise.
         now, before = (self._empty(*shape.size, dtype=shape.dtype, device=device) for _ in range(2))
         self._states.append((now, before))
         return now
@@ -248,10 +245,10 @@ class AlignedCache:
         self._timed.extend(buffer.tensor for buffer in pair)
         if not shape.has_states:
             nothing: Any = DummyLayer
-            return _Keys(self._view, pair[0], pair[1], shape.window) if pair else nothing()
+            return _KeyValueLayer(self._view, pair[0], pair[1], shape.window) if pair else nothing()
         count = max(len(shape.convolutions), len(shape.recurrences))
         layer: Any = (
-            _KeysAndStates(self._view, pair[0], pair[1], shape.window, count)
+            _KeyValueStateLayer(self._view, pair[0], pair[1], shape.window, count)
             if pair
             else LinearAttentionLayer(number_of_states=count)
         )
@@ -266,21 +263,21 @@ class AlignedCache:
         self._stateful.append((layer, convolutions, recurrences))
         return layer
 
-    def _cross_layer(self, shapes: tuple[Shape, Shape], device: torch.device) -> _Crossed:
+    def _cross_layer(self, shapes: tuple[TensorShape, TensorShape], device: torch.device) -> _CrossAttentionLayer:
         pair = self._pair(shapes, device)
         self._across.extend(buffer.tensor for buffer in pair)
-        return _Crossed(self._view, *pair)
+        return _CrossAttentionLayer(self._view, *pair)
 
     # What a forward sees
 
-    def show(self, slots: slice, low: int, time: int, *, has_past: bool, crossed: int = 0) -> Cache:
-        """transformers' cache, showing these slots with their past in the columns `low` to `time`.
+    def show(self, slots: slice, low: int, time: int, *, has_past: bool, cross_columns: int = 0) -> Cache:
+        """Transformers' cache, showing `slots` with their past in the columns `low` to `time`.
 
-        `has_past`: their states are of tokens, not of nothing. `crossed`: columns of the encoder's output to show; 0
-        where the forward is to write them.
+        `has_past`: the states are those of earlier tokens, not empty. `crossed`: columns of the encoder's output to
+        show; 0 if the forward is to write them.
         """
         view = self._view
-        view.slots, view.low, view.time, view.crossed = slots, low, time, crossed
+        view.slots, view.low, view.time, view.cross_columns = slots, low, time, cross_columns
         for layer, convolutions, recurrences in self._stateful:
             for index, buffer in convolutions.items():
                 layer.conv_states[index] = buffer[slots]
@@ -290,37 +287,38 @@ class AlignedCache:
                 layer.has_previous_state[index] = has_past
         if isinstance(self.cache, EncoderDecoderCache):
             for index in range(len(self._cross)):
-                self.cache.is_updated[index] = crossed > 0
+                self.cache.is_updated[index] = cross_columns > 0
         return self.cache
 
-    def crossed(self, slot: int) -> int:
-        """Columns of the encoder's output of that slot."""
-        return self._crossed[slot]
+    def cross_columns(self, slot: int) -> int:
+        """Columns of the encoder's output in that slot."""
+        return self._cross_columns[slot]
 
-    def has_crossed(self, slot: int, columns: int) -> None:
-        self._crossed[slot] = columns
+    def set_cross_columns(self, slot: int, columns: int) -> None:
+        self._cross_columns[slot] = columns
 
     # States
 
-    def knows(self, slot: int, tokens: int) -> bool:
-        """Whether the states behind the first `tokens` tokens are here, now or from before the newest step."""
+    def has_states_at(self, slot: int, tokens: int) -> bool:
+        """True if the states after the first `tokens` tokens are stored, as current ones or from before that step."""
         return tokens in (self._now[slot], self._before[slot])
 
     def prepare(self, slots: slice, starts: Sequence[int]) -> None:
-        """Bring the states of `slots` to where they were behind `starts` tokens, and keep them so until `done`.
+        """Make the states of `slots` those after `starts` tokens, and store a copy until `done`.
 
-        Raises LookupError if they are not here any more.
+        Raises LookupError if they are not stored any more.
         """
         if not self._states:
             return
-        everyone = range(slots.start, slots.stop)
-        if all(self._now[slot] == start for slot, start in zip(everyone, starts, strict=True)):
+        numbers = range(slots.start, slots.stop)
+        # The usual case, one copy for all slots: every row continues where it is.
+        if all(self._now[slot] == start for slot, start in zip(numbers, starts, strict=True)):
             self._copy(slots, to_now=False)
         else:
-            for slot, start in zip(everyone, starts, strict=True):
+            for slot, start in zip(numbers, starts, strict=True):
                 self._rewind(slot, start)
-        for slot, start in zip(everyone, starts, strict=True):
-            self._before[slot], self._now[slot] = start, -1  # nothing is sure until the forward has ended
+        for slot, start in zip(numbers, starts, strict=True):
+            self._before[slot], self._now[slot] = start, -1  # unknown until the forward has ended
 
     def _rewind(self, slot: int, start: int) -> None:
         one = slice(slot, slot + 1)
@@ -333,7 +331,7 @@ class AlignedCache:
         elif self._before[slot] == start:
             self._copy(one, to_now=True)
         else:
-            raise LookupError(f"the states behind {start} tokens are gone")
+            raise LookupError(f"the states after {start} tokens are not stored any more")
 
     def _copy(self, slots: slice, *, to_now: bool) -> None:
         for now, before in self._states:
@@ -341,23 +339,23 @@ class AlignedCache:
             target[slots] = source[slots]
 
     def done(self, slots: slice, ends: Sequence[int]) -> None:
-        """The forward has ended: the states of `slots` are those behind `ends` tokens."""
+        """Record that the forward has ended: the states of `slots` are those after `ends` tokens."""
         self._now[slots] = ends
 
     def clear(self, slot: int) -> None:
-        """A fresh row is to begin there."""
+        """Forget the states of a slot, for a new row."""
         self._now[slot] = self._before[slot] = -1
-        self._crossed[slot] = 0
+        self._cross_columns[slot] = 0
 
     def erase(self, slot: int, begin: int, length: int) -> None:
-        """So many columns of that slot, and what its encoder gave, are zeros again."""
+        """Zero `length` columns of a slot, and its encoder's output."""
         for buffer in self._timed:
             buffer[slot, :, begin : begin + length].zero_()
         for buffer in self._across:
-            buffer[slot, :, : self._crossed[slot]].zero_()
+            buffer[slot, :, : self._cross_columns[slot]].zero_()
 
-    def pretend(self, slot: int, tokens: int) -> None:
-        """Take the states of a fresh row for those behind `tokens` tokens: for steps that only take time."""
+    def assume_states(self, slot: int, tokens: int) -> None:
+        """Take the states of a new row for those after `tokens` tokens. For warmup steps only."""
         self._now[slot] = tokens
 
     # Moves
@@ -373,16 +371,17 @@ class AlignedCache:
         for buffer in self._timed:
             source = buffer[move.source, :, move.begin : move.begin + move.length]
             target = buffer[move.target, :, move.to : move.to + move.length]
+            # Overlapping ranges of one slot must go through a copy.
             target.copy_(self._kept(source) if move.source == move.target else source)
         if move.source == move.target:
             return
-        columns = self._crossed[move.source]
+        columns = self._cross_columns[move.source]
         for buffer in self._across:
             buffer[move.target, :, :columns] = buffer[move.source, :, :columns]
         for pair in self._states:
             for each in pair:
                 each[move.target] = each[move.source]
-        for numbers in (self._now, self._before, self._crossed):
+        for numbers in (self._now, self._before, self._cross_columns):
             numbers[move.target] = numbers[move.source]
 
     def _swap(self, one: int, other: int) -> None:
@@ -390,11 +389,11 @@ class AlignedCache:
             kept = self._kept(buffer[one])
             buffer[one] = buffer[other]
             buffer[other] = kept
-        for numbers in (self._now, self._before, self._crossed):
+        for numbers in (self._now, self._before, self._cross_columns):
             numbers[one], numbers[other] = numbers[other], numbers[one]
 
     def _kept(self, source: torch.Tensor) -> torch.Tensor:
-        """A copy in the scratch buffer, good until the next."""
+        """A copy of `source` in the scratch buffer, valid until the next call."""
         size = source.numel() * source.element_size()
         kept = self._scratch[source.device][:size].view(source.dtype).view(source.shape)
         return kept.copy_(source)

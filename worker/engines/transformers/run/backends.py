@@ -1,4 +1,4 @@
-"""Which backend runs a model, made and proved."""
+"""Backends: the choice between the paged and the aligned runner, and the allocation of its cache and adapters."""
 
 from functools import partial
 from typing import Any
@@ -13,8 +13,8 @@ from worker.engines.transformers.load.layer_split import Pools, Split, tail_of
 from worker.engines.transformers.load.lora import Adapters
 from worker.engines.transformers.run import self_check
 from worker.engines.transformers.run.aligned import AlignedRunner
-from worker.engines.transformers.run.runner import PackedRunner
-from worker.engines.transformers.run.vision import Tower
+from worker.engines.transformers.run.runner import PagedRunner
+from worker.engines.transformers.run.vision import VisionTower
 from worker.engines.transformers.schedule.kv_cache import Blocks, Capacity, Rows, pool_blocks
 from worker.errors import StartError, UnsupportedByModel
 from worker.protocol.argv import ModelOptions
@@ -23,20 +23,20 @@ from worker.protocol.exits import Exit
 __all__ = [
     "ATTENTION",
     "check_attention",
+    "check_cache",
     "implementation",
     "make_adapters",
     "make_blocks",
     "make_pool",
     "make_runner",
-    "prove",
 ]
 
+# Names under which transformers finds the attention of the paged runner, by the value of `attention`.
 ATTENTION = {"auto": paged.SDPA, "sdpa": paged.SDPA, "eager": paged.EAGER}
-"""The name under which transformers finds the packed backend's attention, by the value of `attention`."""
 
 
 def implementation(asked: str, config: Any) -> str | None:
-    """Return transformers' name of the attention; None: what the model's own code prefers.
+    """Transformers' name of the attention implementation; None for the model's own default.
 
     Raises StartError if `asked` is not a value of `attention`.
     """
@@ -57,7 +57,7 @@ def check_attention(asked: str) -> None:
 
 
 def make_blocks(options: ModelOptions, ctx_size: int, *, caches: bool) -> Blocks:
-    """The blocks that `options` ask for. Raises StartError if a request of `ctx_size` tokens would not fit."""
+    """The blocks of `options`. Raises StartError if a request of `ctx_size` tokens would not fit."""
     if 0 < options.kv_tokens < ctx_size:
         raise StartError(
             f"kv-tokens {options.kv_tokens} is less than the {ctx_size} tokens that one request may have (ctx-size);"
@@ -74,14 +74,17 @@ def make_pool(
     *,
     layers: int | None = None,
     ranks: int = 1,
-    kept_as: str = "auto",
+    kv_dtype: str = "auto",
 ) -> kv_pool.Pool:
-    """Memory for `blocks` of a model's keys and values; of so many of its `layers`, None: of all; of one of `ranks`
-    that each have as many of its heads. `kept_as`: in which numbers (`cache_types`). Raises StartError if they cannot
-    be kept so."""
+    """Allocate the keys and values of `blocks`. Raises StartError if `kv_dtype` does not suit the model.
+
+    layers: the number of layers; None: all of the model.
+    ranks: tensor-parallel ranks that share the heads.
+    kv_dtype: as the option `kv_cache_dtype`.
+    """
     shape = architectures.CacheShape.of(config)
     count, heads = shape.layers if layers is None else layers, shape.kv_heads // ranks
-    kind = CacheType.of(kept_as, heads, shape.head_dim, dtype)
+    kind = CacheType.of(kv_dtype, heads, shape.head_dim, dtype)
     if kind is not None:
         return CompactPool(kind, layers=count, rows=blocks.rows, blocks=blocks.count, device=device)
     return kv_pool.Pool(
@@ -103,25 +106,28 @@ def make_runner(
     device: torch.device,
     *,
     caches: bool,
-    tower: Tower | None = None,
+    tower: VisionTower | None = None,
     split: Split | None = None,
     ranks: int = 1,
-) -> tuple[PackedRunner | AlignedRunner, Capacity]:
-    """The backend of this architecture, its cache allocated, and what that has room for.
+) -> tuple[PagedRunner | AlignedRunner, Capacity]:
+    """The runner of this architecture with its cache allocated, and the capacity of the cache.
 
-    `caches`: prefixes are kept for whoever begins alike, where there are blocks to keep. An aligned cache has rows in
-    place of blocks: as many as `kv_tokens` has room for, and keeps no prefixes. `tower`: of a model that takes images,
-    which are all aligned. `split`: of a model on several devices; `ranks`: of one that is divided among so many. Raises
-    StartError if a request would not fit, Unsupported if the model's cache is not one that we know.
+    caches: keep prefixes for later requests. Needs blocks; an aligned cache has rows instead, as many as `kv_tokens`
+        has room for.
+    tower: the vision tower of a model that takes images; these are all aligned.
+    split: of a model whose layers lie on several devices.
+    ranks: of a tensor-parallel model.
+
+    Raises StartError if a request would not fit, UnsupportedCache if the model's cache is of an unknown kind.
     """
     blocks = make_blocks(options, ctx_size, caches=caches)
     if architectures.backend(config) == "paged":
-        pool_of = partial(make_pool, config, blocks, model.dtype, kept_as=options.kv_cache_dtype)
+        pool_of = partial(make_pool, config, blocks, model.dtype, kv_dtype=options.kv_cache_dtype)
         if split is None:
-            return PackedRunner(model, pool_of(device, ranks=ranks), blocks, device), blocks
+            return PagedRunner(model, pool_of(device, ranks=ranks), blocks, device), blocks
         each = zip(split.devices, split.layers, strict=True)
         pools = Pools([pool_of(at, layers=count) for at, count in each], split)
-        return PackedRunner(model, pools, blocks, device, tail_of(model, split)), blocks
+        return PagedRunner(model, pools, blocks, device, tail_of(model, split)), blocks
     rows = min(options.parallel, options.kv_tokens // ctx_size) if options.kv_tokens else options.parallel
     chunk = min(options.prefill_chunk, ctx_size)
     runner = AlignedRunner(
@@ -131,21 +137,21 @@ def make_runner(
         chunk=chunk,
         device=device,
         tower=tower,
-        homes=split.by_layer if split is not None else None,
-        kept_as=options.kv_cache_dtype,
+        layer_devices=split.by_layer if split is not None else None,
+        kv_dtype=options.kv_cache_dtype,
     )
     return runner, Rows(rows, ctx_size)
 
 
 def make_adapters(
-    runner: PackedRunner | AlignedRunner,
+    runner: PagedRunner | AlignedRunner,
     model: Any,
     options: ModelOptions,
     device: torch.device,
     *,
     copies: int,
 ) -> Adapters | None:
-    """The slots that `options` ask for, allocated, and used by `runner`. Raises StartError where there can be none."""
+    """Allocate the adapter slots of `options` for `runner`. None without adapters. Raises StartError."""
     if not options.max_loras:
         return None
     try:
@@ -157,10 +163,12 @@ def make_adapters(
     return runner.adapters
 
 
-def prove(runner: PackedRunner | AlignedRunner, config: Any, ctx_size: int) -> None:
-    """Try an aligned cache on the model, unless our tests have done so. States are tried in any case, as the kernels
-    that carry them on differ from machine to machine. Raises Unsupported."""
-    if isinstance(runner, PackedRunner) or ctx_size < self_check.LONGEST:
+def check_cache(runner: PagedRunner | AlignedRunner, config: Any, ctx_size: int) -> None:
+    """Check an aligned cache with the model, unless the tests cover its architecture. Raises UnsupportedCache.
+
+    States are always checked: the kernels that continue them differ between machines.
+    """
+    if isinstance(runner, PagedRunner) or ctx_size < self_check.CHECK_TOKENS:
         return
     if config.model_type not in architectures.VERIFIED or runner.has_states:
-        runner.tried_by(self_check.trial, tokens=self_check.LONGEST)
+        runner.run_self_check(self_check.check, tokens=self_check.CHECK_TOKENS)

@@ -1,8 +1,4 @@
-"""What a model keeps of the tokens that it has seen: the shapes, read off the model itself.
-
-One forward of a few tokens through transformers' own cache shows the layers' kinds and the shapes of their keys, values
-and states.
-"""
+"""Shapes of the tensors that a model caches, found by one forward of a few tokens through transformers' own cache."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -29,20 +25,20 @@ _STATEFUL = (
 )
 
 
-class Unsupported(Exception):
-    """The model keeps what it remembers in a way that this cache does not know; the message says how."""
+class UnsupportedCache(Exception):
+    """The model caches something that the aligned cache does not support; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Of one tensor, without the dimensions of rows and columns."""
+class TensorShape:
+    """Size and dtype of one cached tensor, without the dimensions of rows and columns."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, *columns: int) -> "Shape":
-        """Of `tensor` `[1, ...]`, whose dimensions `columns` are those of time."""
+    def of(cls, tensor: torch.Tensor, *columns: int) -> "TensorShape":
+        """The shape of `tensor` `[1, ...]`. `columns`: its dimensions that grow with the number of tokens."""
         return cls(
             tuple(size for index, size in enumerate(tensor.shape) if index and index not in columns), tensor.dtype
         )
@@ -50,31 +46,32 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps."""
+    """The tensors that one layer caches."""
 
-    keys: tuple[Shape, Shape] | None = None
-    """Of keys and values: (heads, head_dim)."""
+    keys: tuple[TensorShape, TensorShape] | None = None  # keys and values: (heads, head_dim)
     window: int = 0
-    convolutions: dict[int, Shape] = field(default_factory=dict)
-    recurrences: dict[int, Shape] = field(default_factory=dict)
-    crossed: tuple[Shape, Shape] | None = None
+    convolutions: dict[int, TensorShape] = field(default_factory=dict)
+    recurrences: dict[int, TensorShape] = field(default_factory=dict)
+    cross_keys: tuple[TensorShape, TensorShape] | None = None  # keys and values of the encoder's output
 
     @property
     def has_states(self) -> bool:
         return bool(self.convolutions or self.recurrences)
 
 
-def read_off(config: Any, run: Callable[[Cache], None]) -> list[LayerShape]:
-    """The layers' shapes, from what `run`, a forward of one row with this cache, leaves in it. Raises Unsupported."""
-    crosses = bool(getattr(config, "is_encoder_decoder", False))
+def read_layer_shapes(config: Any, run: Callable[[Cache], None]) -> list[LayerShape]:
+    """The shapes of all layers after `run`, a forward of one row with the given cache. Raises UnsupportedCache."""
+    is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
     own = DynamicCache(config=config.get_text_config(decoder=True))
-    other = DynamicCache() if crosses else None
+    other = DynamicCache() if is_encoder_decoder else None
     run(EncoderDecoderCache(own, other) if other is not None else own)
     shapes = [_shape(layer) for layer in own.layers]
     if other is not None:
-        shapes = [replace(each, crossed=_keys(layer)) for each, layer in zip(shapes, other.layers, strict=True)]
+        shapes = [
+            replace(each, cross_keys=_key_value_shapes(layer)) for each, layer in zip(shapes, other.layers, strict=True)
+        ]
     if not any(each.keys or each.has_states for each in shapes):
-        raise Unsupported("it keeps nothing in transformers' cache")
+        raise UnsupportedCache("it stores nothing in transformers' cache")
     return shapes
 
 
@@ -82,17 +79,17 @@ def _shape(layer: Any) -> LayerShape:
     if type(layer) is DummyLayer:
         return LayerShape()
     if type(layer) not in (*_KEEPING, *_STATEFUL):
-        raise Unsupported(f"it keeps a {type(layer).__name__}")
+        raise UnsupportedCache(f"it stores a {type(layer).__name__}")
     window = int(layer.sliding_window) if getattr(layer, "is_sliding", False) else 0
-    keys = _keys(layer) if isinstance(layer, CacheLayerMixin) and layer.keys is not None else None
+    keys = _key_value_shapes(layer) if isinstance(layer, CacheLayerMixin) and layer.keys is not None else None
     if not isinstance(layer, LinearAttentionLayer):
         return LayerShape(keys, window)
-    convolutions = {i: Shape.of(state) for i, state in layer.conv_states.items() if state is not None}
-    recurrences = {i: Shape.of(state) for i, state in layer.recurrent_states.items() if state is not None}
+    convolutions = {i: TensorShape.of(state) for i, state in layer.conv_states.items() if state is not None}
+    recurrences = {i: TensorShape.of(state) for i, state in layer.recurrent_states.items() if state is not None}
     return LayerShape(keys, window, convolutions, recurrences)
 
 
-def _keys(layer: Any) -> tuple[Shape, Shape]:
+def _key_value_shapes(layer: Any) -> tuple[TensorShape, TensorShape]:
     if layer.keys.ndim != 4 or layer.values.ndim != 4:
-        raise Unsupported(f"it keeps keys of shape {list(layer.keys.shape)}")
-    return Shape.of(layer.keys, 2), Shape.of(layer.values, 2)
+        raise UnsupportedCache(f"it stores keys of shape {list(layer.keys.shape)}")
+    return TensorShape.of(layer.keys, 2), TensorShape.of(layer.values, 2)

@@ -1,13 +1,13 @@
-"""Decoding at fixed shapes: a step that is recorded once, as a CUDA graph, and replayed ever after.
+"""Decode steps of fixed shapes, recorded once as CUDA graphs and replayed.
 
-A step of decoding is hundreds of small kernels, and starting each costs the host more than computing it costs a large
-card. A graph starts them all at once, but replays exactly what was recorded: the same shapes at the same addresses. So
-there is a ladder of batch sizes and one of lengths; a batch is padded to the next rung of both, and what differs from
-step to step (tokens, positions, slots, lengths, blocks) is copied, in one go, into buffers that never move. Rows of
-padding repeat the first row, and so write what is written anyway.
+A decode step is hundreds of small kernels. On a large GPU, launching them from the host takes longer than computing
+them. A graph launches all of them at once, but replays exactly what was recorded: the same shapes at the same
+addresses. So there is a fixed set of batch sizes and of sequence lengths, and a batch is padded to the next of both.
+The numbers of a step (tokens, positions, slots, lengths, blocks) are copied in one go into buffers that never move.
+Padding rows repeat the first row: they write the same keys and values to the same slot, which is harmless.
 
-Law: nothing here is special to CUDA but `record`. `FixedRunner` without a recording computes the very same step one
-kernel at a time, which is how a machine without an accelerator tests it.
+Only `record` needs CUDA. Without recordings, `GraphRunner` computes the same steps kernel by kernel, which is how the
+tests check it on a machine without a GPU.
 """
 
 import logging
@@ -18,50 +18,54 @@ import torch
 
 from worker.engines.transformers.attention.kv_pool import Pool
 from worker.engines.transformers.device import memory
-from worker.engines.transformers.run.runner import PackedRunner
+from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.schedule.kv_cache import Table, blocks_for
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.protocol.memory import BLOCK_TOKENS, GATHERED_BYTES
 
+# The smallest recorded length in blocks. Reading this much costs nothing noticeable, so shorter graphs gain nothing.
 _SHORTEST = 16
-"""Blocks of the lowest rung of lengths: reading more than there is costs nothing noticeable below."""
-_TOKEN, _POSITION, _SLOT, _LENGTH, _BLOCKS = range(5)
-"""Columns of the buffer; the blocks take all from theirs on."""
+_TOKEN, _POSITION, _SLOT, _LENGTH, _BLOCKS = range(5)  # columns of the buffer; blocks take all from theirs on
 
 log = logging.getLogger(__name__)
 
 
-def ladder(rows: int) -> tuple[int, ...]:
-    """Batch sizes, rising, each twice the one before, the last one `rows`.
+def batch_sizes(rows: int) -> tuple[int, ...]:
+    """Recorded batch sizes: powers of two below `rows`, then `rows`.
 
-    Rows of padding cost little: a step of decoding reads the weights once, whoever is in it.
+    Powers of two bound padding by a factor of two and keep the number of graphs logarithmic. Padding rows cost little:
+    a decode step is bound by reading the weights, which all rows share.
     """
     return (*(1 << power for power in range(rows.bit_length()) if 1 << power < rows), rows)
 
 
-def lengths(ctx_size: int) -> tuple[int, ...]:
-    """Blocks of the longest sequence of a step, each twice the one before, the last one for the whole context."""
+def block_counts(ctx_size: int) -> tuple[int, ...]:
+    """Recorded lengths in blocks, for the longest sequence of a step: doubling, up to the whole context."""
     most, sizes = blocks_for(ctx_size), [_SHORTEST]
     while sizes[-1] < most:
         sizes.append(2 * sizes[-1])
     return (*(size for size in sizes if size < most), most)
 
 
-def shapes(rows: int, ctx_size: int, token_bytes: int) -> tuple[tuple[int, int], ...]:
-    """Batch sizes and blocks that are worth recording; `token_bytes`: of one token's keys and values in one layer."""
+def graph_shapes(rows: int, ctx_size: int, token_bytes: int) -> tuple[tuple[int, int], ...]:
+    """Batch sizes and lengths (in blocks) to record. `token_bytes`: keys and values of one token in one layer.
+
+    Shapes that would gather more than GATHERED_BYTES in a layer are left out: such a step computes long enough to hide
+    its launches, and its gather buffers would dominate the memory of all graphs.
+    """
     return tuple(
         (size, blocks)
-        for size in ladder(rows)
-        for blocks in lengths(ctx_size)
+        for size in batch_sizes(rows)
+        for blocks in block_counts(ctx_size)
         if size * blocks * BLOCK_TOKENS * token_bytes <= GATHERED_BYTES
     )
 
 
-class FixedLayout:
-    """What attention is told of a step with fixed shapes: views of the buffers, and masks made from them."""
+class GraphLayout:
+    """Layout of a step of fixed shape, for attention: views of the buffers, and masks made from them."""
 
     def __init__(self, pool: Pool, numbers: torch.Tensor):
-        """`numbers` `[rows, 4 + blocks]`: a row of the buffer for each token."""
+        """`numbers` `[rows, 4 + blocks]`: the buffer, one row for each token."""
         self._pool = pool
         self._slots = numbers[:, _SLOT].contiguous()
         self._lengths = numbers[:, _LENGTH, None]
@@ -79,12 +83,13 @@ class FixedLayout:
         window: int,
         scaling: float | None,
     ) -> torch.Tensor:
-        """`query` `[1, heads, rows, head_dim]` to `[1, rows, heads, head_dim]`; `key` and `value` go into the pool."""
+        """Attend from `query` `[1, heads, rows, head_dim]` to the pool; result `[1, rows, heads, head_dim]`."""
         self._pool.write(layer, self._slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        keys, values = self._pool.gather(layer, self._blocks, self._rows)
+        keys, values = self._pool.gather(layer, self._blocks, self._rows)  # [rows, kv_heads, tokens, head_dim]
         _, heads, rows, head_dim = query.shape
         kv_heads = keys.shape[1]
-        # heads that share keys become queries of one head  # [rows, kv_heads, group, head_dim]
+        # Grouped-query attention: heads that share keys become queries of one head.
+        # [1, heads, rows, head_dim] to [rows, kv_heads, heads / kv_heads, head_dim]
         mine = query[0].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, head_dim)
         answer: torch.Tensor = kernel(
             mine, keys, values, self._mask(window, query.dtype), causal=False, scaling=scaling
@@ -92,7 +97,7 @@ class FixedLayout:
         return answer.reshape(1, rows, heads, head_dim)
 
     def _mask(self, window: int, dtype: torch.dtype) -> torch.Tensor:
-        """`[rows, 1, 1, tokens]`, added to the scores: a row sees its own tokens, the last `window` of them."""
+        """`[rows, 1, 1, tokens]`, added to the scores: each row sees its own tokens, the last `window` of them."""
         if window not in self._masks:
             tokens = len(self._blocks) // self._rows * BLOCK_TOKENS
             position = torch.arange(tokens, device=self._blocks.device)
@@ -104,50 +109,49 @@ class FixedLayout:
         return self._masks[window]
 
 
-class _Staging:
-    """The numbers of a step on the host, as the device will have them."""
+class _StagedStep:
+    """The numbers of one step in host memory, laid out as in the device buffer."""
 
     def __init__(self, rows: int, width: int, *, pinned: bool):
         self.numbers = torch.zeros(rows, width, dtype=torch.int64, pin_memory=pinned)
+        # By row: the table whose blocks are written there, and their number.
         self._written: list[tuple[Table, int] | None] = [None] * rows
-        """By row: whose blocks are written there, and how many."""
 
     def write(self, row: int, segment: Segment, token: int) -> None:
         table, count = segment.table, blocks_for(segment.end)
         assert table is not None, "this cache has blocks"
         ((slot, _),) = table.slots(segment.start, segment.end)
         before = self._written[row]
-        # of a table that was here before only the last block can have been replaced, by a copy, and some added;
-        # entries beyond the row's own are masked, and may be of any step before: all are blocks of the pool
+        # If the row held the same table before, only its last block can have been replaced (copy on write) and some
+        # appended. Entries behind the row's own are stale but valid block numbers, and attention masks them.
         first = min(before[1], count) - 1 if before is not None and before[0] is table else 0
         self.numbers[row, :_BLOCKS] = torch.tensor((token, segment.start, slot, segment.end))
         self.numbers[row, _BLOCKS + first : _BLOCKS + count] = torch.tensor(table.blocks[first:count])
         self._written[row] = table, count
 
     def pad(self, count: int, rows: int) -> None:
-        """Rows from `count` on repeat the first one."""
+        """Fill the rows from `count` on with the first row."""
         for row in range(count, rows):
             self._written[row] = None
         self.numbers[count:rows] = self.numbers[0]
 
 
-class FixedRunner:
-    """A `PackedRunner` whose steps of pure decoding have fixed shapes, and are replayed where they were recorded."""
+class GraphRunner:
+    """A `PagedRunner` whose pure decode steps have fixed shapes, and replay graphs where they were recorded."""
 
-    def __init__(self, runner: PackedRunner, *, rows: int, ctx_size: int):
-        """Makes the buffers; `record` makes the graphs."""
+    def __init__(self, runner: PagedRunner, *, rows: int, ctx_size: int):
+        """Allocate the buffers. `record` makes the graphs."""
         self._runner = runner
         pool, device = runner.pool, runner.device
-        self._shapes = shapes(rows, ctx_size, pool.token_bytes)
+        self._shapes = graph_shapes(rows, ctx_size, pool.token_bytes)
         width = _BLOCKS + blocks_for(ctx_size)
         self._numbers = torch.zeros(rows, width, dtype=torch.int64, device=device)
-        self._staged = tuple(_Staging(rows, width, pinned=device.type == "cuda") for _ in range(2))
-        """Two, in turn: the copy of the step in front may still be on its way. That of the one before that is not,
-        because whoever launches a step has read the tokens of the last but one."""
+        # Two, used in turn: the copy of the step in front may still be running. The copy of the step before that has
+        # ended, because a step is launched only after the results of the last but one have been read.
+        self._staged = tuple(_StagedStep(rows, width, pinned=device.type == "cuda") for _ in range(2))
         self._logits = torch.zeros(rows, runner.vocab_size, dtype=torch.float32, device=device)
         self._graphs: dict[tuple[int, int], Any] = {}
-        self.fixed_steps = 0
-        """So many steps went through here since the start."""
+        self.graph_steps = 0  # steps of fixed shape since the start
 
     @property
     def vocab_size(self) -> int:
@@ -159,17 +163,17 @@ class FixedRunner:
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """Batch sizes and blocks, rising."""
+        """Batch sizes and lengths in blocks, rising."""
         return self._shapes
 
     @property
     def buffer_bytes(self) -> int:
-        """On the device, beside graphs and cache."""
+        """Bytes on the device, without graphs and cache."""
         return self._numbers.nbytes + self._logits.nbytes
 
     @property
     def recorded(self) -> int:
-        """Graphs."""
+        """The number of graphs."""
         return len(self._graphs)
 
     def fork(self, source: int, target: int) -> None:
@@ -179,14 +183,14 @@ class FixedRunner:
         self._runner.forget(row)
 
     @torch.inference_mode()
-    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Runner`. The logits of a step with fixed shapes are the buffer's own: the next step overwrites them."""
+    def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Runner.run`. The logits of a graph step lie in a buffer that the next step overwrites."""
         shape = self.shape_of(batch)
         if shape is None:
-            return self._runner.run(batch, fed)
-        self._runner.tidy(batch)
-        self._fill(batch, shape[0], fed)
-        self.fixed_steps += 1
+            return self._runner.run(batch, device_tokens)
+        self._runner.prepare_blocks(batch)
+        self._fill(batch, shape[0], device_tokens)
+        self.graph_steps += 1
         if shape in self._graphs:
             self._graphs[shape].replay()
         else:
@@ -194,56 +198,56 @@ class FixedRunner:
         return self._logits[: len(batch)]
 
     def shape_of(self, batch: Batch) -> tuple[int, int] | None:
-        """The smallest shape that the batch fits into; None if it is not pure decoding, or too large to record."""
+        """The smallest recorded shape for the batch. None if it is not pure decoding, or too large."""
         if not batch or not all(segment.is_decode and segment.logits == 1 for segment in batch):
             return None
         if any(segment.sequence.adapter is not None for segment in batch):
-            return None  # which layers add what, a recording cannot know
+            return None  # which layers add an adapter differs between steps; a graph cannot
         rows, blocks = len(batch), max(blocks_for(segment.end) for segment in batch)
         fitting = (shape for shape in self._shapes if shape[0] >= rows and shape[1] >= blocks)
         return next(fitting, None)
 
-    def _fill(self, batch: Batch, rows: int, fed: torch.Tensor | None) -> None:
-        """Copy the numbers of the step to where the graph reads them. The host waits for nothing."""
+    def _fill(self, batch: Batch, rows: int, device_tokens: torch.Tensor | None) -> None:
+        """Copy the numbers of the step into the buffer that the graph reads. The host does not wait."""
         self._staged = staging, _ = self._staged[::-1]
         for row, segment in enumerate(batch):
-            token = segment.sequence.tokens[segment.start] if fed is None else 0
+            token = segment.sequence.tokens[segment.start] if device_tokens is None else 0
             staging.write(row, segment, token)
         staging.pad(len(batch), rows)
-        # whole rows: one run of memory, one copy
+        # Whole rows, so that it is one contiguous copy instead of one for each row.
         self._numbers[:rows].copy_(staging.numbers[:rows], non_blocking=True)
-        if fed is not None:
-            self._numbers[: len(batch), _TOKEN] = fed
-            self._numbers[len(batch) : rows, _TOKEN] = fed[0]
+        if device_tokens is not None:
+            self._numbers[: len(batch), _TOKEN] = device_tokens
+            self._numbers[len(batch) : rows, _TOKEN] = device_tokens[0]
 
     def compute(self, rows: int, blocks: int) -> None:
-        """The step itself: reads the buffers, writes keys, values and logits; waits for nothing."""
+        """Compute the step: read the buffers, write keys, values and logits. The host does not wait."""
         numbers = self._numbers[:rows, : _BLOCKS + blocks]
         logits = self._runner.forward(
             numbers[:, _TOKEN].contiguous(),
             numbers[:, _POSITION].contiguous(),
             torch.arange(rows, device=numbers.device),
-            FixedLayout(self._runner.pool, numbers),
+            GraphLayout(self._runner.pool, numbers),
         )
         self._logits[:rows].copy_(logits)
 
     @torch.inference_mode()
     def record(self, report: Callable[[], object]) -> None:
-        """Record every shape, the largest first, all in the same memory. Nobody may be running.
+        """Record every shape, the largest first, in one shared memory pool. No step may be running.
 
-        `report` is called after each. A model that cannot be recorded (its code waits for the device, or its shapes
-        depend on its numbers) is served without, and so is one for whose graphs there is no memory.
+        `report` is called after each. A model that cannot be recorded is served without graphs: its code waits for the
+        device, its shapes depend on values, or there is no memory for the graphs.
         """
         self._numbers.zero_()
-        self._numbers[:, _LENGTH] = 1  # everybody is at the beginning of block 0, which is nobody's yet
+        self._numbers[:, _LENGTH] = 1  # all rows write to the beginning of block 0, which no sequence owns yet
         try:
             self._record_all(report)
-        except Exception as error:  # noqa: BLE001 - it is told, and the steps are computed one kernel at a time
+        except Exception as error:  # noqa: BLE001 - logged; steps are then computed kernel by kernel
             self._graphs.clear()
             self._shapes = ()
             log.warning("this model's steps cannot be recorded as CUDA graphs: %s", memory.one_line(error))
             device = self._runner.device
-            torch.cuda.set_stream(torch.cuda.default_stream(device))  # a recording that fails leaves its own behind
+            torch.cuda.set_stream(torch.cuda.default_stream(device))  # a failed recording leaves its own stream set
             torch.cuda.synchronize(device)  # raises if the device itself is lost
             torch.cuda.empty_cache()
 
@@ -251,11 +255,13 @@ class FixedRunner:
         device = self._runner.device
         shared = torch.cuda.graph_pool_handle()
         side = _stream(device)
+        # Largest first: smaller graphs then fit into the memory that the pool already has.
         largest_first = sorted(self._shapes, key=lambda shape: shape[0] * shape[1], reverse=True)
         for shape in largest_first:
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):
-                self.compute(*shape)  # libraries choose their kernels, and take their workspaces, now
+                # Before the recording: libraries choose kernels and allocate workspaces in the first run of a shape.
+                self.compute(*shape)
                 if not self._graphs:
                     self._compute_without_waiting(shape)
             torch.cuda.current_stream(device).wait_stream(side)
@@ -267,8 +273,11 @@ class FixedRunner:
         torch.cuda.synchronize(device)
 
     def _compute_without_waiting(self, shape: tuple[int, int]) -> None:
-        """Raises RuntimeError if the model's code waits for the device. A recording would fail for that, too, but it
-        would leave torch's allocator as if it went on for ever, which then gives nothing back to the device."""
+        """Run the step once, and raise RuntimeError if the model's code waits for the device.
+
+        A recording would fail for this too, but it would leave torch's allocator in recording mode, in which no memory
+        is ever returned to the device.
+        """
         torch.cuda.set_sync_debug_mode("error")
         try:
             self.compute(*shape)

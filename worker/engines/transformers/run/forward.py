@@ -1,7 +1,7 @@
-"""A model's own forward, called with the arguments that it takes, for rows that begin at different columns.
+"""A model's own forward, called for rows that begin at different columns.
 
-What a model takes is read off the signature of its forward: the name of its cache, whether it wants to be told
-positions, whether it can leave out logits that nobody wants.
+The signature of the forward tells which arguments it takes: the name of its cache, positions, and the number of logits
+to compute.
 """
 
 import inspect
@@ -14,20 +14,19 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput
 
 from worker.engines.transformers.device.memory import upload
-from worker.engines.transformers.run.cache_probe import Unsupported
+from worker.engines.transformers.run.cache_probe import UnsupportedCache
 
+# Settings of models that use distances between tokens instead of positions.
 _NO_POSITIONS = ("alibi", "relative_attention_num_buckets")
-"""Settings of models that see distances between tokens, and no positions."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """Tokens of a prompt with images, as the forward is given them."""
+class PromptEmbeddings:
+    """The input of a forward for a prompt with images."""
 
-    embedded: torch.Tensor | None
-    """`[1, tokens, hidden]`, in place of the tokens; None: they are words only."""
+    embedded: torch.Tensor | None  # `[1, tokens, hidden]`, in place of token ids; None: these tokens have no image
+    # `[1, tokens so far]`, 1 for tokens of images, for models whose mask depends on that.
     kinds: torch.Tensor | None = None
-    """`[1, tokens so far]`, 1 for those of images, for models whose mask depends on that."""
 
 
 class Forward:
@@ -36,22 +35,22 @@ class Forward:
     def __init__(self, model: Any, device: torch.device):
         taken = inspect.signature(model.forward).parameters
         self.config = model.config
-        self.crosses = bool(getattr(model.config, "is_encoder_decoder", False))
+        self.is_encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
         self._model, self._device = model, device
         self._cache = next((name for name in ("past_key_values", "cache_params") if name in taken), "")
         if not self._cache:
-            raise Unsupported("its forward takes no cache")
-        prefix = "decoder_" if self.crosses else ""
+            raise UnsupportedCache("its forward takes no cache")
+        prefix = "decoder_" if self.is_encoder_decoder else ""
         self._tokens, self._mask = f"{prefix}input_ids", f"{prefix}attention_mask"
         self._positions = next((n for n in (f"{prefix}position_ids", "position_ids") if n in taken), "")
         self._keeps = "logits_to_keep" in taken
         self._encoded: tuple[int, torch.dtype] = 0, torch.float32
+        # False if layers cache states only: the attention mask then covers the new tokens alone.
         self.masks_past = True
-        """Whether the attention mask covers what is in the cache: not where layers keep nothing but states."""
         text = model.config.get_text_config(decoder=True)
         sees_distances = any(getattr(text, name, None) for name in _NO_POSITIONS) or text.model_type in ("mpt", "bloom")
-        self.mixes = bool(self._positions) or sees_distances or self._cache == "cache_params"
-        """Whether rows of different lengths may be in one forward: it can be told, or need not know, where each is."""
+        # True if rows of different lengths may share a forward: it takes positions, or does not need them.
+        self.mixes_lengths = bool(self._positions) or sees_distances or self._cache == "cache_params"
 
     def encode(self, tokens: Sequence[int]) -> torch.Tensor:
         """The encoder's output for one prompt, `[1, tokens, width]`."""
@@ -69,19 +68,21 @@ class Forward:
         kept: int,
         past: int,
         encoded: torch.Tensor | None = None,
-        crossed: Sequence[int] = (),
-        seen: Seen | None = None,
-        fed: torch.Tensor | None = None,
+        cross_columns: Sequence[int] = (),
+        embeddings: PromptEmbeddings | None = None,
+        device_tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits `[rows, kept, vocab]` of the last `kept` of `tokens` `[rows, count]`, or in their place of `fed`
-        `[rows]`, which is on the device already.
+        """Logits `[rows, kept, vocab]` of the last `kept` tokens of each row.
 
-        Row `r` has `starts[r]` tokens in the cache, the last of the `past` columns that it shows. `encoded` is the
-        encoder's output where it is new, `crossed` how many columns of it each row has where it is in the cache.
-        `seen`: of one row some of whose tokens stand for images.
+        tokens: `[rows, count]`. device_tokens: `[rows]`, used in their place if given.
+        starts: tokens of each row in the cache; they are the last of the `past` columns that it shows.
+        encoded: the encoder's output, if it is new.
+        crossed: the number of columns of it that each row has in the cache, if it is not.
+        embeddings: of one row, some of whose tokens stand for images.
         """
         count = len(tokens[0])
-        begin = self._upload([past - start for start in starts])[:, None]
+        # Left padding: a row sees the columns from its own begin on.
+        begin = self._upload([past - start for start in starts])[:, None]  # [rows, 1]
         mask = (torch.arange(past + count, device=self._device) >= begin).long()  # [rows, past + count]
         if not self.masks_past:
             mask = mask[:, past:]
@@ -91,28 +92,30 @@ class Forward:
             options[self._positions] = place.view(len(starts), count)
         if self._keeps:
             options["logits_to_keep"] = kept
-        if self.crosses:
-            options |= self._encoder_options(encoded, crossed)
-        if seen is not None and seen.kinds is not None:
-            options["token_type_ids"] = seen.kinds
-        if seen is not None and seen.embedded is not None:
-            options["inputs_embeds"] = seen.embedded
-        elif fed is not None:
-            options[self._tokens] = fed.to(self._device)[:, None]
+        if self.is_encoder_decoder:
+            options |= self._encoder_options(encoded, cross_columns)
+        if embeddings is not None and embeddings.kinds is not None:
+            options["token_type_ids"] = embeddings.kinds
+        if embeddings is not None and embeddings.embedded is not None:
+            options["inputs_embeds"] = embeddings.embedded
+        elif device_tokens is not None:
+            options[self._tokens] = device_tokens.to(self._device)[:, None]
         else:
             options[self._tokens] = self._upload([token for row in tokens for token in row]).view(len(starts), count)
         logits: torch.Tensor = self._model(**options).logits
         return logits[:, -kept:]
 
-    def _encoder_options(self, encoded: torch.Tensor | None, crossed: Sequence[int]) -> dict[str, Any]:
+    def _encoder_options(self, encoded: torch.Tensor | None, cross_columns: Sequence[int]) -> dict[str, Any]:
         if encoded is not None:
             mask = torch.ones(1, encoded.shape[1], dtype=torch.int64, device=self._device)
             return {"encoder_outputs": BaseModelOutput(last_hidden_state=encoded), "attention_mask": mask}
-        # its keys and values are in the cache; only its shape is looked at
+        # The model takes keys and values from the cache and reads only the shape of this tensor: it costs no memory.
         width, dtype = self._encoded
-        nothing = torch.zeros(1, 1, 1, dtype=dtype, device=self._device).expand(len(crossed), max(crossed), width)
-        columns = torch.arange(max(crossed), device=self._device)
-        mask = (columns < self._upload(crossed)[:, None]).long()
+        nothing = torch.zeros(1, 1, 1, dtype=dtype, device=self._device).expand(
+            len(cross_columns), max(cross_columns), width
+        )
+        columns = torch.arange(max(cross_columns), device=self._device)
+        mask = (columns < self._upload(cross_columns)[:, None]).long()
         return {"encoder_outputs": BaseModelOutput(last_hidden_state=nothing), "attention_mask": mask}
 
     def _upload(self, values: Sequence[int]) -> torch.Tensor:
@@ -120,10 +123,10 @@ class Forward:
 
 
 def first_token(model: Any) -> int:
-    """What the decoder's text begins with. Raises Unsupported if the model does not say."""
+    """The token with which the decoder's text begins. Raises UnsupportedCache if the configuration has none."""
     for config in (model.generation_config, model.config, model.config.get_text_config(decoder=True)):
         for name in ("decoder_start_token_id", "bos_token_id"):
             token = getattr(config, name, None)
             if isinstance(token, int):
                 return token
-    raise Unsupported("its configuration names no decoder_start_token_id")
+    raise UnsupportedCache("its configuration has no decoder_start_token_id")

@@ -1,12 +1,11 @@
-"""A step between its launch and its landing: what is being computed, and what it will tell.
+"""Steps between their launch and their results.
 
-To launch is to hand a device all that a step takes, sampling and the way back included, without waiting for any of it;
-to land is to wait until the host has the numbers. In between the step behind it may be launched as well: a token that
-this one chooses goes into that one on the device, before the host has seen it (`Flight.fed`). Where the host has to
-know it before the next one can be chosen (a grammar, penalties), that step is computed meanwhile all the same, and its
-tokens are chosen once this one has landed (`Attempt.choose`).
+Launching passes all kernels of a step to the device, sampling and the copy to the host included, and waits for nothing.
+Reading the results waits for the copy. In between, the next step can be launched: its input tokens stay on the device
+(`InFlightStep.device_tokens`). If the host must know a token before it can choose the next one (grammar, penalties),
+the next forward is launched anyway and its tokens are chosen later (`LaunchedForward.choose`).
 
-Law: nothing here changes a sequence, so a launch may be repeated with fewer.
+Nothing here changes a sequence, so a launch can be repeated with a smaller batch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,17 +16,17 @@ import torch
 
 from worker.engines.transformers.device.memory import upload
 from worker.engines.transformers.run.runner import Runner
-from worker.engines.transformers.sample.device_to_host import Readout
-from worker.engines.transformers.sample.grammar import Bits, Grammars, Matcher
+from worker.engines.transformers.sample.device_to_host import DeviceToHost
+from worker.engines.transformers.sample.grammar import Bits, GrammarMatcher, Grammars
 from worker.engines.transformers.sample.sampler import (
-    Drawn,
+    DrawnTokens,
     Likelihood,
-    Masks,
-    Pick,
+    RowSampling,
     Sampled,
-    Told,
+    TokenLikelihoods,
+    TokenMasks,
     draw,
-    tell,
+    gather_likelihoods,
     uniform,
 )
 from worker.engines.transformers.schedule import sequence as sequences
@@ -35,7 +34,7 @@ from worker.engines.transformers.schedule.scheduler import Batch, Segment
 
 
 class Chooser(Protocol):
-    """Who takes a token: a sequence, with what its choice depends on beside the logits."""
+    """A consumer of logits: a sequence with its penalties and its grammar."""
 
     @property
     def sequence(self) -> sequences.Sequence: ...
@@ -44,110 +43,108 @@ class Chooser(Protocol):
     def repeats(self) -> sequences.Repeats | None: ...
 
     @property
-    def matcher(self) -> Matcher | None: ...
+    def matcher(self) -> GrammarMatcher | None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """What a step found for one segment."""
+class SegmentResult:
+    """The result of a step for one segment."""
 
     segment: Segment
-    chooses: bool
-    """It completes a sequence that may have a further token."""
-    prompt: tuple[Likelihood, ...] = ()
-    """How likely the tokens of the prompt behind those of the segment were."""
-    sampled: Sampled | None = None
-    """None although it `chooses`: there was no token to choose."""
+    chooses: bool  # the segment completes a sequence that may have a further token
+    prompt: tuple[Likelihood, ...] = ()  # likelihoods of the prompt tokens that follow the segment's tokens
+    sampled: Sampled | None = None  # None although `chooses`: no token could be chosen
+    # Further choices whose prompt the segment completes, each with its first token.
     forks: tuple[tuple[sequences.Sequence, Sampled | None], ...] = ()
-    """Further choices of the prompt that the segment completes, and the first token of each."""
 
 
-class Part(NamedTuple):
-    """A segment, and who takes a token by its last logits: its own sequence first, then those that follow it."""
+class SegmentChoosers(NamedTuple):
+    """A segment and the choosers that sample from its last logits: its own sequence, then its followers."""
 
     segment: Segment
     choosers: Sequence[Chooser]
 
 
-class Masking:
-    """What the grammars of some choosers allow next, computed beside the model."""
+class PendingMasks:
+    """Grammar masks of some choosers, computed on another thread while the model runs."""
 
     def __init__(self, grammars: Grammars | None, choosers: Iterable[Chooser]):
-        held = [each for each in choosers if each.matcher is not None]
-        self._held = {each.sequence.id for each in held}
-        matchers = [each.matcher for each in held if each.matcher is not None]
+        constrained = [chooser for chooser in choosers if chooser.matcher is not None]
+        self._ids = {chooser.sequence.id for chooser in constrained}
+        matchers = [chooser.matcher for chooser in constrained if chooser.matcher is not None]
         self._future = grammars.masks(matchers) if grammars and matchers else None
 
-    def holds(self, chooser: Chooser) -> bool:
-        return chooser.sequence.id in self._held
+    def constrains(self, chooser: Chooser) -> bool:
+        return chooser.sequence.id in self._ids
 
     def bits(self) -> Bits:
-        """Of those that it holds, in their order. Waits."""
+        """Masks of the constrained choosers, in their order. Waits for them."""
         assert self._future is not None
         return self._future.result()
 
 
-class Attempt:
-    """One forward that was launched, and what is chosen by its `logits`."""
+class LaunchedForward:
+    """One forward that was launched, and the tokens that are sampled from its `logits`."""
 
-    def __init__(self, parts: Sequence[Part], logits: torch.Tensor):
-        self._parts, self._readout = parts, Readout()
+    def __init__(self, parts: Sequence[SegmentChoosers], logits: torch.Tensor):
+        self._parts, self._to_host = parts, DeviceToHost()
         self._logits: torch.Tensor | None = logits
-        self._prompts: list[Told | None] = []
-        self._drawn: Drawn | None = None
+        self._prompts: list[TokenLikelihoods | None] = []
+        self._drawn: DrawnTokens | None = None
 
     @property
     def is_chosen(self) -> bool:
         return self._logits is None
 
-    def choose(self, masking: Masking) -> None:
-        """Launch the choice of all tokens, and the way back to the host. Sequences have all tokens before those now."""
+    def choose(self, masking: PendingMasks) -> None:
+        """Launch sampling and the copy to the host. Sequences must have all tokens before the new ones by now."""
         logits = self._logits
-        assert logits is not None, "it is done once"
+        assert logits is not None, "choose was called twice"
         rows: list[int] = []
-        picks: list[Pick] = []
-        held: list[int] = []
+        picks: list[RowSampling] = []
+        constrained: list[int] = []
         end = 0
         for part in self._parts:
+            # Logits of all segments lie one after the other: [sum of segment.logits, vocab].
             end += part.segment.logits
-            asked = part.segment.sequence.prompt_logprobs
-            mine = logits[end - part.segment.logits : end] if asked else None
-            self._prompts.append(_prompt_likelihoods(part.segment, mine, self._readout) if mine is not None else None)
+            wants_prompt = part.segment.sequence.prompt_logprobs
+            mine = logits[end - part.segment.logits : end] if wants_prompt else None
+            self._prompts.append(_prompt_likelihoods(part.segment, mine, self._to_host) if mine is not None else None)
             for chooser in part.choosers:
-                if masking.holds(chooser):
-                    held.append(len(rows))
-                rows.append(end - 1)
-                picks.append(_pick(chooser, part.segment))
+                if masking.constrains(chooser):
+                    constrained.append(len(rows))
+                rows.append(end - 1)  # followers sample from the same logits as the leader
+                picks.append(_row_sampling(chooser, part.segment))
         if rows:
-            masks = Masks(held, masking.bits()) if held else None
+            masks = TokenMasks(constrained, masking.bits()) if constrained else None
+            # Plain decoding uses all rows in order: no copy of [rows, vocab] then.
             is_whole = rows == list(range(len(logits)))
             mine = logits if is_whole else logits[upload(rows, torch.int64, logits.device)]
-            self._drawn = draw(mine, picks, masks, self._readout)
-        self._readout.send()
-        self._logits = None
+            self._drawn = draw(mine, picks, masks, self._to_host)
+        self._to_host.send()
+        self._logits = None  # sampling overwrites them, and the device may reuse their memory
 
     def wait(self) -> None:
-        """Returns once the device has done all of it."""
-        self._readout.wait()
+        """Wait until the device has finished this forward and its sampling."""
+        self._to_host.wait()
 
-    def land(self) -> list[Result]:
-        """Waits for the device, if it has not done all of it."""
-        self._readout.wait()
+    def results(self) -> list[SegmentResult]:
+        """Wait for the device, and return the result of each segment."""
+        self._to_host.wait()
         chosen: Iterator[Sampled | None] = iter(self._drawn.read() if self._drawn is not None else ())
         found = []
-        for part, told in zip(self._parts, self._prompts, strict=True):
+        for part, likelihoods in zip(self._parts, self._prompts, strict=True):
             sampled = next(chosen) if part.choosers else None
             forks = tuple((each.sequence, next(chosen)) for each in part.choosers[1:])
-            prompt = tuple(told.read()) if told is not None else ()
-            found.append(Result(part.segment, bool(part.choosers), prompt, sampled, forks))
+            prompt = tuple(likelihoods.read()) if likelihoods is not None else ()
+            found.append(SegmentResult(part.segment, bool(part.choosers), prompt, sampled, forks))
         return found
 
-    def fed(self, batch: Batch) -> torch.Tensor:
-        """`[len(batch)]`, int64, on the device: the token that this attempt chooses for each sequence of `batch`, all
-        of which choose here."""
-        assert self._drawn is not None, "nobody chooses"
-        ids = [each.sequence.id for part in self._parts for each in part.choosers]
-        tokens, wanted = self._drawn.tokens, [each.sequence.id for each in batch]
+    def device_tokens(self, batch: Batch) -> torch.Tensor:
+        """The tokens that this forward samples for the sequences of `batch`, `[len(batch)]`, int64, on the device."""
+        assert self._drawn is not None, "no sequence of this step samples a token"
+        ids = [chooser.sequence.id for part in self._parts for chooser in part.choosers]
+        tokens, wanted = self._drawn.tokens, [segment.sequence.id for segment in batch]
         if ids == wanted:
             return tokens
         row = {id: row for row, id in enumerate(ids)}
@@ -155,59 +152,65 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
-    """A step that was launched: in one attempt, or in several if some of its sequences had to be found out."""
+class InFlightStep:
+    """A launched step: one forward, or several if the batch had to be repeated in parts."""
 
     batch: Batch
-    attempts: Sequence[Attempt]
-    begun: float
-    """Monotonic seconds."""
+    forwards: Sequence[LaunchedForward]
+    begun: float  # monotonic seconds
 
     def has(self, sequence: sequences.Sequence) -> bool:
-        """Whether the device may still be reading and writing this sequence's place."""
+        """True if the device may still read and write the row of this sequence."""
         return any(segment.sequence is sequence for segment in self.batch)
 
     @property
     def is_chosen(self) -> bool:
-        return all(attempt.is_chosen for attempt in self.attempts)
+        return all(forward.is_chosen for forward in self.forwards)
 
-    def choose(self, masking: Masking) -> None:
-        """See `Attempt.choose`; there was one."""
-        (attempt,) = self.attempts
-        attempt.choose(masking)
+    def choose(self, masking: PendingMasks) -> None:
+        """See `LaunchedForward.choose`. The step has one forward."""
+        (forward,) = self.forwards
+        forward.choose(masking)
 
-    def fed(self, batch: Batch) -> torch.Tensor:
-        """See `Attempt.fed`; there was one."""
-        (attempt,) = self.attempts
-        return attempt.fed(batch)
+    def device_tokens(self, batch: Batch) -> torch.Tensor:
+        """See `LaunchedForward.device_tokens`. The step has one forward."""
+        (forward,) = self.forwards
+        return forward.device_tokens(batch)
 
-    def land(self) -> list[Result]:
-        """Of those segments that could be launched. Waits for the device."""
-        return [result for attempt in self.attempts for result in attempt.land()]
+    def results(self) -> list[SegmentResult]:
+        """Wait for the device, and return the result of each segment that could be launched."""
+        return [result for forward in self.forwards for result in forward.results()]
 
 
 def launch(
-    runner: Runner, grammars: Grammars | None, parts: Sequence[Part], fed: torch.Tensor | None = None
-) -> Attempt:
-    """Compute `parts` and choose; `fed`: the tokens of segments that run ahead, as all of them do then."""
-    masking = Masking(grammars, (each for part in parts for each in part.choosers))
-    attempt = compute(runner, parts, fed)
-    attempt.choose(masking)
-    return attempt
+    runner: Runner,
+    grammars: Grammars | None,
+    parts: Sequence[SegmentChoosers],
+    device_tokens: torch.Tensor | None = None,
+) -> LaunchedForward:
+    """Launch forward and sampling of `parts`. `device_tokens`: the inputs of a step that is launched ahead."""
+    # The masks are started before the forward: both are computed at the same time.
+    masking = PendingMasks(grammars, (each for part in parts for each in part.choosers))
+    forward = launch_forward(runner, parts, device_tokens)
+    forward.choose(masking)
+    return forward
 
 
-def compute(runner: Runner, parts: Sequence[Part], fed: torch.Tensor | None = None) -> Attempt:
-    """As `launch`, but for the choice."""
+def launch_forward(
+    runner: Runner, parts: Sequence[SegmentChoosers], device_tokens: torch.Tensor | None = None
+) -> LaunchedForward:
+    """Launch the forward of `parts` without sampling."""
     batch = tuple(part.segment for part in parts)
-    return Attempt(parts, runner.run(batch) if fed is None else runner.run(batch, fed))
+    return LaunchedForward(parts, runner.run(batch) if device_tokens is None else runner.run(batch, device_tokens))
 
 
-def _pick(chooser: Chooser, segment: Segment) -> Pick:
+def _row_sampling(chooser: Chooser, segment: Segment) -> RowSampling:
     sequence = chooser.sequence
     if chooser.repeats is not None:
         chooser.repeats.update()
-    answered = segment.end - sequence.prompt_tokens  # of whom runs ahead one more than it has, or had at the launch
-    return Pick(
+    # Of a sequence in a step that was launched ahead, this is one more than the host had counted at its launch.
+    answered = segment.end - sequence.prompt_tokens
+    return RowSampling(
         sequence.sampling,
         uniform=uniform(sequence.seed, answered) if sequence.sampling.temperature > 0.0 else 0.0,
         repeats=chooser.repeats,
@@ -215,10 +218,10 @@ def _pick(chooser: Chooser, segment: Segment) -> Pick:
     )
 
 
-def _prompt_likelihoods(segment: Segment, logits: torch.Tensor, readout: Readout) -> Told | None:
-    """How likely each token of the prompt was that follows one of `segment`'s; `logits` are those of the segment."""
+def _prompt_likelihoods(segment: Segment, logits: torch.Tensor, to_host: DeviceToHost) -> TokenLikelihoods | None:
+    """Likelihoods of the prompt tokens that follow those of `segment`, from the `logits` of the segment."""
     sequence = segment.sequence
     if segment.start >= sequence.prompt_tokens - 1:
         return None
     following = sequence.tokens[segment.start + 1 : min(segment.end + 1, sequence.prompt_tokens)]
-    return tell(logits[: len(following)], following, sequence.sampling.logprobs or 0, readout)
+    return gather_likelihoods(logits[: len(following)], following, sequence.sampling.logprobs or 0, to_host)

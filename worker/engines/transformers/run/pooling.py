@@ -1,7 +1,7 @@
-"""Hidden states to vectors, and pairs of texts to scores: what stands behind an encoder.
+"""Pooling and heads of encoders: from hidden states to vectors, and from pairs of texts to scores.
 
-All of it in float32, whatever the model computes in, and on texts padded at the right: a mask keeps the padding out, so
-company in a batch changes nothing.
+All of it is float32, whatever the model's dtype. Texts are padded on the right and masked, so that the other texts of
+a batch change nothing.
 """
 
 import inspect
@@ -19,17 +19,17 @@ from worker.interface import EncoderInput
 
 
 class Encoder(Protocol):
-    """What turns texts into tensors."""
+    """A model that turns texts into tensors."""
 
     def run(self, texts: Sequence[EncoderInput]) -> list[torch.Tensor]:
-        """One float32 tensor for each text, in main memory."""
+        """One float32 tensor in main memory for each text."""
 
 
 class Embedder:
     """A model whose last hidden states become vectors: `[width]`, or without pooling `[tokens, width]`."""
 
-    def __init__(self, model: Any, device: torch.device, head: "Head", *, pad: int):
-        self._inputs = _Inputs(model, device, pad)
+    def __init__(self, model: Any, device: torch.device, head: "PoolingHead", *, pad: int):
+        self._inputs = _EncoderInputs(model, device, pad)
         self.head = head
 
     @torch.inference_mode()
@@ -40,12 +40,12 @@ class Embedder:
 
 
 class CrossEncoder:
-    """A model with a classification head of one label: one score, `[1]`, for each pair of texts."""
+    """A model with a classification head of one label: one score `[1]` for each pair of texts."""
 
     def __init__(self, model: Any, device: torch.device, activation: nn.Module, *, pad: int):
-        self._inputs = _Inputs(model, device, pad)
+        self._inputs = _EncoderInputs(model, device, pad)
         self._activation = activation
-        # Without a padding token a decoder's head cannot tell where each of several texts ends.
+        # Without a padding token, a decoder's head cannot find the end of each text in a batch: run one at a time.
         self._rows = 1 if getattr(model.config.get_text_config(), "pad_token_id", None) is None else None
 
     @torch.inference_mode()
@@ -56,8 +56,8 @@ class CrossEncoder:
         return list(self._activation(scores).cpu())
 
 
-class _Inputs:
-    """Texts as a model's forward wants them."""
+class _EncoderInputs:
+    """The arguments of a model's forward, for a batch of texts."""
 
     def __init__(self, model: Any, device: torch.device, pad: int):
         self._model, self._device, self._pad = model, device, pad
@@ -66,7 +66,7 @@ class _Inputs:
         self._extra = {"use_cache": False} if getattr(model.config, "use_cache", False) else {}
 
     def forward(self, texts: Sequence[EncoderInput], output: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """The model's `output`, and which places hold tokens, `[texts, tokens]`."""
+        """The model's `output`, and a mask `[texts, tokens]` that is true for tokens."""
         lengths = torch.tensor([len(text.tokens) for text in texts], device=self._device)
         longest = max(len(text.tokens) for text in texts)
         mask = torch.arange(longest, device=self._device) < lengths[:, None]
@@ -81,11 +81,11 @@ class _Inputs:
         return torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows], device=self._device)
 
 
-class Head(nn.Module):
-    """What modules.json lists behind the transformer, in its order; nothing: a vector for each token."""
+class PoolingHead(nn.Module):
+    """The modules after the transformer in modules.json, in order. Without any, each token gives a vector."""
 
     def __init__(self, found: sentence_transformers_config.Layout):
-        """Layers with random weights, the same each time; see `load`."""
+        """Make the layers with random weights, the same each time. `load` fills them."""
         super().__init__()
         self._dimensions = found.dimensions
         self._pooling: sentence_transformers_config.Pooling | None = None
@@ -99,16 +99,16 @@ class Head(nn.Module):
                     self.layers.append(_layer(step))
 
     def size(self, width: int) -> int:
-        """Components of a vector of a model of so wide hidden states. Raises StartError if a layer does not fit."""
+        """Components of a vector, for hidden states of `width`. Raises StartError if a layer does not fit."""
         size = width * (len(self._pooling.modes) if self._pooling is not None else 1)
         for layer in self.layers:
             if isinstance(layer, _Dense | _LayerNorm):
                 if layer.inputs != size:
-                    raise StartError(f"{layer.folder} takes vectors of {layer.inputs} components; it would get {size}")
+                    raise StartError(f"{layer.folder} expects vectors of {layer.inputs} components, but gets {size}")
                 size = layer.outputs
         return min(size, self._dimensions or size)
 
-    def load(self) -> "Head":
+    def load(self) -> "PoolingHead":
         """Fill the layers from the files in their folders. Raises StartError."""
         for layer in self.layers:
             if isinstance(layer, _Dense | _LayerNorm):
@@ -116,8 +116,10 @@ class Head(nn.Module):
         return self
 
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor, skipped: Sequence[int]) -> list[torch.Tensor]:
-        """`hidden` `[texts, tokens, width]`, `mask` `[texts, tokens]` (true: a token); `skipped`: leading tokens of
-        each text that may be left out of pooling."""
+        """`hidden` `[texts, tokens, width]`, `mask` `[texts, tokens]` (true: a token).
+
+        `skipped`: leading tokens of each text (the instruction) that may be left out of pooling.
+        """
         if self._pooling is None:
             return [row[held] for row, held in zip(hidden.cpu(), mask.cpu(), strict=True)]
         left_out = torch.tensor(skipped if self._pooling.skips_prompt else [0] * len(skipped), device=hidden.device)
@@ -128,8 +130,9 @@ class Head(nn.Module):
 
 
 def pool(hidden: torch.Tensor, mask: torch.Tensor, mode: str, left_out: torch.Tensor) -> torch.Tensor:
-    """`hidden` `[texts, tokens, width]`, `mask` `[texts, tokens]` (true: a token), `left_out` `[texts]`: how many
-    tokens at the beginning of each do not count, to `[texts, width]`. Modes and weights as in sentence-transformers.
+    """Pool `hidden` `[texts, tokens, width]` to `[texts, width]`. Modes and weights as in sentence-transformers.
+
+    `mask` `[texts, tokens]` is true for tokens. `left_out` `[texts]`: tokens at the beginning that do not count.
     """
     places = torch.arange(hidden.shape[1], device=hidden.device)
     counted = mask & (places >= left_out[:, None])  # [texts, tokens]
@@ -142,14 +145,14 @@ def pool(hidden: torch.Tensor, mask: torch.Tensor, mode: str, left_out: torch.Te
         return hidden.masked_fill(~counted[..., None], -torch.inf).amax(1)
     weights = counted.to(hidden.dtype)
     if mode == "weightedmean":
-        weights = weights * (places + 1)  # a token counts as often as its place, the prompt's included, says
+        weights = weights * (places + 1)  # weight = position, counted from the beginning of the whole text
     total = weights.sum(1, keepdim=True).clamp(min=1e-9)  # [texts, 1]
     summed = (hidden * weights[..., None]).sum(1)
     return summed / (total.sqrt() if mode == "mean_sqrt_len_tokens" else total)
 
 
 def normalized(vectors: torch.Tensor, norm: int) -> torch.Tensor:
-    """As llama-server's --embd-normalize: -1 none, 0 largest magnitude to 32760, else the p-norm (2: Euclidean)."""
+    """Normalize as llama-server's --embd-normalize: -1 none, 0 largest magnitude to 32760, else the p-norm."""
     if norm < 0:
         return vectors
     if norm == 0:
@@ -159,20 +162,22 @@ def normalized(vectors: torch.Tensor, norm: int) -> torch.Tensor:
 
 
 def activation(path: str, where: Path) -> nn.Module:
-    """The activation of torch.nn that `path` names, as sentence-transformers writes it. Raises StartError: code from
-    anywhere else does not run, and another activation would give other numbers."""
+    """The activation of torch.nn named by `path`, as sentence-transformers writes it. Raises StartError.
+
+    Code from elsewhere is not run, and another activation in its place would give wrong numbers.
+    """
     package, _, name = path.rpartition(".")
     found = getattr(nn, name, None) if package == "torch.nn" or package.startswith("torch.nn.modules.") else None
     if isinstance(found, type) and issubclass(found, nn.Module):
         try:
             return found()
         except TypeError:
-            pass  # it needs arguments, which no file states
-    raise StartError(f"{where} names the activation {path!r}; only those of torch.nn without arguments can be applied")
+            pass  # it needs arguments, which the file does not have
+    raise StartError(f"{where} names the activation {path!r}; only those of torch.nn without arguments are supported")
 
 
 class _Dense(nn.Module):
-    """sentence-transformers' Dense, with its names of weights."""
+    """sentence-transformers' Dense, with the same names of weights."""
 
     def __init__(self, step: sentence_transformers_config.Dense):
         super().__init__()
@@ -191,7 +196,7 @@ class _Dense(nn.Module):
 
 
 class _LayerNorm(nn.Module):
-    """sentence-transformers' LayerNorm, with its names of weights."""
+    """sentence-transformers' LayerNorm, with the same names of weights."""
 
     def __init__(self, step: sentence_transformers_config.LayerNorm):
         super().__init__()
@@ -219,7 +224,7 @@ def _layer(
 
 
 def _fill(layer: nn.Module, folder: Path) -> None:
-    """The weights in `folder`, as float32; raises StartError if they are not this layer's."""
+    """Load the weights in `folder` as float32. Raises StartError if they do not fit the layer."""
     opened = map(safetensors.WeightFile, safetensors.files(folder))
     tensors = {name: tensor.float().clone() for file in opened for name, tensor in file.tensors()}
     try:

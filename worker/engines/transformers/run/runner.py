@@ -1,6 +1,6 @@
-"""Batch to logits: one forward of the model for all tokens of a step.
+"""Runners: one forward of the model for all tokens of a step, from a batch to logits.
 
-Law: it holds tensors and decides nothing; what is in a batch, and in which row, the scheduler says.
+A runner holds tensors and makes no decisions. The scheduler decides about batches and rows.
 """
 
 from collections.abc import Sequence
@@ -18,47 +18,47 @@ from worker.engines.transformers.schedule.scheduler import Batch
 
 
 class Runner(Protocol):
-    """What computes a step: a backend. Its cache has one row for each sequence that may run at once."""
+    """A backend that computes steps. Its cache has one row for each sequence that may run at once."""
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def bytes(self) -> int:
-        """Of the cache, allocated at load; nothing of it grows later."""
+        """Bytes of the cache. It is allocated at load and does not grow."""
 
-    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
+    def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Logits `[sum of segment.logits, vocab]` in float32, in the order of the segments.
 
-        `fed` `[segments]`, int64, on the device: the tokens of a batch whose segments run ahead, each of one token that
-        its sequence does not have yet; a device is not waited for, then. Running a batch again, or a part of it, gives
-        the same: keys and values are written at fixed places.
+        `device_tokens` `[segments]`, int64, on the device: the input tokens of a batch launched ahead, one for each
+        segment. The host does not have them yet, and must not wait for the device. Running a batch or a part of it
+        again gives the same result: keys and values are written at fixed positions.
         """
 
     def fork(self, source: int, target: int) -> None:
-        """What row `source` holds is what row `target` holds from now on, for another choice of the same prompt.
+        """Give row `target` the contents of row `source`, for another choice of the same prompt.
 
-        Called right behind the step that computed the last token of the prompt, before anything else runs.
+        Called directly after the step that computed the last token of the prompt, before anything else runs.
         """
 
     def forget(self, row: int) -> None:
-        """The sequence of `row` has ended, was cancelled or preempted: what the row holds is void."""
+        """Discard the contents of `row`: its sequence has ended, was cancelled or preempted."""
 
 
-class Chores(NamedTuple):
-    """Blocks to be seen to before a step: erased, and then copied, the first of each pair into the second."""
+class BlockUpdates(NamedTuple):
+    """Changes to blocks before a step: blocks to erase, then (source, target) pairs to copy."""
 
     erased: Sequence[int]
     copied: Sequence[tuple[int, int]]
 
 
-class PackedRunner:
-    """Runs a causal language model whose attention is ours (`attention.register`)."""
+class PagedRunner:
+    """Runs a causal language model with paged attention (`attention.paged`)."""
 
     def __init__(
         self, model: Any, pool: Pool | Pools, blocks: Blocks, device: torch.device, tail: torch.device | None = None
     ):
-        """`blocks` say which of the pool belong to whom; `tail`: the device of the head, if it is another."""
+        """`blocks`: the owner of each block of the pool; `tail`: the device of the head, if it is another."""
         self._model = model
         self._blocks = blocks
         self._cache, self.device = pool, device
@@ -72,7 +72,7 @@ class PackedRunner:
 
     @property
     def pool(self) -> Pool:
-        """Keys and values of all layers, of a model on one device."""
+        """Keys and values of all layers. Only for a model on one device."""
         assert isinstance(self._cache, Pool), "a split model has a pool on each device"
         return self._cache
 
@@ -81,30 +81,31 @@ class PackedRunner:
         return self._cache.bytes
 
     def bytes_on(self, device: torch.device) -> int:
-        """Those of one device."""
+        """Bytes of the cache on one device."""
         return self._cache.bytes_on(device)
 
     def fork(self, source: int, target: int) -> None:
-        """Nothing to do: both have the same blocks, until one has to be copied (`Table.copy`)."""
+        """Do nothing: both rows share their blocks until one must be copied (`Table.copy`)."""
 
     def forget(self, row: int) -> None:
-        """Nothing to do: a token sees its own row only as far as this sequence has written it."""
+        """Do nothing: attention reads a row only up to the length that its current sequence has written."""
 
     @torch.inference_mode()
-    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
-        self.tidy(batch)
+    def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        self.prepare_blocks(batch)
         tokens: list[int] = []
         positions: list[int] = []
-        wanted: list[int] = []
+        wanted: list[int] = []  # positions in the flat batch whose logits are needed
         for segment in batch:
-            if fed is None:
+            if device_tokens is None:
                 tokens.extend(segment.sequence.tokens[segment.start : segment.end])
             positions.extend(range(segment.start, segment.end))
             wanted.extend(range(len(positions) - segment.logits, len(positions)))
         if self.adapters is not None:
+            # LoRA: the adapter of each run of tokens, in the order of the flat batch.
             self.adapters.begin([(segment.sequence.adapter, segment.length) for segment in batch])
         return self.forward(
-            self._to_device(tokens) if fed is None else fed.to(self.device),
+            self._to_device(tokens) if device_tokens is None else device_tokens.to(self.device),
             self._to_device(positions),
             upload(wanted, torch.int64, self._tail),
             Packed.of(batch, self._cache) if isinstance(self._cache, Pool) else self._cache.lay_out(batch),
@@ -113,33 +114,38 @@ class PackedRunner:
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, layout: Layout
     ) -> torch.Tensor:
-        """Logits `[wanted, vocab]`, in float32, of the `tokens` that lie as `layout` says."""
+        """Logits `[wanted, vocab]` in float32.
+
+        `tokens`, `positions` `[tokens]`: all segments one after the other, without padding; `layout` tells attention
+        where each begins.
+        """
         out = self._model(
+            # Batch size 1: sequences are separated by `layout`, not by rows.
             input_ids=tokens[None],
             position_ids=positions[None],
             use_cache=False,
-            logits_to_keep=wanted,
+            logits_to_keep=wanted,  # the head is computed for these positions only
             packed=layout,
         )
         logits: torch.Tensor = out.logits[0]
         return logits.float()
 
-    def tidy(self, batch: Batch) -> Chores:
-        """What had to be done before anything is computed, and is now; done once, so a step can be repeated."""
+    def prepare_blocks(self, batch: Batch) -> BlockUpdates:
+        """Erase and copy blocks before a step, and return what was done. Later calls for the same batch do nothing."""
         tables = [segment.table for segment in batch if segment.table is not None]
         copied = [table.copy for table in tables if table.copy is not None]
-        chores = Chores(self._blocks.take_spoiled(), copied)
-        self.carry_out(chores)
+        updates = BlockUpdates(self._blocks.take_spoiled(), copied)
+        self.apply_updates(updates)
         if copied:
             for table in tables:
                 table.copy = None
-        return chores
+        return updates
 
-    def carry_out(self, chores: Chores) -> None:
-        if chores.erased:
-            self._cache.erase(chores.erased)
-        if chores.copied:
-            self._cache.copy(chores.copied)
+    def apply_updates(self, updates: BlockUpdates) -> None:
+        if updates.erased:
+            self._cache.erase(updates.erased)
+        if updates.copied:
+            self._cache.copy(updates.copied)
 
     def _to_device(self, values: list[int]) -> torch.Tensor:
         return upload(values, torch.int64, self.device)

@@ -1,34 +1,32 @@
-"""Whether the aligned backend is right for a model, tried at load on a few tokens with the model's own weights.
+"""Self-check of the aligned backend, at load, on a few tokens with the model's own weights.
 
-No list of names can say so for an architecture that nobody has looked at, nor for code of a repository's own. So two
-short texts go through the cache as real ones would, in chunks, alone and together, and their logits are compared with
-those of one forward without any cache.
+A list of architectures cannot vouch for an unknown one or for custom code. So two short texts go through the cache as
+requests would, in chunks, alone and together. Their logits are compared with a single forward without a cache.
 """
 
 import torch
 
 from worker.engines.transformers.run.aligned import AlignedRunner
-from worker.engines.transformers.run.cache_probe import Unsupported
+from worker.engines.transformers.run.cache_probe import UnsupportedCache
 from worker.engines.transformers.schedule.scheduler import Segment
 from worker.engines.transformers.schedule.sequence import Sequence
 
-LONGEST = 10
-"""Tokens of the longer text: a context has to have so many for a trial."""
+CHECK_TOKENS = 10  # tokens of the longer text, and the least context for which the check runs
+# Tolerated difference of logits relative to their spread, in float32 and in 16-bit types. There, the order of sums and
+# the choice of experts may differ by rounding. A lost chunk or a wrong position gives 0.5 to 1.5 on random weights.
 _EXACT, _ROUNDED = 1e-2, 0.25
-"""How far logits may differ, relative to how far they are from each other; in float32, and in types of 16 bits, where
-the order of sums and the choice of experts may differ by rounding. A forgotten chunk or a wrong position makes 0.5 to
-1.5 on random weights."""
 
 
-def trial(runner: AlignedRunner) -> None:
-    """Find out how `runner` has to be used for its model, and set it so. Rows 0 and 1 are void afterwards.
+def check(runner: AlignedRunner) -> None:
+    """Find the settings of `runner` with which it agrees with its model, and keep them. Clears rows 0 and 1.
 
-    Raises Unsupported if it never agrees with the model.
+    Raises UnsupportedCache if it never agrees.
     """
-    reason, may_mix = "", runner.mixes
-    for continues in (True, False) if runner.has_states else (True,):
-        for mixes in (True, False) if may_mix else (False,):
-            runner.continues, runner.mixes = continues, mixes
+    reason, may_mix = "", runner.mixes_lengths
+    # The fastest settings first.
+    for continues_states in (True, False) if runner.has_states else (True,):
+        for mixes_lengths in (True, False) if may_mix else (False,):
+            runner.continues_states, runner.mixes_lengths = continues_states, mixes_lengths
             try:
                 error, tolerance = _difference(runner)
             except (RuntimeError, ValueError, IndexError) as failure:
@@ -42,13 +40,13 @@ def trial(runner: AlignedRunner) -> None:
             finally:
                 runner.forget(0)
                 runner.forget(1)
-    raise Unsupported(f"a trial of its cache gave other text than the model alone ({reason})")
+    raise UnsupportedCache(f"its self-check failed: the cache gives other text than the model alone ({reason})")
 
 
 def _difference(runner: AlignedRunner) -> tuple[float, float]:
-    """The largest relative difference of any position's logits, and what is tolerable for their type."""
+    """The largest relative difference of logits at any position, and the tolerance for the model's dtype."""
     texts = [
-        [(7 * i + 3) % runner.vocab_size for i in range(LONGEST)],
+        [(7 * i + 3) % runner.vocab_size for i in range(CHECK_TOKENS)],
         [(5 * i + 4) % runner.vocab_size for i in range(5)],
     ]
     long, short = (_sequence(row, text, prompt) for row, (text, prompt) in enumerate(zip(texts, (8, 4), strict=True)))
@@ -64,6 +62,7 @@ def _difference(runner: AlignedRunner) -> tuple[float, float]:
                 found[sequence.id].append(next(logits))
                 sequence.tokens.extend(texts[sequence.id][segment.end : segment.end + 1])
 
+    # Two chunks of a prompt, a decode step beside another prompt, and a decode step of rows of different lengths.
     step((long, 4))
     step((long, 4))
     step((long, 1), (short, 4)) if runner.rows > 1 else step((long, 1))
@@ -71,7 +70,7 @@ def _difference(runner: AlignedRunner) -> tuple[float, float]:
     worst = 0.0
     for text, sequence, logits in zip(texts, (long, short), found, strict=True):
         if logits:
-            plain = runner.plainly(text, sequence.prompt_tokens)
+            plain = runner.forward_without_cache(text, sequence.prompt_tokens)
             spread = (plain - plain.mean(-1, keepdim=True)).norm(dim=-1)
             error = (torch.stack(logits) - plain).norm(dim=-1) / spread.clamp_min(1e-9)
             worst = max(worst, float(error.max()))

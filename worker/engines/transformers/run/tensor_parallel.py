@@ -1,11 +1,11 @@
-"""A divided model at work: the leader has all ranks compute the same step, each with its slices and its heads' keys.
+"""Tensor parallelism: all ranks compute the same step, each with its slice of the weights and its heads' keys.
 
-What a step is, the host's numbers say: tokens, where each sequence's lie in the pool, what to erase and copy before.
-The leader tells them and computes its own part; sums and logits come together on the way (`slices`). Only the leader
-has sequences, a scheduler and a sampler; a follower knows blocks by number, and its pool has the same ones.
+Rank 0, the leader, has the sequences, the scheduler and the sampler. It sends each step as plain numbers: tokens,
+blocks of each sequence, and blocks to erase and copy. Followers know blocks by number only, and their pools have the
+same blocks. Partial sums and logits are combined inside the forward (`tensor_parallel_plan`).
 
-Law: whoever has failed in a step is out of step for good, as others wait for its sums. So a rank that fails ends the
-worker, and nothing is tried again.
+A rank that fails in a step is out of step for good, since the others wait for its sums. So a failing rank ends the
+worker, and nothing is repeated.
 """
 
 import logging
@@ -27,7 +27,7 @@ from worker.engines.transformers.device.rank_processes import DEVICE_BYTES, HOST
 from worker.engines.transformers.load import loader, placement, tensor_parallel_plan
 from worker.engines.transformers.load.tensor_parallel_plan import Slice
 from worker.engines.transformers.run import backends
-from worker.engines.transformers.run.runner import Chores, PackedRunner
+from worker.engines.transformers.run.runner import BlockUpdates, PagedRunner
 from worker.engines.transformers.schedule.kv_cache import Blocks, Run, Table
 from worker.engines.transformers.schedule.scheduler import Batch
 from worker.errors import RankLost, StartError, WorkerError
@@ -38,15 +38,13 @@ from worker.protocol.memory import NCCL_BYTES
 log = logging.getLogger(__name__)
 
 
-class Stretch(NamedTuple):
-    """Tokens of one sequence: see `attention.Piece`."""
+class FollowerSegment(NamedTuple):
+    """Tokens of one sequence, as attention needs them."""
 
     start: int
     length: int
-    logits: int
-    """At how many of its last positions logits are wanted."""
-    runs: tuple[tuple[int, int, int], ...]
-    """Of its blocks, as `kv_cache.Run` has them."""
+    logits: int  # number of last positions whose logits are needed
+    runs: tuple[tuple[int, int, int], ...]  # runs of its blocks, as in `kv_cache.Run`
 
     @property
     def end(self) -> int:
@@ -57,39 +55,40 @@ class Stretch(NamedTuple):
         return Table(runs=[Run(*each) for each in self.runs])
 
 
-class Step(NamedTuple):
-    """What a follower computes."""
+class FollowerStep(NamedTuple):
+    """All that a follower needs for a step."""
 
-    chores: Chores
+    updates: BlockUpdates
     tokens: Sequence[int]
-    stretches: Sequence[Stretch]
+    segments: Sequence[FollowerSegment]
 
     @classmethod
-    def of(cls, batch: Batch, chores: Chores) -> "Step":
+    def of(cls, batch: Batch, updates: BlockUpdates) -> "FollowerStep":
         tokens: list[int] = []
-        stretches = []
+        segments = []
         for segment in batch:
             assert segment.table is not None, "this cache has blocks"
             tokens.extend(segment.sequence.tokens[segment.start : segment.end])
             runs = tuple((run.first, run.block, run.count) for run in segment.table.runs)
-            stretches.append(Stretch(segment.start, segment.length, segment.logits, runs))
-        return cls(chores, tokens, stretches)
+            segments.append(FollowerSegment(segment.start, segment.length, segment.logits, runs))
+        return cls(updates, tokens, segments)
 
 
-class Leader(PackedRunner):
-    """Computes a step together with all followers."""
+class LeaderRunner(PagedRunner):
+    """Computes each step together with all followers."""
 
     def __init__(self, model: Any, pool: Pool, blocks: Blocks, device: torch.device, ranks: Ranks, peers: Peers):
         super().__init__(model, pool, blocks, device)
         self._ranks, self._peers = ranks, peers
 
     @torch.inference_mode()
-    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
-        """As `Runner.run`; returns once the device is through, as what it gives is worth nothing if a rank is lost
-        meanwhile. Raises RankLost, or StartError for a follower that said with which exit code the process is to end.
+    def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Runner.run`. Returns when the device has finished: logits are worthless if a rank is lost meanwhile.
+
+        Raises RankLost, or the StartError of a follower that names the exit code of the process.
         """
-        assert fed is None, "steps of a divided model are not launched ahead"
-        self._ranks.tell(Step.of(batch, self.tidy(batch)))
+        assert device_tokens is None, "steps of a tensor-parallel model are not launched ahead"
+        self._ranks.tell(FollowerStep.of(batch, self.prepare_blocks(batch)))
         try:
             logits = super().run(batch)
             if self.device.type == "cuda":
@@ -103,7 +102,7 @@ class Leader(PackedRunner):
         return logits
 
     def measured(self) -> dict[str, int]:
-        """Peak bytes by device name, of all ranks."""
+        """Peak bytes of all ranks by device name."""
         found = memory.measured((str(self.device),))
         found["cpu"] += sum(self._ranks.figures(HOST_BYTES))
         if self.device.type == "cuda":
@@ -111,25 +110,25 @@ class Leader(PackedRunner):
             found |= {f"cuda:{rank}": size for rank, size in enumerate(self._ranks.figures(DEVICE_BYTES), start=1)}
         return found
 
-    def on_lost(self, tell: Callable[[WorkerError], None]) -> None:
-        """`tell` will be called once, by some thread, if a rank is lost."""
-        self._ranks.on_lost(tell)
+    def on_lost(self, callback: Callable[[WorkerError], None]) -> None:
+        """Call `callback` once, on some thread, if a rank is lost."""
+        self._ranks.on_lost(callback)
 
     def end(self) -> None:
-        """Returns once there are no followers any more."""
+        """End all followers, and wait for them."""
         self._ranks.end()
         self._peers.part()
 
 
-def begin(options: Serve, ctx_size: int, ranks: Ranks | None) -> tuple[Slice, Peers]:
-    """Have all followers load: the leader's own slice, and its way to the others, whom it has not met yet."""
+def start_followers(options: Serve, ctx_size: int, ranks: Ranks | None) -> tuple[Slice, Peers]:
+    """Make all followers load. Return the leader's slice, and its process group, which is not connected yet."""
     if ranks is None:
-        raise StartError(f"--tensor-parallel={options.tensor_parallel}: the ranks were not started with this process")
+        raise StartError(f"--tensor-parallel={options.tensor_parallel}: this process was started without its ranks")
     ranks.tell((replace(options, ctx_size=ctx_size), os.environ.get("CUDA_VISIBLE_DEVICES")))
     return Slice(0, ranks.count), Peers(0, ranks.count, placement.device_of(options, 0))
 
 
-def lead(
+def make_leader(
     loaded: loader.Loaded,
     config: Any,
     options: Serve,
@@ -137,39 +136,41 @@ def lead(
     ranks: Ranks,
     peers: Peers,
     progress: Callable[[Progress], None],
-) -> tuple[Leader, Blocks]:
-    """The leader's runner, once all have loaded and met. Raises StartError, or RankLost."""
+) -> tuple[LeaderRunner, Blocks]:
+    """The leader's runner, after all ranks have loaded and connected. Raises StartError or RankLost."""
     own = sum(each.nbytes for each in loaded.model.parameters())
 
-    def told(done: int) -> None:
+    def report(done: int) -> None:
         progress(Progress(stage="weights", done=own + done, total=max(own * ranks.count, own + done)))
 
-    ranks.until_ready(told)
+    ranks.until_ready(report)
     ranks.watch(peers.abort)
     ranks.tell("meet")
     peers.meet(ranks.store)
     blocks = backends.make_blocks(options, ctx_size, caches=options.prefix_caching)
-    kept_as = options.kv_cache_dtype
-    pool = backends.make_pool(config, blocks, loaded.dtype, loaded.device, ranks=ranks.count, kept_as=kept_as)
+    kv_dtype = options.kv_cache_dtype
+    pool = backends.make_pool(config, blocks, loaded.dtype, loaded.device, ranks=ranks.count, kv_dtype=kv_dtype)
     log.info("%d ranks, the followers processes %s", ranks.count, ", ".join(map(str, ranks.pids)))
-    return Leader(loaded.model, pool, blocks, loaded.device, ranks, peers), blocks
+    return LeaderRunner(loaded.model, pool, blocks, loaded.device, ranks, peers), blocks
 
 
 def follow(options: Serve, link: Link) -> None:
-    """Load a slice, and compute with it what the leader says, until that one is gone. `options`: as far as they are
-    known at birth. Raises StartError, and what a step raises."""
+    """Load a slice, then compute the leader's steps until the leader is gone.
+
+    `options`: as known at the start of the process; the leader sends the rest. Raises StartError and errors of a step.
+    """
     torch.set_num_threads(options.threads)
     memory.keep_small()
     paged.register()
-    told: tuple[Serve, str | None] = link.hear()
-    options, visible = told
+    message: tuple[Serve, str | None] = link.hear()
+    options, visible = message
     if visible is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     config = loader.load_config(options)
     device = placement.device_of(options, link.rank)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # what names no device, as pinned memory, would take a context on the leader's
-    overhead.begin((), options.overhead)  # it is told, and does not measure: NCCL's channels are counted apart
+        torch.cuda.set_device(device)  # else pinned memory would open a context on the leader's device
+    overhead.begin((), options.overhead)  # the leader accounts for it: NCCL's channels are counted apart
     memory.cap((str(device),), options.reserved)
     share = Slice(link.rank, link.count), Peers(link.rank, link.count, device)
     implementation = backends.implementation(options.attention, config)
@@ -179,32 +180,33 @@ def follow(options: Serve, link: Link) -> None:
 
     loaded = loader.load_model(options, config, implementation, report, share=share)
     blocks = backends.make_blocks(options, options.ctx_size, caches=False)
-    kept_as = options.kv_cache_dtype
-    pool = backends.make_pool(config, blocks, loaded.dtype, device, ranks=link.count, kept_as=kept_as)
-    runner = PackedRunner(loaded.model, pool, blocks, device)
-    helps = tensor_parallel_plan.is_divided(loaded.model, link.count)
+    kv_dtype = options.kv_cache_dtype
+    pool = backends.make_pool(config, blocks, loaded.dtype, device, ranks=link.count, kv_dtype=kv_dtype)
+    runner = PagedRunner(loaded.model, pool, blocks, device)
+    # Ranks that hold a slice of the head must compute its logits with the leader.
+    has_head_slice = tensor_parallel_plan.is_divided(loaded.model, link.count)
     _note(link, device)
     link.ready()
     link.hear()
     share[1].meet(link.store)
     while True:
-        _compute(runner, link.hear(), helps=helps)
+        _compute(runner, link.hear(), has_head_slice=has_head_slice)
         _note(link, device)
 
 
 @torch.inference_mode()
-def _compute(runner: PackedRunner, step: Step, *, helps: bool) -> None:
-    """A follower's part of a step; with logits only where it `helps` with them."""
-    runner.carry_out(step.chores)
+def _compute(runner: PagedRunner, step: FollowerStep, *, has_head_slice: bool) -> None:
+    """A follower's part of a step, with logits only if it has a slice of the head."""
+    runner.apply_updates(step.updates)
     positions: list[int] = []
     wanted: list[int] = []
-    for stretch in step.stretches:
-        positions.extend(range(stretch.start, stretch.end))
-        wanted.extend(range(len(positions) - stretch.logits, len(positions)))
+    for segment in step.segments:
+        positions.extend(range(segment.start, segment.end))
+        wanted.extend(range(len(positions) - segment.logits, len(positions)))
     tokens, places, logits = (
-        upload(each, torch.int64, runner.device) for each in (step.tokens, positions, wanted if helps else ())
+        upload(each, torch.int64, runner.device) for each in (step.tokens, positions, wanted if has_head_slice else ())
     )
-    runner.forward(tokens, places, logits, Packed.of(step.stretches, runner.pool))
+    runner.forward(tokens, places, logits, Packed.of(step.segments, runner.pool))
 
 
 def _note(link: Link, device: torch.device) -> None:

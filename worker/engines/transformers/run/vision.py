@@ -1,9 +1,8 @@
-"""Images for models that see: a request's images to what the vision tower takes, and its features to where the prompt
-has tokens for them.
+"""Vision: from the images of a request to embeddings in its prompt.
 
-`Eyes` opens and prepares images in a thread of its own, by the model's own processor; `Tower` runs on the step loop's
-thread. An image's features are computed once, when the first of its tokens is due, and kept until the last one was.
-Processors are those that need Pillow and no torchvision, so that an image means the same on every machine.
+`ImageReader` opens and prepares images on a thread of its own, with the model's image processor. `VisionTower` runs on
+the step loop's thread. It computes the features of an image when the first of its tokens is due, and keeps them until
+the last. Only processors based on Pillow are used, not torchvision, so that an image gives the same on every machine.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from worker import images
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.load import architectures
-from worker.engines.transformers.run.forward import Seen
+from worker.engines.transformers.run.forward import PromptEmbeddings
 from worker.errors import InvalidValue, QueueFull, UnsupportedField
 from worker.images import EncodedImage
 from worker.interface import PromptImage, PromptImages
@@ -34,24 +33,22 @@ from worker.protocol.memory import HELD_BYTES
 
 log = logging.getLogger(__name__)
 
-_SIZES = (336, 1024, 4096)
-"""Sides of images, one of which makes a processor's most."""
+_SIZES = (336, 1024, 4096)  # sides of test images; processors scale to at most one of these. A guess
 _NOT_FOR_TOWERS = frozenset(
     {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
 )
 _LOAD_FAULTS = (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError)
 
 
-class Blind(Exception):
+class NoVision(Exception):
     """This model takes no images; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """One image, as text and for the tower."""
+class PreparedImage:
+    """One image, as prompt text and as inputs of the tower."""
 
-    text: str
-    """What stands for it in the prompt."""
+    text: str  # the prompt text with its placeholder tokens
     inputs: dict[str, torch.Tensor]
 
     @property
@@ -59,58 +56,51 @@ class Prepared:
         return sum(each.nbytes for each in self.inputs.values())
 
 
-def see(
+def load_image_processor(
     options: ModelOptions, config: Any, tokenizer: transformers.PreTrainedTokenizerBase
-) -> tuple["Processor | None", str]:
-    """The processor of a model whose images can be served; else why they cannot."""
+) -> tuple["ImageProcessor | None", str]:
+    """The image processor, or None with the reason why the model takes no images."""
     try:
-        return Processor(options, config, tokenizer), ""
-    except Blind as why:
+        return ImageProcessor(options, config, tokenizer), ""
+    except NoVision as why:
         if getattr(config, "vision_config", None) is not None:
             log.warning("no images: %s", why)
         return None, str(why)
 
 
-def counting(
-    options: ModelOptions, config: Any, tokenizer: transformers.PreTrainedTokenizerBase
-) -> tuple["Eyes | None", str]:
-    """As `see`, for who counts what images are in a prompt and computes nothing of them."""
-    processor, no_vision = see(options, config, tokenizer)
-    eyes = Eyes(processor, torch.bfloat16, most=options.limit_images) if processor is not None else None
-    return eyes, no_vision
-
-
-class Processor:
-    """A model's own processor, with the worker's tokenizer."""
+class ImageProcessor:
+    """The image processor of a model, with the worker's tokenizer."""
 
     def __init__(self, options: ModelOptions, config: Any, tokenizer: transformers.PreTrainedTokenizerBase):
-        """Raises Blind if images cannot be served, with the reason for people."""
+        """Raises NoVision with the reason if images cannot be served."""
         sight = VISION.get(config.model_type)
         if sight is None:
-            raise Blind(architectures.why_blind(config))
+            raise NoVision(architectures.why_blind(config))
         if not options.limit_images:
-            raise Blind("this model is served without images; set limit-images in its preset")
+            raise NoVision("this model is served without images; set limit-images in its preset")
         if importlib.util.find_spec("PIL") is None:
-            raise Blind("its worker lacks the library that opens images: pip install pillow")
+            raise NoVision("Pillow, the library that opens images, is not installed: pip install pillow")
         self.sight: Sight = sight
         self._most = options.limit_images
         self._tokenizer = tokenizer
         try:
             self._processor = _load(Path(options.snapshot), config, tokenizer)
         except _LOAD_FAULTS as error:
-            raise Blind(f"this model's image processor cannot be loaded ({memory.one_line(error)})") from error
+            raise NoVision(f"this model's image processor cannot be loaded ({memory.one_line(error)})") from error
         self.placeholder: str = self._processor.image_token
         self.token: int = config.image_token_id
         self._text = str(tokenizer.convert_ids_to_tokens(self.token))
         if sight.is_whole:
-            import PIL.Image  # late: only for models that see
+            import PIL.Image  # late: only for models with vision
 
             tokens = self.prepare(PIL.Image.new("RGB", (64, 64)), torch.float32).text.count(self._text)
             if tokens > min(options.prefill_chunk, options.ctx_size or tokens):
-                raise Blind(f"an image of this model is {tokens} tokens of one step; set prefill-chunk to that or more")
+                raise NoVision(
+                    f"an image of this model is {tokens} tokens of one step; set prefill-chunk to that or more"
+                )
 
-    def prepare(self, picture: Any, dtype: torch.dtype) -> Prepared:
-        """One image, opened, for a tower of this type. Raises ValueError if the processor cannot use it."""
+    def prepare(self, picture: Any, dtype: torch.dtype) -> PreparedImage:
+        """Prepare one opened image for a tower of this dtype. Raises ValueError if the processor cannot use it."""
         made = self._processor(
             images=[picture],
             text=[self.placeholder],
@@ -121,18 +111,20 @@ class Processor:
         )
         ((replaced,),) = made["text_replacement_offsets"]
         inputs = {name: each for name, each in made.items() if name not in _NOT_FOR_TOWERS}
-        return Prepared(replaced["replacement"], {name: _cast(name, each, dtype) for name, each in inputs.items()})
+        return PreparedImage(replaced["replacement"], {name: _cast(name, each, dtype) for name, each in inputs.items()})
 
     def largest(self, dtype: torch.dtype, ctx_size: int) -> tuple[PromptImage, int] | None:
-        """The image that gives the tower most to do, of those that fit into the context, at the beginning of a prompt;
-        and the bytes of all images that one request may have. None if none fits."""
-        import PIL.Image  # late: only for models that see
+        """The image that costs the tower most and fits into the context, and the bytes of all images of a request.
+
+        None if no image fits.
+        """
+        import PIL.Image  # late: only for models with vision
 
         found: list[tuple[int, PromptImage]] = []
         for side in _SIZES:
             prepared = self.prepare(PIL.Image.new("RGB", (side, side)), dtype)
             if found and found[-1][0] == prepared.bytes:
-                break  # it brings all images to one size
+                break  # the processor scales all images to one size
             tokens, (picture,) = self.lay_out(self.placeholder, [prepared])
             if len(tokens) < ctx_size:
                 found.append((prepared.bytes, picture))
@@ -141,10 +133,10 @@ class Processor:
         most, picture = max(found, key=lambda each: each[0])
         return picture, most * min(self._most, max(ctx_size // picture.tokens, 1))
 
-    def lay_out(self, prompt: str, prepared: Sequence[Prepared]) -> tuple[list[int], tuple[PromptImage, ...]]:
-        """Tokens of `prompt` with what stands for each image in place of its placeholder, and where they are.
+    def lay_out(self, prompt: str, prepared: Sequence[PreparedImage]) -> tuple[list[int], tuple[PromptImage, ...]]:
+        """Tokens of `prompt` with each placeholder replaced by its image's tokens, and the positions of the images.
 
-        Raises InvalidValue if the prompt has other places for images than it should."""
+        Raises InvalidValue if the number of placeholders is not that of the images."""
         pieces = prompt.split(self.placeholder)
         if len(pieces) != len(prepared) + 1:
             raise InvalidValue(
@@ -162,33 +154,33 @@ class Processor:
             while left and runs:
                 begin, length = runs.pop(0)
                 mine.append((begin, min(length, left)))
-                if length > left:  # two images without a word between them
+                if length > left:  # two images without text between them
                     runs.insert(0, (begin + left, length - left))
                 left -= mine[-1][1]
             if left:
                 break
             prompt_images.append(PromptImage(tuple(mine), image.inputs, self.sight.is_whole))
         if runs or len(prompt_images) != len(prepared) or not all(each.runs for each in prompt_images):
-            raise InvalidValue(f"messages must not hold {self._text}, which stands for images", param="messages")
+            raise InvalidValue(f"messages must not contain {self._text}, which stands for images", param="messages")
         return tokens, tuple(prompt_images)
 
 
-class Eyes:
+class ImageReader:
     """Implements `worker.interface.Vision`."""
 
     def __init__(
         self,
-        processor: Processor,
+        processor: ImageProcessor,
         dtype: torch.dtype,
         *,
         most: int,
         held: int = HELD_BYTES,
     ):
-        """`most`: images of one prompt; `held`: bytes of prepared ones that several requests may have together."""
-        self._processor, self._dtype, self._most, self._most_held = processor, dtype, most, held
-        # without helpers of its own: they would slow those of the steps down (`memory.end_helpers`)
+        """`most`: images in one prompt; `held`: bytes of prepared images of all requests together."""
+        self._processor, self._dtype, self._most, self._max_held = processor, dtype, most, held
+        # One thread and no OpenMP helpers: these would slow the step loop's threads down (`memory.end_helpers`).
         self._thread = ThreadPoolExecutor(1, "images", initializer=torch.set_num_threads, initargs=(1,))
-        self._lock = threading.RLock()  # what is collected meanwhile takes it, too
+        self._lock = threading.RLock()  # a finalizer takes it, and may run on this thread while it is held
         self._held = 0
 
     @property
@@ -206,17 +198,17 @@ class Eyes:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._read, prompt, images)
 
     def close(self) -> None:
-        """Whoever waits for an image is cancelled."""
+        """Stop the thread and cancel waiting images."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, prompt: str, stated: Sequence[EncodedImage]) -> tuple[list[int], PromptImages]:
-        prepared: list[Prepared] = []
+        prepared: list[PreparedImage] = []
         for image in stated:
             try:
                 prepared.append(self._processor.prepare(images.open_image(image), self._dtype))
             except InvalidValue:
                 raise
-            except Exception as error:  # noqa: BLE001 - an image of a stranger, and whatever a library makes of it
+            except Exception as error:  # noqa: BLE001 - untrusted input: processors raise anything
                 log.warning("an image could not be prepared: %s", type(error).__name__)
                 raise InvalidValue(
                     f"{image.where}: this model's processor cannot use the image ({memory.one_line(error)})",
@@ -228,10 +220,10 @@ class Eyes:
         return tokens, prompt_images
 
     def _hold(self, prompt_images: PromptImages, size: int) -> None:
-        """Count `pictures` in for as long as anybody has them. Raises QueueFull."""
+        """Count the bytes of `pictures` until they are garbage collected. Raises QueueFull."""
         with self._lock:
-            if self._held and self._held + size > self._most_held:
-                raise QueueFull("requests with images wait for this model already; try again later")
+            if self._held and self._held + size > self._max_held:
+                raise QueueFull("requests with images are waiting for this model already; try again later")
             self._held += size
         weakref.finalize(prompt_images, self._let_go, size)
 
@@ -240,40 +232,40 @@ class Eyes:
             self._held -= size
 
 
-class Tower:
-    """The vision tower of a model, and the features of those images whose tokens are being computed."""
+class VisionTower:
+    """The vision tower of a model, and the features of images whose tokens are being computed."""
 
     def __init__(self, model: Any, token: int, device: torch.device):
-        """`token` stands for images in a prompt."""
+        """`token`: the token that stands for images in a prompt."""
         self._model, self._token, self._device = model, token, device
         self._words = model.get_input_embeddings()
         self._seen: dict[PromptImage, torch.Tensor] = {}
-        self.largest = 0, 0
-        """As in `Pulse.seen`."""
+        self.largest = 0, 0  # as in `Pulse.seen`
 
     def features(self, picture: PromptImage) -> torch.Tensor:
-        """`[tokens, hidden]`: what stands in the place of the picture's tokens."""
+        """Features of an image, `[tokens, hidden]`: the embeddings of its tokens."""
         inputs = {name: each.to(self._device) for name, each in picture.inputs.items()}
         found = self._model.get_image_features(**inputs, return_dict=True).pooler_output
         whole = torch.cat(list(found)) if isinstance(found, list | tuple) else found
         return whole.reshape(-1, whole.shape[-1])
 
-    def see(self, tokens: Sequence[int], start: int, prompt_images: PromptImages) -> Seen:
-        """The prompt's `tokens` from the one with number `start` on."""
+    def embed_prompt(self, tokens: Sequence[int], start: int, prompt_images: PromptImages) -> PromptEmbeddings:
+        """Embeddings of the prompt's `tokens`, the first of which has position `start`."""
         kinds = None
         if any(picture.is_whole for picture in prompt_images.each):
             kinds = torch.zeros(1, start + len(tokens), dtype=torch.int64, device=self._device)
             for begin, length in (run for picture in prompt_images.each for run in picture.runs):
                 kinds[0, begin : begin + length] = 1
-        return Seen(self._embed(tokens, start, prompt_images), kinds)
+        return PromptEmbeddings(self._embed(tokens, start, prompt_images), kinds)
 
     def _embed(self, tokens: Sequence[int], start: int, prompt_images: PromptImages) -> torch.Tensor | None:
-        """`[1, tokens, hidden]`; None: they are words only."""
+        """`[1, tokens, hidden]`; None if no image has one of these tokens."""
         end = start + len(tokens)
         due = [picture for picture in prompt_images.each if _overlaps(picture, start, end)]
         if not due:
             return None
         ids = memory.upload([0 if token == self._token else token for token in tokens], torch.int64, self._device)
+        # The image token may lie outside the embedding table, so 0 takes its place here.
         embedded: torch.Tensor = self._words(ids[None]).clone()
         for picture in due:
             features = self._seen.get(picture)
@@ -295,13 +287,13 @@ class Tower:
         return embedded
 
     def forget(self, prompt_images: PromptImages) -> None:
-        """Nobody computes this prompt any more."""
+        """Drop the features of a prompt that is not computed any further."""
         for picture in prompt_images.each:
             self._seen.pop(picture, None)
 
 
 def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As small as it can be for a tower of this type."""
+    """The smallest type that the tower accepts."""
     if name.endswith("_mask"):
         return tensor.bool()
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -312,7 +304,7 @@ def _overlaps(picture: PromptImage, start: int, end: int) -> bool:
 
 
 def _runs(tokens: Sequence[int], token: int) -> Iterator[tuple[int, int]]:
-    """Where `token` stands: position and number, for each unbroken run of it."""
+    """Position and length of each unbroken run of `token`."""
     begin = None
     for place, each in enumerate((*tokens, None)):
         if each == token and begin is None:
@@ -323,9 +315,9 @@ def _runs(tokens: Sequence[int], token: int) -> Iterator[tuple[int, int]]:
 
 
 def _load(folder: Path, config: Any, tokenizer: transformers.PreTrainedTokenizerBase) -> Any:
-    """The processor of this configuration's family, around `tokenizer`, whose copy it would else load."""
+    """The processor of this configuration's family, with `tokenizer` instead of a second copy of it."""
     cls: Any = PROCESSOR_MAPPING[type(config)]
     auto: Any = transformers.AutoImageProcessor
     stated, _ = cls.get_processor_dict(folder, local_files_only=True)
-    opener = auto.from_pretrained(folder, backend="pil", local_files_only=True)
-    return cls.from_args_and_dict([opener, tokenizer], stated)
+    image_processor = auto.from_pretrained(folder, backend="pil", local_files_only=True)
+    return cls.from_args_and_dict([image_processor, tokenizer], stated)

@@ -1,11 +1,11 @@
-"""Steps that nobody asked for, before the first request: kernels are chosen, buffers grow, and the pace is known."""
+"""Warmup steps before the first request: kernels are chosen, buffers grow, and the prefill budget learns its costs."""
 
 import time
 from collections.abc import Callable
 
-from worker.engines.transformers.run.cuda_graphs import FixedRunner
-from worker.engines.transformers.run.runner import PackedRunner, Runner
-from worker.engines.transformers.sample.sampler import COSTLIEST, Pick, sample
+from worker.engines.transformers.run.cuda_graphs import GraphRunner
+from worker.engines.transformers.run.runner import PagedRunner, Runner
+from worker.engines.transformers.sample.sampler import COSTLIEST_SAMPLING, RowSampling, sample
 from worker.engines.transformers.schedule.kv_cache import Capacity
 from worker.engines.transformers.schedule.prefill_budget import Pace
 from worker.engines.transformers.schedule.scheduler import Segment
@@ -23,11 +23,11 @@ def warm_up(
     ctx_size: int,
     progress: Callable[[Progress], None],
 ) -> None:
-    """Compute prompt chunks at the far end of the context, each twice as long, then steps of decoding: of one row, at
-    the beginning of the context, and of all, twice. Kernels are chosen, and `pace` learns what a token costs.
+    """Compute steps that choose kernels and teach `pace` the cost of a token, then the largest steps possible.
 
-    Then the largest steps that there are, a whole chunk beside all other rows and all rows alone, each of which is
-    sampled as costs the most: buffers reach their size, and what is measured now is what the worker will take.
+    Prompt chunks lie at the end of the context and double in size. Decode steps have one row at the beginning of the
+    context, and all rows at its end. The largest steps are a whole chunk beside all other rows, and all rows alone,
+    both with the most expensive sampling: buffers reach their final size, and the peak measured now is the worker's.
     """
     size = min(chunk, 16)
     while True:
@@ -37,32 +37,32 @@ def warm_up(
             break
         size = min(2 * size, chunk)
     batch = tuple(_segment(capacity, row, ctx_size - 1, 1) for row in range(capacity.rows))
-    for _ in range(2):
+    for _ in range(2):  # the first run of a shape includes the choice of kernels, the second its real time
         _time_step(runner, pace, (_segment(capacity, 0, min(1, ctx_size - 1), 1),))
         _time_step(runner, pace, batch)
     last = _segment(capacity, capacity.rows - 1, ctx_size - chunk, chunk)
     for largest in ((*batch[:-1], last), batch):
-        _compute(runner, largest, COSTLIEST)
+        _compute(runner, largest, COSTLIEST_SAMPLING)
 
 
 def record(
-    runner: PackedRunner,
+    runner: PagedRunner,
     capacity: Capacity,
     pace: Pace,
     *,
     ctx_size: int,
     progress: Callable[[Progress], None],
-) -> FixedRunner:
-    """`runner` with its steps of decoding recorded as CUDA graphs; `pace` learns how fast they are."""
-    fixed = FixedRunner(runner, rows=capacity.rows, ctx_size=ctx_size)
-    fixed.record(lambda: progress(Progress(stage="warmup")))
+) -> GraphRunner:
+    """Record the decode steps of `runner` as CUDA graphs, and teach `pace` how fast they are."""
+    recorded = GraphRunner(runner, rows=capacity.rows, ctx_size=ctx_size)
+    recorded.record(lambda: progress(Progress(stage="warmup")))
     for rows in (1, capacity.rows) * 4:
-        _time_step(fixed, pace, tuple(_segment(capacity, row, min(1, ctx_size - 1), 1) for row in range(rows)))
-    return fixed
+        _time_step(recorded, pace, tuple(_segment(capacity, row, min(1, ctx_size - 1), 1) for row in range(rows)))
+    return recorded
 
 
 def _segment(capacity: Capacity, row: int, start: int, length: int) -> Segment:
-    """A part of a sequence that nobody asked for."""
+    """A part of a made-up sequence of zeros."""
     tokens = [0] * (start + length)
     sequence = Sequence(
         id=row, prompt_tokens=max(start, 1), tokens=tokens, limit=len(tokens), ends=frozenset(), computed=start
@@ -79,6 +79,6 @@ def _time_step(runner: Runner, pace: Pace, batch: tuple[Segment, ...]) -> float:
 
 
 def _compute(runner: Runner, batch: tuple[Segment, ...], sampling: SamplingParams) -> None:
-    sample(runner.run(batch), [Pick(sampling, uniform=0.5)] * len(batch))
+    sample(runner.run(batch), [RowSampling(sampling, uniform=0.5)] * len(batch))
     for segment in batch:
         runner.forget(segment.row)

@@ -1,1 +1,4 @@
-"""From logits to tokens: sampler, top-k, grammar masks, copies to the host."""
+"""Sampling: from logits to tokens, with top-k search, grammar masks and copies to the host.
+
+May import schedule and device.
+"""

@@ -1,8 +1,7 @@
-"""What the host wants to know of a step: gathered on the device, and fetched all at once.
+"""Copies of a step's results from the device to the host, in one transfer.
 
-Whoever asks a device for a number waits until it has done all that was begun before. So nobody asks while a step is
-being launched: what will be wanted goes into the step's `Readout`, a copy of which is under way to the host as soon as
-the device has it, and the host waits once, for that.
+Reading a single number from a device waits for everything launched before. So nothing is read while a step is being
+launched: all results of a step are collected on the device, copied once in the background, and waited for once.
 """
 
 from collections.abc import Callable
@@ -10,8 +9,8 @@ from collections.abc import Callable
 import torch
 
 
-class Readout:
-    """Numbers of one step. `add` them, `send` once, `wait`, then they are lists."""
+class DeviceToHost:
+    """The results of one step: `add` tensors, `send` once, `wait`, then read them as lists."""
 
     def __init__(self) -> None:
         self._parts: list[torch.Tensor] = []
@@ -21,13 +20,13 @@ class Readout:
         self._numbers: list[float] = []
 
     def add(self, numbers: torch.Tensor) -> int:
-        """Numbers of any shape; where they will be found, flat. As float64, which holds every token and logprob."""
+        """Add numbers of any shape and return their index. Float64 holds every token id and logprob exactly."""
         self._parts.append(numbers.flatten())
         self._ends.append(self._ends[-1] + numbers.numel())
         return len(self._parts) - 1
 
     def send(self) -> None:
-        """Begin the copy. Waits for nothing."""
+        """Start the copy without waiting."""
         if not self._parts:
             return
         sent = torch.cat(self._parts)
@@ -39,7 +38,7 @@ class Readout:
         self._sent = sent
 
     def wait(self) -> None:
-        """Returns once the numbers are here: the only place where a step waits for the device. Again is free."""
+        """Wait for the copy: the only place where a step waits for the device. Further calls return at once."""
         if self._sent is None:
             return
         if self._arrival is not None:
@@ -51,7 +50,7 @@ class Readout:
 
 
 def _event(device: torch.device) -> Callable[[], object]:
-    """Called, it returns once the device has done all that it was given until now. Other threads run meanwhile."""
+    """A function that waits until the device has done all work launched so far. It releases the interpreter lock."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
     event.record(torch.cuda.current_stream(device))
     wait: Callable[[], object] = event.synchronize

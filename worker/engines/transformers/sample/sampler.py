@@ -1,12 +1,12 @@
-"""Logits to tokens: every row of a step at once, each by its own request's rules.
+"""The sampler: from logits to tokens, for all rows of a step at once, each by its own request's settings.
 
-In this order: repetition penalty, presence and frequency penalties and logit bias, forbidden ends and grammars,
-temperature, top-k, top-p, min-p, then one draw; where a request wants it so, temperature behind those three. They only
-say which tokens stay; tokens as likely as the last one that stays, stay as well, so that no order among equals can
-change an answer.
+Order: repetition penalty; presence and frequency penalties and logit bias; forbidden tokens and grammars; temperature;
+top-k; top-p; min-p; one draw. With `tempers_last`, temperature follows min-p, as in llama.cpp. The three filters only
+set the lowest score that stays. Tokens with an equal score stay too, so that the order of equal tokens, which differs
+between sort algorithms, cannot change an answer.
 
-A draw is the inverse of the cumulative distribution, in the order of the vocabulary, at a number in [0, 1) that depends
-on the sequence's seed and on the position alone: the same seed gives the same text whatever else is in the batch.
+A draw inverts the cumulative distribution, in the order of the vocabulary, at a number in [0, 1) that depends only on
+the sequence's seed and position. The same seed therefore gives the same text, whatever else is in the batch.
 """
 
 import hashlib
@@ -20,42 +20,38 @@ from numpy.typing import NDArray
 
 from worker.engines.transformers.device.memory import upload
 from worker.engines.transformers.sample import topk
-from worker.engines.transformers.sample.device_to_host import Readout
+from worker.engines.transformers.sample.device_to_host import DeviceToHost
 from worker.engines.transformers.schedule.sequence import Repeats
 from worker.interface import SamplingParams
 
-COLDEST = 1e-6
-"""Temperatures above 0 are taken as at least this: colder is greedy, and float32 cannot divide by less."""
-COSTLIEST = SamplingParams(temperature=1e6, top_p=0.9, min_p=0.01, logprobs=20)
-"""With this a request takes every step of the sampler, and the most memory: where all tokens are about as likely, all
-of them are sorted."""
-_NUCLEUS_TOKENS = 256
-"""On the CPU top-p looks at so many likeliest tokens first: nearly always they are enough."""
+# The least temperature above 0: a colder draw is greedy, and float32 cannot divide by less.
+MIN_TEMPERATURE = 1e-6
+# Settings that use every step of the sampler and the most memory: all tokens are about equally likely, so all of them
+# are sorted. For warmup and estimates.
+COSTLIEST_SAMPLING = SamplingParams(temperature=1e6, top_p=0.9, min_p=0.01, logprobs=20)
+_NUCLEUS_TOKENS = 256  # likeliest tokens that top-p looks at first on the CPU: almost always enough
+# If not enough, tokens are binned by score: 64 bins per nat, down to e^-32 of the likeliest, the rest in the last bin.
 _BINS, _BINS_PER_NAT = 2048, 64
-"""Where they are not, tokens are gathered by score: down to e^-32 of the likeliest, and all below that in the last."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pick:
-    """How the next token of one row is to be chosen."""
+class RowSampling:
+    """The settings for the next token of one row."""
 
     sampling: SamplingParams
-    uniform: float = 0.0
-    """In [0, 1): decides, unless the choice is greedy."""
-    repeats: Repeats | None = None
-    """What the penalties look back at, up to date; None where there are none."""
-    forbidden: Sequence[int] = ()
-    """Tokens that must not come now."""
+    uniform: float = 0.0  # in [0, 1): the random number of the draw; unused if greedy
+    repeats: Repeats | None = None  # tokens that the penalties count, up to date; None without penalties
+    forbidden: Sequence[int] = ()  # tokens that must not be chosen now
 
 
 @dataclass(frozen=True, slots=True)
-class Masks:
-    """Which tokens the grammars of some rows allow now."""
+class TokenMasks:
+    """Tokens that the grammars of some rows allow now."""
 
     rows: Sequence[int]
+    # uint8 `[len(rows), bytes]`: bit `i % 8` of byte `i // 8` is set if token i is allowed. At least one bit for each
+    # token of the vocabulary.
     bits: NDArray[np.uint8]
-    """uint8 `[len(rows), bytes]`: bit `i % 8` of byte `i // 8` is set if token i may come. At least a bit for each
-    token of the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,45 +65,49 @@ class Likelihood:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The next token of one row. `likelihood` if its sampling asks for logprobs."""
+    """The next token of one row, with its `likelihood` if the request wants logprobs."""
 
     token: int
     likelihood: Likelihood | None = None
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from seed and position: 53 bits of BLAKE2b."""
+    """A number in [0, 1) from seed and position: 53 bits of BLAKE2b, which is as many as a float64 holds."""
     key = (seed % 2**64).to_bytes(8, "little") + position.to_bytes(8, "little")
     return (int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
 
 def has_penalties(sampling: SamplingParams) -> bool:
-    """Whether what was said before changes what comes next."""
+    """True if earlier tokens of the sequence change the next one."""
     changes = sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty
     return bool(changes) and sampling.repeat_last_n != 0
 
 
-class Drawn:
-    """The next tokens of some rows, on the device; the host learns of them from the readout that they are part of."""
+class DrawnTokens:
+    """The next tokens of some rows, on the device. Their values reach the host with the step's `DeviceToHost`."""
 
     def __init__(
-        self, tokens: torch.Tensor, picks: Sequence[Pick], asking: Sequence[int], readout: Readout, place: int
+        self,
+        tokens: torch.Tensor,
+        picks: Sequence[RowSampling],
+        asking: Sequence[int],
+        to_host: DeviceToHost,
+        place: int,
     ):
-        self.tokens = tokens
-        """`[rows]`, int64. Some token of the vocabulary even where there was none to choose."""
-        self._picks, self._asking, self._readout, self._place = picks, asking, readout, place
+        self.tokens = tokens  # [rows], int64; an arbitrary token of the vocabulary for a row without any to choose
+        self._picks, self._asking, self._to_host, self._place = picks, asking, to_host, place
 
     def read(self) -> list[Sampled | None]:
-        """What `sample` says, once the readout has been waited for."""
+        """The sampled tokens, as from `sample`, after the copy to the host has been waited for."""
         picks, asking = self._picks, self._asking
-        chosen, fits = list(map(int, self._readout[self._place])), self._readout[self._place + 1]
-        told: dict[int, list[float]] = {}
+        chosen, fits = list(map(int, self._to_host[self._place])), self._to_host[self._place + 1]
+        logprobs: dict[int, list[float]] = {}
         if asking:
-            said = self._readout[self._place + 2]
-            width = len(said) // len(asking)
-            told = {row: said[place * width : (place + 1) * width] for place, row in enumerate(asking)}
+            values = self._to_host[self._place + 2]
+            width = len(values) // len(asking)
+            logprobs = {row: values[place * width : (place + 1) * width] for place, row in enumerate(asking)}
         return [
-            Sampled(chosen[row], _read(told[row], chosen[row], pick.sampling.logprobs) if row in told else None)
+            Sampled(chosen[row], _read(logprobs[row], chosen[row], pick.sampling.logprobs) if row in logprobs else None)
             if fits[row]
             else None
             for row, pick in enumerate(picks)
@@ -115,16 +115,19 @@ class Drawn:
 
 
 @torch.inference_mode()
-def draw(logits: torch.Tensor, picks: Sequence[Pick], masks: Masks | None, readout: Readout) -> Drawn:
-    """Choose the next token of each row of `logits` `[rows, vocab]` (float32; overwritten). Waits for no device."""
+def draw(
+    logits: torch.Tensor, picks: Sequence[RowSampling], masks: TokenMasks | None, to_host: DeviceToHost
+) -> DrawnTokens:
+    """Choose the next token of each row of `logits` `[rows, vocab]` (float32; overwritten). Does not wait."""
     asking = [row for row, pick in enumerate(picks) if pick.sampling.logprobs is not None]
     which = _indices(asking, logits.device)
+    # Logprobs are of the unmodified distribution, so they are taken before the penalties. [asking, vocab]
     raw = torch.log_softmax(logits[which], dim=-1) if asking else None
     _edit(logits, picks)
     if masks is not None and masks.rows:
         _mask(logits, masks)
     if raw is not None:
-        _tell_odds(raw, logits, picks, asking)
+        _write_drawn_logprobs(raw, logits, picks, asking)
     best, tokens = topk.highest(logits)
     drawing = [row for row, pick in enumerate(picks) if pick.sampling.temperature > 0.0]
     if len(drawing) == len(picks):
@@ -132,58 +135,63 @@ def draw(logits: torch.Tensor, picks: Sequence[Pick], masks: Masks | None, reado
     elif drawing:
         index = _indices(drawing, logits.device)
         tokens[index] = _draw(logits[index] - best[index, None], [picks[row] for row in drawing])
-    place = readout.add(tokens.double())
-    readout.add(best.isfinite().double())
+    place = to_host.add(tokens.double())
+    to_host.add(best.isfinite().double())
     if raw is not None:
         top = max(picks[row].sampling.logprobs or 0 for row in asking)
-        readout.add(_likelihoods(raw, tokens[which], top))
-    return Drawn(tokens, picks, asking, readout, place)
+        to_host.add(_likelihoods(raw, tokens[which], top))
+    return DrawnTokens(tokens, picks, asking, to_host, place)
 
 
-def sample(logits: torch.Tensor, picks: Sequence[Pick], masks: Masks | None = None) -> list[Sampled | None]:
-    """The next token of each row of `logits` `[rows, vocab]` (float32; overwritten).
+def sample(logits: torch.Tensor, picks: Sequence[RowSampling], masks: TokenMasks | None = None) -> list[Sampled | None]:
+    """The next token of each row of `logits` `[rows, vocab]` (float32; overwritten). Waits once.
 
-    None for a row that has no token to choose: NaN or infinite logits, or every token forbidden. Waits once.
+    None for a row without a token to choose: NaN or infinite logits, or every token forbidden.
     """
-    readout = Readout()
-    drawn = draw(logits, picks, masks, readout)
-    readout.send()
-    readout.wait()
+    to_host = DeviceToHost()
+    drawn = draw(logits, picks, masks, to_host)
+    to_host.send()
+    to_host.wait()
     return drawn.read()
 
 
-class Told:
-    """How likely some tokens were: part of a readout, as `Drawn` is."""
+class TokenLikelihoods:
+    """Likelihoods of given tokens. Their values reach the host with the step's `DeviceToHost`."""
 
-    def __init__(self, tokens: Sequence[int], top: int, readout: Readout, place: int):
-        self._tokens, self._top, self._readout, self._place = tokens, top, readout, place
+    def __init__(self, tokens: Sequence[int], top: int, to_host: DeviceToHost, place: int):
+        self._tokens, self._top, self._to_host, self._place = tokens, top, to_host, place
 
     def read(self) -> list[Likelihood]:
-        """One for each token."""
-        said, count = self._readout[self._place], len(self._tokens)
-        width = len(said) // max(count, 1)
-        rows = (said[row * width : (row + 1) * width] for row in range(count))
+        """One likelihood for each token."""
+        values, count = self._to_host[self._place], len(self._tokens)
+        width = len(values) // max(count, 1)
+        rows = (values[row * width : (row + 1) * width] for row in range(count))
         return [_read(row, token, self._top) for row, token in zip(rows, self._tokens, strict=True)]
 
 
 @torch.inference_mode()
-def tell(logits: torch.Tensor, tokens: Sequence[int], top: int, readout: Readout) -> Told:
-    """How likely each of `tokens` was, given `logits` `[tokens, vocab]`, with `top` alternatives each."""
+def gather_likelihoods(
+    logits: torch.Tensor, tokens: Sequence[int], top: int, to_host: DeviceToHost
+) -> TokenLikelihoods:
+    """Likelihoods of `tokens`, given `logits` `[tokens, vocab]`, each with its `top` likeliest alternatives."""
     raw = torch.log_softmax(logits, dim=-1)
-    return Told(tokens, top, readout, readout.add(_likelihoods(raw, _indices(tokens, logits.device), top)))
+    return TokenLikelihoods(tokens, top, to_host, to_host.add(_likelihoods(raw, _indices(tokens, logits.device), top)))
 
 
 def likelihoods(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Likelihood]:
-    """As `tell`. Waits once."""
-    readout = Readout()
-    told = tell(logits, tokens, top, readout)
-    readout.send()
-    readout.wait()
-    return told.read()
+    """As `gather_likelihoods`, but waits for the result."""
+    to_host = DeviceToHost()
+    found = gather_likelihoods(logits, tokens, top, to_host)
+    to_host.send()
+    to_host.wait()
+    return found.read()
 
 
-def _edit(logits: torch.Tensor, picks: Sequence[Pick]) -> None:
-    """Penalties, biases and forbidden tokens, in place: three scattered updates for the whole batch."""
+def _edit(logits: torch.Tensor, picks: Sequence[RowSampling]) -> None:
+    """Apply penalties, biases and forbidden tokens in place: a few scattered updates for the whole batch.
+
+    Dense `[rows, vocab]` tensors instead would cost more than the rest of the sampler.
+    """
     scale: list[tuple[int, int, float]] = []
     add: list[tuple[int, int, float]] = []
     for row, pick in enumerate(picks):
@@ -207,23 +215,23 @@ def _edit(logits: torch.Tensor, picks: Sequence[Pick]) -> None:
         logits.index_put_((rows, columns), terms, accumulate=True)
 
 
-def _mask(logits: torch.Tensor, masks: Masks) -> None:
-    """Minus infinity, in place, wherever a bit is not set."""
-    bias = penalties(masks.bits, logits.device)[:, : logits.shape[-1]]
+def _mask(logits: torch.Tensor, masks: TokenMasks) -> None:
+    """Set logits to minus infinity, in place, for tokens whose bit is not set."""
+    bias = mask_bias(masks.bits, logits.device)[:, : logits.shape[-1]]
     if len(masks.rows) == len(logits):
         logits.add_(bias)
     elif logits.device.type != "cpu":
         logits.index_add_(0, _indices(masks.rows, logits.device), bias)
-    else:  # where it is three times as fast
+    else:  # on the CPU row by row is three times as fast as index_add_
         for row, each in zip(masks.rows, bias, strict=True):
             logits[row].add_(each)
 
 
-def penalties(bits: NDArray[np.uint8], device: torch.device) -> torch.Tensor:
-    """For each packed bit 0 if it is set, else minus infinity: float32 `[rows, 8 * bytes]`.
+def mask_bias(bits: NDArray[np.uint8], device: torch.device) -> torch.Tensor:
+    """Addends for logits: 0 for each set bit, else minus infinity. Float32 `[rows, 8 * bytes]`.
 
-    Only the packed form crosses to the device; there each byte looks up its eight. (Adding takes a third of the time
-    of filling by a mask: 1.4 ms for 16 rows of 151,936 tokens on one core.)
+    Only the packed bits are copied to the device, where each byte looks up its eight addends. Adding takes a third of
+    the time of filling by a mask: 1.4 ms for 16 rows of 151,936 tokens on one core.
     """
     packed = torch.from_numpy(bits)
     if device.type == "cuda":
@@ -233,8 +241,8 @@ def penalties(bits: NDArray[np.uint8], device: torch.device) -> torch.Tensor:
     return torch.nn.functional.embedding(packed.int(), table).flatten(1)
 
 
+# `mask_bias` of each byte, [256, 8].
 _BITS = torch.where((torch.arange(256)[:, None] >> torch.arange(8)) % 2 == 1, 0.0, -math.inf)
-"""`penalties` of each byte, `[256, 8]`."""
 
 
 def _columns(
@@ -244,15 +252,15 @@ def _columns(
     return _indices(rows, device), _indices(columns, device), _numbers(values, device)
 
 
-def _draw(scores: torch.Tensor, picks: Sequence[Pick]) -> torch.Tensor:
-    """Tokens `[rows]`; `scores` `[rows, vocab]` are logits with a maximum of 0 in each row, and are overwritten."""
+def _draw(scores: torch.Tensor, picks: Sequence[RowSampling]) -> torch.Tensor:
+    """Draw tokens `[rows]`. `scores` `[rows, vocab]`: logits with a maximum of 0 in each row; overwritten."""
     floor = _temper(scores, [pick.sampling for pick in picks])
     return topk.draw(scores, floor, _numbers([pick.uniform for pick in picks], scores.device))
 
 
 def _temper(scores: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor | None:
-    """Divide by the temperatures, in place. Returns the lowest score that stays then, `[rows]`; None if all stay."""
-    heats = [(max(each.temperature, COLDEST), each.temperature_last) for each in samplings]
+    """Divide by the temperatures in place. Return the lowest score that stays, `[rows]`; None if all stay."""
+    heats = [(max(each.temperature, MIN_TEMPERATURE), each.temperature_last) for each in samplings]
     scores /= _numbers([1.0 if is_last else heat for heat, is_last in heats], scores.device)[:, None]
     floor = _floor(scores, samplings)
     if not any(is_last for _, is_last in heats):
@@ -262,10 +270,15 @@ def _temper(scores: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.
     return None if floor is None else floor / last
 
 
-def _tell_odds(raw: torch.Tensor, logits: torch.Tensor, picks: Sequence[Pick], asking: Sequence[int]) -> None:
-    """Write into those rows of `raw` `[asking, vocab]` that want it the logprobs of what `_draw` draws from; `logits`
-    `[rows, vocab]` are all but tempered and cut. One by one: few ask, and nobody else's memory is taken."""
-    for told, row in enumerate(asking):
+def _write_drawn_logprobs(
+    raw: torch.Tensor, logits: torch.Tensor, picks: Sequence[RowSampling], asking: Sequence[int]
+) -> None:
+    """Write the logprobs of the distribution that `_draw` uses into the rows of `raw` `[asking, vocab]` that want it.
+
+    `logits` `[rows, vocab]`: before temperature and filters. Row by row, because few requests want it and a batch
+    would need another `[rows, vocab]` of memory.
+    """
+    for index, row in enumerate(asking):
         sampling = picks[row].sampling
         if sampling.post_sampling_logprobs:
             scores = logits[row : row + 1] - logits[row].max()
@@ -274,11 +287,11 @@ def _tell_odds(raw: torch.Tensor, logits: torch.Tensor, picks: Sequence[Pick], a
                 scores.masked_fill_(scores < 0.0, -math.inf)
             elif floor is not None:
                 scores.masked_fill_(scores < floor[:, None], -math.inf)
-            raw[told] = torch.log_softmax(scores[0], dim=-1)
+            raw[index] = torch.log_softmax(scores[0], dim=-1)
 
 
 def _floor(scores: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor | None:
-    """The lowest score that stays, `[rows]`, by top-k, then top-p among those, then min-p; None if all stay."""
+    """The lowest score that stays, `[rows]`, after top-k, top-p among those, and min-p. None if all stay."""
     vocab = scores.shape[-1]
     counts = [min(each.top_k, vocab) if each.top_k > 0 else vocab for each in samplings]
     cut = [row for row, each in enumerate(samplings) if counts[row] < vocab or each.top_p < 1.0]
@@ -294,10 +307,10 @@ def _floor(scores: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.T
 
 
 def _nucleus(scores: torch.Tensor, counts: Sequence[int], shares: Sequence[float]) -> torch.Tensor:
-    """The lowest score, `[rows]`, among the `counts` likeliest whose probabilities reach `shares` of theirs.
+    """The lowest score `[rows]` of the nucleus: of the `counts` likeliest tokens, the fewest with `shares` of the mass.
 
-    A row that is not limited to fewer is looked at by its _NUCLEUS_TOKENS likeliest on the CPU, and by `_binned` if
-    those do not reach; which of the two depends on the row alone, so that no row is changed by its company.
+    On the CPU, a row without top-k is first tried with its _NUCLEUS_TOKENS likeliest, then with `_binned`. The choice
+    depends on the row alone, so that other rows of the batch cannot change its result by rounding.
     """
     vocab = scores.shape[-1]
     limited = [count for count in counts if count < vocab]
@@ -325,8 +338,8 @@ def _nucleus(scores: torch.Tensor, counts: Sequence[int], shares: Sequence[float
 def _binned(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     """The lowest score, `[rows]`, of the fewest likeliest tokens that have `mass` `[rows, 1]` together.
 
-    Only the tokens around that score are sorted: those of one bin, by score, in which the sum of all likelier ones
-    passes `mass`. A tenth of the time of sorting a vocabulary, or less.
+    Tokens are binned by score, and only the bin in which the cumulative sum passes `mass` is sorted. This takes at
+    most a tenth of the time of sorting the vocabulary.
     """
     bins = (scores * -_BINS_PER_NAT).nan_to_num_(0.0).clamp_(0, _BINS - 1).long()
     sums = scores.new_zeros(len(scores), _BINS).scatter_add_(1, bins, scores.exp())

@@ -1,4 +1,4 @@
-"""The tokens of one model: which end an answer, which its text leaves out, and what they say."""
+"""The tokens of one model: tokens that end an answer, special tokens that its text leaves out, and bytes of tokens."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -13,33 +13,31 @@ from worker.protocol.exits import Exit
 
 
 class Vocabulary:
-    """All tokens that the model computes."""
+    """All tokens of the model."""
 
     def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase, config: Any, snapshot: Path):
         """Raises StartError if generation_config.json is damaged."""
         self._tokenizer = tokenizer
         self.size = int(config.get_text_config().vocab_size)
-        self.ends = _ends(config, snapshot, tokenizer)
-        """Those that end an answer."""
-        self.piece = _token_bytes(tokenizer)
-        """The bytes of one of them."""
+        self.ends = _ends(config, snapshot, tokenizer)  # tokens that end an answer
+        self.piece = _token_bytes(tokenizer)  # the bytes of one token
         self._special = _special(tokenizer)
 
     @property
     def first(self) -> int | None:
-        """What a prompt begins with, if the model has such a token."""
+        """The token with which a prompt begins, if the model has one."""
         bos = self._tokenizer.bos_token_id
         return bos if isinstance(bos, int) else None
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Their text, without those that an answer leaves out."""
-        if self._tokenizer.is_fast:  # the library's own decode does the same, with 20 microseconds on top
+        """The text of `tokens`, without special tokens."""
+        if self._tokenizer.is_fast:  # the same as the library's own decode, without its 20 microseconds of overhead
             text: str = self._tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=True)
             return text
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def decode_with(self, shown: frozenset[int], tokens: Sequence[int]) -> str:
-        """As `decode`, but with the text of those special tokens that are `shown`."""
+        """As `decode`, but with the text of the special tokens in `shown`."""
         if shown.isdisjoint(tokens):
             return self.decode(tokens)
         kept = [token for token in tokens if token not in self._special or token in shown]
@@ -47,7 +45,7 @@ class Vocabulary:
 
 
 def _ends(config: Any, snapshot: Path, tokenizer: transformers.PreTrainedTokenizerBase) -> frozenset[int]:
-    """All tokens that end an answer, by generation_config.json, config.json and tokenizer."""
+    """All tokens that end an answer, from generation_config.json, config.json and the tokenizer."""
     found = [getattr(config.get_text_config(), "eos_token_id", None), tokenizer.eos_token_id]
     path = snapshot / "generation_config.json"
     if path.is_file():
@@ -62,13 +60,13 @@ def _ends(config: Any, snapshot: Path, tokenizer: transformers.PreTrainedTokeniz
 
 
 def _special(tokenizer: transformers.PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that an answer's text leaves out."""
+    """Special tokens, which the text of an answer leaves out."""
     added = {token for token, each in tokenizer.added_tokens_decoder.items() if each.special}
     return frozenset(added.union(tokenizer.all_special_ids))
 
 
 def _token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
-    """The bytes of single tokens, as `tokenizer` writes them."""
+    """A function that gives the bytes of single tokens, as `tokenizer` writes them."""
     if not tokenizer.is_fast:
         return lambda token: str(tokenizer.decode([token])).encode()
     decoder = tokenizer.backend_tokenizer.decoder

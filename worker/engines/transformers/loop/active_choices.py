@@ -1,50 +1,49 @@
-"""The choices that wait or run: by sequence id, with the scheduler and the cache rows that they occupy.
+"""The choices that wait or run, by sequence id, with the scheduler and the cache rows that they occupy.
 
-Law: called on the step loop's thread only.
+Used on the step loop's thread only.
 """
 
 from collections.abc import Collection, Iterable, Iterator
 
-from worker.engines.transformers.run.in_flight_step import Flight, Part
+from worker.engines.transformers.loop.requests import RequestChoice, RequestStream
+from worker.engines.transformers.run.in_flight_step import InFlightStep, SegmentChoosers
 from worker.engines.transformers.run.runner import Runner
 from worker.engines.transformers.schedule.prefill_budget import Pace
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler, Segment
 from worker.engines.transformers.schedule.sequence import Sequence
-from worker.engines.transformers.stream import Choice, Stream
 
 
 class ActiveChoices:
     """Adds and removes choices, and makes the batches of steps.
 
-    A step that was launched ahead may still read and write the rows of its sequences. So a sequence that ends meanwhile
-    keeps its row until that step has landed.
+    A step that was launched ahead still reads and writes the rows of its sequences. A sequence that ends meanwhile
+    keeps its row until that step has finished: a freed row could be given to another sequence and then overwritten.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner):
         self.scheduler = scheduler
         self._runner = runner
-        self._choices: dict[int, Choice] = {}
-        self.in_flight: Flight | None = None
-        """The step that was launched ahead."""
+        self._choices: dict[int, RequestChoice] = {}
+        self.in_flight: InFlightStep | None = None  # the step that was launched ahead
+        # Sequences that have ended but are in that step, each with a flag for a spoiled cache.
         self._leaving: list[tuple[Sequence, bool]] = []
-        """Sequences that have ended but are in that step, each with whether its cache is spoiled."""
 
-    def __iter__(self) -> Iterator[Choice]:
+    def __iter__(self) -> Iterator[RequestChoice]:
         return iter(list(self._choices.values()))
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.id in self._choices
 
-    def of(self, sequence: Sequence) -> Choice:
+    def of(self, sequence: Sequence) -> RequestChoice:
         return self._choices[sequence.id]
 
-    def add(self, stream: Stream) -> None:
+    def add(self, stream: RequestStream) -> None:
         for choice in stream.choices:
             self._choices[choice.sequence.id] = choice
             self.scheduler.add(choice.sequence)
 
-    def remove(self, choice: Choice, *, is_spoiled: bool = False) -> None:
-        """Free the choice's row: at once or, if the step in flight has it, when that step has landed.
+    def remove(self, choice: RequestChoice, *, is_spoiled: bool = False) -> None:
+        """Free the choice's row: now or, if the step in flight contains it, when that step has finished.
 
         `is_spoiled`: the cache of the sequence may be wrong, so no other request may reuse it.
         """
@@ -57,10 +56,10 @@ class ActiveChoices:
         choice.stream.choices.remove(choice)
         self._choices.pop(sequence.id, None)
 
-    def landed(self, spoiled: Collection[int]) -> None:
-        """A step has landed: free the rows of ended sequences that are not in the next step.
+    def step_finished(self, spoiled: Collection[int]) -> None:
+        """Free the rows of ended sequences that are not in the step in flight.
 
-        `spoiled`: ids of the sequences for which the step found no numbers.
+        `spoiled`: ids of the sequences for which the finished step gave no finite logits.
         """
         leaving, self._leaving = self._leaving, []
         for sequence, is_spoiled in leaving:
@@ -72,55 +71,57 @@ class ActiveChoices:
             self._forget_rows()
 
     def preempt(self, sequence: Sequence) -> None:
-        """Put a running sequence back and free its row."""
+        """Return a running sequence to the queue and free its row."""
         self.scheduler.preempt(sequence)
         self._forget_rows()
 
-    def fork(self, follower: Sequence) -> Choice:
-        """Give `follower` the cache of its leader's prompt."""
+    def fork(self, follower: Sequence) -> RequestChoice:
+        """Give `follower` the cache of the prompt that its leader has computed."""
         self._runner.fork(*self.scheduler.fork(follower))
         return self._choices[follower.id]
 
     # Batches
 
     def next(self, pace: Pace, chunk: int) -> Batch:
-        """The parts of the next step. `chunk`: prompt tokens of a step at most."""
-        # The budget depends on who runs, so the scheduler asks for it once it has admitted the waiting sequences.
+        """The batch of the next step. `chunk`: the most prompt tokens of a step."""
+        # The budget depends on the running sequences, so the scheduler calls this after it has admitted waiting ones.
         batch = self.scheduler.next(lambda: self._prefill_budget(pace, chunk))
         self._forget_rows()
         return batch
 
-    def ahead(self, flight: Flight) -> Batch:
-        """The parts of the step behind `flight`, while that one still runs; empty if it cannot be known yet."""
-        return self.scheduler.ahead(flight.batch, self._going(flight))
+    def ahead(self, step: InFlightStep) -> Batch:
+        """The batch of the step behind `flight`, while that one runs. Empty if it is not known yet."""
+        return self.scheduler.ahead(step.batch, self._going(step))
 
     def present(self, segments: Iterable[Segment]) -> Batch:
         """The segments whose sequences have not ended meanwhile."""
         return tuple(segment for segment in segments if segment.sequence in self)
 
-    def parts(self, batch: Batch) -> list[Part]:
-        """The segments of `batch`, each with the choices that take a token by its last logits."""
-        return [Part(segment, self._choosers(segment)) for segment in batch]
+    def parts(self, batch: Batch) -> list[SegmentChoosers]:
+        """The segments of `batch`, each with the choices that sample from its last logits."""
+        return [SegmentChoosers(segment, self._choosers(segment)) for segment in batch]
 
     def _prefill_budget(self, pace: Pace, chunk: int) -> int:
         decoding = self.scheduler.decoding
         return pace.budget(decoding, chunk, self.scheduler.running - decoding, self.scheduler.looks_back)
 
-    def _choosers(self, segment: Segment) -> list[Choice]:
-        """The segment's own choice, then those for which it completes the prompt as well."""
+    def _choosers(self, segment: Segment) -> list[RequestChoice]:
+        """The segment's own choice, then the choices that wait for the same prompt."""
         sequence = segment.sequence
         if not (segment.completes and sequence.limit > 0):
             return []
         followers = self.scheduler.followers(sequence) if not sequence.answered else []
         return [self._choices[each.id] for each in (sequence, *followers)]
 
-    def _going(self, flight: Flight) -> set[int]:
-        """Ids of the sequences that go on behind `flight` unless it ends them. Empty if other choices begin behind one
-        of them: these need rows, which only `next` gives."""
+    def _going(self, step: InFlightStep) -> set[int]:
+        """Ids of the sequences that continue after `flight` unless it ends them.
+
+        Empty if other choices begin after one of them: these need rows, which only `next` gives.
+        """
         going: set[int] = set()
-        if len(flight.attempts) != 1:
+        if len(step.forwards) != 1:  # the step failed in part: its tokens are not in one tensor on the device
             return going
-        for segment in flight.batch:
+        for segment in step.batch:
             sequence = segment.sequence
             if sequence not in self or sequence.answered + 1 >= sequence.limit:
                 continue

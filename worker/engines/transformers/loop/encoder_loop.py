@@ -1,4 +1,4 @@
-"""Texts to vectors and pairs to scores, for many requests at once: the engine's work when it does not generate."""
+"""Step work of an encoder: texts to vectors and pairs to scores, for many requests at once."""
 
 import asyncio
 import logging
@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from worker.engines.transformers.device import memory
+from worker.engines.transformers.loop.step_loop import Outbox, WorkReport
 from worker.engines.transformers.run.pooling import Encoder, normalized
 from worker.engines.transformers.schedule.encoder_batches import Queue
-from worker.engines.transformers.step_loop import Outbox, Report
 from worker.errors import RequestError, SequenceFailed
 from worker.interface import EncoderInput
 
@@ -19,34 +19,31 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Job:
-    """One request's texts, and where what was computed of them goes."""
+class EncoderJob:
+    """The texts of one request, their results so far, and the future for all of them."""
 
     texts: Sequence[EncoderInput]
     loop: asyncio.AbstractEventLoop
-    answer: asyncio.Future[list[Any]]
-    """For each text its numbers: a list, or a list of lists."""
-    normalize: int = -1
-    """As llama-server's --embd-normalize; -1: as the model gives it."""
+    answer: asyncio.Future[list[Any]]  # for each text its numbers: a list, or a list of lists without pooling
+    normalize: int = -1  # as llama-server's --embd-normalize; -1: unchanged
     results: dict[int, Any] = field(default_factory=dict)
 
 
-class Embedding:
-    """The engine's `Work` for encoders. Methods run on the step loop's thread unless they say otherwise."""
+class EncoderLoop:
+    """`StepWork` for encoders. Methods run on the step loop's thread unless their docstring names another."""
 
     def __init__(self, encoder: Encoder, outbox: Outbox, *, budget: int):
         """One step takes at most `budget` tokens, padding included, or one text."""
         self._encoder, self._outbox, self._budget = encoder, outbox, budget
-        self._queue: Queue[Job] = Queue()
-        self._batch: list[tuple[Job, int]] = []
+        self._queue: Queue[EncoderJob] = Queue()
+        self._batch: list[tuple[EncoderJob, int]] = []
         self._tokens = 0
-        self._largest = 0, 0, 0
-        """As in `Pulse`."""
+        self._largest = 0, 0, 0  # longest text, most texts, furthest position, as in `Pulse`
         self._live = 0
         self._lock = threading.Lock()
 
     def admit(self, most: int) -> bool:
-        """Count one more request in, unless `most` are here already. From any thread."""
+        """Count one more request, unless `most` are counted already. From any thread."""
         with self._lock:
             if self._live >= most:
                 return False
@@ -54,16 +51,16 @@ class Embedding:
             return True
 
     def release(self) -> None:
-        """One request less counts. From any thread."""
+        """Count one request less. From any thread."""
         with self._lock:
             self._live -= 1
 
-    def add(self, job: Job) -> None:
-        """Its texts wait from now on; there is at least one."""
+    def add(self, job: EncoderJob) -> None:
+        """Queue the texts of `job`, of which there is at least one."""
         self._queue.add(job, [len(text.tokens) for text in job.texts])
 
-    def cancel(self, job: Job) -> None:
-        """Its texts are out of the next step."""
+    def cancel(self, job: EncoderJob) -> None:
+        """Remove the texts of `job` from the queue."""
         self._queue.drop(job)
 
     def abandon(self, error: RequestError) -> None:
@@ -78,9 +75,9 @@ class Embedding:
     def load(self) -> tuple[int, int]:
         return len(self._batch), len(self._queue)
 
-    def report(self) -> Report:
-        # a batch could be of texts of one token
-        return Report(parallel=self._budget, prefill_tokens=self._tokens, largest=self._largest)
+    def report(self) -> WorkReport:
+        # A batch has at most as many texts as tokens.
+        return WorkReport(parallel=self._budget, prefill_tokens=self._tokens, largest=self._largest)
 
     def step(self) -> None:
         self._batch = self._queue.take(self._budget)
@@ -95,8 +92,8 @@ class Embedding:
                 self._outbox.put(job.loop, partial(_settle, job.answer, results))
         self._batch = []
 
-    def _compute(self, batch: list[tuple[Job, int]]) -> list[tuple[Job, int, Any]]:
-        """If a batch fails, each text alone: whoever fails then, ends its request."""
+    def _compute(self, batch: list[tuple[EncoderJob, int]]) -> list[tuple[EncoderJob, int, Any]]:
+        """Run a batch. If it fails, run each text alone; a text that fails then ends its request."""
         try:
             results = self._encoder.run([job.texts[index] for job, index in batch])
         except Exception as error:
@@ -112,17 +109,17 @@ class Embedding:
             if result.isfinite().all():
                 found.append((job, index, normalized(result, job.normalize).tolist()))
             else:
-                self._fail(job, SequenceFailed("the model gives no finite numbers for this text; try another dtype"))
+                self._fail(job, SequenceFailed("the model gives no finite numbers for this text; set another dtype"))
         return found
 
-    def _fail(self, job: Job, error: RequestError) -> None:
+    def _fail(self, job: EncoderJob, error: RequestError) -> None:
         self._queue.drop(job)
         self._outbox.put(job.loop, partial(_settle, job.answer, error))
 
 
 def _settle(answer: asyncio.Future[list[Any]], outcome: list[Any] | RequestError) -> None:
     if answer.done():
-        return  # its reader is gone, or another of its texts has failed
+        return  # the client has disconnected, or another text of the request has failed
     if isinstance(outcome, RequestError):
         answer.set_exception(outcome)
     else:

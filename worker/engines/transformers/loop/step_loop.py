@@ -1,8 +1,8 @@
-"""The step loop: one thread that computes, and the only one that touches the model.
+"""The step loop: the one thread that computes and touches the model.
 
-The event loop posts commands; the thread runs them between steps, so what it works on needs no locks. Answers go back
-through `call_soon_threadsafe`, all of a step in one call, and nothing ever waits for a reader. Once a second, busy or
-idle, the thread itself calls `pulse`: if a step hangs, it falls silent.
+The asyncio side posts commands, and the thread runs them between steps. So the scheduler, the cache and the model need
+no locks. Results return through `call_soon_threadsafe`, one call for each step and event loop. The thread never waits
+for a client. It also sends the pulse, once a second: a hanging step stops the pulse, and the router notices.
 """
 
 import asyncio
@@ -24,8 +24,7 @@ from worker.interface import EngineLoad
 from worker.protocol.events import Pulse
 from worker.protocol.exits import Exit
 
-PULSE_INTERVAL = 1.0
-"""Seconds."""
+PULSE_INTERVAL = 1.0  # seconds
 
 T = TypeVar("T")
 
@@ -33,14 +32,12 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What a pulse says of the work, beyond its load. The two counters only rise; meanings as in `Pulse`."""
+class WorkReport:
+    """The work's part of a pulse. The two counters only rise. Fields as in `Pulse`."""
 
     parallel: int
-    prefill_tokens: int
-    """Counted since the start."""
-    decode_tokens: int = 0
-    """Counted since the start."""
+    prefill_tokens: int  # since the start
+    decode_tokens: int = 0  # since the start
     largest: tuple[int, int, int] = (0, 0, 0)
     seen: tuple[int, int] = (0, 0)
     cache_used: int = 0
@@ -49,40 +46,40 @@ class Report:
     slots: tuple[tuple[int, int, int, int, int], ...] = ()
 
 
-class Rate:
-    """How fast a counter rises, from one look to the next."""
+class CounterRate:
+    """Rate of a counter between two readings."""
 
     def __init__(self) -> None:
-        self._seen: tuple[int, float] | None = None
+        self._last: tuple[int, float] | None = None
 
     def since(self, count: int, now: float) -> float:
-        """Per second since the look before this one, to a tenth; 0.0 at the first look. `now` in seconds."""
-        (before, then), self._seen = self._seen or (count, now), (count, now)
+        """Return the increase per second since the last call, rounded to a tenth. The first call returns 0.0."""
+        (before, then), self._last = self._last or (count, now), (count, now)
         return round((count - before) / (now - then), 1) if now > then else 0.0
 
 
-class Work(Protocol):
-    """What a step loop does. All of it is called on the loop's thread."""
+class StepWork(Protocol):
+    """The work of a step loop. All methods are called on the loop's thread."""
 
     @property
     def has_work(self) -> bool: ...
 
     @property
     def load(self) -> tuple[int, int]:
-        """How many run, how many wait."""
+        """Numbers of running and of waiting sequences or texts."""
 
-    def report(self) -> Report:
-        """For a pulse: once a second, between two steps."""
+    def report(self) -> WorkReport:
+        """Counts for a pulse. Called once a second, between two steps."""
 
     def step(self) -> None:
-        """One step. Whatever fails for one request's sake ends that request; raising ends the process."""
+        """Do one step. A failure that one request causes ends that request. An exception ends the process."""
 
     def abandon(self, error: RequestError) -> None:
-        """End everything with `error`."""
+        """End all requests with `error`."""
 
 
 class Outbox:
-    """Calls for event loops, gathered during a step and handed over together."""
+    """Calls for event loops, collected during a step and delivered together."""
 
     def __init__(self) -> None:
         self._calls: defaultdict[asyncio.AbstractEventLoop, list[Callable[[], object]]] = defaultdict(list)
@@ -91,7 +88,7 @@ class Outbox:
         self._calls[loop].append(call)
 
     def flush(self) -> None:
-        """Never waits. A loop that is closed has nobody left who listens."""
+        """Deliver the calls without waiting. Calls for a closed event loop are dropped: its requests have ended."""
         for loop, calls in self._calls.items():
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(_run_all, calls)
@@ -104,11 +101,11 @@ def _run_all(calls: list[Callable[[], object]]) -> None:
 
 
 class StepLoop:
-    """Runs a `Work` on a thread of its own, from construction until `close`."""
+    """Runs a `StepWork` on a thread of its own, from construction until `close`."""
 
     def __init__(
         self,
-        work: Work,
+        work: StepWork,
         outbox: Outbox,
         *,
         pulse: Callable[[Pulse], None],
@@ -117,7 +114,7 @@ class StepLoop:
         threads: int,
         interval: float = PULSE_INTERVAL,
     ):
-        """`measured`, `later`: as in `Pulse`."""
+        """`measured` and `later` return the values of these `Pulse` fields."""
         self._interval = interval
         self._work, self._outbox = work, outbox
         self._pulse, self._measured, self._later, self._threads = pulse, measured, later, threads
@@ -128,17 +125,16 @@ class StepLoop:
         self._failure: Exception | None = None
         self._has_ended = False
         self._steps = 0
-        self._prefill, self._decode = Rate(), Rate()
+        self._prefill, self._decode = CounterRate(), CounterRate()
         self.occupancy = EngineLoad(steps=0, running=0, waiting=0)
+        # Done when the loop has died and the process must end. The result is a StartError with the exit code, after a
+        # sticky device error or if the model cannot be computed. An exception is set for anything else: a crash.
         self.fatal: Future[StartError] = Future()
-        """Done when the loop has died and the process must end. After a sticky device error, or if the model turns out
-        to need what cannot be computed, the result says with which exit code; otherwise it raises what killed the loop,
-        which is a crash."""
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
         self._thread.start()
 
     def post(self, command: Callable[[], None]) -> bool:
-        """Have `command` run on the thread before the next step; false if there will be none. From any thread."""
+        """Run `command` on the thread before the next step. False if the loop has ended. From any thread."""
         with self._lock:
             if self._has_ended:
                 return False
@@ -147,14 +143,16 @@ class StepLoop:
         return True
 
     def call(self, work: Callable[[], T]) -> T:
-        """What `work` gives, called on the thread between two steps; returns once it has. Raises what it raises, and
-        Draining if there will be no step. From any other thread."""
+        """Run `work` on the thread between two steps, and return its result or raise its exception.
+
+        Raises Draining if the loop has ended. From any other thread.
+        """
         answer: Future[T] = Future()
 
         def run() -> None:
             try:
                 answer.set_result(work())
-            except Exception as error:  # noqa: BLE001 - it is raised in the thread that waits for us
+            except Exception as error:  # noqa: BLE001 - raised in the waiting thread
                 answer.set_exception(error)
 
         if not self.post(run):
@@ -162,24 +160,25 @@ class StepLoop:
         return answer.result()
 
     def fail(self, error: Exception) -> None:
-        """Have the loop die of `error` as if its next step had raised it. From any thread."""
+        """End the loop with `error` as if its next step had raised it. From any thread."""
         self._failure = error
         self._wake.set()
 
     def close(self) -> None:
-        """End all work with Draining; returns once the thread has ended, after its current step."""
+        """End all work with Draining, and wait for the thread, which finishes its current step."""
         self._closing = True
         self._wake.set()
         self._thread.join()
 
     def _run(self) -> None:
-        torch.set_num_threads(self._threads)  # OpenMP counts for each thread that starts a parallel region
+        torch.set_num_threads(self._threads)  # OpenMP has one count for each thread that starts a parallel region
         try:
             self._loop()
             self._end(Draining("the model is being unloaded"))
         except Exception as error:
-            is_told = isinstance(error, RankLost | StartError)  # it says what happened, and where: in another process
-            log.error("the step loop has died: %s", error if is_told else type(error).__name__, exc_info=not is_told)
+            # These messages name the process and the cause, so that a traceback of this process adds nothing.
+            is_explained = isinstance(error, RankLost | StartError)
+            log.error("step loop ended: %s", error if is_explained else type(error).__name__, exc_info=not is_explained)
             self._end(Draining("the engine has failed and its worker is being replaced"))
             if isinstance(error, RankLost):
                 self.fatal.set_exception(error)
@@ -187,33 +186,35 @@ class StepLoop:
                 self.fatal.set_result(error)
             elif memory.is_sticky(error):
                 self.fatal.set_result(StartError(f"the device is lost: {memory.one_line(error)}", Exit.POISONED))
-            elif isinstance(error, NotImplementedError):  # of a model whose load computed nothing
+            elif isinstance(error, NotImplementedError):  # without a warmup, the first step finds this out
                 self.fatal.set_result(StartError(f"this architecture cannot be served: {memory.one_line(error)}"))
             else:
                 self.fatal.set_exception(error)
 
     def _end(self, error: RequestError) -> None:
         with self._lock:
+            # Under the lock: a command is either posted before this and run below, or `post` returns False.
             self._has_ended = True
         self._run_commands()
         self._work.abandon(error)
-        self._note()
+        self._publish()
 
     def _loop(self) -> None:
         due = time.monotonic()
         while not self._closing:
             if time.monotonic() >= due:
-                self._say()
+                self._send_pulse()
                 due = time.monotonic() + self._interval
             self._wake.clear()
+            # Cleared before the commands are read: one that is posted meanwhile sets it again, and no wake-up is lost.
             if self._failure is not None:
                 raise self._failure
             self._run_commands()
-            self._note()
+            self._publish()
             if self._work.has_work:
                 self._work.step()
                 self._steps += 1
-                self._note()
+                self._publish()
             else:
                 self._wake.wait(max(0.0, due - time.monotonic()))
 
@@ -221,14 +222,15 @@ class StepLoop:
         while self._inbox:
             self._inbox.popleft()()
 
-    def _note(self) -> None:
+    def _publish(self) -> None:
         running, waiting = self._work.load
         self.occupancy = EngineLoad(steps=self._steps, running=running, waiting=waiting)
         self._outbox.flush()
 
-    def _say(self) -> None:
+    def _send_pulse(self) -> None:
         now, at, report = self.occupancy, time.monotonic(), self._work.report()
-        later = self._later()  # first: what comes meanwhile counts twice, and not never
+        # Read before `measured`: memory that is allocated in between counts twice, which is safe, and not never.
+        later = self._later()
         self._pulse(
             Pulse(
                 steps=now.steps,

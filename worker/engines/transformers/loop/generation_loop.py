@@ -1,14 +1,19 @@
-"""The generation loop: the step loop's work for a model that generates text.
+"""Step work of a model that generates text.
 
-One step is: ask the scheduler for a batch, launch it (compute and choose), land it, send deltas. A failure ends the
-sequence that caused it (`launcher`).
+A step asks the scheduler for a batch, launches its forward and sampling, waits for the results and sends deltas. A
+failure ends only the sequence that caused it (`step_launcher`).
 
-Running ahead, the step behind is launched before one lands, so that a device never waits for the host. It has the
-sequences that go on unless the step in front ends them; its result for a sequence that did end is dropped, and that
-sequence's row is freed when the step has landed. So a cancel takes effect within two steps, in place of one. Where the
-host has to know a token before the next one can be chosen (a grammar, penalties), the step behind is computed
-meanwhile, and its tokens are chosen when the one in front has landed. Where a prompt is to be computed, a row to be
-given or room to be made, one step is landed before the next is launched.
+Launching ahead: step n + 1 is launched before the results of step n are read, so that the device never waits for the
+host. This is safe for three reasons:
+
+* Step n + 1 contains only sequences that continue unless step n ends them. If step n ended one after all, its result in
+  step n + 1 is dropped.
+* The row of an ended sequence is freed only when step n + 1 has finished, because that step still writes to it.
+* Input tokens stay on the device (`InFlightStep.device_tokens`), so nothing depends on values that the host lacks.
+
+A cancelled request therefore leaves the batch after at most two steps instead of one. With a grammar or penalties the
+host must know token n before it can choose token n + 1: only the forward is launched ahead and the token is chosen
+later. A prompt chunk, a new row or a preemption needs the scheduler's state after step n, so nothing is launched ahead.
 """
 
 import time
@@ -16,26 +21,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from worker.detokenizer import TextPiece
-from worker.engines.transformers.active_choices import ActiveChoices
 from worker.engines.transformers.attention.cpu_linear import Linears
 from worker.engines.transformers.load.lora import Adapters
-from worker.engines.transformers.run.in_flight_step import Flight, Result
+from worker.engines.transformers.loop.active_choices import ActiveChoices
+from worker.engines.transformers.loop.requests import DeltaWriter, RequestChoice, RequestStream, SequenceLimit
+from worker.engines.transformers.loop.step_launcher import StepLauncher
+from worker.engines.transformers.loop.step_loop import Outbox, WorkReport
+from worker.engines.transformers.run.in_flight_step import InFlightStep, SegmentResult
 from worker.engines.transformers.run.runner import Runner
-from worker.engines.transformers.run.vision import Tower
+from worker.engines.transformers.run.vision import VisionTower
 from worker.engines.transformers.sample.grammar import Grammars
 from worker.engines.transformers.sample.sampler import Sampled
 from worker.engines.transformers.schedule.kv_cache import Capacity
 from worker.engines.transformers.schedule.prefill_budget import Pace
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler, Segment
 from worker.engines.transformers.schedule.sequence import Sequence
-from worker.engines.transformers.step_launcher import Launcher
-from worker.engines.transformers.step_loop import Outbox, Report
-from worker.engines.transformers.stream import Choice, DeltaWriter, SequenceLimit, Stream
 from worker.errors import RequestError, SequenceFailed
 from worker.interface import FinishReason
 
-REORDERING = 0.5
-"""The share of a step's time that is spent behind it on weights that make the next ones faster, until none are left."""
+# Time spent after a step on weight layouts that make later steps faster, as a share of the step, until all are done.
+# A guess: running requests slow down by at most a half meanwhile.
+REORDER_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,20 +49,17 @@ class Backend:
     """The parts of a loaded model that a generation loop computes with."""
 
     runner: Runner
-    capacity: Capacity
-    """The room of the runner's cache."""
+    capacity: Capacity  # the size of the runner's cache
     pace: Pace
     linears: Linears | None = None
     adapters: Adapters | None = None
-    tower: Tower | None = None
-    """Of a runner that takes images."""
-    ahead: bool = False
-    """Run ahead; worth it where the host need not do the computing itself."""
+    tower: VisionTower | None = None
+    ahead: bool = False  # launch ahead; useful only where another device than the host computes
 
 
 @dataclass
-class Counts:
-    """Token counts since the start, and the largest steps, as in `Pulse`."""
+class TokenCounts:
+    """Token counts since the start, and the sizes of the largest steps, as in `Pulse`."""
 
     prefill_tokens: int = 0
     decode_tokens: int = 0
@@ -71,8 +74,8 @@ class Counts:
         self.most_end = max(self.most_end, segment.end)
 
 
-class Generating:
-    """The engine's `Work` for text. Methods run on the step loop's thread unless their docstring says otherwise."""
+class GenerationLoop:
+    """`StepWork` for text. Methods run on the step loop's thread unless their docstring names another."""
 
     def __init__(
         self,
@@ -83,33 +86,32 @@ class Generating:
         chunk: int,
         grammars: Grammars | None = None,
     ):
-        """`piece`: the bytes of a token; `chunk`: prompt tokens of a step at most."""
+        """`piece`: the bytes of a token; `chunk`: the most prompt tokens of a step."""
         self._backend, self._chunk = backend, chunk
         slots = backend.adapters.slots if backend.adapters is not None else None
         self._scheduler = Scheduler(backend.capacity, chunk, slots)
         self._active = ActiveChoices(self._scheduler, backend.runner)
-        self._launcher = Launcher(backend.runner, grammars, self._active, self._fail)
+        self._launcher = StepLauncher(backend.runner, grammars, self._active, self._fail)
         self._writer = DeltaWriter(outbox, piece)
         self._limit = SequenceLimit()
-        self._counts = Counts()
-        self._landed = 0.0
-        """Monotonic seconds of the last landing."""
+        self._counts = TokenCounts()
+        self._finished_at = 0.0  # monotonic seconds when the last step finished
 
     # Requests
 
-    def admit(self, stream: Stream, most: int) -> bool:
-        """Count the choices of `stream`, unless `most` sequences are here already. From any thread."""
+    def admit(self, stream: RequestStream, most: int) -> bool:
+        """Count the choices of `stream`, unless `most` sequences are counted already. From any thread."""
         return self._limit.admit(stream, most)
 
-    def release(self, stream: Stream, places: int) -> None:
-        """Stop counting up to `places` of the choices of `stream`. From any thread."""
-        self._limit.release(stream, places)
+    def release(self, stream: RequestStream, number: int) -> None:
+        """Stop counting up to `number` of the choices of `stream`. From any thread."""
+        self._limit.release(stream, number)
 
-    def add(self, stream: Stream) -> None:
+    def add(self, stream: RequestStream) -> None:
         self._active.add(stream)
 
-    def cancel(self, stream: Stream) -> None:
-        """The client has disconnected: the next step is without its sequences."""
+    def cancel(self, stream: RequestStream) -> None:
+        """Remove the sequences of a request whose client has disconnected from the next step."""
         for choice in list(stream.choices):
             self._remove(choice)
 
@@ -120,7 +122,8 @@ class Generating:
 
     def abandon(self, error: RequestError) -> None:
         self._active.in_flight = None
-        self._active.landed(frozenset())
+        # The step loop has ended, so no step writes to these rows any more.
+        self._active.step_finished(frozenset())
         for choice in self._active:
             if choice.sequence in self._active:  # the failure of another choice may have ended it
                 self._fail(choice.sequence, error)
@@ -137,13 +140,13 @@ class Generating:
 
     @property
     def steps_ahead(self) -> int:
-        """The number of steps that were launched before the step in front of them had landed."""
+        """The number of steps that were launched before the step in front of them had finished."""
         return self._launcher.steps_ahead
 
-    def report(self) -> Report:
+    def report(self) -> WorkReport:
         places, capacity, counts = self._scheduler.places, self._backend.capacity, self._counts
         tower = self._backend.tower
-        return Report(
+        return WorkReport(
             parallel=capacity.rows,
             prefill_tokens=counts.prefill_tokens,
             decode_tokens=counts.decode_tokens,
@@ -159,20 +162,23 @@ class Generating:
         )
 
     def step(self) -> None:
-        """Land one step. Launch the one behind it before, if that is possible."""
+        """Finish one step. Launch the one behind it before, if possible."""
         active = self._active
-        flight = active.in_flight or self._launch(active.next(self._backend.pace, self._chunk))
-        active.in_flight = self._launcher.launch_ahead(flight) if self._backend.ahead else None
-        self._land(flight)
+        # The step launched ahead by the last call, or a new one.
+        step = active.in_flight or self._launch(active.next(self._backend.pace, self._chunk))
+        active.in_flight = self._launcher.launch_ahead(step) if self._backend.ahead else None
+        self._finish_step(step)
         if (
+            # Tokens of the step ahead that depend on the tokens just read (grammar, penalties) are chosen now.
             active.in_flight is not None
             and not active.in_flight.is_chosen
             and not self._launcher.choose(active.in_flight)
         ):
+            # The choice failed. Nothing was recorded, so the next call schedules and computes these tokens again.
             active.in_flight = None
-            active.landed(())
+            active.step_finished(())
 
-    def _launch(self, batch: Batch) -> Flight:
+    def _launch(self, batch: Batch) -> InFlightStep:
         begin = time.monotonic()
         for segment in batch:
             choice = self._active.of(segment.sequence)
@@ -181,15 +187,16 @@ class Generating:
                 self._writer.progress(choice, begin)
         return self._launcher.launch(batch, begin)
 
-    def _land(self, flight: Flight) -> None:
+    def _finish_step(self, step: InFlightStep) -> None:
         """Wait for a step, record its results and send deltas."""
-        results = flight.land()
+        results = step.results()
         now = time.monotonic()
-        seconds, self._landed = now - max(flight.begun, self._landed), now
-        # The time of a vision tower does not depend on the number of tokens, and that of a step which failed for some
-        # sequences has its repetitions in it: the pace would learn wrong costs from both.
-        if len(results) == len(flight.batch) and not any(segment.sees for segment in flight.batch):
-            self._backend.pace.learn(flight.batch, seconds)
+        # A step that was launched ahead began computing only when the one in front of it had finished.
+        seconds, self._finished_at = now - max(step.begun, self._finished_at), now
+        # Steps with images and steps that were repeated for some sequences do not teach the prefill budget: their time
+        # does not follow from the number of tokens.
+        if len(results) == len(step.batch) and not any(segment.sees for segment in step.batch):
+            self._backend.pace.learn(step.batch, seconds)
         self._counts.most_rows = max(self._counts.most_rows, len(results))
         spoiled = set()
         for result in results:
@@ -199,18 +206,18 @@ class Generating:
                 self._advance(result, now)
             elif result.chooses and result.sampled is None:
                 spoiled.add(sequence.id)
-        self._active.landed(spoiled)
-        if self._backend.linears is not None and any(segment.is_decode for segment in flight.batch):
-            self._backend.linears.reorder(REORDERING * seconds)
+        self._active.step_finished(spoiled)
+        if self._backend.linears is not None and any(segment.is_decode for segment in step.batch):
+            self._backend.linears.reorder(REORDER_SHARE * seconds)
 
-    def _advance(self, result: Result, now: float) -> None:
+    def _advance(self, result: SegmentResult, now: float) -> None:
         """Record the result of a step for one sequence, and send it."""
         segment, sequence = result.segment, result.segment.sequence
         choice = self._active.of(sequence)
         self._counts.computed(segment)
         sequence.computed = segment.end
         if choice.prompt:
-            # A preempted prompt is computed again in other parts, so some of its logprobs may be known already.
+            # A preempted prompt is computed again in other chunks, so some of its logprobs may be known already.
             choice.prompt.extend(map(self._writer.logprob, result.prompt[len(choice.prompt) - segment.start - 1 :]))
         self._writer.progress(choice, now)
         if not segment.completes:
@@ -225,7 +232,7 @@ class Generating:
             if each in self._active:  # a choice that fails has ended the others
                 self._answer(self._active.of(each), sampled, now)
 
-    def _answer(self, choice: Choice, sampled: Sampled | None, now: float) -> None:
+    def _answer(self, choice: RequestChoice, sampled: Sampled | None, now: float) -> None:
         """Add the next token to a choice."""
         if sampled is None:
             self._end_without_token(choice, now)
@@ -238,15 +245,19 @@ class Generating:
         except SequenceFailed as error:
             self._fail(choice.sequence, error)
 
-    def _match(self, choice: Choice, token: int, finish: FinishReason | None) -> bool:
-        """Whether the grammar's text is complete with `token`. Raises SequenceFailed if the grammar forbids it."""
+    def _match(self, choice: RequestChoice, token: int, finish: FinishReason | None) -> bool:
+        """True if the grammar's text is complete with `token`. Raises SequenceFailed if the grammar forbids it."""
         if choice.matcher is None or finish == "stop":
             return False
         choice.matcher.take(token)
         return choice.matcher.is_over
 
-    def _end_without_token(self, choice: Choice, now: float) -> None:
-        """No token could be chosen: a failure, or the end of a grammar where no end of sequence was allowed."""
+    def _end_without_token(self, choice: RequestChoice, now: float) -> None:
+        """End a choice for which no token could be chosen.
+
+        Either the logits are not finite, or the grammar is complete and only an end token that `min_tokens` or
+        `ignore_eos` forbids could follow.
+        """
         matcher = choice.matcher
         if matcher is None:
             error = SequenceFailed("the model gave no finite logits for this request")
@@ -255,10 +266,12 @@ class Generating:
             self._finish(choice, choice.answer.finish(), "stop", now)
         else:
             why = matcher.failure or "no finite logits, or a grammar that allows no token of this model"
-            self._fail(choice.sequence, SequenceFailed(f"this request cannot go on: {why}"), is_spoiled=True)
+            self._fail(choice.sequence, SequenceFailed(f"this request cannot continue: {why}"), is_spoiled=True)
 
-    def _send(self, choice: Choice, sampled: Sampled, is_over: bool, finish: FinishReason | None, now: float) -> None:
-        """Send a token; `is_over`: the grammar's text is complete with it."""
+    def _send(
+        self, choice: RequestChoice, sampled: Sampled, is_over: bool, finish: FinishReason | None, now: float
+    ) -> None:
+        """Send a token. `is_over`: the grammar's text is complete with it."""
         piece = TextPiece()
         if finish != "stop" or choice.include_stop:
             piece = self._writer.token(choice, sampled)
@@ -271,14 +284,14 @@ class Generating:
         elif piece.text or piece.tokens or choice.prompt:
             self._writer.send(choice, piece, None, choice.timings(now) if choice.wants_timings else None)
 
-    def _finish(self, choice: Choice, piece: TextPiece, finish: FinishReason, now: float) -> None:
+    def _finish(self, choice: RequestChoice, piece: TextPiece, finish: FinishReason, now: float) -> None:
         self._writer.send(choice, piece, finish, choice.timings(now))
         self._remove(choice)
         if choice.stream.has_ended:
             self._writer.put(choice.stream, None)
 
     def _fail(self, sequence: Sequence, error: RequestError, *, is_spoiled: bool = False) -> None:
-        """End the request of `sequence`, with all of its choices.
+        """End the request of `sequence` with all of its choices.
 
         `is_spoiled`: their cache may contain NaN, so no other request may reuse it.
         """
@@ -287,6 +300,6 @@ class Generating:
             self._remove(choice, is_spoiled=is_spoiled)
         self._writer.put(stream, error)
 
-    def _remove(self, choice: Choice, *, is_spoiled: bool = False) -> None:
+    def _remove(self, choice: RequestChoice, *, is_spoiled: bool = False) -> None:
         self._active.remove(choice, is_spoiled=is_spoiled)
         self._limit.release(choice.stream, 1)

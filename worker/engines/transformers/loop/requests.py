@@ -1,0 +1,331 @@
+"""Requests inside the engine: limits that they are checked against, their choices, and the deltas that they receive.
+
+`RequestLimits` rejects a request before it costs anything. `StreamFactory` turns it into a `RequestStream` with one
+`RequestChoice` for each of the `n` choices. `DeltaWriter` sends tokens to the asyncio side.
+It never waits for a client.
+"""
+
+import asyncio
+import logging
+import math
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
+from worker.detokenizer import AnswerText, TextPiece
+from worker.engines.transformers.loop.step_loop import Outbox
+from worker.engines.transformers.sample.grammar import GrammarMatcher
+from worker.engines.transformers.sample.sampler import Likelihood, Sampled, has_penalties
+from worker.engines.transformers.sample.vocabulary import Vocabulary
+from worker.engines.transformers.schedule.lora_slots import Use
+from worker.engines.transformers.schedule.sequence import Repeats, answer_limit
+from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
+from worker.errors import ContextExceeded, InvalidValue, RequestError, StartError, UnsupportedByModel
+from worker.interface import ChoiceTimings, Delta, FinishReason, GenerationRequest, PrefillProgress, TokenLogprob
+from worker.protocol.argv import ModelOptions, Serve
+
+log = logging.getLogger(__name__)
+
+
+class RequestLimits:
+    """Checks of requests against the model's context, its vocabulary and its options."""
+
+    def __init__(self, options: Serve, vocabulary: Vocabulary, ctx_size: int, *, has_encoder: bool):
+        """`has_encoder`: an encoder reads the prompt, so the model gives no logits for prompt tokens."""
+        self._options = options
+        self._vocabulary = vocabulary
+        self._ctx_size = ctx_size
+        self._has_encoder = has_encoder
+
+    def check(self, request: GenerationRequest) -> tuple[int, ...]:
+        """Return the prompt to compute. Raise ContextExceeded, InvalidValue or UnsupportedByModel."""
+        prompt = request.prompt
+        if not prompt:
+            first = self._vocabulary.first
+            if first is None:
+                raise InvalidValue("the prompt is empty, and this model has no token to begin with", param="prompt")
+            prompt = (first,)
+        self.check_tokens(prompt)
+        if len(prompt) >= self._ctx_size:  # at least one token of the answer must fit as well
+            raise ContextExceeded(len(prompt), self._ctx_size)
+        if 0 < self._options.max_input_tokens < len(prompt):
+            raise ContextExceeded(len(prompt), self._options.max_input_tokens)
+        if request.n < 1:
+            raise InvalidValue(f"n is {request.n}; it must be at least 1", param="n")
+        if request.max_tokens is not None and request.max_tokens < 0:
+            raise InvalidValue(f"max_tokens is {request.max_tokens}; it must not be negative", param="max_tokens")
+        if not all(request.stop):
+            raise InvalidValue("a stop string is empty", param="stop")
+        if request.prompt_logprobs and self._has_encoder:
+            raise UnsupportedByModel("prompt logprobs are not available: this model reads the prompt with an encoder")
+        if not all(0 <= token < self._vocabulary.size for token in request.ends):
+            raise InvalidValue(
+                f"stop_token_ids must be tokens of this model, from 0 to {self._vocabulary.size - 1}",
+                param="stop_token_ids",
+            )
+        self._check_sampling(request)
+        return prompt
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raise InvalidValue for a token id outside the vocabulary."""
+        if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocabulary.size):
+            wrong = next(token for token in tokens if not 0 <= token < self._vocabulary.size)
+            raise InvalidValue(
+                f"token {wrong} is outside this model's vocabulary of {self._vocabulary.size} tokens", param="prompt"
+            )
+
+    def _check_sampling(self, request: GenerationRequest) -> None:
+        sampling = request.sampling
+        numbers = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "logit_bias": sum(sampling.logit_bias.values()),  # NaN or infinite if any bias is
+        }
+        for name, value in numbers.items():
+            if not math.isfinite(value):
+                raise InvalidValue(f"{name} is {value}; it must be a finite number", param=name)
+        if sampling.temperature < 0.0:
+            raise InvalidValue(f"temperature is {sampling.temperature}; it must not be negative", param="temperature")
+        if sampling.repetition_penalty <= 0.0:
+            raise InvalidValue("repetition_penalty must be greater than 0", param="repetition_penalty")
+        for token in sampling.logit_bias:
+            if not 0 <= token < self._vocabulary.size:
+                raise InvalidValue(
+                    f"token {token} is outside this model's vocabulary of {self._vocabulary.size} tokens",
+                    param="logit_bias",
+                )
+        most = min(self._options.max_logprobs, self._vocabulary.size)
+        if sampling.logprobs is not None and not 0 <= sampling.logprobs <= most:
+            raise InvalidValue(
+                f"logprobs is {sampling.logprobs}; this model returns 0 to {most} of them", param="logprobs"
+            )
+
+
+def context_size(options: ModelOptions, positions: int) -> int:
+    """Tokens that prompt and answer of one request may have: `ctx_size`, capped to the model's `positions`.
+
+    `positions`: 0 if the model's configuration states no maximum. Raises StartError if neither limit is known.
+    """
+    if not positions and not options.ctx_size:
+        raise StartError("this model states no maximum length; set ctx-size")
+    if positions and options.ctx_size > positions:
+        log.warning("ctx-size %d is beyond the model's %d positions; using %d", options.ctx_size, positions, positions)
+    return min(filter(None, (options.ctx_size, positions)))
+
+
+class RequestStream:
+    """One request: its unfinished choices, and the queue from which the asyncio side reads its deltas.
+
+    The queue ends with None or an error. It is unbounded, so that a slow client never delays a step; its length is
+    bounded by the tokens that the request may generate.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop = loop
+        self.items: asyncio.Queue[Delta | RequestError | None] = asyncio.Queue()
+        self.choices: list[RequestChoice] = []
+        self.counted = 0  # sequences of this request that SequenceLimit still counts
+
+    @property
+    def has_ended(self) -> bool:
+        return not self.choices
+
+
+@dataclass(eq=False)
+class RequestChoice:
+    """One choice of a request: its sequence, its text and its times (monotonic seconds)."""
+
+    index: int
+    sequence: TokenSequence
+    stream: RequestStream
+    answer: AnswerText
+    repeats: Repeats | None = None
+    matcher: GrammarMatcher | None = None  # the state of its grammar
+    started: float = 0.0
+    answered: float = 0.0  # time of the first token
+    # Tokens whose text is held back, as part of a character or of a possible stop string. TokenLogprob if the request
+    # wants logprobs.
+    unsent: list[TokenLogprob | int] = field(default_factory=list)
+    sent: int = 0  # tokens that were sent
+    # Logprobs of the prompt's tokens computed so far, beginning with the first one, which has none. Empty once they
+    # are sent, or if the request does not want them.
+    prompt: list[TokenLogprob] = field(default_factory=list)
+    include_stop: bool = False  # the token that ends the answer is part of it
+    wants_progress: bool = False
+    progress_sent: int = -1  # computed prompt tokens in the last progress delta; -1: none was sent
+    wants_timings: bool = False  # every delta has timings, not only the last one
+
+    def timings(self, now: float) -> ChoiceTimings:
+        """Counts and times so far."""
+        answered = self.answered or now
+        return ChoiceTimings(
+            prompt_tokens=self.sequence.prompt_tokens,
+            cached_tokens=self.sequence.cached,
+            completion_tokens=self.sequence.answered,
+            prefill_seconds=answered - self.started,
+            decode_seconds=now - answered,
+        )
+
+
+class StreamFactory:
+    """Makes the stream of a request, with a sequence for each of its choices."""
+
+    def __init__(self, options: Serve, vocabulary: Vocabulary, ctx_size: int, *, has_encoder: bool):
+        """`has_encoder`: an encoder reads the prompt, so the answer does not continue the prompt's text."""
+        self._options, self._vocabulary, self._ctx_size = options, vocabulary, ctx_size
+        self._has_encoder = has_encoder
+        self._ids = count()
+
+    def make(
+        self, request: GenerationRequest, prompt: Sequence[int], matcher: GrammarMatcher | None, adapter: Use | None
+    ) -> RequestStream:
+        """The stream of `request`. Seeds are random if neither the request nor the preset has one."""
+        stream = RequestStream(asyncio.get_running_loop())
+        limit = answer_limit(len(prompt), request.max_tokens, self._options.n_predict, self._ctx_size)
+        seed = request.sampling.seed
+        if seed is None and self._options.seed >= 0:
+            seed = self._options.seed
+        for index in range(request.n):
+            sequence = TokenSequence.of(
+                request,
+                id=next(self._ids),
+                limit=limit,
+                ends=self._vocabulary.ends,
+                seed=secrets.randbits(63) if seed is None else seed + index,
+                prompt=prompt,
+                adapter=adapter,
+            )
+            if request.n > 1:  # the choices of one request share the computation of its prompt
+                sequence.group = stream.choices[0].sequence.id if index else sequence.id
+            stream.choices.append(self._choice(request, index, sequence, stream, prompt))
+            stream.choices[-1].matcher = matcher and matcher.copy()
+        return stream
+
+    def _choice(
+        self,
+        request: GenerationRequest,
+        index: int,
+        sequence: TokenSequence,
+        stream: RequestStream,
+        prompt: Sequence[int],
+    ) -> RequestChoice:
+        vocabulary = self._vocabulary
+        decode = partial(vocabulary.decode_with, request.shown) if request.shown else vocabulary.decode
+        context = () if self._has_encoder else prompt
+        choice = RequestChoice(
+            index,
+            sequence,
+            stream,
+            AnswerText(decode, request.stop, context, shows_stop=request.include_stop),
+            include_stop=request.include_stop,
+            wants_progress=request.progress,
+            wants_timings=request.timings,
+        )
+        if has_penalties(request.sampling):
+            # Penalties look at decoder tokens only: a prompt that an encoder reads is skipped, as in transformers.
+            skipped = len(prompt) if self._has_encoder else 0
+            choice.repeats = Repeats(sequence, request.sampling.repeat_last_n, skipped)
+        if request.prompt_logprobs:
+            choice.prompt = [TokenLogprob(prompt[0], vocabulary.piece(prompt[0]), None)]
+        return choice
+
+
+class SequenceLimit:
+    """Count of the sequences of unfinished requests. Called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def admit(self, stream: RequestStream, most: int) -> bool:
+        """Count the choices of `stream`, unless `most` sequences are counted already."""
+        with self._lock:
+            # A request with several choices may exceed the limit: it would otherwise never fit into a small queue.
+            if self._count >= most:
+                return False
+            stream.counted = len(stream.choices)
+            self._count += stream.counted
+            return True
+
+    def release(self, stream: RequestStream, number: int) -> None:
+        """Stop counting up to `number` of the choices of `stream`."""
+        with self._lock:
+            number = min(number, stream.counted)
+            stream.counted -= number
+            self._count -= number
+
+
+class DeltaWriter:
+    """Turns tokens into deltas and puts them into the outbox."""
+
+    def __init__(self, outbox: Outbox, piece: Callable[[int], bytes]):
+        """`piece`: the bytes of a token."""
+        self._outbox, self._piece = outbox, piece
+
+    def put(self, stream: RequestStream, item: Delta | RequestError | None) -> None:
+        self._outbox.put(stream.loop, partial(stream.items.put_nowait, item))
+
+    def progress(self, choice: RequestChoice, now: float) -> None:
+        """Send the number of prompt tokens computed so far, cached ones included.
+
+        A preempted sequence computes its prompt again. It sends nothing until it is further than before, so that the
+        number never falls.
+        """
+        done = min(choice.sequence.computed, choice.sequence.prompt_tokens)
+        if not choice.wants_progress or done <= choice.progress_sent:
+            return
+        choice.progress_sent = done
+        prefill = PrefillProgress(
+            done=done,
+            total=choice.sequence.prompt_tokens,
+            cached=choice.sequence.cached,
+            seconds=now - choice.started,
+        )
+        self.put(choice.stream, Delta(index=choice.index, progress=prefill))
+
+    def token(self, choice: RequestChoice, sampled: Sampled) -> TextPiece:
+        """Add a token to the answer. Return the text that may be sent now."""
+        likelihood = sampled.likelihood
+        choice.unsent.append(sampled.token if likelihood is None else self.logprob(likelihood))
+        return choice.answer.push(sampled.token)
+
+    def send(
+        self, choice: RequestChoice, piece: TextPiece, finish: FinishReason | None, timings: ChoiceTimings | None
+    ) -> None:
+        """Send `piece` with its tokens, and the prompt's logprobs if they were not sent yet."""
+        sent, choice.unsent = choice.unsent[: piece.tokens], choice.unsent[piece.tokens :]
+        choice.sent += len(sent)
+        prompt, choice.prompt = tuple(choice.prompt), []
+        sequence = choice.sequence
+        delta = Delta(
+            index=choice.index,
+            text=piece.text,
+            tokens=tuple(entry.token if isinstance(entry, TokenLogprob) else entry for entry in sent),
+            logprobs=tuple(entry for entry in sent if isinstance(entry, TokenLogprob)),
+            finish=finish,
+            stop=piece.stop,
+            hidden_tokens=() if finish is None else tuple(sequence.tokens[sequence.prompt_tokens + choice.sent :]),
+            prompt_logprobs=prompt,
+            timings=timings,
+        )
+        self.put(choice.stream, delta)
+
+    def logprob(self, likelihood: Likelihood) -> TokenLogprob:
+        return TokenLogprob(
+            likelihood.token,
+            self._piece(likelihood.token),
+            _finite(likelihood.logprob),
+            tuple(TokenLogprob(token, self._piece(token), _finite(value)) for token, value in likelihood.top),
+        )
+
+
+def _finite(logprob: float) -> float | None:
+    """None in place of minus infinity, which JSON cannot express."""
+    return logprob if math.isfinite(logprob) else None
