@@ -217,7 +217,7 @@ class StreamFactory:
         prompt: Sequence[int],
     ) -> RequestChoice:
         vocabulary = self._vocabulary
-        decode = partial(vocabulary.decode_with, request.shown) if request.shown else vocabulary.decode
+        decode = partial(vocabulary.decode_with, request.visible_special_tokens) if request.visible_special_tokens else vocabulary.decode
         context = () if self._has_encoder else prompt
         choice = RequestChoice(
             index,
