@@ -13,7 +13,7 @@ from typing import Any
 
 from router.launch.devices import Devices
 from tests import fake_nvml
-from worker.engines.transformers.device.nvml import Nvml
+from worker.engines.transformers.device.process_overhead import NvmlMemory
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def answer(devices: Devices, verb: str, *words: str) -> Any:
     if verb == "place":
         return devices.environment([devices.device_id(word) for word in words])
     if verb == "worker":
-        return {"used": Nvml().used(words[0]), "own": Nvml().own(words[0])}
+        return {"used": NvmlMemory().used(words[0]), "own": NvmlMemory().own(words[0])}
     fake_nvml.occupy(Path(os.environ["FAKE_NVML"]), words[0], int(words[1]))
     return None
 

@@ -22,7 +22,7 @@ from worker.engines.transformers.load import loader
 from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.run.warmup import record
-from worker.engines.transformers.schedule.prefill_budget import Pace
+from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
 from worker.interface import SamplingParams
@@ -84,7 +84,7 @@ def test_a_recorded_step_says_what_the_dynamic_one_says_at_every_rung(tmp_path: 
     loaded = loader.load_model(asked, config, backends.implementation("auto", config), lambda _: None)
     runner, capacity = backends.make_runner(loaded.model, config, asked, 200, loaded.device, caches=False)
     assert isinstance(runner, PagedRunner)
-    fixed = record(runner, capacity, Pace(), ctx_size=200, progress=lambda _: None)
+    fixed = record(runner, capacity, PrefillBudget(), ctx_size=200, progress=lambda _: None)
     assert fixed.recorded == len(fixed.shapes) > 0
     source = random.Random(1)
     rows: list[tuple[TokenSequence, int]] = []
@@ -145,7 +145,7 @@ async def test_a_step_waits_for_the_device_where_its_numbers_come_back_and_nowhe
     loaded = loader.load_model(asked, config, backends.implementation("auto", config), lambda _: None)
     runner, capacity = backends.make_runner(loaded.model, config, asked, 200, loaded.device, caches=True)
     assert isinstance(runner, PagedRunner)
-    fixed = record(runner, capacity, Pace(), ctx_size=200, progress=lambda _: None)
+    fixed = record(runner, capacity, PrefillBudget(), ctx_size=200, progress=lambda _: None)
     for each in (runner, fixed):
         drive = Drive(each, capacity)
         drive.ask(0, most=30, sampling=SamplingParams(temperature=0.0, logprobs=2))

@@ -127,7 +127,7 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_router_and_worker_read_a_snapshot_alike(family: str, snapshots: dict[str, Path]) -> None:
     import torch
 
-    from worker.engines.transformers.load import architectures, loader, placement
+    from worker.engines.transformers.load import architectures, layer_split, loader
     from worker.estimate import estimate as exact
 
     folder, preset = snapshots[family], Preset(id="m", ctx_size=100, parallel=3)
@@ -135,7 +135,7 @@ def test_router_and_worker_read_a_snapshot_alike(family: str, snapshots: dict[st
     options = Estimate(snapshot=str(folder))
     config = loader.load_config(options)
     assert embeds(facts, preset) == loader.is_embedder(options, config)
-    stored = placement.resolve_dtype("auto", config.dtype, torch.device("cpu"))
+    stored = layer_split.resolve_dtype("auto", config.dtype, torch.device("cpu"))
     assert f"torch.{compute_dtype(facts, preset, on_host=True)}" == str(stored)
     if not embeds(facts, preset):
         assert facts.max_positions == architectures.positions(config)

@@ -18,7 +18,7 @@ from worker.engines.transformers.loop.generation_loop import Backend
 from worker.engines.transformers.preparation import PreparedModel
 from worker.engines.transformers.run.backends import make_blocks, make_pool
 from worker.engines.transformers.run.runner import PagedRunner, Runner
-from worker.engines.transformers.schedule.prefill_budget import Pace
+from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.interface import ChoiceTimings, Delta, FinishReason, GenerationRequest, SamplingParams, TokenLogprob
 from worker.protocol.argv import Serve
 
@@ -47,7 +47,7 @@ def load_with(
     pool = make_pool(config, blocks, loaded.dtype, loaded.device, kv_dtype=asked.kv_cache_dtype)
     runner = wrap(PagedRunner(loaded.model, pool, blocks, loaded.device))
     tokenizer = loader.load_tokenizer(asked)
-    backend = Backend(runner=runner, capacity=blocks, pace=Pace(), ahead=ahead)
+    backend = Backend(runner=runner, capacity=blocks, pace=PrefillBudget(), ahead=ahead)
     return TransformersEngine(asked, PreparedModel(config, tokenizer), LoadedGenerator(ctx_size, backend), _ignore)
 
 

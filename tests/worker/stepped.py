@@ -9,15 +9,15 @@ from worker.detokenizer import AnswerText
 from worker.engines.transformers.loop.generation_loop import Backend, GenerationLoop
 from worker.engines.transformers.loop.requests import RequestChoice, RequestStream
 from worker.engines.transformers.loop.step_loop import Outbox
-from worker.engines.transformers.schedule.kv_cache import Capacity
-from worker.engines.transformers.schedule.prefill_budget import Pace
+from worker.engines.transformers.schedule.kv_cache import KvAllocator
+from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
 from worker.interface import Delta
 
 PROMPT = (9, 41, 70, 77, 80)
 
 
-class Steady(Pace):
+class Steady(PrefillBudget):
     """Sixteen prompt tokens in each step, independent of the machine's speed."""
 
     def budget(self, decoding: int, chunk: int, prompts: int = 1, start: int = 0) -> int:
@@ -27,7 +27,7 @@ class Steady(Pace):
 class Drive:
     """A generation loop that the test steps."""
 
-    def __init__(self, runner: Any, capacity: Capacity, *, ahead: bool = True, grammars: Any = None):
+    def __init__(self, runner: Any, capacity: KvAllocator, *, ahead: bool = True, grammars: Any = None):
         backend = Backend(runner=runner, capacity=capacity, pace=Steady(), ahead=ahead)
         self._outbox = Outbox()
         self.work = GenerationLoop(backend, self._outbox, lambda token: b"x", chunk=64, grammars=grammars)

@@ -31,11 +31,10 @@ from worker.engines.transformers.load import (
     architectures,
     layer_split,
     loader,
-    model_class,
-    placement,
     quantization,
     safetensors,
     sentence_transformers_config,
+    snapshot,
 )
 from worker.engines.transformers.loop import requests
 from worker.engines.transformers.run import backends
@@ -46,8 +45,8 @@ from worker.engines.transformers.run.pooling import Embedder, Encoder
 from worker.engines.transformers.run.runner import PagedRunner, Runner
 from worker.engines.transformers.run.vision import ImageProcessor, VisionTower, load_image_processor
 from worker.engines.transformers.sample import grammar, sampler
-from worker.engines.transformers.schedule.kv_cache import Capacity, Table
-from worker.engines.transformers.schedule.lora_slots import Use
+from worker.engines.transformers.schedule.kv_cache import BlockTable, KvAllocator
+from worker.engines.transformers.schedule.lora_slots import AppliedAdapter
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.errors import StartError
@@ -169,7 +168,7 @@ def trace(options: ModelOptions, config: Any) -> Traced:
     device, stored = _device(options), stored_tensors(options)
     scores = loader.is_cross_encoder(options, config)
     embeds = not scores and loader.is_embedder(options, config)
-    cls = model_class.model_class(options, config, embeds)
+    cls = snapshot.model_class(options, config, embeds)
     dtype = dtype_of(options, config, stored, device)
     converts = any(each != dtype for each, _ in stored if each.is_floating_point)
     seeing = None if embeds or scores else _seeing(options, config)
@@ -185,8 +184,8 @@ def trace(options: ModelOptions, config: Any) -> Traced:
             arranging = quantized.pretend(options, config, model)
             shorten(model)
             if device.type == "cpu" and not options.enforce_eager:
-                layers = cpu_linear.Linears(model)
-                lengths = layers.costliest(ctx_size)
+                layers = cpu_linear.CpuLinears(model)
+                lengths = layers.peak_row_counts(ctx_size)
             else:
                 lengths = {ctx_size: 0}
             steps = encoding_steps(model, encoder, options, lengths)
@@ -198,7 +197,7 @@ def trace(options: ModelOptions, config: Any) -> Traced:
             adapters = backends.make_adapters(runner, model, options, CPU, copies=0)
             weights += adapters.bytes if adapters is not None else 0
             if device.type == "cpu" and not options.enforce_eager:
-                kernels, reordering = cpu_linear.extra_bytes(model)
+                kernels, reordering = cpu_linear.onednn_bytes(model)
             shorten(model)
             use = adapters.pretend() if adapters is not None else None
             steps = generation_steps(runner, capacity, options, ctx_size, use)
@@ -221,7 +220,7 @@ def trace(options: ModelOptions, config: Any) -> Traced:
     if device.type == "cpu" and not converts:  # files are mapped and read as a whole, and then let go where unused
         loading = max(loading, sum(each.itemsize * count for each, count in stored) - weights)
     staged = weights if converts or options.load_format == "dummy" else 0  # random ones are drawn in main memory
-    if quantization.is_quantized(options, config) and not quantization.stated(config):
+    if quantization.is_quantized(options, config) and not quantization.quantization_config(config):
         loading = staged = sum(count for _, count in stored) * dtype.itemsize  # all of it, until the last is packed
     loading = max(loading, arranging)
     return Traced(
@@ -258,10 +257,10 @@ def trace_split(options: ModelOptions, config: Any) -> tuple[list[Shard], int]:
     stored = stored_tensors(options)
     # of the processor's kind, for the reason in `trace`; there is no second processor, and need be none
     devices = [torch.device("cpu", index) if index else CPU for index in range(len(options.devices))]
-    parts = placement.split_of(options, config, devices)
+    parts = layer_split.split_of(options, config, devices)
     assert parts is not None, "several devices"
     dtype = dtype_of(options, config, stored, torch.device(options.devices[0]))
-    cls = model_class.model_class(options, config, embeds=False)
+    cls = snapshot.model_class(options, config, embeds=False)
     ctx_size = requests.context_size(options, architectures.positions(config))
     with FakeTensorMode():
         model = build(cls, config, dtype, embeds=False)
@@ -285,7 +284,7 @@ def trace_split(options: ModelOptions, config: Any) -> tuple[list[Shard], int]:
     return shards, sum(shard.weights for shard in shards) if staged else 0
 
 
-def _shorten_parts(model: Any, parts: layer_split.Split) -> None:
+def _shorten_parts(model: Any, parts: layer_split.LayerSplit) -> None:
     """Two layers on each device show what all would, as for `shorten`, where they are of one kind; else all stay."""
     parent, stack = layer_split.stack_of(model)
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [""]
@@ -327,7 +326,7 @@ def _device(options: ModelOptions) -> torch.device:
 def dtype_of(
     options: ModelOptions, config: Any, stored: list[tuple[torch.dtype, int]], device: torch.device
 ) -> torch.dtype:
-    return placement.resolve_dtype(options.dtype, getattr(config, "dtype", None) or _first_floating(stored), device)
+    return layer_split.resolve_dtype(options.dtype, getattr(config, "dtype", None) or _first_floating(stored), device)
 
 
 def repeated_bytes(config: Any, ctx_size: int, dtype: torch.dtype) -> int:
@@ -350,7 +349,7 @@ def _one_shard(
 
 def build(cls: Any, config: Any, dtype: torch.dtype, *, embeds: bool) -> Any:
     """The model as the loader makes it, its parameters never filled. Under a FakeTensorMode it takes no memory."""
-    extra = {"add_pooling_layer": False} if embeds and model_class.has_pooler(cls) else {}
+    extra = {"add_pooling_layer": False} if embeds and snapshot.has_pooler(cls) else {}
     with no_init_weights():
         model = cls._from_config(config, dtype=dtype, **extra)
     model.tie_weights()
@@ -363,9 +362,9 @@ def make_runner(
     options: ModelOptions,
     ctx_size: int,
     tower: VisionTower | None = None,
-    parts: layer_split.Split | None = None,
+    parts: layer_split.LayerSplit | None = None,
     ranks: int = 1,
-) -> tuple[PagedRunner | AlignedRunner, Capacity]:
+) -> tuple[PagedRunner | AlignedRunner, KvAllocator]:
     """The backend of the engine, with its cache."""
     paged.register()
     implementation = backends.implementation(options.attention, config)
@@ -434,7 +433,7 @@ def _weight_bytes(options: ModelOptions, config: Any, model: Any, dtype: torch.d
     """Bytes of the weights as they will sit in memory, and of the buffers that the model makes itself."""
     saved = model.state_dict()
     own: int = sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in saved)
-    if quantization.stated(config):
+    if quantization.quantization_config(config):
         return own + quantized.stored_bytes(options, config, dtype)
     built = tensor_bytes(model)
     if options.quantization.startswith("bnb"):
@@ -466,10 +465,10 @@ def tensor_bytes(model: torch.nn.Module) -> int:
 
 def generation_steps(
     runner: PagedRunner | AlignedRunner,
-    capacity: Capacity,
+    capacity: KvAllocator,
     options: ModelOptions,
     ctx_size: int,
-    use: Use | None = None,
+    use: AppliedAdapter | None = None,
 ) -> Iterator[Step]:
     """The largest steps of a batch: a chunk of a prompt at the far end of the context, which lies in two runs if there
     are such, beside rows that decode there; the same with logprobs of the prompt; and all rows decoding. Every other
@@ -498,36 +497,36 @@ def generation_steps(
 
 def spread_steps(
     runner: PagedRunner,
-    capacity: Capacity,
+    capacity: KvAllocator,
     options: ModelOptions,
     ctx_size: int,
     heads: int,
-    use: Use | None = None,
+    use: AppliedAdapter | None = None,
 ) -> Iterator[Step]:
     """On the CPU rows that are still short attend in another way: all of them as long as that goes, alone and beside a
     chunk of a prompt. Every other row has the adapter `use`."""
     chunk = min(options.prefill_chunk, ctx_size)
     last = _segment(capacity, capacity.rows - 1, ctx_size - chunk, chunk, use=use)
     for rows, beside in ((capacity.rows - 1, (last,)), (capacity.rows, ())):
-        short = min(ctx_size, cpu_attention.longest(rows, heads, runner.pool.keys[0]))
+        short = min(ctx_size, cpu_attention.max_tokens(rows, heads, runner.pool.keys[0]))
         if short:
             yield partial(_generate, runner, (*_decodes(capacity, rows, ctx_size=short, use=use), *beside))
 
 
 def costly_steps(
     runner: PagedRunner | AlignedRunner,
-    capacity: Capacity,
+    capacity: KvAllocator,
     options: ModelOptions,
     ctx_size: int,
-    layers: cpu_linear.Linears,
-    use: Use | None = None,
+    layers: cpu_linear.CpuLinears,
+    use: AppliedAdapter | None = None,
 ) -> Iterator[tuple[int, Step]]:
     """Chunks at the far end of the context, of as many tokens as cost the linear `layers` the most memory, with the
     bytes at most that this is; an encoder reads no chunks, but prompts as a whole."""
     rows, chunk = capacity.rows, min(options.prefill_chunk, ctx_size)
     is_encoder_decoder = isinstance(runner, AlignedRunner) and runner.is_encoder_decoder
     beside = rows - 1 if isinstance(runner, PagedRunner) else 0  # tokens in the same forward
-    for count, extra in layers.costliest(ctx_size if is_encoder_decoder else beside + chunk).items():
+    for count, extra in layers.peak_row_counts(ctx_size if is_encoder_decoder else beside + chunk).items():
         end = count if is_encoder_decoder else ctx_size
         length = min(chunk, end) if is_encoder_decoder else count - beside
         if length > 0:
@@ -538,7 +537,7 @@ def costly_steps(
 
 def seeing_steps(
     runner: PagedRunner | AlignedRunner,
-    capacity: Capacity,
+    capacity: KvAllocator,
     options: ModelOptions,
     ctx_size: int,
     largest: tuple[PromptImage, int] | None,
@@ -582,7 +581,9 @@ def _generate(runner: Runner, batch: Batch) -> None:
     sampler.sample(logits if len(chosen) == len(logits) else logits[chosen], picks)
 
 
-def _decodes(capacity: Capacity, count: int, ctx_size: int, use: Use | None = None) -> tuple[Segment, ...]:
+def _decodes(
+    capacity: KvAllocator, count: int, ctx_size: int, use: AppliedAdapter | None = None
+) -> tuple[Segment, ...]:
     """So many rows, each with another length, near the end of the context."""
     return tuple(
         _segment(capacity, row, max(ctx_size - 1 - row, 0), 1, use=use if row % 2 else None) for row in range(count)
@@ -590,7 +591,13 @@ def _decodes(capacity: Capacity, count: int, ctx_size: int, use: Use | None = No
 
 
 def _segment(
-    capacity: Capacity, row: int, start: int, length: int, *, prompt_logprobs: bool = False, use: Use | None = None
+    capacity: KvAllocator,
+    row: int,
+    start: int,
+    length: int,
+    *,
+    prompt_logprobs: bool = False,
+    use: AppliedAdapter | None = None,
 ) -> Segment:
     tokens = [0] * (start + length)
     sequence = Sequence(
@@ -603,13 +610,13 @@ def _segment(
         adapter=use,
         computed=start,
     )
-    table = capacity.trial(row, start + length)
+    table = capacity.contiguous_table(row, start + length)
     return Segment(sequence, row, start, length, _broken(table) if table is not None and length > 1 else table)
 
 
-def _broken(table: Table) -> Table:
+def _broken(table: BlockTable) -> BlockTable:
     """The same blocks in two runs, if there are two: attention has to gather them."""
-    broken, half = Table(), len(table.blocks) // 2
+    broken, half = BlockTable(), len(table.blocks) // 2
     for block in (*table.blocks[half:], *table.blocks[:half]):
         broken.append(block)
     return broken
@@ -662,10 +669,10 @@ def _encode(model: Any, encoder: Encoder, implementation: str, texts: list[list[
 def reordered_peak(
     model: Any,
     runner: PagedRunner | AlignedRunner,
-    capacity: Capacity,
+    capacity: KvAllocator,
     options: ModelOptions,
     ctx_size: int,
-    use: Use | None,
+    use: AppliedAdapter | None,
     steps: Iterator[Step],
     *,
     least: int,
@@ -673,7 +680,7 @@ def reordered_peak(
     """The most bytes that are alive at once in any of `steps` (the first of them `generation_steps`'), or with other
     numbers of tokens, before and after the linear layers of `model` are reordered. That takes `least`, so that smaller
     steps need not be looked at."""
-    layers = cpu_linear.Linears(model)
+    layers = cpu_linear.CpuLinears(model)
     peaks = [peak_bytes(step) for step in steps]
     most = max(least, *peaks)
     for _ in range(2):

@@ -32,9 +32,9 @@ def unpacking_bytes(bits: int) -> int:
 def stored_bytes(options: ModelOptions, config: Any, dtype: torch.dtype) -> int:
     """Bytes of a quantised checkpoint in memory: packed tensors and their scales as they are stored, other floats in
     the type of the model; all of it in that type if it is unpacked, and then without scales."""
-    said = quantization.stated(config)
+    said = quantization.quantization_config(config)
     device = torch.device(options.devices[0])
-    unpacks = quantization.unpacks(quantization.named(config), device)
+    unpacks = quantization.dequantizes(quantization.named(config), device)
     arranged = _as_stored
     if options.devices[0] == "cpu" and said.get("quant_method") in _GPTQ:
         arranged = _side_by_side if quantization.is_fused(said) else partial(_widened, bits=said.get("bits", 4))
@@ -103,7 +103,7 @@ def saved_by_bitsandbytes(model: Any, dtype: torch.dtype, *, bits: int) -> int:
 def pretend(options: ModelOptions, config: Any, model: Any) -> int:
     """Have layers that are or will be packed take in a step what they will; returns the bytes that it takes to put one
     into order."""
-    bits, on_cpu, said = _bits(options, config), options.devices[0] == "cpu", quantization.stated(config)
+    bits, on_cpu, said = _bits(options, config), options.devices[0] == "cpu", quantization.quantization_config(config)
     is_gptq = on_cpu and said.get("quant_method") in _GPTQ
     if not bits and not is_gptq:
         return 0
@@ -187,7 +187,7 @@ class _Gptq(torch.nn.Linear):
 
 def _bits(options: ModelOptions, config: Any) -> int:
     """Bits to which bitsandbytes packs linear layers, or has packed them; 0: it does not."""
-    said = quantization.stated(config)
+    said = quantization.quantization_config(config)
     if not said:
         return {"bnb-8bit": 8, "bnb-4bit": 4}.get(options.quantization, 0)
     if quantization.family(quantization.named(config)) != "bitsandbytes":

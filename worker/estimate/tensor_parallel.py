@@ -14,8 +14,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from worker.engines.transformers.device import memory
-from worker.engines.transformers.load import architectures, loader, model_class, tensor_parallel_plan
-from worker.engines.transformers.load.tensor_parallel_plan import Slice
+from worker.engines.transformers.load import architectures, loader, snapshot, tensor_parallel_plan
+from worker.engines.transformers.load.tensor_parallel_plan import RankSlice
 from worker.engines.transformers.loop import requests
 from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.sample import grammar
@@ -51,7 +51,7 @@ def divided_estimate(options: Estimate) -> Estimated:
     torch.set_num_threads(options.threads)
     memory.keep_small()
     config = loader.load_config(options)
-    ranks = tensor_parallel_plan.wanted(options, config)
+    ranks = tensor_parallel_plan.requested_ranks(options, config)
     bare = memory.resident()
     tokenizer = loader.load_tokenizer(options)
     grown = max(0, memory.resident() - bare)
@@ -86,14 +86,14 @@ def divided_estimate(options: Estimate) -> Estimated:
 def trace(options: ModelOptions, config: Any, dtype: torch.dtype, ranks: int) -> tuple[int, int, int, int]:
     """Of one rank, in bytes: weights, cache, what is alive at once in the largest step beside them, and what loading
     needs in main memory for a moment. Raises StartError for what cannot be served so."""
-    cls = model_class.model_class(options, config, embeds=False)
+    cls = snapshot.model_class(options, config, embeds=False)
     ctx_size = requests.context_size(options, architectures.positions(config))
     with FakeTensorMode():
         # of the processor's kind, for the reason in `worker.estimate.estimate.trace`
         model = estimate.build(cls, config, dtype, embeds=False)
         whole = estimate.tensor_bytes(model)
         largest = max(each.nbytes for each in model.parameters())
-        tensor_parallel_plan.divide(model, Slice(0, ranks), Pretended(ranks))
+        tensor_parallel_plan.divide(model, RankSlice(0, ranks), Pretended(ranks))
         _own(model)
         weights = estimate.tensor_bytes(model)
         runner, capacity = estimate.make_runner(model, config, options, ctx_size, ranks=ranks)

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from worker.engines.transformers.load import loader, model_class, quantization, safetensors
-from worker.engines.transformers.load.page_cache import Pieces
+from worker.engines.transformers.load import loader, quantization, safetensors, snapshot
+from worker.engines.transformers.load.page_cache import PieceWriter
 from worker.errors import StartError
 from worker.protocol.argv import Convert, Estimate, ModelOptions
 from worker.protocol.events import Converted, Event, Progress
@@ -226,7 +226,7 @@ def is_converted_by_loads(options: ModelOptions, config: Any) -> bool:
     """
     if quantization.is_quantized(options, config) or "auto_map" in config.to_dict():
         return False
-    cls = model_class.model_class(options, config, loader.is_embedder(options, config))
+    cls = snapshot.model_class(options, config, loader.is_embedder(options, config))
     stored = {
         name: tuple(view.shape)
         for path in safetensors.files(Path(options.snapshot))
@@ -265,7 +265,7 @@ def _convert_weights(options: ModelOptions, config: Any, part: Path, say: Say) -
     Raises StartError if there is no room, or if the result would not be loaded as it lies.
     """
     embeds = loader.is_embedder(options, config)
-    cls = model_class.model_class(options, config, embeds)
+    cls = snapshot.model_class(options, config, embeds)
     opened = [safetensors.WeightFile(path) for path in safetensors.files(Path(options.snapshot))]
     tensors = {name: tensor for file in opened for name, tensor in file.tensors()}
     sizes = Counter[torch.dtype]()
@@ -392,7 +392,7 @@ class Sink:
 
     def __enter__(self) -> "Sink":
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        self._pieces = Pieces(self._descriptor, self._room)
+        self._pieces = PieceWriter(self._descriptor, self._room)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -429,7 +429,7 @@ class Sink:
         if len(text) > self._room - 8:
             raise StartError(f"the names of {len(self._places)} tensors take {len(text)} bytes; it is left to loads")
         self._pieces.flush()
-        head = Pieces(self._descriptor)
+        head = PieceWriter(self._descriptor)
         head.append((self._room - 8).to_bytes(8, "little") + text.ljust(self._room - 8))
         head.flush()
         os.fsync(self._descriptor)

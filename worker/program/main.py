@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from worker.program import supervision
 
 if TYPE_CHECKING:
-    from worker.engines.transformers.device.rank_processes import Link, Ranks
+    from worker.engines.transformers.device.rank_processes import LeaderLink, RankProcesses
     from worker.protocol.argv import Serve
 
 CRASHED = 1
@@ -97,17 +97,17 @@ def _number(words: list[str], option: str) -> int:
     return 0
 
 
-def _fork_ranks(words: list[str]) -> "Ranks | None":
+def _fork_ranks(words: list[str]) -> "RankProcesses | None":
     """The processes that follow this one, of a model that is divided: now, as there is only one thread here yet."""
     count = _number(words, "--tensor-parallel") if words[0] == "serve" else 0
     if count < 2:
         return None
-    from worker.engines.transformers.device.rank_processes import Ranks
+    from worker.engines.transformers.device.rank_processes import RankProcesses
 
-    return Ranks.fork(count, partial(_follow, words), supervision.follow)
+    return RankProcesses.fork(count, partial(_follow, words), supervision.follow)
 
 
-def _follow(words: list[str], link: "Link") -> int:
+def _follow(words: list[str], link: "LeaderLink") -> int:
     """What a follower does, from its birth on; returns its exit code, which the leader has been told with the cause."""
     import traceback
 
@@ -168,7 +168,7 @@ def _begin_forked(words: list[str]) -> NoReturn:
     main(words)
 
 
-def _dispatch(words: list[str], tied: supervision.Leash, ranks: "Ranks | None") -> None:
+def _dispatch(words: list[str], tied: supervision.Leash, ranks: "RankProcesses | None") -> None:
     began = time.monotonic()
     from worker.errors import StartError
     from worker.protocol.argv import Convert, Download, Estimate, Nursery, from_argv
@@ -218,7 +218,7 @@ def _prepare(threads: int) -> None:
         os.environ[f"{library}_NUM_THREADS"] = str(threads)
 
 
-def _serve(command: "Serve", tied: supervision.Leash, began: float, ranks: "Ranks | None") -> None:
+def _serve(command: "Serve", tied: supervision.Leash, began: float, ranks: "RankProcesses | None") -> None:
     """Returns once the worker has been asked to stop and its running answers have ended. `began`: when its work did."""
     import asyncio
 
@@ -249,15 +249,17 @@ class Laps:
         self._at = now
 
 
-async def _serve_until_told(command: "Serve", tied: supervision.Leash, began: float, ranks: "Ranks | None") -> None:
+async def _serve_until_told(
+    command: "Serve", tied: supervision.Leash, began: float, ranks: "RankProcesses | None"
+) -> None:
     import asyncio
     import logging
 
-    from worker.engines.transformers.load.page_cache import Reading
+    from worker.engines.transformers.load.page_cache import BackgroundReader
     from worker.protocol.events import Prepared, Pulse, Ready
     from worker.protocol.exits import Exit
 
-    reading = Reading.of(command.snapshot)
+    reading = BackgroundReader.of(command.snapshot)
     may_read = not command.prepare and command.load_format != "dummy"  # before there is room the router says when
     if may_read and "torch" not in sys.modules:
         reading.start()

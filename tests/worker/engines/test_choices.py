@@ -11,7 +11,7 @@ from tests import tiny
 from tests.worker.loaded import collect_choices, complete_one, generation, load_with
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.run.runner import Runner
-from worker.engines.transformers.schedule.kv_cache import Rows
+from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.interface import SamplingParams
@@ -57,21 +57,21 @@ def computed(scheduler: Scheduler) -> dict[int, int]:
 
 
 def test_the_prompt_is_computed_for_the_first_choice_and_for_no_other() -> None:
-    scheduler = Scheduler(Rows(4), chunk=4)
+    scheduler = Scheduler(RowAllocator(4), chunk=4)
     for each in choices(3):
         scheduler.add(each)
     assert computed(scheduler) == {0: 6 + 2, 1: 2, 2: 2}
 
 
 def test_choices_that_find_no_row_run_like_anybody_else_and_lead_those_behind_them() -> None:
-    scheduler = Scheduler(Rows(2), chunk=4)
+    scheduler = Scheduler(RowAllocator(2), chunk=4)
     for each in (*choices(4), *choices(1, first=9, prompt=2)):
         scheduler.add(each)
     assert computed(scheduler) == {0: 6 + 2, 1: 2, 2: 6 + 2, 3: 2, 9: 2 + 2}
 
 
 def test_a_follower_of_a_preempted_sequence_waits_behind_it() -> None:
-    scheduler = Scheduler(Rows(4), chunk=4)
+    scheduler = Scheduler(RowAllocator(4), chunk=4)
     first, *rest = choices(3)
     other = choices(1, first=9)[0]
     for each in (first, *rest, other):
@@ -80,12 +80,12 @@ def test_a_follower_of_a_preempted_sequence_waits_behind_it() -> None:
     scheduler.preempt(first)
     scheduler.check_integrity()
     assert [each.id for each in scheduler] == [9, 0, 1, 2]
-    assert sorted(scheduler.take_void()) == [0, 1, 2]
+    assert sorted(scheduler.take_freed_rows()) == [0, 1, 2]
     assert computed(scheduler) == {9: 6 + 2, 0: 6 + 2, 1: 2, 2: 6 + 2}, "only two run at once from now on"
 
 
 def test_a_choice_that_is_cancelled_while_it_follows_is_forgotten() -> None:
-    scheduler = Scheduler(Rows(4), chunk=4)
+    scheduler = Scheduler(RowAllocator(4), chunk=4)
     first, second, third = choices(3)
     for each in (first, second, third):
         scheduler.add(each)

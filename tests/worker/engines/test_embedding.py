@@ -310,7 +310,7 @@ def test_the_longest_text_is_what_sentence_transformers_takes(tmp_path: Path) ->
 
 def test_layers_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     head = PoolingHead(
-        sentence_transformers_config.Layout(
+        sentence_transformers_config.EmbedderConfig(
             steps=(
                 sentence_transformers_config.Pooling(("cls", "mean")),
                 sentence_transformers_config.Dense(tmp_path, 64, 8),

@@ -12,8 +12,8 @@ from worker.engines.transformers.device import memory
 from worker.engines.transformers.loop.generation_loop import Backend, GenerationLoop
 from worker.engines.transformers.loop.requests import RequestChoice, RequestStream
 from worker.engines.transformers.loop.step_loop import CounterRate, Outbox, StepLoop, WorkReport
-from worker.engines.transformers.schedule.kv_cache import Rows
-from worker.engines.transformers.schedule.prefill_budget import Pace
+from worker.engines.transformers.schedule.kv_cache import RowAllocator
+from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.scheduler import Batch
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.errors import Draining, RequestError
@@ -41,7 +41,7 @@ class Flat:
         pass
 
 
-class Unhurried(Pace):
+class Unhurried(PrefillBudget):
     """A budget of the whole chunk, always."""
 
     def budget(self, decoding: int, chunk: int, prompts: int = 1, start: int = 0) -> int:
@@ -49,7 +49,7 @@ class Unhurried(Pace):
 
 
 def generating() -> GenerationLoop:
-    backend = Backend(runner=Flat(), capacity=Rows(2, 50), pace=Unhurried())
+    backend = Backend(runner=Flat(), capacity=RowAllocator(2, 50), pace=Unhurried())
     return GenerationLoop(backend, Outbox(), lambda token: b"x", chunk=8)
 
 

@@ -22,7 +22,7 @@ from router.memory.weights import weight_bytes
 from tests import tiny
 from worker.engines.transformers import load_encoder
 from worker.engines.transformers.attention import cpu_linear
-from worker.engines.transformers.load import architectures, loader, model_class, sentence_transformers_config
+from worker.engines.transformers.load import architectures, loader, sentence_transformers_config
 from worker.engines.transformers.loop import requests
 from worker.engines.transformers.run.cuda_graphs import graph_shapes
 from worker.engines.transformers.sample import sampler
@@ -126,21 +126,21 @@ def test_weights_and_context_are_exact_and_compute_is_close(
     assert compute <= traced(said) <= compute * 1.08
 
 
-@pytest.mark.parametrize(("family", "kept_as"), [("llama", "int8"), ("gemma2", "int4"), ("t5", "int8")])
+@pytest.mark.parametrize(("family", "kv_dtype"), [("llama", "int8"), ("gemma2", "int4"), ("t5", "int8")])
 def test_a_cache_in_other_numbers_is_exact_with_what_is_unpacked_of_it(
-    tmp_path: Path, family: str, kept_as: str
+    tmp_path: Path, family: str, kv_dtype: str
 ) -> None:
     """Small models with long contexts: what is unpacked is much of what a step takes."""
     sizes = {"n_positions": 800} if family == "t5" else {"max_position_embeddings": 800}
     snapshot = tiny.make(family, tmp_path / "m", **sizes)
-    chosen = options(snapshot, prefill_chunk=32, parallel=6, ctx_size=800, kv_cache_dtype=kept_as)
+    chosen = options(snapshot, prefill_chunk=32, parallel=6, ctx_size=800, kv_cache_dtype=kv_dtype)
     config = loader.load_config(chosen)
     found = estimate.trace(chosen, config)
     _, context, compute = really(chosen)
     assert found.context == context
     assert compute <= found.compute <= compute * 1.08
     assert context < estimate.trace(dataclasses.replace(chosen, kv_cache_dtype="auto"), config).context
-    preset = Preset(id="m", ctx_size=800, parallel=6, prefill_chunk=32, kv_cache_dtype=kept_as)
+    preset = Preset(id="m", ctx_size=800, parallel=6, prefill_chunk=32, kv_cache_dtype=kv_dtype)
     assert found.compute <= compute_bytes(checkpoint.read(snapshot), preset, 800, on_host=True)
 
 
@@ -229,7 +229,7 @@ def test_what_bitsandbytes_would_pack_is_the_same_by_headers_and_by_transformers
     for method, bits in (("bnb-8bit", 8), ("bnb-4bit", 4)):
         chosen = options(snapshot, quantization=method)
         config = loader.load_config(chosen)
-        cls = model_class.model_class(chosen, config, loader.is_embedder(chosen, config))
+        cls = loader.model_class(chosen, config, loader.is_embedder(chosen, config))
         with FakeTensorMode():
             model = estimate.build(cls, config, torch.float32, embeds=family == "bert-embed")
             saved = quantized.saved_by_bitsandbytes(model, torch.float32, bits=bits)
@@ -291,7 +291,7 @@ def test_a_step_takes_the_same_in_a_model_of_any_depth(tmp_path: Path, family: s
     peaks = []
     for is_short in (False, True):
         with FakeTensorMode():
-            model = estimate.build(model_class.model_class(chosen, config, False), config, torch.float32, embeds=False)
+            model = estimate.build(loader.model_class(chosen, config, False), config, torch.float32, embeds=False)
             runner, capacity = estimate.make_runner(model, config, chosen, 128)
             if is_short:
                 estimate.shorten(model)
@@ -448,7 +448,7 @@ def test_reordering_takes_room_for_the_largest_matrix_that_nobody_shares(tmp_pat
     chosen = options(snapshot, parallel=1)
     with FakeTensorMode():
         model = estimate.build(transformers.LlamaForCausalLM, loader.load_config(chosen), torch.float32, embeds=False)
-        _, reordering = cpu_linear.extra_bytes(model)
+        _, reordering = cpu_linear.onednn_bytes(model)
     assert reordering == (0 if is_tied else 16000 * 64 * 4), "the others are small enough to be left alone"
     compute = compute_bytes(checkpoint.read(snapshot), Preset(id="m", parallel=1, ctx_size=16), 16, on_host=True)
     eager = Preset(id="m", parallel=1, ctx_size=16, enforce_eager=True)
@@ -464,7 +464,7 @@ def test_no_length_of_a_chunk_takes_more_than_was_traced(tmp_path: Path) -> None
     said = estimate.trace(chosen, config).compute
     loaded = loader.load_model(chosen, config, None, lambda progress: None)
     runner, capacity = estimate.make_runner(loaded.model, config, chosen, 512)
-    layers = cpu_linear.Linears(loaded.model, let_go=loaded.let_go)
+    layers = cpu_linear.CpuLinears(loaded.model, release_pages=loaded.release_pages)
     peaks = []
     for _ in range(2):
         for length in (65, 95, 96, 97, 111, 112, 126, 127, 128):

@@ -15,9 +15,9 @@ from typing import Any
 from worker.engines.transformers import load_encoder, load_generator, preparation
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.device.process_overhead import overhead
-from worker.engines.transformers.device.rank_processes import Ranks
-from worker.engines.transformers.load import loader, model_class, placement
-from worker.engines.transformers.load.lora import Adapters
+from worker.engines.transformers.device.rank_processes import RankProcesses
+from worker.engines.transformers.load import layer_split, loader, snapshot
+from worker.engines.transformers.load.lora import LoraAdapters
 from worker.engines.transformers.loop import requests
 from worker.engines.transformers.loop.encoder_loop import EncoderJob, EncoderLoop
 from worker.engines.transformers.loop.generation_loop import GenerationLoop
@@ -28,7 +28,7 @@ from worker.engines.transformers.run.tensor_parallel import LeaderRunner
 from worker.engines.transformers.run.vision import ImageReader
 from worker.engines.transformers.sample.grammar import Grammars
 from worker.engines.transformers.sample.vocabulary import Vocabulary
-from worker.engines.transformers.schedule.lora_slots import Use
+from worker.engines.transformers.schedule.lora_slots import AppliedAdapter
 from worker.errors import (
     ContextExceeded,
     Draining,
@@ -71,7 +71,7 @@ class TransformersEngine:
         self._streams = StreamFactory(options, vocabulary, self.ctx_size, has_encoder=has_encoder)
         self._generation: GenerationLoop | None = None
         self._encoder: EncoderLoop | None = None
-        self._adapters: Adapters | None = None
+        self._adapters: LoraAdapters | None = None
         self._leader: LeaderRunner | None = None
         self._unmapped = load_generator.UnmappedMemory()
         self.vision: ImageReader | None = None
@@ -114,7 +114,7 @@ class TransformersEngine:
         pulse: Callable[[Pulse], None],
         stage_done: Callable[[str], None] = lambda stage: None,
         ahead: bool | None = None,
-        ranks: Ranks | None = None,
+        ranks: RankProcesses | None = None,
     ) -> "TransformersEngine":
         """Load the model and start its step loop. Blocks. Raises StartError, and RankLost if a rank process ends.
 
@@ -130,7 +130,7 @@ class TransformersEngine:
         prepared = prepared or cls.prepare(options, stage_done=stage_done)
         preparation.open_devices(options, prepared.imported)
         try:
-            own = model_class.is_own_code(options, prepared.config)
+            own = snapshot.is_own_code(options, prepared.config)
             with loader.own_code("its model", runs=own), loader.native_code(prepared.config, runs=not own):
                 if loader.is_cross_encoder(options, prepared.config) or loader.is_embedder(options, prepared.config):
                     if options.tensor_parallel > 1:
@@ -152,7 +152,7 @@ class TransformersEngine:
         pulse: Callable[[Pulse], None],
         stage_done: Callable[[str], None],
         ahead: bool | None,
-        ranks: Ranks | None,
+        ranks: RankProcesses | None,
     ) -> "TransformersEngine":
         config, tokenizer = prepared.config, prepared.tokenizer
         loaded = load_generator.load(options, config, tokenizer, progress, stage_done, prepared.built, ranks, ahead)
@@ -191,7 +191,7 @@ class TransformersEngine:
         cuBLAS keeps a handle and a workspace for each thread. Opened by the first request instead, they would appear
         as memory of the model.
         """
-        devices = [device for device in placement.devices_of(self._options) if device.type != "cpu"]
+        devices = [device for device in layer_split.devices_of(self._options) if device.type != "cpu"]
         if not devices:
             return
         try:
@@ -298,7 +298,7 @@ class TransformersEngine:
         self._loop.post(work.forget_adapters)
         return problems
 
-    def _adapter(self, request: GenerationRequest) -> Use | None:
+    def _adapter(self, request: GenerationRequest) -> AppliedAdapter | None:
         """The adapter of the request. Raises AdapterNotFound, UnusableAdapter, UnsupportedByModel."""
         if self._adapters is not None:
             return self._adapters.find(request.adapter)

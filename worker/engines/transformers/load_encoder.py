@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from worker.engines.transformers.attention.cpu_linear import Linears
+from worker.engines.transformers.attention.cpu_linear import CpuLinears
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.load import architectures, loader, sentence_transformers_config
 from worker.engines.transformers.load.snapshot import settle
@@ -56,7 +56,7 @@ def load(
         loaded.prefault.start()
         loaded.prefault.finish()  # the warmup below reads all weights
     if not options.enforce_eager:
-        Linears(loaded.model)
+        CpuLinears(loaded.model)
     stated = getattr(config, "pad_token_id", None)  # custom code may have no such attribute
     pad = int((tokenizer.pad_token_id if stated is None else stated) or 0)
     encoder, encoding = make_encoder(loaded.model, loaded.device, snapshot, found, pad=pad, is_dummy=is_dummy(options))
@@ -99,7 +99,7 @@ def make_encoder(
     model: Any,
     device: torch.device,
     snapshot: Path,
-    found: sentence_transformers_config.Layout | None,
+    found: sentence_transformers_config.EmbedderConfig | None,
     *,
     pad: int,
     is_dummy: bool,

@@ -9,13 +9,13 @@ from typing import Any
 import transformers
 
 from worker.engines.transformers.attention import paged
-from worker.engines.transformers.attention.cpu_linear import Linears
+from worker.engines.transformers.attention.cpu_linear import CpuLinears
 from worker.engines.transformers.device import memory
-from worker.engines.transformers.device.lazy_pages import Claims, claiming
+from worker.engines.transformers.device.lazy_pages import LazyPages, claiming
 from worker.engines.transformers.device.process_overhead import overhead
-from worker.engines.transformers.device.rank_processes import Ranks
-from worker.engines.transformers.load import architectures, loader, model_class, tensor_parallel_plan
-from worker.engines.transformers.load.lora import Adapters
+from worker.engines.transformers.device.rank_processes import RankProcesses
+from worker.engines.transformers.load import architectures, loader, snapshot, tensor_parallel_plan
+from worker.engines.transformers.load.lora import LoraAdapters
 from worker.engines.transformers.load.safetensors import Prefault
 from worker.engines.transformers.loop import requests
 from worker.engines.transformers.loop.generation_loop import Backend
@@ -25,8 +25,8 @@ from worker.engines.transformers.run.cache_probe import UnsupportedCache
 from worker.engines.transformers.run.runner import PagedRunner, Runner
 from worker.engines.transformers.run.vision import ImageReader, VisionTower, load_image_processor
 from worker.engines.transformers.run.warmup import record, warm_up
-from worker.engines.transformers.schedule.kv_cache import Capacity
-from worker.engines.transformers.schedule.prefill_budget import Pace
+from worker.engines.transformers.schedule.kv_cache import KvAllocator
+from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.errors import StartError
 from worker.images import TEXT_ONLY
 from worker.protocol import events
@@ -40,8 +40,8 @@ Progress = Callable[[events.Progress], None]
 class UnmappedMemory:
     """Main memory of a loaded model that is not mapped yet: weights in the page cache, and the KV cache."""
 
-    def __init__(self, prefault: Prefault | None = None, claims: Claims | None = None):
-        self._prefault, self.claims = prefault, claims or Claims()
+    def __init__(self, prefault: Prefault | None = None, claims: LazyPages | None = None):
+        self._prefault, self.claims = prefault, claims or LazyPages()
 
     @property
     def left(self) -> int:
@@ -79,13 +79,13 @@ def load(
     progress: Progress,
     stage_done: Callable[[str], None] = lambda stage: None,
     built: loader.Built | None = None,
-    ranks: Ranks | None = None,
+    ranks: RankProcesses | None = None,
     ahead: bool | None = None,
 ) -> LoadedGenerator:
     """Load a model that generates text. Arguments as for `TransformersEngine.load`. Raises StartError."""
     # Checked first: a model that generates no text may have no maximum length, and that error would mislead.
-    model_class.model_class(options, config, embeds=False)
-    is_parallel = tensor_parallel_plan.wanted(options, config) > 1
+    snapshot.model_class(options, config, embeds=False)
+    is_parallel = tensor_parallel_plan.requested_ranks(options, config) > 1
     paged.register()
     implementation = backends.implementation(options.attention, config)
     ctx_size = requests.context_size(options, architectures.positions(config))
@@ -96,7 +96,7 @@ def load(
         tower = VisionTower(loaded.model, processor.token, loaded.device) if processor is not None else None
         claims = None
         backend: PagedRunner | AlignedRunner
-        capacity: Capacity
+        capacity: KvAllocator
         if share is not None and ranks is not None:
             backend, capacity = tensor_parallel.make_leader(
                 loaded, config, options, ctx_size, ranks, share[1], progress
@@ -113,12 +113,12 @@ def load(
                     tower=tower,
                     split=loaded.split,
                 )
-        pace = Pace(apart=not isinstance(backend, PagedRunner))
+        pace = PrefillBudget(apart=not isinstance(backend, PagedRunner))
         backends.check_cache(backend, config, ctx_size)
         adapters = _adapters(backend, loaded, options)
         # Reordered weights exist only for a whole model on one device.
         reorders = not options.enforce_eager and loaded.split is None and share is None
-        linears = Linears(loaded.model, let_go=loaded.let_go) if reorders else None
+        linears = CpuLinears(loaded.model, release_pages=loaded.release_pages) if reorders else None
         stage_done("build")
         runner = _first_steps(backend, capacity, pace, loaded, options, ctx_size, progress, is_parallel=is_parallel)
     stage_done("warmup")
@@ -141,7 +141,7 @@ def load(
 
 
 @contextmanager
-def _start_errors(loaded: loader.Loaded, config: Any, options: Serve, ctx_size: int) -> Iterator[None]:
+def _start_errors(loaded: loader.LoadedModel, config: Any, options: Serve, ctx_size: int) -> Iterator[None]:
     """Turn failures between the weights and the first steps into StartErrors that name a way out."""
     try:
         yield
@@ -163,7 +163,7 @@ def _start_errors(loaded: loader.Loaded, config: Any, options: Serve, ctx_size: 
         raise memory.start_error(what, loaded.device, error) from error
 
 
-def _adapters(backend: PagedRunner | AlignedRunner, loaded: loader.Loaded, options: Serve) -> Adapters | None:
+def _adapters(backend: PagedRunner | AlignedRunner, loaded: loader.LoadedModel, options: Serve) -> LoraAdapters | None:
     """Allocate adapter slots and load the preset's adapters. An unusable adapter is logged and skipped."""
     adapters = backends.make_adapters(backend, loaded.model, options, loaded.device, copies=options.max_cpu_loras)
     if adapters is not None:
@@ -178,9 +178,9 @@ def _adapters(backend: PagedRunner | AlignedRunner, loaded: loader.Loaded, optio
 
 def _first_steps(
     backend: PagedRunner | AlignedRunner,
-    capacity: Capacity,
-    pace: Pace,
-    loaded: loader.Loaded,
+    capacity: KvAllocator,
+    pace: PrefillBudget,
+    loaded: loader.LoadedModel,
     options: Serve,
     ctx_size: int,
     progress: Progress,

@@ -19,7 +19,7 @@ from worker.engines.transformers import load_encoder
 from worker.engines.transformers.attention import cpu_linear, paged, quantized_kv_types
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.device.process_overhead import overhead
-from worker.engines.transformers.load import loader, placement
+from worker.engines.transformers.load import layer_split, loader
 from worker.engines.transformers.run import backends
 from worker.errors import StartError
 from worker.protocol.argv import ModelOptions, Serve
@@ -93,7 +93,7 @@ def open_devices(options: Serve, imported: int) -> None:
         accelerators = accelerators[:1]  # each rank process opens its own device
     before = memory.resident()
     overhead.begin(accelerators if options.tensor_parallel == 1 else (), options.overhead)
-    placement.devices_of(options)
+    layer_split.devices_of(options)
     memory.cap(accelerators, options.reserved)
     for name in accelerators:
         torch.cuda.synchronize(torch.device(name))  # creates the CUDA context
@@ -155,7 +155,7 @@ class PrebuiltModels:
             implementation = backends.implementation(options.attention, config)
         built = loader.build(options, config, implementation)
         if built is not None:
-            cpu_linear.look_at(built.model)
+            cpu_linear.read_sources(built.model)
         self._models[_key(options)] = PrebuiltModel(config, tokenizer, built, stamp)
         self._enforce_limits(collect=False)
 

@@ -1,4 +1,5 @@
-"""Promises of `worker.engines.transformers.attention.cpu_attention`: the formula of attention, by whatever calls it is computed."""
+"""Promises of `worker.engines.transformers.attention.cpu_attention`: the formula of attention, by whatever calls it is
+computed."""
 
 import asyncio
 from pathlib import Path
@@ -33,56 +34,58 @@ def formula(
 def test_rows_that_decode_together_get_what_each_would_get_alone(group: int, window: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     rows, stride, kv_heads, dim = 40, 3 * BLOCK_TOKENS, 2, 8
-    pool = kv_pool.Pool(layers=1, kv_heads=kv_heads, head_dim=dim, rows=rows, blocks=3 * rows, dtype=dtype, device=CPU)
+    pool = kv_pool.KvPool(
+        layers=1, kv_heads=kv_heads, head_dim=dim, rows=rows, blocks=3 * rows, dtype=dtype, device=CPU
+    )
     pool.keys[0].normal_()
     pool.values[0].fill_(float("nan"))
     ends = {0: 48, 2: 1, 3: 17, 5: 30, 6: 47}  # three rows are nobody's
     ends |= {row: 20 + row % 28 for row in range(8, rows)}
     decodes = []
     for row, end in ends.items():
-        table = kv_cache.Table()
+        table = kv_cache.BlockTable()
         for block in range(3 * row, 3 * row + 3):
             table.append(block)
         decodes.append((table, end))
         low = max(0, end - window) if window else 0
         pool.values[0][row * stride + low : row * stride + end].normal_()
-    packed = paged.Packed(pool, torch.zeros(len(ends), dtype=torch.int64), tuple(decodes), ())
+    packed = paged.PackedBatch(pool, torch.zeros(len(ends), dtype=torch.int64), tuple(decodes), ())
     query = torch.randn(len(ends), kv_heads * group, dim).to(dtype)
     plan = packed.plan(window, kv_heads * group, dtype, can_merge=True)
-    assert [isinstance(call, decode_plan.Padded) and call.places is not None for call in plan.calls] == [True]
-    told = paged._decode(dense.sdpa, packed, 0, query, window, None)
+    assert [isinstance(call, decode_plan.PaddedCall) and call.places is not None for call in plan.calls] == [True]
+    logsums = paged._decode(dense.sdpa, packed, 0, query, window, None)
     for place, (row, end) in enumerate(ends.items()):
         keys, values = (each[0][row * stride : (row + 1) * stride] for each in (pool.keys, pool.values))
         low = max(0, end - window) if window else 0
         answer, _ = formula(query[place], keys, values, low, end)
         near = 1e-4 if dtype == torch.float32 else 1e-2
-        torch.testing.assert_close(told[place].double(), answer, atol=near, rtol=near, msg=f"row {row}")
+        torch.testing.assert_close(logsums[place].double(), answer, atol=near, rtol=near, msg=f"row {row}")
 
 
 def test_rows_that_share_a_beginning_are_merged_with_what_each_has_of_its_own() -> None:
     torch.manual_seed(0)
     rows, kv_heads, dim = 34, 2, 8
-    pool = kv_pool.Pool(
+    pool = kv_pool.KvPool(
         layers=1, kv_heads=kv_heads, head_dim=dim, rows=rows, blocks=3 * rows, dtype=torch.float32, device=CPU
     )
     pool.keys[0].normal_()
     pool.values[0].normal_()
     decodes = []
     for row in range(1, rows):
-        table = kv_cache.Table()
+        table = kv_cache.BlockTable()
         for block in (0, 1, 3 * row, 3 * row + 1):
             table.append(block)
         decodes.append((table, 2 * BLOCK_TOKENS + 5 * (row % 6 + 1)))
-    packed = paged.Packed(pool, torch.zeros(rows - 1, dtype=torch.int64), tuple(decodes), ())
+    packed = paged.PackedBatch(pool, torch.zeros(rows - 1, dtype=torch.int64), tuple(decodes), ())
     plan = packed.plan(0, kv_heads, torch.float32, can_merge=True)
     assert plan.merges
-    assert any(isinstance(call, decode_plan.Padded) and call.places is not None for call in plan.calls)
+    assert any(isinstance(call, decode_plan.PaddedCall) and call.places is not None for call in plan.calls)
     query = torch.randn(rows - 1, kv_heads, dim)
-    told = paged._decode(dense.sdpa, packed, 0, query, 0, None)
+    logsums = paged._decode(dense.sdpa, packed, 0, query, 0, None)
     for place, (table, end) in enumerate(decodes):
         slots = [slot for first, count in table.slots(0, end) for slot in range(first, first + count)]
         answer, _ = formula(query[place], pool.keys[0][slots], pool.values[0][slots], 0, end)
-        torch.testing.assert_close(told[place].double(), answer, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(logsums[place].double(), answer, atol=1e-5, rtol=1e-4)
 
 
 def test_two_heads_at_once_answer_as_each_alone() -> None:
@@ -93,31 +96,31 @@ def test_two_heads_at_once_answer_as_each_alone() -> None:
     query = torch.randn(rows, heads, 1, dim).bfloat16()
     mask = torch.zeros(rows, 1, 1, tokens).bfloat16()
     mask[1, ..., 11:] = float("-inf")
-    two = cpu_attention.paired(query, keys, values)
+    two = cpu_attention.pair_heads(query, keys, values)
     assert two is not None
     assert two[0].shape == (rows, heads // 2, 2, 2 * dim)
-    told: list[torch.Tensor] = []
+    logsums: list[torch.Tensor] = []
     for answer in (
         dense.sdpa(query, keys, values, mask, causal=False, scaling=None),
-        dense.flash(told, query, keys, values, mask, causal=False, scaling=None),
+        dense.cpu_flash_attention(logsums, query, keys, values, mask, causal=False, scaling=None),
     ):
         for row in range(rows):
             end = 11 if row == 1 else tokens
             exact, sums = formula(query[row, :, 0], lying[0, row], lying[1, row], 0, end)
             torch.testing.assert_close(answer[row, :, 0].double(), exact, atol=2e-2, rtol=2e-2)
-            if told:
-                torch.testing.assert_close(told[0][row, :, 0].double(), sums, atol=2e-2, rtol=2e-2)
+            if logsums:
+                torch.testing.assert_close(logsums[0][row, :, 0].double(), sums, atol=2e-2, rtol=2e-2)
 
 
 def test_heads_are_taken_two_by_two_only_where_it_helps_and_they_lie_so() -> None:
     lying = torch.zeros(1, 5, 4, 8, dtype=torch.bfloat16)
     keys = lying.transpose(1, 2)
     query = torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)
-    assert cpu_attention.paired(query, keys, keys) is not None
-    assert cpu_attention.paired(query, keys.contiguous(), keys) is None, "tokens of a head side by side"
-    assert cpu_attention.paired(query.float(), keys.float(), keys.float()) is None
-    assert cpu_attention.paired(query[:, :3], keys[:, :3], keys[:, :3]) is None, "an odd number"
-    assert cpu_attention.paired(torch.zeros(1, 4, 2, 8).bfloat16(), keys, keys) is None, "several queries a head"
+    assert cpu_attention.pair_heads(query, keys, keys) is not None
+    assert cpu_attention.pair_heads(query, keys.contiguous(), keys) is None, "tokens of a head side by side"
+    assert cpu_attention.pair_heads(query.float(), keys.float(), keys.float()) is None
+    assert cpu_attention.pair_heads(query[:, :3], keys[:, :3], keys[:, :3]) is None, "an odd number"
+    assert cpu_attention.pair_heads(torch.zeros(1, 4, 2, 8).bfloat16(), keys, keys) is None, "several queries a head"
 
 
 def test_keys_of_many_rows_are_widened_a_few_rows_at_a_time() -> None:
@@ -127,24 +130,24 @@ def test_keys_of_many_rows_are_widened_a_few_rows_at_a_time() -> None:
     assert 1 < WIDENED_BYTES // (4 * tokens * heads * dim) < rows
     keys, values = torch.randn(2, rows * tokens, heads, dim).bfloat16()
     query = torch.randn(rows, heads, 1, dim).bfloat16()
-    told: list[torch.Tensor] = []
-    places = cpu_attention.Places(0, tokens, slots)
-    answer = cpu_attention.spread(query, keys, values, places, None, scaling=None, told=told)
+    logsums: list[torch.Tensor] = []
+    places = cpu_attention.RowPositions(0, tokens, slots)
+    answer = cpu_attention.decode_attention(query, keys, values, places, None, scaling=None, logsums=logsums)
     for row in range(rows):
         lying = slice(row * tokens, (row + 1) * tokens)
         exact, sums = formula(query[row, :, 0], keys[lying], values[lying], 0, tokens)
         torch.testing.assert_close(answer[row, :, 0].double(), exact, atol=1e-2, rtol=1e-2)
-        torch.testing.assert_close(told[0][row, :, 0].double(), sums, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(logsums[0][row, :, 0].double(), sums, atol=1e-3, rtol=1e-3)
 
 
 def test_no_more_scores_are_computed_at_once_than_a_step_has_memory_for() -> None:
     keys = torch.zeros(16, 12, 64)
-    assert cpu_attention.longest(64, 12, keys) == SPREAD_SCORES // (64 * 12)
-    assert cpu_attention.longest(2, 12, keys) == cpu_attention.longest(64, 12, keys.half()) == 0, (
+    assert cpu_attention.max_tokens(64, 12, keys) == SPREAD_SCORES // (64 * 12)
+    assert cpu_attention.max_tokens(2, 12, keys) == cpu_attention.max_tokens(64, 12, keys.half()) == 0, (
         "torch's kernel is no slower"
     )
-    assert cpu_attention.longest(64, 12, keys.bfloat16()) == cpu_attention.longest(64, 12, keys)
-    assert 4 * cpu_attention.longest(4, 12, keys.bfloat16()) * 12 * 64 <= WIDENED_BYTES
+    assert cpu_attention.max_tokens(64, 12, keys.bfloat16()) == cpu_attention.max_tokens(64, 12, keys)
+    assert 4 * cpu_attention.max_tokens(4, 12, keys.bfloat16()) * 12 * 64 <= WIDENED_BYTES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -154,9 +157,12 @@ def test_what_is_alive_at_once_is_as_estimated(dtype: torch.dtype) -> None:
     query = torch.randn(rows, heads, 1, dim).to(dtype)
     mask = torch.zeros(rows, 1, 1, tokens, dtype=dtype)
     slots = torch.arange(tokens).expand(rows, tokens).int()
-    places = cpu_attention.Places(0, tokens, slots)
+    places = cpu_attention.RowPositions(0, tokens, slots)
     peak = peak_bytes(
-        lambda: [cpu_attention.spread(query, keys, values, places, mask, scaling=None, told=[]) for _ in range(2)]
+        lambda: [
+            cpu_attention.decode_attention(query, keys, values, places, mask, scaling=None, logsums=[])
+            for _ in range(2)
+        ]
     )
     scores, widened = rows * heads * tokens, 4 * keys.numel() if dtype == torch.bfloat16 else 0
     assert (2 if widened else 3) * 4 * scores + widened < peak <= 4 * SPREAD_TENSORS * scores + widened

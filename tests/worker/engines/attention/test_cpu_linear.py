@@ -18,7 +18,14 @@ from tests import tiny
 from tests.worker.families import FAMILIES
 from tests.worker.loaded import complete_one, generated, load, reference, serving
 from worker.engines.transformers.attention import cpu_linear
-from worker.engines.transformers.attention.cpu_linear import PLAIN, REORDERED, Few, Linears, pieces, quickest
+from worker.engines.transformers.attention.cpu_linear import (
+    PLAIN,
+    REORDERED,
+    CpuLinears,
+    SmallBatchSizes,
+    fastest_sizes,
+    row_chunks,
+)
 from worker.engines.transformers.load import safetensors
 from worker.estimate.memory_tracer import peak_bytes
 
@@ -36,14 +43,14 @@ LAYERS: list[Callable[[], nn.Module]] = [
 
 @given(st.integers(257, 5000), st.booleans())
 def test_more_rows_than_the_largest_size_are_computed_as_they_are(rows: int, is_reordered: bool) -> None:
-    assert pieces(rows, is_reordered) == (rows,)
+    assert row_chunks(rows, is_reordered) == (rows,)
 
 
 @given(st.integers(1, 256), st.booleans())
 def test_any_number_of_rows_up_to_that_is_made_of_known_sizes_of_which_only_the_last_is_padded(
     rows: int, is_reordered: bool
 ) -> None:
-    way, known = pieces(rows, is_reordered), REORDERED if is_reordered else PLAIN
+    way, known = row_chunks(rows, is_reordered), REORDERED if is_reordered else PLAIN
     assert set(way) <= set(known)
     assert sum(way[:-1]) < rows <= sum(way)
 
@@ -52,14 +59,14 @@ def test_any_number_of_rows_up_to_that_is_made_of_known_sizes_of_which_only_the_
 def test_no_padded_size_alone_is_cheaper(rows: int, is_reordered: bool) -> None:
     costs = REORDERED if is_reordered else PLAIN
     padded = min(size for size in costs if size >= rows)
-    assert sum(costs[size] for size in pieces(rows, is_reordered)) <= costs[padded]
+    assert sum(costs[size] for size in row_chunks(rows, is_reordered)) <= costs[padded]
 
 
 @pytest.mark.parametrize("inputs", [40, 400])
 @pytest.mark.parametrize("is_reordered", [False, True])
 def test_what_a_number_of_rows_takes_beside_itself_is_known(is_reordered: bool, inputs: int) -> None:
     layer = made(nn.Linear(inputs, 200))
-    ours = Linears(Pair(layer), least_bytes=0)
+    ours = CpuLinears(Pair(layer), least_bytes=0)
     if is_reordered:
         ours.pretend()
     (mine,) = ours._all
@@ -72,14 +79,14 @@ def test_what_a_number_of_rows_takes_beside_itself_is_known(is_reordered: bool, 
 
 def test_the_costliest_numbers_of_rows_leave_out_none_that_costs_more() -> None:
     layer = made(nn.Linear(300, 200))
-    ours = Linears(Pair(layer), least_bytes=0)
+    ours = CpuLinears(Pair(layer), least_bytes=0)
     (mine,) = ours._all
 
     def cost(rows: int) -> int:
         return rows * 500 + mine.beside(rows)
 
     for most in (1, 7, 64, 255, 259, 1000):
-        found = ours.costliest(most)
+        found = ours.peak_row_counts(most)
         assert most in found
         assert max(map(cost, range(1, most + 1))) == max(map(cost, found))
         assert all(extra == 4 * mine.beside(rows) for rows, extra in found.items())
@@ -97,22 +104,22 @@ def test_the_costliest_numbers_of_rows_leave_out_none_that_costs_more() -> None:
 def test_few_rows_are_padded_to_the_size_that_was_the_quickest(
     seconds: dict[int, float], sizes: dict[int, int]
 ) -> None:
-    assert quickest(seconds) == sizes
+    assert fastest_sizes(seconds) == sizes
 
 
 def test_how_few_rows_are_computed_is_measured_once_all_weights_are_reordered() -> None:
     layer = made(nn.Linear(72, 200))
     weight, bias = layer.weight.clone(), layer.bias.clone()
-    ours = Linears(Pair(layer), least_bytes=0)
+    ours = CpuLinears(Pair(layer), least_bytes=0)
     (mine,) = ours._all
     assert not mine.few.measure([mine]), "nothing is reordered yet"
-    mine.few = ours._few = Few()
+    mine.few = ours._few = SmallBatchSizes()
     turns = 0
     ours.reorder(0.0)
     while mine.few.measure([mine]):
         turns += 1
-    assert turns == 3 * Few.TURNS
-    assert mine.few.sizes == quickest(mine.few._seconds)
+    assert turns == 3 * SmallBatchSizes.TURNS
+    assert mine.few.sizes == fastest_sizes(mine.few._seconds)
     x = torch.randn(3, 72)
     for rows in (1, 2, 3):
         for size in (size for size in (1, 2, 4) if size >= rows):
@@ -166,7 +173,7 @@ def test_a_layer_gives_the_same_numbers_before_and_after_it_is_reordered(
     x = torch.randn(2, rows, 72, dtype=dtype)
     with torch.inference_mode():
         before = module(x)
-        ours = Linears(module, least_bytes=0)
+        ours = CpuLinears(module, least_bytes=0)
         plain = module(x)
         ours.reorder(FOREVER)
         after = module(x)
@@ -179,7 +186,7 @@ def test_a_large_matrix_is_reordered_by_slices_and_right_at_every_one() -> None:
     model = made(Pair(nn.Linear(64, 1000)))
     x = torch.randn(7, 64)
     before = model(x)
-    ours = Linears(model, let_go=lambda weights: True, least_bytes=0, slice_bytes=300 * 64 * 4)
+    ours = CpuLinears(model, release_pages=lambda weights: True, least_bytes=0, slice_bytes=300 * 64 * 4)
     with torch.inference_mode():
         for _ in range(5):
             ours.reorder(0.0)
@@ -191,7 +198,7 @@ def test_a_large_matrix_that_could_not_be_freed_slice_by_slice_is_never_there_tw
     layer = made(nn.Linear(64, 1000))
     x = torch.randn(7, 64)
     before = layer(x)
-    ours = Linears(Pair(layer), least_bytes=0, slice_bytes=300 * 64 * 4)
+    ours = CpuLinears(Pair(layer), least_bytes=0, slice_bytes=300 * 64 * 4)
     with torch.inference_mode():
         ours.reorder(FOREVER)
         torch.testing.assert_close(layer(x), before, rtol=1e-4, atol=1e-3)
@@ -202,7 +209,7 @@ def test_a_large_matrix_that_could_not_be_freed_slice_by_slice_is_never_there_tw
 def test_weights_that_are_used_elsewhere_too_stay_as_they_are() -> None:
     embedding, head = made(nn.Embedding(300, 64)), made(nn.Linear(64, 300, bias=False))
     head.weight = embedding.weight
-    Linears(Pair(embedding, head), least_bytes=0).reorder(FOREVER)
+    CpuLinears(Pair(embedding, head), least_bytes=0).reorder(FOREVER)
     with torch.inference_mode():
         assert embedding(torch.tensor([3])).isfinite().all()
         torch.testing.assert_close(head(torch.eye(64)), embedding.weight.t(), rtol=1e-4, atol=1e-4)
@@ -210,7 +217,7 @@ def test_weights_that_are_used_elsewhere_too_stay_as_they_are() -> None:
 
 def test_small_matrices_are_left_to_torch() -> None:
     model = made(Pair(nn.Linear(64, 64)))
-    Linears(model)
+    CpuLinears(model)
     assert "forward" not in vars(model.first)
 
 
@@ -240,7 +247,7 @@ def test_reordering_leaves_one_copy_of_the_weights_in_memory(tmp_path: Path, is_
     gc.collect()
     before = resident_bytes()
     with torch.inference_mode():
-        Linears(model, let_go=file.let_go).reorder(FOREVER)
+        CpuLinears(model, release_pages=file.release_pages).reorder(FOREVER)
         for layer in model.layers:
             layer(torch.randn(16, 1024))
     gc.collect()
@@ -249,7 +256,7 @@ def test_reordering_leaves_one_copy_of_the_weights_in_memory(tmp_path: Path, is_
 
 def test_whoever_reads_weights_that_are_gone_is_told_so() -> None:
     layer = made(nn.Linear(64, 300))
-    Linears(Pair(layer), least_bytes=0).reorder(FOREVER)
+    CpuLinears(Pair(layer), least_bytes=0).reorder(FOREVER)
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         layer.weight.sum().item()
 
@@ -258,7 +265,7 @@ def test_weights_that_the_code_around_a_layer_reads_stay_where_they_are() -> Non
     model = made(Reader())
     x = torch.randn(3, 64)
     before = model(x)
-    Linears(model, least_bytes=0).reorder(FOREVER)
+    CpuLinears(model, least_bytes=0).reorder(FOREVER)
     assert torch.equal(model(x), before)
 
 
@@ -271,7 +278,7 @@ def test_no_family_reads_weights_past_their_layer(name: str, tmp_path: Path) -> 
     answer = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     with torch.inference_mode():
         before = model.generate(prompt, **answer)
-        Linears(model, least_bytes=0).reorder(FOREVER)
+        CpuLinears(model, least_bytes=0).reorder(FOREVER)
         assert torch.equal(model.generate(prompt, **answer), before)
 
 
@@ -282,6 +289,6 @@ async def test_text_stays_the_same_while_weights_are_reordered_under_it(tmp_path
     prompts = [list(range(5 + first, 5 + first + length)) for first, length in ((0, 3), (7, 40), (20, 9), (50, 21))]
     async with serving(load(folder, parallel=4, ctx_size=128, prefix_caching=False)) as engine:
         for _ in range(2):
-            told = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=40) for prompt in prompts))
-            for prompt, each in zip(prompts, told, strict=True):
+            logsums = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=40) for prompt in prompts))
+            for prompt, each in zip(prompts, logsums, strict=True):
                 assert each.tokens == generated(model, prompt, 40)

@@ -48,9 +48,9 @@ def words(count: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(3 + (seed * 131 + index * 37) % 480 for index in range(count))
 
 
-def cached(told: CollectedChoice) -> int:
-    assert told.timings is not None
-    return told.timings.cached_tokens
+def cached(logsums: CollectedChoice) -> int:
+    assert logsums.timings is not None
+    return logsums.timings.cached_tokens
 
 
 SYSTEM = words(2 * B + 3)
@@ -75,9 +75,9 @@ async def test_prompts_that_begin_alike_say_what_they_say_alone(
         first = await complete_one(engine, PROMPTS[0], max_tokens=NEW)
         assert (first.tokens, cached(first)) == (expected[0], 0)
         for _ in range(2):  # with the beginning of one; then with everything of all
-            told = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
-            assert [each.tokens for each in told] == expected
-        counts = [cached(each) for each in told]
+            logsums = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
+            assert [each.tokens for each in logsums] == expected
+        counts = [cached(each) for each in logsums]
     assert counts[4:] == [2 * B, B, 0, B], "whole blocks, never the last token; none of three tokens"
     assert all(count >= 2 * B for count in counts[:4])
 
@@ -93,8 +93,8 @@ async def test_text_is_the_same_when_the_cache_is_too_small_for_all(
         changes: dict[str, Any] = {"ctx_size": CTX, "parallel": 8, "prefill_chunk": 24, "kv_tokens": CTX}
         changes["prefix_caching"] = caches
         async with serving(load(snapshots[family], **changes)) as engine:
-            told = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
-            assert [each.tokens for each in told] == expected
+            logsums = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
+            assert [each.tokens for each in logsums] == expected
             choices = await collect_choices(engine, generation(PROMPTS[3], n=6, max_tokens=NEW))
             assert [each.tokens for each in choices] == [expected[3]] * 6
             assert engine._generation is not None
@@ -129,8 +129,8 @@ async def test_a_cancel_frees_blocks_that_others_share_for_them_alone(
                     for _ in range(3):
                         await anext(stream)
                     await stream.aclose()
-                told = await asyncio.gather(*tasks)
-            assert [each.tokens for each in told] == expected
+                logsums = await asyncio.gather(*tasks)
+            assert [each.tokens for each in logsums] == expected
         assert engine._generation is not None
         engine._generation._scheduler.check_integrity()
 
@@ -141,11 +141,11 @@ async def test_a_conversation_finds_all_that_was_said_before(
     async with serving(load(snapshots["llama"], ctx_size=CTX, parallel=2)) as engine:
         talk, computed = list(SYSTEM), 0
         for turn in range(3):
-            told = await complete_one(engine, talk, max_tokens=10)
-            assert told.tokens == generated(models["llama"], talk, 10)
-            assert cached(told) == computed // B * B
-            computed = len(talk) + len(told.tokens) - 1  # nobody needed the last one's keys
-            talk += [*told.tokens, *words(7, seed=turn)]
+            logsums = await complete_one(engine, talk, max_tokens=10)
+            assert logsums.tokens == generated(models["llama"], talk, 10)
+            assert cached(logsums) == computed // B * B
+            computed = len(talk) + len(logsums.tokens) - 1  # nobody needed the last one's keys
+            talk += [*logsums.tokens, *words(7, seed=turn)]
 
 
 async def test_logprobs_of_a_prompt_are_whole_though_its_beginning_is_cached(snapshots: dict[str, Path]) -> None:
@@ -160,8 +160,8 @@ async def test_logprobs_of_a_prompt_are_whole_though_its_beginning_is_cached(sna
 async def test_a_prompt_tells_what_of_it_was_cached(snapshots: dict[str, Path]) -> None:
     async with serving(load(snapshots["llama"], ctx_size=CTX, parallel=2, prefill_chunk=16)) as engine:
         await complete_one(engine, SYSTEM, max_tokens=1)
-        told = await complete_one(engine, (*SYSTEM, *words(40, seed=3)), max_tokens=1, progress=True)
-        known = [each.progress for each in told.deltas if each.progress is not None]
+        logsums = await complete_one(engine, (*SYSTEM, *words(40, seed=3)), max_tokens=1, progress=True)
+        known = [each.progress for each in logsums.deltas if each.progress is not None]
         assert [(each.done, each.total, each.cached) for each in known][:2] == [(32, 75, 32), (48, 75, 32)]
 
 
@@ -173,7 +173,7 @@ def test_a_cache_that_cannot_hold_one_request_is_refused_with_the_way_out() -> N
 # Of the kernels
 
 
-def runs(table: kv_cache.Table, blocks: list[int]) -> kv_cache.Table:
+def runs(table: kv_cache.BlockTable, blocks: list[int]) -> kv_cache.BlockTable:
     for block in blocks:
         table.append(block)
     return table
@@ -182,35 +182,35 @@ def runs(table: kv_cache.Table, blocks: list[int]) -> kv_cache.Table:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_runs_merged_are_the_formula_over_all_of_them(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    pool = kv_pool.Pool(layers=1, kv_heads=2, head_dim=8, rows=3, blocks=12, dtype=dtype, device=torch.device("cpu"))
+    pool = kv_pool.KvPool(layers=1, kv_heads=2, head_dim=8, rows=3, blocks=12, dtype=dtype, device=torch.device("cpu"))
     pool.keys[0].normal_()
     pool.values[0].normal_()
     tables = [
-        runs(kv_cache.Table(), [0, 1, 4, 5]),  # a beginning that the second shares, then each its own home
-        runs(kv_cache.Table(), [0, 1, 8]),
-        runs(kv_cache.Table(), [6, 2, 3, 10]),
+        runs(kv_cache.BlockTable(), [0, 1, 4, 5]),  # a beginning that the second shares, then each its own home
+        runs(kv_cache.BlockTable(), [0, 1, 8]),
+        runs(kv_cache.BlockTable(), [6, 2, 3, 10]),
     ]
     decodes = tuple(zip(tables, (60, 40, 53), strict=True))
-    packed = paged.Packed(pool, torch.zeros(3, dtype=torch.int64), decodes, ())
+    packed = paged.PackedBatch(pool, torch.zeros(3, dtype=torch.int64), decodes, ())
     query = torch.randn(3, 4, 8).to(dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for window in (0, 20, 5):
         plan = packed.plan(window, 4, dtype, can_merge=True)
         assert plan.merges == (window == 0)
-        told = paged._decode(dense.sdpa, packed, 0, query, window, None)
+        logsums = paged._decode(dense.sdpa, packed, 0, query, window, None)
         exact = paged._decode(dense.eager, packed, 0, query, window, None)
-        torch.testing.assert_close(told, exact, atol=tolerance, rtol=1e-2)
+        torch.testing.assert_close(logsums, exact, atol=tolerance, rtol=1e-2)
         for each, (table, end) in enumerate(decodes):
             slots = [place for slot, count in table.slots(0, end) for place in range(slot, slot + count)]
             slots = slots[-window:] if window else slots
             keys, values = (part[0][slots].double().repeat_interleave(2, 1) for part in (pool.keys, pool.values))
             scores = torch.einsum("hd,phd->hp", query[each].double(), keys) / 8**0.5
             answer = torch.einsum("hp,phd->hd", scores.softmax(-1), values)
-            torch.testing.assert_close(told[each].double(), answer, atol=tolerance, rtol=1e-2)
+            torch.testing.assert_close(logsums[each].double(), answer, atol=tolerance, rtol=1e-2)
 
 
 def test_blocks_are_copied_as_they_were_and_erased_whole() -> None:
-    pool = kv_pool.Pool(
+    pool = kv_pool.KvPool(
         layers=2, kv_heads=2, head_dim=8, rows=2, blocks=4, dtype=torch.float32, device=torch.device("cpu")
     )
     pool.keys[1][:B] = float("nan")

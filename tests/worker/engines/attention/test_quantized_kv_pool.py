@@ -10,14 +10,14 @@ from tests import tiny
 from tests.worker import kept
 from tests.worker.loaded import options, reference
 from worker.engines.transformers.attention import dense, kv_pool, paged
-from worker.engines.transformers.attention.quantized_kv_pool import CompactPool
-from worker.engines.transformers.attention.quantized_kv_types import CacheType
+from worker.engines.transformers.attention.quantized_kv_pool import QuantizedKvPool
+from worker.engines.transformers.attention.quantized_kv_types import KvStorageType
 from worker.engines.transformers.load import loader
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.backends import make_blocks, make_pool
 from worker.engines.transformers.run.cuda_graphs import GraphRunner
 from worker.engines.transformers.run.runner import PagedRunner
-from worker.engines.transformers.schedule.kv_cache import Table
+from worker.engines.transformers.schedule.kv_cache import BlockTable
 from worker.engines.transformers.schedule.scheduler import Segment
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.estimate.memory_tracer import live_bytes
@@ -30,11 +30,11 @@ B, CPU = BLOCK_TOKENS, torch.device("cpu")
 KINDS = ("bf16", "int8", "int4")
 
 
-def filled(name: str, *, heads: int, dim: int, rows: int, blocks: int) -> tuple[CompactPool, torch.Tensor]:
+def filled(name: str, *, heads: int, dim: int, rows: int, blocks: int) -> tuple[QuantizedKvPool, torch.Tensor]:
     """A pool, and what was written of keys and values in its layer 1, `[2, slots, heads, dim]`, as it is kept."""
-    kind = CacheType.of(name, heads, dim, torch.float32)
+    kind = KvStorageType.of(name, heads, dim, torch.float32)
     assert kind is not None
-    pool = CompactPool(kind, layers=2, rows=rows, blocks=blocks, device=CPU)
+    pool = QuantizedKvPool(kind, layers=2, rows=rows, blocks=blocks, device=CPU)
     given = torch.randn(2, pool.slots, heads, dim, generator=torch.Generator().manual_seed(0))
     order = torch.randperm(pool.slots, generator=torch.Generator().manual_seed(1))
     pool.write(1, order, *given[:, order])
@@ -66,8 +66,8 @@ def test_blocks_are_copied_with_all_that_belongs_to_them_and_erased_to_zeros(nam
     assert all(bool(each.any()) for each in pool.read(1, ((2 * B, B),)))
 
 
-def table(*blocks: int) -> Table:
-    made = Table()
+def table(*blocks: int) -> BlockTable:
+    made = BlockTable()
     for block in blocks:
         made.append(block)
     return made
@@ -82,16 +82,16 @@ def test_attention_is_the_formula_over_what_was_kept_however_many_rows_are_read_
     decodes = tuple((each, 490 - 3 * row) for row, each in enumerate(tables))
     assert pool.rows_at_once(14, 490) < 13
     assert pool.rows_at_once(14, 490) * 490 * pool.token_bytes <= UNPACKED_BYTES["cpu"]
-    packed = paged.Packed(pool, torch.zeros(14, dtype=torch.int64), decodes, ())
+    packed = paged.PackedBatch(pool, torch.zeros(14, dtype=torch.int64), decodes, ())
     query = torch.randn(14, 4, 64, generator=torch.Generator().manual_seed(2))
     for kernel in (dense.sdpa, dense.eager):
-        told = paged._decode(kernel, packed, 1, query, 0, None)
+        logsums = paged._decode(kernel, packed, 1, query, 0, None)
         for each, (blocks, end) in enumerate(decodes):
             slots = [place for slot, count in blocks.slots(0, end) for place in range(slot, slot + count)]
             keys, values = (whole[slots].double().repeat_interleave(2, 1) for whole in both)
             scores = torch.einsum("hd,phd->hp", query[each].double(), keys) / 8.0
             answer = torch.einsum("hp,phd->hd", scores.softmax(-1), values)
-            torch.testing.assert_close(told[each].double(), answer, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(logsums[each].double(), answer, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -165,5 +165,5 @@ def test_the_model_s_own_type_is_the_plain_pool(tmp_path: Path) -> None:
     config = loader.load_config(asked)
     blocks = make_blocks(asked, 32, caches=True)
     for dtype, name in ((torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, "auto")):
-        assert type(make_pool(config, blocks, dtype, CPU, kv_dtype=name)) is kv_pool.Pool
-    assert type(make_pool(config, blocks, torch.float32, CPU, kv_dtype="f16")) is CompactPool
+        assert type(make_pool(config, blocks, dtype, CPU, kv_dtype=name)) is kv_pool.KvPool
+    assert type(make_pool(config, blocks, torch.float32, CPU, kv_dtype="f16")) is QuantizedKvPool

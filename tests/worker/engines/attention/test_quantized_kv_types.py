@@ -12,7 +12,7 @@ from router.config import kv_types
 from tests import tiny
 from tests.worker import kept
 from tests.worker.loaded import collect_choices, complete_one, generated, generation, load, reference, serving
-from worker.engines.transformers.attention.quantized_kv_types import CacheType, group_size
+from worker.engines.transformers.attention.quantized_kv_types import KvStorageType, group_size
 from worker.errors import StartError
 
 torch.set_num_threads(1)
@@ -34,7 +34,7 @@ def test_what_is_read_is_what_the_documented_formula_says(name: str, dtype: torc
     for heads, dim in ((2, 64), (1, 80), (3, 16), (1, 8)):
         given = torch.randn(5, heads, dim, generator=source).to(dtype) * 3
         given[1, 0], given[2, 0], given[3] = 0.0, -7.0, given[3] * 1e-6
-        kind = CacheType.of(name, heads, dim, dtype)
+        kind = KvStorageType.of(name, heads, dim, dtype)
         if kind is None:
             assert str(dtype).endswith({"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[name])
             continue
@@ -45,7 +45,7 @@ def test_what_is_read_is_what_the_documented_formula_says(name: str, dtype: torc
 
 def test_bytes_of_a_record() -> None:
     def width(name: str, heads: int, dim: int) -> int:
-        kind = CacheType.of(name, heads, dim, torch.float32)
+        kind = KvStorageType.of(name, heads, dim, torch.float32)
         assert kind is not None
         return kind.width
 
@@ -54,12 +54,12 @@ def test_bytes_of_a_record() -> None:
     assert width("bf16", 8, 128) == 8 * 256
     for name in ("f32", "f16", "bf16", *QUANTISED):
         for dim in (8, 16, 37 if name == "int8" else 40, 64, 72, 80, 96, 128, 192, 512):
-            kind = CacheType.of(name, 2, dim, torch.float64)
+            kind = KvStorageType.of(name, 2, dim, torch.float64)
             assert kind is not None
             assert kind.width == 2 * kv_types.head_bytes(name, dim, 8), "as the router reckons"
     assert [group_size(dim) for dim in (128, 80, 96, 72, 8, 37, 4)] == [32, 20, 32, 24, 8, 37, 4]
-    with pytest.raises(StartError, match=r"int4 .* heads have 37; choose int8"):
-        CacheType.of("int4", 1, 37, torch.float32)
+    with pytest.raises(StartError, match=r"int4 .* heads have 37; set kv-cache-dtype to int8"):
+        KvStorageType.of("int4", 1, 37, torch.float32)
 
 
 @pytest.mark.parametrize("name", QUANTISED)
@@ -67,7 +67,7 @@ def test_nothing_is_further_off_than_half_a_scale(name: str) -> None:
     source = torch.Generator().manual_seed(1)
     given = torch.randn(200, 4, 64, generator=source)
     given[..., 7] += 9.0  # a channel that stands out
-    kind = CacheType.of(name, 4, 64, torch.float32)
+    kind = KvStorageType.of(name, 4, 64, torch.float32)
     assert kind is not None
     found = kind.unpack(kind.pack(given))
     groups, read = given.view(200, 4, 2, 32), found.view(200, 4, 2, 32)
@@ -80,7 +80,7 @@ def test_nothing_is_further_off_than_half_a_scale(name: str) -> None:
 @pytest.mark.parametrize("name", QUANTISED)
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_no_number_is_none_when_it_is_read(name: str, wrong: float) -> None:
-    kind = CacheType.of(name, 2, 32, torch.float32)
+    kind = KvStorageType.of(name, 2, 32, torch.float32)
     assert kind is not None
     given = torch.randn(3, 2, 32)
     given[1, 0, 5] = wrong
@@ -120,9 +120,9 @@ async def test_text_is_that_of_generate_over_such_a_cache(family: str, name: str
     changes: dict[str, Any] = {"ctx_size": CTX, "parallel": 4, "prefill_chunk": 24, "kv_cache_dtype": name}
     async with serving(load(folder, **changes, kv_tokens=CTX)) as engine:
         assert (await complete_one(engine, PROMPTS[0], max_tokens=NEW)).tokens == texts[0]
-        told = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
-        assert [each.tokens for each in told] == texts
-        assert any(each.timings is not None and each.timings.cached_tokens for each in told)
+        logsums = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
+        assert [each.tokens for each in logsums] == texts
+        assert any(each.timings is not None and each.timings.cached_tokens for each in logsums)
         choices = await collect_choices(engine, generation(PROMPTS[2], n=3, max_tokens=NEW))
         assert [each.tokens for each in choices] == [texts[2]] * 3
         assert engine._generation is not None
@@ -147,8 +147,8 @@ async def test_so_it_is_where_a_model_runs_by_its_own_forward(family: str, name:
     changes: dict[str, Any] = {"ctx_size": CTX, "parallel": 3, "prefill_chunk": 24, "kv_cache_dtype": name}
     async with serving(load(folder, **changes)) as engine:
         assert (await complete_one(engine, PROMPTS[2], max_tokens=NEW)).tokens == texts[2]
-        told = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
-        assert [each.tokens for each in told] == texts
+        logsums = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
+        assert [each.tokens for each in logsums] == texts
         choices = await collect_choices(engine, generation(PROMPTS[0], n=2, max_tokens=NEW))
         assert [each.tokens for each in choices] == [texts[0]] * 2
     assert len({token for text in texts for token in text}) > 10, "the text is varied enough to tell"

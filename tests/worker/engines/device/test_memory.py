@@ -62,7 +62,7 @@ def test_pages_of_files_are_told_apart_as_long_as_they_are_mapped() -> None:
 
 @pytest.mark.parametrize("reserved", ["5", "[1]", '{"cuda:0": "much"}', '{"cuda:0": null}', "{"])
 def test_a_reservation_that_is_no_object_of_bytes_is_refused(reserved: str) -> None:
-    with pytest.raises(StartError, match="--reserved wants a JSON object of bytes by device"):
+    with pytest.raises(StartError, match="--reserved must be a JSON object of bytes by device"):
         cap(["cpu"], reserved)
 
 

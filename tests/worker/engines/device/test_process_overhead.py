@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from worker.engines.transformers.device.memory import allocator_share
-from worker.engines.transformers.device.process_overhead import Overhead
+from worker.engines.transformers.device.process_overhead import ProcessOverhead
 from worker.protocol.memory import DEVICE_PROCESS_BYTES
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -31,8 +31,8 @@ class Card:
         self.held += torch
 
 
-def begun(card: Card, devices: Sequence[str] = ("cuda:0",), told: int = 0) -> Overhead:
-    found = Overhead(card, lambda device: card.held)
+def begun(card: Card, devices: Sequence[str] = ("cuda:0",), told: int = 0) -> ProcessOverhead:
+    found = ProcessOverhead(card, lambda device: card.held)
     found.begin(devices, told)
     return found
 

@@ -121,7 +121,7 @@ def test_weights_go_to_all_devices_at_once_from_their_files(family: str, tmp_pat
     there = torch.device("cpu", 0)
     layer_split.place(
         model,
-        layer_split.Split((torch.device("cpu"), there), (1, model.config.num_hidden_layers - 1)),
+        layer_split.LayerSplit((torch.device("cpu"), there), (1, model.config.num_hidden_layers - 1)),
         files,
         told.append,
     )
@@ -153,10 +153,10 @@ def test_several_devices_divide_the_ring(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "devices", "layers", "why"),
     [
-        ("llama", ("cpu", "cpu"), (), "--layers= does not say how many layers each of 2 devices has"),
-        ("llama", ("cpu", "cpu"), ("1", "0"), "--layers=1,0 does not say"),
+        ("llama", ("cpu", "cpu"), (), "--layers= must have one number of layers for each of 2 devices"),
+        ("llama", ("cpu", "cpu"), ("1", "0"), "--layers=1,0 must have one number"),
         ("llama", ("cpu", "cpu"), ("1", "2"), "--layers=1,2 are 3 layers, the model has 2"),
-        ("llama", ("cpu",), ("1", "1"), "--layers=1,1 does not say"),
+        ("llama", ("cpu",), ("1", "1"), "--layers=1,1 must have one number"),
         ("llama", (), (), "no device is given"),
         ("t5", ("cpu", "cpu"), ("1", "1"), "'t5' cannot be split over devices: it has an encoder and a decoder"),
         ("llama-embed", ("cpu", "cpu"), ("1", "1"), "embeds or scores texts cannot be split over devices"),

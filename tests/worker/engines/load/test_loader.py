@@ -124,9 +124,9 @@ def test_weights_that_were_let_go_are_not_mapped_again(tmp_path: Path) -> None:
     views = [view for _, view in opened.tensors()]
     prefault = safetensors.Prefault([opened], [*views, torch.zeros(1 << 20)] * 1000)  # it is not soon over
     prefault.start()
-    loaded = loader.Loaded(None, None, torch.device("cpu"), torch.float32, False, (opened,), prefault=prefault)
-    assert all(loaded.let_go(view) for view in views)
-    assert not loaded.let_go(torch.zeros(8))
+    loaded = loader.LoadedModel(None, None, torch.device("cpu"), torch.float32, False, (opened,), prefault=prefault)
+    assert all(loaded.release_pages(view) for view in views)
+    assert not loaded.release_pages(torch.zeros(8))
     prefault.finish()
     assert resident(path) < 1 << 20
 
@@ -229,7 +229,7 @@ def test_positions_are_those_that_a_sequence_can_use() -> None:
 def test_the_pool_has_exactly_the_bytes_that_are_promised() -> None:
     config = transformers.Qwen3Config(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
     shape = architectures.CacheShape.of(config)
-    pool = kv_pool.Pool(
+    pool = kv_pool.KvPool(
         layers=shape.layers,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
@@ -320,7 +320,7 @@ def test_the_pool_is_resident_from_the_beginning() -> None:
         assert libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(pages * mmap.PAGESIZE), told) == 0
         return sum(each & 1 for each in told) * mmap.PAGESIZE
 
-    pool = kv_pool.Pool(
+    pool = kv_pool.KvPool(
         layers=2,
         kv_heads=4,
         head_dim=64,
@@ -368,7 +368,7 @@ def test_an_option_that_means_nothing_is_named(folder: Path, changes: dict[str, 
 
 def test_devices_that_are_not_here_are_named(folder: Path) -> None:
     assert "cuda:7" in str(refused(folder, devices=("cuda:7",)))
-    assert "of 2 devices has" in str(refused(folder, devices=("cpu", "cpu")))
+    assert "for each of 2 devices" in str(refused(folder, devices=("cpu", "cpu")))
 
 
 def _without_config(folder: Path) -> None:

@@ -28,7 +28,7 @@ from tests.worker.loaded import (
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import lora_files
 from worker.engines.transformers.load.loader import load_config
-from worker.engines.transformers.load.lora import Adapters, linear_layers
+from worker.engines.transformers.load.lora import LoraAdapters, linear_layers
 from worker.errors import AdapterNotFound, StartError, UnsupportedByModel, UnusableAdapter
 from worker.estimate.estimate import trace
 from worker.interface import AdapterChoice
@@ -243,7 +243,7 @@ async def test_a_model_without_slots_says_how_to_have_some(llama: Path, one: Pat
 
 
 def problem(llama: Path, folder: Path) -> str:
-    adapters = Adapters(reference(llama), slots=1, rank=4, copies=0, device=torch.device("cpu"))
+    adapters = LoraAdapters(reference(llama), slots=1, rank=4, copies=0, device=torch.device("cpu"))
     return adapters.update([AdapterSource(name="x", path=str(folder))]).get("x", "")
 
 
@@ -320,7 +320,7 @@ async def test_nothing_stands_in_the_way_of_steps_without_adapters(llama: Path, 
 
 def test_slots_take_what_their_shapes_say(llama: Path) -> None:
     """2 layers: q and o 64 x 64, k and v 64 x 32, gate, up and down 64 x 128; float32."""
-    adapters = Adapters(reference(llama), slots=3, rank=5, copies=0, device=torch.device("cpu"))
+    adapters = LoraAdapters(reference(llama), slots=3, rank=5, copies=0, device=torch.device("cpu"))
     assert adapters.bytes == 3 * 5 * 2 * (2 * 128 + 2 * 96 + 3 * 192) * 4
 
 
@@ -328,5 +328,5 @@ def test_the_exact_estimate_counts_the_slots(llama: Path) -> None:
     asked = Estimate(snapshot=str(llama), ctx_size=64)
     config = load_config(asked)
     without, with_slots = (trace(replace(asked, max_loras=slots), config) for slots in (0, 3))
-    adapters = Adapters(reference(llama), slots=3, rank=16, copies=0, device=torch.device("cpu"))
+    adapters = LoraAdapters(reference(llama), slots=3, rank=16, copies=0, device=torch.device("cpu"))
     assert with_slots.weights - without.weights == adapters.bytes

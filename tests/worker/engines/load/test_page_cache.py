@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.engines.transformers.load.page_cache import PIECE, STRETCH, Pieces, Reading, cached
+from worker.engines.transformers.load.page_cache import PIECE, STRETCH, BackgroundReader, PieceWriter, cached
 from worker.protocol.snapshot_files import INDEX, WEIGHTS
 
 MIB = 1 << 20
@@ -38,7 +38,7 @@ def snapshot(tmp_path: Path) -> Path:
 
 
 def test_what_will_be_loaded_is_read_and_nothing_else(snapshot: Path) -> None:
-    reading = Reading.of(str(snapshot))
+    reading = BackgroundReader.of(str(snapshot))
     reading.start()
     reading.finish()
     assert [here(snapshot / name) > STRETCH + 3 * MIB for name in ("a.safetensors", "b.safetensors")] == [True] * 2
@@ -46,7 +46,7 @@ def test_what_will_be_loaded_is_read_and_nothing_else(snapshot: Path) -> None:
 
 
 def test_one_that_was_stopped_reads_no_more(snapshot: Path) -> None:
-    reading = Reading.of(str(snapshot))
+    reading = BackgroundReader.of(str(snapshot))
     reading.stop()
     reading.start()
     reading.finish()
@@ -55,10 +55,10 @@ def test_one_that_was_stopped_reads_no_more(snapshot: Path) -> None:
 
 def test_what_is_not_there_is_for_whoever_loads(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text("{")
-    reading = Reading.of(str(tmp_path / "nowhere"))
+    reading = BackgroundReader.of(str(tmp_path / "nowhere"))
     reading.start()
     reading.finish()
-    reading = Reading.of(str(tmp_path))
+    reading = BackgroundReader.of(str(tmp_path))
     reading.start()
     reading.stop()
 
@@ -78,7 +78,7 @@ def test_a_file_is_written_in_pieces_that_begin_at_multiples_of_their_size(
     with (tmp_path / "file").open("w+b") as file:
         file.write(text[:1000])
         file.flush()
-        pieces = Pieces(file.fileno(), 1000)
+        pieces = PieceWriter(file.fileno(), 1000)
         for start in range(1000, len(text), MIB + 1):
             pieces.append(text[start : start + MIB + 1])
         assert (pieces.written, pieces.end) == (3 * PIECE, len(text))

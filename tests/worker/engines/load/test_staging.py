@@ -15,7 +15,7 @@ from tests import tiny
 from tests.worker.loaded import options
 from worker.engines.transformers.load import loader
 from worker.engines.transformers.load.safetensors import WeightFile
-from worker.engines.transformers.load.staging import Direct, move
+from worker.engines.transformers.load.staging import HostCopies, move
 from worker.errors import StartError
 from worker.protocol.exits import Exit
 
@@ -158,7 +158,7 @@ def test_whoever_breaks_it_off_has_nothing_left_on_its_way(stored: tuple[Path, d
 
 
 def test_a_lane_that_breaks_down_breaks_the_load(stored: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    class Broken(Direct):
+    class Broken(HostCopies):
         def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

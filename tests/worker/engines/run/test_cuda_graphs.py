@@ -16,13 +16,13 @@ import transformers
 from tests import tiny
 from tests.worker.loaded import complete_one, generated, load_with, options, serving
 from worker.engines.transformers.attention import paged
-from worker.engines.transformers.attention.kv_pool import Pool
+from worker.engines.transformers.attention.kv_pool import KvPool
 from worker.engines.transformers.load import loader
 from worker.engines.transformers.run.backends import make_pool
 from worker.engines.transformers.run.cuda_graphs import GraphRunner, batch_sizes, block_counts, graph_shapes
 from worker.engines.transformers.run.runner import PagedRunner, Runner
-from worker.engines.transformers.schedule.kv_cache import Blocks
-from worker.engines.transformers.schedule.prefill_budget import Pace
+from worker.engines.transformers.schedule.kv_cache import BlockAllocator
+from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.protocol.memory import BLOCK_TOKENS
@@ -85,7 +85,9 @@ async def test_a_step_of_fixed_shape_says_what_the_dynamic_one_says(
     snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences of many lengths join and end; some grow beyond the smallest recorded length."""
-    monkeypatch.setattr(Pace, "budget", lambda self, decoding, chunk, *waiting: chunk)  # independent of the machine
+    monkeypatch.setattr(
+        PrefillBudget, "budget", lambda self, decoding, chunk, *waiting: chunk
+    )  # independent of the machine
     made: list[Both] = []
 
     def wrap(runner: Runner) -> Any:
@@ -109,17 +111,17 @@ async def test_a_step_of_fixed_shape_says_what_the_dynamic_one_says(
 
 
 @pytest.fixture
-def world(snapshot: Path) -> tuple[GraphRunner, Pool, Blocks]:
+def world(snapshot: Path) -> tuple[GraphRunner, KvPool, BlockAllocator]:
     asked = options(snapshot)
     paged.register()
     config = loader.load_config(asked)
     loaded = loader.load_model(asked, config, paged.SDPA, lambda _: None)
-    blocks = Blocks(4, 4 * 8)
+    blocks = BlockAllocator(4, 4 * 8)
     pool = make_pool(config, blocks, loaded.dtype, loaded.device)
     return GraphRunner(PagedRunner(loaded.model, pool, blocks, loaded.device), rows=4, ctx_size=128), pool, blocks
 
 
-def decodes(blocks: Blocks, count: int) -> Batch:
+def decodes(blocks: BlockAllocator, count: int) -> Batch:
     batch = []
     for id in range(count):
         sequence = Sequence(id=id, prompt_tokens=5, tokens=[7 + id] * 6, limit=9, ends=frozenset(), computed=5)
@@ -128,7 +130,9 @@ def decodes(blocks: Blocks, count: int) -> Batch:
     return tuple(batch)
 
 
-def test_rows_of_padding_write_only_what_the_first_row_writes(world: tuple[GraphRunner, Pool, Blocks]) -> None:
+def test_rows_of_padding_write_only_what_the_first_row_writes(
+    world: tuple[GraphRunner, KvPool, BlockAllocator],
+) -> None:
     fixed, pool, blocks = world
     batch = decodes(blocks, 3)
     before = [store.clone() for store in (*pool.keys, *pool.values)]
@@ -143,7 +147,7 @@ def test_rows_of_padding_write_only_what_the_first_row_writes(world: tuple[Graph
 
 
 def test_the_numbers_of_a_step_stay_where_the_device_reads_them_while_the_next_is_written(
-    world: tuple[GraphRunner, Pool, Blocks],
+    world: tuple[GraphRunner, KvPool, BlockAllocator],
 ) -> None:
     """Its copy may still be running when the next step is launched."""
     fixed, _, blocks = world
@@ -163,7 +167,7 @@ def test_the_numbers_of_a_step_stay_where_the_device_reads_them_while_the_next_i
     assert fixed._staged[0].numbers is staged
 
 
-def test_rows_ahead_and_their_padding_are_fed_on_the_device(world: tuple[GraphRunner, Pool, Blocks]) -> None:
+def test_rows_ahead_and_their_padding_are_fed_on_the_device(world: tuple[GraphRunner, KvPool, BlockAllocator]) -> None:
     fixed, _, blocks = world
     batch = decodes(blocks, 3)
     for each in batch:
@@ -180,7 +184,9 @@ def test_rows_ahead_and_their_padding_are_fed_on_the_device(world: tuple[GraphRu
     torch.testing.assert_close(fixed.run(known), found)
 
 
-def test_a_prompt_or_a_larger_batch_is_no_step_of_fixed_shape(world: tuple[GraphRunner, Pool, Blocks]) -> None:
+def test_a_prompt_or_a_larger_batch_is_no_step_of_fixed_shape(
+    world: tuple[GraphRunner, KvPool, BlockAllocator],
+) -> None:
     fixed, _, blocks = world
     batch = decodes(blocks, 4)
     sequence = Sequence(id=9, prompt_tokens=6, tokens=[7] * 6, limit=9, ends=frozenset(), computed=5)

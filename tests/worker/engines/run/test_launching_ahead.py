@@ -47,10 +47,10 @@ from worker.engines.transformers.run.runner import PagedRunner, Runner
 from worker.engines.transformers.sample import topk
 from worker.engines.transformers.sample.device_to_host import DeviceToHost
 from worker.engines.transformers.sample.sampler import RowSampling, TokenMasks, draw, uniform
-from worker.engines.transformers.schedule.kv_cache import Blocks, Capacity, Rows
-from worker.engines.transformers.schedule.prefill_budget import Pace
+from worker.engines.transformers.schedule.kv_cache import BlockAllocator, KvAllocator, RowAllocator
+from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler, Segment
-from worker.engines.transformers.schedule.sequence import Repeats
+from worker.engines.transformers.schedule.sequence import PenaltyCounts
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
 from worker.errors import SequenceFailed
 from worker.interface import GenerationRequest, Grammar, SamplingParams
@@ -168,7 +168,7 @@ async def test_answers_are_the_same_with_and_without_launching_ahead(snapshot: P
 async def test_answers_are_the_same_in_a_cache_too_small_for_all(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences are preempted again and again, for lack of memory and on demand, with a step ahead in flight."""
     # All are admitted before the first has ended, independent of the machine's speed.
-    monkeypatch.setattr(Pace, "budget", lambda self, decoding, chunk, *waiting: chunk)
+    monkeypatch.setattr(PrefillBudget, "budget", lambda self, decoding, chunk, *waiting: chunk)
     model = reference(llama)
     asked = [*prompts(), *((each * 3)[:50] for each in prompts())]
     engine = load(llama, ahead=True, ctx_size=CTX, parallel=6, prefill_chunk=16, kv_tokens=CTX, prefix_caching=False)
@@ -261,16 +261,16 @@ def loaded(llama: Path) -> tuple[Any, Any, torch.device, torch.dtype]:
 
 
 @pytest.fixture
-def runner(loaded: Any) -> Iterator[tuple[PagedRunner, Blocks]]:
+def runner(loaded: Any) -> Iterator[tuple[PagedRunner, BlockAllocator]]:
     model, config, device, dtype = loaded
-    blocks = Blocks(4, 4 * 4)
+    blocks = BlockAllocator(4, 4 * 4)
     yield PagedRunner(model, make_pool(config, blocks, dtype, device), blocks, device), blocks
     blocks.check_integrity()
     assert not blocks.owners
 
 
 async def test_a_step_is_launched_before_the_tokens_of_the_one_in_front_are_read(
-    runner: tuple[PagedRunner, Blocks],
+    runner: tuple[PagedRunner, BlockAllocator],
 ) -> None:
     journal = JournalRunner(runner[0])
     drive = Drive(journal, runner[1])
@@ -284,7 +284,7 @@ async def test_a_step_is_launched_before_the_tokens_of_the_one_in_front_are_read
     assert journal.calls == ["run 0", "ahead 0", "ahead 0", "ahead 0", "forget 0"], "nothing runs ahead of a known end"
 
 
-async def test_prompts_are_let_in_one_step_later_at_most(runner: tuple[PagedRunner, Blocks]) -> None:
+async def test_prompts_are_let_in_one_step_later_at_most(runner: tuple[PagedRunner, BlockAllocator]) -> None:
     journal = JournalRunner(runner[0])
     drive = Drive(journal, runner[1])
     drive.ask(0, most=9)
@@ -297,7 +297,7 @@ async def test_prompts_are_let_in_one_step_later_at_most(runner: tuple[PagedRunn
 
 
 async def test_a_cancel_takes_effect_within_two_steps_and_gives_its_place_back(
-    runner: tuple[PagedRunner, Blocks],
+    runner: tuple[PagedRunner, BlockAllocator],
 ) -> None:
     journal = JournalRunner(runner[0])
     drive = Drive(journal, runner[1])
@@ -314,7 +314,9 @@ async def test_a_cancel_takes_effect_within_two_steps_and_gives_its_place_back(
     assert len(await drive.collected(0)) == 1, "nothing after the cancel"
 
 
-async def test_an_unforeseen_end_is_the_end_and_other_sequences_go_on(runner: tuple[PagedRunner, Blocks]) -> None:
+async def test_an_unforeseen_end_is_the_end_and_other_sequences_go_on(
+    runner: tuple[PagedRunner, BlockAllocator],
+) -> None:
     journal = JournalRunner(runner[0])
     drive = Drive(journal, runner[1])
     drive.ask(0, most=20, stop=("xxx",))
@@ -332,7 +334,7 @@ async def test_an_unforeseen_end_is_the_end_and_other_sequences_go_on(runner: tu
 
 
 async def test_a_step_that_cannot_be_launched_ahead_is_computed_in_its_turn(
-    runner: tuple[PagedRunner, Blocks],
+    runner: tuple[PagedRunner, BlockAllocator],
 ) -> None:
     def fault(batch: Batch, ahead: bool) -> None:
         if ahead and batch[0].sequence.answered == 2:
@@ -351,7 +353,7 @@ async def test_a_step_that_cannot_be_launched_ahead_is_computed_in_its_turn(
     assert journal.calls.count("run 0,1") == 1 + 2, "the prompts, and after each fault"
 
 
-async def test_a_sequence_that_fails_in_every_step_ends_alone(runner: tuple[PagedRunner, Blocks]) -> None:
+async def test_a_sequence_that_fails_in_every_step_ends_alone(runner: tuple[PagedRunner, BlockAllocator]) -> None:
     def fault(batch: Batch, ahead: bool) -> None:
         if any(each.sequence.id == 1 and each.start >= 8 for each in batch):
             raise ValueError("a model's own code")
@@ -366,7 +368,7 @@ async def test_a_sequence_that_fails_in_every_step_ends_alone(runner: tuple[Page
 
 
 async def test_no_numbers_in_a_step_ahead_end_their_request_and_stay_nowhere(
-    runner: tuple[PagedRunner, Blocks],
+    runner: tuple[PagedRunner, BlockAllocator],
 ) -> None:
     """The poisoned sequence's blocks are erased, also those that the step in flight wrote when it was found."""
     pool = runner[0].pool
@@ -391,7 +393,7 @@ async def test_no_numbers_in_a_step_ahead_end_their_request_and_stay_nowhere(
     assert all(bool(store.isfinite().all()) for store in (*pool.keys, *pool.values))
 
 
-async def test_no_numbers_found_in_vain_stay_nowhere_either(runner: tuple[PagedRunner, Blocks]) -> None:
+async def test_no_numbers_found_in_vain_stay_nowhere_either(runner: tuple[PagedRunner, BlockAllocator]) -> None:
     """The sequence ends with a stop string while the step that loses its logits is in flight."""
     pool = runner[0].pool
 
@@ -412,7 +414,7 @@ async def test_no_numbers_found_in_vain_stay_nowhere_either(runner: tuple[PagedR
 
 
 async def test_tokens_that_need_the_host_are_chosen_after_it_has_them_without_a_wait(
-    runner: tuple[PagedRunner, Blocks],
+    runner: tuple[PagedRunner, BlockAllocator],
 ) -> None:
     collected = []
     for ahead, penalty in ((True, -50.0), (False, -50.0), (False, 0.0)):
@@ -420,7 +422,7 @@ async def test_tokens_that_need_the_host_are_chosen_after_it_has_them_without_a_
         drive = Drive(journal, runner[1], ahead=ahead)
         stream = drive.ask(0, most=20, sampling=replace(GREEDY, presence_penalty=penalty))
         (choice,) = stream.choices
-        choice.repeats = Repeats(choice.sequence, -1)
+        choice.repeats = PenaltyCounts(choice.sequence, -1)
         drive.ask(1, most=12)
         drive.work.step()
         assert journal.calls == ["run 0,1", "ahead 0,1"][: 1 + ahead]
@@ -460,7 +462,7 @@ class FakeMatcher:
 
 
 async def test_a_step_ahead_whose_tokens_cannot_be_chosen_is_computed_in_its_turn(
-    runner: tuple[PagedRunner, Blocks],
+    runner: tuple[PagedRunner, BlockAllocator],
 ) -> None:
     collected = []
     for failing in (0, 3):
@@ -507,7 +509,7 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.usefixtures("as_on_a_device")
-async def test_a_step_asks_the_device_once(runner: tuple[PagedRunner, Blocks], ahead: bool) -> None:
+async def test_a_step_asks_the_device_once(runner: tuple[PagedRunner, BlockAllocator], ahead: bool) -> None:
     """Chunked prompts, logprobs of prompts and answers, all kinds of sampling, ends: at most one wait a step."""
     drive = Drive(runner[0], runner[1], ahead=ahead)
     drive.ask(0, most=12, sampling=replace(GREEDY, logprobs=2))
@@ -618,7 +620,7 @@ def test_what_is_computed_ahead_is_what_would_be_computed_in_its_turn(
 ) -> None:
     """Sequences arrive, end and are cancelled. A step ahead writes only to its own sequences' positions, and each token
     of a sequence is computed after all tokens before it."""
-    capacity: Capacity = Blocks(rows, max(blocks, 4)) if blocks else Rows(rows, 64)
+    capacity: KvAllocator = BlockAllocator(rows, max(blocks, 4)) if blocks else RowAllocator(rows, 64)
     scheduler = Scheduler(capacity, chunk)
     work = SchedulerDrive(scheduler, capacity)
     pending = list(enumerate(script))
@@ -640,7 +642,7 @@ def test_what_is_computed_ahead_is_what_would_be_computed_in_its_turn(
 class SchedulerDrive:
     """A generation loop's use of a scheduler, with a cache that stores positions and without a model."""
 
-    def __init__(self, scheduler: Scheduler, capacity: Capacity):
+    def __init__(self, scheduler: Scheduler, capacity: KvAllocator):
         self.scheduler, self.capacity = scheduler, capacity
         self.flight: Batch = ()
         self.leaving: list[TokenSequence] = []
@@ -673,7 +675,7 @@ class SchedulerDrive:
         for sequence in [each for each in self.leaving if each.id not in flown]:
             self.leaving.remove(sequence)
             self.scheduler.remove(sequence)
-        self.scheduler.take_void()
+        self.scheduler.take_freed_rows()
 
     def launch(self, batch: Batch) -> Batch:
         for segment in batch:

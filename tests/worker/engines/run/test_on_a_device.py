@@ -18,15 +18,15 @@ from tests.worker.loaded import options
 from tests.worker.pretended import CUDA, TOLD, Watch, accelerator, moved
 from tests.worker.stepped import Drive
 from worker.engines.transformers.attention import paged
-from worker.engines.transformers.load import loader, model_class
+from worker.engines.transformers.load import loader, snapshot
 from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.cuda_graphs import GraphRunner
 from worker.engines.transformers.run.runner import PagedRunner, Runner
 from worker.engines.transformers.run.warmup import warm_up
 from worker.engines.transformers.sample import sampler
-from worker.engines.transformers.schedule.kv_cache import Capacity
-from worker.engines.transformers.schedule.prefill_budget import Pace
+from worker.engines.transformers.schedule.kv_cache import KvAllocator
+from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.scheduler import Batch
 from worker.estimate import estimate
 from worker.interface import SamplingParams
@@ -50,14 +50,14 @@ WAITING = {
 @contextmanager
 def made(
     name: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, **changes: Any
-) -> Iterator[tuple[PagedRunner | AlignedRunner, Capacity, Watch]]:
+) -> Iterator[tuple[PagedRunner | AlignedRunner, KvAllocator, Watch]]:
     """A model of a family on the device, with its cache."""
     family, overrides = FAMILIES[name]
     asked = options(tiny.make(family, folder, **overrides), ctx_size=CTX, parallel=4, prefill_chunk=32, **changes)
     config = loader.load_config(asked)
     paged.register()
     with accelerator() as watch:
-        model = estimate.build(model_class.model_class(asked, config, False), config, dtype, embeds=False)
+        model = estimate.build(snapshot.model_class(asked, config, False), config, dtype, embeds=False)
         if (implementation := backends.implementation("auto", config)) is not None:
             model.set_attn_implementation(implementation)
         runner, capacity = backends.make_runner(moved(model), config, asked, CTX, CUDA, caches=True)
@@ -184,5 +184,5 @@ def test_the_largest_steps_lie_behind_a_load(name: str, tmp_path: Path) -> None:
     """A whole chunk beside all other rows, and all rows: the peak is known before the worker is ready."""
     with made(name, tmp_path) as (runner, capacity, _):
         noting: Any = Noting(runner)
-        warm_up(noting, capacity, Pace(), chunk=32, ctx_size=CTX, progress=lambda event: None)
+        warm_up(noting, capacity, PrefillBudget(), chunk=32, ctx_size=CTX, progress=lambda event: None)
     assert noting.steps[-2:] == [(1, 1, 1, 32), (1, 1, 1, 1)]

@@ -29,10 +29,10 @@ from tests.worker.loaded import (
     reference,
     serving,
 )
-from worker.engines.transformers.device.rank_processes import Ranks
+from worker.engines.transformers.device.rank_processes import RankProcesses
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import loader, tensor_parallel_plan
-from worker.engines.transformers.load.tensor_parallel_plan import Slice
+from worker.engines.transformers.load.tensor_parallel_plan import RankSlice
 from worker.errors import Draining, RankLost, StartError
 from worker.estimate import estimate, tensor_parallel
 from worker.program import supervision
@@ -54,10 +54,10 @@ PROMPTS = (words(35), words(50), words(9, 1), words(35), words(3, 3))  # some sh
 
 
 @contextmanager
-def ranked(folder: Path, **changes: Any) -> Iterator[tuple[TransformersEngine, Ranks]]:
+def ranked(folder: Path, **changes: Any) -> Iterator[tuple[TransformersEngine, RankProcesses]]:
     """A leading engine with its followers, which have exited at the end of the block."""
     asked = options(folder, **{**COMMON, **changes})
-    ranks = Ranks.fork(asked.tensor_parallel, partial(_follow, to_argv(asked)), supervision.follow)
+    ranks = RankProcesses.fork(asked.tensor_parallel, partial(_follow, to_argv(asked)), supervision.follow)
     try:
         silent: Any = lambda _: None  # noqa: E731
         yield TransformersEngine.load(asked, progress=silent, pulse=silent, ranks=ranks), ranks
@@ -161,7 +161,7 @@ def test_what_the_leader_left_behind_is_not_destroyed_by_a_follower() -> None:
     gc.disable()
     try:
         Bound()
-        ranks = Ranks.fork(2, follow, supervision.follow)
+        ranks = RankProcesses.fork(2, follow, supervision.follow)
         try:
             ranks.until_ready(lambda _: None)
         finally:
@@ -177,7 +177,7 @@ def test_a_rank_that_cannot_load_says_why_and_with_which_exit_code(tmp_path: Pat
         return Exit.DEVICE_MEMORY
 
     asked = options(tiny.make("llama", tmp_path), **COMMON)
-    ranks = Ranks.fork(2, follow, supervision.follow)
+    ranks = RankProcesses.fork(2, follow, supervision.follow)
     silent: Any = lambda _: None  # noqa: E731
     with pytest.raises(StartError, match=r"rank 1 of 2 \(process \d+\): no memory for the weights on cuda:1") as failed:
         TransformersEngine.load(asked, progress=silent, pulse=silent, ranks=ranks)
@@ -201,7 +201,7 @@ def test_slices_are_the_whole_model_and_nothing_twice(family: str) -> None:
     parted = 0
     for rank, part in enumerate(parts):
         part.load_state_dict(whole.state_dict())
-        tensor_parallel_plan.divide(part, Slice(rank, count), tensor_parallel.Pretended(count))
+        tensor_parallel_plan.divide(part, RankSlice(rank, count), tensor_parallel.Pretended(count))
     for name, parameter in whole.named_parameters():
         mine = [dict(part.named_parameters()).get(name) for part in parts]
         first = mine[0]
@@ -246,7 +246,9 @@ def test_a_matrix_that_the_plan_does_not_name_is_refused(tmp_path: Path) -> None
     asked = options(tiny.make("cohere", tmp_path, use_qk_norm=True), **COMMON)
     config = loader.load_config(asked)
     with pytest.raises(StartError, match=r"its plan says nothing of .*norm.weight, which is a matrix"):
-        loader.load_model(asked, config, None, lambda progress: None, share=(Slice(0, 2), tensor_parallel.Pretended(2)))
+        loader.load_model(
+            asked, config, None, lambda progress: None, share=(RankSlice(0, 2), tensor_parallel.Pretended(2))
+        )
 
 
 @pytest.mark.slow

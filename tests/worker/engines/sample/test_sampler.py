@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from worker.engines.transformers.sample import sampler
 from worker.engines.transformers.sample.sampler import RowSampling, Sampled, has_penalties, likelihoods, sample, uniform
-from worker.engines.transformers.schedule.sequence import Repeats
+from worker.engines.transformers.schedule.sequence import PenaltyCounts
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
 from worker.interface import SamplingParams
 
@@ -22,9 +22,11 @@ VOCAB = 24
 LOGITS = [round(3.0 * math.sin(1.7 * token) - 0.05 * token, 3) for token in range(VOCAB)]
 
 
-def repeats(prompt: Sequence[int], answer: Sequence[int], window: int = -1) -> Repeats:
+def repeats(prompt: Sequence[int], answer: Sequence[int], window: int = -1) -> PenaltyCounts:
     tokens = [*prompt, *answer]
-    found = Repeats(TokenSequence(id=1, prompt_tokens=len(prompt), tokens=tokens, limit=99, ends=frozenset()), window)
+    found = PenaltyCounts(
+        TokenSequence(id=1, prompt_tokens=len(prompt), tokens=tokens, limit=99, ends=frozenset()), window
+    )
     found.update()
     return found
 

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from worker.engines.transformers.schedule.aligned_layout import Alignment, Move, Swap
+from worker.engines.transformers.schedule.aligned_layout import AlignedLayout, ColumnMove, RowSwap
 
 SLOTS, WIDTH = 4, 12
 
@@ -14,13 +14,13 @@ class Rows(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.alignment = Alignment(SLOTS, WIDTH)
+        self.alignment = AlignedLayout(SLOTS, WIDTH)
         self.columns: list[list[str]] = [[""] * WIDTH for _ in range(SLOTS)]
         self.lengths: dict[int, int] = {}
 
-    def carry_out(self, moves: tuple[Move | Swap, ...]) -> None:
+    def carry_out(self, moves: tuple[ColumnMove | RowSwap, ...]) -> None:
         for move in moves:
-            if isinstance(move, Swap):
+            if isinstance(move, RowSwap):
                 one, other = self.columns[move.one], self.columns[move.other]
                 self.columns[move.one], self.columns[move.other] = other, one
             else:
@@ -90,7 +90,7 @@ TestRows.settings = settings(max_examples=60, stateful_step_count=40, deadline=N
 
 
 def test_rows_that_end_together_stay_where_they_are() -> None:
-    alignment = Alignment(3, 16)
+    alignment = AlignedLayout(3, 16)
     for row, length in ((0, 5), (1, 5)):
         alignment.alone(row, 0, length)
     assert alignment.together([(0, 5), (1, 5)]).moves == ()
@@ -98,9 +98,9 @@ def test_rows_that_end_together_stay_where_they_are() -> None:
 
 
 def test_a_longer_row_moves_the_shorter_ones_and_not_itself() -> None:
-    alignment = Alignment(2, 16)
+    alignment = AlignedLayout(2, 16)
     alignment.alone(0, 0, 3)
     alignment.alone(1, 0, 9)
     plan = alignment.together([(0, 3), (1, 9)])
-    assert [move.length for move in plan.moves if isinstance(move, Move)] == [3]
+    assert [move.length for move in plan.moves if isinstance(move, ColumnMove)] == [3]
     assert (plan.low, plan.time) == (0, 9)

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from worker.engines.transformers.schedule.kv_cache import Blocks, block_key, blocks_for, pool_blocks
+from worker.engines.transformers.schedule.kv_cache import BlockAllocator, block_key, blocks_for, pool_blocks
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.protocol.memory import BLOCK_TOKENS
@@ -26,22 +26,22 @@ def sequence(id: int, tokens: list[int], limit: int = 3, **rest: object) -> Sequ
     return made
 
 
-def ran(blocks: Blocks, each: Sequence) -> list[int]:
+def ran(blocks: BlockAllocator, each: Sequence) -> list[int]:
     """Admit it, compute it whole, and end it; the blocks that it had."""
     assert blocks.can_admit(each)
     row, cached = blocks.admit(each)
     each.computed = each.cached = cached
     assert blocks.grow(row, cached, len(each.tokens))
     each.computed = len(each.tokens)
-    blocks.note(row, each)
+    blocks.cache_blocks(row, each)
     held = list(blocks.table(row).blocks)
-    blocks.give_back(row)
+    blocks.release(row)
     blocks.check_integrity()
     return held
 
 
 def test_a_prompt_that_begins_like_another_finds_whole_blocks_and_never_its_last_token() -> None:
-    blocks = Blocks(2, 16)
+    blocks = BlockAllocator(2, 16)
     words = list(range(100, 100 + 3 * B))
     ran(blocks, sequence(1, words))
     for tokens, found in (
@@ -58,7 +58,7 @@ def test_a_prompt_that_begins_like_another_finds_whole_blocks_and_never_its_last
 
 
 def test_a_block_is_found_only_behind_the_tokens_that_it_was_computed_behind() -> None:
-    blocks = Blocks(2, 16)
+    blocks = BlockAllocator(2, 16)
     one, other, both = ([each] * B for each in (1, 2, 3))
     ran(blocks, sequence(1, [*one, *one, 9]))
     ran(blocks, sequence(2, [*other, *both, 9]))
@@ -69,12 +69,12 @@ def test_a_block_is_found_only_behind_the_tokens_that_it_was_computed_behind() -
 
 def test_without_caching_and_where_all_logits_are_wanted_nothing_is_found() -> None:
     words = list(range(50))
-    off = Blocks(2, 16, caches=False)
+    off = BlockAllocator(2, 16, caches=False)
     ran(off, sequence(1, words))
     again = sequence(2, words)
     ran(off, again)
     assert (again.cached, off.reusable) == (0, 0)
-    on = Blocks(2, 16)
+    on = BlockAllocator(2, 16)
     ran(on, sequence(1, words))
     told = sequence(2, words, prompt_logprobs=True)
     ran(on, told)
@@ -82,7 +82,7 @@ def test_without_caching_and_where_all_logits_are_wanted_nothing_is_found() -> N
 
 
 def test_a_conversation_goes_on_where_it_lies_and_stays_in_one_run() -> None:
-    blocks = Blocks(4, 4 * 8)
+    blocks = BlockAllocator(4, 4 * 8)
     words = list(range(3 * B))
     ran(blocks, sequence(1, words))
     row, _ = blocks.admit(sequence(2, [*words, *range(500, 500 + 2 * B)]))
@@ -90,24 +90,24 @@ def test_a_conversation_goes_on_where_it_lies_and_stays_in_one_run() -> None:
 
 
 def test_those_who_share_a_beginning_share_its_blocks_and_go_on_at_homes_of_their_own() -> None:
-    blocks = Blocks(4, 4 * 8)
+    blocks = BlockAllocator(4, 4 * 8)
     words = list(range(2 * B))
     first = sequence(1, [*words, 1])
     row, _ = blocks.admit(first)
     first.computed = len(first.tokens)
-    blocks.note(row, first)
+    blocks.cache_blocks(row, first)
     other, cached = blocks.admit(sequence(2, [*words, 2]))
     assert cached == 2 * B
     assert blocks.table(other).blocks[:2] == blocks.table(row).blocks[:2]
     assert blocks.table(other).blocks[2] % 8 == 0, "a home"
     assert blocks.shared == 2 * B
-    blocks.give_back(row)
+    blocks.release(row)
     blocks.check_integrity()
     assert list(blocks.table(other).slots(0, 2 * B + 1)) == [(0, 2 * B), (8 * B, 1)]
 
 
 def test_the_conversation_that_was_idle_for_longest_makes_room() -> None:
-    blocks = Blocks(3, 3 * 4)
+    blocks = BlockAllocator(3, 3 * 4)
     talks = [[each] * (2 * B) for each in range(4)]
     for each in (0, 1, 2, 0, 3):  # 1 is the oldest when 3 comes
         ran(blocks, sequence(10 + each, talks[each]))
@@ -115,16 +115,16 @@ def test_the_conversation_that_was_idle_for_longest_makes_room() -> None:
     for each in (0, 2, 3, 1):
         probe = sequence(20 + each, [*talks[each], 99])
         row, found[each] = blocks.admit(probe)
-        blocks.give_back(row)
+        blocks.release(row)
     assert found == {0: 2 * B, 2: 2 * B, 3: 2 * B, 1: 0}
 
 
 def test_a_copy_is_made_when_a_shared_block_is_written_by_one_who_borrowed_it() -> None:
-    blocks = Blocks(3, 3 * 4)
+    blocks = BlockAllocator(3, 3 * 4)
     leader = sequence(1, list(range(B + 5)))
     row, _ = blocks.admit(leader)
     leader.computed = len(leader.tokens)
-    blocks.note(row, leader)
+    blocks.cache_blocks(row, leader)
     one, two = (blocks.attach(sequence(each, leader.tokens)) for each in (2, 3))
     for target in (one, two):
         blocks.fork(row, target, B + 5)
@@ -140,22 +140,22 @@ def test_a_copy_is_made_when_a_shared_block_is_written_by_one_who_borrowed_it() 
 
 
 def test_what_is_spoiled_is_found_by_nobody_and_told_once() -> None:
-    blocks = Blocks(2, 8)
+    blocks = BlockAllocator(2, 8)
     words = list(range(2 * B + 1))
     broken = sequence(1, words)
     row, _ = blocks.admit(broken)
     broken.computed = len(words)
-    blocks.note(row, broken)
+    blocks.cache_blocks(row, broken)
     held = list(blocks.table(row).blocks)
-    blocks.give_back(row, is_spoiled=True)
-    assert blocks.take_spoiled() == held
-    assert blocks.take_spoiled() == []
+    blocks.release(row, is_corrupt=True)
+    assert blocks.take_corrupt() == held
+    assert blocks.take_corrupt() == []
     assert blocks.admit(sequence(2, words))[1] == 0
     blocks.check_integrity()
 
 
 def test_nobody_is_admitted_who_would_be_put_back_at_once() -> None:
-    blocks = Blocks(3, 6)
+    blocks = BlockAllocator(3, 6)
     assert blocks.can_admit(sequence(1, [1] * (3 * B)))
     blocks.admit(sequence(1, [1] * (3 * B)))
     assert not blocks.can_admit(sequence(2, [2] * (3 * B))), "one block is left for who runs already"
@@ -189,7 +189,7 @@ class AnyTraffic(RuleBasedStateMachine):
 
     @initialize(rows=st.integers(1, 5), chunk=st.integers(1, 40), room=st.integers(5, 16), caches=st.booleans())
     def begin(self, rows: int, chunk: int, room: int, caches: bool) -> None:
-        self.blocks = Blocks(rows, room, caches=caches)
+        self.blocks = BlockAllocator(rows, room, caches=caches)
         self.scheduler = Scheduler(self.blocks, chunk)
         self.chunk = chunk
         self.pool: list[list[int | None]] = [[None] * B for _ in range(room)]
@@ -215,14 +215,14 @@ class AnyTraffic(RuleBasedStateMachine):
             self.scheduler.add(each)
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), is_spoiled=st.booleans())
-    def end(self, data: st.DataObject, is_spoiled: bool) -> None:
+    @rule(data=st.data(), is_corrupt=st.booleans())
+    def end(self, data: st.DataObject, is_corrupt: bool) -> None:
         gone = self.live.pop(data.draw(st.sampled_from(sorted(self.live))))
-        if is_spoiled:
+        if is_corrupt:
             for other in [each for each in self.live.values() if gone.group and each.group == gone.group]:
-                self.scheduler.remove(self.live.pop(other.id), is_spoiled=True)
-        self.scheduler.remove(gone, is_spoiled=is_spoiled)
-        for block in self.blocks.take_spoiled():
+                self.scheduler.remove(self.live.pop(other.id), is_corrupt=True)
+        self.scheduler.remove(gone, is_corrupt=is_corrupt)
+        for block in self.blocks.take_corrupt():
             self.pool[block] = [None] * B
 
     @rule(budget=st.integers(0, 60))
@@ -231,7 +231,7 @@ class AnyTraffic(RuleBasedStateMachine):
         batch = self.scheduler.next(budget)
         running = [each.id for each in list(self.scheduler)[: self.scheduler.running]]
         assert not oldest or oldest in running, "the oldest is never put back"
-        self.scheduler.take_void()
+        self.scheduler.take_freed_rows()
         self.check(batch, budget)
         self.compute(batch)
         for segment in batch:
@@ -243,7 +243,7 @@ class AnyTraffic(RuleBasedStateMachine):
         batch = self.scheduler.next(budget)
         self.check(batch, budget)
         self.compute(batch)
-        fresh = [segment.sequence for segment in batch if not segment.sequence.spared]
+        fresh = [segment.sequence for segment in batch if not segment.sequence.preempted_for_memory]
         if len(batch) > 1 and fresh:
             youngest = max(fresh, key=lambda each: each.id)
             self.scheduler.preempt(youngest)
@@ -337,7 +337,7 @@ TestAnyTraffic = pytest.mark.slow(AnyTraffic.TestCase)
 @pytest.mark.parametrize("caches", [True, False])
 def test_those_who_are_put_back_end_all_the_same_and_the_oldest_is_never_put_back(caches: bool) -> None:
     """Four that need five blocks each, in seven."""
-    blocks = Blocks(4, 7, caches=caches)
+    blocks = BlockAllocator(4, 7, caches=caches)
     scheduler = Scheduler(blocks, 64)
     for id in range(4):
         scheduler.add(sequence(id, [id] * 10, limit=5 * B - 10))

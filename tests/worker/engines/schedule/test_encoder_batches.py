@@ -5,13 +5,13 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.engines.transformers.schedule.encoder_batches import WASTE, Queue
+from worker.engines.transformers.schedule.encoder_batches import MAX_PADDING, EncoderQueue
 
 REQUESTS = st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=30), min_size=1, max_size=8)
 
 
-def queue(requests: list[list[int]]) -> Queue[int]:
-    made: Queue[int] = Queue()
+def queue(requests: list[list[int]]) -> EncoderQueue[int]:
+    made: EncoderQueue[int] = EncoderQueue()
     for job, lengths in enumerate(requests):
         made.add(job, lengths)
     return made
@@ -29,7 +29,7 @@ def test_every_text_is_computed_once_in_batches_within_budget_and_waste(requests
         lengths = [requests[job][index] for job, index in batch]
         padded = len(batch) * max(lengths)
         assert padded <= budget or len(batch) == 1
-        assert sum(lengths) >= (1 - WASTE) * padded - 1e-9
+        assert sum(lengths) >= (1 - MAX_PADDING) * padded - 1e-9
         done += batch
     assert sorted(done) == [(job, index) for job, lengths in enumerate(requests) for index in range(len(lengths))]
 

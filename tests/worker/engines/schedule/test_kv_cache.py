@@ -1,10 +1,11 @@
-"""Promises of `worker.engines.transformers.schedule.kv_cache`: rows are lent, never lost, never lent twice; bytes as said."""
+"""Promises of `worker.engines.transformers.schedule.kv_cache`: rows are lent, never lost, never lent twice; bytes as
+said."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.engines.transformers.schedule.kv_cache import Rows, pool_blocks
+from worker.engines.transformers.schedule.kv_cache import RowAllocator, pool_blocks
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.protocol.memory import BLOCK_TOKENS
 
@@ -16,7 +17,7 @@ def sequence(id: int) -> Sequence:
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.integers(1, 6), st.lists(st.integers(0, 9), max_size=60))
 def test_no_row_is_lost_or_lent_twice(count: int, moves: list[int]) -> None:
-    rows, owner = Rows(count), 0
+    rows, owner = RowAllocator(count), 0
     held: list[int] = []
     for move in moves:
         if move < 6 and rows.has_row:
@@ -25,7 +26,7 @@ def test_no_row_is_lost_or_lent_twice(count: int, moves: list[int]) -> None:
             assert taken == min(set(range(count)) - set(held)), "the lowest free row is given"
             held.append(taken)
         elif held:
-            rows.give_back(held.pop(move % len(held)))
+            rows.release(held.pop(move % len(held)))
         rows.check_integrity()
         assert sorted(rows.owners) == sorted(held)
         assert rows.has_row == (len(held) < count)
@@ -33,7 +34,7 @@ def test_no_row_is_lost_or_lent_twice(count: int, moves: list[int]) -> None:
 
 def test_giving_back_a_row_that_nobody_has_is_a_fault() -> None:
     with pytest.raises(KeyError):
-        Rows(2).give_back(1)
+        RowAllocator(2).release(1)
 
 
 def test_a_pool_has_room_for_all_rows_or_for_as_many_tokens_as_are_asked_for() -> None:

@@ -1,4 +1,5 @@
-"""Promises of `worker.engines.transformers.schedule.prefill_budget`: prompts are quick while nobody streams, and no stream stutters for them."""
+"""Promises of `worker.engines.transformers.schedule.prefill_budget`: prompts are quick while nobody streams, and no
+stream stutters for them."""
 
 import random
 from itertools import pairwise
@@ -7,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.engines.transformers.schedule.kv_cache import Rows
-from worker.engines.transformers.schedule.prefill_budget import Pace, StepCost, reach
+from worker.engines.transformers.schedule.kv_cache import RowAllocator
+from worker.engines.transformers.schedule.prefill_budget import PrefillBudget, StepCost, context_reads
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler, Segment
 from worker.engines.transformers.schedule.sequence import Sequence
 
@@ -35,8 +36,10 @@ class Burst:
     Prompts are of 16 to 80 tokens, answers of 32 to 64.
     """
 
-    def __init__(self, pace: Pace, count: int, fixed: float, decode: float, token: float, unsteady: float = 0.0):
-        source, scheduler = random.Random(count), Scheduler(Rows(count), 512)
+    def __init__(
+        self, pace: PrefillBudget, count: int, fixed: float, decode: float, token: float, unsteady: float = 0.0
+    ):
+        source, scheduler = random.Random(count), Scheduler(RowAllocator(count), 512)
         for number in range(count):
             scheduler.add(sequence(number, source.randint(16, 80), source.randint(32, 64)))
         now = 0.0
@@ -65,7 +68,7 @@ class Burst:
 def test_a_burst_of_requests_has_its_first_tokens_soon_whatever_was_timed_before() -> None:
     """All prompts alone would take 3.0 s; 64 decodes take 0.15 s a step."""
     for before in (0, 1, 16):
-        pace = Pace()
+        pace = PrefillBudget()
         if before:
             Burst(pace, before, fixed=0.03, decode=0.0018, token=0.00095)
         burst = Burst(pace, 64, fixed=0.03, decode=0.0018, token=0.00095, unsteady=0.3)
@@ -75,7 +78,7 @@ def test_a_burst_of_requests_has_its_first_tokens_soon_whatever_was_timed_before
 
 
 def prefill(
-    pace: Pace, tokens: int, alone: float, token: float, read: float, pair: float, unsteady: float = 0.0
+    pace: PrefillBudget, tokens: int, alone: float, token: float, read: float, pair: float, unsteady: float = 0.0
 ) -> tuple[list[float], list[int]]:
     """Seconds and prompt tokens of each step while a prompt comes in beside four streams, whose steps take `alone`; by
     seconds of a token of it, of one that is read back, and of each pair of both."""
@@ -100,17 +103,19 @@ MEASURED = {"alone": 0.0267, "token": 0.00117, "read": 5.7e-6, "pair": 0.5e-6}
 
 def test_a_long_prompt_makes_no_stream_stutter_though_its_tokens_get_dearer() -> None:
     """Three times the gap of before is what streams may see; machines are unsteady."""
-    gaps, parts = prefill(Pace(), 4096, **MEASURED)
+    gaps, parts = prefill(PrefillBudget(), 4096, **MEASURED)
     assert max(gaps[5:]) < 2.75 * MEASURED["alone"]
     assert len(parts) < 520, "nor does the prompt trickle"
-    gaps, parts = prefill(Pace(), 4096, **MEASURED, unsteady=0.1)
+    gaps, parts = prefill(PrefillBudget(), 4096, **MEASURED, unsteady=0.1)
     assert sorted(gaps)[int(0.99 * len(gaps))] < 3.0 * MEASURED["alone"]
     assert len(parts) < 520
 
 
 def test_steps_are_as_long_behind_a_context_as_without_one() -> None:
-    gaps, parts = prefill(Pace(), 2500, **MEASURED)
-    assert gaps[5:-1] == pytest.approx([(1.0 + Pace.STRETCH) * MEASURED["alone"]] * len(gaps[5:-1]), rel=0.2)
+    gaps, parts = prefill(PrefillBudget(), 2500, **MEASURED)
+    assert gaps[5:-1] == pytest.approx(
+        [(1.0 + PrefillBudget.MAX_LENGTHENING) * MEASURED["alone"]] * len(gaps[5:-1]), rel=0.2
+    )
     assert parts[8] > 1.5 * parts[-2], "the first tokens are cheap, and many are taken"
 
 
@@ -118,14 +123,14 @@ def test_no_stream_stutters_where_reading_back_takes_as_long_as_all_the_weights(
     """As measured on a processor that reads weights fast: 26 ms for 4,096 tokens, of steps that take 23 without."""
     fast = {"alone": 0.0227, "token": 0.00065, "read": 6.4e-6, "pair": 0.53e-6}
     for unsteady in (0.0, 0.1):
-        gaps, parts = prefill(Pace(), 4096, **fast, unsteady=unsteady)
+        gaps, parts = prefill(PrefillBudget(), 4096, **fast, unsteady=unsteady)
         assert sorted(gaps)[int(0.99 * len(gaps))] < 3.0 * fast["alone"]
         assert len(parts) < 600
 
 
 def test_a_prompt_with_a_very_long_context_keeps_a_third_of_its_speed() -> None:
     """Reading 20,000 tokens back takes 0.11 s, for however few tokens: as long as ten themselves."""
-    _, parts = prefill(Pace(), 20_000, **MEASURED)
+    _, parts = prefill(PrefillBudget(), 20_000, **MEASURED)
     read = MEASURED["read"] * 20_000
     assert parts[-2] * (MEASURED["token"] + MEASURED["pair"] * 20_000) == pytest.approx(read / 2, rel=0.25)
 
@@ -140,7 +145,7 @@ def test_what_a_step_costs_is_learned_from_steps_that_mix_prompts_with_decodes()
 def test_what_is_read_back_is_told_from_what_is_new() -> None:
     cost = StepCost()
     for decodes, tokens, start in ((1, 0, 0), (4, 0, 0), (4, 64, 0), (4, 32, 1000), (4, 16, 3000), (4, 8, 6000)):
-        looked = reach(start, tokens)
+        looked = context_reads(start, tokens)
         cost.learn(decodes, tokens, 0.03 + 0.002 * decodes + 0.001 * tokens + 6e-6 * looked, looked)
     assert cost.parts == pytest.approx((0.03, 0.002, 0.001, 6e-6), rel=0.1)
 
@@ -158,14 +163,14 @@ def test_no_part_of_a_step_ever_costs_less_than_nothing(
 ) -> None:
     cost = StepCost()
     for decodes, tokens, start in kinds:
-        looked = reach(start, tokens) if tokens else 0.0
+        looked = context_reads(start, tokens) if tokens else 0.0
         cost.learn(decodes, tokens, fixed + decode * decodes + token * (tokens + looked / 64), looked)
         assert min(cost.parts) >= 0.0
         assert sum(cost.parts) > 0.0
 
 
 def test_what_was_learned_of_prompts_outlasts_hundreds_of_steps_without_any() -> None:
-    pace = Pace()
+    pace = PrefillBudget()
     Burst(pace, 16, fixed=0.03, decode=0.0018, token=0.001)
     before = pace.budget(4, 512)
     for _ in range(300):
@@ -174,16 +179,16 @@ def test_what_was_learned_of_prompts_outlasts_hundreds_of_steps_without_any() ->
 
 
 def test_a_machine_that_has_become_slower_is_believed_within_some_steps() -> None:
-    pace = Pace()
+    pace = PrefillBudget()
     for slower in (1.0, 3.0):
         for _ in range(12):
             pace.learn(steps(0, decodes=8), 0.05 * slower)
             pace.learn(steps(48, decodes=8), 0.05 * slower + 0.048)
-    assert pace.budget(8, 512) == pytest.approx(150 * Pace.STRETCH, rel=0.1)
+    assert pace.budget(8, 512) == pytest.approx(150 * PrefillBudget.MAX_LENGTHENING, rel=0.1)
 
 
 def test_a_step_that_stumbled_over_a_few_tokens_does_not_make_prompts_trickle() -> None:
-    pace = Pace()
+    pace = PrefillBudget()
     for _ in range(4):
         pace.learn(steps(0, decodes=8), 0.05)
         pace.learn(steps(400, decodes=8), 0.45)
@@ -194,45 +199,51 @@ def test_a_step_that_stumbled_over_a_few_tokens_does_not_make_prompts_trickle() 
 
 @pytest.mark.parametrize(("token_seconds", "decode_seconds"), [(0.001, 0.03), (0.00001, 0.02), (0.01, 0.5)])
 def test_prompts_do_not_make_streams_stutter(token_seconds: float, decode_seconds: float) -> None:
-    pace = Pace()
+    pace = PrefillBudget()
     for _ in range(50):
         tokens = pace.budget(2, 512)
         pace.learn(steps(0, decodes=2), decode_seconds)
         pace.learn(steps(tokens, decodes=2), decode_seconds + tokens * token_seconds)
     tokens = pace.budget(2, 512)
-    assert tokens in (512, Pace.FEWEST) or tokens * token_seconds <= 1.1 * Pace.STRETCH * decode_seconds
+    assert (
+        tokens in (512, PrefillBudget.MIN_TOKENS)
+        or tokens * token_seconds <= 1.1 * PrefillBudget.MAX_LENGTHENING * decode_seconds
+    )
     assert pace.budget(0, 512) >= tokens, "with nobody to disturb, prompts get more"
 
 
 def test_one_stream_is_not_kept_waiting_as_long_as_many_at_once_would_be() -> None:
-    pace = Pace()
+    pace = PrefillBudget()
     pace.learn(steps(64), 0.064)
     pace.learn(steps(0, decodes=1), 0.01)
     pace.learn(steps(0, decodes=33), 0.33)
     budgets = [pace.budget(decoding, 512) for decoding in (1, 5, 17, 33, 60)]
     alone = (10, 50, 170, 330, 600)
-    assert budgets == [pytest.approx(min(Pace.STRETCH * each, 512), rel=0.05) for each in alone]
+    assert budgets == [pytest.approx(min(PrefillBudget.MAX_LENGTHENING * each, 512), rel=0.05) for each in alone]
 
 
 def test_after_a_burst_those_who_wait_weigh_more_than_those_who_stream() -> None:
-    pace = Pace()
+    pace = PrefillBudget()
     pace.learn(steps(64), 0.064)
     pace.learn(steps(256), 0.256)
     pace.learn(steps(0, decodes=4), 0.02)
     budgets = [pace.budget(4, 512, prompts) for prompts in (1, 2, 3, 5, 9, 1000)]
     alone = (20, 20, 20, 80, 320, 512)
-    assert budgets == [pytest.approx(min(Pace.STRETCH * each, 512), rel=0.06) for each in alone]
+    assert budgets == [pytest.approx(min(PrefillBudget.MAX_LENGTHENING * each, 512), rel=0.06) for each in alone]
 
 
 def test_a_prompt_that_is_computed_apart_goes_on_in_parts_worth_a_pass() -> None:
-    for pace, fewest in ((Pace(), Pace.FEWEST), (Pace(apart=True), Pace.FEWEST_APART)):
+    for pace, fewest in (
+        (PrefillBudget(), PrefillBudget.MIN_TOKENS),
+        (PrefillBudget(apart=True), PrefillBudget.MIN_SEPARATE_TOKENS),
+    ):
         pace.learn(steps(64), 6.4)
         pace.learn(steps(0, decodes=4), 0.02)
         assert pace.budget(4, 512) == fewest
 
 
 def test_a_step_of_a_slow_model_stays_short_enough_to_hear_a_cancel() -> None:
-    pace = Pace()
+    pace = PrefillBudget()
     for _ in range(20):
         pace.learn(steps(64), 64 * 0.02)
     assert 40 <= pace.budget(0, 512) <= 60
@@ -240,12 +251,12 @@ def test_a_step_of_a_slow_model_stays_short_enough_to_hear_a_cancel() -> None:
 
 def test_a_model_whose_least_step_is_longer_than_that_takes_no_prompt_by_the_drop() -> None:
     """A step reads 140 GB in five seconds: then it may as well compute as many tokens as take so long."""
-    pace = Pace()
+    pace = PrefillBudget()
     for tokens in (8, 64):
         pace.learn(steps(tokens), 5.0 + 0.1 * tokens)
-    assert pace.budget(0, 512) == pytest.approx(50 * Pace.STRETCH, rel=0.1)
+    assert pace.budget(0, 512) == pytest.approx(50 * PrefillBudget.MAX_LENGTHENING, rel=0.1)
 
 
 def test_before_anything_is_known_the_first_steps_are_small() -> None:
-    assert Pace().budget(0, 512) == 64
-    assert Pace().budget(0, 8) == 8
+    assert PrefillBudget().budget(0, 512) == 64
+    assert PrefillBudget().budget(0, 8) == 8

@@ -1,10 +1,11 @@
-"""Promises of `worker.engines.transformers.schedule.scheduler`: budget kept, nobody starves, first come first served, nothing leaks."""
+"""Promises of `worker.engines.transformers.schedule.scheduler`: budget kept, nobody starves, first come first served,
+nothing leaks."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from worker.engines.transformers.schedule.kv_cache import Rows
+from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.interface import PromptImage, PromptImages
@@ -45,7 +46,7 @@ def parts(batch: Batch) -> list[tuple[int, int, int]]:
 
 def test_an_image_that_must_be_whole_is_never_cut() -> None:
     for first in range(1, 14):
-        scheduler = Scheduler(Rows(2), chunk=99)
+        scheduler = Scheduler(RowAllocator(2), chunk=99)
         seeing = sequence(1, prompt=20)
         seeing.prompt_images = PromptImages(tuple(PromptImage(((begin, 5),), {}, is_whole=True) for begin in (3, 9)))
         scheduler.add(seeing)
@@ -60,13 +61,13 @@ def test_an_image_that_must_be_whole_is_never_cut() -> None:
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_those_who_decode() -> None:
-    scheduler = Scheduler(Rows(2), chunk=4)
+    scheduler = Scheduler(RowAllocator(2), chunk=4)
     scheduler.add(sequence(1, prompt=2, limit=9))
     advance(scheduler, scheduler.next(99))
     scheduler.add(sequence(2, prompt=10))
     seen, computed = [], []
     for _ in range(4):
-        computed.append(scheduler.looks_back)
+        computed.append(scheduler.prefill_context)
         batch = scheduler.next(99)
         seen.append(parts(batch))
         advance(scheduler, batch)
@@ -80,14 +81,14 @@ def test_a_long_prompt_is_computed_in_chunks_beside_those_who_decode() -> None:
 
 
 def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
-    scheduler = Scheduler(Rows(2), chunk=8)
+    scheduler = Scheduler(RowAllocator(2), chunk=8)
     scheduler.add(sequence(1, prompt=100))
     scheduler.add(sequence(2, prompt=3))
     assert parts(scheduler.next(99)) == [(1, 0, 5), (2, 0, 3)]
 
 
 def test_a_long_prompt_is_not_stuck_behind_a_stream_of_short_ones() -> None:
-    scheduler = Scheduler(Rows(4), chunk=8)
+    scheduler = Scheduler(RowAllocator(4), chunk=8)
     long = sequence(0, prompt=40, limit=1)
     scheduler.add(long)
     for id in range(1, 60):
@@ -98,14 +99,14 @@ def test_a_long_prompt_is_not_stuck_behind_a_stream_of_short_ones() -> None:
 
 
 def test_whoever_came_first_is_admitted_first() -> None:
-    scheduler = Scheduler(Rows(1), chunk=8)
+    scheduler = Scheduler(RowAllocator(1), chunk=8)
     for id in (3, 1, 2):
         scheduler.add(sequence(id, prompt=2, limit=1))
     assert drain(scheduler) == [3, 1, 2]
 
 
 def test_a_place_is_taken_in_the_very_next_step_after_it_is_free() -> None:
-    scheduler = Scheduler(Rows(1), chunk=8)
+    scheduler = Scheduler(RowAllocator(1), chunk=8)
     first, second = sequence(1, prompt=2), sequence(2, prompt=2)
     scheduler.add(first)
     scheduler.add(second)
@@ -115,7 +116,7 @@ def test_a_place_is_taken_in_the_very_next_step_after_it_is_free() -> None:
 
 
 def test_logits_of_all_prompt_positions_come_a_few_at_a_time() -> None:
-    scheduler = Scheduler(Rows(2), chunk=64)
+    scheduler = Scheduler(RowAllocator(2), chunk=64)
     scheduler.add(sequence(1, prompt=40, prompt_logprobs=True))
     scheduler.add(sequence(2, prompt=40, prompt_logprobs=True))
     batch = scheduler.next(99)
@@ -129,7 +130,7 @@ def test_logits_of_all_prompt_positions_come_a_few_at_a_time() -> None:
 
 
 def test_the_preempted_wait_at_the_head_until_somebody_has_ended_and_begin_again() -> None:
-    scheduler = Scheduler(Rows(2), chunk=8)
+    scheduler = Scheduler(RowAllocator(2), chunk=8)
     old, young, late = sequence(1, prompt=2, limit=9), sequence(2, prompt=2), sequence(3, prompt=2)
     for each in (old, young, late):
         scheduler.add(each)
@@ -141,7 +142,7 @@ def test_the_preempted_wait_at_the_head_until_somebody_has_ended_and_begin_again
 
 
 def test_removing_whom_nobody_knows_changes_nothing() -> None:
-    scheduler = Scheduler(Rows(1), chunk=8)
+    scheduler = Scheduler(RowAllocator(1), chunk=8)
     scheduler.remove(sequence(1, prompt=2))
     assert not scheduler.has_work
 
@@ -152,7 +153,7 @@ class AnyTraffic(RuleBasedStateMachine):
 
     @initialize(rows=st.integers(1, 4), chunk=st.integers(1, 9))
     def begin(self, rows: int, chunk: int) -> None:
-        self.scheduler, self.rows, self.chunk = Scheduler(Rows(rows), chunk), rows, chunk
+        self.scheduler, self.rows, self.chunk = Scheduler(RowAllocator(rows), chunk), rows, chunk
         self.live: dict[int, Sequence] = {}
         self.next_id = 0
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.engines.transformers.schedule.sequence import Repeats, Sequence, answer_limit
+from worker.engines.transformers.schedule.sequence import PenaltyCounts, Sequence, output_limit
 from worker.interface import GenerationRequest, SamplingParams
 
 
@@ -22,7 +22,7 @@ def sequence(prompt: int = 3, *, limit: int = 4, **sampling: object) -> Sequence
 def test_the_answer_is_as_long_as_asked_and_never_beyond_the_context(
     prompt: int, asked: int | None, default: int, limit: int
 ) -> None:
-    assert answer_limit(prompt, asked, default, ctx_size=100) == limit
+    assert output_limit(prompt, asked, default, ctx_size=100) == limit
 
 
 def test_an_answer_ends_with_an_end_token_or_at_its_limit() -> None:
@@ -34,10 +34,10 @@ def test_an_answer_ends_with_an_end_token_or_at_its_limit() -> None:
 
 def test_no_end_is_allowed_before_min_tokens_and_none_at_all_with_ignore_eos() -> None:
     patient = sequence(min_tokens=1)
-    assert patient.barred(patient.answered) == patient.ends
+    assert patient.forbidden_ends(patient.answered) == patient.ends
     patient.append(5)
-    assert not patient.barred(patient.answered)
-    assert sequence(ignore_eos=True).barred(9) == sequence().ends
+    assert not patient.forbidden_ends(patient.answered)
+    assert sequence(ignore_eos=True).forbidden_ends(9) == sequence().ends
 
 
 def test_a_sequence_decodes_once_only_its_newest_token_is_left() -> None:
@@ -60,7 +60,7 @@ def test_repeats_counts_the_window_however_often_it_is_updated(
     prompt: list[int], steps: list[list[int]], window: int
 ) -> None:
     text = Sequence(id=1, prompt_tokens=len(prompt), tokens=list(prompt), limit=99, ends=frozenset())
-    repeats = Repeats(text, window)
+    repeats = PenaltyCounts(text, window)
     for tokens in steps:
         for token in tokens:
             text.append(token)

@@ -1,1 +1,4 @@
-"""Attention over the KV cache: paged, on CPUs, with a quantized cache."""
+"""Attention over the KV cache: paged attention for packed batches, CPU kernels, quantized KV pools, CPU linear layers.
+
+Imports device and schedule of this engine, and worker.protocol.
+"""

@@ -1,4 +1,4 @@
-"""Attention of queries over keys and values that lie in tensors of their own: torch's kernels, and the plain formula.
+"""Dense attention kernels: torch's, and the plain formula.
 
 Shapes: query `[rows, heads, queries, head_dim]`, keys and values `[rows, kv_heads, positions, head_dim]`, mask added to
 the scores.
@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from worker.engines.transformers.attention import cpu_attention
 
 
-def flash(
-    told: list[torch.Tensor],
+def cpu_flash_attention(
+    logsums: list[torch.Tensor],
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -20,14 +20,15 @@ def flash(
     causal: bool,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Torch's kernel for the CPU, as `sdpa`; the logarithms of its sums `[rows, heads, queries]` go to `told`."""
+    """Torch's CPU flash-attention kernel. Like `sdpa`, and appends the log-sum-exp `[rows, heads, queries]` to
+    `logsums`."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    shape, pairs = query.shape[:3], cpu_attention.paired(query, keys, values)
+    shape, pairs = query.shape[:3], cpu_attention.pair_heads(query, keys, values)
     answer, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *(pairs or (query, keys, values)), 0.0, causal, attn_mask=mask, scale=scaling
     )
-    told.append(sums.reshape(shape))
-    out: torch.Tensor = cpu_attention.unpaired(answer) if pairs else answer
+    logsums.append(sums.reshape(shape))
+    out: torch.Tensor = cpu_attention.unpair_heads(answer) if pairs else answer
     return out
 
 
@@ -40,25 +41,27 @@ def sdpa(
     causal: bool,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Torch's kernels. `[rows, heads, queries, head_dim]` against `[rows, kv_heads, positions, head_dim]`."""
+    """Torch's scaled_dot_product_attention, with workarounds for grouped-query attention on CUDA."""
     grouped = query.shape[1] != keys.shape[1]
-    if grouped and query.is_cuda and not _may_share(query, keys, values, mask, causal=causal):
+    # Without a kernel for grouped queries torch falls back to the plain formula and allocates all scores.
+    if grouped and query.is_cuda and not _can_use_flash_attention(query, keys, values, mask, causal=causal):
         group = query.shape[1] // keys.shape[1]
         keys, values, grouped = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1), False
-    pairs = None if causal or grouped else cpu_attention.paired(query, keys, values)
+    # The CPU kernel is slow for single bfloat16 queries; see cpu_attention.pair_heads.
+    pairs = None if causal or grouped else cpu_attention.pair_heads(query, keys, values)
     if pairs is not None:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return cpu_attention.unpaired(F.scaled_dot_product_attention(*pairs, attn_mask=mask, scale=scaling))
+        return cpu_attention.unpair_heads(F.scaled_dot_product_attention(*pairs, attn_mask=mask, scale=scaling))
     return F.scaled_dot_product_attention(
         query, keys, values, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=grouped
     )
 
 
-def _may_share(
+def _can_use_flash_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
 ) -> bool:
-    """Whether a fast kernel of CUDA's takes keys that heads share: FlashAttention alone does, without a mask, in types
-    of 16 bits and on cards that it knows. Where it cannot, torch would compute all scores at once."""
+    """True if a fused CUDA kernel supports keys shared by heads: only FlashAttention does, without a mask, in 16-bit
+    types and on supported GPUs."""
     asked = torch.backends.cuda.SDPAParams(query, keys, values, mask, 0.0, causal, True)
     return mask is None and torch.backends.cuda.can_use_flash_attention(asked)
 
@@ -72,7 +75,7 @@ def eager(
     causal: bool,
     scaling: float | None,
 ) -> torch.Tensor:
-    """The formula, step by step, softmax in float32."""
+    """The formula step by step, with softmax in float32. Reference for the other kernels."""
     if query.shape[1] != keys.shape[1]:
         group = query.shape[1] // keys.shape[1]
         keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)

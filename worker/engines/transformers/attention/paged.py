@@ -1,19 +1,20 @@
-"""The key-value pool, and attention over it for sequences packed one behind another.
+"""Attention over the paged KV cache for a packed batch.
 
-A step's tokens, of all its sequences, go through the model as one row `[1, tokens]`: linear layers, norms and position
-embeddings do not care where one sequence ends. Attention does, so transformers calls ours (through its attention
-interface) with the step's layout in the keyword `packed`. It writes the new keys and values into the pool and lets
-each token see its own sequence only: the tokens up to itself, within the layer's window if it has one.
+The tokens of all sequences of a step go through the model as one packed row `[1, tokens]`, without padding. Linear
+layers, norms and position embeddings do not depend on sequence boundaries; attention does. transformers therefore calls
+the functions registered here (its attention interface), with the batch in the keyword argument `packed`. They write the
+new keys and values into the pool, and each token attends to its own sequence up to itself, within the layer's sliding
+window if there is one.
 
-The pool is made of blocks (`kv_cache`). What lies in one run is read as a view: copying the keys and values of every
-sequence in every step would cost more than a small model on a CPU. Sequences that decode are computed together, as
-rows of one strided view, where their runs begin at homes. What lies in several runs (a prefix that others share, then
-its own) is attended run by run and merged by the sums of the softmax's exponentials (Milakov and Gimelshein 2018), so
-that a prefix which many share is read once for all of them; where a kernel does not tell these sums, and for prompts,
-runs are gathered first.
+The pool consists of blocks (`schedule.kv_cache`). A run of neighbouring blocks is read as a view: copying the keys and
+values of every sequence in every step would cost more than a small model itself on a CPU. Decodes whose runs begin at
+region starts are rows of one strided view and attend in one call. A sequence in several runs (a shared prefix, then its
+own) attends run by run, and the results are merged with the log-sum-exp of each run's scores (online softmax, Milakov
+and Gimelshein 2018), so a shared prefix is read once for all sequences that share it. Kernels that do not return the
+log-sum-exp, and prompts, read a gathered copy instead.
 
-A model whose attention needs more than that (soft-capping, sinks, position biases, masks of its own) is refused here
-with an error, never computed without it.
+Attention options that are not implemented (soft-capping, sinks, position biases, custom masks) raise an error. They are
+never ignored, because the text would be plausible and wrong.
 """
 
 from collections.abc import Sequence
@@ -25,28 +26,34 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from worker.engines.transformers.attention import cpu_attention
-from worker.engines.transformers.attention.decode_plan import DecodePlanner, Padded, Plan, Shared, additive
-from worker.engines.transformers.attention.dense import eager, flash, sdpa
-from worker.engines.transformers.attention.kv_pool import Pool
+from worker.engines.transformers.attention.decode_plan import (
+    DecodePlan,
+    DecodePlanner,
+    PaddedCall,
+    SharedCall,
+    additive,
+)
+from worker.engines.transformers.attention.dense import cpu_flash_attention, eager, sdpa
+from worker.engines.transformers.attention.kv_pool import KvPool
 from worker.engines.transformers.device.memory import upload
-from worker.engines.transformers.schedule.kv_cache import Table
+from worker.engines.transformers.schedule.kv_cache import BlockTable
 
 SDPA, EAGER = "packed_sdpa", "packed_eager"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "cache")
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A run of packed tokens of one sequence, which attend in one call."""
+class _PrefillPart:
+    """Prompt tokens of one sequence in the packed batch; they attend in one call."""
 
-    first: int
+    first: int  # index in the packed batch
     count: int
-    start: int
-    table: Table
+    start: int  # position in the sequence
+    table: BlockTable
 
 
-class Piece(Protocol):
-    """A run of a sequence's tokens, as far as attention needs to know of it: a segment of a step."""
+class PackedSegment(Protocol):
+    """The part of a scheduler segment that attention needs."""
 
     @property
     def start(self) -> int: ...
@@ -55,11 +62,11 @@ class Piece(Protocol):
     @property
     def end(self) -> int: ...
     @property
-    def table(self) -> Table | None: ...
+    def table(self) -> BlockTable | None: ...
 
 
-class Layout(Protocol):
-    """Where the tokens of a step lie: what transformers hands through to our attention."""
+class AttentionLayout(Protocol):
+    """Location of a step's keys and values. transformers passes it through to the registered functions."""
 
     def attend(
         self,
@@ -73,39 +80,40 @@ class Layout(Protocol):
     ) -> torch.Tensor:
         """One layer's attention: `query` `[1, heads, tokens, head_dim]` to `[1, tokens, heads, head_dim]`.
 
-        `key` and `value` `[1, kv_heads, tokens, head_dim]` go into the pool; `window` tokens are seen, 0: all.
+        `key` and `value` `[1, kv_heads, tokens, head_dim]` are written to the cache. A token sees the last `window`
+        tokens, or all with 0.
         """
 
 
 @dataclass(slots=True)
-class Packed:
-    """The layout of one step: which packed tokens belong together, and where the pool keeps them."""
+class PackedBatch:
+    """A packed batch: the tokens of one step, their sequences, and the positions of their keys and values in the
+    pool."""
 
-    pool: Pool
-    slots: torch.Tensor
-    """`[tokens]`: where each token's keys and values go."""
-    decodes: tuple[tuple[Table, int], ...]
-    """Of the first so many tokens, each the newest of its sequence: its blocks and its length."""
-    parts: tuple[_Part, ...]
-    """All other tokens, computed one sequence after another."""
+    pool: KvPool
+    slots: torch.Tensor  # [tokens], int64: position in the pool of each token's keys and values
+    # The leading tokens of the batch, each the newest of its sequence: block table and length of the sequence.
+    decodes: tuple[tuple[BlockTable, int], ...]
+    parts: tuple[_PrefillPart, ...]  # all other tokens, one part for each sequence
+    # Masks of parts by (first token, window). Built by the first layer that needs one, shared by the others.
     masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
-    """Of parts, by (part, window): built for the first layer that needs it, shared by the others."""
-    plans: dict[tuple[int, int, bool], Plan] = field(default_factory=dict)
-    """Of decodes, by window, query heads and whether the kernel can merge; likewise."""
+    # Plans of the decodes by (window, query heads, kernel can merge); shared by the layers likewise.
+    plans: dict[tuple[int, int, bool], DecodePlan] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, batch: Sequence["Piece"], pool: Pool) -> "Packed":
-        """Layout of `batch`, whose segments have tables; those of one token should come first."""
+    def of(cls, batch: Sequence["PackedSegment"], pool: KvPool) -> "PackedBatch":
+        """Pack `batch`. Segments of one token that come first are decodes."""
         slots: list[int] = []
         for segment in batch:
             for slot, tokens in _table(segment).slots(segment.start, segment.end):
                 slots.extend(range(slot, slot + tokens))
         count = 0
+        # A one-token segment after a longer one is correct, too, but attends in a call of its own.
         while count < len(batch) and batch[count].length == 1:
             count += 1
         parts, first = [], count
         for segment in batch[count:]:
-            parts.append(_Part(first, segment.length, segment.start, _table(segment)))
+            parts.append(_PrefillPart(first, segment.length, segment.start, _table(segment)))
             first += segment.length
         return cls(
             pool=pool,
@@ -124,43 +132,50 @@ class Packed:
         window: int,
         scaling: float | None,
     ) -> torch.Tensor:
-        """See `Layout`."""
+        """See `AttentionLayout`."""
         pool = self.pool
-        pool.write(layer, self.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        # Write before reading: tokens of this step attend to each other through the pool.
+        pool.write(layer, self.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))  # [tokens, kv_heads, head_dim]
         tokens = query[0].transpose(0, 1)  # [tokens, heads, head_dim]
         decodes = len(self.decodes)
         if not self.parts:
             return _decode(kernel, self, layer, tokens, window, scaling)[None]
+        # One call per prompt: a common call would pad all of them to the longest.
         out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
         if decodes:
             out[:decodes] = _decode(kernel, self, layer, tokens[:decodes], window, scaling)
         for part in self.parts:
-            mine = query[:, :, part.first : part.first + part.count]
-            answer = self._attend_part(kernel, layer, part, mine, window, scaling)
+            part_query = query[:, :, part.first : part.first + part.count]  # [1, heads, tokens of the part, head_dim]
+            answer = self._attend_part(kernel, layer, part, part_query, window, scaling)
             out[part.first : part.first + part.count] = answer[0].transpose(0, 1)
         return out[None]
 
     def _attend_part(
-        self, kernel: Any, layer: int, part: _Part, query: torch.Tensor, window: int, scaling: float | None
+        self, kernel: Any, layer: int, part: _PrefillPart, query: torch.Tensor, window: int, scaling: float | None
     ) -> torch.Tensor:
-        """By itself, so that what it gathered is gone before the next one's is."""
+        """Attention of one part. In its own function, so that gathered keys are freed before the next part's are
+        read."""
         first, mask = self.part_mask(part, window, query.dtype)
+        # The part sees all earlier tokens of its sequence, which earlier steps (or other sequences) computed.
         spans = tuple(part.table.slots(first, part.start + part.count))
         keys, values = self.pool.read(layer, spans)
         answer: torch.Tensor = kernel(query, keys, values, mask, causal=mask is None, scaling=scaling)
         return answer
 
-    def plan(self, window: int, heads: int, dtype: torch.dtype, *, can_merge: bool) -> Plan:
-        """How the decodes attend in a layer with this window (0: none) and so many heads; `dtype` of masks."""
+    def plan(self, window: int, heads: int, dtype: torch.dtype, *, can_merge: bool) -> DecodePlan:
+        """Plan of the decodes for a layer with this window (0: none) and number of query heads; `dtype` of masks."""
         key = window, heads, can_merge
         if key not in self.plans:
             planner = DecodePlanner(self.pool, self.decodes, self.slots.device)
             self.plans[key] = planner.plan(window, heads, dtype, can_merge=can_merge)
         return self.plans[key]
 
-    def part_mask(self, part: _Part, window: int, dtype: torch.dtype) -> tuple[int, torch.Tensor | None]:
-        """First position that any token of `part` sees, and `[1, 1, tokens, positions]` from there on, added to the
-        scores; None: plain causal from position 0."""
+    def part_mask(self, part: _PrefillPart, window: int, dtype: torch.dtype) -> tuple[int, torch.Tensor | None]:
+        """First position that any token of `part` sees, and the additive mask `[1, 1, tokens, positions]` from there
+        on.
+
+        None instead of a mask means plain causal attention from position 0, for which kernels need no mask.
+        """
         first = max(0, part.start + 1 - window) if window else 0
         end = part.start + part.count
         if part.start == 0 and not 0 < window < end:
@@ -169,20 +184,20 @@ class Packed:
         if key not in self.masks:
             query = torch.arange(part.start, end, device=self.slots.device)[:, None]
             position = torch.arange(first, end, device=self.slots.device)
-            hidden = position > query
+            hidden = position > query  # [tokens, positions]
             if window:
                 hidden |= position <= query - window
             self.masks[key] = additive(hidden[None, None], dtype)
         return first, self.masks[key]
 
 
-def _table(segment: Piece) -> Table:
-    assert segment.table is not None, "this cache has blocks"
+def _table(segment: PackedSegment) -> BlockTable:
+    assert segment.table is not None, "the packed batch needs a cache with blocks"
     return segment.table
 
 
 def register() -> None:
-    """Make both functions known to transformers; again is harmless."""
+    """Register both attention functions with transformers. May be called repeatedly."""
     ALL_ATTENTION_FUNCTIONS.register(SDPA, _attend_sdpa)
     ALL_ATTENTION_FUNCTIONS.register(EAGER, _attend_eager)
 
@@ -203,13 +218,12 @@ def _attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packed: Layout,
+    packed: AttentionLayout,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **options: Any,
 ) -> torch.Tensor:
     """One layer's attention: `query` `[1, heads, tokens, head_dim]` to `[1, tokens, heads, head_dim]`."""
-    # Computed without what a model needs, its text would be plausible and wrong: refuse instead of ignoring options.
     needs = [name for name in _UNSUPPORTED if options.get(name) is not None]
     if needs or attention_mask is not None:
         raise NotImplementedError(f"attention with {', '.join(needs) or 'a mask of its own'} is not supported")
@@ -218,110 +232,124 @@ def _attend(
 
 
 def _decode(
-    kernel: Any, packed: Packed, layer: int, tokens: torch.Tensor, window: int, scaling: float | None
+    kernel: Any, packed: PackedBatch, layer: int, tokens: torch.Tensor, window: int, scaling: float | None
 ) -> torch.Tensor:
-    """`tokens` `[decodes, heads, head_dim]`, each the newest of its sequence, against all that it sees."""
+    """Attention of decodes: `tokens` `[decodes, heads, head_dim]`, each the newest of its sequence."""
+    # Only torch's CPU kernel returns the log-sum-exp. (Its CUDA kernels do, too, but not through a stable
+    # operator.)
     can_merge = kernel is sdpa and tokens.device.type == "cpu"
     plan = packed.plan(window, tokens.shape[1], tokens.dtype, can_merge=can_merge)
     if plan.merges:
         return _merged(packed, plan, layer, tokens, scaling)
-    if len(plan.calls) == 1 and plan.calls[0].who is None:
+        # The usual case: all decodes are rows of one view, in order, so nothing is indexed or copied.
+    if len(plan.calls) == 1 and plan.calls[0].indices is None:
         return _call(kernel, packed.pool, layer, tokens, plan.calls[0], scaling)
     out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
     for call in plan.calls:
-        out[call.who] = _call(kernel, packed.pool, layer, tokens[call.who], call, scaling)
+        out[call.indices] = _call(kernel, packed.pool, layer, tokens[call.indices], call, scaling)
     return out
 
 
-def _merged(packed: Packed, plan: Plan, layer: int, tokens: torch.Tensor, scaling: float | None) -> torch.Tensor:
-    """As `_decode`, where some decode sees several runs: its answers to them, weighted by what each run's scores sum
-    up to."""
+def _merged(
+    packed: PackedBatch, plan: DecodePlan, layer: int, tokens: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """As `_decode`, where some sequences lie in several runs.
+
+    The softmax over all runs is the average of the softmax over each run, weighted by the sum of that run's
+    exponentials (online softmax, Milakov and Gimelshein 2018).
+    """
     count, heads, _ = tokens.shape
     answers, sums = [], []
-    # Weights are exponentials of sums: without the highest subtracted they would overflow.
+    # Maximum per decode, subtracted before exponentiation; the weights would overflow otherwise.
     highest = tokens.new_full((count, heads), float("-inf"), dtype=torch.float32)
     for call in plan.calls:
-        who = slice(None) if call.who is None else call.who
-        told: list[torch.Tensor] = []
-        answers.append(_call(partial(flash, told), packed.pool, layer, tokens[who], call, scaling, told))
-        sums.append(_unfolded(told[0][..., None], call, heads)[..., 0])
-        highest[who] = torch.maximum(highest[who], sums[-1])
+        indices = slice(None) if call.indices is None else call.indices
+        logsums: list[torch.Tensor] = []
+        answers.append(
+            _call(partial(cpu_flash_attention, logsums), packed.pool, layer, tokens[indices], call, scaling, logsums)
+        )
+        sums.append(_ungroup(logsums[0][..., None], call, heads)[..., 0])
+        highest[indices] = torch.maximum(highest[indices], sums[-1])
     total = torch.zeros_like(highest)
     out = torch.zeros_like(tokens, dtype=torch.float32)
     for call, answer, logsum in zip(plan.calls, answers, sums, strict=True):
-        who = slice(None) if call.who is None else call.who
-        weight = torch.exp(logsum - highest[who])  # [decodes of the call, heads]
-        total[who] += weight
-        out[who] += answer.float() * weight[..., None]
+        indices = slice(None) if call.indices is None else call.indices
+        # [decodes of the call, heads]
+        weight = torch.exp(logsum - highest[indices])
+        total[indices] += weight
+        out[indices] += answer.float() * weight[..., None]
     return (out / total[..., None]).to(tokens.dtype)
 
 
 def _call(
     kernel: Any,
-    pool: Pool,
+    pool: KvPool,
     layer: int,
     tokens: torch.Tensor,
-    call: Padded | Shared,
+    call: PaddedCall | SharedCall,
     scaling: float | None,
-    told: list[torch.Tensor] | None = None,
+    logsums: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Answers to `tokens` `[decodes of the call, heads, head_dim]`; `told` is where `kernel` says its sums, if it does.
+    """Outputs for `tokens` `[decodes of the call, heads, head_dim]`. `logsums` receives the kernel's log-sum-exp.
 
-    Heads that share keys become queries of one head, so no key is repeated.
+    Query heads that share a key head (grouped-query attention) become queries of that head, so no key is repeated.
     """
     _, heads, head_dim = tokens.shape
     kv_heads = pool.kv_heads
-    if isinstance(call, Shared):
+    if isinstance(call, SharedCall):
         keys, values = pool.read(layer, call.spans)
+        # All decodes see the same keys without a mask, so they are queries of one "row":
         # [1, kv_heads, decodes * group, head_dim]
         query = tokens.reshape(-1, kv_heads, heads // kv_heads, head_dim).transpose(0, 1)
         query = query.reshape(1, kv_heads, -1, head_dim)
-        return _unfolded(kernel(query, keys, values, None, causal=False, scaling=scaling), call, heads)
+        return _ungroup(kernel(query, keys, values, None, causal=False, scaling=scaling), call, heads)
     query = tokens
-    # Rows of the view that belong to no decode of this call get zeros as query; their answers are dropped.
+    # Rows of the view between those of this call get zero queries. Their output is dropped.
     if call.row is not None:
         query = tokens.new_zeros(call.rows, heads, head_dim)
         query[call.row] = tokens
-    query = query.reshape(call.rows, kv_heads, heads // kv_heads, head_dim)
+    query = query.reshape(call.rows, kv_heads, heads // kv_heads, head_dim)  # [rows, kv_heads, group, head_dim]
     if call.places is not None and kernel is not eager:
-        lying = pool.keys[layer], pool.values[layer]
-        answer = cpu_attention.spread(query, *lying, call.places, call.mask, scaling=scaling, told=told)
-        return _unfolded(answer, call, heads)
-    # A quantized pool unpacks what it reads. It limits the rows of a call, so that little is unpacked at a time.
-    most = pool.rows_at_once(call.rows, call.tokens)
-    if most >= call.rows:
-        return _unfolded(_attend_rows(kernel, pool, layer, query, call, 0, call.mask, scaling), call, heads)
+        stored = pool.keys[layer], pool.values[layer]
+        answer = cpu_attention.decode_attention(
+            query, *stored, call.places, call.mask, scaling=scaling, logsums=logsums
+        )
+        return _ungroup(answer, call, heads)
+    # A quantized pool dequantizes what it reads. It limits the rows of a call to bound that memory.
+    at_once = pool.rows_at_once(call.rows, call.tokens)
+    if at_once >= call.rows:
+        return _ungroup(_attend_rows(kernel, pool, layer, query, call, 0, call.mask, scaling), call, heads)
     answers = []
-    for first in range(0, call.rows, most):
-        mask = call.mask[first : first + most] if call.mask is not None else None
-        some = query[first : first + most]
-        answers.append(_attend_rows(kernel, pool, layer, some, call, first, mask, scaling))
-    if told is not None:
-        told[:] = [torch.cat(told)]
-    return _unfolded(torch.cat(answers), call, heads)
+    for first in range(0, call.rows, at_once):
+        mask = call.mask[first : first + at_once] if call.mask is not None else None
+        row_queries = query[first : first + at_once]
+        answers.append(_attend_rows(kernel, pool, layer, row_queries, call, first, mask, scaling))
+    if logsums is not None:
+        logsums[:] = [torch.cat(logsums)]
+    return _ungroup(torch.cat(answers), call, heads)
 
 
 def _attend_rows(
     kernel: Any,
-    pool: Pool,
+    pool: KvPool,
     layer: int,
     query: torch.Tensor,
-    call: Padded,
+    call: PaddedCall,
     first: int,
     mask: torch.Tensor | None,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Answers to `query`, that of rows of `call` from the `first` on. By itself, so that what was read for them is gone
-    before the next are."""
+    """Outputs for `query`, the rows of `call` from `first` on. In its own function, so that dequantized keys and values
+    are freed before the next rows are read."""
     keys, values = pool.read_rows(layer, call.slot + first * call.stride, call.stride, len(query), call.tokens)
     answer: torch.Tensor = kernel(query, keys, values, mask, causal=False, scaling=scaling)
     return answer
 
 
-def _unfolded(answer: torch.Tensor, call: Padded | Shared, heads: int) -> torch.Tensor:
-    """`[rows, kv_heads, queries, any]` as a kernel gave it, to `[decodes of the call, heads, any]`."""
+def _ungroup(answer: torch.Tensor, call: PaddedCall | SharedCall, heads: int) -> torch.Tensor:
+    """Undo the grouping: a kernel's `[rows, kv_heads, queries, any]` to `[decodes of the call, heads, any]`."""
     kv_heads, _, last = answer.shape[1:]
-    if isinstance(call, Shared):
+    if isinstance(call, SharedCall):
         return answer.reshape(kv_heads, -1, heads // kv_heads, last).transpose(0, 1).reshape(-1, heads, last)
     answer = answer.reshape(call.rows, heads, last)
     return answer if call.row is None else answer[call.row]

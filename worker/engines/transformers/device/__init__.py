@@ -1,1 +1,5 @@
-"""Devices: memory cap, driver, CUDA errors, lazily touched pages."""
+"""Devices and memory of this process: allocator cap, measured overhead, CUDA errors, processes of tensor-parallel
+ranks.
+
+Imports worker.errors and worker.protocol only.
+"""

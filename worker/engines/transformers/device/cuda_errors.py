@@ -1,33 +1,33 @@
-"""What an error says of memory and devices. By the names of its kinds: torch may never have been imported."""
+"""Classification of errors of memory and devices, by class name: torch may not be imported in this process."""
 
 from types import TracebackType
 
 from worker.errors import RankLost, StartError
 
+# Errors that code raises for invalid values, the same each time; torch and devices raise other types.
 OF_CODE = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
-"""What code raises for values that it makes nothing of, the same each time; torch and devices fail otherwise."""
+# Messages of the CUDA runtime where torch's allocator is not involved (pinned memory, events, graphs), and of its
+# libraries, whose handles take memory, too. The context survives both.
 _DEVICE_IS_FULL = ("CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
-"""What CUDA's runtime says where torch's allocator has no part in it (pinned memory, an event, a graph), and what its
-libraries say, each handle of which takes some. A context survives both."""
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Whether `error` says that memory, of the device or of the host, could not be had."""
+    """True if `error` is a lack of memory, of a device or of the host."""
     if isinstance(error, MemoryError) or is_device_full(error):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def is_device_full(error: BaseException) -> bool:
-    """Whether it says so of the device."""
+    """True if `error` is a lack of device memory."""
     if "torch.OutOfMemoryError" in _kinds(error):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _DEVICE_IS_FULL)
 
 
 def is_sticky(error: BaseException) -> bool:
-    """Whether after `error` nothing can be computed by this process any more: its CUDA context is unusable, or a rank
-    of its model is lost."""
+    """True if this process cannot compute any more after `error`: its CUDA context is unusable, or a tensor-parallel
+    rank is lost."""
     if isinstance(error, RankLost | StartError):
         return True
     if is_exhausted(error):
@@ -36,13 +36,13 @@ def is_sticky(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException, most: int = 240) -> str:
-    """What `error` says, for a message of one line."""
+    """The message of `error` in one line of at most `most` characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= most else text[: most - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def comes_from(error: BaseException, package: str) -> bool:
-    """Whether code of `package` has raised `error`, itself or by what it asked of torch."""
+    """True if `error` was raised by code of `package`, or by torch called from it."""
     at: TracebackType | None = error.__traceback__
     raised = ""
     while at is not None:

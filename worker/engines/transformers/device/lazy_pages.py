@@ -1,9 +1,8 @@
-"""Main memory that a process takes for itself: all of it is charged at once, and its pages come as soon as may be.
+"""Allocation of main memory whose pages are populated in the background.
 
-A cache of keys and values is gigabytes of zeros, and the kernel makes 5 GB of them in a second. A first token needs few
-of them, so that a load need not wait for the rest: inside `claiming` pages come behind the back of whoever computes
-already, on a thread that changes nothing of what is written meanwhile. What has not come yet is `Claims.left`, and
-counts like memory that is taken.
+A KV cache is gigabytes of zeros, and the kernel provides about 5 GB per second. The first token needs few of these
+pages, so a load does not wait for the rest: inside `claiming`, a background thread populates them without changing what
+is written meanwhile. `Claims.left` has the bytes still to come, which count as used memory.
 """
 
 import ctypes
@@ -15,37 +14,34 @@ from contextlib import contextmanager, suppress
 import torch
 
 _HUGE_PAGE = 2 << 20
-_STRETCH = 16 << 20
-"""Bytes that are had at a time."""
+_STRETCH = 16 << 20  # bytes populated per call
+# linux/mman.h; the latter since Linux 5.14. Python has names for them only from 3.14 on.
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
-"""linux/mman.h; the latter since Linux 5.14. Python names it only from 3.14 on."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Claims:
-    """What was claimed inside one `claiming`."""
+class LazyPages:
+    """Memory allocated inside one `claiming` block."""
 
     def __init__(self) -> None:
         self._areas: list[torch.Tensor] = []
-        self.taken = self.left = 0
-        """Bytes, and those of them whose pages have not come by themselves yet."""
+        self.taken = self.left = 0  # bytes, and those of them that are not populated yet
         self._thread: threading.Thread | None = None
 
     def add(self, area: torch.Tensor) -> None:
-        """Bytes `[size]` that begin with a page."""
+        """Add page-aligned bytes `[size]`."""
         self._areas.append(area)
         self.taken += len(area)
         self.left += len(area)
 
     def start(self, behind: Callable[[], None] = lambda: None) -> None:
-        """Have the pages come from now on, once `behind` returns, which is called on their thread; to be called
-        once."""
+        """Start to populate in a background thread, after `behind` has returned there. Call once."""
         if self._areas:
             self._thread = threading.Thread(target=self._run, args=(behind,), name="claims", daemon=True)
             self._thread.start()
 
     def finish(self) -> None:
-        """Returns once all have come, if it was started."""
+        """Wait until everything is populated, if started."""
         if self._thread is not None:
             self._thread.join()
 
@@ -55,19 +51,18 @@ class Claims:
             area = self._areas.pop(0)
             for start in range(0, len(area), _STRETCH):
                 some = area[start : start + _STRETCH]
-                _populate(some)  # what fails is had by the first write
+                _populate(some)  # pages that fail are populated by the first write
                 self.left -= len(some)
 
 
-_claims: Claims | None = None
-"""Of the block that this process is in."""
+_claims: LazyPages | None = None  # of the current block
 
 
 @contextmanager
-def claiming() -> Iterator[Claims]:
-    """What is claimed in the block, on the thread that loads, need not be there at its end; `Claims.start` goes on."""
+def claiming() -> Iterator[LazyPages]:
+    """Allocations of this thread in the block may be unpopulated at its end. `Claims.start` populates them."""
     global _claims
-    before, _claims = _claims, Claims()
+    before, _claims = _claims, LazyPages()
     try:
         yield _claims
     finally:
@@ -75,14 +70,15 @@ def claiming() -> Iterator[Claims]:
 
 
 def claim(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros `[*size]` in memory that is this process's from now on, or soon, inside `claiming`.
+    """Zeros `[*size]`, populated now, or later inside `claiming`.
 
-    On the CPU in pages of 2 MiB, where the system has such for those who ask: with small ones a gigabyte takes 0.4 s,
-    with these 0.09 (measured). They come as zeros, so that a byte of each is touched and no more is written."""
+    Uses pages of 2 MiB on the CPU where the system allows it: a gigabyte takes 0.09 s instead of 0.4 with small pages
+    (measured). New pages are zero, so touching one byte of each is enough.
+    """
     tensor = torch.empty(size, dtype=dtype, device=device)
     if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.nbytes < _HUGE_PAGE:
-        return tensor.zero_()  # zeros() would leave the pages to be claimed by the first write
-    area = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # gone with its last view
+        return tensor.zero_()  # torch.zeros would leave the pages unpopulated until the first write
+    area = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # freed with its last view
     with suppress(OSError):
         area.madvise(_MADV_HUGEPAGE)
     whole = torch.frombuffer(area, dtype=torch.uint8)
@@ -94,7 +90,7 @@ def claim(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def _populate(stretch: torch.Tensor) -> bool:
-    """Have the pages of `stretch`, which begins with one, without a change to what is in them; false where the kernel
-    does not know how. The interpreter is free meanwhile."""
+    """Populate the pages of `stretch` (page-aligned) without changing their content. False if the kernel does not
+    support it. Releases the GIL."""
     address, size = ctypes.c_void_p(stretch.data_ptr()), ctypes.c_size_t(stretch.nbytes)
     return bool(_libc.madvise(address, size, ctypes.c_int(_MADV_POPULATE_WRITE)) == 0)

@@ -1,4 +1,4 @@
-"""What this process occupies, and how its allocators are told to keep to it."""
+"""Memory of this process: measurement, the cap of the CUDA allocator, and settings of malloc and OpenMP."""
 
 import ctypes
 import json
@@ -20,32 +20,32 @@ from worker.engines.transformers.device.process_overhead import overhead
 from worker.errors import StartError
 from worker.protocol.exits import Exit
 
-_LOOK_INTERVAL = 10.0
-"""Seconds between two looks at what is shared with a nursery."""
-_MOST_STRETCHES = 64
-"""Of memory that are looked at for that; they hold all but a few hundred kilobytes of what a nursery has (measured)."""
-_PART_PAGES, _LOOKED_AT = 64, 4
-"""Pages that are looked at one behind another, and of how many such parts that is one."""
+_SAMPLE_INTERVAL = 10.0  # seconds between two measurements of pages shared with the fork server
+# Memory areas that are sampled for that. They hold all but a few hundred kilobytes of a fork server's memory
+# (measured).
+_MAX_AREAS = 64
+_SAMPLE_PAGES, _SAMPLE_STRIDE = 64, 4  # sample: 64 consecutive pages of every 4 x 64
 _PAGE_PRESENT, _PAGE_OF_FILE, _PAGE_EXCLUSIVE = np.uint64(1 << 63), np.uint64(1 << 61), np.uint64(1 << 56)
 _PAGE_FLAGS = _PAGE_PRESENT | _PAGE_OF_FILE | _PAGE_EXCLUSIVE
+# malloc.h. With one arena per thread, memory freed by one thread could not be used by others.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-"""malloc.h. A second arena for each thread keeps freed memory that no other thread can use."""
-_OMP_PAUSE_HARD = 2
-"""omp.h."""
-_KEPT_BLOCK = 32 << 20
-"""Bytes: the largest block that glibc takes from its heap when asked to (mallopt(3); DEFAULT_MMAP_THRESHOLD_MAX)."""
+_OMP_PAUSE_HARD = 2  # omp.h
+_KEPT_BLOCK = 32 << 20  # largest block on glibc's heap (mallopt(3), DEFAULT_MMAP_THRESHOLD_MAX)
 
 
 def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A one-dimensional tensor on `device`; the host does not wait for what the device is doing."""
+    """Copy values to a one-dimensional tensor on `device`, without waiting for work queued on the device."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype).to(device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def measured(devices: Sequence[str]) -> dict[str, int]:
-    """Peak bytes by name, of `devices` and of `cpu`, which every process needs: its resident bytes, mapped files
-    included; without what a forked one shares with its nursery, which nobody gets back when it ends."""
+    """Peak bytes by device name, of `devices` and of `cpu`.
+
+    `cpu` is the resident memory including mapped files, but without pages that a forked process shares with its fork
+    server, because they are not freed when it exits.
+    """
     peaks = {"cpu": max(0, _peak_resident() - inheritance.bytes())}
     for name in devices:
         if name != "cpu":
@@ -54,12 +54,12 @@ def measured(devices: Sequence[str]) -> dict[str, int]:
 
 
 def resident() -> int:
-    """Bytes of main memory that this process has now, shared ones included."""
+    """Resident bytes of this process, including shared pages."""
     return _status("VmRSS")
 
 
 def mapped() -> int:
-    """Bytes of files among its resident ones: weights as they lie on disk, and libraries."""
+    """Resident bytes of mapped files: weights and libraries."""
     return _status("RssFile")
 
 
@@ -68,7 +68,7 @@ def _peak_resident() -> int:
 
 
 def _status(name: str) -> int:
-    """Bytes, as the kernel counts them (proc_pid_status(5)); 0 where it does not."""
+    """A value of /proc/self/status in bytes (proc_pid_status(5)); 0 if the kernel has none."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as status:
         for line in status:
             if line.startswith(f"{name}:"):
@@ -77,88 +77,86 @@ def _status(name: str) -> int:
 
 
 class Inheritance:
-    """Memory that a process has for its children: where it lies, and how much of it a child has not written to.
+    """Memory shared with the parent process, and how much of it this process has not written to.
 
-    A walk over all pages (smaps_rollup) would say the same, but it takes as long as they are many: 90 ms for the pages
-    of a model of 2 GB, in the middle of its load. So only the largest stretches that held something of the parent's own
-    when it forked are looked at, and of those one part in four, as what a child writes to lies all over them: 1 ms for
-    300 MB, where the whole would take 4.
+    A walk over all pages (smaps_rollup) would be exact but takes as long as there are pages: 90 ms for a model of 2 GB,
+    in the middle of its load. Only the largest areas with anonymous memory of the parent are sampled, one part in four,
+    since writes of a child are scattered: 1 ms for 300 MB, where all pages would take 4.
     """
 
     def __init__(self) -> None:
-        self._stretches: list[tuple[int, int]] = []
-        """First address and bytes."""
-        self.modules = 0
-        """As many were imported when this process was forked: the first ones of `sys.modules`."""
+        self._areas: list[tuple[int, int]] = []  # first address and bytes
+        self.modules = 0  # modules imported before this process was forked: the first ones of `sys.modules`
         self._pagemap = -1
         self._bytes = 0
-        self._looked_at = -math.inf
+        self._sampled_at = -math.inf
 
     def survey(self) -> None:
-        """In the parent, before it forks: find what its children will share. Without the kernel's figures: nothing."""
+        """In the parent before it forks: find the areas that children share. Does nothing without /proc/self/smaps."""
         sizes: dict[tuple[int, int], int] = {}
-        stretch = (0, 0)
+        area = (0, 0)
         with suppress(OSError), open("/proc/self/smaps", encoding="ascii", errors="replace") as areas:
             for line in areas:
                 first, _, rest = line.partition(" ")
                 if not first.endswith(":"):
                     begin, end = (int(address, 16) for address in first.split("-"))
-                    stretch = (begin, end - begin)
+                    area = (begin, end - begin)
                 elif first == "Anonymous:":
-                    sizes[stretch] = int(rest.split()[0]) * 1024
-        largest = sorted(sizes, key=lambda each: sizes[each], reverse=True)[:_MOST_STRETCHES]
-        self._stretches = [stretch for stretch in largest if sizes[stretch]]
+                    sizes[area] = int(rest.split()[0]) * 1024
+        largest = sorted(sizes, key=lambda each: sizes[each], reverse=True)[:_MAX_AREAS]
+        self._areas = [area for area in largest if sizes[area]]
 
     def take(self) -> None:
-        """In the child, while it may still look at itself: a worker that nobody may debug cannot open this file."""
+        """In the child: open its page map while it still may. A worker that cannot be debugged cannot open this
+        file."""
         self.modules = len(sys.modules)
         with suppress(OSError):
             self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
 
     @property
     def is_heir(self) -> bool:
-        """Whether this process was forked, and can tell."""
+        """True if this process was forked and can measure what it shares."""
         return self._pagemap >= 0
 
     def bytes(self) -> int:
-        """Still shared with the parent; not older than some seconds."""
-        if self._pagemap >= 0 and time.monotonic() - self._looked_at > _LOOK_INTERVAL:
-            self._bytes = mmap.PAGESIZE * sum(self._shared(*stretch) for stretch in self._stretches)
-            self._looked_at = time.monotonic()  # last: until then the other threads look for themselves
+        """Bytes still shared with the parent, at most some seconds old."""
+        if self._pagemap >= 0 and time.monotonic() - self._sampled_at > _SAMPLE_INTERVAL:
+            self._bytes = mmap.PAGESIZE * sum(self._shared(*area) for area in self._areas)
+            self._sampled_at = time.monotonic()  # set last: concurrent callers measure as well until then
         return self._bytes
 
     def _shared(self, begin: int, length: int) -> int:
-        """Pages there that are in memory, no part of a file, and not this process's alone: 8 bytes for each page
+        """Present, anonymous, non-exclusive bytes of an area, extrapolated from a sample. 8 bytes per page
         (Documentation/admin-guide/mm/pagemap.rst)."""
         first, pages = begin // mmap.PAGESIZE, length // mmap.PAGESIZE
         found = bytearray()
         with suppress(OSError):
-            for page in range(0, pages, _LOOKED_AT * _PART_PAGES):
-                found += os.pread(self._pagemap, 8 * min(_PART_PAGES, pages - page), (first + page) * 8)
+            for page in range(0, pages, _SAMPLE_STRIDE * _SAMPLE_PAGES):
+                found += os.pread(self._pagemap, 8 * min(_SAMPLE_PAGES, pages - page), (first + page) * 8)
         flags = np.frombuffer(found, np.uint64)
         shared = int(np.count_nonzero((flags & _PAGE_FLAGS) == _PAGE_PRESENT))
         return shared * pages // max(len(flags), 1)
 
 
-inheritance = Inheritance()
-"""Of this process, or of the one that it was forked from."""
+inheritance = Inheritance()  # of this process, or of the one that it was forked from
 
 
 def yet_to_copy() -> int:
-    """Bytes that this process shares with its nursery and may come to have for itself, as it writes to them."""
+    """Estimate of the bytes shared with the fork server that this process will write to and then own; 10 % is a
+    guess."""
     return inheritance.bytes() // 10
 
 
 def keep_small() -> None:
-    """Keep libraries from holding on to ever more memory. Let all threads share malloc's arenas: what one frees another
-    uses. Only glibc has this; elsewhere nothing.
+    """Configure malloc and cuDNN so that memory does not grow. malloc settings exist in glibc only.
 
-    And let what a step frees be there for the next: glibc comes to that by itself, but only behind a block of
-    _KEPT_BLOCK. Until then it gives back what lies on top, and a step of 500 tokens spends a quarter of its time on
-    finding its pages again (110 M parameters, 60,000 pages of 4 KiB, measured).
+    Threads share malloc's arenas, so that memory freed by one is used by others. Memory freed by a step is kept for the
+    next one: glibc does that by itself only after it has freed a block of _KEPT_BLOCK bytes. Until then it returns the
+    top of the heap to the system, and a step of 500 tokens spends a quarter of its time on page faults (110 M
+    parameters, 60,000 pages of 4 KiB, measured).
 
-    cuDNN's attention, which torch prefers on some cards (Hopper's, for one), makes a plan for each shape that it meets,
-    and keeps them all: steps have ever other lengths, so that each would wait for a plan of its own.
+    cuDNN's attention, which torch prefers on some GPUs (Hopper), builds and keeps a plan for each shape. Step lengths
+    differ all the time, so every step would wait for a new plan.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     with suppress(OSError, AttributeError):
@@ -169,12 +167,12 @@ def keep_small() -> None:
 
 
 def end_helpers() -> None:
-    """End the threads that OpenMP keeps for this one's parallel regions; it makes new ones when it needs them.
+    """End the idle OpenMP threads of the calling thread. OpenMP starts new ones when needed.
 
-    GNU's library has its threads spin until the next region begins, but only while all threads of a process have no
-    more of them than there are cores. Else they sleep and have to be woken: beside the helpers that a load had left,
-    each product of a step took 1.1 to 1.3 times as long (768 x 2048, 1 and 4 rows, 2 cores, measured).
-    LLVM's library would end those of all threads, and is left alone.
+    GNU OpenMP threads spin until the next parallel region, but only while all threads of a process have no more of them
+    than there are cores. Otherwise they sleep and must be woken: with the threads left by a load, each product of a
+    step took 1.1 to 1.3 times as long (768 x 2048, 1 and 4 rows, 2 cores, measured). LLVM OpenMP would end the threads
+    of all callers, so it is left alone.
     """
     with suppress(OSError, AttributeError):
         libraries = ctypes.CDLL(None)
@@ -183,15 +181,15 @@ def end_helpers() -> None:
 
 
 def give_back() -> None:
-    """Let go of what was freed and lies in malloc's arenas: after a load that copied, far more than steps will need.
-    Only glibc has this; elsewhere nothing."""
+    """Return freed memory in malloc's arenas to the system (glibc only). After a load it is far more than steps
+    need."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def take_handles(devices: Sequence[torch.device]) -> None:
-    """Have what CUDA's libraries keep for each thread, and torch for each of those: handles, and a workspace for each.
-    Else the thread's first step takes them, when all has been counted."""
+    """Create the per-thread handles and workspaces of CUDA libraries and torch now. The thread's first step would
+    create them otherwise, after memory has been measured."""
     for device in devices:
         square = torch.ones(16, 16, device=device)
         torch.nn.functional.linear(square @ square, square, square[0])
@@ -200,16 +198,16 @@ def take_handles(devices: Sequence[torch.device]) -> None:
 
 
 def cap(devices: Sequence[str], reserved: str) -> None:
-    """Hold the CUDA allocator to what the router reserved, so that a wrong estimate hurts only this worker.
+    """Limit the CUDA allocator to the reservation, so that a wrong estimate hurts only this worker.
 
-    `reserved`: JSON object, bytes by device name; empty: no cap. Raises StartError if it is no such object.
+    `reserved`: JSON object with bytes by device name; empty: no limit. Raises StartError if it is invalid.
     """
     if not reserved:
         return
     try:
         bytes_by_device = {str(name): int(size) for name, size in json.loads(reserved).items()}
     except (ValueError, TypeError, AttributeError) as error:
-        raise StartError(f"--reserved wants a JSON object of bytes by device, not {reserved!r}") from error
+        raise StartError(f"--reserved must be a JSON object of bytes by device, not {reserved!r}") from error
     for name in devices:
         if name != "cpu" and name in bytes_by_device:
             device = torch.device(name)
@@ -219,13 +217,13 @@ def cap(devices: Sequence[str], reserved: str) -> None:
 
 
 def allocator_share(reserved: int, beside: int, total: int) -> float:
-    """Of a device of `total` bytes, what torch's allocator may have so that the process keeps to `reserved` with what
-    it takes `beside` that. Never nothing: a worker that gets nowhere at all could not even say so."""
+    """Share of a device of `total` bytes for torch's allocator, so that the process keeps to `reserved` including
+    `beside`, its memory outside the allocator. At least 1 %: with nothing a worker could not even report the error."""
     return min(max((reserved - beside) / total, 0.01), 1.0)
 
 
 def start_error(what: str, device: torch.device, error: BaseException) -> StartError:
-    """What to end with if there was no room for `what`."""
+    """The error for a lack of memory for `what`."""
     exit = Exit.HOST_MEMORY if device.type == "cpu" else Exit.DEVICE_MEMORY
     return StartError(
         f"no memory for {what} on {device}: {one_line(error)}; lower ctx-size, parallel or kv-tokens, or free memory",

@@ -1,42 +1,92 @@
-"""What this process takes whatever its model: main memory by its imports, an accelerator by context and libraries.
+"""Process overhead: memory that a worker needs independent of its model, by CUDA context and libraries.
 
-The driver has no word for the latter. Where NVML lists this process, it is what is said there, less what torch's
-allocator holds. Elsewhere, as in most containers, it is by how much more of the device is in use than before this
-process came there; others come and go meanwhile, so that the router believes such a figure once two loads agree.
+If NVML lists this process, the overhead is its usage minus torch's allocator. Otherwise, as in most containers, it is
+the increase of the device's total usage since before this process used it. Other processes may start or stop meanwhile,
+so the router accepts such a figure only when two loads agree.
+
+The driver is read through NVML, which needs no CUDA context. Device names are those of this process: `cuda:0` is the
+first device in CUDA_VISIBLE_DEVICES.
 """
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from worker.engines.transformers.device.nvml import Driver, Nvml
 from worker.protocol.memory import DEVICE_PROCESS_BYTES
 
-LEAST_BYTES, MOST_BYTES = 16 << 20, 4 << 30
-"""What is less or more is not this process's overhead, but somebody else's coming or going."""
+LEAST_BYTES, MOST_BYTES = 16 << 20, 4 << 30  # values outside are caused by other processes; both are guesses
 
 
-class Overhead:
-    """Of one process."""
+class DriverMemory(Protocol):
+    """Bytes in use on a device; None if unknown."""
 
-    def __init__(self, driver: Driver, held: Callable[[str], int]):
-        """`held`: bytes of a device that torch's allocator has."""
+    def used(self, device: str) -> int | None:
+        """Bytes used by all processes."""
+
+    def own(self, device: str) -> int | None:
+        """Bytes used by this process."""
+
+
+class NvmlMemory:
+    """NVML. Used only at the start of a load."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ):
+        self._environ = environ
+
+    def used(self, device: str) -> int | None:
+        found: int | None = self._asked(device, lambda nvml, handle: nvml.nvmlDeviceGetMemoryInfo(handle).used)
+        return found
+
+    def own(self, device: str) -> int | None:
+        listed = self._asked(device, lambda nvml, handle: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+        return next((each.usedGpuMemory for each in listed or () if each.pid == os.getpid()), None)
+
+    def _asked(self, device: str, question: Callable[[Any, Any], Any]) -> Any:
+        try:
+            import pynvml  # type: ignore[import-untyped]  # late: only on accelerators; another interpreter may lack it
+        except ImportError:
+            return None
+        try:
+            pynvml.nvmlInit()
+            try:
+                return question(pynvml, self._handle(pynvml, int(device.partition(":")[2] or 0)))
+            finally:
+                pynvml.nvmlShutdown()
+        except pynvml.NVMLError:
+            return None
+
+    def _handle(self, nvml: Any, index: int) -> Any:
+        """Handle of a device by its number in CUDA_VISIBLE_DEVICES, which lists UUIDs, or indices in PCI bus order
+        (CUDA_DEVICE_ORDER is set for every worker)."""
+        shown = self._environ.get("CUDA_VISIBLE_DEVICES")
+        names = list(map(str, range(index + 1))) if shown is None else [each.strip() for each in shown.split(",")]
+        if index >= len(names):
+            raise nvml.NVMLError(nvml.NVML_ERROR_NOT_FOUND)
+        name = names[index]
+        return nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else nvml.nvmlDeviceGetHandleByUUID(name)
+
+
+class ProcessOverhead:
+    """Overhead of one process on its devices."""
+
+    def __init__(self, driver: DriverMemory, held: Callable[[str], int]):
+        """`held`: returns the bytes of a device in torch's allocator."""
         self._driver, self._held = driver, held
         self._told = 0
         self._before: dict[str, int | None] = {}
         self._found: dict[str, int] = {}
-        self.said: dict[str, int] = {}
-        """By device name, as in `Ready`; what was found at the first look."""
-        self.is_own = True
-        """As in `Ready`."""
+        self.said: dict[str, int] = {}  # by device name, as in `Ready`: the first measurement
+        self.is_own = True  # as in `Ready`: all figures come from NVML's list of processes
 
     def begin(self, devices: Sequence[str], told: int) -> None:
-        """Before this process has touched any of `devices`. `told`: as in `ModelOptions`."""
+        """Call before this process uses any of `devices`. `told`: the router's figure (`ModelOptions`)."""
         self._told = told
         self._before = {name: self._driver.used(name) for name in devices if name != "cpu"}
 
     def look(self) -> None:
-        """Measure, once kernels and libraries have been used."""
+        """Measure. Call after kernels and libraries have been used."""
         for name, before in self._before.items():
             own, used, held = self._driver.own(name), self._driver.used(name), self._held(name)
             found = None
@@ -51,9 +101,8 @@ class Overhead:
                     self.is_own = self.is_own and own is not None
 
     def bytes(self, device: str) -> int:
-        """Of an accelerator: as measured, else as it was told, else assumed."""
+        """Overhead on an accelerator: measured, else the router's figure, else a constant."""
         return self._found.get(device) or self._told or DEVICE_PROCESS_BYTES
 
 
-overhead = Overhead(Nvml(), lambda name: torch.cuda.memory_reserved(torch.device(name)))
-"""Of this process."""
+overhead = ProcessOverhead(NvmlMemory(), lambda name: torch.cuda.memory_reserved(torch.device(name)))  # of this process

@@ -1,12 +1,11 @@
-"""The processes that a model's matrices are divided among: one leads and is the worker, the others follow it.
+"""Processes of a tensor-parallel model: the leader is the worker itself, the others follow.
 
-All are forked before the worker has a second thread or has looked at a device: in one that was forked from a nursery
-the imports are done and shared, in an executed one each process does its own, all at once. Leader and follower speak
-over a socket each: the leader says what to compute, a follower that it is ready, or why it fails. What they occupy they
-write to memory that all of them share.
+Followers are forked before the worker has a second thread or uses a device. Forked from the fork server, they share its
+imports; in an executed worker each imports for itself, in parallel. The leader sends steps to each follower over a
+socket; a follower sends that it is ready, or its error. Memory figures are in a memory area shared by all.
 
-Laws. No follower outlives its leader: the kernel kills it with the thread that forked it, and the end of its socket
-ends it, too. A follower that is lost is never replaced: whoever leads tells why, and ends. Standard library only.
+Invariants: no follower outlives its leader (the kernel kills it with the thread that forked it, and end of file on its
+socket ends it, too). A lost follower is never replaced: the leader reports the cause and exits.
 """
 
 import gc
@@ -25,18 +24,15 @@ from typing import Any, NoReturn
 from worker.errors import RankLost, StartError, WorkerError
 from worker.protocol.exits import Exit
 
-HOST_BYTES, DEVICE_BYTES, LOADED_BYTES = range(3)
-"""What each follower tells of itself: peaks of main memory and of its device, and what it has loaded so far."""
+HOST_BYTES, DEVICE_BYTES, LOADED_BYTES = range(3)  # figures of a follower: two memory peaks, and bytes loaded so far
 _FIGURES = 3
-_TOLD_INTERVAL = 0.5
-"""Seconds between two looks at how far followers are."""
-_LAST_WORDS = 2.0
-"""Seconds within which the end of a process is known, once its connections have broken."""
+_REPORT_INTERVAL = 0.5  # seconds between progress reports
+_CAUSE_TIMEOUT = 2.0  # seconds to wait for the cause after a connection has broken; a guess
 _PROTOCOL = 5
 
 
-class Board:
-    """Figures of all ranks, in memory that they share."""
+class RankFigures:
+    """Figures of all ranks in shared memory."""
 
     def __init__(self, ranks: int):
         self._figures = memoryview(mmap.mmap(-1, ranks * _FIGURES * 8)).cast("q")
@@ -48,62 +44,61 @@ class Board:
         return self._figures[rank * _FIGURES + figure]
 
 
-class Link:
-    """A follower's end."""
+class LeaderLink:
+    """A follower's connection to the leader."""
 
-    def __init__(self, rank: int, count: int, store: int, connection: Connection, board: Board):
-        """`store`: descriptor of the file by which all ranks find one another."""
+    def __init__(self, rank: int, count: int, store: int, connection: Connection, board: RankFigures):
+        """`store`: descriptor of the rendezvous file."""
         self.rank, self.count, self.store = rank, count, store
         self._connection, self._board = connection, board
 
     def hear(self) -> Any:
-        """What the leader says next; returns once it has. Ends the process if the leader is gone."""
+        """Wait for the leader's next message. Exits if the leader is gone."""
         try:
             return pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
             os._exit(Exit.ORPHANED)
 
     def ready(self) -> None:
-        self._say((0, ""))
+        self._send((0, ""))
 
     def fail(self, exit: int, message: str) -> None:
-        """It ends, and why."""
-        self._say((exit, message))
+        """Report the error with which this follower exits."""
+        self._send((exit, message))
 
     def note(self, figure: int, value: int) -> None:
         self._board.write(self.rank, figure, value)
 
-    def _say(self, word: tuple[int, str]) -> None:
+    def _send(self, word: tuple[int, str]) -> None:
         with suppress(OSError):
             self._connection.send_bytes(pickle.dumps(word, _PROTOCOL))
 
 
-class Ranks:
-    """The leader's end: all followers."""
+class RankProcesses:
+    """The leader's connections to all followers."""
 
-    def __init__(self, store: int, connections: Sequence[Connection], pids: Sequence[int], board: Board):
+    def __init__(self, store: int, connections: Sequence[Connection], pids: Sequence[int], board: RankFigures):
         self.count = len(pids) + 1
         self.store = store
-        self.pids = tuple(pids)
-        """Of ranks 1, 2, ..."""
+        self.pids = tuple(pids)  # of ranks 1, 2, ...
         self._connections, self._board = tuple(connections), board
         self._codes: dict[int, int] = {}
         self._lock = threading.Lock()
-        self.lost: WorkerError | None = None
-        """Why the process has to end: a follower has. Known some time after `watch`."""
-        self._tell: list[Callable[[WorkerError], None]] = []
+        self.lost: WorkerError | None = None  # set some time after `watch` when a follower has exited
+        self._callbacks: list[Callable[[WorkerError], None]] = []
         self._is_known = threading.Event()
         self._is_ending = False
 
     @classmethod
-    def fork(cls, count: int, follow: Callable[[Link], int], bind: Callable[[int], None]) -> "Ranks":
+    def fork(cls, count: int, follow: Callable[[LeaderLink], int], bind: Callable[[int], None]) -> "RankProcesses":
         """Fork followers 1 to `count - 1`. Each runs `follow` and exits with the code that it returns.
 
-        `bind` ties the new process to its leader, whose process id it gets (`worker.program.supervision.follow`).
+        The leader's process id is passed to `bind`.
+        `bind` ties the new process to its leader (`worker.program.supervision.follow`).
 
         Must be called by the only thread of the process, or where no other one holds a lock. Raises OSError.
         """
-        parent, board = os.getpid(), Board(count)
+        parent, board = os.getpid(), RankFigures(count)
         store = os.memfd_create("ranks")
         connections: list[Connection] = []
         pids: list[int] = []
@@ -115,7 +110,7 @@ class Ranks:
             if pid == 0:
                 for each in (*connections, ours):
                     each.close()
-                link = Link(rank, count, store, theirs, board)
+                link = LeaderLink(rank, count, store, theirs, board)
                 _become(partial(bind, parent), partial(follow, link))
             theirs.close()
             connections.append(ours)
@@ -123,52 +118,52 @@ class Ranks:
         return cls(store, connections, pids, board)
 
     def tell(self, word: Any) -> None:
-        """Say `word` to all followers. Raises RankLost if one is gone."""
-        packed = pickle.dumps(word, _PROTOCOL)
+        """Send `word` to all followers. Raises RankLost if one is gone."""
+        pickled = pickle.dumps(word, _PROTOCOL)
         try:
             for connection in self._connections:
-                connection.send_bytes(packed)
+                connection.send_bytes(pickled)
         except OSError:
             raise self.why() from None
 
-    def until_ready(self, told: Callable[[int], None]) -> None:
-        """Returns once all followers are; `told` with the bytes that they have loaded so far, now and then.
+    def until_ready(self, report: Callable[[int], None]) -> None:
+        """Wait until all followers are ready. `report` is called regularly with the bytes they have loaded.
 
         Raises StartError or RankLost if one fails.
         """
         left = dict(zip(self._connections, range(1, self.count), strict=True))
         while left:
-            for connection in wait(list(left), _TOLD_INTERVAL):
+            for connection in wait(list(left), _REPORT_INTERVAL):
                 assert isinstance(connection, Connection)
-                if (lost := self._word(connection, left[connection])) is not None:
+                if (lost := self._read_message(connection, left[connection])) is not None:
                     raise lost
                 del left[connection]
-            told(sum(self.figures(LOADED_BYTES)))
+            report(sum(self.figures(LOADED_BYTES)))
 
     def watch(self, abort: Callable[[], None]) -> None:
-        """From now on a thread waits for the end of a follower, and calls `abort` then, before anybody is told."""
+        """Start a thread that waits for a follower's exit and then calls `abort`, before the callbacks of `on_lost`."""
         threading.Thread(target=self._watch, args=(abort,), name="ranks", daemon=True).start()
 
     def on_lost(self, tell: Callable[[WorkerError], None]) -> None:
-        """`tell` is called once a follower is lost: by the thread that waits for that, or now."""
+        """Call `tell` when a follower is lost, from the watching thread; immediately if one is lost already."""
         with self._lock:
-            self._tell.append(tell)
+            self._callbacks.append(tell)
             known = self.lost
         if known is not None:
             tell(known)
 
     def figures(self, figure: int) -> list[int]:
-        """Of ranks 1, 2, ..."""
+        """One figure of ranks 1, 2, ..."""
         return [self._board.read(rank, figure) for rank in range(1, self.count)]
 
     def why(self) -> WorkerError:
-        """Which follower was lost and how: StartError with its exit code if it said one, else RankLost. Waits a moment
-        until that is known."""
-        self._is_known.wait(_LAST_WORDS)
+        """The loss of a follower: StartError with its exit code if it reported one, else RankLost. Waits up to
+        _LAST_WORDS until it is known."""
+        self._is_known.wait(_CAUSE_TIMEOUT)
         return self.lost or RankLost("the ranks of this model have lost one another")
 
     def end(self) -> None:
-        """Returns once no follower is left."""
+        """Kill all followers and wait for their exit."""
         self._is_ending = True
         for pid in self.pids:
             with suppress(ProcessLookupError):
@@ -179,18 +174,18 @@ class Ranks:
     def _watch(self, abort: Callable[[], None]) -> None:
         connection = next(iter(wait(self._connections)))
         assert isinstance(connection, Connection)
-        why = self._word(connection, 1 + self._connections.index(connection))
+        why = self._read_message(connection, 1 + self._connections.index(connection))
         if why is None or self._is_ending:
             return
         with self._lock:
-            self.lost, tell = why, tuple(self._tell)
+            self.lost, tell = why, tuple(self._callbacks)
         self._is_known.set()
         abort()
         for each in tell:
             each(why)
 
-    def _word(self, connection: Connection, rank: int) -> WorkerError | None:
-        """What a follower says: None as it is ready, or how the process is to end now that this one has."""
+    def _read_message(self, connection: Connection, rank: int) -> WorkerError | None:
+        """Read a follower's message: None if it is ready, else the error with which this process must exit."""
         try:
             code, message = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
@@ -198,11 +193,11 @@ class Ranks:
             message = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if not message:
             return None
-        told = f"rank {rank} of {self.count} (process {self.pids[rank - 1]}): {message}"
-        return StartError(told, Exit(code)) if code in set(Exit) and code else RankLost(told)
+        report = f"rank {rank} of {self.count} (process {self.pids[rank - 1]}): {message}"
+        return StartError(report, Exit(code)) if code in set(Exit) and code else RankLost(report)
 
     def _reaped(self, pid: int) -> int:
-        """The exit code of a follower; returns once it has ended."""
+        """Wait for a follower's exit and return its exit code."""
         with self._lock:
             if pid not in self._codes:
                 self._codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -210,13 +205,13 @@ class Ranks:
 
 
 def _become(bind: Callable[[], None], follow: Callable[[], int]) -> NoReturn:
-    """In the child: nothing of the leader's own business is left, and nothing that it held is ever destroyed here: a
-    group of processes, say, waits at its end for threads that only the leader has."""
+    """Run a follower in the forked child. Nothing inherited from the leader is destroyed here (gc.freeze): finalizers,
+    such as that of a process group, could wait for threads that only the leader has."""
     gc.freeze()
     code = 1
     try:
         if (memory := sys.modules.get("worker.engines.transformers.device.memory")) is not None:
-            memory.inheritance.take()  # what it shares with a nursery, it can only tell while it may look at itself
+            memory.inheritance.take()  # the page map can be opened only before `bind`
         bind()
         code = follow()
     finally:

@@ -1,8 +1,9 @@
-"""Which backend serves an architecture, and the shape of the cache that the packed one needs.
+"""Backend of an architecture, and the shape of its KV cache.
 
-A family that is not in the table of the paged backend runs on the aligned one, if a trial with its own weights finds
-that right (`trial`): attention of its own, computed by the paged backend, would run and be silently wrong.
-Law: PURE; a configuration comes in as an object with the attributes of config.json.
+Families outside of the paged backend's table run on the aligned backend if a self-check with their weights succeeds
+(`run.self_check`). On the paged backend, special attention would be ignored and give wrong text.
+
+PURE. A configuration is an object with the attributes of config.json.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, Literal
 from worker.images import TEXT_ONLY
 from worker.protocol.architectures import OFFSET_POSITIONS, PAGED, POSITION_KEYS, VISION
 
+# `model_type` of the verified families that use the aligned backend.
 ALIGNED = frozenset(
     {
         "bamba",
@@ -45,10 +47,8 @@ ALIGNED = frozenset(
         "xglm",
     }
 )
-"""`model_type` of the rest that is verified."""
 
-VERIFIED = PAGED | ALIGNED
-"""tests/worker/engines/test_engine_equality.py has one of each."""
+VERIFIED = PAGED | ALIGNED  # tests/worker/engines/test_engine_equality.py has one model of each
 
 
 Backend = Literal["paged", "aligned"]
@@ -56,7 +56,7 @@ Backend = Literal["paged", "aligned"]
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Of the keys (and of the values) of one token, in each of `layers` layers."""
+    """Shape of the keys (and of the values) of one token, in each of `layers` layers."""
 
     layers: int
     kv_heads: int
@@ -73,16 +73,16 @@ class CacheShape:
 
 
 def backend(config: Any) -> Backend:
-    """What computes the steps of a model with this configuration."""
+    """Backend of a model with this configuration."""
     crosses = getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
     return "paged" if config.model_type in PAGED and not crosses else "aligned"
 
 
 def positions(config: Any) -> int:
-    """Tokens that one sequence may have, by the model's own limits; 0: it states none.
+    """Maximum context of the model by its own configuration; 0 if there is none.
 
-    `longrope` changes the frequencies of all tokens, those in the cache included, once a sequence outgrows the original
-    context; we stay within it. (`dynamic` does so beyond max_position_embeddings, which is the limit anyway.)
+    `longrope` changes the frequencies of all tokens, including cached ones, when a sequence outgrows the original
+    context, so that context is the limit. (`dynamic` does the same beyond max_position_embeddings, the limit anyway.)
     """
     config = config.get_text_config()
     stated = (getattr(config, name, None) for name in POSITION_KEYS)
@@ -97,7 +97,7 @@ def positions(config: Any) -> int:
 
 
 def why_blind(config: Any) -> str:
-    """Why a model of none of VISION takes no images, for people."""
+    """Message with the reason why this model accepts no images."""
     if getattr(config, "vision_config", None) is None:
         return TEXT_ONLY
     return (

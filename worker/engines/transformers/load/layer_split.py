@@ -1,14 +1,14 @@
-"""A model's layers over several devices: which lies where, and what moves when a step goes from one to the next.
+"""Devices and dtype of a model; layer split: its layers on several devices, and the transfers between them.
 
-Each device has a run of layers with their keys and values. The first has the embeddings as well, the last the final
-norm and the head; a head that shares the embeddings' weights stays with them, as a second copy would cost more than to
-move what it reads. Tensors move where a layer (or the norm, or the head) of another device wants them: what all layers
-of a device share, such as masks and positions, once in a step.
+Each device has consecutive layers with their keys and values. The first device also has the embeddings, the last one
+the final norm and the head. A head that shares weights with the embeddings stays on the first device, because a copy
+would cost more than moving its input. Tensors are moved when a module on another device is called with them; masks,
+positions and others that all layers share move once per step and device.
 
-Law: it decides nothing. How many layers lie on which device, the router says.
+The router decides how many layers each device gets.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from worker.engines.transformers.attention.kv_pool import Pool
-from worker.engines.transformers.attention.paged import Layout, Packed
-from worker.engines.transformers.load import staging
+from worker.engines.transformers.attention.kv_pool import KvPool
+from worker.engines.transformers.attention.paged import AttentionLayout, PackedBatch
+from worker.engines.transformers.load import safetensors, staging
 from worker.engines.transformers.load.safetensors import WeightFile
+from worker.engines.transformers.load.snapshot import is_cross_encoder, is_embedder
 from worker.engines.transformers.schedule.scheduler import Batch
 from worker.errors import StartError
 from worker.protocol.argv import ModelOptions
@@ -27,15 +28,15 @@ from worker.protocol.exits import Exit
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """Devices, in order, and how many layers each has."""
+class LayerSplit:
+    """Devices in order, and the number of layers on each."""
 
     devices: tuple[torch.device, ...]
     layers: tuple[int, ...]
 
     @property
     def homes(self) -> tuple[int, ...]:
-        """By layer: the place of its device."""
+        """Index of the device of each layer."""
         return tuple(place for place, count in enumerate(self.layers) for _ in range(count))
 
     @property
@@ -44,35 +45,94 @@ class Split:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """By device: its first layer."""
+        """First layer of each device."""
         return (0, *accumulate(self.layers[:-1]))
 
 
-def wanted(options: ModelOptions, config: Any, devices: Sequence[torch.device]) -> Split | None:
-    """The split that `options` ask for; None: one device has it all. Raises StartError for one that cannot be."""
+def devices_of(options: ModelOptions) -> tuple[torch.device, ...]:
+    """The devices of the model, in order. Raises StartError if there are none or one does not exist."""
+    if not options.devices:
+        raise StartError("no device is given; for example, use --devices=cpu", Exit.USAGE)
+    return tuple(map(_device, options.devices))
+
+
+def _device(name: str) -> torch.device:
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise StartError(f"device {name} is not usable: torch {torch.__version__} finds no CUDA device")
+    device = torch.device(name)
+    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
+        raise StartError(f"device {name} does not exist; torch finds {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", device.index or 0)
+
+
+def device_of(options: ModelOptions, rank: int) -> torch.device:
+    """The device of one tensor-parallel rank. Raises StartError if there is none for it."""
+    devices = devices_of(options)
+    if devices[0].type == "cpu" and len(devices) == 1:
+        return devices[0]
+    if len(devices) != options.tensor_parallel:
+        raise StartError(
+            f"--tensor-parallel={options.tensor_parallel} needs as many devices, but --devices has {len(devices)}",
+            Exit.USAGE,
+        )
+    return devices[rank]
+
+
+def split_of(options: ModelOptions, config: Any, devices: Sequence[torch.device]) -> LayerSplit | None:
+    """The layer split; None for a single device. Raises StartError if the model cannot be split."""
+    if len(devices) > 1 and (is_cross_encoder(options, config) or is_embedder(options, config)):
+        raise StartError("a model that embeds or scores texts cannot be split over devices; give it one device")
+    return requested_split(options, config, devices)
+
+
+def resolve_dtype(asked: str, stored: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The dtype for `asked`. auto: that of the checkpoint, but float32 for float16 on the CPU, where float16 is
+    slow."""
+    if asked != "auto":
+        dtype = getattr(torch, asked, None)
+        if asked not in ("float32", "float16", "bfloat16") or not isinstance(dtype, torch.dtype):
+            raise StartError(f"dtype {asked!r} is none of auto, float32, float16, bfloat16", Exit.USAGE)
+        return dtype
+    if stored is None or (stored == torch.float16 and device.type == "cpu"):
+        return torch.float32
+    return stored
+
+
+def resolved(
+    options: ModelOptions, config: Any, files: Iterable[safetensors.WeightFile], device: torch.device
+) -> torch.dtype:
+    """The model's dtype: as requested, else from the configuration, else from the files."""
+    stored = getattr(config, "dtype", None) or next((file.floating for file in files if file.floating), None)
+    return resolve_dtype(options.dtype, stored, device)
+
+
+def requested_split(options: ModelOptions, config: Any, devices: Sequence[torch.device]) -> LayerSplit | None:
+    """The split that `options` request; None for one device. Raises StartError if it is impossible."""
     if len(devices) == 1 and not options.layers:
         return None
     if len(options.layers) != len(devices) or not all(word.isdecimal() and int(word) for word in options.layers):
         raise StartError(
-            f"--layers={','.join(options.layers)} does not say how many layers each of {len(devices)} devices has",
+            f"--layers={','.join(options.layers)} must have one number of layers for each of {len(devices)} devices",
             Exit.USAGE,
         )
     layers = tuple(map(int, options.layers))
     have = _count(config)
     if sum(layers) != have:
         raise StartError(f"--layers={','.join(options.layers)} are {sum(layers)} layers, the model has {have}")
-    why = cannot(config)
+    why = reason_against_split(config)
     if getattr(config, "quantization_config", None) or options.quantization not in ("auto", "none"):
         why = "its weights are quantised"
     elif options.max_loras:
         why = "requests may name adapters (max-loras)"
     if why:
         raise StartError(f"architecture {config.model_type!r} cannot be split over devices: {why}; give it one device")
-    return Split(tuple(devices), layers)
+    return LayerSplit(tuple(devices), layers)
 
 
-def cannot(config: Any) -> str:
-    """Why a model of this configuration cannot be split; empty: it can."""
+def reason_against_split(config: Any) -> str:
+    """Reason why a model of this configuration cannot be split; empty if it can."""
     if getattr(config, "is_encoder_decoder", False):
         return "it has an encoder and a decoder"
     if getattr(config, "vision_config", None) is not None:
@@ -85,9 +145,8 @@ def _count(config: Any) -> int:
     return count
 
 
-def tail_of(model: Any, split: Split) -> torch.device:
-    """The device on which the last hidden state comes out, and logits: the last, or the first if the head is the
-    embeddings."""
+def tail_of(model: Any, split: LayerSplit) -> torch.device:
+    """Device of the last hidden state and the logits: the last one, or the first if the head shares the embeddings."""
     head = model.get_output_embeddings()
     shared = {id(each) for each in model.get_input_embeddings().parameters()}
     is_tied = head is not None and any(id(each) in shared for each in head.parameters())
@@ -96,32 +155,32 @@ def tail_of(model: Any, split: Split) -> torch.device:
 
 def place(
     model: Any,
-    split: Split,
+    split: LayerSplit,
     files: Sequence[WeightFile] = (),
     report: Callable[[int], None] = lambda done: None,
 ) -> None:
-    """Move the parts of `model` to their devices, to all at once, and have whatever they compute with follow them.
+    """Move the parts of `model` to their devices in parallel, and install hooks that move their inputs.
 
-    Weights that are views of `files` are read from there; `report` gets the bytes that have arrived. Raises StartError
-    if its layers cannot be told from the rest, and what `staging.bring` raises.
+    Views of `files` are read from there. `report` gets the bytes that have arrived. Raises StartError if the layers
+    cannot be found, and the errors of `staging.bring`.
     """
     parent, stack = stack_of(model)
     first, last, tail = split.devices[0], split.devices[-1], tail_of(model, split)
     head = model.get_output_embeddings()
     homes: dict[nn.Module, torch.device] = dict(zip(stack, split.by_layer, strict=True))
-    homes |= dict.fromkeys(_behind(parent, stack), last)
+    homes |= dict.fromkeys(_after(parent, stack), last)
     if head is not None:
         homes[head] = tail
     _move(model, homes, first, files, report)
-    visit = _Visit()
-    parent.register_forward_pre_hook(visit.begin)
-    for each in (*stack, *_beside(model, stack)):
-        each.register_forward_pre_hook(visit.bring(homes.get(each, first)), with_kwargs=True)
-    parent.register_forward_hook(visit.end(tail))
+    transfers = _ForwardTransfers()
+    parent.register_forward_pre_hook(transfers.begin)
+    for each in (*stack, *_outside(model, stack)):
+        each.register_forward_pre_hook(transfers.bring(homes.get(each, first)), with_kwargs=True)
+    parent.register_forward_hook(transfers.end(tail))
 
 
 def stack_of(model: Any) -> tuple[nn.Module, nn.ModuleList]:
-    """What calls the layers, and the layers. Raises StartError if they cannot be told from the rest."""
+    """The layers of a model and the module that calls them. Raises StartError if they cannot be identified."""
     count = _count(model.config)
     found = [
         (parent, child)
@@ -137,20 +196,20 @@ def stack_of(model: Any) -> tuple[nn.Module, nn.ModuleList]:
     return found[0]
 
 
-def _behind(parent: nn.Module, stack: nn.Module) -> list[nn.Module]:
-    """What stands behind the layers and has weights: the final norm, as a rule."""
+def _after(parent: nn.Module, stack: nn.Module) -> list[nn.Module]:
+    """Modules with weights behind the layers: usually the final norm."""
     children = list(parent.children())
     return [each for each in children[children.index(stack) + 1 :] if next(each.parameters(), None) is not None]
 
 
-def _beside(model: nn.Module, stack: nn.Module) -> list[nn.Module]:
-    """The largest parts of the model that have no layer in them."""
+def _outside(model: nn.Module, stack: nn.Module) -> list[nn.Module]:
+    """The largest submodules that contain none of the layers."""
     found: list[nn.Module] = []
     for child in model.children():
         if child is stack:
             continue
         if any(each is stack for each in child.modules()):
-            found += _beside(child, stack)
+            found += _outside(child, stack)
         elif next(child.parameters(), None) is not None or next(child.buffers(), None) is not None:
             found.append(child)
     return found
@@ -163,7 +222,7 @@ def _move(
     files: Sequence[WeightFile],
     report: Callable[[int], None],
 ) -> None:
-    """Weights and buffers to the home of the part that they belong to; what several parts share, once."""
+    """Move weights and buffers to the device of their module. Tensors shared by modules move once."""
     places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     home_of: dict[int, torch.device] = {}
     shares: dict[torch.device, list[torch.Tensor]] = {}
@@ -181,39 +240,39 @@ def _move(
             find(child, home)
 
     find(model, first)
-    brought = staging.bring_each(shares, files, report)
+    copies = staging.bring_each(shares, files, report)
     moved: dict[int, torch.Tensor] = {}
     for tensors, name, tensor in places:
         if id(tensor) not in moved:
-            new = brought[home_of[id(tensor)]](tensor.detach())
+            new = copies[home_of[id(tensor)]](tensor.detach())
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
             moved[id(tensor)] = new
         tensors[name] = moved[id(tensor)]
 
 
-class _Visit:
-    """One forward: what has been moved in it, so that it moves once to each device."""
+class _ForwardTransfers:
+    """Tensors moved during one forward pass, so that each moves once to each device."""
 
     def __init__(self) -> None:
+        # By identity, which is unique as long as the tensor is kept here.
         self._moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
-        """By identity, which nobody else has while the tensor is kept here."""
 
     def begin(self, module: nn.Module, args: Any) -> None:
         self._moved.clear()
 
     def bring(self, home: torch.device) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:
-        """A hook that brings what a module is called with to its home."""
+        """Hook that moves a module's arguments to its device."""
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            # the first argument is what changes from layer to layer: nobody wants it twice
+            # The first argument is the hidden state. It changes with every layer, so it is not kept.
             hidden = tuple(each.to(home) if isinstance(each, torch.Tensor) else each for each in args[:1])
-            return (*hidden, *self._brought(args[1:], home)), self._brought(kwargs, home)
+            return (*hidden, *self._moved_to(args[1:], home)), self._moved_to(kwargs, home)
 
         return hook
 
     def end(self, tail: torch.device) -> Callable[[nn.Module, Any, Any], Any]:
-        """A hook that hands on the last hidden state where the head is."""
+        """Hook that moves the last hidden state to the head's device."""
 
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             self._moved.clear()
@@ -224,13 +283,13 @@ class _Visit:
 
         return hook
 
-    def _brought(self, value: Any, home: torch.device) -> Any:
+    def _moved_to(self, value: Any, home: torch.device) -> Any:
         if isinstance(value, torch.Tensor):
             return value if value.device == home else self._copy(value, home)
         if type(value) in (tuple, list):
-            return type(value)([self._brought(each, home) for each in value])
+            return type(value)([self._moved_to(each, home) for each in value])
         if type(value) is dict:
-            return {name: self._brought(each, home) for name, each in value.items()}
+            return {name: self._moved_to(each, home) for name, each in value.items()}
         return value
 
     def _copy(self, tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
@@ -240,10 +299,10 @@ class _Visit:
         return self._moved[key][1]
 
 
-class Pools:
-    """Keys and values of a split model: a pool on each device, for its layers, with the same blocks in all of them."""
+class SplitKvPools:
+    """KV pools of a split model: one on each device for its layers, with the same blocks in all of them."""
 
-    def __init__(self, pools: Sequence[Pool], split: Split):
+    def __init__(self, pools: Sequence[KvPool], split: LayerSplit):
         self.pools = tuple(pools)
         self._homes = tuple((place, layer - split.starts[place]) for layer, place in enumerate(split.homes))
 
@@ -254,8 +313,8 @@ class Pools:
     def bytes_on(self, device: torch.device) -> int:
         return sum(pool.bytes_on(device) for pool in self.pools)
 
-    def lay_out(self, batch: Batch) -> "Spread":
-        return Spread(tuple(Packed.of(batch, pool) for pool in self.pools), self._homes)
+    def lay_out(self, batch: Batch) -> "SplitPackedBatch":
+        return SplitPackedBatch(tuple(PackedBatch.of(batch, pool) for pool in self.pools), self._homes)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         for pool in self.pools:
@@ -267,12 +326,11 @@ class Pools:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread(Layout):
-    """The layout of one step on each device."""
+class SplitPackedBatch(AttentionLayout):
+    """A packed batch on each device."""
 
-    parts: tuple[Packed, ...]
-    homes: tuple[tuple[int, int], ...]
-    """By layer: its device, and its place among the layers there."""
+    parts: tuple[PackedBatch, ...]
+    homes: tuple[tuple[int, int], ...]  # by layer: index of its device, and index among the layers there
 
     def attend(
         self,
@@ -284,6 +342,6 @@ class Spread(Layout):
         window: int,
         scaling: float | None,
     ) -> torch.Tensor:
-        """See `Layout`."""
+        """See `AttentionLayout`."""
         place, layer = self.homes[layer]
         return self.parts[place].attend(kernel, layer, query, key, value, window, scaling)

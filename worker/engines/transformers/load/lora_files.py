@@ -1,9 +1,9 @@
-"""Adapters as PEFT writes them: a folder with adapter_config.json and adapter_model.safetensors.
+"""LoRA adapters in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors.
 
-Only what is plain LoRA is read (Hu et al. 2021, section 4.1): beside each of some linear layers y = Wx stand two small
-matrices A `[rank, inputs]` and B `[outputs, rank]`, and y becomes Wx + scaling * B(Ax). Whatever else PEFT's
-configuration can ask for changes the layer in another way; all of that is refused by its name, since passing it over
-would change answers without a word. The library itself is not needed.
+Only plain LoRA is supported (Hu et al. 2021, section 4.1): a linear layer y = Wx gets two small matrices A
+`[lora_rank, inputs]` and B `[outputs, lora_rank]`, and y becomes Wx + scaling * B(Ax). All other features of PEFT's
+configuration change the layer in another way and are rejected by name, because ignoring them would give wrong text. The
+PEFT library is not needed.
 """
 
 import json
@@ -22,14 +22,14 @@ from worker.errors import StartError, UnusableAdapter
 from worker.protocol.snapshot_files import ADAPTER_FILES
 
 CONFIG, WEIGHTS = ADAPTER_FILES
+# Keys of adapter_config.json (PEFT 0.21) that describe the training or are read here. target_modules is not read: the
+# weights name their layers.
 _TRAINING = (
     "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode r target_modules"
     " exclude_modules lora_alpha lora_dropout fan_in_fan_out use_rslora layers_to_transform layers_pattern rank_pattern"
     " alpha_pattern megatron_core eva_config qalora_group_size runtime_config ensure_weight_tying loftq_config"
     " corda_config lora_ga_config"
 )
-"""Keys of adapter_config.json (PEFT 0.21) that say how an adapter was trained, or are read here. Which layers it is for
-is not read there: the files name them."""
 _REFUSED = {
     "use_dora": "it is a DoRA adapter, which scales the model's own weights",
     "modules_to_save": "it has whole layers of its own",
@@ -39,21 +39,18 @@ _REFUSED = {
     "layer_replication": "it repeats layers of the model",
     "alora_invocation_tokens": "it begins at certain tokens only (aLoRA)",
 }
+# Values of init_lora_weights that leave the base model's weights unchanged, in lower case.
 _WITHOUT_BASE = frozenset({"true", "false", "gaussian", "eva", "orthogonal"})
-"""Ways to begin a training that leave the model's own weights alone, in lower case."""
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.(?:[^.]+\.)?weight")
-_MOST_CONFIG = 1 << 20
-"""Bytes; real ones have a few hundred, or some thousand with patterns."""
+_MOST_CONFIG = 1 << 20  # bytes; real files have a few hundred, or some thousand with patterns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pair:
-    """What an adapter has for one linear layer."""
+class LoraPair:
+    """The two matrices of one linear layer."""
 
-    a: torch.Tensor
-    """`[rank, inputs]`, a view of the mapped file."""
-    b: torch.Tensor
-    """`[outputs, rank]`."""
+    a: torch.Tensor  # [lora_rank, inputs], a view of the mapped file
+    b: torch.Tensor  # [outputs, lora_rank]
     scaling: float
 
     @property
@@ -63,22 +60,20 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraFile:
-    """One adapter, its weights mapped: they are the kernel's to take back whenever nobody reads them."""
+    """One adapter with memory-mapped weights, whose pages the kernel may drop."""
 
-    pairs: Mapping[str, Pair]
-    """By the layer's name in the model that it was trained on."""
+    pairs: Mapping[str, LoraPair]  # by the layer's name in the model that it was trained on
     file: WeightFile
-    stamp: tuple[int, ...]
-    """Changes with the files."""
+    stamp: tuple[int, ...]  # changes with the files
 
     @property
     def rank(self) -> int:
-        """The largest of its ranks."""
+        """The largest LoRA rank of its layers."""
         return max(pair.rank for pair in self.pairs.values())
 
 
 def read(folder: str) -> LoraFile:
-    """The adapter in `folder`. Reads headers only. Raises UnusableAdapter with what stands in the way."""
+    """Read the adapter in `folder`, headers only. Raises UnusableAdapter with the reason."""
     config = _config(Path(folder))
     _refuse_others(folder, config)
     path = Path(folder, WEIGHTS)
@@ -97,7 +92,7 @@ def read(folder: str) -> LoraFile:
 
 
 def stamp(folder: str) -> tuple[int, ...]:
-    """What changes with an adapter's files; raises UnusableAdapter if they are not there."""
+    """Inode, size and modification time of an adapter's files. Raises UnusableAdapter if one is missing."""
     try:
         facts = [os.stat(os.path.join(folder, name)) for name in (CONFIG, WEIGHTS)]
     except OSError as error:
@@ -112,16 +107,16 @@ def _config(folder: Path) -> dict[str, Any]:
             raise UnusableAdapter(f"{path} has more than {_MOST_CONFIG} bytes; it is no adapter's configuration")
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise UnusableAdapter(f"{folder} has no {CONFIG}; name a folder that PEFT has written") from None
+        raise UnusableAdapter(f"{folder} has no {CONFIG}; name a folder written by PEFT") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UnusableAdapter(f"{path} cannot be read: {type(error).__name__}") from None
     if not isinstance(config, dict):
-        raise UnusableAdapter(f"{path} is no JSON object")
+        raise UnusableAdapter(f"{path} is not a JSON object")
     return config
 
 
 def _refuse_others(folder: str, config: Mapping[str, Any]) -> None:
-    """Raises UnusableAdapter for whatever is not plain LoRA."""
+    """Raise UnusableAdapter for everything but plain LoRA."""
     kind = config.get("peft_type")
     if kind != "LORA":
         raise UnusableAdapter(f"{folder}: adapters of type {str(kind)[:40]!r} are not supported, only LORA")
@@ -145,7 +140,7 @@ def _refuse_others(folder: str, config: Mapping[str, Any]) -> None:
 _OUT = "merge it into a checkpoint of its own"
 
 
-def _pairs(folder: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Pair]:
+def _pairs(folder: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, LoraPair]:
     halves: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
@@ -163,21 +158,21 @@ def _pairs(folder: str, config: Mapping[str, Any], tensors: Mapping[str, torch.T
             raise UnusableAdapter(f"{folder}: lora_A and lora_B of {layer[:120]} do not fit together")
         if not (a.is_floating_point() and b.is_floating_point()):
             raise UnusableAdapter(f"{folder}: the weights of {layer[:120]} are no floating-point numbers")
-        pairs[layer] = Pair(a, b, _scaling(folder, config, layer, len(a)))
+        pairs[layer] = LoraPair(a, b, _scaling(folder, config, layer, len(a)))
     return pairs
 
 
 def _scaling(folder: str, config: Mapping[str, Any], layer: str, rank: int) -> float:
-    """alpha / rank, or with rslora alpha / sqrt(rank) (Kalajdzievski 2023, section 3), by PEFT's patterns."""
-    stated = _stated(folder, config, "rank_pattern", layer, config.get("r"))
-    alpha = _stated(folder, config, "alpha_pattern", layer, config.get("lora_alpha"))
+    """alpha / rank, or with rslora alpha / sqrt(rank) (Kalajdzievski 2023, section 3), subject to PEFT's patterns."""
+    stated = _pattern_value(folder, config, "rank_pattern", layer, config.get("r"))
+    alpha = _pattern_value(folder, config, "alpha_pattern", layer, config.get("lora_alpha"))
     if stated != rank:
         raise UnusableAdapter(f"{folder}: {layer[:120]} has rank {rank}, and {CONFIG} says {stated:g}")
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 
-def _stated(folder: str, config: Mapping[str, Any], patterns: str, layer: str, otherwise: Any) -> float:
-    """The number for `layer`: that of the first pattern which its name ends with, else the general one."""
+def _pattern_value(folder: str, config: Mapping[str, Any], patterns: str, layer: str, otherwise: Any) -> float:
+    """The value for `layer`: that of the first pattern that matches the end of its name, else `otherwise`."""
     stated = config.get(patterns) or {}
     value = otherwise
     try:

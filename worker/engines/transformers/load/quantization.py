@@ -1,7 +1,8 @@
-"""Packed weights: which methods there are, what each needs, and what becomes of its tensors while they are loaded.
+"""Quantized checkpoints: supported methods, their libraries, and what happens to the weights at load.
 
-Some stay packed, and are put into the order that kernels want; others are unpacked, because there are no kernels for
-them, or none that keep what was promised of memory: compressed-tensors would unpack a whole model in its first step.
+Some methods keep weights quantized, in the layout of their kernels. Others are dequantized, because there are no
+kernels for them or none that keep the estimated memory: compressed-tensors would dequantize a whole model in its first
+step.
 """
 
 import copy
@@ -20,6 +21,8 @@ from worker.errors import StartError
 from worker.protocol.architectures import FUSED_GROUPS, UNPACKED, UNPACKED_ON_CPU, UNPACKED_WITHOUT, USUAL_GROUP
 from worker.protocol.argv import ModelOptions
 
+# Supported methods, which are those that the tests load: the module each needs beside transformers, and the command to
+# install it. transformers supports more, whose memory use is not measured here.
 LIBRARIES = {
     "awq": ("gptqmodel", "pip install 'gptqmodel<7.7' optimum"),
     "bitsandbytes": ("bitsandbytes", "pip install bitsandbytes"),
@@ -28,27 +31,25 @@ LIBRARIES = {
     "gptq": ("gptqmodel", "pip install 'gptqmodel<7.7' optimum"),
     "mxfp4": ("", ""),
 }
-"""The methods that are served, which are those that our tests load, with what each needs beside transformers: module,
-and how to get it. transformers knows more, whose memory nobody has measured here. As in router/memory/estimate.py."""
 _WORD_BITS = {torch.int32: 32, torch.uint8: 8, torch.int8: 8}
 
 
 def is_quantized(options: ModelOptions, config: Any) -> bool:
-    """Whether the checkpoint is quantised, or is to be."""
-    return bool(stated(config)) or options.quantization not in ("auto", "none")
+    """True if the checkpoint is quantized or the options request quantization at load."""
+    return bool(quantization_config(config)) or options.quantization not in ("auto", "none")
 
 
-def stated(config: Any) -> dict[str, Any]:
-    """What config.json says of how the weights are packed; empty: they are not."""
-    said = getattr(config, "quantization_config", None) or {}
-    return said if isinstance(said, dict) else dict(said.to_dict())
+def quantization_config(config: Any) -> dict[str, Any]:
+    """Quantization settings of config.json; empty if the checkpoint is not quantized."""
+    settings = getattr(config, "quantization_config", None) or {}
+    return settings if isinstance(settings, dict) else dict(settings.to_dict())
 
 
 def method(options: ModelOptions, config: Any) -> str:
-    """How the model's weights are packed, or will be; "": they are not.
+    """Quantization method of the model; "" if it is not quantized.
 
-    Raises StartError if the preset wants another way than the checkpoint has, if we do not serve that, or if its
-    library is not here.
+    Raises StartError if the preset requests another method than the checkpoint has, if the method is not supported, or
+    if its library is not installed.
     """
     found, asked = named(config), options.quantization
     if not found and asked in ("auto", "none"):
@@ -63,11 +64,12 @@ def method(options: ModelOptions, config: Any) -> str:
             f"the checkpoint is quantised with {found!r}, which this version cannot load; take one that is not"
             f" quantised, or quantised with {', '.join(LIBRARIES)}"
         )
-    said = stated(config)
-    if found == "awq" and options.devices[0] == "cpu" and not is_fused(said):
+    settings = quantization_config(config)
+    if found == "awq" and options.devices[0] == "cpu" and not is_fused(settings):
         raise StartError(
-            f"the checkpoint is quantised with awq in {said.get('bits', 4)} bits and groups of {said.get('group_size')}"
-            " inputs, which this version computes on an accelerator only; on main memory it takes 4 bits and groups of"
+            f"the checkpoint is quantised with awq in {settings.get('bits', 4)} bits and groups of"
+            f" {settings.get('group_size')} inputs, which this version computes on an accelerator only; on main memory"
+            " it takes 4 bits and groups of"
             f" {', '.join(map(str, sorted(FUSED_GROUPS)))}"
         )
     module, command = LIBRARIES[family(found)]
@@ -77,21 +79,22 @@ def method(options: ModelOptions, config: Any) -> str:
 
 
 def named(config: Any) -> str:
-    """What config.json calls the method; "": it states none."""
-    said = stated(config)
-    if not said:
+    """Method named in config.json; "" if there is none."""
+    settings = quantization_config(config)
+    if not settings:
         return ""
-    by_bits = "bitsandbytes" if said.get("load_in_4bit") or said.get("load_in_8bit") else "unknown"  # as once written
-    return str(said.get("quant_method") or by_bits)
+    # Older checkpoints of bitsandbytes name no method.
+    by_bits = "bitsandbytes" if settings.get("load_in_4bit") or settings.get("load_in_8bit") else "unknown"
+    return str(settings.get("quant_method") or by_bits)
 
 
 def family(method: str) -> str:
-    """The name by which a method's library is known."""
+    """Key of LIBRARIES for a method."""
     return "bitsandbytes" if method.startswith("bitsandbytes") else method
 
 
 def bring_library(method: str) -> None:
-    """Import what `method` needs, if it needs anything: it is part of what a process takes."""
+    """Import the library of `method` if it needs one, so that it counts as process overhead."""
     module, _ = LIBRARIES.get(family(method), ("", ""))
     if module:
         importlib.import_module(module)
@@ -104,30 +107,30 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def unpacks(method: str, device: torch.device) -> bool:
-    """Whether the weights are plain numbers, of the model's type, once they are loaded."""
+def dequantizes(method: str, device: torch.device) -> bool:
+    """True if the weights are dequantized at load, to the model's own type."""
     if method in UNPACKED or (device.type == "cpu" and method in UNPACKED_ON_CPU):
         return True
     return not all(map(_is_installed, UNPACKED_WITHOUT.get(method, ())))
 
 
-def is_fused(said: dict[str, Any]) -> bool:
-    """Whether gptqmodel has a kernel of main memory's own for a checkpoint of gptq or awq; others it unpacks."""
-    group = said.get("group_size") or said.get("q_group_size") or USUAL_GROUP
-    return (said.get("bits") or 4) == 4 and group in FUSED_GROUPS
+def is_fused(settings: dict[str, Any]) -> bool:
+    """True if gptqmodel has a CPU kernel for this gptq or awq checkpoint; others it dequantizes."""
+    group = settings.get("group_size") or settings.get("q_group_size") or USUAL_GROUP
+    return (settings.get("bits") or 4) == 4 and group in FUSED_GROUPS
 
 
-def numbers(stored: torch.dtype, said: dict[str, Any]) -> int:
-    """How many numbers an element of a packed tensor of that type holds, by what config.json `said`."""
-    bits = said.get("bits") or said.get("w_bit") or _group_bits(said)
-    if said.get("quant_method") in ("fp8", "mxfp4") and stored in (torch.int8, torch.uint8):
-        bits = 4  # experts of a checkpoint in 8 bits may have 4
+def numbers(stored: torch.dtype, settings: dict[str, Any]) -> int:
+    """Quantized numbers per element of a stored tensor of type `stored`."""
+    bits = settings.get("bits") or settings.get("w_bit") or _group_bits(settings)
+    if settings.get("quant_method") in ("fp8", "mxfp4") and stored in (torch.int8, torch.uint8):
+        bits = 4  # experts of an 8-bit checkpoint may have 4 bits
     return max(1, _WORD_BITS.get(stored, 0) // int(bits)) if bits else 1
 
 
-def _group_bits(said: dict[str, Any]) -> int:
-    """Of compressed-tensors, which has groups of layers: the fewest, as then there are the most numbers."""
-    groups = said.get("config_groups") or {}
+def _group_bits(settings: dict[str, Any]) -> int:
+    """Smallest bit width of the groups of compressed-tensors: the most numbers per element, so the upper bound."""
+    groups = settings.get("config_groups") or {}
     found = [(group.get("weights") or {}).get("num_bits") for group in groups.values() if isinstance(group, dict)]
     return min((int(bits) for bits in found if bits), default=0)
 
@@ -140,38 +143,38 @@ def load(
     dtype: torch.dtype,
     files: Sequence[safetensors.WeightFile],
 ) -> Any:
-    """The model on `device`, as transformers loads it. Raises StartError."""
+    """Load the model on `device` with transformers. Raises StartError."""
     found = method(options, config)
-    if family(found) == "bitsandbytes":  # it would tell of each layer in each step that numbers are converted
+    if family(found) == "bitsandbytes":  # it logs a conversion for each layer in each step
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    said = stated(config)
+    settings = quantization_config(config)
     source: str | None = options.snapshot
     given: dict[str, Any] = {"use_safetensors": True, "local_files_only": True}
-    if not said:
+    if not settings:
         bits: Any = transformers.BitsAndBytesConfig
         asked = options.quantization
         on_load = bits(load_in_8bit=asked == "bnb-8bit", load_in_4bit=asked == "bnb-4bit")
-        # of our own mapping: pages that are packed can be let go, where transformers would keep all of them
+        # Views of our own mapping: quantized pages can be released. transformers would keep all of them.
         source, given = None, {"state_dict": _tensors(files, dtype), "quantization_config": on_load}
-    elif unpacks(found, device):
+    elif dequantizes(found, device):
         config = copy.deepcopy(config)
-        config.quantization_config = {**said, "dequantize": True}
-    elif found == "gptq" and device.type == "cpu" and not is_fused(said):
-        config = copy.deepcopy(config)  # left alone it takes kernels that then find no such group, or other bits
-        config.quantization_config = {**said, "backend": "torch"}
+        config.quantization_config = {**settings, "dequantize": True}
+    elif found == "gptq" and device.type == "cpu" and not is_fused(settings):
+        config = copy.deepcopy(config)  # the default backend picks kernels without support for these groups or bits
+        config.quantization_config = {**settings, "backend": "torch"}
     try:
         model = cls.from_pretrained(source, config=config, dtype=dtype, device_map={"": device}, **given)
     except (ImportError, ValueError, RuntimeError) as error:
         if memory.is_exhausted(error):
             raise
         raise StartError(f"transformers cannot load this {found} checkpoint here: {memory.one_line(error)}") from error
-    if said and unpacks(found, device):
+    if settings and dequantizes(found, device):
         _unify(model, dtype)
     return model
 
 
 def _tensors(files: Sequence[safetensors.WeightFile], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """All tensors by name, floating point in `dtype`; views where they are so in the files."""
+    """All tensors by name, floating point in `dtype`; views where the files have that type."""
     found: dict[str, torch.Tensor] = {}
     for file in files:
         found.update(file.converted(dtype, lambda read: None) if file.converts_to(dtype) else file.tensors())
@@ -179,16 +182,16 @@ def _tensors(files: Sequence[safetensors.WeightFile], dtype: torch.dtype) -> dic
 
 
 def _unify(model: Any, dtype: torch.dtype) -> None:
-    """What was not packed keeps the type of the files, where the rest is unpacked to `dtype`: both have to be one."""
+    """Convert weights that were not quantized to `dtype`, like the dequantized ones."""
     kept = tuple(model._get_dtype_plan(dtype))
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not any(part in name for part in kept):
             parameter.data = parameter.data.to(dtype)
 
 
-def arrange(model: Any, dtype: torch.dtype) -> None:
-    """Have packed weights put into the order that the CPU's kernels want: else the first request would, and take the
-    memory for it then."""
+def convert_layouts(model: Any, dtype: torch.dtype) -> None:
+    """Run every quantized layer once, so that it converts its weights to the CPU kernel's layout. The first request
+    would do it otherwise, with memory that is not accounted for."""
     with torch.inference_mode():
         for layer in model.modules():
             if type(layer).__name__ in ("Linear4bit", "Linear8bitLt") or hasattr(layer, "qweight"):

@@ -1,7 +1,7 @@
-"""Weights as they lie on disk: safetensors files, mapped, each tensor a view.
+"""Safetensors files: memory-mapped, with each tensor a view.
 
-Nothing is copied: a page of the file becomes memory when it is first touched, is shared with every other process that
-maps it, and may be dropped and read again. Pickled weights are never opened.
+Nothing is copied. A page of a file becomes memory on first access, is shared with other processes that map the file,
+and may be dropped and read again by the kernel. Pickled weights are never opened.
 Format: https://huggingface.co/docs/safetensors, "Format": 8 bytes little-endian length, JSON header, tensors.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import torch
 
-from worker.engines.transformers.load.page_cache import READERS, STRETCH, Reading, cached, read
+from worker.engines.transformers.load.page_cache import READERS, STRETCH, BackgroundReader, cached, read
 from worker.errors import StartError
 from worker.protocol.exits import Exit
 from worker.protocol.snapshot_files import INDEX, WEIGHTS, shard_names
@@ -30,24 +30,19 @@ _DTYPES = {
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
-NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-"""What the format calls torch's types."""
+NAMES = {dtype: name for name, dtype in _DTYPES.items()}  # names of torch's types in the format
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_LARGEST_HEADER = 100_000_000
-"""Bytes; the reference implementation refuses longer ones, too."""
-_WARM = 0.9
-"""Share of the files in the page cache above which one thread does: a guess; a few pages have often been taken."""
-_AROUND = 1 << 16
-"""Bytes that the kernel maps with one fault where they are in the page cache (fault_around_bytes, its default)."""
-_SAMPLE = 1 << 20
-"""Bytes of each stretch that are asked for."""
+_LARGEST_HEADER = 100_000_000  # bytes; limit of the reference implementation
+_WARM = 0.9  # cached share of the files from which one thread is enough; a guess, since some pages are often evicted
+_AROUND = 1 << 16  # bytes that the kernel maps per page fault if cached (default of fault_around_bytes)
+_SAMPLE = 1 << 20  # bytes checked of each part
+# linux/mman.h; the latter since Linux 5.14. Python has names for them only from 3.14 on.
 _MADV_HUGEPAGE, _MADV_POPULATE_READ = 14, 22
-"""linux/mman.h; the latter since Linux 5.14. Python names it only from 3.14 on."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def files(snapshot: Path) -> list[Path]:
-    """The safetensors files of a snapshot. Raises StartError if there are none, or one of the index is missing."""
+    """The safetensors files of a snapshot. Raises StartError if there are none or one of the index is missing."""
     index = snapshot / INDEX
     if index.is_file():
         try:
@@ -73,7 +68,7 @@ def files(snapshot: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One tensor: where it begins in the file and what it is."""
+    """Location and type of one tensor in the file."""
 
     name: str
     dtype: torch.dtype
@@ -83,7 +78,7 @@ class _Entry:
 
 
 class WeightFile:
-    """One safetensors file, mapped. Raises StartError if it is damaged, before anything of it is used."""
+    """One memory-mapped safetensors file. The constructor raises StartError if the file is damaged."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -99,11 +94,11 @@ class WeightFile:
                 self._entries = [self._entry(name, entry, 8 + length) for name, entry in header.items()]
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise self._damaged(f"its header cannot be read ({type(error).__name__})") from error
-            # private and writable: torch wants writable memory; a write would copy the page and leave the file alone
+            # Private and writable, since torch wants writable memory. A write would copy the page, not change the file.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
-        # What is read for this mapping comes in pages of 2 MiB where the file system has such, and stays so for whoever
-        # maps the file next: to make 2.3 GB resident takes 3 ms instead of 52 (measured on ext4).
+        # Pages of 2 MiB where the file system has them, also for later mappings of the file: 2.3 GB are then mapped in
+        # 3 ms instead of 52 (measured on ext4).
         with suppress(OSError, ValueError):
             self._map.madvise(_MADV_HUGEPAGE)
 
@@ -120,12 +115,12 @@ class WeightFile:
         return StartError(f"{self.path} is damaged: {why}; delete it and download it again", Exit.DAMAGED)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and views. Views keep the file mapped."""
+        """Names and views. A view keeps the file mapped."""
         for entry in self._entries:
             yield entry.name, self._view(entry)
 
     def listed(self) -> Iterator[tuple[str, torch.dtype, int]]:
-        """Names, types and numbers of elements, without a look at any of them."""
+        """Names, dtypes and numbers of elements from the header."""
         for entry in self._entries:
             yield entry.name, entry.dtype, prod(entry.shape)
 
@@ -134,43 +129,45 @@ class WeightFile:
             return torch.empty(entry.shape, dtype=entry.dtype)
         raw = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.nbytes, offset=entry.offset)
         if entry.offset % entry.dtype.itemsize:
-            raw = raw.clone()  # written without alignment: kernels expect it
+            raw = raw.clone()  # unaligned in the file, but kernels expect alignment
         return raw.view(entry.dtype).view(entry.shape)
 
     @property
     def bytes(self) -> torch.Tensor:
-        """The whole file, a view `[size]`."""
+        """The whole file as a view `[size]`."""
         return torch.frombuffer(self._map, dtype=torch.uint8)
 
     def converted(self, dtype: torch.dtype, report: Callable[[int], None]) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `tensors`, floating point in `dtype`; the file's pages are let go as soon as they were read."""
+        """As `tensors`, with floating point in `dtype`. Pages of the file are released as soon as they are
+        converted."""
         for entry in sorted(self._entries, key=lambda entry: entry.offset):
             view = self._view(entry)
             yield entry.name, (view.to(dtype, copy=True) if view.is_floating_point() else view.clone())
             report(entry.nbytes)
-            self._let_go(entry.offset, entry.nbytes)
+            self._release(entry.offset, entry.nbytes)
 
     def keep_only(self, used: Set[int]) -> None:
-        """Let go of the pages of all tensors whose views do not begin at one of the addresses `used`."""
+        """Release the pages of all tensors whose views do not begin at one of the addresses `used`."""
         for entry in self._entries:
             if self._view(entry).data_ptr() not in used:
-                self._let_go(entry.offset, entry.nbytes)
+                self._release(entry.offset, entry.nbytes)
 
     def offset(self, view: torch.Tensor) -> int | None:
-        """Where in the file a view begins; None if it is none of this file."""
+        """Offset of a view in the file; None if it belongs to other memory."""
         offset = view.data_ptr() - self._address
         return offset if 0 <= offset < self.size else None
 
-    def let_go(self, view: torch.Tensor) -> bool:
-        """Let go of the pages of a view, which is read from the file again if need be; False if it is none of this
+    def release_pages(self, view: torch.Tensor) -> bool:
+        """Release the pages of a view; later access reads the file again. False if the view is not part of this
         file."""
         offset = self.offset(view)
         if offset is None:
             return False
-        self._let_go(offset, view.nbytes)
+        self._release(offset, view.nbytes)
         return True
 
-    def _let_go(self, offset: int, nbytes: int) -> None:
+    def _release(self, offset: int, nbytes: int) -> None:
+        # Only pages that lie entirely inside the view: the first and last may belong to neighbours, too.
         start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if end > start:
@@ -178,36 +175,38 @@ class WeightFile:
                 self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def converts_to(self, dtype: torch.dtype) -> bool:
-        """Whether a model in `dtype` needs other numbers than the file has."""
+        """True if a model in `dtype` needs other numbers than the file has."""
         return any(entry.dtype.is_floating_point and entry.dtype != dtype for entry in self._entries)
 
     @property
     def is_aligned(self) -> bool:
-        """Whether all tensors can be used where they lie."""
+        """True if all tensors can be used in place."""
         return not any(entry.nbytes and entry.offset % entry.dtype.itemsize for entry in self._entries)
 
     @property
     def floating(self) -> torch.dtype | None:
-        """Type of its first floating-point tensor."""
+        """Type of the first floating-point tensor."""
         return next((entry.dtype for entry in self._entries if entry.dtype.is_floating_point), None)
 
 
 class ReadAhead:
-    """Files read, and their pages mapped, while others work: threads for the length of the block.
+    """Reads files and maps their pages in background threads for the length of a block.
 
-    What is in the page cache is only mapped, by one thread and whoever waits for the end, since that takes no more than
-    looking at it; what is not is read by several, each a large stretch at a time, in the order of the files.
+    Cached parts are only mapped, by one thread plus the one that waits in `finish`, because mapping takes no longer
+    than reading one byte per page. Other parts are read by several threads, in file order.
     """
 
     def __init__(self, files: Sequence[WeightFile], copied: Set[WeightFile] = frozenset()):
-        """`copied`: of those the pages do not become part of this process: they are only brought into the page cache,
-        for whoever copies them piece by piece."""
+        """`copied`: files that are only read into the page cache and not mapped, because the caller copies their
+        tensors one by one."""
         self.total = sum(file.size for file in files)
         self._files = files
         self._copied = copied
         self._done = 0
         self._lock = threading.Lock()
-        self._reading = Reading(((file, at) for file in files for at in range(0, file.size, STRETCH)), self._have)
+        self._reading = BackgroundReader(
+            ((file, at) for file in files for at in range(0, file.size, STRETCH)), self._have
+        )
         self._descriptors: dict[WeightFile, int] = {}
 
     def __enter__(self) -> Self:
@@ -223,7 +222,7 @@ class ReadAhead:
             os.close(descriptor)
 
     def finish(self, report: Callable[[int], None]) -> None:
-        """Returns once all is read, with this thread's help; `report` gets the bytes done so far, now and then."""
+        """Wait until everything is read, and help. `report` is called regularly with the bytes done so far."""
         while self._reading.one():
             report(self._done)
         self._reading.finish(lambda: report(self._done))
@@ -238,7 +237,7 @@ class ReadAhead:
             if not is_cached:
                 read(descriptor, start, length)
         elif is_cached:
-            # a look at one byte each: this way threads that map other memory need not wait, as they must for madvise
+            # Reading one byte per fault-around window takes no mmap lock; madvise would block threads that map memory.
             file.bytes[start : start + length : _AROUND].max()
         else:
             _populate(file.bytes[start : start + length])
@@ -247,10 +246,10 @@ class ReadAhead:
 
 
 def are_cached(files: Sequence[WeightFile]) -> bool:
-    """Whether all of them is in the page cache, so that it only has to be mapped.
+    """True if all files are in the page cache.
 
-    A sample says so: the kernel takes pages in long runs, and what it took in between is read when it is used. To ask
-    for each of 560,000 pages takes 5 ms (measured)."""
+    Checks a sample, because the kernel evicts pages in long runs. Checking each of 560,000 pages takes 5 ms (measured).
+    """
     for file in files:
         descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -264,33 +263,32 @@ def are_cached(files: Sequence[WeightFile]) -> bool:
 
 
 class Prefault:
-    """The pages of weights that are in the page cache, mapped behind the back of whoever computes with them already.
+    """Maps cached weights in a background thread while the model is already used.
 
-    A thread looks at them once, in the order of the views, which should be that of use; a page that is met before is
-    mapped then. It is over in some tens of milliseconds.
+    The thread touches the pages in the order of the views, which should be the order of use. A page used earlier is
+    mapped by its page fault. This takes some tens of milliseconds.
     """
 
     def __init__(self, files: Sequence[WeightFile], views: Sequence[torch.Tensor]):
-        """Views of none of the files are left out."""
+        """Views that belong to none of the files are ignored."""
         places = ((file, file.offset(view), view.nbytes) for view in views for file in files)
         self._stretches = [file.bytes[at : at + size] for file, at, size in places if at is not None]
-        self.left = sum(map(len, self._stretches))
-        """Bytes that it has not come to yet."""
+        self.left = sum(map(len, self._stretches))  # bytes that are not mapped yet
         self._is_over = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """To be called once."""
+        """Start the thread. Call once."""
         self._thread = threading.Thread(target=self._run, name="prefault", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
-        """Returns once all is mapped, if it was started."""
+        """Wait until everything is mapped, if started."""
         if self._thread is not None:
             self._thread.join()
 
     def stop(self) -> None:
-        """Returns once nothing is mapped any more, however far it is: what was not is mapped when it is used."""
+        """Stop early and wait for the thread. The rest is mapped on first use."""
         self._is_over = True
         self.finish()
         self.left = 0
@@ -306,8 +304,8 @@ class Prefault:
 
 
 def _populate(stretch: torch.Tensor) -> None:
-    """Have the pages of `stretch` mapped, which begins with one; where the kernel does not know how, nothing: they
-    will come when they are used. The interpreter is free meanwhile, which `mmap.madvise` would hold."""
+    """Map the pages of `stretch` (page-aligned). Does nothing on kernels without support; pages are then mapped on
+    first use. Calls libc directly, because `mmap.madvise` holds the GIL."""
     _libc.madvise(
         ctypes.c_void_p(stretch.data_ptr()), ctypes.c_size_t(stretch.nbytes), ctypes.c_int(_MADV_POPULATE_READ)
     )

@@ -1,8 +1,8 @@
-"""What a snapshot's own files say of vectors and scores, as values: the layout of sentence-transformers.
+"""Configuration of embedders and rerankers in the layout of sentence-transformers, as values.
 
-`modules.json` lists what follows the transformer, each module with a folder of its own; `sentence_bert_config.json` and
-`config_sentence_transformers.json` say how texts come in. A module, a mode or a setting that the engine cannot apply is
-a StartError that names it: vectors that differ from the author's are worse than none.
+`modules.json` lists the modules behind the transformer, each with its own folder. `sentence_bert_config.json` and
+`config_sentence_transformers.json` describe the input. A module, mode or setting that the engine does not support is a
+StartError: vectors that differ from the author's are worse than none.
 """
 
 import json
@@ -16,10 +16,8 @@ from worker.protocol.exits import Exit
 from worker.protocol.snapshot_files import is_below
 
 MODULES, TRANSFORMER = "modules.json", "sentence_bert_config.json"
-MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "last")
-"""In the order in which several of them are concatenated."""
-ASKED = ("none", "mean", "cls", "last", "rank")
-"""What a preset may ask for."""
+MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "last")  # in order of concatenation
+POOLING_OPTIONS = ("none", "mean", "cls", "last", "rank")  # values of the preset option `pooling`
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -28,22 +26,20 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "last",
 }
-_VECTOR = "sentence_embedding"
-"""What sentence-transformers calls the vector that modules hand on."""
+_VECTOR = "sentence_embedding"  # name of the vector that modules pass on
 
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """Hidden states of a text to one vector; several modes are concatenated."""
+    """Pooling of a text's hidden states to one vector. Several modes are concatenated."""
 
     modes: tuple[str, ...]
-    skips_prompt: bool = False
-    """The tokens of the instruction before a text do not count."""
+    skips_prompt: bool = False  # tokens of the instruction before a text are excluded
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A linear layer and an activation on the vector."""
+    """Linear layer and activation on the vector."""
 
     folder: Path
     inputs: int
@@ -61,96 +57,91 @@ class LayerNorm:
 
 @dataclass(frozen=True, slots=True)
 class Normalize:
-    """To Euclidean length 1."""
+    """Scale to Euclidean length 1."""
 
 
-Step = Pooling | Dense | LayerNorm | Normalize
+EmbedderModule = Pooling | Dense | LayerNorm | Normalize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """How texts become vectors."""
+class EmbedderConfig:
+    """Conversion of texts to vectors."""
 
-    steps: tuple[Step, ...] = (Pooling(("mean",)),)
-    """What follows the transformer, in this order; none: a vector for each token."""
-    max_tokens: int = 0
-    """Of one text; 0: the files do not say."""
-    prompts: Mapping[str, str] = field(default_factory=dict)
-    """Instructions that may stand before a text, by name."""
-    default_prompt: str = ""
-    """The text of the one that stands there where none is named."""
-    dimensions: int = 0
-    """Leading components that are kept; 0: all."""
+    steps: tuple[EmbedderModule, ...] = (Pooling(("mean",)),)  # applied in this order; empty: one vector for each token
+    max_tokens: int = 0  # per text; 0: unspecified
+    prompts: Mapping[str, str] = field(default_factory=dict)  # instructions before a text, by name
+    default_prompt: str = ""  # text of the instruction used if none is named
+    dimensions: int = 0  # leading components that are kept; 0: all
 
 
 def is_layout(snapshot: Path) -> bool:
-    """Whether the snapshot has the layout of sentence-transformers."""
+    """True if the snapshot has the layout of sentence-transformers."""
     return (snapshot / MODULES).is_file()
 
 
 def has_pooling(snapshot: Path) -> bool:
-    """Whether that layout makes vectors of texts."""
+    """True if that layout includes pooling."""
     return any(str(module.get("type", "")).endswith(".Pooling") for module in read_list(snapshot / MODULES))
 
 
-def read(snapshot: Path, asked: str = "") -> Layout:
-    """The layout of an embedder; without one mean pooling. `asked`: a pooling that replaces the snapshot's.
+def read(snapshot: Path, asked: str = "") -> EmbedderConfig:
+    """Read an embedder's configuration; mean pooling if there is none. `asked`: a pooling mode that replaces it.
 
-    A last Normalize is left out: the option `embd_normalize` says whether vectors get length 1. Raises StartError.
+    A final Normalize is dropped: the option `embd_normalize` decides about normalization. Raises StartError.
     """
-    if asked and asked not in ASKED:
-        raise StartError(f"pooling {asked!r} is none of {', '.join(ASKED)}", Exit.USAGE)
+    if asked and asked not in POOLING_OPTIONS:
+        raise StartError(f"pooling {asked!r} is none of {', '.join(POOLING_OPTIONS)}", Exit.USAGE)
     if asked == "rank":
-        raise StartError("pooling = rank wants a cross-encoder (*ForSequenceClassification); leave it out to embed")
+        raise StartError("pooling = rank needs a cross-encoder (*ForSequenceClassification); leave it out to embed")
     _check_transformer(snapshot / TRANSFORMER, read_json(snapshot / TRANSFORMER), "feature-extraction")
-    said = read_json(snapshot / "config_sentence_transformers.json")
-    prompts, default = read_prompts(snapshot, said)
-    steps = _steps(snapshot) if is_layout(snapshot) else Layout().steps
+    settings = read_json(snapshot / "config_sentence_transformers.json")
+    prompts, default = read_prompts(snapshot, settings)
+    steps = _steps(snapshot) if is_layout(snapshot) else EmbedderConfig().steps
     if asked == "none":
         steps = ()
     elif asked:
         steps = tuple(replace(step, modes=(asked,)) if isinstance(step, Pooling) else step for step in steps)
     if steps and isinstance(steps[-1], Normalize):
         steps = steps[:-1]
-    return Layout(
+    return EmbedderConfig(
         steps=steps,
         max_tokens=max_tokens(snapshot),
         prompts=prompts,
         default_prompt=default,
-        dimensions=int(said.get("truncate_dim") or 0),
+        dimensions=int(settings.get("truncate_dim") or 0),
     )
 
 
-def read_prompts(snapshot: Path, said: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-    """Prompts by name, and the text of the default one. `query` and `document` are always there, perhaps empty."""
-    stated = said.get("prompts") or {}
+def read_prompts(snapshot: Path, settings: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+    """Prompts by name, and the text of the default prompt. `query` and `document` always exist, perhaps empty."""
+    stated = settings.get("prompts") or {}
     path = snapshot / "config_sentence_transformers.json"
     if not isinstance(stated, dict) or not all(isinstance(text, str | None) for text in stated.values()):
-        raise StartError(f"{path} is damaged: its prompts are no texts by name", Exit.DAMAGED)
+        raise StartError(f"{path} is damaged: its prompts are not texts by name", Exit.DAMAGED)
     prompts = {"query": "", "document": "", **{str(name): text or "" for name, text in stated.items()}}
-    default = said.get("default_prompt_name")
+    default = settings.get("default_prompt_name")
     if default is not None and default not in prompts:
         raise StartError(f"{path} names the default prompt {default!r}, and has {', '.join(sorted(prompts))}")
     return prompts, prompts[default] if default is not None else ""
 
 
 def lowercases(snapshot: Path) -> bool:
-    """Whether texts are read in small letters, whatever the tokenizer itself would do."""
+    """True if texts are lower-cased regardless of the tokenizer's own settings."""
     return bool(read_json(snapshot / TRANSFORMER).get("do_lower_case"))
 
 
 def max_tokens(snapshot: Path) -> int:
-    """Tokens of one text, as sentence-transformers would cut it: its own setting, else the tokenizer's; 0: neither
-    says."""
+    """Maximum of tokens of a text in sentence-transformers: its own setting, else the tokenizer's; 0 if neither is
+    set."""
     stated = int(read_json(snapshot / TRANSFORMER).get("max_seq_length") or 0)
     usual = read_json(snapshot / "tokenizer_config.json").get("model_max_length")
     return stated or (int(usual) if isinstance(usual, int | float) and 0 < usual < 1 << 31 else 0)
 
 
 def activation_of_scores(snapshot: Path, config: Any) -> str:
-    """The activation that a cross-encoder's files name for its score, as a dotted path; empty: none is named.
+    """Dotted path of the activation for a cross-encoder's score; empty if none is configured.
 
-    Raises StartError for modules behind the classification head, or a prompt before it, which nothing here applies.
+    Raises StartError for modules behind the classification head or a prompt, which are not supported.
     """
     for module, kind in _modules(snapshot):
         if kind != "Transformer" or module.get("path"):
@@ -158,12 +149,12 @@ def activation_of_scores(snapshot: Path, config: Any) -> str:
     _check_transformer(
         snapshot / TRANSFORMER, read_json(snapshot / TRANSFORMER), "sequence-classification", "feature-extraction"
     )
-    said = read_json(snapshot / "config_sentence_transformers.json")
-    if read_prompts(snapshot, said)[1]:
+    settings = read_json(snapshot / "config_sentence_transformers.json")
+    if read_prompts(snapshot, settings)[1]:
         raise StartError(f"{snapshot} puts a prompt before each query, which cannot be applied to a cross-encoder yet")
     nested = getattr(config, "sentence_transformers", None)
     found = (
-        said.get("activation_fn")
+        settings.get("activation_fn")
         or (nested.get("activation_fn") if isinstance(nested, dict) else None)
         or getattr(config, "sbert_ce_default_activation_function", None)
     )
@@ -171,7 +162,7 @@ def activation_of_scores(snapshot: Path, config: Any) -> str:
 
 
 def _check_transformer(path: Path, config: Mapping[str, Any], *tasks: str) -> None:
-    """Raise StartError for settings that make something else of a text than its tokens."""
+    """Raise StartError for settings that use other input than a text's tokens or another output."""
     if config.get("transformer_task", tasks[0]) not in tasks:
         raise StartError(f"{path} wants transformer_task {config['transformer_task']!r}, which cannot be served")
     modalities = config.get("modality_config") or {}
@@ -183,11 +174,11 @@ def _check_transformer(path: Path, config: Mapping[str, Any], *tasks: str) -> No
 
 
 def _modules(snapshot: Path) -> list[tuple[dict[str, Any], str]]:
-    """The entries of modules.json with their kinds; raises StartError for code that is not sentence-transformers'."""
+    """Entries of modules.json with their kinds. Raises StartError for modules outside of sentence-transformers."""
     found = []
     for module in read_list(snapshot / MODULES):
         if not isinstance(module, dict):
-            raise StartError(f"{snapshot / MODULES} is damaged: {module!r} is no module", Exit.DAMAGED)
+            raise StartError(f"{snapshot / MODULES} is damaged: {module!r} is not a module", Exit.DAMAGED)
         if not is_below(str(module.get("path") or "")):
             raise StartError(f"{snapshot / MODULES} names {module['path']!r}, which is no folder below it")
         package, _, kind = str(module.get("type", "")).rpartition(".")
@@ -197,8 +188,8 @@ def _modules(snapshot: Path) -> list[tuple[dict[str, Any], str]]:
     return found
 
 
-def _steps(snapshot: Path) -> tuple[Step, ...]:
-    steps: list[Step] = []
+def _steps(snapshot: Path) -> tuple[EmbedderModule, ...]:
+    steps: list[EmbedderModule] = []
     for module, kind in _modules(snapshot):
         if kind == "Transformer":
             if module.get("path"):
@@ -213,7 +204,7 @@ def _steps(snapshot: Path) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _step(snapshot: Path, folder: Path, kind: str) -> Step:
+def _step(snapshot: Path, folder: Path, kind: str) -> EmbedderModule:
     path = folder / "config.json"
     config = read_json(path)
     if kind == "Pooling":
@@ -242,12 +233,14 @@ def _step(snapshot: Path, folder: Path, kind: str) -> Step:
 
 
 def _modes(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """As `pooling_mode` says, one or several; else by the flags of older versions; else mean."""
-    said = config.get("pooling_mode")
-    if said is None:
+    """Pooling modes by `pooling_mode`, else by the flags of older versions, else mean."""
+    settings = config.get("pooling_mode")
+    if settings is None:
         flagged = [mode for flag, mode in _FLAGS.items() if config.get(flag)]
         return tuple(flagged or ["mean"])
-    modes = tuple("last" if mode == "lasttoken" else str(mode) for mode in ([said] if isinstance(said, str) else said))
+    modes = tuple(
+        "last" if mode == "lasttoken" else str(mode) for mode in ([settings] if isinstance(settings, str) else settings)
+    )
     unknown = [mode for mode in modes if mode not in MODES]
     if unknown or not modes:
         raise StartError(f"{path} asks for pooling by {', '.join(unknown) or 'nothing'}; known are {', '.join(MODES)}")
@@ -255,7 +248,7 @@ def _modes(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, empty without such a file. Raises StartError if it is damaged."""
+    """The JSON object in `path`; empty without such a file. Raises StartError if it is damaged."""
     value = _read(path, {})
     return value if isinstance(value, dict) else {}
 

@@ -1,7 +1,7 @@
-"""A snapshot without its weights: configuration, tokenizer, and what kind of model it is.
+"""A snapshot without its weights: configuration, tokenizer, kind and class of the model.
 
-Law: no torch here, so that a process may read texts as a model does and be small. Whatever stands in the way is a
-StartError that names it and the way out.
+Does not import torch, so that a process that only tokenizes stays small. Whatever prevents a load is a StartError with
+the way out.
 """
 
 import json
@@ -12,24 +12,25 @@ from typing import Any
 
 import transformers
 from tokenizers import normalizers
+from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from worker.engines.transformers.device import cuda_errors
 from worker.engines.transformers.load import architectures, sentence_transformers_config
 from worker.errors import StartError
 from worker.protocol import snapshot_files
-from worker.protocol.architectures import GENERATES
+from worker.protocol.architectures import GENERATES, VISION
 from worker.protocol.argv import ModelOptions
 from worker.protocol.exits import Exit
 
 
 def load_tokenizer(options: ModelOptions) -> transformers.PreTrainedTokenizerBase:
-    """The tokenizer of the snapshot, or that of `options.tokenizer`. Raises StartError if there is none."""
+    """Load the tokenizer of the snapshot, or of `options.tokenizer`. Raises StartError if there is none."""
     folder = Path(options.tokenizer or options.snapshot)
     try:
         tokenizer: transformers.PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
             folder, trust_remote_code=options.trust_remote_code, local_files_only=True
         )
-    except Exception as error:  # the library's own errors, and whatever code that is not ours raises
+    except Exception as error:  # errors of the library, or of the snapshot's own code
         if cuda_errors.is_exhausted(error):
             raise
         why = f"{type(error).__name__}: {cuda_errors.one_line(error)}"
@@ -45,13 +46,13 @@ def load_tokenizer(options: ModelOptions) -> transformers.PreTrainedTokenizerBas
 
 
 def _is_vocabulary(name: str) -> bool:
-    """Whether a file may be a part of a tokenizer, by its name."""
+    """True if a file may belong to a tokenizer, by its name."""
     parts = ("token", "vocab", "merges", "spiece", "sentencepiece", "tekken", ".model")
     return any(part in name.lower() for part in parts)
 
 
 def _processor_template(folder: Path) -> str | None:
-    """The chat template that older checkpoints of models with images keep beside the tokenizer's files."""
+    """Chat template of older vision-language checkpoints, which is in a file beside the tokenizer's."""
     path = folder / "chat_template.json"
     try:
         stated = json.loads(path.read_bytes()).get("chat_template") if path.is_file() else None
@@ -63,7 +64,7 @@ def _processor_template(folder: Path) -> str | None:
 
 
 def load_config(options: ModelOptions) -> Any:
-    """config.json with `options.config_override` merged in. Raises StartError."""
+    """Load config.json with `options.config_override` merged in. Raises StartError."""
     folder = Path(options.snapshot)
     path = folder / "config.json"
     if not path.is_file():
@@ -71,7 +72,7 @@ def load_config(options: ModelOptions) -> Any:
     try:
         stored = json.loads(path.read_bytes(), object_hook=_float)
         if not isinstance(stored, dict):
-            raise TypeError("it is no JSON object")
+            raise TypeError("it is not a JSON object")
     except (ValueError, TypeError, RecursionError) as error:
         raise StartError(
             f"{path} is damaged: {cuda_errors.one_line(error)}; download it again", Exit.DAMAGED
@@ -81,7 +82,7 @@ def load_config(options: ModelOptions) -> Any:
     if kind not in transformers.CONFIG_MAPPING:
         return _remote_config(options, merged, kind)
     if kind == "mistral" and "layer_types" in merged:
-        kind = "ministral"  # as transformers' AutoConfig reads such a checkpoint
+        kind = "ministral"  # transformers' AutoConfig does the same
     try:
         return transformers.CONFIG_MAPPING[kind].from_dict(merged)
     except Exception as error:
@@ -89,7 +90,7 @@ def load_config(options: ModelOptions) -> Any:
 
 
 def _float(value: dict[str, Any]) -> Any:
-    """transformers writes numbers that JSON has no word for as {"__float__": "Infinity"}."""
+    """Decode transformers' notation for numbers without JSON syntax, {"__float__": "Infinity"}."""
     return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
@@ -116,11 +117,11 @@ def _remote_config(options: ModelOptions, merged: dict[str, Any], kind: str) -> 
 
 
 def settle(tokenizer: transformers.PreTrainedTokenizerBase, snapshot: Path) -> None:
-    """Have `tokenizer` read all letters as small ones, if the snapshot's files want that. Raises StartError."""
+    """Make `tokenizer` lower-case its input if the snapshot's files request it. Raises StartError."""
     if not sentence_transformers_config.lowercases(snapshot):
         return
     if not tokenizer.is_fast:
-        raise StartError("sentence_bert_config.json wants do_lower_case, which this kind of tokenizer cannot be told")
+        raise StartError("sentence_bert_config.json sets do_lower_case, which needs a fast tokenizer (tokenizer.json)")
     backend = tokenizer.backend_tokenizer
     before = [] if backend.normalizer is None else [backend.normalizer]
     backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *before])
@@ -128,8 +129,8 @@ def settle(tokenizer: transformers.PreTrainedTokenizerBase, snapshot: Path) -> N
 
 @contextmanager
 def own_code(what: str, *, runs: bool = True) -> Iterator[None]:
-    """A block that runs code of the snapshot, if it `runs` any; `what` of it, for people. Whatever that raises is a
-    StartError: it would be raised again."""
+    """Context of code from the snapshot (described by `what`). Its errors become StartError: it would fail again the
+    same way. With `runs` false, the block runs no such code."""
     try:
         yield
     except Exception as error:
@@ -143,8 +144,8 @@ def own_code(what: str, *, runs: bool = True) -> Iterator[None]:
 
 @contextmanager
 def native_code(config: Any, *, runs: bool = True) -> Iterator[None]:
-    """A block that runs transformers' own code of this architecture, if it `runs` any. What that code finds wrong with
-    the config, or with a cache that it does not know, is a StartError: it would be found again."""
+    """Context of transformers' own model code. Errors that it raises for the config, or for an unsupported cache,
+    become StartError: it would fail again the same way. With `runs` false, the block runs no such code."""
     try:
         yield
     except cuda_errors.OF_CODE as error:
@@ -162,14 +163,14 @@ def _override(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise StartError(f"config-override is no JSON: {error}", Exit.USAGE) from error
+        raise StartError(f"config-override is not valid JSON: {error}", Exit.USAGE) from error
     if not isinstance(value, dict):
-        raise StartError("config-override wants a JSON object", Exit.USAGE)
+        raise StartError("config-override must be a JSON object", Exit.USAGE)
     return value
 
 
 def is_embedder(options: ModelOptions, config: Any) -> bool:
-    """Whether the model is to turn text into vectors: `task`, else what the snapshot looks like."""
+    """True if the model is an embedder: by `task`, else by the snapshot's files."""
     if options.task != "auto":
         return options.task == "embed"
     if is_cross_encoder(options, config):
@@ -182,9 +183,9 @@ def is_embedder(options: ModelOptions, config: Any) -> bool:
 
 
 def is_cross_encoder(options: ModelOptions, config: Any) -> bool:
-    """Whether the model is to score pairs of texts: `task`, else a classification head with no pooling behind it.
+    """True if the model scores pairs of texts: by `task`, else if it has a classification head without pooling.
 
-    Raises StartError if it is asked to and has no head, or one of several labels.
+    Raises StartError if `task` is rerank without such a head, or if the head has several labels.
     """
     names: list[str] = getattr(config, "architectures", None) or []
     has_head = any(name.endswith("ForSequenceClassification") for name in names)
@@ -192,27 +193,104 @@ def is_cross_encoder(options: ModelOptions, config: Any) -> bool:
         return False
     if not has_head:
         raise StartError(
-            "task = rerank wants a cross-encoder (*ForSequenceClassification), and config.json names"
+            "task = rerank needs a cross-encoder (*ForSequenceClassification), but config.json names"
             f" {', '.join(names) or 'no class'}; with task = embed it reranks by the angle between vectors"
         )
     if options.task == "auto" and sentence_transformers_config.has_pooling(Path(options.snapshot)):
         return False
     if config.num_labels != 1:
         raise StartError(
-            f"{names[0]} tells {config.num_labels} labels apart; only heads of one label, a score, can be served"
+            f"{names[0]} has {config.num_labels} labels; only heads with one label, a score, are supported"
             " (task = embed serves the model below the head)"
         )
     return True
 
 
 def own_classes(config: Any) -> Mapping[str, Any]:
-    """The classes of the snapshot's own code, by what they stand for; none if config.json names none."""
+    """Classes of the snapshot's own code by auto class; empty if config.json has no auto_map."""
     mapped = getattr(config, "auto_map", None)
     return mapped if isinstance(mapped, dict) else {}
 
 
 def remote_generator(config: Any) -> str | None:
-    """Where the snapshot's own code has a class that generates, if it has one."""
+    """Reference to the snapshot's own class for text generation, if it has one."""
     mapped = own_classes(config)
     found = mapped.get("AutoModelForCausalLM") or mapped.get("AutoModelForSeq2SeqLM")
     return str(found) if found else None
+
+
+def is_own_code(options: ModelOptions, config: Any) -> bool:
+    """True if the model's class is code of its snapshot. Raises StartError as `model_class`."""
+    if not options.trust_remote_code:
+        return False
+    module: str = model_class(options, config, is_embedder(options, config)).__module__
+    return module.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME
+
+
+def model_class(options: ModelOptions, config: Any, embeds: bool) -> Any:
+    if is_cross_encoder(options, config):
+        if type(config) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            return transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+        return _remote_class(options, config, "AutoModelForSequenceClassification", "that scores pairs")
+    if not embeds:
+        return _generator_class(options, config)
+    if getattr(config, "is_encoder_decoder", False):
+        raise StartError(f"architecture {config.model_type!r} has an encoder and a decoder; embedding needs only one")
+    if type(config) in transformers.MODEL_MAPPING:
+        mapped: Any = transformers.MODEL_MAPPING[type(config)]
+        return mapped[0] if isinstance(mapped, tuple) else mapped
+    return _remote_class(options, config, "AutoModel", "that gives hidden states")
+
+
+def _remote_class(options: ModelOptions, config: Any, name: str, what: str) -> Any:
+    """The class that the snapshot's code offers under `name`. Runs that code, which `load_config` has permitted."""
+    reference = own_classes(config).get(name)
+    if reference is None:
+        raise StartError(f"architecture {config.model_type!r} has no model {what}")
+    return _from_snapshot(options, str(reference))
+
+
+def _generator_class(options: ModelOptions, config: Any) -> Any:
+    """The class that generates text. Raises StartError if there is none."""
+    kind, crosses = config.model_type, getattr(config, "is_encoder_decoder", False)
+    mapping: Any = (
+        transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if crosses else transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    reference = remote_generator(config)
+    if type(config) not in mapping and reference is not None and options.trust_remote_code:
+        return _from_snapshot(options, reference)
+    seeing: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if type(config) in seeing and (kind in VISION or type(config) not in mapping):
+        mapping = seeing  # language-model classes are preferred unless the tests cover the family's images
+    if type(config) not in mapping:
+        raise StartError(
+            f"architecture {kind!r} has no class in transformers {transformers.__version__} that goes from text to"
+            " text; an encoder is served with task = embed, anything else not by this engine"
+        )
+    cls: Any = mapping[type(config)]
+    cls = cls[0] if isinstance(cls, tuple) else cls
+    if cls.main_input_name != "input_ids":
+        raise StartError(f"architecture {kind!r} reads {cls.main_input_name}, and no text; this engine cannot serve it")
+    reads_all = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not crosses
+    if reads_all and not getattr(config, "is_decoder", False):
+        raise StartError(
+            f"architecture {kind!r} is an encoder: each of its tokens sees those behind it, too, so that it cannot go"
+            " on with a text; set task = embed"
+        )
+    return cls
+
+
+def _from_snapshot(options: ModelOptions, reference: str) -> Any:
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module  # late: only for remote code
+
+    with own_code(reference):
+        return get_class_from_dynamic_module(reference, options.snapshot, local_files_only=True)
+
+
+def has_pooler(cls: Any) -> bool:
+    return "add_pooling_layer" in cls.__init__.__code__.co_varnames
+
+
+def keeps_float32(cls: Any) -> bool:
+    """True if transformers must convert the weights, because it keeps some modules in float32."""
+    return bool(getattr(cls, "_keep_in_fp32_modules", None) or getattr(cls, "_keep_in_fp32_modules_strict", None))

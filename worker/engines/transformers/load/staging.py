@@ -1,13 +1,13 @@
-"""Weights from their files to a device: a ring of buffers, filled by several readers while others are on their way.
+"""Copy of weights from files to a device through a ring of staging buffers.
 
-Each buffer goes round: a reader fills it with a stretch of a file (or of main memory, where weights were converted
-there), the caller's thread sends it off, and it is filled again once what was sent has arrived. So disk, page cache and
-bus work at once, and main memory holds the ring and no more. On the device the weights of one file lie in one piece;
-tensors are views of it. On CUDA the ring is pinned and copies run on a stream of their own; on the CPU, where loads map
-their files instead, the same code copies within main memory: that is for tests.
-Several devices, each with layers of its own, are served at once and divide the ring.
+Reader threads fill buffers with chunks of a file (or of main memory, for converted weights). The calling thread starts
+the copy to the device, and the buffer is filled again when its copy has finished. Disk, page cache and bus work in
+parallel, and main memory holds the ring only. On the device the weights of one file are one allocation; tensors are
+views of it. On CUDA the ring is pinned and copies use their own stream. On the CPU, where weights are mapped instead,
+the same code copies within main memory; tests use that. With several devices the copies run in parallel and divide the
+ring.
 
-Law: a buffer is filled by nobody before its last copy has arrived, whatever fails meanwhile.
+Invariant: a buffer is not refilled before its last copy has finished, whatever fails meanwhile.
 """
 
 import contextlib
@@ -32,30 +32,28 @@ from worker.protocol.memory import STAGING_BUFFER_BYTES, STAGING_BUFFERS
 
 log = logging.getLogger(__name__)
 
+# Maximum of threads. One copies about 10 GB/s from the page cache, and a bus takes 50. A guess, not measured on such a
+# machine.
 READERS = 8
-"""Threads at most. One copies about 10 GB/s out of the page cache, a bus takes 50 (memory.md, section 8): a guess until
-measured on such a machine."""
-ALIGNMENT = 256
-"""Of each tensor on the device, as CUDA's own allocations are."""
-_PATIENCE = 0.1
-"""Seconds after which a thread that waits looks whether it still should."""
+ALIGNMENT = 256  # of each tensor on the device, like allocations of CUDA itself
+_PATIENCE = 0.1  # seconds between checks of waiting threads whether they should stop
 
 
-class Lane(Protocol):
-    """The way to a device."""
+class DeviceCopies(Protocol):
+    """Copies to one device."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin to copy; neither may be touched until that is over."""
+        """Start to copy. Neither tensor may be changed until the copy has finished."""
 
     def mark(self) -> Callable[[], None]:
-        """A function that returns once everything that was begun so far is over; any thread may call it."""
+        """Return a function that waits for all copies started so far. Any thread may call it."""
 
     def end(self) -> None:
-        """Returns once everything is over."""
+        """Wait for all copies."""
 
 
-class Direct:
-    """Within main memory: over as soon as begun."""
+class HostCopies:
+    """Copies within main memory. They finish immediately."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
@@ -67,13 +65,13 @@ class Direct:
         pass
 
 
-class Bus:
-    """To a CUDA device, on a stream of its own."""
+class CudaCopies:
+    """Copies to a CUDA device on a stream of its own."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # targets come from the allocator of the current stream: whatever used that memory before must be over
+        # Targets come from the allocator of the current stream: earlier use of that memory must finish first.
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -91,15 +89,14 @@ class Bus:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """What one buffer takes: bytes that lie side by side, and where they go."""
+class StagedChunk:
+    """Content of one buffer: adjacent bytes of a source, and their targets."""
 
-    source: WeightFile | torch.Tensor
-    """A file, or bytes in main memory `[n]`."""
+    source: WeightFile | torch.Tensor  # a file, or bytes in main memory [n]
     offset: int
     size: int
+    # Offset in the buffer of each part, and the bytes on the device that it goes to, [n].
     targets: tuple[tuple[int, torch.Tensor], ...]
-    """Where in the buffer a part begins, and the bytes of the device that it goes to, `[n]`."""
 
 
 def move(
@@ -109,14 +106,13 @@ def move(
     report: Callable[[int], None] = lambda done: None,
     *,
     read: Callable[[], None] = lambda: None,
-    lane: Lane | None = None,
+    lane: DeviceCopies | None = None,
     buffers: int = STAGING_BUFFERS,
     buffer_bytes: int = STAGING_BUFFER_BYTES,
     readers: int = READERS,
 ) -> None:
-    """Have all parameters and buffers of `model` on `device`, as `bring` does; where that raises, `model` is as it
-    was."""
-    brought = bring(
+    """Move all parameters and buffers of `model` to `device` with `bring`. If that raises, `model` is unchanged."""
+    copy_of = bring(
         [*model.parameters(), *model.buffers()],
         files,
         device,
@@ -127,8 +123,8 @@ def move(
         buffer_bytes=buffer_bytes,
         readers=readers,
     )
-    send: Any = model._apply  # what `to` does for each tensor
-    send(brought)
+    send: Any = model._apply  # the method behind `Module.to`
+    send(copy_of)
 
 
 def bring(
@@ -138,29 +134,29 @@ def bring(
     report: Callable[[int], None],
     *,
     read: Callable[[], None] = lambda: None,
-    lane: Lane | None = None,
+    lane: DeviceCopies | None = None,
     buffers: int = STAGING_BUFFERS,
     buffer_bytes: int = STAGING_BUFFER_BYTES,
     readers: int = READERS,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What each of `tensors` is on `device`, once all are there: those that are views of `files` are read from there.
+    """Copy `tensors` to `device` and return a function from each tensor to its copy. Views of `files` are read from
+    there.
 
-    Tensors that are one stay one. `report` gets the bytes that are there so far, `read` is called once no more has to
-    be read. Raises StartError (Exit.DAMAGED) for a file that has become shorter, and what the device's allocator
-    raises.
+    Shared tensors stay shared. `report` gets the bytes copied so far, `read` is called when everything is read. Raises
+    StartError (Exit.DAMAGED) for a truncated file, and errors of the device's allocator.
     """
-    lane = lane or (Bus(device) if device.type == "cuda" else Direct())
+    lane = lane or (CudaCopies(device) if device.type == "cuda" else HostCopies())
     moved: dict[tuple[Any, ...], torch.Tensor] = {}
-    stretches = _plan(tensors, files, device, moved, buffer_bytes)
-    if stretches:
-        with _ring(min(buffers, len(stretches)), buffer_bytes, device) as ring:
-            _Transfer(stretches, ring, lane).run(min(readers, os.cpu_count() or 1), report, read)
+    chunks = _chunks_to_copy(tensors, files, device, moved, buffer_bytes)
+    if chunks:
+        with _ring(min(buffers, len(chunks)), buffer_bytes, device) as ring:
+            _Transfer(chunks, ring, lane).run(min(readers, os.cpu_count() or 1), report, read)
 
-    def brought(tensor: torch.Tensor) -> torch.Tensor:
+    def copy_of(tensor: torch.Tensor) -> torch.Tensor:
         found = moved.get(_key(tensor)) if _lies_here(tensor) else None
         return tensor.to(device) if found is None else found
 
-    return brought
+    return copy_of
 
 
 def bring_each(
@@ -170,10 +166,10 @@ def bring_each(
     *,
     buffer_bytes: int = STAGING_BUFFER_BYTES,
 ) -> dict[torch.device, Callable[[torch.Tensor], torch.Tensor]]:
-    """As `bring`, of each device's tensors, to all at once. Raises what one of them raises, once all are over."""
+    """As `bring`, for several devices in parallel. Raises the error of one of them after all have ended."""
     done, lock = dict.fromkeys(shares, 0), threading.Lock()
 
-    def told(device: torch.device, size: int) -> None:
+    def report_device(device: torch.device, size: int) -> None:
         with lock:
             done[device] = size
             report(sum(done.values()))
@@ -185,7 +181,7 @@ def bring_each(
                 tensors,
                 files,
                 device,
-                partial(told, device),
+                partial(report_device, device),
                 buffers=max(1, STAGING_BUFFERS // len(shares)),
                 buffer_bytes=buffer_bytes,
                 readers=max(1, READERS // len(shares)),
@@ -196,7 +192,7 @@ def bring_each(
 
 
 def _lies_here(tensor: torch.Tensor) -> bool:
-    """Whether its bytes are one piece of main memory; those of an estimate are fake and have none."""
+    """True if the tensor's bytes are contiguous main memory. Fake tensors (estimates) have none."""
     return (
         tensor.device.type == "cpu"
         and tensor.numel() > 0
@@ -209,48 +205,50 @@ def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-# Where everything goes
+# Targets
 
 
-def _plan(
+def _chunks_to_copy(
     tensors: Sequence[torch.Tensor],
     files: Sequence[WeightFile],
     device: torch.device,
     moved: dict[tuple[Any, ...], torch.Tensor],
     buffer_bytes: int,
-) -> list[Stretch]:
-    """Room on the device for all of `tensors`, which are told in `moved`, and what goes there, by file and place. What
-    is not in one piece is left to torch."""
+) -> list[StagedChunk]:
+    """Allocate device memory for `tensors` (entered into `moved`) and return the copies to make, in file order. Tensors
+    that are not contiguous are left to torch."""
     here: dict[tuple[Any, ...], torch.Tensor] = {}
+    # Shared tensors have one key and are copied once.
     for tensor in tensors:
         if _lies_here(tensor):
             here[_key(tensor)] = tensor.detach()
     by_file: dict[int, list[tuple[int, tuple[Any, ...]]]] = {}
-    alone: list[tuple[Any, ...]] = []
+    outside: list[tuple[Any, ...]] = []
     for key, tensor in here.items():
         places = ((number, file.offset(tensor)) for number, file in enumerate(files))
         number, offset = next(((number, at) for number, at in places if at is not None), (-1, 0))
         if number >= 0:
             by_file.setdefault(number, []).append((offset, key))
         else:
-            alone.append(key)
-    stretches: list[Stretch] = []
+            outside.append(key)
+    chunks: list[StagedChunk] = []
     for number, entries in sorted(by_file.items()):
         entries.sort(key=lambda entry: entry[0])
         parts = []
-        room = _room([here[key].nbytes for _, key in entries], device)
-        for (offset, key), target in zip(entries, room, strict=True):
+        # One allocation per file: thousands of small ones would fragment the allocator's memory.
+        allocated = _allocate([here[key].nbytes for _, key in entries], device)
+        for (offset, key), target in zip(entries, allocated, strict=True):
             moved[key] = target.view(here[key].dtype).view(here[key].shape)
             parts.append((offset, target))
-        stretches += _stretches(files[number], parts, buffer_bytes)
-    for key, target in zip(alone, _room([here[key].nbytes for key in alone], device), strict=True):
+        chunks += _chunks(files[number], parts, buffer_bytes)
+    for key, target in zip(outside, _allocate([here[key].nbytes for key in outside], device), strict=True):
         moved[key] = target.view(here[key].dtype).view(here[key].shape)
-        stretches += _stretches(here[key].reshape(-1).view(torch.uint8), [(0, target)], buffer_bytes)
-    return stretches
+        chunks += _chunks(here[key].reshape(-1).view(torch.uint8), [(0, target)], buffer_bytes)
+    return chunks
 
 
-def _room(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-    """Bytes on the device, `[size]` each, one behind another in one piece."""
+def _allocate(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+    """Byte tensors `[size]` on the device, all parts of one allocation."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)
@@ -259,17 +257,17 @@ def _room(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
     return [whole[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
-def _stretches(
+def _chunks(
     source: WeightFile | torch.Tensor, parts: Sequence[tuple[int, torch.Tensor]], buffer_bytes: int
-) -> Iterator[Stretch]:
-    """What of `source` is wanted, by place, in stretches of a buffer at most; neighbours are read at once."""
+) -> Iterator[StagedChunk]:
+    """Divide the parts of `source` into chunks of at most a buffer. Adjacent parts are read together."""
     begin = end = 0
     targets: list[tuple[int, torch.Tensor]] = []
     for offset, target in parts:
         done = 0
         while done < target.nbytes:
             if targets and (offset + done != end or end - begin == buffer_bytes):
-                yield Stretch(source, begin, end - begin, tuple(targets))
+                yield StagedChunk(source, begin, end - begin, tuple(targets))
                 targets = []
             if not targets:
                 begin = end = offset + done
@@ -277,7 +275,7 @@ def _stretches(
             targets.append((end - begin, target[done : done + size]))
             end, done = end + size, done + size
     if targets:
-        yield Stretch(source, begin, end - begin, tuple(targets))
+        yield StagedChunk(source, begin, end - begin, tuple(targets))
 
 
 # The ring
@@ -285,9 +283,13 @@ def _stretches(
 
 @contextlib.contextmanager
 def _ring(buffers: int, buffer_bytes: int, device: torch.device) -> Iterator[list[torch.Tensor]]:
-    """Buffers in main memory, `[buffer_bytes]` bytes each, pinned where there is a bus; given back at the end, which
-    torch's own pinned memory would not be."""
-    area = mmap.mmap(-1, buffers * buffer_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # gone with its last view
+    """Buffers `[buffer_bytes]` in main memory, pinned for CUDA, and released at the end.
+
+    torch's own pinned memory is not used, because its allocator would keep it.
+    """
+    area = mmap.mmap(
+        -1, buffers * buffer_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )  # freed with its last view
     whole = torch.frombuffer(area, dtype=torch.uint8)
     is_pinned = device.type == "cuda" and _pin(whole, device)
     try:
@@ -298,11 +300,11 @@ def _ring(buffers: int, buffer_bytes: int, device: torch.device) -> Iterator[lis
 
 
 def _pin(whole: torch.Tensor, device: torch.device) -> bool:
-    """Whether the bus may take these bytes by itself from now on; where not, copies are slower and still right."""
+    """Pin these bytes. False if that fails; copies are then slower but correct."""
     runtime = _runtime()
     error = runtime.cudaHostRegister(whole.data_ptr(), whole.nbytes, 0)
     if error != runtime.cudaError.success:
-        with contextlib.suppress(RuntimeError):  # CUDA has it told once more, by the next kernel that is started
+        with contextlib.suppress(RuntimeError):  # CUDA reports the error again at the next kernel launch; clear it
             torch.ones(1, device=device)
         log.warning("%d MiB of main memory cannot be pinned (%s); copies are slower", whole.nbytes >> 20, error)
         return False
@@ -314,28 +316,29 @@ def _runtime() -> Any:
 
 
 class _Transfer:
-    """Readers, who fill buffers, and the caller's thread, which sends them off."""
+    """Reader threads, which fill buffers, and the calling thread, which starts the copies."""
 
-    def __init__(self, stretches: Sequence[Stretch], ring: Sequence[torch.Tensor], lane: Lane):
-        self._stretches = stretches
-        self._rest = iter(stretches)
+    def __init__(self, chunks: Sequence[StagedChunk], ring: Sequence[torch.Tensor], lane: DeviceCopies):
+        self._chunks = chunks
+        self._rest = iter(chunks)
         self._lane = lane
         self._lock = threading.Lock()
         self._stopped = threading.Event()
+        # Buffers with the function that waits for their last copy.
         self._empty: queue.SimpleQueue[tuple[torch.Tensor, Callable[[], None]]] = queue.SimpleQueue()
-        """Buffers, and what to wait for before they are filled."""
-        self._full: queue.SimpleQueue[tuple[Stretch, torch.Tensor] | BaseException] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[tuple[StagedChunk, torch.Tensor] | BaseException] = queue.SimpleQueue()
         for buffer in ring:
             self._empty.put((buffer, _nothing))
 
     def run(self, readers: int, report: Callable[[int], None], read: Callable[[], None]) -> None:
-        """Returns once everything has arrived; raises what kept it from that, and nothing is on its way then."""
-        files = {id(each.source): each.source for each in self._stretches if isinstance(each.source, WeightFile)}
+        """Return when everything has arrived. If it raises, no copy is running any more."""
+        files = {id(each.source): each.source for each in self._chunks if isinstance(each.source, WeightFile)}
         with contextlib.ExitStack() as stack:
             descriptors = {}
             for key, file in files.items():
                 descriptors[key] = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
                 stack.callback(os.close, descriptors[key])
+            # Callbacks run in reverse: join the readers, finish the copies, close the files.
             stack.callback(self._lane.end)
             threads = [
                 threading.Thread(target=self._read, args=(descriptors,), name="staging", daemon=True)
@@ -345,15 +348,15 @@ class _Transfer:
             for thread in threads:
                 thread.start()
             done = 0
-            for _ in self._stretches:
+            for _ in self._chunks:
                 filled = self._full.get()
                 if isinstance(filled, BaseException):
                     raise filled
-                stretch, buffer = filled
-                for start, target in stretch.targets:
+                chunk, buffer = filled
+                for start, target in chunk.targets:
                     self._lane.copy(target, buffer[start : start + target.nbytes])
                 self._empty.put((buffer, self._lane.mark()))
-                done += stretch.size
+                done += chunk.size
                 report(done)
             read()
 
@@ -367,19 +370,19 @@ class _Transfer:
         try:
             while not self._stopped.is_set():
                 with self._lock:
-                    stretch = next(self._rest, None)
-                if stretch is None:
+                    chunk = next(self._rest, None)
+                if chunk is None:
                     return
                 buffer = self._next_empty()
                 if buffer is None:
                     return
-                self._fill(stretch, buffer, descriptors)
-                self._full.put((stretch, buffer))
-        except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits for us
+                self._fill(chunk, buffer, descriptors)
+                self._full.put((chunk, buffer))
+        except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
             self._full.put(error)
 
     def _next_empty(self) -> torch.Tensor | None:
-        """A buffer that nobody needs; None: no more are wanted."""
+        """A free buffer, or None if no more are needed."""
         while not self._stopped.is_set():
             with contextlib.suppress(queue.Empty):
                 buffer, arrived = self._empty.get(timeout=_PATIENCE)
@@ -388,13 +391,13 @@ class _Transfer:
         return None
 
     @staticmethod
-    def _fill(stretch: Stretch, buffer: torch.Tensor, descriptors: dict[int, int]) -> None:
-        source = stretch.source
+    def _fill(chunk: StagedChunk, buffer: torch.Tensor, descriptors: dict[int, int]) -> None:
+        source = chunk.source
         if isinstance(source, torch.Tensor):
-            buffer[: stretch.size].copy_(source[stretch.offset : stretch.offset + stretch.size])
+            buffer[: chunk.size].copy_(source[chunk.offset : chunk.offset + chunk.size])
             return
-        rest = buffer[: stretch.size].numpy().data
-        offset = stretch.offset
+        rest = buffer[: chunk.size].numpy().data
+        offset = chunk.offset
         while rest:
             count = os.preadv(descriptors[id(source)], [rest], offset)
             if not count:
@@ -409,4 +412,4 @@ def _nothing() -> None:
     pass
 
 
-__all__ = ["Direct", "Lane", "bring", "bring_each", "move"]
+__all__ = ["DeviceCopies", "HostCopies", "bring", "bring_each", "move"]

@@ -1,12 +1,12 @@
-"""A model's matrices divided among ranks: whose slice is which, and what has to be added up or put together.
+"""Tensor parallelism: division of a model's matrices among ranks, and the collectives between them.
 
-As Megatron-LM divides a transformer (Shoeybi et al. 2019, section 3). Matrices that spread the hidden state over heads
-or over the width of an MLP are divided by outputs, so that a rank computes its own heads and its own part of the width,
-and nobody else needs to know of them. Those that go back to the hidden state are divided by inputs: each rank has a sum
-of its own, and the sums are added up, twice in a layer. All else is the same on every rank. Which is which, the
-family's own plan says (`base_model_tp_plan` of transformers' configurations, and `_tp_plan` for the head).
+As in Megatron-LM (Shoeybi et al. 2019, section 3). Matrices from the hidden state to heads, or to the width of an MLP,
+are divided by outputs, so each rank computes its own heads and part of the width. Matrices back to the hidden state are
+divided by inputs: each rank has a partial sum, and an all-reduce adds them, twice in a layer. Everything else is
+replicated. The family's plan says which is which (`base_model_tp_plan` of transformers' configurations, and `_tp_plan`
+for the head).
 
-Law: it decides nothing. Among how many a model is divided, the router says.
+The router decides the number of ranks.
 """
 
 import re
@@ -22,42 +22,42 @@ from worker.protocol.architectures import DIVISIBLE
 from worker.protocol.argv import ModelOptions
 
 BY_OUTPUTS, BY_INPUTS, HEAD = "colwise", "rowwise", "colwise_gather_output"
+# Plan entry for small weights that are the same for each head. The gradients in its name do not matter for inference.
 _WHOLE = "replicated_with_grad_allreduce"
-"""Of what is small and the same for each head; the gradients that it speaks of are none of ours."""
 
 
-class Group(Protocol):
-    """The ranks, as their models need them. Each call is made by all of them, in the same order."""
+class RankGroup(Protocol):
+    """Collectives between the ranks. All ranks make the same calls in the same order."""
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, in the place of `tensor`."""
+        """All-reduce: the sum over ranks, in place."""
 
     def put_together(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`[.., n]` of each to `[.., ranks * n]`, by rank."""
+        """All-gather: `[.., n]` of each rank to `[.., ranks * n]`, in order of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """Which of `count` equal slices."""
+class RankSlice:
+    """One of `count` equal slices."""
 
     rank: int
     count: int
 
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """A view. Raises StartError if it cannot be divided so."""
+        """The slice of `tensor` along `dim` as a view. Raises StartError if the size is not divisible."""
         size = tensor.shape[dim]
         if size % self.count:
             raise StartError(f"a matrix of {size} {'inputs' if dim else 'outputs'} cannot be divided by {self.count}")
         return tensor.narrow(dim, self.rank * (size // self.count), size // self.count)
 
 
-def wanted(options: ModelOptions, config: Any) -> int:
-    """Among how many ranks `options` have the model divided; 1: it is not. Raises StartError if it cannot be."""
+def requested_ranks(options: ModelOptions, config: Any) -> int:
+    """Number of ranks that `options` request; 1: not divided. Raises StartError if the model cannot be divided."""
     count = options.tensor_parallel
     if count == 1:
         return 1
     instead = "; pipeline-parallel puts whole layers on each accelerator"
-    why = layer_split.cannot(config)
+    why = layer_split.reason_against_split(config)
     if getattr(config, "quantization_config", None) or options.quantization not in ("auto", "none"):
         why = "its weights are quantised"
     elif options.max_loras:
@@ -67,7 +67,7 @@ def wanted(options: ModelOptions, config: Any) -> int:
     elif options.layers:
         why, instead = "its layers are to be split as well (--layers)", ""
     else:
-        why = cannot(config, count)
+        why = reason_against_division(config, count)
     if why:
         raise StartError(
             f"architecture {config.model_type!r} cannot be divided among {count} ranks: {why};"
@@ -76,8 +76,8 @@ def wanted(options: ModelOptions, config: Any) -> int:
     return count
 
 
-def cannot(config: Any, count: int) -> str:
-    """Why a model of this configuration cannot be divided among so many; empty: it can, as far as that tells."""
+def reason_against_division(config: Any, count: int) -> str:
+    """Reason why a model of this configuration cannot be divided by `count`; empty if it can, as far as known here."""
     plan = getattr(config, "base_model_tp_plan", None) or {}
     if config.model_type not in DIVISIBLE:
         if not plan:
@@ -95,10 +95,10 @@ def cannot(config: Any, count: int) -> str:
     return ""
 
 
-def divide(model: Any, part: Slice, group: Group) -> None:
-    """Leave of each matrix in `model` the slice of one rank, a view, and have its layers do their part of a step.
+def divide(model: Any, part: RankSlice, group: RankGroup) -> None:
+    """Replace each matrix in `model` by one rank's slice, a view, and install hooks for the collectives.
 
-    Raises StartError for a model that has something which its plan does not tell how to divide.
+    Raises StartError for weights that the model's plan does not cover.
     """
     styles = _styles(model)
     head = model.get_output_embeddings() if is_divided(model, part.count) else None
@@ -109,7 +109,7 @@ def divide(model: Any, part: Slice, group: Group) -> None:
         elif style == BY_INPUTS:
             _keep(module, part, 1)
             if part.rank:
-                module.bias = None  # it is added once
+                module.bias = None  # rank 0 adds it; the all-reduce would add it once per rank
             module.register_forward_hook(lambda module, args, output: group.add_up(output))
     if head is not None:
         _keep(head, part, 0)
@@ -118,8 +118,8 @@ def divide(model: Any, part: Slice, group: Group) -> None:
 
 
 def is_divided(model: Any, count: int) -> bool:
-    """Whether the head is: not one that is the embeddings, which every rank needs as a whole, nor one of a vocabulary
-    that cannot be divided."""
+    """True if the head is divided. It is not if it shares the embeddings, which every rank needs as a whole, or if the
+    vocabulary is not divisible."""
     head = model.get_output_embeddings()
     shared = {id(each) for each in model.get_input_embeddings().parameters()}
     if head is None or any(id(each) in shared for each in head.parameters()):
@@ -130,15 +130,15 @@ def is_divided(model: Any, count: int) -> bool:
 
 
 def _styles(model: Any) -> dict[str, str]:
-    """By name of a module, a star in the place of a layer's number."""
+    """Plan entry by module name, with a star in place of the layer number."""
     prefix = f"{model.base_model_prefix}."
     plan = model.config.base_model_tp_plan or {}
     styles = {f"{prefix}{name}": style for name, style in plan.items()}
     return styles | dict(type(model)._tp_plan or {})
 
 
-def _keep(module: Any, part: Slice, dim: int) -> None:
-    """Of a linear layer, the slice of one rank: of its outputs (0) or inputs (1)."""
+def _keep(module: Any, part: RankSlice, dim: int) -> None:
+    """Keep one rank's slice of a linear layer: of its outputs (dim 0) or inputs (dim 1)."""
     if type(module) is not nn.Linear:
         raise StartError(f"a {type(module).__name__} cannot be divided; remove tensor-parallel")
     module.weight = nn.Parameter(part.of(module.weight.detach(), dim), requires_grad=False)
@@ -148,7 +148,8 @@ def _keep(module: Any, part: Slice, dim: int) -> None:
 
 
 def _check_rest(model: Any, styles: dict[str, str]) -> None:
-    """What every rank has as a whole is applied to each head alike, or to the hidden state: vectors, in layers."""
+    """Raise StartError unless all replicated weights in layers are vectors, which apply to each head alike or to the
+    hidden state."""
     _, stack = layer_split.stack_of(model)
     divided = {id(module) for name, module in model.named_modules() if re.sub(r"\.\d+\.", ".*.", name) in styles}
     for name, module in stack.named_modules():
@@ -160,4 +161,4 @@ def _check_rest(model: Any, styles: dict[str, str]) -> None:
                 )
 
 
-__all__ = ["Group", "Slice", "cannot", "divide", "is_divided", "wanted"]
+__all__ = ["RankGroup", "RankSlice", "divide", "is_divided", "reason_against_division", "requested_ranks"]

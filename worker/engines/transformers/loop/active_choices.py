@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from worker.engines.transformers.loop.requests import RequestChoice, RequestStream
 from worker.engines.transformers.run.in_flight_step import InFlightStep, SegmentChoosers
 from worker.engines.transformers.run.runner import Runner
-from worker.engines.transformers.schedule.prefill_budget import Pace
+from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler, Segment
 from worker.engines.transformers.schedule.sequence import Sequence
 
@@ -42,16 +42,16 @@ class ActiveChoices:
             self._choices[choice.sequence.id] = choice
             self.scheduler.add(choice.sequence)
 
-    def remove(self, choice: RequestChoice, *, is_spoiled: bool = False) -> None:
+    def remove(self, choice: RequestChoice, *, is_corrupt: bool = False) -> None:
         """Free the choice's row: now or, if the step in flight contains it, when that step has finished.
 
         `is_spoiled`: the cache of the sequence may be wrong, so no other request may reuse it.
         """
         sequence = choice.sequence
         if self.in_flight is not None and self.in_flight.has(sequence):
-            self._leaving.append((sequence, is_spoiled))
+            self._leaving.append((sequence, is_corrupt))
         else:
-            self.scheduler.remove(sequence, is_spoiled=is_spoiled)
+            self.scheduler.remove(sequence, is_corrupt=is_corrupt)
             self._forget_rows()
         choice.stream.choices.remove(choice)
         self._choices.pop(sequence.id, None)
@@ -62,11 +62,11 @@ class ActiveChoices:
         `spoiled`: ids of the sequences for which the finished step gave no finite logits.
         """
         leaving, self._leaving = self._leaving, []
-        for sequence, is_spoiled in leaving:
+        for sequence, is_corrupt in leaving:
             if self.in_flight is not None and self.in_flight.has(sequence):
-                self._leaving.append((sequence, is_spoiled))
+                self._leaving.append((sequence, is_corrupt))
             else:
-                self.scheduler.remove(sequence, is_spoiled=is_spoiled or sequence.id in spoiled)
+                self.scheduler.remove(sequence, is_corrupt=is_corrupt or sequence.id in spoiled)
         if leaving:
             self._forget_rows()
 
@@ -82,7 +82,7 @@ class ActiveChoices:
 
     # Batches
 
-    def next(self, pace: Pace, chunk: int) -> Batch:
+    def next(self, pace: PrefillBudget, chunk: int) -> Batch:
         """The batch of the next step. `chunk`: the most prompt tokens of a step."""
         # The budget depends on the running sequences, so the scheduler calls this after it has admitted waiting ones.
         batch = self.scheduler.next(lambda: self._prefill_budget(pace, chunk))
@@ -101,9 +101,9 @@ class ActiveChoices:
         """The segments of `batch`, each with the choices that sample from its last logits."""
         return [SegmentChoosers(segment, self._choosers(segment)) for segment in batch]
 
-    def _prefill_budget(self, pace: Pace, chunk: int) -> int:
+    def _prefill_budget(self, pace: PrefillBudget, chunk: int) -> int:
         decoding = self.scheduler.decoding
-        return pace.budget(decoding, chunk, self.scheduler.running - decoding, self.scheduler.looks_back)
+        return pace.budget(decoding, chunk, self.scheduler.running - decoding, self.scheduler.prefill_context)
 
     def _choosers(self, segment: Segment) -> list[RequestChoice]:
         """The segment's own choice, then the choices that wait for the same prompt."""
@@ -131,5 +131,5 @@ class ActiveChoices:
         return going
 
     def _forget_rows(self) -> None:
-        for row in self.scheduler.take_void():
+        for row in self.scheduler.take_freed_rows():
             self._runner.forget(row)

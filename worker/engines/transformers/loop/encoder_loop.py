@@ -11,7 +11,7 @@ from typing import Any
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.loop.step_loop import Outbox, WorkReport
 from worker.engines.transformers.run.pooling import Encoder, normalized
-from worker.engines.transformers.schedule.encoder_batches import Queue
+from worker.engines.transformers.schedule.encoder_batches import EncoderQueue
 from worker.errors import RequestError, SequenceFailed
 from worker.interface import EncoderInput
 
@@ -35,7 +35,7 @@ class EncoderLoop:
     def __init__(self, encoder: Encoder, outbox: Outbox, *, budget: int):
         """One step takes at most `budget` tokens, padding included, or one text."""
         self._encoder, self._outbox, self._budget = encoder, outbox, budget
-        self._queue: Queue[EncoderJob] = Queue()
+        self._queue: EncoderQueue[EncoderJob] = EncoderQueue()
         self._batch: list[tuple[EncoderJob, int]] = []
         self._tokens = 0
         self._largest = 0, 0, 0  # longest text, most texts, furthest position, as in `Pulse`

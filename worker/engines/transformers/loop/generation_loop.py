@@ -21,8 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from worker.detokenizer import TextPiece
-from worker.engines.transformers.attention.cpu_linear import Linears
-from worker.engines.transformers.load.lora import Adapters
+from worker.engines.transformers.attention.cpu_linear import CpuLinears
+from worker.engines.transformers.load.lora import LoraAdapters
 from worker.engines.transformers.loop.active_choices import ActiveChoices
 from worker.engines.transformers.loop.requests import DeltaWriter, RequestChoice, RequestStream, SequenceLimit
 from worker.engines.transformers.loop.step_launcher import StepLauncher
@@ -32,8 +32,8 @@ from worker.engines.transformers.run.runner import Runner
 from worker.engines.transformers.run.vision import VisionTower
 from worker.engines.transformers.sample.grammar import Grammars
 from worker.engines.transformers.sample.sampler import Sampled
-from worker.engines.transformers.schedule.kv_cache import Capacity
-from worker.engines.transformers.schedule.prefill_budget import Pace
+from worker.engines.transformers.schedule.kv_cache import KvAllocator
+from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler, Segment
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.errors import RequestError, SequenceFailed
@@ -49,10 +49,10 @@ class Backend:
     """The parts of a loaded model that a generation loop computes with."""
 
     runner: Runner
-    capacity: Capacity  # the size of the runner's cache
-    pace: Pace
-    linears: Linears | None = None
-    adapters: Adapters | None = None
+    capacity: KvAllocator  # the size of the runner's cache
+    pace: PrefillBudget
+    linears: CpuLinears | None = None
+    adapters: LoraAdapters | None = None
     tower: VisionTower | None = None
     ahead: bool = False  # launch ahead; useful only where another device than the host computes
 
@@ -261,12 +261,12 @@ class GenerationLoop:
         matcher = choice.matcher
         if matcher is None:
             error = SequenceFailed("the model gave no finite logits for this request")
-            self._fail(choice.sequence, error, is_spoiled=True)
+            self._fail(choice.sequence, error, is_corrupt=True)
         elif matcher.can_only_end(choice.sequence.ends):
             self._finish(choice, choice.answer.finish(), "stop", now)
         else:
             why = matcher.failure or "no finite logits, or a grammar that allows no token of this model"
-            self._fail(choice.sequence, SequenceFailed(f"this request cannot continue: {why}"), is_spoiled=True)
+            self._fail(choice.sequence, SequenceFailed(f"this request cannot continue: {why}"), is_corrupt=True)
 
     def _send(
         self, choice: RequestChoice, sampled: Sampled, is_over: bool, finish: FinishReason | None, now: float
@@ -290,16 +290,16 @@ class GenerationLoop:
         if choice.stream.has_ended:
             self._writer.put(choice.stream, None)
 
-    def _fail(self, sequence: Sequence, error: RequestError, *, is_spoiled: bool = False) -> None:
+    def _fail(self, sequence: Sequence, error: RequestError, *, is_corrupt: bool = False) -> None:
         """End the request of `sequence` with all of its choices.
 
         `is_spoiled`: their cache may contain NaN, so no other request may reuse it.
         """
         stream = self._active.of(sequence).stream
         for choice in list(stream.choices):
-            self._remove(choice, is_spoiled=is_spoiled)
+            self._remove(choice, is_corrupt=is_corrupt)
         self._writer.put(stream, error)
 
-    def _remove(self, choice: RequestChoice, *, is_spoiled: bool = False) -> None:
-        self._active.remove(choice, is_spoiled=is_spoiled)
+    def _remove(self, choice: RequestChoice, *, is_corrupt: bool = False) -> None:
+        self._active.remove(choice, is_corrupt=is_corrupt)
         self._limit.release(choice.stream, 1)

@@ -20,8 +20,8 @@ from worker.engines.transformers.loop.step_loop import Outbox
 from worker.engines.transformers.sample.grammar import GrammarMatcher
 from worker.engines.transformers.sample.sampler import Likelihood, Sampled, has_penalties
 from worker.engines.transformers.sample.vocabulary import Vocabulary
-from worker.engines.transformers.schedule.lora_slots import Use
-from worker.engines.transformers.schedule.sequence import Repeats, answer_limit
+from worker.engines.transformers.schedule.lora_slots import AppliedAdapter
+from worker.engines.transformers.schedule.sequence import PenaltyCounts, output_limit
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
 from worker.errors import ContextExceeded, InvalidValue, RequestError, StartError, UnsupportedByModel
 from worker.interface import ChoiceTimings, Delta, FinishReason, GenerationRequest, PrefillProgress, TokenLogprob
@@ -146,7 +146,7 @@ class RequestChoice:
     sequence: TokenSequence
     stream: RequestStream
     answer: AnswerText
-    repeats: Repeats | None = None
+    repeats: PenaltyCounts | None = None
     matcher: GrammarMatcher | None = None  # the state of its grammar
     started: float = 0.0
     answered: float = 0.0  # time of the first token
@@ -184,11 +184,15 @@ class StreamFactory:
         self._ids = count()
 
     def make(
-        self, request: GenerationRequest, prompt: Sequence[int], matcher: GrammarMatcher | None, adapter: Use | None
+        self,
+        request: GenerationRequest,
+        prompt: Sequence[int],
+        matcher: GrammarMatcher | None,
+        adapter: AppliedAdapter | None,
     ) -> RequestStream:
         """The stream of `request`. Seeds are random if neither the request nor the preset has one."""
         stream = RequestStream(asyncio.get_running_loop())
-        limit = answer_limit(len(prompt), request.max_tokens, self._options.n_predict, self._ctx_size)
+        limit = output_limit(len(prompt), request.max_tokens, self._options.n_predict, self._ctx_size)
         seed = request.sampling.seed
         if seed is None and self._options.seed >= 0:
             seed = self._options.seed
@@ -217,7 +221,11 @@ class StreamFactory:
         prompt: Sequence[int],
     ) -> RequestChoice:
         vocabulary = self._vocabulary
-        decode = partial(vocabulary.decode_with, request.visible_special_tokens) if request.visible_special_tokens else vocabulary.decode
+        decode = (
+            partial(vocabulary.decode_with, request.visible_special_tokens)
+            if request.visible_special_tokens
+            else vocabulary.decode
+        )
         context = () if self._has_encoder else prompt
         choice = RequestChoice(
             index,
@@ -231,7 +239,7 @@ class StreamFactory:
         if has_penalties(request.sampling):
             # Penalties look at decoder tokens only: a prompt that an encoder reads is skipped, as in transformers.
             skipped = len(prompt) if self._has_encoder else 0
-            choice.repeats = Repeats(sequence, request.sampling.repeat_last_n, skipped)
+            choice.repeats = PenaltyCounts(sequence, request.sampling.repeat_last_n, skipped)
         if request.prompt_logprobs:
             choice.prompt = [TokenLogprob(prompt[0], vocabulary.piece(prompt[0]), None)]
         return choice

@@ -103,7 +103,7 @@ class StepLauncher:
         log.warning("out of memory in a step of %d sequences: %s", len(batch), error)
         youngest = max(batch, key=lambda segment: segment.sequence.id).sequence
         alone = len(batch) == 1
-        if youngest.spared or alone:
+        if youngest.preempted_for_memory or alone:
             # It was preempted for this before, or nothing else uses memory: waiting longer would not help.
             self._fail(youngest, SequenceFailed("device out of memory in this request's step; send a shorter prompt"))
         else:

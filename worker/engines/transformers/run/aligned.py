@@ -16,12 +16,12 @@ import torch
 from transformers.cache_utils import Cache
 
 from worker.engines.transformers.device.memory import upload
-from worker.engines.transformers.load.lora import Adapters
+from worker.engines.transformers.load.lora import LoraAdapters
 from worker.engines.transformers.run.aligned_cache import AlignedCache
 from worker.engines.transformers.run.cache_probe import read_layer_shapes
 from worker.engines.transformers.run.forward import Forward, PromptEmbeddings, first_token
 from worker.engines.transformers.run.vision import VisionTower
-from worker.engines.transformers.schedule.aligned_layout import Alignment
+from worker.engines.transformers.schedule.aligned_layout import AlignedLayout
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.interface import PromptImages
 
@@ -81,9 +81,9 @@ class AlignedRunner:
         self.rows = rows
         self.dtype: torch.dtype = model.dtype
         self._first = first_token(model) if self._forward.is_encoder_decoder else 0
-        self._alignment = Alignment(rows, ctx_size)
+        self._alignment = AlignedLayout(rows, ctx_size)
         self._tower = tower
-        self.adapters: Adapters | None = None
+        self.adapters: LoraAdapters | None = None
         self._images_by_row: dict[int, PromptImages] = {}  # images of prompts that are being computed
         self._lengths: dict[int, int] = {}  # by row: columns in use after this step
         shapes = read_layer_shapes(model.config, self._probe)

@@ -27,10 +27,10 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from worker.engines.transformers.attention.quantized_kv_types import CacheType
+from worker.engines.transformers.attention.quantized_kv_types import KvStorageType
 from worker.engines.transformers.device.lazy_pages import claim
 from worker.engines.transformers.run.cache_probe import LayerShape, TensorShape
-from worker.engines.transformers.schedule.aligned_layout import Move, Swap
+from worker.engines.transformers.schedule.aligned_layout import ColumnMove, RowSwap
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class _KeyValueBuffer:
     """Keys or values of all slots: `[slots, heads, width, head_dim]`, or records in place of `head_dim`."""
 
     tensor: torch.Tensor
-    kind: CacheType | None = None  # the type of the records; None: not quantized
+    kind: KvStorageType | None = None  # the type of the records; None: not quantized
 
     def write(self, slots: slice, columns: slice, given: torch.Tensor) -> None:
         """`given`: `[rows, heads, columns, head_dim]`."""
@@ -230,7 +230,7 @@ class AlignedCache:
         return [self._buffer(*each.size, dtype=each.dtype, device=device) for each in shapes]
 
     def _buffer(self, heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> _KeyValueBuffer:
-        kind = CacheType.of(self._kv_dtype, 1, head_dim, dtype)
+        kind = KvStorageType.of(self._kv_dtype, 1, head_dim, dtype)
         last, dtype = (head_dim, dtype) if kind is None else (kind.width, torch.uint8)
         return _KeyValueBuffer(self._empty(heads, self._width, last, dtype=dtype, device=device), kind)
 
@@ -360,14 +360,14 @@ class AlignedCache:
 
     # Moves
 
-    def carry_out(self, moves: Sequence[Move | Swap]) -> None:
+    def carry_out(self, moves: Sequence[ColumnMove | RowSwap]) -> None:
         for move in moves:
-            if isinstance(move, Swap):
+            if isinstance(move, RowSwap):
                 self._swap(move.one, move.other)
             else:
                 self._move(move)
 
-    def _move(self, move: Move) -> None:
+    def _move(self, move: ColumnMove) -> None:
         for buffer in self._timed:
             source = buffer[move.source, :, move.begin : move.begin + move.length]
             target = buffer[move.target, :, move.to : move.to + move.length]

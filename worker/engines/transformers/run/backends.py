@@ -6,16 +6,16 @@ from typing import Any
 import torch
 
 from worker.engines.transformers.attention import kv_pool, paged
-from worker.engines.transformers.attention.quantized_kv_pool import CompactPool
-from worker.engines.transformers.attention.quantized_kv_types import CacheType
+from worker.engines.transformers.attention.quantized_kv_pool import QuantizedKvPool
+from worker.engines.transformers.attention.quantized_kv_types import KvStorageType
 from worker.engines.transformers.load import architectures
-from worker.engines.transformers.load.layer_split import Pools, Split, tail_of
-from worker.engines.transformers.load.lora import Adapters
+from worker.engines.transformers.load.layer_split import LayerSplit, SplitKvPools, tail_of
+from worker.engines.transformers.load.lora import LoraAdapters
 from worker.engines.transformers.run import self_check
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.run.vision import VisionTower
-from worker.engines.transformers.schedule.kv_cache import Blocks, Capacity, Rows, pool_blocks
+from worker.engines.transformers.schedule.kv_cache import BlockAllocator, KvAllocator, RowAllocator, pool_blocks
 from worker.errors import StartError, UnsupportedByModel
 from worker.protocol.argv import ModelOptions
 from worker.protocol.exits import Exit
@@ -56,26 +56,26 @@ def check_attention(asked: str) -> None:
         )
 
 
-def make_blocks(options: ModelOptions, ctx_size: int, *, caches: bool) -> Blocks:
+def make_blocks(options: ModelOptions, ctx_size: int, *, caches: bool) -> BlockAllocator:
     """The blocks of `options`. Raises StartError if a request of `ctx_size` tokens would not fit."""
     if 0 < options.kv_tokens < ctx_size:
         raise StartError(
             f"kv-tokens {options.kv_tokens} is less than the {ctx_size} tokens that one request may have (ctx-size);"
             " raise kv-tokens or lower ctx-size"
         )
-    return Blocks(options.parallel, pool_blocks(options.parallel, ctx_size, options.kv_tokens), caches=caches)
+    return BlockAllocator(options.parallel, pool_blocks(options.parallel, ctx_size, options.kv_tokens), caches=caches)
 
 
 def make_pool(
     config: Any,
-    blocks: Blocks,
+    blocks: BlockAllocator,
     dtype: torch.dtype,
     device: torch.device,
     *,
     layers: int | None = None,
     ranks: int = 1,
     kv_dtype: str = "auto",
-) -> kv_pool.Pool:
+) -> kv_pool.KvPool:
     """Allocate the keys and values of `blocks`. Raises StartError if `kv_dtype` does not suit the model.
 
     layers: the number of layers; None: all of the model.
@@ -84,10 +84,10 @@ def make_pool(
     """
     shape = architectures.CacheShape.of(config)
     count, heads = shape.layers if layers is None else layers, shape.kv_heads // ranks
-    kind = CacheType.of(kv_dtype, heads, shape.head_dim, dtype)
+    kind = KvStorageType.of(kv_dtype, heads, shape.head_dim, dtype)
     if kind is not None:
-        return CompactPool(kind, layers=count, rows=blocks.rows, blocks=blocks.count, device=device)
-    return kv_pool.Pool(
+        return QuantizedKvPool(kind, layers=count, rows=blocks.rows, blocks=blocks.count, device=device)
+    return kv_pool.KvPool(
         layers=count,
         kv_heads=heads,
         head_dim=shape.head_dim,
@@ -107,9 +107,9 @@ def make_runner(
     *,
     caches: bool,
     tower: VisionTower | None = None,
-    split: Split | None = None,
+    split: LayerSplit | None = None,
     ranks: int = 1,
-) -> tuple[PagedRunner | AlignedRunner, Capacity]:
+) -> tuple[PagedRunner | AlignedRunner, KvAllocator]:
     """The runner of this architecture with its cache allocated, and the capacity of the cache.
 
     caches: keep prefixes for later requests. Needs blocks; an aligned cache has rows instead, as many as `kv_tokens`
@@ -126,7 +126,7 @@ def make_runner(
         if split is None:
             return PagedRunner(model, pool_of(device, ranks=ranks), blocks, device), blocks
         each = zip(split.devices, split.layers, strict=True)
-        pools = Pools([pool_of(at, layers=count) for at, count in each], split)
+        pools = SplitKvPools([pool_of(at, layers=count) for at, count in each], split)
         return PagedRunner(model, pools, blocks, device, tail_of(model, split)), blocks
     rows = min(options.parallel, options.kv_tokens // ctx_size) if options.kv_tokens else options.parallel
     chunk = min(options.prefill_chunk, ctx_size)
@@ -140,7 +140,7 @@ def make_runner(
         layer_devices=split.by_layer if split is not None else None,
         kv_dtype=options.kv_cache_dtype,
     )
-    return runner, Rows(rows, ctx_size)
+    return runner, RowAllocator(rows, ctx_size)
 
 
 def make_adapters(
@@ -150,12 +150,12 @@ def make_adapters(
     device: torch.device,
     *,
     copies: int,
-) -> Adapters | None:
+) -> LoraAdapters | None:
     """Allocate the adapter slots of `options` for `runner`. None without adapters. Raises StartError."""
     if not options.max_loras:
         return None
     try:
-        runner.adapters = Adapters(
+        runner.adapters = LoraAdapters(
             model, slots=options.max_loras, rank=options.max_lora_rank, copies=copies, device=device
         )
     except UnsupportedByModel as error:

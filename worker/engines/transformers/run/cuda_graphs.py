@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from worker.engines.transformers.attention.kv_pool import Pool
+from worker.engines.transformers.attention.kv_pool import KvPool
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.run.runner import PagedRunner
-from worker.engines.transformers.schedule.kv_cache import Table, blocks_for
+from worker.engines.transformers.schedule.kv_cache import BlockTable, blocks_for
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.protocol.memory import BLOCK_TOKENS, GATHERED_BYTES
 
@@ -64,7 +64,7 @@ def graph_shapes(rows: int, ctx_size: int, token_bytes: int) -> tuple[tuple[int,
 class GraphLayout:
     """Layout of a step of fixed shape, for attention: views of the buffers, and masks made from them."""
 
-    def __init__(self, pool: Pool, numbers: torch.Tensor):
+    def __init__(self, pool: KvPool, numbers: torch.Tensor):
         """`numbers` `[rows, 4 + blocks]`: the buffer, one row for each token."""
         self._pool = pool
         self._slots = numbers[:, _SLOT].contiguous()
@@ -115,7 +115,7 @@ class _StagedStep:
     def __init__(self, rows: int, width: int, *, pinned: bool):
         self.numbers = torch.zeros(rows, width, dtype=torch.int64, pin_memory=pinned)
         # By row: the table whose blocks are written there, and their number.
-        self._written: list[tuple[Table, int] | None] = [None] * rows
+        self._written: list[tuple[BlockTable, int] | None] = [None] * rows
 
     def write(self, row: int, segment: Segment, token: int) -> None:
         table, count = segment.table, blocks_for(segment.end)

@@ -40,7 +40,7 @@ class Chooser(Protocol):
     def sequence(self) -> sequences.Sequence: ...
 
     @property
-    def repeats(self) -> sequences.Repeats | None: ...
+    def repeats(self) -> sequences.PenaltyCounts | None: ...
 
     @property
     def matcher(self) -> GrammarMatcher | None: ...
@@ -214,7 +214,7 @@ def _row_sampling(chooser: Chooser, segment: Segment) -> RowSampling:
         sequence.sampling,
         uniform=uniform(sequence.seed, answered) if sequence.sampling.temperature > 0.0 else 0.0,
         repeats=chooser.repeats,
-        forbidden=tuple(sequence.barred(answered)),
+        forbidden=tuple(sequence.forbidden_ends(answered)),
     )
 
 

@@ -84,7 +84,7 @@ class _EncoderInputs:
 class PoolingHead(nn.Module):
     """The modules after the transformer in modules.json, in order. Without any, each token gives a vector."""
 
-    def __init__(self, found: sentence_transformers_config.Layout):
+    def __init__(self, found: sentence_transformers_config.EmbedderConfig):
         """Make the layers with random weights, the same each time. `load` fills them."""
         super().__init__()
         self._dimensions = found.dimensions

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from worker.engines.transformers.attention.kv_pool import Pool
-from worker.engines.transformers.attention.paged import Layout, Packed
+from worker.engines.transformers.attention.kv_pool import KvPool
+from worker.engines.transformers.attention.paged import AttentionLayout, PackedBatch
 from worker.engines.transformers.device.memory import upload
-from worker.engines.transformers.load.layer_split import Pools
-from worker.engines.transformers.load.lora import Adapters
-from worker.engines.transformers.schedule.kv_cache import Blocks
+from worker.engines.transformers.load.layer_split import SplitKvPools
+from worker.engines.transformers.load.lora import LoraAdapters
+from worker.engines.transformers.schedule.kv_cache import BlockAllocator
 from worker.engines.transformers.schedule.scheduler import Batch
 
 
@@ -56,14 +56,19 @@ class PagedRunner:
     """Runs a causal language model with paged attention (`attention.paged`)."""
 
     def __init__(
-        self, model: Any, pool: Pool | Pools, blocks: Blocks, device: torch.device, tail: torch.device | None = None
+        self,
+        model: Any,
+        pool: KvPool | SplitKvPools,
+        blocks: BlockAllocator,
+        device: torch.device,
+        tail: torch.device | None = None,
     ):
         """`blocks`: the owner of each block of the pool; `tail`: the device of the head, if it is another."""
         self._model = model
         self._blocks = blocks
         self._cache, self.device = pool, device
         self._tail = tail or device
-        self.adapters: Adapters | None = None
+        self.adapters: LoraAdapters | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -71,9 +76,9 @@ class PagedRunner:
         return size
 
     @property
-    def pool(self) -> Pool:
+    def pool(self) -> KvPool:
         """Keys and values of all layers. Only for a model on one device."""
-        assert isinstance(self._cache, Pool), "a split model has a pool on each device"
+        assert isinstance(self._cache, KvPool), "a split model has a pool on each device"
         return self._cache
 
     @property
@@ -108,11 +113,11 @@ class PagedRunner:
             self._to_device(tokens) if device_tokens is None else device_tokens.to(self.device),
             self._to_device(positions),
             upload(wanted, torch.int64, self._tail),
-            Packed.of(batch, self._cache) if isinstance(self._cache, Pool) else self._cache.lay_out(batch),
+            PackedBatch.of(batch, self._cache) if isinstance(self._cache, KvPool) else self._cache.lay_out(batch),
         )
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, layout: Layout
+        self, tokens: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, layout: AttentionLayout
     ) -> torch.Tensor:
         """Logits `[wanted, vocab]` in float32.
 
@@ -134,7 +139,7 @@ class PagedRunner:
         """Erase and copy blocks before a step, and return what was done. Later calls for the same batch do nothing."""
         tables = [segment.table for segment in batch if segment.table is not None]
         copied = [table.copy for table in tables if table.copy is not None]
-        updates = BlockUpdates(self._blocks.take_spoiled(), copied)
+        updates = BlockUpdates(self._blocks.take_corrupt(), copied)
         self.apply_updates(updates)
         if copied:
             for table in tables:

@@ -17,18 +17,24 @@ from typing import Any, NamedTuple
 import torch
 
 from worker.engines.transformers.attention import paged
-from worker.engines.transformers.attention.kv_pool import Pool
-from worker.engines.transformers.attention.paged import Packed
+from worker.engines.transformers.attention.kv_pool import KvPool
+from worker.engines.transformers.attention.paged import PackedBatch
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.device.memory import upload
-from worker.engines.transformers.device.process_group import Peers
+from worker.engines.transformers.device.process_group import ProcessGroup
 from worker.engines.transformers.device.process_overhead import overhead
-from worker.engines.transformers.device.rank_processes import DEVICE_BYTES, HOST_BYTES, LOADED_BYTES, Link, Ranks
-from worker.engines.transformers.load import loader, placement, tensor_parallel_plan
-from worker.engines.transformers.load.tensor_parallel_plan import Slice
+from worker.engines.transformers.device.rank_processes import (
+    DEVICE_BYTES,
+    HOST_BYTES,
+    LOADED_BYTES,
+    LeaderLink,
+    RankProcesses,
+)
+from worker.engines.transformers.load import layer_split, loader, tensor_parallel_plan
+from worker.engines.transformers.load.tensor_parallel_plan import RankSlice
 from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.runner import BlockUpdates, PagedRunner
-from worker.engines.transformers.schedule.kv_cache import Blocks, Run, Table
+from worker.engines.transformers.schedule.kv_cache import BlockAllocator, BlockRun, BlockTable
 from worker.engines.transformers.schedule.scheduler import Batch
 from worker.errors import RankLost, StartError, WorkerError
 from worker.protocol.argv import Serve
@@ -51,8 +57,8 @@ class FollowerSegment(NamedTuple):
         return self.start + self.length
 
     @property
-    def table(self) -> Table:
-        return Table(runs=[Run(*each) for each in self.runs])
+    def table(self) -> BlockTable:
+        return BlockTable(runs=[BlockRun(*each) for each in self.runs])
 
 
 class FollowerStep(NamedTuple):
@@ -77,7 +83,15 @@ class FollowerStep(NamedTuple):
 class LeaderRunner(PagedRunner):
     """Computes each step together with all followers."""
 
-    def __init__(self, model: Any, pool: Pool, blocks: Blocks, device: torch.device, ranks: Ranks, peers: Peers):
+    def __init__(
+        self,
+        model: Any,
+        pool: KvPool,
+        blocks: BlockAllocator,
+        device: torch.device,
+        ranks: RankProcesses,
+        peers: ProcessGroup,
+    ):
         super().__init__(model, pool, blocks, device)
         self._ranks, self._peers = ranks, peers
 
@@ -120,23 +134,23 @@ class LeaderRunner(PagedRunner):
         self._peers.part()
 
 
-def start_followers(options: Serve, ctx_size: int, ranks: Ranks | None) -> tuple[Slice, Peers]:
+def start_followers(options: Serve, ctx_size: int, ranks: RankProcesses | None) -> tuple[RankSlice, ProcessGroup]:
     """Make all followers load. Return the leader's slice, and its process group, which is not connected yet."""
     if ranks is None:
         raise StartError(f"--tensor-parallel={options.tensor_parallel}: this process was started without its ranks")
     ranks.tell((replace(options, ctx_size=ctx_size), os.environ.get("CUDA_VISIBLE_DEVICES")))
-    return Slice(0, ranks.count), Peers(0, ranks.count, placement.device_of(options, 0))
+    return RankSlice(0, ranks.count), ProcessGroup(0, ranks.count, layer_split.device_of(options, 0))
 
 
 def make_leader(
-    loaded: loader.Loaded,
+    loaded: loader.LoadedModel,
     config: Any,
     options: Serve,
     ctx_size: int,
-    ranks: Ranks,
-    peers: Peers,
+    ranks: RankProcesses,
+    peers: ProcessGroup,
     progress: Callable[[Progress], None],
-) -> tuple[LeaderRunner, Blocks]:
+) -> tuple[LeaderRunner, BlockAllocator]:
     """The leader's runner, after all ranks have loaded and connected. Raises StartError or RankLost."""
     own = sum(each.nbytes for each in loaded.model.parameters())
 
@@ -154,7 +168,7 @@ def make_leader(
     return LeaderRunner(loaded.model, pool, blocks, loaded.device, ranks, peers), blocks
 
 
-def follow(options: Serve, link: Link) -> None:
+def follow(options: Serve, link: LeaderLink) -> None:
     """Load a slice, then compute the leader's steps until the leader is gone.
 
     `options`: as known at the start of the process; the leader sends the rest. Raises StartError and errors of a step.
@@ -167,12 +181,12 @@ def follow(options: Serve, link: Link) -> None:
     if visible is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     config = loader.load_config(options)
-    device = placement.device_of(options, link.rank)
+    device = layer_split.device_of(options, link.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # else pinned memory would open a context on the leader's device
     overhead.begin((), options.overhead)  # the leader accounts for it: NCCL's channels are counted apart
     memory.cap((str(device),), options.reserved)
-    share = Slice(link.rank, link.count), Peers(link.rank, link.count, device)
+    share = RankSlice(link.rank, link.count), ProcessGroup(link.rank, link.count, device)
     implementation = backends.implementation(options.attention, config)
 
     def report(progress: Progress) -> None:
@@ -206,10 +220,10 @@ def _compute(runner: PagedRunner, step: FollowerStep, *, has_head_slice: bool) -
     tokens, places, logits = (
         upload(each, torch.int64, runner.device) for each in (step.tokens, positions, wanted if has_head_slice else ())
     )
-    runner.forward(tokens, places, logits, Packed.of(step.segments, runner.pool))
+    runner.forward(tokens, places, logits, PackedBatch.of(step.segments, runner.pool))
 
 
-def _note(link: Link, device: torch.device) -> None:
+def _note(link: LeaderLink, device: torch.device) -> None:
     own = memory.measured((str(device),))
     link.note(HOST_BYTES, own["cpu"])
     if device.type == "cuda":

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from worker.engines.transformers.run.cuda_graphs import GraphRunner
 from worker.engines.transformers.run.runner import PagedRunner, Runner
 from worker.engines.transformers.sample.sampler import COSTLIEST_SAMPLING, RowSampling, sample
-from worker.engines.transformers.schedule.kv_cache import Capacity
-from worker.engines.transformers.schedule.prefill_budget import Pace
+from worker.engines.transformers.schedule.kv_cache import KvAllocator
+from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.scheduler import Segment
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.interface import SamplingParams
@@ -16,8 +16,8 @@ from worker.protocol.events import Progress
 
 def warm_up(
     runner: Runner,
-    capacity: Capacity,
-    pace: Pace,
+    capacity: KvAllocator,
+    pace: PrefillBudget,
     *,
     chunk: int,
     ctx_size: int,
@@ -47,8 +47,8 @@ def warm_up(
 
 def record(
     runner: PagedRunner,
-    capacity: Capacity,
-    pace: Pace,
+    capacity: KvAllocator,
+    pace: PrefillBudget,
     *,
     ctx_size: int,
     progress: Callable[[Progress], None],
@@ -61,16 +61,16 @@ def record(
     return recorded
 
 
-def _segment(capacity: Capacity, row: int, start: int, length: int) -> Segment:
+def _segment(capacity: KvAllocator, row: int, start: int, length: int) -> Segment:
     """A part of a made-up sequence of zeros."""
     tokens = [0] * (start + length)
     sequence = Sequence(
         id=row, prompt_tokens=max(start, 1), tokens=tokens, limit=len(tokens), ends=frozenset(), computed=start
     )
-    return Segment(sequence, row, start, length, capacity.trial(row, start + length))
+    return Segment(sequence, row, start, length, capacity.contiguous_table(row, start + length))
 
 
-def _time_step(runner: Runner, pace: Pace, batch: tuple[Segment, ...]) -> float:
+def _time_step(runner: Runner, pace: PrefillBudget, batch: tuple[Segment, ...]) -> float:
     begin = time.monotonic()
     _compute(runner, batch, SamplingParams())
     seconds = time.monotonic() - begin

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from worker.engines.transformers.device.memory import upload
 from worker.engines.transformers.sample import topk
 from worker.engines.transformers.sample.device_to_host import DeviceToHost
-from worker.engines.transformers.schedule.sequence import Repeats
+from worker.engines.transformers.schedule.sequence import PenaltyCounts
 from worker.interface import SamplingParams
 
 # The least temperature above 0: a colder draw is greedy, and float32 cannot divide by less.
@@ -40,7 +40,7 @@ class RowSampling:
 
     sampling: SamplingParams
     uniform: float = 0.0  # in [0, 1): the random number of the draw; unused if greedy
-    repeats: Repeats | None = None  # tokens that the penalties count, up to date; None without penalties
+    repeats: PenaltyCounts | None = None  # tokens that the penalties count, up to date; None without penalties
     forbidden: Sequence[int] = ()  # tokens that must not be chosen now
 
 

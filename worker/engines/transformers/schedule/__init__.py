@@ -1,4 +1,4 @@
-"""Scheduling of sequences: KV-cache blocks, prefill budget, LoRA slots.
+"""Scheduling of sequences: admission, KV-cache blocks, prefill budget, LoRA slots, encoder batches.
 
-PURE but for clocks that are passed in.
+PURE: numbers only, no tensors; time is an argument. Imports worker.interface and worker.protocol only.
 """

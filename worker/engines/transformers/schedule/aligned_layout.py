@@ -1,11 +1,14 @@
-"""Where the rows of the aligned cache lie: in which slot, and at which column each begins.
+"""Layout of the aligned cache: the buffer row of each sequence and the column where it begins.
 
-The cache has one slot for each row, `width` columns long. Rows that decode together must end at one column, the common
-time, and lie in neighbouring slots, so that views of the buffers are all that a step needs; where a row begins, its
-mask says. A prompt is computed in a slot of its own, far from those that decode, and joins them once it is complete:
-then its keys and values move to where they end at the common time. If it is longer than that time, the others move.
+The cache is one buffer `[rows, columns]` per layer, `width` columns long, with one buffer row for each running
+sequence. Sequences that decode together must end at one column (`end_column`) and lie in neighbouring buffer rows, so
+that a step needs plain views of the buffers. The attention mask hides the columns before a sequence's first token (left
+padding).
 
-Law: PURE. What has to move is a list of moves; who holds the tensors carries them out, one after another.
+A prompt is computed in a buffer row far from the decoding ones. It joins them when it is complete: its keys and values
+then move so that they end at the common column. If it is longer than that column, the others move instead.
+
+This module returns the copies to make as a list. The cache (run/aligned_cache) carries them out in order.
 """
 
 from collections import Counter
@@ -14,8 +17,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """`length` columns of slot `source` from `begin` on go to slot `target` from `to` on."""
+class ColumnMove:
+    """Copy `length` columns of buffer row `source`, from `begin` on, to buffer row `target`, from `to` on."""
 
     source: int
     begin: int
@@ -25,88 +28,89 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
-    """Two slots change places, with all that belongs to them; nothing changes its column."""
+class RowSwap:
+    """Exchange two buffer rows with everything in them. Columns stay the same."""
 
     one: int
     other: int
 
 
 @dataclass(slots=True)
-class _Place:
+class _RowPlacement:
     slot: int
-    begin: int
-    """Column of the row's first token."""
+    begin: int  # column of the first token
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
-    """Rows that decode in one forward: those of `slots`, whose past ends in front of column `time`."""
+class AlignedDecodes:
+    """Sequences that decode in one forward pass, in buffer rows `slots`. Their cached tokens end before column
+    `time`."""
 
-    rows: tuple[int, ...]
-    """In the order of their slots."""
+    rows: tuple[int, ...]  # sorted by buffer row
     slots: slice
-    low: int
-    """The first column that any of them uses."""
+    low: int  # first column that any of them uses
     time: int
-    moves: tuple[Move | Swap, ...]
-    """To be carried out first."""
+    moves: tuple[ColumnMove | RowSwap, ...]  # to be carried out first
 
 
-class Alignment:
-    """Slots and columns by row."""
+class AlignedLayout:
+    """Buffer row and first column by row of the scheduler."""
 
     def __init__(self, slots: int, width: int):
-        self._places: dict[int, _Place] = {}
+        self._placements: dict[int, _RowPlacement] = {}
         self._slots = slots
         self._width = width
 
     def has(self, row: int) -> bool:
-        return row in self._places
+        return row in self._placements
 
     def slot(self, row: int) -> int:
-        return self._places[row].slot
+        return self._placements[row].slot
 
     def begin(self, row: int) -> int:
-        return self._places[row].begin
+        return self._placements[row].begin
 
     def forget(self, row: int) -> None:
-        """Its slot is free. Unknown rows are ignored."""
-        self._places.pop(row, None)
+        """Free the buffer row. Unknown rows are ignored."""
+        self._placements.pop(row, None)
 
-    def fork(self, source: int, target: int, length: int) -> Move:
-        """Row `target` is to hold the `length` columns of row `source`; what it held before is void."""
+    def fork(self, source: int, target: int, length: int) -> ColumnMove:
+        """Copy the `length` columns of row `source` to row `target`, whose former content is dropped."""
         self.forget(target)
-        origin = self._places[source]
-        copy = self._places[target] = _Place(self._free()[0], origin.begin)
-        return Move(origin.slot, origin.begin, copy.slot, copy.begin, length)
+        origin = self._placements[source]
+        copy = self._placements[target] = _RowPlacement(self._free()[0], origin.begin)
+        return ColumnMove(origin.slot, origin.begin, copy.slot, copy.begin, length)
 
-    def alone(self, row: int, start: int, length: int) -> tuple[Move, ...]:
-        """Room for `length` columns behind the `start` first ones of `row`, which is given a slot if it has none."""
-        place = self._places.get(row)
-        if place is None:
-            self._places[row] = _Place(self._free()[-1], 0)
+    def alone(self, row: int, start: int, length: int) -> tuple[ColumnMove, ...]:
+        """Make room for `length` columns behind the `start` first ones of `row`. A new row gets a buffer row.
+
+        New prompts take the highest free buffer row, away from the decoding ones, which gather from 0 on.
+        """
+        placement = self._placements.get(row)
+        if placement is None:
+            self._placements[row] = _RowPlacement(self._free()[-1], 0)
             return ()
         if start == 0:
-            place.begin = 0
+            placement.begin = 0
             return ()
-        if place.begin + start + length <= self._width:
+        # Left padding that decodes caused is given up when the prompt would not fit otherwise.
+        if placement.begin + start + length <= self._width:
             return ()
-        move = Move(place.slot, place.begin, place.slot, 0, start)
-        place.begin = 0
+        move = ColumnMove(placement.slot, placement.begin, placement.slot, 0, start)
+        placement.begin = 0
         return (move,)
 
-    def together(self, starts: Sequence[tuple[int, int]]) -> Together:
-        """Bring rows (each with its number of columns so far) to one time and side by side, moving as few as may be."""
+    def together(self, starts: Sequence[tuple[int, int]]) -> AlignedDecodes:
+        """Align rows, given with their numbers of columns, at one end column in neighbouring buffer rows."""
         time = self._time(starts)
         moves = self._gather(starts, time)
         for row, start in starts:
-            place = self._places[row]
-            if place.begin != time - start:
-                moves.append(Move(place.slot, place.begin, place.slot, time - start, start))
-                place.begin = time - start
-        order = sorted((self._places[row].slot, row) for row, _ in starts)
-        return Together(
+            placement = self._placements[row]
+            if placement.begin != time - start:
+                moves.append(ColumnMove(placement.slot, placement.begin, placement.slot, time - start, start))
+                placement.begin = time - start
+        order = sorted((self._placements[row].slot, row) for row, _ in starts)
+        return AlignedDecodes(
             rows=tuple(row for _, row in order),
             slots=slice(order[0][0], order[-1][0] + 1),
             low=min(time - start for _, start in starts),
@@ -115,44 +119,53 @@ class Alignment:
         )
 
     def _time(self, starts: Sequence[tuple[int, int]]) -> int:
-        """The time that most columns already end at, if all rows fit in front of it and a column behind it."""
+        """The end column that needs the fewest copied columns.
+
+        That is the one where most columns already end, of those that leave room for the longest row before it and for
+        one new column behind it.
+        """
         longest = max(start for _, start in starts)
         ends: Counter[int] = Counter()
         for row, start in starts:
-            end = self._places[row].begin + start
+            end = self._placements[row].begin + start
             if longest <= end < self._width:
                 ends[end] += start
         return max(ends, key=lambda end: (ends[end], -end)) if ends else longest
 
-    def _gather(self, starts: Sequence[tuple[int, int]], time: int) -> list[Move | Swap]:
-        """Fill the gaps between the slots of these rows, from slot 0 on."""
-        held = {self._places[row].slot: row for row, _ in starts}
+    def _gather(self, starts: Sequence[tuple[int, int]], time: int) -> list[ColumnMove | RowSwap]:
+        """Close the gaps between the buffer rows of these sequences, towards buffer row 0."""
+        held = {self._placements[row].slot: row for row, _ in starts}
         if max(held) - min(held) + 1 == len(held):
             return []
         length = dict(starts)
-        owners = {place.slot: row for row, place in self._places.items()}
+        # Free buffer rows are used before occupied ones: a move copies one row, a swap two.
+        owners = {placement.slot: row for row, placement in self._placements.items()}
         gaps = sorted((slot for slot in range(len(held)) if slot not in held), key=lambda slot: slot in owners)
         outside = sorted(slot for slot in held if slot >= len(held))
-        moves: list[Move | Swap] = []
+        moves: list[ColumnMove | RowSwap] = []
         for slot, gap in zip(outside, gaps, strict=True):
             row = held[slot]
-            place = self._places[row]
+            placement = self._placements[row]
             if gap in owners:
-                moves.append(Swap(slot, gap))
-                self._places[owners[gap]].slot = slot
+                # The occupant is a prompt that is still being computed. It takes the vacated buffer row.
+                moves.append(RowSwap(slot, gap))
+                self._placements[owners[gap]].slot = slot
             else:
-                moves.append(Move(slot, place.begin, gap, time - length[row], length[row]))
-                place.begin = time - length[row]
-            place.slot = gap
+                # Moving to another buffer row aligns the end column in the same copy.
+                moves.append(ColumnMove(slot, placement.begin, gap, time - length[row], length[row]))
+                placement.begin = time - length[row]
+            placement.slot = gap
         return moves
 
     def _free(self) -> list[int]:
-        taken = {place.slot for place in self._places.values()}
+        taken = {placement.slot for placement in self._placements.values()}
         return [slot for slot in range(self._slots) if slot not in taken]
 
     def check_integrity(self) -> None:
-        """No two rows share a slot. For tests, and when idle."""
-        slots = [place.slot for place in self._places.values()]
-        assert len(set(slots)) == len(slots), "a slot is held twice"
-        assert all(0 <= slot < self._slots for slot in slots), "a row lies outside"
-        assert all(0 <= place.begin <= self._width for place in self._places.values()), "a row begins outside"
+        """Assert that no two rows share a buffer row. For tests, and when idle."""
+        slots = [placement.slot for placement in self._placements.values()]
+        assert len(set(slots)) == len(slots), "a buffer row is used twice"
+        assert all(0 <= slot < self._slots for slot in slots), "a buffer row does not exist"
+        assert all(0 <= placement.begin <= self._width for placement in self._placements.values()), (
+            "a row begins outside the width"
+        )

@@ -1,9 +1,8 @@
-"""Which waiting texts are computed together.
+"""Batching for encoders: selection of the waiting texts that are computed together.
 
-Texts wait by request. The requests take turns: each batch begins with the longest text of the one whose turn it is, and
-fills up with the texts of all that are nearly as long. So a batch has little padding, and nobody waits for another
-one's thousand texts: a request of k texts among j requests is done after k x j batches at most.
-Law: PURE; lengths and indices only.
+Requests take turns (round robin). Each batch starts with the longest text of the request whose turn it is, and is
+filled with texts of all requests that are nearly as long. So a batch has little padding, and no request waits for all
+texts of another one: with j requests waiting, a request of k texts is done after at most k x j batches.
 """
 
 from bisect import bisect_left
@@ -12,40 +11,39 @@ from collections.abc import Hashable, Iterator, Sequence
 from heapq import merge
 from typing import Generic, TypeVar
 
-WASTE = 0.1
-"""Of a batch's tokens, at most this part may be padding."""
+MAX_PADDING = 0.1  # share of a batch's tokens that may be padding; a guess between wasted arithmetic and small batches
 
 Job = TypeVar("Job", bound=Hashable)
 
 
-class _Texts(Generic[Job]):
-    """The texts of one request that wait, by length."""
+class _RequestTexts(Generic[Job]):
+    """Waiting texts of one request, sorted by length."""
 
     def __init__(self, job: Job, lengths: Sequence[int]):
         self.job = job
         self.entries = sorted((length, index) for index, length in enumerate(lengths))
 
-    def nearest(self, length: int) -> "Iterator[tuple[int, int, _Texts[Job]]]":
-        """Lengths and places, the nearest first; of two as near, the longer one."""
+    def nearest(self, length: int) -> "Iterator[tuple[int, int, _RequestTexts[Job]]]":
+        """Lengths and positions in `entries`, nearest to `length` first; of two equally near, the longer first."""
         above = bisect_left(self.entries, (length,))
         below = above - 1
         while below >= 0 or above < len(self.entries):
             is_above = above < len(self.entries) and (
                 below < 0 or self.entries[above][0] - length <= length - self.entries[below][0]
             )
-            place = above if is_above else below
+            index = above if is_above else below
             above, below = (above + 1, below) if is_above else (above, below - 1)
-            yield self.entries[place][0], place, self
+            yield self.entries[index][0], index, self
 
 
-class Queue(Generic[Job]):
-    """Waiting texts, by the request (`Job`) they belong to."""
+class EncoderQueue(Generic[Job]):
+    """Waiting texts by request. `Job` identifies a request."""
 
     def __init__(self) -> None:
-        self._waiting: deque[_Texts[Job]] = deque()
+        self._waiting: deque[_RequestTexts[Job]] = deque()
 
     def __len__(self) -> int:
-        """Texts that wait."""
+        """Number of waiting texts."""
         return sum(len(texts.entries) for texts in self._waiting)
 
     def __bool__(self) -> bool:
@@ -53,45 +51,49 @@ class Queue(Generic[Job]):
 
     @property
     def jobs(self) -> list[Job]:
-        """Requests that have texts waiting, in the order of their turns."""
+        """Requests with waiting texts, in the order of their turns."""
         return [texts.job for texts in self._waiting]
 
     def add(self, job: Job, lengths: Sequence[int]) -> None:
-        """The texts of a request, by their lengths in tokens; at least one."""
-        self._waiting.append(_Texts(job, lengths))
+        """Add the texts of a request by their lengths in tokens; at least one."""
+        self._waiting.append(_RequestTexts(job, lengths))
 
     def drop(self, job: Job) -> None:
-        """None of its texts waits any longer."""
+        """Remove the waiting texts of a request."""
         self._waiting = deque(texts for texts in self._waiting if texts.job is not job)
 
     def take(self, budget: int) -> list[tuple[Job, int]]:
-        """The next batch: requests, and which of their texts. They no longer wait.
+        """Remove and return the next batch: pairs of a request and the index of its text.
 
-        At most `budget` tokens with padding (the first text alone may exceed it), at most WASTE of it padding.
+        A batch has at most `budget` tokens including padding (the first text alone may exceed it), of which at most the
+        share MAX_PADDING is padding.
         """
         first = self._waiting[0]
         longest = first.entries[-1][0]
         chosen = [(len(first.entries) - 1, first)]
         tokens = most = longest
+        # Candidates come in order of their distance to the first text's length. Once a shorter one is rejected, all
+        # further shorter ones would be, too (more padding); likewise for longer ones (a larger product).
         takes_shorter = takes_longer = True
         near = merge(*(texts.nearest(longest) for texts in self._waiting), key=lambda each: abs(each[0] - longest))
-        for length, place, texts in near:
-            if (place, texts) == chosen[0]:
+        for length, index, texts in near:
+            if (index, texts) == chosen[0]:
                 continue
-            wide = max(most, length)
-            padded = (len(chosen) + 1) * wide
-            if padded <= budget and tokens + length >= (1 - WASTE) * padded:
-                chosen.append((place, texts))
-                tokens, most = tokens + length, wide
+            width = max(most, length)
+            padded = (len(chosen) + 1) * width
+            if padded <= budget and tokens + length >= (1 - MAX_PADDING) * padded:
+                chosen.append((index, texts))
+                tokens, most = tokens + length, width
             elif length <= longest:
-                takes_shorter = False  # whatever comes now is shorter still
+                takes_shorter = False
             else:
                 takes_longer = False
             if not (takes_shorter or takes_longer):
                 break
-        batch = [(texts.job, texts.entries[place][1]) for place, texts in chosen]
-        for place, texts in sorted(chosen, key=lambda each: -each[0]):
-            del texts.entries[place]
+        batch = [(texts.job, texts.entries[index][1]) for index, texts in chosen]
+        # Delete from the back, so that positions of earlier entries stay valid.
+        for index, texts in sorted(chosen, key=lambda each: -each[0]):
+            del texts.entries[index]
         self._waiting.rotate(-1)
         self._waiting = deque(texts for texts in self._waiting if texts.entries)
         return batch

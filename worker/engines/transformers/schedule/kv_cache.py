@@ -1,15 +1,16 @@
-"""Which part of the key-value cache belongs to whom.
+"""Allocation of the KV cache: rows, blocks and shared prefixes.
 
-A backend's cache has a *row* for each sequence that may run at once; `Capacity` lends them. Behind a row lies either
-room for a whole context (`Rows`), or a table of blocks (`Blocks`): BLOCK_TOKENS tokens each, lent one by one, shared by
-all who begin with the same tokens, and remembered when their sequence has ended until somebody needs the room.
+The cache has one *row* for each sequence that may run at once. `KvAllocator` is the interface that hands out rows. A
+row has either room for a whole context (`RowAllocator`) or a table of blocks (`BlockAllocator`). A block holds
+BLOCK_TOKENS tokens. Sequences that begin with the same tokens share blocks (prefix caching), and a block keeps its
+content after its last sequence has ended until the room is needed.
 
-Where blocks lie matters, because what lies in one run is read without a copy. So a sequence grows into the block
-behind its last one, and begins at one of as many *homes* as there are rows, which divide the pool: the one that was
-least recently used. With room for every row's whole context no sequence is ever in another's way; with less, runs
-break where they meet, and what can take place nowhere waits.
+The location of blocks matters, because blocks that are neighbours in the pool (a run) are read as a view, without a
+copy. A sequence therefore grows into the block behind its last one. The pool is divided into as many equal *regions* as
+there are rows, and a new sequence begins at the start of the least recently used region. If the pool has room for the
+full context of every row, each sequence is one run. In a smaller pool runs break where sequences meet.
 
-Law: PURE; who holds the tensors asks here for numbers only.
+This module handles numbers only; the tensors belong to `attention.kv_pool`.
 """
 
 import hashlib
@@ -25,24 +26,25 @@ from worker.protocol.memory import BLOCK_TOKENS
 
 
 def pool_blocks(rows: int, ctx_size: int, kv_tokens: int = 0) -> int:
-    """Blocks of a pool for `kv_tokens` tokens; 0: for the whole context in each of `rows` rows, so that nobody is ever
-    put back for want of room."""
+    """Blocks of a pool for `kv_tokens` tokens. With 0 the pool has room for the full context of every row, so that no
+    sequence is ever preempted."""
     return blocks_for(kv_tokens) if kv_tokens else rows * blocks_for(ctx_size)
 
 
-def home_stride(rows: int, blocks: int) -> int:
-    """Blocks from one home to the next."""
+def region_blocks(rows: int, blocks: int) -> int:
+    """Blocks of one region."""
     return max(blocks // rows, 1)
 
 
 def blocks_for(tokens: int) -> int:
-    """Blocks that hold so many tokens."""
+    """Number of blocks that hold `tokens` tokens."""
     return -(-tokens // BLOCK_TOKENS)
 
 
 @dataclass(slots=True)
-class Run:
-    """`count` blocks of a table, from its `first` on, that lie one behind another in the pool, from `block` on."""
+class BlockRun:
+    """`count` neighbouring blocks of the pool, from `block` on. They are entries `first` to `first + count` of a
+    table."""
 
     first: int
     block: int
@@ -50,27 +52,25 @@ class Run:
 
 
 @dataclass(slots=True, eq=False)
-class Table:
-    """The blocks of one running sequence, in the order of its tokens."""
+class BlockTable:
+    """Block table of one running sequence, in the order of its tokens."""
 
     blocks: list[int] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
-    """The same blocks, by where they lie."""
-    keys: list[bytes] = field(default_factory=list)
-    """Of the first blocks, those that are full and computed."""
-    place: int | None = None
-    """The block where it would like to go on; None: it has not begun anywhere yet."""
-    borrows: bool = False
-    """Its last block is another's, who may write in there behind what both have in common."""
+    runs: list[BlockRun] = field(default_factory=list)  # the same blocks, grouped by neighbourhood in the pool
+    keys: list[bytes] = field(
+        default_factory=list
+    )  # prefix-cache keys of the leading blocks that are full and computed
+    next_block: int | None = None  # preferred next block; None before the first one
+    # The last block is shared and its owner may still append to it, so copy before writing.
+    shares_last_block: bool = False
+    # Source and target block of a copy to make before the next forward pass. The runner sets it to None afterwards.
     copy: tuple[int, int] | None = None
-    """The first of these blocks is to be copied into the second, before anything is computed. Who has done it, once,
-    sets this to None."""
 
     def append(self, block: int) -> None:
         if self.runs and self.runs[-1].block + self.runs[-1].count == block:
             self.runs[-1].count += 1
         else:
-            self.runs.append(Run(len(self.blocks), block, 1))
+            self.runs.append(BlockRun(len(self.blocks), block, 1))
         self.blocks.append(block)
 
     def drop_last(self) -> int:
@@ -80,7 +80,7 @@ class Table:
         return self.blocks.pop()
 
     def slots(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Where tokens `start` to `end` lie: first slot and length of each run, in order."""
+        """Positions in the pool of tokens `start` to `end`: first position and length of each run, in order."""
         for run in self.runs:
             first = run.first * BLOCK_TOKENS
             low, high = max(start, first), min(end, first + run.count * BLOCK_TOKENS)
@@ -88,68 +88,68 @@ class Table:
                 yield run.block * BLOCK_TOKENS + low - first, high - low
 
 
-class Capacity(Protocol):
-    """What a cache has room for: the scheduler asks, and the sequences that run hold rows of it."""
+class KvAllocator(Protocol):
+    """Interface between the scheduler and a cache: rows for running sequences, and room for their tokens."""
 
     @property
     def rows(self) -> int:
-        """Sequences that may run at once."""
+        """Maximum of running sequences."""
 
     @property
     def owners(self) -> dict[int, int]:
-        """Id of the sequence by row; a copy."""
+        """Sequence id by row; a copy."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that all of it has room for."""
+        """Tokens that the whole cache has room for."""
 
     @property
     def shared(self) -> int:
-        """Tokens that would be counted too often if those of all rows were added."""
+        """Tokens counted more than once when the lengths of all rows are added."""
 
     @property
     def reusable(self) -> int:
-        """Tokens that no row holds, kept for whoever begins with them."""
+        """Cached tokens that no row holds."""
 
     @property
     def has_row(self) -> bool:
-        """Whether a row is free."""
+        """True if a row is free."""
 
     def can_admit(self, sequence: Sequence) -> bool:
-        """Whether there is a row, and room for all that the sequence has to compute and a little of what follows."""
+        """True if a row is free and there is room for all tokens of the sequence and some more."""
 
     def admit(self, sequence: Sequence) -> tuple[int, int]:
-        """A row for it, and how many of its tokens are in there already, never all; ask `can_admit` first."""
+        """Return a row and the number of cached tokens in it, never all of them. Call `can_admit` first."""
 
     def attach(self, sequence: Sequence) -> int:
-        """A row for another choice of a prompt that is being computed, and no room yet; ask `has_row` first."""
+        """Return a row without room, for a further choice of a prompt that is being computed. Call `has_row` first."""
 
     def fork(self, source: int, target: int, tokens: int) -> None:
-        """The first `tokens` of row `source` are those of row `target`, which was attached, as well."""
+        """Share the first `tokens` of row `source` with the attached row `target`."""
 
     def grow(self, row: int, start: int, end: int) -> bool:
-        """Make room for its tokens `start` to `end`, where nobody else reads; whether there was enough."""
+        """Reserve exclusive room for tokens `start` to `end` of the row. Return False if there is not enough."""
 
-    def note(self, row: int, sequence: Sequence) -> None:
-        """The row's sequence got on: what is computed of it may serve others who begin alike."""
+    def cache_blocks(self, row: int, sequence: Sequence) -> None:
+        """Register the blocks of the row that are now full and computed in the prefix cache."""
 
-    def give_back(self, row: int, *, is_spoiled: bool = False) -> None:
-        """Its owner is done with it. `is_spoiled`: what it holds must not serve anybody."""
+    def release(self, row: int, *, is_corrupt: bool = False) -> None:
+        """Free the row. `is_corrupt`: its content is invalid and must not be reused."""
 
-    def table(self, row: int) -> Table | None:
-        """The blocks behind the row, if there are such."""
+    def table(self, row: int) -> BlockTable | None:
+        """Block table of the row, or None for a cache without blocks."""
 
-    def trial(self, row: int, tokens: int) -> Table | None:
-        """As `table`, as if the row held so many tokens in one run. Nobody's: for trials before anybody runs."""
+    def contiguous_table(self, row: int, tokens: int) -> BlockTable | None:
+        """Like `table`, for a row with `tokens` tokens in one run. For measurements before any sequence runs."""
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if something is lost or lent twice. For tests, and when idle."""
+        """Raise AssertionError if a row or block is lost or used twice. For tests, and when idle."""
 
 
-class Rows:
-    """Rows that each have room for the whole context: whoever got one can go on to its end.
+class RowAllocator:
+    """Rows with room for a full context each, so an admitted sequence never runs out of room.
 
-    The lowest free row is given first, so that few rows run close together.
+    The lowest free row is used first, so that running rows stay close together.
     """
 
     def __init__(self, count: int, ctx_size: int = 0):
@@ -178,63 +178,64 @@ class Rows:
         return row
 
     def fork(self, source: int, target: int, tokens: int) -> None:
-        """Nothing to do: the backend copies the row."""
+        """No-op: the backend copies the row."""
 
     def grow(self, row: int, start: int, end: int) -> bool:
         return True
 
-    def note(self, row: int, sequence: Sequence) -> None:
-        """Nothing to do: nobody else reads this row."""
+    def cache_blocks(self, row: int, sequence: Sequence) -> None:
+        """No-op: rows are not shared."""
 
-    def give_back(self, row: int, *, is_spoiled: bool = False) -> None:
+    def release(self, row: int, *, is_corrupt: bool = False) -> None:
         del self._owners[row]
         heapq.heappush(self._free, row)
 
-    def table(self, row: int) -> Table | None:
+    def table(self, row: int) -> BlockTable | None:
         return None
 
-    def trial(self, row: int, tokens: int) -> Table | None:
+    def contiguous_table(self, row: int, tokens: int) -> BlockTable | None:
         return None
 
     def check_integrity(self) -> None:
-        assert sorted([*self._free, *self._owners]) == list(range(self.rows)), "a row was lost or given twice"
-        assert len(set(self._owners.values())) == len(self._owners), "an owner holds two rows"
+        assert sorted([*self._free, *self._owners]) == list(range(self.rows)), "a row was lost or used twice"
+        assert len(set(self._owners.values())) == len(self._owners), "a sequence holds two rows"
 
 
-class Blocks:
-    """Blocks behind rows: counted, shared, remembered.
+class BlockAllocator:
+    """Reference-counted blocks with a prefix cache.
 
-    A block is referred to by the tables that hold it. One that none holds is free, and keeps its content (and its key)
-    until it is given away: whoever begins with the same tokens finds it and need not compute them again.
+    A block without references is free but keeps its content and key until it is reused. A new sequence that begins with
+    the same tokens takes it from the prefix cache instead of computing it again.
     """
 
     def __init__(self, rows: int, count: int, *, caches: bool = True):
-        """`count` blocks; at least as many as the longest sequence takes, so that one can always go on."""
-        self._lent = Rows(rows)
+        """`count`: at least the blocks of the longest sequence, so that one sequence can always continue."""
+        self._rows = RowAllocator(rows)
         self.count = count
         self._caches = caches
         self._references = [0] * count
+        # Counted along, because `grow` reads it for every sequence in every step.
         self._free = count
         self._key_of: list[bytes | None] = [None] * count
         self._block_of: dict[bytes, int] = {}
-        self._tables: dict[int, Table] = {}
-        self._stride = home_stride(rows, count)
-        self._used = [0] * len(range(0, count, self._stride))
-        """By home: when one of its blocks was last held, in ticks."""
+        self._tables: dict[int, BlockTable] = {}
+        self._region_size = region_blocks(rows, count)
+        # Last use of each region in ticks. LRU by region instead of by block: an eviction then frees neighbours.
+        self._region_used = [0] * len(range(0, count, self._region_size))
         self._tick = 0
-        self._spoiled: list[int] = []
-        self._asked: tuple[int, int, list[bytes]] = (-1, 0, [])
-        """Id and length of the sequence that was last looked up, and the keys of its blocks."""
+        self._corrupt: list[int] = []
+        # Id and length of the last sequence looked up, with its block keys: a waiting one is looked up in every step.
+        self._last_lookup: tuple[int, int, list[bytes]] = (-1, 0, [])
 
-    # What Capacity promises
+    # Implementation of KvAllocator
 
     @property
     def rows(self) -> int:
-        return self._lent.rows
+        return self._rows.rows
 
     @property
     def owners(self) -> dict[int, int]:
-        return self._lent.owners
+        return self._rows.owners
 
     @property
     def tokens(self) -> int:
@@ -250,55 +251,59 @@ class Blocks:
 
     @property
     def has_row(self) -> bool:
-        return self._lent.has_row
+        return self._rows.has_row
 
     def can_admit(self, sequence: Sequence) -> bool:
-        """Beside its own blocks, one is left for each who runs: nobody is admitted only to be put back again."""
+        """See `KvAllocator`. One block is left for each running sequence, so that admission causes no preemption."""
         if not self.has_row:
             return False
-        shared = sum(self._references[block] > 0 for block in self._find(sequence))
+        # Cached blocks that no sequence holds count as free blocks and as blocks needed, so they cancel out.
+        shared = sum(self._references[block] > 0 for block in self._find_prefix(sequence))
         return blocks_for(len(sequence.tokens)) - shared + len(self._tables) <= self._free
 
     def admit(self, sequence: Sequence) -> tuple[int, int]:
-        """All blocks that its tokens need are its own at once."""
-        found = self._find(sequence)
-        row = self._lent.attach(sequence)
-        table = self._tables[row] = Table()
-        table.place = self._beyond(found)
+        """See `KvAllocator`. Allocates all blocks for the sequence's tokens at once."""
+        found = self._find_prefix(sequence)
+        row = self._rows.attach(sequence)
+        table = self._tables[row] = BlockTable()
+        table.next_block = self._continuation(found)
         for block in found:
-            self._refer(block)
+            self._add_reference(block)
             table.append(block)
             key = self._key_of[block]
             assert key is not None
             table.keys.append(key)
         self._touch(found)
+        # Touch first: regions of the prefix must not look least recently used when `grow` selects one.
         has_room = self.grow(row, len(found) * BLOCK_TOKENS, len(sequence.tokens))
-        assert has_room, "it was asked before"
+        assert has_room, "can_admit was not called first"
         return row, len(found) * BLOCK_TOKENS
 
     def attach(self, sequence: Sequence) -> int:
-        row = self._lent.attach(sequence)
-        self._tables[row] = Table()
+        row = self._rows.attach(sequence)
+        self._tables[row] = BlockTable()
         return row
 
     def fork(self, source: int, target: int, tokens: int) -> None:
-        """The last block, if it is not full, is shared as well, until the target writes there: then it gets a copy.
+        """See `KvAllocator`. A partly filled last block is shared, too, until the target writes to it (copy on write).
 
-        The source goes on in place, which nobody sees: who shares the block reads no further than both agree.
+        The source appends in place. That is safe because the other sequences read only the common tokens of the block.
         """
-        given, taken = self._tables[source], self._tables[target]
-        for block in given.blocks[: blocks_for(tokens)]:
-            self._refer(block)
-            taken.append(block)
-        taken.borrows = tokens % BLOCK_TOKENS > 0
-        taken.keys = given.keys[: tokens // BLOCK_TOKENS]
+        source_table, target_table = self._tables[source], self._tables[target]
+        for block in source_table.blocks[: blocks_for(tokens)]:
+            self._add_reference(block)
+            target_table.append(block)
+        target_table.shares_last_block = tokens % BLOCK_TOKENS > 0
+        target_table.keys = source_table.keys[: tokens // BLOCK_TOKENS]
 
     def grow(self, row: int, start: int, end: int) -> bool:
         table = self._tables[row]
-        copies = table.borrows and self._references[table.blocks[-1]] > 1
+        # If the other holders of a shared last block have ended, it is exclusive by now and needs no copy.
+        copies = table.shares_last_block and self._references[table.blocks[-1]] > 1
         if copies + max(0, blocks_for(end) - len(table.blocks)) > self._free:
             return False
-        table.borrows = False
+        # Checked before any change: a failed call leaves the table as it was.
+        table.shares_last_block = False
         if copies:
             assert start // BLOCK_TOKENS == len(table.blocks) - 1, "only the last block is not full"
             block = table.drop_last()
@@ -309,58 +314,63 @@ class Blocks:
             self._append(table)
         return True
 
-    def note(self, row: int, sequence: Sequence) -> None:
+    def cache_blocks(self, row: int, sequence: Sequence) -> None:
         table = self._tables[row]
         if not self._caches:
             return
+        # A key may be present already: two sequences computed equal blocks side by side. The first one stays.
         for index in range(len(table.keys), sequence.computed // BLOCK_TOKENS):
-            key = block_key(table.keys[-1] if index else _root(sequence), _part(sequence.tokens, index))
+            key = block_key(table.keys[-1] if index else _root(sequence), _block_tokens(sequence.tokens, index))
             table.keys.append(key)
             block = table.blocks[index]
             if key not in self._block_of:
                 self._block_of[key] = block
                 self._key_of[block] = key
 
-    def give_back(self, row: int, *, is_spoiled: bool = False) -> None:
-        self._lent.give_back(row)
+    def release(self, row: int, *, is_corrupt: bool = False) -> None:
+        self._rows.release(row)
         table = self._tables.pop(row)
         self._touch(table.blocks)
         for block in table.blocks:
+            # Free blocks keep their key and content; that is the prefix cache.
             self._references[block] -= 1
-            if is_spoiled:
-                self._forget_key(block)
+            if is_corrupt:
+                self._drop_key(block)
             if not self._references[block]:
                 self._free += 1
-                if is_spoiled:
-                    self._spoiled.append(block)
+                # Others may still hold a shared block. It is reported only when it is free.
+                if is_corrupt:
+                    self._corrupt.append(block)
 
-    def table(self, row: int) -> Table:
+    def table(self, row: int) -> BlockTable:
         return self._tables[row]
 
-    def trial(self, row: int, tokens: int) -> Table:
-        table, count = Table(), blocks_for(tokens)
-        first = max(0, min(row * self._stride, self.count - count))
+    def contiguous_table(self, row: int, tokens: int) -> BlockTable:
+        table, count = BlockTable(), blocks_for(tokens)
+        # As in normal traffic, the row begins at its own region, unless the pool ends before.
+        first = max(0, min(row * self._region_size, self.count - count))
         for block in range(first, first + count):
             table.append(block)
         return table
 
-    def take_spoiled(self) -> list[int]:
-        """Blocks that were given back spoiled, each told once: numbers in there may not be finite, and a mask hides
-        only those that are, so they are to be overwritten."""
-        spoiled, self._spoiled = self._spoiled, []
-        return spoiled
+    def take_corrupt(self) -> list[int]:
+        """Corrupt blocks freed since the last call. The caller must overwrite them with zeros.
+
+        They may contain NaN or infinity. An attention mask does not hide those, because 0 * NaN is NaN.
+        """
+        corrupt, self._corrupt = self._corrupt, []
+        return corrupt
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds, with or without content."""
+        """Blocks without references, with or without cached content."""
         return self._free
 
     # Prefixes
 
-    def _find(self, sequence: Sequence) -> list[int]:
-        """Blocks with its first tokens; never with all of them, because the last one's logits are wanted.
-
-        None if logits are wanted at every position of the prompt.
+    def _find_prefix(self, sequence: Sequence) -> list[int]:
+        """Cached blocks of the longest known prefix, but never of the whole sequence: its last token must be computed
+        for its logits. Empty if logits are needed at every prompt position.
         """
         if not self._caches or sequence.prompt_logprobs:
             return []
@@ -373,44 +383,54 @@ class Blocks:
         return found
 
     def _keys(self, sequence: Sequence) -> list[bytes]:
-        id, length, keys = self._asked
+        # Hashing a long prompt takes milliseconds, and a waiting sequence is looked up before every step.
+        id, length, keys = self._last_lookup
         if (id, length) != (sequence.id, len(sequence.tokens)):
             keys, key = [], _root(sequence)
             for index in range((len(sequence.tokens) - 1) // BLOCK_TOKENS):
-                key = block_key(key, _part(sequence.tokens, index))
+                key = block_key(key, _block_tokens(sequence.tokens, index))
                 keys.append(key)
-            self._asked = sequence.id, len(sequence.tokens), keys
+            self._last_lookup = sequence.id, len(sequence.tokens), keys
         return keys
 
-    def _forget_key(self, block: int) -> None:
+    def _drop_key(self, block: int) -> None:
         key = self._key_of[block]
         if key is not None:
             del self._block_of[key]
             self._key_of[block] = None
 
-    # Places
+    # Location of new blocks
 
-    def _beyond(self, found: list[int]) -> int | None:
-        """Where to go on behind `found`: right there, unless that would overwrite what was used more recently than
-        all that lies at the best home."""
+    def _continuation(self, found: list[int]) -> int | None:
+        """Block right behind the prefix `found`, as preferred continuation.
+
+        None if it is in use, or if it was used more recently than the least recently used region: continuing there
+        would evict the wrong cached content.
+        """
         if not found or found[-1] + 1 >= self.count or self._references[found[-1] + 1]:
             return None
-        place, home = found[-1] + 1, self._home()
-        if self._key_of[place] is None or home is None:
-            return place
-        return place if self._used[self._home_of(place)] <= self._used[self._home_of(home)] else None
+        next_block, region = found[-1] + 1, self._oldest_region()
+        if self._key_of[next_block] is None or region is None:
+            return next_block
+        return (
+            next_block
+            if self._region_used[self._region_of(next_block)] <= self._region_used[self._region_of(region)]
+            else None
+        )
 
-    def _home(self) -> int | None:
-        """The first block of the home that was used least recently, the lowest of several; None: all are held."""
-        homes = (each for each in range(len(self._used)) if not self._references[each * self._stride])
-        best = min(homes, key=lambda each: (self._used[each], each), default=None)
-        return None if best is None else best * self._stride
+    def _oldest_region(self) -> int | None:
+        """First block of the least recently used region whose first block is free; None if there is none."""
+        regions = (
+            region for region in range(len(self._region_used)) if not self._references[region * self._region_size]
+        )
+        best = min(regions, key=lambda region: (self._region_used[region], region), default=None)
+        return None if best is None else best * self._region_size
 
-    def _home_of(self, block: int) -> int:
-        return block // self._stride
+    def _region_of(self, block: int) -> int:
+        return block // self._region_size
 
-    def _longest(self) -> int:
-        """The first block of the longest run that nobody holds."""
+    def _longest_free_run(self) -> int:
+        """First block of the longest run of free blocks."""
         best, most, length = 0, 0, 0
         for block, references in enumerate(self._references):
             length = 0 if references else length + 1
@@ -418,35 +438,36 @@ class Blocks:
                 best, most = block - length + 1, length
         return best
 
-    def _append(self, table: Table) -> None:
-        """One more block, where the table would like to have it if that is free; ask for room first."""
-        block = self._home() if table.place is None else table.place
+    def _append(self, table: BlockTable) -> None:
+        """Append one block: the preferred one if it is free. The caller has checked that a block is free."""
+        block = self._oldest_region() if table.next_block is None else table.next_block
         if block is None or block >= self.count or self._references[block]:
-            block = self._longest()
-        self._forget_key(block)
-        self._refer(block)
+            # The longest run leaves most room to grow without another break.
+            block = self._longest_free_run()
+        self._drop_key(block)
+        self._add_reference(block)
         table.append(block)
-        table.place = block + 1
+        table.next_block = block + 1
         self._touch((block,))
 
-    def _refer(self, block: int) -> None:
+    def _add_reference(self, block: int) -> None:
         self._free -= not self._references[block]
         self._references[block] += 1
 
     def _touch(self, blocks: Iterable[int]) -> None:
         if self._caches:
             self._tick += 1
-            for home in {self._home_of(block) for block in blocks}:
-                self._used[home] = self._tick
+            for region in {self._region_of(block) for block in blocks}:
+                self._region_used[region] = self._tick
 
     def check_integrity(self) -> None:
-        self._lent.check_integrity()
+        self._rows.check_integrity()
         assert set(self._tables) == set(self.owners), "a table without a row, or a row without a table"
         references = [0] * self.count
         for table in self._tables.values():
             assert len(set(table.blocks)) == len(table.blocks), "a block is twice in a table"
-            lying = [block for run in table.runs for block in range(run.block, run.block + run.count)]
-            assert lying == table.blocks, "runs are not the blocks"
+            ordered = [block for run in table.runs for block in range(run.block, run.block + run.count)]
+            assert ordered == table.blocks, "runs and blocks differ"
             for block in table.blocks:
                 references[block] += 1
         assert references == self._references, "a block was lost or is held without a table"
@@ -457,8 +478,8 @@ class Blocks:
             assert all(table.blocks[index] == block for table in tables), "a block is shared at different places"
             assert len({tuple(table.keys[:index]) for table in tables}) == 1, "shared behind different tokens"
 
-    def _shared(self) -> Iterator[tuple[int, tuple[int, list[Table]]]]:
-        """Blocks that several tables hold, with their index in the first of these."""
+    def _shared(self) -> Iterator[tuple[int, tuple[int, list[BlockTable]]]]:
+        """Blocks in several tables, with those tables and the index of the block in the first of them."""
         for block, references in enumerate(self._references):
             if references > 1:
                 tables = [table for table in self._tables.values() if block in table.blocks]
@@ -466,19 +487,20 @@ class Blocks:
 
 
 def block_key(before: bytes, tokens: Tokens[int]) -> bytes:
-    """Names the content of a block: its tokens, and with `before`, the key of the block before, all that precede them.
+    """Prefix-cache key of a full block: a hash of its tokens and of `before`, the key of the block before it.
 
-    128 bits of BLAKE2 (RFC 7693), because one who finds a collision would read another's context.
+    The chain of keys covers all tokens up to the end of the block. A collision would let a request read the context of
+    another one, so the hash must be cryptographic: 128 bits of BLAKE2b (RFC 7693).
     """
     return hashlib.blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
 def _root(sequence: Sequence) -> bytes:
-    """What stands before the first block: under another adapter the same tokens have other keys and values, and a
-    request's own salt says who may share them."""
+    """Start of the key chain: the adapter, under which equal tokens have other keys and values, and the request's own
+    salt, which separates clients."""
     adapter = sequence.adapter.salt if sequence.adapter is not None else b""
     return adapter + b"\0" + sequence.salt if sequence.salt else adapter
 
 
-def _part(tokens: list[int], index: int) -> list[int]:
+def _block_tokens(tokens: list[int], index: int) -> list[int]:
     return tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]

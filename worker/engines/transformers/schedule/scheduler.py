@@ -1,18 +1,16 @@
-"""Continuous batching: who waits, who runs, and which tokens go into the next step.
+"""Continuous batching: admission of waiting sequences and selection of the tokens of the next step.
 
-Every step computes some tokens of some running sequences, packed one behind another. A sequence whose answer goes on
-adds its newest token (decode); one whose prompt is not computed yet adds a chunk of it (prefill). Decoding comes
-first and is never held up; prompts share a budget of tokens, so a long one cannot stall streams that run already.
-
-Law: PURE. Decisions are functions of what is here; time is an argument.
+Every step computes some tokens of some running sequences. A sequence whose prompt is complete adds its newest token
+(decode); a sequence whose prompt is incomplete adds a chunk of it (chunked prefill). Decodes come first and are never
+delayed. Prompts share a token budget, so a long prompt does not stall streams that already run.
 """
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from worker.engines.transformers.schedule.kv_cache import Capacity, Table
-from worker.engines.transformers.schedule.lora_slots import Slots
+from worker.engines.transformers.schedule.kv_cache import BlockTable, KvAllocator
+from worker.engines.transformers.schedule.lora_slots import LoraSlots
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.protocol.memory import PROMPT_LOGITS
 
@@ -25,10 +23,10 @@ class Segment:
     row: int
     start: int
     length: int
-    table: Table | None = None
-    """The blocks of the row, where the cache has such; they cover the tokens up to `end`."""
-    ahead: bool = False
-    """Its one token is what the step in front of this one chooses: the sequence does not have it yet."""
+    table: BlockTable | None = (
+        None  # the row's blocks, covering the tokens up to `end`; None for a cache without blocks
+    )
+    ahead: bool = False  # scheduled before the previous step finished: its one token is not in `sequence.tokens` yet
 
     @property
     def end(self) -> int:
@@ -36,19 +34,19 @@ class Segment:
 
     @property
     def completes(self) -> bool:
-        """Nothing of the sequence is left to compute after this: its next token can be chosen."""
+        """True if this segment leaves nothing to compute, so its last logits choose the next token."""
         return self.ahead or self.end == len(self.sequence.tokens)
 
     @property
     def logits(self) -> int:
-        """At how many of its last positions logits are wanted."""
+        """Number of trailing positions whose logits are needed."""
         if self.sequence.prompt_logprobs and self.start < self.sequence.prompt_tokens:
             return self.length
         return 1 if self.completes else 0
 
     @property
     def sees(self) -> bool:
-        """Whether some of its tokens stand for images."""
+        """True if some of its tokens are placeholders of an image."""
         prompt_images = self.sequence.prompt_images
         return prompt_images is not None and any(
             each.begin < self.end and self.start < each.end for each in prompt_images.each
@@ -63,28 +61,30 @@ Batch = tuple[Segment, ...]
 
 
 class Scheduler:
-    """Sequences from arrival to end. First come, first served; each holds one row of the cache while it runs.
+    """Sequences from arrival to end, first come, first served. A running sequence holds one row of the cache.
 
-    The choices of one request start together: the first computes the prompt (it leads), the others hold a row, follow,
-    and are forked from it when it is done. Those who find no row by then run like anybody else.
-    Where the cache has less room than all rows could need, the youngest is put back when it is full: the oldest never,
-    so somebody always gets on. Who was put back comes before all who never ran.
+    The choices of one request (`n` > 1) start together. The first one, the leader, computes the prompt. The others, the
+    followers, hold a row and are forked from the leader when the prompt is complete. Choices that get no row by then
+    compute the prompt themselves.
+
+    If the cache cannot hold the full context of every row, the youngest sequence is preempted when blocks run out. The
+    oldest is never preempted, so there is always progress. Preempted sequences are admitted before new ones.
     """
 
-    def __init__(self, capacity: Capacity, chunk: int, slots: Slots | None = None):
-        """As many run at once as `capacity` has room for; one step computes at most `chunk` prompt tokens. `slots`: for
-        the adapters of sequences that have one."""
+    def __init__(self, capacity: KvAllocator, chunk: int, slots: LoraSlots | None = None):
+        """`capacity` limits the running sequences, `chunk` the prompt tokens of one step. `slots` holds the LoRA
+        adapters of sequences that use one."""
         self._chunk = chunk
         self._slots = slots
         self._capacity = capacity
         self._waiting: deque[Sequence] = deque()
         self._running: dict[int, tuple[Sequence, int]] = {}
-        self._leaders: dict[int, int] = {}
-        """Who computes the prompt of a group now."""
-        self._following: dict[int, int] = {}
-        """By follower: who leads it."""
-        self._void: list[int] = []
-        self._allowed = capacity.rows
+        self._leaders: dict[int, int] = {}  # group -> id of the sequence that computes its prompt
+        self._following: dict[int, int] = {}  # id of a follower -> id of its leader
+        self._freed_rows: list[int] = []
+        # Lowered below `capacity.rows` after a step ran out of device memory; grows by one with every sequence that
+        # ends.
+        self._max_running = capacity.rows
 
     @property
     def waiting(self) -> int:
@@ -96,17 +96,17 @@ class Scheduler:
 
     @property
     def places(self) -> list[tuple[int, Sequence]]:
-        """Who runs in which row, by row."""
+        """Running sequences with their rows, sorted by row."""
         return sorted(((row, each) for each, row in self._running.values()), key=lambda place: place[0])
 
     @property
     def decoding(self) -> int:
-        """Running sequences whose prompt is computed."""
+        """Number of running sequences whose prompt is complete."""
         return sum(sequence.is_decoding for sequence, _ in self._running.values())
 
     @property
-    def looks_back(self) -> int:
-        """Tokens that the prompts of the next step have behind them already: the most that any of them has."""
+    def prefill_context(self) -> int:
+        """Context length behind the prompts of the next step: the largest number of computed tokens of any of them."""
         prompts = (each for each, _ in self._running.values() if not each.is_decoding)
         return max((each.computed for each in prompts if each.id not in self._following), default=0)
 
@@ -120,63 +120,66 @@ class Scheduler:
         yield from self._waiting
 
     def add(self, sequence: Sequence) -> None:
-        """Queue behind all that wait."""
+        """Append to the waiting queue."""
         self._waiting.append(sequence)
 
-    def remove(self, sequence: Sequence, *, is_spoiled: bool = False) -> None:
-        """It has ended, or nobody wants it any more; its row, if it had one, is free at once.
+    def remove(self, sequence: Sequence, *, is_corrupt: bool = False) -> None:
+        """Drop a sequence that ended or was cancelled, and free its row at once. Unknown sequences are ignored.
 
-        `is_spoiled`: what was computed for it may be wrong and must serve nobody else. Unknown sequences are ignored.
+        `is_corrupt`: its keys and values may be wrong, so its blocks must not enter the prefix cache.
         """
         if sequence.id in self._running:
-            self._take_back(sequence, is_spoiled=is_spoiled)
-            self._allowed = min(self._allowed + 1, self._capacity.rows)
+            self._release(sequence, is_corrupt=is_corrupt)
+            self._max_running = min(self._max_running + 1, self._capacity.rows)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """A step had no memory: put a running sequence back, and run fewer until one has ended."""
-        sequence.spared = True
-        self._put_back(sequence)
-        self._allowed = max(1, len(self._running))
+        """Preempt a running sequence because a step ran out of device memory, and run fewer until one has ended."""
+        sequence.preempted_for_memory = True
+        self._requeue(sequence)
+        self._max_running = max(1, len(self._running))
 
     def followers(self, leader: Sequence) -> list[Sequence]:
-        """Those who wait for `leader` to compute their prompt, in order of arrival."""
+        """Followers of `leader` in order of arrival."""
         return [self._running[id][0] for id, leads in self._following.items() if leads == leader.id]
 
     def fork(self, follower: Sequence) -> tuple[int, int]:
-        """Its leader has computed their prompt, and no more: so has the follower. The rows of both, leader's first."""
+        """Fork `follower` from its leader, which has just completed the prompt. Return the leader's and its own row."""
         leader, source = self._running[self._following.pop(follower.id)]
         _, target = self._running[follower.id]
-        self._capacity.note(source, leader)
+        # The leader's complete blocks get their keys first: the fork copies the keys with the block numbers.
+        self._capacity.cache_blocks(source, leader)
         self._capacity.fork(source, target, leader.computed)
         follower.computed, follower.cached = leader.computed, leader.cached
         return source, target
 
-    def take_void(self) -> list[int]:
-        """Rows whose sequences have ended or were put back since this was last asked."""
-        void, self._void = self._void, []
-        return void
+    def take_freed_rows(self) -> list[int]:
+        """Rows freed since the last call, by sequences that ended or were preempted."""
+        freed, self._freed_rows = self._freed_rows, []
+        return freed
 
-    def _take_back(self, sequence: Sequence, *, is_spoiled: bool = False) -> None:
-        """Its row and its part in a group; whoever it leads waits again."""
-        if not is_spoiled:
-            self._capacity.note(self._running[sequence.id][1], sequence)
+    def _release(self, sequence: Sequence, *, is_corrupt: bool = False) -> None:
+        """Free the row and the LoRA slot of a running sequence. Followers of it wait again."""
+        if not is_corrupt:
+            # Register the computed blocks before they are released: a preempted sequence finds them when it restarts.
+            self._capacity.cache_blocks(self._running[sequence.id][1], sequence)
         _, row = self._running.pop(sequence.id)
         if sequence.adapter is not None and self._slots is not None:
-            self._slots.give_back(sequence.adapter.adapter)
-        self._capacity.give_back(row, is_spoiled=is_spoiled)
-        self._void.append(row)
+            self._slots.release(sequence.adapter.adapter)
+        self._capacity.release(row, is_corrupt=is_corrupt)
+        self._freed_rows.append(row)
         self._following.pop(sequence.id, None)
         if sequence.group is not None and self._leaders.get(sequence.group) == sequence.id:
+            # Followers have no keys of their own. Requeued in reverse, so the oldest is first and may lead next.
             del self._leaders[sequence.group]
             for follower in reversed(self.followers(sequence)):
-                self._put_back(follower)
+                self._requeue(follower)
 
-    def _put_back(self, sequence: Sequence) -> None:
-        """Among those who wait: who has run before who has not, then in order of arrival."""
+    def _requeue(self, sequence: Sequence) -> None:
+        """Preempt: release the row and insert among the waiting ones, preempted before new, then by arrival."""
         has_run = sequence.id not in self._following  # a follower has computed nothing that could be lost
-        self._take_back(sequence)
+        self._release(sequence)
         if has_run:
             sequence.restart()
         key = (not sequence.preempted, sequence.id)
@@ -184,29 +187,30 @@ class Scheduler:
         self._waiting.insert(before, sequence)
 
     def next(self, prompt_budget: int | Callable[[], int]) -> Batch:
-        """Admit whoever has room, then the parts of the next step: all who decode, by place in the cache, then prompts.
+        """Admit waiting sequences, then select the next step: decodes sorted by position in the cache, then prompts.
 
-        `prompt_budget` caps the prompt tokens of this step below the chunk (at least one is given if a prompt waits);
-        one that depends on who runs is asked for once they are admitted.
-        Half of them go to the oldest prompt; the rest to the prompts with the least left, so that a short question
-        is not stuck behind a long document, nor the document behind a stream of questions.
+        `prompt_budget` caps the prompt tokens of this step below the chunk size. At least one prompt token is computed
+        if a prompt is waiting. A callable budget is evaluated after admission, because it depends on the running
+        sequences.
         """
         # Blocks that are complete by now enter the prefix cache first, so that requests admitted below find them.
         for sequence, row in self._running.values():
-            self._capacity.note(row, sequence)
+            self._capacity.cache_blocks(row, sequence)
         # Prompts that are admitted here begin in this very step, and the budget depends on their number.
         self._admit_all()
-        decodes = sorted(self._decodes(), key=_place)
+        # Decodes that are neighbours in the cache become rows of one strided view (attention/decode_plan).
+        decodes = sorted(self._decodes(), key=_cache_location)
         wanted = prompt_budget if isinstance(prompt_budget, int) else prompt_budget()
         budget = max(1, min(wanted, self._chunk))
         return (*decodes, *self._prefill(budget))
 
-    def ahead(self, batch: Batch, going: Collection[int]) -> Batch:
-        """The step behind `batch`, while that one still runs: the next token of those sequences, by id, that go `going`
-        on if it does not end them. Nothing changes but that they have room for it.
+    def ahead(self, batch: Batch, continuing: Collection[int]) -> Batch:
+        """Select the step after `batch` while `batch` is still running: one more token of each sequence in `going`.
 
-        Empty if `next` would do something else: if it has a prompt to compute or somebody to let in, or if room would
-        have to be made.
+        The token to compute is known on the device only. `going` has the ids of sequences that continue unless that
+        token ends them. The call reserves cache blocks and changes nothing else.
+
+        Return an empty batch if `next` would do anything else: compute a prompt, admit a sequence or preempt one.
         """
         # A sequence that is not in the batch, or whose prompt is not complete, has a prompt to compute: its part
         # depends on the budget, which is learned when the step in front lands.
@@ -214,22 +218,22 @@ class Scheduler:
             return ()
         if self._could_admit():
             return ()
-        found = []
-        for segment in sorted(batch, key=lambda each: each.sequence.id):  # the oldest is asked first
+        segments = []
+        # Blocks go to the oldest sequence first, as in `_decodes`.
+        for segment in sorted(batch, key=lambda each: each.sequence.id):
             sequence, row, start = segment.sequence, segment.row, segment.end
-            if sequence.id in going:
+            if sequence.id in continuing:
                 # Room is only taken here, never made: to preempt a sequence of the step in flight would free blocks
                 # that the device still writes.
                 if not self._capacity.grow(row, start, start + 1):
                     return ()
-                found.append(Segment(sequence, row, start, 1, self._capacity.table(row), ahead=True))
-        return tuple(sorted(found, key=_place))
+                segments.append(Segment(sequence, row, start, 1, self._capacity.table(row), ahead=True))
+        return tuple(sorted(segments, key=_cache_location))
 
     def _admit_all(self) -> None:
-        """First come, first served; but who waits for its adapter's slot lets those pass who need none, as they may
-        run meanwhile. Nobody else with an adapter passes: slots would never fall idle."""
+        """Admit in order of arrival. Sequences without an adapter may pass one that waits for its adapter's slot."""
         passed = 0
-        while passed < len(self._waiting) and len(self._running) < self._allowed:
+        while passed < len(self._waiting) and len(self._running) < self._max_running:
             first = self._waiting[passed]
             if first.adapter is not None and (passed or not self._has_slot(first)):
                 # With an adapter, a later request may not pass an earlier one: it would take the slot that the earlier
@@ -241,36 +245,40 @@ class Scheduler:
                 break  # no room: smaller requests behind it may not pass, or it would wait for ever
 
     def _could_admit(self) -> bool:
-        """Whether `next` would let somebody in now."""
-        if len(self._running) < self._allowed:
+        """True if `next` would admit a sequence now. Mirrors `_admit_all` without side effects."""
+        if len(self._running) < self._max_running:
+            # Only the first candidate counts: if it does not fit, `_admit_all` stops there, too.
             for passed, each in enumerate(self._waiting):
                 if each.adapter is None or (not passed and self._has_slot(each)):
                     return self._capacity.can_admit(each)
         return False
 
     def _has_slot(self, sequence: Sequence) -> bool:
-        return sequence.adapter is None or self._slots is None or self._slots.can_lend(sequence.adapter.adapter)
+        return sequence.adapter is None or self._slots is None or self._slots.can_acquire(sequence.adapter.adapter)
 
-    def _run(self, sequence: Sequence, row: int) -> None:
+    def _start(self, sequence: Sequence, row: int) -> None:
         self._running[sequence.id] = sequence, row
         if sequence.adapter is not None and self._slots is not None:
-            self._slots.lend(sequence.adapter.adapter)
+            self._slots.acquire(sequence.adapter.adapter)
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Let it run, if there is room."""
+        """Give the sequence a row if there is room."""
+        # A preempted choice that already has output differs from its group and computes everything itself.
         group = sequence.group if not sequence.answered else None
         leader = self._leaders.get(group) if group is not None else None
         # A leader that has answered is ahead of the prompt: to fork from it then would copy keys of its answer.
         if leader is not None and not self._running[leader][0].answered:
             if not self._capacity.has_row:
                 return False
-            self._run(sequence, self._capacity.attach(sequence))
+            self._start(sequence, self._capacity.attach(sequence))
             self._following[sequence.id] = leader
             return True
         if not self._capacity.can_admit(sequence):
             return False
+        # The row starts with the cached prefix; `computed` counts the tokens that need no prefill.
         row, sequence.computed = self._capacity.admit(sequence)
-        self._run(sequence, row)
+        self._start(sequence, row)
+        # A restart finds its own blocks again. Only the first admission determines the reported cached tokens.
         if not sequence.preempted:
             sequence.cached = sequence.computed
         if group is not None:
@@ -289,7 +297,7 @@ class Scheduler:
             while sequence.id in self._running and not self._capacity.grow(row, sequence.computed, end):
                 # Asked in order of age, a sequence that already has its part in this step is older than the youngest.
                 youngest, _ = max(self._running.values(), key=_age)
-                self._put_back(youngest)
+                self._requeue(youngest)
             if sequence.id in self._running:
                 yield self._segment(sequence, row, 1)
 
@@ -306,7 +314,8 @@ class Scheduler:
             return []
         # Half of the budget for the oldest, the rest for the shortest. All of it for the oldest would block short
         # questions behind a long document; all of it for the shortest would starve the document.
-        wanted = _wanted([each for each, _ in prompts])
+        wanted = _unbudgeted_tokens([each for each, _ in prompts])
+        # The dict keeps order of admission, so the first prompt is the oldest.
         oldest = prompts[0][0].id
         shares = {each.id: 0 for each, _ in prompts} | {oldest: min(wanted[oldest], (budget + 1) // 2)}
         left = budget - shares[oldest]
@@ -314,10 +323,12 @@ class Scheduler:
             more = min(wanted[each.id] - shares[each.id], left)
             shares[each.id] += more
             left -= more
-        return [self._segment(each, row, _uncut(each, shares[each.id])) for each, row in prompts if shares[each.id]]
+        return [
+            self._segment(each, row, _whole_images(each, shares[each.id])) for each, row in prompts if shares[each.id]
+        ]
 
     def check_integrity(self) -> None:
-        """Rows belong to exactly those who run. For tests, and when idle."""
+        """Assert that rows belong to exactly the running sequences. For tests, and when idle."""
         self._capacity.check_integrity()
         if self._slots is not None:
             self._slots.check_integrity()
@@ -325,12 +336,12 @@ class Scheduler:
             "a row outlived its sequence"
         )
         assert set(self._following) <= set(self._running), "a follower outlived its row"
-        assert set(self._following.values()) <= set(self._leaders.values()), "somebody follows who is gone"
-        assert set(self._leaders.values()) <= set(self._running), "a leader is gone"
+        assert set(self._following.values()) <= set(self._leaders.values()), "a follower's leader is gone"
+        assert set(self._leaders.values()) <= set(self._running), "a leader is not running"
 
 
-def _uncut(sequence: Sequence, share: int) -> int:
-    """`share` tokens of a prompt, or as many fewer or more as it takes not to cut an image that must be whole."""
+def _whole_images(sequence: Sequence, share: int) -> int:
+    """`share` prompt tokens, rounded so that no image is cut whose tokens must be computed in one step."""
     if sequence.prompt_images is None:
         return share
     return sequence.prompt_images.cut(sequence.computed, sequence.computed + share) - sequence.computed
@@ -340,13 +351,16 @@ def _age(running: tuple[Sequence, int]) -> int:
     return running[0].id
 
 
-def _place(segment: Segment) -> int:
-    """Where its newest tokens lie."""
+def _cache_location(segment: Segment) -> int:
+    """Sort key of the cache location of a segment's newest tokens: the last run's first block, or the row."""
     return segment.table.runs[-1].block if segment.table is not None else segment.row
 
 
-def _wanted(prompts: list[Sequence]) -> dict[int, int]:
-    """Tokens by id that each would compute in one step, if it had all of it; PROMPT_LOGITS are shared by all."""
+def _unbudgeted_tokens(prompts: list[Sequence]) -> dict[int, int]:
+    """Tokens that each prompt would compute in one step without a budget, by sequence id.
+
+    Logits at every position cost vocabulary x 4 bytes a token, so prompts with logprobs share PROMPT_LOGITS positions.
+    """
     wanted, logits = {}, PROMPT_LOGITS
     for each in prompts:
         if each.prompt_logprobs and each.computed < each.prompt_tokens:

@@ -1,6 +1,6 @@
-"""One sequence: a prompt, its answer so far, and its limits.
+"""One sequence: a prompt, its output so far, and its limits.
 
-Law: PURE. A sequence counts tokens and knows when it is over; it does not know batches, tensors or text.
+A sequence counts tokens and detects its end. It knows nothing of batches, tensors or text.
 """
 
 from collections import Counter
@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
-from worker.engines.transformers.schedule.lora_slots import Use
+from worker.engines.transformers.schedule.lora_slots import AppliedAdapter
 from worker.interface import FinishReason, GenerationRequest, PromptImages, SamplingParams
 
 
-def answer_limit(prompt_tokens: int, asked: int | None, default: int, ctx_size: int) -> int:
-    """New tokens that a request may get: what it asked for (or `default`; negative: all), capped to the room left."""
+def output_limit(prompt_tokens: int, asked: int | None, default: int, ctx_size: int) -> int:
+    """Maximum of new tokens: `asked` or else `default` (negative: unlimited), capped by the free context."""
     room = ctx_size - prompt_tokens
     wanted = default if asked is None else asked
     return room if wanted < 0 else min(wanted, room)
@@ -23,36 +23,23 @@ def answer_limit(prompt_tokens: int, asked: int | None, default: int, ctx_size: 
 class Sequence:
     """One choice of one request. `computed` tokens of `tokens` have their keys and values in the cache."""
 
-    id: int
-    """Rises with arrival."""
+    id: int  # rises with arrival, so a smaller id means an older sequence
     prompt_tokens: int
-    tokens: list[int]
-    """The prompt, then the answer, with the end-of-sequence token that closed it, if one did."""
-    limit: int
-    """New tokens at most."""
-    ends: frozenset[int]
-    """Tokens that end the answer."""
-    stated: frozenset[int] = frozenset()
-    """Those of them that the request states itself."""
+    tokens: list[int]  # prompt, then output, including the end-of-sequence token
+    limit: int  # maximum of new tokens
+    ends: frozenset[int]  # tokens that end the output
+    stated: frozenset[int] = frozenset()  # the subset of `ends` that the request itself lists
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
-    prompt_logprobs: bool = False
-    """Logits are wanted at every position of the prompt, not only at its last."""
-    prompt_images: PromptImages | None = None
-    """The images that some tokens of its prompt stand for."""
-    adapter: Use | None = None
-    """None: the model as it is."""
-    salt: bytes = b""
-    """What is cached of its tokens serves only sequences with the same salt."""
-    group: int | None = None
-    """Those who share it are choices of one request, with the same prompt: one computes it for all."""
+    prompt_logprobs: bool = False  # logits are needed at every prompt position, not only at the last one
+    prompt_images: PromptImages | None = None  # images behind placeholder tokens of the prompt
+    adapter: AppliedAdapter | None = None  # None: the base model
+    salt: bytes = b""  # cached blocks are shared only between sequences with equal salt
+    group: int | None = None  # choices of one request have the same group and prompt; one of them computes it for all
     computed: int = 0
-    cached: int = 0
-    """Tokens of the prompt that were in the cache when the sequence first ran."""
-    preempted: bool = False
-    """It has run, and was put back."""
-    spared: bool = False
-    """It was put back once already because a step had no memory."""
+    cached: int = 0  # prompt tokens found in the prefix cache at the first admission
+    preempted: bool = False  # has run before and was preempted
+    preempted_for_memory: bool = False  # was preempted once because a step ran out of device memory
 
     @classmethod
     def of(
@@ -64,10 +51,10 @@ class Sequence:
         ends: Iterable[int],
         seed: int,
         prompt: Tokens[int] = (),
-        adapter: Use | None = None,
+        adapter: AppliedAdapter | None = None,
     ) -> "Sequence":
-        """A fresh sequence for one choice of `request`; `prompt` where it differs from the request's own; `adapter`:
-        the one that the request's choice stands for."""
+        """A new sequence for one choice of `request`. `prompt` replaces the request's prompt, `adapter` is the adapter
+        that the request names."""
         tokens = list(prompt or request.prompt)
         return cls(
             id=id,
@@ -86,47 +73,48 @@ class Sequence:
 
     @property
     def answered(self) -> int:
-        """New tokens so far."""
+        """Number of new tokens so far."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
     def pending(self) -> int:
-        """Tokens whose keys and values are still to be computed; the last one's logits choose the next token."""
+        """Tokens without keys and values in the cache. The logits of the last one choose the next token."""
         return len(self.tokens) - self.computed
 
     @property
     def is_decoding(self) -> bool:
-        """Exactly the newest token of an answer is left to compute."""
+        """True if exactly the newest output token is left to compute."""
         return self.answered > 0 and self.pending == 1
 
-    def barred(self, answered: int) -> frozenset[int]:
-        """Those of `ends` that the token behind so many of the answer must not be."""
+    def forbidden_ends(self, answered: int) -> frozenset[int]:
+        """Tokens of `ends` that must not be sampled as output token number `answered`."""
         if answered < self.sampling.min_tokens:
             return self.ends
+        # ignore_eos disables the model's own end tokens; tokens that the request lists still end the output.
         return self.ends - self.stated if self.sampling.ignore_eos else frozenset()
 
     def append(self, token: int) -> FinishReason | None:
-        """Take the next token of the answer; says why the answer is over, if it is."""
+        """Append the next output token. Return the finish reason if it ends the output."""
         self.tokens.append(token)
         if token in self.ends:
             return "stop"
         return "length" if self.answered >= self.limit else None
 
     def restart(self) -> None:
-        """Its part of the cache was taken away: everything so far is to be computed again."""
+        """Reset after preemption: all tokens so far are to be computed again, unless found in the prefix cache."""
         self.computed = 0
         self.preempted = True
 
 
-class Repeats:
-    """The tokens that a sequence's penalties look back at, counted.
+class PenaltyCounts:
+    """Counts of the tokens that repetition penalties consider.
 
-    Of the last `window` tokens (-1: of all) of prompt and answer together: `seen` are all, `answer` those that belong
-    to the answer. Counting is incremental, so a step costs the same however long the text is.
+    They cover the last `window` tokens (-1: all) of prompt and output together: `seen` counts all of them, `answer`
+    those of the output. Counting is incremental, so the cost of a step does not grow with the text.
     """
 
     def __init__(self, sequence: Sequence, window: int, first: int = 0):
-        """`first`: the tokens before it are another text, which an encoder reads."""
+        """`first`: start of the counted text. Tokens before it are an encoder's input."""
         self._first = first
         self.seen: Counter[int] = Counter()
         self.answer: Counter[int] = Counter()
@@ -136,7 +124,7 @@ class Repeats:
         self._end = 0
 
     def update(self) -> None:
-        """Catch up with the tokens that the sequence got since, and forget those that left the window."""
+        """Add the tokens that are new since the last call, and remove those that left the window."""
         tokens, prompt = self._sequence.tokens, self._sequence.prompt_tokens
         begin = self._first if self._window < 0 else max(self._first, len(tokens) - self._window)
         for position in range(max(self._end, begin), len(tokens)):
