@@ -18,16 +18,17 @@ from router.config.presets import Preset
 from router.config.resolve import Loaded
 from router.config.settings import Settings
 from router.errors import ConfigError, RouterError
-from router.fleet import load_cost, worker_argv
+from router.fleet import worker_argv
 from router.launch import environment
 from router.launch.devices import Devices
-from router.memory import checkpoint, learned, sharding
+from router.memory import checkpoint, sharding
 from router.memory import estimate as estimates
-from router.memory.checkpoint_facts import DTYPE_BYTES, Checkpoint, compute_dtype, effective_ctx, embeds
+from router.memory.best_estimate import allowed_devices, best_estimate, capacities, device_order, first_fitting
+from router.memory.checkpoint_facts import DTYPE_BYTES, Checkpoint, compute_dtype, effective_ctx, serves_embeddings
 from router.memory.estimate import Estimate
-from router.memory.learned import Calibration
-from router.memory.process import RUNTIME_FORKED, RUNTIME_HOST, UNKNOWN
-from router.memory.weights import on_load, packing, weight_bytes
+from router.memory.learned import LearnedEstimates
+from router.memory.process import RUNTIME_FORKED, RUNTIME_HOST
+from router.memory.weights import bits_on_load, packing, weight_bytes
 from router.planner.ledger import HOST, DeviceId, Reading
 from router.store.catalogue import LocalDisk, find_snapshot
 from router.store.snapshots import Snapshots
@@ -129,11 +130,11 @@ def forecast(
     finally:
         devices.close()
     margin = settings.models_memory_margin.get("", 0)
-    places = load_cost.devices_of(preset, readings)
+    places = allowed_devices(preset, readings)
     on_host = all(place.index == HOST for place in places)
     forked = settings.nursery and worker_argv.program_of(preset, preset.id).may_fork
     records = state / "estimates.json"
-    known = Calibration(records, driver=devices.driver) if records.is_file() else None
+    known = LearnedEstimates(records, driver=devices.driver) if records.is_file() else None
     with tempfile.TemporaryDirectory(prefix="router-estimate-") as spare:
         snapshots = Snapshots(cache=settings.hub_cache, state=state, offline=True, prepare=settings.prepare)
         folder, files = _files(preset, settings, snapshots, environ, Path(spare))
@@ -143,14 +144,19 @@ def forecast(
         facts = _facts(preset, folder)
         if exact and not is_here:
             raise ForecastError(f"{preset.id}: --exact wants the files here; `router` fetches them on first use")
-        room = {each.id: _capacity(each, margins.get(each.id, margin), limits.get(each.id)) for each in readings}
-        bounds = sharding.bounded(preset, load_cost.in_order(preset, readings, places), room)
-        for choice in sharding.choices(facts, preset, places, load_cost.in_order(preset, readings, places), room):
-            found = cost(preset, facts, choice, readings, known, nursery=settings.nursery)
-            if exact and found.source != "preset":
-                found = _exactly(preset, facts, str(folder), environ, choice=choice, forked=forked, first=found)
-            if sharding.fits(choice, found.shards, bounds):
-                break
+        room = capacities(readings, lambda id: margins.get(id, margin), limits.get)
+        order = device_order(preset, readings, places)
+        bounds = sharding.bounded(preset, order, room)
+
+        def estimate_of(choice: sharding.Choice) -> Estimate:
+            first = cost(preset, facts, choice, readings, known, nursery=settings.nursery)
+            if not exact or first.source == "preset":
+                return first
+            return _exactly(preset, facts, str(folder), environ, choice=choice, forked=forked, first=first)
+
+        choice, found = first_fitting(
+            sharding.choices(facts, preset, places, order, room), estimate_of, bounds, can_wait=lambda _: False
+        )
     needs = dict.fromkeys(choice.devices, found.shards[0])
     if choice.shards > 1:
         needs = dict(zip(sharding.assigned(choice, found.shards, bounds), found.shards, strict=True))
@@ -174,7 +180,7 @@ def forecast(
         is_here=is_here,
         estimate=found,
         forked=forked,
-        tokens=0 if embeds(facts, preset) else effective_ctx(facts, preset),
+        tokens=0 if serves_embeddings(facts, preset) else effective_ctx(facts, preset),
         dtype=compute_dtype(facts, preset, on_host=on_host),
         rooms=rooms,
         packed=max(0, weight_bytes(facts, preset, on_host=on_host) - plain),
@@ -219,7 +225,7 @@ def cost(
     facts: Checkpoint,
     choice: sharding.Choice,
     readings: Sequence[Reading],
-    known: Calibration | None,
+    known: LearnedEstimates | None,
     *,
     nursery: bool,
 ) -> Estimate:
@@ -228,19 +234,9 @@ def cost(
     With a `nursery` that of a worker that is forked, if it may be; what is known of one that was executed is more, and
     does for it, too.
     """
-    on_host = all(place.index == HOST for place in choice.devices)
     forked = nursery and worker_argv.program_of(preset, preset.id).may_fork
-    threads = worker_argv.threads(preset, on_host=on_host, ranks=choice.ranks)
-    names = {reading.id: reading.name for reading in readings}
-    overhead = known.overhead(load_cost.type_of(choice, names), forked=forked) if known is not None else UNKNOWN
-    static = sharding.cost(choice, facts, preset, on_host=on_host, threads=threads, forked=forked, overhead=overhead)
-    if static.sure or known is None:
-        return static
-    kinds = load_cost.kinds_of(choice, names)
-    keys = [learned.key(facts, preset, kinds, forked=way) for way in ((True, False) if forked else (False,))]
-    return load_cost.best_figure(
-        static, [each for key in keys for each in (known.learned(key), known.exact(key))], choice
-    )
+    threads = worker_argv.threads(preset, on_host=choice.on_host, ranks=choice.ranks)
+    return best_estimate(choice, facts, preset, readings, known, forked=forked, threads=threads, or_executed=True)
 
 
 def _files(
@@ -298,7 +294,7 @@ def _exactly(
     said = _ask(preset, Estimated, command, environ, threads=threads)
     if forked:  # the process that says so was not
         said = replace(said, inherited=int(SPARED / estimates.INHERITED_SHARE))
-    return estimates.exact(said, preset, forked=forked, first=first)
+    return estimates.from_trace(said, preset, forked=forked, first=first)
 
 
 Said = TypeVar("Said", Downloaded, Estimated)
@@ -335,11 +331,6 @@ def _ask(
     raise ForecastError(f"{preset.id}: `worker {name}` failed (exit {done.returncode}): {failed or last}")
 
 
-def _capacity(reading: Reading, margin: int, limit: int | None) -> int:
-    size = reading.total if limit is None else min(reading.total, limit)
-    return max(0, size - margin)
-
-
 def _room(reading: Reading, needs: int, capacity: int, margin: int, *, is_main: bool) -> Room:
     free = max(0, min(capacity, reading.total - margin - reading.used))
     return Room(str(reading.id), reading.name, needs, reading.total, capacity, free, margin, is_main)
@@ -351,7 +342,7 @@ def _beside(
     settings: Settings,
     readings: Sequence[Reading],
     places: frozenset[DeviceId],
-    known: Calibration | None,
+    known: LearnedEstimates | None,
     left: int,
 ) -> list[str]:
     """Who of the other models needs no more than `left` bytes; those whose files are not here are not asked about."""
@@ -361,7 +352,7 @@ def _beside(
         if other.id == preset.id or folder is None:
             continue
         try:
-            its = load_cost.devices_of(other, readings)
+            its = allowed_devices(other, readings)
             whole = sharding.Choice(devices=its)
             cheapest = cost(other, _facts(other, Path(folder)), whole, readings, known, nursery=settings.nursery)
             needs = max(cheapest.shards)
@@ -499,7 +490,7 @@ def _rank_lines(found: Forecast) -> list[str]:
 
 def _on_load(found: Forecast) -> str:
     """The method by which weights are quantised while they are loaded; empty: they are not."""
-    return found.preset.quantization if on_load(found.facts, found.preset) else ""
+    return found.preset.quantization if bits_on_load(found.facts, found.preset) else ""
 
 
 def _who_stays(found: Forecast) -> str:

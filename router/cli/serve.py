@@ -38,7 +38,7 @@ from router.http.proxy import Pace, Proxy
 from router.launch.devices import Devices
 from router.launch.local import LocalLauncher
 from router.launch.page_lock import lockable
-from router.memory.learned import Calibration
+from router.memory.learned import LearnedEstimates
 from router.planner.ledger import HOST, DeviceId, Ledger
 from router.registry.auth import Access
 from router.registry.registry import Site
@@ -230,7 +230,7 @@ async def _router(
         files = Snapshots(cache=settings.hub_cache, state=state, offline=settings.offline, prepare=settings.prepare)
         fleet = Fleet(
             launcher=launcher,
-            calibration=Calibration(state / "estimates.json", driver=devices.driver, later=aside.submit),
+            calibration=LearnedEstimates(state / "estimates.json", driver=devices.driver, later=aside.submit),
             events=events,
             files=files,
             ledger=_ledger(settings, devices, {reading.id for reading in launcher.readings()}),

@@ -343,7 +343,7 @@ class Preset:
     ttl: float = key(-1.0, Seconds(off=-1.0), LIFECYCLE,
             "idle time after which the worker ends, or its weights are let go", unset="off", also=("keep-alive",),
             live=True)
-    companions: tuple[str, ...] = key((), Names(), LIFECYCLE,
+    prefetch: tuple[str, ...] = key((), Names(), LIFECYCLE,
             "models usually asked for together with this one: read ahead with it, loaded where memory is free",
             unset="none", own=True, live=True)
     """Models that are usually asked for together with this one, by id or alias."""
@@ -351,7 +351,7 @@ class Preset:
             "idle time after which the worker ends; its weights stay in main memory, as far as --sleep-memory goes",
             name="sleep-idle-seconds", unset="off", live=True)
     """Like `ttl`; but the weights stay in main memory, within --sleep-memory."""
-    linger: float = key(-1.0, Seconds(off=0.0, words={"auto": -1.0}), LIFECYCLE,
+    idle_grace: float = key(-1.0, Seconds(off=0.0, words={"auto": -1.0}), LIFECYCLE,
             "how long a worker inside its turn is kept for its own next request",
             unset="half the expected load of who waits, 0.2 to 2; 0 if it is hardly ever asked for so soon", live=True)
     """-1.0: half the waiting model's expected load, 0.2 to 2 seconds; 0 if it is hardly ever asked for so soon."""

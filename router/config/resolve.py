@@ -107,7 +107,7 @@ class _Loading:
         general = under | star
         presets: dict[str, Preset] = {}
         aliases: list[tuple[str, Problem]] = []
-        companions: list[tuple[str, Problem]] = []
+        prefetch: list[tuple[str, Problem]] = []
         for section in document.sections:
             if section.name == "*":
                 continue
@@ -117,14 +117,14 @@ class _Loading:
                 presets[preset.id] = preset
                 if "alias" in settings:
                     aliases.append((preset.id, settings["alias"].place))
-                if "companions" in settings:
-                    companions.append((preset.id, settings["companions"].place))
+                if "prefetch" in settings:
+                    prefetch.append((preset.id, settings["prefetch"].place))
         self._unique(presets, aliases)
         for entry in self._unconfigured(found, presets):
             preset = self._preset(ini.Section(entry.id, 0), general | over, [entry])
             if preset is not None:
                 presets[preset.id] = preset
-        self._company(presets, companions)
+        self._company(presets, prefetch)
         problems, warnings = tuple(self._complaints.problems), tuple(self._complaints.warnings)
         return Loaded({} if problems else presets, problems, warnings)
 
@@ -335,11 +335,11 @@ class _Loading:
                     what = "the id of another model" if owner == alias else f"already an alias of {owner}"
                     self._fail(place, f'alias "{alias}" is {what}; choose another')
 
-    def _company(self, presets: Mapping[str, Preset], companions: Sequence[tuple[str, Problem]]) -> None:
+    def _company(self, presets: Mapping[str, Preset], prefetch: Sequence[tuple[str, Problem]]) -> None:
         """Whoever is named as a companion must be there."""
         names = {name for preset in presets.values() for name in (preset.id, *preset.aliases)}
-        for id, place in companions:
-            for name in presets[id].companions:
+        for id, place in prefetch:
+            for name in presets[id].prefetch:
                 if name not in names:
                     near = next(iter(difflib.get_close_matches(name, sorted(names), n=1)), "")
                     self._fail(place, f"companions names {shown(name)}, and there is no such model", near)

@@ -95,7 +95,7 @@ class Queue:
             return rest if rest > 1.0 else max(1.0, worker.stages.left or 0.0)  # slower than ever: by its rate so far
         if worker is not None and worker.state is State.DOWNLOADING:
             return max(1.0, (worker.stages.left or 0.0) + model.expected_load())
-        queued = [w for w in self._alive.values() if w.state is State.QUEUED and not w.luxury and w is not worker]
+        queued = [w for w in self._alive.values() if w.state is State.QUEUED and not w.best_effort and w is not worker]
         ahead = [w for w in queued if worker is None or w.ahead < worker.ahead]
         loads = (self._homes[w.id].expected_load() for w in ahead)
         line = ahead if worker is None else [*ahead, worker]

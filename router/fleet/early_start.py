@@ -9,7 +9,7 @@ somebody does. Law: PURE.
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from router.planner.availability import View
+from router.planner.availability import FreeMemory
 from router.planner.ledger import HOST, Device, DeviceId, Resident
 from router.planner.types import Demand, Plan
 
@@ -108,7 +108,7 @@ def spare(plan: Plan, waiting: Sequence[Demand], residents: Sequence[Resident], 
 
 def _free(plan: Plan, residents: Sequence[Resident], devices: Sequence[Device]) -> int:
     """Bytes of main memory that nobody has, nor is given by this plan."""
-    view = View(devices, residents)
+    view = FreeMemory(devices, residents)
     for start in plan.start.values():
         view.promise(start.claim)
     return min((view.free(each.pool or each.id) for each in devices if each.id.index == HOST), default=0)
@@ -123,7 +123,7 @@ def _on_host(demand: Demand, hosts: Collection[DeviceId]) -> int:
 
 def place_in_line(demand: Demand) -> tuple[bool, int, float, int]:
     """By it those who wait are sorted, as the planner meets them."""
-    return demand.luxury, -demand.priority, demand.since, demand.id
+    return demand.best_effort, -demand.priority, demand.since, demand.id
 
 
 __all__ = ["Candidate", "Decision", "cautious", "decide", "less", "place_in_line", "readable", "spare"]

@@ -29,11 +29,11 @@ class Errand:
             model=self.preset.id,
             reserved={DeviceId(LOCAL, HOST): self._size},
             last_used=-inf,
-            linger=0.0,
+            idle_grace=0.0,
             starting=True,
             leaving=self.released.is_set(),
-            retired_at=self._since,
-            luxury=True,
+            leaving_since=self._since,
+            best_effort=True,
         )
 
 

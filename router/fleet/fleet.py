@@ -48,7 +48,7 @@ from router.fleet.state import State
 from router.fleet.worker import Worker, tell
 from router.launch.interface import Launcher
 from router.memory.checkpoint_facts import EstimateError
-from router.memory.learned import Calibration
+from router.memory.learned import LearnedEstimates
 from router.planner import planner
 from router.planner.ledger import HOST, LOCAL, SLOTS, Device, DeviceId, Ledger, Reading, Resident
 from router.planner.types import Eviction, Plan, Policy, Start
@@ -75,7 +75,7 @@ class Fleet:
         self,
         *,
         launcher: Launcher,
-        calibration: Calibration,
+        calibration: LearnedEstimates,
         events: EventLog,
         files: Files,
         ledger: Ledger,
@@ -154,7 +154,7 @@ class Fleet:
         else:
             self._loop.call_soon(self._arrange_soon)
 
-    def turn(self, preset: Preset) -> float:
+    def min_residency(self, preset: Preset) -> float:
         return preset.min_residency if preset.min_residency >= 0 else min(10.0, self.limits.patience)
 
     def capacities(self) -> dict[DeviceId, int]:
@@ -165,7 +165,7 @@ class Fleet:
         if not self.limits.memory:
             return False
         assert worker.costs is not None
-        floor = replace(worker.demand(), shards=worker.costs.estimate.weights, host=0, sure=True)
+        floor = replace(worker.demand(), shards=worker.costs.estimate.weights, host=0, is_exact=True)
         devices = self._ledger.observe(self.launcher.readings(), self._residents())
         return floor.id in planner.plan([floor], [], devices, self.now(), self._policy()).refuse
 
@@ -196,9 +196,9 @@ class Fleet:
         if worker is None:
             self._failures.check(model)
             worker = self._begin(model)
-            if companions := [each.preset for each in self._companions(model)]:
+            if prefetch := [each.preset for each in self._companions(model)]:
                 devices = self._ledger.observe(self.launcher.readings(), self._residents())
-                self._ahead.call(companions, devices)
+                self._ahead.call(prefetch, devices)
         return self._take(model, worker)
 
     def _take(self, model: Model, worker: Worker) -> Lease:
@@ -206,7 +206,7 @@ class Fleet:
         lease = Lease(self, model, worker, now)
         worker.leases.add(lease)
         model.asked_at(now)
-        if worker.luxury:
+        if worker.best_effort:
             model.promote()  # a companion is nobody's need before somebody asks for it
         self._consider_copy(model, now)
         return lease
@@ -215,11 +215,11 @@ class Fleet:
         """Begin a further worker of a model that wants one, if there is room at once: a luxury, which nobody awaits."""
         if not self.closing and model.wants_copy(now) and self.models.get(model.preset.id) is model:
             wished = model.wished(now)
-            self._begin(model, luxury=True).wished = wished
+            self._begin(model, best_effort=True).wished = wished
 
     def _companions(self, model: Model) -> list[Model]:
         """Those of a model's companions that are not here, and could be."""
-        found = (self._by_name(name) for name in model.preset.companions)
+        found = (self._by_name(name) for name in model.preset.prefetch)
         return [
             each for each in found if each is not None and not each.workers and each.failure is None
             and each is not model and self.files.find(each.preset) is not None
@@ -233,10 +233,10 @@ class Fleet:
     def _bring_companions(self) -> None:
         """Begin the companions of who has just become ready, if there is room at once: luxuries, in nobody's way."""
         for model in self._inhabited():
-            if model.preset.companions and not model.company_is_called and self._is_in_use(model):
+            if model.preset.prefetch and not model.company_is_called and self._is_in_use(model):
                 model.company_is_called = True
                 for each in self._companions(model):
-                    self._begin(each, luxury=True).companion = True
+                    self._begin(each, best_effort=True).is_prefetch = True
 
     def _inhabited(self) -> list[Model]:
         """The models with workers, those that were removed too: few, however many there are."""
@@ -244,7 +244,7 @@ class Fleet:
 
     def _is_in_use(self, model: Model) -> bool:
         here = self.models.get(model.preset.id) is model
-        return here and any(worker.state is State.READY and not worker.companion for worker in model.workers)
+        return here and any(worker.state is State.READY and not worker.is_prefetch for worker in model.workers)
 
     def give_back(self, lease: Lease) -> None:
         worker = lease.worker
@@ -313,12 +313,14 @@ class Fleet:
 
     # Lives
 
-    def _begin(self, model: Model, *, luxury: bool = False) -> Worker:
+    def _begin(self, model: Model, *, best_effort: bool = False) -> Worker:
         is_here = self.files.find(model.preset) is not None and not (
-            model.doubtful and self.files.can_mend(model.preset)  # a download looks at what is here
+            model.doubtful and self.files.can_download_again(model.preset)  # a download looks at what is here
         )
         state = State.QUEUED if is_here else State.DOWNLOADING
-        worker = Worker(next(self._ids), model.preset, state, self.now(), attempt=model.cut_short, luxury=luxury)
+        worker = Worker(
+            next(self._ids), model.preset, state, self.now(), attempt=model.cut_short, best_effort=best_effort
+        )
         worker.family = model.workers
         model.workers.append(worker)
         self._alive[worker.id] = worker
@@ -339,7 +341,7 @@ class Fleet:
         self._said.pop(worker.id, None)
         model = self._homes.pop(worker.id)
         model.workers.remove(worker)
-        if worker.luxury:
+        if worker.best_effort:
             model.no_copy_before = self.now() + COPY_PAUSE
         else:
             model.reason, model.since = worker.reason, self.now()
@@ -369,11 +371,11 @@ class Fleet:
                 worker.stirred.set()
             return
         worker.reason, worker.made_room_for, worker.deadline = reason, made_room_for, deadline
-        worker.retired_at = self.now()
+        worker.leaving_since = self.now()
         worker.retired.set()
         worker.stirred.set()
         if model := self._homes.get(worker.id):
-            if worker.luxury:
+            if worker.best_effort:
                 model.no_copy_before = self.now() + COPY_PAUSE
             model.promote()
         if worker.state < State.READY and worker.task is not None:
@@ -552,7 +554,7 @@ class Fleet:
     def _residents(self) -> list[Resident]:
         homes = self._homes
         return [
-            *(each.resident(homes[each.id].comes_back) for each in self.workers() if each.state.holds_memory),
+            *(each.resident(homes[each.id].request_interval) for each in self.workers() if each.state.holds_memory),
             *(worker.standby() for worker in self.workers() if worker.state is State.QUEUED and worker.standing.held),
             *(holding.resident() for holding in self._sleepers.holdings.values()),
             *(errand.resident() for errand in self._errands.values()),
@@ -607,7 +609,7 @@ class Fleet:
         now = self.now()
         workers = self.workers()
         for worker in [w for w in workers if w.state < State.STARTING and not w.leases and not w.retired.is_set()]:
-            if not worker.luxury and not (worker.fetches and worker.state is State.DOWNLOADING):
+            if not worker.best_effort and not (worker.fetches and worker.state is State.DOWNLOADING):
                 self.retire(worker, "abandoned", drain=0.0)
         self._mark_surplus()
         queued = self._in_line()
@@ -707,7 +709,7 @@ class Fleet:
                 self._evict(by_id[id], eviction, by_id, plan)
         for id, start in plan.start.items():
             self._start(by_id[id], start)
-        order = sorted(queued, key=lambda worker: (worker.luxury, -worker.preset.priority, worker.since))
+        order = sorted(queued, key=lambda worker: (worker.best_effort, -worker.preset.priority, worker.since))
         for ahead, worker in enumerate(worker for worker in order if worker.id not in plan.start):
             worker.ahead = ahead
             if worker.id not in plan.refine and worker.id not in plan.refuse and not worker.refine.is_set():
@@ -778,7 +780,7 @@ class Fleet:
                 await weigh(worker, self)
             except EstimateError as unknown:
                 raise LoadFailed.of(id, unknown.message) from None
-        demand = replace(worker.demand(), luxury=False)  # whoever is asked for is a need
+        demand = replace(worker.demand(), best_effort=False)  # whoever is asked for is a need
         line = [demand, *(each.demand() for each in self._in_line() if each.id != worker.id)]
         residents = self._residents()
         devices = self._ledger.observe(self.launcher.readings(), residents)

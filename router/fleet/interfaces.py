@@ -9,7 +9,7 @@ from router.fleet.backoff import Failure
 from router.fleet.worker import Worker
 from router.launch.interface import Launcher
 from router.memory.checkpoint_facts import Checkpoint
-from router.memory.learned import Calibration
+from router.memory.learned import LearnedEstimates
 from router.planner.ledger import DeviceId
 from worker.protocol.argv import AdapterSource, Download
 
@@ -26,7 +26,7 @@ class Files(Protocol):
     def loads_from(self, preset: Preset, snapshot: str) -> str:
         """Folder that a worker of the preset's snapshot loads: another one if that was converted."""
 
-    def forsake(self, snapshot: str) -> bool:
+    def give_up_converted(self, snapshot: str) -> bool:
         """What was to be loaded could not be: whether it was a converted snapshot, which is not used again."""
 
     def sweep(self) -> None:
@@ -45,7 +45,7 @@ class Files(Protocol):
     def look(self, preset: Preset) -> object:
         """What is on disk of it: equal as long as nothing there has changed; looks at a few names only."""
 
-    def can_mend(self, preset: Preset) -> bool:
+    def can_download_again(self, preset: Preset) -> bool:
         """Whether a download would find what is damaged of it, and bring it anew."""
 
     def download(self, preset: Preset) -> Download:
@@ -62,7 +62,7 @@ class World(Protocol):
     """What a life needs of its fleet."""
 
     launcher: Launcher
-    calibration: Calibration
+    calibration: LearnedEstimates
     events: EventLog
     files: Files
 
@@ -83,7 +83,7 @@ class World(Protocol):
     def replace(self, worker: "Worker") -> None:
         """It is ready, and nobody reaches it: it takes no new leases, and ends with those that it has."""
 
-    def turn(self, preset: Preset) -> float:
+    def min_residency(self, preset: Preset) -> float:
         """Seconds that a fresh worker of `preset` keeps its place while it is in use."""
 
 

@@ -318,7 +318,7 @@ async def _serve(worker: Worker, world: World, process: WorkerProcess, began: fl
     world.calibration.record_load(worker.costs.key, worker.load_seconds)
     learn(worker, world)
     worker.last_used = worker.ready_at = world.now()
-    worker.turn_ends = worker.last_used + world.turn(worker.preset)
+    worker.residency_ends = worker.last_used + world.min_residency(worker.preset)
     _enter(worker, world, State.READY)
     worker.ready.set_result(process)
     world.changed()
@@ -421,7 +421,7 @@ def _is_conversions_fault(worker: Worker, world: World, lost: WorkerLost) -> boo
 
 def _forsakes(worker: Worker, world: World, why: str) -> bool:
     """Whether what could not be used is a converted snapshot: it is not used again."""
-    if not world.files.forsake(worker.snapshot):
+    if not world.files.give_up_converted(worker.snapshot):
         return False
     log.warning("%s: its converted snapshot cannot be used (%s); it is loaded as it came", worker, why)
     return True
@@ -431,7 +431,7 @@ def _after_loss(worker: Worker, world: World, lost: WorkerLost) -> ApiError | Ag
     """What those hear who still wait for a worker that never became ready."""
     name = worker.preset.id
     if lost.memory and worker.costs is not None:
-        raised = world.calibration.raise_(worker.costs.key, worker.costs.estimate, lost.memory)
+        raised = world.calibration.record_out_of_memory(worker.costs.key, worker.costs.estimate, lost.memory)
         when = "while loading" if worker.ready_at is None else "in service"
         log.warning("%s ran out of %s memory %s; its estimate is raised", worker, lost.memory, when)
         if worker.attempt == 0:

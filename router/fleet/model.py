@@ -92,7 +92,7 @@ class Model:
         return sum(len(worker.leases) for worker in self.workers)
 
     @property
-    def comes_back(self) -> float | None:
+    def request_interval(self) -> float | None:
         """The pause that one in four is not longer than; None: not known yet."""
         if len(self.pauses) < FEWEST_PAUSES:
             return None
@@ -129,8 +129,8 @@ class Model:
     def promote(self) -> None:
         """Somebody must be the need: the oldest that is open."""
         ours = self.all_open
-        if ours and all(worker.luxury for worker in ours):
-            ours[0].luxury = False
+        if ours and all(worker.best_effort for worker in ours):
+            ours[0].best_effort = False
 
     def took(self, seconds: float) -> None:
         """One request held a ready worker for so long."""
@@ -154,7 +154,7 @@ class Model:
 
 
 def _load(worker: Worker) -> tuple[bool, int, bool, int]:
-    return worker.state is not State.READY, len(worker.leases), worker.luxury, worker.id
+    return worker.state is not State.READY, len(worker.leases), worker.best_effort, worker.id
 
 
 __all__ = ["COPY_PAUSE", "Model"]

@@ -35,17 +35,17 @@ class ReadingAhead:
         line = sorted(line, key=lambda worker: (-worker.preset.priority, worker.since))
         sizes = [
             (worker.id, self._to_read(worker))
-            for worker in line if worker.id in plan.waits and not (worker.luxury or worker.reads.is_set())
+            for worker in line if worker.id in plan.waits and not (worker.best_effort or worker.reads.is_set())
         ]  # fmt: skip
         if sizes:
             chosen = set(early_start.readable(sizes, devices, self._reading()))
             for worker in (worker for worker in line if worker.id in chosen):
                 worker.reads.set()
 
-    def call(self, companions: Iterable[Preset], devices: Sequence[Device]) -> None:
+    def call(self, prefetch: Iterable[Preset], devices: Sequence[Device]) -> None:
         """Read the files of models that will be asked for together with one that loads."""
         sizes = []
-        for preset in companions:
+        for preset in prefetch:
             snapshot = self._files.find(preset) or ""
             files = self._files.weights(self._files.loads_from(preset, snapshot))
             sizes.append((tuple(files), sum(files.values())))

@@ -228,7 +228,7 @@ class Preparation:
         if costs is None or costs.estimate.source not in ("static", "weights"):
             return False
         said = await fleet.launcher.estimate(program_of(preset, str(worker)), question(worker))
-        exact = estimates.exact(said, preset, forked=costs.forked, first=costs.estimate)
+        exact = estimates.from_trace(said, preset, forked=costs.forked, first=costs.estimate)
         fleet.calibration.store_exact(costs.key, exact)
         return True
 

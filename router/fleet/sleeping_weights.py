@@ -63,7 +63,7 @@ class Holding:
             leaving=self.released.is_set(),
             pinned=self.preset.pin,
             priority=self.preset.priority,
-            luxury=True,
+            best_effort=True,
             expires=self.wish.expires,
         )
 

@@ -35,7 +35,7 @@ class Costs:
     """What a load will cost: bytes by shard, and whether a plan may evict or refuse on that word."""
 
     estimate: Estimate
-    sure: bool
+    is_exact: bool
     key: str
     load_seconds: float
     forked: bool = False
@@ -69,14 +69,16 @@ class Standing:
 class Worker:
     """One life of one worker process, as fleet and planner see it. Times are seconds of the fleet's clock."""
 
-    def __init__(self, id: int, preset: Preset, state: State, now: float, *, attempt: int = 0, luxury: bool = False):
+    def __init__(
+        self, id: int, preset: Preset, state: State, now: float, *, attempt: int = 0, best_effort: bool = False
+    ):
         self.id = id
         self.preset = preset
         self.state = state
         self.attempt = attempt
         """How many lives of this model just before this one ended before they were ready, by what one more may cure:
         they ran out of memory, or somebody killed them."""
-        self.luxury = luxury
+        self.best_effort = best_effort
         """A copy: nobody's need as long as another worker of its model is."""
         self.fetches = False
         """It is only to bring the files: nobody has to wait for it, and it ends with the download unless somebody
@@ -104,7 +106,7 @@ class Worker:
         self.standing = Standing()
         self.reads = asyncio.Event()
         """Its files are to be read ahead while it waits."""
-        self.companion = False
+        self.is_prefetch = False
         """It was begun because another model was asked for that its users ask for together with this one."""
         self.process: WorkerProcess | None = None
         self.told: tuple[tuple[AdapterSource, ...], str] = (), ""
@@ -126,7 +128,7 @@ class Worker:
         """All workers of its model that are not stopped, itself among them; kept by the fleet."""
         self.leases: set[Held] = set()
         self.last_used = now
-        self.turn_ends = now
+        self.residency_ends = now
         self.keep_alive: float | None = None
         """Seconds that it may idle, as its latest request wants it; below 0: for ever; None: as its preset says."""
         self.reason = ""
@@ -134,7 +136,7 @@ class Worker:
         self.made_room_for = ""
         self.deadline: float | None = None
         """When running requests are cut, once retired; None: never."""
-        self.retired_at = 0.0
+        self.leaving_since = 0.0
         self.ready_at: float | None = None
         """When it became ready, if it ever did."""
         self.answered = False
@@ -210,11 +212,11 @@ class Worker:
             model=self.preset.id,
             shards=estimate.shards,
             host=0 if on_host else estimate.host,
-            since=self.wished if self.luxury else self.since,
+            since=self.wished if self.best_effort else self.since,
             priority=self.preset.priority,
-            luxury=self.luxury,
-            sure=self.costs.sure,
-            quiet=ENGINES[self.preset.engine].quiet,
+            best_effort=self.best_effort,
+            is_exact=self.costs.is_exact,
+            exclusive=ENGINES[self.preset.engine].exclusive,
             devices=self.choice.devices,
             place=self.choice.place,
             load_seconds=self.costs.load_seconds,
@@ -227,7 +229,9 @@ class Worker:
         assert self.facts is not None
         traits = ENGINES[self.preset.engine]
         may = self.choice.ranks == 1  # followers are told what to load before they begin
-        may = may and not (self.luxury or traits.quiet or self.standing.wanted.is_set() or self.standing.over.is_set())
+        may = may and not (
+            self.best_effort or traits.exclusive or self.standing.wanted.is_set() or self.standing.over.is_set()
+        )
         runtime = 0
         if may:
             costs = self.costs
@@ -245,23 +249,23 @@ class Worker:
             measured=process.measured if process is not None and self.standing.is_prepared else {},
             starting=not self.standing.is_prepared,
             leaving=not self.standing.is_charged,
-            retired_at=self.since,
+            leaving_since=self.since,
             pinned=True,
         )
 
-    def resident(self, comes_back: float | None = None) -> Resident:
+    def resident(self, request_interval: float | None = None) -> Resident:
         """This worker as the planner sees it while it holds memory; its model is asked for again in `comes_back`
         seconds. The same as before while all is the same that it is made of: looks are many, changes few."""
         made_of = (
-            self.preset, self.state, self.retired.is_set(), bool(self.leases), self.last_used, self.turn_ends,
-            self.retired_at, self.keep_alive, self.luxury, self.surplus, self.load_seconds, self.process, self.pulse,
-            self.reserved.copy(), {**self.measured}, comes_back,  # they change in place
+            self.preset, self.state, self.retired.is_set(), bool(self.leases), self.last_used, self.residency_ends,
+            self.leaving_since, self.keep_alive, self.best_effort, self.surplus, self.load_seconds, self.process, self.pulse,
+            self.reserved.copy(), {**self.measured}, request_interval,  # they change in place
         )  # fmt: skip
         if self._resident is None or self._resident[0] != made_of:
-            self._resident = made_of, self._made(comes_back)
+            self._resident = made_of, self._made(request_interval)
         return self._resident[1]
 
-    def _made(self, comes_back: float | None) -> Resident:
+    def _made(self, request_interval: float | None) -> Resident:
         busy = bool(self.leases)
         ttl = self.time_to_live
         if self.surplus:
@@ -274,16 +278,16 @@ class Worker:
             last_used=self.last_used,
             busy=busy,
             leaving=self.retired.is_set() or self.state is State.STOPPING,
-            retired_at=self.retired_at or self.since,
-            pinned=self.preset.pin and not self.luxury,
+            leaving_since=self.leaving_since or self.since,
+            pinned=self.preset.pin and not self.best_effort,
             priority=self.preset.priority,
-            luxury=self.luxury,
+            best_effort=self.best_effort,
             starting=self.state is State.STARTING,
-            quiet=ENGINES[self.preset.engine].quiet,
-            turn_ends=self.turn_ends,
+            exclusive=ENGINES[self.preset.engine].exclusive,
+            residency_ends=self.residency_ends,
             expires=self.last_used + ttl if ttl >= 0 and self.state is State.READY else None,
-            linger=self.preset.linger if self.preset.linger >= 0 else None,
-            comes_back=comes_back,
+            idle_grace=self.preset.idle_grace if self.preset.idle_grace >= 0 else None,
+            request_interval=request_interval,
             load_seconds=self.load_seconds,
         )
 
@@ -301,7 +305,7 @@ class Worker:
 
     def wish(self, files: Mapping[str, int]) -> Wish | None:
         """What is worth holding of it now that it has left, if anything is: it made room, or had idled for long."""
-        if self.ready_at is None or self.luxury or self.lost is not None or not files:
+        if self.ready_at is None or self.best_effort or self.lost is not None or not files:
             return None
         if self.reason != "evicted" and not (self.reason == "idle" and self.falls_asleep):
             return None

@@ -1,8 +1,8 @@
-"""Reads what a snapshot's memory depends on: config.json and the headers of its safetensors files.
+"""The checkpoint reader: facts from config.json and from the headers of safetensors files.
 
-Milliseconds, no torch, no weights: a safetensors file begins with 8 bytes of length and a JSON table of its tensors
-(https://github.com/huggingface/safetensors, "Format"). A file whose size is not what its table says is an error here,
-before anybody is evicted for it.
+It takes milliseconds, without torch and without reading weights: a safetensors file begins with 8 bytes of length and a
+JSON table of its tensors (https://github.com/huggingface/safetensors, "Format"). A file whose size differs from its
+table is an error here, before any model is evicted for it.
 """
 
 import hashlib
@@ -19,12 +19,10 @@ from router.memory.weights import numbers
 from worker.protocol.architectures import EXPERT, GENERATES, OFFSET_POSITIONS, PAGED, POSITION_KEYS, SCALE, VISION
 from worker.protocol.snapshot_files import INDEX, WEIGHTS, is_below, merged, shard_names
 
-MAX_HEADER = 100 << 20
-"""Bytes; the format's own bound."""
+MAX_HEADER = 100 << 20  # bytes; the format's own bound
 
 MOST_LAYERS = 1 << 16
-LARGEST_NUMBER = 1 << 48
-"""In a configuration; whatever states more is no model, and is not counted up to."""
+LARGEST_NUMBER = 1 << 48  # in a configuration; whatever states more is no model, and is not counted up to
 
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -35,50 +33,46 @@ _BITS = {"64": 64, "32": 32, "16": 16, "8": 8, "8_E4M3": 8, "8_E5M2": 8, "8_E8M0
 
 _EMBEDDING = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|^shared)\.weight$")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
+# Stored by old versions; models of today make them again, or need them no more.
 _BUFFER = re.compile(r"(\.attn\.(bias|masked_bias)|\.attention\.(bias|masked_bias)|rotary_emb\.inv_freq|position_ids)$")
-"""Stored by old versions; models of today make them again, or need them no more."""
 
-_NO_PARAMETER = re.compile(r"(final_logits_bias|e_score_correction_bias)$")
-"""Stored and loaded, but never trained."""
+_NO_PARAMETER = re.compile(r"(final_logits_bias|e_score_correction_bias)$")  # stored and loaded, but never trained
 
+# Where a configuration leaves its tower unstated: as large as they come.
 _TOWERS: Mapping[str, Mapping[str, int]] = {
     "gemma3": {"hidden_size": 1152, "intermediate_size": 4304, "image_size": 896, "patch_size": 14},
     "idefics3": {"hidden_size": 1152, "intermediate_size": 4304, "image_size": 364, "patch_size": 14},
     "llava": {"hidden_size": 1024, "intermediate_size": 4096, "image_size": 336, "patch_size": 14},
 }  # fmt: skip
-"""Where a configuration leaves its tower unstated: as large as they come."""
 
 _CAPABILITIES = ("chat", "completion", "tools", "vision", "embedding", "rerank")
 
+# Matrices that are none of a linear layer, or of one that transformers leaves alone when it quantises: embeddings,
+# the head, routers and experts (which it keeps in tensors of their own), and what T5 wants in float32.
 _NO_LINEAR = re.compile(
     r"(embed|(^|\.)wte\.|(^|\.)wpe\.|(^|\.)shared\.|relative_attention_bias|(^|\.)(lm_head|embed_out|score|classifier)\."
     r"|pooler\.|\.experts?\.|(^|\.)(gate|router)\.(\w+\.)?weight$|(^|\.)wo\.weight$)"
 )
-"""Matrices that are none of a linear layer, or of one that transformers leaves alone when it quantises: embeddings, the
-head, routers and experts (which it keeps in tensors of their own), and what T5 wants in float32."""
 
-_TRANSPOSED = frozenset({"gpt2", "openai-gpt"})
-"""Architectures that store their linear layers' inputs first."""
+_TRANSPOSED = frozenset({"gpt2", "openai-gpt"})  # architectures that store their linear layers' inputs first
 
+# The layer that a tensor belongs to. Those of a tower have such names, too: models with towers are not split.
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.([0-9]+)\.")
-"""The layer that a tensor belongs to. Those of a tower have such names, too: models with towers are not split."""
+# What stands behind the layers: the head, the last norm.
 _BEHIND = re.compile(r"(^|\.)(lm_head|embed_out|output|norm|norm_f|ln_f|final_layernorm|final_layer_norm)\.\w+$")
-"""What stands behind the layers: the head, the last norm."""
 
-_BOTH = "hybrid"
-"""In the name of a kind of layer: it has a state beside keys and values."""
+_BOTH = "hybrid"  # in the name of a kind of layer: it has a state beside keys and values
 _STATE_KINDS = ("mamba", "linear_attention", "recurrent", "conv", "ssm", "rwkv", _BOTH)
+# Architectures whose layers all are of that kind, whether the config states it or not.
 _HYBRIDS = frozenset({"falcon_h1"})
-"""Architectures whose layers all are of that kind, whether the config says so or not."""
-_Tensor = tuple[str, tuple[int, ...], int]
-"""Stored dtype, shape, bytes."""
+_Tensor = tuple[str, tuple[int, ...], int]  # stored dtype, shape, bytes
 
 
 def read(folder: Path, *, override: str = "", needs_weights: bool = True) -> Checkpoint:
-    """The facts of the snapshot in `folder`; may block on the disk.
+    """Return the facts of the snapshot in `folder`. Blocks on the disk.
 
-    `override`: JSON object that is merged into config.json. Without `needs_weights` (random ones will do) a folder
-    without safetensors files counts those that the config implies. Raises UnknownCheckpoint.
+    `override`: JSON object that is merged into config.json. Without `needs_weights` (random weights), a folder without
+    safetensors files counts the tensors that the config implies. Raises UnknownCheckpoint.
     """
     config = _config(folder, override)
     files = _weight_files(folder)
@@ -98,7 +92,8 @@ def read(folder: Path, *, override: str = "", needs_weights: bool = True) -> Che
 
 
 def header(file: Path) -> dict[str, _Tensor]:
-    """The tensors of one safetensors file, by name. Raises UnknownCheckpoint if the file is damaged or incomplete."""
+    """Return the tensors of one safetensors file by name. Raises UnknownCheckpoint if the file is damaged or
+    incomplete."""
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
@@ -118,7 +113,7 @@ def header(file: Path) -> dict[str, _Tensor]:
 
 
 def meta(checkpoint: Checkpoint, n_ctx: int) -> dict[str, Any]:
-    """The `meta` object of GET /models; `n_ctx`: tokens per request."""
+    """Return the `meta` object of GET /models; `n_ctx`: tokens per request."""
     return {
         "vocab_type": checkpoint.vocab_type,
         "n_vocab": checkpoint.vocab_size,
@@ -132,7 +127,7 @@ def meta(checkpoint: Checkpoint, n_ctx: int) -> dict[str, Any]:
 
 
 def offered(checkpoint: Checkpoint, preset: Preset) -> list[str]:
-    """What a worker of `preset` will be able to do, in its own words (worker/faces)."""
+    """Return the capabilities of a worker of `preset`, by the names that workers use."""
     if preset.task == "embed":
         return ["embedding", "rerank"]
     if preset.task == "rerank":
@@ -146,7 +141,7 @@ def offered(checkpoint: Checkpoint, preset: Preset) -> list[str]:
 
 
 def modalities(capabilities: Sequence[str]) -> dict[str, list[str]]:
-    """The `architecture` object of GET /models: what a model of these capabilities takes and gives."""
+    """Return the `architecture` object of GET /models for a model of these capabilities."""
     return {"input_modalities": ["text", "image"] if "vision" in capabilities else ["text"],
             "output_modalities": ["text"]}  # fmt: skip
 
@@ -163,7 +158,8 @@ def _tensor(entry: Mapping[str, Any]) -> _Tensor:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """The object in `file`; empty if there is no such file. Raises UnknownCheckpoint if it is no JSON object."""
+    """Return the JSON object in `file`; empty if there is no file. Raises UnknownCheckpoint if it is not a JSON
+    object."""
     try:
         body = json.loads(file.read_bytes())
     except FileNotFoundError:
@@ -178,7 +174,8 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _json_list(file: Path) -> list[dict[str, Any]]:
-    """The objects in the array of `file`; none if there is no such file. Raises UnknownCheckpoint if it is damaged."""
+    """Return the objects in the JSON array of `file`; none if there is no file. Raises UnknownCheckpoint if it is
+    damaged."""
     try:
         body = json.loads(file.read_bytes())
     except FileNotFoundError:
@@ -203,7 +200,7 @@ def _config(folder: Path, override: str) -> dict[str, Any]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up the model, in order; none if there are none."""
+    """Return the safetensors files of the model in order; empty if there are none."""
     index = folder / INDEX
     if index.is_file():
         try:
@@ -314,11 +311,11 @@ def _assemble(
     )
 
 
-# What config.json says, in the words of its many families.
+# Reading config.json, whose keys differ by family.
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config that describes the language model; a model of several parts nests it."""
+    """Return the part of a config that describes the language model; multimodal configs nest it."""
     for key in ("text_config", "llm_config", "language_config", "thinker_config"):
         nested = config.get(key)
         if isinstance(nested, dict):
@@ -327,8 +324,8 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int:
-    """The first of these keys that holds a positive number, or the largest of a list by layer; 0 if none does. Raises
-    ValueError for one that nothing in a model is as large as."""
+    """Return the first of these keys with a positive number, or the largest of a list by layer; 0 if there is none.
+    Raises ValueError if the number is too large for any model."""
     for name in names:
         value = config.get(name)
         if isinstance(value, list):
@@ -341,7 +338,7 @@ def _first(config: Mapping[str, Any], *names: str) -> int:
 
 
 def _size(config: Mapping[str, Any], *names: str, least: int = 1) -> int:
-    """As `_first`. Raises ValueError, too, if one of these keys is negative, or if what they state is below `least`."""
+    """Like `_first`. Also raises ValueError if one of the keys is negative or the result is below `least`."""
     found = _first(config, *names)
     for name in names:
         value = config.get(name)
@@ -353,9 +350,9 @@ def _size(config: Mapping[str, Any], *names: str, least: int = 1) -> int:
 def _heads(
     config: Mapping[str, Any], model_type: str, hidden: int, heads: int, tensors: Mapping[str, _Tensor]
 ) -> tuple[int, int, int, int, int]:
-    """Query heads, key-value heads, elements of one head's key and value in the cache, and elements of all keys and
-    values of one token as attention reads them. Where the config is silent, the projections' own shapes speak.
-    """
+    """Return query heads, key-value heads, elements of one cached key and value of a head, and elements of all keys and
+    values of one token as attention reads them. If the config does not state them, they follow from the shapes of the
+    projections."""
     keys, queries = _rows(tensors, ".k_proj.weight"), _rows(tensors, ".q_proj.weight")
     stated = _first(config, "head_dim", "attention_head_dim", "d_kv", "kv_channels")
     head_dim = stated or (hidden // heads if heads else keys)
@@ -378,7 +375,7 @@ def _heads(
 
 
 def _rows(tensors: Mapping[str, _Tensor], ending: str) -> int:
-    """Rows of the language model's first tensor with such a name; 0 without one."""
+    """Return the rows of the first tensor of the language model with this name ending; 0 without one."""
     for name, (_, shape, _) in tensors.items():
         if name.endswith(ending) and shape and not any(word in name for word in ("vision", "visual", "audio")):
             return shape[0]
@@ -386,7 +383,7 @@ def _rows(tensors: Mapping[str, _Tensor], ending: str) -> int:
 
 
 def _intermediate(config: Mapping[str, Any], hidden: int) -> int:
-    """Width of the MLP that one token passes through; with experts, of those that it visits."""
+    """Return the width of the MLP for one token; with experts, of all that are active for it."""
     dense = _first(config, "intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size") or 4 * hidden
     chosen = _first(config, "num_experts_per_tok", "num_experts_per_token", "top_k_experts")
     expert = _first(config, "moe_intermediate_size") or dense
@@ -395,7 +392,7 @@ def _intermediate(config: Mapping[str, Any], hidden: int) -> int:
 
 
 def _positions(config: Mapping[str, Any], model_type: str) -> int:
-    """Tokens that one sequence may have, as the worker counts them (worker/engines/transformers/load/architectures.py)."""
+    """Return the tokens that one sequence may have, by the same rule as the worker (load/architectures.py)."""
     most = _first(config, *POSITION_KEYS)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) in ("longrope", "su"):
@@ -410,24 +407,24 @@ def _positions(config: Mapping[str, Any], model_type: str) -> int:
 
 
 def _shorter(*limits: int) -> int:
-    """The least of those limits that are stated (not 0)."""
+    """Return the least of the limits that are stated (not 0)."""
     return min(filter(None, limits), default=0)
 
 
 def _longest_text(folder: Path) -> int:
-    """Tokens of one text of an encoder, as sentence-transformers would cut it; 0: the files do not say."""
+    """Return the tokens to which sentence-transformers truncates a text; 0 if the files do not state it."""
     stated = _first(_json(folder / "sentence_bert_config.json"), "max_seq_length")
     usual = _json(folder / "tokenizer_config.json").get("model_max_length")  # 10**30: there is none
     return stated or (int(usual) if isinstance(usual, (int, float)) and 0 < usual < 1 << 31 else 0)
 
 
 def _head_elements(folder: Path) -> int:
-    """Parameters of the layers that sentence-transformers puts behind the model, each in a folder of its own."""
+    """Return the parameters of layers that sentence-transformers adds after the model, each in its own folder."""
     total = 0
     for module in _json_list(folder / "modules.json"):
         path = str(module.get("path") or "")
         file = folder / path / WEIGHTS
-        if path and is_below(path) and file.is_file():  # of any other a worker says what is wrong with it
+        if path and is_below(path) and file.is_file():  # the worker reports any other
             total += sum(math.prod(shape) for _, shape, _ in header(file).values())
     return total
 
@@ -438,7 +435,7 @@ def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
 
 
 def _state_layers(config: Mapping[str, Any], layers: int) -> int:
-    """Layers that keep a state of constant size, most of them instead of keys and values."""
+    """Return the number of layers with a state of constant size, most of them instead of keys and values."""
     if config.get("model_type") in _HYBRIDS:
         return layers
     if kinds := _layer_kinds(config):
@@ -455,7 +452,7 @@ def _state_layers(config: Mapping[str, Any], layers: int) -> int:
 
 
 def _state_elements(config: Mapping[str, Any], hidden: int) -> int:
-    """Elements of the state of one layer for one sequence: the recurrence's and the short convolution's."""
+    """Return the elements of the state of one layer for one sequence: recurrence and short convolution."""
     kernel = _first(config, "conv_kernel", "mamba_d_conv", "linear_conv_kernel_dim", "conv_L_cache") or 4
     if values := _first(config, "linear_num_value_heads"):
         key, value = _first(config, "linear_key_head_dim"), _first(config, "linear_value_head_dim")
@@ -472,8 +469,8 @@ def _state_elements(config: Mapping[str, Any], hidden: int) -> int:
 
 
 def _state_steps(config: Mapping[str, Any]) -> int:
-    """Tokens that one state serves while a chunk is computed: a block of them where states have heads (Dao and Gu 2024,
-    section 6); in the scan of the first Mamba each has its own."""
+    """Return the tokens that share one state while a chunk is computed: a block if states have heads (Dao and Gu 2024,
+    section 6); one in the scan of the first Mamba."""
     with_heads = _first(
         config, "linear_num_value_heads", "mamba_n_heads", "mamba_num_heads", "num_heads", "conv_L_cache"
     )
@@ -481,7 +478,7 @@ def _state_steps(config: Mapping[str, Any]) -> int:
 
 
 def _quantization(config: Mapping[str, Any]) -> tuple[str, int]:
-    """The stated method and its bits; "" and 0 without one."""
+    """Return the stated method and its bits; "" and 0 without one."""
     said = config.get("quantization_config") or config.get("compression_config") or {}
     if not isinstance(said, dict) or not said:
         return "", 0
@@ -496,20 +493,20 @@ def _quantization(config: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _group(config: Mapping[str, Any]) -> int:
-    """Inputs that share a scale, with gptq and awq; -1: all of a layer; 0: not stated."""
+    """Return the inputs that share a scale, for gptq and awq; -1: all of a layer; 0: not stated."""
     said = config.get("quantization_config")
     stated = [said.get(name) for name in ("group_size", "q_group_size")] if isinstance(said, dict) else []
     return next((each for each in stated if type(each) is int and each), 0)
 
 
 def _group_bits(group: Any) -> int:
-    """Of the weights of one group of layers of compressed-tensors; 0: not stated."""
+    """Return the bits of weights in one group of layers of compressed-tensors; 0: not stated."""
     weights = group.get("weights") if isinstance(group, dict) else None
     return _first(weights, "num_bits") if isinstance(weights, dict) else 0
 
 
 def _dtype(text: Mapping[str, Any], config: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> str:
-    """The config's dtype, else that of the first floating-point tensor, as the worker decides it."""
+    """Return the dtype of the config, else of the first floating-point tensor, by the same rule as the worker."""
     for source in (text, config):
         said = source.get("dtype") or source.get("torch_dtype")
         if isinstance(said, str):
@@ -534,7 +531,7 @@ def _linears(tensors: Mapping[str, _Tensor], *, transposed: bool) -> Linears:
 
 
 def _by_layer(tensors: Mapping[str, _Tensor], layers: int) -> tuple[int, ...]:
-    """Elements of each layer; nothing if their names do not tell."""
+    """Return the elements of each layer; empty if the tensor names do not show the layers."""
     found: dict[int, int] = {}
     for name, (_, shape, _) in tensors.items():
         match = _LAYER.search(name)
@@ -544,7 +541,7 @@ def _by_layer(tensors: Mapping[str, _Tensor], layers: int) -> tuple[int, ...]:
 
 
 def _matrices(tensors: Mapping[str, _Tensor]) -> int:
-    """Elements of all matrices that belong to layers."""
+    """Return the elements of all matrices in layers."""
     return sum(math.prod(shape) for name, (_, shape, _) in tensors.items() if len(shape) > 1 and _LAYER.search(name))
 
 
@@ -559,8 +556,8 @@ def _tallies(tensors: Iterable[_Tensor]) -> dict[str, Tally]:
 def _implied(
     dtype: str, layers: int, hidden: int, queries: int, kv: int, intermediate: int, vocab: int
 ) -> dict[str, _Tensor]:
-    """A tensor for each layer, and one for the rest, of as many elements as a gated decoder of these sizes has, its
-    head not tied; rounds up."""
+    """Return one tensor for each layer and some for the rest, with as many elements as a gated decoder of these sizes
+    with an untied head. Rounds up."""
     layer = hidden * (2 * queries + kv + 3 * intermediate) + 4 * hidden + queries + kv + 2 * intermediate
     size = {"float32": 4, "float64": 8}.get(dtype, 2)
     parts = {f"layers.{index}.implied": layer for index in range(layers)}
@@ -569,7 +566,7 @@ def _implied(
 
 
 def _template(folder: Path) -> str:
-    """The chat template as the worker's tokenizer finds it; of several, all."""
+    """Return the chat template that the tokenizer of the worker finds; of several, all."""
     try:
         return (folder / "chat_template.jinja").read_text("utf-8")
     except (OSError, UnicodeDecodeError):
@@ -584,17 +581,17 @@ def _template(folder: Path) -> str:
 
 
 def _sees(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Whether the worker serves images for it: a family that is verified, and its processor beside the weights."""
+    """Return whether the worker serves images: the family is verified, and the processor files are in the folder."""
     files = ("preprocessor_config.json", "processor_config.json")
     return config.get("model_type") in VISION and any((folder / name).is_file() for name in files)
 
 
 def _tower(folder: Path, config: Mapping[str, Any]) -> dict[str, int]:
-    """What the largest image costs, by the tower's own configuration.
+    """Return the memory figures of the largest image, from the config of the vision tower.
 
-    A tower of `image_size` sees each image, or each of the parts that Idefics3's processor cuts it into and the whole
-    once more. Eight times the width of a layer are alive and two and a quarter times its MLP's, as traced on CLIP's
-    and SigLIP's shapes, and a mask where there are parts.
+    The tower processes each image at `image_size`, or each of the tiles of the Idefics3 processor and the whole image
+    once more. Activations: eight times the width of a layer and two and a quarter times the width of its MLP, as traced
+    on the shapes of CLIP and SigLIP, and a mask if there are tiles.
     """
     family = str(config.get("model_type", ""))
     if not _sees(folder, config):
@@ -627,9 +624,11 @@ def _longest_edge(size: Any) -> int:
 
 
 def _capabilities(folder: Path, config: Mapping[str, Any], template: str) -> tuple[str, ...]:
-    """What the model is for: a cross-encoder has a head that scores pairs, an embedder has the layout of
-    sentence-transformers, or no head for language; it reranks, too. `vision` is there without a template as well: a
-    preset may state one."""
+    """Return the capabilities of the model. A cross-encoder has a head that scores pairs; an embedder has the layout of
+    sentence-transformers or no language head, and it can rerank too.
+
+    `vision` does not need a chat template: the preset may state one.
+    """
     classes: Sequence[Any] = config.get("architectures") or ()
     if any(str(each).endswith("ForSequenceClassification") for each in classes):
         kinds = [str(module.get("type", "")) for module in _json_list(folder / "modules.json")]
@@ -646,9 +645,8 @@ def _capabilities(folder: Path, config: Mapping[str, Any], template: str) -> tup
 
 
 def _vocab_type(folder: Path) -> int:
-    """As llama.cpp numbers kinds of vocabulary: 0 none, 1 byte pairs with a fall-back to bytes (SentencePiece),
-    2 byte pairs, 3 word pieces, 4 unigrams. Only the beginning of tokenizer.json is read.
-    """
+    """Return the kind of vocabulary as llama.cpp numbers it: 0 none, 1 byte pairs with a fall-back to bytes
+    (SentencePiece), 2 byte pairs, 3 word pieces, 4 unigrams. Reads only the beginning of tokenizer.json."""
     try:
         with (folder / "tokenizer.json").open("rb") as file:
             text = file.read(4 << 20)

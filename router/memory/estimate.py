@@ -1,13 +1,13 @@
-"""Checkpoint and preset to a static estimate: bytes by shard, in milliseconds and without torch.
+"""The static estimate: bytes by shard and segment, from checkpoint and preset, in milliseconds and without torch. PURE.
 
-    weights   parameters as they will sit in memory, whatever dtype the files have
-    context   the cache pool, which the engine makes at load for `parallel` sequences of `ctx_size` tokens
-    compute   a bound on one prefill chunk or one decode step, beyond those two (router/memory/activations.py)
-    runtime   the process itself on main memory; the device's context and libraries on an accelerator
+    weights   parameters in memory, in the dtype of the computation
+    context   the KV cache, allocated at load for `parallel` sequences of `ctx_size` tokens
+    compute   a bound on one prefill chunk or one decode step beyond those two (router/memory/activations.py)
+    runtime   the process itself on main memory; context and libraries of the device on an accelerator
 
-Law: PURE. A figure here is never below the truth: what is not known exactly rounds up. Where nothing but the weights
-is known, they are multiplied with a stated factor, and the estimate says so; where not even they are,
-`UnknownArchitecture` is raised (the way out is the key `required-memory`).
+Every figure rounds up: it is never below the truth. If only the weights are known, they are multiplied by a stated
+factor, and the estimate has a note. If not even they are known, `UnknownArchitecture` is raised; the way out is the key
+`required-memory`.
 """
 
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ from router.memory.checkpoint_facts import (
     UnknownArchitecture,
     compute_dtype,
     effective_ctx,
-    embeds,
-    sees,
+    serves_embeddings,
+    takes_images,
 )
 from router.memory.process import UNKNOWN, Overhead
-from router.memory.weights import check_quantization, is_mapped, on_load, weight_bytes
+from router.memory.weights import bits_on_load, check_quantization, is_mapped, weight_bytes
 from worker.protocol.events import Estimated
 from worker.protocol.memory import (
     ATTENTION_TILE_BYTES,
@@ -48,50 +48,45 @@ from worker.protocol.memory import (
     UNUSABLE_SHARE,
 )
 
+# Of what a forked process shares with its nursery while it estimates, what a worker will share for good.
 INHERITED_SHARE = 0.85
-"""Of what a forked process shares with its nursery while it estimates, what a worker will share for good."""
 
+# Of each entry of the vocabulary in a loaded tokenizer; measured on byte-pair tokenizers of 32,000 and 128,000
+# entries with tokenizers 0.23: 32 and 124 MiB.
 TOKENIZER_BYTES = 1100
-"""Of each entry of the vocabulary in a loaded tokenizer; measured on byte-pair tokenizers of 32,000 and 128,000 entries
-with tokenizers 0.23: 32 and 124 MiB."""
 
+# What the bytes of weights are multiplied with where nothing else of a model is known. A guess, and stated as such.
 SAFETY_FACTOR = 2
-"""What the bytes of weights are multiplied with where nothing else of a model is known. A guess, and stated as such."""
 
+# Added to weights and cache at least in that case, with an eighth of that cache: steps take some of either.
 LEAST_BESIDE = 512 * MIB
-"""Added to weights and cache at least in that case, with an eighth of that cache: steps take some of either."""
 
+# Where a figure comes from. `weights`: their bytes times a factor, as nothing else is known.
 Source = Literal["static", "weights", "exact", "learned", "preset"]
-"""Where a figure comes from. `weights`: their bytes times a factor, as nothing else is known."""
 
+# Resident bytes of a method's library once it is imported. Measured: gptqmodel 7.6 100 MiB, bitsandbytes 0.50 39,
+# compressed-tensors 0.20 13.
 LIBRARY_BYTES: Mapping[str, int] = {
     "gptq": 112 * MIB, "awq": 112 * MIB, "bnb-4bit": 44 * MIB, "bnb-8bit": 44 * MIB, "compressed-tensors": 16 * MIB,
 }  # fmt: skip
-"""Resident bytes of a method's library once it is imported. Measured: gptqmodel 7.6 100 MiB, bitsandbytes 0.50 39,
-compressed-tensors 0.20 13."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Bytes that a model will occupy, by shard and segment, and on main memory beside its shards."""
+    """Bytes of a model by shard and segment, and on main memory beside its shards."""
 
     weights: tuple[int, ...]
     context: tuple[int, ...]
     compute: tuple[int, ...]
     runtime: tuple[int, ...]
-    host: int = 0
-    """Bytes of main memory beside the shards; 0 for a model whose shard is main memory."""
+    host: int = 0  # bytes of main memory beside the shards; 0 for a model whose shard is main memory
     source: Source = "static"
-    reserved: int = 0
-    """Bytes of each shard's runtime that only the preset asked for (`reserved-memory`)."""
-    note: str = ""
-    """What a person should know of how the figure came about."""
-    layers: tuple[int, ...] = ()
-    """How many each shard has; empty: there is one shard, which has them all."""
-    overhead: Overhead = UNKNOWN
-    """What of it had been measured before on this type of device, whatever the model."""
+    reserved: int = 0  # bytes of each shard's runtime that only the preset asked for (`reserved-memory`)
+    note: str = ""  # what a person should know of how the figure came about
+    layers: tuple[int, ...] = ()  # how many each shard has; empty: there is one shard, which has them all
+    overhead: Overhead = UNKNOWN  # what of it had been measured before on this type of device, whatever the model
+    # Bytes of `host` that are the process's, or all ranks', whatever the model: measured before, or assumed.
     process: int = 0
-    """Bytes of `host` that are the process's, or all ranks', whatever the model: measured before, or assumed."""
 
     @property
     def shards(self) -> tuple[int, ...]:
@@ -105,19 +100,21 @@ class Estimate:
 
     @property
     def lowered_by(self) -> str:
-        """The keys of a preset that make it smaller."""
+        """The preset keys that lower it, for messages."""
         return "required-memory" if self.source == "preset" else "ctx-size or parallel"
 
     @property
-    def sure(self) -> bool:
-        """Whether somebody may be evicted or refused on it."""
+    def is_exact(self) -> bool:
+        """True if eviction and refusal may rely on it. A static bound may be several times too high."""
         return self.source not in ("static", "weights")
 
 
-def exact(said: Estimated, preset: Preset, *, forked: bool = False, first: Estimate | None = None) -> Estimate:
-    """What `worker estimate` said, with the preset's `reserved-memory` on top; on main memory of a worker that will be
-    `forked` without what it will share with its nursery, as far as the estimating process was forked and could tell.
-    `first`: the estimate before, whose layers it has, and of whose process it was told."""
+def from_trace(said: Estimated, preset: Preset, *, forked: bool = False, first: Estimate | None = None) -> Estimate:
+    """Return the estimate of a trace by `worker estimate`, with `reserved-memory` of the preset on top.
+
+    `forked`: subtract memory that a forked worker shares with its fork server, as far as the estimating process was
+    forked and could measure it. `first`: the previous estimate; its layers, overhead and process figure stay valid.
+    """
     extra = preset.reserved_memory
     shared = int(INHERITED_SHARE * said.inherited) if forked else 0
     runtime = tuple(max(0, each - shared) + extra for each in said.runtime)
@@ -126,9 +123,10 @@ def exact(said: Estimated, preset: Preset, *, forked: bool = False, first: Estim
     return replace(found, layers=first.layers, overhead=first.overhead, process=first.process) if first else found
 
 
-def learned(about: Estimate, shards: tuple[int, ...], host: int) -> Estimate:
-    """`about` with its segments made to sum to what was measured (`shards` and `host`, in bytes) and what the preset
-    adds to that. Weights and context are known best, so the difference shows as compute and runtime.
+def from_measurement(about: Estimate, shards: tuple[int, ...], host: int) -> Estimate:
+    """Return `about` with its segments changed to sum to the measured bytes (`shards`, `host`) and `reserved-memory`.
+
+    Weights and context are known best, so the difference goes to compute and runtime.
     """
     shards = tuple(each + about.reserved for each in shards)
     weights = tuple(map(min, about.weights, shards))
@@ -147,9 +145,9 @@ def learned(about: Estimate, shards: tuple[int, ...], host: int) -> Estimate:
     )
 
 
-def kept(known: Estimate, first: Estimate) -> Estimate:
-    """An estimate from before, of a worker for which now the `first` one would be this: with its layers, and what is
-    known by now of a process without a model on its device."""
+def refreshed(known: Estimate, first: Estimate) -> Estimate:
+    """Return a `known` estimate from before with the layers and the process overhead of the `first` one, which may be
+    measured better by now."""
     known = replace(known, layers=first.layers, overhead=first.overhead)
     if known.source != "exact" or not first.host:
         return known
@@ -171,12 +169,11 @@ def estimate(
     forked: bool = False,
     overhead: Overhead = UNKNOWN,
 ) -> Estimate:
-    """What a worker of `preset` will occupy on a device, or on main memory (`on_host`); or on several devices, of which
-    each has so many of its `layers`.
+    """Return the estimate of a worker of `preset` on one accelerator, on main memory (`on_host`), or on several
+    accelerators with so many `layers` each.
 
-    `overhead`: what is known of a process without a model there, of one that is `forked` from a nursery or of one that
-    is executed. `threads`: the worker's torch threads, where the preset leaves them open. `required-memory` replaces
-    the figures, `reserved-memory` is added to them. Raises EstimateError.
+    `overhead`: measured memory of a process without a model, forked or executed. `threads`: torch threads, if the
+    preset does not set them. `required-memory` replaces the figures, `reserved-memory` is added. Raises EstimateError.
     """
     check_quantization(facts, preset, on_host=on_host)
     preset = replace(preset, threads=preset.threads or threads)
@@ -222,7 +219,7 @@ def estimate(
             raise
         source, context = "weights", _widest_context(facts, preset, tokens, on_host=on_host)
         compute = max((SAFETY_FACTOR - 1) * weights - context, LEAST_BESIDE + context // 8)
-        if facts.hidden and facts.vocab_size:  # steps are bounded, though the cache is not known
+        if facts.hidden and facts.vocab_size:  # the bound on steps holds although the cache is not known
             widest = replace(facts, kv_heads=facts.kv_heads or facts.heads)
             largest = compute_bytes(widest, preset, tokens, on_host=on_host)
             compute = max(compute, kept_bytes(facts, preset, largest, context) if on_host else largest)
@@ -248,14 +245,15 @@ def estimate(
 
 
 def beside_steps(compute: int) -> int:
-    """Bytes of an accelerator that its libraries have, and torch's allocator beside the `compute` of a step."""
+    """Return the bytes on an accelerator of its libraries, and of fragmentation in the allocator of torch for a step of
+    `compute` bytes."""
     return CUBLAS_WORKSPACE_BYTES + int(UNUSABLE_SHARE * compute)
 
 
 def _widest_context(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -> int:
-    """Bytes of keys and values if each is as wide as the model, in as many layers as the tensors' names tell of: more
-    than a model caches whose heads share them, or that caches a compressed row. 0 where not even that is known."""
-    if embeds(facts, preset):
+    """Return the bytes of a KV cache with keys and values as wide as the model, in as many layers as the tensor names
+    show; 0 if these do not show any. More than a model with shared heads or a compressed cache needs."""
+    if serves_embeddings(facts, preset):
         return 0
     layers = facts.layers or facts.named_layers
     cached = preset.kv_tokens or preset.parallel * tokens
@@ -263,12 +261,14 @@ def _widest_context(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: 
 
 
 def head_shard(facts: Checkpoint, layers: tuple[int, ...]) -> int:
-    """Which shard has the head, and so the logits: the last; a head that is the embedding stays there, in the first."""
+    """Return the shard with the output head, and so with the logits: the last; the first if the head is tied to the
+    embeddings."""
     return 0 if facts.tied else len(layers) - 1
 
 
 def _weights_by_shard(facts: Checkpoint, preset: Preset, total: int, layers: tuple[int, ...]) -> tuple[int, ...]:
-    """`total` bytes of weights: of each shard its layers, of the last what is behind them, of the first the rest."""
+    """Split `total` bytes of weights: each shard has its layers, the last one also what follows them, the first one the
+    rest."""
     each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=False)]
     first, sizes = 0, []
     for count in layers:
@@ -280,8 +280,8 @@ def _weights_by_shard(facts: Checkpoint, preset: Preset, total: int, layers: tup
 
 
 def _part(facts: Checkpoint, layers: int) -> Checkpoint:
-    """A model of so many of its layers; of two kinds as many of each as their share is, rounded up: the files do not
-    say which is which."""
+    """Return the facts of a part of the model with so many `layers`. If there are two kinds, each is rounded up,
+    because the files do not state their order."""
     states, others, hybrids = (
         -(-count * layers // facts.layers)
         for count in (facts.state_layers, facts.layers - facts.state_layers, facts.hybrids)
@@ -290,22 +290,23 @@ def _part(facts: Checkpoint, layers: int) -> Checkpoint:
 
 
 def layer_costs(facts: Checkpoint, preset: Preset) -> tuple[int, ...]:
-    """Bytes of weights and context of each layer on an accelerator. Raises EstimateError."""
+    """Return the bytes of weights and context of each layer on an accelerator. Raises EstimateError."""
     each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=False)]
     context = context_bytes(facts, preset, effective_ctx(facts, preset), on_host=False)
     share = -(-context // max(1, len(facts.by_layer)))
     return tuple(elements * each + share for elements in facts.by_layer)
 
 
-def kept_whole(facts: Checkpoint, preset: Preset) -> str:
-    """Why the model lies on one device, whichever way it would be divided; empty: nothing forbids it."""
-    if embeds(facts, preset):
+def reason_not_to_divide(facts: Checkpoint, preset: Preset) -> str:
+    """Return the reason for which the model has to be on one device, by layer split or tensor parallelism; empty if
+    there is none."""
+    if serves_embeddings(facts, preset):
         return "it embeds or scores texts"
     if facts.cross_attention:
         return "it has an encoder and a decoder"
     if "vision" in facts.capabilities:
-        return "it sees images"
-    if facts.quantization or on_load(facts, preset):
+        return "it takes images"
+    if facts.quantization or bits_on_load(facts, preset):
         return "its weights are quantised"
     if preset.adapter_slots:
         return "requests may name adapters"
@@ -313,40 +314,42 @@ def kept_whole(facts: Checkpoint, preset: Preset) -> str:
 
 
 def indivisible(facts: Checkpoint, preset: Preset) -> str:
-    """Why the model's layers cannot lie on several devices; empty: they can."""
-    return kept_whole(facts, preset) or ("" if facts.by_layer else "its files do not tell its layers from the rest")
+    """Return the reason for which the layers cannot be split over several devices; empty if they can."""
+    return reason_not_to_divide(facts, preset) or (
+        "" if facts.by_layer else "its tensor names do not identify the layers"
+    )
 
 
 def prepared_bytes(facts: Checkpoint, found: Estimate, *, on_host: bool, forked: bool) -> int:
-    """Bytes of main memory, at most, of a worker that has done all it can before its weights: the process itself and
-    its tokenizer, as far as they are part of what was `found`."""
+    """Return the bytes of main memory, at most, of a worker that is prepared up to its weights: process and tokenizer,
+    as far as `found` includes them."""
     most = found.shards[0] if on_host else found.host
     return min(most, found.overhead.on_host(forked=forked) + facts.vocab_size * TOKENIZER_BYTES)
 
 
 def kept_bytes(facts: Checkpoint, preset: Preset, compute: int, context: int) -> int:
-    """Bytes beside weights and pool that main memory has to hold: those that steps leave with malloc, the threads'
-    workspaces and compiled kernels; or, if they are more, those of loading, which is over before there is a pool."""
-    kept = HEAP_FACTOR * compute + FIRST_STEPS_BYTES + KERNEL_CODES * KERNEL_CODE_BYTES
-    kept += max(preset.threads, 1) * ATTENTION_TILE_BYTES
+    """Return the bytes of main memory beside weights and cache: heap that malloc keeps after steps, workspaces of
+    threads and compiled kernels. If loading needs more, that peak, which is over before the cache exists."""
+    refreshed = HEAP_FACTOR * compute + FIRST_STEPS_BYTES + KERNEL_CODES * KERNEL_CODE_BYTES
+    refreshed += max(preset.threads, 1) * ATTENTION_TILE_BYTES
     itemsize = DTYPE_BYTES[compute_dtype(facts, preset, on_host=True)]
     loading = 0 if is_mapped(facts, preset) else facts.largest  # tensors are converted one at a time
-    if on_load(facts, preset):  # all are there until the last is packed
+    if bits_on_load(facts, preset):  # all plain tensors stay until the last one is packed
         loading = max(loading, sum(tally.elements for tally in facts.tensors.values()) * itemsize)
     stacking = 0 if facts.quantization else facts.stacked * itemsize
-    # single experts are here twice until all of a layer are put together, and those of one layer once more
+    # Tensors of single experts exist twice while those of a layer are stacked, and those of one layer once more.
     loading = max(loading, stacking + stacking // max(facts.layers, 1))
-    return max(kept, loading - context)
+    return max(refreshed, loading - context)
 
 
 def grammar_bytes(facts: Checkpoint, preset: Preset) -> int:
-    """Bytes of main memory that a worker takes once an answer has to follow a grammar: any request may ask for that."""
-    return 0 if embeds(facts, preset) else GRAMMAR_BYTES + facts.vocab_size * GRAMMAR_ENTRY_BYTES
+    """Return the bytes of main memory for guided decoding, which any request may use."""
+    return 0 if serves_embeddings(facts, preset) else GRAMMAR_BYTES + facts.vocab_size * GRAMMAR_ENTRY_BYTES
 
 
 def picture_bytes(facts: Checkpoint, preset: Preset) -> int:
-    """Main memory for images on their way to the model: one that is opened, and all that are prepared."""
-    if not sees(facts, preset):
+    """Return the bytes of main memory for images of requests: one that is opened, and all that are prepared."""
+    if not takes_images(facts, preset):
         return 0
     ctx_size = preset.ctx_size if preset.ctx_size > 0 else facts.max_positions or AUTO_CTX
     most = min(preset.limit_images, max(ctx_size // max(facts.picture_tokens, 1), 1))
@@ -354,12 +357,12 @@ def picture_bytes(facts: Checkpoint, preset: Preset) -> int:
 
 
 def _staged_bytes(facts: Checkpoint, preset: Preset) -> int:
-    """Bytes of main memory that hold weights on their way to an accelerator: buffers, and all weights if they are
-    converted, or drawn there."""
+    """Return the bytes of main memory for weights on their way to an accelerator: buffers, and all weights if they are
+    converted or drawn there."""
     dtype = compute_dtype(facts, preset, on_host=False)
     if preset.load_format == "dummy":
         return STAGING_BYTES + weight_bytes(facts, preset, on_host=False)
-    if on_load(facts, preset):
+    if bits_on_load(facts, preset):
         return facts.file_bytes
     if all(stored == dtype for stored in facts.tensors if stored in DTYPE_BYTES):
         return STAGING_BYTES
@@ -367,16 +370,17 @@ def _staged_bytes(facts: Checkpoint, preset: Preset) -> int:
 
 
 def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -> int:
-    """Bytes of the pool of keys and values: blocks for `kv_tokens`, or for `parallel` sequences of `tokens` each.
+    """Return the bytes of the KV cache: blocks for `kv_tokens`, or for `parallel` sequences of `tokens` each.
 
-    Sum over layers of kv_heads x (key + value elements of a head) x dtype bytes (Kwon et al. 2023, section 3), or what
-    these take as `kv-cache-dtype` keeps them. The engine caps no layer at its window. A state layer costs the same
-    whatever the length, and is kept twice, in float32 if the model's code wants that. With an encoder each layer keeps
-    the prompt's keys and values as well, in as many columns. The aligned cache has rows, as many as `kv_tokens` leaves,
-    in place of blocks, and moves one of a layer through a buffer of that size. An embedder has no pool.
-    Raises UnknownArchitecture if the layers are unstated, ContextTooLarge if one request would not fit.
+    Sum over layers of kv_heads x (key + value elements of a head) x dtype bytes (Kwon et al. 2023, section 3), with the
+    dtype of `kv-cache-dtype`. The engine does not limit a layer to its attention window. A state layer has a constant
+    size; its state is kept twice, in float32 if the code of the model needs that. A decoder with an encoder also caches
+    keys and values of the prompt in each layer. The aligned cache has rows in place of blocks, as many as `kv_tokens`
+    allows, and moves rows of one layer through a buffer of that size. An embedder has no cache.
+
+    Raises UnknownArchitecture if the layers are not stated, ContextTooLarge if one request would not fit.
     """
-    if embeds(facts, preset):
+    if serves_embeddings(facts, preset):
         return 0
     if 0 < preset.kv_tokens < tokens:
         raise ContextTooLarge(
@@ -407,7 +411,7 @@ def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
 
 
 def required_shards(preset: Preset, *, shards: int, on_host: bool) -> tuple[int, ...] | None:
-    """What the preset itself says that each shard needs; None if it does not say so for all of them."""
+    """Return the figures of `required-memory` by shard; None unless the preset states them for all shards."""
     said = preset.required_memory
     if not said:
         return None

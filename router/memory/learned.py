@@ -1,8 +1,8 @@
-"""What loads really cost: learned, kept on disk, shared by all routers of a state folder.
+"""Learned estimates: measurements of real loads, kept on disk and shared by all routers of a state folder.
 
-One JSON file, replaced as a whole under a lock, so that no reader ever sees half of one and no writer undoes another.
-What is recorded counts at once; the file follows. A record that cannot be kept costs an estimate, never a model: damage
-and a full disk are warnings.
+They are in one JSON file, which is replaced as a whole under a lock. A reader never sees half of it, and a writer never
+undoes another. A record counts at once; the file follows. Damage and a full disk are warnings: the loss of a record
+costs an estimate, not a model.
 """
 
 import contextlib
@@ -22,33 +22,29 @@ from typing import Any, Literal
 
 from router.config.presets import Preset
 from router.memory.checkpoint_facts import Checkpoint, effective_ctx
-from router.memory.estimate import Estimate, learned
+from router.memory.estimate import Estimate, from_measurement
 from router.memory.process import UNKNOWN, Overhead
 
+# Of the way down that a learned figure goes with each measurement below it. Upwards it goes at once.
 DECAY = 0.25
-"""Of the way down that a learned figure goes with each measurement below it. Upwards it goes at once."""
-RAISE = 1.15
-"""What a figure is multiplied with after its worker ran out of memory."""
-MOST_RECORDS = 1000
-"""Of each kind; those not written for longest are forgotten."""
-MOST_SECONDS = 5
-"""Load times remembered of one model."""
+RAISE = 1.15  # what a figure is multiplied with after its worker ran out of memory
+MOST_RECORDS = 1000  # of each kind; those not written for longest are forgotten
+MOST_SECONDS = 5  # load times remembered of one model
+# A figure beyond it is none: no machine has so much, and JSON's writer takes none of more than 64 bits.
 MOST_BYTES = 1 << 60
-"""A figure beyond it is none: no machine has so much, and JSON's writer takes none of more than 64 bits."""
-AGREE_BYTES = 64 << 20
-"""Two loads agree on what a process takes of a device if they differ by no more."""
+AGREE_BYTES = 64 << 20  # two loads agree on what a process takes of a device if they differ by no more
 
+# What computes packed weights beside torch and transformers, by method.
 _LIBRARIES = {
     "awq": ("gptqmodel",), "bnb-4bit": ("bitsandbytes",), "bnb-8bit": ("bitsandbytes",),
     "compressed-tensors": ("compressed-tensors",), "gptq": ("gptqmodel", "optimum"),
 }  # fmt: skip
-"""What computes packed weights beside torch and transformers, by method."""
 
 _VERSION = 1
 _Kind = Literal["learned", "exact", "seconds", "overhead"]
 _Records = dict[str, dict[str, Any]]
+# Of one record: its value before (None: there was none) to its value after. Made again when the file has changed.
 _Change = tuple[_Kind, str, Callable[[Any], Any]]
-"""Of one record: its value before (None: there was none) to its value after. Made again when the file has changed."""
 _log = logging.getLogger(__name__)
 
 
@@ -60,10 +56,11 @@ def key(
     forked: bool = False,
     installed: Callable[[str], str] | None = None,
 ) -> str:
-    """What a measurement holds for: this snapshot, these load settings, these kinds of device (names as the driver
-    gives them, by shard), the installed versions of what computes, and the way in which the worker was born: one that
-    was forked does not count what it shares with its nursery, and knows nothing of what an executed one takes.
-    `installed`: the version of a distribution; None: as it is here.
+    """Return the key of a measurement: snapshot, load settings, types of device by shard, library versions, and whether
+    the worker is forked.
+
+    A forked worker does not count memory that it shares with its fork server, so its figures do not hold for an
+    executed one. `installed`: function from distribution to version, for tests.
     """
     packed = checkpoint.quantization or preset.quantization
     libraries = ("torch", "transformers", "fleet-router", *_LIBRARIES.get(packed, ()))
@@ -81,7 +78,7 @@ def key(
 
 @functools.cache
 def version(distribution: str) -> str:
-    """Of an installed distribution, without importing it; "" if it is not installed."""
+    """Return the version of an installed distribution without importing it; "" if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -90,16 +87,14 @@ def version(distribution: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Lesson:
-    """What was learned of one key."""
+    """The learned record of one key."""
 
     estimate: Estimate
-    measured: tuple[int, ...]
-    """Bytes by shard, without what the preset adds and what is still to come."""
-    share: float = 0.0
-    """Of its largest step: what was not shown yet."""
+    measured: tuple[int, ...]  # bytes by shard, without what the preset adds and what is still to come
+    share: float = 0.0  # of its largest step: what was not shown yet
 
 
-class Calibration:
+class LearnedEstimates:
     """The records of one file. All methods may be called from any thread."""
 
     def __init__(
@@ -109,36 +104,36 @@ class Calibration:
         driver: str = "",
         later: Callable[[Callable[[], None]], object] = lambda save: save(),
     ):
-        """`path`: the file; it and its folder are made with the first record. `driver`: version of the accelerators'.
-        `later` is given what writes to the file, and may run that elsewhere, in the same order: a disk that must be
-        waited for holds up nobody else."""
+        """`path`: the file; it and its folder are made with the first record. `driver`: version of the driver.
+
+        `later` receives the function that writes the file. It may run it elsewhere, in the same order, so that a slow
+        disk does not block the caller.
+        """
         self._path = path
         self._driver = driver
         self._later = later
         self._stamp: tuple[int, int] | None = None
-        self._filed: _Records = _empty()
-        """As the file has them."""
+        self._filed: _Records = _empty()  # as the file has them
         self._unsaved: list[_Change] = []
-        self._records: _Records = self._filed
-        """As the file will have them."""
-        self._cannot_save = False
-        """The last try to write the file has failed."""
+        self._records: _Records = self._filed  # as the file will have them
+        self._cannot_save = False  # the last try to write the file has failed
+        # Held for the four above, and never while a disk is waited for longer than a look takes.
         self._mine = threading.RLock()
-        """Held for the four above, and never while a disk is waited for longer than a look takes."""
         self._refresh()
 
     def learned(self, key: str) -> Estimate | None:
-        """What loads of `key` occupied, source `learned`; None if there was none yet."""
+        """Return the learned estimate of `key`; None if there is none yet."""
         return _to_estimate(self._get("learned", key), "learned")
 
     def record(
         self, key: str, estimate: Estimate, shards: Sequence[int], host: int = 0, *, share_to_come: float = 0.0
     ) -> Estimate:
-        """A worker of `key`, started on `estimate`, has peaked at these bytes by shard, and on main memory beside.
+        """Record the peak of a worker of `key` that was started on `estimate`: bytes by shard, and on main memory
+        beside.
 
-        `share_to_come`: of what its largest step computes, the part that it has not shown yet; so much of the
-        estimate's compute is added. Whoever has shown less than another one before can only raise what that taught.
-        Returns what is now learned: at least the measurement, and above it what is left of higher ones.
+        `share_to_come`: the part of its largest step that has not occurred yet; that part of the compute segment is
+        added. A measurement with a larger part to come than an earlier one can only raise the record. Returns the
+        learned estimate: at least the measurement, plus what is left of higher ones.
         """
         to_come = tuple(round(share_to_come * size) for size in estimate.compute)
 
@@ -153,15 +148,12 @@ class Calibration:
                     measured, share = tuple(map(max, before.measured, measured)), before.share
                     add = tuple(max(0, old - new) for old, new in zip(was, measured, strict=True))
             total = tuple(map(sum, zip(measured, add, strict=True)))
-            return _Lesson(learned(estimate, total, beside), measured, share)
+            return _Lesson(from_measurement(estimate, total, beside), measured, share)
 
         return self._learn(key, merge)
 
-    def raise_(self, key: str, estimate: Estimate, memory: Literal["device", "host"]) -> Estimate:
-        """A worker of `key`, started on `estimate`, ran out of the memory of its device, or of the host.
-
-        Returns what is now learned: 15 % more than it had there.
-        """
+    def record_out_of_memory(self, key: str, estimate: Estimate, memory: Literal["device", "host"]) -> Estimate:
+        """Raise the estimate of `key` by 15 %: its worker ran out of memory of the device or the host. Returns it."""
 
         def merge(before: _Lesson | None) -> _Lesson:
             known = before.estimate if before is not None else estimate
@@ -170,26 +162,28 @@ class Calibration:
             growth = (1.0, RAISE) if is_beside else (RAISE, 1.0)
             both = zip(least.shards, estimate.shards, strict=True)
             shards = tuple(round(max(each) * growth[0]) - estimate.reserved for each in both)
-            return _Lesson(learned(estimate, shards, round(max(least.host, estimate.host) * growth[1])), shards)
+            return _Lesson(
+                from_measurement(estimate, shards, round(max(least.host, estimate.host) * growth[1])), shards
+            )
 
         return self._learn(key, merge)
 
     def exact(self, key: str) -> Estimate | None:
-        """The exact estimate of `key` from before, source `exact`; None if there is none."""
+        """Return the exact estimate of `key` from before; None if there is none."""
         return _to_estimate(self._get("exact", key), "exact")
 
     def store_exact(self, key: str, estimate: Estimate) -> None:
-        """Keep what `worker estimate` said of `key`."""
+        """Keep the result of `worker estimate` for `key`."""
         self._change("exact", key, lambda before: asdict(estimate))
 
     def overhead(self, device: str, *, forked: bool) -> Overhead:
-        """What was measured of processes on such a device (its name as the driver gives it, or `cpu`), whatever their
-        model, under this driver and these versions."""
+        """Return the measured memory of processes on this type of device (driver name, or `cpu`), for any model, under
+        the current driver and library versions."""
         return _to_overhead(self._get("overhead", self._process(device, forked)))
 
     def record_overhead(self, device: str, measured: Overhead, *, forked: bool, is_own: bool = True) -> None:
-        """A process on such a device has measured so much. If what it takes of the device is not its own figure, but
-        how much more of the device is in use, which others change as well, two loads have to agree on it."""
+        """Record a measured process on this type of device. Without `is_own`, the figure is the growth of memory in use
+        on the device, which others change too; then two loads have to agree on it."""
 
         def change(before: Any) -> Any:
             known, record = _to_overhead(before), dict(before) if isinstance(before, Mapping) else {}
@@ -206,18 +200,18 @@ class Calibration:
         self._change("overhead", self._process(device, forked), change)
 
     def _process(self, device: str, forked: bool) -> str:
-        """In words, for whoever looks into the file."""
+        """Return the key of an overhead record. It is readable text, for a person who opens the file."""
         driver = [f"driver {self._driver}"] if device != "cpu" and self._driver else []
         libraries = [f"{name} {version(name)}" for name in ("torch", "transformers", "fleet-router")]
         return ", ".join([device, *driver, *libraries, "forked" if forked else "executed"])
 
     def load_seconds(self, key: str) -> float | None:
-        """Median of the last loads of `key`, from spawn to ready; None if there was none yet."""
+        """Return the median of the last loads of `key` from spawn to ready; None if there was none yet."""
         seconds = _to_seconds(self._get("seconds", key))
         return statistics.median(seconds) if seconds else None
 
     def record_load(self, key: str, seconds: float) -> None:
-        """One load of `key` took so long from spawn to ready."""
+        """Record the seconds of one load of `key` from spawn to ready."""
         self._change("seconds", key, lambda before: [*_to_seconds(before), seconds][-MOST_SECONDS:])
 
     def _learn(self, key: str, merge: Callable[["_Lesson | None"], "_Lesson"]) -> Estimate:
@@ -243,7 +237,8 @@ class Calibration:
         self._later(self._save)
 
     def _save(self) -> None:
-        """Read, change and replace the file while no other router does; without a disk, change what we know."""
+        """Read, change and replace the file under the lock of all routers. Without a disk, only the records in memory
+        change."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.with_suffix(".lock").open("a") as lock:
@@ -253,7 +248,7 @@ class Calibration:
                 if changes:
                     self._replace(self._write(_changed(self._filed, changes)), len(changes))
         except OSError as error:
-            if not self._cannot_save:  # told once, and again when it went well meanwhile
+            if not self._cannot_save:  # one warning until a write succeeds again
                 _log.warning(
                     "estimates cannot be kept in %s (%s); they last until this router ends: make room there, or give"
                     " another --state-dir",
@@ -265,7 +260,7 @@ class Calibration:
                 self._settle(len(self._unsaved))
 
     def _replace(self, draft: str, saved: int) -> None:
-        """Make `draft` the file, which has the first `saved` changes then."""
+        """Make `draft` the file. It contains the first `saved` changes."""
         with self._mine:
             try:
                 os.replace(draft, self._path)
@@ -277,13 +272,13 @@ class Calibration:
             self._settle(saved)
 
     def _settle(self, saved: int) -> None:
-        """The first `saved` changes are in the file, or will never be."""
+        """Drop the first `saved` changes: they are in the file, or never will be."""
         self._filed = _changed(self._filed, self._unsaved[:saved])
         del self._unsaved[:saved]
 
     def _write(self, records: _Records) -> str:
-        """A file beside ours with `records`, safe on the disk: its name. With the lock held nobody else writes it; that
-        of a router that was killed is written over."""
+        """Write `records` to a draft beside the file, flush it to disk and return its path. Only the owner of the lock
+        writes it; a draft of a killed router is overwritten."""
         body = json.dumps({"version": _VERSION, **records})
         draft = f"{self._path}.draft"
         try:
@@ -298,7 +293,7 @@ class Calibration:
         return draft
 
     def _refresh(self) -> None:
-        """Take in what another router wrote."""
+        """Read the file if another router has changed it."""
         with self._mine:
             stamp = _stamp(self._path)
             if stamp is None or stamp == self._stamp:
@@ -313,10 +308,10 @@ class Calibration:
 
 
 def _changed(records: _Records, changes: Sequence[_Change]) -> _Records:
-    """`records` with each of `changes` made, in their order."""
+    """Return `records` with all `changes` applied in order."""
     for kind, key, change in changes:
         kept = dict(records[kind])
-        value = change(kept.pop(key, None))  # taken out, so that it goes to the end: the newest
+        value = change(kept.pop(key, None))  # taken out first, so that it moves to the end: the newest
         kept[key] = value
         records = {**records, kind: dict(list(kept.items())[-MOST_RECORDS:])}
     return records
@@ -327,12 +322,12 @@ def _empty() -> _Records:
 
 
 def _parse(text: bytes) -> _Records:
-    """Raises ValueError if this is no file of ours."""
+    """Parse the file. Raises ValueError if it is not of this format."""
     body = json.loads(text)
     if not isinstance(body, dict) or body.get("version") != _VERSION:
         raise ValueError("not a file of this version")
     records = _empty()
-    body.setdefault("overhead", {})  # of a version that did not have it yet
+    body.setdefault("overhead", {})  # files of older versions have none
     for kind in records:
         if not isinstance(body.get(kind), dict):
             raise ValueError(f"{kind} is missing")
@@ -341,7 +336,7 @@ def _parse(text: bytes) -> _Records:
 
 
 def _to_estimate(record: Any, source: Literal["learned", "exact"]) -> Estimate | None:
-    """The estimate in a record; None if it is not one, as of a file that somebody edited."""
+    """Return the estimate in a record; None if it is invalid, as in a file that was edited by hand."""
     if not isinstance(record, Mapping):
         return None
     segments = [record.get(name) for name in ("weights", "context", "compute", "runtime")]
@@ -355,7 +350,7 @@ def _to_estimate(record: Any, source: Literal["learned", "exact"]) -> Estimate |
 
 
 def _to_lesson(record: Any) -> _Lesson | None:
-    """The lesson in a record; one from before there were shares has shown all that it had."""
+    """Return the lesson in a record. A record of a version without shares has no step to come."""
     estimate = _to_estimate(record, "learned")
     if estimate is None:
         return None
@@ -372,7 +367,7 @@ def _is_sizes(segment: Any) -> bool:
 
 
 def _to_overhead(record: Any) -> Overhead:
-    """The measurement in a record; unknown where it is none."""
+    """Return the measurement in a record; unknown if it is invalid."""
     if not isinstance(record, Mapping):
         return UNKNOWN
     device, host = record.get("device", 0), record.get("host", 0)
@@ -392,7 +387,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """What changes when the file is replaced; None without one."""
+    """Return the inode and time of the file, which change when it is replaced; None without a file."""
     try:
         facts = path.stat()
     except OSError:

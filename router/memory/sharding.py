@@ -1,8 +1,8 @@
-"""A model on several devices: on how many, with how many layers each or which part of each matrix, and which.
+"""Sharding: the number of devices of a model, and the layers or the part of each matrix on each of them. PURE.
 
-One that fits on a device never lies on several, unless its preset wants that. Else its layers go to the fewest devices
-that hold them: those with the most room, each as full as the others. Only a preset that says so has its matrices
-divided. What a preset says of single devices (gpu-split, tensor-split) says which devices they are, too. Law: PURE.
+A model that fits on one device is not split, unless its preset asks for it. Otherwise its layers go to the fewest
+devices that hold them: those with the most memory, all equally full. Tensor parallelism is used only if the preset asks
+for it. A preset with figures for single devices (gpu-split, tensor-split) also selects these devices.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,31 +16,29 @@ from router.memory.estimate import Estimate, estimate, indivisible, layer_costs
 from router.memory.process import UNKNOWN, Overhead
 from router.planner.ledger import HOST, DeviceId
 
-STEPS = 60
-"""Of a search by halves: as exact as a float."""
+STEPS = 60  # of a search by halves: as exact as a float
 
 
 class Indivisible(EstimateError):
-    """The preset wants several devices, and that cannot be."""
+    """The preset asks for several devices, and the model or the machine does not allow it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One way to place a model."""
 
-    layers: tuple[int, ...] = ()
-    """Of each shard; empty: each has all, or a part of all."""
-    devices: frozenset[DeviceId] = frozenset()
-    """Those that its shards may take."""
-    place: tuple[DeviceId, ...] = ()
-    """The device of each shard; empty: any of `devices`."""
-    ranks: int = 1
-    """Among how many each matrix is divided: as many shards, or one shard if that is main memory."""
+    layers: tuple[int, ...] = ()  # of each shard; empty: each has all, or a part of all
+    devices: frozenset[DeviceId] = frozenset()  # those that its shards may take
+    place: tuple[DeviceId, ...] = ()  # the device of each shard; empty: any of `devices`
+    ranks: int = 1  # among how many each matrix is divided: as many shards, or one shard if that is main memory
+
+    @property
+    def on_host(self) -> bool:
+        return all(device.index == HOST for device in self.devices)
 
     @property
     def shards(self) -> int:
-        on_host = all(device.index == HOST for device in self.devices)
-        return len(self.layers) or (1 if on_host else self.ranks)
+        return len(self.layers) or (1 if self.on_host else self.ranks)
 
 
 def choices(
@@ -50,10 +48,10 @@ def choices(
     order: Sequence[DeviceId],
     room: Mapping[DeviceId, int],
 ) -> Iterator[Choice]:
-    """The ways to place a model on some of `devices`, those on fewest first.
+    """Yield the ways to place a model on some of `devices`, those on fewest devices first.
 
-    `order`: the same devices, as the preset's lists count them; `room`: bytes that could ever be had on each. Raises
-    Indivisible where the preset wants what cannot be.
+    `order`: the same devices in the order in which lists of the preset count them. `room`: bytes that could ever be
+    free on each. Raises Indivisible if the preset asks for something impossible.
     """
     on_host = all(device.index == HOST for device in devices)
     if preset.tensor_parallel > 1 or preset.split_mode == "tensor":
@@ -107,7 +105,7 @@ def _divided(
     order: Sequence[DeviceId],
     room: Mapping[DeviceId, int],
 ) -> Iterator[Choice]:
-    """The ways to divide each matrix among some of `devices`, the fewest first. Raises Indivisible."""
+    """Yield the ways of tensor parallelism on some of `devices`, the fewest first. Raises Indivisible."""
     asked, on_host = preset.tensor_parallel, all(device.index == HOST for device in devices)
     if on_host and asked != ALL_DEVICES:
         _check_divided(facts, preset, asked)
@@ -117,7 +115,11 @@ def _divided(
     offered = 0 if on_host else len(bounds)
     counts = [offered if asked == ALL_DEVICES else asked]
     if asked == 1:
-        counts = [count for count in range(2, offered + 1) if not tensor_parallel.cannot(facts, preset, count)]
+        counts = [
+            count
+            for count in range(2, offered + 1)
+            if not tensor_parallel.reason_not_to_divide_by(facts, preset, count)
+        ]
         if offered > 1 and not counts:
             _check_divided(facts, preset, 2)
     if counts and (counts[0] > offered or not offered):
@@ -131,13 +133,13 @@ def _divided(
         roomiest = sorted(bounds, key=lambda device: (-bounds[device], order.index(device)))[:count]
         place = tuple(device for device in order if device in roomiest) if len(preset.gpu_split) > 1 else ()
         yield Choice(ranks=count, devices=frozenset(place or bounds), place=place)
-    if not counts:  # the only accelerator there is
+    if not counts:  # there is one accelerator only
         yield Choice(devices=frozenset(bounds))
 
 
 def _check_divided(facts: Checkpoint, preset: Preset, ranks: int) -> None:
-    """Raises Indivisible, with the way out, for a model that cannot be divided among so many."""
-    why = tensor_parallel.cannot(facts, preset, ranks) if ranks > 1 else ""
+    """Raise Indivisible, with the way out, if the model cannot be divided among `ranks`."""
+    why = tensor_parallel.reason_not_to_divide_by(facts, preset, ranks) if ranks > 1 else ""
     if why:
         key = f"tensor-parallel = {ranks}" if preset.tensor_parallel > 1 else "split-mode = tensor"
         instead = "" if indivisible(facts, preset) else ", or write pipeline-parallel, which splits it by layers"
@@ -154,7 +156,7 @@ def cost(
     forked: bool,
     overhead: Overhead = UNKNOWN,
 ) -> Estimate:
-    """What a model takes that is placed so, as far as can be told at once; see `router.memory.estimate.estimate`."""
+    """Return the static estimate of a model that is placed by `choice`; see `router.memory.estimate.estimate`."""
     ways: dict[str, Any] = {"on_host": on_host, "threads": threads, "forked": forked, "overhead": overhead}
     if choice.ranks > 1:
         return tensor_parallel.estimate(facts, preset, choice.ranks, **ways)
@@ -162,16 +164,16 @@ def cost(
 
 
 def bounded(preset: Preset, order: Sequence[DeviceId], room: Mapping[DeviceId, int]) -> dict[DeviceId, int]:
-    """The devices that gpu-split lets a model use, with what it may have there."""
-    said = preset.gpu_split
-    if not said:
+    """Return the devices that gpu-split allows, with the bytes that the model may have on each."""
+    stated = preset.gpu_split
+    if not stated:
         return {device: room.get(device, 0) for device in order}
-    given = said * len(order) if len(said) == 1 else said
+    given = stated * len(order) if len(stated) == 1 else stated
     return {device: min(room.get(device, 0), bound) for device, bound in zip(order, given, strict=False) if bound}
 
 
 def _counts(preset: Preset, offered: int) -> tuple[int, int]:
-    """The fewest and the most devices that the preset allows, of `offered` accelerators."""
+    """Return the fewest and the most devices that the preset allows, of `offered` accelerators."""
     if preset.tensor_split:
         wanted = sum(1 for share in preset.tensor_split if share)
     else:
@@ -189,7 +191,7 @@ def _counts(preset: Preset, offered: int) -> tuple[int, int]:
 
 def _why_whole(facts: Checkpoint, preset: Preset) -> str:
     if preset.required_memory and preset.pipeline_parallel == 1 and not preset.tensor_split:
-        return "required-memory says what it takes on one"
+        return "required-memory gives its memory on one device"
     try:
         layer_costs(facts, preset)
     except UnknownArchitecture as unknown:
@@ -198,7 +200,7 @@ def _why_whole(facts: Checkpoint, preset: Preset) -> str:
 
 
 def _layers(facts: Checkpoint, preset: Preset, room: Sequence[int]) -> tuple[int, ...]:
-    """How many layers each device gets, all as full as one another; empty if there are fewer layers than devices."""
+    """Return the number of layers on each device, all equally full; empty if there are fewer layers than devices."""
     costs = layer_costs(facts, preset)
     count = len(room)
     if len(costs) < count:
@@ -213,9 +215,8 @@ def _layers(facts: Checkpoint, preset: Preset, room: Sequence[int]) -> tuple[int
 
 
 def boundaries(costs: Sequence[int], beside: Sequence[int], room: Sequence[float]) -> tuple[int, ...]:
-    """How many of the layers, which cost `costs` bytes each, go to each device, so that the fullest is as little full
-    as can be. `beside`: bytes on each that are no layer's; `room`: what each has. Each device gets one layer at least.
-    """
+    """Return the number of layers on each device that leaves the fullest device least full, at least one each. `costs`:
+    bytes of each layer; `beside`: bytes on each device that belong to no layer; `room`: bytes of each device."""
     room = [max(1, have) for have in room]
     low, high = 0.0, max((each + sum(costs) + 1) / have for each, have in zip(beside, room, strict=True))
     best = _fill(costs, beside, room, high)
@@ -231,7 +232,7 @@ def boundaries(costs: Sequence[int], beside: Sequence[int], room: Sequence[float
 
 
 def _fill(costs: Sequence[int], beside: Sequence[int], room: Sequence[float], share: float) -> tuple[int, ...]:
-    """Layers by device, none fuller than that share of its room; empty if that cannot be."""
+    """Return the layers by device if none is fuller than `share` of its bytes; empty if that is impossible."""
     counts, at = [], 0
     for place, (taken, have) in enumerate(zip(beside, room, strict=True)):
         left = len(room) - place - 1
@@ -247,7 +248,7 @@ def _fill(costs: Sequence[int], beside: Sequence[int], room: Sequence[float], sh
 
 
 def fits(choice: Choice, shards: Sequence[int], room: Mapping[DeviceId, int]) -> bool:
-    """Whether shards of that size could ever be placed so; `room` with what gpu-split allows."""
+    """Return whether shards of these sizes could ever be placed; `room` includes the bounds of gpu-split."""
     if choice.place:
         return all(size <= room.get(device, 0) for size, device in zip(shards, choice.place, strict=True))
     sizes = sorted(shards, reverse=True)
@@ -256,7 +257,7 @@ def fits(choice: Choice, shards: Sequence[int], room: Mapping[DeviceId, int]) ->
 
 
 def assigned(choice: Choice, shards: Sequence[int], room: Mapping[DeviceId, int]) -> tuple[DeviceId, ...]:
-    """The device of each shard: the one given, else the largest shard on the one with most room."""
+    """Return the device of each shard: the fixed one, else the largest shard on the device with most memory."""
     if choice.place:
         return choice.place
     by_room = sorted(choice.devices, key=lambda device: (-room.get(device, 0), device))
@@ -266,7 +267,7 @@ def assigned(choice: Choice, shards: Sequence[int], room: Mapping[DeviceId, int]
 
 
 def floor(found: Estimate) -> tuple[int, ...]:
-    """What each shard takes at least, as its weights do."""
+    """Return the least that each shard takes: its weights."""
     return found.weights if any(found.weights) else found.shards
 
 

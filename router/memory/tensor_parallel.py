@@ -1,8 +1,8 @@
-"""A model whose matrices are divided among ranks: whether it can be, and what that takes. Law: PURE.
+"""Tensor parallelism: conditions for it and the estimate of one rank. PURE.
 
-Each rank has a part of every matrix of the layers, and of a head that is not the embeddings; what is small, and the
-embeddings, each has as a whole. It keeps the keys and values of its own heads. On accelerators a rank is a device; on
-main memory all of them lie side by side.
+Each rank has a part of every matrix of the layers, and of an output head that is not tied to the embeddings. Small
+tensors and the embeddings are kept whole by each rank. A rank caches keys and values of its own heads. On accelerators
+each rank has a device; on main memory all ranks share it.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from router.memory.estimate import (
     context_bytes,
     grammar_bytes,
     kept_bytes,
-    kept_whole,
+    reason_not_to_divide,
     required_shards,
 )
 from router.memory.estimate import estimate as estimate_whole
@@ -27,9 +27,9 @@ from worker.protocol.architectures import DIVISIBLE
 from worker.protocol.memory import GLOO_BYTES, NCCL_BYTES, STAGING_BYTES
 
 
-def cannot(facts: Checkpoint, preset: Preset, ranks: int) -> str:
-    """Why the model cannot be divided among so many; empty: it can."""
-    if why := kept_whole(facts, preset):
+def reason_not_to_divide_by(facts: Checkpoint, preset: Preset, ranks: int) -> str:
+    """Return the reason for which the model cannot be divided among `ranks`; empty if it can."""
+    if why := reason_not_to_divide(facts, preset):
         return why
     if facts.model_type not in DIVISIBLE:
         return f"this version divides {', '.join(sorted(DIVISIBLE))}, and this is {facts.model_type or 'unknown'}"
@@ -41,7 +41,7 @@ def cannot(facts: Checkpoint, preset: Preset, ranks: int) -> str:
         if number % ranks:
             return f"it has {number} {what}, which {ranks} does not divide"
     if not facts.matrices:
-        return "its files do not tell its layers from the rest"
+        return "its tensor names do not identify the layers"
     return ""
 
 
@@ -55,14 +55,14 @@ def estimate(
     forked: bool = False,
     overhead: Overhead = UNKNOWN,
 ) -> Estimate:
-    """As `router.memory.estimate.estimate`, of a model that is divided among so many: on as many devices, or all of them on
-    main memory. Raises EstimateError."""
+    """Return the estimate of a model that is divided among `ranks`, each on its own device or all on main memory.
+    Raises EstimateError."""
     shards = 1 if on_host else ranks
     if required_shards(preset, shards=shards, on_host=on_host) is not None:
         parts = () if on_host else (1,) * ranks
         said = estimate_whole(facts, preset, layers=parts, on_host=on_host, forked=forked, overhead=overhead)
         return replace(said, layers=())
-    # every step is computed by kernels as torch starts them
+    # Tensor parallelism has neither CUDA graphs nor reordered weights.
     preset = replace(preset, threads=preset.threads or threads, enforce_eager=True)
     tokens = effective_ctx(facts, preset)
     each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
@@ -77,7 +77,7 @@ def estimate(
     divided = divided_elements(facts, ranks) * each
     weights = whole - divided + -(-divided // ranks)
     context = context_bytes(part, preset, tokens, on_host=on_host)
-    logits = 2 * (preset.parallel + 16) * facts.vocab_size * each  # as they are put together
+    logits = 2 * (preset.parallel + 16) * facts.vocab_size * each  # parts of the ranks, and the gathered ones
     compute = compute_bytes(part, preset, tokens, on_host=on_host) + logits
     libraries = facts.vocab_size * TOKENIZER_BYTES + grammar_bytes(facts, preset)
     loading = whole if preset.load_format == "dummy" else 2 * facts.largest
@@ -104,9 +104,9 @@ def estimate(
 
 
 def divided_elements(facts: Checkpoint, ranks: int) -> int:
-    """Of the weights those that each rank has a part of."""
+    """Return the number of weights that are divided; the others are on each rank."""
     head = 0 if facts.tied or facts.vocab_size % ranks else facts.vocab_size * facts.hidden
     return facts.matrices + (head if facts.behind >= head else 0)
 
 
-__all__ = ["cannot", "divided_elements", "estimate"]
+__all__ = ["divided_elements", "estimate", "reason_not_to_divide_by"]

@@ -1,23 +1,22 @@
 """Availability: the free memory of each device if some residents had left and others had started. PURE.
 
-A `View` is one moment, `Stages` are several moments of one plan. The devices are those of `router.planner.ledger`.
+`FreeMemory` is one moment, `FreeMemoryTimeline` several moments of one plan. The devices are those of
+`router.planner.ledger`.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 
 from router.planner.ledger import SLOTS, Bytes, Device, DeviceId, Resident
 
-NO_LIMIT = 1 << 62
-"""More bytes than any device has; the budget of a device without a limit."""
+NO_LIMIT = 1 << 62  # more bytes than any device has; the budget of a device without a limit
+
+# The free bytes of one device: by the driver, by the ledger, and within the limit. The least of them counts.
+# One figure would not do: a resident that leaves frees its measured bytes in the first and its reserved bytes in the
+# other two. All three move alike at every moment, so the minimum of several moments can be kept as one more.
 Figures = tuple[int, int, int]
-"""The free bytes of one device: by the driver, by the ledger, and within the limit. The least of them counts.
-
-They are three figures, because a resident that leaves frees its measured bytes in the first and its reserved bytes in
-the other two. All three move alike in every view, so the minimum of several views is again a view.
-"""
 
 
-class View:
+class FreeMemory:
     """The free memory of each device if some residents had left and others had started.
 
         used = max(driver - measured of those that left, foreign + reserved of those that stay)
@@ -46,14 +45,13 @@ class View:
             for device in devices
             if device.pool is None
         }
+        # Free bytes by device; negative where too much is in use already. Callers only read it.
         self.room = {id: min(figures) for id, figures in self._figures.items()}
-        """Free bytes by device; negative where too much is in use already. Callers only read it."""
-        self.promised: set[DeviceId] = set()
-        """The devices on which something is promised."""
+        self.promised: set[DeviceId] = set()  # devices on which something is promised
 
-    def copy(self) -> "View":
+    def copy(self) -> "FreeMemory":
         """Return an independent copy."""
-        view = View.__new__(View)
+        view = FreeMemory.__new__(FreeMemory)
         view._used, view._binds = self._used, self._binds
         view._figures, view.room, view.promised = self._figures.copy(), self.room.copy(), self.promised.copy()
         return view
@@ -70,8 +68,8 @@ class View:
     def leave_all(self, residents: Iterable[Resident]) -> None:
         """Count residents as gone. The sums per device make this faster than one `leave` for each."""
         gone: dict[DeviceId, list[int]] = {id: [0, 0] for id in self._figures}
-        for one in residents:
-            for id, occupied, reserved in one.holds:
+        for resident in residents:
+            for id, occupied, reserved in resident.holds:
                 if (sums := gone.get(id)) is not None:
                     sums[0] += occupied
                     sums[1] += reserved
@@ -89,12 +87,13 @@ class View:
         figures = self._figures
         for id, needed in claim.items():
             if needed and id in figures:
+                # The limit counts reservations, so a promise lowers all three figures.
                 driver, ledger, limit = figures[id]
                 figures[id] = moved = driver - needed, ledger - needed, limit - needed
                 self.room[id] = min(moved)
                 self.promised.add(id)
 
-    def lower(self, other: "View", devices: Iterable[DeviceId]) -> None:
+    def lower(self, other: "FreeMemory", devices: Iterable[DeviceId]) -> None:
         """Take the minimum with another view on these devices. It stays valid while both get the same changes."""
         for id in devices:
             if (here := self._figures.get(id)) is not None:
@@ -131,7 +130,7 @@ class View:
         """Return the residents that have to leave so that `claim` fits, which does not fit on the devices in `short`.
 
         They are taken in `order`, skipping those that are not in the way, until it fits. Then those that are not needed
-        are let off, the last first. None if all together are not enough.
+        are kept, the last first. None if all together are not enough.
         """
         # All devices are looked at together. One device after the other would evict two workers where a third one that
         # is on both devices is enough.
@@ -139,20 +138,20 @@ class View:
             return self._enough_on(short[0], claim[short[0]], order)
         lacking = {id: self._figures[id] for id in short}
         taken: list[Resident] = []
-        for one in order:
+        for resident in order:
             if not short:
                 break
-            if is_on(one, short):
-                taken.append(one)
-                lacking = {id: _without(figures, id, (one,)) for id, figures in lacking.items()}
+            if is_on(resident, short):
+                taken.append(resident)
+                lacking = {id: _without(figures, id, (resident,)) for id, figures in lacking.items()}
                 short = [id for id in short if min(lacking[id]) < claim[id]]
         if short:
             return None
         needed: list[Resident] = []
-        for one in reversed(taken):
-            less = {id: _with(figures, id, one) for id, figures in lacking.items()}
+        for resident in reversed(taken):
+            less = {id: _with(figures, id, resident) for id, figures in lacking.items()}
             if any(min(figures) < claim[id] for id, figures in less.items()):
-                needed.append(one)
+                needed.append(resident)
             else:
                 lacking = less
         return tuple(reversed(needed))
@@ -161,26 +160,26 @@ class View:
         """The same where only one device is short. This is nearly always the case, and this way is much faster."""
         driver, ledger, limit = (figure - size for figure in self._figures[id])
         taken: list[tuple[Resident, int, int]] = []
-        for one in order:
-            reserved = one.reserved.get(id, 0)
-            occupied = one.measured.get(id, reserved)
+        for resident in order:
+            reserved = resident.reserved.get(id, 0)
+            occupied = resident.measured.get(id, reserved)
             if reserved or occupied:
-                taken.append((one, occupied, reserved))
+                taken.append((resident, occupied, reserved))
                 driver, ledger, limit = driver + occupied, ledger + reserved, limit + reserved
                 if driver >= 0 and ledger >= 0 and limit >= 0:
                     break
         else:
             return None
         needed: list[Resident] = []
-        for one, occupied, reserved in reversed(taken):
+        for resident, occupied, reserved in reversed(taken):
             if driver >= occupied and ledger >= reserved and limit >= reserved:
                 driver, ledger, limit = driver - occupied, ledger - reserved, limit - reserved
             else:
-                needed.append(one)
+                needed.append(resident)
         needed.reverse()
         return tuple(needed)
 
-    def is_like(self, other: "View", devices: Iterable[DeviceId]) -> bool:
+    def is_like(self, other: "FreeMemory", devices: Iterable[DeviceId]) -> bool:
         """Return whether both views agree on these devices, and will after the same changes."""
         ours, theirs = self._figures, other._figures
         return all(ours[id] == theirs[id] for id in devices if id in ours)
@@ -193,35 +192,35 @@ class View:
 
 def _without(figures: Figures, id: DeviceId, gone: Iterable[Resident]) -> Figures:
     driver, ledger, limit = figures
-    for one in gone:
-        reserved = one.reserved.get(id, 0)
-        driver, ledger, limit = driver + one.measured.get(id, reserved), ledger + reserved, limit + reserved
+    for resident in gone:
+        reserved = resident.reserved.get(id, 0)
+        driver, ledger, limit = driver + resident.measured.get(id, reserved), ledger + reserved, limit + reserved
     return driver, ledger, limit
 
 
-def _with(figures: Figures, id: DeviceId, one: Resident) -> Figures:
-    reserved = one.reserved.get(id, 0)
-    return figures[0] - one.measured.get(id, reserved), figures[1] - reserved, figures[2] - reserved
+def _with(figures: Figures, id: DeviceId, resident: Resident) -> Figures:
+    reserved = resident.reserved.get(id, 0)
+    return figures[0] - resident.measured.get(id, reserved), figures[1] - reserved, figures[2] - reserved
 
 
-def is_on(one: Resident, devices: Collection[DeviceId]) -> bool:
+def is_on(resident: Resident, devices: Collection[DeviceId]) -> bool:
     """Return whether any of its memory is on one of the devices."""
-    return any(id in one.reserved or id in one.measured for id in devices)
+    return any(id in resident.reserved or id in resident.measured for id in devices)
 
 
-class Stages:
+class FreeMemoryTimeline:
     """The views of successive moments; the last one contains all that is still to happen. `leave` applies to all.
 
-    Only three views are kept, however many moments there are (see `View.lower`): the last, the minimum of all, and the
-    minimum of those rows in which something is promised. A list of views would make each check as slow as the queue is
-    long. While there is only one moment, it is both the last and the minimum.
+    Only three views are kept, however many moments there are (see `FreeMemory.lower`): the last, the minimum of all,
+    and the minimum of those rows in which something is promised. A list of views would make each check as slow as the
+    queue is long. While there is only one moment, it is both the last and the minimum.
     """
 
-    def __init__(self, first: View):
+    def __init__(self, first: FreeMemory):
         self.last = first
         self.least = first
-        self.many = False
-        """There is more than one moment."""
+        self.many = False  # there is more than one moment
+        # Rows of devices with a promise only: memory that is overdrawn already breaks no promise.
         self._promises = first.copy()
         self._promises._figures, self._promises.room = {}, {}
 
@@ -251,8 +250,8 @@ class Stages:
         """Promise a claim from the last moment on. Victims that leave later begin a new moment."""
         if victims and not self.many:
             self.many, self.least = True, self.last.copy()
-        for one in victims:
-            self.last.leave(one)
+        for resident in victims:
+            self.last.leave(resident)
         self.last.promise(claim)
         if self.many:
             self.least.lower(self.last, claim)  # elsewhere the new last one has no less than the one before

@@ -17,12 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-HOST = -1
-"""Index of a node's main memory."""
-SLOTS = -2
-"""Index of a node's count of workers (--models-max); its unit is one worker, not a byte."""
-LOCAL = "local"
-"""The only node of a router on one machine."""
+HOST = -1  # index of a node's main memory
+SLOTS = -2  # index of a node's count of workers (--models-max); its unit is one worker, not a byte
+LOCAL = "local"  # the only node of a router on one machine
 
 
 class DeviceId(NamedTuple):
@@ -46,12 +43,10 @@ class Reading:
     id: DeviceId
     total: int
     used: int
-    name: str = ""
-    """The driver's name of the device, for display."""
-    uuid: str = ""
-    """The identifier that a worker gets to select the device; empty for main memory."""
+    name: str = ""  # the driver's name of the device, for display
+    uuid: str = ""  # the identifier that a worker gets to select the device; empty for main memory
+    # Main memory, for an accelerator that has none of its own; total and used are then those of main memory.
     pool: DeviceId | None = None
-    """Main memory, for an accelerator that has none of its own; total and used are then those of main memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +55,14 @@ class Device:
 
     id: DeviceId
     total: int
+    # The driver's figure, foreign memory included. For SLOTS: our workers.
     used: int
-    """The driver's figure, foreign memory included. For SLOTS: our workers."""
-    foreign: int
-    """The part of `used` that is not ours."""
-    margin: int = 0
-    """Bytes that are kept free."""
+    foreign: int  # the part of `used` that is not ours
+    margin: int = 0  # bytes that are kept free
+    # Budget for all our reservations here, margin included; None: the device's own size is the only limit.
     limit: int | None = None
-    """Budget for all our reservations here, margin included; None: the device's own size is the only limit."""
+    # The device whose memory this one uses, if it has none of its own. All reservations here are charged there.
     pool: DeviceId | None = None
-    """The device whose memory this one uses, if it has none of its own. All reservations here are charged there."""
 
     @property
     def capacity(self) -> int:
@@ -78,9 +71,9 @@ class Device:
         return max(0, size - self.margin)
 
 
-Worth = tuple[bool, bool, int, float, float]
-"""The sort key of residents, the first to be evicted first: busy, required, priority, last use (of a busy one: end of
-its minimum residency), and the cost of loading it again in seconds x bytes."""
+# The sort key of residents, the first to be evicted first: busy, required, priority, last use (of a busy one: end of
+# its minimum residency), and the cost of loading it again in seconds x bytes.
+EvictionKey = tuple[bool, bool, int, float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,41 +82,37 @@ class Resident:
 
     id: int
     model: str
+    # By device, HOST and SLOTS shares included: the claim it was started with, or its measurement since READY.
     reserved: Bytes
-    """By device, HOST and SLOTS shares included: the claim it was started with, or its measurement since READY."""
+    # The memory that it reports; a device without a report counts with its reservation.
     measured: Bytes = field(default_factory=dict)
-    """The memory that it reports; a device without a report counts with its reservation."""
+    # End of its last lease, or the time at which it became ready. The least recently used is evicted first.
     last_used: float = 0.0
-    """End of its last lease, or the time at which it became ready. The least recently used is evicted first."""
-    busy: bool = False
-    """It has a lease, or a request waits for its load."""
+    busy: bool = False  # it has a lease, or a request waits for its load
+    # It takes no new leases. Its memory counts until it is STOPPED and no longer in the list of residents.
     leaving: bool = False
-    """It takes no new leases. Its memory counts until it is STOPPED and no longer in the list of residents."""
-    retired_at: float = 0.0
-    """The time at which it began to leave. Memory that is freed first is promised to the first in the queue."""
+    # The time at which it began to leave. Memory that is freed first is promised to the first in the queue.
+    leaving_since: float = 0.0
     pinned: bool = False
     priority: int = 0
-    luxury: bool = False
+    best_effort: bool = False
     starting: bool = False
-    quiet: bool = False
-    """Its engine measures the device while it starts, so no other load may run there."""
-    turn_ends: float = 0.0
-    """The end of its minimum residency. Ignored while STARTING, because the residency begins when it is ready."""
-    expires: float | None = None
-    """The time at which it is evicted if it is still idle (time to live); None: never."""
-    linger: float | None = None
-    """Idle grace: seconds for which it is kept for its next request while it is idle inside its minimum residency.
-    None: derived from the load time of the demand, and zero where that is less than `comes_back`."""
-    comes_back: float | None = None
-    """The usual seconds between two requests, where they are few; None: not known."""
-    load_seconds: float = 0.0
-    """Seconds that it takes to load it again."""
+    exclusive: bool = False  # its engine measures the device while it starts, so no other load may run there
+    # The end of its minimum residency. Ignored while STARTING, because the residency begins when it is ready.
+    residency_ends: float = 0.0
+    expires: float | None = None  # the time at which it is evicted if it is still idle (time to live); None: never
+    # Idle grace: seconds for which it is kept for its next request while it is idle inside its minimum residency.
+    # None: derived from the load time of the demand, and zero where that is less than `request_interval`.
+    idle_grace: float | None = None
+    # The usual seconds between two requests, where they are few; None: not known.
+    request_interval: float | None = None
+    load_seconds: float = 0.0  # seconds that it takes to load it again
+    # By device, the bytes that its exit frees of the driver's figure and of the reservations.
     holds: tuple[tuple[DeviceId, int, int], ...] = field(init=False, repr=False, compare=False)
-    """By device, the bytes that its exit frees of the driver's figure and of the reservations."""
-    worth: Worth = field(init=False, repr=False, compare=False)
+    eviction_key: EvictionKey = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Compute `holds` and `worth` once: every plan reads them for every resident."""
+        """Compute `holds` and `eviction_key` once: every plan reads them for every resident."""
         reserved, measured = self.reserved, self.measured
         holds = [(id, measured.get(id, size), size) for id, size in reserved.items()]
         if not measured.keys() <= reserved.keys():
@@ -131,9 +120,9 @@ class Resident:
         object.__setattr__(self, "holds", tuple(holds))
         # All busy ones are in use now, so the end of the last lease does not tell them apart, and it would change with
         # each request that ends without a new plan. The end of the minimum residency is stable.
-        since = self.turn_ends if self.busy else self.last_used
+        since = self.residency_ends if self.busy else self.last_used
         cost = self.load_seconds * sum([size for id, size in reserved.items() if id.index != SLOTS])
-        object.__setattr__(self, "worth", (self.busy, not self.luxury, self.priority, since, cost))
+        object.__setattr__(self, "eviction_key", (self.busy, not self.best_effort, self.priority, since, cost))
 
     def occupied(self, device: DeviceId) -> int:
         """The share of this worker in the driver's figure, in bytes."""
@@ -178,16 +167,16 @@ class Ledger:
             members.setdefault(reading.pool or reading.id, []).append(reading.id)
         own = {reading.id: reading for reading in readings if reading.pool is None}
         ready = dict.fromkeys(own, 0)
-        restless: set[DeviceId] = set()
-        for one in residents:
-            if one.starting or one.leaving:
-                restless.update([id for id, _, _ in one.holds])
+        unsettled: set[DeviceId] = set()
+        for resident in residents:
+            if resident.starting or resident.leaving:
+                unsettled.update([id for id, _, _ in resident.holds])
                 continue
-            for id, occupied, _ in one.holds:
+            for id, occupied, _ in resident.holds:
                 if id in ready:
                     ready[id] += occupied
         foreign = {
-            id: self._observe_foreign(id, max(0, reading.used - ready[id]), quiet=id not in restless)
+            id: self._observe_foreign(id, max(0, reading.used - ready[id]), is_settled=id not in unsettled)
             for id, reading in own.items()
         }
         devices = []
@@ -209,10 +198,10 @@ class Ledger:
             devices.extend(self._slots(DeviceId(node, SLOTS), residents) for node in nodes)
         return sorted(devices, key=lambda device: device.id)
 
-    def _observe_foreign(self, id: DeviceId, seen: int, *, quiet: bool) -> int:
-        """Return the foreign bytes. `seen`: the driver's figure less our ready workers; `quiet`: none of our workers is
-        starting or leaving there."""
-        if not quiet:
+    def _observe_foreign(self, id: DeviceId, seen: int, *, is_settled: bool) -> int:
+        """Return the foreign bytes. `seen`: the driver's figure less our ready workers; `is_settled`: none of our
+        workers is starting or leaving there."""
+        if not is_settled:
             # A part of `seen` is memory of workers that start or leave, so an older value is better. Without any,
             # `seen` is too large, which is safe.
             return self._foreign.get(id, seen)
@@ -220,4 +209,6 @@ class Ledger:
         return seen
 
     def _slots(self, id: DeviceId, residents: Sequence[Resident]) -> Device:
-        return Device(id=id, total=self._models_max, used=sum(one.reserved.get(id, 0) for one in residents), foreign=0)
+        return Device(
+            id=id, total=self._models_max, used=sum(resident.reserved.get(id, 0) for resident in residents), foreign=0
+        )

@@ -10,8 +10,8 @@ from itertools import combinations
 from router.planner.ledger import HOST, SLOTS, Bytes, Device, DeviceId
 from router.planner.types import Demand
 
+# On more devices only aligned runs are tried: 8 devices have at most 70 sets of one size, 16 have 12,870.
 MANY_DEVICES = 8
-"""On more devices only aligned runs are tried: 8 devices have at most 70 sets of one size, 16 have 12,870."""
 Place = tuple[DeviceId, ...]
 
 
@@ -23,8 +23,8 @@ class Places:
     def __init__(self, devices: Sequence[Device], *, memory: bool = True):
         """Without `memory`, only SLOTS can be short."""
         self.devices = {device.id: device for device in sorted(devices, key=lambda device: device.id)}
+        # By device, the device whose memory it uses.
         self.pools = {id: device.pool or id for id, device in self.devices.items()}
-        """By device, the device whose memory it uses."""
         nodes = {id.node for id in self.devices}
         self._commons = {node: (DeviceId(node, HOST), DeviceId(node, SLOTS)) for node in nodes}
         self._groups: dict[frozenset[DeviceId], list[list[DeviceId]]] = {}
@@ -41,7 +41,7 @@ class Places:
             found = self._groups[able] = list(groups.values())
         return found
 
-    def roomy(
+    def with_room(
         self, demand: Demand, groups: Iterable[Sequence[DeviceId]], *rooms: Mapping[DeviceId, int]
     ) -> list[Sequence[DeviceId]]:
         """Return the devices that have room for the smallest shard in each of the views."""
@@ -57,11 +57,11 @@ class Places:
         demand: Demand,
         groups: Iterable[Sequence[DeviceId]],
         room: Callable[[DeviceId], int],
-        roomy: Iterable[Sequence[DeviceId]] | None = None,
+        with_room: Iterable[Sequence[DeviceId]] | None = None,
     ) -> Iterator[Place]:
         """Yield the fixed place of `demand`, or one place for each set of devices; only places on `roomy` devices."""
         count = len(demand.shards)
-        for group, among in zip(groups, groups if roomy is None else roomy, strict=True):
+        for group, among in zip(groups, groups if with_room is None else with_room, strict=True):
             if demand.place:
                 if set(demand.place) <= set(among):
                     yield demand.place

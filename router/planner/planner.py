@@ -7,8 +7,9 @@ The queue is walked once: required before best-effort demands, then by priority,
    demands behind it. Its victims leave together, as soon as all of them may.
 3. Else it waits without a claim. If it could not fit on an empty machine, it is refused and nothing is evicted.
 
-`router.planner.eviction` defines which residents may leave, when and in which order. The order of places is: victims that may
-all leave first; fewest busy victims; the least valuable worst victim; fewest required victims; least recently used.
+`router.planner.eviction` defines which residents may leave, when and in which order. The order of places is: victims
+that may all leave first; fewest busy victims; the least valuable worst victim; fewest required victims; least recently
+used.
 
 The first in the queue always gets its place. A worker may leave, used or not, once its minimum residency and the
 demand's swap patience are over. A claim is only replaced by one whose victims may all leave now, or not later, and a
@@ -23,14 +24,14 @@ from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from router.planner.availability import Stages, View
-from router.planner.eviction import NOBODY, WORTH, Line, Victims, disturbance_by
+from router.planner.availability import FreeMemory, FreeMemoryTimeline
+from router.planner.eviction import EVICTION_ORDER, NO_VICTIMS, EvictionCandidates, VictimOrder, disturbance_by
 from router.planner.ledger import HOST, SLOTS, Bytes, Device, DeviceId, Resident
 from router.planner.placement import Place, Places
-from router.planner.types import Cause, Demand, Eviction, Keep, Plan, Policy, Refusal, Shortage, Start, Wait
+from router.planner.types import Demand, Eviction, KeepReason, Plan, Policy, Refusal, Shortage, Start, Wait, WaitCause
 
 Floor = tuple[Any, ...]
-"""A lower bound of the key of an offer: the first elements of a key (see `_Walk._least_disturbing`)."""
+# A lower bound of the key of an offer: the first elements of such a key (see `_Walk._least_disturbing`).
 
 
 def plan(
@@ -38,7 +39,11 @@ def plan(
 ) -> Plan:
     """Decide for all demands at once. The order inside the arguments does not matter."""
     # Without demands, the answer is cheap: this is the common case while the fleet only serves.
-    idle = {one.id: one.expires for one in residents if one.expires is not None and _may_expire(one)}
+    idle = {
+        resident.id: resident.expires
+        for resident in residents
+        if resident.expires is not None and _may_expire(resident)
+    }
     expired = {id for id, expires in idle.items() if expires <= now}
     look_again = min([expires for expires in idle.values() if expires > now], default=None)
     if not waiting:
@@ -48,10 +53,10 @@ def plan(
         )
     walk = _Walk(residents, devices, now, policy)
     walk.expire(expired, look_again)
-    for demand in sorted(waiting, key=lambda demand: (demand.luxury, -demand.priority, demand.since, demand.id)):
-        walk.meet(demand)
-    walk.spare()
-    return walk.answer()
+    for demand in sorted(waiting, key=lambda demand: (demand.best_effort, -demand.priority, demand.since, demand.id)):
+        walk.decide(demand)
+    walk.keep_unneeded()
+    return walk.result()
 
 
 class _Offer(NamedTuple):
@@ -70,7 +75,7 @@ class _Walk:
     now_free  the minimum of all steps
     stages    at first without all leaving residents, with all such claims. Each claim that waits until its victims may
               leave adds a stage: without these victims, and with the claim
-    bare      without all that could be evicted, with all claims
+    emptied   without all that could be evicted, with all claims
 
     A demand starts if it fits at every step and on every stage. It evicts if it fits on every stage without its
     victims. Otherwise a demand ahead would have to wait for it. One view of the last moment alone would not do: memory
@@ -83,35 +88,42 @@ class _Walk:
         self.now = now
         self.policy = policy
         residents = sorted(residents, key=attrgetter("id"))
-        self.staying = {one.id: one for one in residents if not one.leaving}
-        self.leaving = {one.id: one for one in residents if one.leaving}
-        self.unpromised = sorted(self.leaving.values(), key=lambda one: (one.retired_at, one.id))
+        self.staying = {resident.id: resident for resident in residents if not resident.leaving}
+        self.leaving = {resident.id: resident for resident in residents if resident.leaving}
+        # Memory is promised in the order in which residents began to leave: what is free first goes to the first in the
+        # queue.
+        self.unpromised = sorted(self.leaving.values(), key=lambda resident: (resident.leaving_since, resident.id))
         self.claimed: dict[int, Resident] = {}
         self.bounds: dict[DeviceId, float] = {}  # by device, when the claimed residents may leave at the latest
-        self.keep: dict[int, Keep] = {id: "pinned" if one.pinned else "elsewhere" for id, one in self.staying.items()}
+        self.keep: dict[int, KeepReason] = {
+            id: "pinned" if resident.pinned else "elsewhere" for id, resident in self.staying.items()
+        }
         self.at: dict[DeviceId, list[Resident]] = {}
-        for one in residents:
-            for id, _, _ in one.holds:
+        for resident in residents:
+            for id, _, _ in resident.holds:
                 if id in self.at:
-                    self.at[id].append(one)
+                    self.at[id].append(resident)
                 else:
-                    self.at[id] = [one]
-        self.victims = Victims(self.staying, now, policy.patience)
+                    self.at[id] = [resident]
+        # Claims and evictions take residents out of `staying`; the candidates of each device follow.
+        self.victims = EvictionCandidates(self.staying, now, policy.patience)
 
-        self.step = View(devices, residents, memory=policy.memory)
+        self.step = FreeMemory(devices, residents, memory=policy.memory)
         self.now_free = self.step.copy()
         soon = self.step.copy()
-        for one in self.leaving.values():
-            soon.leave(one)
-        self.stages = Stages(soon)
-        self.bare = soon.copy()
-        self.bare.leave_all(self.victims.able)
-        self.copies = tuple(self.staying.values())
-        self.models = {one.model for one in self.copies}
-        self.homes: dict[str, list[DeviceId]] = {}
-        self.starting = [one for one in residents if one.starting]
-        self.loading = {id for one in self.starting for id in _spots(one)}
-        self.hushed = {id for one in self.starting if one.quiet for id in _spots(one)}
+        for resident in self.leaving.values():
+            soon.leave(resident)
+        self.stages = FreeMemoryTimeline(soon)
+        self.emptied = soon.copy()
+        self.emptied.leave_all(self.victims.evictable)
+        self.replicas_now = tuple(self.staying.values())
+        self.models = {resident.model for resident in self.replicas_now}
+        self.replica_devices: dict[str, list[DeviceId]] = {}
+        self.starting = [resident for resident in residents if resident.starting]
+        self.loading_devices = {id for resident in self.starting for id in _shard_devices(resident)}
+        self.exclusive_devices = {
+            id for resident in self.starting if resident.exclusive for id in _shard_devices(resident)
+        }
 
         self.start: dict[int, Start] = {}
         self.evict: dict[int, Eviction] = {}
@@ -125,48 +137,49 @@ class _Walk:
 
     def expire(self, expired: Collection[int], next_one: float | None) -> None:
         """Evict residents that have been idle past their time to live."""
-        for one in [one for one in self.staying.values() if one.id in expired]:
-            self._send_away(one, Eviction(reason="idle", for_demand=None, idle=True))
-            self.unpromised.append(one)
+        for resident in [resident for resident in self.staying.values() if resident.id in expired]:
+            self._send_away(resident, Eviction(reason="idle", for_demand=None, idle=True))
+            self.unpromised.append(resident)
         if next_one is not None:
             self.moments.append(next_one)
 
-    def meet(self, demand: Demand) -> None:
+    def decide(self, demand: Demand) -> None:
         """Decide for the next demand of the queue."""
         groups = self.places.groups(demand.devices)
-        if offer := self._room(demand, groups):
-            self._grant(demand, offer)
-        elif offer := self._least_disturbing(demand, groups, line := Line(self.victims, demand)):
-            self._claim(demand, offer, line)
+        if offer := self._free_place(demand, groups):
+            self._start_at(demand, offer)
+        elif offer := self._least_disturbing(demand, groups, order := VictimOrder(self.victims, demand)):
+            self._claim(demand, offer, order)
         elif not self.places.could_hold(demand, groups):
-            self._decline(demand, groups)
-        elif demand.luxury:
+            self._refuse(demand, groups)
+        elif demand.best_effort:
             self.drop.add(demand.id)
         else:
-            self._hold(demand, groups)
+            self._wait_unclaimed(demand, groups)
 
-    def spare(self) -> None:
+    def keep_unneeded(self) -> None:
         """Keep victims that are no longer needed because of other victims of this plan, the most valuable first.
 
         Only if all victims are idle: no demand should wait for a busy worker so that an idle one may stay.
         """
         evicted = [self.leaving[id] for id, eviction in self.evict.items() if eviction.reason == "evicted"]
-        if any(one.busy for one in evicted):
+        if any(resident.busy for resident in evicted):
             return
-        spared = set()
-        for one in sorted(evicted, key=WORTH, reverse=True):
-            if self.stages.need(one):
+        # The most valuable first: of two victims of which one is enough, the one that is used least leaves.
+        kept_ids = set()
+        for resident in sorted(evicted, key=EVICTION_ORDER, reverse=True):
+            if self.stages.need(resident):
                 continue
-            self.stages.stay(one)
+            self.stages.stay(resident)
             if self.stages.keep_their_promises():
-                del self.evict[one.id], self.leaving[one.id]
-                spared.add(one.id)
+                del self.evict[resident.id], self.leaving[resident.id]
+                kept_ids.add(resident.id)
             else:
-                self.stages.leave(one)
-        if spared:
-            self.waits = {id: self._let_off(spared, wait) for id, wait in self.waits.items()}
+                self.stages.leave(resident)
+        if kept_ids:
+            self.waits = {id: self._without_kept(kept_ids, wait) for id, wait in self.waits.items()}
 
-    def answer(self) -> Plan:
+    def result(self) -> Plan:
         return Plan(
             start=self.start,
             evict=self.evict,
@@ -179,68 +192,78 @@ class _Walk:
 
     # Free memory, replicas and loads
 
-    def _bare(self, id: DeviceId) -> int:
-        return self.bare.room[self.pools[id]]
+    def _free_if_emptied(self, id: DeviceId) -> int:
+        return self.emptied.room[self.pools[id]]
 
     def _free(self, id: DeviceId) -> int:
         id = self.pools[id]
         return min(self.now_free.room[id], self.stages.least.room[id])
 
-    def _copies(self, model: str, place: Place) -> int:
-        homes = self._homes(model)
-        return sum(map(homes.count, self.places.charged(place))) if homes else 0
+    def _replica_count(self, model: str, place: Place) -> int:
+        replica_devices = self._replica_devices(model)
+        return sum(map(replica_devices.count, self.places.charged(place))) if replica_devices else 0
 
-    def _homes(self, model: str) -> list[DeviceId]:
+    def _replica_devices(self, model: str) -> list[DeviceId]:
         """Return the devices of all replicas of a model, planned ones included."""
-        if model not in self.homes:
-            here = [one for one in self.copies if one.model == model] if model in self.models else []
-            self.homes[model] = [id for one in here for id in _spots(one)]
-        return self.homes[model]
+        if model not in self.replica_devices:
+            here = (
+                [resident for resident in self.replicas_now if resident.model == model] if model in self.models else []
+            )
+            self.replica_devices[model] = [id for resident in here for id in _shard_devices(resident)]
+        return self.replica_devices[model]
 
-    def _is_noisy(self, demand: Demand, place: Place) -> bool:
-        """Return whether it may not load there now: one of the loads there, or its own, measures the device."""
-        noisy = self.loading if demand.quiet else self.hushed
-        return bool(noisy) and not noisy.isdisjoint(self.places.charged(place))
+    def _must_load_alone(self, demand: Demand, place: Place) -> bool:
+        """Return whether the demand may not load there now: its own engine, or that of another load there, measures the
+        device."""
+        # Such an engine would take the memory of another load for its own.
+        others = self.loading_devices if demand.exclusive else self.exclusive_devices
+        return bool(others) and not others.isdisjoint(self.places.charged(place))
 
     def _occupy(self, demand: Demand, place: Place) -> None:
         pools = self.places.charged(place)
-        self._homes(demand.model).extend(pools)
-        self.loading |= pools
-        if demand.quiet:
-            self.hushed |= pools
+        self._replica_devices(demand.model).extend(pools)
+        self.loading_devices |= pools
+        if demand.exclusive:
+            self.exclusive_devices |= pools
 
     # 1. Start
 
-    def _room(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> _Offer | None:
-        """Return the place where it fits at every moment, preferably with few replicas, then with much free memory."""
+    def _free_place(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> _Offer | None:
+        """Return the place where it fits at every moment: the one with fewest replicas, then with most free memory."""
         # Devices without room for the smallest shard are left out first: with eight devices there are 70 sets of four.
         here, coming, places = self.now_free, self.stages.least, self.places
-        roomy = places.roomy(demand, groups, here.room, coming.room)
-        if not any(roomy):
+        with_room = places.with_room(demand, groups, here.room, coming.room)
+        if not any(with_room):
             return None
         fitting = [
             _Offer(place, claim)
-            for place in places.of(demand, groups, self._free, roomy)
+            for place in places.of(demand, groups, self._free, with_room)
             if not (
-                here.short(claim := places.share(demand, place)) or coming.short(claim) or self._is_noisy(demand, place)
+                here.short(claim := places.share(demand, place))
+                or coming.short(claim)
+                or self._must_load_alone(demand, place)
             )
         ]
-        return min(fitting, key=lambda offer: self._appeal(demand, offer.place), default=None)
+        return min(fitting, key=lambda offer: self._preference(demand, offer.place), default=None)
 
-    def _appeal(self, demand: Demand, place: Place) -> tuple[int, int, Place]:
-        return self._copies(demand.model, place), -min(map(self._free, place)), place
+    def _preference(self, demand: Demand, place: Place) -> tuple[int, int, Place]:
+        # Replicas of a model are spread over the devices, and the rest of the fleet too. The last element is the place
+        # itself, so that the same question always gets the same answer.
+        return self._replica_count(demand.model, place), -min(map(self._free, place)), place
 
-    def _grant(self, demand: Demand, offer: _Offer) -> None:
+    def _start_at(self, demand: Demand, offer: _Offer) -> None:
         self.start[demand.id] = Start(place=offer.place, claim=offer.claim)
         self.now_free.promise(offer.claim)
         self.step.promise(offer.claim)
         self.stages.promise(offer.claim)
-        self.bare.promise(offer.claim)
+        self.emptied.promise(offer.claim)
         self._occupy(demand, offer.place)
 
     # 2. Claim
 
-    def _least_disturbing(self, demand: Demand, groups: Sequence[Sequence[DeviceId]], line: Line) -> _Offer | None:
+    def _least_disturbing(
+        self, demand: Demand, groups: Sequence[Sequence[DeviceId]], order: VictimOrder
+    ) -> _Offer | None:
         """Return the least disturbing offer; None if it fits nowhere, whatever leaves.
 
         Computing the victims of every place was too slow for large fleets. So places are taken in the order of a lower
@@ -248,34 +271,38 @@ class _Walk:
         """
         best: _Offer | None = None
         best_key: tuple[Any, ...] = ()
-        places = self._floors(demand, groups, line)
+        places = self._floors(demand, groups, order)
         heapify(places)  # one of the first is the best, nearly always
         while places:
             floor, place = heappop(places)
+            # All others have a higher bound, and none of them can be better than its bound.
             if best is not None and floor > best_key:
                 break
-            tail = self._is_noisy(demand, place), self._appeal(demand, place)
+            # A device that another load measures comes after one where the load could begin at once.
+            tail = self._must_load_alone(demand, place), self._preference(demand, place)
             if best is not None and floor == best_key[:2] and tail > best_key[2:]:
                 continue  # its victims disturb no less, and the rest of its key is larger
             claim = self.places.share(demand, place)
-            for victims in () if self.bare.short(claim) else self._victims(claim, line):
+            for victims in () if self.emptied.short(claim) else self._victims(claim, order):
                 offer = _Offer(place, claim, victims)
-                bound = self._bound_of(offer, line)
+                bound = self._free_at(offer, order)
                 if best is not None and bound > best_key[0]:
                     continue
-                disturbance = disturbance_by([one.worth for one in victims])
+                disturbance = disturbance_by([resident.eviction_key for resident in victims])
                 key = bound, disturbance, *tail
                 if best is None or key < best_key:
                     best, best_key = offer, key
         return best
 
-    def _floors(self, demand: Demand, groups: Sequence[Sequence[DeviceId]], line: Line) -> list[tuple[Floor, Place]]:
+    def _floors(
+        self, demand: Demand, groups: Sequence[Sequence[DeviceId]], order: VictimOrder
+    ) -> list[tuple[Floor, Place]]:
         """Return the places that have room if all that can leave had left, each with a lower bound of its key: the
         victims there leave no sooner and disturb no less."""
         pools, victims, memory, bounds = self.pools, self.victims, self.policy.memory, self.bounds
-        crowds = victims.crowds
+        by_device = victims.by_device
         least, last = self.stages.least.room, self.stages.last.room
-        now, patient_until = self.now, line.patient_until
+        now, patient_until = self.now, order.patient_until
 
         def on(id: DeviceId, size: int) -> Floor:
             """The lower bound of one device; empty if no resident has to leave it."""
@@ -284,28 +311,30 @@ class _Walk:
                 return ()
             # The last stage decides: residents that are claimed by a demand ahead are gone there already.
             missing = size - last[pool]
-            crowd = crowds.get(pool) or victims.crowd(pool)
-            floor = crowd.floor(max(1, missing))
-            turn = floor[0]
-            if turn > -inf:
-                latest = max(turn, patient_until)
+            on_device = by_device.get(pool) or victims.on_device(pool)
+            floor = on_device.floor(max(1, missing))
+            residencies_end = floor[0]
+            if residencies_end > -inf:
+                latest = max(residencies_end, patient_until)
                 floor = (latest if latest > now else -inf), floor[1]
             if missing <= 0:  # it can also wait for victims of a demand ahead, and needs none of its own
+                # Without this, a place whose own residents stay long would be skipped although it is free soon.
                 return min(floor, (max(now, bounds.get(pool, -inf)), ()))
             return floor
 
         def free(place: Place) -> Floor:
-            return -inf, NOBODY, self._is_noisy(demand, place), self._appeal(demand, place)
+            # No victims, so the whole key is known. It is no start because a load there measures the device.
+            return -inf, NO_VICTIMS, self._must_load_alone(demand, place), self._preference(demand, place)
 
-        roomy, shards = self.places.roomy(demand, groups, self.bare.room), demand.shards
+        with_room, shards = self.places.with_room(demand, groups, self.emptied.room), demand.shards
         if len(shards) == 1 and not demand.place:
-            return [(on(id, shards[0]) or free((id,)), (id,)) for group in roomy for id in group]
+            return [(on(id, shards[0]) or free((id,)), (id,)) for group in with_room for id in group]
         return [
             (max(map(on, place, shards)) or free(place), place)
-            for place in self.places.of(demand, groups, self._bare, roomy)
+            for place in self.places.of(demand, groups, self._free_if_emptied, with_room)
         ]
 
-    def _victims(self, claim: Bytes, line: Line) -> Iterator[tuple[Resident, ...]]:
+    def _victims(self, claim: Bytes, order: VictimOrder) -> Iterator[tuple[Resident, ...]]:
         """Yield the sets of victims for a place: one that is enough once the claimed residents have left, and one that
         is enough at once.
 
@@ -315,147 +344,166 @@ class _Walk:
         views = (last,) if not self.stages.many or last.is_like(least, claim) else (last, least)
         for view in views:
             short = view.short(claim)
-            victims = view.enough(claim, line.on(short), short) if short else ()
+            victims = view.enough(claim, order.on(short), short) if short else ()
             if victims is not None:
                 yield victims
 
-    def _bound_of(self, offer: _Offer, line: Line) -> float:
-        """Return the time at which its place is free at the latest: its own victims may leave, and also those claimed
+    def _free_at(self, offer: _Offer, order: VictimOrder) -> float:
+        """Return the time at which the place is free at the latest: when its own victims may leave, and those claimed
         ahead if it needs their memory."""
-        bound = max([line.bound(one) for one in offer.victims], default=-inf)
+        bound = max([order.bound(resident) for resident in offer.victims], default=-inf)
         if self.claimed and (short := self._short_without(offer)):
             bound = max(bound, self.now, *(self.bounds.get(id, -inf) for id in short))
         return bound
 
     def _short_without(self, offer: _Offer) -> list[DeviceId]:
-        """Return the devices on which it does not fit on some stage, although its own victims had left."""
+        """Return the devices on which the claim does not fit at some stage, although its own victims had left."""
         if not self.stages.many:
             return []  # they were chosen so
         return self.stages.least.short_without(offer.claim, offer.victims)
 
-    def _claim(self, demand: Demand, offer: _Offer, line: Line) -> None:
-        """Keep the place for it. Evict the victims if all of them may leave and nothing else is missing.
+    def _claim(self, demand: Demand, offer: _Offer, order: VictimOrder) -> None:
+        """Keep the place for the demand. Evict the victims if all of them may leave and nothing else is missing.
 
         All or none: half an eviction costs a model and does not help the demand.
         """
-        late = [one for one in offer.victims if line.bound(one) > -inf]
+        # A part of the victims has to stay for now: inside the minimum residency, or before the end of swap patience.
+        not_yet = [resident for resident in offer.victims if order.bound(resident) > -inf]
         missing = self._short_without(offer)
-        ahead = self._all_on(missing, self.claimed)
-        is_hushed = bool(offer.victims and self.hushed) and self._disturbs_a_measurement(offer)
-        must_refine = bool(offer.victims) and not demand.sure
-        goes = not (late or missing or is_hushed or must_refine)
+        ahead = self._residents_on(missing, self.claimed)
+        is_measured = bool(offer.victims and self.exclusive_devices) and self._disturbs_a_measurement(offer)
+        must_refine = bool(offer.victims) and not demand.is_exact
+        evicts_now = not (not_yet or missing or is_measured or must_refine)
+        # A static bound may be several times too high. Nobody is evicted on it: the exact estimate comes first.
         if must_refine:
             self.refine.add(demand.id)
-        elif demand.luxury and not goes:
+        elif demand.best_effort and not evicts_now:
+            # A claim of a best-effort demand would keep memory from required ones.
             self.drop.add(demand.id)
             return
 
         shortage = self._shortage(offer.claim, self._free)
-        until = max([*map(line.bound, late), *(self.bounds.get(id, -inf) for id in missing)], default=-inf)
-        if goes:
-            for one in offer.victims:
-                self._send_away(one, Eviction(reason="evicted", for_demand=demand.id, idle=not one.busy))
+        until = max([*map(order.bound, not_yet), *(self.bounds.get(id, -inf) for id in missing)], default=-inf)
+        if evicts_now:
+            for resident in offer.victims:
+                self._send_away(resident, Eviction(reason="evicted", for_demand=demand.id, idle=not resident.busy))
             self.stages.promise(offer.claim)
-            self._step(offer)
+            self._add_step(offer)
         else:
             # The claim holds although its victims stay for now. Without it, small demands behind would take each byte
             # that becomes free, and a large model would never start.
-            self._look_at(line.next_moment())
-            self._book(offer, line)
-        self.bare.promise(offer.claim)
+            self._look_again_at(order.next_moment())
+            self._claim_later(offer, order)
+        self.emptied.promise(offer.claim)
         self._occupy(demand, offer.place)
 
         # The cause is the one that lasts longest: victims that may not leave yet, then a missing estimate, then demands
         # ahead, then a measurement, then exits that are under way.
-        cause: Cause
+        cause: WaitCause
         on: Iterable[Resident]
-        if late:
-            cause = "turn" if any(one.starting or one.turn_ends > self.now for one in late) else "busy"
-            on = late
+        if not_yet:
+            cause = (
+                "residency"
+                if any(resident.starting or resident.residency_ends > self.now for resident in not_yet)
+                else "busy"
+            )
+            on = not_yet
         elif must_refine:
-            cause, on = _scarce(shortage), offer.victims
+            cause, on = _scarcity(shortage), offer.victims
         elif missing:
-            cause, on = _scarce(shortage), ahead
-        elif is_hushed or not shortage:
+            cause, on = _scarcity(shortage), ahead
+        elif is_measured or not shortage:
             disturbed = self._disturbed(offer)
-            cause, on = "quiet", [one for one in self.starting if not disturbed.isdisjoint(_spots(one))]
+            cause, on = (
+                "exclusive",
+                [resident for resident in self.starting if not disturbed.isdisjoint(_shard_devices(resident))],
+            )
         else:
-            cause, on = "stopping", self._all_on(shortage, self.leaving)
+            cause, on = "stopping", self._residents_on(shortage, self.leaving)
         self.waits[demand.id] = self._wait(cause, on, shortage, offer, until)
 
     def _disturbed(self, offer: _Offer) -> set[DeviceId]:
-        """Return the devices on which memory changes: its place, and those of its victims."""
-        return {*self.places.charged(offer.place), *(id for one in offer.victims for id in _spots(one))}
+        """Return the devices on which memory changes: the place, and the devices of the victims."""
+        return {
+            *self.places.charged(offer.place),
+            *(id for resident in offer.victims for id in _shard_devices(resident)),
+        }
 
     def _disturbs_a_measurement(self, offer: _Offer) -> bool:
-        """Return whether memory would change on a device that a load measures, other than a load of its victims."""
-        measured = self.hushed.difference(id for one in offer.victims if one.starting for id in _spots(one))
+        """Return whether memory would change on a device that a load measures, unless that load is a victim itself."""
+        measured = self.exclusive_devices.difference(
+            id for resident in offer.victims if resident.starting for id in _shard_devices(resident)
+        )
         return not self._disturbed(offer).isdisjoint(measured)
 
-    def _send_away(self, one: Resident, eviction: Eviction) -> None:
-        self.evict[one.id] = eviction
-        self.leaving[one.id] = self.staying.pop(one.id)
-        del self.keep[one.id]
-        self.victims.lose(one)
-        self.stages.leave(one)
+    def _send_away(self, resident: Resident, eviction: Eviction) -> None:
+        self.evict[resident.id] = eviction
+        self.leaving[resident.id] = self.staying.pop(resident.id)
+        del self.keep[resident.id]
+        self.victims.remove(resident)
+        self.stages.leave(resident)
 
-    def _look_at(self, moment: float) -> None:
+    def _look_again_at(self, moment: float) -> None:
         if moment < inf:
             self.moments.append(moment)
 
-    def _step(self, offer: _Offer) -> None:
-        """Promise it the memory of leaving residents: the first to leave go to the first in the queue.
+    def _add_step(self, offer: _Offer) -> None:
+        """Promise memory of leaving residents to the demand: the first to leave go to the first in the queue.
 
         Without this order, a demand behind could start in memory that is free by now, and the one ahead would wait for
         a worker that takes longer to exit.
         """
         step = self.step
-        for one in offer.victims:
-            step.leave(one)
+        for resident in offer.victims:
+            step.leave(resident)
         promised = step.enough(offer.claim, self.unpromised, step.short(offer.claim))
         assert promised is not None, "it fits on the first stage, where all of them are gone"
-        for one in promised:
-            step.leave(one)
-            self.unpromised.remove(one)
+        # The rest of the leaving residents stays available for demands behind.
+        for resident in promised:
+            step.leave(resident)
+            self.unpromised.remove(resident)
         step.promise(offer.claim)
         self.now_free.lower(step, offer.claim)  # elsewhere this step has no less than the one before
 
-    def _book(self, offer: _Offer, line: Line) -> None:
+    def _claim_later(self, offer: _Offer, order: VictimOrder) -> None:
         """Record a claim whose victims leave later: demands behind may neither evict them nor use their memory."""
+        # They are no candidates any more. Otherwise a demand behind could claim them too, and both would wait for the
+        # same memory.
         self.stages.book(offer.claim, offer.victims)
-        for one in offer.victims:
-            bound = line.bound(one)
-            self.claimed[one.id] = self.staying.pop(one.id)
-            del self.keep[one.id]
-            self.victims.lose(one)
-            for id, _, _ in one.holds:
+        for resident in offer.victims:
+            bound = order.bound(resident)
+            self.claimed[resident.id] = self.staying.pop(resident.id)
+            del self.keep[resident.id]
+            self.victims.remove(resident)
+            for id, _, _ in resident.holds:
                 self.bounds[id] = max(self.bounds.get(id, -inf), bound)
 
     # 3. Refuse, or wait without a claim
 
-    def _decline(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> None:
+    def _refuse(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> None:
         """Refuse a demand that does not fit on an empty machine; refine a static estimate first."""
         capacity = self.places.capacity
+        # The refusal reports the place that comes closest, so that the message names the smallest lack.
         devices = self._shortage(self.places.nearest(demand, groups, capacity), capacity)
-        if demand.luxury:
+        if demand.best_effort:
             self.drop.add(demand.id)
-        elif demand.sure:
+        elif demand.is_exact:
             offered = max(map(len, groups), default=0)
             self.refuse[demand.id] = Refusal(devices=devices, needs=len(demand.shards), offered=offered)
         else:
             self.refine.add(demand.id)
-            self.waits[demand.id] = self._wait(_scarce(devices), (), devices)
+            self.waits[demand.id] = self._wait(_scarcity(devices), (), devices)
 
-    def _hold(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> None:
-        """Let it wait without a claim: it does not fit even if all that can leave had left.
+    def _wait_unclaimed(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> None:
+        """Let the demand wait without a claim: it does not fit even if all candidates had left.
 
         A claim would block other demands for memory that is pinned or foreign, possibly for ever.
         """
-        claim = self.places.nearest(demand, groups, self._bare)
-        missing = self.bare.short(claim)
+        claim = self.places.nearest(demand, groups, self._free_if_emptied)
+        missing = self.emptied.short(claim)
         shortage = self._shortage({id: claim[id] for id in missing}, self._free)
-        on = self._all_on(missing, self.staying) + self._all_on(missing, self.claimed)
-        self.waits[demand.id] = self._wait(_scarce(shortage), on, shortage)
+        on = self._residents_on(missing, self.staying) + self._residents_on(missing, self.claimed)
+        self.waits[demand.id] = self._wait(_scarcity(shortage), on, shortage)
 
     def _shortage(self, claim: Bytes, room: Callable[[DeviceId], int]) -> Mapping[DeviceId, Shortage]:
         return {
@@ -478,7 +526,7 @@ class _Walk:
 
     def _wait(
         self,
-        cause: Cause,
+        cause: WaitCause,
         on: Iterable[Resident],
         shortage: Mapping[DeviceId, Shortage],
         offer: _Offer | None = None,
@@ -486,52 +534,58 @@ class _Walk:
     ) -> Wait:
         return Wait(
             cause=cause,
-            on=tuple(sorted([one.id for one in on])),
+            on=tuple(sorted([resident.id for resident in on])),
             shortage=shortage,
             place=offer.place if offer else (),
-            victims=tuple(sorted([one.id for one in offer.victims])) if offer else (),
-            keep=self._kept(shortage),
+            victims=tuple(sorted([resident.id for resident in offer.victims])) if offer else (),
+            keep=self._keep_reasons(shortage),
             until=until if self.now < until < inf else None,
         )
 
-    def _kept(self, shortage: Collection[DeviceId]) -> Mapping[int, Keep]:
+    def _keep_reasons(self, shortage: Collection[DeviceId]) -> Mapping[int, KeepReason]:
         keep = self.keep.copy()
-        for one in self._all_on(shortage, self.staying):
-            if not one.pinned:
-                keep[one.id] = self._why_kept(one)
+        for resident in self._residents_on(shortage, self.staying):
+            if not resident.pinned:
+                keep[resident.id] = self._keep_reason(resident)
         return keep
 
-    def _all_on(self, devices: Iterable[DeviceId], among: Mapping[int, Resident]) -> list[Resident]:
+    def _residents_on(self, devices: Iterable[DeviceId], among: Mapping[int, Resident]) -> list[Resident]:
         """Return the residents `among` those given that have memory on one of the devices."""
-        found = {one.id: one for id in devices for one in self.at.get(id, ()) if one.id in among} if among else {}
+        found = (
+            {resident.id: resident for id in devices for resident in self.at.get(id, ()) if resident.id in among}
+            if among
+            else {}
+        )
         return list(found.values())
 
-    def _let_off(self, spared: set[int], wait: Wait) -> Wait:
-        if spared.isdisjoint(wait.on):
+    def _without_kept(self, kept_ids: set[int], wait: Wait) -> Wait:
+        if kept_ids.isdisjoint(wait.on):
             return wait
         return replace(
             wait,
-            on=tuple(sorted(one.id for one in self._all_on(wait.shortage, self.leaving))),
-            victims=tuple(id for id in wait.victims if id not in spared),
-            keep={**wait.keep, **{id: "unneeded" for id in wait.on if id in spared}},
+            on=tuple(sorted(resident.id for resident in self._residents_on(wait.shortage, self.leaving))),
+            victims=tuple(id for id in wait.victims if id not in kept_ids),
+            keep={**wait.keep, **{id: "unneeded" for id in wait.on if id in kept_ids}},
         )
 
-    def _why_kept(self, one: Resident) -> Keep:
-        if one.busy and one.starting:
+    def _keep_reason(self, resident: Resident) -> KeepReason:
+        if resident.busy and resident.starting:
             return "starting"
-        if one.busy:
-            return "turn" if one.turn_ends > self.now else "busy"
+        if resident.busy:
+            return "residency" if resident.residency_ends > self.now else "busy"
         return "unneeded"
 
 
-def _may_expire(one: Resident) -> bool:
-    return not (one.busy or one.pinned or one.leaving)
+def _may_expire(resident: Resident) -> bool:
+    return not (resident.busy or resident.pinned or resident.leaving)
 
 
-def _spots(one: Resident) -> Place:
-    """Return the devices of its shards: accelerators, or main memory if it uses none."""
-    return tuple(id for id in one.reserved if id.index >= 0) or tuple(id for id in one.reserved if id.index == HOST)
+def _shard_devices(resident: Resident) -> Place:
+    """Return the devices of the shards: accelerators, or main memory if it uses none."""
+    return tuple(id for id in resident.reserved if id.index >= 0) or tuple(
+        id for id in resident.reserved if id.index == HOST
+    )
 
 
-def _scarce(shortage: Collection[DeviceId]) -> Cause:
+def _scarcity(shortage: Collection[DeviceId]) -> WaitCause:
     return "slots" if shortage and all(id.index == SLOTS for id in shortage) else "memory"

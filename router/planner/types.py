@@ -6,17 +6,18 @@ from typing import Literal
 
 from router.planner.ledger import Bytes, DeviceId
 
-Keep = Literal["pinned", "busy", "starting", "turn", "elsewhere", "unneeded"]
-"""The reason for which a resident is kept: never a victim; in use; a request waits for its load; inside its minimum
-residency; not on those devices; the memory is enough without it."""
-Cause = Literal["memory", "turn", "busy", "quiet", "stopping", "slots"]
-"""The reason for which a demand waits.
+# The reason for which a resident is kept: never a victim; in use; a request waits for its load; inside its minimum
+# residency; not on those devices; the memory is enough without it.
+KeepReason = Literal["pinned", "busy", "starting", "residency", "elsewhere", "unneeded"]
 
-`turn`, `busy`: its victims are inside their minimum residency, or in use and the swap patience is not over. `quiet`:
-another load runs on the device, and one of the two measures it. `stopping`: evicted workers have not exited yet.
-`memory`, `slots`: there is too little, and no eviction would change that, or it is promised to a demand ahead, or the
-estimate has to be refined first.
-"""
+# The reason for which a demand waits:
+#     residency      its victims are inside their minimum residency, or still starting
+#     busy           its victims are in use, and the swap patience is not over
+#     exclusive      another load runs on the device, and one of the two measures it
+#     stopping       evicted workers have not exited yet
+#     memory, slots  there is too little, and no eviction would change that; or it is promised to a demand ahead; or the
+#                    estimate has to be refined first
+WaitCause = Literal["memory", "residency", "busy", "exclusive", "stopping", "slots"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,25 +26,19 @@ class Demand:
 
     id: int
     model: str
+    # Bytes by shard. Each shard takes another device; all devices are on one node.
     shards: tuple[int, ...]
-    """Bytes by shard. Each shard takes another device; all devices are on one node."""
-    host: int = 0
-    """Bytes of main memory beside the shards; 0 if the shard itself is on the host."""
-    since: float
-    """The time at which it joined the queue."""
-    devices: frozenset[DeviceId]
-    """The devices that its shards may use: accelerators, or main memory."""
-    place: tuple[DeviceId, ...] = ()
-    """The device of each shard, if it is fixed; empty: any of `devices`."""
+    host: int = 0  # bytes of main memory beside the shards; 0 if the shard itself is on the host
+    since: float  # the time at which it joined the queue
+    devices: frozenset[DeviceId]  # the devices that its shards may use: accelerators, or main memory
+    place: tuple[DeviceId, ...] = ()  # the device of each shard, if it is fixed; empty: any of `devices`
     priority: int = 0
-    luxury: bool = False
-    """Best-effort: it starts at once, evicts idle best-effort residents, or is dropped."""
-    sure: bool = True
-    """False for a static estimate: the demand may start, but is refined before it evicts or is refused."""
-    quiet: bool = False
-    """Its engine measures the device while it starts, so no other load may run there from its claim on."""
-    load_seconds: float = 0.0
-    """Expected length of its load."""
+    best_effort: bool = False  # it starts at once, evicts idle best-effort residents, or is dropped
+    # False for a static estimate: the demand may start, but is refined before it evicts or is refused.
+    is_exact: bool = True
+    # Its engine measures the device while it starts, so no other load may run there from its claim on.
+    exclusive: bool = False
+    load_seconds: float = 0.0  # expected length of its load
 
     def __post_init__(self) -> None:
         if not self.shards:
@@ -54,10 +49,10 @@ class Demand:
 class Policy:
     """Settings of the operator."""
 
+    # Swap patience: seconds that a demand waits before busy workers past their minimum residency are drained.
     patience: float
-    """Swap patience: seconds that a demand waits before busy workers past their minimum residency are drained."""
+    # False: only SLOTS count; no demand waits, evicts or is refused for memory or a --device-limit.
     memory: bool = True
-    """False: only SLOTS count; no demand waits, evicts or is refused for memory or a --device-limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +60,10 @@ class Shortage:
     """The arithmetic of one device, in bytes (in workers for SLOTS)."""
 
     required: int
+    # In a Wait: bytes that are free now and promised to no demand ahead. In a Refusal: the capacity of the device.
     available: int
-    """In a Wait: bytes that are free now and promised to no demand ahead. In a Refusal: the capacity of the device."""
     margin: int
-    used: int
-    """max(driver, foreign + reserved)."""
+    used: int  # max(driver, foreign + reserved)
     foreign: int
     total: int
     limit: int | None
@@ -79,52 +73,43 @@ class Shortage:
 class Start:
     """Memory for a demand, from now on."""
 
-    place: tuple[DeviceId, ...]
-    """The device of each shard, in the order of shards."""
-    claim: Bytes
-    """Bytes to reserve: the shards, and the HOST and SLOTS shares."""
+    place: tuple[DeviceId, ...]  # the device of each shard, in the order of shards
+    claim: Bytes  # bytes to reserve: the shards, and the HOST and SLOTS shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eviction:
     """A resident that has to leave."""
 
-    reason: Literal["evicted", "idle"]
-    """`evicted`: to make room; `idle`: its time to live is over."""
+    reason: Literal["evicted", "idle"]  # `evicted`: to make room; `idle`: its time to live is over
     for_demand: int | None
+    # It has no lease and can stop at once. Otherwise it drains.
     idle: bool
-    """It has no lease and can stop at once. Otherwise it drains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
     """The demand does not even fit on an empty machine."""
 
+    # The arithmetic of the place where least is missing; empty if no node has enough devices.
     devices: Mapping[DeviceId, Shortage]
-    """The arithmetic of the place where least is missing; empty if no node has enough devices."""
-    needs: int
-    """The number of devices that it needs on one node."""
-    offered: int
-    """The largest number of its devices that exist on one node."""
+    needs: int  # the number of devices that it needs on one node
+    offered: int  # the largest number of its devices that exist on one node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
     """The reason for which a demand stays in the queue."""
 
-    cause: Cause
-    on: tuple[int, ...] = ()
-    """Residents in the way, by id."""
+    cause: WaitCause
+    on: tuple[int, ...] = ()  # residents in the way, by id
+    # The devices with too little memory, at `place` if there is one, else at the place where least is missing.
     shortage: Mapping[DeviceId, Shortage] = field(default_factory=dict)
-    """The devices with too little memory, at `place` if there is one, else at the place where least is missing."""
-    place: tuple[DeviceId, ...] = ()
-    """The device claimed for each shard; empty if there is nothing to claim."""
-    victims: tuple[int, ...] = ()
-    """Residents, by id, that leave for it now or, together, later."""
-    keep: Mapping[int, Keep] = field(default_factory=dict)
-    """The reason for which each of the others is kept."""
+    place: tuple[DeviceId, ...] = ()  # the device claimed for each shard; empty if there is nothing to claim
+    victims: tuple[int, ...] = ()  # residents, by id, that leave for it now or, together, later
+    keep: Mapping[int, KeepReason] = field(default_factory=dict)  # the reason for which each of the others is kept
+    # The time at which the residents in the way may leave at the latest; None: they leave already, or not known.
     until: float | None = None
-    """The time at which the residents in the way may leave at the latest; None: they leave already, or not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +117,9 @@ class Plan:
     """The answer. Each demand is in exactly one of `start`, `refuse`, `drop` and `waits`, by its id."""
 
     start: Mapping[int, Start]
-    evict: Mapping[int, Eviction]
-    """By resident."""
-    refine: frozenset[int]
-    """Demands among `waits` that need an exact estimate."""
+    evict: Mapping[int, Eviction]  # by resident
+    refine: frozenset[int]  # demands among `waits` that need an exact estimate
     refuse: Mapping[int, Refusal]
-    drop: frozenset[int]
-    """Best-effort demands for which there is no room."""
+    drop: frozenset[int]  # best-effort demands for which there is no room
     waits: Mapping[int, Wait]
-    look_again: float | None
-    """The next moment at which time alone changes the answer."""
+    look_again: float | None  # the next moment at which time alone changes the answer

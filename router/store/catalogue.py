@@ -1,7 +1,7 @@
-"""Which models there are: the hub cache, the models folder and the preset file, read from disk and merged.
+"""The catalogue: models of the hub cache, the models folder and the preset file, read from disk and merged.
 
-No network, and nothing is written. A snapshot counts only if it is complete: config.json and all its safetensors
-files, none of them a dangling link.
+It uses no network and writes nothing. A snapshot counts only if it is complete: config.json and all its safetensors
+files, without dangling links.
 """
 
 import difflib
@@ -23,12 +23,10 @@ from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, shard_names
 
 @dataclass(frozen=True, slots=True)
 class Further:
-    """What a running router lists beside what its files and folders say."""
+    """Models that a running router lists beside its files and folders."""
 
-    found: tuple[Found, ...] = ()
-    """Models of the hub that somebody asks to be fetched; they may not be complete yet."""
-    sections: str = ""
-    """Models that were registered by a call, as sections of a preset file."""
+    found: tuple[Found, ...] = ()  # models that are pulled from the hub; they may be incomplete
+    sections: str = ""  # models that were registered by a call, as sections of a preset file
 
 
 NOTHING = Further()
@@ -38,10 +36,10 @@ _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.safetensors")
 def load_catalogue(
     settings: Settings, model_flags: Mapping[str, str], environ: Mapping[str, str], further: Further = NOTHING
 ) -> Loaded:
-    """All models of a router; may be called again at any time, for a reload.
+    """Return all models of a router. It may be called again at any time, for a reload.
 
-    `model_flags` holds model keys of the command line by their spelling. No exception for anything on disk: what
-    cannot be read is among the problems.
+    `model_flags`: preset keys of the command line. Nothing on disk raises an exception: what cannot be read is among
+    the problems.
     """
     warnings: list[Problem] = []
     problems: list[Problem] = []
@@ -82,7 +80,7 @@ def load_catalogue(
 
 
 def read_keys(settings: Settings) -> tuple[Key, ...]:
-    """The keys of flags and key files, read anew. Raises ConfigError."""
+    """Return the keys of flags and key files, read anew. Raises ConfigError."""
     texts: list[str] = []
     problems: list[str] = []
     for file in (settings.api_key_file, settings.admin_key_file):
@@ -95,10 +93,10 @@ def read_keys(settings: Settings) -> tuple[Key, ...]:
 
 
 def find_snapshot(repo: str, revision: str = "main", cache_dir: str = "", *, adapter: bool = False) -> str | None:
-    """The folder of a complete snapshot of `repo` (`org/name`), or of an `adapter`, in the hub cache; None if there is
-    none.
+    """Return the folder of a complete snapshot of `repo` (`org/name`), or of an `adapter`, in the hub cache; None if
+    there is none.
 
-    `revision` is a branch, a tag or a whole commit. `cache_dir` empty: the hub library's own default.
+    `revision`: branch, tag or full commit. Without `cache_dir` the default of the hub library is used.
     """
     folder = Path(cache_dir or hub_cache(os.environ)) / f"models--{repo.replace('/', '--')}"
     if ".." in revision.split("/") or revision.startswith("/"):
@@ -112,12 +110,12 @@ def find_snapshot(repo: str, revision: str = "main", cache_dir: str = "", *, ada
 
 
 def missing_adapter(folder: Path) -> str:
-    """What an adapter's folder lacks, in words; empty if it is complete."""
+    """Return the name of the file that the folder of an adapter lacks; empty if it is complete."""
     return next((name for name in ADAPTER_FILES if not _is_file(folder / name)), "")
 
 
 def missing(folder: Path) -> str:
-    """What a snapshot lacks, in words; empty if it is complete."""
+    """Return what a snapshot lacks, as text for a message; empty if it is complete."""
     if not _is_file(folder / "config.json"):
         return "config.json"
     index = folder / INDEX
@@ -141,14 +139,14 @@ def missing(folder: Path) -> str:
 
 
 def demo_preset() -> Path:
-    """The preset of the built-in models: in the wheel, or in the checkout beside the package."""
+    """Return the preset file of the built-in models: in the wheel, or in the checkout beside the package."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "data" / "demo.ini"
     return installed if installed.is_file() else package.parent / "config" / "demo.ini"
 
 
 class LocalDisk:
-    """This machine's files, as `layers` asks for them."""
+    """The files of this machine, for the preset resolution."""
 
     def kind(self, path: str) -> Literal["", "file", "folder", "snapshot", "lmi", "adapter", "gguf"]:
         if os.path.isfile(path):
@@ -171,7 +169,7 @@ class LocalDisk:
 
 
 def _text(path: Path) -> tuple[str, str]:
-    """A file's text, or what is wrong with it."""
+    """Return the text of a file, or the problem with it."""
     try:
         with path.open("rb") as file:
             content = file.read(ini.MAX_BYTES + 1)
@@ -194,7 +192,8 @@ def _secret_text(path: Path) -> tuple[str, str]:
 
 
 def _models_dir(folder: str) -> tuple[list[Found], list[Problem], str]:
-    """Models of a folder, remarks on what is none, and what is wrong with the folder itself."""
+    """Return the models of a folder, warnings about entries that are no models, and the problem with the folder
+    itself."""
     try:
         names = _names(folder)
     except NotADirectoryError:
@@ -213,7 +212,8 @@ def _models_dir(folder: str) -> tuple[list[Found], list[Problem], str]:
 
 
 def _candidates(folder: Path, names: list[str]) -> Iterator[tuple[str, Path]]:
-    """(id, path): the folder's entries, and those of folders that are no models but may hold some (org/name)."""
+    """Yield (id, path) of the entries of the folder, and of subfolders that are no models but may contain some
+    (org/name)."""
     for name in names:
         path = folder / name
         if not path.is_dir() or _is_model(path):
@@ -225,7 +225,8 @@ def _candidates(folder: Path, names: list[str]) -> Iterator[tuple[str, Path]]:
 
 
 def _unusable(id: str, path: Path) -> str:
-    """Why a file or folder below --models-dir is no model; empty if it is one, or plainly something else."""
+    """Return the reason for which an entry of --models-dir is no model; empty if it is one, or clearly something
+    else."""
     if path.is_file():
         return "GGUF needs the llama-server engine, which this version does not offer" if _is_gguf(path) else ""
     if not _is_file(path / "config.json"):
@@ -238,7 +239,7 @@ def _unusable(id: str, path: Path) -> str:
 
 
 def _is_model(path: Path) -> bool:
-    """Whether a folder is meant to be a model, of whatever format."""
+    """Return whether a folder is meant to be a model, of any format."""
     if _is_file(path / "config.json") or _is_file(path / "serving.properties"):
         return True
     return any(_is_gguf(Path(name)) for name in _names(str(path), quiet=True))
@@ -249,7 +250,7 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _names(folder: str, *, quiet: bool = False) -> list[str]:
-    """Visible entries in order. Raises OSError unless `quiet`."""
+    """Return the visible entries in order. Raises OSError unless `quiet`."""
     try:
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except OSError:
@@ -259,8 +260,8 @@ def _names(folder: str, *, quiet: bool = False) -> list[str]:
 
 
 def _cache(folder: str) -> list[Found]:
-    """Revisions in the hub cache that have a name and a complete snapshot. Of a repository whose snapshots have no
-    names any complete one."""
+    """Return the named revisions in the hub cache with a complete snapshot. Of a repository without names, any complete
+    snapshot."""
     found: list[Found] = []
     for name in _names(folder, quiet=True):
         kind, _, rest = name.partition("--")
@@ -282,7 +283,7 @@ def _cached(folder: Path, repo: str, cache: str) -> list[Found]:
 
 
 def hub_id(repo: str, revision: str) -> str:
-    """What a revision in the cache is listed as where nothing else names it."""
+    """Return the id of a cached revision that no preset names."""
     return repo if revision == "main" else f"{repo}:{revision}"
 
 

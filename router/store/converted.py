@@ -1,8 +1,8 @@
-"""Converted snapshots: what loads would convert each time, converted once, in a folder of ours beside all snapshots.
+"""Converted snapshots: files that every load would convert, converted once, in a folder of the router.
 
-A folder below `converted` is named by a hash of what it was made of: the source's files (where they really lie, sizes,
-times) and the versions of what reads them. So one whose source has changed is not found, whoever looks. Law: nothing of
-a snapshot is touched; whatever lies here may be deleted at any time, and costs a conversion.
+The name of a folder is a hash of its sources (real paths, sizes, times) and of the library versions that read them. A
+conversion of changed files is therefore never found. The source snapshot is not changed. A conversion may be
+deleted at any time; the cost is a new conversion.
 """
 
 import asyncio
@@ -22,27 +22,26 @@ from worker.protocol.snapshot_files import MANIFEST, Manifest, decode_manifest
 
 log = logging.getLogger("router.store.converted")
 
+# What a folder is called that is not complete (worker/fetch/convert.py); who makes it holds a lock on it.
 PART = ".part"
-"""What a folder is called that is not complete (worker/fetch/convert.py); who makes it holds a lock on it."""
+# Files of tokenizers that have to be converted on each load, where there is no tokenizer.json beside them.
 _SLOW_TOKENIZERS = frozenset(
     {"merges.txt", "sentencepiece.bpe.model", "spiece.model", "tokenizer.model", "vocab.json", "vocab.txt"}
 )
-"""Files of tokenizers that have to be converted on each load, where there is no tokenizer.json beside them."""
-_LAYOUT = 1
-"""Raised when what is made, or how, is different."""
+_LAYOUT = 1  # raised when what is made, or how, is different
 
 
 def can_be_converted(preset: Preset) -> bool:
-    """Whether its files are ones that our own libraries convert as its worker's would."""
+    """Return whether the libraries of the router convert the files as those of the worker would."""
     return not (preset.python or preset.demo or preset.trust_remote_code or preset.load_format == "dummy")
 
 
-class Conversions:
-    """Those of one state folder. All methods may be called from any thread; they look at a few names, and `sweep`
-    blocks for as long as the disk takes."""
+class ConvertedSnapshots:
+    """The conversions of one state folder. All methods may be called from any thread. They read a few names; only
+    `sweep` blocks on the disk."""
 
     def __init__(self, folder: Path, *, versions: Sequence[str] = ()):
-        """`versions`: of the libraries that convert and load."""
+        """`versions`: versions of the libraries that convert and load."""
         self._folder = folder
         self._versions = tuple(versions)
         self._given_up: set[Path] = set()
@@ -50,7 +49,8 @@ class Conversions:
         self._mine = threading.Lock()
 
     def target(self, snapshot: str) -> Path | None:
-        """Where the conversion of `snapshot`, as its files are now, is or would be; None if they cannot be seen."""
+        """Return the folder of the conversion of `snapshot` in its current state, whether it exists or not; None if the
+        files cannot be read."""
         facts = []
         try:
             with os.scandir(snapshot) as entries:
@@ -64,15 +64,15 @@ class Conversions:
         return self._folder / hashlib.sha256(words.encode()).hexdigest()[:32]
 
     def find(self, snapshot: str) -> str | None:
-        """Folder of the converted snapshot, if there is a whole one and anything had to be converted."""
+        """Return the folder of the converted snapshot, if it is complete and there was something to convert."""
         target = self.target(snapshot)
         manifest = self._manifest(target) if target is not None and target not in self._given_up else None
         return str(target) if manifest is not None and manifest.files else None
 
     def is_settled(self, snapshot: str, facts: Checkpoint) -> bool:
-        """Whether there is nothing to do: it is converted, need not be, or never will be as its files are now.
+        """Return whether there is nothing to do: it is converted, needs no conversion, or failed in its current state.
 
-        What the router sees to be right as it lies need not be looked at by a worker, whose imports take seconds.
+        The router decides this where it can: the imports of a worker take seconds.
         """
         has_parts = facts.stacked > 0 and not facts.quantization
         if not has_parts and not _lacks_fast_tokenizer(snapshot):
@@ -81,11 +81,11 @@ class Conversions:
         return target is None or target in self._given_up or self._manifest(target) is not None
 
     def is_one(self, folder: str) -> bool:
-        """Whether `folder` is a converted snapshot."""
+        """Return whether `folder` is a converted snapshot."""
         return Path(folder).parent == self._folder
 
     def give_up(self, target: Path) -> None:
-        """Use it no more, nor make it again as long as this router runs and its source stays as it is."""
+        """Stop using a conversion, and do not repeat it while this router runs and the source stays the same."""
         self._given_up.add(target)
         try:
             (target / MANIFEST).unlink(missing_ok=True)
@@ -94,15 +94,15 @@ class Conversions:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Bytes of disk by source, as of the last sweep."""
+        """Bytes on disk by source, as of the last sweep."""
         return self._sizes
 
     async def swept(self) -> None:
-        """Returns once `sweep` is over; the loop is free meanwhile."""
+        """Run `sweep` in a thread and wait for it."""
         await asyncio.to_thread(self.sweep)
 
     def sweep(self) -> int:
-        """Delete those whose source is gone or has changed, and what nobody is making any more; returns how many."""
+        """Delete conversions whose source is gone or has changed, and abandoned parts. Returns how many."""
         swept, sizes = 0, {}
         with self._mine:
             for path in sorted(self._folder.iterdir()) if self._folder.is_dir() else ():
@@ -119,7 +119,7 @@ class Conversions:
         return swept
 
     def _manifest(self, target: Path) -> Manifest | None:
-        """Of a target that is there, whole and untouched since; None of any other."""
+        """Return the manifest of a conversion that is complete and unchanged since; None otherwise."""
         try:
             manifest = decode_manifest((target / MANIFEST).read_bytes())
             for name, (size, changed) in manifest.files.items():
@@ -144,7 +144,7 @@ def _lacks_fast_tokenizer(snapshot: str) -> bool:
 
 
 def _remove_part(path: Path) -> int:
-    """Delete what somebody began to make, unless somebody still does: how many were deleted."""
+    """Delete an unfinished conversion unless a process holds its lock. Returns how many were deleted."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -159,4 +159,4 @@ def _remove_part(path: Path) -> int:
     return 1
 
 
-__all__ = ["Conversions", "can_be_converted"]
+__all__ = ["ConvertedSnapshots", "can_be_converted"]

@@ -1,8 +1,8 @@
-"""Deleting revisions from the hub cache, whose layout is the hub library's.
+"""Deletion of revisions from the hub cache, in the layout of the hub library.
 
-`refs/NAME` holds a commit, `snapshots/COMMIT` links to `blobs/HASH`; what is on its way is `blobs/HASH.incomplete`.
-
-Law: nothing outside the cache is touched, and nothing that another name, or somebody who is writing, still needs.
+`refs/NAME` contains a commit, `snapshots/COMMIT` links to `blobs/HASH`, a download in progress is
+`blobs/HASH.incomplete`. Nothing outside the cache is touched, and nothing that another name or a
+running download needs.
 """
 
 import contextlib
@@ -16,15 +16,15 @@ from router.store.catalogue import missing
 
 
 def folder_of(cache: str, repo: str) -> Path:
-    """Where `repo` (org/name) is kept."""
+    """Return the folder of `repo` (org/name) in the cache."""
     return Path(cache) / f"models--{repo.replace('/', '--')}"
 
 
 def remove(cache: str, repo: str, revision: str, *, keep: Collection[str] = (), alone: bool = True) -> None:
-    """Delete `revision` (branch, tag or commit) of `repo`, and what came of it if it is not complete.
+    """Delete `revision` (branch, tag or commit) of `repo`, and an incomplete snapshot of it.
 
-    `keep`: commits that others use; `alone`: no other model of this router is of the repository. Blocks for as long as
-    the disk takes. Raises ValueError if the folder is not inside the cache, OSError if it cannot be written.
+    `keep`: commits that other models use; `alone`: no other model of this router uses the repository. Blocks on the
+    disk. Raises ValueError if the folder is not inside the cache, OSError if it cannot be written.
     """
     folder = folder_of(cache, repo)
     if not folder.is_dir():
@@ -48,7 +48,7 @@ def remove(cache: str, repo: str, revision: str, *, keep: Collection[str] = (), 
 
 
 def _sweep(folder: Path) -> None:
-    """Delete the contents that no snapshot links to."""
+    """Delete blobs that no snapshot links to."""
     linked = {os.path.basename(os.readlink(path)) for path in (folder / "snapshots").rglob("*") if path.is_symlink()}
     for blob in (folder / "blobs").iterdir():
         if blob.name not in linked and not _is_being_written(blob):
@@ -56,7 +56,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _is_being_written(blob: Path) -> bool:
-    """Whether a download has it open: it holds a lock meanwhile."""
+    """Return whether a download holds the lock of the blob."""
     if blob.suffix != ".incomplete":
         return False
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Where models' files are: local folders, the hub cache, the state folder's demo models."""
+"""Snapshots: the folders with files of models, on disk or in the hub cache, and the commands that download them."""
 
 import asyncio
 import os
@@ -12,23 +12,23 @@ from router.memory import checkpoint
 from router.memory.checkpoint_facts import Checkpoint
 from router.memory.learned import version
 from router.store.catalogue import find_snapshot
-from router.store.converted import Conversions, can_be_converted
+from router.store.converted import ConvertedSnapshots, can_be_converted
 from worker.protocol.argv import AdapterSource, Download
 
 
 class Snapshots:
-    """Finds, reads, and says how to fetch."""
+    """Finds and reads snapshots, and builds the commands that download them."""
 
     def __init__(self, *, cache: str, state: Path, offline: bool, prepare: bool = True):
-        """`prepare`: whether models are loaded from converted snapshots."""
+        """`prepare`: models are loaded from converted snapshots if there are any."""
         self._cache = cache
         self._demo = state / "demo"
         self._offline = offline
         self._prepare = prepare
         versions = [version(name) for name in ("transformers", "tokenizers", "fleet-router")]
-        self.conversions = Conversions(state / "converted", versions=versions)
+        self.conversions = ConvertedSnapshots(state / "converted", versions=versions)
+        # Folders of demo models, by name; only `worker download` knows where it makes them.
         self._made: dict[str, str] = {}
-        """Folders of demo models, by name; only `worker download` knows where it makes them."""
 
     def find(self, preset: Preset) -> str | None:
         if preset.path:
@@ -43,6 +43,7 @@ class Snapshots:
             self._made[preset.demo] = snapshot
 
     def look(self, preset: Preset) -> object:
+        """Return a value that changes when the files of the model change; None without files."""
         folder = self.find(preset)
         if folder is None:
             return None
@@ -61,7 +62,7 @@ class Snapshots:
         )
 
     def weights(self, snapshot: str) -> dict[str, int]:
-        """Bytes of each safetensors file of a snapshot, by its path; nothing if it cannot be read."""
+        """Return the bytes of each safetensors file of a snapshot by path; empty if it cannot be read."""
         try:
             with os.scandir(snapshot) as entries:
                 return {each.path: each.stat().st_size for each in entries if each.name.endswith(".safetensors")}
@@ -69,12 +70,14 @@ class Snapshots:
             return {}
 
     def loads_from(self, preset: Preset, snapshot: str) -> str:
-        """Its converted form where there is one: not for a preset whose interpreter may have other libraries."""
+        """Return the converted snapshot if there is one. A preset with its own interpreter may have other libraries and
+        gets the original."""
         if not self._prepare or not can_be_converted(preset):
             return snapshot
         return self.conversions.find(snapshot) or snapshot
 
-    def forsake(self, snapshot: str) -> bool:
+    def give_up_converted(self, snapshot: str) -> bool:
+        """Stop using a converted snapshot. Returns False if `snapshot` is no converted one."""
         if not self.conversions.is_one(snapshot):
             return False
         self.conversions.give_up(Path(snapshot))
@@ -96,18 +99,19 @@ class Snapshots:
         return [self.adapter_download(each.path) for each in preset.adapters if not self._adapter(each)]
 
     def adapter_download(self, path: str) -> Download:
-        """How to fetch `hub:org/name:revision`."""
+        """Return the command that downloads `hub:org/name:revision`."""
         repo, _, revision = path.removeprefix(HUB).partition(":")
         return Download(repo=repo, revision=revision, cache=self._cache, adapter=True)
 
     def _adapter(self, source: AdapterSource) -> str | None:
-        """Its folder; None if it is on the hub only."""
+        """Return the folder of an adapter; None if it is only on the hub."""
         if not source.path.startswith(HUB):
             return source.path
         repo, _, revision = source.path.removeprefix(HUB).partition(":")
         return find_snapshot(repo, revision, self._cache, adapter=True)
 
-    def can_mend(self, preset: Preset) -> bool:
+    def can_download_again(self, preset: Preset) -> bool:
+        """Return whether damaged files can be downloaded again."""
         return not (preset.path or preset.demo or self._offline)
 
     def download(self, preset: Preset) -> Download:
@@ -122,7 +126,7 @@ class Snapshots:
 
 
 def _outside(entry: os.DirEntry[str]) -> tuple[int, int]:
-    """Size and time of a file; of what a link leads to, as in the hub cache."""
+    """Return size and time of a file, or of the target of a link, as in the hub cache."""
     try:
         facts = entry.stat()
     except OSError:

@@ -12,7 +12,7 @@ import pytest
 
 from router.config.presets import Preset
 from router.memory import checkpoint
-from router.memory.checkpoint_facts import Checkpoint, compute_dtype, effective_ctx, embeds
+from router.memory.checkpoint_facts import Checkpoint, compute_dtype, effective_ctx, serves_embeddings
 from router.memory.estimate import context_bytes, estimate
 from tests import tiny
 from tests.children import Child, python
@@ -81,7 +81,7 @@ def peak_of_a_worker(folder: Path, facts: Checkpoint, preset: Preset, prompts: S
         prefill_chunk=preset.chunk,
         dtype=preset.dtype,
     )
-    is_embedder = embeds(facts, preset)
+    is_embedder = serves_embeddings(facts, preset)
     with Child(python("-m", "worker", *to_argv(command))) as worker, ThreadPoolExecutor(len(prompts)) as pool:
         url = worker.event(Ready, DEADLINE).address.replace("tcp:", "http://")
 
@@ -134,10 +134,10 @@ def test_router_and_worker_read_a_snapshot_alike(family: str, snapshots: dict[st
     facts = checkpoint.read(folder)
     options = Estimate(snapshot=str(folder))
     config = loader.load_config(options)
-    assert embeds(facts, preset) == loader.is_embedder(options, config)
+    assert serves_embeddings(facts, preset) == loader.is_embedder(options, config)
     stored = layer_split.resolve_dtype("auto", config.dtype, torch.device("cpu"))
     assert f"torch.{compute_dtype(facts, preset, on_host=True)}" == str(stored)
-    if not embeds(facts, preset):
+    if not serves_embeddings(facts, preset):
         assert facts.max_positions == architectures.positions(config)
         assert facts.aligned == (architectures.backend(config) == "aligned")
         model = loader.load_model(options, config, None, lambda event: None).model

@@ -65,7 +65,7 @@ async def test_a_waiting_request_gets_its_position_and_cause_and_a_rejected_one_
 
         own, behind = (pytest.approx(PATIENCE + seconds, abs=2) for seconds in (load, load + SECONDS))
         async with aclosing(lines_of(up, "b")) as first, aclosing(lines_of(up, "c")) as second:
-            assert heard(await anext(first)) == (1, "turn", own)
+            assert heard(await anext(first)) == (1, "residency", own)
             assert heard(await anext(second)) == (2, "slots", behind)
             assert told(await up.client.post(PATH, json=chat("c"))) == (429, "queue_full", behind)
             *refused, seconds = told(await up.client.post(PATH, json=chat("b")))

@@ -17,7 +17,7 @@ from router.config.presets import Preset
 from router.launch.interface import NotForked, Program, WorkerLost
 from router.launch.worker_process import LocalWorker
 from router.memory import checkpoint, tensor_parallel
-from router.memory.estimate import Estimate, estimate, exact
+from router.memory.estimate import Estimate, estimate, from_trace
 from router.memory.process import Overhead
 from tests import tiny
 from tests.children import await_end
@@ -182,7 +182,7 @@ async def test_a_ready_worker_never_grows_past_its_reservation_grammars_included
     assert set(overhead) == (set() if forked else {"cpu"}), "a forked one shares its imports"
     remembered = Overhead(host=overhead.get("cpu", 0))
     known = estimate(checkpoint.read(snapshot), said, on_host=True, forked=forked, overhead=remembered)
-    for each in (static, known, exact(traced[forked], said, forked=forked)):
+    for each in (static, known, from_trace(traced[forked], said, forked=forked)):
         most = peak + last.later
         assert most <= each.total, f"{each.source}: {most >> 20} MiB of {segments(each)}"
         # The static figure has a conservative bound for activations and may be far above.
@@ -236,7 +236,7 @@ async def test_a_divided_model_stays_within_its_estimate_and_ends_as_a_whole(
         last = await asyncio.wait_for(pulses.get(), DEADLINE)
     await_end(follower, 1.0)
     most = last.measured["cpu"] + last.later
-    for each in (static, exact(traced, said, forked=True)):
+    for each in (static, from_trace(traced, said, forked=True)):
         assert most <= each.total, f"{each.source}: {most >> 20} MiB of {segments(each)}"
         assert each.source == "static" or each.total <= 1.4 * most, f"{most >> 20} MiB of {segments(each)}"
 

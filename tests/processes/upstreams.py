@@ -23,7 +23,7 @@ from router.http.metrics import Metrics
 from router.http.proxy import Pace, Proxy
 from router.launch.interface import Listen, Program, WorkerLost, WorkerProcess
 from router.launch.worker_client import Wire
-from router.memory.learned import Calibration
+from router.memory.learned import LearnedEstimates
 from router.planner.ledger import Bytes, Ledger
 from router.registry import sharing
 from router.registry.auth import Access
@@ -172,7 +172,7 @@ async def world(
     events, files, limits = EventLog(), FakeFiles(), limits or Limits()
     fleet = Fleet(
         launcher=launcher,
-        calibration=Calibration(folder / "estimates.json"),
+        calibration=LearnedEstimates(folder / "estimates.json"),
         events=events,
         files=files,
         ledger=Ledger(),

@@ -294,8 +294,8 @@ class EngineTraits:
 
     forks: bool
     """May be born by fork from a process that has its imports done."""
-    quiet: bool
+    exclusive: bool
     """Measures its device while it starts, so no other load may run there meanwhile."""
 
 
-ENGINES = {"transformers": EngineTraits(forks=True, quiet=False)}
+ENGINES = {"transformers": EngineTraits(forks=True, exclusive=False)}

@@ -18,7 +18,7 @@ from router.cli.hub_headers import RemoteError
 from router.cli.main import main
 from router.config.resolve import Loaded
 from router.memory import checkpoint, learned
-from router.memory.learned import Calibration
+from router.memory.learned import LearnedEstimates
 from router.memory.process import RUNTIME_FORKED, RUNTIME_HOST, SERVING_HOST, Overhead
 from router.memory.sharding import Choice
 from router.planner.ledger import HOST, LOCAL, DeviceId
@@ -219,7 +219,7 @@ def test_what_a_worker_measured_without_its_model_is_counted_with_and_said_to_be
 ) -> None:
     words = [str(write(tmp_path / "m")), "--no-nursery", "--state-dir", str(tmp_path / "own")]
     assumed = estimate(capsys, *words)[1]
-    Calibration(tmp_path / "own" / "estimates.json").record_overhead("cpu", Overhead(host=MIB), forked=False)
+    LearnedEstimates(tmp_path / "own" / "estimates.json").record_overhead("cpu", Overhead(host=MIB), forked=False)
     measured = estimate(capsys, *words)[1]
     assert (assumed["runtime_source"], measured["runtime_source"]) == ("assumed", "measured")
     assert assumed["runtime"] - measured["runtime"] == RUNTIME_HOST - SERVING_HOST - MIB
@@ -449,7 +449,7 @@ def test_the_exact_figure_is_the_workers_own(tmp_path: Path, capsys: pytest.Capt
     assert said["forked"]
     state, flags = tmp_path / "own", {"ctx-size": "128"}
     preset, facts = find(folder, Loaded({}), flags, {}), checkpoint.read(Path(folder))
-    known = Calibration(state / "estimates.json")
+    known = LearnedEstimates(state / "estimates.json")
     weighed = cost(preset, facts, Choice(devices=frozenset({DeviceId(LOCAL, HOST)})), [], None, nursery=True)
     known.record(learned.key(facts, preset, ["cpu"], forked=True), weighed, [99 * MIB])
     words = [folder, "--ctx-size", "128", "--state-dir", str(state)]

@@ -110,8 +110,8 @@ def warnings(text: str, **rest: Any) -> list[str]:
         ("no-pin = off", "pin", True),
         ("keep-alive = 10m", "ttl", 600.0),
         ("ttl = -1", "ttl", -1.0),
-        ("linger = auto", "linger", -1.0),
-        ("linger = -1", "linger", 0.0),
+        ("linger = auto", "idle_grace", -1.0),
+        ("linger = -1", "idle_grace", 0.0),
         ("min-residency = 0", "min_residency", 0.0),
         ("model-loading-timeout = 30", "start_timeout", 30.0),
         ("retry-threshold = 1", "max_restarts", 1),
@@ -507,7 +507,7 @@ SETTINGS = st.fixed_dictionaries(
         "required-memory": st.sampled_from(["900", "1.5GiB", "cuda:0=9,cpu=1", "700001B"]),
         "chat-template-kwargs": st.dictionaries(st.text(max_size=4), st.integers(), max_size=3).map(json.dumps),
         "dtype": st.sampled_from(["auto", "fp16"]),
-        "linger": st.sampled_from(["auto", "0.5", "-1"]),
+        "idle_grace": st.sampled_from(["auto", "0.5", "-1"]),
         "request-timeout": st.sampled_from(["-1", "5m"]),
     },
 )
@@ -619,7 +619,7 @@ def test_llama_servers_word_for_idle_time_is_a_time_of_its_own() -> None:
 
 def test_companions_are_models_that_there_are() -> None:
     body = "[a]\nmodel = demo:a\nalias = one\n[b]\nmodel = demo:b\ncompanions = "
-    assert read(body + "a, one").presets["b"].companions == ("a", "one")
+    assert read(body + "a, one").presets["b"].prefetch == ("a", "one")
     assert 'companions names "aa", and there is no such model' in complaints(body + "a, aa")[0]
 
 

@@ -128,7 +128,7 @@ class Exploration:
             "parallel": 1,
             "replicas": pick.choice([(1, 1), (1, 1), (1, 2), (2, 3)]),
             "replica_idle": pick.choice([1.0, 30.0]),
-            "companions": pick.choice([(), (), ("m0", "m1")]),
+            "prefetch": pick.choice([(), (), ("m0", "m1")]),
             "max_concurrent": pick.choice([0, 0, 3]),
         }
 
@@ -202,7 +202,7 @@ class Exploration:
                 assert len(ours) <= self.most[model.preset.id], "too many are open"
                 presets = [worker.preset for worker in ours if worker.preset is not model.preset]
                 assert all(same_load(preset, model.preset) for preset in presets), "two generations admit"
-                assert sum(not worker.luxury for worker in ours) <= 1, "two needs of one model"
+                assert sum(not worker.best_effort for worker in ours) <= 1, "two needs of one model"
             if not waiting:
                 return
             answer = question.ask()

@@ -26,8 +26,8 @@ class Model:
     devices: frozenset[DeviceId]
     host: int = 0
     hot: bool = False
-    quiet: bool = False
-    sure: bool = True
+    exclusive: bool = False
+    is_exact: bool = True
     fickle: bool = False
     """Its clients leave while it loads."""
 
@@ -92,7 +92,7 @@ class Simulation:
             self._models[id] = model
             self.waiting[id] = Demand(
                 id=id, model=model.name, shards=model.shards, host=model.host, since=self.now, devices=model.devices,
-                sure=model.sure, quiet=model.quiet, load_seconds=LOAD,
+                is_exact=model.is_exact, exclusive=model.exclusive, load_seconds=LOAD,
             )  # fmt: skip
 
     def use(self, id: int, model: Model) -> None:
@@ -129,13 +129,13 @@ class Simulation:
             self.at(self.now, partial(self.refined, id))
         for id, eviction in answer.evict.items():
             self.evictions += 1
-            self.residents[id] = replace(self.residents[id], leaving=True, retired_at=self.now)
+            self.residents[id] = replace(self.residents[id], leaving=True, leaving_since=self.now)
             drain = 0.0 if eviction.idle else self.random.uniform(0, LONGEST)
             self.at(self.now + drain + STOP, partial(self.stopped, id))
         for id, start in answer.start.items():
             one = self.waiting.pop(id)
             self.residents[id] = Resident(
-                id=id, model=one.model, reserved=start.claim, busy=True, starting=True, quiet=one.quiet,
+                id=id, model=one.model, reserved=start.claim, busy=True, starting=True, exclusive=one.exclusive,
                 last_used=self.now, load_seconds=LOAD,
             )  # fmt: skip
             load = self.random.uniform(0, LOAD)
@@ -145,7 +145,7 @@ class Simulation:
 
     def refined(self, id: int) -> None:
         if id in self.waiting:
-            self.waiting[id] = replace(self.waiting[id], sure=True)
+            self.waiting[id] = replace(self.waiting[id], is_exact=True)
 
     def abandoned(self, id: int) -> None:
         self.residents[id] = replace(self.residents[id], busy=False, last_used=self.now)
@@ -156,9 +156,9 @@ class Simulation:
         since, bound = self._bounds[id]
         model = self._models[id]
         self.served.append(Served(model.name, self.now - since, bound))
-        turn_ends = self.now + TURN
+        residency_ends = self.now + TURN
         one = self.residents[id]
-        self.residents[id] = replace(one, starting=False, busy=False, turn_ends=turn_ends, last_used=self.now)
+        self.residents[id] = replace(one, starting=False, busy=False, residency_ends=residency_ends, last_used=self.now)
         if one.busy:
             self.use(id, model)
 

@@ -45,7 +45,7 @@ async def test_a_model_with_more_to_do_than_one_worker_can_gets_another_on_the_e
     await scene.ask("a")
     asking = await load_of(scene, 3)
     await asyncio.sleep(5)
-    assert [(worker.place, worker.luxury) for worker in workers(scene)] == [((GPU0,), False), ((GPU1,), True)]
+    assert [(worker.place, worker.best_effort) for worker in workers(scene)] == [((GPU0,), False), ((GPU1,), True)]
     await asyncio.gather(*asking)
     await scene.stop()
 
@@ -84,7 +84,7 @@ async def test_a_copy_that_idles_ends_and_the_first_worker_stays() -> None:
     assert len(workers(scene)) == 2
     await asyncio.sleep(25)
     [left] = workers(scene)
-    assert (left.luxury, left.state) == (False, State.READY)
+    assert (left.best_effort, left.state) == (False, State.READY)
     await scene.stop()
 
 
@@ -211,7 +211,7 @@ async def test_when_the_first_worker_dies_the_copy_takes_its_place() -> None:
     scene.launcher.die("a")
     await asyncio.sleep(0.1)
     assert await scene.ask("a", 0.1) == 0.0
-    assert next(worker.luxury for worker in workers(scene) if worker.open) is False
+    assert next(worker.best_effort for worker in workers(scene) if worker.open) is False
     await scene.stop()
 
 

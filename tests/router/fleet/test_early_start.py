@@ -37,7 +37,7 @@ def test_only_the_first_who_lacks_main_memory_is_prepared() -> None:
 
 
 def test_who_waits_for_more_than_those_who_leave_is_not_prepared() -> None:
-    busy = resident(1, {CPU: 85}, busy=True, turn_ends=NOW + 9)
+    busy = resident(1, {CPU: 85}, busy=True, residency_ends=NOW + 9)
     assert not asked([host(10, 40)], [busy], {CPU: TOTAL}).begin
 
 
@@ -119,7 +119,7 @@ def test_an_early_start_stays_within_the_margin() -> None:
 
 def test_those_who_wait_are_met_in_the_order_of_the_planner() -> None:
     waiting = [
-        host(1, 5, luxury=True, priority=9, since=NOW - 9),
+        host(1, 5, best_effort=True, priority=9, since=NOW - 9),
         host(2, 5, since=NOW - 1),
         host(3, 5, since=NOW - 1),
         host(4, 5, since=NOW - 2),
@@ -172,7 +172,7 @@ def test_what_starts_and_what_waits_is_not_left_for_weights_that_sleep() -> None
 
 
 def test_no_weights_are_put_to_sleep_while_a_demand_lacks_main_memory() -> None:
-    there = [resident(1, {CPU: 60}, busy=True, turn_ends=NOW + 9)]
+    there = [resident(1, {CPU: 60}, busy=True, residency_ends=NOW + 9)]
     assert left([host(9, 30)], there, {CPU: TOTAL}) == 10
     assert left([host(9, 41)], there, {CPU: TOTAL}) == 0
     assert left([host(9, 41)], [replace(there[0], pinned=True)], {CPU: TOTAL}) == 0

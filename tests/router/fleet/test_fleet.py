@@ -653,7 +653,7 @@ async def test_a_model_is_kept_for_clients_that_used_to_come_back_soon_and_for_n
             await world.ask("a")
             await asyncio.sleep(pause)
         await world.ask("a")
-        world.fleet.models["a"].workers[0].turn_ends = world.now + 5.0
+        world.fleet.models["a"].workers[0].residency_ends = world.now + 5.0
         waited[pause] = await world.ask("b")
         await world.stop()
     assert waited[0.5] == pytest.approx(1.0 + 0.5 + 2.0, abs=0.05), "linger, stop, load"

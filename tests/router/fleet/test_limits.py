@@ -243,7 +243,7 @@ async def test_of_two_times_to_idle_the_shorter_one_holds_and_a_request_may_say_
 
 @virtual
 async def test_neither_a_turn_nor_a_linger_keeps_whom_its_client_keeps_for_no_time() -> None:
-    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"linger": 60.0}}, limits=Limits(patience=60.0))
+    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"idle_grace": 60.0}}, limits=Limits(patience=60.0))
     with world.fleet.lease("a") as lease:
         await lease.ready()
         world.launcher.say("a", Request(id="r", keep_alive=0.0))
@@ -264,5 +264,5 @@ async def test_the_copies_of_a_pinned_model_end_when_they_idle_and_what_is_pinne
     await asyncio.gather(*crowd)
     await asyncio.sleep(30)
     (worker,) = world.fleet.workers()
-    assert (worker.state, worker.luxury) == (State.READY, False)
+    assert (worker.state, worker.best_effort) == (State.READY, False)
     await world.stop()

@@ -152,7 +152,7 @@ class FleetMachine(RuleBasedStateMachine):
             ours = model.all_open
             assert len(ours) <= model.preset.replicas[1]
             assert all(same_load(worker.preset, model.preset) for worker in ours)
-            assert sum(not worker.luxury for worker in ours) <= 1
+            assert sum(not worker.best_effort for worker in ours) <= 1
 
     @invariant()
     def plans_keep_their_laws(self) -> None:

@@ -505,7 +505,7 @@ async def test_who_leaves_is_known_by_when_it_was_told_to() -> None:
     world.fleet.unload("b")
     await asyncio.sleep(5)
     world.fleet.unload("a")
-    retired = {worker.preset.id: worker.resident().retired_at for worker in world.fleet.workers()}
+    retired = {worker.preset.id: worker.resident().leaving_since for worker in world.fleet.workers()}
     assert retired == {"b": pytest.approx(10.0), "a": pytest.approx(15.0)}
     for request in requests:
         request.cancel()

@@ -74,7 +74,7 @@ async def test_nothing_is_read_ahead_that_free_memory_has_no_room_for() -> None:
 
 @virtual
 async def test_a_companion_is_read_ahead_with_who_is_asked_for_and_loaded_where_memory_is_free() -> None:
-    world = world_of("a", "b", keys={"a": {"companions": ("b",)}})
+    world = world_of("a", "b", keys={"a": {"prefetch": ("b",)}})
     await world.ask("a")
     await asyncio.sleep(5.0)
     assert told(world, "read ", "ready") == ["read b", "ready a", "ready b"]
@@ -84,7 +84,7 @@ async def test_a_companion_is_read_ahead_with_who_is_asked_for_and_loaded_where_
 
 @virtual
 async def test_a_companion_evicts_nobody_and_makes_way_for_everybody() -> None:
-    world = world_of("a", "b", "c", keys={"a": {"companions": ("b",)}})
+    world = world_of("a", "b", "c", keys={"a": {"prefetch": ("b",)}})
     await world.ask("c")
     await world.ask("a")
     await asyncio.sleep(5.0)
@@ -102,7 +102,7 @@ async def test_a_companion_evicts_nobody_and_makes_way_for_everybody() -> None:
 
 @virtual
 async def test_a_companion_that_somebody_asks_for_is_a_need_like_any_other() -> None:
-    world = world_of("a", "b", "c", keys={"a": {"companions": ("b",)}})
+    world = world_of("a", "b", "c", keys={"a": {"prefetch": ("b",)}})
     await world.ask("a")
     await asyncio.sleep(5.0)
     await world.ask("b")
@@ -113,7 +113,7 @@ async def test_a_companion_that_somebody_asks_for_is_a_need_like_any_other() -> 
 
 @virtual
 async def test_companions_of_each_other_do_not_call_each_other_for_ever() -> None:
-    world = world_of("a", "b", "c", keys={"a": {"companions": ("b",)}, "b": {"companions": ("a", "b")}})
+    world = world_of("a", "b", "c", keys={"a": {"prefetch": ("b",)}, "b": {"prefetch": ("a", "b")}})
     await world.ask("a")
     for _ in range(10):
         await asyncio.sleep(20.0)

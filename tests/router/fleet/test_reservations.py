@@ -312,7 +312,7 @@ async def test_without_an_exact_figure_the_weights_are_multiplied_and_everybody_
     await world.ask("a")
     costs = only(world, "a").costs
     assert costs is not None
-    assert (costs.estimate.source, costs.sure) == ("weights", True)
+    assert (costs.estimate.source, costs.is_exact) == ("weights", True)
     weights = costs.estimate.weights[0]
     assert only(world, "a").reserved[CPU] >= SAFETY_FACTOR * weights
     shown = status(world.fleet, world.fleet.models["a"], admin=False)["estimate"]
@@ -364,7 +364,7 @@ async def test_a_worker_looks_the_same_to_the_planner_until_something_of_it_chan
         assert worker.resident() != before
         before = worker.resident()
     assert (before.priority, before.expires, before.leaving) == (1, worker.last_used + 5.0, True)
-    assert worker.resident(comes_back=1.0).comes_back == 1.0
+    assert worker.resident(request_interval=1.0).request_interval == 1.0
     await world.stop()
 
 

@@ -80,7 +80,7 @@ async def test_what_sleeps_is_charged_and_within_its_budget_the_least_recently_u
     [host] = [device for device in world.fleet.devices if device.id == CPU]
     assert sum(one.reserved.get(CPU, 0) for one in world.fleet._residents()) == host.used == 2 * FILES
     assert host.foreign == 0
-    asleep = [one for one in world.fleet._residents() if CPU in one.measured and one.luxury]
+    asleep = [one for one in world.fleet._residents() if CPU in one.measured and one.best_effort]
     assert max(one.last_used for one in asleep) < -1e6, "they make way before any worker"
     await world.stop()
 

@@ -11,7 +11,7 @@ from router.events import EventLog
 from router.fleet.fleet import Fleet
 from router.fleet.limits import Limits
 from router.memory.checkpoint_facts import Checkpoint, Tally, UnknownCheckpoint
-from router.memory.learned import Calibration
+from router.memory.learned import LearnedEstimates
 from router.planner.ledger import DeviceId, Ledger
 from tests.fakes import CPU, GIB, FakeLauncher, FakeModel
 from worker.protocol.argv import AdapterSource, Download
@@ -66,7 +66,7 @@ class FakeFiles:
     def loads_from(self, preset: Preset, snapshot: str) -> str:
         return self.conversions.get(snapshot, snapshot)
 
-    def forsake(self, snapshot: str) -> bool:
+    def give_up_converted(self, snapshot: str) -> bool:
         sources = [source for source, made in self.conversions.items() if made == snapshot]
         for source in sources:
             del self.conversions[source]
@@ -98,7 +98,7 @@ class FakeFiles:
             raise UnknownCheckpoint(f"{snapshot} has no valid header")
         return self.facts
 
-    def can_mend(self, preset: Preset) -> bool:
+    def can_download_again(self, preset: Preset) -> bool:
         return self.is_on_hub
 
     def download(self, preset: Preset) -> Download:
@@ -136,7 +136,7 @@ class Schedule:
         }
         self.fleet = Fleet(
             launcher=self.launcher,
-            calibration=Calibration(Path("/nowhere/estimates.json"), later=lambda save: None),  # in memory alone
+            calibration=LearnedEstimates(Path("/nowhere/estimates.json"), later=lambda save: None),  # in memory alone
             events=self.events,
             files=self.files,
             ledger=Ledger(margin=lambda _: margin, limit=dict(limit or {}).get, models_max=limits.models_max),

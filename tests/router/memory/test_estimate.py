@@ -240,7 +240,7 @@ def test_segments_and_source_are_stated_by_shard() -> None:
     one = estimate(QWEN3_4B, preset(), on_host=True)
     assert one.runtime == (RUNTIME_HOST + TOKENIZER + GRAMMARS,)
     assert one.host == 0
-    assert (one.source, one.sure) == ("static", False)
+    assert (one.source, one.is_exact) == ("static", False)
     assert one.total == one.shards[0] == one.weights[0] + one.context[0] + one.compute[0] + one.runtime[0]
     two = estimate(QWEN3_4B, preset(), layers=(16, 20), on_host=False, overhead=Overhead(device=7 * MIB))
     assert two.runtime == tuple(7 * MIB + beside_steps(each) for each in two.compute)
@@ -356,7 +356,7 @@ def test_required_memory_replaces_the_estimate(
 ) -> None:
     said = preset(required_memory=required, device=device)
     found = estimate(QWEN3_4B, said, layers=(18, 18) if shards == 2 else (), on_host=on_host)
-    assert (found.shards, found.host, found.source, found.sure) == (expected, host, "preset", True)
+    assert (found.shards, found.host, found.source, found.is_exact) == (expected, host, "preset", True)
 
 
 def test_required_memory_admits_a_model_that_nobody_can_estimate() -> None:
@@ -378,9 +378,9 @@ def test_reserved_memory_is_added_on_each_device_to_whatever_is_known() -> None:
     required = preset(reserved_memory=1000, required_memory={"": 900})
     assert estimate(QWEN3_4B, required, on_host=True).shards == (1900,)
     said = Estimated(weights=[5], context=[4], compute=[3], runtime=[2], host=1)
-    assert estimates.exact(said, more) == Estimate((5,), (4,), (3,), (1002,), 1, "exact", 1000)
-    assert estimates.learned(plain, (20_000_000_000, 20_000_000_000), 7).shards == (20_000_000_000,) * 2
-    assert estimates.learned(added, (20_000_000_000, 20_000_000_000), 7).shards == (20_000_001_000,) * 2
+    assert estimates.from_trace(said, more) == Estimate((5,), (4,), (3,), (1002,), 1, "exact", 1000)
+    assert estimates.from_measurement(plain, (20_000_000_000, 20_000_000_000), 7).shards == (20_000_000_000,) * 2
+    assert estimates.from_measurement(added, (20_000_000_000, 20_000_000_000), 7).shards == (20_000_001_000,) * 2
 
 
 def test_the_context_of_an_accelerator_is_charged_there_and_its_process_on_main_memory() -> None:
@@ -483,7 +483,7 @@ def test_packing_on_load_never_enlarges_what_a_device_holds(
 )
 def test_what_cannot_be_estimated_is_never_unlimited_but_a_multiple_of_its_weights_or_stated(facts: Checkpoint) -> None:
     guess = estimate(facts, preset(), on_host=True)
-    assert (guess.source, guess.sure) == ("weights", False)
+    assert (guess.source, guess.is_exact) == ("weights", False)
     assert guess.weights[0] == weight_bytes(facts, preset(), on_host=True)
     assert guess.weights[0] + guess.context[0] + guess.compute[0] == SAFETY_FACTOR * guess.weights[0]
     assert f"weights x {SAFETY_FACTOR}" in guess.note
@@ -491,7 +491,7 @@ def test_what_cannot_be_estimated_is_never_unlimited_but_a_multiple_of_its_weigh
     small = replace(facts, tensors={"bfloat16": Tally(1000, 2000)}, file_bytes=2000)
     assert estimate(small, preset(), on_host=True).compute[0] >= LEAST_BESIDE
     stated = estimate(facts, preset(required_memory={"": 900 * MIB}), on_host=True)
-    assert (stated.total, stated.source, stated.sure) == (900 * MIB, "preset", True)
+    assert (stated.total, stated.source, stated.is_exact) == (900 * MIB, "preset", True)
 
 
 def shaped(
@@ -549,10 +549,10 @@ def test_a_forked_worker_takes_less_than_an_executed_one() -> None:
 def test_what_an_estimating_process_shares_with_its_nursery_counts_for_forked_workers_alone() -> None:
     said = Estimated(weights=[9], context=[9], compute=[9], runtime=[1000], inherited=700)
     shared = int(INHERITED_SHARE * 700)
-    assert estimates.exact(said, preset()).runtime == (1000,)
-    assert estimates.exact(said, preset(), forked=True).runtime == (1000 - shared,)
+    assert estimates.from_trace(said, preset()).runtime == (1000,)
+    assert estimates.from_trace(said, preset(), forked=True).runtime == (1000 - shared,)
     beside = replace(said, host=2000, inherited=0)
-    assert estimates.exact(beside, preset(), forked=True).host == 2000, "it was told of a process on accelerators"
+    assert estimates.from_trace(beside, preset(), forked=True).host == 2000, "it was told of a process on accelerators"
 
 
 def test_whoever_generates_may_be_asked_to_follow_a_grammar() -> None:
@@ -577,7 +577,7 @@ def test_splitting_loses_nothing(facts: Checkpoint, said: Preset, counts: list[i
 @settings(deadline=None)
 @given(facts=checkpoints, said=presets, measured=st.integers(0, 1 << 40), host=st.integers(0, 1 << 40))
 def test_what_was_learned_sums_to_what_was_measured(facts: Checkpoint, said: Preset, measured: int, host: int) -> None:
-    found = estimates.learned(estimate(facts, said, on_host=False), (measured,), host)
+    found = estimates.from_measurement(estimate(facts, said, on_host=False), (measured,), host)
     assert found.shards == (measured,)
     assert found.host == host
     assert min(found.weights + found.context + found.compute + found.runtime) >= 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from router.config.presets import Preset
 from router.memory import estimate, tensor_parallel
-from router.memory.learned import Calibration
+from router.memory.learned import LearnedEstimates
 from router.memory.process import RUNTIME_FORKED, RUNTIME_HOST, SERVING_HOST, UNKNOWN, Overhead
 from tests.router.fleet.worlds import LLAMA
 from worker.estimate import estimate as worked_out
@@ -58,54 +58,54 @@ def test_an_exact_figure_from_before_has_what_is_known_by_now() -> None:
     said = Estimated(
         weights=[9], context=[8], compute=[7], runtime=[DEVICE_PROCESS_BYTES], host=DEVICE_PROCESS_HOST_BYTES + own
     )
-    exact = estimate.exact(said, PRESET, first=estimate.estimate(LLAMA, PRESET, on_host=False))
+    exact = estimate.from_trace(said, PRESET, first=estimate.estimate(LLAMA, PRESET, on_host=False))
     first = estimate.estimate(LLAMA, PRESET, on_host=False, overhead=MEASURED)
-    assert estimate.kept(exact, first).runtime == (300 * MIB + estimate.beside_steps(first.compute[0]),)
-    assert estimate.kept(exact, first).weights == (9,)
-    assert estimate.kept(exact, first).host == 900 * MIB + SERVING_HOST + own
-    assert estimate.kept(estimate.kept(exact, first), first) == estimate.kept(exact, first)
-    measured = estimate.learned(first, (10 * MIB,), own)
-    assert estimate.kept(measured, first).shards == (10 * MIB,), "which was measured as a whole"
-    assert estimate.kept(measured, first).host == own, "likewise"
+    assert estimate.refreshed(exact, first).runtime == (300 * MIB + estimate.beside_steps(first.compute[0]),)
+    assert estimate.refreshed(exact, first).weights == (9,)
+    assert estimate.refreshed(exact, first).host == 900 * MIB + SERVING_HOST + own
+    assert estimate.refreshed(estimate.refreshed(exact, first), first) == estimate.refreshed(exact, first)
+    measured = estimate.from_measurement(first, (10 * MIB,), own)
+    assert estimate.refreshed(measured, first).shards == (10 * MIB,), "which was measured as a whole"
+    assert estimate.refreshed(measured, first).host == own, "likewise"
 
 
 def test_what_an_exact_figure_knew_of_its_process_is_kept_with_it(tmp_path: Path) -> None:
     file = tmp_path / "estimates.json"
     guessed, first = (estimate.estimate(LLAMA, PRESET, on_host=False, overhead=each) for each in (UNKNOWN, MEASURED))
     said = Estimated(weights=[9], context=[8], compute=[7], runtime=[DEVICE_PROCESS_BYTES], host=guessed.process + 5)
-    Calibration(file).store_exact("a", estimate.exact(said, PRESET, first=guessed))
-    again = Calibration(file).exact("a")
+    LearnedEstimates(file).store_exact("a", estimate.from_trace(said, PRESET, first=guessed))
+    again = LearnedEstimates(file).exact("a")
     assert again is not None
-    assert estimate.kept(again, first).host == first.process + 5
+    assert estimate.refreshed(again, first).host == first.process + 5
     body = json.loads(file.read_text())
     del body["exact"]["a"]["process"]
     file.write_text(json.dumps(body))
-    old = Calibration(file).exact("a")
+    old = LearnedEstimates(file).exact("a")
     assert old is not None
-    assert estimate.kept(old, first).host == said.host, "of one from before it was told apart nothing is taken off"
+    assert estimate.refreshed(old, first).host == said.host, "of one from before it was told apart nothing is taken off"
 
 
 def test_it_is_remembered_by_type_of_device_driver_and_birth(tmp_path: Path) -> None:
     file = tmp_path / "estimates.json"
-    Calibration(file, driver="550.54").record_overhead(CARD, MEASURED, forked=False)
-    again = Calibration(file, driver="550.54")
+    LearnedEstimates(file, driver="550.54").record_overhead(CARD, MEASURED, forked=False)
+    again = LearnedEstimates(file, driver="550.54")
     assert again.overhead(CARD, forked=False) == MEASURED
     assert again.overhead(CARD, forked=True) == UNKNOWN
     assert again.overhead("NVIDIA Fake B", forked=False) == UNKNOWN
-    assert Calibration(file, driver="560.1").overhead(CARD, forked=False) == UNKNOWN
+    assert LearnedEstimates(file, driver="560.1").overhead(CARD, forked=False) == UNKNOWN
     [words] = json.loads(file.read_text())["overhead"]
     assert words.startswith(f"{CARD}, driver 550.54, torch ")
 
 
 def test_it_rises_at_once_and_falls_slowly(tmp_path: Path) -> None:
-    known = Calibration(tmp_path / "estimates.json")
+    known = LearnedEstimates(tmp_path / "estimates.json")
     for device in (300, 400, 300):
         known.record_overhead(CARD, Overhead(device=device * MIB), forked=False)
     assert known.overhead(CARD, forked=False).device == 375 * MIB
 
 
 def test_a_difference_is_believed_once_two_loads_agree_on_it(tmp_path: Path) -> None:
-    known = Calibration(tmp_path / "estimates.json")
+    known = LearnedEstimates(tmp_path / "estimates.json")
 
     def say(device: int) -> int:
         known.record_overhead(CARD, Overhead(device * MIB, 900 * MIB), forked=False, is_own=False)
@@ -118,11 +118,11 @@ def test_a_difference_is_believed_once_two_loads_agree_on_it(tmp_path: Path) -> 
 
 def test_a_file_from_before_there_was_such_a_record_is_no_damage(tmp_path: Path) -> None:
     file = tmp_path / "estimates.json"
-    Calibration(file).record_load("a", 3.0)
+    LearnedEstimates(file).record_load("a", 3.0)
     body = json.loads(file.read_text())
     del body["overhead"]
     file.write_text(json.dumps(body))
-    known = Calibration(file)
+    known = LearnedEstimates(file)
     assert (known.load_seconds("a"), known.overhead(CARD, forked=False)) == (3.0, UNKNOWN)
     file.write_text(json.dumps({**body, "overhead": {key: [3] for key in ("a", "b")}}))
-    assert Calibration(file).overhead("cpu", forked=False) == UNKNOWN
+    assert LearnedEstimates(file).overhead("cpu", forked=False) == UNKNOWN

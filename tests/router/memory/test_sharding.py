@@ -107,8 +107,8 @@ def test_devices_are_counted_in_the_order_in_which_the_preset_names_them() -> No
         (replace(BIG, quantization="gptq"), "its weights are quantised"),
         (replace(BIG, cross_attention=True), "it has an encoder and a decoder"),
         (replace(BIG, capabilities=("embedding",)), "it embeds or scores texts"),
-        (replace(BIG, capabilities=("completion", "vision")), "it sees images"),
-        (replace(BIG, by_layer=()), "its files do not tell its layers from the rest"),
+        (replace(BIG, capabilities=("completion", "vision")), "it takes images"),
+        (replace(BIG, by_layer=()), "its tensor names do not identify the layers"),
     ],
 )
 def test_what_cannot_be_split_stays_whole_and_says_why_if_it_is_told_to(facts: Checkpoint, why: str) -> None:

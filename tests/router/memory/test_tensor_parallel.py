@@ -76,9 +76,9 @@ def test_gpu_split_says_which_devices_they_are() -> None:
         (LARGE, {"tensor_parallel": 2, "quantization": "bnb-4bit"}, "its weights are quantised; remove it$"),
         (replace(LARGE, capabilities=("embedding",)), {"tensor_parallel": 2}, "it embeds or scores texts; remove it$"),
         (replace(LARGE, cross_attention=True), {"tensor_parallel": 2}, "it has an encoder and a decoder"),
-        (replace(LARGE, capabilities=("completion", "vision")), {"tensor_parallel": 2}, "it sees images"),
+        (replace(LARGE, capabilities=("completion", "vision")), {"tensor_parallel": 2}, "it takes images"),
         (LARGE, {"tensor_parallel": 2, "enable_lora": "on"}, "requests may name adapters"),
-        (replace(LARGE, matrices=0), {"tensor_parallel": 2}, "its files do not tell its layers from the rest"),
+        (replace(LARGE, matrices=0), {"tensor_parallel": 2}, "its tensor names do not identify the layers"),
     ],
 )
 def test_what_cannot_be_divided_says_why_and_what_to_do(facts: Checkpoint, said: dict[str, Any], why: str) -> None:

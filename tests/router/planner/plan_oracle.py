@@ -61,9 +61,9 @@ class Oracle:
         }
         self.present = [one for one in residents if not one.leaving]
         self.staying = {one.id: one for one in self.present}
-        self.unpromised = sorted((one for one in residents if one.leaving), key=lambda one: (one.retired_at, one.id))
+        self.unpromised = sorted((one for one in residents if one.leaving), key=lambda one: (one.leaving_since, one.id))
         self.claimed: dict[int, float] = {}
-        self.loads = [(set(spots(one)), one.quiet) for one in residents if one.starting]
+        self.loads = [(set(spots(one)), one.exclusive) for one in residents if one.starting]
         self.copies = [(one.model, list(spots(one))) for one in self.present]
         gone = {one.id for one in residents if one.leaving}
         self.steps = [Moment(set())]
@@ -162,7 +162,7 @@ class Oracle:
 
     def is_noisy(self, demand: Demand, place: Place) -> bool:
         pools = {self.pool(id) for id in place}
-        return any(pools & on and (quiet or demand.quiet) for on, quiet in self.loads)
+        return any(pools & on and (exclusive or demand.exclusive) for on, exclusive in self.loads)
 
     # The story
 
@@ -179,14 +179,14 @@ class Oracle:
         if offers:
             self.take(demand, min(offers, key=lambda offer: self.disturbance(demand, offer)))
         elif not any(self.fits_empty(self.claim(demand, place)) for place in self.places(demand, self.capacity)):
-            if demand.luxury:
+            if demand.best_effort:
                 self.answer.drop.add(demand.id)
-            elif demand.sure:
+            elif demand.is_exact:
                 self.answer.refuse.add(demand.id)
             else:
                 self.answer.refine.add(demand.id)
                 self.stay(demand, None, None)
-        elif demand.luxury:
+        elif demand.best_effort:
             self.answer.drop.add(demand.id)
         else:
             self.stay(demand, None, None)
@@ -203,7 +203,7 @@ class Oracle:
     def settle(self, demand: Demand, offer: Offer) -> None:
         """Those behind see it there."""
         pools = {self.pool(id) for id in offer.place}
-        self.loads.append((pools, demand.quiet))
+        self.loads.append((pools, demand.exclusive))
         self.copies.append((demand.model, sorted(pools)))
 
     def offers(self, demand: Demand) -> Iterator[Offer]:
@@ -229,26 +229,26 @@ class Oracle:
         """Residents with memory on the devices of `claim` that could be evicted for it, now or later."""
         there = [one for one in self.staying.values() if claim.keys() & (one.reserved.keys() | one.measured.keys())]
         able = [one for one in there if not one.pinned]
-        if demand.luxury:
-            able = [one for one in able if one.luxury and not one.busy and one.last_used < demand.since]
+        if demand.best_effort:
+            able = [one for one in able if one.best_effort and not one.busy and one.last_used < demand.since]
         return able
 
     def bound(self, one: Resident, demand: Demand) -> float:
         """The moment at which it may leave for the demand at the latest; -inf: now."""
         patient = demand.since + self.fleet.patience
         if one.busy:
-            latest = inf if one.starting else max(one.turn_ends, patient)
+            latest = inf if one.starting else max(one.residency_ends, patient)
             return latest if latest > self.now else -inf
-        if not one.starting and one.turn_ends <= self.now:
+        if not one.starting and one.residency_ends <= self.now:
             return -inf
-        linger = min(2.0, max(0.2, demand.load_seconds / 2))
-        if one.comes_back is not None and one.comes_back > linger:
-            linger = 0.0
-        if one.linger is not None:
-            linger = one.linger
-        if one.last_used + linger <= self.now:
+        idle_grace = min(2.0, max(0.2, demand.load_seconds / 2))
+        if one.request_interval is not None and one.request_interval > idle_grace:
+            idle_grace = 0.0
+        if one.idle_grace is not None:
+            idle_grace = one.idle_grace
+        if one.last_used + idle_grace <= self.now:
             return -inf
-        return inf if one.starting else max(one.turn_ends, patient)
+        return inf if one.starting else max(one.residency_ends, patient)
 
     def bound_of(self, demand: Demand, offer: Offer) -> float:
         """The moment at which it has its place at the latest: its own victims may leave, and those claimed ahead on
@@ -282,11 +282,11 @@ class Oracle:
         """Evict, if all victims may leave now and nothing else is missing; else claim the place, or drop it."""
         late = [bound for one in offer.victims if (bound := self.bound(one, demand)) > -inf]
         missing = self.short(offer.claim, self.stages, [one.id for one in offer.victims])
-        unsure = bool(offer.victims) and not demand.sure
+        unsure = bool(offer.victims) and not demand.is_exact
         goes = not (late or missing or unsure or self.disturbs(offer))
         if unsure:
             self.answer.refine.add(demand.id)
-        elif demand.luxury and not goes:
+        elif demand.best_effort and not goes:
             self.answer.drop.add(demand.id)
             return
         until = max([*late, *self.ahead(missing)], default=-inf)
@@ -312,7 +312,7 @@ class Oracle:
         """Its victims must not leave, nor it come, where a load other than theirs measures the device."""
         touched = {self.pool(id) for id in offer.place} | {id for one in offer.victims for id in spots(one)}
         own = {id for one in offer.victims if one.starting for id in spots(one)}
-        return bool(offer.victims) and any((on - own) & touched for on, quiet in self.loads if quiet)
+        return bool(offer.victims) and any((on - own) & touched for on, exclusive in self.loads if exclusive)
 
     def step(self, offer: Offer) -> None:
         """Promise it of those that leave as many as it takes, the first to go first."""
@@ -366,8 +366,8 @@ def worth(one: Resident) -> tuple[bool, bool, int, float, float]:
     """Idle before busy, best-effort before required, lower priority, least recently used (of busy ones: whose minimum
     residency ended first), cheaper to bring back."""
     size = sum(size for id, size in one.reserved.items() if id.index != SLOTS)
-    since = one.turn_ends if one.busy else one.last_used
-    return one.busy, not one.luxury, one.priority, since, one.load_seconds * size
+    since = one.residency_ends if one.busy else one.last_used
+    return one.busy, not one.best_effort, one.priority, since, one.load_seconds * size
 
 
 def spots(one: Resident) -> list[DeviceId]:

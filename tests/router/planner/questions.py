@@ -27,7 +27,7 @@ class Fleet:
     @property
     def line(self) -> list[Demand]:
         """Who is asked first."""
-        return sorted(self.waiting, key=lambda one: (one.luxury, -one.priority, one.since, one.id))
+        return sorted(self.waiting, key=lambda one: (one.best_effort, -one.priority, one.since, one.id))
 
     def claims(self, plan: Plan, among: Sequence[Demand]) -> dict[int, Bytes]:
         """What those who start or keep a place will take there."""
@@ -61,7 +61,9 @@ class Fleet:
 def is_pending(plan: Plan, id: int) -> bool:
     """Whether it keeps a place, but waits until its victims, or those of somebody ahead, may leave."""
     wait = plan.waits.get(id)
-    return wait is not None and (wait.cause not in ("stopping", "quiet") or not set(wait.victims) <= set(plan.evict))
+    return wait is not None and (
+        wait.cause not in ("stopping", "exclusive") or not set(wait.victims) <= set(plan.evict)
+    )
 
 
 # Laws that a plan may break

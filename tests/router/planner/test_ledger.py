@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.planner.availability import Stages, View
+from router.planner.availability import FreeMemory, FreeMemoryTimeline
 from router.planner.ledger import LOCAL, SLOTS, Device, DeviceId, Ledger, Reading, Resident, pooled
 from tests.router.planner.fleets import COUNT, CPU, GPU, machine, resident
 
@@ -108,7 +108,7 @@ def test_a_device_is_named_as_people_name_it() -> None:
 
 
 def free(residents: Sequence[Resident], *, gone: Sequence[Resident] = (), promised: int = 0, **facts: object) -> int:
-    view = View(machine(residents, {GPU[0]: WORLD}, **facts), residents)  # type: ignore[arg-type]  # forwarded
+    view = FreeMemory(machine(residents, {GPU[0]: WORLD}, **facts), residents)  # type: ignore[arg-type]  # forwarded
     for one in gone:
         view.leave(one)
     view.promise({GPU[0]: promised})
@@ -137,7 +137,7 @@ def test_who_leaves_takes_its_memory_off_both_figures() -> None:
 def test_only_what_it_occupies_comes_back_when_one_leaves() -> None:
     """10 foreign bytes are too new to be in the row: the driver alone knows of them."""
     one = resident(1, {GPU[0]: 40}, measured={GPU[0]: 30})
-    view = View([Device(id=GPU[0], total=100, used=30 + 10, foreign=0)], [one])
+    view = FreeMemory([Device(id=GPU[0], total=100, used=30 + 10, foreign=0)], [one])
     assert view.free(GPU[0]) == 60
     view.leave(one)
     assert view.free(GPU[0]) == 90
@@ -155,7 +155,7 @@ def test_a_promise_is_seen_by_nobody_else() -> None:
 
 def test_a_view_forgets_nothing_when_someone_stays_after_all() -> None:
     one = resident(1, {GPU[0]: 40}, measured={GPU[0]: 30, CPU: 5})
-    view = View(machine([one], {GPU[0]: WORLD, CPU: WORLD}), [one])
+    view = FreeMemory(machine([one], {GPU[0]: WORLD, CPU: WORLD}), [one])
     before = view.free(GPU[0]), view.free(CPU)
     other = view.copy()
     view.leave(one)
@@ -168,12 +168,12 @@ def test_without_memory_only_slots_can_be_short() -> None:
     one = resident(1, {GPU[0]: 90})
     devices = machine([one], {GPU[0]: WORLD, COUNT: 1})
     claim = {GPU[0]: 50, COUNT: 1}
-    assert set(View(devices, [one]).short(claim)) == {GPU[0], COUNT}
-    assert View(devices, [one], memory=False).short(claim) == [COUNT]
+    assert set(FreeMemory(devices, [one]).short(claim)) == {GPU[0], COUNT}
+    assert FreeMemory(devices, [one], memory=False).short(claim) == [COUNT]
 
 
 def test_an_unknown_device_is_not_looked_at() -> None:
-    assert View(machine([], {GPU[0]: WORLD}), []).short({GPU[0]: 1, COUNT: 1, GPU[1]: 5}) == []
+    assert FreeMemory(machine([], {GPU[0]: WORLD}), []).short({GPU[0]: 1, COUNT: 1, GPU[1]: 5}) == []
 
 
 # Several views as one
@@ -189,7 +189,7 @@ def test_stages_say_the_least_of_many_views(seed: int) -> None:
         for id in range(1, 8)
     ]
     devices = machine(here, {GPU[0]: 40, GPU[1]: 50, CPU: 20}, foreign={GPU[0]: random.randint(0, 9)})
-    stages, views = Stages(View(devices, here)), [View(devices, here)]
+    stages, views = FreeMemoryTimeline(FreeMemory(devices, here)), [FreeMemory(devices, here)]
     for _ in range(random.randint(1, 12)):
         one, claim = random.choice(here), {random.choice(GPU[:2]): random.randint(0, 9), CPU: 1}
         match random.choice(["leave", "stay", "promise", "book", "book"]):
@@ -243,8 +243,8 @@ def test_the_largest_margin_and_the_smallest_limit_hold_for_all_of_one_memory() 
     readings = [Reading(GPU[0], WORLD, 0, pool=CPU), Reading(CPU, WORLD, 0)]
     devices = unified(margin=5, limit=60).observe(readings, [])
     assert [(device.margin, device.limit) for device in devices] == [(5, 60), (5, 60)]
-    assert View(devices, []).short({CPU: 56}) == [CPU]
-    assert View(devices, []).short({CPU: 55}) == []
+    assert FreeMemory(devices, []).short({CPU: 56}) == [CPU]
+    assert FreeMemory(devices, []).short({CPU: 55}) == []
 
 
 def test_sizes_are_added_where_their_memory_is() -> None:
@@ -254,3 +254,26 @@ def test_sizes_are_added_where_their_memory_is() -> None:
 def test_memory_that_was_measured_but_never_reserved_is_freed_too() -> None:
     one = Resident(id=1, model="m", reserved={GPU[0]: 5}, measured={GPU[0]: 4, CPU: 3})
     assert one.holds == ((GPU[0], 4, 5), (CPU, 3, 0))
+
+
+@pytest.mark.parametrize("by_driver", [True, False])
+def test_victims_are_kept_only_while_the_rest_is_enough(by_driver: bool) -> None:
+    """15 and 40 bytes are needed for 45. Of the other two, 10 bytes each, neither is."""
+    sizes = {1: 15, 2: 10, 3: 10, 4: 40}
+    residents = [
+        resident(id, {GPU[0]: 1 if by_driver else size}, measured={GPU[0]: size if by_driver else 1})
+        for id, size in sizes.items()
+    ]
+    rows = [Device(id=GPU[0], total=100, used=100 if by_driver else 29, foreign=25)]
+    view = FreeMemory(rows, residents)
+    claim = {GPU[0]: 45}
+    victims = view.enough(claim, residents, view.short(claim))
+    assert [one.id for one in victims or ()] == [1, 4]
+
+
+def test_memory_that_is_measured_without_a_reservation_is_freed_too() -> None:
+    stray = resident(1, {CPU: 1}, measured={GPU[0]: 50, GPU[1]: 50})
+    rows = [Device(id=id, total=100, used=50, foreign=0) for id in GPU[:2]]
+    view = FreeMemory(rows, [stray])
+    claim = dict.fromkeys(GPU[:2], 80)
+    assert view.enough(claim, [stray], view.short(claim)) == (stray,)

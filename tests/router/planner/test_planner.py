@@ -15,7 +15,7 @@ ONE = {GPU[0]: 100}
 TWO = {GPU[0]: 100, GPU[1]: 100}
 LATE = NOW - PATIENCE
 """Since when somebody has waited whose patience is over."""
-FRESH = {"turn_ends": NOW + 5}
+FRESH = {"residency_ends": NOW + 5}
 
 
 def evicted(plan: Plan) -> list[int]:
@@ -172,7 +172,7 @@ def test_idle_leave_before_busy_ones() -> None:
 
 
 def test_luxuries_leave_before_needs() -> None:
-    residents = [resident(1, {GPU[0]: 50}), resident(2, {GPU[0]: 50}, luxury=True)]
+    residents = [resident(1, {GPU[0]: 50}), resident(2, {GPU[0]: 50}, best_effort=True)]
     assert evicted(decide([demand(9, 50)], residents, ONE)) == [2]
 
 
@@ -208,8 +208,8 @@ def test_the_place_that_disturbs_least_is_claimed() -> None:
     assert choice(load_seconds=6.0) == [2]
     assert choice(pinned=True) == [2]
     assert choice(last_used=NOW - 0.1, **FRESH) == [2]
-    assert choice(luxury=True, last_used=6.0) == [1]
-    assert choice(luxury=True, priority=1) == [1]
+    assert choice(best_effort=True, last_used=6.0) == [1]
+    assert choice(best_effort=True, priority=1) == [1]
 
 
 def test_one_leaves_rather_than_two() -> None:
@@ -243,12 +243,12 @@ def test_what_leaves_for_one_is_not_taken_by_another() -> None:
 
 def test_nobody_behind_overtakes_with_memory_that_is_free_by_now() -> None:
     """8 lacks 4 that 1 will give back soon. If 9 took what is free, 8 would have to wait for 2, who drains longer."""
-    first = resident(1, {GPU[0]: 15}, leaving=True, retired_at=NOW - 9)
-    second = resident(2, {GPU[0]: 51}, leaving=True, retired_at=NOW - 1)
+    first = resident(1, {GPU[0]: 15}, leaving=True, leaving_since=NOW - 9)
+    second = resident(2, {GPU[0]: 51}, leaving=True, leaving_since=NOW - 1)
     waiting = [demand(8, 38, since=NOW - 1), demand(9, 27)]
     plan = decide(waiting, [first, second], ONE)
     assert (plan.start, plan.waits[9].cause) == ({}, "stopping")
-    plan = decide(waiting, [replace(first, retired_at=NOW), second], ONE)
+    plan = decide(waiting, [replace(first, leaving_since=NOW), second], ONE)
     assert set(plan.start) == {9}, "2 goes first, and leaves enough for both"
 
 
@@ -282,7 +282,7 @@ def test_each_of_those_who_stay_has_a_reason() -> None:
     plan = decide([demand(9, 30)], residents, TWO)
     assert evicted(plan) == [6]
     assert plan.waits[9].keep == {
-        1: "pinned", 2: "busy", 3: "starting", 4: "turn", 5: "elsewhere", 7: "unneeded",
+        1: "pinned", 2: "busy", 3: "starting", 4: "residency", 5: "elsewhere", 7: "unneeded",
     }  # fmt: skip
 
 
@@ -300,9 +300,9 @@ def test_a_busy_worker_is_spared_until_patience_is_over() -> None:
 
 
 def test_a_busy_worker_keeps_its_place_until_its_turn_ends_though_patience_is_over() -> None:
-    residents = [resident(1, {GPU[0]: 90}, busy=True, turn_ends=NOW + 5)]
+    residents = [resident(1, {GPU[0]: 90}, busy=True, residency_ends=NOW + 5)]
     plan = decide([demand(9, 60, since=LATE)], residents, ONE)
-    assert (plan.evict, plan.look_again, plan.waits[9].cause) == ({}, NOW + 5, "turn")
+    assert (plan.evict, plan.look_again, plan.waits[9].cause) == ({}, NOW + 5, "residency")
     assert evicted(decide([demand(9, 60, since=LATE)], residents, ONE, now=NOW + 5)) == [1]
 
 
@@ -313,25 +313,27 @@ def test_a_busy_worker_keeps_its_place_until_its_turn_ends_though_patience_is_ov
 def test_an_idle_worker_inside_its_turn_is_kept_for_the_linger(
     preset: float | None, load_seconds: float, expected: float
 ) -> None:
-    residents = [resident(1, {GPU[0]: 90}, last_used=NOW, linger=preset, **FRESH)]
+    residents = [resident(1, {GPU[0]: 90}, last_used=NOW, idle_grace=preset, **FRESH)]
     waiting = [demand(9, 60, load_seconds=load_seconds)]
     plan = decide(waiting, residents, ONE)
     if expected:
-        assert (plan.evict, plan.look_again, plan.waits[9].cause) == ({}, NOW + expected, "turn")
+        assert (plan.evict, plan.look_again, plan.waits[9].cause) == ({}, NOW + expected, "residency")
         plan = decide(waiting, residents, ONE, now=NOW + expected)
     assert evicted(plan) == [1]
 
 
-@pytest.mark.parametrize(("comes_back", "lingers"), [(0.5, True), (0.6, False)])
-def test_an_idle_worker_does_not_linger_for_clients_that_come_back_later(comes_back: float, lingers: bool) -> None:
+@pytest.mark.parametrize(("request_interval", "lingers"), [(0.5, True), (0.6, False)])
+def test_an_idle_worker_does_not_linger_for_clients_that_come_back_later(
+    request_interval: float, lingers: bool
+) -> None:
     waiting = [demand(9, 60, load_seconds=1.0)]
-    one = resident(1, {GPU[0]: 90}, last_used=NOW, comes_back=comes_back, **FRESH)
+    one = resident(1, {GPU[0]: 90}, last_used=NOW, request_interval=request_interval, **FRESH)
     assert evicted(decide(waiting, [one], ONE)) == ([] if lingers else [1])
-    assert evicted(decide(waiting, [replace(one, linger=4.0)], ONE)) == [], "its preset's word counts more"
+    assert evicted(decide(waiting, [replace(one, idle_grace=4.0)], ONE)) == [], "its preset's word counts more"
 
 
 def test_past_its_turn_an_idle_worker_does_not_linger() -> None:
-    assert evicted(decide([demand(9, 60)], [resident(1, {GPU[0]: 90}, last_used=NOW, turn_ends=NOW)], ONE)) == [1]
+    assert evicted(decide([demand(9, 60)], [resident(1, {GPU[0]: 90}, last_used=NOW, residency_ends=NOW)], ONE)) == [1]
 
 
 def test_victims_leave_together_or_not_at_all() -> None:
@@ -342,9 +344,59 @@ def test_victims_leave_together_or_not_at_all() -> None:
     assert evicted(decide([demand(9, 80)], residents, ONE, now=NOW + PATIENCE)) == [1, 2]
 
 
+def test_a_place_that_a_claim_ahead_frees_sooner_is_preferred_to_victims_of_its_own() -> None:
+    """The first demand claims 30 bytes of the first device. Exactly 20 are left there once its victim has left."""
+    residents = [
+        resident(1, {GPU[0]: 40}, busy=True, residency_ends=NOW + 5),
+        resident(2, {GPU[0]: 10}, busy=True, residency_ends=NOW + 20),
+        resident(3, {GPU[1]: 40}, busy=True, residency_ends=NOW + 9),
+    ]
+    waiting = [demand(8, 30, since=LATE), demand(9, 20, on=GPU[:2], since=LATE + 1)]
+    plan = decide(waiting, residents, {GPU[0]: 60, GPU[1]: 40})
+    assert (plan.waits[8].place, plan.waits[8].victims) == ((GPU[0],), (1,))
+    assert (plan.waits[9].place, plan.waits[9].victims, plan.waits[9].until) == ((GPU[0],), (), NOW + 5)
+
+
+def test_the_least_disturbing_place_is_found_among_candidates_of_mixed_priority() -> None:
+    """On the first device, 1 and 3 are enough. The residency of 3 ends before that of 5 on the second device.
+
+    2 comes before 3, but is too small.
+    """
+    residents = [
+        resident(1, {GPU[0]: 20}),
+        resident(2, {GPU[0]: 5}, busy=True, best_effort=True, priority=1, residency_ends=NOW + 50),
+        resident(3, {GPU[0]: 20}, busy=True, residency_ends=NOW + 20),
+        resident(4, {GPU[1]: 20}),
+        resident(5, {GPU[1]: 20}, busy=True, residency_ends=NOW + 30),
+    ]
+    plan = decide([demand(9, 40, on=GPU[:2])], residents, {GPU[0]: 45, GPU[1]: 40}, patience=60.0)
+    assert (plan.waits[9].place, plan.waits[9].victims) == ((GPU[0],), (1, 3))
+
+
+def test_a_demand_rather_waits_for_a_measurement_than_evicts() -> None:
+    residents = [
+        resident(1, {GPU[0]: 10}, starting=True, busy=True, exclusive=True),
+        resident(2, {GPU[1]: 90}, best_effort=True),
+    ]
+    plan = decide([demand(9, 50, on=GPU[:2])], residents, TWO)
+    assert (plan.evict, plan.waits[9].place, plan.waits[9].cause) == ({}, (GPU[0],), "exclusive")
+
+
+def test_all_sets_of_eight_devices_are_tried() -> None:
+    """Aligned pairs alone would not do: 1 and 2 belong to two of them."""
+    residents = [resident(1 + index, {id: 90}, pinned=True) for index, id in enumerate(GPU[:8]) if index not in (1, 2)]
+    plan = decide([demand(20, 50, 50, on=GPU[:8])], residents, dict.fromkeys(GPU[:8], 100))
+    assert places(plan) == {20: (GPU[1], GPU[2])}
+
+
+def test_a_refusal_reports_the_place_where_least_is_missing() -> None:
+    plan = decide([demand(9, 70, 70, on=GPU[:3])], [], {GPU[0]: 10, GPU[1]: 60, GPU[2]: 60})
+    assert set(plan.refuse[9].devices) == {GPU[1], GPU[2]}
+
+
 def test_of_busy_workers_the_one_that_had_its_turn_first_leaves_whichever_request_ended_last() -> None:
     """Each request that ends says anew when a worker was last used: who has to leave must not change with it."""
-    first, then = {"busy": True, "turn_ends": NOW - 9}, {"busy": True, "turn_ends": NOW - 1}
+    first, then = {"busy": True, "residency_ends": NOW - 9}, {"busy": True, "residency_ends": NOW - 1}
     for last_used in (NOW - 8, NOW):
         residents = [resident(1, {GPU[0]: 50}, **then, last_used=NOW - 5)]
         residents += [resident(2, {GPU[0]: 50}, **first, last_used=last_used)]
@@ -359,7 +411,7 @@ def test_of_busy_workers_the_one_whose_turn_is_over_leaves() -> None:
 def test_a_load_that_somebody_awaits_is_spared() -> None:
     residents = [resident(1, {GPU[0]: 90}, starting=True, busy=True)]
     plan = decide([demand(9, 60, since=LATE)], residents, ONE, now=NOW + 100)
-    assert (plan.evict, plan.look_again, plan.waits[9].cause) == ({}, None, "turn")
+    assert (plan.evict, plan.look_again, plan.waits[9].cause) == ({}, None, "residency")
     assert plan.waits[9].victims == (1,), "but its place is claimed"
 
 
@@ -465,27 +517,27 @@ def test_a_demand_without_shards_is_a_mistake() -> None:
 
 
 def test_a_static_estimate_may_start() -> None:
-    plan = decide([demand(9, 60, sure=False)], [], ONE)
+    plan = decide([demand(9, 60, is_exact=False)], [], ONE)
     assert (set(plan.start), plan.refine) == ({9}, frozenset())
 
 
 def test_a_static_estimate_is_refined_before_anybody_leaves() -> None:
     residents = [resident(1, {GPU[0]: 90})]
-    plan = decide([demand(9, 60, sure=False)], residents, ONE)
+    plan = decide([demand(9, 60, is_exact=False)], residents, ONE)
     assert (set(plan.refine), plan.evict) == ({9}, {})
     assert (plan.waits[9].cause, plan.waits[9].victims) == ("memory", (1,))
     assert evicted(decide([demand(9, 60)], residents, ONE)) == [1]
 
 
 def test_a_static_estimate_is_refined_before_it_is_refused() -> None:
-    plan = decide([demand(9, 101, sure=False)], [], ONE)
+    plan = decide([demand(9, 101, is_exact=False)], [], ONE)
     assert (set(plan.refine), plan.refuse) == ({9}, {})
     assert plan.waits[9].shortage[GPU[0]].available == 100
 
 
 def test_while_it_is_refined_a_demand_keeps_its_place() -> None:
     residents = [resident(1, {GPU[0]: 60})]
-    plan = decide([demand(8, 90, since=NOW - 1, sure=False), demand(9, 30)], residents, ONE)
+    plan = decide([demand(8, 90, since=NOW - 1, is_exact=False), demand(9, 30)], residents, ONE)
     assert (plan.start, plan.evict, set(plan.refine)) == ({}, {}, {8})
 
 
@@ -493,34 +545,36 @@ def test_while_it_is_refined_a_demand_keeps_its_place() -> None:
 
 
 def test_a_luxury_starts_at_once_or_is_dropped() -> None:
-    assert set(decide([demand(9, 60, luxury=True)], [], ONE).start) == {9}
-    plan = decide([demand(9, 60, luxury=True, since=LATE)], [resident(1, {GPU[0]: 50})], ONE)
+    assert set(decide([demand(9, 60, best_effort=True)], [], ONE).start) == {9}
+    plan = decide([demand(9, 60, best_effort=True, since=LATE)], [resident(1, {GPU[0]: 50})], ONE)
     assert (set(plan.drop), plan.evict, plan.waits) == ({9}, {}, {})
 
 
 def test_a_luxury_that_fits_nowhere_is_dropped_not_refused() -> None:
-    assert decide([demand(9, 101, luxury=True, sure=False)], [], ONE).drop == {9}
+    assert decide([demand(9, 101, best_effort=True, is_exact=False)], [], ONE).drop == {9}
 
 
 def test_a_luxury_displaces_an_idle_older_luxury() -> None:
-    old = resident(1, {GPU[0]: 90}, luxury=True)
-    assert evicted(decide([demand(9, 60, luxury=True)], [old], ONE)) == [1]
-    assert decide([demand(9, 60, luxury=True, since=LATE)], [replace(old, busy=True)], ONE).drop == {9}
-    assert decide([demand(9, 60, luxury=True)], [replace(old, last_used=NOW - 0.1, turn_ends=NOW + 5)], ONE).drop == {9}
-    assert decide([demand(9, 60, luxury=True)], [replace(old, last_used=NOW)], ONE).drop == {9}
-    waits = decide([demand(9, 60, luxury=True)], [replace(old, leaving=True)], ONE).waits
+    old = resident(1, {GPU[0]: 90}, best_effort=True)
+    assert evicted(decide([demand(9, 60, best_effort=True)], [old], ONE)) == [1]
+    assert decide([demand(9, 60, best_effort=True, since=LATE)], [replace(old, busy=True)], ONE).drop == {9}
+    assert decide(
+        [demand(9, 60, best_effort=True)], [replace(old, last_used=NOW - 0.1, residency_ends=NOW + 5)], ONE
+    ).drop == {9}
+    assert decide([demand(9, 60, best_effort=True)], [replace(old, last_used=NOW)], ONE).drop == {9}
+    waits = decide([demand(9, 60, best_effort=True)], [replace(old, leaving=True)], ONE).waits
     assert waits[9].cause == "stopping", "having displaced one it is not dropped"
 
 
 def test_a_luxury_stands_behind_every_need() -> None:
-    waiting = [demand(8, 60, luxury=True, since=LATE, priority=5), demand(9, 60)]
+    waiting = [demand(8, 60, best_effort=True, since=LATE, priority=5), demand(9, 60)]
     plan = decide(waiting, [], ONE)
     assert (set(plan.start), set(plan.drop)) == ({9}, {8})
 
 
 def test_a_luxury_does_not_wait_for_what_may_be_left_over() -> None:
     residents = [resident(1, {GPU[0]: 100}, busy=True)]
-    plan = decide([demand(8, 50, since=NOW - 1), demand(9, 50, luxury=True)], residents, ONE)
+    plan = decide([demand(8, 50, since=NOW - 1), demand(9, 50, best_effort=True)], residents, ONE)
     assert plan.drop == {9}
 
 
@@ -553,38 +607,38 @@ def test_what_an_expired_worker_leaves_is_promised_in_line() -> None:
 
 
 def test_an_engine_that_measures_the_device_shares_it_with_no_other_load() -> None:
-    plan = decide([demand(8, 10, quiet=True, since=NOW - 1), demand(9, 10)], [], ONE)
-    assert (set(plan.start), plan.waits[9].cause) == ({8}, "quiet")
-    plan = decide([demand(8, 10, since=NOW - 1), demand(9, 10, quiet=True)], [], ONE)
-    assert (set(plan.start), plan.waits[9].cause) == ({8}, "quiet")
+    plan = decide([demand(8, 10, exclusive=True, since=NOW - 1), demand(9, 10)], [], ONE)
+    assert (set(plan.start), plan.waits[9].cause) == ({8}, "exclusive")
+    plan = decide([demand(8, 10, since=NOW - 1), demand(9, 10, exclusive=True)], [], ONE)
+    assert (set(plan.start), plan.waits[9].cause) == ({8}, "exclusive")
     loading = resident(1, {GPU[0]: 10}, starting=True, busy=True)
-    plan = decide([demand(9, 10, quiet=True)], [loading], ONE)
-    assert (plan.start, plan.waits[9].cause, plan.waits[9].on) == ({}, "quiet", (1,))
-    plan = decide([demand(9, 10)], [replace(loading, quiet=True)], ONE)
-    assert (plan.start, plan.waits[9].cause, plan.waits[9].on) == ({}, "quiet", (1,))
+    plan = decide([demand(9, 10, exclusive=True)], [loading], ONE)
+    assert (plan.start, plan.waits[9].cause, plan.waits[9].on) == ({}, "exclusive", (1,))
+    plan = decide([demand(9, 10)], [replace(loading, exclusive=True)], ONE)
+    assert (plan.start, plan.waits[9].cause, plan.waits[9].on) == ({}, "exclusive", (1,))
 
 
 def test_quiet_reigns_from_the_claim_on() -> None:
     """Else small loads, one after the other, could keep it out for ever."""
     residents = [resident(1, {GPU[0]: 50}, busy=True)]
-    plan = decide([demand(8, 60, quiet=True, since=NOW - 1), demand(9, 10)], residents, ONE)
-    assert (plan.start, plan.waits[9].cause) == ({}, "quiet")
+    plan = decide([demand(8, 60, exclusive=True, since=NOW - 1), demand(9, 10)], residents, ONE)
+    assert (plan.start, plan.waits[9].cause) == ({}, "exclusive")
 
 
 def test_elsewhere_there_is_no_need_for_quiet() -> None:
-    loading = resident(1, {GPU[0]: 10, CPU: 5}, starting=True, busy=True, quiet=True)
+    loading = resident(1, {GPU[0]: 10, CPU: 5}, starting=True, busy=True, exclusive=True)
     plan = decide([demand(9, 10, host=5, on=GPU[:2])], [loading], {**TWO, CPU: 100})
     assert places(plan) == {9: (GPU[1],)}
 
 
 def test_nobody_leaves_a_device_while_it_is_measured() -> None:
-    residents = [resident(1, {GPU[0]: 20}, starting=True, busy=True, quiet=True), resident(2, {GPU[0]: 80})]
+    residents = [resident(1, {GPU[0]: 20}, starting=True, busy=True, exclusive=True), resident(2, {GPU[0]: 80})]
     plan = decide([demand(9, 50)], residents, ONE)
-    assert (plan.evict, plan.waits[9].cause, plan.waits[9].on) == ({}, "quiet", (1,))
+    assert (plan.evict, plan.waits[9].cause, plan.waits[9].on) == ({}, "exclusive", (1,))
 
 
 def test_a_quiet_load_whose_clients_have_left_may_leave_like_any_other() -> None:
-    residents = [resident(1, {GPU[0]: 80}, starting=True, quiet=True, last_used=NOW - 5)]
+    residents = [resident(1, {GPU[0]: 80}, starting=True, exclusive=True, last_used=NOW - 5)]
     assert evicted(decide([demand(9, 50)], residents, ONE)) == [1]
 
 
@@ -636,7 +690,7 @@ def test_the_large_model_evicts_what_it_must_and_no_more() -> None:
 
 def test_going_back_and_forth_between_two_models_that_exclude_each_other_goes_by_turns() -> None:
     """Both are in constant use. What was just loaded keeps its place for its turn, however long the other waited."""
-    residents = [seed(1, 6), seed(3, 81, busy=True, turn_ends=NOW + 10)]
+    residents = [seed(1, 6), seed(3, 81, busy=True, residency_ends=NOW + 10)]
     plan = decide([demand(2, 37, since=LATE)], residents, POOL, margin=3)
     assert (plan.evict, plan.look_again) == ({}, NOW + 10), "the embedder does not leave in vain"
     plan = decide([demand(2, 37, since=LATE)], residents, POOL, margin=3, now=NOW + 10)
@@ -676,5 +730,5 @@ def test_one_memory_is_not_given_out_twice_in_one_plan() -> None:
 
 
 def test_a_busy_worker_whose_minimum_residency_just_ended_is_in_the_way_as_it_is_busy() -> None:
-    plan = decide([demand(9, 60)], [resident(1, {GPU[0]: 90}, busy=True, turn_ends=NOW)], ONE)
+    plan = decide([demand(9, 60)], [resident(1, {GPU[0]: 90}, busy=True, residency_ends=NOW)], ONE)
     assert plan.waits[9].cause == "busy"

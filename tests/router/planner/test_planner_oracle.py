@@ -46,17 +46,17 @@ def random_resident(random: Random, id: int, on: tuple[DeviceId, ...], *, hosts:
         "model": one_of("abc"),
         "measured": {} if starting else measured,
         "last_used": NOW - one_of([50.0, 40.0, 30.0, 20.0, PATIENCE, 2.0, 1.0, 0.5, 0.2, 0.1, 0.0]),
-        "turn_ends": NOW + one_of([-9.0, -8.0, -7.0, -1.0, 0.0, 0.0, 0.3, 5.0, PATIENCE]),
+        "residency_ends": NOW + one_of([-9.0, -8.0, -7.0, -1.0, 0.0, 0.0, 0.3, 5.0, PATIENCE]),
         "starting": starting,
         "busy": random.random() < 0.25,
         "leaving": rarely(random),
-        "retired_at": NOW - one_of([1.0, 2.0, 3.0]),
+        "leaving_since": NOW - one_of([1.0, 2.0, 3.0]),
         "pinned": random.random() < 0.08,
-        "quiet": rarely(random),
-        "luxury": random.random() < 0.25,
+        "exclusive": rarely(random),
+        "best_effort": random.random() < 0.25,
         "priority": one_of([0, 0, 1]),
-        "linger": one_of([None, None, 0.0, 0.5, 3.0]),
-        "comes_back": one_of([None, None, 0.2, 0.5, 5.0]),
+        "idle_grace": one_of([None, None, 0.0, 0.5, 3.0]),
+        "request_interval": one_of([None, None, 0.2, 0.5, 5.0]),
         "load_seconds": one_of([0.0, 1.0, 2.0]),
         "expires": one_of([None, None, None, None, NOW, NOW - 1, NOW + 3]),
     }
@@ -73,13 +73,13 @@ def random_demand(random: Random, id: int, ids: list[DeviceId], *, host: bool, p
         "model": one_of("abc"),
         "since": NOW - one_of([50.0, 20.0, PATIENCE, 9.0, 1.0, 0.1, 0.0]),
         "priority": one_of([0, 0, 1]),
-        "luxury": rarely(random),
-        "sure": not rarely(random),
-        "quiet": rarely(random),
+        "best_effort": rarely(random),
+        "is_exact": not rarely(random),
+        "exclusive": rarely(random),
         "load_seconds": one_of([0.0, 1.0, 2.0, 9.0]),
     }
     if plain:
-        facts |= {"luxury": False, "sure": True, "quiet": False}
+        facts |= {"best_effort": False, "is_exact": True, "exclusive": False}
     if host and rarely(random):
         return demand(id, 5 * random.randint(1, 10), on=[CPU], **facts)
     able = ids if random.random() < 0.7 else random.sample(ids, random.randint(1, len(ids)))
@@ -133,7 +133,7 @@ def random_fleet(seed: int, demands: int) -> Fleet:
 def told_apart(fleet: Fleet) -> Fleet:
     """The same without two residents that are equal in everything that ranks them: of such, either may leave."""
     apart = [
-        replace(one, last_used=one.last_used - one.id / 1000, turn_ends=one.turn_ends - one.id / 1000)
+        replace(one, last_used=one.last_used - one.id / 1000, residency_ends=one.residency_ends - one.id / 1000)
         for one in fleet.residents
     ]
     return replace(fleet, residents=apart)

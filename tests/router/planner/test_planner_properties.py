@@ -67,16 +67,18 @@ def random_fleet(seed: int) -> Fleet:
                 measured={} if is_starting else seen,
                 model=one_of("abc"),
                 last_used=moment(),
-                turn_ends=moment() + one_of([0, 0, PATIENCE]),
+                residency_ends=moment() + one_of([0, 0, PATIENCE]),
                 starting=is_starting,
                 busy=random.random() < 0.3,
                 leaving=rarely(),
                 pinned=rarely(),
-                quiet=rarely(),
-                luxury=rarely(),
+                exclusive=rarely(),
+                best_effort=rarely(),
                 priority=one_of([0, 0, 1]),
-                linger=one_of([None, 0.0, 3.0]),
-                comes_back=Random(seed + id).choice([None, None, 0.1, 5.0]),  # of its own: the others stay as they were
+                idle_grace=one_of([None, 0.0, 3.0]),
+                request_interval=Random(seed + id).choice(
+                    [None, None, 0.1, 5.0]
+                ),  # of its own: the others stay as they were
                 load_seconds=one_of([0.0, 1.0]),
                 expires=one_of([None, None, None, NOW, NOW + 3]),
             )
@@ -95,9 +97,9 @@ def random_fleet(seed: int) -> Fleet:
                 model=one_of("abc"),
                 since=moment(),
                 priority=one_of([0, 0, 1]),
-                luxury=rarely(),
-                sure=not rarely(),
-                quiet=rarely(),
+                best_effort=rarely(),
+                is_exact=not rarely(),
+                exclusive=rarely(),
                 load_seconds=one_of([0.0, 1.0, 9.0]),
             )
         )
@@ -124,15 +126,15 @@ def may_leave(one: Resident, demand: Demand, now: float) -> bool:
     """The rule of turn, linger and patience, in other words."""
     if one.pinned or (one.busy and one.starting):
         return False
-    in_turn = one.starting or now < one.turn_ends
+    in_turn = one.starting or now < one.residency_ends
     if one.busy:
         return not in_turn and now >= demand.since + PATIENCE
-    linger = min(2.0, max(0.2, demand.load_seconds / 2))
-    if one.comes_back is not None and one.comes_back > linger:
-        linger = 0.0
-    if one.linger is not None:
-        linger = one.linger
-    return not in_turn or now >= one.last_used + linger
+    idle_grace = min(2.0, max(0.2, demand.load_seconds / 2))
+    if one.request_interval is not None and one.request_interval > idle_grace:
+        idle_grace = 0.0
+    if one.idle_grace is not None:
+        idle_grace = one.idle_grace
+    return not in_turn or now >= one.last_used + idle_grace
 
 
 # Room
@@ -239,7 +241,7 @@ def test_no_victim_could_be_swapped_for_an_older_one_of_its_kind(fleet: Fleet) -
     victims = [(one, plan.evict[one.id].for_demand) for one in fleet.residents if one.id in plan.evict]
 
     def kind(one: Resident) -> object:
-        return one.luxury, one.priority, one.busy, one.reserved, one.measured
+        return one.best_effort, one.priority, one.busy, one.reserved, one.measured
 
     promised = {victim for wait in plan.waits.values() for victim in wait.victims}
     for one in fleet.residents:
@@ -262,7 +264,7 @@ def test_an_infeasible_demand_touches_nobody(fleet: Fleet) -> None:
         names = sorted(id for id in one.devices if id in capacity)
         claims = [claim_of(one, place, fleet.devices) for place in permutations(names, len(one.shards))]
         fits = any(all(capacity.get(id, inf) >= needed for id, needed in claim.items()) for claim in claims)
-        assert (one.id in plan.refuse) == (not fits and one.sure and not one.luxury)
+        assert (one.id in plan.refuse) == (not fits and one.is_exact and not one.best_effort)
         if refusal := plan.refuse.get(one.id):
             assert all(short.required > short.available for short in refusal.devices.values())
             assert all(short.available == capacity[id] for id, short in refusal.devices.items())
@@ -274,7 +276,7 @@ def test_an_infeasible_demand_touches_nobody(fleet: Fleet) -> None:
 @law
 def test_nobody_is_evicted_or_refused_on_a_static_estimate(fleet: Fleet) -> None:
     plan = fleet.ask()
-    unsure = {one.id for one in fleet.waiting if not one.sure}
+    unsure = {one.id for one in fleet.waiting if not one.is_exact}
     assert not unsure & set(plan.refuse)
     assert not unsure & {eviction.for_demand for eviction in plan.evict.values()}
     assert plan.refine <= unsure & set(plan.waits)
@@ -284,13 +286,13 @@ def test_nobody_is_evicted_or_refused_on_a_static_estimate(fleet: Fleet) -> None
 def test_a_luxury_never_displaces_a_need(fleet: Fleet) -> None:
     plan = fleet.ask()
     residents = {one.id: one for one in fleet.residents}
-    luxuries = {one.id for one in fleet.waiting if one.luxury}
+    luxuries = {one.id for one in fleet.waiting if one.best_effort}
     assert not luxuries & set(plan.refuse)
     for id, eviction in plan.evict.items():
         if eviction.for_demand in luxuries:
-            assert residents[id].luxury
+            assert residents[id].best_effort
             assert not residents[id].busy
-    without = replace(fleet, waiting=[one for one in fleet.waiting if not one.luxury]).ask()
+    without = replace(fleet, waiting=[one for one in fleet.waiting if not one.best_effort]).ask()
     assert {id: start for id, start in plan.start.items() if id not in luxuries} == without.start
     assert {id: wait.place for id, wait in plan.waits.items() if id not in luxuries} == {
         id: wait.place for id, wait in without.waits.items()
@@ -343,13 +345,13 @@ def test_time_alone_changes_nothing_before_the_moment_to_look_again(fleet: Fleet
 def test_the_first_in_line_has_whatever_can_be_had(fleet: Fleet) -> None:
     """It starts if it fits anywhere, and has a place if it would fit with everybody gone who may ever leave."""
     first = fleet.line[0]
-    if first.luxury:
+    if first.best_effort:
         return
     plan = replace(fleet, waiting=[first]).ask()
     names = sorted(id for id in first.devices if any(device.id == id for device in fleet.devices))
     claims = [(p, claim_of(first, p, fleet.devices)) for p in permutations(names, len(first.shards))]
     unpinned = [one for one in fleet.residents if not one.pinned]
-    loads = [one for one in fleet.residents if one.starting and (one.quiet or first.quiet)]
+    loads = [one for one in fleet.residents if one.starting and (one.exclusive or first.exclusive)]
 
     def is_noisy(place: Sequence[DeviceId]) -> bool:
         used = [id for one in loads for id in one.reserved if id != COUNT]
@@ -369,9 +371,9 @@ def test_who_waits_waits_for_something(fleet: Fleet) -> None:
     for id, wait in plan.waits.items():
         if wait.cause == "stopping":
             assert set(wait.on) & {one.id for one in fleet.leaving(plan)}
-        elif wait.cause == "quiet":
+        elif wait.cause == "exclusive":
             assert loading or any(other.place for one, other in plan.waits.items() if one != id)
-        elif wait.cause in ("turn", "busy"):
+        elif wait.cause in ("residency", "busy"):
             assert plan.look_again or any(one.starting for one in fleet.residents if one.id in wait.on)
         else:
             ahead = {victim for other in plan.waits.values() for victim in other.victims}
@@ -396,8 +398,8 @@ def random_simulation(seed: int) -> Simulation:
                 host=random.randint(0, 30),
                 hot=random.random() < 0.6,
                 fickle=random.random() < 0.1,
-                quiet=random.random() < 0.2,
-                sure=random.random() < 0.8,
+                exclusive=random.random() < 0.2,
+                is_exact=random.random() < 0.8,
             )
         )
     return Simulation({**totals, **({COUNT: random.randint(1, 4)} if random.random() < 0.3 else {})}, models, random)

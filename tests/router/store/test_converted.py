@@ -9,7 +9,7 @@ import pytest
 
 from router.config.presets import Preset
 from router.memory.checkpoint_facts import Checkpoint
-from router.store.converted import Conversions
+from router.store.converted import ConvertedSnapshots
 from router.store.snapshots import Snapshots
 from worker.protocol.snapshot_files import MANIFEST, Manifest, encode_manifest
 
@@ -30,11 +30,11 @@ def snapshot(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def ours(tmp_path: Path) -> Conversions:
-    return Conversions(tmp_path / "converted", versions=("1",))
+def ours(tmp_path: Path) -> ConvertedSnapshots:
+    return ConvertedSnapshots(tmp_path / "converted", versions=("1",))
 
 
-def make(ours: Conversions, snapshot: Path, *, size: int = 64) -> Path:
+def make(ours: ConvertedSnapshots, snapshot: Path, *, size: int = 64) -> Path:
     """What a worker would have made; without a `size` nothing had to be converted."""
     target = ours.target(str(snapshot))
     assert target is not None
@@ -49,7 +49,7 @@ def make(ours: Conversions, snapshot: Path, *, size: int = 64) -> Path:
     return target
 
 
-def test_a_whole_one_is_found(ours: Conversions, snapshot: Path) -> None:
+def test_a_whole_one_is_found(ours: ConvertedSnapshots, snapshot: Path) -> None:
     assert ours.find(str(snapshot)) is None
     assert not ours.is_settled(str(snapshot), MIXTURE)
     target = make(ours, snapshot)
@@ -60,7 +60,7 @@ def test_a_whole_one_is_found(ours: Conversions, snapshot: Path) -> None:
 
 
 def test_where_nothing_had_to_be_converted_the_original_is_loaded_and_nobody_asks_again(
-    ours: Conversions, snapshot: Path
+    ours: ConvertedSnapshots, snapshot: Path
 ) -> None:
     make(ours, snapshot, size=0)
     assert ours.find(str(snapshot)) is None
@@ -90,7 +90,7 @@ def _lose(snapshot: Path) -> None:
 
 @pytest.mark.parametrize("change", [_rewrite, _replace, _add, _lose])
 def test_one_whose_source_has_changed_is_not_found_and_swept(
-    change: Callable[[Path], None], ours: Conversions, snapshot: Path
+    change: Callable[[Path], None], ours: ConvertedSnapshots, snapshot: Path
 ) -> None:
     target = make(ours, snapshot)
     change(snapshot)
@@ -126,7 +126,9 @@ def _take(target: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [_cut, _write_into, _garble, _mistake, _empty, _take])
-def test_a_torn_one_is_not_found_and_swept(harm: Callable[[Path], None], ours: Conversions, snapshot: Path) -> None:
+def test_a_torn_one_is_not_found_and_swept(
+    harm: Callable[[Path], None], ours: ConvertedSnapshots, snapshot: Path
+) -> None:
     target = make(ours, snapshot)
     harm(target)
     assert ours.find(str(snapshot)) is None
@@ -135,7 +137,7 @@ def test_a_torn_one_is_not_found_and_swept(harm: Callable[[Path], None], ours: C
     assert not target.exists()
 
 
-def test_one_of_another_snapshot_is_never_found(ours: Conversions, snapshot: Path, tmp_path: Path) -> None:
+def test_one_of_another_snapshot_is_never_found(ours: ConvertedSnapshots, snapshot: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text("config.json")
@@ -147,14 +149,14 @@ def test_one_of_another_snapshot_is_never_found(ours: Conversions, snapshot: Pat
     assert ours.find(str(snapshot)) is None
 
 
-def test_other_versions_convert_anew(ours: Conversions, snapshot: Path, tmp_path: Path) -> None:
+def test_other_versions_convert_anew(ours: ConvertedSnapshots, snapshot: Path, tmp_path: Path) -> None:
     make(ours, snapshot)
-    later = Conversions(tmp_path / "converted", versions=("2",))
+    later = ConvertedSnapshots(tmp_path / "converted", versions=("2",))
     assert later.find(str(snapshot)) is None
     assert later.sweep() == 1
 
 
-def test_what_is_kept_and_its_size_is_told(ours: Conversions, snapshot: Path) -> None:
+def test_what_is_kept_and_its_size_is_told(ours: ConvertedSnapshots, snapshot: Path) -> None:
     target = make(ours, snapshot, size=1000)
     assert ours.sweep() == 0
     assert target.exists()
@@ -162,7 +164,7 @@ def test_what_is_kept_and_its_size_is_told(ours: Conversions, snapshot: Path) ->
 
 
 def test_what_somebody_is_making_is_left_to_them_and_what_nobody_is_making_goes(
-    ours: Conversions, tmp_path: Path
+    ours: ConvertedSnapshots, tmp_path: Path
 ) -> None:
     begun, left = (tmp_path / "converted" / name for name in ("a.part", "b.part"))
     for folder in (begun, left):
@@ -176,7 +178,9 @@ def test_what_somebody_is_making_is_left_to_them_and_what_nobody_is_making_goes(
     assert not left.exists()
 
 
-def test_one_that_is_given_up_is_not_found_though_it_could_not_be_deleted(ours: Conversions, snapshot: Path) -> None:
+def test_one_that_is_given_up_is_not_found_though_it_could_not_be_deleted(
+    ours: ConvertedSnapshots, snapshot: Path
+) -> None:
     target = make(ours, snapshot)
     text = (target / MANIFEST).read_bytes()
     ours.give_up(target)
@@ -184,12 +188,12 @@ def test_one_that_is_given_up_is_not_found_though_it_could_not_be_deleted(ours: 
     assert ours.find(str(snapshot)) is None
 
 
-def test_one_that_is_given_up_is_neither_used_nor_made_again(ours: Conversions, snapshot: Path) -> None:
+def test_one_that_is_given_up_is_neither_used_nor_made_again(ours: ConvertedSnapshots, snapshot: Path) -> None:
     target = make(ours, snapshot)
     ours.give_up(target)
     assert ours.find(str(snapshot)) is None
     assert ours.is_settled(str(snapshot), MIXTURE)
-    assert Conversions(target.parent, versions=("1",)).find(str(snapshot)) is None, "nor by another router"
+    assert ConvertedSnapshots(target.parent, versions=("1",)).find(str(snapshot)) is None, "nor by another router"
 
 
 @pytest.mark.parametrize(
@@ -213,8 +217,8 @@ def test_loads_use_it_where_our_libraries_do_the_loading(
 def test_a_snapshot_that_is_none_of_ours_is_not_forsaken(snapshot: Path, tmp_path: Path) -> None:
     files = Snapshots(cache="", state=tmp_path, offline=True)
     target = make(files.conversions, snapshot)
-    assert not files.forsake(str(snapshot))
-    assert files.forsake(str(target))
+    assert not files.give_up_converted(str(snapshot))
+    assert files.give_up_converted(str(target))
     assert files.loads_from(Preset(id="m", path=str(snapshot)), str(snapshot)) == str(snapshot)
 
 
@@ -230,7 +234,7 @@ def test_a_snapshot_that_is_none_of_ours_is_not_forsaken(snapshot: Path, tmp_pat
     ],
 )
 def test_no_worker_is_asked_about_what_is_seen_to_be_right_as_it_lies(
-    facts: Checkpoint, names: tuple[str, ...], settled: bool, ours: Conversions, snapshot: Path
+    facts: Checkpoint, names: tuple[str, ...], settled: bool, ours: ConvertedSnapshots, snapshot: Path
 ) -> None:
     for name in names:
         (snapshot / name).write_text("{}")
