@@ -16,7 +16,7 @@ from router.api.lmi import LONGEST_LIST, page
 from router.config.presets import ADAPTER_NAME, HUB, Preset, repository
 from router.config.settings import Key
 from router.errors import ApiError, BadRequest, DoesNotFit, Duplicate, LoadFailed
-from router.fleet.state import State
+from router.fleet.worker import State
 from router.fleet.worker_argv import program_of
 from router.launch.interface import WorkerLost
 from router.registry.adapters import Registered, tell

@@ -12,8 +12,7 @@ from router.api.keepalive import PING, with_pauses
 from router.api.status import pulse, status_of
 from router.config.effective import effective
 from router.errors import BadRequest
-from router.fleet.state import State
-from router.fleet.worker import figures
+from router.fleet.worker import State, figures
 from router.log import KEPT, Line
 from router.registry.auth import ANYBODY
 from router.registry.registry import Site
@@ -59,8 +58,8 @@ def _state(site: Site) -> dict[str, Any]:
             for worker in fleet.workers()
         ],
         "sleeping": [
-            {"model": holding.preset.id, "bytes": holding.wish.size, "held": holding.is_held}
-            for holding in fleet.holdings
+            {"model": sleeping.preset.id, "bytes": sleeping.request.size, "held": sleeping.is_held}
+            for sleeping in fleet.sleeping_weights
         ],
         "prepared": [{"snapshot": folder, "bytes": size} for folder, size in site.files.converted.items()],
         "queue": [

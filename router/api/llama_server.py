@@ -11,8 +11,7 @@ from router.api.status import MIB, capabilities, status_of, value_of
 from router.config.presets import Preset
 from router.config.settings import Key
 from router.errors import BadRequest, Forbidden, ModelNotLoaded, NotOffered, SlotsBusy, Starting
-from router.fleet.state import State
-from router.fleet.worker import Worker
+from router.fleet.worker import State, Worker
 from router.memory.checkpoint import modalities
 from router.registry.pulls import users
 from router.registry.registry import BUILD, Site, Words, flag

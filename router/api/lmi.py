@@ -22,8 +22,7 @@ from router.config.presets import Preset, repository
 from router.config.resolve import REGISTERED
 from router.errors import ApiError, BadRequest, DoesNotFit, PresetInvalid
 from router.fleet.model import Model
-from router.fleet.state import State
-from router.fleet.worker import Worker
+from router.fleet.worker import State, Worker
 from router.registry.registry import Site, flag
 from worker.protocol.headers import ignored_fields
 
@@ -192,7 +191,7 @@ def _source(site: Site, url: str) -> tuple[str, str]:
 def _begin(site: Site, id: str, count: _Count) -> None:
     """Let it have a worker, without waiting: of what becomes of it the events and the list tell."""
     model = site.members.find(id).model
-    model.no_copy_before = 0.0
+    model.no_replica_before = 0.0
     if count.least:
         site.fleet.wanted(model.preset.id)
 
@@ -200,7 +199,7 @@ def _begin(site: Site, id: str, count: _Count) -> None:
 async def _keep(site: Site, id: str, count: _Count) -> None:
     """Returns once `id` has its least number of workers. Raises DoesNotFit if memory holds fewer, and what loads do."""
     model = site.members.find(id).model
-    model.no_copy_before = 0.0
+    model.no_replica_before = 0.0
     if not count.least:
         return
     mark = site.events.last_id
@@ -213,7 +212,7 @@ async def _keep(site: Site, id: str, count: _Count) -> None:
         listed = site.members.listed.get(id)
         if _ready(model) >= count.least or listed is None or listed.model is not model:
             return
-        if all(worker.state is State.READY for worker in model.all_open) and site.fleet.now() < model.no_copy_before:
+        if all(worker.state is State.READY for worker in model.all_open) and site.fleet.now() < model.no_replica_before:
             raise DoesNotFit(
                 f"{id} runs {_ready(model)} of {count.least} workers: there is no memory for more; further ones begin"
                 " when there is"

@@ -11,7 +11,7 @@ from router.api.status import REASONS, VALUES, bar_of, by_source, status
 from router.config.settings import Key
 from router.events import Event
 from router.fleet.lifecycle import FETCHED
-from router.fleet.state import State
+from router.fleet.worker import State
 from router.registry.auth import Access
 from router.registry.registry import Site, flag
 from router.registry.shared_workers import Listed

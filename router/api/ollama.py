@@ -13,8 +13,7 @@ from router.api.call import ApiCall, Frames, Result
 from router.api.status import capabilities, wall_clock
 from router.config.settings import Key
 from router.errors import ApiError, BadRequest, ModelNotFound
-from router.fleet.state import State
-from router.fleet.worker import Worker
+from router.fleet.worker import State, Worker
 from router.planner.ledger import DeviceId
 from router.registry.pulls import Hub, Pull
 from router.registry.registry import Site

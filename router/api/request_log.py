@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from router.errors import Cancelled, RequestNotFound
 from router.events import Event
-from router.fleet.lease import Lease
+from router.fleet.admission import Lease
 
 KEPT = 1000
 """Ended requests that are remembered."""

@@ -8,12 +8,11 @@ from typing import Any
 from router.config.effective import args, effective
 from router.config.presets import Preset
 from router.config.settings import Key
-from router.fleet.backoff import Failure
+from router.fleet.failures import Failure
 from router.fleet.fleet import Fleet
 from router.fleet.load_stages import whole
 from router.fleet.model import Model
-from router.fleet.state import State
-from router.fleet.worker import Worker, estimated
+from router.fleet.worker import State, Worker, estimated
 from router.memory.checkpoint import offered
 from router.memory.checkpoint_facts import Checkpoint
 from router.planner.ledger import SLOTS, DeviceId, pooled
@@ -109,9 +108,9 @@ def status(fleet: Fleet, model: Model, *, admin: bool, preset: Preset | None = N
         return result
     if model.since is not None:
         result["since"] = wall_clock(fleet, model.since)
-    if model.holding is not None and model.sleeps:
-        size = -(-model.holding.wish.size // MIB)
-        held = size if model.holding.is_held else None
+    if model.sleeping is not None and model.sleeps:
+        size = -(-model.sleeping.request.size // MIB)
+        held = size if model.sleeping.is_held else None
         result["memory"] = {"cpu": {"estimated_mib": size, "measured_mib": held, "reserved_mib": size}}
     if model.reason in REASONS:
         result["reason"] = model.reason
@@ -166,7 +165,7 @@ def by_source(name: str, done: int, total: int, files: Mapping[str, Sequence[int
 
 def progress(worker: Worker) -> dict[str, Any]:
     """Progress of a load as llama-server shapes it, `value` from 0 to 1 for all its stages."""
-    return bar_of(worker.stages.share, worker.stages.told())
+    return bar_of(worker.stages.share, worker.stages.as_dict())
 
 
 def bar_of(share: float, told: Mapping[str, Any]) -> dict[str, Any]:

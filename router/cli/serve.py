@@ -29,8 +29,8 @@ from router.config.resolve import Loaded
 from router.config.settings import Key, Settings
 from router.errors import ApiError, ConfigError, RouterError
 from router.events import EventLog
+from router.fleet.admission import Limits
 from router.fleet.fleet import Fleet
-from router.fleet.limits import Limits
 from router.http import listen
 from router.http.app import App
 from router.http.metrics import Metrics

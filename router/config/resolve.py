@@ -342,7 +342,7 @@ class _Loading:
             for name in presets[id].prefetch:
                 if name not in names:
                     near = next(iter(difflib.get_close_matches(name, sorted(names), n=1)), "")
-                    self._fail(place, f"companions names {shown(name)}, and there is no such model", near)
+                    self._fail(place, f"prefetch names {shown(name)}, and there is no such model", near)
 
     def _unconfigured(self, found: Sequence[Found], presets: Mapping[str, Preset]) -> Iterator[Found]:
         """What was found and no section configures; earlier sources win over later ones of the same name."""

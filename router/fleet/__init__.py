@@ -1,4 +1,4 @@
-"""Workers and leases: fleet, worker lifecycle, admission queue, failures and back-off, load cost, prefetch.
+"""Workers and leases: the fleet, worker lifecycles, admission, failures and back-off, load costs, prefetch.
 
-May import store and everything below it. The fleet decides and records in one step; worker lifecycles act.
+The fleet decides and records in one step; worker lifecycles carry it out. May import store and the packages below it.
 """

@@ -1,65 +1,187 @@
-"""The queue as requests meet it: who may join it or run beside others, and how long each can expect to wait.
+"""Admission: the limits of the fleet, leases on workers, and the queue as requests meet it.
 
-It looks at what the fleet keeps and changes nothing of it.
+`AdmissionQueue` decides which requests may run or wait, and predicts waiting times. It changes no state of the fleet.
 """
 
+import asyncio
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
 
-from router.errors import QueueFull
-from router.fleet.lease import Lease
-from router.fleet.limits import Limits
+from router.errors import ApiError, QueueFull
+from router.events import EventLog
+from router.fleet.explain import RejectionLog
+from router.fleet.lifecycle import NextWorker
 from router.fleet.model import Model
-from router.fleet.rejection_log import Refusals
-from router.fleet.state import State
-from router.fleet.worker import Worker
+from router.fleet.worker import State, Worker
+from router.launch.interface import WorkerProcess
+
+# The causes in `waited` events, by stage of a load. The cause of all other stages is "start".
+CAUSE_BY_STAGE = {"download": "download", "convert": "download", "wait": "memory"}
 
 
-class Queue:
-    """Law: nothing in it awaits."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Settings of the fleet. Times are seconds."""
+
+    autoload: bool = True
+    queue_size: int = 4000
+    queue_timeout: float = 300.0
+    patience: float = 10.0
+    drain_timeout: float = 30.0
+    evict_timeout: float = -1.0
+    models_max: int = 0
+    sleep_memory: int = 0  # bytes of main memory for sleeping weights
+    memory: bool = True  # False if all margins are 0: then only the count of workers is limited
+
+
+class LeaseOwner(Protocol):
+    """The fleet, as its leases use it."""
+
+    events: EventLog
+    limits: Limits
+
+    def now(self) -> float: ...
+
+    def give_back(self, lease: "Lease") -> None:
+        """End the lease."""
+
+    def move(self, lease: "Lease") -> None:
+        """Move the lease to the model's next worker. Raises ApiError if there is none."""
+
+    def queue_timeout(self, worker: Worker) -> ApiError:
+        """Return the error of a request that has waited for --queue-timeout."""
+
+
+class Lease:
+    """A request's hold on a worker, from its arrival to its last byte. Made by `Fleet.lease`."""
+
+    def __init__(self, fleet: LeaseOwner, model: Model, worker: Worker, arrived: float):
+        self.model = model
+        self.worker = worker
+        self.arrived = arrived
+        self.on_abort: Callable[[], object] | None = None  # called once by `abort`; set while a response is streamed
+        self.aborted: ApiError | None = None
+        self._fleet = fleet
+        self._abort_signal: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._has_reported_wait = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._fleet.give_back(self)
+
+    def abort(self, error: ApiError) -> None:
+        """End the request with `error`. Further calls have no effect."""
+        if self.aborted is not None:
+            return
+        self.aborted = error
+        if self._abort_signal is not None and not self._abort_signal.done():
+            self._abort_signal.set_result(None)
+        if self.on_abort is not None:
+            self.on_abort()
+
+    async def ready(self) -> WorkerProcess:
+        """Wait until the worker is ready. Raises ApiError if it fails or the time in the queue is up.
+
+        Cancelling this does not end the lease; leaving its `with` block does.
+        """
+        while True:
+            if self.aborted is not None:
+                raise self.aborted
+            if self.worker.ready.done():
+                try:
+                    process = self.worker.ready.result()
+                    self._report_wait()
+                    return process
+                except NextWorker:
+                    self._fleet.move(self)
+                    continue
+            self._abort_signal = asyncio.get_running_loop().create_future()
+            self._start_timer()
+            either: set[asyncio.Future[Any]] = {self.worker.ready, self._abort_signal}
+            try:
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                self._abort_signal = None
+                if self._timer is not None:
+                    self._timer.cancel()
+
+    def _report_wait(self) -> None:
+        """Emit one `waited` event with the seconds per cause. Skip it if the worker was ready at the arrival."""
+        worker, now = self.worker, self._fleet.now()
+        if self._has_reported_wait or (worker.ready_at is not None and worker.ready_at <= self.arrived):
+            return
+        self._has_reported_wait = True
+        waits: dict[str, float] = {}
+        for stage, seconds in worker.stages.between(self.arrived, now).items():
+            cause = CAUSE_BY_STAGE.get(stage, "start")
+            if cause == "memory" and worker.waits_for_slot:
+                cause = "slot"
+            waits[cause] = waits.get(cause, 0.0) + seconds
+        self._fleet.events.mention("waited", self.model.preset.id, seconds=waits)
+
+    def _start_timer(self) -> None:
+        """Abort the lease when its time in the queue is up. Downloads and the load itself do not count."""
+        limit = self._fleet.limits.queue_timeout
+        if limit <= 0:
+            return
+        left = limit
+        if self.worker.state is State.QUEUED:
+            left = max(self.arrived, self.worker.since) + limit - self._fleet.now()
+            if left <= 0:
+                self.abort(self._fleet.queue_timeout(self.worker))
+                return
+        self._timer = asyncio.get_running_loop().call_later(left, self._start_timer)
+
+
+class AdmissionQueue:
+    """Requests that wait for workers, and the limits on them. No method awaits."""
 
     def __init__(
         self,
         *,
-        alive: Mapping[int, Worker],
-        homes: Mapping[int, Model],
+        running: Mapping[int, Worker],
+        model_by_worker: Mapping[int, Model],
         loads: Collection[Lease],
         limits: Limits,
-        refusals: Refusals,
+        rejections: RejectionLog,
         now: Callable[[], float],
     ):
-        """`alive` and `homes` by worker, and `loads`, leases that are no requests: all as they are at any time."""
-        self._alive, self._homes, self._loads = alive, homes, loads
-        self._limits, self._refusals, self._now = limits, refusals, now
+        """`running` and `model_by_worker` are the fleet's own mappings, by worker id. `loads` are the leases of load
+        commands; they are not requests and count towards no limit."""
+        self._running, self._model_by_worker, self._loads = running, model_by_worker, loads
+        self._limits, self._rejections, self._now = limits, rejections, now
 
-    # Who may
+    # Limits
 
     def admit(self, model: Model) -> None:
-        """Raises QueueFull if one more request may not run beside the others of its model, or has to wait and may
-        not."""
-        if (error := self._too_many(model)) is not None:
+        """Raises QueueFull if one more request may not run beside the others of its model, or may not wait."""
+        if (error := self._over_max_concurrent(model)) is not None:
             running, limit = self._requests(model), model.preset.max_concurrent
-            self._refusals.tell(model.preset.id, error, running=running, limit=limit)
+            self._rejections.append(model.preset.id, error, running=running, limit=limit)
             raise error
         if must_wait(model):
             self.admit_to_wait(model)
 
     def admit_to_wait(self, model: Model) -> None:
-        """Raises QueueFull if one more may not wait."""
-        if (error := self._full(model)) is not None:
-            mine, all_ = self._waiting(model)
+        """Raises QueueFull if one more request may not wait."""
+        if (error := self._queue_full(model)) is not None:
+            waiting, waiting_in_all = self._waiting(model)
             limits = {"limit": model.preset.queue_size, "limit_of_all": self._limits.queue_size}
-            self._refusals.tell(model.preset.id, error, waiting=mine, waiting_of_all=all_, **limits)
+            self._rejections.append(model.preset.id, error, waiting=waiting, waiting_of_all=waiting_in_all, **limits)
             raise error
 
     def refusal(self, model: Model) -> QueueFull | None:
-        """What `admit` would raise; nobody is told of it."""
-        return self._too_many(model) or (self._full(model) if must_wait(model) else None)
+        """Return the error that `admit` would raise, without an event."""
+        return self._over_max_concurrent(model) or (self._queue_full(model) if must_wait(model) else None)
 
     def _requests(self, model: Model) -> int:
-        """Those that hold any of its workers."""
         return model.leases - sum(lease.model is model for lease in self._loads)
 
-    def _too_many(self, model: Model) -> QueueFull | None:
+    def _over_max_concurrent(self, model: Model) -> QueueFull | None:
         limit = model.preset.max_concurrent
         if not limit or (running := self._requests(model)) < limit:
             return None
@@ -67,52 +189,57 @@ class Queue:
         return QueueFull(message, retry_after=self.turnover(model))
 
     def _waiting(self, model: Model) -> tuple[int, int]:
-        """Requests that wait for a model, and for any."""
-        mine = sum(len(worker.leases) for worker in model.workers if worker.state < State.READY)
-        all_ = sum(len(worker.leases) for worker in self._alive.values() if worker.state < State.READY)
+        """Return the number of requests that wait for `model`, and for all models."""
+        of_model = sum(len(worker.leases) for worker in model.workers if worker.state < State.READY)
+        in_all = sum(len(worker.leases) for worker in self._running.values() if worker.state < State.READY)
         loads = [lease for lease in self._loads if lease.worker.state < State.READY]
-        return mine - sum(lease.model is model for lease in loads), all_ - len(loads)
+        return of_model - sum(lease.model is model for lease in loads), in_all - len(loads)
 
-    def _full(self, model: Model) -> QueueFull | None:
-        mine, all_ = self._waiting(model)
-        if mine >= model.preset.queue_size:
-            message = f"{mine} requests already wait for {model.preset.id} (queue-size)"
-        elif all_ >= self._limits.queue_size:
-            message = f"{all_} requests already wait (--queue-size)"
+    def _queue_full(self, model: Model) -> QueueFull | None:
+        of_model, in_all = self._waiting(model)
+        if of_model >= model.preset.queue_size:
+            message = f"{of_model} requests already wait for {model.preset.id} (queue-size)"
+        elif in_all >= self._limits.queue_size:
+            message = f"{in_all} requests already wait (--queue-size)"
         else:
             return None
         return QueueFull(message, retry_after=self.eta(model))
 
-    # How long
+    # Predictions
 
     def eta(self, model: Model) -> float:
-        """Seconds until a request for `model` can expect its turn: its own load and those ahead of it, by what loads
-        took so far, less what is over of them, once those in the way may leave; before that, the rest of its download,
-        by the rate so far."""
+        """Return the seconds until a request for `model` is expected to run.
+
+        The prediction adds the expected loads of the workers ahead in the queue, less what has passed of them, and the
+        time until their victims may leave. For a download it uses the rate so far.
+        """
         worker, now = model.open, self._now()
         if worker is not None and worker.state >= State.STARTING:
             rest = model.expected_load() - (now - worker.since)
-            return rest if rest > 1.0 else max(1.0, worker.stages.left or 0.0)  # slower than ever: by its rate so far
+            return rest if rest > 1.0 else max(1.0, worker.stages.left or 0.0)  # slower than before: use its own rate
         if worker is not None and worker.state is State.DOWNLOADING:
             return max(1.0, (worker.stages.left or 0.0) + model.expected_load())
-        queued = [w for w in self._alive.values() if w.state is State.QUEUED and not w.best_effort and w is not worker]
-        ahead = [w for w in queued if worker is None or w.ahead < worker.ahead]
-        loads = (self._homes[w.id].expected_load() for w in ahead)
-        line = ahead if worker is None else [*ahead, worker]
-        begins = max((w.waits_until for w in line if w.waits_until is not None), default=now)
+        queued = [
+            other for other in self._running.values()
+            if other.state is State.QUEUED and not other.best_effort and other is not worker
+        ]  # fmt: skip
+        ahead = [other for other in queued if worker is None or other.ahead < worker.ahead]
+        loads = (self._model_by_worker[other.id].expected_load() for other in ahead)
+        waiting = ahead if worker is None else [*ahead, worker]
+        begins = max((other.waits_until for other in waiting if other.waits_until is not None), default=now)
         return max(1.0, max(0.0, begins - now) + model.expected_load() + sum(loads))
 
     def turnover(self, model: Model) -> float:
-        """Seconds until one of the requests of a model can be expected to end, by how long they took so far."""
+        """Return the seconds until a request of `model` is expected to end, by their mean duration."""
         if must_wait(model):
             return self.eta(model)
         return max(1.0, (model.request_seconds or 1.0) / max(1, model.leases))
 
 
 def must_wait(model: Model) -> bool:
-    """Whether no worker of it is ready for one more request."""
+    """No worker of the model is ready for one more request."""
     worker = model.open
     return worker is None or worker.state is not State.READY
 
 
-__all__ = ["Queue", "must_wait"]
+__all__ = ["AdmissionQueue", "Lease", "LeaseOwner", "Limits", "must_wait"]

@@ -1,43 +1,107 @@
-"""Who gets its process before it gets its room: a newcomer prepares itself while its victims drain and die.
+"""Early start: spawn a worker's process while evicted workers are still draining; load weights once memory is free.
 
-A standby has everything but weights and device. What it holds of main memory is charged to it like any other memory,
-and taken off what its worker still waits for: together they never count for more, nor for less, than the worker alone.
-It is a favour to the first in line, done only with memory that nobody ahead of it lacks, and taken back as soon as
-somebody does. Law: PURE.
+A process that started early has no weights and no device. Its main memory is reserved like any other and is subtracted
+from its worker's demand, so that both together never count for more than the worker alone. An early start is
+best-effort: it takes only memory that no demand ahead of it lacks, and ends as soon as one does.
+
+`decide` is a pure function. `EarlyStart` is the part of a worker's state that records its result.
 """
 
+import asyncio
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 
+from router.launch.interface import Standby
 from router.planner.availability import FreeMemory
 from router.planner.ledger import HOST, Device, DeviceId, Resident
 from router.planner.types import Demand, Plan
 
 
+class Phase(IntEnum):
+    """The phases of an early start, forwards only. Phases may be skipped."""
+
+    NONE = 0
+    RESERVED = 1  # the fleet has reserved its memory; the process may be spawned
+    PREPARED = 2  # the process has done what needs neither weights nor a device; its measured memory is reserved
+    TAKEN = 3  # the worker has its place: the process is the worker's, and its memory part of the worker's
+    ENDING = 4  # it must exit; its memory stays reserved until it has
+    ENDED = 5  # nothing is left of it, and the worker starts no other early
+
+
+class EarlyStart:
+    """The early start of one worker. There is at most one in a worker's lifecycle."""
+
+    def __init__(self) -> None:
+        self.phase = Phase.NONE
+        self.held = 0  # bytes of main memory that are reserved for the process, beside what the worker reserves
+        self.is_measured = False  # `held` is what the prepared process measured, not an estimate
+        self.process: Standby | None = None
+        self._spawned = asyncio.Event()
+        self._phase_changed = asyncio.Event()
+
+    @property
+    def is_charged(self) -> bool:
+        """The reserved memory counts towards the worker's demand."""
+        return self.held > 0 and self.phase < Phase.ENDING
+
+    def reserve(self, size: int) -> None:
+        self.held = size
+        self.advance(Phase.RESERVED)
+
+    def prepared(self, measured: int) -> None:
+        self.held, self.is_measured = measured, True
+        self.advance(Phase.PREPARED)
+
+    def spawned(self, process: Standby) -> None:
+        self.process = process
+        self._spawned.set()
+
+    def advance(self, phase: Phase) -> None:
+        """Enter `phase`. A phase that is reached already stays."""
+        if phase > self.phase:
+            self.phase = phase
+            changed, self._phase_changed = self._phase_changed, asyncio.Event()
+            changed.set()
+
+    async def reached(self, phase: Phase) -> None:
+        """Wait until `phase` or a later one is entered."""
+        while self.phase < phase:
+            await self._phase_changed.wait()
+
+    async def taken_process(self) -> Standby | None:
+        """Wait for the process of a worker that has its place; None if there is none."""
+        if self.phase is not Phase.TAKEN:
+            return None
+        spawned = asyncio.ensure_future(self._spawned.wait())
+        ended = asyncio.ensure_future(self.reached(Phase.ENDED))
+        try:
+            await asyncio.wait({spawned, ended}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            spawned.cancel()
+            ended.cancel()
+        return self.process if self.phase < Phase.ENDED else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A demand in the queue, as far as standing by goes."""
+    """A queued demand, with the facts that decide about its early start."""
 
-    demand: Demand
-    """As it was planned: less what its standby holds."""
-    runtime: int = 0
-    """Bytes of main memory that its process holds before any weights; 0: it is not to be prepared."""
-    stands_by: bool = False
-    """It has a standby that may be taken back."""
+    demand: Demand  # as planned: less the memory that its early start holds
+    runtime: int = 0  # bytes of main memory of its process before weights; 0: no early start
+    started_early: bool = False  # it has an early start that may be ended
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """By demand."""
+    """Early starts to begin, with the bytes of main memory to reserve, and early starts to end. By demand."""
 
     begin: Mapping[int, int] = field(default_factory=dict)
-    """These prepare themselves now, and are charged so many bytes of main memory."""
     end: frozenset[int] = frozenset()
-    """The standbys of these must go."""
 
 
 def less(demand: Demand, held: int) -> Demand:
-    """What a demand still needs whose standby holds so many bytes of main memory."""
+    """Return the demand less `held` bytes of main memory."""
     if not held:
         return demand
     if demand.host:
@@ -46,29 +110,34 @@ def less(demand: Demand, held: int) -> Demand:
 
 
 def cautious(devices: Iterable[Device], unseen: int) -> list[Device]:
-    """The devices as if none of the `unseen` bytes, of main memory, were in the driver's figure yet."""
+    """Return the devices with `unseen` more bytes of main memory in use.
+
+    A process that is still preparing allocates its reservation step by step. The driver's reading may lack all of it.
+    """
     if not unseen:
         return list(devices)
-    return [replace(each, used=each.used + unseen) if each.id.index == HOST else each for each in devices]
+    return [replace(device, used=device.used + unseen) if device.id.index == HOST else device for device in devices]
 
 
 def decide(
     plan: Plan, candidates: Sequence[Candidate], residents: Sequence[Resident], devices: Sequence[Device]
 ) -> Decision:
-    """What to do after a plan for these demands, residents and devices."""
-    if not any(each.stands_by or _may_begin(plan, each) for each in candidates):
+    """Return the early starts to begin and to end after `plan`."""
+    if not any(candidate.started_early or _may_begin(plan, candidate) for candidate in candidates):
         return Decision()
     free = _free(plan, residents, devices)
-    hosts = {each.pool or each.id for each in devices if each.id.index == HOST}
+    hosts = {device.pool or device.id for device in devices if device.id.index == HOST}
     begin: dict[int, int] = {}
     end: set[int] = set()
     is_scarce = False
-    for candidate in sorted(candidates, key=lambda each: place_in_line(each.demand)):
+    # In queue order: once a demand lacks main memory, no early start behind it begins or stays. The demand itself may
+    # have one, because its process holds a part of what the demand needs anyway.
+    for candidate in sorted(candidates, key=lambda candidate: queue_order(candidate.demand)):
         demand = candidate.demand
         wait = plan.waits.get(demand.id)
         if wait is None:
             continue
-        if candidate.stands_by:
+        if candidate.started_early:
             if is_scarce:
                 end.add(demand.id)
         elif _may_begin(plan, candidate) and not is_scarce and candidate.runtime <= free:
@@ -79,16 +148,18 @@ def decide(
 
 
 def _may_begin(plan: Plan, candidate: Candidate) -> bool:
-    """Whether it is to be prepared, if there is room: it waits for memory of those who leave."""
+    """The demand waits only for workers that are stopping, so its place is certain."""
     wait = plan.waits.get(candidate.demand.id)
     return candidate.runtime > 0 and wait is not None and wait.cause == "stopping"
 
 
 def readable(sizes: Sequence[tuple[Hashable, int]], devices: Sequence[Device], reading: int = 0) -> list[Hashable]:
-    """Whose files of so many bytes may be read ahead, in this order, where `reading` bytes are being read already: what
-    is read must fit into memory that the driver calls free, since for more the kernel would drop pages of others."""
-    hosts = [each for each in devices if each.id.index == HOST]
-    free = min((each.total - each.margin - each.used for each in hosts), default=0) - reading
+    """Return the names of the files that may be prefetched, in order. `reading`: bytes that are being prefetched.
+
+    The files must fit into memory that the driver reports as free: for more, the kernel drops other cached pages.
+    """
+    hosts = [device for device in devices if device.id.index == HOST]
+    free = min((host.total - host.margin - host.used for host in hosts), default=0) - reading
     chosen = []
     for name, size in sizes:
         if 0 < size <= free:
@@ -98,32 +169,38 @@ def readable(sizes: Sequence[tuple[Hashable, int]], devices: Sequence[Device], r
 
 
 def spare(plan: Plan, waiting: Sequence[Demand], residents: Sequence[Resident], devices: Sequence[Device]) -> int:
-    """Bytes of main memory that are left for what is merely nice: after this plan nobody has them, nobody who waits is
-    going to take them, and nobody who waits lacks any."""
-    hosts = {each.pool or each.id for each in devices if each.id.index == HOST}
+    """Return the bytes of main memory that are free for best-effort use after `plan`.
+
+    0 while any demand lacks main memory. Memory that waiting demands will take is not free.
+    """
+    hosts = {device.pool or device.id for device in devices if device.id.index == HOST}
     if any(not hosts.isdisjoint(wait.shortage) for wait in plan.waits.values()):
         return 0
-    return _free(plan, residents, devices) - sum(_on_host(each, hosts) for each in waiting if each.id in plan.waits)
+    return _free(plan, residents, devices) - sum(
+        _on_host(demand, hosts) for demand in waiting if demand.id in plan.waits
+    )
 
 
 def _free(plan: Plan, residents: Sequence[Resident], devices: Sequence[Device]) -> int:
-    """Bytes of main memory that nobody has, nor is given by this plan."""
+    """Return the bytes of main memory that no resident holds and this plan gives to none."""
     view = FreeMemory(devices, residents)
     for start in plan.start.values():
         view.promise(start.claim)
-    return min((view.free(each.pool or each.id) for each in devices if each.id.index == HOST), default=0)
+    return min((view.free(device.pool or device.id) for device in devices if device.id.index == HOST), default=0)
 
 
 def _on_host(demand: Demand, hosts: Collection[DeviceId]) -> int:
-    """Bytes of main memory that it is going to take."""
+    """Return the bytes of main memory that the demand will take."""
     if demand.devices <= set(hosts):
         return sum(demand.shards)
     return demand.host
 
 
-def place_in_line(demand: Demand) -> tuple[bool, int, float, int]:
-    """By it those who wait are sorted, as the planner meets them."""
+def queue_order(demand: Demand) -> tuple[bool, int, float, int]:
+    """The sort key of waiting demands, in the order in which the planner considers them."""
     return demand.best_effort, -demand.priority, demand.since, demand.id
 
 
-__all__ = ["Candidate", "Decision", "cautious", "decide", "less", "place_in_line", "readable", "spare"]
+__all__ = [
+    "Candidate", "Decision", "EarlyStart", "Phase", "cautious", "decide", "less", "queue_order", "readable", "spare",
+]  # fmt: skip

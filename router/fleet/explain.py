@@ -1,19 +1,71 @@
-"""Plans in words and numbers, for people: why somebody waits, leaves or is refused."""
+"""Explanations: the facts of plans, evictions and refusals, for events and for `GET /router/plan`."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from router.errors import ApiError, DoesNotFit
-from router.fleet.early_start import place_in_line
+from router.events import EventLog
+from router.fleet.early_start import queue_order
 from router.fleet.worker import Worker
 from router.planner.ledger import HOST, SLOTS, Device, DeviceId
 from router.planner.types import Demand, Eviction, Plan, Refusal, Shortage, Wait
 
 MIB = 1 << 20
 
+# Seconds between two events of the same model and reason, so that a burst of refusals does not fill the event log.
+REJECTION_PAUSE = 1.0
+
+
+@dataclass(slots=True)
+class _Unreported:
+    """The rejections of a kind since its last event."""
+
+    count: int
+    error: ApiError
+    numbers: dict[str, Any]
+
+
+class RejectionLog:
+    """Appends `refused` events: the first request of a kind at once, further ones once a second with their count."""
+
+    def __init__(self, events: EventLog, loop: asyncio.AbstractEventLoop):
+        self._events, self._loop = events, loop
+        # By model and reason: the kinds with an event less than a pause ago.
+        self._pauses: dict[tuple[str, str], _Unreported | None] = {}
+
+    def append(self, model: str, error: ApiError, **numbers: Any) -> None:
+        """Record that one request for `model` got `error`. `numbers`: the values that were compared."""
+        kind = model, error.reason
+        if kind not in self._pauses:
+            self._append_event(kind, _Unreported(1, error, numbers))
+            return
+        before = self._pauses[kind]
+        self._pauses[kind] = _Unreported(before.count + 1 if before else 1, error, numbers)
+
+    def _append_event(self, kind: tuple[str, str], unreported: _Unreported) -> None:
+        self._pauses[kind] = None
+        self._loop.call_later(REJECTION_PAUSE, self._end_pause, kind)
+        model, reason = kind
+        self._events.append(
+            "refused",
+            model,
+            reason=reason,
+            message=unreported.error.message,
+            retry_after=unreported.error.retry_after,
+            count=unreported.count,
+            **unreported.numbers,
+        )
+
+    def _end_pause(self, kind: tuple[str, str]) -> None:
+        unreported = self._pauses.pop(kind)
+        if unreported is not None:
+            self._append_event(kind, unreported)
+
 
 def numbers(worker: Worker, devices: Sequence[Device]) -> dict[str, Any]:
-    """What was needed and what was free, by device, in bytes."""
+    """Return the needed and the free bytes by device."""
     if worker.costs is None:
         return {}
     rows = {
@@ -32,12 +84,14 @@ def numbers(worker: Worker, devices: Sequence[Device]) -> dict[str, Any]:
     return {"needs": list(estimate.shards), "source": estimate.source, **note, "devices": rows}
 
 
-def evicted(worker: Worker, eviction: Eviction, asker: Worker | None, wait: Wait | None, now: float) -> dict[str, Any]:
-    """Why one leaves, for whom and what for; `wait` is that of the asker. Seconds, and bytes by device."""
+def evicted(
+    worker: Worker, eviction: Eviction, for_worker: Worker | None, wait: Wait | None, now: float
+) -> dict[str, Any]:
+    """Return the facts of an eviction. `wait` is that of the worker for which memory is freed."""
     return {
         "reason": eviction.reason,
         "short_of": [str(id) for id in wait.shortage] if wait is not None else [],
-        "for": asker.preset.id if asker else "",
+        "for": for_worker.preset.id if for_worker else "",
         "resident_seconds": None if worker.ready_at is None else round(now - worker.ready_at, 1),
         "idle_seconds": 0.0 if worker.leases else round(now - worker.last_used, 1),
         "frees": {str(id): size for id, size in worker.reserved.items() if id.index != SLOTS},
@@ -45,14 +99,14 @@ def evicted(worker: Worker, eviction: Eviction, asker: Worker | None, wait: Wait
 
 
 def refused(error: ApiError) -> dict[str, Any]:
-    """That nothing would be tried, and why."""
+    """Return the preview of a request that is refused at once."""
     return {"decision": "refuse", "reason": error.reason, "message": error.message, "retry_after": error.retry_after}
 
 
 def preview(
-    demand: Demand, line: Sequence[Demand], found: Plan, names: Mapping[int, str], numbers: dict[str, Any]
+    demand: Demand, queue: Sequence[Demand], found: Plan, names: Mapping[int, str], numbers: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a plan says of one demand among all in the `line`; `names` are models by worker."""
+    """Return the part of a plan that concerns one demand of the `queue`. `names`: models by resident or worker id."""
     evict = [
         {"model": names.get(id, ""), "reason": eviction.reason, "idle": eviction.idle}
         for id, eviction in found.evict.items()
@@ -68,11 +122,11 @@ def preview(
     wait = found.waits.get(demand.id)
     if wait is None:
         return {"decision": "drop", **numbers}
-    before = [each for each in line if place_in_line(each) < place_in_line(demand)]
+    before = [other for other in queue if queue_order(other) < queue_order(demand)]
     return {
         "decision": "evict" if evict else "wait",
         "cause": wait.cause,
-        "ahead": [each.model for each in sorted(before, key=place_in_line) if each.id in found.waits],
+        "ahead": [other.model for other in sorted(before, key=queue_order) if other.id in found.waits],
         "evict": evict,
         "waits_for": [names.get(id, "") for id in wait.on],
         "later": [names.get(id, "") for id in wait.victims],
@@ -91,7 +145,7 @@ def shortages(devices: Mapping[DeviceId, Shortage]) -> dict[str, Any]:
 
 
 def does_not_fit(worker: Worker, refusal: Refusal) -> DoesNotFit:
-    """507 with the arithmetic, in MiB by device."""
+    """Return the 507 error with the needed and available MiB by device."""
     devices = {
         str(id): {
             "required_mib": -(-short.required // MIB),
@@ -103,7 +157,7 @@ def does_not_fit(worker: Worker, refusal: Refusal) -> DoesNotFit:
     }
     parts = (
         ", ".join(
-            f"{row['required_mib']} MiB on {name} where {row['available_mib']} MiB can be had"
+            f"{row['required_mib']} MiB on {name} where {row['available_mib']} MiB are available"
             f" (margin {row['margin_mib']} MiB)"
             for name, row in devices.items()
         )
@@ -113,9 +167,9 @@ def does_not_fit(worker: Worker, refusal: Refusal) -> DoesNotFit:
     name = worker.preset.id
     lower = worker.costs.estimate.lowered_by if worker.costs is not None else "ctx-size or parallel"
     return DoesNotFit(
-        f"{name} does not fit even alone{spread}: it needs {parts}; lower {lower}, or the margin",
+        f"{name} does not fit on empty devices{spread}: it needs {parts}; lower {lower}, or the margin",
         extra={"devices": devices},
     )
 
 
-__all__ = ["does_not_fit", "numbers", "preview", "refused", "shortages"]
+__all__ = ["RejectionLog", "does_not_fit", "evicted", "numbers", "preview", "refused", "shortages"]

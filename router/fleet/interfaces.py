@@ -1,65 +1,72 @@
-"""What the life of a worker needs of those around it: its fleet, and the snapshots on disk."""
+"""The interfaces that a worker lifecycle uses: its fleet, and the snapshots on disk."""
 
 from collections.abc import Mapping
 from typing import Protocol
 
 from router.config.presets import Preset
 from router.events import EventLog
-from router.fleet.backoff import Failure
+from router.fleet.failures import Failure
 from router.fleet.worker import Worker
 from router.launch.interface import Launcher
 from router.memory.checkpoint_facts import Checkpoint
 from router.memory.learned import LearnedEstimates
 from router.planner.ledger import DeviceId
-from worker.protocol.argv import AdapterSource, Download
+from worker.protocol.argv import AdapterSource, Convert, Download
 
 
 class Files(Protocol):
     """Snapshots on disk."""
 
     def find(self, preset: Preset) -> str | None:
-        """Folder of the preset's complete snapshot, if there is one; looks at a few names only."""
+        """Return the folder of the preset's complete snapshot, if any. Reads a few directory entries only."""
 
     def fetched(self, preset: Preset, snapshot: str) -> None:
-        """A download of `preset` has ended in `snapshot`."""
+        """Record that a download of `preset` has made `snapshot`."""
+
+    async def conversion(self, preset: Preset, snapshot: str) -> Convert | None:
+        """Return the command that converts a downloaded snapshot.
+
+        None for a local folder, for a snapshot that needs no conversion, and for one that is converted already or
+        cannot be converted. Deletes incomplete targets first.
+        """
 
     def loads_from(self, preset: Preset, snapshot: str) -> str:
-        """Folder that a worker of the preset's snapshot loads: another one if that was converted."""
+        """Return the folder that a worker loads: the converted copy of `snapshot` if there is one, else `snapshot`."""
 
     def give_up_converted(self, snapshot: str) -> bool:
-        """What was to be loaded could not be: whether it was a converted snapshot, which is not used again."""
+        """Stop using `snapshot` if it is a converted copy or the target of one. Return whether it is."""
 
     def sweep(self) -> None:
-        """Delete what was made of snapshots that are no longer there. Blocks on the disk."""
+        """Delete converted copies of snapshots that are gone or changed. Blocks on the disk."""
 
     @property
     def converted(self) -> Mapping[str, int]:
-        """Bytes of disk of what was made of snapshots, by their folders; looks at nothing."""
+        """Bytes of converted copies by the folder of the original. Does not read the disk."""
 
     async def read(self, snapshot: str, preset: Preset) -> Checkpoint:
-        """The facts in it, as `preset` changes them. Raises UnknownCheckpoint."""
+        """Read a snapshot's facts, with the overrides of `preset`. Raises UnknownCheckpoint."""
 
     def weights(self, snapshot: str) -> Mapping[str, int]:
-        """Bytes of each of its weight files, by path; looks at a few names only."""
+        """Return the bytes of each weight file by path. Reads a few directory entries only."""
 
     def look(self, preset: Preset) -> object:
-        """What is on disk of it: equal as long as nothing there has changed; looks at a few names only."""
+        """Return a value that changes with the model's files. Reads a few directory entries only."""
 
     def can_download_again(self, preset: Preset) -> bool:
-        """Whether a download would find what is damaged of it, and bring it anew."""
+        """A download would verify the files and replace damaged ones."""
 
     def download(self, preset: Preset) -> Download:
-        """How to fetch it. Raises ApiError if it cannot be fetched."""
+        """Return the download command. Raises ApiError if the model cannot be downloaded."""
 
     def adapters(self, preset: Preset) -> list[AdapterSource]:
-        """Those of `preset`, with the folders of such as are on the hub, if they are here; looks at few names only."""
+        """Return the adapters of `preset`, with their folders for adapters from the hub that are here."""
 
     def missing_adapters(self, preset: Preset) -> list[Download]:
-        """How to fetch those that are not here, and can be fetched."""
+        """Return the download commands of missing adapters."""
 
 
 class World(Protocol):
-    """What a life needs of its fleet."""
+    """The fleet, as worker lifecycles use it."""
 
     launcher: Launcher
     calibration: LearnedEstimates
@@ -69,22 +76,22 @@ class World(Protocol):
     def now(self) -> float: ...
 
     def changed(self) -> None:
-        """Something that a plan depends on is different now."""
+        """Request a new plan."""
 
     def over(self, worker: "Worker") -> Failure | None:
-        """This life has ended; called before anybody hears of it. What keeps its model from being tried again."""
+        """Record the end of a worker, before its leases get the outcome. Return the failure of its model, if any."""
 
     def capacities(self) -> Mapping[DeviceId, int]:
-        """Bytes that could ever be had on each device."""
+        """Return the bytes that are usable on each device when no worker runs."""
 
-    def hopeless(self, worker: "Worker") -> bool:
-        """Whether not even an empty machine has room for the weights alone."""
+    def never_fits(self, worker: "Worker") -> bool:
+        """The weights alone do not fit on empty devices."""
 
     def replace(self, worker: "Worker") -> None:
-        """It is ready, and nobody reaches it: it takes no new leases, and ends with those that it has."""
+        """Drain a ready worker that does not accept connections."""
 
     def min_residency(self, preset: Preset) -> float:
-        """Seconds that a fresh worker of `preset` keeps its place while it is in use."""
+        """Return the seconds for which a new worker of `preset` keeps its place while it is in use."""
 
 
 __all__ = ["Files", "World"]

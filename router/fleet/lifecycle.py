@@ -1,9 +1,10 @@
-"""A worker's life: one coroutine; it acts on what the fleet has recorded.
+"""The worker lifecycle: one coroutine per worker, which carries out what the fleet has recorded.
 
-    download, if files are missing > estimate > wait for room > serve > ready, until lost or retired > drain > stop
+    download and convert, if files are missing > estimate > wait for memory > start > ready, until lost or retired
+    > drain > stop
 
-Law: a life goes forwards only and ends once, with its outcome given to everybody who waits for it. Whatever can fail
-without a device comes before anybody is evicted.
+A lifecycle ends once, and its outcome is the result of all leases that wait for it. Steps that can fail without a
+device come before any eviction.
 """
 
 import asyncio
@@ -14,12 +15,12 @@ from dataclasses import replace
 from typing import Any
 
 from router.errors import ApiError, Draining, Internal, LoadBackoff, LoadFailed, Stalled, WorkerCrashed
-from router.fleet.backoff import Failure
+from router.fleet.early_start import Phase
+from router.fleet.failures import Failure
 from router.fleet.interfaces import World
-from router.fleet.load_cost import key_of, refine, tell_estimate, trace_unknown, weigh
+from router.fleet.load_cost import append_estimate, key_of, refine, trace_unknown, weigh
 from router.fleet.measurements import learn, learn_at_peak, settle_reservation
-from router.fleet.state import State, advance
-from router.fleet.worker import Worker, tell
+from router.fleet.worker import State, Worker, advance, append_state
 from router.fleet.worker_argv import options, place_bytes, program_of, serve_fields
 from router.launch.interface import Listen, NotForked, NotHeld, Program, Standby, WorkerLost, WorkerProcess
 from router.memory.checkpoint_facts import EstimateError
@@ -32,38 +33,38 @@ from worker.protocol.exits import Exit
 log = logging.getLogger("router.fleet.lifecycle")
 
 PROGRESS_INTERVAL = 0.1
-"""Seconds between two events about the progress of one load."""
+"""Seconds between two `progress` events of one load."""
 FETCHED = "downloaded"
-"""Why a life ended that was only to bring the files."""
+"""The `reason` of a worker that was started only to download files."""
 CUT_GRACE = 1.0
-"""Seconds that requests get to read what has arrived, or to write their error frames, before connections close."""
+"""Seconds for requests to forward the last bytes or write an error frame before connections close. A guess."""
 
 
-class Again(Exception):
-    """Told to those who wait: this life is over, but another one may be tried at once."""
+class NextWorker(Exception):
+    """This worker has ended, and its leases move to the model's next worker."""
 
 
-async def live(worker: Worker, world: World) -> None:
-    """Live one life, to its end. Cancelling it is how a worker that is not ready yet is retired."""
-    error: ApiError | Again | None = None
+async def run(worker: Worker, world: World) -> None:
+    """Run one worker to its end. A worker that is not ready yet is retired by cancelling this."""
+    error: ApiError | NextWorker | None = None
     try:
-        await _live(worker, world)
+        await _run(worker, world)
     except asyncio.CancelledError:
-        pass  # retired: `end` says why
+        pass  # retired; `end` makes the error of its leases
     except WorkerLost as lost:
-        if _is_conversions_fault(worker, world, lost):
-            worker.reason, error = "abandoned", Again()
+        if _converted_copy_failed(worker, world, lost):
+            worker.reason, error = "abandoned", NextWorker()
         else:
             worker.lost, worker.reason = lost, lost.cause
-            error = _after_loss(worker, world, lost)
+            error = _error_after_loss(worker, world, lost)
     except NotForked as refused:
-        log.warning("%s: %s; what it takes when it is executed is reserved anew", worker, refused)
+        log.warning("%s: %s; it is started again with the reservation of an executed worker", worker, refused)
         worker.reason = "abandoned"
-        error = Again()
+        error = NextWorker()
     except EstimateError as unknown:
-        if _forsakes(worker, world, unknown.message):
+        if _discard_converted(worker, world, unknown.message):
             worker.reason = "abandoned"
-            return end(worker, world, Again())
+            return end(worker, world, NextWorker())
         worker.reason = "load_failed"
         worker.lost = WorkerLost(unknown.message, cause="load_failed", exit=Exit.UNUSABLE)
         error = LoadFailed.of(worker.preset.id, unknown.message)
@@ -72,50 +73,51 @@ async def live(worker: Worker, world: World) -> None:
         worker.refused = refused if isinstance(refused, LoadFailed) else None
         error = refused
     except Exception as bug:
-        log.exception("%s: the router failed in this worker's life", worker)
+        log.exception("%s: internal error in its lifecycle", worker)
         worker.reason = "crashed"
         worker.lost = WorkerLost(f"internal error: {type(bug).__name__}", cause="crashed")
-        error = Internal(f"{worker.preset.id}: the router failed while it ran this model; see its log")
+        error = Internal(f"{worker.preset.id}: internal error of the router; see its log")
     end(worker, world, error)
 
 
-def end(worker: Worker, world: World, error: "ApiError | Again | None") -> None:
-    """The end of a life: recorded first, then told to everybody who waits. None: it was retired."""
+def end(worker: Worker, world: World, error: "ApiError | NextWorker | None") -> None:
+    """Record the end of a worker, then give its leases the outcome. `error` is None for a retired worker."""
     _enter(worker, world, State.STOPPED)
     worker.ended.set()
     worker.reserved = {}
     failure = world.over(worker)
     if isinstance(error, LoadBackoff) and failure is not None:
-        error = _dated(error, failure, world.now())
+        error = _with_retry_time(error, failure, world.now())
     if not worker.ready.done():
-        worker.ready.set_exception(error or _to_waiters(worker))
+        worker.ready.set_exception(error or _error_of_retirement(worker))
     worker.considered.set()
     worker.stopped.set()
     world.changed()
 
 
-def _dated(error: LoadBackoff, failure: Failure, now: float) -> ApiError:
-    """`error` with the time of the next trial; if there will be none, it is another error."""
+def _with_retry_time(error: LoadBackoff, failure: Failure, now: float) -> ApiError:
+    """Return `error` with the time of the next attempt; a LoadFailed if there is none."""
     if failure.final:
         return LoadFailed(error.message)
     return LoadBackoff(error.message, retry_after=failure.until - now)
 
 
-def _to_waiters(worker: Worker) -> "ApiError | Again":
-    """What those hear who waited for a worker that was retired before it was ready."""
+def _error_of_retirement(worker: Worker) -> "ApiError | NextWorker":
+    """Return the error of leases that wait for a worker which was retired before it was ready."""
     if worker.reason == "config_changed":
-        return Again()  # by its new settings
-    return Draining(f"{worker.preset.id} was unloaded while it was loading; ask again", retry_after=1)
+        return NextWorker()  # a worker with the new settings
+    return Draining(f"{worker.preset.id} was unloaded while it was loading; try again", retry_after=1)
 
 
-async def _live(worker: Worker, world: World) -> None:
+async def _run(worker: Worker, world: World) -> None:
     preset, program = worker.preset, program_of(worker.preset, str(worker))
     if worker.state is State.DOWNLOADING:
         command = world.files.download(preset)
         worker.stages.begin("download", world.now())
         worker.snapshot = await world.launcher.download(program, command, _listener(worker, world))
         world.files.fetched(preset, worker.snapshot)
-        if worker.fetches and not worker.leases:
+        await _convert(worker, world, program)
+        if worker.fetch_only and not worker.leases:
             worker.reason = FETCHED
             return
     else:
@@ -129,12 +131,12 @@ async def _live(worker: Worker, world: World) -> None:
     if worker.state is State.DOWNLOADING:
         worker.progress = None
         _enter(worker, world, State.QUEUED)
-    tell_estimate(worker, world)
+    append_estimate(worker, world)
     world.changed()
     worker.stages.begin("wait", world.now())
     listener = _listener(worker, world)
-    async with _standing_by(worker, world, program, listener):
-        async with _reading_ahead(worker, world):
+    async with _starting_early(worker, world, program, listener):
+        async with _prefetching(worker, world):
             start = await _room(worker, world, program)
         worker.place = start.place
         began = world.now()
@@ -143,40 +145,54 @@ async def _live(worker: Worker, world: World) -> None:
             await _serve(worker, world, process, began)
 
 
+async def _convert(worker: Worker, world: World, program: Program) -> None:
+    """Convert a downloaded snapshot if its loads would otherwise convert it each time. Append a `converted` event.
+
+    A failed conversion does not fail the load: the snapshot is loaded as it is.
+    """
+    command = await world.files.conversion(worker.preset, worker.snapshot)
+    if command is None:
+        return
+    began = world.now()
+    worker.stages.begin("convert", began)
+    facts: dict[str, Any] = {}
+    try:
+        converted = await world.launcher.convert(program, command, _listener(worker, world))
+        facts = {"outcome": "done", "bytes": converted.weights, "tokenizer": converted.tokenizer}
+    except WorkerLost as lost:
+        if lost.final:  # the same files would fail again
+            world.files.give_up_converted(command.target)
+        outcome = "disk_full" if lost.exit == Exit.DISK_FULL else "failed"
+        facts = {"outcome": outcome, "error": lost.message, "exit_code": lost.exit}
+    seconds = round(world.now() - began, 3)
+    world.events.append("converted", worker.preset.id, worker=worker.id, seconds=seconds, **facts)
+
+
 async def _fetch_adapters(worker: Worker, world: World, program: Program) -> None:
-    """Have the adapters that are on the hub here; without one of them the model is served all the same."""
+    """Download adapters that are missing. A model is served without an adapter that cannot be downloaded."""
     for command in world.files.missing_adapters(worker.preset):
         try:
             await world.launcher.download(program, command, _listener(worker, world))
         except WorkerLost as lost:
-            log.warning("%s: adapter %s cannot be fetched: %s", worker, command.repo, lost.message)
-
-
-def take(worker: Worker) -> None:
-    """The fleet has given the worker its room: what its standby holds is part of that, or still beside it."""
-    standing, host = worker.standing, DeviceId(LOCAL, HOST)
-    if standing.held:
-        worker.reserved[host] = worker.reserved.get(host, 0) + standing.held
-        if standing.is_charged:
-            standing.held, standing.is_taken = 0, True
+            log.warning("%s: adapter %s cannot be downloaded: %s", worker, command.repo, lost.message)
 
 
 @contextlib.asynccontextmanager
-async def _reading_ahead(worker: Worker, world: World) -> AsyncIterator[None]:
-    """The block in which a life waits for room: what its worker will read is read ahead, if the fleet says so."""
+async def _prefetching(worker: Worker, world: World) -> AsyncIterator[None]:
+    """Read the worker's files into the page cache during the block, once the fleet sets `worker.prefetch`."""
 
-    async def read() -> None:
-        await worker.reads.wait()
+    async def prefetch() -> None:
+        await worker.prefetch.wait()
         began = world.now()
         try:
             size = await world.launcher.read_ahead(tuple(world.files.weights(worker.snapshot)))
         except NotHeld as failed:
-            log.warning("%s: its files are not read ahead: %s", worker, failed)
+            log.warning("%s: prefetch of its files failed: %s", worker, failed)
             return
         seconds = round(world.now() - began, 3)
         world.events.append("read_ahead", worker.preset.id, worker=worker.id, bytes=size, seconds=seconds)
 
-    task = asyncio.ensure_future(read())
+    task = asyncio.ensure_future(prefetch())
     try:
         yield
     finally:
@@ -184,104 +200,110 @@ async def _reading_ahead(worker: Worker, world: World) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
+def take_place(worker: Worker) -> None:
+    """Add the memory of an early start to the worker's reservation, which the fleet has just made.
+
+    The claim of the place lacks that memory, because it was subtracted from the demand. A process that must exit is not
+    taken over, and its memory stays reserved beside the worker's until it has exited.
+    """
+    early, host = worker.early, DeviceId(LOCAL, HOST)
+    if early.held:
+        worker.reserved[host] = worker.reserved.get(host, 0) + early.held
+        if early.is_charged:
+            early.held = 0
+            early.advance(Phase.TAKEN)
+
+
 @contextlib.asynccontextmanager
-async def _standing_by(worker: Worker, world: World, program: Program, listener: Listen) -> AsyncIterator[None]:
-    """The block in which a life may have a standby; whatever ends it, nothing is left of one."""
-    task = asyncio.ensure_future(_stand_by(worker, world, program, listener))
+async def _starting_early(worker: Worker, world: World, program: Program, listener: Listen) -> AsyncIterator[None]:
+    """Allow an early start during the block. On exit, wait until its process is reaped."""
+    task = asyncio.ensure_future(_start_early(worker, world, program, listener))
     try:
         yield
     finally:
-        worker.standing.dismissed.set()
+        worker.early.advance(Phase.ENDING)
         world.changed()
         while not task.done():
-            with contextlib.suppress(asyncio.CancelledError):  # retired already: nothing more than that can be wanted
+            # The worker is ending already, so a further cancellation asks for nothing new.
+            with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait({task})
         task.result()
 
 
-async def _stand_by(worker: Worker, world: World, program: Program, listener: Listen) -> None:
-    """Once the fleet has reserved what it takes, have a process that prepares itself, until it is dismissed.
+async def _start_early(worker: Worker, world: World, program: Program, listener: Listen) -> None:
+    """Spawn the worker's process once the fleet has reserved its memory; keep it until the phase is ENDING.
 
-    One that is lost before there is room takes nobody's place and has cost nothing: the life goes on without, unless
-    another one would be lost in the same way.
+    A process that is lost before the worker has its place does not end the worker, unless the error is final.
     """
-    standing = worker.standing
+    early = worker.early
     try:
-        if not await _first(standing.wanted, standing.dismissed):
+        await early.reached(Phase.RESERVED)
+        if early.phase >= Phase.ENDING:
             return
         command = replace(options(worker, Serve, listen="unix:"), **serve_fields(worker, world))
-        async with world.launcher.prepare(program, command, listener) as standing.process:
-            standing.born.set()
-            await _until_dismissed(worker, world, standing.process)
+        async with world.launcher.prepare(program, command, listener) as process:
+            early.spawned(process)
+            await _until_ending(worker, world, process)
     except WorkerLost as lost:
         if worker.room.done():
-            return  # whoever told it to go hears that
+            return  # `go` raises it, too
         if lost.final:
             worker.room.set_exception(lost)
         else:
-            log.warning(
-                "%s: preparing ahead of its turn failed (%s); it loads when there is room", worker, lost.message
-            )
+            log.warning("%s: its early start failed (%s); it starts when its memory is free", worker, lost.message)
     except NotForked:
-        pass  # it hears so again when there is room, and what an executed one takes is reserved
+        pass  # raised again at the normal start, which then reserves the memory of an executed worker
     finally:
-        standing.dismissed.set()
-        held, standing.held = standing.held, 0
-        _give_back(worker, held)
-        standing.over.set()
+        early.advance(Phase.ENDING)
+        held, early.held = early.held, 0
+        _release_early_memory(worker, held)
+        early.advance(Phase.ENDED)
         world.changed()
 
 
-async def _first(event: asyncio.Event, other: asyncio.Event) -> bool:
-    """Returns once one of two events has happened: whether `other` has not."""
-    tasks = {asyncio.ensure_future(each.wait()) for each in (event, other)}
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-    return not other.is_set()
-
-
-async def _until_dismissed(worker: Worker, world: World, process: Standby) -> None:
-    """Returns once the standby must go, or its worker is over. Raises WorkerLost while there is no room yet."""
-    standing = worker.standing
-    dismissed = asyncio.ensure_future(standing.dismissed.wait())
+async def _until_ending(worker: Worker, world: World, process: Standby) -> None:
+    """Return once the phase is ENDING. Raises WorkerLost if the process is lost before the worker has its place."""
+    early = worker.early
+    ending = asyncio.ensure_future(early.reached(Phase.ENDING))
     prepared = asyncio.ensure_future(process.prepared())
     lost = asyncio.ensure_future(process.lost())
     try:
-        await asyncio.wait({dismissed, prepared}, return_when=asyncio.FIRST_COMPLETED)
-        if prepared.done() and not dismissed.done():
+        await asyncio.wait({ending, prepared}, return_when=asyncio.FIRST_COMPLETED)
+        if prepared.done() and not ending.done():
             prepared.result()
-            await world.launcher.refresh()  # what it measures is in the readings from now on
-            _settle_standby(worker, process)
+            await world.launcher.refresh()  # the driver's reading must contain what is counted as measured from here on
+            _reserve_measured(worker, process)
             world.changed()
-        await asyncio.wait({dismissed, lost}, return_when=asyncio.FIRST_COMPLETED)
-        if not dismissed.done() and not worker.room.done():
+        await asyncio.wait({ending, lost}, return_when=asyncio.FIRST_COMPLETED)
+        if not ending.done() and not worker.room.done():
             raise lost.result()
-        await asyncio.wait({dismissed})
+        await asyncio.wait({ending})
     finally:
-        for task in (dismissed, prepared, lost):
+        for task in (ending, prepared, lost):
             task.cancel()
-        await asyncio.gather(dismissed, prepared, lost, return_exceptions=True)
+        await asyncio.gather(ending, prepared, lost, return_exceptions=True)
 
 
-def _settle_standby(worker: Worker, process: Standby) -> None:
-    """It is charged with what it measures, from now on; one that took more than it was given must go."""
-    standing = worker.standing
-    if worker.room.done() or not standing.is_charged:
+def _reserve_measured(worker: Worker, process: Standby) -> None:
+    """Lower the reservation of a prepared process to its measured memory; end it if it measures more."""
+    early = worker.early
+    if worker.room.done() or not early.is_charged:
         return
-    measured = process.measured.get(DeviceId(LOCAL, HOST), 0)
-    if not 0 < measured <= standing.held:
-        log.warning("%s: prepared, it holds %d MiB, more than it was given", worker, measured >> 20)
-        standing.dismissed.set()
+    host = DeviceId(LOCAL, HOST)
+    measured = process.measured.get(host, 0)
+    if not 0 < measured <= early.held:
+        log.warning(
+            "%s: its early start is ended: it measures %d MiB, %d MiB are reserved",
+            worker, measured >> 20, early.held >> 20,
+        )  # fmt: skip
+        early.advance(Phase.ENDING)
         return
-    worker.reserved[DeviceId(LOCAL, HOST)] = standing.held = measured
-    standing.is_prepared = True
+    worker.reserved[host] = measured
+    early.prepared(measured)
 
 
-def _give_back(worker: Worker, held: int) -> None:
-    """Nothing is left of a standby that was charged with so many bytes; what its worker itself takes stays reserved."""
+def _release_early_memory(worker: Worker, held: int) -> None:
+    """Take the `held` bytes of an ended early start off the worker's reservation."""
     host = DeviceId(LOCAL, HOST)
     if held and host in worker.reserved and worker.state < State.STOPPING:
         worker.reserved[host] -= held
@@ -291,28 +313,27 @@ def _give_back(worker: Worker, held: int) -> None:
 
 @contextlib.asynccontextmanager
 async def _running(worker: Worker, world: World, program: Program, listener: Listen) -> AsyncIterator[WorkerProcess]:
-    """The worker's process, ready, on its place: its standby, if it has one, else a new one."""
-    command = replace(
-        options(worker, Serve, listen="unix:"), **serve_fields(worker, world)
-    )  # the launcher fills in devices, socket and leash
-    standing = worker.standing
-    if standing.is_taken and await _first(standing.born, standing.over) and standing.process is not None:
-        yield await standing.process.go(command, place_bytes(worker))
+    """Yield the worker's ready process: the one that started early if there is one, else a new one."""
+    # The launcher fills in devices, socket and leash.
+    command = replace(options(worker, Serve, listen="unix:"), **serve_fields(worker, world))
+    process = await worker.early.taken_process()
+    if process is not None:
+        yield await process.go(command, place_bytes(worker))
         return
-    standing.dismissed.set()
-    await standing.over.wait()
-    async with world.launcher.serve(program, command, place_bytes(worker), listener) as process:
-        yield process
+    worker.early.advance(Phase.ENDING)
+    await worker.early.reached(Phase.ENDED)  # two processes of one worker never run at once
+    async with world.launcher.serve(program, command, place_bytes(worker), listener) as worker_process:
+        yield worker_process
 
 
 async def _serve(worker: Worker, world: World, process: WorkerProcess, began: float) -> None:
-    """The worker is ready; returns once it is retired and drained. Raises WorkerLost."""
+    """Enter READY; return once the worker is retired and drained. Raises WorkerLost."""
     worker.process = process
     worker.load_seconds = world.now() - began
     worker.stages.end(world.now())
     await world.launcher.refresh()  # readings must be as new as what READY subtracts from them
     assert worker.costs is not None
-    if process.forked != worker.costs.forked:  # what it measures holds for the way in which it was really born
+    if process.forked != worker.costs.forked:  # learned estimates are kept apart for forked and executed workers
         worker.costs = replace(worker.costs, key=key_of(worker, world, forked=process.forked), forked=process.forked)
     settle_reservation(worker)
     world.calibration.record_load(worker.costs.key, worker.load_seconds)
@@ -335,7 +356,7 @@ async def _serve(worker: Worker, world: World, process: WorkerProcess, began: fl
 
 
 async def _room(worker: Worker, world: World, program: Program) -> Start:
-    """Returns once the fleet has reserved a place; works out the exact costs when the planner asks for them."""
+    """Wait until the fleet has reserved a place. Make the exact estimate when the planner wants it."""
     while not worker.room.done():
         await _until_room(worker, worker.refine.wait())
         if not worker.room.done():
@@ -346,7 +367,7 @@ async def _room(worker: Worker, world: World, program: Program) -> Start:
 
 
 async def _until_room(worker: Worker, work: Coroutine[Any, Any, object]) -> None:
-    """Returns once `work` is done, or there is room: then it has been cancelled, and is over. Raises what it raises."""
+    """Run `work`; cancel it when the place is reserved. Raises its exceptions."""
     task = asyncio.ensure_future(work)
     either: set[asyncio.Future[Any]] = {worker.room, task}
     try:
@@ -359,9 +380,9 @@ async def _until_room(worker: Worker, work: Coroutine[Any, Any, object]) -> None
 
 
 async def _until_over(worker: Worker, world: World, process: WorkerProcess) -> None:
-    """Returns once the worker is retired and drained; raises WorkerLost as soon as it is lost."""
+    """Wait until the worker is retired and drained. Raises WorkerLost as soon as its process is lost."""
     lost = asyncio.ensure_future(process.lost())
-    over = asyncio.ensure_future(_retired_and_drained(worker, world))
+    over = asyncio.ensure_future(_drain(worker, world))
     unreachable = asyncio.ensure_future(process.unreachable())
     try:
         await asyncio.wait({lost, over, unreachable}, return_when=asyncio.FIRST_COMPLETED)
@@ -370,7 +391,7 @@ async def _until_over(worker: Worker, world: World, process: WorkerProcess) -> N
             await asyncio.wait({lost, over}, return_when=asyncio.FIRST_COMPLETED)
         if lost.done():
             if worker.reason == "shutdown":
-                return  # in a hurry everybody is killed
+                return  # a second signal kills all workers
             worker.lost = lost.result()
             worker.reason = worker.lost.cause
             raise worker.lost
@@ -380,10 +401,10 @@ async def _until_over(worker: Worker, world: World, process: WorkerProcess) -> N
             task.cancel()
 
 
-async def _retired_and_drained(worker: Worker, world: World) -> None:
+async def _drain(worker: Worker, world: World) -> None:
     await worker.retired.wait()
     while worker.leases:
-        worker.stirred.clear()
+        worker.leases_changed.clear()
         left = None if worker.deadline is None else worker.deadline - world.now()
         if left is not None and left <= 0:
             worker.cut(Draining(f"{worker.preset.id} is being unloaded; the answer was cut", retry_after=1))
@@ -391,13 +412,13 @@ async def _retired_and_drained(worker: Worker, world: World) -> None:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(left):
-                await worker.stirred.wait()
+                await worker.leases_changed.wait()
 
 
 async def _requests_end(worker: Worker) -> None:
-    """Returns once the requests of a lost worker have read what it still sent and are over; bounded.
+    """Wait, for a bounded time, until the requests of a lost worker have read its last bytes and ended.
 
-    Only then may its connections be closed: one that is closed by ourselves looks to its reader like silence.
+    Connections are closed only then: a reader cannot tell a connection that we closed from a silent worker.
     """
     await _leases_back(worker)
     worker.cut(lost_error(worker))
@@ -408,34 +429,34 @@ async def _leases_back(worker: Worker) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(CUT_GRACE):
             while worker.leases:
-                worker.stirred.clear()
-                await worker.stirred.wait()
+                worker.leases_changed.clear()
+                await worker.leases_changed.wait()
 
 
-def _is_conversions_fault(worker: Worker, world: World, lost: WorkerLost) -> bool:
-    """Whether a worker could not use a converted snapshot: its model is loaded at once from the files as they came."""
+def _converted_copy_failed(worker: Worker, world: World, lost: WorkerLost) -> bool:
+    """The worker could not load a converted snapshot. Discard it, so that the next worker loads the original."""
     if worker.ready_at is not None or not (lost.final or lost.exit == Exit.DAMAGED):
         return False
-    return _forsakes(worker, world, lost.message)
+    return _discard_converted(worker, world, lost.message)
 
 
-def _forsakes(worker: Worker, world: World, why: str) -> bool:
-    """Whether what could not be used is a converted snapshot: it is not used again."""
+def _discard_converted(worker: Worker, world: World, why: str) -> bool:
+    """Stop using the worker's snapshot if it is a converted one; return whether it is."""
     if not world.files.give_up_converted(worker.snapshot):
         return False
-    log.warning("%s: its converted snapshot cannot be used (%s); it is loaded as it came", worker, why)
+    log.warning("%s: its converted snapshot cannot be used (%s); the original is loaded", worker, why)
     return True
 
 
-def _after_loss(worker: Worker, world: World, lost: WorkerLost) -> ApiError | Again:
-    """What those hear who still wait for a worker that never became ready."""
+def _error_after_loss(worker: Worker, world: World, lost: WorkerLost) -> ApiError | NextWorker:
+    """Return the error of leases that wait for a lost worker."""
     name = worker.preset.id
     if lost.memory and worker.costs is not None:
         raised = world.calibration.record_out_of_memory(worker.costs.key, worker.costs.estimate, lost.memory)
         when = "while loading" if worker.ready_at is None else "in service"
         log.warning("%s ran out of %s memory %s; its estimate is raised", worker, lost.memory, when)
         if worker.attempt == 0:
-            return Again()
+            return NextWorker()
         needs = sum(raised.shards)
         return LoadBackoff(
             f"{name} ran out of {lost.memory} memory while loading, twice; it is now expected to need "
@@ -445,45 +466,47 @@ def _after_loss(worker: Worker, world: World, lost: WorkerLost) -> ApiError | Ag
     if lost.final:
         return LoadFailed.of(name, lost.message)
     if lost.from_outside and worker.attempt == 0 and worker.ready_at is None:
-        log.warning("%s: %s; those who wait for it get another one", worker, lost.message)
-        return Again()
+        log.warning("%s: %s; its requests wait for another worker", worker, lost.message)
+        return NextWorker()
     return LoadBackoff(f"{name} failed to load: {lost.message}", retry_after=1)
 
 
 def lost_error(worker: Worker) -> ApiError:
-    """What a request hears whose worker was lost under it."""
+    """Return the error of a request whose worker was lost while it ran."""
     lost, name = worker.lost, worker.preset.id
     if lost is None:
-        return WorkerCrashed(f"{name}: the connection to its worker broke; ask again")
+        return WorkerCrashed(f"{name}: the connection to its worker broke; try again")
     if lost.cause == "stalled":
-        return Stalled(f"{name} stopped making progress and was ended: {lost.message}")
-    return WorkerCrashed(f"{name}: its worker ended in mid-answer: {lost.message}; ask again")
+        return Stalled(f"{name} stopped making progress and was killed: {lost.message}")
+    return WorkerCrashed(f"{name}: its worker exited during the response: {lost.message}; try again")
 
 
 def _enter(worker: Worker, world: World, state: State, **facts: Any) -> None:
-    """Record a transition; a state already reached stands."""
+    """Record a transition. A state that is reached already stays."""
     if state <= worker.state:
         return
     was, worker.state = worker.state, advance(worker.state, state)
     worker.since = world.now()
-    tell(worker, world.events, was=was, **facts)
+    append_state(worker, world.events, was=was, **facts)
 
 
 def _listener(worker: Worker, world: World) -> Listen:
-    """Keeps what a worker's events say where fleet and faces look for it."""
+    """Return a listener that records the events of a worker's process."""
 
     def listen(event: Event) -> None:
         if type(event) is Request:
-            _hear_request(worker, world, event)
+            _request_ended(worker, world, event)
             return
         match event:
-            case Progress() if worker.state is not State.QUEUED:  # it waits for room, whatever its standby does
-                worker.stages.hear(event.stage, event.done, event.total, world.now())
-                if _is_news(worker, event, world.now()):
-                    told = {**worker.stages.told(), **({"beside": True} if worker.beside else {})}
+            case Progress() if (
+                worker.state is not State.QUEUED
+            ):  # progress of an early start is not shown: the worker still waits
+                worker.stages.update(event.stage, event.done, event.total, world.now())
+                if _is_worth_an_event(worker, event, world.now()):
+                    data = {**worker.stages.as_dict(), **({"beside": True} if worker.beside else {})}
                     if event.files:
-                        told["files"] = event.files
-                    world.events.append("progress", worker.preset.id, worker=worker.id, **told)
+                        data["files"] = event.files
+                    world.events.append("progress", worker.preset.id, worker=worker.id, **data)
                 worker.progress = event
             case Pulse():
                 worker.pulse = event
@@ -494,7 +517,7 @@ def _listener(worker: Worker, world: World) -> Listen:
     return listen
 
 
-def _hear_request(worker: Worker, world: World, event: Request) -> None:
+def _request_ended(worker: Worker, world: World, event: Request) -> None:
     worker.answered = worker.answered or event.outcome == "ok"
     worker.first_token = worker.first_token or event.ttft
     if event.keep_alive is not None and event.keep_alive != worker.keep_alive:
@@ -514,15 +537,15 @@ def _hear_request(worker: Worker, world: World, event: Request) -> None:
     )
 
 
-def _is_news(worker: Worker, event: Progress, now: float) -> bool:
-    """Whether progress is worth an event: a new stage, a stage's end, or a while after the last one."""
+def _is_worth_an_event(worker: Worker, event: Progress, now: float) -> bool:
+    """Decide on an event: for a new stage, the end of a stage, or PROGRESS_INTERVAL after the last event."""
     before = worker.progress
     if before is not None and before.stage == event.stage:
         ends = before.done < event.done == event.total
-        if not ends and now - worker.progress_told < PROGRESS_INTERVAL:
+        if not ends and now - worker.progress_at < PROGRESS_INTERVAL:
             return False
-    worker.progress_told = now
+    worker.progress_at = now
     return True
 
 
-__all__ = ["FETCHED", "Again", "end", "live", "lost_error", "take"]
+__all__ = ["FETCHED", "NextWorker", "end", "lost_error", "run", "take_place"]

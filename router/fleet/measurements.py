@@ -1,8 +1,8 @@
-"""What a worker has measured: it is charged with it, and it teaches the next one.
+"""Measurements of workers: they raise the reservation, and become learned estimates.
 
-One that has not computed its largest step yet has not been at its peak. What that step would take beyond those it has
-had is a share of its estimate's compute, by the static formula, and is added to what was measured. The share shrinks as
-a model is used, and is gone once a worker had a whole chunk of a prompt, a full batch and a full context.
+A worker has its peak memory only after its largest possible step. Until then a share of the estimated activations, by
+the static formula, is added to the measurement. The share shrinks as the model is used. It is 0 once a worker has had a
+whole prompt chunk, a full batch and a full context.
 """
 
 from dataclasses import replace
@@ -15,12 +15,14 @@ from router.memory.process import Overhead
 from router.planner.ledger import HOST, DeviceId
 
 NEGLIGIBLE = 0.05
-"""Of a largest step: so close to it is as good as there. A prompt is never quite as long as the context, say."""
+"""A step this close to the largest one counts as it: a prompt is never quite as long as the context. A guess."""
 
 
 def settle_reservation(worker: Worker) -> None:
-    """Once ready, a worker is charged its estimate, or what it measures and may yet take of main memory, whichever is
-    more: its pools are allocated, but what a longer prompt computes may still come."""
+    """Raise a ready worker's reservation to its measurement plus the main memory that it may still allocate.
+
+    It is never lowered: the pools are allocated, but a longer prompt may still need more activations.
+    """
     later = _later(worker)
     for device, size in worker.occupied.items():
         size += later if device.index == HOST else 0
@@ -28,7 +30,7 @@ def settle_reservation(worker: Worker) -> None:
 
 
 def learn(worker: Worker, world: World) -> None:
-    """Keep what a worker has measured: when it is ready, and when it leaves."""
+    """Record a worker's measurement as a learned estimate. Called when it is ready and when it stops."""
     if worker.ready_at is None:
         _learn_overhead(worker, world)
     costs = worker.costs
@@ -42,13 +44,13 @@ def learn(worker: Worker, world: World) -> None:
 
 
 def learn_at_peak(worker: Worker, world: World) -> None:
-    """The same as soon as its largest step lies behind it, so that a router that is killed has learned."""
+    """Record the measurement after the largest step, so that it is not lost if the router is killed."""
     if not worker.has_peaked and _share_to_come(worker) == 0:
         learn(worker, world)
 
 
 def _learn_overhead(worker: Worker, world: World) -> None:
-    """What a process takes there whatever its model: it says so once, when it is ready."""
+    """Record the process overhead, which does not depend on the model. A worker reports it once, when ready."""
     process = worker.process
     if process is None or not process.ready.overhead:
         return
@@ -62,7 +64,7 @@ def _learn_overhead(worker: Worker, world: World) -> None:
 
 
 def _share_to_come(worker: Worker) -> float:
-    """1.0 of a worker that has computed nothing, 0.0 of one that has had its largest step."""
+    """Return the share of activations still to come: 1.0 before any step, 0.0 after the largest one."""
     facts, preset = worker.facts, worker.preset
     prompt, rows, end = (worker.pulse.largest if worker.pulse is not None else None) or (0, 0, 0)
     if facts is None or not prompt:
@@ -82,15 +84,17 @@ def _share_to_come(worker: Worker) -> float:
                 (facts, preset, tokens),
             )
         ]
-    except UnknownArchitecture:  # a whole chunk is all that can be asked for
+    except UnknownArchitecture:  # without a formula, a whole prompt chunk counts as the largest step
         return 0.0 if prompt >= min(preset.chunk, tokens - 1) else 1.0
     share = 1 - steps[0] / steps[1]
     return share if share > NEGLIGIBLE else 0.0
 
 
 def _as_far_as_seen(facts: Checkpoint, worker: Worker, rows: int, tokens: int) -> Checkpoint:
-    """A model whose largest image is the largest that its worker has seen, with as many at once as it had in `rows`;
-    `tokens`: of a whole context, which no image is longer than."""
+    """Return the facts with the largest image that the worker has processed, and as many images per batch of `rows`.
+
+    `tokens`: the context length, which bounds an image.
+    """
     one, images = (worker.pulse.seen if worker.pulse is not None else None) or (0, 0)
     largest = min(facts.picture_tokens, tokens)
     if not largest or one >= (1 - NEGLIGIBLE) * largest:
@@ -100,18 +104,18 @@ def _as_far_as_seen(facts: Checkpoint, worker: Worker, rows: int, tokens: int) -
 
 
 def _later(worker: Worker) -> int:
-    """Bytes of main memory that it does not take yet, and may at any time."""
+    """Return the bytes of main memory that the worker may still allocate."""
     if worker.pulse is not None:
         return worker.pulse.later
     return worker.process.ready.later if worker.process is not None else 0
 
 
 def _peaks(worker: Worker) -> tuple[tuple[int, ...], int]:
-    """Peak bytes by shard (0: not measured), and of main memory beside them, with what it may yet take of that."""
+    """Return the peak bytes by shard (0: not measured), and of main memory beside them with what may be allocated."""
     assert worker.costs is not None
     main, later = DeviceId(worker.place[0].node, HOST), _later(worker)
     shards = tuple(worker.measured.get(device, 0) for device in worker.place)
-    if main in worker.place:  # it is the only shard
+    if main in worker.place:  # the only shard
         return tuple(size and size + later for size in shards), 0
     beside = worker.costs.estimate.host
     measured = worker.measured.get(main, 0)

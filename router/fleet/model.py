@@ -1,7 +1,8 @@
-"""What the fleet knows of one preset, whether or not it has workers; and when it wants a further one.
+"""One model of the fleet: its preset, its workers, its failures, and the decision to add a replica.
 
-The oldest open worker of a model is a need, all further ones are copies: luxuries, which begin where memory is free,
-make room for anybody's need, and end when they idle. If the need leaves, the oldest copy takes its place.
+The oldest open worker of a model is required. All further workers are replicas. They are best-effort: they start where
+memory is free, are evicted for any demand, and exit when idle. If the required worker exits, the oldest replica becomes
+the required one.
 """
 
 from collections import deque
@@ -9,21 +10,16 @@ from dataclasses import dataclass, field
 from math import inf
 
 from router.config.presets import Preset
-from router.fleet.backoff import Crashes, Failure
-from router.fleet.sleeping_weights import Holding, Wish
-from router.fleet.state import State
-from router.fleet.worker import Worker
+from router.fleet.failures import Crashes, Failure
+from router.fleet.sleeping_weights import SleepingWeights, SleepRequest
+from router.fleet.worker import State, Worker
 
-COPY_PAUSE = 15.0
-"""Seconds until a further copy is thought of again after one found no room, or failed."""
-WEIGHT = 0.2
-"""Of the latest in a mean of how long requests take."""
-SECONDS = 5.0
-"""That a load is thought to take before there was any."""
-PAUSES, FEWEST_PAUSES = 8, 4
-"""So many of the latest pauses, but not fewer than those, say how soon a model is asked for again."""
-SOON = 0.25
-"""Its clients count on it after a pause if that was so short in this share of all."""
+# All of these are guesses.
+REPLICA_PAUSE = 15.0  # seconds without a new replica after one found no room, or failed
+MEAN_WEIGHT = 0.2  # weight of the latest request in the moving mean of request durations
+FIRST_LOAD_SECONDS = 5.0  # expected duration of a load before any was measured
+PAUSES, FEWEST_PAUSES = 8, 4  # number of recent pauses between requests that are kept, and needed for a prediction
+RETURN_QUANTILE = 0.25  # a model comes back within the pause that this share of its recent pauses does not exceed
 
 
 @dataclass(slots=True)
@@ -31,130 +27,123 @@ class Model:
     """One preset and its workers. Times are seconds of the fleet's clock."""
 
     preset: Preset
-    created: int
-    """When it was first listed, in whole seconds of wall-clock time."""
-    workers: list[Worker] = field(default_factory=list)
-    """All that are not stopped, the newest last."""
+    created: int  # wall-clock time in whole seconds
+    workers: list[Worker] = field(default_factory=list)  # all running workers, the newest last
     failure: Failure | None = None
     crashes: Crashes = field(default_factory=Crashes)
-    cut_short: int = 0
-    """How many lives in a row ended before they were ready, by what one more may cure (`Worker.attempt`): 0 or 1."""
-    doubtful: bool = False
-    """Its files may be damaged: its last worker found them so, or could not read what it had mapped of them."""
-    reason: str = ""
-    """Why its last worker ended."""
-    since: float | None = None
-    """When its last worker ended."""
-    holding: Holding | None = None
-    """Its weights in main memory, without a worker or while one is being loaded: without one, the model sleeps."""
-    company_is_called: bool = False
-    """Its companions were begun since it became ready; not once more before it has gone."""
-    wish: Wish | None = None
-    """Its last worker has just left room: what might be held from now on."""
-    no_copy_before: float = 0.0
-    asked: float = -inf
-    """When it was last asked for."""
-    spell: float = -inf
-    """Since when it has been in use, with no pause as long as `replica-idle-seconds`."""
-    left: float | None = None
-    """When the last of its requests ended; None while one runs."""
-    pauses: deque[float] = field(default_factory=lambda: deque(maxlen=PAUSES))
-    """Seconds from the end of its last request to the next one, whether it was still here or not."""
-    load_seconds: float | None = None
-    """What its last load took."""
-    request_seconds: float | None = None
-    """What a request holds a ready worker for, about."""
+    failed_attempts: int = 0  # consecutive workers that failed before ready in a way that a retry may cure: 0 or 1
+    maybe_damaged: bool = False  # the last worker found damaged files: a download verifies them before the next load
+    reason: str = ""  # of the last worker's end
+    since: float | None = None  # when the last worker ended
+    sleeping: SleepingWeights | None = None  # also while a new worker loads them
+    sleep_request: SleepRequest | None = None  # of a worker that has just ended; decided at the next plan
+    has_prefetched: bool = False  # the models under `prefetch` were started since this one became ready
+    no_replica_before: float = 0.0
+    last_request: float = -inf
+    in_use_since: float = -inf  # start of the use that had no pause of `replica-idle-seconds`
+    idle_since: float | None = None  # None while a request runs
+    pauses: deque[float] = field(default_factory=lambda: deque(maxlen=PAUSES))  # seconds between requests
+    load_seconds: float | None = None  # of the last load
+    request_seconds: float | None = None  # moving mean of the time for which a request leases a ready worker
 
     @property
     def open(self) -> Worker | None:
-        """The worker that takes the next lease: of those that are ready the least loaded, else the oldest."""
-        ours = self.all_open
-        return min(ours, key=_load, default=None) if len(ours) != 1 else ours[0]
+        """The worker for the next lease: the least loaded of the ready ones, else the oldest."""
+        workers = self.all_open
+        return min(workers, key=_load_order, default=None) if len(workers) != 1 else workers[0]
 
     @property
     def all_open(self) -> list[Worker]:
-        """Those that may take leases, the oldest first."""
+        """Workers that may take leases, the oldest first."""
         return [worker for worker in self.workers if worker.open]
 
     @property
     def shown(self) -> Worker | None:
-        """The worker that its status is read off: the open one, else the last that still drains or stops."""
+        """The worker whose status is shown for the model: the open one, else the last that is stopping."""
         return self.open or (self.workers[-1] if self.workers else None)
 
     @property
     def sleeps(self) -> bool:
-        """Whether its weights are held, and nothing else of it is here."""
-        return self.holding is not None and not self.workers and not self.holding.released.is_set()
+        """The model has sleeping weights and no worker."""
+        return self.sleeping is not None and not self.workers and not self.sleeping.released.is_set()
+
+    @property
+    def is_ready(self) -> bool:
+        return any(worker.state is State.READY for worker in self.workers)
 
     @property
     def leases(self) -> int:
-        """Requests that hold any of its workers."""
         return sum(len(worker.leases) for worker in self.workers)
 
     @property
     def request_interval(self) -> float | None:
-        """The pause that one in four is not longer than; None: not known yet."""
+        """Seconds of idleness after which the next request is expected; None if unknown."""
         if len(self.pauses) < FEWEST_PAUSES:
             return None
-        return sorted(self.pauses)[int(SOON * (len(self.pauses) - 1))]
+        return sorted(self.pauses)[int(RETURN_QUANTILE * (len(self.pauses) - 1))]
 
-    def wants_copy(self, now: float) -> bool:
-        """Whether a further worker is to begin, if there is room: one at a time, up to the least number of `replicas`
-        while the model is in use, and to the most while each has more to do than `parallel`. Nothing begins by itself
-        of a model that idles, whatever becomes of its copies."""
+    def wants_replica(self, now: float) -> bool:
+        """One more worker should start if there is room.
+
+        The minimum of `replicas` is kept while the model is in use. The maximum is used while each worker has more
+        requests than `parallel`. Replicas start one at a time, and none starts for an idle model.
+        """
         least, most = self.preset.replicas
-        if most == 1 or now < self.no_copy_before:
+        if most == 1 or now < self.no_replica_before:
             return False
-        if not self.leases and now - self.asked >= self.preset.replica_idle:
+        if not self.leases and now - self.last_request >= self.preset.replica_idle:
             return False
-        ours = self.all_open
-        if not 0 < len(ours) < most or any(worker.state is not State.READY for worker in ours):
+        workers = self.all_open
+        if not 0 < len(workers) < most or any(worker.state is not State.READY for worker in workers):
             return False
-        return len(ours) < least or self.is_crowded
+        return len(workers) < least or self.is_crowded
 
     @property
     def is_crowded(self) -> bool:
-        """Whether each of its workers has more to do than `parallel`."""
+        """Each worker has more requests than `parallel`."""
         return all(len(worker.leases) > self.preset.parallel for worker in self.all_open)
 
-    def wished(self, now: float) -> float:
-        """Since when there has been the wish for one more worker: that for the least number is as old as its use is.
-        So of two models that cannot both have theirs one has it for good, and they do not take it from each other."""
-        return now if self.is_crowded else self.spell
+    def wanted_since(self, now: float) -> float:
+        """Return the time since which a replica is wanted.
 
-    def surplus(self) -> list[Worker]:
-        """Copies beyond the least number, the newest first: they end when they idle."""
+        For the minimum of `replicas` it is the start of the model's use. So of two models that cannot both have their
+        minimum, one keeps its replica, and they do not evict each other's in turn.
+        """
+        return now if self.is_crowded else self.in_use_since
+
+    def excess_replicas(self) -> list[Worker]:
+        """Return replicas beyond the minimum, the newest first. They exit when idle."""
         return self.all_open[: self.preset.replicas[0] - 1 : -1]
 
     def promote(self) -> None:
-        """Somebody must be the need: the oldest that is open."""
-        ours = self.all_open
-        if ours and all(worker.best_effort for worker in ours):
-            ours[0].best_effort = False
+        """Make the oldest open worker the required one if there is none."""
+        workers = self.all_open
+        if workers and all(worker.best_effort for worker in workers):
+            workers[0].best_effort = False
 
-    def took(self, seconds: float) -> None:
-        """One request held a ready worker for so long."""
+    def request_ended(self, seconds: float) -> None:
+        """Record that a request has leased a ready worker for `seconds`."""
         before = self.request_seconds
-        self.request_seconds = seconds if before is None else before + WEIGHT * (seconds - before)
+        self.request_seconds = seconds if before is None else before + MEAN_WEIGHT * (seconds - before)
 
-    def asked_at(self, now: float) -> None:
-        """Somebody asks for it."""
-        if self.asked == -inf or (self.left is not None and now - self.asked >= self.preset.replica_idle):
-            self.spell = now
-        self.asked = now
-        if self.left is not None:
-            self.pauses.append(now - self.left)
-            self.left = None
+    def request_arrived(self, now: float) -> None:
+        idle_long = self.idle_since is not None and now - self.last_request >= self.preset.replica_idle
+        if self.last_request == -inf or idle_long:
+            self.in_use_since = now
+        self.last_request = now
+        if self.idle_since is not None:
+            self.pauses.append(now - self.idle_since)
+            self.idle_since = None
 
     def expected_load(self) -> float:
-        """Seconds of its next load, from its history."""
+        """Return the expected seconds of the next load."""
         worker = self.open
         known = worker.costs.load_seconds if worker is not None and worker.costs is not None else 0.0
-        return known or self.load_seconds or SECONDS
+        return known or self.load_seconds or FIRST_LOAD_SECONDS
 
 
-def _load(worker: Worker) -> tuple[bool, int, bool, int]:
+def _load_order(worker: Worker) -> tuple[bool, int, bool, int]:
     return worker.state is not State.READY, len(worker.leases), worker.best_effort, worker.id
 
 
-__all__ = ["COPY_PAUSE", "Model"]
+__all__ = ["FIRST_LOAD_SECONDS", "REPLICA_PAUSE", "Model"]

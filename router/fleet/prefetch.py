@@ -1,7 +1,6 @@
-"""Files that are brought into the page cache ahead of their load, as far as memory is free.
+"""Prefetch: read weight files into the page cache ahead of their load, within free main memory.
 
-Two kinds: of those who have to wait for room, whose lives read them themselves once they are told, and of companions,
-which nobody may ever ask for.
+Two kinds of files are read: those of queued workers, by their lifecycles, and those of models under `prefetch`, here.
 """
 
 import asyncio
@@ -19,39 +18,38 @@ from router.planner.types import Plan
 log = logging.getLogger("router.fleet.fleet")
 
 
-class ReadingAhead:
-    """All of one fleet. Law: like the fleet's, no method awaits."""
+class Prefetcher:
+    """The prefetches of one fleet. No public method awaits."""
 
     def __init__(self, launcher: Launcher, files: Files, queued: Callable[[], Iterable[Worker]]):
-        """`queued` gives all who wait for room, who may be reading."""
+        """`queued` returns all queued workers."""
         self._launcher = launcher
         self._files = files
         self._queued = queued
-        self.tasks: set[asyncio.Task[None]] = set()
-        """Those that read for companions."""
+        self.tasks: set[asyncio.Task[None]] = set()  # reads for models under `prefetch`
 
-    def begin(self, plan: Plan, line: Iterable[Worker], devices: Sequence[Device]) -> None:
-        """Have those of the `line` who wait by this plan read their files meanwhile, the first in line first."""
-        line = sorted(line, key=lambda worker: (-worker.preset.priority, worker.since))
+    def begin(self, plan: Plan, queued: Iterable[Worker], devices: Sequence[Device]) -> None:
+        """Let workers that wait by this plan read their files meanwhile, in the order of the queue."""
+        in_order = sorted(queued, key=lambda worker: (-worker.preset.priority, worker.since))
         sizes = [
-            (worker.id, self._to_read(worker))
-            for worker in line if worker.id in plan.waits and not (worker.best_effort or worker.reads.is_set())
+            (worker.id, self._bytes_to_read(worker))
+            for worker in in_order if worker.id in plan.waits and not (worker.best_effort or worker.prefetch.is_set())
         ]  # fmt: skip
         if sizes:
-            chosen = set(early_start.readable(sizes, devices, self._reading()))
-            for worker in (worker for worker in line if worker.id in chosen):
-                worker.reads.set()
+            chosen = set(early_start.readable(sizes, devices, self._bytes_in_flight()))
+            for worker in (worker for worker in in_order if worker.id in chosen):
+                worker.prefetch.set()
 
-    def call(self, prefetch: Iterable[Preset], devices: Sequence[Device]) -> None:
-        """Read the files of models that will be asked for together with one that loads."""
+    def read_files(self, presets: Iterable[Preset], devices: Sequence[Device]) -> None:
+        """Read the files of models that are expected to be requested soon."""
         sizes = []
-        for preset in prefetch:
+        for preset in presets:
             snapshot = self._files.find(preset) or ""
             files = self._files.weights(self._files.loads_from(preset, snapshot))
             sizes.append((tuple(files), sum(files.values())))
-        for chosen in early_start.readable(sizes, devices, self._reading()):
+        for chosen in early_start.readable(sizes, devices, self._bytes_in_flight()):
             assert isinstance(chosen, tuple)
-            task = asyncio.get_running_loop().create_task(self._read(chosen), name="read ahead")
+            task = asyncio.get_running_loop().create_task(self._read(chosen), name="prefetch")
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
 
@@ -63,14 +61,16 @@ class ReadingAhead:
         try:
             await self._launcher.read_ahead(files)
         except NotHeld as failed:
-            log.warning("files of a companion are not read ahead: %s", failed)
+            log.warning("prefetch of files failed: %s", failed)
 
-    def _reading(self) -> int:
-        """Bytes that are being read ahead for those who wait."""
-        return sum([self._to_read(worker) for worker in self._queued() if worker.reads.is_set()])
+    def _bytes_in_flight(self) -> int:
+        return sum([self._bytes_to_read(worker) for worker in self._queued() if worker.prefetch.is_set()])
 
-    def _to_read(self, worker: Worker) -> int:
-        """Bytes of its files, which are looked up once: it may wait for long, and plans are many."""
-        if worker.sizes is None:
-            worker.sizes = self._files.weights(worker.snapshot)
-        return sum(worker.sizes.values())
+    def _bytes_to_read(self, worker: Worker) -> int:
+        """Return the size of the worker's files. It is cached, because a queued worker is planned many times."""
+        if worker.file_sizes is None:
+            worker.file_sizes = self._files.weights(worker.snapshot)
+        return sum(worker.file_sizes.values())
+
+
+__all__ = ["Prefetcher"]

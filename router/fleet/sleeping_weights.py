@@ -1,50 +1,51 @@
-"""A holding: weights of a model that sleeps, in main memory without a worker; and its life, one coroutine.
+"""Sleeping weights: weights of models whose workers have exited, locked in main memory within a budget.
 
-It is a luxury on main memory: charged like anything else, begun only where nobody else has need of the room, and an
-idle resident that leaves as soon as somebody has. Whoever wakes the model loads it as any other, from files that need
-not be read again.
+They are best-effort residents of main memory: reserved like a worker, started only in memory that no demand needs, and
+released before any worker is evicted. A model that wakes is loaded like any other, and its files are in the page cache.
 """
+
+from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from router.config.presets import Preset
 from router.events import EventLog
 from router.launch.interface import Launcher, NotHeld
 from router.planner.ledger import HOST, LOCAL, DeviceId, Resident
 
+if TYPE_CHECKING:  # it imports this module
+    from router.fleet.model import Model
+
 log = logging.getLogger("router.fleet.fleet")
 
+# Seconds by which sleeping weights count as longer unused than they are, so that they are evicted before any worker.
 ASLEEP = 1e9
-"""Seconds that weights that sleep are older than they are: they make way before any worker, copies included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What is to be held. Times are seconds of the fleet's clock."""
+class SleepRequest:
+    """The weights of a worker that has exited and may sleep. Times are seconds of the fleet's clock."""
 
     files: tuple[str, ...]
-    size: int
-    """Their bytes."""
+    size: int  # bytes of the files
     last_used: float
-    expires: float | None
-    """When it is over by the model's `ttl`; None: never."""
+    expires: float | None  # by the model's `ttl`; None: never
 
 
-class Holding:
-    """The weights of one model in main memory, from the moment on that they are charged."""
+class SleepingWeights:
+    """The weights of one model in main memory, from their reservation to their release."""
 
-    def __init__(self, id: int, preset: Preset, wish: Wish):
+    def __init__(self, id: int, preset: Preset, request: SleepRequest):
         self.id = id
         self.preset = preset
-        self.wish = wish
-        self.is_held = False
-        """All of it is there."""
-        self.reason = ""
-        """Why it ends."""
+        self.request = request
+        self.is_held = False  # all files are read and locked
+        self.reason = ""  # of the release
         self.released = asyncio.Event()
         self.stopped = asyncio.Event()
 
@@ -52,38 +53,114 @@ class Holding:
         return f"{self.preset.id}#{self.id}"
 
     def resident(self) -> Resident:
-        """As the planner sees it."""
+        """Return the planner's view."""
         host = DeviceId(LOCAL, HOST)
         return Resident(
             id=self.id,
             model=self.preset.id,
-            reserved={host: self.wish.size},
-            measured={host: self.wish.size if self.is_held else 0},
-            last_used=self.wish.last_used - ASLEEP,
+            reserved={host: self.request.size},
+            measured={host: self.request.size if self.is_held else 0},
+            last_used=self.request.last_used - ASLEEP,
             leaving=self.released.is_set(),
             pinned=self.preset.pin,
             priority=self.preset.priority,
             best_effort=True,
-            expires=self.wish.expires,
+            expires=self.request.expires,
         )
 
     def release(self, reason: str) -> None:
-        """Let it go; why stands."""
+        """Release the memory. The first reason stays."""
         self.reason = self.reason or reason
         self.released.set()
 
 
-async def hold(holding: Holding, launcher: Launcher, events: EventLog, changed: Callable[[], None]) -> None:
-    """Live one holding, until it is released or lost; `changed` is called once it is held."""
-    tell(holding, events, "holding")
+class Sleepers:
+    """All sleeping weights of one fleet. No method awaits."""
+
+    def __init__(
+        self,
+        *,
+        launcher: Launcher,
+        events: EventLog,
+        budget: int,
+        ids: Iterator[int],
+        tasks: set[asyncio.Task[None]],
+        now: Callable[[], float],
+        changed: Callable[[], None],
+    ):
+        """`budget`: bytes that all sleeping weights may take. `ids` and `tasks` are the fleet's; it waits for the tasks
+        when it closes. `changed` requests a new plan."""
+        self._launcher = launcher
+        self._events = events
+        self._budget = budget
+        self._ids = ids
+        self._tasks = tasks
+        self._now = now
+        self._changed = changed
+        self.all: dict[int, SleepingWeights] = {}  # all that are not stopped, by id
+
+    def put_to_sleep(self, models: Iterable[Model], spare: int) -> None:
+        """Hold the weights of models whose worker has just exited, within `spare` bytes of free main memory.
+
+        Release the weights of models that are ready again.
+        """
+        for model in models:
+            if model.sleeping is None and model.sleep_request is None:
+                continue
+            if model.sleeping is not None and model.is_ready:
+                self.let_go(model, "awake")
+            request, model.sleep_request = model.sleep_request, None
+            if request is None or model.workers or model.sleeping is not None or request.size > spare:
+                continue
+            victims = make_room(self.all.values(), request.size, self._budget)
+            if victims is None:
+                continue
+            for weights in victims:
+                self.release(weights, "evicted")
+            spare -= request.size
+            self._begin(model, request)
+
+    def let_go(self, model: Model, reason: str) -> None:
+        """Release the model's sleeping weights, if any, and drop its request to sleep."""
+        model.sleep_request = None
+        if model.sleeping is not None:
+            self.release(model.sleeping, reason)
+
+    def release(self, weights: SleepingWeights, reason: str) -> None:
+        if not weights.released.is_set():
+            weights.release(reason)
+            self._changed()  # it counts as leaving from now on
+
+    def _begin(self, model: Model, request: SleepRequest) -> None:
+        weights = SleepingWeights(next(self._ids), model.preset, request)
+        model.sleeping = self.all[weights.id] = weights
+        holding = hold(weights, self._launcher, self._events, self._changed)
+        task = asyncio.get_running_loop().create_task(holding, name=str(weights))
+        self._tasks.add(task)
+        task.add_done_callback(lambda task: self._ended(task, model, weights))
+        self._changed()  # its memory is reserved from now on, and its `ttl` may end soon
+
+    def _ended(self, task: asyncio.Task[None], model: Model, weights: SleepingWeights) -> None:
+        self._tasks.discard(task)
+        del self.all[weights.id]
+        weights.stopped.set()
+        if model.sleeping is weights:
+            model.sleeping = None
+            model.since = self._now()
+        self._changed()
+
+
+async def hold(weights: SleepingWeights, launcher: Launcher, events: EventLog, changed: Callable[[], None]) -> None:
+    """Lock the weights in main memory until they are released or lost. Calls `changed` once they are locked."""
+    _append_event(weights, events, "holding")
     try:
-        async with launcher.keep(holding.wish.files) as held:
-            await launcher.refresh()  # from here on it is in the driver's figure
-            holding.is_held = True
-            tell(holding, events, "held")
+        async with launcher.keep(weights.request.files) as held:
+            await launcher.refresh()  # the driver's reading must contain what `is_held` counts as measured
+            weights.is_held = True
+            _append_event(weights, events, "held")
             changed()
             lost = asyncio.ensure_future(held.lost())
-            released = asyncio.ensure_future(holding.released.wait())
+            released = asyncio.ensure_future(weights.released.wait())
             try:
                 await asyncio.wait({lost, released}, return_when=asyncio.FIRST_COMPLETED)
                 if not released.done():
@@ -92,36 +169,36 @@ async def hold(holding: Holding, launcher: Launcher, events: EventLog, changed: 
                 for task in (lost, released):
                     task.cancel()
     except NotHeld as failed:
-        log.warning("%s: its weights are not held in main memory: %s", holding, failed)
-        holding.release("failed")
+        log.warning("%s: its weights cannot stay in main memory: %s", weights, failed)
+        weights.release("failed")
     finally:
-        holding.release("shutdown")
+        weights.release("shutdown")
         with contextlib.suppress(asyncio.CancelledError):
             await launcher.refresh()
-        holding.stopped.set()
-        tell(holding, events, "released")
+        weights.stopped.set()
+        _append_event(weights, events, "released")
 
 
-def tell(holding: Holding, events: EventLog, state: str) -> None:
-    data = {"reason": holding.reason} if holding.reason else {}
-    events.append("holding", holding.preset.id, id=holding.id, state=state, bytes=holding.wish.size, **data)
+def _append_event(weights: SleepingWeights, events: EventLog, state: str) -> None:
+    data = {"reason": weights.reason} if weights.reason else {}
+    events.append("holding", weights.preset.id, id=weights.id, state=state, bytes=weights.request.size, **data)
 
 
-def make_room(holdings: Iterable[Holding], size: int, budget: int) -> Sequence[Holding] | None:
-    """Who is to go so that `size` more bytes stay within the budget: the least recently used first, pinned stay.
+def make_room(present: Iterable[SleepingWeights], size: int, budget: int) -> Sequence[SleepingWeights] | None:
+    """Return the weights to release so that `size` more bytes stay within the budget; None if that is impossible.
 
-    None if that would not do.
+    Lower priority goes first, then the least recently used. Pinned models stay.
     """
-    present = [each for each in holdings if not each.released.is_set()]
-    over = sum(each.wish.size for each in present) + size - budget
-    gone = []
-    for each in sorted(present, key=lambda each: (each.preset.priority, each.wish.last_used)):
+    held = [weights for weights in present if not weights.released.is_set()]
+    over = sum(weights.request.size for weights in held) + size - budget
+    victims = []
+    for weights in sorted(held, key=lambda weights: (weights.preset.priority, weights.request.last_used)):
         if over <= 0:
             break
-        if not each.preset.pin:
-            gone.append(each)
-            over -= each.wish.size
-    return gone if over <= 0 else None
+        if not weights.preset.pin:
+            victims.append(weights)
+            over -= weights.request.size
+    return victims if over <= 0 else None
 
 
-__all__ = ["Holding", "Wish", "hold", "make_room", "tell"]
+__all__ = ["SleepRequest", "Sleepers", "SleepingWeights", "hold", "make_room"]

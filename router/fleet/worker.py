@@ -1,18 +1,23 @@
-"""One life of one worker process: what is known of it, and how fleet and planner see it. It does nothing."""
+"""One worker: the record of one process serving one model, from its creation to its end. It performs no actions.
+
+    DOWNLOADING > QUEUED > STARTING > READY > STOPPING > STOPPED
+
+States may be skipped and are never entered twice. A model that is loaded again gets a new worker.
+"""
 
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Protocol
 
 from router.config.presets import Preset
 from router.errors import ApiError, LoadFailed
 from router.events import EventLog
-from router.fleet.early_start import Candidate, less
+from router.fleet.early_start import Candidate, EarlyStart, Phase, less
 from router.fleet.load_stages import Stages
-from router.fleet.sleeping_weights import Wish
-from router.fleet.state import State
-from router.launch.interface import Standby, WorkerLost, WorkerProcess
+from router.fleet.sleeping_weights import SleepRequest
+from router.launch.interface import WorkerLost, WorkerProcess
 from router.memory import estimate as estimates
 from router.memory import sharding
 from router.memory.checkpoint_facts import Checkpoint
@@ -23,161 +28,147 @@ from worker.protocol.argv import ENGINES, AdapterSource
 from worker.protocol.events import Progress, Pulse
 
 
-class Held(Protocol):
-    """A lease, as the worker that it holds sees it."""
+class State(IntEnum):
+    """The states of a worker. A later state is greater."""
+
+    DOWNLOADING = 0
+    QUEUED = 1
+    STARTING = 2
+    READY = 3
+    STOPPING = 4
+    STOPPED = 5
+
+    @property
+    def holds_memory(self) -> bool:
+        """A worker in this state has a reservation on its place. A queued worker may hold an early start's memory."""
+        return State.STARTING <= self <= State.STOPPING
+
+
+def advance(current: State, to: State) -> State:
+    """Return `to`. Raises ValueError if it does not come after `current`."""
+    if to <= current:
+        raise ValueError(f"a worker cannot go back from {current.name} to {to.name}")
+    return to
+
+
+class HeldLease(Protocol):
+    """A lease, as its worker uses it."""
 
     def abort(self, error: ApiError) -> None:
-        """End the request with `error`; its lease comes back soon."""
+        """End the request with `error`. The lease is returned soon after."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a load will cost: bytes by shard, and whether a plan may evict or refuse on that word."""
+    """The predicted cost of a load."""
 
     estimate: Estimate
-    is_exact: bool
-    key: str
+    is_exact: bool  # a plan may evict or refuse because of this estimate
+    key: str  # of the learned estimates
     load_seconds: float
-    forked: bool = False
-    """They hold for a worker that is forked from a nursery, and for no other."""
-
-
-class Standing:
-    """What a life knows of its standby: a process that prepares itself while the life still waits for room."""
-
-    def __init__(self) -> None:
-        self.held = 0
-        """Bytes of main memory that it is charged with; 0: there is none, or none any more."""
-        self.wanted = asyncio.Event()
-        """The fleet has reserved what it holds: it may begin. There is one in a life at most."""
-        self.dismissed = asyncio.Event()
-        """It must go, or is no longer needed."""
-        self.process: Standby | None = None
-        self.born = asyncio.Event()
-        self.is_prepared = False
-        self.is_taken = False
-        """There is room: it is the worker now, and what it holds is part of what that has reserved."""
-        self.over = asyncio.Event()
-        """There will be none any more, and nothing is left of one that was."""
-
-    @property
-    def is_charged(self) -> bool:
-        """Whether what it holds counts for what its worker is going to need."""
-        return self.held > 0 and not self.dismissed.is_set()
+    forked: bool = False  # they hold for a forked worker only
 
 
 class Worker:
-    """One life of one worker process, as fleet and planner see it. Times are seconds of the fleet's clock."""
+    """One worker as fleet and planner see it. Times are seconds of the fleet's clock."""
 
     def __init__(
         self, id: int, preset: Preset, state: State, now: float, *, attempt: int = 0, best_effort: bool = False
     ):
+        # Identity
         self.id = id
         self.preset = preset
-        self.state = state
-        self.attempt = attempt
-        """How many lives of this model just before this one ended before they were ready, by what one more may cure:
-        they ran out of memory, or somebody killed them."""
+        self.siblings: list[Worker] = []  # all running workers of the model, this one included; kept by the fleet
+        self.attempt = (
+            attempt  # earlier workers in a row that failed before ready in a way that a retry may cure: 0 or 1
+        )
         self.best_effort = best_effort
-        """A copy: nobody's need as long as another worker of its model is."""
-        self.fetches = False
-        """It is only to bring the files: nobody has to wait for it, and it ends with the download unless somebody
-        does."""
-        self.wished = now
-        """Since when there has been a wish for it, if it is a copy: luxuries that were used since then stay."""
-        self.surplus = False
-        """A copy beyond the least number of `replicas`: it ends when it idles."""
-        self.since = now
-        """When it entered its state; the place in the queue while QUEUED."""
+        self.is_excess = False  # a replica beyond the minimum of `replicas`: it stops when idle
+        self.prefetched = False  # started because another model lists this one under `prefetch`
+        self.fetch_only = False  # ends after the download unless a request has leased it
+
+        # Lifecycle
+        self.state = state
+        self.since = now  # when it entered its state; decides the place in the queue while QUEUED
         self.born = now
+        self.wanted_since = now  # of a best-effort replica: it evicts no best-effort resident used after this
+        self.task: asyncio.Task[None] | None = None
+        self.reason = ""  # why it was retired or ended
+        self.made_room_for = ""
+        self.retired = asyncio.Event()  # takes no new leases
+        self.leaving_since = 0.0
+        self.deadline: float | None = None  # when running requests are aborted after retirement; None: never
+        self.ready_at: float | None = None
+        self.ended = asyncio.Event()  # the process is gone, stopping or unreachable: it answers no further request
+        self.stopped = asyncio.Event()
+        self.lost: WorkerLost | None = None
+        self.refused: LoadFailed | None = None  # the error of a load that could not be attempted
+
+        # Files and cost
         self.snapshot = ""
-        self.sizes: Mapping[str, int] | None = None
-        """Bytes of the files of its weights, by path, once somebody has looked."""
+        self.file_sizes: Mapping[str, int] | None = None  # bytes of its weight files by path, once looked up
         self.facts: Checkpoint | None = None
         self.costs: Costs | None = None
-        self.devices: frozenset[DeviceId] = frozenset()
-        """Those that its preset lets it take."""
-        self.choice = sharding.Choice()
-        """How it is to lie on them."""
-        self.pools: dict[DeviceId, DeviceId] = {}
-        """Of devices without memory of their own: whose they use."""
+        self.refine = asyncio.Event()  # the planner wants the exact estimate
+
+        # Place and reservation
+        self.devices: frozenset[DeviceId] = frozenset()  # devices that the preset allows
+        self.choice = sharding.Choice()  # the placement over them
+        self.pools: dict[DeviceId, DeviceId] = {}  # for devices with unified memory: the device whose memory they use
         self.place: tuple[DeviceId, ...] = ()
         self.reserved: dict[DeviceId, int] = {}
-        self.standing = Standing()
-        self.reads = asyncio.Event()
-        """Its files are to be read ahead while it waits."""
-        self.is_prefetch = False
-        """It was begun because another model was asked for that its users ask for together with this one."""
-        self.process: WorkerProcess | None = None
-        self.told: tuple[tuple[AdapterSource, ...], str] = (), ""
-        """The adapters, and the default one, that its process knows of."""
-        self.telling = asyncio.Lock()
-        self.pulse: Pulse | None = None
-        self.progress: Progress | None = None
-        """Of its download, or its load."""
-        self.progress_told = -1.0
-        self.stages = Stages()
-        self.waits_for = ""
-        """Why it is still QUEUED, in a word of the planner."""
-        self.waits_until: float | None = None
-        """When at the latest those in its way may leave; None: they do already, or nobody can say."""
-        self.waits_for_slot = False
-        """What it waited for last was not memory: there were as many workers as may be."""
+        self.early = EarlyStart()
+
+        # Queue
+        self.room: asyncio.Future[Start] = _future()
+        self.considered = asyncio.Event()  # the planner has decided on an estimate that it may refuse on
+        self.waits_for = ""  # the cause of the wait, in the planner's terms
+        self.waits_until: float | None = None  # latest time at which its victims may leave; None: now, or unknown
+        self.waits_for_slot = False  # its last wait was for the worker count, not for memory
         self.ahead = 0
-        self.family: list[Worker] = []
-        """All workers of its model that are not stopped, itself among them; kept by the fleet."""
-        self.leases: set[Held] = set()
+        self.prefetch = asyncio.Event()  # its files are to be read into the page cache while it waits
+
+        # Process
+        self.process: WorkerProcess | None = None
+        self.ready: asyncio.Future[WorkerProcess] = _future()
+        self.pulse: Pulse | None = None
+        self.told: tuple[tuple[AdapterSource, ...], str] = (), ""  # adapters and default adapter of the process
+        self.telling = asyncio.Lock()
+
+        # Requests
+        self.leases: set[HeldLease] = set()
+        self.leases_changed = asyncio.Event()
         self.last_used = now
         self.residency_ends = now
-        self.keep_alive: float | None = None
-        """Seconds that it may idle, as its latest request wants it; below 0: for ever; None: as its preset says."""
-        self.reason = ""
-        """Why it was retired or ended."""
-        self.made_room_for = ""
-        self.deadline: float | None = None
-        """When running requests are cut, once retired; None: never."""
-        self.leaving_since = 0.0
-        self.ready_at: float | None = None
-        """When it became ready, if it ever did."""
-        self.answered = False
-        """It has completed an answer."""
-        self.lost: WorkerLost | None = None
-        self.refused: LoadFailed | None = None
-        """Why it could not even be tried."""
-        loop = asyncio.get_running_loop()
-        self.ready: asyncio.Future[WorkerProcess] = loop.create_future()
-        self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
-        self.room: asyncio.Future[Start] = loop.create_future()
-        self.room.add_done_callback(lambda future: future.cancelled() or future.exception())
-        self.refine = asyncio.Event()
-        self.retired = asyncio.Event()
-        self.stirred = asyncio.Event()
-        self.ended = asyncio.Event()
-        """The process is known to be gone, or going, or out of reach: no further request can be answered by it."""
-        self.stopped = asyncio.Event()
-        self.considered = asyncio.Event()
-        """The planner has answered on a figure that it may refuse on."""
-        self.task: asyncio.Task[None] | None = None
+        self.keep_alive: float | None = None  # idle seconds set by its latest request; below 0: forever; None: preset
+        self.answered = False  # it has completed an answer
+
+        # Progress and statistics
+        self.progress: Progress | None = None
+        self.progress_at = -1.0  # time of the last progress event
+        self.stages = Stages()
         self.load_seconds = 0.0
-        self.first_token = 0.0
-        """Seconds from the arrival of its first request to its first token; 0.0: there was none yet."""
-        self.has_peaked = False
-        """Its largest step lies behind it, and was learned from."""
-        self._resident: tuple[tuple[object, ...], Resident] | None = None
-        """As the planner has seen it last, and what that was made of."""
+        self.first_token = 0.0  # seconds from the first request's arrival to its first token; 0.0: none yet
+        self.has_peaked = False  # its largest step was measured and learned
+        self._resident: tuple[tuple[object, ...], Resident] | None = None  # cached, with the values it was made from
 
     def __str__(self) -> str:
         return f"{self.preset.id}#{self.id}"
 
     @property
     def open(self) -> bool:
-        """May take new leases."""
+        """The worker may take new leases."""
         return self.state <= State.READY and not self.retired.is_set()
 
     @property
     def beside(self) -> bool:
-        """Another worker of the model is open: what becomes of this one is not what becomes of the model."""
-        return any(other is not self and other.open for other in self.family)
+        """Another worker of the model is open, so the end of this one is not the end of the model."""
+        return any(other is not self and other.open for other in self.siblings)
+
+    @property
+    def holds_memory(self) -> bool:
+        """The worker is a resident: it has a place, or an early start while it is queued."""
+        return self.state.holds_memory or (self.state is State.QUEUED and self.early.held > 0)
 
     @property
     def measured(self) -> Bytes:
@@ -185,34 +176,36 @@ class Worker:
 
     @property
     def occupied(self) -> Bytes:
-        """What it measures, by the memory that its devices use."""
+        """Measured bytes by the device whose memory they are in."""
         return pooled(self.measured, self.pools) if self.pools else self.measured
 
     @property
     def counted(self) -> Bytes:
-        """Of that, what drivers count as used. Pages of files that it has mapped are none of it: the kernel would give
-        them to anybody, and whoever took them off its figure would take memory of others for free."""
+        """The part of the measured bytes that drivers report as used.
+
+        Pages of mapped files are not part of it: the kernel can reclaim them. If they were subtracted from the driver's
+        figure, memory of other programs would look free.
+        """
         occupied, host = self.occupied, DeviceId(LOCAL, HOST)
-        said = self.pulse or (self.process.ready if self.process is not None else None)
-        if said is None or not said.mapped or host not in occupied:
+        latest = self.pulse or (self.process.ready if self.process is not None else None)
+        if latest is None or not latest.mapped or host not in occupied:
             return occupied
-        return {**occupied, host: max(0, occupied[host] - said.mapped)}
+        return {**occupied, host: max(0, occupied[host] - latest.mapped)}
 
     @property
     def on_host(self) -> bool:
         return all(device.index == HOST for device in self.devices)
 
     def demand(self) -> Demand:
-        """This worker as the planner sees it while QUEUED with its costs known, less what its standby holds."""
+        """Return the planner's view of a queued worker with known costs, less the memory of its early start."""
         assert self.costs is not None
         estimate = self.costs.estimate
-        on_host = self.on_host
         demand = Demand(
             id=self.id,
             model=self.preset.id,
             shards=estimate.shards,
-            host=0 if on_host else estimate.host,
-            since=self.wished if self.best_effort else self.since,
+            host=0 if self.on_host else estimate.host,
+            since=self.wanted_since if self.best_effort else self.since,
             priority=self.preset.priority,
             best_effort=self.best_effort,
             is_exact=self.costs.is_exact,
@@ -221,54 +214,56 @@ class Worker:
             place=self.choice.place,
             load_seconds=self.costs.load_seconds,
         )
-        return less(demand, self.standing.held) if self.standing.is_charged else demand
+        return less(demand, self.early.held) if self.early.is_charged else demand
 
     def candidate(self, demand: Demand) -> Candidate:
-        """This worker as far as standing by goes, while QUEUED with its costs known; `demand` is its own."""
+        """Return the facts for the early-start decision of a queued worker with known costs and this demand."""
         assert self.costs is not None
         assert self.facts is not None
         traits = ENGINES[self.preset.engine]
-        may = self.choice.ranks == 1  # followers are told what to load before they begin
-        may = may and not (
-            self.best_effort or traits.exclusive or self.standing.wanted.is_set() or self.standing.over.is_set()
-        )
+        # Tensor-parallel followers get their options when they are spawned, so such a worker cannot start early.
+        may_start = self.choice.ranks == 1 and self.early.phase is Phase.NONE
+        may_start = may_start and not (self.best_effort or traits.exclusive)
         runtime = 0
-        if may:
+        if may_start:
             costs = self.costs
             runtime = estimates.prepared_bytes(self.facts, costs.estimate, on_host=self.on_host, forked=costs.forked)
-        return Candidate(demand=demand, runtime=runtime, stands_by=self.standing.is_charged)
+        return Candidate(demand=demand, runtime=runtime, started_early=self.early.is_charged)
 
-    def standby(self) -> Resident:
-        """Its standby as the planner sees it: nobody's victim, as it goes by a law of its own (router/fleet/early_start.py)."""
-        host = DeviceId(LOCAL, HOST)
-        process = self.standing.process
+    def resident(self, request_interval: float | None = None) -> Resident:
+        """Return the planner's view of a worker that holds memory.
+
+        `comes_back`: seconds until the model is expected to be requested again. The result is cached, because plans are
+        made much more often than the values change.
+        """
+        if self.state is State.QUEUED:
+            return self._early_resident()
+        made_from = (
+            self.preset, self.state, self.retired.is_set(), bool(self.leases), self.last_used, self.residency_ends,
+            self.leaving_since, self.keep_alive, self.best_effort, self.is_excess, self.load_seconds, self.process, self.pulse,
+            self.reserved.copy(), {**self.measured}, request_interval,  # copies: both mappings change in place
+        )  # fmt: skip
+        if self._resident is None or self._resident[0] != made_from:
+            self._resident = made_from, self._make_resident(request_interval)
+        return self._resident[1]
+
+    def _early_resident(self) -> Resident:
+        """The early start of a queued worker. Pinned, because `early_start.decide` ends it, not an eviction."""
+        host, process = DeviceId(LOCAL, HOST), self.early.process
         return Resident(
             id=self.id,
             model=self.preset.id,
-            reserved={host: self.standing.held},
-            measured=process.measured if process is not None and self.standing.is_prepared else {},
-            starting=not self.standing.is_prepared,
-            leaving=not self.standing.is_charged,
+            reserved={host: self.early.held},
+            measured=process.measured if process is not None and self.early.is_measured else {},
+            starting=not self.early.is_measured,
+            leaving=not self.early.is_charged,
             leaving_since=self.since,
             pinned=True,
         )
 
-    def resident(self, request_interval: float | None = None) -> Resident:
-        """This worker as the planner sees it while it holds memory; its model is asked for again in `comes_back`
-        seconds. The same as before while all is the same that it is made of: looks are many, changes few."""
-        made_of = (
-            self.preset, self.state, self.retired.is_set(), bool(self.leases), self.last_used, self.residency_ends,
-            self.leaving_since, self.keep_alive, self.best_effort, self.surplus, self.load_seconds, self.process, self.pulse,
-            self.reserved.copy(), {**self.measured}, request_interval,  # they change in place
-        )  # fmt: skip
-        if self._resident is None or self._resident[0] != made_of:
-            self._resident = made_of, self._made(request_interval)
-        return self._resident[1]
-
-    def _made(self, request_interval: float | None) -> Resident:
-        busy = bool(self.leases)
+    def _make_resident(self, request_interval: float | None) -> Resident:
         ttl = self.time_to_live
-        if self.surplus:
+        if self.is_excess:
             ttl = min(ttl, self.preset.replica_idle) if ttl >= 0 else self.preset.replica_idle
         return Resident(
             id=self.id,
@@ -276,7 +271,7 @@ class Worker:
             reserved=self.reserved.copy(),
             measured={**self.counted},
             last_used=self.last_used,
-            busy=busy,
+            busy=bool(self.leases),
             leaving=self.retired.is_set() or self.state is State.STOPPING,
             leaving_since=self.leaving_since or self.since,
             pinned=self.preset.pin and not self.best_effort,
@@ -293,33 +288,43 @@ class Worker:
 
     @property
     def time_to_live(self) -> float:
-        """Seconds that it may idle, whatever then becomes of its weights; below 0: for ever."""
+        """Seconds that the worker may idle before it exits; below 0: forever."""
         ttl = self.preset.ttl if self.keep_alive is None else self.keep_alive
         return self.preset.sleep_idle if self.falls_asleep else ttl
 
     @property
     def falls_asleep(self) -> bool:
-        """Whether, when it has idled for long, its weights stay in main memory if they may."""
+        """The worker exits after `sleep-idle-seconds`, and its weights may stay in main memory."""
         ttl = self.preset.ttl if self.keep_alive is None else self.keep_alive
         return self.preset.sleep_idle >= 0 and (ttl < 0 or self.preset.sleep_idle < ttl)
 
-    def wish(self, files: Mapping[str, int]) -> Wish | None:
-        """What is worth holding of it now that it has left, if anything is: it made room, or had idled for long."""
+    def sleep_request(self, files: Mapping[str, int]) -> SleepRequest | None:
+        """Return the weights to keep in main memory after this worker's end.
+
+        None unless the worker was evicted, or exited after `sleep-idle-seconds`.
+        """
         if self.ready_at is None or self.best_effort or self.lost is not None or not files:
             return None
         if self.reason != "evicted" and not (self.reason == "idle" and self.falls_asleep):
             return None
         expires = self.last_used + self.preset.ttl if self.preset.ttl >= 0 else None
-        return Wish(files=tuple(files), size=sum(files.values()), last_used=self.last_used, expires=expires)
+        return SleepRequest(files=tuple(files), size=sum(files.values()), last_used=self.last_used, expires=expires)
 
     def cut(self, error: ApiError) -> None:
-        """End every request that holds this worker."""
+        """Abort all requests that hold this worker."""
         for lease in tuple(self.leases):
             lease.abort(error)
 
 
-def tell(worker: Worker, events: EventLog, *, was: State | None, **facts: Any) -> None:
-    """One `state` event with what people want to know of this transition."""
+def _future() -> "asyncio.Future[Any]":
+    """Return a future whose exception may stay unread."""
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
+
+
+def append_state(worker: Worker, events: EventLog, *, was: State | None, **facts: Any) -> None:
+    """Append one `state` event with the facts of this transition."""
     data: dict[str, Any] = {"worker": worker.id, "state": worker.state.name.lower()}
     if was is not None:
         data["was"] = was.name.lower()
@@ -349,7 +354,7 @@ def tell(worker: Worker, events: EventLog, *, was: State | None, **facts: Any) -
 
 
 def figures(worker: Worker) -> dict[str, Any]:
-    """What it is doing and holds, for people and programs."""
+    """Return the state and memory of a worker as JSON values."""
     return {
         "model": worker.preset.id,
         "state": worker.state.name.lower(),
@@ -362,7 +367,7 @@ def figures(worker: Worker) -> dict[str, Any]:
 
 
 def estimated(worker: Worker) -> dict[DeviceId, int]:
-    """Estimated bytes by device of the place taken."""
+    """Return the estimated bytes by device of the worker's place."""
     if worker.costs is None:
         return {}
     found = dict(zip(worker.place, worker.costs.estimate.shards, strict=False))
@@ -376,4 +381,4 @@ def _by_name(sizes: Bytes) -> dict[str, int]:
     return {str(device): size for device, size in sizes.items()}
 
 
-__all__ = ["Costs", "Held", "Standing", "Worker", "estimated", "figures", "tell"]
+__all__ = ["Costs", "HeldLease", "State", "Worker", "advance", "append_state", "estimated", "figures"]

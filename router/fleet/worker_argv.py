@@ -1,10 +1,11 @@
-"""From a preset to what is run for it: the program of a process, and its command."""
+"""Worker commands: the program and the command line of a preset."""
 
 import json
 import os
 from typing import Any
 
 from router.config.presets import Preset
+from router.fleet.early_start import Phase
 from router.fleet.interfaces import World
 from router.fleet.worker import Worker, estimated
 from router.launch.interface import Program
@@ -14,7 +15,7 @@ from worker.protocol.argv import ENGINES, Estimate, encode_adapters
 
 
 def program_of(preset: Preset, worker: str) -> Program:
-    """How a process of `worker` is run."""
+    """Return the program of a worker process."""
     return Program(
         model=preset.id,
         worker=worker,
@@ -28,13 +29,15 @@ def program_of(preset: Preset, worker: str) -> Program:
 
 
 def threads(preset: Preset, *, on_host: bool, ranks: int = 1) -> int:
-    """torch threads of the preset's worker, or of each of its ranks; on main memory half the cores for all of them, so
-    that two workers do not fight."""
+    """Return the torch threads of a worker, or of each rank.
+
+    On the CPU all ranks together use half the cores, so that two workers can run at once.
+    """
     return preset.threads or (max(1, (os.cpu_count() or 2) // 2 // ranks) if on_host else 1)
 
 
 def options(worker: Worker, kind: Any, **fields: Any) -> Any:
-    """A command of `kind` (Estimate or Serve) with the model's options."""
+    """Return a command of `kind` (Estimate or Serve) for a worker."""
     assert worker.facts is not None
     on_host = all(device.index == HOST for device in worker.devices)
     return model_options(
@@ -51,7 +54,7 @@ def options(worker: Worker, kind: Any, **fields: Any) -> Any:
 
 
 def question(worker: Worker) -> Estimate:
-    """What `worker estimate` is asked; of a process on accelerators it is told what is known, as it is none."""
+    """Return the command of `worker estimate`. It runs on the CPU, so it gets the known overhead of accelerators."""
     assert worker.costs is not None
     overhead, forked = worker.costs.estimate.overhead, worker.costs.forked
     beside = 0 if worker.on_host else overhead.beside_device(forked=forked)
@@ -70,7 +73,7 @@ def model_options(
     ranks: int = 1,
     **fields: Any,
 ) -> Any:
-    """A command of `kind` for a model that nobody runs yet; `layers` and `ranks` as in `split.Choice`."""
+    """Return a command of `kind` for a model without a worker. `layers` and `ranks` as in `sharding.Choice`."""
     devices = ("cpu",) if on_host else tuple(f"cuda:{shard}" for shard in range(len(layers) or ranks))
     return kind(
         snapshot=snapshot,
@@ -100,9 +103,9 @@ def model_options(
 
 
 def serve_fields(worker: Worker, world: World) -> dict[str, Any]:
-    """What a worker has to know to serve, beside the model's options."""
+    """Return the fields of Serve beside the model's options."""
     preset = worker.preset
-    if preset.adapter_slots and not worker.standing.is_taken:  # a standby was told before
+    if preset.adapter_slots and worker.early.phase is not Phase.TAKEN:  # an early process already has its adapters
         worker.told = preset.adapters, preset.default_lora
     return {
         "name": preset.id,
@@ -127,7 +130,7 @@ def serve_fields(worker: Worker, world: World) -> dict[str, Any]:
 
 
 def _place_fields(worker: Worker) -> dict[str, Any]:
-    """What is known once there is room."""
+    """Return the fields that depend on the place."""
     names = ["cpu"] if worker.place[0].index == HOST else [f"cuda:{shard}" for shard in range(len(worker.place))]
     shares = estimated(worker)
     reserved = {name: shares[device] for name, device in zip(names, worker.place, strict=True)}
@@ -135,7 +138,7 @@ def _place_fields(worker: Worker) -> dict[str, Any]:
 
 
 def place_bytes(worker: Worker) -> dict[DeviceId, int]:
-    """What a worker that starts may take, in the order of shards, main memory last, for the launcher."""
+    """Return the bytes by device of a starting worker for the launcher: shards in order, main memory last."""
     return estimated(worker)
 
 

@@ -16,8 +16,7 @@ from prometheus_client.registry import Collector
 
 from router.events import Event, EventLog
 from router.fleet.fleet import Fleet
-from router.fleet.state import State
-from router.fleet.worker import estimated
+from router.fleet.worker import State, estimated
 from router.planner.ledger import LOCAL, SLOTS, DeviceId
 
 WAITS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -28,7 +27,7 @@ LAG_INTERVAL = 1.0
 STATES = ("unloaded", "sleeping", "downloading", "loading", "loaded")
 SPENT = ("fork", "exec", "imports", "config", "tokenizer", "standby", "read", "copy", "build", "warmup", "server")
 """What a start is made of, as its worker tells."""
-STAGES = ("download", "wait", "start", "weights", "warmup")
+STAGES = ("download", "convert", "wait", "start", "weights", "warmup")
 TOKEN_WAITS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 INTENDED = frozenset(
     {"", "abandoned", "config_changed", "draining", "evicted", "idle", "no_room", "requested", "shutdown"}

@@ -207,7 +207,7 @@ class Pipeline:
             record.status = error.status
             if error.reason == "key_concurrency":  # the fleet records all other rejections
                 about = {"key": key.name, "limit": key.max_concurrent}
-                self._site.fleet.refusals.tell(id, error, **about)
+                self._site.fleet.rejections.append(id, error, **about)
             raise
         finally:
             self.requests.ended(record)

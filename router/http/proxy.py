@@ -22,10 +22,10 @@ from typing import Protocol, TypeVar
 from urllib.parse import quote
 
 from router.errors import ApiError, ModelNotFound, ModelNotLoaded, RequestTimeout, WorkerCrashed
+from router.fleet.admission import Lease
 from router.fleet.fleet import Fleet
-from router.fleet.lease import Lease
 from router.fleet.lifecycle import lost_error
-from router.fleet.state import State
+from router.fleet.worker import State
 from router.launch.interface import WorkerProcess
 from router.launch.worker_client import Exchange, NotHttp, WireError
 from router.registry import adapters

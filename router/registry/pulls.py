@@ -25,8 +25,7 @@ from router.errors import (
     ModelNotFound,
 )  # fmt: skip
 from router.events import Event
-from router.fleet.state import State
-from router.fleet.worker import Worker
+from router.fleet.worker import State, Worker
 from router.registry.registry import Site
 from router.registry.shared_workers import Listed
 from router.store import hub_cache

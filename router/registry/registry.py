@@ -21,8 +21,7 @@ from router.errors import BadRequest, ConfigError, Duplicate, ModelNotFound, Pre
 from router.events import Event, EventLog
 from router.fleet.fleet import Fleet
 from router.fleet.interfaces import Files
-from router.fleet.state import State
-from router.fleet.worker import Worker
+from router.fleet.worker import State, Worker
 from router.launch.interface import Launcher
 from router.log import Ring
 from router.memory.checkpoint import meta, modalities, offered

@@ -16,12 +16,11 @@ from typing import Any
 
 from router.config.presets import Preset, same_load
 from router.errors import ApiError, ModelNotFound
+from router.fleet.admission import Lease
 from router.fleet.fleet import Fleet
-from router.fleet.lease import Lease
 from router.fleet.model import Model
-from router.fleet.sleeping_weights import Holding
-from router.fleet.state import State
-from router.fleet.worker import Worker
+from router.fleet.sleeping_weights import SleepingWeights
+from router.fleet.worker import State, Worker
 from router.registry import sharing
 from router.registry.profiles import Profiles
 from router.registry.sharing import Group
@@ -112,7 +111,7 @@ class Members:
         with speaking_of(listed):
             await self.fleet.load_queued(listed.model.preset.id)
 
-    def unload(self, name: str, *, force: bool = False) -> list[Worker | Holding]:
+    def unload(self, name: str, *, force: bool = False) -> list[Worker | SleepingWeights]:
         """See `Fleet.unload`: what is unloaded is the worker, and whoever else uses it has to load it again."""
         listed = self.find(name)
         with speaking_of(listed):
@@ -229,8 +228,8 @@ def _rename(model: Model, id: str) -> None:
     model.preset = replace(model.preset, id=id)
     for worker in model.workers:
         worker.preset = model.preset
-    if model.holding is not None:
-        model.holding.preset = model.preset
+    if model.sleeping is not None:
+        model.sleeping.preset = model.preset
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ conversion of changed files is therefore never found. The source snapshot is not
 deleted at any time; the cost is a new conversion.
 """
 
-import asyncio
 import fcntl
 import hashlib
 import json
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from router.config.presets import Preset
 from router.memory.checkpoint_facts import Checkpoint
+from worker.protocol.argv import Convert
 from worker.protocol.snapshot_files import MANIFEST, Manifest, decode_manifest
 
 log = logging.getLogger("router.store.converted")
@@ -67,7 +67,21 @@ class ConvertedSnapshots:
         """Return the folder of the converted snapshot, if it is complete and there was something to convert."""
         target = self.target(snapshot)
         manifest = self._manifest(target) if target is not None and target not in self._given_up else None
-        return str(target) if manifest is not None and manifest.files else None
+        if manifest is None or not manifest.files:
+            return None
+        self._sizes = {**self._sizes, manifest.source: _size(manifest)}  # listed without waiting for a sweep
+        return str(target)
+
+    def command(self, snapshot: str, facts: Checkpoint) -> Convert | None:
+        """Return the command that converts `snapshot`; None if there is nothing to do.
+
+        Delete incomplete targets first, because the worker keeps an existing target. Blocks on the disk.
+        """
+        target = self.target(snapshot)
+        if target is None or self.is_settled(snapshot, facts):
+            return None
+        self.sweep()
+        return Convert(snapshot=snapshot, target=str(target))
 
     def is_settled(self, snapshot: str, facts: Checkpoint) -> bool:
         """Return whether there is nothing to do: it is converted, needs no conversion, or failed in its current state.
@@ -94,12 +108,8 @@ class ConvertedSnapshots:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Bytes on disk by source, as of the last sweep."""
+        """Bytes of disk by source, as of the last sweep or load."""
         return self._sizes
-
-    async def swept(self) -> None:
-        """Run `sweep` in a thread and wait for it."""
-        await asyncio.to_thread(self.sweep)
 
     def sweep(self) -> int:
         """Delete conversions whose source is gone or has changed, and abandoned parts. Returns how many."""
@@ -114,7 +124,7 @@ class ConvertedSnapshots:
                     shutil.rmtree(path, ignore_errors=True)
                     swept += 1
                 elif manifest.files:
-                    sizes[manifest.source] = sum(size for size, _ in manifest.files.values())
+                    sizes[manifest.source] = _size(manifest)
             self._sizes = sizes
         return swept
 
@@ -133,6 +143,10 @@ class ConvertedSnapshots:
             log.warning("%s is not used: %s", target, error)
             return None
         return manifest
+
+
+def _size(manifest: Manifest) -> int:
+    return sum(size for size, _ in manifest.files.values())
 
 
 def _lacks_fast_tokenizer(snapshot: str) -> bool:

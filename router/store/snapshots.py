@@ -9,11 +9,11 @@ from pathlib import Path
 from router.config.presets import HUB, Preset
 from router.errors import LoadFailed
 from router.memory import checkpoint
-from router.memory.checkpoint_facts import Checkpoint
+from router.memory.checkpoint_facts import Checkpoint, EstimateError
 from router.memory.learned import version
 from router.store.catalogue import find_snapshot
 from router.store.converted import ConvertedSnapshots, can_be_converted
-from worker.protocol.argv import AdapterSource, Download
+from worker.protocol.argv import AdapterSource, Convert, Download
 
 
 class Snapshots:
@@ -68,6 +68,16 @@ class Snapshots:
                 return {each.path: each.stat().st_size for each in entries if each.name.endswith(".safetensors")}
         except OSError:
             return {}
+
+    async def conversion(self, preset: Preset, snapshot: str) -> Convert | None:
+        """Return the command that converts a downloaded snapshot; None if it is not to be converted."""
+        if not self._prepare or preset.path or not can_be_converted(preset):
+            return None
+        try:
+            facts = await self.read(snapshot, preset)
+        except EstimateError:
+            return None  # its load fails with this message
+        return await asyncio.to_thread(self.conversions.command, snapshot, facts)
 
     def loads_from(self, preset: Preset, snapshot: str) -> str:
         """Return the converted snapshot if there is one. A preset with its own interpreter may have other libraries and

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from router.config.settings import Key, digest
-from router.fleet.limits import Limits
+from router.fleet.admission import Limits
 from router.http.proxy import Pace
 from router.registry.auth import Access
 from tests.processes.upstreams import END, STREAM, Upstream, World, chunk, world

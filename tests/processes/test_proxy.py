@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, UnixConnector
 
-from router.fleet.limits import Limits
-from router.fleet.state import State
+from router.fleet.admission import Limits
+from router.fleet.worker import State
 from router.http.proxy import Pace
 from tests.processes.upstreams import DONE, END, STREAM, Upstream, World, chunk, request, until, world
 from worker.protocol.dialects import Dialect

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.fleet.model import SECONDS
+from router.fleet.model import FIRST_LOAD_SECONDS
 from router.http.proxy import Pace
 from tests.fakes import CPU, GIB
 from tests.processes.routers import Router, chat, error_of, presets, router
@@ -63,7 +63,7 @@ async def test_a_waiting_request_gets_its_position_and_cause_and_a_rejected_one_
         using = asyncio.create_task(up.client.post(PATH, json=chat("a", fake={"hold": str(go)})))
         await up.becomes("a", "loaded")
 
-        own, behind = (pytest.approx(PATIENCE + seconds, abs=2) for seconds in (load, load + SECONDS))
+        own, behind = (pytest.approx(PATIENCE + seconds, abs=2) for seconds in (load, load + FIRST_LOAD_SECONDS))
         async with aclosing(lines_of(up, "b")) as first, aclosing(lines_of(up, "c")) as second:
             assert heard(await anext(first)) == (1, "residency", own)
             assert heard(await anext(second)) == (2, "slots", behind)

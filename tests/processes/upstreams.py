@@ -15,8 +15,8 @@ from router.config.presets import Preset
 from router.config.resolve import Loaded
 from router.config.settings import Settings
 from router.events import EventLog
+from router.fleet.admission import Limits
 from router.fleet.fleet import Fleet
-from router.fleet.limits import Limits
 from router.http.app import App
 from router.http.listener import Listener
 from router.http.metrics import Metrics
@@ -135,8 +135,8 @@ class World:
         async with asyncio.timeout(DEADLINE):
             for worker in self.fleet.workers():
                 while worker.leases:
-                    worker.stirred.clear()
-                    await worker.stirred.wait()
+                    worker.leases_changed.clear()
+                    await worker.leases_changed.wait()
 
     def count(self, sample: str) -> float:
         """The value of one line of the metrics."""

@@ -7,7 +7,6 @@ they are made of. The target comes to be with one rename, complete and on the di
 """
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import logging
@@ -46,9 +45,6 @@ _SYNCED = 256 << 20
 """Bytes written between two that are known to be on the disk: what waits to be written is memory of others."""
 _HEADER_ALIGNMENT = 64
 """Of the first tensor's place in the file, for the processor's sake."""
-_IDLE_CLASS = 3 << 13
-"""ioprio_set(2): IOPRIO_CLASS_IDLE, of this process: the disk is ours when nobody else wants it."""
-_SYS_IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30}
 _TOKENIZER = "tokenizer.json"
 PROBES = (
     "The quick brown fox jumps over the lazy dog.",
@@ -84,15 +80,6 @@ def convert(command: Convert, say: Say) -> Converted:
             _link_others(snapshot, part, weights_are_here=bool(written))
         _sign(part, snapshot, made)
     return Converted(weights=written, tokenizer=has_tokenizer)
-
-
-def be_modest() -> None:
-    """From now on this process gets what nobody else wants of processor and disk."""
-    os.nice(19)
-    if (number := _SYS_IOPRIO_SET.get(os.uname().machine)) is not None:
-        ctypes.CDLL(None).syscall(
-            number, 1, 0, _IDLE_CLASS
-        )  # without effect where the disk's scheduler knows no classes
 
 
 # The target

@@ -203,7 +203,6 @@ def _dispatch(words: list[str], tied: supervision.Leash, ranks: "RankProcesses |
     elif isinstance(command, Convert):
         from worker.fetch import convert
 
-        convert.be_modest()
         tied.say(convert.convert(command, tied.say))
     else:
         _serve(command, tied, began, ranks)

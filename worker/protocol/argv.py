@@ -37,7 +37,7 @@ class Download:
 @dataclass(frozen=True, kw_only=True)
 class Convert:
     """Do once what every load of a snapshot would do again: convert weights and tokenizer, into a folder that is a
-    snapshot, too. At the lowest priority."""
+    snapshot, too."""
 
     snapshot: str
     """Folder with config.json, tokenizer and safetensors files."""

@@ -14,10 +14,9 @@ from typing import Any
 from router.config.presets import Preset, same_load
 from router.errors import ApiError
 from router.events import Event
+from router.fleet.admission import Limits
 from router.fleet.fleet import Fleet
-from router.fleet.limits import Limits
-from router.fleet.state import State
-from router.fleet.worker import Worker
+from router.fleet.worker import State, Worker
 from router.launch.interface import WorkerLost
 from router.planner.ledger import DeviceId, Resident
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeLauncher, FakeModel, run_virtual
@@ -154,7 +153,7 @@ class Exploration:
         fleet = self.world.fleet
         for device, total in self.totals.items():
             reserved = sum(worker.reserved.get(device, 0) for worker in fleet.workers())
-            reserved += sum(each.wish.size for each in fleet.holdings if device == CPU)
+            reserved += sum(each.request.size for each in fleet.sleeping_weights if device == CPU)
             assert reserved <= total - MARGIN, f"{device}: {reserved} reserved"
         if fleet.limits.models_max:
             assert sum(worker.state.holds_memory for worker in fleet.workers()) <= fleet.limits.models_max
@@ -164,7 +163,7 @@ class Exploration:
             state = State[event.data["state"].upper()]
             assert state >= self.states.get(event.data["worker"], state), "a state went back"
             self.states[event.data["worker"]] = state
-        if event.kind == "plan" and event.data["decision"] == "prepare":
+        if event.kind == "plan" and event.data["decision"] == "early_start":
             self.prepared += 1
             assert worker_of(fleet, event).state is State.QUEUED
         if event.kind == "plan" and event.data["decision"] == "start":

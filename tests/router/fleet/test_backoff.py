@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.fleet.backoff import LONGEST_PAUSE, WINDOW, Crashes
+from router.fleet.failures import LONGEST_PAUSE, WINDOW, Crashes
 
 
 def pauses(count: int, *, allowed: int = 3, served: bool = False, spread: float = 1.0) -> list[float]:

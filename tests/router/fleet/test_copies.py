@@ -9,10 +9,9 @@ import pytest
 
 from router.api.status import status
 from router.errors import QueueFull
-from router.fleet.limits import Limits
-from router.fleet.model import COPY_PAUSE
-from router.fleet.state import State
-from router.fleet.worker import Worker
+from router.fleet.admission import Limits
+from router.fleet.model import REPLICA_PAUSE
+from router.fleet.worker import State, Worker
 from router.launch.interface import WorkerLost
 from tests.fakes import CPU, GIB, GPU0, GPU1, GPU2, MIB, FakeModel, virtual
 from tests.router.fleet.worlds import Schedule
@@ -182,7 +181,7 @@ async def test_when_room_appears_a_model_that_is_still_crowded_gets_its_copy() -
     await scene.ask("a")
     asking = await load_of(scene, 4, 60.0)
     scene.fleet.unload("b")
-    await asyncio.sleep(COPY_PAUSE + 1)
+    await asyncio.sleep(REPLICA_PAUSE + 1)
     asking += await load_of(scene, 1, 1.0)
     await asyncio.sleep(5)
     assert len(workers(scene)) == 2

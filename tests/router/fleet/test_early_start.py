@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from router.fleet.early_start import Candidate, Decision, cautious, decide, less, place_in_line, readable, spare
+from router.fleet.early_start import Candidate, Decision, cautious, decide, less, queue_order, readable, spare
 from router.planner.planner import plan
 from router.planner.types import Policy
 from tests.router.planner.fleets import CPU, GPU, NOW, demand, machine, resident
@@ -23,7 +23,9 @@ def asked(waiting: list[Any], residents: list[Any], totals: Any, **facts: Any) -
     found = plan(waiting, residents, devices, NOW, Policy(patience=0.0))
     candidates = [
         Candidate(
-            demand=one, runtime=0 if one.id in standing else runtime.get(one.id, RUNTIME), stands_by=one.id in standing
+            demand=one,
+            runtime=0 if one.id in standing else runtime.get(one.id, RUNTIME),
+            started_early=one.id in standing,
         )
         for one in waiting
     ]
@@ -125,7 +127,7 @@ def test_those_who_wait_are_met_in_the_order_of_the_planner() -> None:
         host(4, 5, since=NOW - 2),
         host(5, 5, priority=1),
     ]
-    assert [one.id for one in sorted(waiting, key=place_in_line)] == [5, 4, 2, 3, 1]
+    assert [one.id for one in sorted(waiting, key=queue_order)] == [5, 4, 2, 3, 1]
 
 
 def test_memory_that_nobody_has_seen_is_added_to_main_memory_alone() -> None:

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from router.errors import LoadFailed
-from router.fleet.limits import Limits
-from router.fleet.state import State
+from router.fleet.admission import Limits
+from router.fleet.worker import State
 from router.launch.interface import WorkerLost
 from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel, virtual
 from tests.router.fleet.worlds import Schedule

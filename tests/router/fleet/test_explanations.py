@@ -9,8 +9,8 @@ import pytest
 from router import log
 from router.config.settings import Key
 from router.errors import ApiError, DoesNotFit, QueueFull
-from router.fleet.limits import Limits
-from router.fleet.model import SECONDS
+from router.fleet.admission import Limits
+from router.fleet.model import FIRST_LOAD_SECONDS
 from router.http.metrics import Metrics
 from router.http.proxy import status_comment
 from router.launch.interface import WorkerLost
@@ -36,7 +36,7 @@ async def test_who_waits_hears_its_place_why_and_for_how_long() -> None:
     with world.fleet.lease("b") as first, world.fleet.lease("c") as second:
         await asyncio.sleep(1)
         patience = 9  # seconds of it are left, and then of a's turn none
-        assert status_comment(world.fleet, first) == f"queued position=1 waiting_for=turn eta_s={patience + 6}"
+        assert status_comment(world.fleet, first) == f"queued position=1 waiting_for=residency eta_s={patience + 6}"
         assert status_comment(world.fleet, second) == f"queued position=2 waiting_for=memory eta_s={patience + 6 + 6}"
     await asyncio.gather(*asking)
     await world.stop()
@@ -126,14 +126,14 @@ async def test_a_model_that_is_being_fetched_is_expected_when_its_files_will_hav
     await asyncio.sleep(20)
     worker = world.fleet.models["a"].open
     assert worker is not None
-    worker.stages.hear("download", 20, 100, world.now)
-    assert "being fetched" in (await world.fleet.preview("a"))["message"]
+    worker.stages.update("download", 20, 100, world.now)
+    assert "being downloaded" in (await world.fleet.preview("a"))["message"]
     second = asyncio.create_task(world.ask("a"))
     await asyncio.sleep(0)
     with pytest.raises(QueueFull) as refused:
         await world.ask("a")
     assert refused.value.retry_after == 60.0, "as much as anybody is told"
-    assert world.fleet.eta(world.fleet.models["a"]) == pytest.approx(80 + SECONDS)
+    assert world.fleet.eta(world.fleet.models["a"]) == pytest.approx(80 + FIRST_LOAD_SECONDS)
     await asyncio.gather(first, second)
     await world.stop()
 

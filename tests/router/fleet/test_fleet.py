@@ -19,9 +19,9 @@ from router.errors import (
     QueueFull,
     QueueTimeout,
 )
+from router.fleet.admission import Limits
 from router.fleet.fleet import IDLE_LOOK
-from router.fleet.limits import Limits
-from router.fleet.state import State
+from router.fleet.worker import State
 from router.launch.interface import WorkerLost
 from tests.fakes import CPU, GIB, GPU0, GPU1, MIB, FakeModel, virtual
 from tests.router.fleet.worlds import Schedule

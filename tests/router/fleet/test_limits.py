@@ -9,8 +9,8 @@ import pytest
 
 from router.errors import ApiError, LoadBackoff, ModelNotFound, QueueFull, QueueTimeout
 from router.events import Event
-from router.fleet.limits import Limits
-from router.fleet.state import State
+from router.fleet.admission import Limits
+from router.fleet.worker import State
 from router.http.pipeline import whole_seconds
 from router.launch.interface import WorkerLost
 from tests.fakes import GIB, FakeModel, virtual
@@ -228,16 +228,16 @@ async def test_models_max_of_zero_is_no_limit() -> None:
 @virtual
 async def test_of_two_times_to_idle_the_shorter_one_holds_and_a_request_may_say_another() -> None:
     """`sleep-idle-seconds` 20 s, `ttl` 60 s; what requests wish as keep-alive stands in place of `ttl`."""
-    for wish, leaves_after in ((None, 20.0), (5.0, 5.0), (0.0, 0.0), (40.0, 20.0), (-1.0, 20.0)):
+    for request, leaves_after in ((None, 20.0), (5.0, 5.0), (0.0, 0.0), (40.0, 20.0), (-1.0, 20.0)):
         world = Schedule({"a": GIB}, keys={"a": {"ttl": 60.0, "sleep_idle": 20.0}})
         with world.fleet.lease("a") as lease:
             await lease.ready()
-            if wish is not None:
-                world.launcher.say("a", Request(id="r", keep_alive=wish))
+            if request is not None:
+                world.launcher.say("a", Request(id="r", keep_alive=request))
         idle_since = world.now
         (worker,) = world.fleet.workers()
         await worker.retired.wait()
-        assert world.now - idle_since == pytest.approx(leaves_after, abs=0.2), wish
+        assert world.now - idle_since == pytest.approx(leaves_after, abs=0.2), request
         await world.stop()
 
 

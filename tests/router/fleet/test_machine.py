@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from router.config.presets import same_load
 from router.errors import ApiError
-from router.fleet.limits import Limits
-from router.fleet.state import State
+from router.fleet.admission import Limits
+from router.fleet.worker import State
 from router.launch.interface import WorkerLost
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel, VirtualLoop
 from tests.router.fleet.worlds import Schedule

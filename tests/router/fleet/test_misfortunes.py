@@ -21,8 +21,8 @@ from router.errors import (
     QueueTimeout,
 )
 from router.events import Event
-from router.fleet.limits import Limits
-from router.fleet.state import State
+from router.fleet.admission import Limits
+from router.fleet.worker import State
 from router.launch.interface import WorkerLost
 from router.planner.ledger import Reading
 from tests.fakes import CPU, GIB, MIB, FakeLauncher, FakeModel, virtual

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from router.fleet.limits import Limits
+from router.fleet.admission import Limits
 from tests.fakes import CPU, GIB, GPU0, FakeLauncher, FakeModel, virtual
 from tests.router.fleet.worlds import Schedule
 

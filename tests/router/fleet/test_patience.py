@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from router.errors import ApiError
-from router.fleet.limits import Limits
+from router.fleet.admission import Limits
 from tests.fakes import GIB, virtual
 from tests.router.fleet.worlds import Schedule
 

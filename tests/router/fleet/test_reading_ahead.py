@@ -2,7 +2,7 @@
 
 import asyncio
 
-from router.fleet.limits import Limits
+from router.fleet.admission import Limits
 from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel, virtual
 from tests.router.fleet.worlds import Schedule
 

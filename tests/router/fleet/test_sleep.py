@@ -8,7 +8,7 @@ import pytest
 from router.api.status import status, value_of
 from router.errors import AlreadyRunning, LoadFailed, NotRunning
 from router.events import Event
-from router.fleet.limits import Limits
+from router.fleet.admission import Limits
 from router.launch.interface import WorkerLost
 from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel, virtual
 from tests.router.fleet.worlds import Schedule
@@ -36,7 +36,7 @@ def told(world: Schedule, *kinds: str) -> list[str]:
     return [entry for _, entry in world.launcher.timeline if entry.startswith(kinds)]
 
 
-def holdings(world: Schedule, state: str) -> list[Event]:
+def sleeping_weights(world: Schedule, state: str) -> list[Event]:
     return [event for event in world.events.since(0) or () if event.kind == "holding" and event.data["state"] == state]
 
 
@@ -91,9 +91,9 @@ async def test_a_pinned_model_that_sleeps_stays() -> None:
     await world.ask("a")
     await world.ask("b")
     await settled(world)
-    holding = world.fleet.models["a"].holding
-    assert holding is not None
-    holding.preset = replace(holding.preset, pin=True)
+    sleeping = world.fleet.models["a"].sleeping
+    assert sleeping is not None
+    sleeping.preset = replace(sleeping.preset, pin=True)
     await world.ask("c")
     await settled(world)
     assert [value(world, name) for name in "abc"] == ["sleeping", "unloaded", "loaded"]
@@ -143,9 +143,9 @@ async def test_unloading_a_model_that_sleeps_gives_its_memory_back() -> None:
     await settled(world)
     with pytest.raises(AlreadyRunning):
         world.fleet.load("a")
-    [holding] = world.fleet.unload("a")
-    await holding.stopped.wait()
-    assert [event.data["reason"] for event in holdings(world, "released")] == ["requested"]
+    [sleeping] = world.fleet.unload("a")
+    await sleeping.stopped.wait()
+    assert [event.data["reason"] for event in sleeping_weights(world, "released")] == ["requested"]
     assert value(world, "a") == "unloaded"
     assert world.launcher.used(CPU) == 0
     with pytest.raises(NotRunning):
@@ -202,7 +202,7 @@ async def test_a_holding_that_is_lost_leaves_an_unloaded_model() -> None:
     await settled(world)
     world.launcher.held["a"].lose()
     await settled(world)
-    assert [event.data["reason"] for event in holdings(world, "released")] == ["failed"]
+    assert [event.data["reason"] for event in sleeping_weights(world, "released")] == ["failed"]
     assert value(world, "a") == "unloaded"
     assert world.launcher.used(CPU) == 0
     await world.ask("a")

@@ -121,7 +121,7 @@ def only_models(scene: Schedule) -> set[str]:
 def test_split_mode_none_refuses_what_one_device_cannot_hold() -> None:
     async def story() -> None:
         scene = world(7 * GIB, split_mode="none")
-        with pytest.raises(DoesNotFit, match="does not fit even alone: it needs"):
+        with pytest.raises(DoesNotFit, match="does not fit on empty devices: it needs"):
             await scene.ask("big")
         await scene.stop()
 
@@ -160,7 +160,7 @@ def test_gpu_split_is_never_gone_beyond() -> None:
 def test_what_gpu_split_does_not_leave_room_for_is_refused_though_there_is_room(gpu_split: tuple[int, ...]) -> None:
     async def story() -> None:
         scene = world(12 * GIB, gpu_split=gpu_split)
-        with pytest.raises(LoadFailed, match=r"and gpu-split and the devices' sizes let it have .* raise gpu-split"):
+        with pytest.raises(LoadFailed, match=r"but gpu-split and the device sizes allow .* raise gpu-split"):
             await scene.ask("big")
         assert scene.launcher.over_commits == []
         await scene.stop()

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from router.fleet.state import State, advance
+from router.fleet.worker import State, advance
 
 STATES = list(State)
 
@@ -16,7 +16,7 @@ def test_any_later_state_may_follow(earlier: State, later: State) -> None:
 
 @pytest.mark.parametrize(("current", "to"), [(a, b) for a in STATES for b in STATES if b <= a])
 def test_a_state_never_goes_back(current: State, to: State) -> None:
-    with pytest.raises(ValueError, match=f"forwards only: {current.name} to {to.name}"):
+    with pytest.raises(ValueError, match=f"cannot go back from {current.name} to {to.name}"):
         advance(current, to)
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from router.config.presets import Preset
 from router.events import EventLog
+from router.fleet.admission import Limits
 from router.fleet.fleet import Fleet
-from router.fleet.limits import Limits
 from router.memory.checkpoint_facts import Checkpoint, Tally, UnknownCheckpoint
 from router.memory.learned import LearnedEstimates
 from router.planner.ledger import DeviceId, Ledger
 from tests.fakes import CPU, GIB, FakeLauncher, FakeModel
-from worker.protocol.argv import AdapterSource, Download
+from worker.protocol.argv import AdapterSource, Convert, Download
 
 LLAMA = Checkpoint(
     identity="a llama",
@@ -44,6 +44,8 @@ class FakeFiles:
         """In each of them."""
         self.conversions: dict[str, str] = {}
         """Folders of converted snapshots, by those of what they were made of."""
+        self.convertible: set[str] = set()
+        """Folders of snapshots that are converted after their download."""
         self.damaged: set[str] = set()
         """Folders of which nothing can be read."""
         self.is_on_hub = False
@@ -62,6 +64,11 @@ class FakeFiles:
 
     def find(self, preset: Preset) -> str | None:
         return None if preset.id in self.missing else f"/snapshots/{preset.id}"
+
+    async def conversion(self, preset: Preset, snapshot: str) -> Convert | None:
+        if snapshot not in self.convertible or snapshot in self.conversions:
+            return None
+        return Convert(snapshot=snapshot, target=f"/converted/{preset.id}")
 
     def loads_from(self, preset: Preset, snapshot: str) -> str:
         return self.conversions.get(snapshot, snapshot)

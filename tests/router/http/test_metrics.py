@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.api.status import status
-from router.fleet.limits import Limits
+from router.fleet.admission import Limits
 from router.http.metrics import Metrics
 from router.launch.interface import WorkerLost
 from router.log import state_line

@@ -1,4 +1,4 @@
-"""Preparation for real: a mixture of experts fetched, converted while nobody asks, loaded from that, and deleted."""
+"""Conversion for real: a mixture of experts is downloaded, converted, loaded from the copy, and deleted."""
 
 import asyncio
 import json
@@ -15,13 +15,13 @@ from tests.processes.routers import DEADLINE, Router, router
 pytestmark = pytest.mark.slow
 
 
-async def prepared(up: Router) -> dict[str, Any]:
-    """Returns with the data of the event once something is prepared."""
+async def converted_event(up: Router) -> dict[str, Any]:
+    """Return the data of the first `converted` event."""
     async with asyncio.timeout(DEADLINE), up.client.stream("GET", "/router/events?last_event_id=0") as events:
         kind = ""
         async for line in events.aiter_lines():
             kind = line.removeprefix("event: ") if line.startswith("event: ") else kind
-            if kind == "prepared" and line.startswith("data: "):
+            if kind == "converted" and line.startswith("data: "):
                 told: dict[str, Any] = json.loads(line.removeprefix("data: "))
                 return told
     raise AssertionError("the events ended")
@@ -63,17 +63,17 @@ async def test_a_fetched_model_is_converted_once_and_every_load_takes_that_until
         async with router(*words, environ=environ) as up:
             await up.says("is warm")
             assert (await up.client.post("/models", json={"model": model})).status_code == 200
-            usual, snapshot = await answer(up, model)  # nobody waits for a preparation
-            assert snapshot.startswith(str(tmp_path / "cache"))
-            told = await prepared(up)
-            assert (told["model"], told["outcome"], told["estimated"]) == (model, "done", True)
+            event = await converted_event(up)
+            assert (event["model"], event["outcome"]) == (model, "done")
             [target] = converted.iterdir()
+            usual, used = await answer(up, model)
+            assert used == str(target)
             file = target / "model.safetensors"
-            assert told["bytes"] < file.stat().st_size < told["bytes"] + 100_000
+            assert event["bytes"] < file.stat().st_size < event["bytes"] + 100_000
             [row] = (await up.client.get("/router/state")).json()["prepared"]
+            snapshot = row["snapshot"]
+            assert snapshot.startswith(str(tmp_path / "cache"))
             assert row == {"snapshot": snapshot, "bytes": file.stat().st_size}
-            await unloaded(up, model)
-            assert await answer(up, model) == (usual, str(target))
             await unloaded(up, model)
             os.rename(file, tmp_path / "aside")
             assert await answer(up, model) == (usual, snapshot), "it is torn"

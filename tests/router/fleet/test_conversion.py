@@ -1,0 +1,115 @@
+"""Conversion: a stage after the download; loads take the converted copy, and do without one that cannot be used."""
+
+import asyncio
+from typing import Any
+
+from router.events import Event
+from router.fleet.admission import Limits
+from router.launch.interface import WorkerLost
+from tests.fakes import GIB, FakeModel, virtual
+from tests.router.fleet.worlds import Schedule
+from worker.protocol.exits import Exit
+
+
+def schedule_of(*, missing: bool = True, model: FakeModel | None = None, **fields: Any) -> Schedule:
+    """One model `a`, whose snapshot is converted after its download."""
+    models = {"a": model or FakeModel(shards=(GIB,))}
+    schedule = Schedule(
+        {"a": GIB}, models=models, limits=Limits(patience=0.0), missing=("a",) if missing else (), **fields
+    )
+    schedule.files.convertible.add("/snapshots/a")
+    return schedule
+
+
+def events_of(schedule: Schedule, kind: str) -> list[Event]:
+    return [event for event in schedule.events.since(0) or () if event.kind == kind]
+
+
+@virtual
+async def test_a_snapshot_is_converted_after_its_download_and_before_its_load() -> None:
+    schedule = schedule_of()
+    await schedule.ask("a")
+    assert schedule.journal == ["download a", "convert a", "start a"]
+    [event] = events_of(schedule, "converted")
+    assert (event.data["outcome"], event.data["bytes"]) == ("done", GIB)
+    states = [event.data["state"] for event in events_of(schedule, "state")]
+    assert states[:2] == ["downloading", "queued"]
+    await schedule.stop()
+
+
+@virtual
+async def test_a_model_that_is_only_fetched_is_converted() -> None:
+    schedule = schedule_of()
+    schedule.fleet.fetch("a")
+    await asyncio.sleep(30.0)
+    assert schedule.journal == ["download a", "convert a"]
+    await schedule.stop()
+
+
+@virtual
+async def test_a_snapshot_that_is_here_is_not_converted_by_a_load() -> None:
+    schedule = schedule_of(missing=False)
+    await schedule.ask("a")
+    assert schedule.journal == ["start a"]
+    await schedule.stop()
+
+
+@virtual
+async def test_a_snapshot_that_is_converted_already_is_not_converted_again() -> None:
+    schedule = schedule_of()
+    schedule.files.conversions["/snapshots/a"] = "/converted/a"
+    await schedule.ask("a")
+    assert schedule.journal == ["download a", "start a"]
+    [worker] = schedule.fleet.workers()
+    assert worker.snapshot == "/converted/a"
+    await schedule.stop()
+
+
+@virtual
+async def test_a_failed_conversion_is_an_event_and_the_snapshot_is_loaded_as_it_is() -> None:
+    full = WorkerLost("a: the disk is full", cause="crashed", exit=Exit.DISK_FULL)
+    schedule = schedule_of(model=FakeModel(shards=(GIB,), convert_fails=[full]))
+    await schedule.ask("a")
+    [worker] = schedule.fleet.workers()
+    assert worker.snapshot == "/snapshots/a"
+    [event] = events_of(schedule, "converted")
+    assert (event.data["outcome"], event.data["error"]) == ("disk_full", "a: the disk is full")
+    assert schedule.fleet.models["a"].failure is None
+    await schedule.stop()
+
+
+@virtual
+async def test_a_conversion_ends_when_its_client_disconnects() -> None:
+    schedule = schedule_of(model=FakeModel(shards=(GIB,), convert_seconds=1000.0))
+    request = asyncio.ensure_future(schedule.ask("a"))
+    await asyncio.sleep(30.0)
+    request.cancel()
+    await asyncio.sleep(10.0)
+    assert "cancelled a" in [entry for _, entry in schedule.launcher.timeline]
+    assert schedule.fleet.workers() == []
+    await schedule.stop()
+
+
+@virtual
+async def test_a_converted_snapshot_that_cannot_be_loaded_is_not_used_again() -> None:
+    """The request does not notice."""
+    lost = WorkerLost("a: damaged", cause="crashed", exit=Exit.DAMAGED)
+    schedule = schedule_of(missing=False, model=FakeModel(shards=(GIB,), start_fails=[lost]))
+    schedule.files.conversions["/snapshots/a"] = "/converted/a"
+    await schedule.ask("a")
+    [worker] = schedule.fleet.workers()
+    assert worker.snapshot == "/snapshots/a"
+    assert schedule.journal == ["start a", "start a"]
+    assert schedule.fleet.models["a"].failure is None
+    await schedule.stop()
+
+
+@virtual
+async def test_a_converted_snapshot_that_cannot_be_read_is_not_used_again() -> None:
+    schedule = schedule_of(missing=False)
+    schedule.files.conversions["/snapshots/a"] = "/converted/a"
+    schedule.files.damaged.add("/converted/a")
+    await schedule.ask("a")
+    assert schedule.files.conversions == {}
+    assert schedule.fleet.models["a"].failure is None
+    await schedule.stop()
