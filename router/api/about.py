@@ -1,48 +1,65 @@
-"""Calls about this server: its page, its version, its OpenAPI document, and paths that it does not offer."""
+"""Calls about this server: its web page, its version, its OpenAPI document, and routes that it does not offer."""
 
 import asyncio
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import orjson
 from aiohttp import web
 
 from router import __version__
-from router.api import static_page
-from router.api.call import ApiCall, Result
+from router.api.call import ApiCall, ApiResult
 from router.api.openapi import document
 from router.errors import Forbidden, NotOffered
 
+PAGE_FOLDER = Path(__file__).parents[1] / "ui"
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+}
+# The page loads and calls nothing but this server.
+SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none';"
+    " form-action 'none'; frame-ancestors 'none'"
+)
 
-async def index(call: ApiCall) -> Result:
-    """GET /: the page for browsers, else where the API is."""
-    if static_page.wants(call.request.headers.get("Accept", "")):
+
+async def index(call: ApiCall) -> ApiResult:
+    """GET /: the web page for browsers; a JSON object with the address of the API for other clients."""
+    if "text/html" in call.request.headers.get("Accept", ""):
         return _page_file(call, "page.html")
-    at = f"{call.site.settings.api_prefix}/v1"
+    at = f"{call.registry.settings.api_prefix}/v1"
     return {"message": f"the router is running; its API is at {at}", "version": __version__}
 
 
-async def page_file(call: ApiCall) -> Result:
-    """GET /ui/...: a file of the page."""
+async def page_file(call: ApiCall) -> ApiResult:
+    """GET /ui/...: a file of the web page."""
     return _page_file(call, call.route.path.rpartition("/")[2])
 
 
-async def version(call: ApiCall) -> Result:
+async def version(call: ApiCall) -> ApiResult:
     """GET /version."""
     return {"version": __version__}
 
 
-async def openapi(call: ApiCall) -> Result:
+async def openapi(call: ApiCall) -> ApiResult:
     """GET /openapi.json."""
-    text = await asyncio.to_thread(_document, call.site.settings.api_prefix)
+    text = await asyncio.to_thread(_document, call.registry.settings.api_prefix)
     return web.Response(body=text, content_type="application/json", charset="utf-8")
 
 
-async def disabled(call: ApiCall) -> Result:
+async def disabled(call: ApiCall) -> ApiResult:
     """Raises Forbidden."""
-    raise Forbidden(f"{call.request.path} is disabled: this server fetches and runs nothing", reason="feature_disabled")
+    raise Forbidden(
+        f"{call.request.path} is disabled: this server neither fetches URLs nor runs tools", reason="feature_disabled"
+    )
 
 
-async def not_offered(call: ApiCall) -> Result:
+async def not_offered(call: ApiCall) -> ApiResult:
     """Raises NotOffered with the route's advice."""
     route = call.route
     raise NotOffered(f"{route.method} {route.path} is not offered; use {route.instead}")
@@ -53,13 +70,38 @@ def _document(prefix: str) -> bytes:
     return orjson.dumps(document(prefix=prefix))
 
 
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """A file of the web page and its response headers."""
+
+    body: bytes
+    headers: Mapping[str, str]
+
+
+@cache
+def _read_page_file(name: str) -> PageFile:
+    body = (PAGE_FOLDER / name).read_bytes()
+    return PageFile(
+        body,
+        {
+            "Content-Type": MEDIA_TYPES[Path(name).suffix],
+            "Content-Security-Policy": SECURITY_POLICY,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cache-Control": "no-cache",
+            "ETag": f'"{hashlib.sha256(body).hexdigest()[:32]}"',
+            "Vary": "Accept",
+        },
+    )
+
+
 def _page_file(call: ApiCall, name: str) -> web.Response:
-    """The file, or status 304 if the browser has it already."""
-    sheet = static_page.sheet(name)
-    if call.request.headers.get("If-None-Match") == sheet.tag:
+    """The file, or status 304 if the browser has the current version."""
+    file = _read_page_file(name)
+    if call.request.headers.get("If-None-Match") == file.headers["ETag"]:
         kept = ("ETag", "Cache-Control", "Vary")
-        return web.Response(status=304, headers={name: sheet.headers[name] for name in kept})
-    return web.Response(body=sheet.body, headers=sheet.headers)
+        return web.Response(status=304, headers={name: file.headers[name] for name in kept})
+    return web.Response(body=file.body, headers=file.headers)
 
 
 __all__ = ["disabled", "index", "not_offered", "openapi", "page_file", "version"]

@@ -1,4 +1,4 @@
-"""The router's own plane, /router/*: state, plan, events, reload."""
+"""The router's own API, /router/*: state, plan, configuration, logs, requests, events, reload."""
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -7,30 +7,30 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from router import __version__
-from router.api.call import ApiCall, Frames, Result
-from router.api.keepalive import PING, with_pauses
+from router.api.call import ApiCall, ApiResult, FrameStream
+from router.api.model_events import KEEPALIVE_COMMENT, with_keepalive
 from router.api.status import pulse, status_of
 from router.config.effective import effective
 from router.errors import BadRequest
 from router.fleet.worker import State, figures
 from router.log import KEPT, Line
-from router.registry.auth import ANYBODY
-from router.registry.registry import Site
+from router.registry.auth import NO_KEY
+from router.registry.registry import Registry
 
 T = TypeVar("T")
 LEVELS = {name: rank for rank, name in enumerate(("debug", "info", "warning", "error"))}
 
 
-async def state(call: ApiCall) -> Result:
+async def state(call: ApiCall) -> ApiResult:
     """GET /router/state."""
-    return _state(call.site)
+    return _state(call.registry)
 
 
-def _state(site: Site) -> dict[str, Any]:
-    """Devices, margins, models and the queue, in bytes and seconds."""
-    fleet = site.fleet
+def _state(registry: Registry) -> dict[str, Any]:
+    """The state of devices, models, workers, sleeping weights and the admission queue, in bytes and seconds."""
+    fleet = registry.fleet
     fleet.arrange()
-    readings = {reading.id: reading for reading in site.launcher.readings()}
+    readings = {reading.id: reading for reading in registry.launcher.readings()}
     return {
         "schema": 1,
         "version": __version__,
@@ -47,7 +47,7 @@ def _state(site: Site) -> dict[str, Any]:
             }
             for device in fleet.devices
         ],
-        "models": {id: status_of(site, ANYBODY, listed) for id, listed in site.members.listed.items()},
+        "models": {id: status_of(registry, NO_KEY, listed) for id, listed in registry.shared_workers.listed.items()},
         "workers": [
             {
                 "id": worker.id,
@@ -61,31 +61,33 @@ def _state(site: Site) -> dict[str, Any]:
             {"model": sleeping.preset.id, "bytes": sleeping.request.size, "held": sleeping.is_held}
             for sleeping in fleet.sleeping_weights
         ],
-        "prepared": [{"snapshot": folder, "bytes": size} for folder, size in site.files.converted.items()],
+        "prepared": [{"snapshot": folder, "bytes": size} for folder, size in registry.files.converted.items()],
         "queue": [
             {"model": worker.preset.id, "position": worker.ahead + 1, "waiting_for": worker.waits_for}
             for worker in fleet.workers()
             if worker.state is State.QUEUED
         ],
-        "reload": {"at": site.reloaded, "errors": list(site.reload_errors)},
-        "last_event": site.events.last_id,
+        "reload": {"at": registry.reloaded_at, "errors": list(registry.reload_errors)},
+        "last_event": registry.events.last_id,
     }
 
 
-async def plan(call: ApiCall) -> Result:
-    """GET /router/plan: the effect of loading the model now (places, evictions, waits, or the refusal). Nothing is
-    changed."""
+async def plan(call: ApiCall) -> ApiResult:
+    """GET /router/plan: the effect of loading the model now: placement, evictions and waits, or the rejection.
+
+    Changes nothing.
+    """
     id = call.model_id()
-    found = await call.site.members.preview(id)
+    found = await call.registry.shared_workers.preview(id)
     return {"schema": 1, "model": id, **found}
 
 
-async def reload(call: ApiCall) -> Result:
-    """POST /router/reload: read presets, folders and caches again."""
-    return await call.site.reload()
+async def reload(call: ApiCall) -> ApiResult:
+    """POST /router/reload: read presets, folders, caches and keys again. Raises PresetInvalid."""
+    return await call.registry.reload()
 
 
-async def pin(call: ApiCall) -> Result:
+async def pin(call: ApiCall) -> ApiResult:
     """POST /router/pin: pin or unpin a model until this router exits. Raises ModelNotFound, BadRequest."""
     body = await call.body()
     name, pinned = body.get("model"), body.get("pinned", True)
@@ -93,44 +95,46 @@ async def pin(call: ApiCall) -> Result:
         raise BadRequest("model name is missing from the request", reason="model_missing", param="model")
     if not isinstance(pinned, bool):
         raise BadRequest("pinned must be true or false", param="pinned")
-    id = call.site.model(call.key, name).id
-    call.site.pin(id, pinned=pinned)
+    id = call.registry.model(call.key, name).id
+    call.registry.pin(id, pinned=pinned)
     return {"success": True, "model": id, "pinned": pinned}
 
 
-async def config(call: ApiCall) -> Result:
-    """GET /router/config: every setting of a model, and where it comes from; secrets are masked."""
-    site, id = call.site, call.model_id()
-    rows = effective(site.members.find(id).preset)
+async def config(call: ApiCall) -> ApiResult:
+    """GET /router/config: all settings of a model with their origins; secrets are masked."""
+    registry, id = call.registry, call.model_id()
+    rows = effective(registry.shared_workers.find(id).preset)
     settings = [{"key": key, "value": value, "origin": origin} for key, value, origin in rows]
-    if id in site.pinned:
+    if id in registry.overrides.pinned:  # set by a call, so the origin in the preset is wrong
         settings = [{**row, "origin": "/router/pin"} if row["key"] == "pin" else row for row in settings]
     return {"schema": 1, "model": id, "settings": settings}
 
 
-async def logs(call: ApiCall) -> Result:
-    """GET /router/logs: the newest lines, the oldest of them first. Raises BadRequest, ModelNotFound."""
-    wanted, count = _wanted(call)
-    shown = [line for line in call.site.logs.lines if wanted(line)]
+async def logs(call: ApiCall) -> ApiResult:
+    """GET /router/logs: the newest lines, oldest first. Raises BadRequest, ModelNotFound."""
+    matches, count = _line_filter(call)
+    shown = [line for line in call.registry.logs.lines if matches(line)]
     return {"schema": 1, "lines": [asdict(line) for line in shown[-count:]]}
 
 
-async def follow_logs(call: ApiCall) -> Result:
-    """GET /router/logs/sse: the newest lines, or those after the client's last one, and then each new line. Raises
-    BadRequest, ModelNotFound."""
-    site, last_id = call.site, call.last_event_id
-    wanted, count = _wanted(call)
-    shown = [line.id for line in site.logs.lines if wanted(line)][-count:]
-    after = shown[0] - 1 if shown else max((line.id for line in site.logs.lines), default=0)
-    if last_id is not None and any(line.id == last_id for line in site.logs.lines):
+async def follow_logs(call: ApiCall) -> ApiResult:
+    """GET /router/logs/sse: the newest lines, or those after the client's last one, then each new line.
+
+    Raises BadRequest, ModelNotFound.
+    """
+    registry, last_id = call.registry, call.last_event_id
+    matches, count = _line_filter(call)
+    shown = [line.id for line in registry.logs.lines if matches(line)][-count:]
+    after = shown[0] - 1 if shown else max((line.id for line in registry.logs.lines), default=0)
+    if last_id is not None and any(line.id == last_id for line in registry.logs.lines):
         after = last_id
-    lines = _with_pings(
-        site.logs.follow(after), lambda line: _frame(line.id, "line", asdict(line)) if wanted(line) else b""
+    lines = _frames(
+        registry.logs.follow(after), lambda line: _frame(line.id, "line", asdict(line)) if matches(line) else b""
     )
-    return Frames(lines)
+    return FrameStream(lines)
 
 
-def _wanted(call: ApiCall) -> tuple[Callable[[Line], bool], int]:
+def _line_filter(call: ApiCall) -> tuple[Callable[[Line], bool], int]:
     """The filter and the number of lines of a query. Raises BadRequest, ModelNotFound."""
     query = call.query
     level, text = query.get("level", "debug").casefold(), query.get("lines", "200")
@@ -138,54 +142,54 @@ def _wanted(call: ApiCall) -> tuple[Callable[[Line], bool], int]:
         raise BadRequest(f"level must be one of {', '.join(LEVELS)}", param="level")
     if not (text.isascii() and text.isdecimal() and 0 < int(text[:9]) <= KEPT):
         raise BadRequest(f"lines must be a number from 1 to {KEPT}", param="lines")
-    listed = call.site.model(call.key, query["model"]) if query.get("model") else None
-    about = {listed.id, listed.model.preset.id} if listed is not None else set()
+    listed = call.registry.model(call.key, query["model"]) if query.get("model") else None
+    ids = {listed.id, listed.model.preset.id} if listed is not None else set()
 
-    def wanted(line: Line) -> bool:
-        return LEVELS.get(line.level, len(LEVELS)) >= LEVELS[level] and (not about or any(map(line.is_about, about)))
+    def matches(line: Line) -> bool:
+        return LEVELS.get(line.level, len(LEVELS)) >= LEVELS[level] and (not ids or any(map(line.is_about, ids)))
 
-    return wanted, int(text)
+    return matches, int(text)
 
 
-async def requests(call: ApiCall) -> Result:
-    """GET /router/requests: running requests and the last that ended. Raises ModelNotFound."""
+async def requests(call: ApiCall) -> ApiResult:
+    """GET /router/requests: running requests and the last ended ones. Raises ModelNotFound."""
     name = call.query.get("model")
-    model = call.site.model(call.key, name).id if name else None
-    return {"schema": 1, **call.services.requests.told(may_see=lambda id: model is None or id == model)}
+    model = call.registry.model(call.key, name).id if name else None
+    return {"schema": 1, **call.services.requests.as_dict(may_see=lambda id: model is None or id == model)}
 
 
-async def cancel(call: ApiCall) -> Result:
-    """DELETE /router/requests/{request}: end its running requests with an error. Raises RequestNotFound."""
+async def cancel(call: ApiCall) -> ApiResult:
+    """DELETE /router/requests/{request}: abort the running requests with this id. Raises RequestNotFound."""
     return {"success": True, "cancelled": call.services.requests.cancel(call.path["request"])}
 
 
-async def events(call: ApiCall) -> Result:
-    """GET /router/events: every event, numbered, as it comes; `event:` names its kind."""
-    return Frames(_events(call.site, call.last_event_id))
+async def events(call: ApiCall) -> ApiResult:
+    """GET /router/events: all events with their ids; the `event` field of a frame is the event's kind."""
+    return FrameStream(_events(call.registry, call.last_event_id))
 
 
-async def _events(site: Site, last_id: int | None) -> AsyncIterator[bytes]:
-    """Start with the whole state, unless all events after `last_id` are still known."""
-    after = site.events.last_id
-    if last_id is not None and site.events.since(last_id) is not None:
+async def _events(registry: Registry, last_id: int | None) -> AsyncIterator[bytes]:
+    """All events after `last_id`, or a snapshot of the state and all later events if some of them are lost."""
+    after = registry.events.last_id
+    if last_id is not None and registry.events.since(last_id) is not None:
         after = last_id
     else:
-        yield _frame(after, "snapshot", _state(site))
-    told = _with_pings(
-        site.events.follow(after),
+        yield _frame(after, "snapshot", _state(registry))
+    frames = _frames(
+        registry.events.follow(after),
         lambda event: _frame(event.id, event.kind, {"model": event.model, "time": event.time, **event.data}),
     )
-    async with aclosing(told):
-        async for frame in told:
+    async with aclosing(frames):
+        async for frame in frames:
             yield frame
 
 
-async def _with_pings(following: AsyncIterator[T], frame: Callable[[T], bytes]) -> AsyncGenerator[bytes]:
-    """What comes, framed, and a comment when nothing has come for a while."""
-    async with aclosing(with_pauses(following)) as told:
-        async for each in told:
-            if framed := PING if each is None else frame(each):
-                yield framed
+async def _frames(items: AsyncIterator[T], to_frame: Callable[[T], bytes]) -> AsyncGenerator[bytes]:
+    """A frame per item, except for items with an empty frame, and a comment in each pause."""
+    async with aclosing(with_keepalive(items)) as with_pauses:
+        async for item in with_pauses:
+            if frame := KEEPALIVE_COMMENT if item is None else to_frame(item):
+                yield frame
 
 
 def _frame(id: int, kind: str, body: dict[str, Any]) -> bytes:

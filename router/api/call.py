@@ -1,6 +1,6 @@
 """The argument and the results of API functions: one call that the router answers itself.
 
-Every function that `worker.protocol.routes` names has the signature `async def function(call: ApiCall) -> Result`.
+Every function that `worker.protocol.routes` names has the signature `async def function(call: ApiCall) -> ApiResult`.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -9,16 +9,16 @@ from typing import Any, ClassVar, Protocol
 
 from aiohttp import web
 
-from router.api.request_log import Requests
-from router.config.settings import Key
-from router.registry.pulls import Hub
-from router.registry.registry import Site
+from router.api.request_log import RequestLog
+from router.config.settings import ApiKey
+from router.registry.pulls import HubModels
+from router.registry.registry import Registry
 from worker.protocol.dialects import Dialect
 from worker.protocol.routes import Route
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class JsonReply:
     """A JSON response with a status code or headers of its own."""
 
     body: Any
@@ -27,12 +27,11 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Frames:
+class FrameStream:
     """A response that is sent frame by frame until the client disconnects."""
 
     frames: AsyncIterator[bytes]
-    dialect: Dialect = Dialect.ADMIN
-    """The dialect of the frames: server-sent events unless stated."""
+    dialect: Dialect = Dialect.ADMIN  # determines the media type; ADMIN: server-sent events
 
 
 class RendersMetrics(Protocol):
@@ -48,9 +47,9 @@ class RendersMetrics(Protocol):
 class Services:
     """The parts of one router that API functions use."""
 
-    site: Site
-    hub: Hub
-    requests: Requests
+    registry: Registry
+    hub: HubModels
+    requests: RequestLog
     metrics: RendersMetrics
 
 
@@ -61,16 +60,16 @@ class ApiCall:
     request: web.Request
     route: Route
     query: Mapping[str, str]  # the parameters that the route declares
-    key: Key
+    key: ApiKey
     services: Services
     body: Callable[[], Awaitable[dict[str, Any]]]  # reads the body, a JSON object; raises ApiError
 
     @property
-    def site(self) -> Site:
-        return self.services.site
+    def registry(self) -> Registry:
+        return self.services.registry
 
     @property
-    def hub(self) -> Hub:
+    def hub(self) -> HubModels:
         return self.services.hub
 
     @property
@@ -86,12 +85,12 @@ class ApiCall:
 
     def model_id(self) -> str:
         """The id of the model that the path or the query names. Raises BadRequest, ModelNotFound."""
-        id, _ = self.site.choose(self.key, path=self.path.get("id"), body=None, query=self.query)
+        id, _ = self.registry.choose(self.key, path=self.path.get("id"), body=None, query=self.query)
         return id
 
 
-Result = Reply | Frames | web.Response | dict[str, Any] | list[Any]
+ApiResult = JsonReply | FrameStream | web.Response | dict[str, Any] | list[Any]
 """A dict or a list is sent as JSON with status 200."""
-ApiFunction = Callable[[ApiCall], Awaitable[Result]]
+ApiFunction = Callable[[ApiCall], Awaitable[ApiResult]]
 
-__all__ = ["ApiCall", "ApiFunction", "Frames", "Reply", "Result", "Services"]
+__all__ = ["ApiCall", "ApiFunction", "ApiResult", "FrameStream", "JsonReply", "Services"]

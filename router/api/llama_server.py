@@ -1,4 +1,4 @@
-"""What llama-server's router mode says of models, without tokens: lists, loads, health, properties."""
+"""The API of llama-server's router mode: lists of models, loads, health, metrics, slots and properties."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,33 +6,35 @@ from typing import Any
 from aiohttp import web
 
 from router.api import anthropic
-from router.api.call import ApiCall, Reply, Result
+from router.api.call import ApiCall, ApiResult, JsonReply
 from router.api.status import MIB, capabilities, status_of, value_of
 from router.config.presets import Preset
-from router.config.settings import Key
+from router.config.settings import ApiKey
 from router.errors import BadRequest, Forbidden, ModelNotLoaded, NotOffered, SlotsBusy, Starting
 from router.fleet.worker import State, Worker
 from router.memory.checkpoint import modalities
-from router.registry.pulls import users
-from router.registry.registry import BUILD, Site, Words, flag
-from router.registry.shared_workers import Listed, speaking_of
-from router.registry.sharing import names_in
+from router.registry.pulls import presets_using_files
+from router.registry.registry import BUILD, Registry, flag
+from router.registry.shared_workers import ListedModel, errors_with_name
+from router.registry.snapshot_info import SnapshotTexts
+from router.registry.worker_groups import preset_ids
 from worker.protocol.dialects import Dialect
 from worker.protocol.errors import error_body
 
-OWN_WORDS = {"temp": "temperature", "repetition_penalty": "repeat_penalty"}
-"""llama-server's, for what presets and checkpoints call otherwise."""
+# llama-server's names of sampling options that have another name in presets or checkpoints.
+SAMPLING_NAMES = {"temp": "temperature", "repetition_penalty": "repeat_penalty"}
+# The sampling options of a request if neither it, its preset nor the model sets them: the defaults of the worker's
+# `Sampling`, by llama-server's names.
 NEUTRAL = {
     "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "repeat_last_n": -1,
     "presence_penalty": 0.0, "frequency_penalty": 0.0,
 }  # fmt: skip
-"""How a request is sampled where nobody says anything: as the worker's `Sampling`, in llama-server's words."""
 
 
-async def entry(site: Site, key: Key, listed: Listed) -> dict[str, Any]:
-    """One model as lists show it."""
+async def entry(registry: Registry, key: ApiKey, listed: ListedModel) -> dict[str, Any]:
+    """A model's entry in the list of models."""
     preset = listed.preset
-    facts, meta, _ = await site.describe(preset)
+    facts, meta, _ = await registry.snapshots.describe(preset)
     able = capabilities(listed, facts)
     return {
         "id": preset.id,
@@ -41,78 +43,84 @@ async def entry(site: Site, key: Key, listed: Listed) -> dict[str, Any]:
         "object": "model",
         "owned_by": "llamacpp",
         "created": listed.created,
-        "status": status_of(site, key, listed),
+        "status": status_of(registry, key, listed),
         "architecture": modalities(able),
         "source": preset.source,
-        "can_remove": preset.source == "cache" and not await users(site, preset),
+        "can_remove": preset.source == "cache" and not await presets_using_files(registry, preset),
         "capabilities": able,
         "meta": meta,
-        **({"max_model_len": meta["n_ctx"]} if meta.get("n_ctx") else {}),  # where vLLM's and SGLang's clients look
+        **({"max_model_len": meta["n_ctx"]} if meta.get("n_ctx") else {}),  # read by clients of vLLM and SGLang
     }
 
 
-def _adapted(shown: dict[str, Any], adapter: str) -> dict[str, Any]:
-    """A model with one of its adapters, as lists show it."""
+def _adapter_entry(shown: dict[str, Any], adapter: str) -> dict[str, Any]:
+    """The entry of a model with one of its LoRA adapters."""
     id = shown["id"]
     return {**shown, "id": f"{id}@{adapter}", "aliases": [], "can_remove": False, "parent": id}
 
 
-async def models(call: ApiCall) -> Result:
-    """GET /models, and GET /v1/models, where adapters are entries of their own. `reload=` first reads presets, folders
-    and caches again; the route table says that it needs an admin key."""
-    site, key, query = call.site, call.key, call.query
+async def models(call: ApiCall) -> ApiResult:
+    """GET /models and GET /v1/models. The latter has an entry for each LoRA adapter as well.
+
+    `reload=` reads presets, folders and caches first. The route table restricts it to admin keys.
+    """
+    registry, key, query = call.registry, call.key, call.query
     has_adapters = call.route.dialect is Dialect.OPENAI
     extra: dict[str, Any] = {}
     if query.get("reload"):
-        extra["reload"] = await site.reload()
+        extra["reload"] = await registry.reload()
     data = []
-    for listed in site.visible(key):
-        shown = await entry(site, key, listed)
+    for listed in registry.visible(key):
+        shown = await entry(registry, key, listed)
         data.append(shown)
-        data += [_adapted(shown, each.name) for each in listed.preset.adapters if has_adapters]
+        data += [_adapter_entry(shown, each.name) for each in listed.preset.adapters if has_adapters]
     found = {"object": "list", "data": data, **extra}
-    return anthropic.listed(found) if anthropic.VERSION in call.request.headers else found
+    return anthropic.model_list(found) if anthropic.VERSION in call.request.headers else found
 
 
-async def model(call: ApiCall) -> Result:
+async def model(call: ApiCall) -> ApiResult:
     """GET /models/{id}. Raises ModelNotFound."""
-    site, name = call.site, call.path["id"]
-    shown = await entry(site, call.key, site.model(call.key, name))
-    adapter = site.names.adapter(name)
-    found = _adapted(shown, adapter) if adapter else shown
-    return anthropic.described(found) if anthropic.VERSION in call.request.headers else found
+    registry, name = call.registry, call.path["id"]
+    shown = await entry(registry, call.key, registry.model(call.key, name))
+    adapter = registry.names.adapter(name)
+    found = _adapter_entry(shown, adapter) if adapter else shown
+    return anthropic.model_entry(found) if anthropic.VERSION in call.request.headers else found
 
 
-async def lora_adapters(call: ApiCall) -> Result:
-    """GET /lora-adapters: of the model by name, or of the only one. Raises ModelNotFound."""
-    site, key, name = call.site, call.key, call.query.get("model")
-    seen = [site.model(key, name)] if name else site.visible(key)
-    if len(seen) != 1:
+async def lora_adapters(call: ApiCall) -> ApiResult:
+    """GET /lora-adapters: the adapters of a model. Raises ModelNotFound.
+
+    Without `model=`, those of the only visible model; an empty list if there are several, as llama-server's clients
+    expect a list.
+    """
+    registry, key, name = call.registry, call.key, call.query.get("model")
+    models = [registry.model(key, name)] if name else registry.visible(key)
+    if len(models) != 1:
         return []
-    admin = site.access.is_admin(key)
+    admin = registry.access.is_admin(key)
     return [
         {"id": number, "path": each.path if admin else each.name, "scale": each.scale}
-        for number, each in enumerate(seen[0].preset.adapters)
+        for number, each in enumerate(models[0].preset.adapters)
     ]
 
 
-def _named(body: Mapping[str, Any]) -> str:
+def _model_name(body: Mapping[str, Any]) -> str:
     if "extra_args" in body:
-        raise BadRequest("extra_args is not supported: put the settings into the model's preset", param="extra_args")
+        raise BadRequest("extra_args is not supported; write the settings into the model's preset", param="extra_args")
     name = body.get("model")
     if not isinstance(name, str) or not name:
         raise BadRequest("model name is missing from the request", reason="model_missing", param="model")
     return name
 
 
-async def fetch(call: ApiCall) -> Result:
-    """POST /models: 200 once the hub has said that there is such a model; its files come meanwhile."""
-    await call.hub.fetch(_named(await call.body()))
+async def fetch(call: ApiCall) -> ApiResult:
+    """POST /models: download a model. Responds when the hub has listed its files; the download goes on."""
+    await call.hub.fetch(_model_name(await call.body()))
     return {"success": True}
 
 
-async def delete(call: ApiCall) -> Result:
-    """DELETE /models?model=: 200 once its files are gone."""
+async def delete(call: ApiCall) -> ApiResult:
+    """DELETE /models?model=: delete a downloaded model. Responds when its files are deleted."""
     name = call.query.get("model")
     if not name:
         raise BadRequest("model name is missing from the query", reason="model_missing", param="model")
@@ -120,49 +128,52 @@ async def delete(call: ApiCall) -> Result:
     return {"success": True}
 
 
-async def load(call: ApiCall) -> Result:
-    """POST /models/load: 200 once queued; with `wait` once ready, or the load's error."""
-    site, key = call.site, call.key
-    chosen = site.model(key, _named(await call.body()))
+async def load(call: ApiCall) -> ApiResult:
+    """POST /models/load: load a model. Responds when it is queued; with `wait`, when it is ready or has failed."""
+    registry, key = call.registry, call.key
+    chosen = registry.model(key, _model_name(await call.body()))
     wait = flag(call.query, "wait")
     if not wait:
-        await site.members.load_queued(chosen.id)
+        await registry.shared_workers.load_queued(chosen.id)
         return {"success": True}
-    began, mark = site.fleet.now(), site.events.last_id
-    await site.members.wanted(chosen.id)
+    began, mark = registry.fleet.now(), registry.events.last_id
+    await registry.shared_workers.load(chosen.id)
     evicted = [
         {"model": name, "reason": "evicted"}
-        for event in site.events.since(mark) or ()
+        for event in registry.events.since(mark) or ()
         if event.kind == "plan" and event.data.get("decision") == "evict"
         and event.data.get("for") == chosen.model.preset.id
-        for name in names_in(event.model)
+        for name in preset_ids(event.model)
     ]  # fmt: skip
-    load_ms = round((site.fleet.now() - began) * 1000, 1)
-    return {"success": True, "status": status_of(site, key, chosen), "evicted": evicted, "load_ms": load_ms}
+    load_ms = round((registry.fleet.now() - began) * 1000, 1)
+    return {"success": True, "status": status_of(registry, key, chosen), "evicted": evicted, "load_ms": load_ms}
 
 
-async def unload(call: ApiCall) -> Result:
-    """POST /models/unload: 200 at once; with `wait` once the memory is back; with `force` without a drain."""
-    chosen = call.site.model(call.key, _named(await call.body()))
+async def unload(call: ApiCall) -> ApiResult:
+    """POST /models/unload: unload a model. Responds at once; with `wait`, when the memory is free again.
+
+    `force` stops the worker without waiting for running requests.
+    """
+    chosen = call.registry.model(call.key, _model_name(await call.body()))
     wait, force = flag(call.query, "wait"), flag(call.query, "force")
-    workers = call.site.members.unload(chosen.id, force=bool(force))
+    workers = call.registry.shared_workers.unload(chosen.id, force=bool(force))
     if wait:
         for worker in workers:
             await worker.stopped.wait()
     return {"success": True}
 
 
-async def health(call: ApiCall) -> Result:
-    """GET /health: of the router, or with `model=` of one model, which it never loads."""
+async def health(call: ApiCall) -> ApiResult:
+    """GET /health: the health of the router, or of one model with `model=`. Never loads it."""
     name = call.query.get("model")
     if not name:
         return {"status": "ok"}
-    chosen = call.site.model(call.key, name)
+    chosen = call.registry.model(call.key, name)
     value, worker = value_of(chosen.model), chosen.model.open
     ok = worker is not None and worker.state is State.READY
     body: dict[str, Any] = {"status": "ok" if ok else value, "model": chosen.id}
     if not ok and worker is not None:
-        body |= _starting("Loading model")  # in these words llama-server's clients wait for it
+        body |= _starting("Loading model")  # clients of llama-server look for this message and wait
     return body if ok else _not_ready(body)
 
 
@@ -171,51 +182,51 @@ def _starting(message: str) -> dict[str, Any]:
     return error_body(Dialect.OPENAI, status=error.status, type=error.type, reason=error.reason, message=message)
 
 
-def _not_ready(body: dict[str, Any]) -> Reply:
-    return Reply(body, status=503, headers={"X-Should-Retry": "true", "Retry-After": "1"})
+def _not_ready(body: dict[str, Any]) -> JsonReply:
+    return JsonReply(body, status=503, headers={"X-Should-Retry": "true", "Retry-After": "1"})
 
 
-async def ready(call: ApiCall) -> Result:
-    """GET /ready: 200 once presets are parsed and the models of `load-on-startup` are up."""
-    site = call.site
-    if site.closing:
+async def ready(call: ApiCall) -> ApiResult:
+    """GET /ready: 200 when the models of `load-on-startup` are ready, 503 before and during shutdown."""
+    registry = call.registry
+    if registry.closing:
         return _not_ready({"status": "draining", "message": "the router is shutting down"})
-    if site.awaited:
-        names = sorted(site.awaited)
+    if registry.startup_pending:
+        names = sorted(registry.startup_pending)
         starting = _starting(f"Loading model {', '.join(names)}")
         return _not_ready({"status": "starting", "waiting_for": names} | starting)
     return {"status": "ok"}
 
 
-async def metrics(call: ApiCall) -> Result:
-    """GET /metrics. Raises ModelNotFound, and Forbidden for a key that may see only some models and names none."""
+async def metrics(call: ApiCall) -> ApiResult:
+    """GET /metrics. Raises ModelNotFound, and Forbidden for a key limited to some models if it names none."""
     name = call.query.get("model")
     if not name and call.key.models:
-        raise Forbidden("this key may see some models only; name one with ?model=")
-    about: tuple[str, ...] = ()
+        raise Forbidden("this key is limited to some models; name one with ?model=")
+    ids: tuple[str, ...] = ()
     if name:
-        listed = call.site.model(call.key, name)
-        about = listed.id, listed.model.preset.id
+        listed = call.registry.model(call.key, name)
+        ids = listed.id, listed.model.preset.id
     return web.Response(
-        body=call.services.metrics.render(*about), headers={"Content-Type": call.services.metrics.content_type}
+        body=call.services.metrics.render(*ids), headers={"Content-Type": call.services.metrics.content_type}
     )
 
 
-async def streams(call: ApiCall) -> Result:
+async def streams(call: ApiCall) -> ApiResult:
     """GET /v1/streams: always empty, because no stream outlives its connection."""
     return []
 
 
-async def slots(call: ApiCall) -> Result:
-    """GET /slots: places in the batches of loaded models, as of each worker's last pulse (a second ago at most).
+async def slots(call: ApiCall) -> ApiResult:
+    """GET /slots: the batch slots of loaded models at each worker's last pulse, which is a second old at most.
 
-    It never loads. Raises ModelNotLoaded for one model by name, SlotsBusy with `fail_on_no_slot`, NotOffered.
+    Never loads a model. Raises ModelNotLoaded if `model=` is not loaded, SlotsBusy with `fail_on_no_slot`, NotOffered.
     """
-    site, key, query = call.site, call.key, call.query
+    registry, key, query = call.registry, call.key, call.query
     name = query.get("model")
-    chosen = [site.model(key, name)] if name else _once(site.visible(key))
-    if not site.settings.slots:
-        raise NotOffered("the places in batches are not told: the router was started with --no-slots")
+    chosen = [registry.model(key, name)] if name else _one_per_worker(registry.visible(key))
+    if not registry.settings.slots:
+        raise NotOffered("GET /slots is disabled: the router was started with --no-slots")
     loaded = [
         (listed, worker, number)
         for listed in chosen
@@ -225,33 +236,35 @@ async def slots(call: ApiCall) -> Result:
         raise ModelNotLoaded(f"model '{chosen[0].id}' is not loaded; load it with POST /models/load")
     found: list[dict[str, Any]] = []
     for listed, worker, number in loaded:
-        _, meta, _ = await site.describe(listed.preset)
-        about = {"model": listed.id, "n_ctx": meta.get("n_ctx", 0)}
-        found += [{**about, **slot} for slot in _slots(worker, number * worker.preset.parallel)]
+        _, meta, _ = await registry.snapshots.describe(listed.preset)
+        common = {"model": listed.id, "n_ctx": meta.get("n_ctx", 0)}
+        found += [{**common, **slot} for slot in _slots(worker, number * worker.preset.parallel)]
     if flag(query, "fail_on_no_slot") and all(slot["is_processing"] for slot in found):
-        raise SlotsBusy("no slot is free; requests wait for one by themselves", retry_after=1)
+        raise SlotsBusy("no slot is free; a request waits until one is", retry_after=1)
     return found
 
 
-def _once(every: Sequence[Listed]) -> list[Listed]:
-    """The first of those that share a worker, and all others."""
+def _one_per_worker(every: Sequence[ListedModel]) -> list[ListedModel]:
+    """One listed model per fleet model: the first of those that share a worker."""
     return list({id(listed.model): listed for listed in reversed(every)}.values())[::-1]
 
 
 def _slots(worker: Worker, first: int) -> list[dict[str, Any]]:
-    """The places of one batch: whose task is where and how far it is; where the engine does not say (vectors have no
-    place of their own), as many as run are taken. `first`: the number of the first one among its model's."""
-    said = worker.pulse
-    known = {place: rest for place, *rest in said.slots} if said is not None else {}
-    running = said.running if said is not None and not known else 0
+    """The slots of one worker's batch, with the task in each. `first` is the number of its first slot.
+
+    Workers of embedding models do not report slots. Then as many slots as sequences run are shown as busy.
+    """
+    last = worker.pulse
+    tasks = {slot: rest for slot, *rest in last.slots} if last is not None else {}
+    running = last.running if last is not None and not tasks else 0
     slots: list[dict[str, Any]] = []
-    for at in range(worker.preset.parallel):
-        task, prompt_left, decoded, remain = known.get(at, (-1, 0, 0, 0))
+    for slot in range(worker.preset.parallel):
+        task, prompt_left, decoded, remain = tasks.get(slot, (-1, 0, 0, 0))
         slots.append(
             {
-                "id": first + at,
+                "id": first + slot,
                 "id_task": task,
-                "is_processing": at in known or at < running,
+                "is_processing": slot in tasks or slot < running,
                 "n_prompt_tokens_left": prompt_left,
                 "next_token": {"n_decoded": decoded, "n_remain": remain},
             }
@@ -259,14 +272,14 @@ def _slots(worker: Worker, first: int) -> list[dict[str, Any]]:
     return slots
 
 
-async def props(call: ApiCall) -> Result:
-    """GET /props: of the router, or of one model from its files, whether or not it is loaded."""
-    site, key, query = call.site, call.key, call.query
-    settings = site.settings
+async def props(call: ApiCall) -> ApiResult:
+    """GET /props: the properties of the router, or of one model. They come from its files; it need not be loaded."""
+    registry, key, query = call.registry, call.key, call.query
+    settings = registry.settings
     if not query.get("model"):
         return {
             "role": "router",
-            "max_instances": site.fleet.limits.models_max,
+            "max_instances": registry.fleet.limits.models_max,
             "models_autoload": settings.models_autoload,
             "model_alias": "llama-server",
             "model_path": "none",
@@ -276,26 +289,28 @@ async def props(call: ApiCall) -> Result:
             "cors_proxy_enabled": False,
             "memory_margin_mib": settings.models_memory_margin.get("", 0) // MIB,
         }
-    chosen = site.model(key, query["model"])
+    chosen = registry.model(key, query["model"])
     preset = chosen.preset
     if flag(query, "autoload"):
-        with speaking_of(chosen), site.members.lease(preset.id, autoload=True) as lease:
+        with errors_with_name(chosen), registry.shared_workers.lease(preset.id, autoload=True) as lease:
             await lease.ready()
-    facts, meta, _ = await site.describe(preset)
-    words = await site.words(preset)
+    facts, meta, _ = await registry.snapshots.describe(preset)
+    texts = await registry.snapshots.texts(preset)
     if facts is None:
-        raise NotOffered(f"the files of {preset.id} are not here yet; load it once, and ask again")
+        raise NotOffered(f"the files of {preset.id} are not downloaded yet; load it once and repeat the request")
     worker, able = chosen.model.shown, capabilities(chosen, facts)
     return {
-        "default_generation_settings": {"n_ctx": meta.get("n_ctx", 0), "params": params(preset, words)},
+        "default_generation_settings": {"n_ctx": meta.get("n_ctx", 0), "params": params(preset, texts)},
         "total_slots": preset.parallel,
         "model_alias": preset.id,
-        "model_path": (preset.path or preset.repo or f"demo:{preset.demo}") if site.access.is_admin(key) else preset.id,
+        "model_path": (preset.path or preset.repo or f"demo:{preset.demo}")
+        if registry.access.is_admin(key)
+        else preset.id,
         "modalities": {"vision": "vision" in able, "audio": False, "video": False},
-        "chat_template": preset.chat_template or words.chat_template,
-        "chat_template_caps": template_caps(preset.chat_template or words.chat_template),
-        "bos_token": words.bos_token,
-        "eos_token": words.eos_token,
+        "chat_template": preset.chat_template or texts.chat_template,
+        "chat_template_caps": template_caps(preset.chat_template or texts.chat_template),
+        "bos_token": texts.bos_token,
+        "eos_token": texts.eos_token,
         "capabilities": able,
         "build_info": BUILD,
         "is_sleeping": chosen.model.sleeps,
@@ -303,22 +318,22 @@ async def props(call: ApiCall) -> Result:
     }
 
 
-def params(preset: Preset, words: Words) -> dict[str, Any]:
-    """How a request that says nothing is sampled: by its preset, else by the model's files, else neutrally."""
+def params(preset: Preset, texts: SnapshotTexts) -> dict[str, Any]:
+    """The sampling options of a request that sets none: from the preset, else generation_config.json, else NEUTRAL."""
     found: dict[str, Any] = dict(NEUTRAL)
-    said = words.generation
-    if said.get("do_sample") is False:  # greedy, and its other knobs rest
-        said = {"temperature": 0.0, "repetition_penalty": said.get("repetition_penalty")}
+    generation = texts.generation
+    if generation.get("do_sample") is False:  # greedy: the other sampling options have no effect
+        generation = {"temperature": 0.0, "repetition_penalty": generation.get("repetition_penalty")}
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
-        value = said.get(name)
+        value = generation.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            found[OWN_WORDS.get(name, name)] = value
-    found |= {OWN_WORDS.get(key, key.replace("-", "_")): value for key, value in preset.sampling.items()}
+            found[SAMPLING_NAMES.get(name, name)] = value
+    found |= {SAMPLING_NAMES.get(key, key.replace("-", "_")): value for key, value in preset.sampling.items()}
     return {**found, "n_predict": preset.n_predict, "max_tokens": preset.n_predict, "seed": preset.seed}
 
 
 def template_caps(template: str) -> dict[str, bool]:
-    """What a chat template has words for."""
+    """The features of a chat template, judged by the names that it contains."""
     return {
         "supports_system_role": "system" in template,
         "supports_tools": "tools" in template,

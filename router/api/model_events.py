@@ -1,76 +1,109 @@
-"""GET /models/sse: what happens to models, in the events that llama-server's clients know."""
+"""GET /models/sse: changes of models as server-sent events as llama-server sends them; keep-alive for all streams."""
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
-from router.api.call import ApiCall, Frames, Result
-from router.api.keepalive import PING, with_pauses
-from router.api.status import REASONS, VALUES, bar_of, by_source, status
-from router.config.settings import Key
+from router.api.call import ApiCall, ApiResult, FrameStream
+from router.api.status import REASONS, VALUES, bytes_by_source, progress_object, status
+from router.config.settings import ApiKey
 from router.events import Event
 from router.fleet.lifecycle import FETCHED
 from router.fleet.worker import State
 from router.registry.auth import Access
-from router.registry.registry import Site, flag
-from router.registry.shared_workers import Listed
+from router.registry.registry import Registry, flag
+from router.registry.shared_workers import ListedModel
 from worker.protocol.exits import FINAL_EXITS, Exit
 
+T = TypeVar("T")
 
-async def sse(call: ApiCall) -> Result:
+KEEPALIVE_INTERVAL = 15.0  # seconds of silence; less than the idle timeout of usual proxies (60 s in nginx)
+KEEPALIVE_COMMENT = b": ping\n\n"
+
+
+async def with_keepalive(items: AsyncIterator[T]) -> AsyncGenerator[T | None]:
+    """The items of an endless iterator, and None after each KEEPALIVE_INTERVAL without one."""
+    pending: asyncio.Future[T] | None = None
+    try:
+        while True:
+            # `wait` and not `wait_for`: the latter would cancel the pending item at the timeout and lose it.
+            pending = pending or asyncio.ensure_future(anext(items))
+            done, _ = await asyncio.wait({pending}, timeout=KEEPALIVE_INTERVAL)
+            if not done:
+                yield None
+                continue
+            item, pending = pending.result(), None
+            yield item
+    finally:
+        if pending is not None:
+            pending.cancel()
+
+
+async def sse(call: ApiCall) -> ApiResult:
     """GET /models/sse."""
     snapshot = bool(flag(call.query, "snapshot"))
-    return Frames(frames(call.site, call.key, call.last_event_id, snapshot=snapshot))
+    return FrameStream(frames(call.registry, call.key, call.last_event_id, snapshot=snapshot))
 
 
-async def frames(site: Site, key: Key, last_id: int | None, *, snapshot: bool) -> AsyncIterator[bytes]:
-    """Frames for ever; a comment in silence. Events before `last_id` are not told again."""
-    after = site.events.last_id
+async def frames(registry: Registry, key: ApiKey, last_id: int | None, *, snapshot: bool) -> AsyncIterator[bytes]:
+    """Frames of all events after `last_id`, without end.
+
+    If some of these events are no longer stored, the first frame makes the client reload the list of models. With
+    `snapshot` the status of each model comes first.
+    """
+    after = registry.events.last_id
     if last_id is not None:
-        if site.events.since(last_id) is None:
+        if registry.events.since(last_id) is None:
             yield frame(after, "*", "models_reload", {})
         else:
             after = last_id
     if snapshot:
-        for known in site.visible(key):
-            yield frame(after, known.id, "status_change", await _now(site, known))
-    following = site.events.follow(after).__aiter__()
-    async with aclosing(with_pauses(following)) as told_of:
-        async for event in told_of:
+        for listed in registry.visible(key):
+            yield frame(after, listed.id, "status_change", await _current(registry, listed))
+    following = registry.events.follow(after).__aiter__()
+    async with aclosing(with_keepalive(following)) as events:
+        async for event in events:
             if event is None:
-                yield PING
+                yield KEEPALIVE_COMMENT
                 continue
-            is_of_names = event.model == "*" or event.kind == "listed"
-            names = (event.model,) if is_of_names else site.members.names_of(event.model)
-            seen = [name for name in names if name == "*" or Access.may_use(key, name)]
-            for name in seen:
-                for told in await render(site, event, name, last=name == seen[-1]):
-                    yield told
+            has_own_names = event.model == "*" or event.kind == "listed"  # not the id of a fleet model
+            names = (event.model,) if has_own_names else registry.shared_workers.names_of(event.model)
+            visible = [name for name in names if name == "*" or Access.may_use(key, name)]
+            for name in visible:
+                for rendered in await render(registry, event, name, last=name == visible[-1]):
+                    yield rendered
 
 
-async def _now(site: Site, known: Listed) -> dict[str, Any]:
-    """The state of a model, as its events would have told it."""
-    shown = status(site.fleet, known.model, admin=False)
-    told = {"status": shown["value"]}
+async def _current(registry: Registry, listed: ListedModel) -> dict[str, Any]:
+    """The data of a `status_change` event with the current status of a model."""
+    shown = status(registry.fleet, listed.model, admin=False)
+    data = {"status": shown["value"]}
     if shown["value"] == "loaded":
-        _, told["info"], _ = await site.describe(known.preset)
+        _, data["info"], _ = await registry.snapshots.describe(listed.preset)
     elif shown["value"] == "unloaded":
-        told["exit_code"] = shown.get("exit_code", 0)
-    return told | {name: shown[name] for name in ("progress", "draining", "reason", "error") if shown.get(name)}
+        data["exit_code"] = shown.get("exit_code", 0)
+    return data | {name: shown[name] for name in ("progress", "draining", "reason", "error") if shown.get(name)}
 
 
 def frame(id: int | None, model: str, event: str, data: Mapping[str, Any]) -> bytes:
-    """One event; without an id if more of the same one follows: whoever has not seen all of it has seen nothing."""
+    """One server-sent event.
+
+    If one event has several frames, only the last has the id. A client that disconnects in between reconnects with the
+    id of the event before and receives all of them again.
+    """
     body = json.dumps({"model": model, "event": event, "data": data}, ensure_ascii=False, separators=(",", ":"))
     return ("" if id is None else f"id: {id}\n").encode() + f"data: {body}\n\n".encode()
 
 
-async def render(site: Site, event: Event, name: str, *, last: bool = True) -> list[bytes]:
-    """The frames that llama-server's clients get for one event of ours; none for what they do not know. `name`: of the
-    model that they are about, which may share a worker; `last`: no other follows with the same event."""
+async def render(registry: Registry, event: Event, name: str, *, last: bool = True) -> list[bytes]:
+    """The frames of one event; none for kinds that llama-server does not have.
+
+    `name` is one of the models that the event is about. `last`: no other model of the event follows.
+    """
     data, id = event.data, event.id if last else None
-    listed = site.members.listed.get(name)
+    listed = registry.shared_workers.listed.get(name)
     match event.kind:
         case "config" | "listed":
             return [frame(event.id, "*", "models_reload", {})]
@@ -78,52 +111,56 @@ async def render(site: Site, event: Event, name: str, *, last: bool = True) -> l
             return [frame(id, name, "model_remove", {})]
         case "progress" if data["stage"] == "download":
             source = (listed.preset.repo if listed is not None else "") or name
-            told = {"progress": by_source(source, data["done"], data["total"], data.get("files", {}))}
-            return [frame(id, name, "download_progress", told)]
+            progress = {"progress": bytes_by_source(source, data["done"], data["total"], data.get("files", {}))}
+            return [frame(id, name, "download_progress", progress)]
         case "progress" if not data.get("beside"):
             share = data["done"] / data["total"] if data["total"] else 0.0
-            told = {name: data[name] for name in ("stage", "done", "total", "unit", "rate", "eta")}
-            bar = bar_of(min(1.0, share), told)
-            return [frame(id, name, "status_change", {"status": "loading", "progress": bar})]
+            stage = {name: data[name] for name in ("stage", "done", "total", "unit", "rate", "eta")}
+            progress = progress_object(min(1.0, share), stage)
+            return [frame(id, name, "status_change", {"status": "loading", "progress": progress})]
         case "holding" if listed is not None and not listed.model.workers:
             value = "unloaded" if data["state"] == "released" else "sleeping"
             return [frame(id, name, "status_change", {"status": value})]
         case "state":
-            return await _render_state(site, event, name, listed, id)
+            return await _render_state(registry, event, name, listed, id)
     return []
 
 
-async def _render_state(site: Site, event: Event, model: str, listed: Listed | None, id: int | None) -> list[bytes]:
+async def _render_state(
+    registry: Registry, event: Event, model: str, listed: ListedModel | None, id: int | None
+) -> list[bytes]:
     data, frames = event.data, []
     state = State[data["state"].upper()]
-    value = VALUES.get(state, "unloaded")
     if data.get("was") == "downloading":
         if state is State.STOPPED and data["reason"] != FETCHED:
-            frames.append(frame(None, model, "download_failed", _why_not_fetched(data)))
+            frames.append(frame(None, model, "download_failed", _download_failure(data)))
         else:
             frames.append(frame(None, model, "download_finished", {}))
-    if data.get("beside"):
+    if data.get("beside"):  # an extra worker: the status of the model does not change
         return frames
-    told: dict[str, Any] = {"status": value}
+    change: dict[str, Any] = {"status": VALUES.get(state, "unloaded")}
     if state is State.READY and not data.get("draining") and listed is not None:
-        _, told["info"], _ = await site.describe(listed.preset)
+        _, change["info"], _ = await registry.snapshots.describe(listed.preset)
     if data.get("draining") or state is State.STOPPING:
-        told["draining"] = True
+        change["draining"] = True
     if state is State.STOPPED:
-        told["exit_code"] = data.get("exit_code", 1 if "error" in data else 0)
+        change["exit_code"] = data.get("exit_code", 1 if "error" in data else 0)
         if data["reason"] in REASONS:
-            told["reason"] = data["reason"]
+            change["reason"] = data["reason"]
         if "error" in data:
-            told["error"] = data["error"]
+            change["error"] = data["error"]
     name = "model_status" if "was" not in data and not data.get("draining") else "status_change"
-    frames.append(frame(id, model, name, told))
+    frames.append(frame(id, model, name, change))
     return frames
 
 
-def _why_not_fetched(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Why a download ended without the files: in llama-server's sense, and in words."""
+def _download_failure(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The reason of a failed download as llama-server classifies it, and the error message."""
     if "error" not in data:
         return {"reason": "cancelled"}
     code = data.get("exit_code")
     reason = "disk_full" if code == Exit.DISK_FULL else "not_found" if code in FINAL_EXITS else "network"
     return {"reason": reason, "error": data["error"]}
+
+
+__all__ = ["KEEPALIVE_COMMENT", "KEEPALIVE_INTERVAL", "sse", "with_keepalive"]

@@ -1,4 +1,4 @@
-"""What Ollama's API says of models, without tokens: lists, what is loaded, what a model is."""
+"""Ollama's API of models: list, loaded models, details, pull and delete."""
 
 import hashlib
 import json
@@ -9,23 +9,23 @@ from typing import Any
 
 from aiohttp import web
 
-from router.api.call import ApiCall, Frames, Result
+from router.api.call import ApiCall, ApiResult, FrameStream
 from router.api.status import capabilities, wall_clock
-from router.config.settings import Key
+from router.config.settings import ApiKey
 from router.errors import ApiError, BadRequest, ModelNotFound
 from router.fleet.worker import State, Worker
 from router.planner.ledger import DeviceId
-from router.registry.pulls import Hub, Pull
-from router.registry.registry import Site
-from router.registry.shared_workers import Listed
+from router.registry.pulls import HubModels, Pull
+from router.registry.registry import Registry
+from router.registry.shared_workers import ListedModel
 from worker.protocol.dialects import Dialect
 
 LATEST = ":latest"
+# The release of Ollama with the features of this router: tools, reasoning, log probabilities, and the APIs of OpenAI
+# and Anthropic. Clients refuse to work with servers that report an older release.
 VERSION = "0.14.2"
-"""The release of Ollama that has what is offered here, tools, thoughts, log-probabilities and the calls of OpenAI and
-Anthropic: clients look at it, and refuse to talk to an old one."""
-NEVER = datetime(9999, 12, 31, tzinfo=UTC)
-"""When a model leaves that stays for ever."""
+NEVER = datetime(9999, 12, 31, tzinfo=UTC)  # the expiry time of a model without one
+# Our names of capabilities and Ollama's.
 _CAPABILITIES = {
     "chat": "completion",
     "completion": "completion",
@@ -33,51 +33,52 @@ _CAPABILITIES = {
     "vision": "vision",
     "embedding": "embedding",
 }
-"""Ours in Ollama's words."""
 
 
-def known(site: Site, key: Key, name: str) -> str:
-    """The name without the tag that Ollama's clients add, where only so there is such a model."""
+def known(registry: Registry, key: ApiKey, name: str) -> str:
+    """The name without `:latest`, which Ollama's clients append, unless a model has the name with it."""
     if not name.endswith(LATEST):
         return name
     try:
-        site.model(key, name)
+        registry.model(key, name)
     except ModelNotFound:
         return name.removesuffix(LATEST)
     return name
 
 
-async def tags(call: ApiCall) -> Result:
+async def tags(call: ApiCall) -> ApiResult:
     """GET /api/tags: all models."""
-    return {"models": [await _entry(call.site, listed) for listed in call.site.visible(call.key)]}
+    return {"models": [await _entry(call.registry, listed) for listed in call.registry.visible(call.key)]}
 
 
-async def version(call: ApiCall) -> Result:
+async def version(call: ApiCall) -> ApiResult:
     """GET /api/version."""
     return {"version": VERSION}
 
 
-async def ps(call: ApiCall) -> Result:
-    """GET /api/ps: those in memory, in bytes, and when they leave if nobody asks them again. A worker that several
-    share has its bytes with the first of them, so that sums are right."""
-    found, counted, site = [], set(), call.site
-    for listed in site.visible(call.key):
+async def ps(call: ApiCall) -> ApiResult:
+    """GET /api/ps: loaded models with their bytes and their expiry times.
+
+    If models share a worker, its bytes are listed with the first of them, so that a sum counts them once.
+    """
+    found, counted, registry = [], set(), call.registry
+    for listed in registry.visible(call.key):
         for worker in listed.model.workers:
             if worker.state is State.READY and not worker.retired.is_set():
-                held = {} if worker.id in counted else {**worker.reserved, **worker.occupied}
+                sizes = {} if worker.id in counted else {**worker.reserved, **worker.occupied}
                 counted.add(worker.id)
-                found.append({**await _entry(site, listed), **await _running(site, listed, worker, held)})
+                found.append({**await _entry(registry, listed), **await _running(registry, listed, worker, sizes)})
     return {"models": found}
 
 
-async def show(call: ApiCall) -> Result:
-    """POST /api/show: one model. Raises BadRequest, ModelNotFound."""
-    site, key = call.site, call.key
-    listed = site.model(key, known(site, key, _named(await call.body())))
-    facts, meta, _ = await site.describe(listed.preset)
-    words = await site.words(listed.preset)
+async def show(call: ApiCall) -> ApiResult:
+    """POST /api/show: the details of one model. Raises BadRequest, ModelNotFound."""
+    registry, key = call.registry, call.key
+    listed = registry.model(key, known(registry, key, _model_name(await call.body())))
+    facts, meta, _ = await registry.snapshots.describe(listed.preset)
+    texts = await registry.snapshots.texts(listed.preset)
     able = {_CAPABILITIES[each] for each in capabilities(listed, facts) if each in _CAPABILITIES}
-    if "completion" in able and any(each in words.chat_template for each in ("<think>", "enable_thinking")):
+    if "completion" in able and any(each in texts.chat_template for each in ("<think>", "enable_thinking")):
         able.add("thinking")
     family = facts.model_type if facts is not None else ""
     info: dict[str, Any] = {"general.architecture": family, "general.basename": listed.id}
@@ -85,32 +86,32 @@ async def show(call: ApiCall) -> Result:
         info["general.parameter_count"] = meta["n_params"]
         info[f"{family}.context_length"] = meta["n_ctx"] or meta["n_ctx_train"]
         info[f"{family}.embedding_length"] = meta["n_embd"]
-    entry = await _entry(site, listed)
+    entry = await _entry(registry, listed)
     return {
         "modified_at": entry["modified_at"],
         "details": entry["details"],
         "model_info": info,
-        "template": words.chat_template,
+        "template": texts.chat_template,
         "capabilities": sorted(able),
     }
 
 
-async def pull(call: ApiCall) -> Result:
-    """POST /api/pull: lines as they come, or only the last one, which says how it ended.
+async def pull(call: ApiCall) -> ApiResult:
+    """POST /api/pull: download a model. Responds with lines of progress, or with the last line if `stream` is false.
 
-    Raises BadRequest, LoadBackoff if there is nothing to wait for.
+    Raises BadRequest, LoadBackoff if the download cannot begin.
     """
     hub, body = call.hub, await call.body()
     wants_stream = body.get("stream", True)
     if not isinstance(wants_stream, bool):
         raise BadRequest("stream must be true or false", param="stream")
-    name = known(call.site, call.key, _repository(body))
-    lines = _pulled(hub, await hub.pull(call.key, name))
-    return Frames(_told(lines), Dialect.OLLAMA) if wants_stream else await _last(lines)
+    name = known(call.registry, call.key, _repository(body))
+    lines = _pull_lines(hub, await hub.pull(call.key, name))
+    return FrameStream(_with_error_line(lines), Dialect.OLLAMA) if wants_stream else await _last(lines)
 
 
-async def _told(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The lines, and one about what went wrong, if something did."""
+async def _with_error_line(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The lines. An error becomes the last line, because the status of the response has been sent by then."""
     try:
         async with aclosing(lines) as open_lines:  # type: ignore[type-var]
             async for line in open_lines:
@@ -119,46 +120,46 @@ async def _told(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield _line(error=failed.message)
 
 
-async def _pulled(hub: Hub, pull: Pull) -> AsyncIterator[bytes]:
-    """Raises BadRequest, LoadBackoff if the files do not come."""
+async def _pull_lines(hub: HubModels, pull: Pull) -> AsyncIterator[bytes]:
+    """The lines that `ollama pull` shows. Raises BadRequest, LoadBackoff if the download fails."""
     yield _line(status="pulling manifest")
     worker = pull.worker
     if worker is not None:
         digest = f"sha256:{hashlib.sha256(worker.preset.id.encode()).hexdigest()}"
-        with hub.wanted(pull):
+        with hub.following(pull):
             yield _progress(worker, digest)
             async for event in hub.follow(worker):
                 if event.kind == "progress":
                     yield _progress(worker, digest)
         hub.check(worker)
-        yield _line(status="verifying sha256 digest")  # each file was, as it came
+        yield _line(status="verifying sha256 digest")  # the worker has verified each file during the download
         yield _line(status="writing manifest")
     yield _line(status="success")
 
 
 async def _last(lines: AsyncIterator[bytes]) -> dict[str, Any]:
-    """How a pull ended. Raises what the lines do."""
+    """The last line of a pull. Raises the error of the pull."""
     async with aclosing(lines) as open_lines:  # type: ignore[type-var]
         found: dict[str, Any] = json.loads([line async for line in open_lines][-1])
     return found
 
 
-async def delete(call: ApiCall) -> Result:
+async def delete(call: ApiCall) -> ApiResult:
     """DELETE /api/delete. Raises BadRequest, ModelNotFound, InUse."""
-    site, key = call.site, call.key
-    await call.hub.delete(key, known(site, key, _named(await call.body())))
+    registry, key = call.registry, call.key
+    await call.hub.delete(key, known(registry, key, _model_name(await call.body())))
     return web.Response(text="")
 
 
 def _repository(body: Mapping[str, Any]) -> str:
-    """What a pull names, without what Ollama's clients put around it."""
-    name = _named(body).removesuffix(LATEST)
+    """The repository in a pull request, without the prefix and the tag that Ollama's clients add."""
+    name = _model_name(body).removesuffix(LATEST)
     for hub in ("hf.co/", "huggingface.co/"):
         name = name.removeprefix(f"https://{hub}").removeprefix(hub)
     return name
 
 
-def _named(body: Mapping[str, Any]) -> str:
+def _model_name(body: Mapping[str, Any]) -> str:
     for field in ("model", "name"):
         if not isinstance(body.get(field), str | None):
             raise BadRequest(f"{field} must be a string", param=field)
@@ -169,18 +170,18 @@ def _named(body: Mapping[str, Any]) -> str:
 
 
 def _progress(worker: Worker, digest: str) -> bytes:
-    told = worker.progress
-    done, total = (told.done, told.total) if told is not None else (0, 0)
+    progress = worker.progress
+    done, total = (progress.done, progress.total) if progress is not None else (0, 0)
     return _line(status=f"pulling {digest[7:19]}", digest=digest, total=total, completed=done)
 
 
-def _line(**said: Any) -> bytes:
-    return json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+def _line(**fields: Any) -> bytes:
+    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
-async def _entry(site: Site, listed: Listed) -> dict[str, Any]:
+async def _entry(registry: Registry, listed: ListedModel) -> dict[str, Any]:
     preset = listed.preset
-    facts, meta, _ = await site.describe(preset)
+    facts, meta, _ = await registry.snapshots.describe(preset)
     family = facts.model_type if facts is not None else ""
     origin = f"{preset.repo}@{preset.revision}" if preset.repo else preset.path
     return {
@@ -200,13 +201,15 @@ async def _entry(site: Site, listed: Listed) -> dict[str, Any]:
     }
 
 
-async def _running(site: Site, listed: Listed, worker: Worker, held: Mapping[DeviceId, int]) -> dict[str, Any]:
-    _, meta, _ = await site.describe(listed.preset)
+async def _running(
+    registry: Registry, listed: ListedModel, worker: Worker, sizes: Mapping[DeviceId, int]
+) -> dict[str, Any]:
+    _, meta, _ = await registry.snapshots.describe(listed.preset)
     expires = worker.resident().expires
-    leaves = _moment(wall_clock(site.fleet, expires)) if expires is not None else NEVER.isoformat()
+    leaves = _moment(wall_clock(registry.fleet, expires)) if expires is not None else NEVER.isoformat()
     return {
-        "size": sum(size for device, size in held.items() if device.index >= -1),
-        "size_vram": sum(size for device, size in held.items() if device.index >= 0),
+        "size": sum(size for device, size in sizes.items() if device.index >= -1),
+        "size_vram": sum(size for device, size in sizes.items() if device.index >= 0),
         "expires_at": leaves,
         "context_length": meta.get("n_ctx", 0),
     }

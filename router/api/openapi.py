@@ -1,4 +1,4 @@
-"""The OpenAPI document, generated from the route table. Law: PURE."""
+"""The OpenAPI document, generated from the route table. Pure functions."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,6 +11,7 @@ from worker.protocol.routes import FLAGS, ROUTES, Loads, Plane, Route, body_sche
 from worker.protocol.schema import ANY_OBJECT, COUNT, TEXT, ResponseSchema, Schema, const, enum, maybe, ref, shape
 from worker.protocol.streams import stream
 
+# Schemas that several responses share, by name.
 COMPONENTS: Mapping[str, Schema] = {
     **openai.COMPONENTS,
     **llama_server.COMPONENTS,
@@ -20,38 +21,38 @@ COMPONENTS: Mapping[str, Schema] = {
     **lmi.COMPONENTS,
     **fastchat.COMPONENTS,
 }
-"""Schemas that several responses share, by name."""
 _FLAG: Schema = {"type": "string", "pattern": "^([Tt][Rr][Uu][Ee]|[Ff][Aa][Ll][Ss][Ee]|1|0)$"}
 _PARAMETERS: Mapping[str, str] = {
     "model": "Id or alias of a model.",
-    "model_name": "The same as model; of a model that is registered, its name.",
+    "model_name": "The same as model; the name of a model to register.",
     "autoload": "Load the model for this request if it is not loaded.",
-    "reload": "Not empty: read presets, folders and caches again first.",
-    "wait": "Respond once it is done.",
+    "reload": "If not empty, read presets, folders and caches again first.",
+    "wait": "Respond when the operation is complete.",
     "force": "Do not wait for running requests.",
-    "snapshot": "Begin with the state of every model.",
-    "limit": "Models of one page; 100 at most.",
-    "next_page_token": "nextPageToken of the page before.",
+    "snapshot": "Begin with the status of every model.",
+    "limit": "Entries of one page, at most 100.",
+    "next_page_token": "The nextPageToken of the previous page.",
     "url": "org/name[:revision] on the hub, or a folder inside --models-dir or the hub cache.",
-    "model_version": "Not offered: versions are not kept apart.",
-    "engine": "Python or MPI; has no effect.",
-    "device": "cpu, or gpu0 and the like.",
-    "job_queue_size": "Requests that may wait.",
-    "max_idle_time": "Seconds until workers beyond the least number end.",
+    "model_version": "Not offered; register versions under different names.",
+    "engine": "Python or MPI; no effect.",
+    "device": "cpu, or an accelerator such as gpu0.",
+    "job_queue_size": "Largest number of waiting requests.",
+    "max_idle_time": "Idle seconds after which workers beyond the least number stop.",
     "min_worker": "Least number of workers; 0: none until the next request.",
     "max_worker": "Largest number of workers.",
-    "synchronous": "Respond once the workers are ready; true unless stated.",
-    "batch_size": "Has no effect: batches are continuous.",
-    "max_batch_delay": "Has no effect: batches are continuous.",
+    "synchronous": "Respond when the workers are ready; true by default.",
+    "batch_size": "No effect, because batching is continuous.",
+    "max_batch_delay": "No effect, because batching is continuous.",
     "adapter": "The LoRA adapter to use, by name.",
     "name": "The name that requests use.",
     "src": "org/name[:revision] on the hub, or a folder inside adapters-dir, --models-dir or the hub cache.",
-    "preload": "Ready workers read the adapter now and report problems; true unless stated.",
+    "preload": "Ready workers read the adapter now and report problems; true by default.",
     "pin": "Keep it in memory until it is unregistered.",
-    "level": "Leave out lines that are less severe: debug, info, warning or error.",
-    "lines": "Largest number of lines, the newest ones; 200 unless stated.",
+    "level": "The least severe level to include: debug, info, warning or error.",
+    "lines": "Largest number of lines; the newest are returned; 200 by default.",
     "fail_on_no_slot": "Respond with 503 if no slot is free.",
 }
+# The tag of each dialect, and the component with its errors.
 _DIALECTS: Mapping[Dialect, tuple[str, str]] = {
     Dialect.OPENAI: ("OpenAI", "Error"),
     Dialect.LLAMA_SERVER: ("llama-server", "Error"),
@@ -63,17 +64,16 @@ _DIALECTS: Mapping[Dialect, tuple[str, str]] = {
     Dialect.ERICLLM: ("EricLLM", "EricLlmError"),
     Dialect.FASTCHAT: ("FastChat", "FastChatError"),
 }
-"""The tag of each dialect, and the component of its errors."""
-_ANYWHERE = (400, 401, 403, 500)
-_BODY = (408, 413, 415, 429)
-_WORKER = (404, 408, 413, 415, 429, 501, 502, 503, 504, 507)
+_ALWAYS = (400, 401, 403, 500)  # error statuses of all routes
+_BODY = (408, 413, 415, 429)  # of routes with a request body
+_WORKER = (404, 408, 413, 415, 429, 501, 502, 503, 504, 507)  # of routes that a worker answers
 _MEANINGS: Mapping[int, str] = {
     400: "The request is invalid or not supported.",
     401: "The key is missing or unknown.",
     403: "This key, host or origin has no access, or the feature is disabled.",
-    404: "There is no such model for this key.",
+    404: "The model does not exist, or this key may not use it.",
     408: "The body did not arrive in time.",
-    409: "It is in use, or exists already.",
+    409: "The model is in use, or the name is taken.",
     413: "The body is too large.",
     415: "The body is compressed.",
     429: "Too many requests are waiting.",
@@ -81,8 +81,8 @@ _MEANINGS: Mapping[int, str] = {
     501: "This model or this server does not support it.",
     502: "The worker exited before its response.",
     503: "Not available now; see Retry-After.",
-    504: "It took too long.",
-    507: "The model does not fit, even alone.",
+    504: "The time limit was exceeded.",
+    507: "The model does not fit into memory, even if nothing else is loaded.",
 }
 
 _IN_PROGRESS = "In progress."
@@ -98,8 +98,8 @@ def document(*, prefix: str = "", routes: Iterable[Route] = ROUTES) -> dict[str,
         "info": {
             "title": "Fleet router",
             "version": __version__,
-            "description": "One address for many language models, in several dialects. HEAD works where GET does; "
-            "every response has X-Request-Id.",
+            "description": "One address for many language models, in several dialects. HEAD works wherever GET works. "
+            "Every response has X-Request-Id.",
             "license": {"name": "MIT", "identifier": "MIT"},
         },
         "servers": [{"url": prefix or "/"}],
@@ -122,10 +122,10 @@ def document(*, prefix: str = "", routes: Iterable[Route] = ROUTES) -> dict[str,
 
 
 def statuses(route: Route) -> tuple[int, ...]:
-    """The status codes of errors of `route`."""
+    """The error statuses of a route."""
     if route.response is None:
         return (400, 401, 403, *route.errors)
-    found = {*_ANYWHERE, *route.errors, *(_WORKER if route.worker else ())}
+    found = {*_ALWAYS, *route.errors, *(_WORKER if route.worker else ())}
     if body_schema(route) is not None:
         found |= set(_BODY)
     if route.plane is Plane.PUBLIC:
@@ -142,7 +142,7 @@ def _operation(route: Route) -> dict[str, Any]:
         "summary": route.summary or f"Not offered; use {route.instead}.",
         "responses": {
             **_success(route, response),
-            **{str(status): _refused(route, status, error) for status in statuses(route)},
+            **{str(status): _error_response(route, status, error) for status in statuses(route)},
             **_further(response),
         },
     }
@@ -153,16 +153,19 @@ def _operation(route: Route) -> dict[str, Any]:
         operation["parameters"] = parameters
     body = body_schema(route)
     if body is not None:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": ref(_named(route))}}}
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": ref(_body_name(route))}},
+        }
     if route.plane is Plane.PUBLIC:
         operation["security"] = []
     return operation
 
 
 _LOADS: Mapping[Loads, str] = {
-    Loads.FOLLOWS: "Loads the model if it is not loaded, unless its preset, the router or autoload=false says no.",
+    Loads.FOLLOWS: "Loads the model if it is not loaded, unless autoload is off in its preset, the router or the call.",
     Loads.ON_DEMAND: "Loads the model only with autoload=true.",
-    Loads.NEVER: "Never loads a model, unless with autoload=true.",
+    Loads.NEVER: "Loads a model only with autoload=true.",
 }
 
 
@@ -175,8 +178,7 @@ def _success(route: Route, response: ResponseSchema) -> dict[str, Any]:
     if response.has_page:
         content["text/html"] = {"schema": TEXT}
     if response.frame is not None and (route.streams or response.body is None):
-        manner = stream(route.dialect)
-        media = manner.headers["Content-Type"]
+        media = stream(route.dialect).headers["Content-Type"]
         content[media] = {"schema": _stream(media, response.frame, route.dialect)}
     if response.events is not None:
         media = stream(Dialect.OPENAI).headers["Content-Type"]
@@ -187,7 +189,7 @@ def _success(route: Route, response: ResponseSchema) -> dict[str, Any]:
     if route.worker:
         headers["X-Router-Model"] = {"schema": TEXT, "description": "The model's id.", "required": True}
     if body_schema(route) is not None:
-        headers["X-Ignored-Fields"] = {"schema": TEXT, "description": "Fields that made no difference."}
+        headers["X-Ignored-Fields"] = {"schema": TEXT, "description": "Fields of the request that had no effect."}
     return {"200": {"description": route.summary, "headers": headers, "content": content}}
 
 
@@ -199,18 +201,18 @@ def _further(response: ResponseSchema) -> dict[str, Any]:
 
 
 def _stream(media: str, frame: Schema, dialect: Dialect) -> Schema:
-    """One event of a stream, or one of its lines."""
+    """The schema of a stream: of its events, lines or objects."""
     if media != "text/event-stream":
         unit = "Objects, each followed by a zero byte" if dialect is Dialect.FASTCHAT else "Lines of JSON"
-        about = f"{unit}; a stream that fails ends with one that says so and a broken connection."
+        about = f"{unit}. A stream that fails ends with an error object and a broken connection."
         return {"type": "string", "description": about, "contentMediaType": "application/json", "contentSchema": frame}
     about = (
         "Lines that begin with a colon are comments. A stream that fails ends with an error and a broken connection."
     )
-    told: Schema = {"type": "string", "contentMediaType": "application/json", "contentSchema": frame}
+    data: Schema = {"type": "string", "contentMediaType": "application/json", "contentSchema": frame}
     if dialect is Dialect.OPENAI:
-        told = {"anyOf": [told, const("[DONE]")], "description": "JSON; the last event of a whole response is [DONE]."}
-    return {**shape({"data": told}, {"event": TEXT, "id": TEXT}), "description": about}
+        data = {"anyOf": [data, const("[DONE]")], "description": "JSON; the last event of a whole response is [DONE]."}
+    return {**shape({"data": data}, {"event": TEXT, "id": TEXT}), "description": about}
 
 
 def _json(schema: Schema, about: str) -> dict[str, Any]:
@@ -226,7 +228,7 @@ def _error(status: int, component: str) -> dict[str, Any]:
     return {**_json(ref(component), _MEANINGS[status]), "headers": headers}
 
 
-def _refused(route: Route, status: int, component: str) -> dict[str, Any]:
+def _error_response(route: Route, status: int, component: str) -> dict[str, Any]:
     if not route.always_streams:
         return {"$ref": f"#/components/responses/{component}{status}"}
     media = stream(route.dialect).headers["Content-Type"]
@@ -235,12 +237,12 @@ def _refused(route: Route, status: int, component: str) -> dict[str, Any]:
 
 
 def _bodies(routes: Iterable[Route]) -> dict[str, Schema]:
-    """What requests may say, by the names of their routes."""
-    found = {_named(route): body_schema(route) for route in routes}
+    """The schemas of request bodies, by component name."""
+    found = {_body_name(route): body_schema(route) for route in routes}
     return {name: schema for name, schema in found.items() if schema is not None}
 
 
-def _named(route: Route) -> str:
+def _body_name(route: Route) -> str:
     return "".join(word.capitalize() for word in route.name.split("_")) + "Request"
 
 
@@ -282,7 +284,7 @@ def _in_query(route: Route) -> list[dict[str, Any]]:
 def _in_header(route: Route, response: ResponseSchema) -> list[dict[str, Any]]:
     if route.worker or response.frame is None or response.body is not None:
         return []
-    about = "The last event that was seen: those after it come first."
+    about = "Id of the last received event; the stream begins with the next one."
     return [{"name": "Last-Event-ID", "in": "header", "description": about, "schema": TEXT}]
 
 

@@ -1,4 +1,4 @@
-"""Requests for workers: those that run and the last that ended, and how one is ended before its time."""
+"""The log of forwarded requests: running ones, which can be cancelled, and the last ended ones."""
 
 import time
 from collections import deque
@@ -10,53 +10,47 @@ from router.errors import Cancelled, RequestNotFound
 from router.events import Event
 from router.fleet.admission import Lease
 
-KEPT = 1000
-"""Ended requests that are remembered."""
+MAX_ENDED = 1000  # ended requests in the log; a guess
 
 
 class ForwardedAnswer(Protocol):
-    """The answer to a forwarded request, as the proxy fills it in."""
+    """The answer to a forwarded request. The proxy updates it while the request runs."""
 
     @property
     def phase(self) -> str:
         """`queued`, `starting` or `streaming`."""
 
-    queued: float | None
-    loaded: float | None
-    first_byte: float | None
+    queued: float | None  # seconds in the admission queue
+    loaded: float | None  # seconds of waiting for the load of the model
+    first_byte: float | None  # monotonic time
     lease: Lease | None
 
 
 @dataclass(slots=True, eq=False)
-class Record:
-    """One request. `began` and `arrived`: when it came, in seconds since 1970 and by the monotonic clock."""
+class RequestRecord:
+    """One request. Times that are not known (yet) are None."""
 
     id: str
     model: str
     endpoint: str
     client: str
     key: str
-    began: float
-    arrived: float
-    answer: ForwardedAnswer | None = None
-    """What its client has got so far, while it runs and once it is forwarded."""
-    seconds: float | None = None
-    """That it took in all."""
-    status: int = 499
-    """How it ended; 499: the client left."""
-    phase: str = "queued"
-    """How far it came: queued, starting, streaming."""
-    queued: float | None = None
-    loaded: float | None = None
-    """Seconds that it waited for others, and for its own model's load."""
-    ttft: float | None = None
+    began: float  # arrival in seconds since 1970
+    arrived: float  # arrival by the monotonic clock
+    answer: ForwardedAnswer | None = None  # from forwarding to the end
+    seconds: float | None = None  # total duration; None while it runs
+    status: int = 499  # of the response; 499: the client disconnected
+    phase: str = "queued"  # the last phase: queued, starting, streaming
+    queued: float | None = None  # seconds in the admission queue
+    loaded: float | None = None  # seconds of waiting for the load of the model
+    ttft: float | None = None  # seconds until the first byte
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     token_seconds: float | None = None
 
-    def look(self) -> None:
-        """Take over how far the answer is."""
+    def update(self) -> None:
+        """Copy the current phase and times from the answer."""
         answer = self.answer
         if answer is None:
             return
@@ -64,9 +58,9 @@ class Record:
         if answer.first_byte is not None:
             self.ttft = answer.first_byte - self.arrived
 
-    def told(self, now: float) -> dict[str, Any]:
-        """For people and programs; null where it is not known (yet). `now`: by the monotonic clock."""
-        self.look()
+    def as_dict(self, now: float) -> dict[str, Any]:
+        """The request as a JSON object. `now` is a monotonic time."""
+        self.update()
         running = self.seconds is None
         return {
             "id": self.id,
@@ -88,30 +82,31 @@ class Record:
         }
 
 
-class Requests:
-    """Those of one router."""
+class RequestLog:
+    """The running and ended requests of one router."""
 
     def __init__(self) -> None:
-        self._running: dict[Record, None] = {}
-        self._ended: deque[Record] = deque(maxlen=KEPT)
-        self._by_id: dict[str, Record] = {}
+        self._running: dict[RequestRecord, None] = {}
+        self._ended: deque[RequestRecord] = deque(maxlen=MAX_ENDED)
+        self._by_id: dict[str, RequestRecord] = {}
 
-    def began(self, record: Record) -> None:
-        """Keep it among those that run until it has `ended`."""
+    def began(self, record: RequestRecord) -> None:
+        """Add a running request. The caller calls `ended` later."""
         self._running[record] = None
         self._by_id[record.id] = record
 
-    def ended(self, record: Record) -> None:
-        """It runs no longer; its status has been set."""
-        record.look()
+    def ended(self, record: RequestRecord) -> None:
+        """Move a request to the ended ones. The caller has set its status."""
+        record.update()
         record.seconds, record.answer = time.monotonic() - record.arrived, None
         del self._running[record]
-        if len(self._ended) == KEPT and self._by_id.get(self._ended[0].id) is self._ended[0]:
+        # The oldest one drops out of the log, so it must leave the index as well, unless a later request reused its id.
+        if len(self._ended) == MAX_ENDED and self._by_id.get(self._ended[0].id) is self._ended[0]:
             del self._by_id[self._ended[0].id]
         self._ended.append(record)
 
-    def hear(self, event: Event) -> None:
-        """What a worker says of a request at its end; it may come a little later than that."""
+    def on_event(self, event: Event) -> None:
+        """Add the token counts of a worker's `request` event, which may come after the end of the response."""
         if event.kind != "request":
             return
         record = self._by_id.get(event.data["id"])
@@ -122,22 +117,22 @@ class Requests:
         record.completion_tokens = data["completion_tokens"]
         record.token_seconds = data["token_seconds"] or None
 
-    def told(self, *, may_see: Callable[[str], bool]) -> dict[str, Any]:
-        """All of the models that `may_see`: those that run, oldest first, and those that ended, newest first."""
+    def as_dict(self, *, may_see: Callable[[str], bool]) -> dict[str, Any]:
+        """Running requests, oldest first, and ended ones, newest first, of models for which `may_see` is true."""
         now = time.monotonic()
         return {
-            "running": [record.told(now) for record in self._running if may_see(record.model)],
-            "ended": [record.told(now) for record in reversed(self._ended) if may_see(record.model)],
+            "running": [record.as_dict(now) for record in self._running if may_see(record.model)],
+            "ended": [record.as_dict(now) for record in reversed(self._ended) if may_see(record.model)],
         }
 
     def cancel(self, id: str) -> int:
-        """End the running requests of that id, each with an error; how many there were. Raises RequestNotFound."""
+        """Abort the running requests with this id, and return their number. Raises RequestNotFound."""
         found = [record for record in self._running if record.id == id]
         for record in found:
             if record.answer is not None and record.answer.lease is not None:
-                record.answer.lease.abort(Cancelled("this request was ended by an administrator"))
+                record.answer.lease.abort(Cancelled("an administrator has cancelled this request"))
         if not found:
-            raise RequestNotFound(f"no request '{id}' is running; GET /router/requests lists them")
+            raise RequestNotFound(f"no request '{id}' is running; GET /router/requests lists running requests")
         return len(found)
 
 
@@ -145,4 +140,4 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 4)
 
 
-__all__ = ["Record", "Requests"]
+__all__ = ["RequestLog", "RequestRecord"]

@@ -1,4 +1,4 @@
-"""What a model is doing and why, as every face tells it in llama-server's words."""
+"""The status object of a model, in llama-server's terms. All APIs that report states use it."""
 
 import time
 from collections import Counter
@@ -7,7 +7,7 @@ from typing import Any
 
 from router.config.effective import args, effective
 from router.config.presets import Preset
-from router.config.settings import Key
+from router.config.settings import ApiKey
 from router.fleet.failures import Failure
 from router.fleet.fleet import Fleet
 from router.fleet.load_stages import whole
@@ -16,8 +16,8 @@ from router.fleet.worker import State, Worker, estimated
 from router.memory.checkpoint import offered
 from router.memory.checkpoint_facts import Checkpoint
 from router.planner.ledger import SLOTS, DeviceId, pooled
-from router.registry.registry import Site
-from router.registry.shared_workers import Listed
+from router.registry.registry import Registry
+from router.registry.shared_workers import ListedModel
 
 MIB = 1 << 20
 VALUES = {
@@ -27,6 +27,7 @@ VALUES = {
     State.READY: "loaded",
     State.STOPPING: "loaded",
 }
+# Reasons for which a worker stopped, as far as clients see them.
 REASONS = frozenset(
     {
         "evicted",
@@ -47,27 +48,31 @@ REASONS = frozenset(
 
 
 def value_of(model: Model) -> str:
+    """`downloading`, `loading`, `loaded`, `sleeping` or `unloaded`."""
     worker = model.shown
     if model.sleeps:
         return "sleeping"
     return VALUES[worker.state] if worker is not None and worker.state in VALUES else "unloaded"
 
 
-def status_of(site: Site, key: Key, listed: Listed) -> dict[str, Any]:
-    """The status object of one that is listed. Who share a worker each have what that does, and all that the key may
-    see are named; what memory it has is told of the first of them, so that sums are right."""
-    told = status(site.fleet, listed.model, admin=site.access.is_admin(key), preset=listed.preset)
-    others = site.sharing(key, listed)
+def status_of(registry: Registry, key: ApiKey, listed: ListedModel) -> dict[str, Any]:
+    """The status object of a listed model, as `key` may see it.
+
+    Models that share a worker have the same status, and `shares` lists the others. Only the first of them has `memory`,
+    so that a sum over all models counts each worker once.
+    """
+    shown = status(registry.fleet, listed.model, admin=registry.access.is_admin(key), preset=listed.preset)
+    others = registry.visible_others(key, listed)
     if others:
-        told["shares"] = others
+        shown["shares"] = others
         if listed.names.index(others[0]) < listed.names.index(listed.id):
-            told.pop("memory", None)
-    return told
+            shown.pop("memory", None)
+    return shown
 
 
 def status(fleet: Fleet, model: Model, *, admin: bool, preset: Preset | None = None) -> dict[str, Any]:
-    """The status object of one model; `args` and `preset` only for admins: of the listed preset, unless that is the
-    fleet's own."""
+    """The status object of a fleet model. `args` and `preset` are for admins only, and show the listed `preset` if it
+    is given."""
     worker, value = model.shown, value_of(model)
     result: dict[str, Any] = {"value": value, "args": [], "pinned": model.preset.pin}
     if admin:
@@ -88,7 +93,9 @@ def status(fleet: Fleet, model: Model, *, admin: bool, preset: Preset | None = N
         if worker.state is State.QUEUED and worker.waits_for:
             result["waiting_for"] = worker.waits_for
         if worker.progress is not None and worker.state < State.READY:
-            result["progress"] = fetched(worker) if worker.state is State.DOWNLOADING else progress(worker)
+            result["progress"] = (
+                download_progress(worker) if worker.state is State.DOWNLOADING else load_progress(worker)
+            )
         if (beat := pulse(worker)) is not None:
             result["pulse"] = beat
         if worker.process is not None and worker.process.ready.seconds:
@@ -104,7 +111,7 @@ def status(fleet: Fleet, model: Model, *, admin: bool, preset: Preset | None = N
             estimate = worker.costs.estimate
             result["estimate"] = {"source": estimate.source} | ({"note": estimate.note} if estimate.note else {})
         if model.open is None and model.failure is not None and fleet.now() < model.failure.until:
-            result |= why_not(fleet, model.failure)  # what is shown is an older one, which still drains
+            result |= failure_fields(fleet, model.failure)  # `worker` is an older one, which still drains
         return result
     if model.since is not None:
         result["since"] = wall_clock(fleet, model.since)
@@ -116,23 +123,23 @@ def status(fleet: Fleet, model: Model, *, admin: bool, preset: Preset | None = N
         result["reason"] = model.reason
     failure = model.failure
     if failure is not None:
-        result |= {"failed": True, **why_not(fleet, failure)}
+        result |= {"failed": True, **failure_fields(fleet, failure)}
         result["exit_code"] = failure.exit if failure.exit is not None else 1
     return result
 
 
-def why_not(fleet: Fleet, failure: Failure) -> dict[str, Any]:
-    """Why a model failed, and until when no worker of it is begun by itself."""
+def failure_fields(fleet: Fleet, failure: Failure) -> dict[str, Any]:
+    """The error of a failed model, and the time until which it is not loaded again automatically."""
     return {"error": failure.message, "retry_at": wall_clock(fleet, failure.until)}
 
 
 def wall_clock(fleet: Fleet, at: float) -> float:
-    """Seconds since 1970 of a moment of the fleet's clock, for people."""
+    """Convert a time of the fleet's monotonic clock to seconds since 1970."""
     return round(time.time() + at - fleet.now(), 3)
 
 
 def memory_of(workers: Sequence[Worker]) -> dict[str, dict[str, int | None]]:
-    """MiB by device: estimated, measured, reserved; of all workers together."""
+    """Estimated, measured and reserved MiB by device, summed over the workers."""
     planned: Counter[DeviceId] = Counter()
     measured: Counter[DeviceId] = Counter()
     reserved: Counter[DeviceId] = Counter()
@@ -147,45 +154,48 @@ def memory_of(workers: Sequence[Worker]) -> dict[str, dict[str, int | None]]:
             "reserved_mib": -(-size // MIB),
         }
         for device, size in reserved.items()
-        if device.index != SLOTS
+        if device.index != SLOTS  # --models-max counts workers as units of a device of its own
     }
 
 
-def fetched(worker: Worker) -> dict[str, Any]:
-    """Bytes of a download, by where they come from."""
-    told = worker.progress
-    return by_source(worker.preset.repo or worker.preset.id, told.done, told.total, told.files) if told else {}
+def download_progress(worker: Worker) -> dict[str, Any]:
+    """The bytes of a download by source."""
+    found = worker.progress
+    if not found:
+        return {}
+    return bytes_by_source(worker.preset.repo or worker.preset.id, found.done, found.total, found.files)
 
 
-def by_source(name: str, done: int, total: int, files: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """By URL where single files are known, else all in all."""
+def bytes_by_source(name: str, done: int, total: int, files: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Downloaded and total bytes by the URL of each file; by `name` if single files are not known."""
     known = {url: {"done": pair[0], "total": pair[1]} for url, pair in files.items() if len(pair) == 2}
     return known or {name: {"done": done, "total": total}}
 
 
-def progress(worker: Worker) -> dict[str, Any]:
-    """Progress of a load as llama-server shapes it, `value` from 0 to 1 for all its stages."""
-    return bar_of(worker.stages.share, worker.stages.as_dict())
+def load_progress(worker: Worker) -> dict[str, Any]:
+    """The progress of a load as llama-server reports it."""
+    return progress_object(worker.stages.share, worker.stages.as_dict())
 
 
-def bar_of(share: float, told: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of a load whose stage has come to that share, from 0 to 1."""
-    return {"stages": ["text_model"], "current": "text_model", "value": round(whole(told["stage"], share), 4), **told}
+def progress_object(share: float, stage: Mapping[str, Any]) -> dict[str, Any]:
+    """The progress of a load: `share` is the done part of the current stage, `value` that of all stages, 0 to 1."""
+    value = round(whole(stage["stage"], share), 4)
+    return {"stages": ["text_model"], "current": "text_model", "value": value, **stage}
 
 
 def pulse(worker: Worker) -> dict[str, Any] | None:
-    """What a worker's engine does, as of its last pulse: counts of sequences and tokens, tokens per second."""
-    said = worker.pulse
-    if said is None or worker.state < State.READY:
+    """The load of a worker's engine at its last pulse: sequences, tokens per second, KV-cache blocks."""
+    last = worker.pulse
+    if last is None or worker.state < State.READY:
         return None
     return {
-        "steps": said.steps,
-        "running": said.running,
-        "waiting": said.waiting,
-        "parallel": said.parallel or worker.preset.parallel,
-        "prefill_tokens_per_second": said.prefill_rate,
-        "decode_tokens_per_second": said.decode_rate,
-        "cache": {"used": said.cache_used, "reusable": said.cache_reusable, "total": said.cache_total},
+        "steps": last.steps,
+        "running": last.running,
+        "waiting": last.waiting,
+        "parallel": last.parallel or worker.preset.parallel,
+        "prefill_tokens_per_second": last.prefill_rate,
+        "decode_tokens_per_second": last.decode_rate,
+        "cache": {"used": last.cache_used, "reusable": last.cache_reusable, "total": last.cache_total},
     }
 
 
@@ -194,9 +204,12 @@ def preset_text(preset: Preset) -> str:
     return "\n".join([f"[{preset.id}]", *(f"{key} = {value}" for key, value, _ in effective(preset))]) + "\n"
 
 
-def capabilities(listed: Listed, facts: Checkpoint | None) -> list[str]:
-    """Of chat, completion, tools, vision, embedding, rerank: as its worker says; before there is one, or where it has a
-    template of its own, by preset and files."""
+def capabilities(listed: ListedModel, facts: Checkpoint | None) -> list[str]:
+    """A subset of chat, completion, tools, vision, embedding and rerank.
+
+    A running worker reports them. Without one they are derived from the preset and the files. That also holds for a
+    preset with a chat template of its own, because the worker reports those of the model's template.
+    """
     for worker in listed.model.workers if not listed.preset.chat_template else ():
         if worker.process is not None and worker.process.ready.capabilities:
             return list(worker.process.ready.capabilities)

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from router.cli import hub_headers
 from router.config import kv_types, resolve
 from router.config.presets import Preset
-from router.config.resolve import Loaded
+from router.config.resolve import LoadedPresets
 from router.config.settings import Settings
 from router.errors import ConfigError, RouterError
 from router.fleet import worker_argv
@@ -109,7 +109,7 @@ class Forecast:
 def forecast(
     name: str,
     settings: Settings,
-    loaded: Loaded,
+    loaded: LoadedPresets,
     model_flags: Mapping[str, str],
     environ: Mapping[str, str],
     *,
@@ -190,7 +190,7 @@ def forecast(
     )
 
 
-def find(name: str, loaded: Loaded, model_flags: Mapping[str, str], environ: Mapping[str, str]) -> Preset:
+def find(name: str, loaded: LoadedPresets, model_flags: Mapping[str, str], environ: Mapping[str, str]) -> Preset:
     """The preset that `name` means: one of `loaded` by its id or another name, else what `model =` could mean: a
     folder, `demo:NAME` or `org/name`.
 
@@ -338,7 +338,7 @@ def _room(reading: Reading, needs: int, capacity: int, margin: int, *, is_main: 
 
 def _beside(
     preset: Preset,
-    loaded: Loaded,
+    loaded: LoadedPresets,
     settings: Settings,
     readings: Sequence[Reading],
     places: frozenset[DeviceId],

@@ -23,12 +23,12 @@ from router.config import effective as written
 from router.config import preset_keys, settings, xdg
 from router.config.ini import Problem
 from router.config.option_types import Choice, Flag, Integer, Names, Seconds
-from router.config.preset_keys import Meaningless
-from router.config.presets import DEFAULTS, KEYS, Key
-from router.config.resolve import Loaded
+from router.config.preset_keys import MeaninglessOption
+from router.config.presets import DEFAULTS, KEYS, PresetKey
+from router.config.resolve import LoadedPresets
 from router.config.settings import Option, Settings
 from router.errors import ConfigError, RouterError
-from router.registry import sharing
+from router.registry import worker_groups
 from router.store.catalogue import Further, load_catalogue, read_keys
 
 OK, FAULTS, USAGE, UNREACHABLE, TOO_LARGE, INTERRUPTED = 0, 1, 2, 3, 4, 130
@@ -74,7 +74,7 @@ def _model_options() -> Iterable[tuple[str, str, click.Option]]:
             continue
         parameter = f"m_{number}"
         dashes = ["-"] if len(name) == 1 else ["--", "-"] if len(name) <= 5 else ["--"]  # llama-server: -np, -ngl
-        is_flag = isinstance(word, Meaningless) and word.is_flag
+        is_flag = isinstance(word, MeaninglessOption) and word.is_flag
         is_flag = is_flag or (preset_keys.find(name) or preset_keys.Spelling(word, name)).is_flag
         names = [f"{dash}{name}" for dash in dashes]
         if is_flag and len(name) > 1:
@@ -397,7 +397,7 @@ def _load_and_serve(given: Mapping[str, Any]) -> int:
     if first[0].problems:
         return _refuse(first[0].problems)
 
-    def load(further: Further) -> Loaded:
+    def load(further: Further) -> LoadedPresets:
         """The presets just read, at the first call; after that the current ones."""
         return first.pop() if first else load_catalogue(parsed, models, os.environ, further)
 
@@ -423,7 +423,7 @@ def _fail(code: str, message: str, *, as_json: bool) -> int:
     return FAULTS
 
 
-def _report(loaded: Loaded, *, effective: bool) -> str:
+def _report(loaded: LoadedPresets, *, effective: bool) -> str:
     lines = [str(problem) for problem in loaded.problems]
     lines += [f"warning: {warning}" for warning in loaded.warnings]
     if effective:
@@ -432,7 +432,9 @@ def _report(loaded: Loaded, *, effective: bool) -> str:
             widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
             lines += ["", f"[{id}]", *(f"{key:{widths[0]}} = {value:{widths[1]}}  ; {at}" for key, value, at in rows)]
         lines.append("")
-    lines += [f"one worker for {' '.join(group)}" for group in sharing.share(loaded.presets) if len(group) > 1]
+    lines += [
+        f"one worker for {' '.join(group)}" for group in worker_groups.group_presets(loaded.presets) if len(group) > 1
+    ]
     if loaded.problems:
         lines.append(_count(len(loaded.problems), "fault"))
     else:
@@ -440,9 +442,9 @@ def _report(loaded: Loaded, *, effective: bool) -> str:
     return "\n".join(lines)
 
 
-def _document(loaded: Loaded, *, effective: bool) -> dict[str, Any]:
+def _document(loaded: LoadedPresets, *, effective: bool) -> dict[str, Any]:
     models: list[dict[str, Any]] = []
-    groups = {id: group for group in sharing.share(loaded.presets) for id in group}
+    groups = {id: group for group in worker_groups.group_presets(loaded.presets) for id in group}
     for id, preset in loaded.presets.items():
         model: dict[str, Any] = {"id": id, "source": preset.source, "aliases": list(preset.aliases)}
         model["shares"] = [other for other in groups[id] if other != id]
@@ -474,7 +476,7 @@ def model_keys() -> str:
     return "\n".join(lines)
 
 
-def _default(key: Key) -> str:
+def _default(key: PresetKey) -> str:
     if key.unset or key.name in {"model", "hf-repo"}:
         return key.unset
     if key.name == "n-gpu-layers":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from router.cli import estimate
 from router.config.presets import Preset
-from router.config.resolve import Loaded
+from router.config.resolve import LoadedPresets
 from router.config.settings import Settings
 from router.errors import RouterError
 from router.fleet import worker_argv
@@ -46,7 +46,7 @@ class Prepared:
 def prepare(
     name: str,
     settings: Settings,
-    loaded: Loaded,
+    loaded: LoadedPresets,
     model_flags: Mapping[str, str],
     environ: Mapping[str, str],
     *,

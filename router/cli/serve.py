@@ -25,8 +25,8 @@ from router import __version__
 from router import log as log_lines
 from router.config import xdg
 from router.config.presets import Preset
-from router.config.resolve import Loaded
-from router.config.settings import Key, Settings
+from router.config.resolve import LoadedPresets
+from router.config.settings import ApiKey, Settings
 from router.errors import ApiError, ConfigError, RouterError
 from router.events import EventLog
 from router.fleet.admission import Limits
@@ -41,9 +41,9 @@ from router.launch.page_lock import lockable
 from router.memory.learned import LearnedEstimates
 from router.planner.ledger import HOST, DeviceId, Ledger
 from router.registry.auth import Access
-from router.registry.registry import Site
-from router.registry.shared_workers import Members
-from router.registry.sharing import members, share
+from router.registry.registry import Registry
+from router.registry.shared_workers import SharedWorkers
+from router.registry.worker_groups import fleet_presets, group_presets
 from router.store.catalogue import NOTHING, Further
 from router.store.snapshots import Snapshots
 
@@ -63,7 +63,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 
-def run(settings: Settings, load: Callable[[Further], Loaded], keys: Callable[[], tuple[Key, ...]]) -> int:
+def run(settings: Settings, load: Callable[[Further], LoadedPresets], keys: Callable[[], tuple[ApiKey, ...]]) -> int:
     """Serve until stopped. Return the exit code. `load` reads presets and folders, `keys` reads API keys and key
     files."""
     log_lines.set_up(settings.log_level, settings.log_format)
@@ -111,19 +111,21 @@ def _ended(code: int) -> int:
     return code
 
 
-async def _main(settings: Settings, load: Callable[[Further], Loaded], keys: Callable[[], tuple[Key, ...]]) -> int:
+async def _main(
+    settings: Settings, load: Callable[[Further], LoadedPresets], keys: Callable[[], tuple[ApiKey, ...]]
+) -> int:
     stop = _Stop()
     loaded = load(NOTHING)
     async with AsyncExitStack() as stack:
         stack.enter_context(_readers())
-        site = await stack.enter_async_context(_router(settings, load, loaded, keys, stop))
-        _banner(settings, site, loaded)
+        registry = await stack.enter_async_context(_router(settings, load, loaded, keys, stop))
+        _banner(settings, registry, loaded)
         for preset in loaded.presets.values():
             if preset.load_on_startup and not stop.wanted.is_set():
-                stop.keep(_load_at_start(site, preset))
-        await _first({stop.wanted, stop.failed, site.fleet.broken})
+                stop.keep(_load_at_start(registry, preset))
+        await _first({stop.wanted, stop.failed, registry.fleet.broken})
         log.info("stopping: running answers get %.0f s; a second signal cuts them", settings.drain_timeout)
-    if stop.failed.is_set() or site.fleet.broken.is_set():
+    if stop.failed.is_set() or registry.fleet.broken.is_set():
         return 1
     return 130 if stop.hurry.is_set() else 0
 
@@ -196,11 +198,11 @@ class _Stop:
 @asynccontextmanager
 async def _router(
     settings: Settings,
-    load: Callable[[Further], Loaded],
-    loaded: Loaded,
-    keys: Callable[[], tuple[Key, ...]],
+    load: Callable[[Further], LoadedPresets],
+    loaded: LoadedPresets,
+    keys: Callable[[], tuple[ApiKey, ...]],
     stop: _Stop,
-) -> AsyncIterator[Site]:
+) -> AsyncIterator[Registry]:
     """One router, which serves for the length of the block."""
     _raise_file_limit()
     state = _state_folder(settings)
@@ -234,12 +236,12 @@ async def _router(
             events=events,
             files=files,
             ledger=_ledger(settings, devices, {reading.id for reading in launcher.readings()}),
-            presets=members(loaded.presets, share(loaded.presets)),
+            presets=fleet_presets(loaded.presets, group_presets(loaded.presets)),
             limits=_limits(settings),
         )
         holder.append(fleet)
         fleet.arrange()
-        site = Site(
+        registry = Registry(
             settings=settings,
             fleet=fleet,
             launcher=launcher,
@@ -253,24 +255,24 @@ async def _router(
             ),
             load=load,
             keys=keys,
-            members=Members(fleet, loaded.presets),
+            shared_workers=SharedWorkers(fleet, loaded.presets),
             port=listen.port(bound[0]),
             logs=logs,
-            awaited=frozenset(preset.id for preset in loaded.presets.values() if preset.load_on_startup),
+            startup_pending=frozenset(preset.id for preset in loaded.presets.values() if preset.load_on_startup),
         )
-        events.fold(site.hear, mentions=False)
+        events.fold(registry.on_event, mentions=False)
         pace = Pace(
             commit=settings.stream_commit_seconds, ping=settings.sse_ping_interval, write_stall=settings.write_stall
         )
         metrics = Metrics(fleet, events)
-        app = App(site, Proxy(site.members, pace), metrics)
+        app = App(registry, Proxy(registry.shared_workers, pace), metrics)
         async with (
             _listening(app, bound),
-            _closing(site, launcher, stop),
-            _beside(site, metrics, stop),
+            _closing(registry, launcher, stop),
+            _beside(registry, metrics, stop),
             _watch(settings, stop),
         ):
-            yield site
+            yield registry
 
 
 def _ledger(settings: Settings, devices: Devices, here: Set[DeviceId]) -> Ledger:
@@ -322,30 +324,30 @@ async def _listening(app: App, bound: list[socket.socket]) -> AsyncIterator[None
 
 
 @asynccontextmanager
-async def _closing(site: Site, launcher: LocalLauncher, stop: _Stop) -> AsyncIterator[None]:
+async def _closing(registry: Registry, launcher: LocalLauncher, stop: _Stop) -> AsyncIterator[None]:
     """All workers have exited when the block ends."""
     try:
         yield
     finally:
-        site.closing = True
-        site.events.append("shutdown", "*")
-        await _close(site.fleet, launcher, stop)
+        registry.closing = True
+        registry.events.append("shutdown", "*")
+        await _close(registry.fleet, launcher, stop)
 
 
 @asynccontextmanager
-async def _beside(site: Site, metrics: Metrics, stop: _Stop) -> AsyncIterator[None]:
+async def _beside(registry: Registry, metrics: Metrics, stop: _Stop) -> AsyncIterator[None]:
     """Run reloads, dumps, the event-loop check and the first sweep of converted snapshots while requests are
     answered."""
     loop = asyncio.get_running_loop()
     told = asyncio.Event()
     stop.on_hangup = told.set
-    loop.add_signal_handler(signal.SIGQUIT, lambda: _dump(site))
+    loop.add_signal_handler(signal.SIGQUIT, lambda: _dump(registry))
     tasks: set[asyncio.Task[Any]] = {
-        loop.create_task(reload_when_told(site, told), name="reload"),
+        loop.create_task(reload_when_told(registry, told), name="reload"),
         loop.create_task(metrics.watch_the_loop(), name="lag"),
     }
-    if site.settings.prepare:
-        tasks.add(loop.create_task(asyncio.to_thread(site.files.sweep), name="sweep"))
+    if registry.settings.prepare:
+        tasks.add(loop.create_task(asyncio.to_thread(registry.files.sweep), name="sweep"))
     try:
         yield
     finally:
@@ -369,12 +371,12 @@ async def _close(fleet: Fleet, launcher: LocalLauncher, stop: _Stop) -> None:
     await closing
 
 
-async def _load_at_start(site: Site, preset: Preset) -> None:
+async def _load_at_start(registry: Registry, preset: Preset) -> None:
     """A failure is logged and does not end the router."""
     try:
-        await site.members.wanted(preset.id)
+        await registry.shared_workers.load(preset.id)
     except ApiError as error:
-        if not site.closing:
+        if not registry.closing:
             log.error("%s was to be loaded on startup: %s", preset.id, error.message)
 
 
@@ -399,21 +401,21 @@ async def _watch(settings: Settings, stop: _Stop) -> AsyncIterator[None]:
         yield
 
 
-async def reload_when_told(site: Reloads, told: asyncio.Event) -> None:
+async def reload_when_told(registry: Reloads, told: asyncio.Event) -> None:
     """Runs forever. Several triggers during one reload cause one further reload, which starts after all of them."""
     while True:
         await told.wait()
         told.clear()
         try:
-            await site.reload()
+            await registry.reload()
         except ApiError as error:
             log.error("not reloaded: %s", error.message)
         except Exception:
             log.exception("not reloaded: the router failed")
 
 
-def _dump(site: Site) -> None:
-    for worker in site.fleet.workers():
+def _dump(registry: Registry) -> None:
+    for worker in registry.fleet.workers():
         log.warning("%s %s leases=%d reserved=%s", worker, worker.state.name, len(worker.leases), worker.reserved)
     for task in asyncio.all_tasks():
         log.warning("task %s: %s", task.get_name(), task.get_coro())
@@ -451,14 +453,14 @@ def _check_locking(wanted: int, allowed: int | None) -> None:
         )
 
 
-def _banner(settings: Settings, site: Site, loaded: Loaded) -> None:
+def _banner(settings: Settings, registry: Registry, loaded: LoadedPresets) -> None:
     """The first lines for a person who starts the router."""
     host = settings.host.split(",")[0].strip()
     shown = f"[{host}]" if ":" in host else host
-    page = f"http://{shown}:{site.port}{settings.api_prefix}/"
+    page = f"http://{shown}:{registry.port}{settings.api_prefix}/"
     at = f"API {host}" if host.endswith(".sock") else f"API {page}v1   page {page}"
     lines = [f"router {__version__}   {at}"]
-    for device in site.fleet.devices:
+    for device in registry.fleet.devices:
         if device.id.index < HOST:
             continue
         limit = f"   limit {device.limit / GIB:.1f}" if device.limit is not None else ""

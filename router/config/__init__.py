@@ -1,4 +1,4 @@
-"""Settings and presets: INI files, options, precedence, effective settings, XDG folders.
+"""Configuration: the INI format, presets and their keys, precedence, router options, and watched files.
 
-May import planner, errors, events and log.
+May import planner, errors, events, log and worker.protocol.
 """

@@ -1,11 +1,11 @@
-"""A preset, seen from outside: its settings as people write them, with their origins; secrets are masked. Law: PURE."""
+"""The effective settings of a preset as text, with their origins; secrets are masked. Pure functions."""
 
 import json
 import re
 from typing import Any
 
 from router.config.option_types import JsonObject
-from router.config.presets import DEFAULTS, KEYS, Key, Preset
+from router.config.presets import DEFAULTS, KEYS, Preset, PresetKey
 
 MASK = "***"
 BUILT_IN = "built-in"
@@ -13,28 +13,28 @@ _SECRET = re.compile(r"(?:^|[_.-])(?:key|token|secret|password)$", re.IGNORECASE
 
 
 def effective(preset: Preset) -> list[tuple[str, str, str]]:
-    """(key, value, origin) of every setting of a model, in the order of the reference; secrets are masked."""
+    """(key, value, origin) of all settings of a model, in the order of the reference; secrets are masked."""
     rows: list[tuple[str, str, str]] = []
     for key in KEYS:
         if key.name in {"model", "hf-repo", "revision"}:
             value = dict(_source_of(preset)).get(key.name)
             if value is not None:
-                rows.append((key.name, value, preset.origins.get(key.name) or _given_by(preset)))
+                rows.append((key.name, value, preset.origins.get(key.name) or _source_origin(preset)))
         elif key.name == "env":
             rows += [(f"env.{name}", MASK, preset.origins.get(f"env.{name}", BUILT_IN)) for name in preset.env]
         elif key.field and not (key.name == "chat-template" and preset.chat_template_file):
-            text, is_set = _written(key, preset)
+            text, is_set = _value_text(key, preset)
             rows.append((key.name, text if is_set else key.unset or text, preset.origins.get(key.name, BUILT_IN)))
     return rows
 
 
 def args(preset: Preset) -> list[str]:
-    """The settings that differ from what is built in, as flags; secrets are masked."""
+    """The settings that differ from their defaults, as flags; secrets are masked."""
     words = [word for name, value in _source_of(preset) for word in (f"--{name}", value)]
     for key in KEYS:
         if not key.field or key.name == "revision" or (key.name == "chat-template" and preset.chat_template_file):
             continue
-        text, is_set = _written(key, preset)
+        text, is_set = _value_text(key, preset)
         if not is_set:
             continue
         if key.is_flag:
@@ -52,14 +52,14 @@ def _source_of(preset: Preset) -> list[tuple[str, str]]:
     return [("hf-repo", preset.repo), ("revision", preset.revision)]
 
 
-def _given_by(preset: Preset) -> str:
+def _source_origin(preset: Preset) -> str:
     if preset.source != "preset":
         return "--models-dir" if preset.source == "models_dir" else "Hugging Face cache"
     return preset.origins.get("model") or preset.origins.get("hf-repo") or BUILT_IN
 
 
-def _written(key: Key, preset: Preset) -> tuple[str, bool]:
-    """The key's value as text, and whether it is another than the built-in one."""
+def _value_text(key: PresetKey, preset: Preset) -> tuple[str, bool]:
+    """The key's value as text, and whether it differs from the default."""
     value = getattr(preset, key.field)
     if key.item:
         return (key.kind.write(value[key.item]), True) if key.item in value else ("", False)
@@ -71,7 +71,7 @@ def _written(key: Key, preset: Preset) -> tuple[str, bool]:
 
 
 def _masked_json(text: str) -> str:
-    """Members whose name says that they are secret lose their text."""
+    """JSON text in which values of members such as `api_key` or `token` are masked."""
 
     def masked(value: Any) -> Any:
         if isinstance(value, dict):

@@ -1,10 +1,10 @@
-"""INI text to sections, with line numbers.
+"""The parser of the INI format. It returns sections and entries with line numbers.
 
     line    = ws ( "[" name "]" | key ws "=" ws value | comment )? ws comment?
     comment = ";" or "#" at the start of a line or after white space, to its end
     value   = "double" with escapes | 'single' without | JSON ({..} or [..]) | bare text
 
-Law: PURE. Whatever the text, `parse` returns; all that is wrong with it comes back as `Problem`s, each with its line.
+`parse` raises nothing: it returns all errors of the text as `Problem`s with their lines. Pure functions.
 """
 
 import json
@@ -12,8 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-MAX_BYTES = 1 << 20
-"""Of one file."""
+MAX_BYTES = 1 << 20  # of one file; a guess
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,191}")
 _HEADER = re.compile(r"\[([^\]]*)\](.*)", re.DOTALL)
 _KEY = re.compile(r"(-*[A-Za-z_][A-Za-z0-9_.-]*)[ \t]*=(.*)", re.DOTALL)
@@ -31,17 +30,14 @@ _JSON = json.JSONDecoder(parse_constant=lambda word: _reject(f"{word} is no JSON
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with a file, a flag or a variable; printed as one line."""
+    """An error or a warning about a file, a flag or a variable. Printed as one line."""
 
-    file: str
-    """Or the flag or variable itself."""
-    line: int
-    """From 1; 0: none."""
+    file: str  # or the name of the flag or variable
+    line: int  # from 1; 0: no line
     section: str
     key: str
     message: str
-    suggestion: str = ""
-    """The nearest valid spelling."""
+    suggestion: str = ""  # the most similar valid spelling
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}" if self.line else self.file
@@ -52,7 +48,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """`key = value`, the key as written, the value without quotes and with variables filled in."""
+    """`key = value`: the key as written, the value without quotes and with variables replaced."""
 
     key: str
     value: str
@@ -62,25 +58,24 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """`[name]` and what stands below it."""
+    """`[name]` and the entries below it."""
 
     name: str
     line: int
     entries: tuple[Entry, ...] = ()
-    file: str = ""
-    """Where it stands, if not in the file that is read."""
+    file: str = ""  # its source, if not the file that is read
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A file's sections in their order; not to be used if there are problems."""
+    """The sections of a file in their order. Unusable if there are problems."""
 
     sections: tuple[Section, ...]
     problems: tuple[Problem, ...]
 
 
 def parse(text: str, *, file: str = "", environ: Mapping[str, str] | None = None) -> Document:
-    """The sections of `text`; `file` is what problems call it, `environ` what `${env:NAME}` is filled in from."""
+    """Parse a text. Problems name it `file`; `${env:NAME}` is replaced with values of `environ`."""
     if len(text) > MAX_BYTES:
         return Document((), (Problem(file, 0, "", "", f"is larger than {MAX_BYTES >> 20} MiB"),))
     sections: list[Section] = []
@@ -131,7 +126,7 @@ def parse(text: str, *, file: str = "", environ: Mapping[str, str] | None = None
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` can name a model: of the grammar, without an empty part and without `..`."""
+    """Whether `text` is a valid model name: allowed characters, and no empty part, `.` or `..` between slashes."""
     return bool(NAME.fullmatch(text)) and all(part not in {"", ".", ".."} for part in text.split("/"))
 
 
@@ -144,14 +139,14 @@ def _header_fault(name: str, rest: str) -> str:
 
 
 def _preamble_fault(entry: Entry) -> str:
-    """`version = 1` alone may stand before the first section."""
+    """The problem of an entry before the first section, where only `version = 1` is allowed; empty if it is that."""
     if entry.key.lstrip("-") != "version":
         return f"{entry.key} stands before the first section; write [*] above it to set it for all models"
     return "" if entry.value == "1" else f"version {entry.value[:20]} is not known; this router reads version 1"
 
 
 def _value(text: str, environ: Mapping[str, str]) -> tuple[str, bool]:
-    """Value and whether it stood in quotes; `text` is all that follows the equals sign. Raises ValueError."""
+    """The value and whether it was in quotes; `text` is everything after the equals sign. Raises ValueError."""
     start = text.lstrip(" \t")
     for quoted in (_DOUBLE, _SINGLE):
         match = quoted.match(start)
@@ -163,7 +158,7 @@ def _value(text: str, environ: Mapping[str, str]) -> tuple[str, bool]:
         try:
             end = _JSON.raw_decode(start)[1]
         except (ValueError, RecursionError):
-            pass  # bare text that begins with a bracket, such as a template
+            pass  # bare text that begins with a bracket, for example a template
         else:
             if _END.fullmatch(start[end:]):
                 return _fill(start[:end], environ, in_json=True), False
@@ -180,7 +175,7 @@ def _unescape(text: str) -> str:
             raise ValueError(f'\\{code} is no escape in "..."; write \\\\ for a backslash, or use single quotes')
         return _ESCAPES[code]
 
-    # two escapes may be one character outside the basic plane
+    # Two \u escapes may be a surrogate pair, which is one character outside the basic multilingual plane.
     return _ESCAPE.sub(character, text).encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 
 

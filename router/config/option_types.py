@@ -1,7 +1,8 @@
 """The option types: click parameter types for numbers, times, sizes, lists and devices.
 
-Presets, flags and environment variables share them, so that one spelling has one meaning everywhere. PURE. A call with
-a text returns the value or raises click.BadParameter. The message contains a few characters of the text at most.
+Presets, flags and environment variables share them, so that one spelling has one meaning everywhere. Pure functions.
+Calling a type with a text returns the value or raises click.BadParameter, whose message contains a few characters of
+the text at most.
 """
 
 import json
@@ -30,7 +31,7 @@ _UUID = re.compile(r"(?:GPU|MIG)-[0-9A-Za-z/-]{1,80}")
 
 
 class Kind(click.ParamType[Any]):
-    """A type of option that can also write a value as a text."""
+    """An option type that can also convert a value back to text."""
 
     name = "value"
 
@@ -50,13 +51,13 @@ def shown(text: str) -> str:
 
 
 def plain(value: float) -> str:
-    """A number without a needless fraction."""
+    """A number as text, without `.0`."""
     return str(int(value)) if value == int(value) else repr(value)
 
 
 @dataclass(frozen=True)
 class Flag(Kind):
-    """on or off."""
+    """A boolean: on or off."""
 
     hint: str = "on/off"
 
@@ -136,7 +137,7 @@ class Number(Kind):
 
 @dataclass(frozen=True)
 class Seconds(Kind):
-    """A time such as 30, 5m or 2h; `off` is what -1 stands for, None where it cannot be turned off."""
+    """A time such as 30, 5m or 2h. -1 means `off`; None: -1 is not allowed."""
 
     low: float = 0.0
     off: float | None = None
@@ -168,7 +169,7 @@ class Seconds(Kind):
 
 @dataclass(frozen=True)
 class Choice(Kind):
-    """One of a few words; `also` are other spellings, `refused` words that are known, and what to do instead."""
+    """One of `values`. `also` maps other spellings to them, `refused` maps words that are not offered to advice."""
 
     values: tuple[str, ...]
     also: Mapping[str, str] = field(default_factory=dict)
@@ -204,7 +205,7 @@ class Text(Kind):
 
 @dataclass(frozen=True)
 class Names(Kind):
-    """A list with commas, or a JSON list of strings; empty items are dropped, so are repeated ones."""
+    """A list separated by commas, or a JSON list of strings. Empty and repeated items are dropped."""
 
     pattern: str = ""
     complaint: str = ""
@@ -224,7 +225,7 @@ class Names(Kind):
 
 @dataclass(frozen=True)
 class Strings(Kind):
-    """A JSON list of strings, or a list with commas whose items keep their blanks."""
+    """A JSON list of strings, or a list separated by commas whose items keep their blanks."""
 
     hint: str = "list, or JSON list"
 
@@ -240,7 +241,7 @@ class Strings(Kind):
 
 @dataclass(frozen=True)
 class Memory(Kind):
-    """Bytes, written in MiB or with a unit: 9000, 9GiB, 512MB."""
+    """A size in bytes, written in MiB or with a unit: 9000, 9GiB, 512MB."""
 
     low: int = 0
     hint: str = "MiB"
@@ -263,7 +264,7 @@ class Memory(Kind):
 
 @dataclass(frozen=True)
 class Sizes(Kind):
-    """Bytes by position, written in GiB or with a unit: `20`, `16,24`, `20GiB,8000MiB`."""
+    """Sizes in bytes by position, written in GiB or with a unit: `20`, `16,24`, `20GiB,8000MiB`."""
 
     hint: str = "GiB, or GiB,GiB by device"
 
@@ -282,7 +283,7 @@ class Sizes(Kind):
 
 @dataclass(frozen=True)
 class Numbers(Kind):
-    """Proportions, of which two at least are above 0: `3,1`."""
+    """Proportions, at least two of them above 0: `3,1`."""
 
     hint: str = "N,N by device"
 
@@ -301,11 +302,10 @@ class Numbers(Kind):
 
 @dataclass(frozen=True)
 class MemoryByDevice(Kind):
-    """Bytes by device: `9000` for all, or `cuda:0=9000,cpu=1500`; a list without names counts accelerators up."""
+    """Sizes in bytes by device: `9000` for all, or `cuda:0=9000,cpu=1500`; `9,8` means cuda:0=9,cuda:1=8."""
 
     low: int = 0
-    named: bool = False
-    """Whether each size needs its device."""
+    named: bool = False  # each size needs the name of its device
     hint: str = "MiB, or cuda:0=MiB,cpu=MiB"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
@@ -350,7 +350,7 @@ class Devices(Kind):
 
 @dataclass(frozen=True)
 class JsonObject(Kind):
-    """A JSON object, kept as normal text: sorted members, no blanks; empty for none."""
+    """A JSON object as normalized text, with sorted members and without blanks; empty text: no object."""
 
     hint: str = "JSON object"
 
@@ -373,7 +373,7 @@ _UNSUPPORTED = frozenset({"amd", "hip", "metal", "mps", "npu", "rocm", "vulkan",
 
 
 def device_name(text: str) -> str:
-    """`cpu`, `cuda:N` or a UUID, however it was spelled. Raises click.BadParameter."""
+    """The canonical name of a device: `cpu`, `cuda:N` or a UUID. Raises click.BadParameter."""
     name = text.strip()
     if name.lower() in {"cpu", "none", "host"}:
         return "cpu"
@@ -390,7 +390,7 @@ def device_name(text: str) -> str:
 
 
 def sendable(text: str) -> bool:
-    """Whether `text` can be handed to a program: UTF-8, no NUL."""
+    """Whether `text` can be an argument of a program: valid UTF-8 without NUL."""
     return "\0" not in text and not _unsendable(text)
 
 
@@ -421,7 +421,7 @@ def _between(low: float, high: float, endless: float) -> str:
 
 
 def _word(words: Mapping[str, int], value: int, low: int, high: int) -> str:
-    """The word for a value that no digits stand for."""
+    """The word for a value that is outside the range of numbers; empty for other values."""
     return "" if low <= value <= high else next((word for word, meaning in words.items() if meaning == value), "")
 
 

@@ -1,6 +1,6 @@
-"""What is written of models, by text: sections, variables and flags to values of keys, each with where it stands.
+"""Reading of preset settings: the text of sections, variables and flags becomes values with place and precedence.
 
-Law: PURE; what depends on a folder (does this path exist?) comes in through `Disk`.
+Pure functions; the disk (does this path exist?) is read through `DiskReader`.
 """
 
 import difflib
@@ -15,46 +15,43 @@ import click
 from router.config import ini, preset_keys
 from router.config.ini import Problem
 from router.config.option_types import Strings, sendable, shown
-from router.config.preset_keys import Meaningless, Refused, Spelling
-from router.config.presets import ADAPTER_NAME, HUB, KEYS, REPO, Key, repository
+from router.config.preset_keys import MeaninglessOption, RefusedOption, Spelling
+from router.config.presets import ADAPTER_NAME, HUB, KEYS, REPO, PresetKey, repository
 from router.config.settings import BY_FLAG, BY_VARIABLE, LATER
 
-ALL_LAYERS = 99
-"""From so many on, n-gpu-layers is taken for `all`, as its users mean it."""
-CLIENT_VARIABLES = frozenset({"ROUTER_URL"})
-"""Read by client commands, not by a server."""
+ALL_LAYERS = 99  # n-gpu-layers from this number on means `all`, as is usual among users of llama.cpp
+CLIENT_VARIABLES = frozenset({"ROUTER_URL"})  # variables of client commands, which a server ignores
 _SCALE = re.compile(r"-?[0-9]{1,4}(\.[0-9]{1,6})?")
 _KEY_VARIABLES = ["ROUTER_" + key.name.upper().replace("-", "_") for key in KEYS]
 
 
-class Disk(Protocol):
-    """What the meaning of a preset depends on, beside its text."""
+class DiskReader(Protocol):
+    """The facts about files on which the meaning of a preset depends."""
 
     def kind(self, path: str) -> Literal["", "file", "folder", "snapshot", "lmi", "adapter", "gguf"]:
-        """What is at an absolute path: nothing, a file, a folder, one with config.json, one with serving.properties,
-        one with an adapter, one with GGUF files."""
+        """The kind of an absolute path.
+
+        snapshot: a folder with config.json; lmi: one with serving.properties; empty: the path does not exist.
+        """
 
     def read(self, path: str) -> str:
-        """A file's text; raises OSError or ValueError."""
+        """The text of a file. Raises OSError, ValueError."""
 
     def folders(self, path: str) -> list[str]:
-        """Names of the folders in a folder, in order; none if it cannot be read."""
+        """The sorted names of the folders in a folder; empty if it cannot be read."""
 
 
-ENVIRONMENT, STAR, OWN, COMMAND_LINE = range(4)
-"""Ranks of a setting: environment, [*], [id], command line."""
+ENVIRONMENT, STAR, OWN, COMMAND_LINE = range(4)  # precedence, lowest first: environment, [*], [id], command line
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One key's value, where it was written, and its rank."""
+    """One key's value, its place, and its precedence."""
 
     value: Any
-    rank: int
-    place: Problem
-    """With an empty message: file, line, section, key."""
-    name: str
-    """Its spelling, as it stands in the tables."""
+    rank: int  # ENVIRONMENT to COMMAND_LINE
+    place: Problem  # file, line, section and key; without a message
+    name: str  # the spelling, as in the tables of `preset_keys`
 
     @property
     def origin(self) -> str:
@@ -65,31 +62,30 @@ Layer = dict[str, Setting]
 
 
 def _completes(layer: Layer, spelling: Spelling) -> bool:
-    """Whether it states a part of what another spelling in `layer` has stated another part of."""
+    """Whether `layer` has the same key by a spelling for another part of the value (cache-type-k, cache-type-v)."""
     before = layer.get(spelling.canonical)
-    return before is not None and isinstance(spelling.word, Key) and spelling.word.may_stand_beside(
+    return before is not None and isinstance(spelling.word, PresetKey) and spelling.word.sets_other_part(
         before.name, spelling.name
     )  # fmt: skip
 
 
-class Complaints:
-    """What is wrong, collected instead of stopping at it."""
+class ProblemCollector:
+    """Problems and warnings of one resolution. Collecting them shows the user all problems at once."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
         self.warnings: list[Problem] = []
-        self.faulty: set[tuple[str, str]] = set()
-        """(section, key) of values that could not be read: nothing more is said about them."""
+        self.faulty: set[tuple[str, str]] = set()  # (section, key) of invalid values, which cause no further problems
 
     def fail(self, place: Problem, message: str, suggestion: str = "") -> None:
         problem = replace(place, message=message, suggestion=suggestion)
-        if problem not in self.problems:  # a setting of [*] or of all models is wrong once
+        if problem not in self.problems:  # a setting for all models is read once per model
             self.problems.append(problem)
 
     def fault(self, place: Problem, key: str, message: str) -> None:
-        """The value of `key` cannot be read."""
+        """Record that the value of `key` is invalid."""
         self.faulty.add((place.section, key))
-        self.fail(place, f"{place.key}: {message}" if place.line else message)  # else the place is the key
+        self.fail(place, f"{place.key}: {message}" if place.line else message)  # else the place names the key
 
     def warn(self, place: Problem, message: str, suggestion: str = "") -> None:
         warning = replace(place, message=message, suggestion=suggestion)
@@ -97,20 +93,20 @@ class Complaints:
             self.warnings.append(warning)
 
 
-class Reader:
-    """Reads all texts of one pass; what cannot be read is among the complaints."""
+class SettingReader:
+    """Reader of all settings of one resolution. Invalid settings become problems."""
 
     def __init__(
-        self, complaints: Complaints, *, file: str, folder: str, disk: Disk, environ: Mapping[str, str], working: str,
-        strict: bool,
+        self, collector: ProblemCollector, *, file: str, folder: str, disk: DiskReader, environ: Mapping[str, str],
+        working: str, strict: bool,
     ):  # fmt: skip
-        self._fail, self._fault, self._warn = complaints.fail, complaints.fault, complaints.warn
+        self._fail, self._fault, self._warn = collector.fail, collector.fault, collector.warn
         self._file, self._folder, self._working = file, folder, working
         self._disk, self._environ, self._strict = disk, environ, strict
         self._warned: set[str] = set()
 
     def section(self, section: ini.Section, rank: int) -> Layer:
-        """What `[*]` or `[id]` says."""
+        """The settings of `[*]` or `[id]`."""
         layer: Layer = {}
         written: dict[str, ini.Entry] = {}
         for entry in section.entries:
@@ -124,7 +120,7 @@ class Reader:
         return layer
 
     def environment(self) -> Layer:
-        """Values of variables: ROUTER_<KEY>, then llama-server's name, then LMI's."""
+        """The settings in variables. If several set one key: ROUTER_<KEY>, then llama-server's name, then LMI's."""
         layer: Layer = {}
         order = {"ROUTER_": 0, "LLAMA_": 1, "OPTION_": 2}
         for name in sorted(self._environ, key=lambda name: (order.get(name[: name.find("_") + 1], 3), name)):
@@ -139,7 +135,7 @@ class Reader:
             if spelling is None or (spelling.canonical in layer and not _completes(layer, spelling)):
                 continue
             place = Problem(name, 0, "", name, "")
-            if isinstance(spelling.word, Key) and spelling.word.own:
+            if isinstance(spelling.word, PresetKey) and spelling.word.own:
                 self._warn(place, "names one model, so it is not read; write a section in a file for --models-preset")
                 continue
             for each, text in self._spelled(name, self._environ[name], place):
@@ -147,22 +143,26 @@ class Reader:
         return layer
 
     def flags(self, flags: Mapping[str, str]) -> Layer:
-        """What the command line says, by key."""
+        """The settings on the command line; `flags` by name without dashes."""
         layer: Layer = {}
         for name, text in flags.items():
             place = Problem(f"-{name}" if len(name) == 1 else f"--{name}", 0, "", name, "")
             for spelling, value in self._spelled(name, text, place):
-                if isinstance(spelling.word, Key) and spelling.word.own:
+                if isinstance(spelling.word, PresetKey) and spelling.word.own:
                     message = "names one model; write a section [id] with it in a file for --models-preset"
                     self._fail(place, f"{message}, or use --models-dir")
                 elif spelling.canonical in layer and spelling.word.name != "env" and not _completes(layer, spelling):
-                    self._fail(place, f"{layer[spelling.canonical].origin} says the same; give one of the two")
+                    self._fail(place, f"{layer[spelling.canonical].origin} sets the same key; give one of the two")
                 else:
                     self._add(layer, spelling, value, place, COMMAND_LINE)
         return layer
 
     def path(self, text: str, place: Problem) -> str:
-        """Absolute. From a file it starts at that file's folder, or, with a warning, where llama-server would look."""
+        """The absolute path for a text.
+
+        In a file, relative paths start at the file's folder. If nothing is there, the working directory is tried with a
+        warning, because llama-server looks there.
+        """
         if text == "~" or text.startswith("~/"):
             return str(PurePosixPath(self._environ.get("HOME", "/")) / text[2:])
         start = self._folder if place.line else self._working
@@ -174,13 +174,13 @@ class Reader:
         return path
 
     def _spelled(self, written: str, text: str, place: Problem) -> Iterator[tuple[Spelling, str]]:
-        """What a setting means; nothing if it cannot stand. `env` yields its members."""
+        """The key and the value of a setting; none if it is invalid or has no effect. `env` yields each variable."""
         spelling = preset_keys.find(written)
         if spelling is None:
             self._unknown(written, place)
             return
         word = spelling.word
-        if isinstance(word, Meaningless):
+        if isinstance(word, MeaninglessOption):
             if word.name not in self._warned:
                 self._warned.add(word.name)
                 message = f'"{written.lstrip("-")}" has no meaning here; remove it'
@@ -191,7 +191,7 @@ class Reader:
         except click.BadParameter as error:
             self._fault(place, word.name, error.message)
             return
-        if isinstance(word, Refused):
+        if isinstance(word, RefusedOption):
             if not word.accepts(text):
                 self._fail(place, word.message)
         elif word.name == "env" and not spelling.variable:
@@ -212,7 +212,7 @@ class Reader:
         self, layer: Layer, spelling: Spelling, text: str, place: Problem, rank: int, *, quoted: bool = False
     ) -> None:
         key = spelling.word
-        assert isinstance(key, Key)
+        assert isinstance(key, PresetKey)
         if key.own and rank == STAR:
             self._fault(place, key.name, "names one model, so it cannot stand in [*]; write it into [id]")
             return
@@ -226,11 +226,11 @@ class Reader:
             return
         before = layer.get(spelling.canonical)
         if before is not None and _completes(layer, spelling) and before.value != value:
-            self._fault(place, key.name, f"{before.name} says {before.value}, and both have to agree; write one"
+            self._fault(place, key.name, f"{before.name} is {before.value}, and both must agree; write one"
                         f" {key.name}")  # fmt: skip
         layer[spelling.canonical] = Setting(value, rank, place, spelling.name)
 
-    def _read(self, key: Key, spelling: Spelling, text: str, place: Problem, quoted: bool) -> Any:
+    def _read(self, key: PresetKey, spelling: Spelling, text: str, place: Problem, quoted: bool) -> Any:
         if not sendable(text):
             raise ValueError("the value has a NUL or is not UTF-8")
         if spelling.variable == "CUDA_VISIBLE_DEVICES":
@@ -255,8 +255,11 @@ class Reader:
         return value
 
     def _adapter(self, item: str, place: Problem, *, scaled: bool) -> str:
-        """`name=folder` or `name=hub:org/name:revision`, with `:scale` behind it if `scaled`. Raises ValueError."""
-        said, has_name, text = item.rpartition("=")
+        """Normalize an adapter to `name=folder` or `name=hub:org/name:revision`, with `:scale` at the end if `scaled`.
+
+        Raises ValueError.
+        """
+        prefix, has_name, text = item.rpartition("=")
         scale = ""
         if scaled:
             text, _, scale = text.rpartition(":")
@@ -269,9 +272,9 @@ class Reader:
             target = HUB + ":".join(repository(text))
         elif kind != "adapter":
             raise ValueError(
-                f"{path} {'has no adapter_config.json' if kind else 'is not there'}; name an adapter's folder"
+                f"{path} {'has no adapter_config.json' if kind else 'does not exist'}; name an adapter's folder"
             )
-        name = said if has_name else PurePosixPath(text.partition(":")[0] if target != path else path).name
+        name = prefix if has_name else PurePosixPath(text.partition(":")[0] if target != path else path).name
         if not ADAPTER_NAME.fullmatch(name):
             raise ValueError(f"{shown(name)} cannot name an adapter; write name={text}")
         return f"{name}={target}" + (f":{scale}" if scaled else "")
@@ -289,4 +292,4 @@ class Reader:
 
     def _unknown_variable(self, name: str) -> None:
         near = difflib.get_close_matches(name, [*BY_VARIABLE, *_KEY_VARIABLES], n=1, cutoff=0.75)
-        self._warn(Problem(name, 0, "", name, ""), "is no variable that this router reads", next(iter(near), ""))
+        self._warn(Problem(name, 0, "", name, ""), "is not a variable of this router", next(iter(near), ""))

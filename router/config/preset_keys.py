@@ -1,7 +1,7 @@
-"""The words of the preset format: every spelling of a key in files, flags and variables, and its meaning.
+"""The names in the preset format: all spellings of keys in files, flags and variables, and their meanings.
 
-There are four classes of words: keys (`presets.KEYS`), words of the format that this version does not offer
-(`REFUSED`), options of llama-server and LMI without a meaning here (`MEANINGLESS`), and unknown words. PURE.
+A name is one of four kinds: a key (`presets.KEYS`), an option that this version does not offer (`REFUSED`), an option
+of llama-server or LMI without a meaning here (`MEANINGLESS`), or unknown. Pure functions.
 """
 
 import difflib
@@ -10,18 +10,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from router.config.option_types import Flag
-from router.config.presets import KEYS, Key
+from router.config.presets import KEYS, PresetKey
 
-DEMOS = ("chat", "embed", "a", "b", "c")
-"""What `model = demo:NAME` may name."""
+DEMOS = ("chat", "embed", "a", "b", "c")  # names in `model = demo:NAME`
 _FLAG = Flag()
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 _OVERRIDE = "write the model's own config.json members into config-override"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refused:
-    """A key that is known but not built; `neutral` values describe what happens anyway and are accepted."""
+class RefusedOption:
+    """An option that this version does not offer. `neutral` values, which match its behaviour anyway, are accepted."""
 
     name: str
     instead: str = ""
@@ -39,19 +38,21 @@ class Refused:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meaningless:
-    """An option of another server that does nothing here."""
+class MeaninglessOption:
+    """An option of another server that has no effect here."""
 
     name: str
     is_flag: bool = False
 
 
-Word = Key | Refused | Meaningless
+KnownOption = PresetKey | RefusedOption | MeaninglessOption
 
 
-def _refused(name: str, instead: str = "", *also: str, neutral: str = "", flag: bool = False, env: str = "") -> Refused:
-    """`neutral` and `env` with blanks between."""
-    return Refused(name=name, instead=instead, also=also, neutral=frozenset(neutral.split()), is_flag=flag,
+def _refused(
+    name: str, instead: str = "", *also: str, neutral: str = "", flag: bool = False, env: str = ""
+) -> RefusedOption:
+    """A RefusedOption; `neutral` and `env` are lists separated by blanks."""
+    return RefusedOption(name=name, instead=instead, also=also, neutral=frozenset(neutral.split()), is_flag=flag,
                    env=tuple(env.split()))  # fmt: skip
 
 
@@ -61,7 +62,7 @@ _DOWNLOAD = "download the model and write model = its folder, or hf-repo = org/n
 _DRAFT = "answers are the same without a draft model"
 _FIT = "choose ctx-size and parallel yourself"
 
-REFUSED: tuple[Refused, ...] = (
+REFUSED: tuple[RefusedOption, ...] = (
     _refused("hf-file", "it names a GGUF file; use a safetensors repository", "hff"),
     _refused("model-url", _DOWNLOAD, "mu"),
     _refused("docker-repo", _DOWNLOAD, "dr"),
@@ -105,7 +106,7 @@ REFUSED: tuple[Refused, ...] = (
     _refused("managed", flag=True, neutral=_OFF),
 )  # fmt: skip
 
-# What llama-server's and LMI's own documentation lists beside the above. Switches, then options with a value.
+# All other options in the documentation of llama-server and LMI: first switches, then options with a value.
 _MEANINGLESS_FLAGS = """
 swa-full perf escape e kv-offload kvo nkvo repack nr no-host mlock mmap direct-io dio cpu-moe cmoe check-tensors
 op-offload ignore-eos backend-sampling bs kv-unified kvu context-shift special sp warmup spm-infill mmproj-auto
@@ -139,41 +140,39 @@ spec-ngram-map-k-size-m spec-ngram-map-k-min-hits spec-ngram-map-k4v-size-n spec
 spec-ngram-map-k4v-min-hits spec-draft-override-tensor otd override-tensor-draft
 lora-extra-vocab-size device-map max-batch-delay
 """
-MEANINGLESS: tuple[Meaningless, ...] = (
-    *(Meaningless(name=name, is_flag=True) for name in _MEANINGLESS_FLAGS.split()),
-    *(Meaningless(name=name) for name in _MEANINGLESS_VALUES.split()),
+MEANINGLESS: tuple[MeaninglessOption, ...] = (
+    *(MeaninglessOption(name=name, is_flag=True) for name in _MEANINGLESS_FLAGS.split()),
+    *(MeaninglessOption(name=name) for name in _MEANINGLESS_VALUES.split()),
 )
 
-BY_NAME: Mapping[str, Key] = {key.name: key for key in KEYS}
+BY_NAME: Mapping[str, PresetKey] = {key.name: key for key in KEYS}
 
 
-def _spellings(words: Iterable[Word]) -> dict[str, Word]:
-    table: dict[str, Word] = {}
+def _spellings(words: Iterable[KnownOption]) -> dict[str, KnownOption]:
+    table: dict[str, KnownOption] = {}
     for word in words:
         names = (word.name, *getattr(word, "also", ()), *getattr(word, "switches", ()))
         for name in names:
-            assert name not in table, f"{name} is written twice"
+            assert name not in table, f"{name} has two meanings"
             table[name] = word
     return table
 
 
-WORDS: Mapping[str, Word] = _spellings((*KEYS, *REFUSED, *MEANINGLESS))
-"""By every spelling but variables; case counts (`C` is not `c`)."""
-VARIABLES: Mapping[str, Word] = {name: word for words in (KEYS, REFUSED) for word in words for name in word.env}
-"""Variables whose names do not follow from a spelling."""
+WORDS: Mapping[str, KnownOption] = _spellings((*KEYS, *REFUSED, *MEANINGLESS))
+"""By all spellings except variables, case-sensitive (`C` is not `c`)."""
+VARIABLES: Mapping[str, KnownOption] = {name: word for words in (KEYS, REFUSED) for word in words for name in word.env}
+"""Variables whose names cannot be derived from a spelling."""
 _PREFIXES = ("LLAMA_ARG_", "ROUTER_", "OPTION_", "SERVING_")
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """What a word in a file, a flag or a variable means: a word of the tables, perhaps negated."""
+    """The meaning of a name in a file, a flag or a variable: an option in the tables, possibly negated."""
 
-    word: Word
-    name: str
-    """As it stands in the tables: the key's own name, a synonym or a switch."""
+    word: KnownOption
+    name: str  # as in the tables: the option's name, a synonym or a switch
     negated: bool = False
-    variable: str = ""
-    """NAME of `env.NAME`."""
+    variable: str = ""  # NAME of `env.NAME`
 
     @property
     def canonical(self) -> str:
@@ -181,21 +180,24 @@ class Spelling:
 
     @property
     def is_flag(self) -> bool:
-        """Whether the word alone, without a value, says something."""
-        return self.word.is_flag or (isinstance(self.word, Key) and self.name in self.word.switches)
+        """Whether it may be given without a value."""
+        return self.word.is_flag or (isinstance(self.word, PresetKey) and self.name in self.word.switches)
 
     def text(self, value: str) -> str:
-        """`value` as it would be written for the key's own name. Raises click.BadParameter."""
+        """The value in the form for the key's main name (a switch may stand for a value). Raises click.BadParameter."""
         if self.is_flag:
             on = _FLAG(value) != self.negated
-            if isinstance(self.word, Key) and self.name in self.word.switches:
+            if isinstance(self.word, PresetKey) and self.name in self.word.switches:
                 return self.word.switches[self.name][0 if on else 1]
             return "on" if on else "off"
         return value
 
 
 def find(written: str) -> Spelling | None:
-    """What `written` means: leading dashes dropped, `_` as `-`, variables of llama-server, `no-` before a flag."""
+    """The meaning of a name; None if it is unknown.
+
+    Leading dashes are ignored, `_` is `-`, prefixes of variables are removed, and `no-` negates a flag.
+    """
     bare = written.lstrip("-")
     if bare.startswith("env."):
         return Spelling(BY_NAME["env"], bare, variable=bare[4:]) if re.fullmatch(_VARIABLE, bare[4:]) else None
@@ -204,7 +206,7 @@ def find(written: str) -> Spelling | None:
     prefix = next((prefix for prefix in _PREFIXES if bare.startswith(prefix)), "")
     name = (bare.removeprefix(prefix).lower() if prefix else bare).replace("_", "-")
     if prefix and len(name) < 3:
-        return None  # one or two letters are short for flags and keys only
+        return None  # one-letter and two-letter names are valid as flags and keys only
     if name in WORDS:
         return Spelling(WORDS[name], name)
     if name.startswith("no-"):
@@ -213,13 +215,13 @@ def find(written: str) -> Spelling | None:
     return None
 
 
-def _of_variable(word: Word, variable: str) -> Spelling:
+def _of_variable(word: KnownOption, variable: str) -> Spelling:
     switch = {"LLAMA_ARG_EMBEDDINGS": "embeddings", "LLAMA_ARG_RERANKING": "reranking"}.get(variable, word.name)
     return Spelling(word, switch, negated=variable == "ENABLE_CUDA_GRAPHS")
 
 
 def nearest(written: str, further: Iterable[str] = ()) -> str:
-    """The key (or one of `further`) that `written` was probably meant to be; empty if none is near."""
+    """The key or element of `further` that is most similar to an unknown name; empty if none is similar."""
     bare = written.lstrip("-").replace("_", "-")
-    known = [name for name in WORDS if len(name) > 2 and not isinstance(WORDS[name], Meaningless)]
+    known = [name for name in WORDS if len(name) > 2 and not isinstance(WORDS[name], MeaninglessOption)]
     return next(iter(difflib.get_close_matches(bare, [*known, *further], n=1, cutoff=0.6)), "")

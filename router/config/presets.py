@@ -1,4 +1,7 @@
-"""Presets: a model that may be loaded, and its settings. Each setting is declared once, as a field of Preset. PURE."""
+"""Presets: models that may be loaded, and their settings. Each setting is declared once, as a field of Preset.
+
+Files, flags, environment variables and the reference are generated from these declarations. Pure functions.
+"""
 
 import dataclasses
 import re
@@ -7,7 +10,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
-from router.config.lora_rank import USUAL
 from router.config.option_types import (
     Choice,
     Devices,
@@ -34,12 +36,12 @@ REPO = re.compile(
     r"([A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95})(?::([A-Za-z0-9][A-Za-z0-9._/-]{0,127}))?"
 )
 _QUANTISATION = re.compile(r"(?:UD-)?(?:I?Q[0-9]|TQ[0-9]|MXFP4|BF16$|F16$|F32$).*", re.IGNORECASE)
-ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-"""No `@` and no slash: it stands behind a model's name, and in paths."""
-HUB = "hub:"
-"""Before the repository of an adapter whose files are not here yet."""
-ALL_DEVICES = 1 << 20
-"""The value of `max`, where a number of devices is expected."""
+ADAPTER_NAME = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+)  # no `@` and no slash: it is part of MODEL@NAME and of paths
+HUB = "hub:"  # prefix of the repository of an adapter that is not downloaded yet
+ALL_DEVICES = 1 << 20  # the value of `max` for a number of devices
+DEFAULT_LORA_RANK = 16  # for adapters whose rank is not known; the default of vLLM's max_lora_rank
 _FLAG = Flag()
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,191}"
 SOURCE, CONTEXT, NUMERICS, PLACEMENT, ADAPTERS, PROMPT, LIFECYCLE, PROCESS = (
@@ -102,46 +104,38 @@ class Scope(Enum):
     """The part of the system that uses a setting. Presets with equal settings of scope WORKER share a worker."""
 
     WORKER = "worker"
-    REQUEST = "request"  # the worker uses it for requests by this preset's name
-    NAME = "name"  # the router uses it for this preset's name
+    REQUEST = "request"  # the worker applies it to requests by this preset's name
+    NAME = "name"  # the router applies it to this preset's name
 
 
 @dataclass(frozen=True, kw_only=True)
-class Key:
+class PresetKey:
     """One setting of a model: its name in files, flags and variables, and its field of Preset."""
 
     name: str
     kind: Kind
-    field: str = ""
-    """Of Preset; empty: read by the loader itself."""
-    item: str = ""
-    """The member, where that field is a mapping."""
+    field: str = ""  # of Preset; empty: `resolve` computes other fields from it
+    item: str = ""  # the key in the field, if the field is a mapping
     group: str
     help: str
-    unset: str = ""
-    """What holds where the field's default only says that nothing was set."""
-    also: tuple[str, ...] = ()
-    """Other spellings, one letter included."""
-    env: tuple[str, ...] = ()
-    """Variables of llama-server and LMI whose names do not follow from a spelling."""
-    switches: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
-    """Flags that mean a value of this key: spelling, then the value if on and if off."""
+    unset: str = ""  # description of the default, if the field's default only marks that nothing was set
+    also: tuple[str, ...] = ()  # other spellings, including one letter
+    env: tuple[str, ...] = ()  # variables of llama-server and LMI whose names cannot be derived from a spelling
+    switches: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)  # flag: (value if on, if off)
+    # Groups of spellings that llama-server defines for parts of the value (`cache-type-k`, `cache-type-v`). Here one
+    # alone sets the whole value, and several must agree.
     halves: tuple[tuple[str, ...], ...] = ()
-    """Spellings that each state a part of the value, of which one alone states it all, and several have to agree."""
-    own: bool = False
-    """Belongs to one model: not in [*], not a flag, not a variable."""
-    live: bool = False
-    """A running worker goes on when it changes."""
+    own: bool = False  # specific to one model: not allowed in [*], as a flag or as a variable
+    live: bool = False  # a change does not restart a running worker
     scope: Scope = Scope.WORKER
-    path: bool = False
-    """A file or folder; relative ones start where the setting was written."""
+    path: bool = False  # a file or folder; relative to the folder of the preset file, or to the working directory
 
     @property
     def is_flag(self) -> bool:
         return isinstance(self.kind, Flag)
 
-    def may_stand_beside(self, one: str, other: str) -> bool:
-        """Whether both spellings may be written, as they state different parts of the value."""
+    def sets_other_part(self, one: str, other: str) -> bool:
+        """Whether the spellings are for different parts of the value, so that both may be used."""
         parts = [next((part for part in self.halves if name in part), None) for name in (one, other)]
         return None not in parts and parts[0] != parts[1]
 
@@ -152,7 +146,7 @@ def key(
     halves: tuple[tuple[str, ...], ...] = (), own: bool = False, live: bool = False, path: bool = False,
     scope: Scope = Scope.WORKER,
 ) -> Any:  # fmt: skip
-    """A field of Preset that is a key. Its name is the name of the field unless given. See `Key` for the arguments."""
+    """Declare a field of Preset as a key. Its default name is that of the field. See `PresetKey` for the arguments."""
     declared = {
         "kind": kind, "group": group, "help": help, "unset": unset, "also": also, "env": env,
         "switches": switches or {}, "halves": halves, "own": own, "live": live, "path": path, "scope": scope,
@@ -167,35 +161,32 @@ def key(
 class Preset:
     """One model that may be loaded, and the declaration of its settings.
 
-    Bytes are int, times float seconds (-1.0: off).
+    The fields are flat, because each is one key of the INI format and most of the router reads a few of them. Sizes are
+    in bytes, times in seconds (-1.0: off).
     """
 
     id: str
     source: Literal["preset", "models_dir", "cache"] = "preset"
 
-    # The source: exactly one of path, repo, demo
-    path: str = ""
-    """Absolute path of a snapshot folder."""
-    repo: str = ""
-    """`org/name` on the hub."""
-    demo: str = ""
-    """Name of a built-in demo model (`model = demo:NAME`)."""
+    # Source and identity. Exactly one of path, repo and demo is set.
+    path: str = ""  # absolute path of a snapshot folder
+    repo: str = ""  # `org/name` on the hub
+    demo: str = ""  # name of a built-in demo model (`model = demo:NAME`)
 
     # fmt: off
     revision: str = key("main",
             Text("branch, tag or commit", r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}(?<!/)", "is no branch, tag or commit"),
-            SOURCE, "which state of the repository", env=("HF_REVISION",), own=True)
-    tokenizer: str = key("", Text("folder"), SOURCE, "folder of another tokenizer", unset="the model's", path=True)
+            SOURCE, "revision of the repository", env=("HF_REVISION",), own=True)
+    tokenizer: str = key("", Text("folder"), SOURCE, "folder of a different tokenizer", unset="the model's", path=True)
     load_format: str = key("auto", _LOAD_FORMAT, SOURCE, "dummy: random weights")
     trust_remote_code: bool = key(False, _FLAG, SOURCE, "run Python code that comes with the model",
             env=("HF_MODEL_TRUST_REMOTE_CODE",))
     dedup_cache_models: bool = key(False, _FLAG, SOURCE,
-            "do not list the cached repository of this section a second time: its name means this one", live=True,
-            scope=Scope.NAME)
-    """Whether the cached repository of this preset is not listed a second time."""
-    aliases: tuple[str, ...] = key((), Names(_NAME, "is no model name"), SOURCE, "further names of the model",
+            "do not list the cached repository of this section as a model of its own; its name selects this model",
+            live=True, scope=Scope.NAME)
+    aliases: tuple[str, ...] = key((), Names(_NAME, "is no model name"), SOURCE, "other names of the model",
             name="alias", unset="none", also=("a", "model-names"), own=True, live=True, scope=Scope.NAME)
-    tags: tuple[str, ...] = key((), Names(), SOURCE, "shown in lists; never route", unset="none", live=True,
+    tags: tuple[str, ...] = key((), Names(), SOURCE, "shown in lists; not used for routing", unset="none", live=True,
             scope=Scope.NAME)
     task: Literal["auto", "generate", "embed", "rerank"] = key("auto",
             Choice(("auto", "generate", "embed", "rerank"), {"text-generation": "generate", "text-embedding": "embed"}),
@@ -203,231 +194,225 @@ class Preset:
             switches={"embedding": ("embed", "auto"), "embeddings": ("embed", "auto"),
                       "reranking": ("rerank", "auto"), "rerank": ("rerank", "auto")})
     pooling: str = key("", Choice(("none", "mean", "cls", "last", "rank"), {"": ""}), SOURCE,
-            "how token vectors become one embedding; rank: it is a cross-encoder", unset="the model's")
+            "method that combines token vectors into one embedding; rank: a cross-encoder", unset="the model's")
     embd_normalize: int = key(2, Integer(-1, 1 << 20, unit="-1 none, 0 max, 1 taxicab, 2 euclidean, p"), SOURCE,
             "norm of an embedding")
 
+    # Context and batch
     ctx_size: int = key(-1, Integer(0, words={"auto": -1}, unit="tokens"), CONTEXT,
-            "prompt and answer of one request together; 0: the model's maximum", unset="the model's maximum up to 8192",
-            also=("c", "max-model-len"))
-    """Tokens per request; -1: the model's maximum up to 8192; 0: the model's maximum."""
+            "tokens of prompt and answer of one request; 0: the model's maximum",
+            unset="the model's maximum up to 8192", also=("c", "max-model-len"))
     parallel: int = key(4, Integer(1, 4096, {"-1": 4, "auto": 4}), CONTEXT,
-            "sequences in one step; memory is kept for all of them",
+            "sequences in one step; memory is reserved for all of them",
             also=("np", "max-batch-size", "max-rolling-batch-size", "max-prompts"),
             env=("LLAMA_ARG_N_PARALLEL", "MAX_BATCH_SIZE"))
     kv_tokens: int = key(0, Integer(0, 1 << 40, {"auto": 0}, unit="tokens"), CONTEXT,
-            "room of the cache, for all requests together; less makes the youngest wait", unset="ctx-size x parallel")
-    """Tokens that the cache has room for; 0: ctx_size x parallel."""
+            "capacity of the KV cache for all requests; if it is exhausted, the newest requests wait",
+            unset="ctx-size x parallel")
     kv_cache_dtype: str = key("auto", _KV_TYPE, CONTEXT,
-            "numbers in which keys and values are kept, one type for both; auto: the model's own; int8 takes half of"
-            " 16 bits, int4 a third",
+            "data type of the KV cache, the same for keys and values; auto: the model's; int8 takes half of 16 bits,"
+            " int4 a third",
             also=("ctk", "cache-type-k", "ctv", "cache-type-v"), switches={"cache-8bit": ("int8", "auto")},
             halves=(("ctk", "cache-type-k"), ("ctv", "cache-type-v")))
     prefix_caching: bool = key(True, _FLAG, CONTEXT,
-            "prompts that begin alike are computed once, where the cache is made of blocks",
+            "compute a common beginning of prompts once, if the KV cache has blocks",
             also=("enable-prefix-caching",))
-    prefill_chunk: int = key(512, Integer(1, 1 << 20, unit="tokens"), CONTEXT, "of one prompt in one step",
+    prefill_chunk: int = key(512, Integer(1, 1 << 20, unit="tokens"), CONTEXT, "most tokens of one prompt in one step",
             also=("ub", "ubatch-size"), env=("LLAMA_ARG_UBATCH",))
     max_prefill_tokens: int = key(0, Integer(1, 1 << 20, unit="tokens"), CONTEXT,
-            "of all prompts in one step; of this and prefill-chunk the smaller one holds", unset="prefill-chunk",
+            "most tokens of all prompts in one step; the smaller of this and prefill-chunk applies",
+            unset="prefill-chunk",
             also=("b", "batch-size", "max-rolling-batch-prefill-tokens"),
             env=("LLAMA_ARG_BATCH", "MAX_BATCH_PREFILL_TOKENS"))
-    """0: `prefill_chunk` alone bounds a step."""
-    limit_images: int = key(8, Integer(0, 1024), CONTEXT, "images in one prompt, of a model that takes images; 0: none")
-    """Of one prompt."""
+    limit_images: int = key(8, Integer(0, 1024), CONTEXT, "most images in one prompt of a vision model; 0: none")
     max_input_tokens: int = key(0, Integer(0, unit="tokens"), CONTEXT, "longest prompt", unset="ctx-size - 1",
             also=("max-input-len",))
     n_predict: int = key(-1, Integer(1, words={"-1": -1, "-2": -1}, unit="tokens"), CONTEXT,
-            "new tokens where a request states no maximum", unset="to the context's end", also=("n", "predict"),
+            "most new tokens of a request without a maximum", unset="to the end of the context", also=("n", "predict"),
             scope=Scope.REQUEST)
-    queue_size: int = key(1000, Integer(1), CONTEXT, "its waiting requests; the flag of this name bounds all models",
+    queue_size: int = key(1000, Integer(1), CONTEXT,
+            "most waiting requests of this model; the flag of this name limits all models",
             also=("job-queue-size",), env=("MAX_CONCURRENT_REQUESTS",), live=True)
     max_concurrent: int = key(0, Integer(1, words={"0": 0, "-1": 0}), CONTEXT,
-            "requests of this model at once, waiting ones included; more get 429", unset="unlimited", live=True)
-    """Requests at once; 0: as many as come."""
-    request_timeout: float | None = key(None, Seconds(off=0.0), CONTEXT, "of one request; 0: none", unset="--timeout",
-            also=("predict-timeout",), live=True, scope=Scope.NAME)
-    """None: --timeout."""
+            "most requests of this model at once, including waiting ones; others get status 429", unset="unlimited",
+            live=True)
+    request_timeout: float | None = key(None, Seconds(off=0.0), CONTEXT, "time limit of one request; 0: none",
+            unset="--timeout", also=("predict-timeout",), live=True, scope=Scope.NAME)
 
+    # Numerics
     dtype: str = key("auto", _DTYPE,
-            NUMERICS, "auto: the checkpoint's, float32 for float16 on the CPU", also=("torch-dtype",))
+            NUMERICS, "auto: the checkpoint's; float32 in place of float16 on the CPU", also=("torch-dtype",))
     quantization: str = key("auto", _QUANTIZATION,
-            NUMERICS, "auto: as the checkpoint is; bnb-8bit, bnb-4bit: linear layers are packed while it is loaded",
+            NUMERICS, "auto: the checkpoint's; bnb-8bit, bnb-4bit: quantize linear layers during the load",
             also=("quantize",), env=("HF_MODEL_QUANTIZE",),
             switches={"load-in-8bit": ("bnb-8bit", "auto"), "load-in-4bit": ("bnb-4bit", "auto"),
                       "load-8bit": ("bnb-8bit", "auto")})
     attention: str = key("auto", _ATTENTION,
-            NUMERICS, "which implementation; auto: the fastest there is", also=("fa", "flash-attn"))
-    threads: int = key(0, Integer(1, 4096, {"-1": 0, "0": 0, "auto": 0}), NUMERICS, "of one worker",
+            NUMERICS, "implementation of attention; auto: the fastest available one", also=("fa", "flash-attn"))
+    threads: int = key(0, Integer(1, 4096, {"-1": 0, "0": 0, "auto": 0}), NUMERICS, "threads of one worker",
             unset="1 on an accelerator, half the cores on the CPU", also=("t",))
-    """0: 1 on an accelerator, half the cores on the CPU."""
-    seed: int = key(-1, Integer(-1, (1 << 63) - 1), NUMERICS, "where a request has none; -1: another one each time",
+    seed: int = key(-1, Integer(-1, (1 << 63) - 1), NUMERICS, "seed of requests without one; -1: a random one",
             also=("s",), scope=Scope.REQUEST)
     enforce_eager: bool = key(False, _FLAG, NUMERICS,
-            "kernels as torch starts them, in less memory: no CUDA graphs; on the CPU no reordered weights",
+            "no CUDA graphs, and on the CPU no reordered weights: slower, but in less memory",
             env=("ENABLE_CUDA_GRAPHS",))
-    """No CUDA graphs."""
-    max_logprobs: int = key(20, Integer(0, 1 << 16), NUMERICS, "alternatives that a request may ask for")
+    max_logprobs: int = key(20, Integer(0, 1 << 16), NUMERICS, "most log probabilities per token of a request")
 
-    device: tuple[str, ...] = key((), Devices(), PLACEMENT, "where it may run", unset="auto",
+    # Placement
+    # `cpu`, `cuda:N` or a UUID. If empty, the planner chooses among the accelerators, or the CPU if there are none.
+    device: tuple[str, ...] = key((), Devices(), PLACEMENT, "devices that the model may use", unset="auto",
             also=("dev", "mg", "main-gpu", "load-on-devices", "gpus"))
-    """`cpu`, `cuda:N` or a UUID; empty: the planner chooses among the accelerators, or the CPU without any."""
     split_mode: Literal["auto", "none", "layer", "tensor"] = key("auto",
             Choice(("auto", "none", "layer", "tensor"), {"row": "tensor"}), PLACEMENT,
-            "auto: on one accelerator if it fits there, else its layers on the fewest; layer: on two at least; tensor:"
-            " each matrix divided among the fewest, two at least",
+            "auto: one accelerator if the model fits, else its layers on as few as possible; layer: on two at least;"
+            " tensor: each matrix divided among as few as possible, two at least",
             also=("sm",))
     pipeline_parallel: int = key(1, Integer(1, 64, {"max": ALL_DEVICES}), PLACEMENT,
-            "accelerators that its layers are split over; max: all", also=("pipeline-parallel-degree",),
+            "number of accelerators that the layers are split over; max: all", also=("pipeline-parallel-degree",),
             env=("PIPELINE_PARALLEL_DEGREE",))
-    """Accelerators that its layers are split over."""
     tensor_parallel: int = key(1, Integer(1, 64, {"max": ALL_DEVICES}), PLACEMENT,
-            "accelerators that each of its matrices is divided among, or processes on the CPU; max: all accelerators",
+            "number of accelerators that each matrix is divided among, or of processes on the CPU; max: all"
+            " accelerators",
             also=("tp", "tensor-parallel-degree", "num-gpus"), env=("TENSOR_PARALLEL_DEGREE",))
-    """Accelerators that each of its matrices is divided among; processes, on main memory."""
     gpu_split: tuple[int, ...] = key((), Sizes(), PLACEMENT,
-            "most that it may take of each accelerator, or of the first, the second, ...; 0: none of it",
-            unset="all there is", also=("max-gpu-memory", "exllama-gpu-split"))
-    """Bytes that it may take: one figure for each accelerator, or one by one."""
+            "most memory of each accelerator, or of the first, the second, ...; 0: do not use it",
+            unset="all", also=("max-gpu-memory", "exllama-gpu-split"))
     tensor_split: tuple[float, ...] = key((), Numbers(), PLACEMENT,
-            "splits it over so many accelerators, its layers in these proportions", unset="by their room", also=("ts",))
-    """Proportions of its layers, by accelerator."""
+            "proportions of the layers on each accelerator; the number of values is that of accelerators",
+            unset="by free memory", also=("ts",))
     replicas: tuple[int, int] = key((1, 1), Span(), PLACEMENT,
-            "workers of this model, or least and most; further ones come when each has more to do than parallel, where"
-            " memory is free",
+            "number of workers, or least and most; more start if each has more requests than parallel, where memory is"
+            " free",
             also=("num-workers",), live=True)
-    """Workers at once: at least, where memory is free for more than one, and at most."""
     replica_idle: float = key(60.0, Seconds(), PLACEMENT,
-            "idle time after which a worker beyond the least of replicas ends", name="replica-idle-seconds",
+            "idle time after which a worker beyond the least number stops", name="replica-idle-seconds",
             also=("max-idle-time",), live=True)
-    required_memory: Mapping[str, int] = key({}, MemoryByDevice(1), PLACEMENT, "replaces the estimate",
-            unset="estimate", also=("required-memory-mb", "gpu.required-memory-mb"))
-    """Bytes by device name (`""`: whatever device it runs on); replaces the estimate."""
-    reserved_memory: int = key(0, Memory(), PLACEMENT, "added to the estimate on each device",
+    required_memory: Mapping[str, int] = key({}, MemoryByDevice(1), PLACEMENT, "memory to use in place of the estimate",
+            unset="estimate", also=("required-memory-mb", "gpu.required-memory-mb"))  # by device name; "": any device
+    reserved_memory: int = key(0, Memory(), PLACEMENT, "memory added to the estimate on each device",
             also=("reserved-memory-mb",))
-    """Bytes added to the estimate on each device."""
 
+    # LoRA adapters
     lora: tuple[str, ...] = key((), Names(hint="name=folder or org/name, ..."), ADAPTERS,
-            "LoRA adapters that requests may name, as MODEL@NAME or in their bodies", unset="none", own=True, live=True)
-    """`name=folder`, or a repository of the hub in its place."""
-    lora_scaled: tuple[str, ...] = key((), Names(hint="folder:scale, ..."), ADAPTERS, "the same, each times a scale",
+            "LoRA adapters for requests, which name them as MODEL@NAME or in their bodies", unset="none", own=True,
+            live=True)
+    lora_scaled: tuple[str, ...] = key((), Names(hint="folder:scale, ..."), ADAPTERS, "the same, each with a scale",
             unset="none", own=True, live=True)
-    """The same, with `:scale` behind it."""
-    default_lora: str = key("", Text("name"), ADAPTERS, "adapter of requests that name none", unset="none", own=True,
+    default_lora: str = key("", Text("name"), ADAPTERS, "adapter of requests without one", unset="none", own=True,
             live=True, scope=Scope.REQUEST)
-    adapters_dir: str = key("", Text("folder"), ADAPTERS, "each folder in it is an adapter, by its name",
+    adapters_dir: str = key("", Text("folder"), ADAPTERS, "folder of adapters: each folder in it is one, by its name",
             unset="adapters/ in the model's folder", own=True, live=True, path=True)
     enable_lora: str = key("auto", _ENABLE_LORA,
-            ADAPTERS, "whether memory is kept for adapters; auto: if the model has any when the router reads its files")
-    max_loras: int = key(4, Integer(1, 1024), ADAPTERS, "adapters in use at once; memory is kept for all of them")
-    max_lora_rank: int = key(USUAL, Integer(1, 4096), ADAPTERS, "largest rank that an adapter may have",
-            unset="16, or what the model's own adapters need")
-    max_cpu_loras: int = key(0, Integer(0, 1 << 20), ADAPTERS, "adapters whose files stay open beside those in use",
-            unset="all")
+            ADAPTERS, "reserve memory for adapters; auto: if the model has any when the router reads its files")
+    max_loras: int = key(4, Integer(1, 1024), ADAPTERS, "adapters in use at once; memory is reserved for all of them")
+    max_lora_rank: int = key(DEFAULT_LORA_RANK, Integer(1, 4096), ADAPTERS, "largest rank of an adapter",
+            unset="16, or the largest rank of the model's adapters")
+    max_cpu_loras: int = key(0, Integer(0, 1 << 20), ADAPTERS, "unused adapters whose files stay open", unset="all")
 
+    # Prompt and sampling
     config_override: str = key("", JsonObject(), PROMPT, "merged into config.json", unset="none")
-    chat_template: str = key("", Text("Jinja text"), PROMPT, "turns messages into a prompt", unset="the tokenizer's",
-            scope=Scope.REQUEST)
+    chat_template: str = key("", Text("Jinja text"), PROMPT, "template that converts messages to a prompt",
+            unset="the tokenizer's", scope=Scope.REQUEST)
     chat_template_file: str = key("", Text("file"), PROMPT, "the same, read from a file", unset="none", path=True,
             scope=Scope.REQUEST)
-    """Where `chat_template` was read from."""
-    chat_template_kwargs: str = key("", JsonObject(), PROMPT, "handed to the template", unset="none",
+    chat_template_kwargs: str = key("", JsonObject(), PROMPT, "arguments of the template", unset="none",
             env=("LLAMA_CHAT_TEMPLATE_KWARGS",), scope=Scope.REQUEST)
 
+    # Lifecycle
     load_on_startup: bool = key(False, _FLAG, LIFECYCLE, "load when the router starts", live=True, scope=Scope.NAME)
-    autoload: bool | None = key(None, _FLAG, LIFECYCLE, "load for a request", unset="--models-autoload", live=True,
-            scope=Scope.NAME)
-    """None: --models-autoload."""
-    pin: bool = key(False, _FLAG, LIFECYCLE, "never evict it", live=True)
-    priority: int = key(0, Integer(-1000, 1000), LIFECYCLE, "higher is queued first and evicted last", live=True)
+    autoload: bool | None = key(None, _FLAG, LIFECYCLE, "load when a request needs it", unset="--models-autoload",
+            live=True, scope=Scope.NAME)
+    pin: bool = key(False, _FLAG, LIFECYCLE, "never evict", live=True)
+    priority: int = key(0, Integer(-1000, 1000), LIFECYCLE, "higher: first in the queue, last to be evicted", live=True)
     ttl: float = key(-1.0, Seconds(off=-1.0), LIFECYCLE,
-            "idle time after which the worker ends, or its weights are let go", unset="off", also=("keep-alive",),
-            live=True)
+            "idle time after which the worker stops, or its sleeping weights are released", unset="off",
+            also=("keep-alive",), live=True)
     prefetch: tuple[str, ...] = key((), Names(), LIFECYCLE,
-            "models usually asked for together with this one: read ahead with it, loaded where memory is free",
+            "models usually needed together with this one, by id or alias: their files are read early, and they are"
+            " loaded where memory is free",
             unset="none", own=True, live=True)
-    """Models that are usually asked for together with this one, by id or alias."""
     sleep_idle: float = key(-1.0, Seconds(off=-1.0), LIFECYCLE,
-            "idle time after which the worker ends; its weights stay in main memory, as far as --sleep-memory goes",
+            "idle time after which the worker stops; its weights stay in main memory, within --sleep-memory",
             name="sleep-idle-seconds", unset="off", live=True)
-    """Like `ttl`; but the weights stay in main memory, within --sleep-memory."""
     idle_grace: float = key(-1.0, Seconds(off=0.0, words={"auto": -1.0}), LIFECYCLE,
-            "how long a worker inside its turn is kept for its own next request",
-            unset="half the expected load of who waits, 0.2 to 2; 0 if it is hardly ever asked for so soon", live=True)
-    """-1.0: half the waiting model's expected load, 0.2 to 2 seconds; 0 if it is hardly ever asked for so soon."""
+            "idle grace: time for which an idle worker within min-residency is kept for its next request",
+            unset="half the expected load time of the waiting model, 0.2 to 2; 0 if a request rarely comes so soon",
+            live=True)
     min_residency: float = key(-1.0, Seconds(off=0.0, words={"auto": -1.0}), LIFECYCLE,
-            "the turn: how long a model in use keeps its place", unset="10, or --swap-patience if less", live=True)
-    """The turn; -1.0: 10 seconds, or --swap-patience if less."""
-    start_timeout: float = key(240.0, Seconds(low=0.1), LIFECYCLE, "without load progress",
+            "time for which a loaded model in use is not evicted", unset="10, or --swap-patience if less", live=True)
+    start_timeout: float = key(240.0, Seconds(low=0.1), LIFECYCLE, "time limit of a load without progress",
             also=("model-loading-timeout",), live=True)
-    stop_timeout: float = key(10.0, Seconds(), LIFECYCLE, "from SIGTERM to SIGKILL", live=True)
-    stall_timeout: float = key(120.0, Seconds(low=0.1), LIFECYCLE, "without a pulse, or at work without a step",
+    stop_timeout: float = key(10.0, Seconds(), LIFECYCLE, "time from SIGTERM to SIGKILL", live=True)
+    stall_timeout: float = key(120.0, Seconds(low=0.1), LIFECYCLE,
+            "time without a pulse, or without a step while requests run, after which a worker is stalled",
             also=("chunked-read-timeout",), live=True)
-    max_restarts: int = key(3, Integer(0, 1000), LIFECYCLE, "crashes in 10 minutes before pauses grow",
+    max_restarts: int = key(3, Integer(0, 1000), LIFECYCLE, "crashes in 10 minutes before the back-off grows",
             also=("retry-threshold",), live=True)
 
-    engine: str = key("transformers", _ENGINE, PROCESS, "what computes the tokens")
-    python: str = key("", Text("interpreter"), PROCESS, "of the worker", unset="the router's", path=True)
+    # Process
+    engine: str = key("transformers", _ENGINE, PROCESS, "engine that computes the tokens")
+    python: str = key("", Text("interpreter"), PROCESS, "Python of the worker", unset="the router's", path=True)
     # fmt: on
 
+    # Computed from the keys
+    # All adapters, from the keys above and from API calls. The path of an adapter on the hub is `hub:org/name:revision`
+    # until it is downloaded.
     adapters: tuple[AdapterSource, ...] = ()
-    """All that requests may name: of the keys above, and those that came by a call. The path of one that is on the hub
-    is `hub:org/name:revision` until its files are here."""
-    sampling: Mapping[str, float | int | str | tuple[str, ...]] = field(default_factory=dict)
-    """Defaults for requests, by key: temp, top-k, top-p, min-p, repeat-penalty, repeat-last-n, presence-penalty,
-    frequency-penalty, stop."""
+    sampling: Mapping[str, float | int | str | tuple[str, ...]] = field(default_factory=dict)  # by key: temp, stop, ...
     env: Mapping[str, str] = field(default_factory=dict)
     strict_fields: bool = False
-    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Where each key came from, as written for people: `models.ini:14`, `--ctx-size`, `ROUTER_CTX_SIZE`."""
+    origins: Mapping[str, str] = field(
+        default_factory=dict, compare=False
+    )  # by key: `models.ini:14`, `--ctx-size`, ...
 
     @property
     def chunk(self) -> int:
-        """Tokens of prompts in one step, at most."""
+        """The most tokens of prompts in one step."""
         return min(self.prefill_chunk, self.max_prefill_tokens or self.prefill_chunk)
 
     @property
     def adapter_slots(self) -> int:
-        """Adapters that memory is kept for; 0: its worker has none, ever."""
+        """The number of adapters with reserved memory; 0: the worker cannot use adapters."""
         is_auto = self.enable_lora == "auto"
         has_some = bool(self.lora or self.lora_scaled or self.adapters_dir)
         return self.max_loras if self.enable_lora == "on" or (is_auto and has_some) else 0
 
 
-# Keys that are no field of their own: the source, members of `sampling` and `env`, another spelling of `device`.
-_OTHER_KEYS: tuple[Key, ...] = (
-    Key(name="model", kind=Text("folder, org/name or demo:NAME"), group=SOURCE, also=("m", "model-path", "model-id"),
-        env=("HF_MODEL_ID",), own=True,
+# Keys without a field of their own: the source, items of `sampling` and `env`, and another spelling of `device`.
+_OTHER_KEYS: tuple[PresetKey, ...] = (
+    PresetKey(name="model", kind=Text("folder, org/name or demo:NAME"), group=SOURCE,
+        also=("m", "model-path", "model-id"), env=("HF_MODEL_ID",), own=True,
         help="folder with config.json and safetensors files, repository of the hub, or built-in model"),
-    Key(name="hf-repo", kind=Text("org/name[:revision]"), group=SOURCE, also=("hf", "hfr"), own=True,
+    PresetKey(name="hf-repo", kind=Text("org/name[:revision]"), group=SOURCE, also=("hf", "hfr"), own=True,
         help="repository of the hub"),
-    Key(name="n-gpu-layers", kind=Integer(0, 1 << 20, {"auto": 1 << 20, "all": 1 << 20, "-1": 1 << 20, "-2": 1 << 20}),
-        group=PLACEMENT, also=("ngl", "gpu-layers"), help="0: device = cpu; all, auto or 99 and more: all layers"),
+    PresetKey(name="n-gpu-layers",
+        kind=Integer(0, 1 << 20, {"auto": 1 << 20, "all": 1 << 20, "-1": 1 << 20, "-2": 1 << 20}),
+        group=PLACEMENT, also=("ngl", "gpu-layers"), help="0: device = cpu; all, auto, or 99 and more: all layers"),
     *(
-        Key(name=name, kind=kind, field="sampling", item=name, group=PROMPT, scope=Scope.REQUEST, also=also, env=env,
-            help=help, unset="the model's, then the API's")
+        PresetKey(name=name, kind=kind, field="sampling", item=name, group=PROMPT, scope=Scope.REQUEST, also=also,
+            env=env, help=help, unset="the model's, then the API's")
         for name, kind, also, env, help in (
             ("temp", Number(0.0, 100.0), ("temperature",), (), "0: greedy"),
-            ("top-k", Integer(0), (), (), "likeliest tokens to keep; 0: all"),
-            ("top-p", Number(0.0, 1.0), (), (), "likeliest set to keep"),
-            ("min-p", Number(0.0, 1.0), (), (), "of the likeliest token's probability"),
+            ("top-k", Integer(0), (), (), "number of most likely tokens to keep; 0: all"),
+            ("top-p", Number(0.0, 1.0), (), (), "total probability of the most likely tokens to keep"),
+            ("min-p", Number(0.0, 1.0), (), (), "least probability to keep, relative to the most likely token"),
             ("repeat-penalty", Number(0.01, 100.0), ("repetition-penalty",), (), "1: none"),
-            ("repeat-last-n", Integer(-1), (), (), "tokens that penalties look back at; -1: all"),
-            ("presence-penalty", Number(-100.0, 100.0), (), (), "once per token seen"),
-            ("frequency-penalty", Number(-100.0, 100.0), (), (), "per occurrence"),
+            ("repeat-last-n", Integer(-1), (), (), "number of last tokens that penalties apply to; -1: all"),
+            ("presence-penalty", Number(-100.0, 100.0), (), (), "penalty of a token that has occurred"),
+            ("frequency-penalty", Number(-100.0, 100.0), (), (), "penalty of a token per occurrence"),
             ("stop", Strings(), ("stop-sequence", "stop-character"), (), "strings that end an answer"),
         )
     ),
-    Key(name="env", kind=Text("K=V,K=V"), group=PROCESS, unset="none",
-        help="environment of the worker beside the allow-list; or one env.NAME = value each"),
+    PresetKey(name="env", kind=Text("K=V,K=V"), group=PROCESS, unset="none",
+        help="environment variables of the worker in addition to the allow-list; or one env.NAME = value each"),
 )  # fmt: skip
 _FIELD_KEYS = (
-    Key(**{"field": each.name, "name": each.name.replace("_", "-"), **each.metadata})
+    PresetKey(**{"field": each.name, "name": each.name.replace("_", "-"), **each.metadata})
     for each in dataclasses.fields(Preset)
     if each.metadata
 )
-KEYS: tuple[Key, ...] = tuple(sorted((*_OTHER_KEYS, *_FIELD_KEYS), key=lambda key: GROUPS.index(key.group)))
-"""All settings of a model, in the order of the reference."""
+# All settings of a model, in the order of the reference.
+KEYS: tuple[PresetKey, ...] = tuple(sorted((*_OTHER_KEYS, *_FIELD_KEYS), key=lambda key: GROUPS.index(key.group)))
 _LIVE_FIELDS = {key.field for key in KEYS if key.live} | {"source", "chat_template_file", "origins", "adapters"}
 _LOAD_FIELDS = tuple(field.name for field in dataclasses.fields(Preset) if field.name not in _LIVE_FIELDS)
 DEFAULTS = {
@@ -437,12 +422,12 @@ DEFAULTS = {
 
 
 def same_load(a: Preset, b: Preset) -> bool:
-    """Whether both would start the same worker."""
+    """Whether both presets would start the same worker."""
     return a.adapter_slots == b.adapter_slots and all(getattr(a, name) == getattr(b, name) for name in _LOAD_FIELDS)
 
 
 def repository(text: str) -> tuple[str, str]:
-    """(`org/name`, revision) that `org/name[:revision]` means. Raises ValueError, with what to do instead."""
+    """Parse `org/name[:revision]` into (`org/name`, revision). Raises ValueError with the way out."""
     match = REPO.fullmatch(text)
     if match is None or ".." in text or "//" in text:
         raise ValueError(f"{shown(text)} is not org/name or org/name:revision")

@@ -1,23 +1,23 @@
-"""Sections to presets: whose settings win, which models there are, and what contradicts itself.
+"""Resolution of presets: from the sections of a file, flags, variables and the models on disk to `Preset` objects.
 
-Law: PURE; what depends on a folder comes in through `Disk`.
+Also rejects settings that contradict each other. Pure functions; the disk is read through `DiskReader`.
 """
 
 import difflib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from router.config import ini, preset_keys
 from router.config.ini import Problem
-from router.config.lora_rank import USUAL, rank_of
 from router.config.option_types import plain, shown
-from router.config.precedence import OWN, STAR, Complaints, Disk, Layer, Reader, Setting
-from router.config.presets import ADAPTER_NAME, ALL_DEVICES, GGUF, REPO, Preset, repository
+from router.config.precedence import OWN, STAR, DiskReader, Layer, ProblemCollector, Setting, SettingReader
+from router.config.presets import ADAPTER_NAME, ALL_DEVICES, DEFAULT_LORA_RANK, GGUF, REPO, Preset, repository
 from worker.protocol.argv import AdapterSource
 
-REGISTERED = "registered"
-"""What stands for the file of models that came by a call."""
+REGISTERED = "registered"  # file name in problems and origins of models that an API call has registered
+MAX_LORA_RANK = 4096  # the limit of max-lora-rank; a larger number in an adapter's file is not a rank
 _NO_SNAPSHOT = {
     "lmi": "has serving.properties; such folders are not offered by this version",
     "adapter": "is an adapter, which needs the model that it was made for (adapter_config.json names it)",
@@ -26,8 +26,8 @@ _NO_SNAPSHOT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A model that is on disk without a section naming it."""
+class FoundModel:
+    """A model on disk that no section names."""
 
     id: str
     source: Literal["models_dir", "cache"]
@@ -37,8 +37,8 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """All models that may be loaded, by id; none if there are problems."""
+class LoadedPresets:
+    """All presets by id; empty if there are problems."""
 
     presets: dict[str, Preset]
     problems: tuple[Problem, ...] = ()
@@ -50,8 +50,8 @@ def load(
     *,
     file: str = "",
     folder: str = "/",
-    disk: Disk,
-    found: Sequence[Found] = (),
+    disk: DiskReader,
+    found: Sequence[FoundModel] = (),
     flags: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
     working: str = "/",
@@ -59,21 +59,21 @@ def load(
     strict: bool = False,
     strict_fields: bool = False,
     registered: str = "",
-) -> Loaded:
-    """The presets that a file, flags (by key), the environment and the models found on disk make together.
+) -> LoadedPresets:
+    """Resolve the presets of a file, with flags by key, the environment, and the models found on disk.
 
-    Flags win over `[id]`, that over `[*]`, that over the environment, that over what is built in. `folder` is the
-    file's own, where its relative paths start; `working` the current one, where those of flags and variables do.
-    `registered` are sections that came by a call: a section of the file with the same name stands before them.
+    Flags take precedence over `[id]`, then come `[*]`, the environment, and the defaults. Relative paths in the file
+    start at `folder`, those in flags and variables at `working`. `registered` contains the sections of models that API
+    calls have registered. A section of the file with the same name takes precedence over them.
     """
-    return _Loading(
+    return _Resolution(
         file=file, folder=folder, disk=disk, environ=environ or {}, working=working, strict=strict,
         swap_patience=swap_patience, strict_fields=strict_fields,
     ).load(_joined(ini.parse(text, file=file, environ=environ), registered), found, flags or {})  # fmt: skip
 
 
 def _joined(document: ini.Document, registered: str) -> ini.Document:
-    """The document with the sections of another text that it does not have itself."""
+    """The document with those sections of `registered` whose names it does not have."""
     if not registered:
         return document
     names = {section.name.casefold() for section in document.sections}
@@ -82,23 +82,23 @@ def _joined(document: ini.Document, registered: str) -> ini.Document:
     return replace(document, sections=(*document.sections, *added), problems=(*document.problems, *further.problems))
 
 
-class _Loading:
-    """One pass over everything."""
+class _Resolution:
+    """One resolution of all presets. Problems are collected, so that the user sees all of them at once."""
 
     def __init__(
-        self, *, file: str, folder: str, disk: Disk, environ: Mapping[str, str], working: str, strict: bool,
+        self, *, file: str, folder: str, disk: DiskReader, environ: Mapping[str, str], working: str, strict: bool,
         swap_patience: float, strict_fields: bool,
     ):  # fmt: skip
-        self._complaints = complaints = Complaints()
-        self._fail, self._warn = complaints.fail, complaints.warn
-        self._reader = Reader(
-            complaints, file=file, folder=folder, disk=disk, environ=environ, working=working, strict=strict
+        self._collector = collector = ProblemCollector()
+        self._fail, self._warn = collector.fail, collector.warn
+        self._reader = SettingReader(
+            collector, file=file, folder=folder, disk=disk, environ=environ, working=working, strict=strict
         )
         self._file, self._disk = file, disk
         self._swap_patience, self._strict_fields = swap_patience, strict_fields
 
-    def load(self, document: ini.Document, found: Sequence[Found], flags: Mapping[str, str]) -> Loaded:
-        self._complaints.problems += document.problems
+    def load(self, document: ini.Document, found: Sequence[FoundModel], flags: Mapping[str, str]) -> LoadedPresets:
+        self._collector.problems += document.problems
         under, over = self._reader.environment(), self._reader.flags(flags)
         star: Layer = {}
         for section in document.sections:
@@ -119,16 +119,16 @@ class _Loading:
                     aliases.append((preset.id, settings["alias"].place))
                 if "prefetch" in settings:
                     prefetch.append((preset.id, settings["prefetch"].place))
-        self._unique(presets, aliases)
+        self._check_aliases(presets, aliases)
         for entry in self._unconfigured(found, presets):
             preset = self._preset(ini.Section(entry.id, 0), general | over, [entry])
             if preset is not None:
                 presets[preset.id] = preset
-        self._company(presets, prefetch)
-        problems, warnings = tuple(self._complaints.problems), tuple(self._complaints.warnings)
-        return Loaded({} if problems else presets, problems, warnings)
+        self._check_companions(presets, prefetch)
+        problems, warnings = tuple(self._collector.problems), tuple(self._collector.warnings)
+        return LoadedPresets({} if problems else presets, problems, warnings)
 
-    def _preset(self, section: ini.Section, settings: Layer, found: Sequence[Found]) -> Preset | None:
+    def _preset(self, section: ini.Section, settings: Layer, found: Sequence[FoundModel]) -> Preset | None:
         place = Problem(section.file or self._file, section.line, section.name, "", "")
         fields = self._source(section.name, settings, found, place)
         if fields is None:
@@ -163,8 +163,8 @@ class _Loading:
                 fields[key.field] = setting.value
         return fields | {"sampling": sampling, "env": variables}
 
-    def _source(self, id: str, settings: Layer, found: Sequence[Found], place: Problem) -> dict[str, Any] | None:
-        """Where the model's files are; None, with a problem, if that is not said."""
+    def _source(self, id: str, settings: Layer, found: Sequence[FoundModel], place: Problem) -> dict[str, Any] | None:
+        """The fields for the location of the model's files; None, with a problem, if they cannot be determined."""
         model, repo, revision = (settings.get(name) for name in ("model", "hf-repo", "revision"))
         if model and repo:
             self._fail(repo.place, f"hf-repo and model (line {model.place.line}) both name a source; remove one")
@@ -172,8 +172,8 @@ class _Loading:
         named = model or repo
         fields: dict[str, Any] | None
         if named is not None:
-            fields = self._named(named, is_repo=named is repo)
-        elif (id, "model") in self._complaints.faulty or (id, "hf-repo") in self._complaints.faulty:
+            fields = self._parse_source(named, is_repo=named is repo)
+        elif (id, "model") in self._collector.faulty or (id, "hf-repo") in self._collector.faulty:
             return None
         else:
             entry = next((entry for entry in found if entry.id.casefold() == id.casefold()), None)
@@ -190,8 +190,8 @@ class _Loading:
             self._fail(revision.place, f"a revision stands in line {named.place.line} already; remove one of the two")
         return {**fields, "revision": revision.value}
 
-    def _named(self, setting: Setting, *, is_repo: bool) -> dict[str, Any] | None:
-        """Path, repository or built-in model that a text means."""
+    def _parse_source(self, setting: Setting, *, is_repo: bool) -> dict[str, Any] | None:
+        """The path, repository or built-in model that a value of `model` or `hf-repo` means."""
         text, place = setting.value, setting.place
         if text.startswith("demo:") and not is_repo:
             if text[5:] in preset_keys.DEMOS:
@@ -226,10 +226,10 @@ class _Loading:
         return {"repo": repo, "revision": revision}
 
     def _place(self, settings: Layer, fields: dict[str, Any]) -> None:
-        """n-gpu-layers = 0 is device = cpu, unless something stronger says where; and what a split contradicts."""
-        self._on_host(settings, fields)
+        """Apply n-gpu-layers, and reject contradictions between the keys of placement."""
+        self._apply_gpu_layers(settings, fields)
         shares = [share for share in fields.get("tensor_split", ()) if share]
-        self._divide(settings, fields, shares)
+        self._check_tensor_parallel(settings, fields, shares)
         count = len(shares) or fields.get("pipeline_parallel", 1)
         if count == 1:
             return
@@ -237,14 +237,14 @@ class _Loading:
         if shares and fields.get("pipeline_parallel", 1) not in (1, ALL_DEVICES, count):
             self._fail(place, f"tensor-split is for {count} devices, pipeline-parallel for another number; remove one")
         if shares and fields.get("gpu_split"):
-            self._fail(place, "tensor-split and gpu-split both say what goes where; remove one")
+            self._fail(place, "tensor-split and gpu-split both set the placement; remove one")
         if fields.get("split_mode") == "none":
             self._fail(place, "split-mode = none forbids what this asks for; remove one of the two")
         if fields.get("device") == ("cpu",):
             self._fail(place, "wants accelerators, and device is cpu; remove one of the two")
 
-    def _divide(self, settings: Layer, fields: dict[str, Any], shares: Sequence[float]) -> None:
-        """What contradicts that matrices are divided."""
+    def _check_tensor_parallel(self, settings: Layer, fields: dict[str, Any], shares: Sequence[float]) -> None:
+        """Reject settings that contradict tensor parallelism."""
         ranks, mode = fields.get("tensor_parallel", 1), fields.get("split_mode", "auto")
         if ranks == 1 and mode != "tensor":
             return
@@ -258,7 +258,8 @@ class _Loading:
         if ranks == ALL_DEVICES and fields.get("device") == ("cpu",):
             self._fail(place, "max counts accelerators, and device is cpu; write how many processes")
 
-    def _on_host(self, settings: Layer, fields: dict[str, Any]) -> None:
+    def _apply_gpu_layers(self, settings: Layer, fields: dict[str, Any]) -> None:
+        """Treat n-gpu-layers = 0 as device = cpu, unless `device` is set with higher precedence."""
         layers, device = settings.get("n-gpu-layers"), settings.get("device")
         if layers is None or layers.value:
             return
@@ -282,7 +283,7 @@ class _Loading:
             self._fail(file.place, f"chat-template-file: {file.value}: {reason}")
 
     def _adapters(self, settings: Layer, fields: dict[str, Any]) -> None:
-        """All adapters of the model: those in a folder, then those that are named, which stand before them."""
+        """Collect the adapters of the model. Those in `lora` take precedence over those in the adapter folder."""
         if "adapters_dir" not in fields and fields.get("path") and self._disk.folders(f"{fields['path']}/adapters"):
             fields["adapters_dir"] = f"{fields['path']}/adapters"
         found: dict[str, AdapterSource] = {}
@@ -300,33 +301,33 @@ class _Loading:
                 named.add(name)
                 found[name] = AdapterSource(name=name, path=path, scale=float(scale))
         fields["adapters"] = tuple(found.values())
-        self._ranks(settings, fields)
+        self._lora_rank(settings, fields)
         default = fields.get("default_lora", "")
         if default and default not in found:
             near = next(iter(difflib.get_close_matches(default, sorted(found), n=1)), "")
             self._fail(settings["default-lora"].place, f"default-lora: there is no adapter {shown(default)}", near)
 
-    def _ranks(self, settings: Layer, fields: dict[str, Any]) -> None:
-        """Slots are as large as the largest adapter that is here, unless the preset says how large."""
-        ranks = {each.name: self._rank(each.path) for each in fields["adapters"]}
-        stated = fields.get("max_lora_rank")
-        if stated is None:
-            fields["max_lora_rank"] = max([USUAL, *ranks.values()])
+    def _lora_rank(self, settings: Layer, fields: dict[str, Any]) -> None:
+        """Set max_lora_rank to the largest rank among the adapters on disk, unless the preset sets it."""
+        ranks = {adapter.name: self._rank_of(adapter.path) for adapter in fields["adapters"]}
+        largest = fields.get("max_lora_rank")
+        if largest is None:
+            fields["max_lora_rank"] = max([DEFAULT_LORA_RANK, *ranks.values()])
             return
         place = settings["max-lora-rank"].place
         for name, rank in ranks.items():
-            if rank > stated:
-                self._warn(place, f"max-lora-rank is {stated}, and adapter {name} has rank {rank}: raise it")
+            if rank > largest:
+                self._warn(place, f"max-lora-rank is {largest}, and adapter {name} has rank {rank}: raise it")
 
-    def _rank(self, folder: str) -> int:
-        """0 for an adapter that is not here yet."""
+    def _rank_of(self, folder: str) -> int:
+        """The rank of an adapter; 0 if it is not downloaded yet."""
         try:
-            return rank_of(self._disk.read(f"{folder}/adapter_config.json"))
+            return lora_rank(self._disk.read(f"{folder}/adapter_config.json"))
         except (OSError, ValueError):
             return 0
 
-    def _unique(self, presets: Mapping[str, Preset], aliases: Sequence[tuple[str, Problem]]) -> None:
-        """Ids and aliases are one set of names."""
+    def _check_aliases(self, presets: Mapping[str, Preset], aliases: Sequence[tuple[str, Problem]]) -> None:
+        """Reject an alias that is an id or an alias of another model."""
         owners = {id: id for id in presets}
         for id, place in aliases:
             for alias in presets[id].aliases:
@@ -335,8 +336,8 @@ class _Loading:
                     what = "the id of another model" if owner == alias else f"already an alias of {owner}"
                     self._fail(place, f'alias "{alias}" is {what}; choose another')
 
-    def _company(self, presets: Mapping[str, Preset], prefetch: Sequence[tuple[str, Problem]]) -> None:
-        """Whoever is named as a companion must be there."""
+    def _check_companions(self, presets: Mapping[str, Preset], prefetch: Sequence[tuple[str, Problem]]) -> None:
+        """Reject companions that do not exist."""
         names = {name for preset in presets.values() for name in (preset.id, *preset.aliases)}
         for id, place in prefetch:
             for name in presets[id].prefetch:
@@ -344,8 +345,8 @@ class _Loading:
                     near = next(iter(difflib.get_close_matches(name, sorted(names), n=1)), "")
                     self._fail(place, f"prefetch names {shown(name)}, and there is no such model", near)
 
-    def _unconfigured(self, found: Sequence[Found], presets: Mapping[str, Preset]) -> Iterator[Found]:
-        """What was found and no section configures; earlier sources win over later ones of the same name."""
+    def _unconfigured(self, found: Sequence[FoundModel], presets: Mapping[str, Preset]) -> Iterator[FoundModel]:
+        """The models on disk without a section. If two have the same name, the first one counts."""
         taken = {id.casefold() for id in presets}
         aliases = {alias for preset in presets.values() for alias in preset.aliases}
         hidden = {preset.repo for preset in presets.values() if preset.dedup_cache_models and preset.repo}
@@ -358,3 +359,14 @@ class _Loading:
                 continue
             taken.add(entry.id.casefold())
             yield entry
+
+
+def lora_rank(config: str) -> int:
+    """The largest rank in the text of an adapter_config.json, as PEFT writes it; 0 if it contains none."""
+    try:
+        content = json.loads(config)
+        patterns = content.get("rank_pattern") or {}
+        ranks = [content.get("r"), *patterns.values()]
+    except (ValueError, RecursionError, AttributeError):
+        return 0
+    return max((rank for rank in ranks if type(rank) is int and 0 < rank <= MAX_LORA_RANK), default=0)

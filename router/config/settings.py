@@ -1,7 +1,7 @@
 """The options of the router. Each is declared once, as a field of Settings.
 
-A flag wins over `ROUTER_<FLAG>`, that over llama-server's variable, that over the default. Law: PURE; the environment
-and the text of key files come in as values.
+A flag takes precedence over `ROUTER_<FLAG>`, then come llama-server's variable and the default. Pure functions; the
+environment and the text of key files are arguments.
 """
 
 import dataclasses
@@ -18,13 +18,12 @@ from router.config.ini import Problem
 from router.config.option_types import MIB, Choice, Flag, Integer, Kind, Memory, MemoryByDevice, Names, Seconds, Text
 from router.errors import ConfigError
 
-MAX_BUFFERED = 512 * MIB
-"""Bytes of all request bodies together, so no single one may be larger."""
+MAX_BUFFERED = 512 * MIB  # of all request bodies together, and so of each
+# Options of the design that this version does not have. They have their own message, to distinguish them from keys.
 LATER = frozenset({
     "cluster", "log-file", "secure-mode",
     "ssl-cert-file", "ssl-key-file", "ui", "worker-port-range",
 })  # fmt: skip
-"""Router options of the design that this version does not have: not to be mistaken for model keys."""
 _KEY = re.compile(r"[\x21-\x7e]{1,512}")
 _QUADS = re.compile(r"[0-9]+(\.[0-9]+){3}")
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
@@ -32,7 +31,7 @@ _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 @dataclass(frozen=True)
 class _Secret(Kind):
-    """One key, or several with commas; never repeated in a message."""
+    """One API key, or several separated by commas. Messages never contain a key."""
 
     many: bool = True
     hint: str = "KEY"
@@ -40,7 +39,7 @@ class _Secret(Kind):
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         items = [item.strip() for item in (value.split(",") if self.many else [value]) if item.strip()]
         if not items or not all(_KEY.fullmatch(item) for item in items):
-            self.fail("a key must be 1 to 512 ASCII characters without blanks")
+            self.fail("a key must be 1 to 512 ASCII characters without blanks")  # click would repeat the value
         return tuple(items) if self.many else items[0]
 
     def write(self, value: Any) -> str:
@@ -51,17 +50,13 @@ class _Secret(Kind):
 class Option:
     """One option of the router: a flag, its environment variables and its field of Settings."""
 
-    flag: str
-    """Without dashes."""
+    flag: str  # without dashes
     kind: Kind
     group: str
     help: str
-    also: tuple[str, ...] = ()
-    """Further flags, with dashes."""
-    env: tuple[str, ...] = ()
-    """Variables read after ROUTER_<FLAG>."""
-    unset: str = ""
-    """What holds by default, where the default does not say it."""
+    also: tuple[str, ...] = ()  # other flags, with dashes
+    env: tuple[str, ...] = ()  # variables that are read after ROUTER_<FLAG>
+    unset: str = ""  # description of the default, if the value itself does not show it
 
     @property
     def field(self) -> str:
@@ -85,7 +80,7 @@ def option(
     default: Any, kind: Kind, group: str, help: str, *, unset: str = "", also: tuple[str, ...] = (),
     env: tuple[str, ...] = (),
 ) -> Any:  # fmt: skip
-    """A field of Settings that is an option. Its flag is the name of the field. See `Option` for the arguments."""
+    """Declare a field of Settings as an option. Its flag is the name of the field. See `Option` for the arguments."""
     declared = {"kind": kind, "group": group, "help": help, "unset": unset, "also": also, "env": env}
     shown = not isinstance(kind, _Secret)
     if isinstance(default, dict):
@@ -100,104 +95,95 @@ class Settings:
     # fmt: off
     models_preset: str = option("", _FILE, MODELS, "INI file of models; the demo only if no model is named",
             unset="built-in demo", env=("LLAMA_ARG_MODELS_PRESET",))
-    """File; empty: none was named."""
-    models_dir: str = option("", _FOLDER, MODELS, "folder whose folders are models", unset="none",
+    models_dir: str = option("", _FOLDER, MODELS, "folder of models: each folder in it is one", unset="none",
             env=("LLAMA_ARG_MODELS_DIR",))
     models_cache: bool = option(True, Flag(), MODELS, "list the complete models of the Hugging Face cache")
-    models_autoload: bool = option(True, Flag(), MODELS, "load a model when it is asked for",
+    models_autoload: bool = option(True, Flag(), MODELS, "load a model when a request needs it",
             env=("LLAMA_ARG_MODELS_AUTOLOAD",))
     models_watch: bool = option(False, Flag(), MODELS, "reload when the file or the folder of models changes")
-    default_model: str = option("", Text("ID"), MODELS, "for requests that name none", unset="none")
+    default_model: str = option("", Text("ID"), MODELS, "model of requests that name none", unset="none")
     unknown_model: str = option("reject", Choice(("reject", "default")), MODELS,
-            "what a request for an unknown model gets")
-    strict_presets: bool = option(False, Flag(), MODELS, "options without meaning here are errors")
-    offline: bool = option(False, Flag(), MODELS, "fetch nothing", env=("LLAMA_ARG_OFFLINE", "LLAMA_OFFLINE"))
+            "treatment of requests for an unknown model")
+    strict_presets: bool = option(False, Flag(), MODELS, "treat options without meaning here as errors")
+    offline: bool = option(False, Flag(), MODELS, "download nothing", env=("LLAMA_ARG_OFFLINE", "LLAMA_OFFLINE"))
     hf_token: str = option("", _Secret(many=False), MODELS, "for downloads only", unset="none", also=("-hft",),
             env=("HF_TOKEN",))
     state_dir: str = option("", _FOLDER, MODELS, "estimates, converted snapshots, weights of demo models",
             unset="the platform's")
-    """Empty: the platform's, chosen where it is used."""
     runtime_dir: str = option("", _FOLDER, MODELS, "sockets and process records", unset="the platform's")
     nursery: bool = option(True, Flag(), MODELS,
-            "fork workers from a process with its imports done; off: each imports for itself, 3 s")
+            "fork workers from a process that has imported all libraries; off: each worker imports them, 3 s")
     prepare: bool = option(True, Flag(), MODELS,
-            "convert after download, and load converted copies; takes the disk space of mixtures of experts")
+            "convert checkpoints once while idle, and not at each load; needs disk space for mixtures of experts")
 
     models_memory_margin: Mapping[str, int] = option({"": 1024 * MIB}, MemoryByDevice(hint="MiB"), MEMORY,
-            "kept free on every device, or cuda:0=2048,cpu=4096; 0: no eviction by memory, only by count")
-    """Bytes by device name; "" holds for all others."""
+            "memory to keep free on every device, or cuda:0=2048,cpu=4096; 0: evict by count only")  # "": others
     device_limit: Mapping[str, int] = option({}, MemoryByDevice(low=1, named=True, hint="DEV=MiB"), MEMORY,
-            "treat a device as smaller than it is: cpu=600", unset="none")
-    """Bytes by device name."""
+            "treat a device as smaller than it is: cpu=600", unset="none")  # by device name
     sleep_memory: int = option(0, Memory(), MEMORY,
-            "main memory, in MiB, in which weights of models that had to leave are held", unset="0: none")
-    """Bytes."""
+            "main memory, in MiB, for the weights of evicted models", unset="0: none")
     models_max: int | None = option(None, Integer(0, 100_000), MEMORY, "workers at once; 0: as memory allows",
-            unset="0; 4 if the margin is 0", env=("LLAMA_ARG_MODELS_MAX",))
-    """None: not given; see `workers_at_once`."""
+            unset="0; 4 if the margin is 0", env=("LLAMA_ARG_MODELS_MAX",))  # None: see `workers_at_once`
 
     host: str = option("127.0.0.1", Text("ADDRESS"), HTTP,
-            "to listen on; several with commas, or a path ending in .sock", env=("LLAMA_ARG_HOST",))
+            "addresses to listen on, separated by commas, or a path ending in .sock", env=("LLAMA_ARG_HOST",))
     port: int = option(8080, Integer(0, 65535), HTTP, "0: any free one", env=("LLAMA_ARG_PORT",))
     api_prefix: str = option("", Text("/PATH", r"(/[A-Za-z0-9._~-]+)+", "is no path such as /llm"), HTTP,
-            "before every path, for a server behind a proxy", unset="none", env=("LLAMA_ARG_API_PREFIX",))
-    """Before every path; begins with a slash, ends without one."""
-    slots: bool = option(True, Flag(), HTTP, "tell at GET /slots who takes which place in which batch",
+            "prefix of every path, for a server behind a proxy", unset="none", env=("LLAMA_ARG_API_PREFIX",))
+    slots: bool = option(True, Flag(), HTTP, "offer GET /slots, which shows the tasks in the batches",
             env=("LLAMA_ARG_ENDPOINT_SLOTS",))
-    timeout: float = option(3600.0, Seconds(off=0.0), HTTP, "of one request; 0: none", also=("-to",),
+    timeout: float = option(3600.0, Seconds(off=0.0), HTTP, "time limit of one request; 0: none", also=("-to",),
             env=("LLAMA_ARG_TIMEOUT",))
-    """Of one request; 0.0: none."""
-    body_timeout: float = option(60.0, Seconds(low=0.1), HTTP, "for a request's body to arrive")
-    write_stall: float = option(30.0, Seconds(low=0.1), HTTP, "before a client that reads nothing is dropped")
-    max_body_size: int = option(64 * MIB, Memory(low=1024), HTTP, "of one request, in MiB")
-    stream_commit_seconds: float = option(10.0, Seconds(), HTTP, "before a waiting stream gets its status line")
-    sse_ping_interval: float = option(15.0, Seconds(low=0.1, off=-1.0), HTTP, "comments in a silent stream; -1: off",
-            env=("LLAMA_ARG_SSE_PING_INTERVAL",))
-    """-1.0: off."""
+    body_timeout: float = option(60.0, Seconds(low=0.1), HTTP, "time limit for the body of a request to arrive")
+    write_stall: float = option(30.0, Seconds(low=0.1), HTTP, "time until a client that reads nothing is disconnected")
+    max_body_size: int = option(64 * MIB, Memory(low=1024), HTTP, "largest body of one request, in MiB")
+    stream_commit_seconds: float = option(10.0, Seconds(), HTTP, "time until a waiting stream gets its status line")
+    sse_ping_interval: float = option(15.0, Seconds(low=0.1, off=-1.0), HTTP,
+            "time between comments in a silent stream; -1: off", env=("LLAMA_ARG_SSE_PING_INTERVAL",))
     cors_origins: tuple[str, ...] = option((),
             Names(r"\*|localhost|https?://[^/\s]+", "is no origin such as http://host:80"), HTTP,
-            "pages that may call this server", unset="none", env=("LLAMA_ARG_CORS_ORIGINS",))
-    strict_fields: bool = option(False, Flag(), HTTP, "refuse request fields that are unknown")
+            "origins of pages that may call this server", unset="none", env=("LLAMA_ARG_CORS_ORIGINS",))
+    strict_fields: bool = option(False, Flag(), HTTP, "reject unknown request fields")
 
-    api_key: tuple[str, ...] = option((), _Secret(), ACCESS, "clients need it; several with commas", unset="none",
+    api_key: tuple[str, ...] = option((), _Secret(), ACCESS, "API keys for clients, separated by commas", unset="none",
             env=("LLAMA_API_KEY", "LLAMA_ARG_API_KEY"))
-    api_key_file: str = option("", _FILE, ACCESS, "one key a line, mode 0600", unset="none",
+    api_key_file: str = option("", _FILE, ACCESS, "file of API keys, one a line, mode 0600", unset="none",
             env=("LLAMA_ARG_API_KEY_FILE",))
-    admin_key: tuple[str, ...] = option((), _Secret(), ACCESS, "needed to load, unload and look inside", unset="none")
-    admin_key_file: str = option("", _FILE, ACCESS, "the same, from a file", unset="none")
-    allow_unauthenticated: bool = option(False, Flag(), ACCESS, "listen beyond this machine without any key")
-    metrics_public: bool = option(False, Flag(), ACCESS, "GET /metrics without a key")
+    admin_key: tuple[str, ...] = option((), _Secret(), ACCESS, "keys for loads, unloads and /router/*", unset="none")
+    admin_key_file: str = option("", _FILE, ACCESS, "file of admin keys", unset="none")
+    allow_unauthenticated: bool = option(False, Flag(), ACCESS, "allow other machines to connect without a key")
+    metrics_public: bool = option(False, Flag(), ACCESS, "allow GET /metrics without a key")
     allowed_hosts: tuple[str, ...] = option((),
             Names(r"\*|(?:\*\.)?[A-Za-z0-9.-]+|\[?[0-9A-Fa-f:.]+\]?", "is no host name"), ACCESS,
-            "names in Host headers; *: any", unset="none")
+            "allowed names in Host headers; *: any", unset="none")
 
-    queue_size: int = option(4000, Integer(1), QUEUE, "waiting requests of all models")
-    queue_timeout: float = option(300.0, Seconds(low=0.1), QUEUE, "longest wait for room")
-    swap_patience: float = option(10.0, Seconds(), QUEUE, "wait before a busy worker past its turn is retired")
+    queue_size: int = option(4000, Integer(1), QUEUE, "most waiting requests of all models")
+    queue_timeout: float = option(300.0, Seconds(low=0.1), QUEUE, "longest wait for memory")
+    swap_patience: float = option(10.0, Seconds(), QUEUE,
+            "wait of a request before a busy worker past its min-residency is drained")
     drain_timeout: float = option(30.0, Seconds(), QUEUE,
-            "from an unload, a changed preset or a stop until streams are cut")
+            "time to finish running requests after an unload, a changed preset or a shutdown")
     evict_timeout: float = option(-1.0, Seconds(off=-1.0), QUEUE,
-            "the same for an eviction; off: running requests end by themselves", unset="off")
-    """-1.0: off, an eviction waits for running requests as long as they take."""
+            "time to finish running requests at an eviction; off: no limit", unset="off")
 
     log_level: str = option("info", Choice(("debug", "info", "warning", "error"), {"warn": "warning"}), LOGS,
-            "least severe lines to write")
-    log_format: str = option("text", Choice(("text", "json")), LOGS, "of lines on stderr")
+            "lowest level of lines to write")
+    log_format: str = option("text", Choice(("text", "json")), LOGS, "format of lines on stderr")
     access_log: str = option("all", Choice(("all", "errors", "off")), LOGS, "which requests to log")
     # fmt: on
 
+    # The folder of downloaded repositories. Not an option, because all programs that use the hub share its variables.
     hub_cache: str = ""
-    """The folder of downloaded repositories. No option: all programs of the hub share its variables."""
 
     @property
     def workers_at_once(self) -> int:
-        """Workers at once; 0: unlimited. Without a margin memory decides nothing, so a count does: 4."""
+        """The most workers at once; 0: no limit. Without a margin memory does not limit them, so the default is 4."""
         if self.models_max is not None:
             return self.models_max
         return 0 if any(self.models_memory_margin.values()) else 4
 
     def margin(self, device: str) -> int:
-        """Bytes to keep free on the device of that name."""
+        """Bytes to keep free on a device, by its name."""
         return self.models_memory_margin.get(device, self.models_memory_margin.get("", 0))
 
 
@@ -211,7 +197,7 @@ BY_VARIABLE: Mapping[str, Option] = {name: option for option in OPTIONS for name
 
 
 def parse(given: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Settings, tuple[Problem, ...]]:
-    """Settings from flags (`given`, by name without dashes) and variables; not to be used if there are problems."""
+    """Read settings from flags (`given`, by name without dashes) and variables. Unusable if there are problems."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     problems: list[Problem] = []
@@ -232,7 +218,7 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Setting
 
 
 def _source(option: Option, given: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, str]:
-    """Text and where it came from; both empty if nothing was said. An empty variable says nothing."""
+    """The text of an option and its origin; both empty if it is not set. An empty variable counts as not set."""
     if option.flag in given:
         return given[option.flag], f"--{option.flag}"
     variable = next((name for name in option.variables if environ.get(name)), "")
@@ -284,7 +270,7 @@ def _is_address(host: str) -> bool:
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine can reach what listens on `host`: a loopback address or name, or a socket file."""
+    """Whether a server on `host` is reachable from this machine only: loopback, or a socket file."""
     name = host.strip("[]").lower()
     try:
         return ipaddress.ip_address(name).is_loopback
@@ -293,7 +279,7 @@ def is_local(host: str) -> bool:
 
 
 def hub_cache(environ: Mapping[str, str]) -> str:
-    """Where the hub library keeps repositories, by its own variables."""
+    """The folder in which the hub library keeps repositories, according to its variables."""
     if environ.get("HF_HUB_CACHE"):
         return environ["HF_HUB_CACHE"]
     cache = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '')}/.cache"
@@ -304,27 +290,23 @@ def hub_cache(environ: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Key:
-    """Who may ask. The key itself is not kept."""
+class ApiKey:
+    """An API key and its rights. Only the digest of the key is stored."""
 
-    name: str = ""
-    """For logs."""
-    digest: bytes = dataclasses.field(repr=False)
-    """SHA-256."""
+    name: str = ""  # for logs
+    digest: bytes = dataclasses.field(repr=False)  # SHA-256
     admin: bool = False
-    models: tuple[str, ...] = ()
-    """Globs of model names; empty: all."""
-    max_concurrent: int = 0
-    """Requests at once; 0: no limit."""
+    models: tuple[str, ...] = ()  # globs of model names; empty: all models
+    max_concurrent: int = 0  # requests at once; 0: no limit
 
 
-def parse_keys(text: str, admin: bool, *, file: str = "") -> tuple[Key, ...]:
-    """The keys of a key file: `KEY [name=N] [admin] [models=GLOB,GLOB] [max-concurrent=N]` a line, `#` comments.
+def parse_keys(text: str, admin: bool, *, file: str = "") -> tuple[ApiKey, ...]:
+    """Parse a key file. Each line is `KEY [name=N] [admin] [models=GLOB,GLOB] [max-concurrent=N]`; `#`: comment.
 
-    KEY may be `sha256:<hex>`; `admin`: every key of the file is an admin key. Raises ConfigError with a line for
-    each fault, none of which repeats a key.
+    KEY may be `sha256:<hex>`. With `admin` all keys of the file are admin keys. Raises ConfigError with one line per
+    problem; none of them contains a key.
     """
-    keys: list[Key] = []
+    keys: list[ApiKey] = []
     lines_of: dict[bytes, int] = {}
     problems: list[str] = []
     for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), start=1):
@@ -345,11 +327,11 @@ def parse_keys(text: str, admin: bool, *, file: str = "") -> tuple[Key, ...]:
     return tuple(keys)
 
 
-def configured_keys(settings: Settings, *, user_file: str = "", admin_file: str = "") -> tuple[Key, ...]:
-    """All keys of a router, from its flags and the text of its two key files. Raises ConfigError."""
+def configured_keys(settings: Settings, *, user_file: str = "", admin_file: str = "") -> tuple[ApiKey, ...]:
+    """All keys from the flags and the text of the two key files. Raises ConfigError."""
     keys = [
-        *(Key(digest=digest(key)) for key in settings.api_key),
-        *(Key(digest=digest(key), admin=True) for key in settings.admin_key),
+        *(ApiKey(digest=digest(key)) for key in settings.api_key),
+        *(ApiKey(digest=digest(key), admin=True) for key in settings.admin_key),
     ]
     problems: list[str] = []
     for file, text, admin in ((settings.api_key_file, user_file, False), (settings.admin_key_file, admin_file, True)):
@@ -371,11 +353,11 @@ def configured_keys(settings: Settings, *, user_file: str = "", admin_file: str 
 
 
 def digest(key: str) -> bytes:
-    """What is kept and compared in place of a key."""
+    """The digest that is stored and compared in place of a key."""
     return hashlib.sha256(key.encode()).digest()
 
 
-def _key(words: list[str], admin: bool) -> Key:
+def _key(words: list[str], admin: bool) -> ApiKey:
     secret, *rest = words
     hashed = _DIGEST.fullmatch(secret)
     if not hashed and (not _KEY.fullmatch(secret) or secret.startswith("sha256:")):
@@ -397,4 +379,4 @@ def _key(words: list[str], admin: bool) -> Key:
             raise ValueError("after the key only name=, admin, models= and max-concurrent= may stand")
     if fields["admin"] and fields.get("models"):
         raise ValueError("an admin key may use every model; remove models= or admin")
-    return Key(**fields)
+    return ApiKey(**fields)

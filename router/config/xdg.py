@@ -1,4 +1,4 @@
-"""Where a router keeps what it keeps, if no folder is named: with the user whom it runs as."""
+"""The default state and runtime folders of a router: those of the user that it runs as (XDG base directories)."""
 
 import os
 import stat
@@ -14,18 +14,17 @@ NAME = "fleet-router"
 
 
 def state(named: str) -> Path:
-    """The state folder: the one that is `named`, else the user's own. Raises ConfigError if this user has none."""
+    """The state folder: `named`, else the user's. Raises ConfigError if the user has no home folder."""
     try:
         return Path(named or platformdirs.user_state_dir(NAME))
-    except RuntimeError:  # what it says is of variables only
+    except RuntimeError:  # its message names variables only, and not the option that helps
         raise ConfigError(["this user has no home, and HOME is not set; give a --state-dir"]) from None
 
 
 def runtime(named: str, environ: Mapping[str, str], router: str) -> Path:
-    """Where the runtime files of one `router` of this user go: the folder that is `named`, else its own below the
-    session's, else below one of the temporary folder that is ours.
+    """The runtime folder of one `router`: `named`, else a folder in XDG_RUNTIME_DIR, else in the temporary folder.
 
-    Raises ConfigError if somebody else has made that one.
+    The folder in the temporary folder is private to the user. Raises ConfigError if another user has created it.
     """
     if named:
         return Path(named)
@@ -35,7 +34,7 @@ def runtime(named: str, environ: Mapping[str, str], router: str) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
-        raise ConfigError([f"{folder} belongs to somebody else; give a --runtime-dir"])
+        raise ConfigError([f"{folder} belongs to another user; give a --runtime-dir"])
     return folder / router
 
 

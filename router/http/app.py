@@ -20,8 +20,8 @@ from router.http.metrics import Metrics
 from router.http.pipeline import SERVER, Pipeline, Respond, not_found, own_headers, printable, request_id
 from router.http.proxy import Proxy
 from router.registry.auth import SAFE_METHODS
-from router.registry.pulls import Hub
-from router.registry.registry import Site
+from router.registry.pulls import HubModels
+from router.registry.registry import Registry
 from worker.protocol.routes import ROUTES, Route
 
 LINGERING = 2.0
@@ -36,11 +36,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class App:
     """The HTTP side of one router."""
 
-    def __init__(self, site: Site, proxy: Proxy, metrics: Metrics, *, most_buffered: int = BUFFERED_IN_ALL):
-        self._site = site
-        self._prefix = site.settings.api_prefix
-        self._pipeline = Pipeline(site, proxy, metrics, most_buffered=most_buffered)
-        services = Services(site, Hub(site), self._pipeline.requests, metrics)
+    def __init__(self, registry: Registry, proxy: Proxy, metrics: Metrics, *, most_buffered: int = BUFFERED_IN_ALL):
+        self._registry = registry
+        self._prefix = registry.settings.api_prefix
+        self._pipeline = Pipeline(registry, proxy, metrics, most_buffered=most_buffered)
+        services = Services(registry, HubModels(registry), self._pipeline.requests, metrics)
         self._dispatcher = Dispatcher(services, self._pipeline.bodies)
         self._routes: dict[web.AbstractRoute, Route] = {}
         """The declaration of each of aiohttp's routes."""
@@ -119,7 +119,7 @@ class App:
             response.headers.update(incoming.ignored)
             if isinstance(incoming.outlet, AiohttpOutlet):
                 incoming.outlet.began(response)
-        response.headers.update(self._site.access.cors_headers(request))
+        response.headers.update(self._registry.access.cors_headers(request))
 
     # Plain requests
 

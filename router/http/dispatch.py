@@ -9,8 +9,8 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from router.api.call import ApiCall, ApiFunction, Frames, Reply, Result, Services
-from router.config.settings import Key
+from router.api.call import ApiCall, ApiFunction, ApiResult, FrameStream, JsonReply, Services
+from router.config.settings import ApiKey
 from router.http.incoming import PHASE, Bodies, asked_of
 from worker.protocol.dialects import Dialect
 from worker.protocol.routes import Route
@@ -18,7 +18,7 @@ from worker.protocol.streams import stream
 
 API = "router.api"
 """The package of the functions that routes name."""
-Work = Callable[[web.Request, Key], Awaitable[web.StreamResponse]]
+Work = Callable[[web.Request, ApiKey], Awaitable[web.StreamResponse]]
 
 
 def function_of(route: Route) -> ApiFunction:
@@ -40,12 +40,12 @@ class Dispatcher:
         """The handler of a route that the router answers itself."""
         function = function_of(route)
 
-        async def work(request: web.Request, key: Key) -> web.StreamResponse:
+        async def work(request: web.Request, key: ApiKey) -> web.StreamResponse:
             return await self._respond(request, await function(self._call(request, route, key)))
 
         return work
 
-    def _call(self, request: web.Request, route: Route, key: Key) -> ApiCall:
+    def _call(self, request: web.Request, route: Route, key: ApiKey) -> ApiCall:
         body = partial(self._bodies.object, request)
         return ApiCall(request, route, asked_of(request, route), key, self._services, body)
 
@@ -54,12 +54,12 @@ class Dispatcher:
         for task in self._streams:
             task.cancel()
 
-    async def _respond(self, request: web.Request, result: Result) -> web.StreamResponse:
+    async def _respond(self, request: web.Request, result: ApiResult) -> web.StreamResponse:
         if isinstance(result, web.Response):
             return result
-        if isinstance(result, Frames):
+        if isinstance(result, FrameStream):
             return await self._stream(request, result)
-        reply = result if isinstance(result, Reply) else Reply(result)
+        reply = result if isinstance(result, JsonReply) else JsonReply(result)
         return web.Response(
             body=orjson.dumps(reply.body),
             status=reply.status,
@@ -68,7 +68,7 @@ class Dispatcher:
             charset="utf-8",
         )
 
-    async def _stream(self, request: web.Request, result: Frames) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, result: FrameStream) -> web.StreamResponse:
         """Send frames until the client disconnects or stops reading."""
         request[PHASE] = "events"
         response = web.StreamResponse(headers=stream(result.dialect).headers)
@@ -78,18 +78,18 @@ class Dispatcher:
         task = asyncio.current_task()
         assert task is not None
         self._streams.add(task)
-        site = self._services.site
+        registry = self._services.registry
         try:
             if result.dialect is Dialect.ADMIN:
                 await response.write(b": open\n\n")
             async for frame in result.frames:
-                async with asyncio.timeout(site.settings.write_stall or None):
+                async with asyncio.timeout(registry.settings.write_stall or None):
                     await response.write(frame)
         except (TimeoutError, ConnectionError):
             if request.transport is not None:
                 request.transport.abort()
         except asyncio.CancelledError:
-            if not site.closing:
+            if not registry.closing:
                 raise
         finally:
             self._streams.discard(task)

@@ -13,11 +13,11 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from router.config.settings import Key
+from router.config.settings import ApiKey
 from router.errors import BadRequest, BodyTimeout, EncodingUnsupported, QueueFull, TooLarge
 from router.http.proxy import Answer, Outlet
-from router.registry.auth import ANYBODY
-from router.registry.registry import Site
+from router.registry.auth import NO_KEY
+from router.registry.registry import Registry
 from worker.protocol.dialects.lmi import OPENAIS
 from worker.protocol.headers import ignored_fields
 from worker.protocol.routes import Route, query, unknown_fields
@@ -49,7 +49,7 @@ class Incoming:
     changes_state: bool = True
     """False for a GET that triggers nothing; such requests may come from any web page."""
     # Found out by the pipeline:
-    key: Key = ANYBODY
+    key: ApiKey = NO_KEY
     body: bytes = b""
     held: int = 0  # bytes of its body that are counted in `Bodies.held`
     model: str = "unknown"  # the id of the model
@@ -108,8 +108,8 @@ def is_openais(body: bytes) -> bool:
 class Bodies:
     """The bodies of all running requests."""
 
-    def __init__(self, site: Site, most: int = BUFFERED_IN_ALL):
-        self._site = site
+    def __init__(self, registry: Registry, most: int = BUFFERED_IN_ALL):
+        self._registry = registry
         self.held = 0
         """Bytes of those whose requests have not ended."""
         self.most = most
@@ -117,7 +117,7 @@ class Bodies:
 
     async def read(self, incoming: Incoming) -> bytes:
         """The whole body, bounded in size, time and sum, and counted until the request ends. Raises ApiError."""
-        settings, outlet = self._site.settings, incoming.outlet
+        settings, outlet = self._registry.settings, incoming.outlet
         if outlet.headers.get("content-encoding", "identity").casefold() not in ("", "identity"):
             raise EncodingUnsupported("send the body without Content-Encoding")
         limit, stated = settings.max_body_size, outlet.content_length
@@ -142,7 +142,7 @@ class Bodies:
         """Raises TooLarge, QueueFull."""
         self.held += more
         incoming.held += more
-        limit = self._site.settings.max_body_size
+        limit = self._registry.settings.max_body_size
         if incoming.held > limit:
             raise TooLarge(f"the body has more than the {limit} bytes that are allowed", headers=CLOSE)
         if self.held > self.most:
@@ -163,7 +163,7 @@ class Bodies:
             raise BadRequest(f"the body is not a JSON object: {bad.msg[:200]}", reason="invalid_json") from None
         assert isinstance(found, dict)
         strange = unknown_fields(request[ROUTE], found)
-        if strange and self._site.settings.strict_fields:
+        if strange and self._registry.settings.strict_fields:
             raise BadRequest(
                 "this field is unknown; leave it out, or serve without strict-fields to have it ignored",
                 reason="unknown_parameter",

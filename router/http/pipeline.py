@@ -23,13 +23,13 @@ import orjson
 
 from router import __version__
 from router.api import ollama
-from router.api.request_log import Record, Requests
+from router.api.request_log import RequestLog, RequestRecord
 from router.errors import ApiError, BadRequest, Internal
 from router.http.incoming import BUFFERED_IN_ALL, Bodies, Incoming, Peek, is_openais, peek
 from router.http.listener import PlainRequest
 from router.http.metrics import Metrics
 from router.http.proxy import Answer, Call, Proxy
-from router.registry.registry import Site, flag
+from router.registry.registry import Registry, flag
 from worker.protocol.dialects import Dialect
 from worker.protocol.errors import error_body
 from worker.protocol.routes import FLAGS, ROUTES, Loads, Plane, Route, dialect_of, refusal
@@ -56,13 +56,13 @@ _CONTROL = dict.fromkeys((*range(32), 127), "?")
 class Pipeline:
     """The request pipeline of one router."""
 
-    def __init__(self, site: Site, proxy: Proxy, metrics: Metrics, *, most_buffered: int = BUFFERED_IN_ALL):
-        self._site = site
+    def __init__(self, registry: Registry, proxy: Proxy, metrics: Metrics, *, most_buffered: int = BUFFERED_IN_ALL):
+        self._registry = registry
         self._proxy = proxy
         self._metrics = metrics
-        self.bodies = Bodies(site, most_buffered)
-        self.requests = Requests()
-        site.events.fold(self.requests.hear)
+        self.bodies = Bodies(registry, most_buffered)
+        self.requests = RequestLog()
+        registry.events.fold(self.requests.on_event)
 
     async def serve(self, plain: PlainRequest) -> None:
         """Take a plain request through all steps; all of them are for a worker. Raises like `run`."""
@@ -104,7 +104,7 @@ class Pipeline:
 
     def _admit(self, incoming: Incoming) -> None:
         """Raises BadRequest, EncodingUnsupported, Forbidden."""
-        access, outlet = self._site.access, incoming.outlet
+        access, outlet = self._registry.access, incoming.outlet
         outlet.check_framing()
         access.check_host(outlet)
         if incoming.method != "OPTIONS":  # a preflight is how a browser asks; the answer's CORS headers decide
@@ -116,7 +116,7 @@ class Pipeline:
         if route is None:  # the 404 or 405 that follows needs no key
             return
         plane = Plane.ADMIN if any(query.get(name) for name in route.admin_query) else route.plane
-        incoming.key = self._site.access.authorize(incoming.outlet, plane)
+        incoming.key = self._registry.access.authorize(incoming.outlet, plane)
         for name in FLAGS if query else ():
             flag(query, name)  # rejected here even where the route would not come to use it
 
@@ -144,15 +144,15 @@ class Pipeline:
         if named is not None and not isinstance(named, str):
             raise BadRequest("model must be a string", param="model")
         if is_ollamas and named is not None:
-            named = ollama.known(self._site, incoming.key, named)
-        id, name = self._site.choose(incoming.key, path=incoming.path_id, body=named, query=incoming.query)
+            named = ollama.known(self._registry, incoming.key, named)
+        id, name = self._registry.choose(incoming.key, path=incoming.path_id, body=named, query=incoming.query)
         return id, name, named is not None
 
     def _choose_adapter(self, incoming: Incoming, id: str, name: str) -> str:
         """The adapter that a request names outside its body: as part of the model's name, in the query or in LMI's
         header. Raises BadRequest for two that differ, ModelNotFound."""
         assert incoming.route is not None
-        adapter = self._site.names.adapter(name)
+        adapter = self._registry.names.adapter(name)
         other = incoming.query.get("adapter", "")
         if incoming.route.dialect is Dialect.LMI:
             other = other or incoming.outlet.headers.get(LMI_ADAPTER_HEADER, "")
@@ -164,7 +164,7 @@ class Pipeline:
                 reason="model_conflict",
                 param="adapter",
             )
-        self._site.check_adapter(id, other)
+        self._registry.check_adapter(id, other)
         return other
 
     def _call(self, incoming: Incoming, seen: Peek, id: str, adapter: str, *, read: float, asked: str) -> Call:
@@ -174,8 +174,8 @@ class Pipeline:
         autoload = flag(incoming.query, "autoload") if incoming.query else None
         if autoload is None and route.loads is not Loads.FOLLOWS:
             autoload = False
-        preset = self._site.members.find(id).preset
-        timeout = self._site.settings.timeout if preset.request_timeout is None else preset.request_timeout
+        preset = self._registry.shared_workers.find(id).preset
+        timeout = self._registry.settings.timeout if preset.request_timeout is None else preset.request_timeout
         streams = _streams(route, seen)
         return Call(
             route=route,
@@ -195,10 +195,10 @@ class Pipeline:
     async def _proxied(self, incoming: Incoming, answer: Answer) -> int:
         """Forward within the limits of the key, and keep a record of the request. How it ended."""
         id, key, arrived = incoming.model, incoming.key, incoming.arrived
-        record = Record(incoming.id, id, answer.call.route.name, incoming.client, key.name, time.time(), arrived)
+        record = RequestRecord(incoming.id, id, answer.call.route.name, incoming.client, key.name, time.time(), arrived)
         self.requests.began(record)
         try:
-            with self._site.access.running(key, lambda: self._site.members.turnover(id)):
+            with self._registry.access.running(key, lambda: self._registry.shared_workers.turnover(id)):
                 incoming.answer = record.answer = answer
                 await self._proxy.forward(answer)
             assert answer.status is not None
@@ -207,7 +207,7 @@ class Pipeline:
             record.status = error.status
             if error.reason == "key_concurrency":  # the fleet records all other rejections
                 about = {"key": key.name, "limit": key.max_concurrent}
-                self._site.fleet.rejections.append(id, error, **about)
+                self._registry.fleet.rejections.append(id, error, **about)
             raise
         finally:
             self.requests.ended(record)
@@ -237,7 +237,7 @@ class Pipeline:
         if pending is None:
             return
         try:
-            async with asyncio.timeout(self._site.settings.write_stall or None):
+            async with asyncio.timeout(self._registry.settings.write_stall or None):
                 await pending
         except TimeoutError:
             raise ConnectionError("the client does not read") from None
@@ -247,7 +247,9 @@ class Pipeline:
         route, path = incoming.route, incoming.path
         if error.status in (401, 429, 503, 507):
             self._metrics.rejections.labels("auth" if error.status == 401 else error.reason).inc()
-        dialect = route.dialect if route is not None else dialect_of(path.removeprefix(self._site.settings.api_prefix))
+        dialect = (
+            route.dialect if route is not None else dialect_of(path.removeprefix(self._registry.settings.api_prefix))
+        )
         body = error_body(
             dialect,
             status=error.status,
@@ -269,7 +271,7 @@ class Pipeline:
     def _count_and_log(self, incoming: Incoming) -> None:
         route, status, model = incoming.route, incoming.status, incoming.model
         self._metrics.requests.add(model, route.name if route is not None else "unknown", str(status))
-        logged = self._site.settings.access_log
+        logged = self._registry.settings.access_log
         if logged == "all" or (logged == "errors" and status >= 400):
             client, took = incoming.client or "-", time.monotonic() - incoming.arrived
             path = printable(incoming.path)

@@ -28,8 +28,8 @@ from router.fleet.lifecycle import lost_error
 from router.fleet.worker import State
 from router.launch.interface import WorkerProcess
 from router.launch.worker_client import Exchange, NotHttp, WireError
-from router.registry import adapters
-from router.registry.shared_workers import Members, by_name
+from router.registry import shared_workers
+from router.registry.shared_workers import SharedWorkers, with_name
 from worker.protocol.dialects import Dialect
 from worker.protocol.errors import in_openais_words
 from worker.protocol.headers import (
@@ -341,10 +341,10 @@ class _Limit:
 class Proxy:
     """Forwards calls to the workers of one fleet."""
 
-    def __init__(self, members: Members, pace: Pace):
+    def __init__(self, shared_workers: SharedWorkers, pace: Pace):
         self._loop = asyncio.get_running_loop()
-        self._members = members
-        self._fleet = members.fleet
+        self._shared_workers = shared_workers
+        self._fleet = shared_workers.fleet
         self._pace = pace
         self._limits: dict[_Limit, float] = {}
         """When each long time limit is up, by the loop's clock."""
@@ -380,7 +380,7 @@ class Proxy:
             raise asyncio.CancelledError from None
         except ApiError as error:
             lease = answer.lease
-            await _fail(answer, error if lease is None else by_name(error, lease.model.preset.id, call.model))
+            await _fail(answer, error if lease is None else with_name(error, lease.model.preset.id, call.model))
 
     def _watch(self, limit: "_Limit", left: float) -> None:
         """Make `limit` pass in `left` seconds; a long one passes up to LOOK later."""
@@ -411,7 +411,7 @@ class Proxy:
             lost = unanswered.error
             log.info("%s: %s; sent once more", answer.call.request_id, lost.message)
         except ModelNotFound as gone:
-            if answer.lease is None or self._members.find(answer.call.model).model is answer.lease.model:
+            if answer.lease is None or self._shared_workers.find(answer.call.model).model is answer.lease.model:
                 raise
             lost = gone
         try:
@@ -423,13 +423,13 @@ class Proxy:
 
     async def _attempt(self, answer: Answer) -> None:
         call = answer.call
-        with self._members.lease(call.model, autoload=call.autoload) as lease:
+        with self._shared_workers.lease(call.model, autoload=call.autoload) as lease:
             answer.lease = lease
             before = time.monotonic()
             process = await self._ready(lease, answer)
-            answer.profile = call.model if await self._members.prepare(lease.worker, call.model) else ""
+            answer.profile = call.model if await self._shared_workers.prepare(lease.worker, call.model) else ""
             if lease.worker.preset.adapter_slots:
-                await adapters.tell(lease.worker, self._fleet.files)
+                await shared_workers.send_adapters(lease.worker, self._fleet.files)
             waited = time.monotonic() - before
             load = min(waited, lease.worker.load_seconds) if waited > 0.001 else 0.0
             answer.queued, answer.loaded = waited - load, load

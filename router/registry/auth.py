@@ -1,6 +1,7 @@
 """Access rules: API keys, host names, origins, and the requests that one key may run at once.
 
-Keys are stored and compared as digests, all of them each time, so that neither timing nor a memory dump reveals one.
+Keys are stored and compared as digests. Each check compares all of them, so timing reveals nothing about a key, and a
+memory dump contains none.
 """
 
 import fnmatch
@@ -16,36 +17,34 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from router.config.settings import Key
+from router.config.settings import ApiKey
 from router.errors import BadRequest, Forbidden, QueueFull, Unauthorized
 from worker.protocol.routes import Plane
 
-ANYBODY = Key(name="", digest=b"", admin=True, models=(), max_concurrent=0)
-"""The key of every request while no key is configured."""
+NO_KEY = ApiKey(name="", digest=b"", admin=True, models=(), max_concurrent=0)
+"""The identity of all requests of a router without keys: full access."""
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-MOST_HOSTS = 256
-"""Host headers whose check is cached. The cache is bounded because clients choose the header."""
-UNCOUNTED = nullcontext()
-"""For a request whose key has no limit."""
+MAX_CACHED_HOSTS = 256  # bounded because clients choose the header; the number is a guess
+UNLIMITED = nullcontext()  # shared by all requests of keys without a limit
+# Response headers that pages of other origins may read, beside those that browsers always expose.
 EXPOSED = "X-Request-Id, X-Router-Model, X-Ignored-Fields, X-Should-Retry, Retry-After, Server-Timing"
-"""What pages of other origins may read of an answer's head, beside what browsers let all of them read."""
 HEADER_NAMES = re.compile(r"[A-Za-z0-9_-]+(, ?[A-Za-z0-9_-]+)*")
 
 
-class Headed(Protocol):
-    """The headers of a request."""
+class HasHeaders(Protocol):
+    """A request, as far as these rules read it."""
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """By lower-case name."""
+        """All headers, by lower-case name."""
 
 
 class Access:
-    """The rules of one router. `keys` may be replaced at any time (key files are read again on a reload)."""
+    """The access rules of one router. A reload replaces `keys`."""
 
     def __init__(
         self,
-        keys: Sequence[Key],
+        keys: Sequence[ApiKey],
         *,
         cors_origins: Sequence[str] = (),
         allowed_hosts: Sequence[str] = (),
@@ -56,58 +55,60 @@ class Access:
         self._hosts = tuple(host.casefold() for host in allowed_hosts)
         self._metrics_public = metrics_public
         self._running: Counter[bytes] = Counter()
-        self._fine_hosts: set[tuple[str, bool]] = set()
-        """Host headers that were looked at and let pass, with whether keys existed then."""
+        # Host headers that passed the check. The rule depends on whether keys exist, so that is part of the entry.
+        self._allowed_host_headers: set[tuple[str, bool]] = set()
 
-    def identify(self, request: Headed) -> Key | None:
-        """The key that a request carries; None if it carries none that is known."""
+    def identify(self, request: HasHeaders) -> ApiKey | None:
+        """The key of a request; None if it has none or an unknown one."""
         if not self.keys:
-            return ANYBODY
+            return NO_KEY
         presented = request.headers.get("x-api-key", "")
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         if scheme.casefold() == "bearer" and token.strip():
             presented = token.strip()
         digest = hashlib.sha256(presented.encode("utf-8", "surrogateescape")).digest()
         found = None
-        for key in self.keys:
+        for key in self.keys:  # no early exit: the time must not depend on the position of the key
             if hmac.compare_digest(key.digest, digest):
                 found = key
         return found
 
-    def authorize(self, request: Headed, plane: Plane) -> Key:
-        """The key, if it may use `plane`. Raises Unauthorized, Forbidden."""
+    def authorize(self, request: HasHeaders, plane: Plane) -> ApiKey:
+        """Return the key of a request if it may use `plane`. Raises Unauthorized, Forbidden."""
         public = plane is Plane.PUBLIC or (plane is Plane.METRICS and self._metrics_public)
         key = self.identify(request)
         if key is None:
             if public:
-                return Key(name="", digest=b"", admin=False, models=(), max_concurrent=0)
+                return ApiKey(name="", digest=b"", admin=False, models=(), max_concurrent=0)
             raise Unauthorized
         if plane is Plane.ADMIN and not self.is_admin(key):
             raise Forbidden("this needs an admin key")
         return key
 
-    def is_admin(self, key: Key) -> bool:
-        """An admin key if one exists, else any key that is not limited to some models."""
+    def is_admin(self, key: ApiKey) -> bool:
+        """Whether `key` has admin rights. If no admin key is configured, all keys without `models=` have them."""
         if not self.keys:
             return True
         return key.admin if any(each.admin for each in self.keys) else not key.models
 
     @staticmethod
-    def may_use(key: Key, model: str) -> bool:
+    def may_use(key: ApiKey, model: str) -> bool:
         return not key.models or any(fnmatch.fnmatchcase(model, glob) for glob in key.models)
 
-    def running(self, key: Key, come_back: Callable[[], float] = lambda: 1.0) -> AbstractContextManager[None]:
-        """Count one request of `key` for the length of the block. Raises QueueFull over its max-concurrent, with the
-        seconds that `come_back` says."""
-        return self._running_one(key, come_back) if key.max_concurrent else UNCOUNTED
+    def running(self, key: ApiKey, retry_after: Callable[[], float] = lambda: 1.0) -> AbstractContextManager[None]:
+        """Count one running request of `key` during the block.
+
+        Raises QueueFull, with the seconds of `retry_after`, if the key already runs its max-concurrent requests.
+        """
+        return self._count_running(key, retry_after) if key.max_concurrent else UNLIMITED
 
     @contextmanager
-    def _running_one(self, key: Key, come_back: Callable[[], float]) -> Iterator[None]:
+    def _count_running(self, key: ApiKey, retry_after: Callable[[], float]) -> Iterator[None]:
         if self._running[key.digest] >= key.max_concurrent:
             raise QueueFull(
-                f"this key already runs {key.max_concurrent} requests at once",
+                f"this key already runs {key.max_concurrent} requests, the most that it may run at once",
                 reason="key_concurrency",
-                retry_after=come_back(),
+                retry_after=retry_after(),
             )
         self._running[key.digest] += 1
         try:
@@ -115,20 +116,24 @@ class Access:
         finally:
             self._running[key.digest] -= 1
 
-    def check_host(self, request: Headed) -> None:
-        """Refuse names that a rebound DNS entry could have: without keys a Host must be an IP literal, a single
-        label, *.localhost or allowed; with keys only if there is a list. Raises Forbidden, BadRequest."""
+    def check_host(self, request: HasHeaders) -> None:
+        """Reject Host headers of DNS rebinding attacks. Raises Forbidden, BadRequest.
+
+        Without keys the host must be an IP address, a single label, *.localhost, or one of --allowed-hosts. With keys
+        the rule only applies if --allowed-hosts is given: a rebound page does not have a key.
+        """
         host = request.headers.get("host")
         if host is None:  # HTTP/1.0; the transport has rejected a missing or second Host in HTTP/1.1
             return
-        looked_at = host, bool(self.keys)
-        if looked_at in self._fine_hosts:
+        entry = host, bool(self.keys)
+        if entry in self._allowed_host_headers:
             return
         self._check_host(host.strip())
-        if len(self._fine_hosts) < MOST_HOSTS:
-            self._fine_hosts.add(looked_at)
+        if len(self._allowed_host_headers) < MAX_CACHED_HOSTS:
+            self._allowed_host_headers.add(entry)
 
     def _check_host(self, value: str) -> None:
+        # `urlsplit` below would accept these characters and take another part of the text for the host.
         if not value or any(mark in value for mark in "@/\\,?#") or any(char.isspace() for char in value):
             raise BadRequest("the Host header is not a host")
         host = _hostname(f"//{value}").rstrip(".")
@@ -151,8 +156,8 @@ class Access:
             return True
         return "localhost" in self._origins and origin.isascii() and _is_loopback(_hostname(origin))
 
-    def check_origin(self, request: Headed, *, changes_state: bool) -> None:
-        """Refuse state-changing requests that a foreign page makes a browser send. Raises Forbidden."""
+    def check_origin(self, request: HasHeaders, *, changes_state: bool) -> None:
+        """Reject state-changing requests that pages of other origins make a browser send (CSRF). Raises Forbidden."""
         if not changes_state:
             return
         origin = request.headers.get("origin")
@@ -160,11 +165,12 @@ class Access:
             if self.allows_origin(origin) or _same_origin(origin, request.headers.get("host", "")):
                 return
             raise Forbidden("this origin is not allowed; see --cors-origins", reason="origin_not_allowed")
+        # Browsers leave Origin out of some requests, but not Sec-Fetch-Site.
         if request.headers.get("sec-fetch-site", "").casefold() == "cross-site":
             raise Forbidden("cross-site requests are not allowed; see --cors-origins", reason="origin_not_allowed")
 
     def cors_headers(self, request: web.Request) -> dict[str, str]:
-        """`Access-Control-*` for an allowed origin; never with credentials."""
+        """The `Access-Control-*` headers for an allowed origin. They never allow credentials."""
         origin = request.headers.get("Origin")
         if origin is None or not self.allows_origin(origin):
             return {}
@@ -182,7 +188,7 @@ class Access:
 
 
 def _hostname(url: str) -> str:
-    """The host of a URL, without regard to case; empty if it has none that can be read."""
+    """The host of a URL in lower case; empty if the URL has none or is invalid."""
     try:
         return (urlsplit(url).hostname or "").casefold()
     except ValueError:
@@ -204,6 +210,6 @@ def _is_loopback(host: str) -> bool:
 
 
 def _same_origin(origin: str, host: str) -> bool:
-    """Whether the page came from this very server (a browser sends Origin with its own POSTs, too)."""
+    """Whether the page came from this server. Browsers send Origin with POSTs to the page's own server as well."""
     scheme, _, rest = origin.partition("://")
     return bool(host) and scheme.casefold() in ("http", "https") and rest.casefold() == host.strip().casefold()

@@ -1,8 +1,8 @@
-"""Models that come from the hub while the router runs, and that leave its cache again.
+"""Pulls: models that are downloaded from the hub, or deleted from its cache, while the router runs.
 
-A download is a worker's life that ends with the files: it takes no memory and no place, is listed and followed like
-any other, and goes on to a load if somebody asks for the model meanwhile. One that breaks off keeps its partial files,
-and its place in the list, until it is asked for again or deleted.
+A pull is a worker that stops when the files are complete. It takes no device memory, and is listed and reports progress
+like any other worker. If a request needs the model meanwhile, the same worker goes on and loads it. A pull that fails
+keeps its partial files and its entry in the list until it is repeated or deleted.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from router.config.presets import Preset, repository
-from router.config.resolve import Found
-from router.config.settings import Key
+from router.config.resolve import FoundModel
+from router.config.settings import ApiKey
 from router.errors import (
     ApiError,
     BadRequest,
@@ -26,70 +26,72 @@ from router.errors import (
 )  # fmt: skip
 from router.events import Event
 from router.fleet.worker import State, Worker
-from router.registry.registry import Site
-from router.registry.shared_workers import Listed
+from router.registry.registry import Registry
+from router.registry.shared_workers import ListedModel
 from router.store import hub_cache
 from router.store.catalogue import hub_id
 
 T = TypeVar("T")
 
 
-class Hub:
-    """What one router fetches and deletes."""
+class HubModels:
+    """The pulls and deletions of one router."""
 
-    def __init__(self, site: Site):
-        self.site = site
+    def __init__(self, registry: Registry):
+        self.registry = registry
         self._tasks: set[asyncio.Task[Any]] = set()
+        # Number of calls that follow a pull which one of them began, by worker id. The last one to leave cancels it.
         self._followers: dict[int, int] = {}
-        """How many calls want a download that one of them began, by its worker: the last to leave ends it."""
 
-    # Fetching
+    # Pulling
 
     async def fetch(self, text: str) -> tuple[str, Worker | None]:
-        """Begin to fetch `org/name[:revision]`; returns its id and the download, once the hub has said what there is.
+        """Begin to download `org/name[:revision]`. Returns the model's id and the worker that downloads.
 
-        None: all files are here already, and only were not listed. What is begun goes on if the caller leaves. Raises
-        BadRequest for what cannot be fetched or exists, LoadBackoff if the hub or the disk may do better later.
+        Returns when the hub has listed the files. The worker is None if all files were in the cache and only the entry
+        in the list was missing. The download goes on if the caller is cancelled. Raises BadRequest if the model exists
+        or cannot be downloaded, LoadBackoff if a later try may succeed.
         """
-        return await self._to_its_end(self._fetch(text))
+        return await self._uncancelled(self._fetch(text))
 
     async def _fetch(self, text: str) -> tuple[str, Worker | None]:
-        site = self.site
-        id, found = self._meant(text)
-        is_new = id not in site.fetched or id not in site.members.listed
+        registry = self.registry
+        id, found = self._find_on_hub(text)
+        is_new = id not in registry.overrides.fetched or id not in registry.shared_workers.listed
         if is_new:
             try:
-                await site.add(id, found=found)
+                await registry.add(id, found=found)
             except Duplicate:
                 raise BadRequest(f"model '{id}' already exists", param="model") from None
-        listed = site.members.find(id)
+        listed = registry.shared_workers.find(id)
         model = listed.model
         if any(not worker.retired.is_set() for worker in model.workers):
             raise BadRequest(f"model '{id}' already exists: it is being fetched", param="model")
-        if site.files.find(listed.preset) is not None:
+        if registry.files.find(listed.preset) is not None:
             if not is_new:
                 raise BadRequest(f"model '{id}' already exists", param="model")
-            site.events.append("listed", id)
+            registry.events.append("listed", id)
             return id, None
-        worker = site.fleet.fetch(model.preset.id)
+        worker = registry.fleet.fetch(model.preset.id)
         async for event in self.follow(worker):
-            if event.kind == "progress":
+            if event.kind == "progress":  # the hub has listed the files
                 return id, worker
         try:
             self.check(worker)
         except ApiError:
-            if is_new and (now := site.members.listed.get(id)) is not None and now.model is model:
-                site.remove(id, "requested")
+            # The pull failed at once: remove the entry, unless a reload or another call has replaced the model.
+            if is_new and (now := registry.shared_workers.listed.get(id)) is not None and now.model is model:
+                registry.remove(id, "requested")
             raise
         return id, worker
 
-    def _meant(self, text: str) -> tuple[str, Found]:
-        """What a name means on the hub. Raises BadRequest if nothing can be fetched, or not by that name."""
+    def _find_on_hub(self, text: str) -> tuple[str, FoundModel]:
+        """The id and the repository of a model name. Raises BadRequest if it cannot be pulled."""
         try:
             repo, revision = repository(text)
         except ValueError as error:
             raise BadRequest(str(error), param="model") from None
-        settings = self.site.settings
+        settings = self.registry.settings
         if settings.offline:
             raise BadRequest(f"{text} cannot be fetched: the router was started with --offline", param="model")
         if not settings.models_cache:
@@ -98,14 +100,14 @@ class Hub:
                 param="model",
             )
         id = hub_id(repo, revision)
-        return id, Found(id, "cache", repo=repo, revision=revision)
+        return id, FoundModel(id, "cache", repo=repo, revision=revision)
 
     async def follow(self, worker: Worker) -> AsyncIterator[Event]:
-        """What happens to a download, as it comes, until it is over."""
-        mark = self.site.events.last_id
+        """The events of a download until it ends."""
+        mark = self.registry.events.last_id
         if worker.state is not State.DOWNLOADING:
             return
-        async for event in self.site.events.follow(mark):
+        async for event in self.registry.events.follow(mark):
             if worker.state is not State.DOWNLOADING:
                 return
             if event.model == worker.preset.id and event.data.get("worker") == worker.id:
@@ -113,36 +115,37 @@ class Hub:
 
     @staticmethod
     def check(worker: Worker) -> None:
-        """Raises why a download that is over has not brought the files."""
+        """Raise the error of an ended download; return if its files are complete."""
         if worker.snapshot:
             return
         id, lost = worker.preset.id, worker.lost
         if lost is None:
-            raise LoadBackoff(f"the download of '{id}' was cancelled; ask for it again to go on", retry_after=1)
+            raise LoadBackoff(f"the download of '{id}' was cancelled; repeat the request to resume it", retry_after=1)
         if lost.final:
             raise BadRequest(f"model '{id}' cannot be fetched: {lost.message}", param="model")
         raise LoadBackoff(f"model '{id}' cannot be fetched now: {lost.message}", retry_after=5)
 
-    async def pull(self, key: Key, name: str) -> "Pull":
-        """Like `fetch`, of a model that may be listed, here, or coming already. Raises BadRequest, LoadBackoff."""
+    async def pull(self, key: ApiKey, name: str) -> "Pull":
+        """Like `fetch`, but a model may also be listed, complete, or downloading. Raises BadRequest, LoadBackoff."""
         try:
-            listed = self.site.model(key, name)
+            listed = self.registry.model(key, name)
         except ModelNotFound:
             _, worker = await self.fetch(name)
             return Pull(worker, began=True)
         worker = listed.model.open
         if worker is not None and worker.state is State.DOWNLOADING:
             return Pull(worker, began=False)
-        if worker is not None or self.site.files.find(listed.preset) is not None:
+        if worker is not None or self.registry.files.find(listed.preset) is not None:
             return Pull(None, began=False)
-        self.site.files.download(listed.preset)  # may be forbidden
-        return Pull(self.site.fleet.fetch(listed.model.preset.id), began=True)
+        self.registry.files.download(listed.preset)  # raises if the model cannot be downloaded
+        return Pull(self.registry.fleet.fetch(listed.model.preset.id), began=True)
 
     @contextmanager
-    def wanted(self, pull: "Pull") -> Iterator[None]:
-        """Follow a download for the length of the block; of one that calls like this began the last to leave ends it.
+    def following(self, pull: "Pull") -> Iterator[None]:
+        """Keep a download running during the block.
 
-        What has come by then stays for the next try.
+        Clients of Ollama cancel a pull by closing the connection. So a download that such a call began is cancelled at
+        the end of the last block. Its partial files stay for the next try.
         """
         worker = pull.worker
         if worker is None:
@@ -158,85 +161,90 @@ class Hub:
                 if not self._followers[worker.id]:
                     del self._followers[worker.id]
                     if worker.state is State.DOWNLOADING and not worker.leases:
-                        self.site.fleet.retire(worker, "requested", drain=0.0)
+                        self.registry.fleet.retire(worker, "requested", drain=0.0)
 
     # Deleting
 
-    async def delete(self, key: Key, name: str) -> None:
-        """Stop a model and delete its files from the cache, or cancel its download and delete what has come of it.
+    async def delete(self, key: ApiKey, name: str) -> None:
+        """Stop a model, or cancel its download, and delete its files from the cache.
 
-        Returns once they are gone; running requests get the time of a drain first. What is begun goes on if the caller
-        leaves. Raises ModelNotFound, BadRequest for a model of another source, InUse if a preset needs the files.
+        Returns when they are deleted. Running requests have the drain time to finish. The deletion goes on if the
+        caller is cancelled. Raises ModelNotFound, BadRequest for a model of another source, InUse if a preset needs the
+        files.
         """
-        listed = self.site.model(key, name)
+        listed = self.registry.model(key, name)
         if listed.preset.source != "cache":
             where = "a preset" if listed.preset.source == "preset" else "--models-dir"
             raise BadRequest(
-                f"model '{listed.id}' comes from {where}: only downloaded ones can be deleted; take it out there",
+                f"model '{listed.id}' comes from {where}: only downloaded models can be deleted; remove it there",
                 param="model",
             )
-        if found := await users(self.site, listed.preset):
+        if found := await presets_using_files(self.registry, listed.preset):
             raise InUse(f"the files of '{listed.id}' are used by {', '.join(found)}; change that preset first")
-        await self._to_its_end(self._delete(listed))
+        await self._uncancelled(self._delete(listed))
 
-    async def _delete(self, listed: Listed) -> None:
-        site, preset = self.site, listed.preset
-        if (now := site.members.listed.get(preset.id)) is None or now.model is not listed.model:
-            raise ModelNotFound(f"model '{preset.id}' is gone already", param="model")
-        site.leaving.add(preset.id)
+    async def _delete(self, listed: ListedModel) -> None:
+        registry, preset = self.registry, listed.preset
+        if (now := registry.shared_workers.listed.get(preset.id)) is None or now.model is not listed.model:
+            raise ModelNotFound(f"model '{preset.id}' was removed meanwhile", param="model")
+        # A reload during the deletion must not list the model again while some of its files are left.
+        registry.deleting.add(preset.id)
         try:
-            for worker in site.remove(preset.id, "requested"):
+            for worker in registry.remove(preset.id, "requested"):
                 await worker.stopped.wait()
-            others = [other.preset for other in site.members.listed.values() if other.preset.repo == preset.repo]
-            keep = {Path(folder).name for other in others if (folder := site.files.find(other)) is not None}
-            cache, repo, revision = site.settings.hub_cache, preset.repo, preset.revision
+            # Other revisions of the repository share its blobs, so the snapshots that they use are kept.
+            others = [
+                other.preset for other in registry.shared_workers.listed.values() if other.preset.repo == preset.repo
+            ]
+            keep = {Path(folder).name for other in others if (folder := registry.files.find(other)) is not None}
+            cache, repo, revision = registry.settings.hub_cache, preset.repo, preset.revision
             await asyncio.to_thread(hub_cache.remove, cache, repo, revision, keep=keep, alone=not others)
-            await asyncio.to_thread(site.files.sweep)
+            await asyncio.to_thread(registry.files.sweep)
         except (OSError, ValueError) as error:
-            site.leaving.discard(preset.id)
+            registry.deleting.discard(preset.id)
             with suppress(ApiError):
-                await site.reload()  # what is still there is listed again
+                await registry.reload()  # lists the model again if its snapshot is still there
             raise Internal(f"the files of '{preset.id}' cannot be deleted: {error}") from None
         finally:
-            site.leaving.discard(preset.id)
+            registry.deleting.discard(preset.id)
 
-    async def _to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which goes on if the caller is cancelled."""
+    async def _uncancelled(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of `work`. It runs to its end even if the caller is cancelled."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks the error as retrieved
         return await asyncio.shield(task)
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """What somebody waits for: a download, or nothing, as the files are here; and whether this call began it."""
+    """A pull as one call sees it."""
 
-    worker: Worker | None
-    began: bool
+    worker: Worker | None  # None: the files are complete
+    began: bool  # by this call
 
 
-async def users(site: Site, preset: Preset) -> list[str]:
-    """Models of other sources that need the files of this one, which is of the cache."""
-    others = [each.preset for each in site.members.listed.values() if each.preset.source != "cache"]
+async def presets_using_files(registry: Registry, preset: Preset) -> list[str]:
+    """The ids of models from presets or folders that need the files of a cached model."""
+    others = [each.preset for each in registry.shared_workers.listed.values() if each.preset.source != "cache"]
     near = [other for other in others if other.path or other.tokenizer or other.repo == preset.repo]
-    return await asyncio.to_thread(_users, site, preset, near) if near else []
+    return await asyncio.to_thread(_presets_using_files, registry, preset, near) if near else []
 
 
-def _users(site: Site, preset: Preset, others: Sequence[Preset]) -> list[str]:
-    folder = hub_cache.folder_of(site.settings.hub_cache, preset.repo).resolve()
-    ours = site.files.find(preset)
+def _presets_using_files(registry: Registry, preset: Preset, others: Sequence[Preset]) -> list[str]:
+    folder = hub_cache.folder_of(registry.settings.hub_cache, preset.repo).resolve()
+    ours = registry.files.find(preset)
 
     def needs(other: Preset) -> bool:
         if other.repo == preset.repo and other.revision == preset.revision:
             return True
         paths = [Path(name).resolve() for name in (other.path, other.tokenizer) if name]
         return any(folder in path.parents for path in paths) or (
-            other.repo == preset.repo and ours is not None and site.files.find(other) == ours
+            other.repo == preset.repo and ours is not None and registry.files.find(other) == ours
         )
 
     return [other.id for other in others if needs(other)]
 
 
-__all__ = ["Hub", "users"]
+__all__ = ["HubModels", "presets_using_files"]

@@ -1,105 +1,119 @@
-"""Which model of the fleet serves each preset that is listed: those that would start the same worker have one.
+"""Shared workers: presets that would start the same worker are served by one model of the fleet.
 
-The fleet knows no more of them than its own models, each a member: its id is made of the names that it serves
-(`a,b`), and is a preset's own where it serves one. When presets change, members go on as long as somebody wants the
-worker that they have, under the names that do. Law: as in the fleet, no method awaits between reading a state and
-writing what follows from it, those aside that only wait.
+The fleet knows only its own models. The id of a fleet model is the list of the presets that it serves (`a,b`), or the
+preset's own id if it serves one. When presets change, a worker keeps running as long as some preset still wants the
+same load; only its id changes.
+
+As in the fleet, no method awaits between reading a state and writing what follows from it.
 """
 
 import asyncio
 import contextlib
 import copy
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from router.config.presets import Preset, same_load
-from router.errors import ApiError, ModelNotFound
+from router.errors import ApiError, LoadFailed, ModelNotFound, WorkerCrashed
 from router.fleet.admission import Lease
 from router.fleet.fleet import Fleet
+from router.fleet.interfaces import Files
 from router.fleet.model import Model
 from router.fleet.sleeping_weights import SleepingWeights
 from router.fleet.worker import State, Worker
-from router.registry import sharing
-from router.registry.profiles import Profiles
-from router.registry.sharing import Group
+from router.launch.worker_client import WireError
+from router.registry.worker_groups import (
+    ID_SEPARATOR,
+    PresetGroup,
+    fleet_presets,
+    group_id,
+    group_presets,
+    preset_ids,
+    request_profile,
+)
 from worker.protocol.argv import Profile
+from worker.protocol.headers import ADAPTERS_PATH, PROFILES_PATH, TOKEN_HEADER
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """A preset by its name, and what serves it."""
+class ListedModel:
+    """One entry of the list of models: a preset and the fleet model that serves it."""
 
     preset: Preset
-    model: Model
-    """Of the fleet."""
-    names: Group
-    """All that share it, this one among them."""
-    created: int
-    """When it was first listed, in whole seconds of wall-clock time."""
-    profile: Profile | None
-    """What a worker must know before it answers by this name; None: nothing."""
+    model: Model  # of the fleet
+    names: PresetGroup  # ids of all presets that share the worker, this one included
+    created: int  # seconds since 1970 at which it was first listed
+    profile: Profile | None  # settings that the worker needs for requests by this name; None: no settings
 
     @property
     def id(self) -> str:
         return self.preset.id
 
     @property
-    def others(self) -> Group:
+    def others(self) -> PresetGroup:
         return tuple(name for name in self.names if name != self.preset.id)
 
 
-class Members:
-    """The presets of one router, and what they share."""
+class SharedWorkers:
+    """The listed models of one router, and the operations of the fleet by their names."""
 
     def __init__(self, fleet: Fleet, presets: Mapping[str, Preset]):
-        """`fleet` was made with the `sharing.members` of these."""
+        """`fleet` must have been created with `fleet_presets` of the same presets."""
         self.fleet = fleet
-        self.listed: dict[str, Listed] = {}
-        """By id, in their order."""
-        self._profiles = Profiles()
-        self._list(presets, sharing.share(presets))
+        self.listed: dict[str, ListedModel] = {}  # by preset id, in the order of the presets
+        self._sent_profiles: WeakKeyDictionary[Worker, dict[str, Profile]] = WeakKeyDictionary()
+        self._list(presets, group_presets(presets))
 
-    def find(self, name: str) -> Listed:
+    def find(self, name: str) -> ListedModel:
         """Raises ModelNotFound."""
         try:
             return self.listed[name]
         except KeyError:
             raise ModelNotFound(f"model '{name}' not found") from None
 
-    def names_of(self, id: str) -> Group:
-        """The names that an event is about whose `model` is `id`: of what is no member any more, those that are not
-        listed either, as all others are served by somebody else."""
-        if id in self.fleet.models:
-            return sharing.names_in(id)
-        return tuple(name for name in sharing.names_in(id) if name not in self.listed)
+    def names_of(self, id: str) -> PresetGroup:
+        """The preset ids that an event of fleet model `id` is about.
 
-    # What is asked for by a name
+        If the fleet model is gone, only ids that are no longer listed count: another model serves the others by now.
+        """
+        if id in self.fleet.models:
+            return preset_ids(id)
+        return tuple(name for name in preset_ids(id) if name not in self.listed)
+
+    # Operations by preset id
 
     def lease(self, name: str, *, autoload: bool | None = None) -> Lease:
-        """See `Fleet.lease`; `autoload` as the name's preset says, unless told."""
+        """See `Fleet.lease`. Without `autoload` the preset decides."""
         listed = self.find(name)
         id = listed.model.preset.id
         try:
             return self.fleet.lease(id, autoload=listed.preset.autoload if autoload is None else autoload)
         except ApiError as error:
-            raise by_name(error, id, name) from None
+            raise with_name(error, id, name) from None
 
     async def prepare(self, worker: Worker, name: str) -> Profile | None:
-        """Returns once a worker that is ready may answer by this name: under which profile. Raises LoadFailed,
-        WorkerCrashed, ModelNotFound."""
+        """Send the profile of `name` to a ready worker, if it does not have it, and return the profile.
+
+        Raises LoadFailed if the worker cannot use it, WorkerCrashed, ModelNotFound.
+        """
         profile = self.find(name).profile
         if profile is not None:
-            await self._profiles.tell(worker, profile)
+            await self._send_profile(worker, profile)
         return profile
 
-    async def wanted(self, name: str) -> None:
-        """Returns once it is loaded; what was begun goes on if the caller leaves. Raises what a load raises."""
+    async def load(self, name: str) -> None:
+        """Load a model and wait until it is ready. A load that has begun goes on if the caller is cancelled.
+
+        Raises what a load raises.
+        """
         listed = self.find(name)
         worker = listed.model.open
         if worker is None or worker.state is not State.READY:
-            with speaking_of(listed):
+            with errors_with_name(listed):
                 await asyncio.shield(self.fleet.wanted(listed.model.preset.id))
             worker = listed.model.open
         if worker is not None and worker.state is State.READY:
@@ -108,40 +122,42 @@ class Members:
     async def load_queued(self, name: str) -> None:
         """See `Fleet.load_queued`."""
         listed = self.find(name)
-        with speaking_of(listed):
+        with errors_with_name(listed):
             await self.fleet.load_queued(listed.model.preset.id)
 
     def unload(self, name: str, *, force: bool = False) -> list[Worker | SleepingWeights]:
-        """See `Fleet.unload`: what is unloaded is the worker, and whoever else uses it has to load it again."""
+        """See `Fleet.unload`. Other presets that share the worker are unloaded as well."""
         listed = self.find(name)
-        with speaking_of(listed):
+        with errors_with_name(listed):
             return self.fleet.unload(listed.model.preset.id, force=force)
 
     async def preview(self, name: str) -> dict[str, Any]:
         """See `Fleet.preview`."""
         listed = self.find(name)
         id = listed.model.preset.id
-        with speaking_of(listed):
+        with errors_with_name(listed):
             found = await self.fleet.preview(id)
-        said = found.get("message", "")
-        return {**found, "message": said.replace(id, name)} if said else found
+        message = found.get("message", "")
+        return {**found, "message": message.replace(id, name)} if message else found
 
     def turnover(self, name: str) -> float:
         """See `Fleet.turnover`."""
         return self.fleet.turnover(self.find(name).model.preset.id)
 
-    # What is listed
+    # Changes of the list
 
-    def apply(self, presets: Mapping[str, Preset], groups: Sequence[Group]) -> dict[str, list[str]]:
-        """Take over new presets, of which each group shares a worker. Workers that nobody wants any more retire, all
-        others go on. Returns ids by what became of them."""
+    def apply(self, presets: Mapping[str, Preset], groups: Sequence[PresetGroup]) -> dict[str, list[str]]:
+        """Replace all presets, and return the ids that were added, changed, restarted and removed.
+
+        Each group shares a worker. Workers that no preset wants any more retire; all others keep running.
+        """
         before, open_before = self.listed, {name: each.model.open for name, each in self.listed.items()}
-        wanted = sharing.members(presets, groups)
-        self._hand_on(presets, wanted)
+        wanted = fleet_presets(presets, groups)
+        self._reassign_ids(presets, wanted)
         fleet = self.fleet
         for id in [id for id in fleet.models if id not in wanted]:
             fleet.remove(id, "config_changed")
-        self._take_over(wanted)
+        self._update_fleet(wanted)
         self._list(presets, groups)
         both = [name for name in presets if name in before]
         retired = [name for name in both if (worker := open_before[name]) is not None and worker.retired.is_set()]
@@ -152,64 +168,80 @@ class Members:
             "removed": [name for name in before if name not in presets],
         }
         for name in result["removed"]:
-            if any(other in presets for other in before[name].others):  # else its own end says so
+            # The fleet emits `removed` only when a whole group is removed.
+            if any(other in presets for other in before[name].others):
                 fleet.events.append("removed", name)
         for name in both:
+            # A pinned model that had a worker is loaded again at once.
             if presets[name].pin and open_before[name] is not None and self.listed[name].model.open is None:
-                with contextlib.suppress(ApiError):  # it is loaded by its next request
+                with contextlib.suppress(ApiError):  # its next request loads it
                     fleet.wanted(self.listed[name].model.preset.id)
         fleet.events.append("config", "*", **result)
         fleet.changed()
         return result
 
-    def settle(self, presets: Mapping[str, Preset], groups: Sequence[Group]) -> None:
-        """As `apply`, where one is new or says something else that no worker has to be loaded for."""
-        wanted = sharing.members(presets, groups)
-        self._hand_on(presets, wanted)
-        self._take_over(wanted)
+    def update(self, presets: Mapping[str, Preset], groups: Sequence[PresetGroup]) -> None:
+        """Like `apply`, for one new preset or for changes that need no restart. Emits no `config` event."""
+        wanted = fleet_presets(presets, groups)
+        self._reassign_ids(presets, wanted)
+        self._update_fleet(wanted)
         self._list(presets, groups)
 
-    def remove(self, name: str, reason: str, presets: Mapping[str, Preset], groups: Sequence[Group]) -> list[Worker]:
-        """List one no longer, and these; its workers, which drain and stop if nobody shares them."""
+    def remove(
+        self, name: str, reason: str, presets: Mapping[str, Preset], groups: Sequence[PresetGroup]
+    ) -> list[Worker]:
+        """Remove one model from the list, whose new content is `presets`.
+
+        Returns its workers, which drain and stop; none if other presets share them.
+        """
         listed = self.find(name)
         workers = [] if listed.others else self.fleet.remove(name, reason)
-        self.settle(presets, groups)
+        self.update(presets, groups)
         if listed.others:
             self.fleet.events.append("removed", name)
         return workers
 
-    def _take_over(self, wanted: Mapping[str, Preset]) -> None:
+    def _update_fleet(self, wanted: Mapping[str, Preset]) -> None:
         for id, preset in wanted.items():
             if id in self.fleet.models:
                 self.fleet.change(preset)
             else:
                 self.fleet.add(preset)
 
-    def _list(self, presets: Mapping[str, Preset], groups: Sequence[Group]) -> None:
+    def _list(self, presets: Mapping[str, Preset], groups: Sequence[PresetGroup]) -> None:
         now, before = int(time.time()), self.listed
-        of = {name: group for group in groups for name in group}
+        group_of = {name: group for group in groups for name in group}
         self.listed = {}
         for name, preset in presets.items():
-            group = of[name]
-            own = sharing.profile(preset) or (Profile(name=name) if len(group) > 1 else None)
+            group = group_of[name]
+            # In a group each name needs a profile, even an empty one: it undoes the settings of the other names.
+            profile = request_profile(preset) or (Profile(name=name) if len(group) > 1 else None)
             created = before[name].created if name in before else now
-            self.listed[name] = Listed(preset, self.fleet.models[sharing.id_of(group)], group, created, own)
+            self.listed[name] = ListedModel(preset, self.fleet.models[group_id(group)], group, created, profile)
 
-    def _hand_on(self, presets: Mapping[str, Preset], wanted: Mapping[str, Preset]) -> None:
-        """Give members the ids under which the worker that they have is wanted: those that run choose first, and stay
-        with the names of which the fewest have changed. One whose id another takes is struck off."""
+    def _reassign_ids(self, presets: Mapping[str, Preset], wanted: Mapping[str, Preset]) -> None:
+        """Give each fleet model the group id under which its worker is still wanted.
+
+        Models with workers choose first. Among several possible groups a model takes the one with the most unchanged
+        presets. A model whose id goes to another one is removed.
+        """
         models = self.fleet.models
-        free = {name: id for id in wanted for name in sharing.names_in(id)}
-        heirs: dict[str, Model] = {}
+        id_of = {name: id for id in wanted for name in preset_ids(id)}
+        new_models: dict[str, Model] = {}
         for model in sorted(models.values(), key=lambda model: not model.workers):
-            mine: dict[str, int] = {}
-            for name in sharing.names_in(model.preset.id):
-                id = free.get(name)
-                if id is not None and id not in heirs and same_load(replace(wanted[id], id=""), _bare(model)):
-                    mine[id] = mine.get(id, 0) + (presets[name] == self.listed[name].preset)
-            if mine:
-                heirs[max(mine, key=lambda id: mine[id])] = model
-        moving = {id: model for id, model in heirs.items() if model.preset.id != id}
+            unchanged: dict[str, int] = {}  # by possible group id: presets of the model that stay as they are
+            for name in preset_ids(model.preset.id):
+                id = id_of.get(name)
+                if (
+                    id is not None
+                    and id not in new_models
+                    and same_load(replace(wanted[id], id=""), _without_id(model))
+                ):
+                    unchanged[id] = unchanged.get(id, 0) + (presets[name] == self.listed[name].preset)
+            if unchanged:
+                new_models[max(unchanged, key=lambda id: unchanged[id])] = model
+        moving = {id: model for id, model in new_models.items() if model.preset.id != id}
+        # All old ids go before new ones are set: two models may exchange their ids.
         for model in moving.values():
             del models[model.preset.id]
         for id in [id for id in moving if id in models]:
@@ -218,13 +250,24 @@ class Members:
             _rename(model, id)
             models[id] = model
 
+    async def _send_profile(self, worker: Worker, profile: Profile) -> None:
+        if (sent := self._sent_profiles.setdefault(worker, {})).get(profile.name) == profile:
+            return
+        async with worker.telling:
+            if sent.get(profile.name) == profile:  # another request sent it meanwhile
+                return
+            status, body = await _put(worker, PROFILES_PATH, asdict(profile))
+            if status != 200:
+                raise LoadFailed(f"{profile.name} cannot be used: {_error_message(body)}; change its preset")
+            sent[profile.name] = profile
 
-def _bare(model: Model) -> Preset:
+
+def _without_id(model: Model) -> Preset:
     return replace(model.preset, id="")
 
 
 def _rename(model: Model, id: str) -> None:
-    """What it has is called so from now on; its process is not told."""
+    """Change the id of a fleet model in all router objects. Its process keeps the name it was started with."""
     model.preset = replace(model.preset, id=id)
     for worker in model.workers:
         worker.preset = model.preset
@@ -232,24 +275,85 @@ def _rename(model: Model, id: str) -> None:
         model.sleeping.preset = model.preset
 
 
+# Errors with the name that the client used
+
+
 @contextlib.contextmanager
-def speaking_of(listed: Listed) -> Iterator[None]:
-    """Errors in the block say the name that was asked for, and no other that shares its worker."""
+def errors_with_name(listed: ListedModel) -> Iterator[None]:
+    """Errors of the fleet in this block contain the preset's own id in place of its group's id."""
     id = listed.model.preset.id
     try:
         yield
     except ApiError as error:
-        raise by_name(error, id, listed.id) from None
+        raise with_name(error, id, listed.id) from None
 
 
-def by_name(error: ApiError, id: str, name: str) -> ApiError:
-    """The error, which speaks of member `id`, in the words of somebody who knows it by `name`."""
-    if id == name or sharing.BETWEEN not in id or id not in error.message:
+def with_name(error: ApiError, id: str, name: str) -> ApiError:
+    """A copy of the error with `name` in place of the group id `id`; the error itself if it does not contain the id."""
+    if id == name or ID_SEPARATOR not in id or id not in error.message:
         return error
-    other = copy.copy(error)  # others, who know it by another name, may be told the same one
-    other.message = error.message.replace(id, name)
-    other.args = (other.message,)
-    return other
+    renamed = copy.copy(error)  # requests by other names of the group may get the same error object
+    renamed.message = error.message.replace(id, name)
+    renamed.args = (renamed.message,)
+    return renamed
 
 
-__all__ = ["Listed", "Members", "by_name", "speaking_of"]
+# Settings that a running worker receives
+
+
+async def send_adapters(worker: Worker, files: Files) -> dict[str, str]:
+    """Send the LoRA adapters of its preset to a ready worker, and return the problems by adapter name.
+
+    Returns at once if the worker has them. A worker starts with the adapters of its model; the sender of a change and
+    each later request call this function, so that a request never reaches a worker with an older list. Raises
+    WorkerCrashed.
+    """
+    if worker.told == (worker.preset.adapters, worker.preset.default_lora) or not worker.preset.adapter_slots:
+        return {}
+    async with worker.telling:
+        preset = worker.preset
+        wanted = preset.adapters, preset.default_lora
+        if worker.told == wanted:
+            return {}
+        body = {"adapters": [asdict(each) for each in files.adapters(preset)], "default": preset.default_lora}
+        status, reply = await _put(worker, ADAPTERS_PATH, body)
+        try:
+            if status != 200:
+                raise ValueError(reply)
+            problems = {str(name): str(problem) for name, problem in reply["problems"].items()}
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise _not_sent(worker, "adapters", error) from None
+        worker.told = wanted
+        return problems
+
+
+async def _put(worker: Worker, path: str, body: Any) -> tuple[int, Any]:
+    """Send a PUT to a ready worker and return (status, JSON). Raises WorkerCrashed."""
+    process = worker.process
+    assert process is not None, "the worker is ready"
+    headers = {TOKEN_HEADER: f"Bearer {process.token}", "Content-Type": "application/json"}
+    exchange = process.wire.begin("PUT", path, headers, json.dumps(body).encode())
+    try:
+        await exchange.head()
+        reply = b""
+        while part := await exchange.read():
+            reply += part
+        return exchange.status, json.loads(reply)
+    except (WireError, ValueError) as error:
+        raise _not_sent(worker, path.rpartition("/")[2], error) from None
+    finally:
+        exchange.close()
+
+
+def _not_sent(worker: Worker, what: str, error: Exception) -> WorkerCrashed:
+    return WorkerCrashed(f"{worker.preset.id}: its worker did not accept its {what} ({str(error)[:200]}); try again")
+
+
+def _error_message(body: Any) -> str:
+    try:
+        return str(body["error"]["message"])
+    except (KeyError, TypeError):
+        return "its worker gave no reason"
+
+
+__all__ = ["ListedModel", "SharedWorkers", "errors_with_name", "send_adapters", "with_name"]

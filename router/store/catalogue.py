@@ -15,8 +15,8 @@ from typing import Literal
 
 from router.config import ini, resolve
 from router.config.ini import Problem
-from router.config.resolve import Found, Loaded
-from router.config.settings import Key, Settings, configured_keys, hub_cache
+from router.config.resolve import FoundModel, LoadedPresets
+from router.config.settings import ApiKey, Settings, configured_keys, hub_cache
 from router.errors import ConfigError
 from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, shard_names
 
@@ -25,7 +25,7 @@ from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, shard_names
 class Further:
     """Models that a running router lists beside its files and folders."""
 
-    found: tuple[Found, ...] = ()  # models that are pulled from the hub; they may be incomplete
+    found: tuple[FoundModel, ...] = ()  # models that are pulled from the hub; they may be incomplete
     sections: str = ""  # models that were registered by a call, as sections of a preset file
 
 
@@ -35,7 +35,7 @@ _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.safetensors")
 
 def load_catalogue(
     settings: Settings, model_flags: Mapping[str, str], environ: Mapping[str, str], further: Further = NOTHING
-) -> Loaded:
+) -> LoadedPresets:
     """Return all models of a router. It may be called again at any time, for a reload.
 
     `model_flags`: preset keys of the command line. Nothing on disk raises an exception: what cannot be read is among
@@ -43,7 +43,7 @@ def load_catalogue(
     """
     warnings: list[Problem] = []
     problems: list[Problem] = []
-    found: list[Found] = []
+    found: list[FoundModel] = []
     if settings.models_dir:
         found, notes, fault = _models_dir(settings.models_dir)
         warnings += notes
@@ -76,10 +76,10 @@ def load_catalogue(
     problems += loaded.problems
     if not problems:
         problems += _default_model(settings.default_model, loaded)
-    return Loaded({} if problems else loaded.presets, tuple(problems), (*warnings, *loaded.warnings))
+    return LoadedPresets({} if problems else loaded.presets, tuple(problems), (*warnings, *loaded.warnings))
 
 
-def read_keys(settings: Settings) -> tuple[Key, ...]:
+def read_keys(settings: Settings) -> tuple[ApiKey, ...]:
     """Return the keys of flags and key files, read anew. Raises ConfigError."""
     texts: list[str] = []
     problems: list[str] = []
@@ -191,7 +191,7 @@ def _secret_text(path: Path) -> tuple[str, str]:
     return _text(path)
 
 
-def _models_dir(folder: str) -> tuple[list[Found], list[Problem], str]:
+def _models_dir(folder: str) -> tuple[list[FoundModel], list[Problem], str]:
     """Return the models of a folder, warnings about entries that are no models, and the problem with the folder
     itself."""
     try:
@@ -200,14 +200,14 @@ def _models_dir(folder: str) -> tuple[list[Found], list[Problem], str]:
         return [], [], "is a file; give it as --models-preset, or name a folder of models"
     except OSError as error:
         return [], [], (error.strerror or "cannot be read").lower()
-    found: list[Found] = []
+    found: list[FoundModel] = []
     notes: list[Problem] = []
     for id, path in _candidates(Path(folder).absolute(), names):
         fault = _unusable(id, path)
         if fault:
             notes.append(Problem(str(path), 0, "", "models-dir", f"is not listed: {fault}"))
         elif path.is_dir():
-            found.append(Found(id, "models_dir", path=str(path)))
+            found.append(FoundModel(id, "models_dir", path=str(path)))
     return found, notes, ""
 
 
@@ -259,10 +259,10 @@ def _names(folder: str, *, quiet: bool = False) -> list[str]:
         raise
 
 
-def _cache(folder: str) -> list[Found]:
+def _cache(folder: str) -> list[FoundModel]:
     """Return the named revisions in the hub cache with a complete snapshot. Of a repository without names, any complete
     snapshot."""
-    found: list[Found] = []
+    found: list[FoundModel] = []
     for name in _names(folder, quiet=True):
         kind, _, rest = name.partition("--")
         repo = rest.replace("--", "/")
@@ -271,14 +271,14 @@ def _cache(folder: str) -> list[Found]:
     return found
 
 
-def _cached(folder: Path, repo: str, cache: str) -> list[Found]:
+def _cached(folder: Path, repo: str, cache: str) -> list[FoundModel]:
     refs = sorted(str(path.relative_to(folder / "refs")) for path in (folder / "refs").rglob("*") if path.is_file())
     named = [revision for revision in refs if find_snapshot(repo, revision, cache)]
     if not named:
         commits = _names(str(folder / "snapshots"), quiet=True)
         commit = next((commit for commit in commits if find_snapshot(repo, commit, cache)), "")
-        return [Found(repo, "cache", repo=repo, revision=commit)] if commit else []
-    found = [Found(hub_id(repo, revision), "cache", repo=repo, revision=revision) for revision in named]
+        return [FoundModel(repo, "cache", repo=repo, revision=commit)] if commit else []
+    found = [FoundModel(hub_id(repo, revision), "cache", repo=repo, revision=revision) for revision in named]
     return [entry for entry in found if ini.is_name(entry.id)]
 
 
@@ -287,7 +287,7 @@ def hub_id(repo: str, revision: str) -> str:
     return repo if revision == "main" else f"{repo}:{revision}"
 
 
-def _default_model(name: str, loaded: Loaded) -> list[Problem]:
+def _default_model(name: str, loaded: LoadedPresets) -> list[Problem]:
     names = {alias for preset in loaded.presets.values() for alias in (preset.id, *preset.aliases)}
     if not name or name in names:
         return []

@@ -402,7 +402,7 @@ async def test_ping_is_well_until_a_model_of_the_start_fails(tmp_path: Path) -> 
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             answer = await client.get("/ping")
             assert (answer.status_code, answer.json()) == (200, {"status": "healthy"})
-            up.site.awaited = frozenset({"a"})
+            up.registry.startup_pending = frozenset({"a"})
             assert (await client.get("/ping")).json() == {"status": "pending"}
             up.launcher.models["a"].start_fails = [WorkerLost("no", cause="load_failed", exit=3)]
             await client.post("/models/load?wait=1", json={"model": "a"})

@@ -15,7 +15,7 @@ import ollama
 import openai
 import pytest
 
-from router.config.settings import Key, digest
+from router.config.settings import ApiKey, digest
 from router.fleet.admission import Limits
 from router.http.proxy import Pace
 from router.registry.auth import Access
@@ -178,15 +178,15 @@ async def holding(upstream: Upstream) -> None:
 
 
 @asynccontextmanager
-async def guarded(folder: Path, *keys: Key) -> AsyncIterator[World]:
+async def guarded(folder: Path, *keys: ApiKey) -> AsyncIterator[World]:
     """A router that wants one of these keys, over a worker that says nothing."""
     async with world(folder, holding) as up:
-        up.site.access = Access(keys)
+        up.registry.access = Access(keys)
         yield up
 
 
-def key(name: str, **further: Any) -> Key:
-    return Key(name=name, digest=digest(name), **further)
+def key(name: str, **further: Any) -> ApiKey:
+    return ApiKey(name=name, digest=digest(name), **further)
 
 
 async def test_a_key_is_needed_known_and_allowed_what_it_asks(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ async def test_bodies_over_the_buffer_limit_get_retry_after(tmp_path: Path) -> N
 @pytest.mark.slow
 async def test_a_body_that_does_not_come_is_408(tmp_path: Path) -> None:
     async with world(tmp_path, holding) as up:
-        object.__setattr__(up.site.settings, "body_timeout", 0.1)
+        object.__setattr__(up.registry.settings, "body_timeout", 0.1)
         reader, writer = await up.connect()
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.config.settings import Key, digest
+from router.config.settings import ApiKey, digest
 from router.registry.auth import Access
 from tests.processes.upstreams import BODY, PATH, World, request, respond, world
 from worker.protocol.routes import ROUTES, Route
@@ -100,10 +100,10 @@ def plane(route: Route) -> str:
 
 
 async def test_every_call_wants_the_key_of_its_plane(tmp_path: Path) -> None:
-    keys = [Key(name=name, digest=digest(name), admin=name == "boss") for name in ("somebody", "boss")]
+    keys = [ApiKey(name=name, digest=digest(name), admin=name == "boss") for name in ("somebody", "boss")]
     async with asking(tmp_path) as (up, client):
-        up.site.access = Access(keys)
-        up.site.keys = lambda: tuple(keys)  # for the call that reads them anew
+        up.registry.access = Access(keys)
+        up.registry.keys = lambda: tuple(keys)  # for the call that reads them anew
         for route in ROUTES:
             method = "HEAD" if is_endless(route) else route.method
             wanted = plane(route)
@@ -139,7 +139,7 @@ async def test_a_preflight_is_200_and_a_foreign_origin_gets_no_cors_headers(
         "Access-Control-Request-Headers": "authorization, content-type",
     }
     async with asking(tmp_path) as (up, client):
-        up.site.access = Access((), cors_origins=origins)
+        up.registry.access = Access((), cors_origins=origins)
         for path in (PATH, "/models/load", "/v1/messages", "/nothing"):
             answer = await client.options(path, headers=asked)
             told = {name: value for name, value in answer.headers.items() if name.startswith("access-control-")}
@@ -171,7 +171,7 @@ async def lines_of(client: httpx.AsyncClient, path: str, last: int | None, count
 
 async def test_a_reconnected_event_client_gets_missed_events_or_a_snapshot(tmp_path: Path) -> None:
     async with asking(tmp_path) as (up, client):
-        events = up.site.events
+        events = up.registry.events
         first = events.append("state", "a", state="queued").id
         for number in range(3):
             events.append("state", "a", state=f"s{number}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 
-from router.config.settings import Key, digest
+from router.config.settings import ApiKey, digest
 from router.registry.auth import Access
 from tests.processes.upstreams import Upstream, world
 
@@ -20,9 +20,9 @@ async def silent(upstream: Upstream) -> None:
 
 
 @asynccontextmanager
-async def browsing(folder: Path, *keys: Key) -> AsyncIterator[httpx.AsyncClient]:
+async def browsing(folder: Path, *keys: ApiKey) -> AsyncIterator[httpx.AsyncClient]:
     async with world(folder, silent) as up:
-        up.site.access = Access(keys)
+        up.registry.access = Access(keys)
         transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield client
@@ -40,7 +40,7 @@ async def test_a_browser_gets_a_page_and_other_clients_get_json(tmp_path: Path) 
 
 
 async def test_the_page_is_made_of_what_this_server_has_and_of_nothing_else(tmp_path: Path) -> None:
-    async with browsing(tmp_path, Key(name="k", digest=digest("k"))) as client:
+    async with browsing(tmp_path, ApiKey(name="k", digest=digest("k"))) as client:
         page = await client.get("/", headers=BROWSER)
         policy = page.headers["content-security-policy"]
         assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';")

@@ -488,7 +488,7 @@ async def test_an_event_client_that_does_not_read_is_dropped_and_blocks_nothing(
         asked = 0
         while connections(up):
             for _ in range(50):
-                up.site.events.append("state", "a", worker=1, state="stopped", reason="crashed", error="x" * 2000)
+                up.registry.events.append("state", "a", worker=1, state="stopped", reason="crashed", error="x" * 2000)
             assert (await ask(up, {})).status == 200
             asked += 1
         assert 1 < asked < 1000

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from router.config.presets import Preset
-from router.config.resolve import Loaded
+from router.config.resolve import LoadedPresets
 from router.config.settings import Settings
 from router.events import EventLog
 from router.fleet.admission import Limits
@@ -25,10 +25,10 @@ from router.launch.interface import Listen, Program, WorkerLost, WorkerProcess
 from router.launch.worker_client import Wire
 from router.memory.learned import LearnedEstimates
 from router.planner.ledger import Bytes, Ledger
-from router.registry import sharing
+from router.registry import worker_groups
 from router.registry.auth import Access
-from router.registry.registry import Site
-from router.registry.shared_workers import Members
+from router.registry.registry import Registry
+from router.registry.shared_workers import SharedWorkers
 from tests.fakes import GIB, FakeLauncher, FakeModel, FakeWorker
 from tests.router.fleet.worlds import FakeFiles
 from worker.protocol.argv import Serve
@@ -113,8 +113,8 @@ class SocketLauncher(FakeLauncher):
 class World:
     """What a test sees of it all."""
 
-    def __init__(self, site: Site, fleet: Fleet, launcher: SocketLauncher, metrics: Metrics, socket: Path):
-        self.site = site
+    def __init__(self, registry: Registry, fleet: Fleet, launcher: SocketLauncher, metrics: Metrics, socket: Path):
+        self.registry = registry
         self.fleet = fleet
         self.launcher = launcher
         self.metrics = metrics
@@ -167,7 +167,7 @@ async def world(
     upstream_socket, socket = folder / "up.sock", folder / "down.sock"
     names = ["a", twin] if twin else ["a"]
     presets = {name: Preset(id=name, path="/snapshots/a", required_memory={"": GIB}, **(keys or {})) for name in names}
-    model = sharing.id_of(names)
+    model = worker_groups.group_id(names)
     launcher = SocketLauncher(upstream_socket, {model: FakeModel(shards=(GIB,), load_seconds=load_seconds)})
     events, files, limits = EventLog(), FakeFiles(), limits or Limits()
     fleet = Fleet(
@@ -177,25 +177,25 @@ async def world(
         files=files,
         ledger=Ledger(),
         limits=limits,
-        presets=sharing.members(presets, sharing.share(presets)),
+        presets=worker_groups.fleet_presets(presets, worker_groups.group_presets(presets)),
     )
     launcher.on_reading = fleet.changed
     metrics = Metrics(fleet, events)
-    members = Members(fleet, presets)
-    site = Site(
+    shared_workers = SharedWorkers(fleet, presets)
+    registry = Registry(
         settings=Settings(write_stall=(pace or Pace()).write_stall),
         fleet=fleet,
         launcher=launcher,
         files=files,
         events=events,
         access=Access(()),
-        load=lambda further: Loaded(presets),
+        load=lambda further: LoadedPresets(presets),
         keys=tuple,
-        members=members,
+        shared_workers=shared_workers,
     )
-    made = World(site, fleet, launcher, metrics, socket)
+    made = World(registry, fleet, launcher, metrics, socket)
     loop.set_exception_handler(lambda _, context: made.errors.append(context))
-    app = App(site, Proxy(members, pace or Pace()), metrics, **further)
+    app = App(registry, Proxy(shared_workers, pace or Pace()), metrics, **further)
     made.app = app
     runner = web.AppRunner(app.build(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     server = await asyncio.start_unix_server(_each(made, answer), upstream_socket, limit=1 << 24, backlog=backlog)

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from router.config.presets import Preset
-from router.config.resolve import Loaded, load
+from router.config.resolve import LoadedPresets, load
 
 
 class Disk:
@@ -36,7 +36,7 @@ class Disk:
         return self.texts[path]
 
 
-def read(text: str, disk: Disk | None = None, **rest: Any) -> Loaded:
+def read(text: str, disk: Disk | None = None, **rest: Any) -> LoadedPresets:
     rest = {"file": "models.ini", "folder": "/etc/llm", "working": "/home/me", **rest}
     return load(text, disk=disk or Disk(), **rest)
 

@@ -95,7 +95,7 @@ def test_the_errors_of_each_dialect_are_as_described(face: Dialect) -> None:
 
 
 def check_error(face: Dialect, kind: Any) -> None:
-    told = error_body(face, status=kind.status, type=kind.type, reason=kind.reason, message="m", request_id="r")
+    response = error_body(face, status=kind.status, type=kind.type, reason=kind.reason, message="m", request_id="r")
     routes = (route for route in ROUTES if route.dialect is face and not route.always_streams)
     route = max(routes, key=lambda route: len(statuses(route)))
     for status in statuses(route):
@@ -103,15 +103,15 @@ def check_error(face: Dialect, kind: Any) -> None:
             named = DOCUMENT["paths"][route.path][route.method.lower()]["responses"][str(status)]["$ref"]
             content = DOCUMENT["components"]["responses"][named.rpartition("/")[2]]["content"]
             schema = {**content["application/json"]["schema"], "components": DOCUMENT["components"]}
-            jsonschema.Draft202012Validator(schema).validate(told)
+            jsonschema.Draft202012Validator(schema).validate(response)
 
 
 def test_where_clients_read_nothing_but_frames_errors_are_described_as_frames() -> None:
     (route,) = (route for route in ROUTES if route.always_streams)
     responses = DOCUMENT["paths"][route.path][route.method.lower()]["responses"]
     assert set(map(str, statuses(route))) < set(responses)
-    for told in responses.values():
-        assert list(told["content"]) == ["application/octet-stream"]
+    for response in responses.values():
+        assert list(response["content"]) == ["application/octet-stream"]
     assert "FastChatError" in str(responses["404"]["content"])
     assert "X-Should-Retry" in responses["404"]["headers"]
 

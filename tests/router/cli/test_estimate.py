@@ -16,7 +16,7 @@ from router.cli import hub_headers
 from router.cli.estimate import cost, find
 from router.cli.hub_headers import RemoteError
 from router.cli.main import main
-from router.config.resolve import Loaded
+from router.config.resolve import LoadedPresets
 from router.memory import checkpoint, learned
 from router.memory.learned import LearnedEstimates
 from router.memory.process import RUNTIME_FORKED, RUNTIME_HOST, SERVING_HOST, Overhead
@@ -448,7 +448,7 @@ def test_the_exact_figure_is_the_workers_own(tmp_path: Path, capsys: pytest.Capt
     assert 0.5 * static["total"] < said["total"] < 1.5 * static["total"], "both are of a forked worker"
     assert said["forked"]
     state, flags = tmp_path / "own", {"ctx-size": "128"}
-    preset, facts = find(folder, Loaded({}), flags, {}), checkpoint.read(Path(folder))
+    preset, facts = find(folder, LoadedPresets({}), flags, {}), checkpoint.read(Path(folder))
     known = LearnedEstimates(state / "estimates.json")
     weighed = cost(preset, facts, Choice(devices=frozenset({DeviceId(LOCAL, HOST)})), [], None, nursery=True)
     known.record(learned.key(facts, preset, ["cpu"], forked=True), weighed, [99 * MIB])

@@ -99,19 +99,19 @@ class Slow:
 
 
 async def test_hangups_while_presets_are_read_are_one_more_reload_and_no_failure_is_the_last() -> None:
-    site, told = Slow(), asyncio.Event()
-    reloading = asyncio.create_task(reload_when_told(site, told))
+    registry, told = Slow(), asyncio.Event()
+    reloading = asyncio.create_task(reload_when_told(registry, told))
     async with asyncio.timeout(60):
         told.set()
         for _ in range(3):
-            over = await site.turns.get()
+            over = await registry.turns.get()
             for _ in range(5):
                 told.set()
             over.set()
-        last = await site.turns.get()
+        last = await registry.turns.get()
         last.set()
         for _ in range(5):
             await asyncio.sleep(0)
-    assert site.turns.empty()
+    assert registry.turns.empty()
     assert not reloading.done()
     reloading.cancel()

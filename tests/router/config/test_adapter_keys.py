@@ -50,10 +50,10 @@ def test_memory_is_kept_for_adapters_where_there_are_some_or_it_is_asked_for() -
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message"),
     [
-        ("lora = nowhere", "/etc/llm/nowhere is not there"),
-        ("lora = models", "is not there"),
+        ("lora = nowhere", "/etc/llm/nowhere does not exist"),
+        ("lora = models", "does not exist"),
         ("lora = models/qwen", "has no adapter_config.json"),
         ("lora = a/b/c=french", "cannot name an adapter"),
         ("lora = french, french=org/x", "names french twice"),
@@ -63,8 +63,8 @@ def test_memory_is_kept_for_adapters_where_there_are_some_or_it_is_asked_for() -
         ("max-loras = 0", "max-loras"),
     ],
 )
-def test_what_names_no_adapter_is_refused(body: str, says: str) -> None:
-    assert says in complaint(body, disk=FILES)
+def test_what_names_no_adapter_is_refused(body: str, message: str) -> None:
+    assert message in complaint(body, disk=FILES)
 
 
 def test_a_running_worker_goes_on_when_adapters_come_and_go_but_not_when_their_slots_do() -> None:

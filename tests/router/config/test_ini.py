@@ -90,8 +90,8 @@ def test_keys_keep_their_spelling_and_lines_their_number() -> None:
     ],
 )
 def test_each_fault_names_its_line(text: str, complaint: str) -> None:
-    (said,) = complaints(text)
-    assert complaint in said
+    (problem,) = complaints(text)
+    assert complaint in problem
 
 
 def test_all_faults_are_shown_not_only_the_first() -> None:
@@ -128,7 +128,7 @@ VALUE = st.text(CHARACTER, max_size=20).filter(lambda value: "${env:" not in val
 
 
 def quote(value: str) -> str:
-    """As somebody would write it who takes no chances."""
+    """The text in double quotes with all escapes."""
     for plain, escape in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n"), ("\t", "\\t"), ("\x7f", "\\u007f")):
         value = value.replace(plain, escape)
     return f'"{value}"'

@@ -1,4 +1,4 @@
-"""What a cache takes that keeps keys and values in other numbers, from facts alone."""
+"""Bytes of a KV cache with another data type, computed from checkpoint facts."""
 
 from dataclasses import replace
 
@@ -50,12 +50,12 @@ def test_only_another_type_than_the_models_is_unpacked() -> None:
 
 
 @settings(deadline=None)
-@given(facts=checkpoints, said=presets, on_host=st.booleans(), name=st.sampled_from(["int8", "int4"]))
-def test_quantised_keys_and_values_never_enlarge(facts: Checkpoint, said: Preset, on_host: bool, name: str) -> None:
+@given(facts=checkpoints, preset=presets, on_host=st.booleans(), name=st.sampled_from(["int8", "int4"]))
+def test_quantised_keys_and_values_never_enlarge(facts: Checkpoint, preset: Preset, on_host: bool, name: str) -> None:
     """A layer is unpacked at a time, so a model with but a few has nothing to gain: real ones have dozens."""
     assume(facts.layers >= 12)
-    plain = estimate(facts, said, on_host=on_host)
-    packed = estimate(facts, replace(said, kv_cache_dtype=name), on_host=on_host)
+    plain = estimate(facts, preset, on_host=on_host)
+    packed = estimate(facts, replace(preset, kv_cache_dtype=name), on_host=on_host)
     assert packed.total <= plain.total
     assert packed.context[0] <= plain.context[0]
 

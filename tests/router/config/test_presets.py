@@ -14,7 +14,7 @@ from router.config import preset_keys
 from router.config.effective import args, effective
 from router.config.option_types import MIB
 from router.config.presets import ALL_DEVICES, KEYS, Preset, same_load
-from router.config.resolve import Found, Loaded
+from router.config.resolve import FoundModel, LoadedPresets
 from tests.router.preset_texts import Disk, complaint, complaints, one, read
 from worker.fetch import demo
 
@@ -110,8 +110,8 @@ def warnings(text: str, **rest: Any) -> list[str]:
         ("no-pin = off", "pin", True),
         ("keep-alive = 10m", "ttl", 600.0),
         ("ttl = -1", "ttl", -1.0),
-        ("linger = auto", "idle_grace", -1.0),
-        ("linger = -1", "idle_grace", 0.0),
+        ("idle-grace = auto", "idle_grace", -1.0),
+        ("idle-grace = -1", "idle_grace", 0.0),
         ("min-residency = 0", "min_residency", 0.0),
         ("model-loading-timeout = 30", "start_timeout", 30.0),
         ("retry-threshold = 1", "max_restarts", 1),
@@ -166,9 +166,9 @@ def test_a_key_that_is_not_built_may_say_what_happens_anyway(line: str) -> None:
     ],
 )
 def test_a_key_that_is_not_built_is_refused_with_what_to_do_instead(line: str, message: str) -> None:
-    said = complaint(line)
-    assert said.startswith("models.ini:3: [m] ")
-    assert message in said
+    problem = complaint(line)
+    assert problem.startswith("models.ini:3: [m] ")
+    assert message in problem
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_key_that_is_not_built_is_refused_with_what_to_do_instead(line: str, m
         ("no-pin = perhaps", 'no-pin: "perhaps" is neither on nor off'),
         ("ttl = soon", 'ttl: "soon" is not a time'),
         ("start-timeout = -1", "start-timeout: this time cannot be turned off (-1)"),
-        ("ctk = f16\nctv = q8_0", "ctv: ctk says f16, and both have to agree; write one kv-cache-dtype"),
+        ("ctk = f16\nctv = q8_0", "ctv: ctk is f16, and both must agree; write one kv-cache-dtype"),
         ("ctk = q3", 'ctk: "q3" is none of auto, f32, f16, bf16, int8, int4'),
         ("dtype = int3", 'dtype: "int3" is none of auto, float32, float16, bfloat16'),
         ("device = cpu,0", "device: cpu and accelerators do not mix"),
@@ -215,10 +215,10 @@ def test_a_key_that_is_not_built_is_refused_with_what_to_do_instead(line: str, m
     ],
 )
 def test_a_wrong_setting_names_file_line_section_and_the_way_out(line: str, message: str) -> None:
-    said = complaint(line, disk=Disk(_etc_llm_qwen_jinja="x"))
-    assert said.startswith("models.ini:")
-    assert "[m] " in said
-    assert message in said
+    problem = complaint(line, disk=Disk(_etc_llm_qwen_jinja="x"))
+    assert problem.startswith("models.ini:")
+    assert "[m] " in problem
+    assert message in problem
 
 
 @pytest.mark.parametrize(
@@ -238,14 +238,14 @@ def test_an_option_of_the_router_is_no_key(line: str, message: str) -> None:
 
 def test_options_without_meaning_are_warned_of_once_each_and_errors_when_strict() -> None:
     text = "[a]\nmodel = demo:a\nnuma = x\nno-mmap = 1\njinja = on\n[b]\nmodel = demo:b\nnuma = y\nmmproj = z\n"
-    said = [
+    problem = [
         'models.ini:3: [a] "numa" has no meaning here; remove it',
         'models.ini:4: [a] "no-mmap" has no meaning here; remove it',
         'models.ini:5: [a] "jinja" has no meaning here; remove it',
         'models.ini:9: [b] "mmproj" has no meaning here; remove it',
     ]
-    assert warnings(text) == said
-    assert complaints(text, strict=True) == said
+    assert warnings(text) == problem
+    assert complaints(text, strict=True) == problem
 
 
 def test_a_repeated_key_is_warned_of_and_the_last_counts() -> None:
@@ -258,14 +258,14 @@ def test_types_of_keys_and_of_values_agree_wherever_both_are_written() -> None:
     model = "[m]\nmodel = demo:a\n"
     both = {"LLAMA_ARG_CACHE_TYPE_K": "q8_0", "LLAMA_ARG_CACHE_TYPE_V": "q8_0"}
     assert read(model, environ=both).presets["m"].kv_cache_dtype == "int8"
-    (said,) = complaints(model, environ={**both, "LLAMA_ARG_CACHE_TYPE_V": "f16"})
-    assert said == "LLAMA_ARG_CACHE_TYPE_V: cache-type-k says int8, and both have to agree; write one kv-cache-dtype"
+    (problem,) = complaints(model, environ={**both, "LLAMA_ARG_CACHE_TYPE_V": "f16"})
+    assert problem == "LLAMA_ARG_CACHE_TYPE_V: cache-type-k is int8, and both must agree; write one kv-cache-dtype"
     assert read(model, flags={"ctk": "q4_0", "cache-type-v": "int4"}).presets["m"].kv_cache_dtype == "int4"
     assert complaints(model, flags={"ctk": "q4_0", "ctv": "q8_0"}) == [
-        "--ctv: ctk says int4, and both have to agree; write one kv-cache-dtype"
+        "--ctv: ctk is int4, and both must agree; write one kv-cache-dtype"
     ]
     assert complaints(model, flags={"ctk": "q4_0", "kv-cache-dtype": "int4"}) == [
-        "--kv-cache-dtype: --ctk says the same; give one of the two"
+        "--kv-cache-dtype: --ctk sets the same key; give one of the two"
     ]
     assert warnings(f"{model}ctk = q8_0\ncache-type-v = q8_0") == []
     assert warnings(f"{model}ctk = q8_0\nkv-cache-dtype = f16") == [
@@ -330,8 +330,8 @@ def test_a_model_is_a_folder_a_repository_or_built_in(line: str, fields: Mapping
 )
 def test_a_source_that_cannot_be_used_is_explained(line: str, message: str) -> None:
     disk = Disk("/etc/llm/lmi/serving.properties", "/etc/llm/empty/", "/etc/llm/note.txt", "/etc/llm/x.gguf")
-    (said,) = complaints(f"[m]\n{line}", disk=disk)
-    assert message in said
+    (problem,) = complaints(f"[m]\n{line}", disk=disk)
+    assert message in problem
 
 
 def test_a_relative_path_starts_at_the_file_and_is_found_in_the_working_directory_with_a_warning() -> None:
@@ -344,9 +344,9 @@ def test_a_relative_path_starts_at_the_file_and_is_found_in_the_working_director
 
 def test_what_is_on_disk_is_listed_and_sections_configure_it() -> None:
     found = [
-        Found("phi", "models_dir", path="/m/phi"),
-        Found("Qwen/Qwen3", "cache", repo="Qwen/Qwen3", revision="main"),
-        Found("PHI", "cache", repo="x/phi"),
+        FoundModel("phi", "models_dir", path="/m/phi"),
+        FoundModel("Qwen/Qwen3", "cache", repo="Qwen/Qwen3", revision="main"),
+        FoundModel("PHI", "cache", repo="x/phi"),
     ]
     loaded = read("[*]\nctx-size = 100\n[qwen/qwen3]\nparallel = 2\nalias = q", found=found)
     assert not loaded.problems
@@ -357,14 +357,14 @@ def test_what_is_on_disk_is_listed_and_sections_configure_it() -> None:
 
 
 def test_a_section_may_hide_the_cached_repository_it_uses() -> None:
-    found = [Found("a/b", "cache", repo="a/b")]
+    found = [FoundModel("a/b", "cache", repo="a/b")]
     text = "[m]\nhf-repo = a/b\n"
     assert list(read(text, found=found).presets) == ["m", "a/b"]
     assert list(read(text + "dedup-cache-models = on", found=found).presets) == ["m"]
 
 
 def test_a_section_with_a_source_of_its_own_wins_over_what_is_on_disk() -> None:
-    loaded = read("[phi]\nmodel = demo:a", found=[Found("phi", "models_dir", path="/m/phi")])
+    loaded = read("[phi]\nmodel = demo:a", found=[FoundModel("phi", "models_dir", path="/m/phi")])
     assert loaded.presets["phi"].demo == "a"
     assert loaded.presets["phi"].path == ""
 
@@ -381,7 +381,7 @@ def test_ids_and_aliases_are_unique_together() -> None:
 
 
 def test_a_model_on_disk_gives_way_to_an_alias() -> None:
-    loaded = read("[a]\nmodel = demo:a\nalias = x/y\n", found=[Found("x/y", "cache", repo="x/y")])
+    loaded = read("[a]\nmodel = demo:a\nalias = x/y\n", found=[FoundModel("x/y", "cache", repo="x/y")])
     assert list(loaded.presets) == ["a"]
     assert [str(warning) for warning in loaded.warnings] == ['x/y: is not listed: "x/y" is an alias of another model']
 
@@ -389,10 +389,10 @@ def test_a_model_on_disk_gives_way_to_an_alias() -> None:
 @pytest.mark.parametrize("line", ["model = demo:a", "hf-repo = a/b", "alias = x", "revision = v1"])
 def test_what_belongs_to_one_model_stands_neither_in_the_defaults_nor_among_flags(line: str) -> None:
     key, _, value = line.partition(" = ")
-    (said,) = complaints(f"[*]\n{line}\n[m]\nmodel = demo:a")
-    assert said == f"models.ini:2: [*] {key}: names one model, so it cannot stand in [*]; write it into [id]"
-    (said,) = complaints("[m]\nmodel = demo:a", flags={key: value})
-    assert said.startswith(f"--{key}: names one model; write a section [id]")
+    (problem,) = complaints(f"[*]\n{line}\n[m]\nmodel = demo:a")
+    assert problem == f"models.ini:2: [*] {key}: names one model, so it cannot stand in [*]; write it into [id]"
+    (problem,) = complaints("[m]\nmodel = demo:a", flags={key: value})
+    assert problem.startswith(f"--{key}: names one model; write a section [id]")
 
 
 # Precedence
@@ -434,7 +434,7 @@ def test_variables_of_the_router_itself_are_left_to_it() -> None:
 def test_variables_that_mean_nothing_or_one_model_are_told_of() -> None:
     environ = {"ROUTER_CTX_SISE": "1", "ROUTER_PARALLEL": "", "LLAMA_ARG_MODEL": "/m", "OPTION_FOO": "1", "PATH": "/"}
     assert warnings("[m]\nmodel = demo:a", environ=environ) == [
-        'ROUTER_CTX_SISE: is no variable that this router reads; did you mean "ROUTER_CTX_SIZE"?',
+        'ROUTER_CTX_SISE: is not a variable of this router; did you mean "ROUTER_CTX_SIZE"?',
         "LLAMA_ARG_MODEL: names one model, so it is not read; write a section in a file for --models-preset",
     ]
 
@@ -448,7 +448,9 @@ def test_a_wrong_flag_is_told_once_however_many_models_there_are() -> None:
 
 
 def test_a_flag_given_in_two_spellings_is_a_contradiction() -> None:
-    assert complaints("", flags={"ctx-size": "1", "c": "2"}) == ["-c: --ctx-size says the same; give one of the two"]
+    assert complaints("", flags={"ctx-size": "1", "c": "2"}) == [
+        "-c: --ctx-size sets the same key; give one of the two"
+    ]
 
 
 def test_flags_may_be_negated() -> None:
@@ -531,7 +533,7 @@ def test_the_flags_of_a_preset_make_the_same_preset_again(wanted: dict[str, str]
 @steady
 @given(st.text(st.characters(codec="utf-8") | st.sampled_from("[]=\n"), max_size=300))
 def test_any_file_is_read_without_an_exception(text: str) -> None:
-    assert isinstance(read(text, environ={}), Loaded)
+    assert isinstance(read(text, environ={}), LoadedPresets)
 
 
 @steady
@@ -540,8 +542,8 @@ def test_any_file_is_read_without_an_exception(text: str) -> None:
 )
 def test_any_value_of_any_key_is_read_without_an_exception(pairs: list[tuple[str, str]]) -> None:
     body = "".join(f"{key} = {json.dumps(value)}\n" for key, value in pairs)
-    assert isinstance(read(f"[m]\n{body}"), Loaded)
-    assert isinstance(read("[m]\nmodel = demo:a", flags=dict(pairs)), Loaded)
+    assert isinstance(read(f"[m]\n{body}"), LoadedPresets)
+    assert isinstance(read("[m]\nmodel = demo:a", flags=dict(pairs)), LoadedPresets)
 
 
 # Hot reload
@@ -618,9 +620,9 @@ def test_llama_servers_word_for_idle_time_is_a_time_of_its_own() -> None:
 
 
 def test_companions_are_models_that_there_are() -> None:
-    body = "[a]\nmodel = demo:a\nalias = one\n[b]\nmodel = demo:b\ncompanions = "
+    body = "[a]\nmodel = demo:a\nalias = one\n[b]\nmodel = demo:b\nprefetch = "
     assert read(body + "a, one").presets["b"].prefetch == ("a", "one")
-    assert 'companions names "aa", and there is no such model' in complaints(body + "a, aa")[0]
+    assert 'prefetch names "aa", and there is no such model' in complaints(body + "a, aa")[0]
 
 
 # Several devices
@@ -661,7 +663,7 @@ def test_a_split_is_said_in_the_words_of_many_servers(line: str, field: str, val
         ("gpu-split = 0", "gpu-split: no size above 0 is given"),
         ("gpu-split = x", 'gpu-split: "x" is not a size'),
         ("pipeline-parallel = 0", 'pipeline-parallel: "0" is not a whole number between 1 and 64'),
-        ("tensor-split = 1,1\ngpu-split = 8,8", "tensor-split and gpu-split both say what goes where; remove one"),
+        ("tensor-split = 1,1\ngpu-split = 8,8", "tensor-split and gpu-split both set the placement; remove one"),
         ("tensor-split = 1,1\npipeline-parallel = 3", "tensor-split is for 2 devices, pipeline-parallel for another"),
         ("pipeline-parallel = 2\nsplit-mode = none", "split-mode = none forbids what this asks for"),
         ("tensor-split = 1,1\ndevice = cpu", "wants accelerators, and device is cpu"),

@@ -14,7 +14,7 @@ from router.config.settings import (
     BY_VARIABLE,
     GROUPS,
     OPTIONS,
-    Key,
+    ApiKey,
     Settings,
     configured_keys,
     hub_cache,
@@ -27,7 +27,7 @@ from router.errors import ConfigError
 steady = settings(derandomize=True, deadline=None)
 
 
-def told(given: dict[str, str] | None = None, environ: dict[str, str] | None = None) -> Settings:
+def parsed(given: dict[str, str] | None = None, environ: dict[str, str] | None = None) -> Settings:
     """The settings; there must be no problem."""
     found, problems = parse(given or {}, environ or {})
     assert not problems, [str(problem) for problem in problems]
@@ -46,7 +46,7 @@ def test_each_option_is_written_once_and_has_its_field() -> None:
 
 
 def test_nothing_said_means_the_defaults() -> None:
-    assert told() == Settings(hub_cache="/.cache/huggingface/hub")
+    assert parsed() == Settings(hub_cache="/.cache/huggingface/hub")
     for option in OPTIONS:
         default = getattr(Settings(), option.field)
         if default not in (None, "", (), {}) and not option.unset:
@@ -80,17 +80,17 @@ def test_nothing_said_means_the_defaults() -> None:
     ],
 )
 def test_an_option_sets_its_field(flag: str, text: str, value: Any) -> None:
-    assert getattr(told({flag: text}), flag.replace("-", "_")) == value
+    assert getattr(parsed({flag: text}), flag.replace("-", "_")) == value
 
 
 def test_a_flag_wins_over_the_routers_variable_and_that_over_llama_servers() -> None:
     environ = {"ROUTER_PORT": "1", "LLAMA_ARG_PORT": "2", "ROUTER_HOST": "", "LLAMA_ARG_HOST": "localhost"}
-    assert told({"port": "3"}, environ).port == 3
-    assert told({}, environ).port == 1
-    assert told({}, {**environ, "ROUTER_PORT": ""}).port == 2
-    assert told({}, environ).host == "localhost"
-    assert told({}, {"HF_TOKEN": "hf_x"}).hf_token == "hf_x"
-    assert told({}, {"LLAMA_API_KEY": "k"}).api_key == ("k",)
+    assert parsed({"port": "3"}, environ).port == 3
+    assert parsed({}, environ).port == 1
+    assert parsed({}, {**environ, "ROUTER_PORT": ""}).port == 2
+    assert parsed({}, environ).host == "localhost"
+    assert parsed({}, {"HF_TOKEN": "hf_x"}).hf_token == "hf_x"
+    assert parsed({}, {"LLAMA_API_KEY": "k"}).api_key == ("k",)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_a_flag_wins_over_the_routers_variable_and_that_over_llama_servers() -> 
     ],
 )
 def test_a_wrong_or_contradictory_setting_has_one_clear_message(given: dict[str, str], message: str) -> None:
-    (said,) = complaints(given)
-    assert said.startswith(message) or message in said
+    (problem,) = complaints(given)
+    assert problem.startswith(message) or message in problem
 
 
 def test_a_fault_names_the_variable_it_came_from() -> None:
@@ -135,19 +135,19 @@ def test_a_fault_names_the_variable_it_came_from() -> None:
 
 @pytest.mark.parametrize("flag", ["api-key", "admin-key", "hf-token"])
 def test_a_secret_is_never_repeated(flag: str) -> None:
-    (said,) = complaints({flag: "very secret"})
-    assert "secret" not in said
-    found = told({flag: "verysecret"})
+    (problem,) = complaints({flag: "very secret"})
+    assert "secret" not in problem
+    found = parsed({flag: "verysecret"})
     assert "verysecret" not in repr(found)
 
 
 @pytest.mark.parametrize("key", ["api-key", "api-key-file", "admin-key", "admin-key-file"])
 def test_a_public_address_is_allowed_with_any_kind_of_key(key: str) -> None:
-    assert told({"host": "0.0.0.0", key: "k"}).host == "0.0.0.0"
+    assert parsed({"host": "0.0.0.0", key: "k"}).host == "0.0.0.0"
 
 
 def test_a_public_address_is_allowed_without_a_key_if_that_is_said() -> None:
-    assert told({"host": "0.0.0.0", "allow-unauthenticated": "on"}).allow_unauthenticated
+    assert parsed({"host": "0.0.0.0", "allow-unauthenticated": "on"}).allow_unauthenticated
 
 
 @pytest.mark.parametrize(
@@ -166,11 +166,11 @@ def test_only_loopback_and_socket_files_are_local(host: str, local: bool) -> Non
      ({"models-memory-margin": "0", "models-max": "0"}, 0)],
 )  # fmt: skip
 def test_without_a_margin_a_count_decides(given: dict[str, str], workers: int) -> None:
-    assert told(given).workers_at_once == workers
+    assert parsed(given).workers_at_once == workers
 
 
 def test_a_margin_holds_for_all_devices_that_have_none_of_their_own() -> None:
-    found = told({"models-memory-margin": "cuda:0=2048"})
+    found = parsed({"models-memory-margin": "cuda:0=2048"})
     assert (found.margin("cuda:0"), found.margin("cuda:1")) == (2048 * MIB, 1024 * MIB)
 
 
@@ -201,11 +201,11 @@ sk#two
 sha256:{sha("three").hex()} admin name=root
 """
     assert parse_keys(text, False) == (
-        Key(name="alice", digest=sha("sk-one"), models=("qwen*", "demo-?"), max_concurrent=2),
-        Key(digest=sha("sk#two")),
-        Key(name="root", digest=sha("three"), admin=True),
+        ApiKey(name="alice", digest=sha("sk-one"), models=("qwen*", "demo-?"), max_concurrent=2),
+        ApiKey(digest=sha("sk#two")),
+        ApiKey(name="root", digest=sha("three"), admin=True),
     )
-    assert parse_keys("a", True) == (Key(digest=sha("a"), admin=True),)
+    assert parse_keys("a", True) == (ApiKey(digest=sha("a"), admin=True),)
 
 
 @pytest.mark.parametrize(
@@ -225,13 +225,13 @@ sha256:{sha("three").hex()} admin name=root
 def test_a_wrong_line_of_a_key_file_is_told_without_the_key(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_keys(text, False, file="keys")
-    (said,) = caught.value.problems
-    assert said.startswith(message)
-    assert "secret" not in said
+    (problem,) = caught.value.problems
+    assert problem.startswith(message)
+    assert "secret" not in problem
 
 
 def test_keys_of_flags_and_files_are_one_set() -> None:
-    found = told({"api-key": "a,b", "admin-key": "c", "api-key-file": "u", "admin-key-file": "v"})
+    found = parsed({"api-key": "a,b", "admin-key": "c", "api-key-file": "u", "admin-key-file": "v"})
     keys = configured_keys(found, user_file="d\ne admin", admin_file="f")
     assert [(key.digest, key.admin) for key in keys] == [
         (sha("a"), False), (sha("b"), False), (sha("c"), True), (sha("d"), False), (sha("e"), True), (sha("f"), True),
@@ -239,7 +239,7 @@ def test_keys_of_flags_and_files_are_one_set() -> None:
 
 
 def test_a_key_file_must_have_a_key_and_no_key_that_is_given_elsewhere() -> None:
-    found = told({"api-key": "a", "api-key-file": "u", "admin-key-file": "v"})
+    found = parsed({"api-key": "a", "api-key-file": "u", "admin-key-file": "v"})
     with pytest.raises(ConfigError) as caught:
         configured_keys(found, user_file="# none", admin_file="a")
     assert caught.value.problems == [
@@ -249,7 +249,7 @@ def test_a_key_file_must_have_a_key_and_no_key_that_is_given_elsewhere() -> None
 
 
 def test_a_key_does_not_show_its_digest() -> None:
-    assert "digest" not in repr(Key(digest=sha("a")))
+    assert "digest" not in repr(ApiKey(digest=sha("a")))
 
 
 @steady

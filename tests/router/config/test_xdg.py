@@ -1,4 +1,4 @@
-"""Where a router keeps what it keeps, if no folder is named."""
+"""The default folders of a router."""
 
 import pwd
 from pathlib import Path

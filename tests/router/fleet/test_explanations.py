@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from router import log
-from router.config.settings import Key
+from router.config.settings import ApiKey
 from router.errors import ApiError, DoesNotFit, QueueFull
 from router.fleet.admission import Limits
 from router.fleet.model import FIRST_LOAD_SECONDS
@@ -164,7 +164,7 @@ async def test_every_decision_is_an_event_with_its_numbers() -> None:
 async def test_a_key_at_its_limit_hears_how_long_requests_take() -> None:
     world = Schedule({"a": GIB})
     await world.ask("a", 6.0)
-    key, access = Key(name="k", digest=b"k", admin=False, models=(), max_concurrent=1), Access(())
+    key, access = ApiKey(name="k", digest=b"k", admin=False, models=(), max_concurrent=1), Access(())
     running = asyncio.create_task(world.ask("a", 6.0))
     await asyncio.sleep(0.1)
     with access.running(key, lambda: world.fleet.turnover("a")):

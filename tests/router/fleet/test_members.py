@@ -9,8 +9,8 @@ import pytest
 
 from router.config.presets import Preset
 from router.errors import LoadBackoff, ModelNotFound, ModelNotLoaded
-from router.registry import sharing
-from router.registry.shared_workers import Members, by_name
+from router.registry import worker_groups
+from router.registry.shared_workers import SharedWorkers, with_name
 from tests.fakes import GIB, FakeModel, virtual
 from tests.router.fleet.worlds import Schedule
 
@@ -27,28 +27,30 @@ class World:
 
     def __init__(self, **presets: Mapping[str, Any]):
         self.presets = {name: preset(name, **keys) for name, keys in presets.items()}
-        fleet = sharing.members(self.presets, sharing.share(self.presets))
+        fleet = worker_groups.fleet_presets(self.presets, worker_groups.group_presets(self.presets))
         self.schedule = Schedule({}, models={name: FakeModel(shards=(GIB,)) for name in NAMES})
         self.fleet = self.schedule.fleet
         for each in fleet.values():
             self.fleet.add(each)
-        self.members = Members(self.fleet, self.presets)
+        self.shared_workers = SharedWorkers(self.fleet, self.presets)
 
     def reload(self, **presets: Mapping[str, Any]) -> dict[str, list[str]]:
         now = {name: preset(name, **keys) for name, keys in presets.items()}
-        return self.members.apply(now, sharing.share(now))
+        return self.shared_workers.apply(now, worker_groups.group_presets(now))
 
     async def ask(self, name: str) -> int:
         """The number of the worker that answers."""
-        with self.members.lease(name) as lease:
+        with self.shared_workers.lease(name) as lease:
             await lease.ready()
             return lease.worker.id
 
     @property
     def shared(self) -> list[str]:
         """Ids of all members; each is what its names are told."""
-        assert {each.model.preset.id for each in self.members.listed.values()} == self.fleet.models.keys()
-        assert all(name in sharing.names_in(each.model.preset.id) for name, each in self.members.listed.items())
+        assert {each.model.preset.id for each in self.shared_workers.listed.values()} == self.fleet.models.keys()
+        assert all(
+            name in worker_groups.preset_ids(each.model.preset.id) for name, each in self.shared_workers.listed.items()
+        )
         assert all(model.preset.id == id for id, model in self.fleet.models.items())
         return list(self.fleet.models)
 
@@ -81,7 +83,7 @@ async def test_who_comes_to_be_alike_shares_the_worker_that_runs_and_the_other_o
     assert world.removed() == [], "both names are still listed"
     await asyncio.sleep(5.0)
     assert [worker.id for worker in world.fleet.workers()] == [two]
-    assert world.members.names_of("a") == (), "what is told of the old worker is about none of them"
+    assert world.shared_workers.names_of("a") == (), "what is told of the old worker is about none of them"
     await world.schedule.stop()
 
 
@@ -126,7 +128,7 @@ async def test_one_name_goes_and_the_other_stays_or_both_go() -> None:
     assert world.reload(b=WARM)["removed"] == ["a"]
     assert (world.removed(), await world.ask("b")) == (["a"], first)
     with pytest.raises(ModelNotFound):
-        world.members.lease("a")
+        world.shared_workers.lease("a")
     assert world.reload()["removed"] == ["b"]
     await asyncio.sleep(5.0)
     assert (world.removed(), world.fleet.workers()) == (["a", "b"], [])
@@ -148,12 +150,12 @@ async def test_those_who_share_speak_of_a_model_by_the_name_that_was_asked_for()
     world = World(a={"autoload": False}, b={"autoload": False})
     for name in "ab":
         with pytest.raises(ModelNotLoaded, match=f"^model '{name}' is not loaded"):
-            world.members.lease(name)
+            world.shared_workers.lease(name)
     error = LoadBackoff("a,b failed: a,b: it ended", retry_after=7)
-    other = by_name(error, "a,b", "b")
+    other = with_name(error, "a,b", "b")
     assert (other.message, other.retry_after, other.reason) == ("b failed: b: it ended", 7, "load_backoff")
     assert error.message == "a,b failed: a,b: it ended", "others are told the same one"
-    assert by_name(LoadBackoff("a failed"), "a", "a").message == "a failed"
+    assert with_name(LoadBackoff("a failed"), "a", "a").message == "a failed"
     await world.schedule.stop()
 
 
@@ -161,11 +163,11 @@ async def test_those_who_share_speak_of_a_model_by_the_name_that_was_asked_for()
 async def test_a_preset_that_is_renamed_serves_by_its_new_name_and_who_runs_by_the_old_one_is_not_disturbed() -> None:
     world = World(a={})
     first = await world.ask("a")
-    with world.members.lease("a") as running:
+    with world.shared_workers.lease("a") as running:
         await running.ready()
         assert world.reload(b={}) == {"added": ["b"], "changed": [], "restarted": [], "removed": ["a"]}
         with pytest.raises(ModelNotFound):
-            world.members.lease("a")
+            world.shared_workers.lease("a")
         assert await world.ask("b") != first
         await asyncio.sleep(5)
         assert running.aborted is None

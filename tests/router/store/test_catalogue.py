@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from router.config.resolve import Loaded
+from router.config.resolve import LoadedPresets
 from router.config.settings import Settings, parse
 from router.errors import ConfigError
 from router.store.catalogue import LocalDisk, demo_preset, find_snapshot, load_catalogue, missing, read_keys
@@ -38,7 +38,7 @@ def cached(cache: Path, repo: str, commit: str = COMMIT, ref: str = "main") -> P
     return links
 
 
-def read(**rest: str) -> Loaded:
+def read(**rest: str) -> LoadedPresets:
     """The catalogue of these settings (flags with `_`), without a hub cache unless one is named."""
     given = {name.replace("_", "-"): value for name, value in rest.items() if name != "cache"}
     found, problems = parse(given, {"HF_HUB_CACHE": rest.get("cache", "/nowhere")})
@@ -46,7 +46,7 @@ def read(**rest: str) -> Loaded:
     return load_catalogue(found, {}, {})
 
 
-def lines(loaded: Loaded) -> tuple[list[str], list[str]]:
+def lines(loaded: LoadedPresets) -> tuple[list[str], list[str]]:
     return [str(problem) for problem in loaded.problems], [str(warning) for warning in loaded.warnings]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from router.config.presets import KEYS, Preset, Scope
 from router.config.resolve import load
-from router.registry.sharing import member, members, names_in, profile, share
+from router.registry.worker_groups import fleet_preset, fleet_presets, group_presets, preset_ids, request_profile
 from router.store.catalogue import LocalDisk
 from worker.protocol.argv import Profile
 
@@ -57,14 +57,14 @@ def test_presets_that_differ_in_one_key_share_a_worker_if_that_is_a_matter_of_re
     both = pair(f"{key} = {SAMPLES[key]}")
     free = SCOPES[key] is not Scope.WORKER
     assert both["one"] != both["two"]
-    assert share(both) == ([("one", "two")] if free else [("one",), ("two",)])
-    assert (profile(both["two"]) is not None) is (SCOPES[key] is Scope.REQUEST)
+    assert group_presets(both) == ([("one", "two")] if free else [("one",), ("two",)])
+    assert (request_profile(both["two"]) is not None) is (SCOPES[key] is Scope.REQUEST)
 
 
 @pytest.mark.parametrize("key", sorted(key for key in SAMPLES if SCOPES[key] is not Scope.WORKER))
 def test_nothing_of_one_name_reaches_the_fleet(key: str) -> None:
-    plain, said = pair(f"{key} = {SAMPLES[key]}").values()
-    first, second = member([plain]), member([said])
+    plain, changed = pair(f"{key} = {SAMPLES[key]}").values()
+    first, second = fleet_preset([plain]), fleet_preset([changed])
     aliases: tuple[str, ...] = ("x",) if key == "alias" else ()
     assert (second.id, second.aliases) == ("two", aliases)  # by its aliases others name it as a companion
     assert [getattr(first, name) for name in vars(first) if name not in ("id", "aliases", "origins")] == [
@@ -74,7 +74,7 @@ def test_nothing_of_one_name_reaches_the_fleet(key: str) -> None:
 
 def test_another_source_is_another_worker() -> None:
     text = "[a]\nhf-repo = org/m\n[b]\nmodel = org/m\n[c]\nhf-repo = org/n\n[d]\nmodel = demo:a\n[e]\nmodel = demo:a\n"
-    assert share(presets(text)) == [("a", "b"), ("c",), ("d", "e")]
+    assert group_presets(presets(text)) == [("a", "b"), ("c",), ("d", "e")]
 
 
 def test_another_default_adapter_is_a_matter_of_requests_and_other_adapters_are_not() -> None:
@@ -87,32 +87,32 @@ def test_another_default_adapter_is_a_matter_of_requests_and_other_adapters_are_
         }.items()
     )  # fmt: skip
     found = presets(text)
-    assert share(found) == [("a", "b", "c"), ("d",)]
-    assert [profile(found[name]) for name in "ab"] == [None, Profile(name="b", default_adapter="french")]
+    assert group_presets(found) == [("a", "b", "c"), ("d",)]
+    assert [request_profile(found[name]) for name in "ab"] == [None, Profile(name="b", default_adapter="french")]
 
 
 def test_a_template_out_of_a_file_is_one_as_well(tmp_path: Any) -> None:
     (tmp_path / "t.jinja").write_text("{{ messages }}")
     found = pair(f"chat-template-file = {tmp_path / 't.jinja'}")
-    assert share(found) == [("one", "two")]
-    assert profile(found["two"]) == Profile(name="two", chat_template="{{ messages }}")
+    assert group_presets(found) == [("one", "two")]
+    assert request_profile(found["two"]) == Profile(name="two", chat_template="{{ messages }}")
 
 
 def test_what_is_shared_is_known_by_all_its_names() -> None:
     found = presets("[a]\nmodel = demo:a\nalias = x\n[b]\nmodel = demo:b\n[c]\nmodel = demo:a\ntemp = 0\nalias = y\n")
-    fleet = members(found, share(found))
+    fleet = fleet_presets(found, group_presets(found))
     assert list(fleet) == ["a,c", "b"]
     assert fleet["a,c"].aliases == ("a", "x", "c", "y")  # companions name it by any of them
-    assert names_in("a,c") == ("a", "c")
+    assert preset_ids("a,c") == ("a", "c")
     assert fleet["b"] == found["b"]
 
 
 def test_a_preset_that_shares_nothing_and_has_nothing_of_its_own_is_in_memory_once() -> None:
     found = presets("[a]\nmodel = demo:a\nalias = x\n[b]\nmodel = demo:b\nseed = 3\n")
-    fleet = members(found, share(found))
+    fleet = fleet_presets(found, group_presets(found))
     assert fleet["a"] is found["a"]
     assert fleet["b"] is not found["b"]
 
 
 def test_what_a_worker_is_started_with_keeps_presets_apart_on_purpose() -> None:
-    assert share(pair("env.OWN = 1")) == [("one",), ("two",)]
+    assert group_presets(pair("env.OWN = 1")) == [("one",), ("two",)]

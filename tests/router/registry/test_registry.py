@@ -2,7 +2,7 @@ import pytest
 
 from router.config.presets import Preset
 from router.errors import BadRequest, ModelNotFound
-from router.registry.aliases import Names, choose
+from router.registry.registry import ModelNames, choose
 from worker.protocol.argv import AdapterSource
 
 PRESETS = {
@@ -10,7 +10,7 @@ PRESETS = {
     "small": Preset(id="small", path="/s"),
     "SMALL": Preset(id="SMALL", path="/t"),
 }
-NAMES = Names(PRESETS)
+NAMES = ModelNames(PRESETS)
 
 
 def pick(**given: object) -> tuple[str, str]:
@@ -26,10 +26,10 @@ def test_id_alias_and_any_unique_case_mean_the_model(name: str) -> None:
 def test_a_repository_that_is_not_listed_beside_its_section_is_known_by_name_all_the_same() -> None:
     hides = Preset(id="mine", repo="org/model", dedup_cache_models=True)
     other = Preset(id="other", repo="org/model")
-    assert Names({"other": other, "mine": hides}).find("org/model") == "mine"
-    assert Names({"org/model": Preset(id="org/model", path="/x"), "mine": hides}).find("org/model") == "org/model"
+    assert ModelNames({"other": other, "mine": hides}).find("org/model") == "mine"
+    assert ModelNames({"org/model": Preset(id="org/model", path="/x"), "mine": hides}).find("org/model") == "org/model"
     with pytest.raises(ModelNotFound):
-        Names({"other": other}).find("org/model")
+        ModelNames({"other": other}).find("org/model")
 
 
 def test_case_decides_between_names_that_differ_only_in_it() -> None:
@@ -88,7 +88,7 @@ def test_a_name_with_an_adapter_means_its_model_and_an_id_with_that_spelling_sta
         "n": Preset(id="n", path="/n", adapters=(FRENCH,)),
         "n@french": Preset(id="n@french", path="/x"),
     }
-    names = Names(presets)
+    names = ModelNames(presets)
     for name, id, adapter in (
         ("m@french", "m", "french"),
         ("em@french", "m", "french"),

@@ -1,0 +1,132 @@
+"""Facts, metadata and texts from the files of models, for API responses."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from router.config.presets import Preset
+from router.fleet.interfaces import Files
+from router.memory.checkpoint import meta, modalities, offered
+from router.memory.checkpoint_facts import Checkpoint, EstimateError, effective_ctx
+from router.registry.shared_workers import SharedWorkers
+
+READ_TIMEOUT = 5.0  # seconds that a response waits for the disk; a guess
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotTexts:
+    """The chat template, special tokens and generation defaults of a snapshot."""
+
+    chat_template: str = ""
+    bos_token: str = ""
+    eos_token: str = ""
+    generation: Mapping[str, Any] = field(default_factory=dict)  # the content of generation_config.json
+
+
+class SnapshotInfo:
+    """Cached reader of the models' files. A slow disk delays a response by READ_TIMEOUT at most."""
+
+    def __init__(self, files: Files, shared_workers: SharedWorkers):
+        self._files = files
+        self._shared_workers = shared_workers
+        self._known: dict[str, tuple[str, Checkpoint]] = {}  # by model id: snapshot folder and its facts
+        self._readings: dict[str, tuple[asyncio.Task[Checkpoint | None], float]] = {}  # running ones, with their start
+
+    def forget(self, id: str) -> None:
+        """Drop the facts of one model."""
+        self._known.pop(id, None)
+
+    def clear(self) -> None:
+        """Drop all facts, because files may have changed."""
+        self._known.clear()
+
+    async def facts(self, preset: Preset) -> Checkpoint | None:
+        """The facts of the preset's checkpoint.
+
+        None if its files are missing, cannot be read, or reading takes longer than READ_TIMEOUT. Concurrent calls for
+        one model share a reading and its deadline.
+        """
+        now = asyncio.get_running_loop().time()
+        if preset.id not in self._readings:
+            reading = asyncio.create_task(self._read(preset))
+            reading.add_done_callback(lambda _: self._readings.pop(preset.id))
+            self._readings[preset.id] = reading, now
+        reading, began = self._readings[preset.id]
+        # `wait` does not cancel the task at the timeout, so a slow reading still fills the cache for later calls.
+        await asyncio.wait({reading}, timeout=max(0.0, began + READ_TIMEOUT - now))
+        return reading.result() if reading.done() else None
+
+    async def describe(self, preset: Preset) -> tuple[Checkpoint | None, dict[str, Any], dict[str, Any]]:
+        """Facts, `meta` and `architecture` of a model, as lists of models contain them."""
+        facts = await self.facts(preset)
+        if facts is None:
+            return None, {}, modalities(())
+        try:
+            n_ctx = effective_ctx(facts, preset)
+        except EstimateError:
+            n_ctx = 0
+        return facts, meta(facts, n_ctx), modalities(offered(facts, preset))
+
+    async def texts(self, preset: Preset) -> SnapshotTexts:
+        """The texts of a model whose facts are known; empty ones for another model."""
+        known = self._known.get(preset.id)
+        return await asyncio.to_thread(_read_texts, Path(known[0])) if known is not None else SnapshotTexts()
+
+    async def _read(self, preset: Preset) -> Checkpoint | None:
+        listed = self._shared_workers.listed.get(preset.id)
+        worker = next(iter(listed.model.workers), None) if listed is not None else None
+        snapshot = (worker.snapshot if worker is not None else "") or await asyncio.to_thread(self._find, preset)
+        known = self._known.get(preset.id)
+        # Without a snapshot (deleted, or its folder is not mounted) the last known facts still describe the model.
+        if known is not None and (not snapshot or known[0] == snapshot):
+            return known[1]
+        if not snapshot:
+            return None
+        try:
+            facts = await self._files.read(snapshot, preset)
+        except EstimateError:
+            return None
+        self._known[preset.id] = (snapshot, facts)
+        return facts
+
+    def _find(self, preset: Preset) -> str:
+        return self._files.find(preset) or ""
+
+
+def _read_texts(folder: Path) -> SnapshotTexts:
+    tokenizer = _json_object(folder / "tokenizer_config.json")
+    template = tokenizer.get("chat_template")
+    if isinstance(template, list):  # several templates, by name
+        template = next((each.get("template") for each in template if each.get("name") == "default"), "")
+    if not template:
+        template = _processor_template(folder)
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        template = (folder / "chat_template.jinja").read_text()
+    tokens = [tokenizer.get(name) for name in ("bos_token", "eos_token")]
+    bos, eos = (str(token.get("content", "")) if isinstance(token, dict) else str(token or "") for token in tokens)
+    generation = _json_object(folder / "generation_config.json")
+    return SnapshotTexts(template if isinstance(template, str) else "", bos, eos, generation)
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    """The content of a JSON file; empty if it is missing, broken or not an object."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _processor_template(folder: Path) -> str:
+    """The template in chat_template.json, where older checkpoints of vision models have it."""
+    try:
+        return str(json.loads((folder / "chat_template.json").read_bytes())["chat_template"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+__all__ = ["SnapshotInfo", "SnapshotTexts"]
