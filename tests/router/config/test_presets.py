@@ -509,7 +509,7 @@ SETTINGS = st.fixed_dictionaries(
         "required-memory": st.sampled_from(["900", "1.5GiB", "cuda:0=9,cpu=1", "700001B"]),
         "chat-template-kwargs": st.dictionaries(st.text(max_size=4), st.integers(), max_size=3).map(json.dumps),
         "dtype": st.sampled_from(["auto", "fp16"]),
-        "idle_grace": st.sampled_from(["auto", "0.5", "-1"]),
+        "idle-grace": st.sampled_from(["auto", "0.5", "-1"]),
         "request-timeout": st.sampled_from(["-1", "5m"]),
     },
 )
