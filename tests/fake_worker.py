@@ -25,22 +25,22 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # -P keeps the script's own surroundings out
 
 from worker.program import fork_server, supervision
-from worker.protocol.argv import Command, Convert, Download, Estimate, Nursery, Profile, Serve, from_argv
+from worker.protocol.argv import Command, Convert, Download, Estimate, ForkServerOptions, Profile, Serve, from_argv
 from worker.protocol.events import (
     MAX_EVENT_BYTES,
     Converted,
     Downloaded,
     Estimated,
+    Exit,
     Failed,
     Prepared,
     Progress,
     Pulse,
     Ready,
-    Request,
+    RequestEnded,
     encode,
 )
-from worker.protocol.exits import Exit
-from worker.protocol.orders import decode_go
+from worker.protocol.orders import decode_grant
 
 MIB = 1 << 20
 LONG_LINE = 2 * MAX_EVENT_BYTES
@@ -218,7 +218,7 @@ def _json(value: Any) -> bytes:
 class FakeWorker:
     """One run of this program."""
 
-    def __init__(self, command: Command, tied: supervision.Leash, wrong: Behaviour, raw: int):
+    def __init__(self, command: Command, tied: supervision.RouterChannel, wrong: Behaviour, raw: int):
         """`raw`: descriptor of the event pipe, for noise."""
         self.command = command
         self.tied = tied
@@ -255,7 +255,7 @@ class FakeWorker:
             self._make_noise()
         if wrong.die_at_start is not None:
             if wrong.message:
-                self.tied.say(Failed(message=wrong.message))
+                self.tied.send(Failed(message=wrong.message))
             die(wrong.die_at_start)
         if wrong.deaf:
             sleep_for_ever()
@@ -281,17 +281,17 @@ class FakeWorker:
         os.set_blocking(self.raw, True)
         while data:
             data = data[os.write(self.raw, data) :]
-        os.set_blocking(self.raw, self.tied.leashed is False)
+        os.set_blocking(self.raw, self.tied.supervised is False)
 
     def load(self) -> None:
         """Returns once there is nothing more to load, if ever."""
         wrong = self.wrong
         total = max(1, wrong.load_steps)
         for step in range(wrong.load_steps):
-            self.tied.say(Progress(stage="weights", done=step, total=total))
+            self.tied.send(Progress(stage="weights", done=step, total=total))
             time.sleep(wrong.load_interval)
         while wrong.stuck_progress:
-            self.tied.say(Progress(stage="weights", done=0, total=total))
+            self.tied.send(Progress(stage="weights", done=0, total=total))
             time.sleep(wrong.load_interval)
         self._ballast = b"\1" * (wrong.allocate_mib * MIB)
         while wrong.hold_load and not os.path.exists(wrong.hold_load):
@@ -316,21 +316,21 @@ class FakeWorker:
             name = (command.repo or command.demo).replace("/", "--")
             folder = str(Path(command.cache or command.target or os.environ.get("TMPDIR", "/tmp")) / name)
             Path(folder).mkdir(parents=True, exist_ok=True)
-        self.tied.say(Downloaded(snapshot=folder))
+        self.tied.send(Downloaded(snapshot=folder))
 
     def estimate(self, command: Estimate) -> None:
         self.load()
         zeros = [0] * len(command.devices)
         default = {"weights": [64 * MIB for _ in zeros], "context": zeros, "compute": zeros, "runtime": zeros}
-        self.tied.say(Estimated(**(default | self.wrong.estimated)))
+        self.tied.send(Estimated(**(default | self.wrong.estimated)))
 
     def prepare(self, command: Serve) -> Serve:
         """Returns once it may load."""
         if not command.prepare:
             return command
         self.note("prepared")
-        self.tied.say(Prepared(measured={"cpu": self.wrong.prepared_mib * MIB or _resident()}))
-        go = decode_go(self.tied.told())
+        self.tied.send(Prepared(measured={"cpu": self.wrong.prepared_mib * MIB or _resident()}))
+        go = decode_grant(self.tied.receive_line())
         os.environ["CUDA_VISIBLE_DEVICES"] = go.visible
         self.note("told to go")
         self.command = dataclasses.replace(command, devices=tuple(go.devices), reserved=go.reserved)
@@ -348,9 +348,9 @@ class FakeWorker:
             address=address, measured=self.measured(), capabilities=["chat", "completion", "embedding"], n_ctx=8192
         )
         self.note("ready")
-        self.tied.say(ready)
+        self.tied.send(ready)
         if self.wrong.noise:
-            self.tied.say(dataclasses.replace(ready, n_ctx=1))
+            self.tied.send(dataclasses.replace(ready, n_ctx=1))
         if self.wrong.die_after_ready is not None:
             die(self.wrong.die_after_ready)
         if self.wrong.freezes:
@@ -376,7 +376,7 @@ class FakeWorker:
             if not self.hanging:
                 self.steps += self.running
             pulse = Pulse(steps=self.steps, running=self.running, waiting=0, measured=self.measured())
-            self.tied.say(pulse)
+            self.tied.send(pulse)
             await asyncio.sleep(self.wrong.pulse_interval)
 
     # HTTP
@@ -450,7 +450,7 @@ class FakeWorker:
             await asyncio.wait({work, gone})
         self.note(f"{'done' if complete else 'cancelled'} {id}")
         outcome = "ok" if complete else "cancelled"
-        self.tied.say(Request(id=id, completion_tokens=len(answer_pieces(request)), outcome=outcome))
+        self.tied.send(RequestEnded(id=id, completion_tokens=len(answer_pieces(request)), outcome=outcome))
         return complete
 
     async def _answer(
@@ -538,10 +538,10 @@ def forked(argv: list[str]) -> NoReturn:
 
 def main(argv: list[str]) -> None:
     command = from_argv(argv)
-    if isinstance(command, Nursery):
+    if isinstance(command, ForkServerOptions):
         os._exit(fork_server.serve(command, forked, modules=()))
     raw = os.dup(1)
-    tied = supervision.take(leashed=command.leashed, spawner=command.spawner)
+    tied = supervision.attach(supervised=command.supervised, parent_pid=command.parent_pid)
     worker = FakeWorker(command, tied, behaviour(command, os.environ), raw)
     worker.begin()
     if isinstance(command, Download):
@@ -549,7 +549,7 @@ def main(argv: list[str]) -> None:
     elif isinstance(command, Estimate):
         worker.estimate(command)
     elif isinstance(command, Convert):
-        tied.say(Converted(weights=0, tokenizer=False))
+        tied.send(Converted(weights=0, tokenizer=False))
     else:
         asyncio.run(worker.serve(worker.prepare(command)))
 

@@ -24,8 +24,7 @@ from router.launch.process import uncancelled
 from router.launch.worker_client import Wire
 from router.planner.ledger import HOST, LOCAL, Bytes, DeviceId, Reading, pooled
 from worker.protocol.argv import Convert, Download, Estimate, Serve
-from worker.protocol.events import Converted, Estimated, Event, Progress, Pulse, Ready
-from worker.protocol.exits import Exit
+from worker.protocol.events import Converted, Estimated, Event, Exit, Progress, Pulse, Ready
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -1,7 +1,7 @@
-"""What can go wrong in a worker, each with its HTTP status and symbolic reason, or with its exit code.
+"""The errors of a worker, with the HTTP status and the reason of a response, or with the exit code of the process.
 
 WorkerError
-├── RequestError            an answer with a status; the worker lives on
+├── RequestError            a response with a status; the worker continues
 │   ├── InvalidJson         400 invalid_json
 │   ├── InvalidValue        400 invalid_value          (param)
 │   ├── UnsupportedField    400 unsupported_parameter  (param)
@@ -12,17 +12,17 @@ WorkerError
 │   ├── NotFound            404 not_found
 │   ├── AdapterNotFound     404 model_not_found
 │   ├── QueueFull           429 queue_full
-│   ├── SequenceFailed      500 internal               (one sequence; its neighbours go on)
+│   ├── SequenceFailed      500 internal               (one sequence; the others of its batch continue)
 │   ├── UnsupportedByModel  501 unsupported_by_model
 │   └── Draining            503 draining
-├── RankLost                ends the process as a crash does
+├── RankLost                ends the process like a crash
 └── StartError              ends the process with an exit code of `Exit`
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 
 
 class WorkerError(Exception):
@@ -30,7 +30,7 @@ class WorkerError(Exception):
 
 
 class RequestError(WorkerError):
-    """One request is answered with `status`; `extra` holds further members of the error object."""
+    """One request fails with `status`. `extra`: further members of the error object."""
 
     status = 500
     type = "server_error"
@@ -84,7 +84,7 @@ class AdapterNotFound(RequestError):
 
 
 class UnusableAdapter(RequestError):
-    """The files of an adapter cannot be used with this model, or not at all."""
+    """The files of an adapter are invalid or do not fit this model."""
 
     status, type, reason = 400, "invalid_request_error", "invalid_value"
 
@@ -94,7 +94,7 @@ class QueueFull(RequestError):
 
 
 class SequenceFailed(RequestError):
-    """This sequence cannot go on (NaN logits, a device error in its step)."""
+    """One sequence cannot continue (NaN logits, a device error in its step)."""
 
 
 class UnsupportedByModel(RequestError):
@@ -106,11 +106,11 @@ class Draining(RequestError):
 
 
 class RankLost(WorkerError):
-    """One of the processes among which a model is divided has ended, or is out of step with the others."""
+    """A tensor-parallel rank has exited or is out of step with the others."""
 
 
 class StartError(WorkerError):
-    """The process must end with `exit`; the message is for a person and names the way out."""
+    """The process must exit with code `exit`. The message is for the user and names a remedy."""
 
     def __init__(self, message: str, exit: Exit = Exit.UNUSABLE):
         super().__init__(message)

@@ -10,7 +10,7 @@ from router.errors import BadRequest, WorkerCrashed
 from router.launch.worker_client import WireError
 from router.registry.registry import Registry
 from router.registry.shared_workers import errors_with_name
-from worker.protocol.headers import TOKEN_HEADER
+from worker.protocol.routes import TOKEN_HEADER
 
 MAX_PROMPTS = 256  # of one token check; a guess
 

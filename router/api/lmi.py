@@ -23,7 +23,7 @@ from router.errors import ApiError, BadRequest, DoesNotFit, PresetInvalid
 from router.fleet.model import Model
 from router.fleet.worker import State, Worker
 from router.registry.registry import Registry, flag
-from worker.protocol.headers import ignored_fields
+from worker.protocol.routes import ignored_fields
 
 MAX_WORKERS = 1000  # of one model; a guess
 MAX_PAGE = 100  # entries of one page, as in LMI

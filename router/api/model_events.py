@@ -15,7 +15,7 @@ from router.fleet.worker import State
 from router.registry.auth import Access
 from router.registry.registry import Registry, flag
 from router.registry.shared_workers import ListedModel
-from worker.protocol.exits import FINAL_EXITS, Exit
+from worker.protocol.events import PERMANENT_EXITS, Exit
 
 T = TypeVar("T")
 
@@ -159,7 +159,7 @@ def _download_failure(data: Mapping[str, Any]) -> dict[str, Any]:
     if "error" not in data:
         return {"reason": "cancelled"}
     code = data.get("exit_code")
-    reason = "disk_full" if code == Exit.DISK_FULL else "not_found" if code in FINAL_EXITS else "network"
+    reason = "disk_full" if code == Exit.DISK_FULL else "not_found" if code in PERMANENT_EXITS else "network"
     return {"reason": reason, "error": data["error"]}
 
 

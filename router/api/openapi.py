@@ -7,7 +7,7 @@ from typing import Any
 from router import __version__
 from worker.protocol.dialects import Dialect, anthropic, fastchat, llama_server, lmi, ollama, openai, responses
 from worker.protocol.errors import ERRORS
-from worker.protocol.routes import FLAGS, ROUTES, Loads, Plane, Route, body_schema, query
+from worker.protocol.routes import FLAGS, ROUTES, AccessLevel, LoadPolicy, Route, body_schema, query
 from worker.protocol.schema import ANY_OBJECT, COUNT, TEXT, ResponseSchema, Schema, const, enum, maybe, ref, shape
 from worker.protocol.streams import stream
 
@@ -128,7 +128,7 @@ def statuses(route: Route) -> tuple[int, ...]:
     found = {*_ALWAYS, *route.errors, *(_WORKER if route.worker else ())}
     if body_schema(route) is not None:
         found |= set(_BODY)
-    if route.plane is Plane.PUBLIC:
+    if route.plane is AccessLevel.PUBLIC:
         found -= {401}
     return tuple(sorted(found))
 
@@ -157,15 +157,15 @@ def _operation(route: Route) -> dict[str, Any]:
             "required": True,
             "content": {"application/json": {"schema": ref(_body_name(route))}},
         }
-    if route.plane is Plane.PUBLIC:
+    if route.plane is AccessLevel.PUBLIC:
         operation["security"] = []
     return operation
 
 
-_LOADS: Mapping[Loads, str] = {
-    Loads.FOLLOWS: "Loads the model if it is not loaded, unless autoload is off in its preset, the router or the call.",
-    Loads.ON_DEMAND: "Loads the model only with autoload=true.",
-    Loads.NEVER: "Loads a model only with autoload=true.",
+_LOADS: Mapping[LoadPolicy, str] = {
+    LoadPolicy.FOLLOWS: "Loads the model if it is not loaded, unless autoload is off in its preset, the router or the call.",
+    LoadPolicy.ON_DEMAND: "Loads the model only with autoload=true.",
+    LoadPolicy.NEVER: "Loads a model only with autoload=true.",
 }
 
 

@@ -23,7 +23,7 @@ from router.events import EventLog
 from router.fleet.explain import RejectionLog
 from router.fleet.worker import Worker
 from router.launch.interface import WorkerLost
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 
 if TYPE_CHECKING:  # both import this module
     from router.fleet.interfaces import Files

@@ -27,8 +27,7 @@ from router.memory.checkpoint_facts import EstimateError
 from router.planner.ledger import HOST, LOCAL, DeviceId
 from router.planner.types import Start
 from worker.protocol.argv import Serve
-from worker.protocol.events import Event, Progress, Pulse, Request
-from worker.protocol.exits import Exit
+from worker.protocol.events import Event, Exit, Progress, Pulse, RequestEnded
 
 log = logging.getLogger("router.fleet.lifecycle")
 
@@ -494,7 +493,7 @@ def _listener(worker: Worker, world: World) -> Listen:
     """Return a listener that records the events of a worker's process."""
 
     def listen(event: Event) -> None:
-        if type(event) is Request:
+        if type(event) is RequestEnded:
             _request_ended(worker, world, event)
             return
         match event:
@@ -517,7 +516,7 @@ def _listener(worker: Worker, world: World) -> Listen:
     return listen
 
 
-def _request_ended(worker: Worker, world: World, event: Request) -> None:
+def _request_ended(worker: Worker, world: World, event: RequestEnded) -> None:
     worker.answered = worker.answered or event.outcome == "ok"
     worker.first_token = worker.first_token or event.ttft
     if event.keep_alive is not None and event.keep_alive != worker.keep_alive:

@@ -18,9 +18,8 @@ from router.errors import BadRequest, BodyTimeout, EncodingUnsupported, QueueFul
 from router.http.proxy import Answer, Outlet
 from router.registry.auth import NO_KEY
 from router.registry.registry import Registry
-from worker.protocol.dialects.lmi import OPENAIS
-from worker.protocol.headers import ignored_fields
-from worker.protocol.routes import Route, query, unknown_fields
+from worker.protocol.dialects.lmi import OPENAI_FIELDS
+from worker.protocol.routes import Route, ignored_fields, query, unknown_fields
 
 BUFFERED_IN_ALL = 512 << 20
 """Bytes of request bodies held at once; more are refused."""
@@ -88,7 +87,9 @@ class Peek(msgspec.Struct):
 
 
 _DECODER = msgspec.json.Decoder(Peek)
-_OPENAIS = msgspec.json.Decoder(msgspec.defstruct("_Openais", [(name, msgspec.Raw, msgspec.Raw()) for name in OPENAIS]))
+_OPENAIS = msgspec.json.Decoder(
+    msgspec.defstruct("_Openais", [(name, msgspec.Raw, msgspec.Raw()) for name in OPENAI_FIELDS])
+)
 
 
 def peek(body: bytes) -> Peek:
@@ -102,7 +103,7 @@ def peek(body: bytes) -> Peek:
 def is_openais(body: bytes) -> bool:
     """True if a body that `peek` has read has fields of OpenAI's API, at a path of LMI's."""
     found = _OPENAIS.decode(body)
-    return any(bytes(getattr(found, name)) for name in OPENAIS)
+    return any(bytes(getattr(found, name)) for name in OPENAI_FIELDS)
 
 
 class Bodies:

@@ -32,7 +32,7 @@ from router.http.proxy import Answer, Call, Proxy
 from router.registry.registry import Registry, flag
 from worker.protocol.dialects import Dialect
 from worker.protocol.errors import error_body
-from worker.protocol.routes import FLAGS, ROUTES, Loads, Plane, Route, dialect_of, refusal
+from worker.protocol.routes import FLAGS, ROUTES, AccessLevel, LoadPolicy, Route, dialect_of, error_response
 
 log = logging.getLogger("router.http.app")
 access_log = logging.getLogger("router.registry.auth")
@@ -115,7 +115,7 @@ class Pipeline:
         route, query = incoming.route, incoming.query
         if route is None:  # the 404 or 405 that follows needs no key
             return
-        plane = Plane.ADMIN if any(query.get(name) for name in route.admin_query) else route.plane
+        plane = AccessLevel.ADMIN if any(query.get(name) for name in route.admin_query) else route.plane
         incoming.key = self._registry.access.authorize(incoming.outlet, plane)
         for name in FLAGS if query else ():
             flag(query, name)  # rejected here even where the route would not come to use it
@@ -172,7 +172,7 @@ class Pipeline:
         route = incoming.route
         assert route is not None
         autoload = flag(incoming.query, "autoload") if incoming.query else None
-        if autoload is None and route.loads is not Loads.FOLLOWS:
+        if autoload is None and route.loads is not LoadPolicy.FOLLOWS:
             autoload = False
         preset = self._registry.shared_workers.find(id).preset
         timeout = self._registry.settings.timeout if preset.request_timeout is None else preset.request_timeout
@@ -265,7 +265,7 @@ class Pipeline:
             headers["Retry-After"] = str(min(LATEST, whole_seconds(error.retry_after)))
         data = orjson.dumps(body)
         if route is not None and route.always_streams:
-            headers["Content-Type"], data = refusal(route.path, data)
+            headers["Content-Type"], data = error_response(route.path, data)
         return headers, data
 
     def _count_and_log(self, incoming: Incoming) -> None:
@@ -313,7 +313,7 @@ def printable(text: str) -> str:
 def _streams(route: Route, seen: Peek) -> bool:
     """True if the answer is a stream of events."""
     if seen.stream is None:
-        return route.streams_unless_told
+        return route.streams_by_default
     return route.always_streams or (route.streams and seen.stream is True)
 
 

@@ -31,20 +31,20 @@ from router.launch.worker_client import Exchange, NotHttp, WireError
 from router.registry import shared_workers
 from router.registry.shared_workers import SharedWorkers, with_name
 from worker.protocol.dialects import Dialect
-from worker.protocol.errors import in_openais_words
-from worker.protocol.headers import (
+from worker.protocol.errors import to_openai_error
+from worker.protocol.routes import (
     ADAPTER_HEADER,
-    ASKED_HEADER,
     IGNORED_FIELDS_HEADER,
+    MODEL_HEADER,
     PROFILE_HEADER,
     REQUEST_HEADERS,
     REQUEST_ID_HEADER,
     RESPONSE_HEADERS,
     TOKEN_HEADER,
     WAITED_HEADER,
+    Route,
 )
-from worker.protocol.routes import Route
-from worker.protocol.streams import error_frame, refusal_frame, silence, stream
+from worker.protocol.streams import error_body_frame, error_frame, keepalive_frame, stream
 
 log = logging.getLogger("router.http.proxy")
 T = TypeVar("T")
@@ -252,7 +252,7 @@ class Answer:
             raise ClientGone from None
 
     async def comment(self, text: str) -> None:
-        told = silence(self._face, text, has_begun=False, model=self.call.model)
+        told = keepalive_frame(self._face, text, has_begun=False, model=self.call.model)
         if not self.committed:
             await self.commit(data=told)
         elif told:
@@ -275,7 +275,7 @@ class Answer:
 
     def refusal(self, body: bytes) -> bytes:
         """A worker's error as a frame of this stream."""
-        return refusal_frame(self._face, body if self.call.speaks is None else in_openais_words(body))
+        return error_body_frame(self._face, body if self.call.speaks is None else to_openai_error(body))
 
     async def break_off(self) -> None:
         """End the connection so that the client cannot take what it has for the whole answer.
@@ -566,7 +566,7 @@ class Proxy:
             if not outlet.has_room(len(events)):
                 return False
             outlet.write(events)
-            if answer.first_byte is None and form.says(events):
+            if answer.first_byte is None and form.has_data(events):
                 answer.first_byte = time.monotonic()
             answer.events_sent, tail = events, seen[at:]
             return True
@@ -590,7 +590,7 @@ class Proxy:
                     raise WorkerCrashed(f"{answer.call.model}: its worker sent an event that does not end")
                 continue
             events, tail = tail[:at], tail[at:]
-            if answer.first_byte is None and form.says(events):
+            if answer.first_byte is None and form.has_data(events):
                 answer.first_byte = time.monotonic()  # a comment is no answer yet
             if answer.committed:
                 await answer.write(events)
@@ -683,7 +683,7 @@ def _onward_headers(answer: Answer, token: str) -> dict[str, str]:
     if answer.profile:
         headers[PROFILE_HEADER] = quote(answer.profile, safe="")
     if answer.call.asked:
-        headers[ASKED_HEADER] = quote(answer.call.asked, safe="")
+        headers[MODEL_HEADER] = quote(answer.call.asked, safe="")
     if answer.loaded and answer.call.route.dialect is Dialect.OLLAMA:
         headers[WAITED_HEADER] = f"{answer.waited:.6f}"
     headers["Accept-Encoding"] = "identity"

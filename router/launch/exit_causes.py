@@ -9,7 +9,7 @@ from typing import Literal
 from router.launch.environment import Verb
 from router.launch.heartbeat import Verdict
 from router.launch.interface import Cause, Program, WorkerLost
-from worker.protocol.exits import FINAL_EXITS, Exit
+from worker.protocol.events import PERMANENT_EXITS, Exit
 
 _NOUNS: Mapping[Verb, str] = {
     "download": "download", "convert": "conversion", "estimate": "estimate", "serve": "worker",
@@ -41,7 +41,7 @@ def lost_by_exit(program: Program, verb: Verb, code: int, said: str, *, oom_kill
         cause = "download_failed"
     elif memory:
         cause = "oom"
-    elif code in FINAL_EXITS:
+    elif code in PERMANENT_EXITS:
         cause = "load_failed"
     message = f"{program.model}: the {_NOUNS[verb]} {how_it_ended(code, said, oom_killed=oom_killed)}"
     return WorkerLost(message, cause=cause, exit=code, memory=memory)

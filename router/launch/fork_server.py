@@ -22,11 +22,10 @@ from dataclasses import asdict
 from router.errors import RouterError
 from router.launch import reaper
 from router.launch.process import Child, Log, Pipes
-from worker.protocol.argv import Nursery as NurseryCommand
+from worker.protocol.argv import ForkServerOptions as NurseryCommand
 from worker.protocol.argv import to_argv
-from worker.protocol.events import Born, Event, Exited, Here, Refused, Warm
-from worker.protocol.exits import Exit
-from worker.protocol.orders import Birth, Call, Fork, Import, Order, Reap, encode_order, is_warmable
+from worker.protocol.events import Event, Exit, Forked, ForkRefused, ModulesImported, Pong, Reaped
+from worker.protocol.orders import Fork, ForkSpec, ImportModules, Order, Ping, Reap, encode_order, is_family_module
 
 log = logging.getLogger("router.launch.interface")
 
@@ -108,7 +107,7 @@ class Nursery:
         ours.setblocking(False)
         try:
             with theirs:
-                command = NurseryCommand(orders=theirs.fileno(), leashed=True, spawner=os.getpid())
+                command = NurseryCommand(orders=theirs.fileno(), supervised=True, parent_pid=os.getpid())
                 argv, passed = [*program, *to_argv(command)], [theirs.fileno()]
                 child = Child.spawn(argv, env, name=NAME, log=log, private=True, pass_fds=passed)
         except OSError:
@@ -130,7 +129,7 @@ class Nursery:
         except OSError as error:
             raise NurseryRefused(error.strerror) from None
         try:
-            pid = await self._birth(pipes, Birth(argv=list(argv), env=dict(env)))
+            pid = await self._birth(pipes, ForkSpec(argv=list(argv), env=dict(env)))
             try:
                 return Child(pid, pipes, name, log, self._reap)
             except OSError as error:
@@ -140,7 +139,7 @@ class Nursery:
             pipes.close()
             raise
 
-    async def _birth(self, pipes: Pipes, birth: Birth) -> int:
+    async def _birth(self, pipes: Pipes, birth: ForkSpec) -> int:
         """Process id of a new child with the other ends of `pipes`. Raises NurseryRefused."""
         self._ids += 1
         id, answer = self._ids, self._loop.create_future()
@@ -161,12 +160,12 @@ class Nursery:
 
     def warm(self, modules: Sequence[str]) -> None:
         """Have it import what a worker needed, as far as that is allowed and new, before it forks the next one."""
-        wanted = [name for name in modules if is_warmable(name) and name not in self._modules][:MODULES_AT_ONCE]
+        wanted = [name for name in modules if is_family_module(name) and name not in self._modules][:MODULES_AT_ONCE]
         if wanted and self.can_fork:
             self._modules.update(wanted)
-            self._order(Import(modules=wanted))
+            self._order(ImportModules(modules=wanted))
 
-    def _order_fork(self, id: int, pipes: Pipes, birth: Birth) -> None:
+    def _order_fork(self, id: int, pipes: Pipes, birth: ForkSpec) -> None:
         """Raises OSError."""
         file = os.memfd_create("birth", os.MFD_CLOEXEC)
         try:
@@ -228,7 +227,7 @@ class Nursery:
         if self.child.exited.done() or self._timer is not before:
             return
         if not self._owes:
-            self._order(Call())
+            self._order(Ping())
             self._is_called = True
             self._arm()
         elif late > LATE:  # we slept, or were stopped, and perhaps it was, too
@@ -273,23 +272,23 @@ class Nursery:
             self.is_silent = False
             log.warning("the nursery (process %d) answers again", self.pid)
         match event:
-            case Warm():
+            case ModulesImported():
                 if not self.is_warm:
                     log.info("the nursery (process %d) is warm: workers are forked from now on", self.pid)
                 self.is_warm = True
                 self._on_warm()
-            case Born() if (answer := self._births.pop(event.id, None)) and not answer.done():
+            case Forked() if (answer := self._births.pop(event.id, None)) and not answer.done():
                 self._born.add(event.pid)
                 answer.set_result(event.pid)
-            case Born():  # whoever wanted it gave up: it finds the end of its stdin, and ends
+            case Forked():  # whoever wanted it gave up: it finds the end of its stdin, and ends
                 self._reap(event.pid, lambda code: None)
-            case Refused() if (answer := self._births.pop(event.id, None)) and not answer.done():
+            case ForkRefused() if (answer := self._births.pop(event.id, None)) and not answer.done():
                 answer.set_exception(NurseryRefused(event.why))
-            case Exited():
+            case Reaped():
                 self._zombies.discard(event.pid)
                 if tell := self._reaps.pop(event.pid, None):
                     tell(event.code)
-            case Here():
+            case Pong():
                 self._is_called = False
         self._arm()
 

@@ -14,8 +14,7 @@ from router.errors import RouterError
 from router.launch.worker_client import Wire
 from router.planner.ledger import Bytes, Reading
 from worker.protocol.argv import Convert, Download, Estimate, Serve
-from worker.protocol.events import Converted, Estimated, Event, Ready
-from worker.protocol.exits import FINAL_EXITS, Exit
+from worker.protocol.events import PERMANENT_EXITS, Converted, Estimated, Event, Exit, Ready
 
 Cause = Literal["crashed", "oom", "load_failed", "load_timeout", "stalled", "download_failed"]
 
@@ -47,7 +46,7 @@ class WorkerLost(RouterError):
     @property
     def final(self) -> bool:
         """Whether the same attempt would fail the same way again."""
-        return self.exit in FINAL_EXITS
+        return self.exit in PERMANENT_EXITS
 
     @property
     def from_outside(self) -> bool:

@@ -38,8 +38,7 @@ from router.launch.watchdog import Watch
 from router.launch.worker_process import LocalStandby, LocalWorker, device_names, model_devices
 from router.planner.ledger import HOST, LOCAL, Bytes, DeviceId, Reading
 from worker.protocol.argv import Command, Convert, Download, Estimate, ModelOptions, Serve, to_argv
-from worker.protocol.events import Converted, Downloaded, Estimated, Event
-from worker.protocol.exits import Exit
+from worker.protocol.events import Converted, Downloaded, Estimated, Event, Exit
 
 log = logging.getLogger("router.launch.interface")
 
@@ -342,7 +341,7 @@ class LocalLauncher:
         nursery = self.nursery
         child = None
         if nursery is not None and self._can_fork(program, verb):
-            argv = to_argv(replace(command, leashed=True, spawner=nursery.pid))
+            argv = to_argv(replace(command, supervised=True, parent_pid=nursery.pid))
             try:
                 child = await nursery.spawn(argv, env, name=name, log=words)
             except NurseryRefused as refused:
@@ -351,7 +350,7 @@ class LocalLauncher:
         if child is None and verb == "serve" and program.must_fork:
             raise NotForked(f"{program.worker} was to be forked, and there is no nursery that would")
         if child is None:
-            argv = to_argv(replace(command, leashed=True, spawner=os.getpid()))
+            argv = to_argv(replace(command, supervised=True, parent_pid=os.getpid()))
             argv = [program.python or self._argv[0], *self._argv[1:], *argv]
             try:
                 child = Child.spawn(argv, env, name=name, log=words, private=verb != "download")

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from router.launch import reaper
-from worker.protocol.events import MAX_EVENT_BYTES, Event, Failed, Request, decode
+from worker.protocol.events import MAX_EVENT_BYTES, Event, Failed, RequestEnded, decode
 
 T = TypeVar("T")
 
@@ -436,7 +436,7 @@ class Child:
             start = line[:200].decode(errors="replace")
             self._log.note(f"skipped a line on stdout that is no event: {start}", self._loop.time())
             return
-        if type(event) is Request:
+        if type(event) is RequestEnded:
             self._one_ended = True
         elif isinstance(event, Failed):
             self.failed = event
@@ -445,7 +445,7 @@ class Child:
 
 _ENDED = b'{"event":"request",'
 """How the event begins that comes with every request, and that is read without a detour."""
-_ENDED_DECODER = msgspec.json.Decoder(Request)
+_ENDED_DECODER = msgspec.json.Decoder(RequestEnded)
 
 
 def _folder() -> str | None:

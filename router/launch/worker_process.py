@@ -21,9 +21,9 @@ from router.launch.watchdog import Watch
 from router.launch.worker_client import Wire, WireError
 from router.planner.ledger import HOST, Bytes, DeviceId
 from worker.protocol.argv import Serve
-from worker.protocol.events import Event, Prepared, Pulse, Ready, Request
-from worker.protocol.headers import TOKEN_HEADER
-from worker.protocol.orders import Go, encode_go
+from worker.protocol.events import Event, Prepared, Pulse, Ready, RequestEnded
+from worker.protocol.orders import MemoryGrant, encode_grant
+from worker.protocol.routes import TOKEN_HEADER
 
 log = logging.getLogger("router.launch.interface")
 
@@ -110,8 +110,8 @@ class LocalWorker:
         self.names = names
         self.measured.clear()
         self._vitals.go(self._loop.time())
-        go = Go(devices=list(model_devices(names)), reserved=reserved, visible=visible)
-        self._child.send(encode_go(go))
+        go = MemoryGrant(devices=list(model_devices(names)), reserved=reserved, visible=visible)
+        self._child.send(encode_grant(go))
 
     async def end(self) -> None:
         """Returns once nothing is sent to it any more and, if it served and lives, it has stopped in good order."""
@@ -151,7 +151,7 @@ class LocalWorker:
             raise WorkerLost(f"{self._program.model}: the worker said that it is ready, but {problem}", cause="crashed")
 
     def _hear(self, event: Event) -> None:
-        if type(event) is Request:  # says nothing of its health
+        if type(event) is RequestEnded:  # says nothing of its health
             self._listen(event)
             return
         match event:

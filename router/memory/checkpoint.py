@@ -17,7 +17,7 @@ from router.config.presets import Preset
 from router.memory.checkpoint_facts import Checkpoint, Linears, Tally, UnknownCheckpoint
 from router.memory.weights import numbers
 from worker.protocol.architectures import EXPERT, GENERATES, OFFSET_POSITIONS, PAGED, POSITION_KEYS, SCALE, VISION
-from worker.protocol.snapshot_files import INDEX, WEIGHTS, is_below, merged, shard_names
+from worker.protocol.snapshot_files import INDEX, WEIGHTS, is_below, merge_config, shard_names
 
 MAX_HEADER = 100 << 20  # bytes; the format's own bound
 
@@ -194,7 +194,7 @@ def _config(folder: Path, override: str) -> dict[str, Any]:
     if not config:
         raise UnknownCheckpoint(f"{folder} has no config.json; `model` names a folder with one and safetensors files")
     try:
-        return merged(config, json.loads(override)) if override else config
+        return merge_config(config, json.loads(override)) if override else config
     except (ValueError, AttributeError, RecursionError) as error:
         raise UnknownCheckpoint(f"config-override is no JSON object ({error})") from None
 

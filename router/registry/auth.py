@@ -19,7 +19,7 @@ from aiohttp import web
 
 from router.config.settings import ApiKey
 from router.errors import BadRequest, Forbidden, QueueFull, Unauthorized
-from worker.protocol.routes import Plane
+from worker.protocol.routes import AccessLevel
 
 NO_KEY = ApiKey(name="", digest=b"", admin=True, models=(), max_concurrent=0)
 """The identity of all requests of a router without keys: full access."""
@@ -73,15 +73,15 @@ class Access:
                 found = key
         return found
 
-    def authorize(self, request: HasHeaders, plane: Plane) -> ApiKey:
+    def authorize(self, request: HasHeaders, plane: AccessLevel) -> ApiKey:
         """Return the key of a request if it may use `plane`. Raises Unauthorized, Forbidden."""
-        public = plane is Plane.PUBLIC or (plane is Plane.METRICS and self._metrics_public)
+        public = plane is AccessLevel.PUBLIC or (plane is AccessLevel.METRICS and self._metrics_public)
         key = self.identify(request)
         if key is None:
             if public:
                 return ApiKey(name="", digest=b"", admin=False, models=(), max_concurrent=0)
             raise Unauthorized
-        if plane is Plane.ADMIN and not self.is_admin(key):
+        if plane is AccessLevel.ADMIN and not self.is_admin(key):
             raise Forbidden("this needs an admin key")
         return key
 

@@ -36,7 +36,7 @@ from router.registry.worker_groups import (
     request_profile,
 )
 from worker.protocol.argv import Profile
-from worker.protocol.headers import ADAPTERS_PATH, PROFILES_PATH, TOKEN_HEADER
+from worker.protocol.routes import ADAPTERS_PATH, PROFILES_PATH, TOKEN_HEADER
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from router.config.presets import Preset
 from router.memory.checkpoint_facts import Checkpoint
 from worker.protocol.argv import Convert
-from worker.protocol.snapshot_files import MANIFEST, Manifest, decode_manifest
+from worker.protocol.snapshot_files import MANIFEST, ConversionManifest, decode_manifest
 
 log = logging.getLogger("router.store.converted")
 
@@ -128,7 +128,7 @@ class ConvertedSnapshots:
             self._sizes = sizes
         return swept
 
-    def _manifest(self, target: Path) -> Manifest | None:
+    def _manifest(self, target: Path) -> ConversionManifest | None:
         """Return the manifest of a conversion that is complete and unchanged since; None otherwise."""
         try:
             manifest = decode_manifest((target / MANIFEST).read_bytes())
@@ -145,7 +145,7 @@ class ConvertedSnapshots:
         return manifest
 
 
-def _size(manifest: Manifest) -> int:
+def _size(manifest: ConversionManifest) -> int:
     return sum(size for size, _ in manifest.files.values())
 
 

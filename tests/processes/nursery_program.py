@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy.random  # it draws its seed when it is imported
 
 from worker.program import fork_server, supervision
-from worker.protocol.argv import Download, Estimate, Nursery, from_argv
+from worker.protocol.argv import Download, Estimate, ForkServerOptions, from_argv
 from worker.protocol.events import Estimated, Progress
 
 STAY = "stay"
@@ -60,23 +60,23 @@ def _kind(number: int) -> str:
 
 def run(argv: list[str]) -> NoReturn:
     command = from_argv(argv)
-    assert not isinstance(command, Download | Nursery)
+    assert not isinstance(command, Download | ForkServerOptions)
     found = facts()
-    tied = supervision.take(leashed=command.leashed, spawner=command.spawner)
+    tied = supervision.attach(supervised=command.supervised, parent_pid=command.parent_pid)
     found["oom after"] = int(Path("/proc/self/oom_score_adj").read_text())
     found["cmdline"] = Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     found["luck"] = luck()
-    tied.say(Progress(stage=json.dumps(found)))
+    tied.send(Progress(stage=json.dumps(found)))
     if isinstance(command, Estimate) and command.config_override == STAY:
         threading.Event().wait()
-    tied.say(Estimated(weights=[1], context=[], compute=[], runtime=[]))
+    tied.send(Estimated(weights=[1], context=[], compute=[], runtime=[]))
     os._exit(0)
 
 
 if __name__ == "__main__":
     words = sys.argv[1:]
     order = from_argv(words)
-    if isinstance(order, Nursery):
+    if isinstance(order, ForkServerOptions):
         if os.environ.get("NURSERY_HAS") == "thread":
             threading.Thread(target=threading.Event().wait, daemon=True).start()
         if "NURSERY_CUDA" in os.environ:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes.routers import error_of, presets, router
-from worker.protocol.routes import ROUTES, Loads
+from worker.protocol.routes import ROUTES, LoadPolicy
 
 COUNTING = (
     "/tokenize", "/detokenize", "/apply-template", "/v1/chat/completions/input_tokens",
@@ -16,7 +16,7 @@ COUNTING = (
 
 def test_every_counting_path_follows_the_autoload_setting() -> None:
     assert {route.path: route.loads for route in ROUTES if route.path in COUNTING} == dict.fromkeys(
-        COUNTING, Loads.FOLLOWS
+        COUNTING, LoadPolicy.FOLLOWS
     )
 
 

@@ -18,7 +18,7 @@ import pytest
 from router.http.proxy import Pace
 from router.launch.interface import WorkerLost
 from tests.processes.upstreams import STREAM, Upstream, World, chunk, world
-from worker.protocol.events import Request
+from worker.protocol.events import RequestEnded
 
 HI: Any = {"model": "a", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 BEGUN = (
@@ -221,7 +221,7 @@ async def test_ollamas_client_lists_and_describes_models(tmp_path: Path) -> None
         assert running.size
         assert running.expires_at is not None
         assert (running.model, running.expires_at.year) == ("a", 9999)
-        up.launcher.say("a", Request(id="r", keep_alive=3600.0))
+        up.launcher.say("a", RequestEnded(id="r", keep_alive=3600.0))
         [running] = (await client.ps()).models
         assert running.expires_at is not None
         left = running.expires_at - datetime.now(UTC)
@@ -246,12 +246,12 @@ async def test_keep_alive_of_a_shared_worker_is_the_latest_value_by_any_name(
     async with world(tmp_path, answer, keys={"ttl": 600.0}, twin="b") as up, llama(up.socket) as client:
         await up.fleet.load("a,b")
         for keep_alive, wanted in ((None, 600.0), (3600.0, 3600.0), (None, 3600.0), (1800.0, 1800.0)):
-            up.launcher.say("a,b", Request(id="r", keep_alive=keep_alive))
+            up.launcher.say("a,b", RequestEnded(id="r", keep_alive=keep_alive))
             running = (await client.ps()).models
             left = [each.expires_at - datetime.now(UTC) for each in running if each.expires_at is not None]
             assert [each.model for each in running] == ["a", "b"]
             assert [wanted - 300 < each.total_seconds() <= wanted + 1 for each in left] == [True, True]
-        up.launcher.say("a,b", Request(id="r", keep_alive=0.0))
+        up.launcher.say("a,b", RequestEnded(id="r", keep_alive=0.0))
         [worker] = up.fleet.workers()
         async with asyncio.timeout(60):
             await worker.stopped.wait()
@@ -263,7 +263,7 @@ async def test_a_model_that_is_kept_for_no_time_leaves_after_its_reply(tmp_path:
         body = line(response="", done=True)
         head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         await upstream.send(head.encode() + body)
-        up.launcher.say("a", Request(id="r", keep_alive=0.0))
+        up.launcher.say("a", RequestEnded(id="r", keep_alive=0.0))
 
     async with world(tmp_path, answer) as up, llama(up.socket) as client:
         await client.generate("a", keep_alive=0)

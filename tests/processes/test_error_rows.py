@@ -21,7 +21,7 @@ from router.http.proxy import Pace
 from router.registry.auth import Access
 from tests.processes.upstreams import END, STREAM, Upstream, World, chunk, world
 from worker.protocol.dialects import Dialect
-from worker.protocol.errors import ERRORS, ErrorRow, error_body
+from worker.protocol.errors import ERRORS, ErrorKind, error_body
 
 HI: Any = [{"role": "user", "content": "hi"}]
 OPENAI: dict[int, type[Exception]] = {
@@ -122,7 +122,7 @@ async def by_ollama_in_a_thread(up: World) -> None:
         await asyncio.to_thread(client.generate, "a", "hi")
 
 
-def refusal(row: ErrorRow, face: Dialect) -> bytes:
+def refusal(row: ErrorKind, face: Dialect) -> bytes:
     """A worker's answer with the first reason of a row."""
     body = json.dumps(
         error_body(face, status=row.status, type=row.type, reason=row.reasons[0], message="so it is", param="x")

@@ -40,8 +40,7 @@ from tests.fakes import (
 from tests.processes.asking import asked, everything
 from tests.processes.forking import ForkingLauncher
 from worker.protocol.argv import Download, Estimate, Serve
-from worker.protocol.events import Event, Progress, Pulse, Ready
-from worker.protocol.exits import Exit
+from worker.protocol.events import Event, Exit, Progress, Pulse, Ready
 
 SECRETS = {"HF_TOKEN": "hf_planted", "ROUTER_API_KEY": "sk-planted", "AWS_SECRET_ACCESS_KEY": "aws-planted"}
 PLACE: Bytes = {CPU: 64 * MIB}

@@ -24,8 +24,7 @@ from tests.processes.asking import asked, everything
 from tests.processes.forking import ForkingLauncher, parent
 from tests.processes.nursery_program import STAY
 from worker.protocol.argv import Estimate, Serve, to_argv
-from worker.protocol.events import Event, Here, Progress
-from worker.protocol.exits import Exit
+from worker.protocol.events import Event, Exit, Pong, Progress
 
 PROGRAM = (sys.executable, "-P", str(Path(__file__).with_name("nursery_program.py")))
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -77,8 +76,8 @@ async def told(child: Child, token: str = "a-token-of-this-test") -> dict[str, A
     return found
 
 
-def estimate(spawner: int) -> list[str]:
-    return to_argv(Estimate(snapshot="/a b", leashed=True, spawner=spawner))
+def estimate(parent_pid: int) -> list[str]:
+    return to_argv(Estimate(snapshot="/a b", supervised=True, parent_pid=parent_pid))
 
 
 ENV = {
@@ -132,9 +131,9 @@ async def test_exec_and_fork_look_the_same() -> None:
     """Environment, descriptors, folder, mask of modes, signals, session, OOM score, privileges, arguments."""
     async with nursing(NURSERYS_OWN="secret") as nursery:
         by_fork, by_exec = await told(await forked(nursery)), await told(executed())
-    spawner = f"--spawner={nursery.pid}"
-    assert by_fork["argv"] == ["estimate", "--snapshot=/a b", "--leashed", spawner]
-    assert spawner in by_fork["cmdline"]
+    parent_pid = f"--parent-pid={nursery.pid}"
+    assert by_fork["argv"] == ["estimate", "--snapshot=/a b", "--supervised", parent_pid]
+    assert parent_pid in by_fork["cmdline"]
     assert "--orders" not in by_fork["cmdline"]
     for each in (by_fork, by_exec):
         del each["argv"], each["cmdline"], each["luck"]
@@ -194,7 +193,7 @@ async def test_a_driver_that_is_only_loaded_prevents_no_fork_and_a_started_one_d
     assert await built.wait() == 0
     async with nursing(NURSERY_HAS="started" if is_started else "loaded", NURSERY_CUDA=str(library)) as nursery:
         if is_started:
-            with pytest.raises(NurseryRefused, match="CUDA driver is started"):
+            with pytest.raises(NurseryRefused, match="CUDA driver is initialized"):
                 await forked(nursery)
         else:
             assert (await told(await forked(nursery)))["path"]
@@ -353,7 +352,7 @@ async def test_an_idle_fork_server_answers_a_call() -> None:
         async with asyncio.timeout(DEADLINE):
             for _ in range(3):
                 event = await heard.get()
-                assert event == Here()
+                assert event == Pong()
                 hear(event)
         nursery.child.on_event = hear
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from router.launch import reaper
 from router.launch.process import LOG_BURST, ROUND, Child, Lines, Log, Pipes, uncancelled
 from tests.fakes import DEADLINE
-from worker.protocol.events import MAX_EVENT_BYTES, Event, Failed, Progress, Pulse, Request, encode
+from worker.protocol.events import MAX_EVENT_BYTES, Event, Failed, Progress, Pulse, RequestEnded, encode
 
 ROOT = str(Path(__file__).resolve().parents[2])
-LEASHED = (
-    "import os, sys; from worker import leash; from worker.protocol import events\n"
-    "tied = leash.take(leashed=True, spawner=os.getppid())\n"
+SUPERVISED = (
+    "import os, sys; from worker.program import supervision; from worker.protocol import events\n"
+    "tied = supervision.attach(supervised=True, parent_pid=os.getppid())\n"
 )
 WAIT = "import signal; signal.pause()\n"
 TOKEN = "a-token-of-this-test"
@@ -116,7 +116,7 @@ async def test_its_last_words_are_the_cause() -> None:
 
 
 async def test_the_cause_that_it_names_goes_before_its_last_words() -> None:
-    code = LEASHED + "print('Traceback', file=sys.stderr); tied.say(events.Failed(message='no room')); sys.exit(4)"
+    code = SUPERVISED + "print('Traceback', file=sys.stderr); tied.send(events.Failed(message='no room')); sys.exit(4)"
     async with running(code) as (child, _):
         assert await child.exited == 4
         assert child.said == "no room"
@@ -141,8 +141,8 @@ async def test_what_is_no_event_is_skipped() -> None:
 
 async def test_every_event_is_received_with_any_optional_field_missing() -> None:
     events: list[Event] = [
-        Request(id="plain"),
-        Request(id="kept", ttft=1, keep_alive=5.0),
+        RequestEnded(id="plain"),
+        RequestEnded(id="kept", ttft=1, keep_alive=5.0),
         Pulse(steps=1, running=0, waiting=0, measured={"cpu": 1}, slots=[[0, 1, 2, 3, 4]]),
     ]
     wrong = b'{"event":"request","id":"wrong","keep_alive":"5m"}'
@@ -170,14 +170,14 @@ async def test_request_events_close_together_are_received_together() -> None:
     )
     async with running(code, pause=3600.0) as (child, said):
         for id in ("1", "2"):
-            assert await said.get() == Request(id=id)
+            assert await said.get() == RequestEnded(id=id)
             child.send(b"go on\n")
         while child.said != "said":  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert said.empty()
         child.send(b"go on\n")
         assert await child.exited == 0
-        assert [said.get_nowait() for _ in range(said.qsize())] == [Request(id=id) for id in ("3", "4", "5")]
+        assert [said.get_nowait() for _ in range(said.qsize())] == [RequestEnded(id=id) for id in ("3", "4", "5")]
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.001, ROUND])
@@ -185,7 +185,7 @@ async def test_every_end_of_a_request_is_received_at_any_rate(pause: float) -> N
     code = ENDING + "for id in range(100): end(id, -id); sys.stdin.readline()"
     async with running(code, pause=pause) as (child, said):
         for id in range(100):
-            assert [await said.get(), await said.get()] == [Request(id=f"{sign * id}") for sign in (1, -1)]
+            assert [await said.get(), await said.get()] == [RequestEnded(id=f"{sign * id}") for sign in (1, -1)]
             child.send(b"go on\n")
         assert await child.exited == 0
         assert said.empty()
@@ -229,10 +229,10 @@ async def test_events_of_an_orderly_stop_are_received() -> None:
     code = (
         "import signal\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before there is a thread that does not know\n"
-        f"{LEASHED}"
-        "tied.say(events.Progress(stage='here', done=1))\n"
+        f"{SUPERVISED}"
+        "tied.send(events.Progress(stage='here', done=1))\n"
         "signal.sigwait({signal.SIGTERM})\n"
-        "tied.say(events.Progress(stage='bye', done=2))\n"
+        "tied.send(events.Progress(stage='bye', done=2))\n"
     )
     async with running(code) as (child, said):
         assert await number(said) == 1
@@ -243,8 +243,8 @@ async def test_events_of_an_orderly_stop_are_received() -> None:
 
 async def test_who_ignores_sigterm_is_killed_after_the_stop_timeout() -> None:
     code = (
-        LEASHED
-        + "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); tied.say(events.Progress(stage='up'))\n"
+        SUPERVISED
+        + "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); tied.send(events.Progress(stage='up'))\n"
     )
     async with running(code + WAIT) as (child, said):
         await said.get()
@@ -256,7 +256,7 @@ async def test_who_ignores_sigterm_is_killed_after_the_stop_timeout() -> None:
 
 async def test_who_was_stopped_by_a_signal_dies_of_sigkill() -> None:
     polite = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
-    async with running(LEASHED + polite + "tied.say(events.Progress(stage='up'))\n" + WAIT) as (child, said):
+    async with running(SUPERVISED + polite + "tied.send(events.Progress(stage='up'))\n" + WAIT) as (child, said):
         await said.get()
         os.kill(child.pid, signal.SIGSTOP)
         await child.stop(0.1)
@@ -265,8 +265,8 @@ async def test_who_was_stopped_by_a_signal_dies_of_sigkill() -> None:
 
 async def test_a_cancelled_stop_stops_all_the_same() -> None:
     code = (
-        LEASHED
-        + "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); tied.say(events.Progress(stage='up'))\n"
+        SUPERVISED
+        + "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); tied.send(events.Progress(stage='up'))\n"
     )
     async with running(code + WAIT) as (child, said):
         await said.get()
@@ -284,7 +284,7 @@ GRANDCHILD = (
     "import os, subprocess, sys\n"
     "deaf = 'import signal, sys; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()'\n"
     "child = subprocess.Popen([sys.executable, '-ISc', deaf], stdout=subprocess.PIPE, {how})\n"
-    "child.stdout.readline(); tied.say(events.Progress(stage='grandchild', done=child.pid))\n"
+    "child.stdout.readline(); tied.send(events.Progress(stage='grandchild', done=child.pid))\n"
 )
 DAEMON = (
     "reader, writer = os.pipe()\n"
@@ -296,7 +296,7 @@ DAEMON = (
     "        import signal; signal.pause()\n"
     "    os._exit(0)\n"
     "os.wait()\n"
-    "for pid in os.read(reader, 100).split(): tied.say(events.Progress(stage='daemon', done=int(pid)))\n"
+    "for pid in os.read(reader, 100).split(): tied.send(events.Progress(stage='daemon', done=int(pid)))\n"
 )
 """Forked twice, in a session of its own, with a child of its own: nothing links it to the worker but descent."""
 
@@ -313,7 +313,7 @@ def _adopting() -> Iterator[None]:
 @pytest.mark.parametrize("how", ["", "start_new_session=True", "process_group=0, env={}"])
 async def test_whom_it_started_ends_with_it(how: str, end: str) -> None:
     last = {"exit": "sys.exit(0)", "crash": "os.kill(os.getpid(), 11)", "stop": WAIT}[end]
-    async with running(LEASHED + GRANDCHILD.replace("{how}", how) + last) as (child, said):
+    async with running(SUPERVISED + GRANDCHILD.replace("{how}", how) + last) as (child, said):
         grandchild = await number(said)
         if end == "stop":
             await child.stop(DEADLINE)
@@ -324,7 +324,7 @@ async def test_whom_it_started_ends_with_it(how: str, end: str) -> None:
 
 @pytest.mark.usefixtures("_adopting")
 async def test_a_daemon_that_left_its_parent_is_found() -> None:
-    async with running(LEASHED + DAEMON + WAIT) as (child, said):
+    async with running(SUPERVISED + DAEMON + WAIT) as (child, said):
         daemons = [await number(said), await number(said)]
         await child.stop(DEADLINE)
         await reaper.end(child.pid, TAG)
@@ -335,7 +335,7 @@ async def test_a_daemon_that_left_its_parent_is_found() -> None:
 async def test_another_workers_orphans_and_strangers_are_left_alone() -> None:
     stranger = await asyncio.create_subprocess_exec("sleep", "1000", start_new_session=True)
     try:
-        async with running(LEASHED + DAEMON + WAIT) as (other, said):
+        async with running(SUPERVISED + DAEMON + WAIT) as (other, said):
             daemons = [await number(said), await number(said)]
             async with running("pass", tag="fedcba987654") as (child, _):
                 await child.exited
@@ -351,7 +351,7 @@ async def test_another_workers_orphans_and_strangers_are_left_alone() -> None:
 @pytest.mark.slow
 async def test_fifty_children_leave_no_descriptor_and_no_zombie() -> None:
     async def one() -> None:
-        async with running(LEASHED + "tied.say(events.Progress(stage='up'))\n" + WAIT) as (child, said):
+        async with running(SUPERVISED + "tied.send(events.Progress(stage='up'))\n" + WAIT) as (child, said):
             await said.get()
             await child.stop(DEADLINE)
 

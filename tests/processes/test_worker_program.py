@@ -15,14 +15,13 @@ from tests import tiny
 from tests.children import TOKEN, Child, await_end, environment, python
 from worker.errors import StartError
 from worker.program.main import CRASHED, diagnose
-from worker.protocol.argv import VERBS, Convert, Download, Estimate, Nursery, Serve
-from worker.protocol.events import Estimated, Failed, Prepared, Progress, Pulse, Ready, Request
-from worker.protocol.exits import Exit
-from worker.protocol.orders import Go, encode_go
+from worker.protocol.argv import VERBS, Convert, Download, Estimate, ForkServerOptions, Serve
+from worker.protocol.events import Estimated, Exit, Failed, Prepared, Progress, Pulse, Ready, RequestEnded
+from worker.protocol.orders import MemoryGrant, encode_grant
 
 WORKER = python("-m", "worker")
 STDIN = f"{TOKEN}\n".encode()
-LEASHED = ("--leashed", f"--spawner={os.getpid()}")
+SUPERVISED = ("--supervised", f"--parent-pid={os.getpid()}")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def test_help_explains_every_option_of_a_verb(verb: str) -> None:
     code, out, _ = by_hand(verb, "--help")
     assert code == 0
     kind = {"download": Download, "convert": Convert, "estimate": Estimate,
-            "serve": Serve, "nursery": Nursery}[verb]  # fmt: skip
+            "serve": Serve, "nursery": ForkServerOptions}[verb]  # fmt: skip
     for field in dataclasses.fields(kind):
         assert field.name.replace("_", "-") in out
 
@@ -62,13 +61,13 @@ def test_help_names_the_verbs() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "worker: say what to do: download, convert, estimate or serve; see worker --help"),
+        ((), "worker: no verb; one of download, convert, estimate, serve; see worker --help"),
         (
             ("sing",),
             f"worker: unknown verb 'sing'; one of: {', '.join(VERBS)}; see worker --help",
         ),
         (("serve", "--snapshot=/m"), "worker: serve: missing --listen; see worker --help"),
-        (("download", "--leashed"), "worker: --leashed needs --spawner=PID, the process id of whoever starts this one"),
+        (("download", "--supervised"), "worker: --supervised needs --parent-pid=PID, the process id of the parent"),
     ],
 )
 def test_a_wrong_command_line_exits_2_and_says_why(words: tuple[str, ...], message: str) -> None:
@@ -76,13 +75,13 @@ def test_a_wrong_command_line_exits_2_and_says_why(words: tuple[str, ...], messa
 
 
 def test_a_leashed_worker_says_why_it_fails() -> None:
-    with Child([*WORKER, "serve", "--snapshot=/m", *LEASHED], stdin=STDIN) as child:
+    with Child([*WORKER, "serve", "--snapshot=/m", *SUPERVISED], stdin=STDIN) as child:
         assert child.events() == [Failed(message="serve: missing --listen; see worker --help")]
         assert child.exit() == Exit.USAGE
 
 
 def test_a_worker_without_a_token_serves_nobody() -> None:
-    argv = [*WORKER, "serve", "--snapshot=/m", "--listen=unix:/nowhere", *LEASHED]
+    argv = [*WORKER, "serve", "--snapshot=/m", "--listen=unix:/nowhere", *SUPERVISED]
     with Child(argv, stdin=b"\n") as child:
         assert "token" in child.event(Failed).message
         assert child.exit() == Exit.USAGE
@@ -133,12 +132,12 @@ def test_a_model_served_by_hand_answers_and_stops_politely(snapshot: Path) -> No
         assert ready.n_ctx == 32768
         assert ready.capabilities == ["chat", "completion"]
         url = ready.address.replace("tcp:", "http://")
-        assert f"answers at {url}" in child.log
+        assert f"listens on {url}" in child.log
         with httpx.Client(base_url=url, timeout=60) as client:
             body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
             answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
             assert answer["usage"]["completion_tokens"] <= 4
-            assert child.event(Request).completion_tokens == answer["usage"]["completion_tokens"]
+            assert child.event(RequestEnded).completion_tokens == answer["usage"]["completion_tokens"]
             endless = {**body, "max_tokens": 30000, "ignore_eos": True, "stream": True}
             frames = list(_stopped_after_the_first(client, endless, child))
             assert child.exit() == Exit.OK
@@ -165,17 +164,17 @@ def test_a_worker_that_prepares_itself_reads_no_weights_before_it_is_told_to_go(
     weights, away = snapshot / "model.safetensors", tmp_path / "away"
     weights.rename(away)  # whatever looks for them now fails
     listen = f"unix:{tmp_path}/s"
-    argv = [*WORKER, "serve", f"--snapshot={snapshot}", f"--listen={listen}", "--ctx-size=64", "--prepare", *LEASHED]
+    argv = [*WORKER, "serve", f"--snapshot={snapshot}", f"--listen={listen}", "--ctx-size=64", "--prepare", *SUPERVISED]
     with Child(argv, stdin=STDIN) as child:
         assert 0 < child.event(Prepared).measured["cpu"] < 2 << 30
         away.rename(weights)
-        child.send(encode_go(Go(devices=["cpu"])))
+        child.send(encode_grant(MemoryGrant(devices=["cpu"])))
         ready = child.event(Ready)
         assert list(ready.seconds)[:4] == ["imports", "config", "tokenizer", "standby"]
         child.close_stdin()
         assert child.exit() == Exit.ORPHANED
     with Child(argv, stdin=STDIN + b"come\n") as child:
-        assert "no word to go" in child.event(Failed).message
+        assert "not a memory grant" in child.event(Failed).message
         assert child.exit() == Exit.USAGE
 
 
@@ -190,7 +189,7 @@ def test_the_exact_estimate_is_what_a_worker_occupies(tmp_path: Path) -> None:
         assert isinstance(said, Estimated)
         assert child.exit() == Exit.OK
     listen = f"unix:{tmp_path}/s"
-    with Child([*WORKER, "serve", *model, f"--listen={listen}", *LEASHED], stdin=STDIN) as child:
+    with Child([*WORKER, "serve", *model, f"--listen={listen}", *SUPERVISED], stdin=STDIN) as child:
         ready = child.event(Ready)
         transport = httpx.HTTPTransport(uds=ready.address.removeprefix("unix:"))
         with httpx.Client(transport=transport, base_url="http://worker", timeout=60) as client:
@@ -198,7 +197,7 @@ def test_the_exact_estimate_is_what_a_worker_occupies(tmp_path: Path) -> None:
             client.headers["Authorization"] = f"Bearer {TOKEN}"
             body = {"prompt": [[5] * 2000, [6] * 1999], "max_tokens": 8, "top_p": 0.9, "logprobs": 5}
             assert client.post("/v1/completions", json=body).status_code == 200
-        child.event(Request)
+        child.event(RequestEnded)
         pulse = child.event(Pulse)
         used = pulse.measured["cpu"]
         assert (pulse.parallel, pulse.running, pulse.slots, pulse.cache_used) == (2, 0, [], 0)
@@ -249,7 +248,7 @@ def test_a_device_that_is_lost_while_serving_ends_the_worker_as_poisoned(snapsho
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "code.py").write_text(POISONED)
     options = ["--task=embed", "--trust-remote-code", "--load-format=dummy", f"--listen=unix:{tmp_path}/s"]
-    argv = [*WORKER, "serve", f"--snapshot={tmp_path}", *options, *LEASHED]
+    argv = [*WORKER, "serve", f"--snapshot={tmp_path}", *options, *SUPERVISED]
     home = environment(HF_HOME=str(tmp_path / "home"))
     with Child(argv, stdin=STDIN, env=home) as child:
         assert child.exit() == Exit.UNUSABLE
@@ -270,7 +269,7 @@ def test_a_broken_snapshot_is_unusable_and_named(snapshot: Path, tmp_path: Path)
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((snapshot / name).read_bytes())
     with Child(
-        [*WORKER, "serve", f"--snapshot={tmp_path}", "--listen=tcp:127.0.0.1:0", *LEASHED], stdin=STDIN
+        [*WORKER, "serve", f"--snapshot={tmp_path}", "--listen=tcp:127.0.0.1:0", *SUPERVISED], stdin=STDIN
     ) as child:
         message = child.event(Failed).message
         assert str(tmp_path) in message
@@ -282,10 +281,10 @@ def test_a_broken_snapshot_is_unusable_and_named(snapshot: Path, tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["at once", "while loading"])
 def test_a_router_killed_during_a_load_leaves_nothing(snapshot: Path, moment: str) -> None:
-    serve = ["serve", f"--snapshot={snapshot}", "--listen=tcp:127.0.0.1:0", "--leashed"]
+    serve = ["serve", f"--snapshot={snapshot}", "--listen=tcp:127.0.0.1:0", "--supervised"]
     program = (
         "import json, os, subprocess, sys, threading\n"
-        "argv = [*json.loads(sys.argv[1]), f'--spawner={os.getpid()}']\n"
+        "argv = [*json.loads(sys.argv[1]), f'--parent-pid={os.getpid()}']\n"
         "child = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)\n"
         f"child.stdin.write({STDIN!r}); child.stdin.flush()\n"
         "print(child.pid, flush=True)\n"

@@ -14,8 +14,7 @@ import pytest
 
 from router.store.catalogue import find_snapshot
 from tests.children import ROOT, TOKEN, Child, environment, python
-from worker.protocol.events import Downloaded, Event, Failed, Progress
-from worker.protocol.exits import Exit
+from worker.protocol.events import Downloaded, Event, Exit, Failed, Progress
 
 WEIGHT_BYTES = 300_000
 SECRET = "hf_secretOfThisTest"
@@ -386,14 +385,14 @@ def test_only_pickles_are_refused_by_name(hub: Hub, tmp_path: Path) -> None:
 
 def test_a_leashed_download_says_why_it_failed_and_dies_with_its_router(hub: Hub, tmp_path: Path) -> None:
     repo = hub.repo("leashed")
-    argv = python("-m", "worker", "download", f"--repo={repo}", f"--cache={tmp_path}", "--leashed")
+    argv = python("-m", "worker", "download", f"--repo={repo}", f"--cache={tmp_path}", "--supervised")
     env = environment(HF_ENDPOINT=hub.url)
     hub.fails(**{repo: {"status": 503}})
-    with Child([*argv, f"--spawner={os.getpid()}"], env=env, stdin=f"{TOKEN}\n".encode()) as child:
+    with Child([*argv, f"--parent-pid={os.getpid()}"], env=env, stdin=f"{TOKEN}\n".encode()) as child:
         assert "answers 503" in child.event(Failed).message
         assert child.exit() == Exit.NETWORK
     hub.fails(**{f"{repo}/model.safetensors": {"stall": 100_000}})
-    with Child([*argv, f"--spawner={os.getpid()}"], env=env, stdin=f"{TOKEN}\n".encode()) as child:
+    with Child([*argv, f"--parent-pid={os.getpid()}"], env=env, stdin=f"{TOKEN}\n".encode()) as child:
         while child.event(Progress).done < 100_000:
             pass
         child.close_stdin()

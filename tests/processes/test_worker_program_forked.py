@@ -26,8 +26,7 @@ from tests.processes.asking import asked, everything
 from tests.processes.forking import ForkingLauncher, children, parent
 from worker.protocol import argv
 from worker.protocol.argv import Serve
-from worker.protocol.events import Estimated, Event, Pulse
-from worker.protocol.exits import Exit
+from worker.protocol.events import Estimated, Event, Exit, Pulse
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,17 +11,19 @@ from pathlib import Path
 
 from tests.children import TOKEN, Child, await_end, python
 from worker.program import supervision
-from worker.protocol.events import Failed, Progress, Pulse
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit, Failed, Progress, Pulse
 
 STDIN = f"{TOKEN}\n".encode()
-TAKE = "import os, sys\nfrom worker import leash\ntied = leash.take(leashed=True, spawner=int(sys.argv[1]))\n"
-SAY_PID = "from worker.protocol import events\ntied.say(events.Progress(stage='pid', done=os.getpid()))\n"
+TAKE = (
+    "import os, sys\n"
+    "from worker.program import supervision\ntied = supervision.attach(supervised=True, parent_pid=int(sys.argv[1]))\n"
+)
+SAY_PID = "from worker.protocol import events\ntied.send(events.Progress(stage='pid', done=os.getpid()))\n"
 WAIT = "import threading\nthreading.Event().wait()\n"
 WAIT_IN_C = "import ctypes\nwhile True: ctypes.PyDLL(None).pause()\n"  # PyDLL: the interpreter lock stays held
 
 
-def leashed(code: str, *, spawner: int | None = None, stdin: bytes = STDIN, pass_fds: Sequence[int] = ()) -> Child:
+def supervised(code: str, *, spawner: int | None = None, stdin: bytes = STDIN, pass_fds: Sequence[int] = ()) -> Child:
     argv = python("-c", TAKE + code, str(os.getpid() if spawner is None else spawner))
     return Child(argv, stdin=stdin, pass_fds=pass_fds)
 
@@ -61,40 +63,40 @@ def test_a_worker_dies_with_its_spawner_even_while_c_code_holds_the_interpreter(
 
 
 def test_the_end_of_stdin_ends_a_worker_as_orphaned() -> None:
-    with leashed(SAY_PID + WAIT) as child:
+    with supervised(SAY_PID + WAIT) as child:
         child.event(Progress)
         child.close_stdin()
         assert child.exit() == Exit.ORPHANED
 
 
 def test_a_worker_hears_the_first_line_after_the_token_and_no_other() -> None:
-    say = "tied.say(events.Failed(message=tied.told().decode()))\n"
-    with leashed(SAY_PID + say + say, stdin=STDIN + b"go") as child:
+    say = "tied.send(events.Failed(message=tied.receive_line().decode()))\n"
+    with supervised(SAY_PID + say + say, stdin=STDIN + b"go") as child:
         child.event(Progress)
         child.send(b" on\nnoise\n")
         assert [child.event(Failed).message for _ in range(2)] == ["go on", "go on"]
 
 
 def test_words_after_the_token_change_nothing() -> None:
-    with leashed(SAY_PID + WAIT, stdin=STDIN + b"noise\n" * 9) as child:
+    with supervised(SAY_PID + WAIT, stdin=STDIN + b"noise\n" * 9) as child:
         child.event(Progress)
         child.close_stdin()
         assert child.exit() == Exit.ORPHANED
 
 
 def test_a_worker_of_another_parent_ends_as_orphaned() -> None:
-    with leashed(WAIT, spawner=os.getppid()) as child:
+    with supervised(WAIT, spawner=os.getppid()) as child:
         assert child.exit() == Exit.ORPHANED
 
 
 def test_stdin_that_ends_before_the_token_ends_the_worker() -> None:
-    with leashed(WAIT, stdin=b"half a tok") as child:
+    with supervised(WAIT, stdin=b"half a tok") as child:
         child.close_stdin()
         assert child.exit() == Exit.ORPHANED
 
 
 def test_the_token_is_the_first_line_of_stdin() -> None:
-    with leashed("from worker.protocol import events\ntied.say(events.Failed(message=tied.token))\n") as child:
+    with supervised("from worker.protocol import events\ntied.send(events.Failed(message=tied.token))\n") as child:
         assert child.event(Failed).message == TOKEN
         assert child.exit() == 0
 
@@ -102,9 +104,9 @@ def test_the_token_is_the_first_line_of_stdin() -> None:
 def test_no_library_can_speak_on_the_event_channel() -> None:
     code = (
         "print('from print', flush=True); os.write(1, b'from C\\n'); os.system('echo from a child; cat')\n"
-        "from worker.protocol import events\ntied.say(events.Failed(message='ours'))\n"
+        "from worker.protocol import events\ntied.send(events.Failed(message='ours'))\n"
     )
-    with leashed(code) as child:
+    with supervised(code) as child:
         assert child.events() == [Failed(message="ours")]
         assert child.exit() == 0
         assert child.log.split("\n")[:3] == ["from print", "from C", "from a child"]
@@ -115,10 +117,10 @@ def test_a_leashed_process_volunteers_for_the_oom_killer_and_leaves_no_core() ->
         "import ctypes\nfrom worker.protocol import events\n"
         "score = int(open('/proc/self/oom_score_adj').read())\n"
         "read = ctypes.CDLL(None).prctl\n"
-        "tied.say(events.Progress(stage=f'{read(3)} {read(39, 0, 0, 0, 0)}', done=score))\n" + WAIT
+        "tied.send(events.Progress(stage=f'{read(3)} {read(39, 0, 0, 0, 0)}', done=score))\n" + WAIT
     )
     before = int(Path("/proc/self/oom_score_adj").read_text())
-    with leashed(code) as child:
+    with supervised(code) as child:
         said = child.event(Progress)
         assert said.done == min(1000, before + supervision.OOM_SCORE)
         assert said.stage == "0 1", "PR_GET_DUMPABLE, PR_GET_NO_NEW_PRIVS"
@@ -129,9 +131,9 @@ def test_resident_memory_of_a_leashed_process_stays_readable() -> None:
         "from worker.protocol import events\n"
         "own = [line for line in open('/proc/self/status') if line.startswith('VmHWM')]\n"
         "pages = int(open('/proc/self/statm').read().split()[1])\n"
-        "tied.say(events.Progress(stage=own[0], done=pages))\n" + WAIT
+        "tied.send(events.Progress(stage=own[0], done=pages))\n" + WAIT
     )
-    with leashed(code) as child:
+    with supervised(code) as child:
         said = child.event(Progress)
         assert said.done > 0
         assert said.stage.startswith("VmHWM")
@@ -144,12 +146,12 @@ def test_a_full_pipe_drops_pulses_and_delays_everything_else() -> None:
     code = (
         "from worker.protocol import events\n"
         f"for step in range({pulses}):\n"
-        "    tied.say(events.Pulse(steps=step, running=0, waiting=0, measured={'cpu': 1}))\n"
+        "    tied.send(events.Pulse(steps=step, running=0, waiting=0, measured={'cpu': 1}))\n"
         f"os.close({writer})\n"
-        "tied.say(events.Failed(message='x' * 300_000))\n"
-        "tied.say(events.Failed(message='the end'))\n"
+        "tied.send(events.Failed(message='x' * 300_000))\n"
+        "tied.send(events.Failed(message='the end'))\n"
     )
-    with leashed(code, pass_fds=[writer]) as child:
+    with supervised(code, pass_fds=[writer]) as child:
         os.close(writer)
         assert os.read(reader, 1) == b"", "end of file: all pulses are said, though nobody has read one"
         os.close(reader)
@@ -165,10 +167,10 @@ def test_a_pulse_too_long_for_one_write_is_whole_all_the_same() -> None:
     code = (
         "from worker.protocol import events\n"
         "measured = {f'device {number}': number for number in range(10_000)}\n"  # 270 KB: a pipe holds 64
-        "for step in range(5): tied.say(events.Pulse(steps=step, running=0, waiting=0, measured=measured))\n"
-        "tied.say(events.Failed(message='the end'))\n"
+        "for step in range(5): tied.send(events.Pulse(steps=step, running=0, waiting=0, measured=measured))\n"
+        "tied.send(events.Failed(message='the end'))\n"
     )
-    with leashed(code) as child:
+    with supervised(code) as child:
         assert Failed(message="the end") in child.events()  # each one decodes
         assert child.exit() == 0
 
@@ -177,11 +179,11 @@ def test_lines_of_many_threads_stay_whole() -> None:
     code = (
         "import threading\nfrom worker.protocol import events\n"
         "def speak(name):\n"
-        "    for step in range(50): tied.say(events.Progress(stage=name * 3000, done=step))\n"
+        "    for step in range(50): tied.send(events.Progress(stage=name * 3000, done=step))\n"
         "threads = [threading.Thread(target=speak, args=(name,)) for name in 'abcd']\n"
         "[thread.start() for thread in threads]; [thread.join() for thread in threads]\n"
     )
-    with leashed(code) as child:
+    with supervised(code) as child:
         events = child.events()
         assert child.exit() == 0
     said = [(event.stage[0], event.done) for event in events if isinstance(event, Progress)]
@@ -189,8 +191,8 @@ def test_lines_of_many_threads_stay_whole() -> None:
 
 
 def test_a_router_that_stops_reading_for_good_ends_the_worker() -> None:
-    code = "from worker.protocol import events\nwhile True: tied.say(events.Progress(stage='x'))\n"
-    with leashed(code) as child:
+    code = "from worker.protocol import events\nwhile True: tied.send(events.Progress(stage='x'))\n"
+    with supervised(code) as child:
         child.event(Progress)
         child.close_stdout()
         assert child.exit() == Exit.ORPHANED
@@ -198,8 +200,8 @@ def test_a_router_that_stops_reading_for_good_ends_the_worker() -> None:
 
 def test_by_hand_no_leash_binds_and_events_still_come() -> None:
     code = (
-        "import os\nfrom worker import leash\nfrom worker.protocol import events\n"
-        "tied = leash.take(leashed=False)\nprint('noise', flush=True)\ntied.say(events.Failed(message=tied.token))\n"
+        "import os\nfrom worker.program import supervision\nfrom worker.protocol import events\n"
+        "tied = supervision.attach(supervised=False)\nprint('noise', flush=True)\ntied.send(events.Failed(message=tied.token))\n"
     )
     with Child(python("-c", code)) as child:
         assert child.events() == [Failed(message="")]
@@ -208,9 +210,9 @@ def test_by_hand_no_leash_binds_and_events_still_come() -> None:
 
 def test_the_leash_is_taken_before_the_contract_is_imported() -> None:
     code = (
-        "tied.say.__func__; os.write(2, repr(sorted({'json', 'dataclasses', 'inspect'} & set(sys.modules))).encode())"
+        "tied.send.__func__; os.write(2, repr(sorted({'json', 'dataclasses', 'inspect'} & set(sys.modules))).encode())"
     )
-    with leashed(code) as child:
+    with supervised(code) as child:
         assert child.exit() == 0
         assert child.log == "[]"
     assert supervision.ORPHANED == Exit.ORPHANED

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from tests import tiny
 from tests.worker.fake_engine import FakeEngine
 from worker.protocol.argv import Serve
-from worker.protocol.events import Event, Request
+from worker.protocol.events import Event, RequestEnded
 from worker.server.server import Server
 
 TOKEN = "the-token-of-this-worker"
@@ -46,7 +46,7 @@ class Serving:
     client: aiohttp.ClientSession
     url: str
     server: Server
-    events: list[Request] = field(default_factory=list)
+    events: list[RequestEnded] = field(default_factory=list)
     announced: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -74,20 +74,20 @@ async def serving(
     *,
     token: str | None = TOKEN,
     bearer: str | None = TOKEN,
-    write_stall: float = 20.0,
+    write_timeout: float = 20.0,
     **settings: Any,
 ) -> AsyncIterator[Serving]:
     engine = engine or FakeEngine(tokenizer())
-    events: list[Request] = []
+    events: list[RequestEnded] = []
     announced = asyncio.Event()
 
     def announce(event: Event) -> None:
-        assert isinstance(event, Request)
+        assert isinstance(event, RequestEnded)
         events.append(event)
         announced.set()
 
     server = Server(
-        engine, engine.tokenizer, options(**settings), token=token, announce=announce, write_stall=write_stall
+        engine, engine.tokenizer, options(**settings), token=token, announce=announce, write_timeout=write_timeout
     )
     address = await server.start()
     headers = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}

@@ -15,7 +15,7 @@ from worker.images import EncodedImage, from_base64, from_url
 from worker.interface import Delta
 from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.response_parser import AnswerParser, AnswerPart
-from worker.protocol.dialects.anthropic import ANTHROPIC, COUNT_TOKENS, OUTPUT, THINKING, TOOL_CHOICE_OF_MESSAGES
+from worker.protocol.dialects.anthropic import COUNT_TOKENS, MESSAGES, OUTPUT, THINKING, TOOL_CHOICE
 from worker.protocol.dialects.generation_fields import MAX_STOPS
 
 _MAX_TOKENS = 4096  # default of this server; Anthropic's clients always send max_tokens
@@ -26,7 +26,7 @@ _NOT_STOPPED: Json = {"stop_reason": None, "stop_sequence": None, "stop_details"
 
 async def messages(body: Json, model: ServedModel) -> GenerationCall:
     """Parse a message request. Raise RequestError."""
-    fields = BodyFields(body, ANTHROPIC)
+    fields = BodyFields(body, MESSAGES)
     chat_body = _read(fields, model)
     chat_body["max_tokens"] = fields.integer("max_tokens") or _MAX_TOKENS
     for name in ("temperature", "top_p", "top_k", "stream", "sse_ping_interval"):
@@ -251,7 +251,7 @@ def _tool(where: str, tool: Any) -> Json:
 def _tool_choice(fields: BodyFields) -> Json:
     if fields.mapping("tool_choice") is None:
         return {}
-    within = fields.within("tool_choice", TOOL_CHOICE_OF_MESSAGES)
+    within = fields.within("tool_choice", TOOL_CHOICE)
     kind = within.choice("type")
     name = within.text("name")
     if kind is None or (kind == "tool" and name is None):

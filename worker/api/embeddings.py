@@ -18,8 +18,9 @@ from worker.interface import EncoderInput, EncodingConfig
 from worker.prompt import chat_template as chats
 from worker.prompt.body_reader import BodyFields, Json
 from worker.protocol.dialects.generation_fields import MAX_TEXTS
-from worker.protocol.dialects.openai import EMBEDDING, EMBEDDINGS, RERANK
-from worker.protocol.dialects.vllm import EMBED_CHAT, SCORE, SCORED
+from worker.protocol.dialects.llama_server import EMBEDDING, RERANK
+from worker.protocol.dialects.openai import EMBEDDINGS
+from worker.protocol.dialects.vllm import EMBED_CHAT, SCORE, SCORE_FIELDS
 
 MAX_INLINE_PRODUCTS = 1 << 18  # Multiplications that run in the event loop's thread; about 10 ms.
 MAX_INPUT_IDS = 1 << 20  # maximum token ids of one text that is to be truncated
@@ -145,10 +146,10 @@ def _read_pairs(fields: BodyFields) -> tuple[tuple[str, str], list[str], list[st
     """Return the names of the two fields and the texts of both. The first field may have one text for all. Raise
     InvalidValue.
     """
-    given = {name: texts for pair in SCORED for name in pair if (texts := _read_scored(fields, name))}
-    names = next((pair for pair in SCORED if given.keys() == set(pair)), None)
+    given = {name: texts for pair in SCORE_FIELDS for name in pair if (texts := _read_scored(fields, name))}
+    names = next((pair for pair in SCORE_FIELDS if given.keys() == set(pair)), None)
     if names is None:
-        pairs = ", or ".join(" and ".join(pair) for pair in SCORED)
+        pairs = ", or ".join(" and ".join(pair) for pair in SCORE_FIELDS)
         raise InvalidValue(f"send one pair: {pairs}", param=next(iter(given), "text_1"))
     firsts, seconds = (given[name] for name in names)
     if len(firsts) not in (1, len(seconds)):

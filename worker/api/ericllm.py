@@ -9,7 +9,7 @@ from worker.api.served_model import ServedModel
 from worker.errors import InvalidValue
 from worker.interface import Delta
 from worker.prompt.body_reader import BodyFields, Json
-from worker.protocol.dialects.ericllm import ERICLLM
+from worker.protocol.dialects.ericllm import GENERATE
 
 _DEFAULTS = {"max_tokens": 128, "temperature": 0.7, "top_k": 40, "top_p": 0.5}
 _SAME = (*_DEFAULTS, "min_p", "stop", "n", "seed", "model")
@@ -17,7 +17,7 @@ _SAME = (*_DEFAULTS, "min_p", "stop", "n", "seed", "model")
 
 async def generate(body: Json, model: ServedModel) -> GenerationCall:
     """Parse a completion of one prompt. Raise RequestError."""
-    fields = BodyFields(body, ERICLLM)
+    fields = BodyFields(body, GENERATE)
     fields.refuse("top_a", "top_a is not supported; leave it out")
     fields.refuse("filters", "filters are not supported; use a grammar with POST /v1/completions")
     fields.refuse("skip_special_tokens", "skip_special_tokens must be true: special tokens are never shown")

@@ -19,7 +19,7 @@ from worker.interface import Delta
 from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.chat_template import Conversation
 from worker.prompt.logprob_options import LogprobOptions
-from worker.protocol.dialects.fastchat import FASTCHAT, FASTCHAT_CONV, FASTCHAT_COUNT, FASTCHAT_EMBED
+from worker.protocol.dialects.fastchat import CONV_TEMPLATE, COUNT_TOKENS, EMBED, GENERATE
 
 _NEW_TOKENS = 256  # default for requests without max_new_tokens
 _DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
@@ -43,7 +43,7 @@ async def generate(body: Json, model: ServedModel) -> GenerationCall:
 
 
 async def _generate(body: Json, model: ServedModel, *, streams: bool) -> GenerationCall:
-    fields = BodyFields(body, FASTCHAT)
+    fields = BodyFields(body, GENERATE)
     for name in ("images", "best_of", "use_beam_search"):
         fields.refuse(name, f"{name} is not supported; leave it out")
     fields.flag("stream")  # the path determines streaming
@@ -71,7 +71,7 @@ async def _generate(body: Json, model: ServedModel, *, streams: bool) -> Generat
 
 async def get_embeddings(body: Json, model: ServedModel) -> JsonAnswer:
     """Compute a vector for each input. Raise RequestError."""
-    BodyFields(body, FASTCHAT_EMBED).skip(FASTCHAT_EMBED)
+    BodyFields(body, EMBED).skip(EMBED)
     embedded = await vectors.embeddings(body, model)
     found = [each["embedding"] for each in embedded.body["data"]]
     answer = {"embedding": found, "token_num": embedded.prompt_tokens}
@@ -80,7 +80,7 @@ async def get_embeddings(body: Json, model: ServedModel) -> JsonAnswer:
 
 async def count_token(body: Json, model: ServedModel) -> JsonAnswer:
     """Count the tokens of a prompt. Raise RequestError."""
-    fields = BodyFields(body, FASTCHAT_COUNT)
+    fields = BodyFields(body, COUNT_TOKENS)
     fields.text("model")
     prompt = fields.text("prompt")
     if prompt is None:
@@ -94,7 +94,7 @@ async def get_conv_template(body: Json, model: ServedModel) -> JsonAnswer:
     """Return the model's chat template as FastChat's separators. Raise RequestError, or UnsupportedByModel if
     separators cannot express it.
     """
-    fields = BodyFields(body, FASTCHAT_CONV)
+    fields = BodyFields(body, CONV_TEMPLATE)
     fields.text("model")
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     return JsonAnswer(body={"conv": separators(model)}, ignored=ignored)

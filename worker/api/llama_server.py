@@ -24,8 +24,7 @@ from worker.prompt import (
 from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.chat_formats import FillInTheMiddle
 from worker.protocol.dialects.generation_fields import MAX_SHOWN, MAX_TEXTS
-from worker.protocol.dialects.llama_server import COMPLETION, INFILL
-from worker.protocol.dialects.openai import TEMPLATE
+from worker.protocol.dialects.llama_server import COMPLETION, INFILL, TEMPLATE
 
 _MISSING = object()
 _STOPS = {"stop": "eos", "length": "limit", None: "none"}

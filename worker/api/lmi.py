@@ -20,7 +20,7 @@ from worker.prompt import adapter_choice
 from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.sampling_options import read_stop
 from worker.protocol.dialects import Dialect
-from worker.protocol.dialects.lmi import INVOCATIONS, OPENAIS, PARAMETERS
+from worker.protocol.dialects.lmi import INVOCATIONS, OPENAI_FIELDS, PARAMETERS
 
 _NEW_TOKENS = 30  # default for requests without max_new_tokens
 _SAME = (
@@ -38,7 +38,7 @@ _FINISHES = {"length": "length", "stop": "eos_token"}
 
 async def invocations(body: Json, model: ServedModel) -> GenerationCall:
     """Parse a completion of one or more inputs; with messages or a prompt, OpenAI's completion. Raise RequestError."""
-    if not OPENAIS.isdisjoint(body):
+    if not OPENAI_FIELDS.isdisjoint(body):
         call = await (openai.chat if "messages" in body else openai.completions)(body, model)
         return replace(call, frame_dialect=Dialect.OPENAI)
     fields = BodyFields(body, INVOCATIONS)

@@ -24,11 +24,11 @@ from worker.prompt.chat_template import read_tools
 from worker.prompt.response_parser import AnswerParser, AnswerPart
 from worker.prompt.sampling_options import read_stop
 from worker.protocol.dialects.ollama import (
-    OF_LOADS,
-    OLLAMA_CHAT,
-    OLLAMA_EMBED,
-    OLLAMA_EMBEDDINGS,
-    OLLAMA_GENERATE,
+    CHAT,
+    EMBED,
+    EMBEDDINGS,
+    GENERATE,
+    LOAD_OPTIONS,
     OPTIONS,
 )
 from worker.protocol.streams import timestamp
@@ -56,7 +56,7 @@ async def chat(body: Json, model: ServedModel, *, waited: float = 0.0) -> Genera
 
     `waited`: seconds that the model took to load before this call.
     """
-    fields = BodyFields(body, OLLAMA_CHAT)
+    fields = BodyFields(body, CHAT)
     chat_body, num_ctx, keep_alive = _read(fields, model)
     messages = fields.sequence("messages") or []
     chat_body["messages"] = [_message(f"messages[{index}]", message, model) for index, message in enumerate(messages)]
@@ -76,7 +76,7 @@ async def generate(body: Json, model: ServedModel, *, waited: float = 0.0) -> Ge
 
     `waited`: as for `chat`.
     """
-    fields = BodyFields(body, OLLAMA_GENERATE)
+    fields = BodyFields(body, GENERATE)
     chat_body, num_ctx, keep_alive = _read(fields, model)
     prompt, system, raw = fields.text("prompt"), fields.text("system"), fields.flag("raw") or False
     images = _images("images", fields.take("images"), model)
@@ -117,7 +117,7 @@ async def generate(body: Json, model: ServedModel, *, waited: float = 0.0) -> Ge
 async def embed(body: Json, model: ServedModel, *, waited: float = 0.0) -> JsonAnswer:
     """Compute one vector per text. `waited`: as for `chat`. Raise RequestError."""
     started = time.monotonic() - waited
-    fields = BodyFields(body, OLLAMA_EMBED)
+    fields = BodyFields(body, EMBED)
     name, keep_alive = _model_name(fields, model), _keep_alive(fields)
     _ignore_options(fields, model)
     texts = fields.take("input")
@@ -140,7 +140,7 @@ async def embed(body: Json, model: ServedModel, *, waited: float = 0.0) -> JsonA
 
 async def embeddings(body: Json, model: ServedModel) -> JsonAnswer:
     """Compute the vector of one text, in the older API. Raise RequestError."""
-    fields = BodyFields(body, OLLAMA_EMBEDDINGS)
+    fields = BodyFields(body, EMBEDDINGS)
     _model_name(fields, model)
     keep_alive = _keep_alive(fields)
     _ignore_options(fields, model)
@@ -199,7 +199,7 @@ def _options(fields: BodyFields, model: ServedModel) -> tuple[Json, int | None]:
             " preset",
             param="options.num_ctx",
         )
-    for name in OF_LOADS:
+    for name in LOAD_OPTIONS:
         if within.take(name) is not None:
             fields.mark_unused(within.path + name)
     for name in within.check_unknown(strict=model.options.strict_fields):

@@ -18,7 +18,7 @@ from worker.prompt import chat_template as chats
 from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.chat_formats import ChatFormat
 from worker.prompt.response_parser import AnswerParser, ParseOptions, call_syntax, marker_tokens
-from worker.protocol.dialects.openai import CHAT, CHAT_TOKENS, COMPLETIONS, TEXT_PROMPT
+from worker.protocol.dialects.openai import CHAT, CHAT_TOKENS, COMPLETIONS, TEXT_COMPLETION
 
 _OWN_NAMES: Mapping[str, str] = {}
 
@@ -158,7 +158,7 @@ async def parse_text(body: Json, model: ServedModel, *, id: str, suffix: str = "
     `suffix`: text behind the gap that the model fills in. Raise RequestError.
     """
     model.require("completion")
-    fields = BodyFields(body, TEXT_PROMPT)
+    fields = BodyFields(body, TEXT_COMPLETION)
     logprobs = logprob_options.alternatives(fields, "logprobs", model.options.max_logprobs)
     common = read_common_options(fields, model, logprobs=logprobs)
     common.check_max_tokens()

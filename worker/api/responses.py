@@ -18,7 +18,7 @@ from worker.interface import Delta, TokenLogprob
 from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.chat_template import read_image_url
 from worker.prompt.response_parser import AnswerParser, AnswerPart, ToolCall
-from worker.protocol.dialects.responses import FURTHER, INCLUDED, REASONING, RESPONSE_TEXT, RESPONSES, STREAM_OPTIONS
+from worker.protocol.dialects.responses import CHAT_FIELDS, INCLUDED, REASONING, RESPONSES, STREAM_OPTIONS, TEXT_OPTIONS
 
 _STATELESS = "requests are stateless; send the whole conversation in input"
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
@@ -106,11 +106,11 @@ def _read(fields: BodyFields, model: ServedModel) -> tuple[Json, Json]:
     options = fields.within("stream_options", STREAM_OPTIONS)
     if options.flag("include_obfuscation"):
         fields.mark_unused(f"{options.path}include_obfuscation")
-    text = fields.within("text", RESPONSE_TEXT)
+    text = fields.within("text", TEXT_OPTIONS)
     chat_body["verbosity"] = text.choice("verbosity")
     format_ = text.mapping("format")
     chat_body |= {
-        name: fields.take(name) for name in FURTHER
+        name: fields.take(name) for name in CHAT_FIELDS
     }  # same names in both APIs, so errors name the right field
     if format_ is not None:
         if chat_body["response_format"] is not None:

@@ -25,9 +25,8 @@ from worker.engines.transformers.load import loader, quantization, safetensors, 
 from worker.engines.transformers.load.page_cache import PieceWriter
 from worker.errors import StartError
 from worker.protocol.argv import Convert, Estimate, ModelOptions
-from worker.protocol.events import Converted, Event, Progress
-from worker.protocol.exits import Exit
-from worker.protocol.snapshot_files import INDEX, MANIFEST, WEIGHTS, Manifest, encode_manifest
+from worker.protocol.events import Converted, Event, Exit, Progress
+from worker.protocol.snapshot_files import INDEX, MANIFEST, WEIGHTS, ConversionManifest, encode_manifest
 
 Say = Callable[[Event], None]
 
@@ -136,7 +135,7 @@ def _sign(part: Path, snapshot: Path, made: Sequence[Path]) -> None:
     """The last file: what was made, all of it on the disk by now."""
     facts = {path.name: path.stat() for path in made}
     files = {name: [each.st_size, each.st_mtime_ns] for name, each in facts.items()}
-    text = encode_manifest(Manifest(source=str(snapshot), files=files))
+    text = encode_manifest(ConversionManifest(source=str(snapshot), files=files))
     with (part / MANIFEST).open("wb") as file:
         file.write(text)
         file.flush()

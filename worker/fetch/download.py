@@ -27,8 +27,7 @@ from worker.errors import StartError
 from worker.fetch.hub_cache import RemoteFile, RepoCache
 from worker.fetch.transfer import LIBRARY, PROGRESS_INTERVAL, RequestError, Transfer
 from worker.protocol.argv import Download
-from worker.protocol.events import Downloaded, Event, Progress
-from worker.protocol.exits import Exit
+from worker.protocol.events import Downloaded, Event, Exit, Progress
 from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, WEIGHTS, shard_names
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from huggingface_hub.file_download import repo_folder_name
 
 from worker.errors import StartError
 from worker.fetch.disk_reservation import PARTIAL, bytes_present, claimed
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, WEIGHTS, shard_names
 
 log = logging.getLogger(__name__)

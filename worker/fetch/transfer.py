@@ -27,8 +27,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type:
 
 from worker.errors import StartError
 from worker.fetch.hub_cache import RemoteFile, RepoCache
-from worker.protocol.events import Event, Progress
-from worker.protocol.exits import Exit
+from worker.protocol.events import Event, Exit, Progress
 
 try:
     import httpx2 as http  # the HTTP client of the hub library: a fork of httpx, or httpx itself in older versions

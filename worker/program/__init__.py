@@ -1,4 +1,4 @@
-"""The worker program: entry point and verbs, fork server, process supervision, tensor-parallel ranks.
+"""The worker program: entry point and verbs, fork server, supervision of the process.
 
 May import every package of the worker.
 """

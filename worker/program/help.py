@@ -1,4 +1,4 @@
-"""What the worker program can be asked for, in words for people: read off the contract, so that nothing is missing."""
+"""The texts of `worker --help`, generated from the dataclasses of `worker.protocol.argv`, so that none is missing."""
 
 import ast
 import dataclasses
@@ -7,41 +7,41 @@ import textwrap
 import typing
 from typing import Any
 
-from worker.protocol.argv import Convert, Download, Estimate, Nursery, Serve
+from worker.protocol.argv import Convert, Download, Estimate, ForkServerOptions, Serve
 
 WIDTH = 110
 _KINDS: dict[str, type[Any]] = {
     "download": Download, "convert": Convert, "estimate": Estimate,
-    "serve": Serve, "nursery": Nursery,
+    "serve": Serve, "nursery": ForkServerOptions,
 }  # fmt: skip
+# Fields of argv.py without a text of their own.
 _TEXTS = {
     "revision": "Branch, tag or commit.",
-    "trust_remote_code": "Run code that comes with the model. Off: a model that needs it is refused.",
-    "quantization": "How the checkpoint is quantized; auto: as it says itself.",
-    "max_logprobs": "Most alternatives per token that a request may ask for.",
+    "trust_remote_code": "Run code that comes with the model. Off: models that need it are rejected.",
+    "quantization": "Quantization method of the checkpoint; auto: as its config states.",
+    "max_logprobs": "Maximum number of alternatives per token in one request.",
     "embd_normalize": "Norm of vectors: -1 none, 0 largest value, 1 taxicab, 2 Euclidean.",
-    "strict_fields": "Refuse requests with fields that mean nothing here.",
-    "leashed": "Read a token line from stdin, then live no longer than stdin and the spawner do. For routers.",
-    "spawner": "Process id of whoever starts this worker; needed with --leashed.",
+    "strict_fields": "Reject requests with fields that have no meaning here.",
+    "supervised": "Read a token line from stdin, and exit when stdin ends or the parent exits. For routers.",
+    "parent_pid": "Process id of the parent; required with --supervised.",
 }
-"""Of the fields whose names say enough to a reader of the contract."""
 
 
 def overview() -> str:
-    """The verbs."""
+    """The list of verbs."""
     verbs = "\n".join(_entry(name, inspect.getdoc(kind) or "", 12) for name, kind in _KINDS.items())
     return (
         "Usage: worker VERB [--option=value ...]\n"
         "       worker VERB --help\n\n"
-        "One process that serves one model. Events come as JSON lines on stdout, the log on stderr.\n\n"
+        "One process that serves one model. Events are JSON lines on stdout; the log goes to stderr.\n\n"
         f"{verbs}\n\n"
-        "By hand: worker serve --snapshot=FOLDER --listen=tcp:127.0.0.1:9000\n"
+        "Example: worker serve --snapshot=FOLDER --listen=tcp:127.0.0.1:9000\n"
         "         curl http://127.0.0.1:9000/v1/chat/completions -d '{\"messages\": [...]}'"
     )
 
 
 def of(verb: str) -> str:
-    """One verb and its options; the overview if there is no such verb."""
+    """One verb and its options; the overview for an unknown verb."""
     if verb not in _KINDS:
         return overview()
     kind = _KINDS[verb]
@@ -79,13 +79,13 @@ def _entry(name: str, text: str, column: int) -> str:
 
 
 def _field_texts(kind: type[Any]) -> dict[str, str]:
-    """The string below each field, which Python itself does not keep."""
+    """The string under each field. Python does not keep it, so it is read from the source."""
     texts = {}
     for owner in reversed(kind.__mro__[:-1]):
         body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
         assert isinstance(body, ast.ClassDef)
-        for field, text in zip(body.body, body.body[1:], strict=False):
-            match field, text:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str() as words)):
-                    texts[name] = " ".join(words.split())
+        for field, string in zip(body.body, body.body[1:], strict=False):
+            match field, string:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str() as text)):
+                    texts[name] = " ".join(text.split())
     return texts

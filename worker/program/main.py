@@ -1,7 +1,8 @@
-"""Verbs: download, convert, estimate, serve, nursery. A worker as a program: options in, events and an exit code out.
+"""The worker program: `python -m worker VERB --options`. Events go to stdout, the log to stderr, the cause of the exit
+into the exit code.
 
-Everything heavy is imported by the verb that needs it, after the leash is taken: `download` and `--help` never see
-torch, and a worker whose router dies while torch is being imported is gone at once.
+Every verb imports its large libraries itself, after it has attached to its router: `download` and `--help` never import
+torch, and a worker whose router dies during the import of torch exits at once.
 """
 
 import errno
@@ -9,27 +10,27 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
-from itertools import islice
 from typing import TYPE_CHECKING, NoReturn
 
 from worker.program import supervision
 
 if TYPE_CHECKING:
     from worker.engines.transformers.device.rank_processes import LeaderLink, RankProcesses
-    from worker.protocol.argv import Serve
+    from worker.program.supervision import RouterChannel
+    from worker.protocol.argv import Command, Convert, Download, Estimate, Serve
 
-CRASHED = 1
-"""Exit code of what nobody expected; to the router a crash, as any code that it does not know."""
+CRASHED = 1  # exit code of an unexpected error; the router treats every unknown code as a crash
 _QUIET = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+# Compiled matrix kernels that oneDNN and torch's layer above it cache, one per shape
+# (`engines.transformers.attention.cpu_linear`). Each takes about 0.65 MB: with the default of 1024 a worker could grow
+# by more than half a gigabyte beyond its estimate. Compiling a dropped kernel again takes about 0.4 ms (measured on
+# torch 2.13 with AVX-512).
 _KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
-"""Matrix kernels that oneDNN and torch's layer above it keep, one for each shape (`engine.linears`). Each takes about
-0.65 MB whatever its size: with the default of 1024 a worker could grow by more than half a gigabyte that no estimate
-knows. One that was dropped is made again in about 0.4 ms (measured on torch 2.13 with AVX-512)."""
-_NURSERY = {
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # whoever asks for devices while it is imported must not start the driver
+_FORK_SERVER = {
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # libraries that count devices on import must not initialize the driver
     "HF_DEACTIVATE_ASYNC_LOAD": "1",  # no threads
 }
 _OFFLINE = {
@@ -37,93 +38,118 @@ _OFFLINE = {
     "TRANSFORMERS_OFFLINE": "1",
     "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the driver's own order, by which the router counts
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the driver's order, which the router uses
 }
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one verb and end the process with its exit code (`Exit`).
 
-    A nursery runs it again in each process that it forks.
+    The fork server calls it again in each process that it forks.
     """
     code = run(sys.argv[1:] if argv is None else list(argv))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Past the interpreter's own farewell: it would wait for threads that wait for the network, and would give back
-    # piece by piece the memory that the kernel takes back at once.
+    # Skip the interpreter's shutdown: it would wait for threads that wait for the network, and free piece by piece the
+    # memory that the kernel frees at once.
     os._exit(code)
 
 
-def run(words: list[str]) -> int:
-    """Do what `words` (verb first) ask for; returns the exit code. Takes the leash, so once in a process."""
-    if {"-h", "--help"} & set(words):
+def run(argv: list[str]) -> int:
+    """Run the verb of `argv` (verb first) and return the exit code. Attaches to the router: once per process."""
+    if {"-h", "--help"} & set(argv):
         from worker.program import help  # late, like all imports below: see the module's docstring
 
-        print(help.of(words[0]))
+        print(help.of(argv[0]))
         return 0
-    if not words:
-        print("worker: say what to do: download, convert, estimate or serve; see worker --help", file=sys.stderr)
+    if not argv:
+        print("worker: no verb; one of download, convert, estimate, serve; see worker --help", file=sys.stderr)
         return 2
-    leashed, spawner = "--leashed" in words, _number(words, "--spawner")
-    if leashed and not spawner:
-        print("worker: --leashed needs --spawner=PID, the process id of whoever starts this one", file=sys.stderr)
+    supervised, parent_pid = "--supervised" in argv, _number(argv, "--parent-pid")
+    if supervised and not parent_pid:
+        print("worker: --supervised needs --parent-pid=PID, the process id of the parent", file=sys.stderr)
         return 2
-    if words[0] == "nursery":
-        return _nurse(words)
-    ranks, unforked = None, None
+    if argv[0] == "nursery":
+        return _run_fork_server(argv)
+    # Ranks are forked before anything else, while the process has one thread. A failure is reported below, once there
+    # is a channel for it.
+    ranks, fork_error = None, None
     try:
-        ranks = _fork_ranks(words)
+        ranks = _fork_ranks(argv)
     except OSError as error:
-        unforked = error
-    tied = supervision.take(leashed=leashed, spawner=spawner)
+        fork_error = error
+    channel = supervision.attach(supervised=supervised, parent_pid=parent_pid)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: os._exit(0))  # asked to stop; nothing is half-done that needs an end
+        signal.signal(number, lambda *_: os._exit(0))  # until the server handles them, no work needs a clean end
     try:
-        if unforked is not None:
-            raise unforked
-        _dispatch(words, tied, ranks)
-    except BaseException as error:  # noqa: BLE001 - the end of the program: whatever it is becomes words and a code
-        return _report(error, tied)
+        if fork_error is not None:
+            raise fork_error
+        _run_verb(argv, channel, ranks)
+    except BaseException as error:  # noqa: BLE001 - the end of the program: every error becomes a message and a code
+        return _report(error, channel)
     return 0
 
 
-def _number(words: list[str], option: str) -> int:
-    """The number after `option`; 0: none. Looked up by hand, since parsing has to wait until the leash is taken."""
-    for number, word in enumerate(words):
+def _number(argv: list[str], option: str) -> int:
+    """The number after `option`; 0 if it is missing. A full parse must wait until the process is attached."""
+    for position, word in enumerate(argv):
         name, _, value = word.partition("=")
-        value = value or "".join(words[number + 1 : number + 2])
+        value = value or "".join(argv[position + 1 : position + 2])
         if name == option and value.isdecimal():
             return int(value)
     return 0
 
 
-def _fork_ranks(words: list[str]) -> "RankProcesses | None":
-    """The processes that follow this one, of a model that is divided: now, as there is only one thread here yet."""
-    count = _number(words, "--tensor-parallel") if words[0] == "serve" else 0
+def _log() -> None:
+    """Configure logging, in the fork server for all children: changing a level later visits every logger."""
+    import logging
+
+    if logging.getLogger().handlers:
+        return
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for client in ("httpx", "httpx2"):
+        logging.getLogger(client).setLevel(logging.WARNING)  # below that they log one line per request
+
+
+def _set_environment(threads: int) -> None:
+    """Set the variables that torch and other libraries read once, when they are imported."""
+    os.environ.update(_OFFLINE)
+    for name, value in _KERNEL_CACHES.items():
+        os.environ.setdefault(name, value)
+    for library in ("OMP", "MKL", "OPENBLAS"):
+        os.environ[f"{library}_NUM_THREADS"] = str(threads)
+
+
+# Tensor-parallel ranks
+
+
+def _fork_ranks(argv: list[str]) -> "RankProcesses | None":
+    """Fork the ranks of a tensor-parallel model; None for any other."""
+    count = _number(argv, "--tensor-parallel") if argv[0] == "serve" else 0
     if count < 2:
         return None
     from worker.engines.transformers.device.rank_processes import RankProcesses
 
-    return RankProcesses.fork(count, partial(_follow, words), supervision.follow)
+    return RankProcesses.fork(count, partial(_follow, argv), supervision.attach_rank)
 
 
-def _follow(words: list[str], link: "LeaderLink") -> int:
-    """What a follower does, from its birth on; returns its exit code, which the leader has been told with the cause."""
+def _follow(argv: list[str], link: "LeaderLink") -> int:
+    """Run a rank other than the first and return its exit code. The leader gets the cause of a failure by `link`."""
     import traceback
 
     from worker.protocol.argv import Serve, from_argv
 
     try:
-        command = from_argv(words)
-        assert isinstance(command, Serve), "only those have ranks"
+        command = from_argv(argv)
+        assert isinstance(command, Serve), "only `serve` has ranks"
         _log()
         os.environ.update(_QUIET)
         os.environ.pop("HF_TOKEN", None)
-        _prepare(command.threads)
+        _set_environment(command.threads)
         from worker.engines.transformers.run import tensor_parallel
 
         tensor_parallel.follow(command, link)
-    except BaseException as error:  # noqa: BLE001 - whatever it is becomes words and a code
+    except BaseException as error:  # noqa: BLE001 - the end of the program: every error becomes a message and a code
         code, message = diagnose(error)
         if code == CRASHED:
             traceback.print_exception(error)
@@ -132,225 +158,118 @@ def _follow(words: list[str], link: "LeaderLink") -> int:
     return 0
 
 
-def _log() -> None:
-    """In a nursery for all of its children: to change a level has the library look at every logger that there is."""
-    import logging
-
-    if logging.getLogger().handlers:
-        return
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # one line for each request
+# Fork server
 
 
-def _nurse(words: list[str]) -> int:
+def _run_fork_server(argv: list[str]) -> int:
     from worker.program import fork_server
-    from worker.protocol.argv import Nursery, from_argv
-    from worker.protocol.exits import Exit
+    from worker.protocol.argv import ForkServerOptions, from_argv
+    from worker.protocol.events import Exit
 
     try:
-        command = from_argv(words)
+        command = from_argv(argv)
     except ValueError as error:
         print(f"worker: {error}; see worker --help", file=sys.stderr)
         return Exit.USAGE
-    assert isinstance(command, Nursery)
-    os.environ.update(_QUIET | _NURSERY)
+    assert isinstance(command, ForkServerOptions)
+    os.environ.update(_QUIET | _FORK_SERVER)
     _log()
-    _prepare(1)  # what libraries look up when they are loaded must be so here; each child settles it once more
-    return fork_server.serve(command, _begin_forked)
+    _set_environment(1)  # for the imports; each child sets its own number of threads
+    return fork_server.serve(command, _run_forked)
 
 
-def _begin_forked(words: list[str]) -> NoReturn:
-    """What a child of the nursery does: all that an executed worker does, with its imports done."""
+def _run_forked(argv: list[str]) -> NoReturn:
+    """The main function of a forked child: as an executed worker, with the imports done."""
     from worker.engines.transformers.device import memory
 
     memory.inheritance.take()
-    main(words)
+    main(argv)
 
 
-def _dispatch(words: list[str], tied: supervision.Leash, ranks: "RankProcesses | None") -> None:
+# The other verbs
+
+
+def _run_verb(argv: list[str], channel: "RouterChannel", ranks: "RankProcesses | None") -> None:
     began = time.monotonic()
-    from worker.errors import StartError
-    from worker.protocol.argv import Convert, Download, Estimate, Nursery, from_argv
-    from worker.protocol.exits import Exit
+    from worker.protocol.argv import Convert, Download, Estimate, Serve
 
     _log()
+    command = _parse(argv)
+    os.environ.update(_QUIET)
+    hub_token = os.environ.pop("HF_TOKEN", None)  # the environment of a process is readable for other processes
+    match command:
+        case Download():
+            _download(command, channel, hub_token)
+        case Convert():
+            _convert(command, channel)
+        case Estimate():
+            _estimate(command, channel)
+        case Serve():
+            _serve(command, channel, began, ranks)
+
+
+def _parse(argv: list[str]) -> "Command":
+    from worker.errors import StartError
+    from worker.protocol.argv import from_argv
+    from worker.protocol.events import Exit
+
     try:
-        command = from_argv(words)
+        return from_argv(argv)
     except ValueError as error:
         raise StartError(f"{error}; see worker --help", Exit.USAGE) from None
-    os.environ.update(_QUIET)
-    hub_token = os.environ.pop("HF_TOKEN", None)
-    if isinstance(command, Download):
-        os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "60")  # seconds without a byte
-        from worker.fetch import download
 
-        download.download(command, tied.say, token=hub_token)
-        return
-    assert not isinstance(command, Nursery), "it never takes this leash"
-    _prepare(command.threads)
-    if isinstance(command, Estimate):
-        # A worker that serves has the server imported. Import it before the estimate measures the process.
-        import_module("worker.server.server")
-    if isinstance(command, Estimate) and command.tensor_parallel > 1:
+
+def _download(command: "Download", channel: "RouterChannel", hub_token: str | None) -> None:
+    os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "60")  # seconds without a byte
+    from worker.fetch import download
+
+    download.download(command, channel.send, token=hub_token)
+
+
+def _convert(command: "Convert", channel: "RouterChannel") -> None:
+    _set_environment(command.threads)
+    from worker.fetch import convert
+
+    channel.send(convert.convert(command, channel.send))
+
+
+def _estimate(command: "Estimate", channel: "RouterChannel") -> None:
+    _set_environment(command.threads)
+    # A worker that serves has the server imported. Import it before the estimate measures the process.
+    import_module("worker.server.server")
+    if command.tensor_parallel > 1:
         from worker.estimate import tensor_parallel
 
-        tied.say(tensor_parallel.divided_estimate(command))
-    elif isinstance(command, Estimate):
+        channel.send(tensor_parallel.divided_estimate(command))
+    else:
         from worker.estimate import estimate
 
-        tied.say(estimate.estimate(command))
-    elif isinstance(command, Convert):
-        from worker.fetch import convert
-
-        tied.say(convert.convert(command, tied.say))
-    else:
-        _serve(command, tied, began, ranks)
+        channel.send(estimate.estimate(command))
 
 
-def _prepare(threads: int) -> None:
-    """Settle, before torch is imported, what it and its libraries look up only then."""
-    os.environ.update(_OFFLINE)
-    for name, value in _KERNEL_CACHES.items():
-        os.environ.setdefault(name, value)
-    for library in ("OMP", "MKL", "OPENBLAS"):
-        os.environ[f"{library}_NUM_THREADS"] = str(threads)
-
-
-def _serve(command: "Serve", tied: supervision.Leash, began: float, ranks: "RankProcesses | None") -> None:
-    """Returns once the worker has been asked to stop and its running answers have ended. `began`: when its work did."""
+def _serve(command: "Serve", channel: "RouterChannel", began: float, ranks: "RankProcesses | None") -> None:
+    """`began`: start of the load, monotonic clock."""
+    _set_environment(command.threads)
     import asyncio
 
     from worker.errors import StartError
-    from worker.protocol.exits import Exit
+    from worker.program.serve import serve
+    from worker.protocol.events import Exit
 
-    if tied.leashed and not tied.token:
+    if channel.supervised and not channel.token:
         raise StartError("the first line of stdin must be this worker's token", Exit.USAGE)
     try:
-        asyncio.run(_serve_until_told(command, tied, began, ranks))
+        asyncio.run(serve(command, channel, began, ranks))
     finally:
         if ranks is not None:
             ranks.end()
 
 
-class Laps:
-    """Where the time of a load goes: seconds by stage, one behind another."""
-
-    def __init__(self, began: float):
-        """`began`: when the first one did, by the monotonic clock."""
-        self.seconds: dict[str, float] = {}
-        self._at = began
-
-    def stage_done(self, stage: str) -> None:
-        """What passed since the last stage was this one; a stage may come in parts."""
-        now = time.monotonic()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._at
-        self._at = now
+# Errors
 
 
-async def _serve_until_told(
-    command: "Serve", tied: supervision.Leash, began: float, ranks: "RankProcesses | None"
-) -> None:
-    import asyncio
-    import logging
-
-    from worker.engines.transformers.load.page_cache import BackgroundReader
-    from worker.protocol.events import Prepared, Pulse, Ready
-    from worker.protocol.exits import Exit
-
-    reading = BackgroundReader.of(command.snapshot)
-    may_read = not command.prepare and command.load_format != "dummy"  # before there is room the router says when
-    if may_read and "torch" not in sys.modules:
-        reading.start()
-        may_read = False
-    from worker.engines.transformers.device import memory
-    from worker.engines.transformers.device.process_overhead import overhead
-    from worker.engines.transformers.engine import TransformersEngine
-    from worker.engines.transformers.preparation import prebuilt_models
-    from worker.errors import StartError
-    from worker.server.server import Server, asked_to_stop
-
-    laps = Laps(began)
-    laps.stage_done("imports")
-    if may_read and prebuilt_models.find(command) is None:
-        reading.start()
-
-    if command.prepare and not tied.leashed:
-        raise StartError("--prepare waits for a router's word on stdin, so it needs --leashed", Exit.USAGE)
-    prepared = TransformersEngine.prepare(command, stage_done=laps.stage_done)
-    if command.prepare:
-        tied.say(Prepared(measured=memory.measured(("cpu",))))
-        command = _go(command, tied)
-        laps.stage_done("standby")
-    reading.stop()
-    # By hand a line each second would only hide the others.
-    pulse: Callable[[Pulse], None] = tied.say if tied.leashed else lambda _: None
-    engine = TransformersEngine.load(
-        command, prepared, progress=tied.say, pulse=pulse, stage_done=laps.stage_done, ranks=ranks
-    )
-    server = Server(engine, engine.tokenizer, command, token=tied.token or None, announce=tied.say)
-    address = await server.start()
-    laps.stage_done("server")
-    told = asked_to_stop()
-    fatal = asyncio.wrap_future(engine.fatal)
-    fatal.add_done_callback(lambda _: told.set())
-    if not tied.leashed:
-        where = address.replace("tcp:", "http://")
-        logging.getLogger("worker").info("%s answers at %s; Ctrl-C stops it", command.name or command.snapshot, where)
-    tied.say(
-        Ready(
-            address=address,
-            measured=engine.measured,
-            later=engine.later,
-            capabilities=server.capabilities,
-            n_ctx=engine.ctx_size,
-            seconds=laps.seconds,
-            processor=time.process_time(),
-            overhead=overhead.said,
-            overhead_is_own=overhead.is_own,
-            modules=_family_modules(),
-        )
-    )
-    engine.map_rest()
-    await told.wait()
-    if server.is_idle and not fatal.done():  # somebody waits for our memory, and nobody for an answer
-        server.leave()
-        return
-    await server.close()
-    await engine.close()
-    if fatal.done():
-        raise fatal.result()
-
-
-def _family_modules() -> list[str]:
-    """Code of the model's family that this process was not forked with, so that its nursery may have it, too."""
-    from worker.engines.transformers.device import memory
-    from worker.protocol.orders import is_warmable
-
-    # from the end: a look at a name that came from the nursery copies the page that it is on, 5 ms for all of them
-    own = islice(reversed(sys.modules), len(sys.modules) - memory.inheritance.modules)
-    return [name for name in tuple(own) if name.startswith("transformers.") and is_warmable(name)]
-
-
-def _go(command: "Serve", tied: supervision.Leash) -> "Serve":
-    """Returns once there is room: the command with what was not known before. Nothing has looked at devices yet."""
-    import dataclasses
-
-    from worker.errors import StartError
-    from worker.protocol.exits import Exit
-    from worker.protocol.orders import decode_go
-
-    line = tied.told()
-    try:
-        go = decode_go(line)
-        os.environ["CUDA_VISIBLE_DEVICES"] = go.visible
-        return dataclasses.replace(command, devices=tuple(go.devices), reserved=go.reserved)
-    except (ValueError, TypeError) as error:
-        raise StartError(f"what came on stdin is no word to go: {error}", Exit.USAGE) from None
-
-
-def _report(error: BaseException, tied: supervision.Leash) -> int:
-    """Say for people and for the router why this process ends; returns its exit code."""
+def _report(error: BaseException, channel: "RouterChannel") -> int:
+    """Write the cause of the exit to stderr and to the router. Returns the exit code."""
     import traceback
 
     from worker.errors import RankLost
@@ -360,19 +279,19 @@ def _report(error: BaseException, tied: supervision.Leash) -> int:
     if code == CRASHED and not isinstance(error, RankLost):
         traceback.print_exception(error)
     print(f"worker: {message}", file=sys.stderr)
-    if tied.leashed:
-        tied.say(Failed(message=message))
+    if channel.supervised:
+        channel.send(Failed(message=message))
     return code
 
 
 def diagnose(error: BaseException) -> tuple[int, str]:
-    """Exit code and one line for a person; CRASHED for whatever is not known to mean something."""
+    """Return the exit code and a one-line message for `error`; CRASHED for unknown errors."""
     from worker.engines.transformers.device import cuda_errors
     from worker.errors import RankLost, StartError
-    from worker.protocol.exits import Exit
+    from worker.protocol.events import Exit
 
     text = " ".join(str(error).split()) or type(error).__name__
-    # By name, since torch may never have been imported.
+    # Compared by name, because torch may not be imported.
     kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
     if isinstance(error, StartError):
         return error.exit, text

@@ -1,11 +1,12 @@
-"""Our end of the contract: private stdout, token, the parent's death.
+"""The connection of a worker process to its router: events on a private stdout, token and orders on stdin, and an end
+together with the router.
 
-Taking the leash is the first thing a worker does, before anything heavy is imported, so that no moment of its life
-escapes the spawner: whoever dies first, nothing is left behind. Two independent layers see to that, since each has a
-hole: the kernel's parent-death signal is silent when the parent died before it was set (hence the look at
-`getppid`), and a thread that waits for the end of stdin cannot run while C code holds the interpreter lock.
+Attaching is the first thing that a worker does, before any large import, so that it cannot outlive the router at any
+time. Two independent mechanisms end it, because each one has a gap. The kernel's parent-death signal is not sent if the
+parent died before it was set; `getppid` is checked for that. A thread that waits for end of file on stdin cannot run
+while C code holds the interpreter lock.
 
-Law: few and cheap modules of the standard library; whatever needs more is imported when first used.
+Imports only a few small modules of the standard library; everything else is imported at first use.
 """
 
 import ctypes
@@ -19,11 +20,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from worker.protocol.events import Event
 
-ORPHANED = 7  # Exit.ORPHANED, written out: importing the contract takes longer than everything here
+ORPHANED = 7  # Exit.ORPHANED as a number: importing the enum takes longer than this whole module
 MAX_TOKEN_BYTES = 4096
-MAX_WORD_BYTES = 1 << 16
-"""Of the line that may follow the token."""
-OOM_SCORE = 500  # of 1000; added, so that the kernel takes a worker before the router
+MAX_LINE_BYTES = 1 << 16  # of the line that may follow the token
+OOM_SCORE = 500  # of 1000, added to the process's score: the kernel kills a worker before the router
 
 # include/uapi/linux/prctl.h
 _PR_SET_PDEATHSIG = 1
@@ -31,48 +31,48 @@ _PR_SET_DUMPABLE = 4
 _PR_SET_NO_NEW_PRIVS = 38
 
 
-class Leash:
-    """What ties this process to its spawner; `say` is the only way to speak to it."""
+class RouterChannel:
+    """The messages between this process and its router. `send` is the only way to reach the router."""
 
-    def __init__(self, events: int, *, token: str = "", leashed: bool = False):
-        """`events`: file descriptor for event lines, non-blocking if `leashed`."""
+    def __init__(self, events: int, *, token: str = "", supervised: bool = False):
+        """`events`: file descriptor for event lines, non-blocking if `supervised`."""
         self.token = token
-        self.leashed = leashed
-        self._told = b""
-        self._has_heard = threading.Event()
+        self.supervised = supervised
+        self._line = b""
+        self._has_line = threading.Event()
         self._events = events
         self._lock = threading.Lock()
-        self._heard = True
+        self._is_open = True
 
-    def say(self, event: "Event") -> None:
-        """Write `event` as one whole line; any thread may call.
+    def send(self, event: "Event") -> None:
+        """Write `event` as one whole line. Thread-safe.
 
-        Returns once the line is in the pipe. While the pipe is full (the router is stopped) events wait, but for
-        pulses: a pulse is dropped rather than hold up the step loop. A spawner that no longer reads is gone: a
-        leashed process ends at once; one started by hand goes on in silence.
+        Returns once the line is in the pipe. While the pipe is full (the router is stopped), events wait. Pulses are
+        dropped instead, because waiting would block the step loop. If the pipe has no reader, a supervised process
+        exits at once; a process started by hand continues without events.
         """
-        from worker.protocol.events import Pulse, encode  # late: see the law above
+        from worker.protocol.events import Pulse, encode  # late: see the module's docstring
 
         may_drop = isinstance(event, Pulse)
         line = encode(event)
         if not self._lock.acquire(blocking=not may_drop):
             return
         try:
-            if self._heard:
+            if self._is_open:
                 self._write(line, may_drop=may_drop)
         finally:
             self._lock.release()
 
-    def hear(self, line: bytes) -> None:
-        """The spawner said `line`; only the first one after the token means something."""
-        if not self._has_heard.is_set():
-            self._told = line
-            self._has_heard.set()
+    def put_line(self, line: bytes) -> None:
+        """Store `line`, which the router has sent. Only the first one after the token has a meaning."""
+        if not self._has_line.is_set():
+            self._line = line
+            self._has_line.set()
 
-    def told(self) -> bytes:
-        """What the spawner said after the token; returns once it has. Signals are handled meanwhile."""
-        self._has_heard.wait()
-        return self._told
+    def receive_line(self) -> bytes:
+        """Wait for the line after the token and return it. Signals are handled meanwhile."""
+        self._has_line.wait()
+        return self._line
 
     def _write(self, line: bytes, *, may_drop: bool) -> None:
         rest = memoryview(line)
@@ -80,100 +80,103 @@ class Leash:
             try:
                 rest = rest[os.write(self._events, rest) :]
             except BlockingIOError:
-                if may_drop and len(rest) == len(line):
+                if may_drop and len(rest) == len(line):  # never after a partial write: lines stay whole
                     return
-                room = select.poll()
-                room.register(self._events, select.POLLOUT)
-                room.poll()
+                writable = select.poll()
+                writable.register(self._events, select.POLLOUT)
+                writable.poll()
             except BrokenPipeError:
-                if self.leashed:
+                if self.supervised:
                     os._exit(ORPHANED)
-                self._heard = False
+                self._is_open = False
                 return
 
 
-def take(*, leashed: bool, spawner: int = 0) -> Leash:
-    """Give this process its event channel and, if `leashed`, bind its life to that of process `spawner`.
+def attach(*, supervised: bool, parent_pid: int = 0) -> RouterChannel:
+    """Open this process's event channel. If `supervised`, tie its lifetime to that of process `parent_pid`.
 
-    From here on descriptor 1 is stderr: whatever a library prints is log. Leashed, the call returns once the token
-    line has been read from stdin. Ends the process with exit code 7 if the spawner is not the parent (any more), or
-    closes stdin, now or later.
+    Afterwards descriptor 1 is stderr, so that output of libraries is log. If supervised, returns once the token line
+    has been read from stdin. Ends the process with exit code 7 if the parent is not `parent_pid`, or if stdin ends, now
+    or later.
     """
     events = os.dup(1)
     os.dup2(2, 1)
-    if not leashed:
-        return Leash(events)
-    bind(spawner)
-    # In this order: a process that is not dumpable cannot write its own score.
-    _volunteer_for_the_oom_killer()
+    if not supervised:
+        return RouterChannel(events)
+    die_with_parent(parent_pid)
+    # The order matters: a process that is not dumpable cannot write its own score.
+    _raise_oom_score()
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _prctl(_PR_SET_DUMPABLE, 0)
-    # A private copy, so that nothing this process starts or loads can read the line meant for us.
-    lifeline = os.dup(0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    token = _read_token(lifeline)
+    # A private copy of stdin: child processes and libraries of this process must not read the router's lines.
+    router_input = os.dup(0)
+    _detach_stdin()
+    token = _read_token(router_input)
     os.set_blocking(events, False)
-    tied = Leash(events, token=token, leashed=True)
-    threading.Thread(target=_await_end, args=(lifeline, tied), name="lifeline", daemon=True).start()
-    return tied
+    channel = RouterChannel(events, token=token, supervised=True)
+    threading.Thread(target=_await_end, args=(router_input, channel), name="router input", daemon=True).start()
+    return channel
 
 
-def follow(leader: int) -> None:
-    """Give this process, which `leader` has just forked, to the leader: it lives as long, is asked to stop by nobody
-    else, has nothing on stdin and no event channel."""
+def attach_rank(leader: int) -> None:
+    """Prepare a tensor-parallel rank that process `leader` has just forked: it ends with the leader, ignores signals to
+    stop, has no stdin and no event channel."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the whole group gets them, and the leader has answers to finish
-    bind(leader)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+        # Signals reach the whole process group. The leader finishes running requests and needs its ranks until then.
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent(leader)
+    _detach_stdin()
     os.dup2(2, 1)
-    _volunteer_for_the_oom_killer()
+    _raise_oom_score()
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
-def bind(spawner: int) -> None:
-    """From here on the kernel kills this process as soon as the thread that started it has ended.
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends (prctl(2), PR_SET_PDEATHSIG).
 
-    Ends the process with exit code 7 if its parent is not (any more) process `spawner`.
+    Ends the process with exit code 7 if its parent is not process `parent_pid` (any more).
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != spawner:
+    if os.getppid() != parent_pid:
         os._exit(ORPHANED)
 
 
-def _read_token(lifeline: int) -> str:
+def _detach_stdin() -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+
+def _read_token(router_input: int) -> str:
     line = b""
     while not line.endswith(b"\n"):
-        byte = os.read(lifeline, 1)
+        byte = os.read(router_input, 1)
         if not byte or len(line) > MAX_TOKEN_BYTES:
             os._exit(ORPHANED)
         line += byte
     return line.decode("ascii", errors="replace").strip()
 
 
-def _await_end(lifeline: int, tied: Leash) -> None:
-    """Listen to the router: it says one line more at most; its end is ours."""
+def _await_end(router_input: int, channel: RouterChannel) -> None:
+    """Read lines from the router until end of file, then end the process."""
     rest = b""
-    while data := os.read(lifeline, 4096):
+    while data := os.read(router_input, 4096):
         *lines, rest = (rest + data).split(b"\n")
-        rest = rest[:MAX_WORD_BYTES]
+        rest = rest[:MAX_LINE_BYTES]
         for line in lines:
-            tied.hear(line)
+            channel.put_line(line)
     os._exit(ORPHANED)
 
 
-def _volunteer_for_the_oom_killer() -> None:
+def _raise_oom_score() -> None:
     try:
         with open("/proc/self/oom_score_adj", "r+") as file:
             score = min(1000, int(file.read()) + OOM_SCORE)
             file.seek(0)
             file.write(str(score))
     except OSError as error:
-        # Without it only the choice of victim under memory pressure is worse.
+        # Not fatal: only the kernel's choice of a victim under memory pressure is worse.
         print(f"worker: cannot raise oom_score_adj: {error}", file=sys.stderr)
 
 

@@ -11,7 +11,7 @@ import orjson
 from worker.errors import InvalidJson, InvalidValue, UnknownField, UnsupportedField
 from worker.protocol.dialects.generation_fields import NEUTRAL, NO_OPS
 from worker.protocol.schema import Body, Schema, allows, bounds, kinds
-from worker.protocol.unknown_fields import unknown
+from worker.protocol.unknown_fields import unknown_paths
 
 Json = dict[str, Any]
 MAX_LEVELS = 200
@@ -215,7 +215,7 @@ class BodyFields:
             elif not allows(neutral, value):
                 raise UnsupportedField(f"{name} is not supported; leave it out", param=self.path + name)
         if self._table is not None:
-            unknown_names += unknown(self._table, self._body, but=self._checked_objects)
+            unknown_names += unknown_paths(self._table, self._body, but=self._checked_objects)
         if strict and unknown_names:
             raise UnknownField(
                 "this field is unknown; leave it out, or turn strict-fields off to have it ignored",

@@ -14,7 +14,7 @@ from worker.images import TEXT_ONLY, EncodedImage, from_url
 from worker.prompt.body_reader import BodyFields, Json, parse_setting
 from worker.protocol.dialects.generation_fields import MAX_TOOLS, ROLES
 from worker.protocol.dialects.openai import DETAILS
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

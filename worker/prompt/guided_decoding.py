@@ -14,7 +14,7 @@ import orjson
 from worker.errors import InvalidValue, UnsupportedField
 from worker.interface import Grammar
 from worker.prompt.body_reader import MAX_LEVELS, BodyFields, is_deep
-from worker.protocol.dialects.generation_fields import DESCRIBED, MAX_GUIDED_CHOICES, RESPONSE_FORMAT, STRUCTURED
+from worker.protocol.dialects.generation_fields import MAX_GUIDED_CHOICES, NAMED_SCHEMA, RESPONSE_FORMAT, STRUCTURED
 
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _ALTERNATIVES = ("anyOf", "oneOf", "allOf")
@@ -70,7 +70,7 @@ def _response_format(fields: BodyFields, name: str) -> Grammar | None:
         return None
     if kind == "json_object":
         return of_schema(_default(_one_schema((within, "schema"), (within, "value")), {"type": "object"}), name)
-    described = within.within("json_schema", DESCRIBED)
+    described = within.within("json_schema", NAMED_SCHEMA)
     strict = described.flag("strict") or False
     if described.take("description") is not None:
         fields.mark_unused(f"{described.path}description")

@@ -11,8 +11,8 @@ from typing import Any
 from worker.errors import InvalidValue, StartError, UnsupportedField
 from worker.interface import SamplingParams
 from worker.prompt.body_reader import BodyFields, Json, parse_setting, to_integer
-from worker.protocol.dialects.generation_fields import MAX_BIASED, MAX_BIASES, MAX_STOPS, SAMPLING, TUNING
-from worker.protocol.exits import Exit
+from worker.protocol.dialects.generation_fields import MAX_BIAS_LENGTH, MAX_BIASES, MAX_STOPS, SAMPLING, TUNING
+from worker.protocol.events import Exit
 
 EncodeText = Callable[[str], Sequence[int]]
 _PRESET_KEYS = {
@@ -173,7 +173,7 @@ def _logit_bias(value: Any, vocab_size: int, encode: EncodeText | None) -> dict[
     biases: dict[int, float] = {}
     for pair in pairs:
         token, bias = pair if isinstance(pair, list) and len(pair) == 2 else (None, None)
-        if isinstance(token, str) and encode is not None and 0 < len(token) <= MAX_BIASED:
+        if isinstance(token, str) and encode is not None and 0 < len(token) <= MAX_BIAS_LENGTH:
             ids: Sequence[int | None] = encode(token)
         else:
             ids = [to_integer(token)]

@@ -1,5 +1,4 @@
-"""The border between router and workers: messages, routes, and the schemas of all APIs.
+"""Everything that both the router and a worker read: messages, routes, schemas of all APIs, shared constants, tables.
 
-Both sides import it, and it imports only the standard library. It is the only part of
-`worker` that `router` imports.
+The only part of `worker` that `router` imports. Imports the standard library and nothing else.
 """

@@ -1,13 +1,14 @@
-"""Tables of model families and of checkpoint formats that router and worker share. Standard library only.
+"""Tables of model families and of checkpoint formats that both the router and the engine use.
 
-`model_type` is the key of config.json. The families are those whose greedy text the tests have compared with
-transformers' own `generate`, token for token, alone and in a changing batch.
+`model_type` is the key of config.json. A family is listed once the tests have compared its greedy text with
+transformers' `generate`, token for token, alone and in a changing batch.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+# Decoders with plain attention, which run on the paged backend. All others run on the aligned backend.
 PAGED = frozenset(
     {
         "cohere",
@@ -36,8 +37,8 @@ PAGED = frozenset(
         "starcoder2",
     }
 )
-"""Decoders with plain attention, which the paged backend serves. All others run on the aligned backend."""
 
+# Families that support tensor parallelism.
 DIVISIBLE = frozenset(
     {
         "cohere",
@@ -56,59 +57,57 @@ DIVISIBLE = frozenset(
         "starcoder2",
     }
 )
-"""Families whose matrices may be divided among tensor-parallel ranks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
-    """The needs of a family with a vision tower, beside the features of its images in the place of their tokens."""
+class VisionTraits:
+    """Properties of a family with a vision tower."""
 
-    is_whole: bool = False
-    """Tokens of one image see each other: they are computed in one step."""
+    is_whole: bool = False  # tokens of one image attend to each other, so they are computed in one step
 
 
-VISION: Mapping[str, Sight] = {
-    "gemma3": Sight(is_whole=True),
-    "idefics3": Sight(),
-    "llava": Sight(),
+# Families that accept images, by `model_type`. Other families with a vision tower accept text only.
+VISION: Mapping[str, VisionTraits] = {
+    "gemma3": VisionTraits(is_whole=True),
+    "idefics3": VisionTraits(),
+    "llava": VisionTraits(),
 }
-"""Families whose images are served, by `model_type`. Others with a vision tower are served for text."""
 
+# Encoders that count positions from the padding token's id + 1, so that the first rows of the table are unused.
 OFFSET_POSITIONS = frozenset(
     {"camembert", "data2vec-text", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta",
      "xlm-roberta-xl", "xmod"}
 )  # fmt: skip
-"""Encoders that count positions from behind the padding token's id, so that the table's first rows are never used."""
 
+# Keys of config.json for the longest sequence; the first existing one counts.
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
-"""Keys of config.json that state the longest sequence; the first one that is there counts."""
 
+# Endings of class names in config.json that have a language model head.
 GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MTModel")
-"""Endings of class names in config.json that have a head for text."""
 
+# Tensors of single experts. transformers stacks those of a layer into one tensor while it loads.
 EXPERT = re.compile(r"\.experts\.\d+\.")
-"""Tensors of single experts. transformers puts those of a layer together into one tensor while it loads."""
 
+# Tensors that accompany quantized weights of gptq, awq, bitsandbytes, fp8, mxfp4 and compressed-tensors. They keep
+# their stored type.
 SCALE = re.compile(
     r"(\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|weight_format|weight_scale|weight_scale_inv|scale_inv"
     r"|input_scale|activation_scale|weight_zero_point|weight_shape|weight_g_idx|scales|qzeros|g_idx)"
     r"|\.quant_state\.\w+|_(scales|scale_inv))$"
 )
-"""Tensors that accompany quantised weights of gptq, awq, bitsandbytes, fp8, mxfp4 and compressed-tensors. They stay as
-they are stored."""
 
+# Quantization methods whose weights transformers unpacks while it loads, on every device.
 UNPACKED = frozenset({"compressed-tensors"})
-"""Quantisation methods whose weights transformers unpacks while it loads, on every device."""
 
+# Quantization methods without CPU kernels: their weights are unpacked on the CPU.
 UNPACKED_ON_CPU = frozenset({"fp8", "mxfp4"})
-"""Methods without kernels for the CPU, whose weights are unpacked there."""
 
+# Quantization methods whose weights are unpacked on accelerators too if these libraries are missing (transformers
+# 5.23, quantizer_mxfp4.py).
 UNPACKED_WITHOUT: Mapping[str, tuple[str, ...]] = {"mxfp4": ("kernels", "triton")}
-"""Methods whose weights are unpacked on accelerators, too, where these libraries are missing (transformers 5.23,
-quantizer_mxfp4.py)."""
 
+# Group sizes (inputs that share a scale) for which torch has a 4-bit CPU kernel (_weight_int4pack_mm_for_cpu).
 FUSED_GROUPS = frozenset({32, 64, 128})
-"""Inputs that share a scale, for which torch multiplies by 4 bits on the CPU (_weight_int4pack_mm_for_cpu)."""
 
+# Group size if config.json states none (transformers 5.23, GPTQConfig and AwqConfig).
 USUAL_GROUP = 128
-"""Inputs that share a scale where config.json states none (transformers 5.23, GPTQConfig and AwqConfig)."""

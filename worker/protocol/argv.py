@@ -1,7 +1,7 @@
-"""The command line of a worker: one frozen dataclass for each verb, and the engines that may run behind it.
+"""The command line of a worker: one frozen dataclass for each verb, and the engines that a worker may run.
 
-A worker is a program: the router starts `python -m worker VERB --options`, where the options are the fields of the
-dataclass.
+The router starts `python -m worker VERB --options`. The options are the fields of the verb's dataclass. The string
+under a field is its text in `worker VERB --help`, and the docstring of the class is the text of the verb.
 """
 
 import dataclasses
@@ -17,56 +17,57 @@ VERBS = ("download", "convert", "estimate", "serve", "nursery")
 
 @dataclass(frozen=True, kw_only=True)
 class Download:
-    """Fetch one model's files and say where they are. The only verb that may use the network."""
+    """Download one snapshot and print its folder. The only verb that may use the network."""
 
     repo: str = ""
     """`org/name` on the hub; empty with `demo`."""
     revision: str = "main"
     demo: str = ""
-    """Name of a built-in random-weight model to make instead of fetching one."""
+    """Name of a built-in model to create instead of downloading one."""
     target: str = ""
-    """Folder below which a `demo` model is made."""
+    """Folder in which a `demo` model is created."""
     cache: str = ""
     """Hub cache folder; empty: the hub library's own default."""
     adapter: bool = False
-    """The repository is a LoRA adapter's: ADAPTER_FILES are all that is fetched."""
-    leashed: bool = False
-    spawner: int = 0
+    """The repository contains a LoRA adapter: download only the adapter's files."""
+    supervised: bool = False
+    parent_pid: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Convert:
-    """Do once what every load of a snapshot would do again: convert weights and tokenizer, into a folder that is a
-    snapshot, too."""
+    """Convert weights and tokenizer of a snapshot to the form that the engine uses, so that loads need not. Write them
+    to a folder that is a snapshot too. Runs at the lowest CPU and disk priority."""
 
     snapshot: str
     """Folder with config.json, tokenizer and safetensors files."""
     target: str
-    """Folder to make; what is right as it lies is linked there. If nothing has to be converted, it says only that."""
+    """Folder to create. Files that need no conversion become links. If nothing needs conversion, only the manifest is
+    written."""
     threads: int = 1
     """torch threads of this process."""
-    leashed: bool = False
-    spawner: int = 0
+    supervised: bool = False
+    parent_pid: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """What decides a model's memory and its answers: shared by `estimate` and `serve`."""
+    """Options that decide the memory and the output of a model: shared by `estimate` and `serve`."""
 
     snapshot: str
     """Folder with config.json, tokenizer and safetensors files."""
     tokenizer: str = ""
-    """Folder of another tokenizer; empty: the snapshot's own."""
+    """Folder of the tokenizer; empty: the snapshot."""
     task: str = "auto"
     """auto, generate, embed or rerank."""
     devices: tuple[str, ...] = ("cpu",)
-    """By shard, in the worker's own numbering: `cpu`, `cuda:0`. The router hides all other devices."""
+    """Device of each shard, numbered as the worker sees them: `cpu`, `cuda:0`. The router hides all other devices."""
     layers: tuple[str, ...] = ()
-    """How many layers each of several devices has, in their order; none: one device has them all."""
+    """Layer split: number of layers on each of several devices, in order; none: one device."""
     tensor_parallel: int = 1
-    """Processes (ranks) among which each matrix is divided: one for each device, or all of them on the CPU."""
+    """Number of tensor-parallel ranks (processes): one for each device, or all of them on the CPU."""
     dtype: str = "auto"
-    """auto, float32, float16, bfloat16. auto: the checkpoint's; float16 becomes float32 on the CPU."""
+    """auto, float32, float16 or bfloat16. auto: the type of the checkpoint; on the CPU float16 becomes float32."""
     quantization: str = "auto"
     load_format: str = "auto"
     """auto, safetensors or dummy (random weights)."""
@@ -76,94 +77,93 @@ class ModelOptions:
     attention: str = "auto"
     """auto, eager or sdpa."""
     enforce_eager: bool = False
-    """No CUDA graphs; on the CPU torch's own kernels for linear layers, and weights stay as they lie."""
+    """Do not record CUDA graphs. On the CPU: use torch's kernels for linear layers and do not reorder weights."""
     ctx_size: int = 0
-    """Tokens per request, prompt and answer together; 0: the model's maximum."""
+    """Context length of one request in tokens, prompt and completion together; 0: the model's maximum."""
     parallel: int = 4
-    """Sequences in one step."""
+    """Maximum number of sequences in one step."""
     kv_tokens: int = 0
-    """Tokens that the cache has room for, of all sequences together; 0: ctx_size x parallel."""
+    """Capacity of the KV cache in tokens, over all sequences; 0: ctx_size x parallel."""
     kv_cache_dtype: str = "auto"
-    """Type in which keys and values are kept: auto (the model's own), f32, f16, bf16, int8 or int4. States of
-    state-space layers stay as they are."""
+    """Type of the KV cache: auto (the type of the model), f32, f16, bf16, int8 or int4. Does not apply to the states of
+    state-space layers."""
     prefill_chunk: int = 512
-    """Prompt tokens of one sequence in one step."""
+    """Maximum number of prompt tokens of one sequence in one step (chunked prefill)."""
     max_loras: int = 0
-    """Adapters in memory at once, of which sequences of one step may use any; 0: none, ever."""
+    """LoRA adapters in device memory at once; 0: adapters are disabled."""
     max_lora_rank: int = 16
-    """The largest rank that an adapter may have."""
+    """Largest LoRA rank of an adapter."""
     limit_images: int = 8
-    """Images of one prompt at most, of a model that takes images; 0: none."""
+    """Maximum number of images in one prompt of a vision model; 0: none."""
     threads: int = 1
     """torch threads of this process, or of each rank."""
     overhead: int = 0
-    """Bytes of each accelerator that a process takes beyond what torch's allocator holds (context, libraries), as one
-    on such a device has measured; 0: none has yet, and a constant stands for it."""
+    """Process overhead in bytes on each accelerator, outside torch's allocator (context, libraries), as measured by an
+    earlier worker; 0: not measured yet, a constant is used."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate(ModelOptions):
-    """Say what `serve` with the same options would occupy, without reading weights."""
+    """Estimate the memory that `serve` needs with the same options, without reading weights."""
 
     host_overhead: int = 0
-    """Bytes of main memory that a process, or each of several ranks, takes beside its accelerators whatever its model,
-    as one has measured; 0: none has yet, and a constant stands for it. On the CPU the estimating one is measured."""
-    leashed: bool = False
-    spawner: int = 0
+    """Process overhead in bytes of main memory for a process, or for each rank, that uses accelerators, as measured by
+    an earlier worker; 0: not measured yet, a constant is used. On the CPU the estimating process measures itself."""
+    supervised: bool = False
+    parent_pid: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serve(ModelOptions):
-    """Load a model, offline, and answer HTTP for it."""
+    """Load a model without network access and serve it over HTTP."""
 
     listen: str
-    """`unix:PATH` or `tcp:HOST:PORT`; port 0: any."""
+    """Address: `unix:PATH` or `tcp:HOST:PORT`; port 0: any free port."""
     name: str = ""
-    """The model's id, as reported where a request names none."""
+    """Id of the model in responses to requests that name no model."""
     reserved: str = ""
-    """JSON object: bytes by device name that the router has set aside; empty: no promise to keep."""
+    """Reservation, a JSON object of bytes by device name; empty: no limit."""
     prefix_caching: bool = True
-    """Keys and values of ended requests serve those that begin with the same tokens, where the cache is made of blocks;
-    one of rows keeps nothing."""
+    """Reuse the KV cache of earlier requests that begin with the same tokens. Paged caches only."""
     max_input_tokens: int = 0
-    """Longest prompt; 0: ctx_size - 1."""
+    """Longest prompt in tokens; 0: ctx_size - 1."""
     n_predict: int = -1
-    """New tokens where a request states no maximum; -1: to the end of the context."""
+    """New tokens of a request that states no maximum; -1: up to the end of the context."""
     queue_size: int = 1000
-    """Requests that may wait for a place in the batch."""
+    """Maximum number of requests that wait for a place in the batch."""
     adapters: str = ""
-    """JSON array of AdapterSources: the adapters that requests may name, until the worker is told others."""
+    """JSON array of AdapterSource: the adapters that requests may name, until the router replaces the list."""
     default_adapter: str = ""
-    """For requests that name none; empty: the model as it is."""
+    """Adapter of requests that name none; empty: no adapter."""
     max_cpu_loras: int = 0
-    """Of so many adapters the files stay open; 0: of all."""
+    """Number of adapters whose files stay open; 0: all."""
     max_logprobs: int = 20
     warm_up: bool = True
-    """On an accelerator the largest step is tried before it is ready, so that what that takes is measured; needless
-    where loads before have shown it."""
+    """On an accelerator, run the largest step before reporting readiness, so that its memory is measured. Not needed
+    where earlier loads have measured it."""
     seed: int = -1
-    """Where a request has none; -1: another one each time."""
+    """Seed of requests that have none; -1: random."""
     sampling: str = ""
     """JSON object of sampling defaults, keys as in a preset (`temp`, `top-k`, ...)."""
     pooling: str = ""
-    """none (a vector for each token), mean, cls, last, rank (the model is a cross-encoder); empty: the model's own."""
+    """none (one vector for each token), mean, cls, last or rank (cross-encoder); empty: as the model is configured."""
     embd_normalize: int = 2
     chat_template: str = ""
-    """Jinja text; empty: the tokenizer's."""
+    """Jinja text of the chat template; empty: the tokenizer's template."""
     chat_template_kwargs: str = ""
-    """JSON object handed to the template."""
+    """JSON object of variables for the chat template."""
     strict_fields: bool = False
     prepare: bool = False
-    """Begin with whatever needs neither weights nor a device, say Prepared, and go on when told so (Go, on stdin).
-    `devices` says then only which kind they will be."""
-    leashed: bool = False
-    spawner: int = 0
+    """Early start: do the part of the load that needs neither weights nor devices, report `prepared`, and wait for a
+    MemoryGrant on stdin. Until then `devices` names only the kind of device."""
+    supervised: bool = False
+    parent_pid: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What holds for requests by one name of a model where they say nothing themselves; fields as in `Serve`, which has
-    that of requests under no profile. Several names may share a worker, each with a profile of its own."""
+    """Request defaults for one name of a model, because several names may share one worker. Fields as in `Serve`, whose
+    values are the defaults of requests without a profile."""
 
     name: str
     n_predict: int = -1
@@ -182,43 +182,44 @@ class AdapterSource:
     path: str
     """Folder with adapter_config.json and adapter_model.safetensors."""
     scale: float = 1.0
-    """On top of the adapter's own."""
+    """Factor on the adapter's own scale."""
     pinned: bool = False
-    """Once in device memory it stays there."""
+    """Never evict the adapter from device memory."""
 
 
 def encode_adapters(sources: Sequence[AdapterSource]) -> str:
-    """`Serve.adapters`; empty for none."""
+    """Return the value of `Serve.adapters`; empty for no adapters."""
     return json.dumps([dataclasses.asdict(each) for each in sources], separators=(",", ":")) if sources else ""
 
 
 def decode_adapters(text: str) -> list[AdapterSource]:
-    """What `encode_adapters` made. Raises ValueError with a message for a person."""
+    """Parse a value of `Serve.adapters`. Raises ValueError with a message for the user."""
     try:
         return [AdapterSource(**each) for each in json.loads(text or "[]")]
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"adapters: no JSON array of adapters ({error})") from None
+        raise ValueError(f"adapters: not a JSON array of adapters ({error})") from None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nursery:
-    """Import everything once, then fork workers as the router orders. For routers only; always leashed."""
+class ForkServerOptions:
+    """Import the libraries once, then fork workers on the router's orders. Started by routers only."""
 
     orders: int
-    """Descriptor of the socket (AF_UNIX, SOCK_SEQPACKET) on which orders come."""
-    leashed: bool = False
-    spawner: int = 0
+    """Descriptor of the socket (AF_UNIX, SOCK_SEQPACKET) that receives orders."""
+    supervised: bool = False
+    parent_pid: int = 0
 
 
-Command = Download | Convert | Estimate | Serve | Nursery
+Command = Download | Convert | Estimate | Serve | ForkServerOptions
 _COMMANDS: dict[str, type[Any]] = {
-    "download": Download, "convert": Convert, "estimate": Estimate, "serve": Serve, "nursery": Nursery,
+    "download": Download, "convert": Convert, "estimate": Estimate, "serve": Serve, "nursery": ForkServerOptions,
 }  # fmt: skip
+_VERBS = {kind: verb for verb, kind in _COMMANDS.items()}
 
 
 def to_argv(command: Command) -> list[str]:
-    """The verb and options that `from_argv` turns back into an equal command; defaults are left out."""
-    argv = [type(command).__name__.lower()]
+    """Return verb and options, without defaults. `from_argv` parses them to an equal command."""
+    argv = [_VERBS[type(command)]]
     for field in dataclasses.fields(command):
         value = getattr(command, field.name)
         if value == field.default:
@@ -234,9 +235,9 @@ def to_argv(command: Command) -> list[str]:
 
 
 def from_argv(argv: Sequence[str]) -> Command:
-    """The command that `argv` (verb first) spells, as `--key=value` or `--key value`.
+    """Parse `argv`, verb first, with options as `--key=value` or `--key value`.
 
-    Raises ValueError with a message for a person if verb, option or value is unknown.
+    Raises ValueError with a message for the user if verb, option or value is unknown.
     """
     if not argv or argv[0] not in _COMMANDS:
         known = ", ".join(VERBS)
@@ -258,7 +259,7 @@ def from_argv(argv: Sequence[str]) -> Command:
         if hints[name] is bool:
             if has_value:
                 flag = name.replace("_", "-")
-                raise ValueError(f"{argv[0]}: {word!r} takes no value; say --{flag} or --no-{flag}")
+                raise ValueError(f"{argv[0]}: {word!r} takes no value; use --{flag} or --no-{flag}")
             values[name] = True
             continue
         if not has_value:
@@ -289,13 +290,11 @@ def _convert(hint: Any, text: str) -> Any:
 
 
 @dataclass(frozen=True)
-class EngineTraits:
-    """What the router must know of an engine."""
+class EngineCapabilities:
+    """Properties of an engine that the router needs to know."""
 
-    forks: bool
-    """May be born by fork from a process that has its imports done."""
-    exclusive: bool
-    """Measures its device while it starts, so no other load may run there meanwhile."""
+    forks: bool  # workers may be forked from the fork server
+    exclusive: bool  # measures its device while it loads, so no other load may run on that device meanwhile
 
 
-ENGINES = {"transformers": EngineTraits(forks=True, exclusive=False)}
+ENGINES = {"transformers": EngineCapabilities(forks=True, exclusive=False)}

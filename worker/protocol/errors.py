@@ -9,18 +9,17 @@ from worker.protocol.dialects import Dialect
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorRow:
+class ErrorKind:
     """One row of the error table: a status code, a type for programs, and the possible reasons."""
 
     status: int
     type: str
     reasons: tuple[str, ...]
-    further: tuple[str, ...] = ()
-    """Further members of the error object."""
+    further: tuple[str, ...] = ()  # further members of the error object
 
 
-ERRORS: tuple[ErrorRow, ...] = (
-    ErrorRow(
+ERRORS: tuple[ErrorKind, ...] = (
+    ErrorKind(
         400,
         "invalid_request_error",
         (
@@ -28,26 +27,26 @@ ERRORS: tuple[ErrorRow, ...] = (
             "model_conflict", "model_not_loaded", "already_running", "not_running",
         ),
     ),
-    ErrorRow(400, "exceed_context_size_error", ("context_length_exceeded",), ("n_prompt_tokens", "n_ctx")),
-    ErrorRow(401, "authentication_error", ("invalid_api_key",)),
-    ErrorRow(
+    ErrorKind(400, "exceed_context_size_error", ("context_length_exceeded",), ("n_prompt_tokens", "n_ctx")),
+    ErrorKind(401, "authentication_error", ("invalid_api_key",)),
+    ErrorKind(
         403,
         "permission_error",
         ("admin_required", "host_not_allowed", "origin_not_allowed", "feature_disabled"),
     ),
-    ErrorRow(404, "not_found_error", ("model_not_found", "not_found")),
-    ErrorRow(405, "not_found_error", ("method",)),
-    ErrorRow(408, "invalid_request_error", ("body_timeout",)),
-    ErrorRow(409, "conflict_error", ("in_use", "duplicate")),
-    ErrorRow(413, "invalid_request_error", ("too_large",)),
-    ErrorRow(415, "invalid_request_error", ("encoding",)),
-    ErrorRow(429, "rate_limit_error", ("queue_full", "key_concurrency")),
-    ErrorRow(500, "server_error", ("internal", "load_failed", "preset_invalid"), ("errors",)),
-    ErrorRow(501, "not_supported_error", ("unsupported_by_model", "not_offered")),
-    ErrorRow(502, "server_error", ("worker_crashed",)),
-    ErrorRow(503, "unavailable_error", ("starting", "draining", "queue_timeout", "load_backoff", "no_slot")),
-    ErrorRow(504, "timeout_error", ("request_timeout", "stalled", "cancelled")),
-    ErrorRow(507, "insufficient_memory_error", ("does_not_fit",), ("devices",)),
+    ErrorKind(404, "not_found_error", ("model_not_found", "not_found")),
+    ErrorKind(405, "not_found_error", ("method",)),
+    ErrorKind(408, "invalid_request_error", ("body_timeout",)),
+    ErrorKind(409, "conflict_error", ("in_use", "duplicate")),
+    ErrorKind(413, "invalid_request_error", ("too_large",)),
+    ErrorKind(415, "invalid_request_error", ("encoding",)),
+    ErrorKind(429, "rate_limit_error", ("queue_full", "key_concurrency")),
+    ErrorKind(500, "server_error", ("internal", "load_failed", "preset_invalid"), ("errors",)),
+    ErrorKind(501, "not_supported_error", ("unsupported_by_model", "not_offered")),
+    ErrorKind(502, "server_error", ("worker_crashed",)),
+    ErrorKind(503, "unavailable_error", ("starting", "draining", "queue_timeout", "load_backoff", "no_slot")),
+    ErrorKind(504, "timeout_error", ("request_timeout", "stalled", "cancelled")),
+    ErrorKind(507, "insufficient_memory_error", ("does_not_fit",), ("devices",)),
 )  # fmt: skip
 
 
@@ -62,8 +61,8 @@ def error_body(
     extra: Mapping[str, Any] | None = None,
     request_id: str = "",
 ) -> dict[str, Any]:
-    """The JSON body of an error in `dialect`. Most dialects have llama-server's error object, which OpenAI's clients
-    read too."""
+    """Return the JSON body of an error in `dialect`. Most dialects use llama-server's error object, which
+    OpenAI's clients accept."""
     if dialect is Dialect.ANTHROPIC:
         kind = "overloaded_error" if status in (503, 507) else "api_error" if status >= 500 else type
         details = {"details": extra["details"]} if extra and "details" in extra else {}
@@ -81,17 +80,22 @@ def error_body(
 
 
 def _fastchat_code(status: int, reason: str) -> int:
-    """FastChat's number for an error (fastchat/constants.py)."""
+    """Return FastChat's number of an error (fastchat/constants.py)."""
     own = {"context_length_exceeded": 40303, "does_not_fit": 50002, "invalid_value": 40302, "model_not_found": 40301}
     by_status = {401: 40102, 403: 40103, 429: 42901, 503: 42903, 507: 50002}
     return own.get(reason) or by_status.get(status) or (40001 if status < 500 else 50001)
 
 
-def in_openais_words(body: bytes) -> bytes:
-    """The body of an error of LMI's, as OpenAI's clients know it."""
-    told = json.loads(body)
-    rows = [row for row in ERRORS if (row.status, row.type) == (told["code"], told["type"])]
+def to_openai_error(body: bytes) -> bytes:
+    """Convert the body of an error in LMI's dialect to that of OpenAI's."""
+    lmi_error = json.loads(body)
+    rows = [row for row in ERRORS if (row.status, row.type) == (lmi_error["code"], lmi_error["type"])]
     reasons = [reason for row in rows for reason in row.reasons]
     reason = "invalid_value" if "invalid_value" in reasons else reasons[0] if reasons else "internal"
-    error = {"status": told["code"], "type": told["type"], "message": told["message"], "reason": reason}
+    error = {
+        "status": lmi_error["code"],
+        "type": lmi_error["type"],
+        "message": lmi_error["message"],
+        "reason": reason,
+    }
     return json.dumps(error_body(Dialect.OPENAI, **error), ensure_ascii=False).encode()

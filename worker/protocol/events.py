@@ -1,25 +1,26 @@
-"""Events: one JSON object per line on a worker's stdout; the member `event` names the kind."""
+"""Messages from a worker process to the router: events, and exit codes.
+
+An event is one JSON object per line on the worker's stdout. Its member `event` names the kind (`_EVENTS`).
+"""
 
 import dataclasses
 import json
-import typing
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
-MAX_EVENT_BYTES = 1 << 20
-"""A longer line on a worker's stdout is skipped by the router."""
+MAX_EVENT_BYTES = 1 << 20  # the router skips longer lines
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Work goes on; `done` of `total` (0: unknown). Stages: download (bytes), convert (bytes), start, weights
-    (bytes), warmup."""
+    """Work advances; a load is judged by it, not by its total time."""
 
-    stage: str
+    stage: str  # download (bytes), convert (bytes), start, weights (bytes) or warmup
     done: int = 0
-    total: int = 0
+    total: int = 0  # 0: unknown
+    # Of a download: `[done, total]` by URL of each file, or of the largest files if there are many.
     files: dict[str, list[int]] = dataclasses.field(default_factory=dict)
-    """Of a download, `[done, total]` by the URL of each file, or of the largest if there are many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,125 +32,104 @@ class Downloaded:
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """The target is complete. `weights`: bytes of weights written; `tokenizer`: it was converted, too."""
+    """The converted snapshot is complete."""
 
-    weights: int
-    tokenizer: bool
+    weights: int  # bytes of weights written
+    tokenizer: bool  # the tokenizer was converted too
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimated:
-    """Bytes by shard, in the order of `ModelOptions.devices`; `host`: bytes of host memory beside the shards.
-
-    `inherited`: of `runtime` where the shard is main memory, bytes that the process that was measured has in common
-    with the nursery that forked it; 0 for one that was executed, and for accelerators.
-    """
+    """The exact estimate: bytes by shard, in the order of `ModelOptions.devices`."""
 
     weights: list[int]
     context: list[int]
     compute: list[int]
     runtime: list[int]
-    host: int = 0
+    host: int = 0  # main memory beside the shards
+    # Bytes of `runtime` that the measured process shares with the fork server, where the shard is main memory; 0 for an
+    # executed process and for accelerators. The router must not count them once per worker.
     inherited: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """The answer to `Serve.prepare`: all is done that can be without weights and device; it waits for Go.
+    """Everything that needs neither weights nor devices is done (`Serve.prepare`). The worker waits for a
+    `MemoryGrant`, and its main memory does not grow until then."""
 
-    `measured`: bytes of main memory that it occupies, as `cpu`; it takes no more until then.
-    """
-
-    measured: dict[str, int]
+    measured: dict[str, int]  # bytes of main memory, under `cpu`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """The model answers. `address` as in `Serve.listen` with the real port; `measured`: bytes by device name; `later`,
-    `mapped`: as in Pulse."""
+    """The model accepts requests."""
 
-    address: str
-    measured: dict[str, int]
-    later: int = 0
-    mapped: int = 0
-    capabilities: list[str] = dataclasses.field(default_factory=list)
-    """Of chat, completion, embedding, rerank."""
+    address: str  # `Serve.listen` with the actual port
+    measured: dict[str, int]  # bytes by device name
+    later: int = 0  # as in Pulse
+    mapped: int = 0  # as in Pulse
+    capabilities: list[str] = dataclasses.field(default_factory=list)  # of chat, completion, embedding, rerank
     n_ctx: int = 0
+    # Seconds of the load by stage, in order: imports, config, tokenizer, standby (prepared, waiting for the grant),
+    # read, copy (conversion of weights, and transfers that are unfinished once all weights are read), build, warmup,
+    # server. The time before the imports is not visible from inside the process.
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Where the time of the load went, by stage, in their order: imports, config, tokenizer, standby (prepared, it
-    waited for Go), read, copy (weights that were converted, or that a bus still carried once all were read), build,
-    warmup, server. What came before them, this process has not seen."""
-    processor: float = 0.0
-    """Seconds that the threads of this process have used of the processor together."""
+    processor: float = 0.0  # CPU seconds of all threads of this process
+    # Process overhead: bytes by device name that any model would need. On an accelerator: memory outside torch's
+    # allocator. On `cpu`: imports and device initialization. A forked process reports accelerators only.
     overhead: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Bytes by device name that such a process takes whatever its model, as far as it could tell: of an accelerator
-    beyond what torch's allocator holds, of `cpu` what imports and the way to its accelerators took. Of a forked process
-    only the latter."""
+    # False if the driver does not report memory by process: the overhead is then the growth of the device's total use.
     overhead_is_own: bool = True
-    """The driver has told of this very process. False: by so much more of its accelerators is in use than before."""
+    # Modules of the model's family (`is_family_module`) that this process imported, for the fork server.
     modules: list[str] = dataclasses.field(default_factory=list)
-    """Modules of the model's family that it has (`is_warmable`), so that a nursery may have them, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """One request has ended. `id` is its X-Request-Id."""
+class RequestEnded:
+    """One request has ended."""
 
-    id: str
+    id: str  # its X-Request-Id
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    outcome: str = "ok"
-    """ok, cancelled or error."""
-    ttft: float = 0.0
-    """Seconds from arrival at the worker to the first token; 0.0: there was none."""
-    token_seconds: float = 0.0
-    """Seconds per token after the first one, on average over all choices; 0.0: there was no such token."""
+    outcome: str = "ok"  # ok, cancelled or error
+    ttft: float = 0.0  # seconds from arrival at the worker to the first token; 0.0: no token
+    token_seconds: float = 0.0  # mean seconds per token after the first, over all choices; 0.0: no such token
+    # Idle seconds after which the worker may stop, if the request states it (Ollama). -1.0: never. None: unchanged.
     keep_alive: float | None = None
-    """Seconds of idleness after which the worker may go, as this request wants it; -1.0: never; None: as the last one
-    that said so, else as configured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pulse:
-    """Each second, from the engine's own loop. `steps` counts up; `measured` holds peak bytes by device name."""
+    """The health of the step loop, sent by the loop itself once per second."""
 
-    steps: int
+    steps: int  # counts up
     running: int
     waiting: int
-    measured: dict[str, int]
+    measured: dict[str, int]  # peak bytes by device name
+    # Main memory that is not used yet and may be at any time: grammar tables, and pages that are shared with the fork
+    # server until they are written to.
     later: int = 0
-    """Bytes of main memory that it does not take yet and may at any time: tables for answers that follow a grammar,
-    pages that it shares with its nursery until it writes to them."""
-    mapped: int = 0
-    """Of what it measures of main memory, bytes of files: the kernel says of such pages that anybody may have them."""
-    parallel: int = 0
-    """Sequences that may run at once; 0: not said."""
-    prefill_rate: float = 0.0
-    """Prompt tokens computed per second since the pulse before this one; those out of a cache cost nothing and do not
-    count."""
-    decode_rate: float = 0.0
-    """Tokens of answers chosen per second since the pulse before this one."""
+    mapped: int = 0  # bytes of `measured` main memory that are mapped files; the kernel counts them as available
+    parallel: int = 0  # sequences that may run at once; 0: unknown
+    prefill_rate: float = 0.0  # prompt tokens computed per second since the last pulse, without cached tokens
+    decode_rate: float = 0.0  # tokens generated per second since the last pulse
+    # The largest step so far: `[tokens of one prompt, sequences, tokens of one sequence at its end]`. For texts without
+    # generation the third equals the first. Empty: unknown.
     largest: list[int] = dataclasses.field(default_factory=list)
-    """The most that steps have had so far: `[tokens of one prompt, sequences, tokens of a sequence up to its end]`; of
-    texts without an answer the third is the first. Empty: not said."""
+    # The largest images so far: `[tokens of one image, images whose features were in memory at once]`. Empty: none.
     seen: list[int] = dataclasses.field(default_factory=list)
-    """The most of images that steps have had so far: `[tokens of one, images whose features were there at once]`.
-    Empty: none yet."""
-    cache_used: int = 0
-    """Tokens whose keys and values running sequences hold; what several of them share counts once."""
-    cache_reusable: int = 0
-    """Tokens of ended sequences that are kept for prompts that begin with them; they make way when room is wanted."""
-    cache_total: int = 0
-    """Tokens that the cache has room for; 0: there is none."""
+    cache_used: int = 0  # tokens in the KV cache of running sequences; shared tokens count once
+    cache_reusable: int = 0  # tokens of ended sequences that are kept for prefix caching and evicted on demand
+    cache_total: int = 0  # capacity in tokens; 0: no cache
+    # Running sequences, by slot: `[slot, task, prompt tokens left, tokens decoded, tokens that may follow]`. Task
+    # numbers rise with arrival.
     slots: list[list[int]] = dataclasses.field(default_factory=list)
-    """Who runs: `[place, task, prompt tokens left, tokens decoded, tokens that may still follow]`, by place. A task is
-    a number that rises with arrival."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """Said once before an exit with a code other than 0: the cause, for a person, in one line."""
+    """The cause of an exit with a code other than 0, in one line. Sent once, just before the exit."""
 
     message: str
 
@@ -158,63 +138,112 @@ class Failed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Warm:
-    """It may fork from now on, and has these modules beyond those that it always has."""
+class ModulesImported:
+    """The fork server can fork. `modules`: those that it has beyond its fixed list."""
 
     modules: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Born:
-    """The answer to a Fork: the new process. It stays a zombie, once it has ended, until it is ordered to be reaped."""
+class Forked:
+    """The reply to `Fork`. After its exit the child stays a zombie until a `Reap` order, so that its pid is not reused
+    while the router still refers to it."""
 
     id: int
     pid: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refused:
-    """The answer to a Fork that would not be safe, or failed."""
+class ForkRefused:
+    """The reply to a `Fork` that failed or would not be safe."""
 
     id: int
     why: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exited:
-    """The answer to a Reap: its exit code, negative for a signal."""
+class Reaped:
+    """The reply to `Reap`. `code`: the exit code, negative for a signal."""
 
     pid: int
     code: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Here:
-    """The answer to a Call."""
+class Pong:
+    """The reply to `Ping`."""
 
 
 Event = (
-    Progress | Downloaded | Converted | Estimated | Prepared | Ready | Request | Pulse | Failed | Warm | Born | Refused
-    | Exited | Here
-)  # fmt: skip
-_EVENTS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
+    Progress
+    | Downloaded
+    | Converted
+    | Estimated
+    | Prepared
+    | Ready
+    | RequestEnded
+    | Pulse
+    | Failed
+    | ModulesImported
+    | Forked
+    | ForkRefused
+    | Reaped
+    | Pong
+)
+_EVENTS: dict[str, type[Any]] = {
+    "progress": Progress,
+    "downloaded": Downloaded,
+    "converted": Converted,
+    "estimated": Estimated,
+    "prepared": Prepared,
+    "ready": Ready,
+    "request": RequestEnded,
+    "pulse": Pulse,
+    "failed": Failed,
+    "modules_imported": ModulesImported,
+    "forked": Forked,
+    "fork_refused": ForkRefused,
+    "reaped": Reaped,
+    "pong": Pong,
+}
+_NAMES = {kind: name for name, kind in _EVENTS.items()}
 _FIELDS = {kind: frozenset(field.name for field in dataclasses.fields(kind)) for kind in _EVENTS.values()}
 
 
 def encode(event: Event) -> bytes:
-    """One line, ending in a newline."""
-    body = {"event": type(event).__name__.lower(), **dataclasses.asdict(event)}
+    """Return one line, ending in a newline. The member `event` comes first: the router recognizes `request` lines by
+    their first bytes."""
+    body = {"event": _NAMES[type(event)], **dataclasses.asdict(event)}
     return json.dumps(body, separators=(",", ":")).encode() + b"\n"
 
 
 def decode(line: bytes) -> Event | None:
-    """The event in `line`; None if it is none that this version knows (such lines are logged and skipped)."""
+    """Return the event in `line`. None if this version does not know it: such lines are logged and skipped."""
     try:
         body = json.loads(line)
         kind = _EVENTS[body.pop("event")]
-        if not body.keys() <= _FIELDS[kind]:  # a later version's, or nobody's
+        if not body.keys() <= _FIELDS[kind]:  # a later version may add fields
             body = {key: value for key, value in body.items() if key in _FIELDS[kind]}
         event: Event = kind(**body)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return event
+
+
+class Exit(IntEnum):
+    """Exit codes of a worker: the cause of its exit. Any other code, or a signal, is a crash."""
+
+    OK = 0
+    USAGE = 2
+    UNUSABLE = 3  # config, files, architecture, untrusted code, or 401/403/404 of the hub: a retry would fail too
+    DEVICE_MEMORY = 4
+    POISONED = 5  # sticky device error: this process can no longer use the device
+    HOST_MEMORY = 6
+    ORPHANED = 7
+    NETWORK = 8
+    DISK_FULL = 9
+    DAMAGED = 10  # downloaded content failed its check; fetched once more
+
+
+# No retry until the preset or the snapshot changes, the model is loaded explicitly, or ten minutes have passed.
+PERMANENT_EXITS = frozenset({Exit.USAGE, Exit.UNUSABLE})

@@ -1,4 +1,4 @@
-"""Messages from the router to a worker: the line that a prepared worker waits for, and orders to the fork server."""
+"""Messages from the router to a worker process: the memory grant of an early start, and orders to the fork server."""
 
 import dataclasses
 import json
@@ -7,27 +7,26 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-# The line that follows the token on stdin of a worker that was started with `Serve.prepare`.
+# The line that follows the token on stdin of a worker that was started with `Serve.prepare` (early start).
 
 
 @dataclass(frozen=True, kw_only=True)
-class Go:
-    """Memory is reserved now. Contains the options that were not known at the start of the worker: `devices` and
-    `reserved` as in `Serve`, and `visible`, the new value of CUDA_VISIBLE_DEVICES."""
+class MemoryGrant:
+    """Memory is reserved: the worker may open its devices and load weights. The options were unknown at its start."""
 
-    devices: list[str]
-    reserved: str = ""
-    visible: str = ""
-
-
-def encode_go(go: Go) -> bytes:
-    """One line, ending in a newline."""
-    return json.dumps(dataclasses.asdict(go), separators=(",", ":")).encode() + b"\n"
+    devices: list[str]  # as in `Serve`
+    reserved: str = ""  # as in `Serve`
+    visible: str = ""  # value of CUDA_VISIBLE_DEVICES
 
 
-def decode_go(line: bytes) -> Go:
-    """Raises ValueError or TypeError if the line is none."""
-    return Go(**json.loads(line))
+def encode_grant(grant: MemoryGrant) -> bytes:
+    """Return one line, ending in a newline."""
+    return json.dumps(dataclasses.asdict(grant), separators=(",", ":")).encode() + b"\n"
+
+
+def decode_grant(line: bytes) -> MemoryGrant:
+    """Parse a line of `encode_grant`. Raises ValueError or TypeError for any other line."""
+    return MemoryGrant(**json.loads(line))
 
 
 # Orders to the fork server, one packet each. Replies are events.
@@ -35,8 +34,8 @@ def decode_go(line: bytes) -> Go:
 
 @dataclass(frozen=True, kw_only=True)
 class Fork:
-    """Fork a worker. The packet carries four descriptors: the new process's stdin, stdout and stderr, and a file that
-    contains a Birth."""
+    """Fork a worker. The packet carries four descriptors: the child's stdin, stdout and stderr, and a file with a
+    `ForkSpec`, because the argv and environment of a worker may be larger than a packet."""
 
     id: int
 
@@ -49,44 +48,44 @@ class Reap:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Import:
-    """Import these modules, which a worker has used, before the next fork."""
+class ImportModules:
+    """Import modules that a worker has used, so that later children inherit them."""
 
     modules: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
-    """Ask for a Here event."""
+class Ping:
+    """Request a `Pong` event."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Birth:
-    """The start parameters of a forked worker, instead of a command line. `argv`: verb first."""
+class ForkSpec:
+    """The command line and environment of a forked worker. It has no exec, so both travel in a file."""
 
-    argv: list[str]
+    argv: list[str]  # verb first
     env: dict[str, str]
 
 
-Order = Fork | Reap | Import | Call
+Order = Fork | Reap | ImportModules | Ping
 MAX_ORDER_BYTES = 1 << 16
 _ORDERS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in typing.get_args(Order)}
 
 
 def encode_order(order: Order) -> bytes:
-    """One packet."""
+    """Return one packet."""
     return json.dumps({"order": type(order).__name__.lower(), **dataclasses.asdict(order)}).encode()
 
 
 def decode_order(packet: bytes) -> Order:
-    """The order in `packet`. Raises ValueError, TypeError or KeyError if it is none."""
+    """Parse a packet of `encode_order`. Raises ValueError, TypeError or KeyError for any other packet."""
     body = json.loads(packet)
     order: Order = _ORDERS[body.pop("order")](**body)
     return order
 
 
-def is_warmable(module: str) -> bool:
-    """True if the fork server may import `module` because a worker did: transformers' code of one model family."""
+def is_family_module(module: str) -> bool:
+    """True for transformers' code of one model family: modules that the fork server may import because a worker did."""
     return _FAMILY_MODULE.fullmatch(module) is not None
 
 

@@ -1,6 +1,6 @@
-"""JSON Schema builders for request fields and responses, and functions that query a schema.
+"""Builders of JSON Schemas for request fields and responses, and queries of a schema.
 
-A request field whose schema has no null is required; everywhere else null is as good as absent.
+A request field whose schema does not allow null is required. In all other fields null has the same meaning as absence.
 """
 
 from collections.abc import Collection, Mapping
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Schema = Mapping[str, Any]
+# Fields by name.
 Body = Mapping[str, Schema]
-"""Fields by name."""
 
 ANYTHING: Schema = {}
 
@@ -54,19 +54,19 @@ def record(
 
 
 def one_of(values: Collection[Any], about: str = "") -> Schema:
-    """Exactly these values, or null: for a field whose other values are not supported."""
+    """Exactly these values, or null: for a field of which no other value is supported."""
     return {"enum": [None, *values], **_about(about)}
 
 
 def required(schema: Schema) -> Schema:
-    """The same schema without null, so that the field is required."""
+    """Return the schema without null, so that the field is required."""
     kinds = [kind for kind in schema["type"] if kind != "null"]
     values = {"enum": [value for value in schema["enum"] if value is not None]} if "enum" in schema else {}
     return {**schema, "type": kinds[0] if len(kinds) == 1 else kinds, **values}
 
 
 def described(fields: Body) -> Schema:
-    """The JSON Schema of an object with these fields; further members are allowed."""
+    """Return the schema of an object with these fields. Further members are allowed."""
     needed = [name for name, schema in fields.items() if not allows_null(schema)]
     return {"type": "object", "properties": dict(fields), **({"required": needed} if needed else {})}
 
@@ -77,40 +77,40 @@ def allows_null(schema: Schema) -> bool:
     if "enum" in schema:
         return None in schema["enum"]
     if "not" in schema and not schema["not"]:
-        return True  # nothing may stand there, so it may be left out
+        return True  # no value is allowed, so the field must be absent
     return "type" not in schema or "null" in schema["type"]
 
 
 def allows(schema: Schema, value: Any) -> bool:
     """True if a schema of `NEUTRAL` or of `one_of` allows `value`. Booleans are not numbers."""
     if "enum" in schema:
-        return any(_same(value, each) for each in schema["enum"])
+        return any(_same(value, allowed) for allowed in schema["enum"])
     if "maximum" in schema:
         return type(value) in (int, float) and bool(value <= schema["maximum"])
     return True
 
 
 def kinds(schema: Schema) -> set[str]:
-    """The types that the schema names."""
+    """Return the names of the types that the schema allows."""
     named = schema.get("type", ())
     own = {named} if isinstance(named, str) else set(named)
     return own.union(*(kinds(each) for each in schema.get("anyOf", ())))
 
 
 def bounds(schema: Schema) -> tuple[float | None, float | None]:
-    """The least and the largest number that the schema allows; None: no bound."""
+    """Return the smallest and the largest number that the schema allows; None: no bound."""
     if "anyOf" not in schema:
         numbers = [value for value in (schema.get("const"), *schema.get("enum", ())) if type(value) in (int, float)]
         return (min(numbers), max(numbers)) if numbers else (schema.get("minimum"), schema.get("maximum"))
-    each = [bounds(one) for one in schema["anyOf"] if one.get("type") != "null"]
-    lows, highs = [low for low, _ in each if low is not None], [high for _, high in each]
+    found = [bounds(option) for option in schema["anyOf"] if option.get("type") != "null"]
+    lows, highs = [low for low, _ in found if low is not None], [high for _, high in found]
     return min(lows, default=None), None if None in highs else max(high for high in highs if high is not None)
 
 
-def _same(one: Any, other: Any) -> bool:
-    if type(one) in (int, float) and type(other) in (int, float):
-        return bool(one == other)
-    return type(one) is type(other) and bool(one == other)
+def _same(left: Any, right: Any) -> bool:
+    if type(left) in (int, float) and type(right) in (int, float):
+        return bool(left == right)
+    return type(left) is type(right) and bool(left == right)
 
 
 def _bounds(low: float | None, high: float | None) -> dict[str, float]:
@@ -140,17 +140,13 @@ ANY_OBJECT: Schema = {"type": "object", "additionalProperties": True}
 class ResponseSchema:
     """The successful response of a route."""
 
-    body: Schema | None = None
-    """The JSON body of a response that is not a stream; None: it has none."""
-    frame: Schema | None = None
-    """The JSON after `data:`, or of one line, of a stream; None: there is no stream."""
-    events: Schema | None = None
-    """The frame for requests in OpenAI's format at a path of another dialect."""
+    body: Schema | None = None  # the JSON body of a response that is not a stream; None: no body
+    frame: Schema | None = None  # the JSON after `data:`, or of one line, of a stream; None: no stream
+    events: Schema | None = None  # the frame for requests in OpenAI's format at a path of another dialect
     media: str = "application/json"
-    has_page: bool = False
-    """Clients that accept text/html get a page instead."""
+    has_page: bool = False  # clients that accept text/html get a page instead
+    # Responses that are neither a success nor an error object, by status.
     further: Mapping[int, Schema] = field(default_factory=dict)
-    """Responses that are neither a success nor an error object, by status."""
 
 
 def ref(name: str) -> Schema:
@@ -174,10 +170,10 @@ def several(items: Schema) -> Schema:
 
 
 def by_name(schema: Schema) -> Schema:
-    """An object with arbitrary member names and values of `schema`."""
+    """An object with arbitrary member names, whose values match `schema`."""
     return {"type": "object", "additionalProperties": schema}
 
 
 def shape(always: Mapping[str, Schema], sometimes: Mapping[str, Schema] | None = None) -> dict[str, Any]:
-    """An object with all members of `always`, and optionally those of `sometimes`."""
+    """An object that has all members of `always` and may have those of `sometimes`."""
     return {"type": "object", "properties": {**always, **(sometimes or {})}, "required": list(always)}

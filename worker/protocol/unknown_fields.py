@@ -3,7 +3,7 @@
 If a place allows several kinds of object, members with fixed values distinguish them, mostly `type` and `role`. Objects
 that the table does not describe, such as a JSON schema or the variables of a template, are not searched.
 
-Pure. Types are not checked here: the reader of a field rejects a wrong type.
+Types are not checked here: the reader of a field rejects a wrong type.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,10 +12,10 @@ from typing import Any
 
 from worker.protocol.schema import Body, Schema, allows
 
-MOST_CHOSEN = 64
-"""Combinations of fixed values that are cached for one place in a table; clients may send any number of them."""
+# Cached combinations of fixed values for one place in a table. Clients may send any number of combinations.
+MAX_CACHED = 64
+# A cache of tables by identity. It keeps a reference to each table, so that its identity is not used again.
 _KNOWN: dict[int, tuple[Body, Mapping[str, "_Shape"]]] = {}
-"""A cache of tables by identity. It keeps a reference to each table, so that its identity is not used again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,43 +23,38 @@ class _Kind:
     """One kind of object."""
 
     members: Mapping[str, "_Shape"]
-    words: Mapping[str, Schema]
-    """Members that distinguish this kind from others, with their possible values."""
+    fixed: Mapping[str, Schema]  # members that distinguish this kind from others, with their possible values
 
     def may_be(self, value: Mapping[str, Any]) -> bool:
-        return all(value.get(name) is None or allows(schema, value[name]) for name, schema in self.words.items())
+        return all(value.get(name) is None or allows(schema, value[name]) for name, schema in self.fixed.items())
 
 
 @dataclass(slots=True)
 class _Shape:
     """The objects and arrays that one place allows."""
 
-    kinds: Sequence[_Kind] = ()
-    """Of objects."""
-    entries: "_Shape | None" = None
-    """Of an array."""
-    is_free: bool = False
-    """An object with any members may stand here."""
-    is_deep: bool = False
-    """Somewhere in it an object has members that are known."""
-    _words: Sequence[str] = ()
-    _chosen: dict[tuple[Any, ...], Mapping[str, "_Shape"]] = field(default_factory=dict)
-    """A cache of members by fixed values, because most objects of one place have the same ones."""
+    kinds: Sequence[_Kind] = ()  # of objects
+    entries: "_Shape | None" = None  # of an array
+    is_free: bool = False  # objects with arbitrary members are allowed
+    is_deep: bool = False  # it contains an object whose members are known
+    _fixed: Sequence[str] = ()
+    # A cache of members by fixed values: most objects in one place have the same ones.
+    _cache: dict[tuple[Any, ...], Mapping[str, "_Shape"]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._words = list(dict.fromkeys(name for kind in self.kinds for name in kind.words))
+        self._fixed = list(dict.fromkeys(name for kind in self.kinds for name in kind.fixed))
 
     def members(self, value: Mapping[str, Any]) -> Mapping[str, "_Shape"]:
-        """Those that `value` may have, by name."""
-        said = tuple(map(value.get, self._words))
+        """Return the members that `value` may have, by name."""
+        key = tuple(map(value.get, self._fixed))
         try:
-            found = self._chosen.get(said)
-        except TypeError:  # a word that is a list, say
+            found = self._cache.get(key)
+        except TypeError:  # not hashable: a list instead of a string, for example
             return self._members(value)
         if found is None:
             found = self._members(value)
-            if len(self._chosen) < MOST_CHOSEN:
-                self._chosen[said] = found
+            if len(self._cache) < MAX_CACHED:
+                self._cache[key] = found
         return found
 
     def _members(self, value: Mapping[str, Any]) -> Mapping[str, "_Shape"]:
@@ -68,20 +63,21 @@ class _Shape:
         return {name: _merged([kind.members[name] for kind in kinds if name in kind.members]) for name in names}
 
 
-def unknown(table: Body, body: Mapping[str, Any], *, but: Iterable[str] = ()) -> list[str]:
-    """The paths of unknown members inside the fields of `body`, each once, such as `messages[].content[].wibble`.
-    Nulls are ignored. `but`: fields that are not searched. Fields that `table` does not have are not reported."""
+def unknown_paths(table: Body, body: Mapping[str, Any], *, but: Iterable[str] = ()) -> list[str]:
+    """Return the paths of unknown members inside the fields of `body`, such as `messages[].content[].wibble`, without
+    duplicates. Nulls are ignored. `but`: fields that are not searched. Fields that are not in `table` are not
+    reported."""
     shapes = _shapes(table)
-    passed = set(but)
+    skipped = set(but)
     found: dict[str, None] = {}
     for name, value in body.items():
         shape = shapes.get(name)
-        if shape is not None and shape.is_deep and name not in passed:
-            _look(value, shape, name, found)
+        if shape is not None and shape.is_deep and name not in skipped:
+            _search(value, shape, name, found)
     return list(found)
 
 
-def _look(value: Any, shape: _Shape, path: str, found: dict[str, None]) -> None:
+def _search(value: Any, shape: _Shape, path: str, found: dict[str, None]) -> None:
     if isinstance(value, dict):
         if shape.is_free or not shape.kinds:
             return
@@ -93,12 +89,12 @@ def _look(value: Any, shape: _Shape, path: str, found: dict[str, None]) -> None:
             if inner is None:
                 found[f"{path}.{name}"] = None
             elif inner.is_deep and isinstance(member, dict | list):
-                _look(member, inner, f"{path}.{name}", found)
+                _search(member, inner, f"{path}.{name}", found)
     elif isinstance(value, list) and shape.entries is not None and shape.entries.is_deep:
         within = f"{path}[]"
         for entry in value:
             if isinstance(entry, dict | list):
-                _look(entry, shape.entries, within, found)
+                _search(entry, shape.entries, within, found)
 
 
 def _shapes(table: Body) -> Mapping[str, _Shape]:
@@ -113,16 +109,20 @@ def _shape(schema: Schema) -> _Shape:
         return _merged([_shape(each) for each in schema["anyOf"]])
     if "properties" in schema:
         members = {name: _shape(each) for name, each in schema["properties"].items()}
-        words = {name: _words(each) for name, each in schema["properties"].items() if "const" in each or "enum" in each}
-        return _Shape(kinds=[_Kind(members, words)], is_deep=True)
+        fixed = {
+            name: _values(member)
+            for name, member in schema["properties"].items()
+            if "const" in member or "enum" in member
+        }
+        return _Shape(kinds=[_Kind(members, fixed)], is_deep=True)
     if "items" in schema:
         entries = _shape(schema["items"])
         return _Shape(entries=entries, is_deep=entries.is_deep)
-    return _Shape(is_free=not {"enum", "const", "not"} & schema.keys() and _takes_objects(schema))
+    return _Shape(is_free=not {"enum", "const", "not"} & schema.keys() and _allows_objects(schema))
 
 
 def _merged(shapes: Sequence[_Shape]) -> _Shape:
-    """What may be any of these."""
+    """Return the shape that allows everything that one of `shapes` allows."""
     if len(shapes) == 1:
         return shapes[0]
     entries = [shape.entries for shape in shapes if shape.entries is not None]
@@ -134,10 +134,10 @@ def _merged(shapes: Sequence[_Shape]) -> _Shape:
     )
 
 
-def _words(schema: Schema) -> Schema:
+def _values(schema: Schema) -> Schema:
     return schema if "enum" in schema else {"enum": [schema["const"]]}
 
 
-def _takes_objects(schema: Schema) -> bool:
+def _allows_objects(schema: Schema) -> bool:
     kinds = schema.get("type", "object")
     return kinds == "object" or "object" in kinds

@@ -1,4 +1,4 @@
-"""The worker's HTTP server.
+"""The worker's HTTP server: it authenticates requests, calls the API function of the route, and writes the response.
 
-May import api and everything below it.
+May import `worker.api` and every package below it.
 """

@@ -1,4 +1,4 @@
-"""The deltas of several generations of one request, merged as they arise. Leaving the block cancels the rest."""
+"""The deltas of all generations of one request, merged in the order of their arrival."""
 
 import asyncio
 import contextlib
@@ -7,44 +7,43 @@ from collections.abc import Sequence
 from worker.errors import RequestError
 from worker.interface import Delta, Engine, GenerationRequest
 
-AT_ONCE = 64
-"""Generations of one request in the engine at a time: a long list of prompts must not fill its queue by itself."""
+MAX_CONCURRENT = 64  # generations of one request in the engine: a long list of prompts must not fill its queue alone
 
-Batch = list[tuple[int, Delta]]
-"""Deltas in the order they arose, each with the number of its generation."""
+Batch = list[tuple[int, Delta]]  # deltas in order of arrival, each with the number of its generation
 
 
-class Deltas:
-    """What the engine says, read by one task: `async with Deltas(...) as deltas: await deltas.some()`."""
+class MergedDeltas:
+    """The merged output of several generations, for one reader: `async with MergedDeltas(...) as deltas`. Leaving the
+    block cancels unfinished generations."""
 
     def __init__(self, engine: Engine, generations: Sequence[GenerationRequest]):
         self._engine = engine
         self._generations = generations
-        # unbounded: a slow client must hold nobody up, and an answer is bounded by the context
+        # Unbounded: a slow client must not block the engine. The context length bounds the output.
         self._arrived: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
-        self._places = asyncio.Semaphore(AT_ONCE)
-        self._pumps: list[asyncio.Task[None]] = []
+        self._places = asyncio.Semaphore(MAX_CONCURRENT)
+        self._tasks: list[asyncio.Task[None]] = []
         self._open = len(generations)
         self._error: BaseException | None = None
 
-    async def __aenter__(self) -> "Deltas":
+    async def __aenter__(self) -> "MergedDeltas":
         for number, generation in enumerate(self._generations):
-            pump = asyncio.create_task(self._pump(number, generation), name=generation.id)
-            pump.add_done_callback(self._ended)
-            self._pumps.append(pump)
+            task = asyncio.create_task(self._read(number, generation), name=generation.id)
+            task.add_done_callback(self._end)
+            self._tasks.append(task)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Returns once the engine has taken back every place; cancelling this wait leaves that to happen by itself."""
-        for pump in self._pumps:
-            pump.cancel()
-        await asyncio.wait(self._pumps)
+        """Cancel all generations and wait until the engine has released them. If this wait is cancelled, the release
+        continues in the background."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
 
-    async def some(self) -> Batch:
-        """All that has arrived; waits for at least one, and is empty at the
-        end. Cancelling it loses nothing.
+    async def next_batch(self) -> Batch:
+        """Return everything that has arrived, at least one delta; an empty list at the end. Cancelling loses nothing.
 
-        Raises what a generation raised, after all that came before it.
+        Raises the error of a generation, after the deltas that arrived before it.
         """
         batch: Batch = []
         while self._open and self._error is None and not (batch and self._arrived.empty()):
@@ -60,13 +59,13 @@ class Deltas:
         return batch
 
     def fail(self, error: RequestError) -> None:
-        """End with `error`, after what has arrived."""
+        """End with `error`, after the deltas that have arrived."""
         self._arrived.put_nowait(error)
 
-    async def _pump(self, number: int, generation: GenerationRequest) -> None:
+    async def _read(self, number: int, generation: GenerationRequest) -> None:
         async with self._places, contextlib.aclosing(self._engine.generate(generation)) as deltas:
             async for delta in deltas:
                 self._arrived.put_nowait((number, delta))
 
-    def _ended(self, pump: asyncio.Task[None]) -> None:
-        self._arrived.put_nowait(None if pump.cancelled() else pump.exception())
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._arrived.put_nowait(None if task.cancelled() else task.exception())

@@ -24,7 +24,7 @@ from router.memory.sharding import Choice
 from router.planner.ledger import HOST, LOCAL, DeviceId
 from router.store.snapshots import Snapshots
 from tests.children import Child
-from worker.protocol.snapshot_files import MANIFEST, Manifest, encode_manifest
+from worker.protocol.snapshot_files import MANIFEST, ConversionManifest, encode_manifest
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[3]
@@ -143,7 +143,7 @@ def test_a_converted_snapshot_is_weighed_where_loads_take_it(
     assert target is not None
     write(target, padding=100_000)
     facts = (target / "model.safetensors").stat()
-    manifest = Manifest(source=str(folder), files={"model.safetensors": [facts.st_size, facts.st_mtime_ns]})
+    manifest = ConversionManifest(source=str(folder), files={"model.safetensors": [facts.st_size, facts.st_mtime_ns]})
     (target / MANIFEST).write_bytes(encode_manifest(manifest))
     found = [
         estimate(capsys, str(folder), "--ctx-size", "256", "--state-dir", str(state), *words)[1]["weights"]

@@ -8,7 +8,7 @@ from router.fleet.admission import Limits
 from router.launch.interface import WorkerLost
 from tests.fakes import GIB, FakeModel, virtual
 from tests.router.fleet.worlds import Schedule
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 
 
 def schedule_of(*, missing: bool = True, model: FakeModel | None = None, **fields: Any) -> Schedule:

@@ -15,7 +15,7 @@ from router.http.pipeline import whole_seconds
 from router.launch.interface import WorkerLost
 from tests.fakes import GIB, FakeModel, virtual
 from tests.router.fleet.worlds import Schedule
-from worker.protocol.events import Progress, Request
+from worker.protocol.events import Progress, RequestEnded
 
 
 def told(world: Schedule, kind: str) -> Sequence[Event]:
@@ -233,7 +233,7 @@ async def test_of_two_times_to_idle_the_shorter_one_holds_and_a_request_may_say_
         with world.fleet.lease("a") as lease:
             await lease.ready()
             if request is not None:
-                world.launcher.say("a", Request(id="r", keep_alive=request))
+                world.launcher.say("a", RequestEnded(id="r", keep_alive=request))
         idle_since = world.now
         (worker,) = world.fleet.workers()
         await worker.retired.wait()
@@ -246,7 +246,7 @@ async def test_neither_a_turn_nor_a_linger_keeps_whom_its_client_keeps_for_no_ti
     world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"idle_grace": 60.0}}, limits=Limits(patience=60.0))
     with world.fleet.lease("a") as lease:
         await lease.ready()
-        world.launcher.say("a", Request(id="r", keep_alive=0.0))
+        world.launcher.say("a", RequestEnded(id="r", keep_alive=0.0))
         waiting = asyncio.create_task(world.ask("b"))
         await asyncio.sleep(1.0)
     assert await waiting < 5.0

@@ -27,7 +27,7 @@ from router.launch.interface import WorkerLost
 from router.planner.ledger import Reading
 from tests.fakes import CPU, GIB, MIB, FakeLauncher, FakeModel, virtual
 from tests.router.fleet.worlds import Schedule
-from worker.protocol.events import Progress, Request
+from worker.protocol.events import Progress, RequestEnded
 
 
 def crash(message: str = "died", exit: int | None = 1) -> WorkerLost:
@@ -81,7 +81,7 @@ async def test_service_and_a_complete_answer_wipe_the_slate() -> None:
     world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 1}}, models={"a": FakeModel(dies_after=70.0)})
     for _ in range(5):
         await world.ask("a", 1.0)
-        world.launcher.say("a", Request(id="r", completion_tokens=3))
+        world.launcher.say("a", RequestEnded(id="r", completion_tokens=3))
         await asyncio.sleep(80)
     assert world.journal == ["start a"] * 5
     await world.stop()

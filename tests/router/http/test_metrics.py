@@ -14,7 +14,7 @@ from router.launch.interface import WorkerLost
 from router.log import state_line
 from tests.fakes import CPU, GIB, FakeModel, virtual
 from tests.router.fleet.worlds import Schedule
-from worker.protocol.events import Progress, Pulse, Request
+from worker.protocol.events import Progress, Pulse, RequestEnded
 
 
 def samples(metrics: Metrics, model: str | None = None) -> dict[str, float]:
@@ -158,7 +158,7 @@ async def test_one_model_is_told_alone_and_by_llama_servers_names() -> None:
     metrics = Metrics(world.fleet, world.events)
     await world.ask("a")
     world.launcher.say("a", Pulse(steps=9, running=1, waiting=2, measured={"cpu": GIB}))
-    world.launcher.say("a", Request(id="r", prompt_tokens=5, completion_tokens=7))
+    world.launcher.say("a", RequestEnded(id="r", prompt_tokens=5, completion_tokens=7))
     found = samples(metrics, "a")
     assert {name for name in found if "model=" in name and 'model="a"' not in name} == set()
     assert found["llamacpp:prompt_tokens_total"] == 5.0
@@ -286,7 +286,7 @@ async def test_bytes_that_a_download_finds_on_disk_are_not_fetched_again() -> No
 async def test_the_time_per_token_is_that_of_answers_with_more_than_one() -> None:
     world, metrics = made("a")
     for seconds in (0.0, 0.02, 0.04):
-        request = Request(id="r", completion_tokens=5, token_seconds=seconds)
+        request = RequestEnded(id="r", completion_tokens=5, token_seconds=seconds)
         world.events.mention("request", "a", **dataclasses.asdict(request))
     found = samples(metrics)
     assert found['router_token_seconds_count{model="a"}'] == 2.0

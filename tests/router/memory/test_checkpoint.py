@@ -221,7 +221,7 @@ def test_nothing_is_opened_that_lies_outside_of_the_snapshot(tmp_path: Path) -> 
         assert read(folder).head_elements == 0
     for name in ("../elsewhere/model.safetensors", f"{tmp_path}/elsewhere/model.safetensors"):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
-        with pytest.raises(UnknownCheckpoint, match="which is no file beside it; fetch it again"):
+        with pytest.raises(UnknownCheckpoint, match="which is not a file in the same folder; fetch it again"):
             read(folder)
 
 

@@ -6,7 +6,7 @@ from aiohttp.test_utils import make_mocked_request
 from router.config.settings import parse_keys
 from router.errors import ApiError, Forbidden, QueueFull, Unauthorized
 from router.registry.auth import Access
-from worker.protocol.routes import Plane
+from worker.protocol.routes import AccessLevel
 
 USER, ADMIN, LIMITED = "user-key", "admin-key", "limited-key"
 
@@ -25,41 +25,41 @@ def keys(text: str) -> Access:
 
 def test_without_keys_everybody_may_do_everything() -> None:
     access = Access(())
-    assert access.is_admin(access.authorize(request({}), Plane.ADMIN))
+    assert access.is_admin(access.authorize(request({}), AccessLevel.ADMIN))
 
 
 def test_once_keys_exist_only_the_public_plane_is_open() -> None:
     access = keys(USER)
-    access.authorize(request({}), Plane.PUBLIC)
+    access.authorize(request({}), AccessLevel.PUBLIC)
     with pytest.raises(Unauthorized):
-        access.authorize(request({}), Plane.USER)
+        access.authorize(request({}), AccessLevel.USER)
     for right in (bearer(USER), request({"X-Api-Key": USER}), request({"Authorization": f"bearer {USER}"})):
-        access.authorize(right, Plane.USER)
+        access.authorize(right, AccessLevel.USER)
     for wrong in ("", USER.upper(), USER + "x", "é"):
         with pytest.raises(Unauthorized):
-            access.authorize(bearer(wrong), Plane.USER)
+            access.authorize(bearer(wrong), AccessLevel.USER)
 
 
 def test_a_key_is_an_admin_until_an_admin_key_exists() -> None:
     access = keys(USER)
-    access.authorize(bearer(USER), Plane.ADMIN)
+    access.authorize(bearer(USER), AccessLevel.ADMIN)
     access = keys(f"{USER}\n{ADMIN} admin")
-    access.authorize(bearer(ADMIN), Plane.ADMIN)
+    access.authorize(bearer(ADMIN), AccessLevel.ADMIN)
     with pytest.raises(Forbidden):
-        access.authorize(bearer(USER), Plane.ADMIN)
+        access.authorize(bearer(USER), AccessLevel.ADMIN)
 
 
 def test_a_key_limited_to_models_is_no_admin() -> None:
     access = keys(f"{LIMITED} models=qwen*,embed")
-    key = access.authorize(bearer(LIMITED), Plane.USER)
+    key = access.authorize(bearer(LIMITED), AccessLevel.USER)
     assert [Access.may_use(key, name) for name in ("qwen3", "embed", "llama")] == [True, True, False]
     with pytest.raises(Forbidden):
-        access.authorize(bearer(LIMITED), Plane.ADMIN)
+        access.authorize(bearer(LIMITED), AccessLevel.ADMIN)
 
 
 def test_a_key_runs_no_more_at_once_than_it_may() -> None:
     access = keys(f"{USER} max-concurrent=1")
-    key = access.authorize(bearer(USER), Plane.USER)
+    key = access.authorize(bearer(USER), AccessLevel.USER)
     with access.running(key):
         with pytest.raises(QueueFull) as full, access.running(key):
             pass
@@ -70,11 +70,11 @@ def test_a_key_runs_no_more_at_once_than_it_may() -> None:
 
 def test_metrics_are_open_only_if_said_so() -> None:
     with pytest.raises(Unauthorized):
-        keys(USER).authorize(request({}), Plane.METRICS)
+        keys(USER).authorize(request({}), AccessLevel.METRICS)
     open_ = Access(parse_keys(USER, False), metrics_public=True)
-    open_.authorize(request({}), Plane.METRICS)
+    open_.authorize(request({}), AccessLevel.METRICS)
     with pytest.raises(Unauthorized):
-        open_.authorize(request({}), Plane.USER)
+        open_.authorize(request({}), AccessLevel.USER)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from router.config.presets import Preset
 from router.memory.checkpoint_facts import Checkpoint
 from router.store.converted import ConvertedSnapshots
 from router.store.snapshots import Snapshots
-from worker.protocol.snapshot_files import MANIFEST, Manifest, encode_manifest
+from worker.protocol.snapshot_files import MANIFEST, ConversionManifest, encode_manifest
 
 MIXTURE = Checkpoint(stacked=1000)
 """Its experts are stored one by one."""
@@ -44,7 +44,7 @@ def make(ours: ConvertedSnapshots, snapshot: Path, *, size: int = 64) -> Path:
         (target / "model.safetensors").write_bytes(bytes(size))
         (target / "config.json").symlink_to(snapshot / "config.json")
         files["model.safetensors"] = [size, (target / "model.safetensors").stat().st_mtime_ns]
-    manifest = Manifest(source=str(snapshot), files=files)
+    manifest = ConversionManifest(source=str(snapshot), files=files)
     (target / MANIFEST).write_bytes(encode_manifest(manifest))
     return target
 

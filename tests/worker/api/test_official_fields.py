@@ -12,12 +12,12 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from openai.types.shared.reasoning_effort import ReasoningEffort
 
-from worker.protocol.dialects.anthropic import ANTHROPIC, COUNT_TOKENS
+from worker.protocol.dialects.anthropic import COUNT_TOKENS, MESSAGES
 from worker.protocol.dialects.generation_fields import EFFORTS, NEUTRAL, NO_OPS
 from worker.protocol.dialects.openai import CHAT, COMPLETIONS, EMBEDDINGS
 from worker.protocol.dialects.responses import RESPONSES
 from worker.protocol.schema import Body
-from worker.protocol.unknown_fields import unknown
+from worker.protocol.unknown_fields import unknown_paths
 
 # fields of server tools and files: reported in X-Ignored-Fields like unknown ones
 REPORTED = {
@@ -77,7 +77,7 @@ def fields(*kinds: Any) -> Iterable[str]:
         (fields(completion_create_params.CompletionCreateParamsBase), COMPLETIONS),
         (fields(embedding_create_params.EmbeddingCreateParams), EMBEDDINGS),
         (fields(response_create_params.ResponseCreateParamsBase), RESPONSES),
-        (fields(message_create_params.MessageCreateParamsBase), ANTHROPIC),
+        (fields(message_create_params.MessageCreateParamsBase), MESSAGES),
         (fields(message_count_tokens_params.MessageCountTokensParams), COUNT_TOKENS),
     ],
     ids=["chat", "completions", "embeddings", "responses", "messages", "count_tokens"],
@@ -126,7 +126,7 @@ def objects(kind: Any, taken: set[str], within: tuple[Any, ...] = ()) -> Iterato
     [
         (chat_create_params.CompletionCreateParamsBase, CHAT, TAKEN),
         (response_create_params.ResponseCreateParamsBase, RESPONSES, TAKEN),
-        (message_create_params.MessageCreateParamsBase, ANTHROPIC, {*TAKEN, "custom"}),
+        (message_create_params.MessageCreateParamsBase, MESSAGES, {*TAKEN, "custom"}),
     ],
     ids=["chat", "responses", "messages"],
 )
@@ -135,11 +135,11 @@ def test_every_member_inside_a_field_of_an_official_client_is_known(client: Any,
     stated = list(objects(client, taken))
     assert len(stated) > 60
     for body in stated:
-        for said in body["messages"] if known is ANTHROPIC else ():
+        for said in body["messages"] if known is MESSAGES else ():
             parts = said["content"] if isinstance(said["content"], list) else []
             answers = any(isinstance(part, dict) and part["type"] in OF_ANSWERS for part in parts)
             said["role"] = "assistant" if answers else "user"
-        found |= set(unknown(known, body))
+        found |= set(unknown_paths(known, body))
     assert found <= REPORTED_INSIDE
 
 

@@ -13,7 +13,7 @@ from tests.worker.fake_engine import SCRIPT
 from tests.worker.serving import TOKEN, Serving, bare_tokenizer, serving
 from tests.worker.speaking import SAID, SCHEMA, THINKING, TOOLS, Speaking
 from worker.protocol.dialects import Dialect
-from worker.protocol.headers import WAITED_HEADER
+from worker.protocol.routes import WAITED_HEADER
 from worker.protocol.streams import stream
 
 HI: Any = [{"role": "user", "content": "hi"}]

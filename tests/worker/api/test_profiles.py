@@ -8,7 +8,7 @@ import pytest
 from tests.worker.serving import Serving, serving
 from worker.interface import AdapterChoice, GenerationRequest
 from worker.protocol.argv import Profile, Serve
-from worker.protocol.headers import PROFILE_HEADER, PROFILES_PATH
+from worker.protocol.routes import PROFILE_HEADER, PROFILES_PATH
 
 pytestmark = pytest.mark.asyncio
 
@@ -97,7 +97,7 @@ async def test_a_profile_is_replaced_and_one_that_cannot_be_used_changes_nothing
 async def test_nobody_is_answered_under_a_profile_that_was_never_told() -> None:
     async with serving() as world:
         status, _, body = await world.post("/v1/chat/completions", TEXT, **{PROFILE_HEADER: "x"})
-        assert (status, body["error"]["message"]) == (400, "this worker was not told of the profile 'x'")
+        assert (status, body["error"]["message"]) == (400, "this worker has no profile 'x'")
         headers = {"Authorization": "Bearer wrong"}
         async with world.client.put(world.url + PROFILES_PATH, json={"name": "x"}, headers=headers) as answer:
             assert answer.status == 401

@@ -45,8 +45,7 @@ from worker.errors import (
     UnsupportedByModel,
 )
 from worker.interface import Delta, EncoderInput, PrefillProgress, SamplingParams
-from worker.protocol.events import Progress, Pulse
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit, Progress, Pulse
 
 torch.set_num_threads(1)
 CTX, EOS = 128, 1

@@ -31,8 +31,7 @@ from worker.estimate import estimate, quantized, tensor_parallel
 from worker.estimate.memory_tracer import LiveBytes, Step, peak_bytes
 from worker.interface import EncoderInput
 from worker.protocol.argv import Estimate
-from worker.protocol.events import Estimated
-from worker.protocol.exits import Exit
+from worker.protocol.events import Estimated, Exit
 from worker.protocol.memory import (
     ATTENTION_TILE_BYTES,
     DEVICE_PROCESS_BYTES,

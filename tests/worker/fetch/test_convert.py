@@ -18,9 +18,8 @@ from worker.errors import StartError
 from worker.fetch import convert as conversion
 from worker.fetch.convert import PROBES, Sink, check_room
 from worker.protocol.argv import Convert
-from worker.protocol.events import Converted, Event
-from worker.protocol.exits import Exit
-from worker.protocol.snapshot_files import INDEX, MANIFEST, Manifest, decode_manifest
+from worker.protocol.events import Converted, Event, Exit
+from worker.protocol.snapshot_files import INDEX, MANIFEST, ConversionManifest, decode_manifest
 
 torch.set_num_threads(1)
 PROMPT = (9, 41, 70, 77, 80)
@@ -33,7 +32,7 @@ def convert(snapshot: Path, target: Path) -> Converted:
     return conversion.convert(Convert(snapshot=str(snapshot), target=str(target)), lambda event: None)
 
 
-def manifest(target: Path) -> Manifest:
+def manifest(target: Path) -> ConversionManifest:
     return decode_manifest((target / MANIFEST).read_bytes())
 
 
@@ -76,7 +75,7 @@ def test_what_loads_as_it_lies_is_not_copied(family: str, tmp_path: Path) -> Non
     snapshot, target = tiny.make(family, tmp_path / "original"), tmp_path / "converted"
     assert convert(snapshot, target) == Converted(weights=0, tokenizer=False)
     assert [path.name for path in target.iterdir()] == [MANIFEST]
-    assert manifest(target) == Manifest(source=str(snapshot), files={})
+    assert manifest(target) == ConversionManifest(source=str(snapshot), files={})
 
 
 def test_all_but_the_weights_is_linked_and_nothing_of_the_snapshot_is_touched(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from worker.fetch.download import download, wanted
 from worker.fetch.hub_cache import RemoteFile, RepoCache, safetensors_fault
 from worker.fetch.transfer import READ_BYTES, Content
 from worker.protocol.argv import Download
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 
 HASH = "0" * 40
 NEEDED = {

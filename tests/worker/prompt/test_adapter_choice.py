@@ -9,7 +9,7 @@ from tests.worker.fake_engine import FakeEngine
 from tests.worker.serving import Serving, serving, tokenizer
 from worker.errors import UnsupportedByModel
 from worker.interface import AdapterChoice
-from worker.protocol.headers import ADAPTER_HEADER, ADAPTERS_PATH
+from worker.protocol.routes import ADAPTER_HEADER, ADAPTERS_PATH
 
 FRENCH = AdapterChoice("french")
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}

@@ -11,7 +11,7 @@ from worker.prompt.body_reader import BodyFields
 from worker.prompt.chat_template import ChatTemplate
 from worker.protocol.dialects.generation_fields import ROLES
 from worker.protocol.dialects.openai import CONVERSATION
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 
 SHOWING = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}{{ '[go]' if add_generation_prompt }}"
 CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}(SHOWN){% endfor %}{% endfor %}"

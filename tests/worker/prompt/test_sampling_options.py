@@ -11,7 +11,7 @@ from worker.prompt import sampling_options
 from worker.prompt.body_reader import BodyFields
 from worker.prompt.sampling_options import SamplingDefaults
 from worker.protocol.dialects.generation_fields import SAMPLING
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 
 
 def stop(body: dict[str, Any], defaults: SamplingDefaults | None = None) -> tuple[str, ...]:

@@ -12,53 +12,54 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.children import environment, python
-from worker.protocol.argv import Command, Download, Estimate, Nursery, Serve, from_argv, to_argv
+from worker.protocol.argv import Command, Download, Estimate, ForkServerOptions, Serve, from_argv, to_argv
 from worker.protocol.events import (
-    Born,
+    PERMANENT_EXITS,
     Downloaded,
     Estimated,
     Event,
-    Exited,
+    Exit,
     Failed,
+    Forked,
+    ForkRefused,
+    ModulesImported,
     Prepared,
     Progress,
     Pulse,
     Ready,
-    Refused,
-    Request,
-    Warm,
+    Reaped,
+    RequestEnded,
     decode,
     encode,
 )
-from worker.protocol.exits import FINAL_EXITS, Exit
 from worker.protocol.orders import (
     Fork,
-    Go,
-    Import,
+    ImportModules,
+    MemoryGrant,
     Order,
     Reap,
-    decode_go,
+    decode_grant,
     decode_order,
-    encode_go,
+    encode_grant,
     encode_order,
-    is_warmable,
+    is_family_module,
 )
 from worker.protocol.snapshot_files import shard_names
 
-COMMANDS = (Download, Estimate, Serve, Nursery)
+COMMANDS = (Download, Estimate, Serve, ForkServerOptions)
 EVENTS = (
     Progress,
     Downloaded,
     Estimated,
     Prepared,
     Ready,
-    Request,
+    RequestEnded,
     Pulse,
     Failed,
-    Warm,
-    Born,
-    Refused,
-    Exited,
+    ModulesImported,
+    Forked,
+    ForkRefused,
+    Reaped,
 )
 # What the kernel takes as an argument: no NUL, nothing that UTF-8 cannot say.
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
@@ -94,22 +95,22 @@ def values_of(kinds: tuple[type[Any], ...]) -> st.SearchStrategy[Any]:
     return st.one_of([instances(kind) for kind in kinds])
 
 
-@given(values_of((Fork, Reap, Import)))
+@given(values_of((Fork, Reap, ImportModules)))
 def test_every_order_survives_its_packet(order: Order) -> None:
     assert decode_order(encode_order(order)) == order
 
 
-@given(values_of((Go,)))
-def test_the_word_to_go_survives_its_line(go: Go) -> None:
-    line = encode_go(go)
-    assert (decode_go(line), line.count(b"\n")) == (go, 1)
+@given(values_of((MemoryGrant,)))
+def test_the_word_to_go_survives_its_line(go: MemoryGrant) -> None:
+    line = encode_grant(go)
+    assert (decode_grant(line), line.count(b"\n")) == (go, 1)
 
 
 def test_a_nursery_imports_only_code_of_model_families() -> None:
     good = ["transformers.models.llama.modeling_llama", "transformers.models.qwen2"]
     bad = ["os", "transformers.models.llama.x_y", "transformers.models.a.modeling_a.b", "transformers.models.",
            "transformers_modules.x.modeling_x"]  # fmt: skip
-    assert [name for name in (*good, *bad) if is_warmable(name)] == good
+    assert [name for name in (*good, *bad) if is_family_module(name)] == good
 
 
 @given(values_of(COMMANDS))
@@ -156,7 +157,10 @@ def test_a_switch_has_a_negative_form() -> None:
         (["serve", "--snapshot=/m", "--listen=x", "--ctx-size=many"], "serve: '--ctx-size=many' needs a number"),
         (["serve", "--snapshot"], "serve: option '--snapshot' needs a value"),
         (["serve"], "serve: missing --snapshot, --listen"),
-        (["download", "--leashed=off"], "download: '--leashed=off' takes no value; say --leashed or --no-leashed"),
+        (
+            ["download", "--supervised=off"],
+            "download: '--supervised=off' takes no value; use --supervised or --no-supervised",
+        ),
         (["estimate", "--snapshot=/m", "--listen=x"], "estimate: unknown option '--listen=x'"),
     ],
 )
@@ -174,7 +178,7 @@ def test_a_wrong_command_line_is_told_so(argv: list[str], message: str) -> None:
     ],
 )
 def test_an_index_that_names_no_files_beside_it_is_refused(content: bytes) -> None:
-    with pytest.raises(ValueError, match=r"^(is no index|names )"):
+    with pytest.raises(ValueError, match=r"^(is not an index|names )"):
         shard_names(content)
 
 
@@ -184,7 +188,7 @@ def test_an_index_names_each_file_once_and_in_order() -> None:
 
 
 def test_only_lasting_failures_are_final() -> None:
-    assert {Exit.USAGE, Exit.UNUSABLE} == FINAL_EXITS
+    assert {Exit.USAGE, Exit.UNUSABLE} == PERMANENT_EXITS
 
 
 def test_the_contract_imports_only_the_standard_library() -> None:

@@ -6,11 +6,12 @@ import pytest
 
 from worker.errors import UnknownField
 from worker.prompt.body_reader import BodyFields
-from worker.protocol.dialects.anthropic import ANTHROPIC
-from worker.protocol.dialects.openai import CHAT, RERANK
+from worker.protocol.dialects.anthropic import MESSAGES
+from worker.protocol.dialects.llama_server import RERANK
+from worker.protocol.dialects.openai import CHAT
 from worker.protocol.dialects.responses import RESPONSES
 from worker.protocol.schema import Body, flag, record
-from worker.protocol.unknown_fields import unknown
+from worker.protocol.unknown_fields import unknown_paths
 
 SAID = {"role": "user", "content": "hi"}
 FUNCTION = {"name": "f", "parameters": {"type": "object", "odd": 1}, "description": "?", "strict": True}
@@ -61,7 +62,7 @@ CALL = {"id": "1", "type": "function", "index": 0, "function": {"name": "f", "ar
     ],
 )  # fmt: skip
 def test_what_no_table_knows_inside_a_chat_is_named(body: dict[str, Any], named: list[str]) -> None:
-    assert unknown(CHAT, body) == named
+    assert unknown_paths(CHAT, body) == named
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_what_no_table_knows_inside_a_chat_is_named(body: dict[str, Any], named:
              "text.format.odd", "text.odd", "tools[].odd"],
         ),
         (
-            ANTHROPIC,
+            MESSAGES,
             {
                 "system": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "odd": 1}],
                 "messages": [
@@ -111,7 +112,7 @@ def test_what_no_table_knows_inside_a_chat_is_named(body: dict[str, Any], named:
     ids=["responses", "messages", "rerank"],
 )  # fmt: skip
 def test_other_dialects_are_looked_into_alike(table: Body, body: Any, named: list[str]) -> None:
-    assert unknown(table, body) == named
+    assert unknown_paths(table, body) == named
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_other_dialects_are_looked_into_alike(table: Body, body: Any, named: lis
              {"messages": [{"role": ["user"], "content": {"odd": 1}}]}]
 )  # fmt: skip
 def test_what_has_the_wrong_type_is_left_to_those_who_read_it(body: dict[str, Any]) -> None:
-    assert unknown(CHAT, body) == []
+    assert unknown_paths(CHAT, body) == []
 
 
 def test_what_is_inside_is_reported_and_refused_where_fields_are_strict() -> None:

@@ -9,7 +9,7 @@ from tests.worker import serving
 from tests.worker.fake_engine import FakeEngine
 from worker.errors import Draining, SequenceFailed
 from worker.interface import Delta, GenerationRequest
-from worker.server.merge import AT_ONCE, Deltas
+from worker.server.merge import MAX_CONCURRENT, MergedDeltas
 
 
 class Hasty(FakeEngine):
@@ -42,41 +42,41 @@ def generations(count: int, text: str = "hi") -> list[GenerationRequest]:
 
 
 async def test_what_came_before_an_error_is_told_before_it() -> None:
-    async with Deltas(Hasty(serving.tokenizer()), generations(1)) as deltas:
+    async with MergedDeltas(Hasty(serving.tokenizer()), generations(1)) as deltas:
         await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "0"])  # all three are waiting
-        assert [delta.text for _, delta in await deltas.some()] == ["a", "b"]
+        assert [delta.text for _, delta in await deltas.next_batch()] == ["a", "b"]
         for _ in range(2):
             with pytest.raises(SequenceFailed):
-                await deltas.some()
+                await deltas.next_batch()
 
 
 async def test_all_generations_are_told_and_then_nothing() -> None:
-    async with Deltas(FakeEngine(serving.tokenizer()), generations(3)) as deltas:
+    async with MergedDeltas(FakeEngine(serving.tokenizer()), generations(3)) as deltas:
         texts = ["", "", ""]
-        while batch := await deltas.some():
+        while batch := await deltas.next_batch():
             for number, delta in batch:
                 texts[number] += delta.text
         assert texts == ["0 Gr\ufffd"] * 3
-        assert await deltas.some() == []
+        assert await deltas.next_batch() == []
 
 
 async def test_a_wait_that_is_cancelled_loses_nothing() -> None:
     engine = FakeEngine(serving.tokenizer())
-    async with Deltas(engine, generations(1, "hold")) as deltas:
-        waiting = asyncio.create_task(deltas.some())
+    async with MergedDeltas(engine, generations(1, "hold")) as deltas:
+        waiting = asyncio.create_task(deltas.next_batch())
         await engine.until("begin")
         waiting.cancel()
         await asyncio.wait([waiting])
         engine.gate.set()
         text = ""
-        while batch := await deltas.some():
+        while batch := await deltas.next_batch():
             text += "".join(delta.text for _, delta in batch)
         assert text == "0 Gr\ufffd"
 
 
 async def test_leaving_the_block_waits_until_the_engine_is_rid_of_all() -> None:
     engine = Counting(serving.tokenizer())
-    async with Deltas(engine, generations(5, "hold")):
+    async with MergedDeltas(engine, generations(5, "hold")):
         await engine.until("begin")
     assert engine.running == 0
     assert engine.journal.count("cancelled") == engine.journal.count("begin")
@@ -84,18 +84,18 @@ async def test_leaving_the_block_waits_until_the_engine_is_rid_of_all() -> None:
 
 async def test_a_long_list_of_prompts_enters_the_engine_bit_by_bit() -> None:
     engine = Counting(serving.tokenizer())
-    async with Deltas(engine, generations(AT_ONCE * 2)) as deltas:
+    async with MergedDeltas(engine, generations(MAX_CONCURRENT * 2)) as deltas:
         ended = 0
-        while batch := await deltas.some():
+        while batch := await deltas.next_batch():
             ended += sum(delta.finish is not None for _, delta in batch)
-    assert (ended, engine.most) == (AT_ONCE * 2, AT_ONCE)
+    assert (ended, engine.most) == (MAX_CONCURRENT * 2, MAX_CONCURRENT)
 
 
 async def test_a_failure_from_outside_ends_the_wait() -> None:
     engine = FakeEngine(serving.tokenizer())
-    async with Deltas(engine, generations(1, "hold")) as deltas:
+    async with MergedDeltas(engine, generations(1, "hold")) as deltas:
         await engine.until("begin")
         deltas.fail(Draining("stop"))
         with pytest.raises(Draining):
-            await deltas.some()
+            await deltas.next_batch()
     assert engine.journal == ["begin", "cancelled"]

@@ -17,8 +17,7 @@ from tests.worker.fake_engine import DECODE, FakeEngine
 from tests.worker.serving import LOOPBACK, TOKEN, Serving, chat, serving
 from worker.errors import StartError
 from worker.protocol.dialects import Dialect
-from worker.protocol.events import Request, decode, encode
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit, RequestEnded, decode, encode
 from worker.protocol.routes import DIALECTS, ROUTES
 from worker.server.server import Server
 
@@ -426,5 +425,5 @@ async def until_broken(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def test_events_of_requests_fit_the_contract() -> None:
-    event = Request(id="a", prompt_tokens=1, outcome="cancelled")
+    event = RequestEnded(id="a", prompt_tokens=1, outcome="cancelled")
     assert decode(encode(event)) == event

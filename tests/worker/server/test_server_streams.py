@@ -353,7 +353,7 @@ async def test_what_a_leaver_had_got_is_announced() -> None:
 async def test_a_reader_that_stalls_is_cut_off(tmp_path: Path, stream: bool) -> None:
     engine = FakeEngine(worlds.tokenizer(), ctx_size=10**6)
     async with (
-        serving(engine, token=None, bearer=None, listen=f"unix:{tmp_path}/s.sock", write_stall=0.1) as world,
+        serving(engine, token=None, bearer=None, listen=f"unix:{tmp_path}/s.sock", write_timeout=0.1) as world,
         talking(world, CHAT, {**LONG, "stream": stream}) as (reader, writer),
     ):
         writer.transport.pause_reading()
@@ -367,8 +367,8 @@ async def test_a_reader_that_stalls_is_cut_off(tmp_path: Path, stream: bool) -> 
 async def test_a_router_may_wait_for_its_own_client_as_long_as_it_likes(tmp_path: Path) -> None:
     engines = [FakeEngine(worlds.tokenizer(), ctx_size=10**6) for _ in range(2)]
     async with (
-        serving(engines[0], listen=f"unix:{tmp_path}/s.sock", write_stall=0.1) as world,
-        serving(engines[1], token=None, bearer=None, listen=f"unix:{tmp_path}/t.sock", write_stall=0.1) as stranger,
+        serving(engines[0], listen=f"unix:{tmp_path}/s.sock", write_timeout=0.1) as world,
+        serving(engines[1], token=None, bearer=None, listen=f"unix:{tmp_path}/t.sock", write_timeout=0.1) as stranger,
         talking(world, CHAT, {**LONG, "stream": True}) as (reader, writer),
     ):
         writer.transport.pause_reading()

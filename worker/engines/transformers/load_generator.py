@@ -31,7 +31,7 @@ from worker.errors import StartError
 from worker.images import TEXT_ONLY
 from worker.protocol import events
 from worker.protocol.argv import Serve, decode_adapters
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 
 log = logging.getLogger(__name__)
 Progress = Callable[[events.Progress], None]

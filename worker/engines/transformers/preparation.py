@@ -23,7 +23,7 @@ from worker.engines.transformers.load import layer_split, loader
 from worker.engines.transformers.run import backends
 from worker.errors import StartError
 from worker.protocol.argv import ModelOptions, Serve
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 
 # The least recently requested model is dropped beyond this number. A guess.
 MAX_MODELS = 16

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Mapping
 
-from worker.protocol.dialects.generation_fields import MAX_STOPS, MAX_TOOLS, PASSED, TUNING, WORD
-from worker.protocol.dialects.openai import BASE64, MODEL, PING, SEEING, unread
+from worker.protocol.dialects.generation_fields import MAX_STOPS, MAX_TOOLS, NO_EFFECT, NON_EMPTY_TEXT, TUNING
+from worker.protocol.dialects.openai import BASE64, MODEL, PING_INTERVAL, VISION_ONLY, skip_all_but
 from worker.protocol.schema import (
     ANY_OBJECT,
     ANYTHING,
@@ -32,9 +32,9 @@ from worker.protocol.schema import (
     text,
 )
 
-_OF_BLOCKS: Body = {"cache_control": PASSED}
+_OF_BLOCKS: Body = {"cache_control": NO_EFFECT}
 _BLOCK_TEXT: Schema = {
-    **described({"type": {"const": "text"}, "text": required(text()), "citations": PASSED, **_OF_BLOCKS}),
+    **described({"type": {"const": "text"}, "text": required(text()), "citations": NO_EFFECT, **_OF_BLOCKS}),
     "required": ["type", "text"],
 }
 _BLOCK_TEXTS: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": _BLOCK_TEXT}]}
@@ -44,7 +44,11 @@ _BLOCK_IMAGE: Schema = {
             "type": {"const": "image"},
             "source": {
                 **described(
-                    {"type": {"const": "base64"}, "media_type": required(text("image/png, say.")), "data": BASE64}
+                    {
+                        "type": {"const": "base64"},
+                        "media_type": required(text("For example image/png.")),
+                        "data": BASE64,
+                    }
                 ),
                 "required": ["type", "media_type", "data"],
             },
@@ -52,7 +56,7 @@ _BLOCK_IMAGE: Schema = {
         }
     ),
     "required": ["type", "source"],
-    "description": SEEING,
+    "description": VISION_ONLY,
 }
 _BLOCKS: tuple[Schema, ...] = (
     _BLOCK_TEXT,
@@ -86,29 +90,29 @@ _ANSWER_BLOCKS: tuple[Schema, ...] = (
                 "id": required(text()),
                 "name": required(text()),
                 "input": {"type": "object"},
-                "caller": PASSED,
+                "caller": NO_EFFECT,
                 **_OF_BLOCKS,
             }
         ),
         "required": ["type", "id", "name", "input"],
     },
     {
-        **described({"type": {"const": "thinking"}, "thinking": required(text()), "signature": PASSED}),
+        **described({"type": {"const": "thinking"}, "thinking": required(text()), "signature": NO_EFFECT}),
         "required": ["type", "thinking"],
     },
     {
-        **described({"type": {"const": "redacted_thinking"}, "data": {"description": "Nobody here can read it."}}),
+        **described({"type": {"const": "redacted_thinking"}, "data": {"description": "Ignored: encrypted."}}),
         "required": ["type"],
     },
 )
 
 
-def _said(role: str, blocks: Collection[Schema]) -> Schema:
+def _message(role: str, blocks: Collection[Schema]) -> Schema:
     content = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": list(blocks)}}]}
     return {**described({"role": {"const": role}, "content": content}), "required": ["role", "content"]}
 
 
-TOOL_CHOICE_OF_MESSAGES: Body = {
+TOOL_CHOICE: Body = {
     "type": required(choice(("auto", "any", "tool", "none"))),
     "name": text(),
     "disable_parallel_tool_use": flag(),
@@ -125,15 +129,15 @@ OUTPUT: Body = {
     "effort": choice(("low", "medium", "high", "xhigh", "max")),
     "format": or_null(_FORMAT),
 }
-PROMPT_OF_MESSAGES: Body = {
+PROMPT: Body = {
     "model": MODEL,
     "messages": required(
         array(
             {
                 "anyOf": [
-                    _said("user", _BLOCKS),
-                    _said("assistant", _ANSWER_BLOCKS),
-                    _said("system", [_BLOCK_TEXT]),
+                    _message("user", _BLOCKS),
+                    _message("assistant", _ANSWER_BLOCKS),
+                    _message("system", [_BLOCK_TEXT]),
                 ]
             },
             least=1,
@@ -153,7 +157,7 @@ PROMPT_OF_MESSAGES: Body = {
         ),
         most=MAX_TOOLS,
     ),
-    "tool_choice": record(TOOL_CHOICE_OF_MESSAGES),
+    "tool_choice": record(TOOL_CHOICE),
     "thinking": record(THINKING),
     "output_config": record(OUTPUT),
     "output_format": or_null(_FORMAT),
@@ -161,22 +165,22 @@ PROMPT_OF_MESSAGES: Body = {
     "container": one_of([[], {}, ""]),
     "compaction": one_of([[], {}, ""]),
     "thread": one_of([[], {}, ""]),
-    "context_management": or_null({"type": "object", "description": "Reported as ignored: nothing is left out here."}),
-    "cache_control": {"description": "Makes no difference: what prompts share is found without being told."},
+    "context_management": or_null(
+        {"type": "object", "description": "Reported as ignored: the context is never edited."}
+    ),
+    "cache_control": {"description": "No effect: common prompt prefixes are cached automatically."},
 }
-ANTHROPIC: Body = {
-    **PROMPT_OF_MESSAGES,
+MESSAGES: Body = {
+    **PROMPT,
     "max_tokens": integer(1),
     "temperature": TUNING["temperature"],
     "top_p": TUNING["top_p"],
     "top_k": TUNING["top_k"],
-    "stop_sequences": array(WORD, most=MAX_STOPS),
+    "stop_sequences": array(NON_EMPTY_TEXT, most=MAX_STOPS),
     "stream": flag(),
-    "sse_ping_interval": PING,
+    "sse_ping_interval": PING_INTERVAL,
 }
-COUNT_TOKENS = unread(
-    {name: schema for name, schema in ANTHROPIC.items() if name != "sse_ping_interval"}, PROMPT_OF_MESSAGES
-)
+COUNT_TOKENS = skip_all_but({name: schema for name, schema in MESSAGES.items() if name != "sse_ping_interval"}, PROMPT)
 
 COMPONENTS: Mapping[str, Schema] = {
     "AnthropicUsage": shape(

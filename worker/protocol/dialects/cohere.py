@@ -1,7 +1,7 @@
 """Cohere's API: schemas of requests and responses."""
 
 from worker.protocol.dialects.generation_fields import MAX_TEXTS
-from worker.protocol.dialects.openai import MODEL, OBJECTS
+from worker.protocol.dialects.openai import MODEL, TEXT_OBJECTS
 from worker.protocol.schema import (
     COUNT,
     NUMBER,
@@ -24,7 +24,7 @@ EMBEDDING_TYPES = ("float", "base64", "binary", "ubinary")
 EMBED: Body = {
     "model": MODEL,
     "texts": array({"type": "string"}, least=1, most=MAX_TEXTS, about="Either these or `inputs`."),
-    "inputs": array(OBJECTS[1], least=1, most=MAX_TEXTS, about="Objects whose `content` has parts of type text."),
+    "inputs": array(TEXT_OBJECTS[1], least=1, most=MAX_TEXTS, about="Objects whose `content` has parts of type text."),
     "images": one_of([[]], "Not supported: only texts are embedded."),
     "input_type": text("Chooses among the model's own instructions, where it has one of this name or meaning."),
     "embedding_types": array({"enum": list(EMBEDDING_TYPES)}, about="float unless stated."),
@@ -33,7 +33,7 @@ EMBED: Body = {
     "max_tokens": one_of([], "Not supported: what is too long can be cut to the context only."),
 }
 
-COHERE_EMBED_RESPONSE = ResponseSchema(
+EMBED_RESPONSE = ResponseSchema(
     body=shape(
         {
             "id": TEXT,

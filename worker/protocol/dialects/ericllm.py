@@ -4,7 +4,7 @@ from worker.protocol.dialects.generation_fields import MAX_CHOICES, SAMPLING, ST
 from worker.protocol.dialects.openai import MAX_TOKENS, MODEL
 from worker.protocol.schema import TEXT, Body, ResponseSchema, integer, one_of, required, several, shape, text
 
-ERICLLM: Body = {
+GENERATE: Body = {
     "model": MODEL,
     "prompt": required(text()),
     "max_tokens": MAX_TOKENS,
@@ -21,4 +21,4 @@ ERICLLM: Body = {
     "skip_special_tokens": one_of([True]),
 }
 
-ERICLLM_GENERATE_RESPONSE = ResponseSchema(body=shape({"text": {"anyOf": [TEXT, several(TEXT)]}}))
+GENERATE_RESPONSE = ResponseSchema(body=shape({"text": {"anyOf": [TEXT, several(TEXT)]}}))

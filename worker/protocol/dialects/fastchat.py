@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from worker.protocol.dialects.generation_fields import LARGEST, SAMPLING, STOP, TUNING
+from worker.protocol.dialects.generation_fields import MAX_INT32, SAMPLING, STOP, TUNING
 from worker.protocol.dialects.openai import COMMON, EMBEDDINGS, MODEL
 from worker.protocol.schema import (
     ANY_OBJECT,
@@ -28,7 +28,7 @@ from worker.protocol.schema import (
     text,
 )
 
-FASTCHAT: Body = {
+GENERATE: Body = {
     "model": MODEL,
     "prompt": required(text()),
     "temperature": TUNING["temperature"],
@@ -38,31 +38,31 @@ FASTCHAT: Body = {
     "presence_penalty": TUNING["presence_penalty"],
     "frequency_penalty": TUNING["frequency_penalty"],
     "max_new_tokens": integer(1, None, "256 unless stated."),
-    "echo": flag("Whether the text begins with the prompt; true unless stated."),
+    "echo": flag("The text begins with the prompt; true unless stated."),
     "stop": STOP,
     "stop_token_ids": COMMON["stop_token_ids"],
     "logprobs": integer(0, None, "At most the model's max-logprobs."),
     "seed": SAMPLING["seed"],
-    "stream": flag("Makes no difference: the path says it."),
+    "stream": flag("No effect: the path decides."),
     "best_of": one_of([1]),
     "use_beam_search": one_of([False]),
     "images": one_of([[]]),
 }
-FASTCHAT_EMBED: Body = EMBEDDINGS
-FASTCHAT_COUNT: Body = {"model": MODEL, "prompt": required(text())}
-FASTCHAT_CONV: Body = {"model": MODEL}
-FASTCHAT_CHECK: Body = {
+EMBED: Body = EMBEDDINGS
+COUNT_TOKENS: Body = {"model": MODEL, "prompt": required(text())}
+CONV_TEMPLATE: Body = {"model": MODEL}
+TOKEN_CHECK: Body = {
     "prompts": required(
-        array(record({"model": MODEL, "prompt": required(text()), "max_tokens": integer(0, LARGEST)}), most=256)
+        array(record({"model": MODEL, "prompt": required(text()), "max_tokens": integer(0, MAX_INT32)}), most=256)
     )
 }
 
-FASTCHAT_STREAM_RESPONSE = ResponseSchema(frame=ref("FastChatText"))
-FASTCHAT_GENERATE_RESPONSE = ResponseSchema(body=ref("FastChatText"))
-FASTCHAT_EMBEDDINGS_RESPONSE = ResponseSchema(
+STREAM_RESPONSE = ResponseSchema(frame=ref("FastChatText"))
+GENERATE_RESPONSE = ResponseSchema(body=ref("FastChatText"))
+EMBED_RESPONSE = ResponseSchema(
     body=shape({"embedding": several({"anyOf": [several(NUMBER), TEXT]}), "token_num": COUNT})
 )
-FASTCHAT_CONV_RESPONSE = ResponseSchema(
+CONV_TEMPLATE_RESPONSE = ResponseSchema(
     body=shape(
         {
             "conv": {
@@ -72,12 +72,10 @@ FASTCHAT_CONV_RESPONSE = ResponseSchema(
         }
     )
 )
-FASTCHAT_COUNT_RESPONSE = ResponseSchema(body=shape({"count": COUNT, "error_code": const(0)}))
-FASTCHAT_STATUS_RESPONSE = ResponseSchema(
-    body=shape({"model_names": several(TEXT), "speed": COUNT, "queue_length": COUNT})
-)
-FASTCHAT_DETAILS_RESPONSE = ResponseSchema(body=shape({"context_length": COUNT}))
-FASTCHAT_CHECK_RESPONSE = ResponseSchema(
+COUNT_TOKENS_RESPONSE = ResponseSchema(body=shape({"count": COUNT, "error_code": const(0)}))
+STATUS_RESPONSE = ResponseSchema(body=shape({"model_names": several(TEXT), "speed": COUNT, "queue_length": COUNT}))
+DETAILS_RESPONSE = ResponseSchema(body=shape({"context_length": COUNT}))
+TOKEN_CHECK_RESPONSE = ResponseSchema(
     body=shape({"prompts": several(shape({"fits": FLAG, "tokenCount": COUNT, "contextLength": COUNT}))})
 )
 

@@ -20,14 +20,14 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_BIASES = 1024
 MAX_TOOLS = 512
+# Prompts, inputs or documents of one request; OpenAI's limit.
 MAX_TEXTS = 2048
-"""Prompts, inputs or documents of one request, as many as at OpenAI."""
 MAX_GUIDED_CHOICES = 1024
+# Entries of `response_fields`.
 MAX_SHOWN = 64
-"""Fields that an answer may be cut to."""
-MAX_BIASED = 128
-"""Characters of a text whose tokens are biased."""
-LARGEST = 2**31 - 1
+# Characters of a text in `logit_bias`.
+MAX_BIAS_LENGTH = 128
+MAX_INT32 = 2**31 - 1
 _LONG = 2**63
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -35,8 +35,9 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 VERBOSITIES = ("low", "medium", "high")
 FORMATS = ("text", "json_object", "json_schema")
 
-PASSED: Schema = {"description": "Makes no difference here."}
-"""What clients send along, and send back of answers, that nothing here depends on."""
+# Schema of fields that clients send and that have no effect.
+NO_EFFECT: Schema = {"description": "No effect."}
+# Request fields without effect: any value is accepted.
 NO_OPS: Body = dict.fromkeys(
     (
         "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
@@ -44,12 +45,12 @@ NO_OPS: Body = dict.fromkeys(
         "moderation", "id_slot", "cache_prompt", "n_keep", "n_discard", "n_cache_reuse", "backend_sampling",
         "guided_decoding_backend", "spaces_between_special_tokens",
     ),
-    PASSED,
+    NO_EFFECT,
 )  # fmt: skip
-"""Nothing here depends on them, so any value is as good as none."""
 
-_OFF = "Not supported: only the value that makes no difference is taken."
-_TUNES = "Makes no difference: what it tunes is off."
+_OFF = "Not supported: only the value without effect is accepted."
+_TUNES = "No effect: the feature that it tunes is off."
+# Unsupported fields, with the values that have no effect and are therefore accepted.
 NEUTRAL: Body = {
     "audio": one_of([], _OFF),
     "modalities": one_of([[], ["text"]], _OFF),
@@ -88,13 +89,13 @@ NEUTRAL: Body = {
     "thinking_budget_tokens": one_of([-1], _OFF),
     "thinking_token_budget": one_of([-1], _OFF),
     "include_reasoning": one_of([True], _OFF),
-    "chat_template": one_of([""], "Not supported in a request: a model's preset states it."),
+    "chat_template": one_of([""], "Not supported in a request: set it in the model's preset."),
     "use_beam_search": one_of([False], _OFF),
     "length_penalty": {"description": _TUNES},
     "early_stopping": {"description": _TUNES},
     "best_of": one_of([1], _OFF),
     "echo": one_of([False], _OFF),
-    "priority": one_of([0], "Not supported in a request: a model's preset states it."),
+    "priority": one_of([0], "Not supported in a request: set it in the model's preset."),
     "allowed_token_ids": one_of([[]], _OFF),
     "bad_words": one_of([[]], _OFF),
     "logits_processors": one_of([[]], _OFF),
@@ -105,7 +106,7 @@ NEUTRAL: Body = {
     "kv_transfer_params": one_of([{}], _OFF),
     "vllm_xargs": one_of([{}], _OFF),
     "mm_processor_kwargs": one_of([{}], _OFF),
-    "image_data": one_of([[]], "Not supported: images stand in messages."),
+    "image_data": one_of([[]], "Not supported: send images in messages."),
     "media_io_kwargs": one_of([{}], _OFF),
     "stop_regex": one_of(["", []], _OFF),
     "lora_path": one_of([""], "Not supported: an adapter is named in `model`, `adapters` or `lora`."),
@@ -113,13 +114,12 @@ NEUTRAL: Body = {
     "return_hidden_states": one_of([False], _OFF),
     "session_params": one_of([{}], _OFF),
 }
-"""Fields with a meaning that no engine of ours has, and the values with which that makes no difference."""
 
 # Sampling
 
-WORD: Schema = {"type": "string", "minLength": 1}
+NON_EMPTY_TEXT: Schema = {"type": "string", "minLength": 1}
 STOP: Schema = {
-    "anyOf": [WORD, {"type": "array", "items": WORD, "maxItems": MAX_STOPS}, {"type": "null"}],
+    "anyOf": [NON_EMPTY_TEXT, {"type": "array", "items": NON_EMPTY_TEXT, "maxItems": MAX_STOPS}, {"type": "null"}],
     "description": "Strings at which the text ends; none of them is part of it.",
 }
 _BIAS: Schema = {"anyOf": [{"type": "number", "minimum": -100, "maximum": 100}, {"const": False}]}
@@ -127,7 +127,7 @@ _LOGIT_BIAS: Schema = {
     "anyOf": [
         {
             "type": "object",
-            "propertyNames": {"minLength": 1, "maxLength": MAX_BIASED},
+            "propertyNames": {"minLength": 1, "maxLength": MAX_BIAS_LENGTH},
             "additionalProperties": _BIAS,
             "maxProperties": MAX_BIASES,
         },
@@ -136,7 +136,7 @@ _LOGIT_BIAS: Schema = {
             "items": {
                 "type": "array",
                 "prefixItems": [
-                    {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "maxLength": MAX_BIASED}]},
+                    {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "maxLength": MAX_BIAS_LENGTH}]},
                     _BIAS,
                 ],
                 "minItems": 2,
@@ -149,31 +149,31 @@ _LOGIT_BIAS: Schema = {
     "description": "Biases by token id; a text stands for each of its tokens; false bans a token.",
 }
 TUNING: Body = {
-    "temperature": number(0, 100, "0 takes the likeliest token."),
-    "top_k": integer(-1, LARGEST, "0 and -1 are off."),
+    "temperature": number(0, 100, "0 selects the most probable token."),
+    "top_k": integer(-1, MAX_INT32, "0 and -1 are off."),
     "top_p": number(0, 1),
     "min_p": number(0, 1),
     "repetition_penalty": number(0.01, 100),
     "repeat_penalty": number(0.01, 100, "The same as repetition_penalty."),
-    "repeat_last_n": integer(-1, LARGEST, "Tokens that repetition_penalty looks back at; -1 is all."),
+    "repeat_last_n": integer(-1, MAX_INT32, "Number of last tokens that repetition_penalty considers; -1 is all."),
     "presence_penalty": number(-2, 2),
     "frequency_penalty": number(-2, 2),
 }
 SAMPLING: Body = {
     **TUNING,
     "stop": STOP,
-    "seed": integer(-_LONG, _LONG - 1, "-1 asks for another one each time."),
+    "seed": integer(-_LONG, _LONG - 1, "-1 is a random seed for each request."),
     "logit_bias": _LOGIT_BIAS,
     "samplers": {
         "anyOf": [array({"type": "string"}), {"type": "string"}],
-        "description": "llama-server's: which of penalties, top_k, top_p, min_p and temperature, in this order or with"
-        " temperature before the other three.",
+        "description": "llama-server's samplers: any of penalties, top_k, top_p, min_p and temperature, in this order"
+        " or with temperature before the other three.",
     },
     "min_tokens": integer(0),
     "ignore_eos": flag(),
 }
 
-# What holds an answer
+# Structured output
 
 _SCHEMA: Schema = {
     "anyOf": [
@@ -183,20 +183,20 @@ _SCHEMA: Schema = {
     ],
     "description": "A JSON schema, or one as a string.",
 }
-_CHOICES: Schema = array(WORD, least=1, most=MAX_GUIDED_CHOICES)
-DESCRIBED: Body = {
+_CHOICES: Schema = array(NON_EMPTY_TEXT, least=1, most=MAX_GUIDED_CHOICES)
+NAMED_SCHEMA: Body = {
     "strict": flag(),
     "schema": _SCHEMA,
-    "name": PASSED,
-    "description": {"description": "Reported as ignored: no model is shown it."},
+    "name": NO_EFFECT,
+    "description": {"description": "Reported as ignored: not part of the prompt."},
 }
+# `schema`, `value` (TGI's name) and `json_schema` have the same meaning.
 RESPONSE_FORMAT: Body = {
     "type": required(choice(FORMATS)),
     "schema": _SCHEMA,
     "value": _SCHEMA,
-    "json_schema": record(DESCRIBED),
+    "json_schema": record(NAMED_SCHEMA),
 }
-"""`schema`, `value` (TGI's word for it) and `json_schema` mean the same, for the types that have one."""
 STRUCTURED: Body = {
     "json": _SCHEMA,
     "json_object": flag(),

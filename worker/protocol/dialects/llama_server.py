@@ -2,9 +2,29 @@
 
 from collections.abc import Mapping
 
-from worker.protocol.dialects.generation_fields import GRAMMAR, MAX_CHOICES, MAX_SHOWN, MAX_TEXTS, SAMPLING
-from worker.protocol.dialects.openai import ADAPTERS, MODEL, PIECES, PING, PROMPT_PROGRESS, TEXTS, ZERO_TOO
-from worker.protocol.dialects.vllm import COUNTED
+from worker.protocol.dialects.generation_fields import (
+    GRAMMAR,
+    MAX_CHOICES,
+    MAX_SHOWN,
+    MAX_TEXTS,
+    NON_EMPTY_TEXT,
+    SAMPLING,
+)
+from worker.protocol.dialects.openai import (
+    ADAPTERS,
+    CHAT,
+    CONVERSATION,
+    MAX_TOKENS_OR_ZERO,
+    MODEL,
+    PING_INTERVAL,
+    PROMPT_NAME,
+    PROMPT_PROGRESS,
+    TEXTS,
+    TOKENS_AND_TEXTS,
+    TRUNCATION,
+    skip_all_but,
+)
+from worker.protocol.dialects.vllm import TOKEN_COUNT
 from worker.protocol.schema import (
     ANY_OBJECT,
     COUNT,
@@ -36,20 +56,22 @@ COMPLETION: Body = {
     **SAMPLING,
     **GRAMMAR,
     "prompt": TEXTS,
-    "n_predict": ZERO_TOO,
-    "max_tokens": ZERO_TOO,
+    "n_predict": MAX_TOKENS_OR_ZERO,
+    "max_tokens": MAX_TOKENS_OR_ZERO,
     "n_probs": integer(0, None, "At most the model's max-logprobs."),
     "n": integer(1, MAX_CHOICES),
     "n_cmpl": integer(1, MAX_CHOICES, "The same as n."),
     "stream": flag(),
     "return_tokens": flag(),
-    "return_progress": flag("Chunks tell how far the prompt is."),
-    "timings_per_token": flag("Every chunk has timings."),
-    "sse_ping_interval": PING,
-    "post_sampling_probs": flag("With n_probs: how likely tokens were once all samplers had been at work."),
+    "return_progress": flag("Chunks contain the progress of the prompt."),
+    "timings_per_token": flag("Every chunk contains timings."),
+    "sse_ping_interval": PING_INTERVAL,
+    "post_sampling_probs": flag("With n_probs: probabilities after all samplers."),
     "n_indent": one_of([0]),
     "response_fields": array(
-        {"type": "string"}, most=MAX_SHOWN, about="Of the answer these fields alone; `a/b` is a field of a field."
+        {"type": "string"},
+        most=MAX_SHOWN,
+        about="Fields of the response to return; `a/b` is a nested field.",
     ),
     "return_tokens_only": one_of([False]),
     "lora": ADAPTERS,
@@ -57,30 +79,58 @@ COMPLETION: Body = {
 }
 INFILL: Body = {
     **COMPLETION,
-    "prompt": text("What the answer begins with already."),
-    "input_prefix": required(text("What stands before the gap.")),
-    "input_suffix": required(text("What follows it.")),
+    "prompt": text("Text with which the completion begins."),
+    "input_prefix": required(text("Text before the gap.")),
+    "input_suffix": required(text("Text after the gap.")),
     "input_extra": array(
         described({"text": required(text()), "filename": text()}),
         most=MAX_TEXTS,
-        about="Further files, to stand before.",
+        about="Further files, put before the prefix.",
     ),
 }
 TOKENIZE: Body = {
     "model": MODEL,
-    "content": {"anyOf": [{"type": "string"}, {**PIECES, "minItems": 0}]},
+    "content": {"anyOf": [{"type": "string"}, {**TOKENS_AND_TEXTS, "minItems": 0}]},
     "add_special": flag(),
     "parse_special": flag("true unless stated."),
     "with_pieces": flag(),
 }
 DETOKENIZE: Body = {"model": MODEL, "tokens": required(array({"type": "integer", "minimum": 0}))}
 
-NAMED: Body = {
-    "model": {"type": "string", "minLength": 1},
-    "extra_args": {"not": {}, "description": "Not supported: settings stand in the model's preset."},
+EMBEDDING: Body = {
+    "model": MODEL,
+    "input": {**TEXTS, "anyOf": [*TEXTS["anyOf"], {"type": "null"}]},
+    "content": {**TEXTS, "anyOf": [*TEXTS["anyOf"], {"type": "null"}]},
+    "embd_normalize": integer(-1, 1 << 20, "-1 none, 0 largest value, 1 taxicab, 2 Euclidean."),
+    "prompt_name": PROMPT_NAME,
+    **TRUNCATION,
 }
-FETCH: Body = {
-    **NAMED,
+RERANK: Body = {
+    "model": MODEL,
+    "query": NON_EMPTY_TEXT,
+    "documents": array(
+        {"anyOf": [{"type": "string"}, described({"text": required(text())})]},
+        least=1,
+        most=MAX_TEXTS,
+        about="Either these or `texts`.",
+    ),
+    "texts": array(
+        {"type": "string"}, least=1, most=MAX_TEXTS, about="As in text-embeddings-inference: the answer is a bare list."
+    ),
+    "top_n": integer(1),
+    "return_documents": flag(),
+    "return_text": flag("The same as `return_documents`."),
+    "raw_scores": one_of([False]),
+    **TRUNCATION,
+}
+TEMPLATE = skip_all_but(CHAT, CONVERSATION)
+
+MODEL_NAME: Body = {
+    "model": {"type": "string", "minLength": 1},
+    "extra_args": {"not": {}, "description": "Not supported: change the model's preset."},
+}
+DOWNLOAD: Body = {
+    **MODEL_NAME,
     "model": {"type": "string", "minLength": 1, "description": "org/name, or org/name:revision."},
 }
 
@@ -134,7 +184,7 @@ _SUCCESS = shape({"success": const(True)})
 _HEALTH = shape({"status": TEXT}, {"model": TEXT, "message": TEXT, "waiting_for": several(TEXT), "error": ANY_OBJECT})
 
 COMPONENTS: Mapping[str, Schema] = {
-    # whoever sends `response_fields` gets those alone
+    # all optional, because of `response_fields`
     "NativeCompletion": shape({}, {**_NATIVE_FRAME, **_NATIVE_END, **_NATIVE_MORE}),
     "NativeCompletionFrame": shape(
         {}, {**_NATIVE_FRAME, **_NATIVE_END, **_NATIVE_MORE, "prompt_progress": PROMPT_PROGRESS}
@@ -216,6 +266,14 @@ COMPONENTS: Mapping[str, Schema] = {
             "next_token": shape({"n_decoded": COUNT, "n_remain": WHOLE}),
         }
     ),
+    "Ranking": shape(
+        {
+            "object": const("list"),
+            "model": TEXT,
+            "results": several(shape({"index": COUNT, "relevance_score": NUMBER}, {"document": shape({"text": TEXT})})),
+            "usage": ref("PromptUsage"),
+        }
+    ),
 }
 
 COMPLETION_RESPONSE = ResponseSchema(
@@ -223,6 +281,9 @@ COMPLETION_RESPONSE = ResponseSchema(
 )
 INFILL_RESPONSE = ResponseSchema(
     body={"anyOf": [ref("NativeCompletion"), several(ref("NativeCompletion"))]}, frame=ref("NativeCompletionFrame")
+)
+RERANK_RESPONSE = ResponseSchema(
+    body={"anyOf": [ref("Ranking"), several(shape({"index": COUNT, "score": NUMBER}, {"text": TEXT}))]}
 )
 EMBEDDING_RESPONSE = ResponseSchema(body=several(shape({"index": COUNT, "embedding": several(several(NUMBER))})))
 MODELS_RESPONSE = ResponseSchema(
@@ -233,7 +294,7 @@ MODELS_RESPONSE = ResponseSchema(
 )
 MODEL_RESPONSE = ResponseSchema(body=ref("Model"))
 MODELS_SSE_RESPONSE = ResponseSchema(frame=shape({"model": TEXT, "event": TEXT, "data": ANY_OBJECT}))
-FETCH_RESPONSE = ResponseSchema(body=_SUCCESS)
+DOWNLOAD_RESPONSE = ResponseSchema(body=_SUCCESS)
 DELETE_RESPONSE = ResponseSchema(body=_SUCCESS)
 LOAD_RESPONSE = ResponseSchema(
     body=shape(
@@ -286,7 +347,7 @@ PROPS_RESPONSE = ResponseSchema(
         ]
     }
 )
-TOKENIZE_RESPONSE = ResponseSchema(body={"anyOf": [_TOKENS, COUNTED]})
+TOKENIZE_RESPONSE = ResponseSchema(body={"anyOf": [_TOKENS, TOKEN_COUNT]})
 DETOKENIZE_RESPONSE = ResponseSchema(body=shape({"content": TEXT, "prompt": TEXT}))
 APPLY_TEMPLATE_RESPONSE = ResponseSchema(body=shape({"prompt": TEXT}))
 SLOTS_RESPONSE = ResponseSchema(body=several(ref("Slot")))

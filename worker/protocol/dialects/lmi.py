@@ -24,11 +24,9 @@ from worker.protocol.schema import (
     shape,
 )
 
-OPENAIS = frozenset({"messages", "prompt"})
-"""What a body of OpenAI's has at least one of, and one of LMI's has not: at LMI's paths it is answered as OpenAI's are,
-and so is its stream."""
+# A body with one of these fields is in OpenAI's format, also at LMI's paths. The response then has that format too.
+OPENAI_FIELDS = frozenset({"messages", "prompt"})
 
-# LMI and EricLLM
 
 PARAMETERS: Body = {
     **{
@@ -56,8 +54,8 @@ INVOCATIONS: Body = {
     "adapters": ADAPTERS,
 }
 
-_LMI_TOKEN = shape({"id": WHOLE, "text": TEXT, "log_prob": maybe(NUMBER)})
-_LMI_TEXT = shape(
+_TOKEN = shape({"id": WHOLE, "text": TEXT, "log_prob": maybe(NUMBER)})
+_GENERATED_TEXT = shape(
     {"generated_text": TEXT},
     {
         "details": shape(
@@ -65,14 +63,14 @@ _LMI_TEXT = shape(
                 "finish_reason": enum("length", "eos_token", "stop_sequence"),
                 "generated_tokens": COUNT,
                 "inputs": TEXT,
-                "tokens": several(_LMI_TOKEN),
+                "tokens": several(_TOKEN),
             }
         )
     },
 )
 _STATUS = shape({"status": TEXT})
 _ADAPTER = shape({"name": TEXT, "src": TEXT, "pin": FLAG})
-_LMI_STATES = ("READY", "PENDING", "FAILED")
+_STATES = ("READY", "PENDING", "FAILED")
 _WORKFLOW = shape(
     {
         "workflowName": TEXT,
@@ -112,16 +110,16 @@ PING_RESPONSE = ResponseSchema(
 INVOCATIONS_RESPONSE = ResponseSchema(
     body=_INVOCATION, frame=ref("LmiLine"), events={"anyOf": [ref("ChatCompletionChunk"), ref("Completion")]}
 )
-LMI_LIST_RESPONSE = ResponseSchema(
+LIST_RESPONSE = ResponseSchema(
     body=shape(
-        {"models": several(shape({"modelName": TEXT, "modelUrl": TEXT, "status": enum(*_LMI_STATES)}))},
+        {"models": several(shape({"modelName": TEXT, "modelUrl": TEXT, "status": enum(*_STATES)}))},
         {"nextPageToken": TEXT},
     )
 )
-LMI_REGISTER_RESPONSE = ResponseSchema(body=_STATUS, further={202: _STATUS})
-LMI_DESCRIBE_RESPONSE = ResponseSchema(body=several(_WORKFLOW))
-LMI_SCALE_RESPONSE = ResponseSchema(body=_STATUS, further={202: _STATUS})
-LMI_UNREGISTER_RESPONSE = ResponseSchema(body=_STATUS)
+REGISTER_RESPONSE = ResponseSchema(body=_STATUS, further={202: _STATUS})
+DESCRIBE_RESPONSE = ResponseSchema(body=several(_WORKFLOW))
+SCALE_RESPONSE = ResponseSchema(body=_STATUS, further={202: _STATUS})
+UNREGISTER_RESPONSE = ResponseSchema(body=_STATUS)
 ADAPTER_REGISTER_RESPONSE = ResponseSchema(body=_STATUS)
 ADAPTER_UPDATE_RESPONSE = ResponseSchema(body=_STATUS)
 ADAPTER_UNREGISTER_RESPONSE = ResponseSchema(body=_STATUS)
@@ -129,6 +127,6 @@ ADAPTER_LIST_RESPONSE = ResponseSchema(body=shape({"adapters": several(_ADAPTER)
 ADAPTER_DESCRIBE_RESPONSE = ResponseSchema(body=several(_ADAPTER))
 
 COMPONENTS: Mapping[str, Schema] = {
-    "LmiText": _LMI_TEXT,
-    "LmiLine": shape({"token": _LMI_TOKEN}, _LMI_TEXT["properties"]),
+    "LmiText": _GENERATED_TEXT,
+    "LmiLine": shape({"token": _TOKEN}, _GENERATED_TEXT["properties"]),
 }

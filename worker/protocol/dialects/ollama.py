@@ -3,7 +3,17 @@
 from collections.abc import Mapping
 
 from worker.protocol.dialects.generation_fields import NEUTRAL, ROLES, SAMPLING, STOP, TUNING
-from worker.protocol.dialects.openai import BASE64, CALL, CONTENT, IMAGES, MODEL, PING, SEEING, TEXTS, TOOLS
+from worker.protocol.dialects.openai import (
+    BASE64,
+    CONTENT,
+    IMAGES,
+    MODEL,
+    PING_INTERVAL,
+    TEXTS,
+    TOOL_CALL,
+    TOOLS,
+    VISION_ONLY,
+)
 from worker.protocol.schema import (
     ANY_OBJECT,
     COUNT,
@@ -32,13 +42,13 @@ from worker.protocol.schema import (
 _DURATION = r"^-?([0-9]+(\.[0-9]+)?|([0-9]+(\.[0-9]+)?(ns|us|µs|ms|s|m|h))+)$"
 KEEP_ALIVE: Schema = {
     "anyOf": [{"type": ["number", "null"]}, {"type": "string", "pattern": _DURATION}],
-    "description": "Seconds that the model stays when idle, or a duration such as 5m; below 0 is for ever.",
+    "description": "Idle seconds before the model is unloaded, or a duration such as 5m; below 0 is never.",
 }
-OF_LOADS = (
+# Options for loading a model, which belong to the preset here, and options without effect.
+LOAD_OPTIONS = (
     "numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
     "use_mlock", "embedding_only", "num_thread", "num_keep", "penalize_newline",
 )  # fmt: skip
-"""Options of how a model is loaded, which presets state here, and some that do nothing."""
 OPTIONS: Body = {
     **{name: schema for name, schema in TUNING.items() if name != "repetition_penalty"},
     "seed": SAMPLING["seed"],
@@ -47,24 +57,24 @@ OPTIONS: Body = {
     "tfs_z": NEUTRAL["tfs_z"],
     "num_predict": integer(-2, None, "New tokens at most; 0, -1 and -2 are all that fit."),
     "num_ctx": integer(1, None, "Tokens of prompt and answer together, at most; never above the model's context."),
-    **{name: {"description": "Presets state this; it is reported as ignored."} for name in OF_LOADS},
+    **{name: {"description": "Reported as ignored: set in the preset."} for name in LOAD_OPTIONS},
 }
-_NAMES: Body = {"model": MODEL, "name": text("What older clients call the model.")}
-OLLAMA: Body = {
+_NAMES: Body = {"model": MODEL, "name": text("Name of the model in older clients.")}
+GENERATION: Body = {
     **_NAMES,
     "options": record(OPTIONS),
     "stream": flag("true unless stated."),
-    "sse_ping_interval": PING,
+    "sse_ping_interval": PING_INTERVAL,
     "format": {"anyOf": [{"enum": [None, "", "json"]}, {"type": "object"}], "description": "json, or a JSON schema."},
     "think": {"anyOf": [{"type": ["boolean", "null"]}, {"enum": ["low", "medium", "high", "max"]}]},
-    "truncate": flag("Reported as ignored: what is too long is refused."),
-    "shift": flag("Reported as ignored: an answer ends with the context."),
+    "truncate": flag("Reported as ignored: a prompt that is too long is rejected."),
+    "shift": flag("Reported as ignored: the text ends with the context."),
     "keep_alive": KEEP_ALIVE,
     "_debug_render_only": one_of([False], "Not supported: POST /apply-template shows a chat's prompt."),
     "logprobs": flag(),
     "top_logprobs": {"description": "Alternatives for each token; read where logprobs is true."},
 }
-_OLLAMA_MESSAGE: Schema = {
+_CHAT_MESSAGE: Schema = {
     "anyOf": [
         {
             **described(
@@ -83,7 +93,7 @@ _OLLAMA_MESSAGE: Schema = {
             **described(
                 {
                     "role": {"const": "assistant"},
-                    "tool_calls": required(array(CALL, least=1)),
+                    "tool_calls": required(array(TOOL_CALL, least=1)),
                     "content": {"anyOf": [CONTENT, {"type": "null"}]},
                     "images": IMAGES,
                 }
@@ -92,20 +102,20 @@ _OLLAMA_MESSAGE: Schema = {
         },
     ]
 }
-OLLAMA_CHAT: Body = {**OLLAMA, "messages": array(_OLLAMA_MESSAGE), "tools": TOOLS}
-OLLAMA_GENERATE: Body = {
-    **OLLAMA,
+CHAT: Body = {**GENERATION, "messages": array(_CHAT_MESSAGE), "tools": TOOLS}
+GENERATE: Body = {
+    **GENERATION,
     "prompt": text("None: the model is loaded, or with keep_alive 0 unloaded."),
     "system": text(),
     "raw": flag(),
-    "images": array(BASE64, about=f"{SEEING} They stand before the prompt."),
+    "images": array(BASE64, about=f"{VISION_ONLY} They stand before the prompt."),
     "context": array(
-        {"type": "integer", "minimum": 0}, about="What an answer told as its context: the prompt goes on from there."
+        {"type": "integer", "minimum": 0}, about="The `context` of an earlier response, which the prompt continues."
     ),
     "template": one_of([""]),
     "suffix": text("What follows the gap, for models that can fill one in; the prompt is what goes before it."),
 }
-OLLAMA_EMBED: Body = {
+EMBED: Body = {
     **_NAMES,
     "keep_alive": KEEP_ALIVE,
     "options": record(OPTIONS),
@@ -113,20 +123,20 @@ OLLAMA_EMBED: Body = {
     "truncate": flag("true unless stated."),
     "dimensions": integer(0, None, "0 is all."),
 }
-OLLAMA_EMBEDDINGS: Body = {
+EMBEDDINGS: Body = {
     **_NAMES,
     "keep_alive": KEEP_ALIVE,
     "options": record(OPTIONS),
     "prompt": text(),
 }
-OLLAMA_SHOW: Body = {
+SHOW: Body = {
     "model": text(),
     "name": text(),
 }
-OLLAMA_PULL: Body = {
-    **OLLAMA_SHOW,
+PULL: Body = {
+    **SHOW,
     "stream": {"type": "boolean", "description": "true unless stated."},
-    "insecure": {"description": "Makes no difference: the hub is always asked as the router is set up to."},
+    "insecure": {"description": "No effect: the router's configuration decides how the hub is reached."},
 }
 
 _SAID: dict[str, Schema] = {
@@ -172,17 +182,17 @@ COMPONENTS: Mapping[str, Schema] = {
     "OllamaModel": shape(_MODEL),
 }
 
-OLLAMA_CHAT_RESPONSE = ResponseSchema(body=ref("OllamaChat"), frame=ref("OllamaChat"))
-OLLAMA_GENERATE_RESPONSE = ResponseSchema(body=ref("OllamaText"), frame=ref("OllamaText"))
-OLLAMA_EMBED_RESPONSE = ResponseSchema(
+CHAT_RESPONSE = ResponseSchema(body=ref("OllamaChat"), frame=ref("OllamaChat"))
+GENERATE_RESPONSE = ResponseSchema(body=ref("OllamaText"), frame=ref("OllamaText"))
+EMBED_RESPONSE = ResponseSchema(
     body=shape(
         {"model": TEXT, "embeddings": several(several(NUMBER))},
         {"total_duration": COUNT, "load_duration": COUNT, "prompt_eval_count": COUNT},
     )
 )
-OLLAMA_EMBEDDINGS_RESPONSE = ResponseSchema(body=shape({"embedding": several(NUMBER)}))
-OLLAMA_TAGS_RESPONSE = ResponseSchema(body=shape({"models": several(ref("OllamaModel"))}))
-OLLAMA_PS_RESPONSE = ResponseSchema(
+EMBEDDINGS_RESPONSE = ResponseSchema(body=shape({"embedding": several(NUMBER)}))
+TAGS_RESPONSE = ResponseSchema(body=shape({"models": several(ref("OllamaModel"))}))
+PS_RESPONSE = ResponseSchema(
     body=shape(
         {
             "models": several(
@@ -198,8 +208,8 @@ OLLAMA_PS_RESPONSE = ResponseSchema(
         }
     )
 )
-OLLAMA_VERSION_RESPONSE = ResponseSchema(body=shape({"version": TEXT}))
-OLLAMA_SHOW_RESPONSE = ResponseSchema(
+VERSION_RESPONSE = ResponseSchema(body=shape({"version": TEXT}))
+SHOW_RESPONSE = ResponseSchema(
     body=shape(
         {
             "modified_at": TEXT,
@@ -210,5 +220,5 @@ OLLAMA_SHOW_RESPONSE = ResponseSchema(
         }
     )
 )
-OLLAMA_PULL_RESPONSE = ResponseSchema(body=_PULLED, frame=_PULLED)
-OLLAMA_DELETE_RESPONSE = ResponseSchema(media="text/plain")
+PULL_RESPONSE = ResponseSchema(body=_PULLED, frame=_PULLED)
+DELETE_RESPONSE = ResponseSchema(media="text/plain")

@@ -8,11 +8,10 @@ from worker.protocol.dialects.generation_fields import (
     MAX_CHOICES,
     MAX_TEXTS,
     MAX_TOOLS,
-    PASSED,
+    NO_EFFECT,
     ROLES,
     SAMPLING,
     VERBOSITIES,
-    WORD,
 )
 from worker.protocol.schema import (
     ANYTHING,
@@ -43,19 +42,19 @@ from worker.protocol.schema import (
 
 STREAM_OPTIONS: Body = {
     "include_usage": flag(),
-    "continuous_usage_stats": flag("With include_usage: every chunk has the usage so far."),
+    "continuous_usage_stats": flag("With include_usage: every chunk contains the usage so far."),
     "include_obfuscation": flag("Reported as ignored if true: nothing is added to chunks."),
 }
-PING: Schema = {
+PING_INTERVAL: Schema = {
     "anyOf": [{"type": "number", "minimum": 0.01, "maximum": 86400}, {"const": -1}, {"type": "null"}],
     "description": "Seconds of silence in a stream before a comment; -1 is never.",
 }
-MODEL: Schema = text("Id or alias; needed where several models are configured and none is the default.")
+MODEL: Schema = text("Id or alias; required if several models are configured and none is the default.")
 MAX_TOKENS: Schema = {
     "anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}, {"type": "null"}],
     "description": "New tokens at most; -1 is all that fits.",
 }
-ZERO_TOO: Schema = integer(-1, None, "New tokens at most; -1 is all that fits.")
+MAX_TOKENS_OR_ZERO: Schema = integer(-1, None, "New tokens at most; -1 is all that fits.")
 _SCALE: Schema = {"type": "number", "minimum": -1e6, "maximum": 1e6}
 ADAPTERS: Schema = {
     "anyOf": [
@@ -74,25 +73,25 @@ ADAPTERS: Schema = {
     "description": "A LoRA adapter by name, one for each of several prompts, or one with its scale, by name or by its"
     " place in GET /lora-adapters. Empty is none.",
 }
-PIECES: Schema = {
+TOKENS_AND_TEXTS: Schema = {
     "type": "array",
     "items": {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]},
     "minItems": 1,
 }
 _PART: Schema = described({"type": {"const": "text"}, "text": required(text())})
-OBJECTS: tuple[Schema, ...] = (
+# Objects that llama-server accepts in place of a text.
+TEXT_OBJECTS: tuple[Schema, ...] = (
     described({"prompt_string": required(text()), "multimodal_data": one_of([[]], "Not supported: send a chat.")}),
     described({"content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]}}),
 )
-"""What llama-server takes for a text."""
 TEXTS: Schema = {
     "anyOf": [
         {"type": "string"},
-        PIECES,
-        *OBJECTS,
+        TOKENS_AND_TEXTS,
+        *TEXT_OBJECTS,
         {
             "type": "array",
-            "items": {"anyOf": [{"type": "string"}, PIECES, *OBJECTS]},
+            "items": {"anyOf": [{"type": "string"}, TOKENS_AND_TEXTS, *TEXT_OBJECTS]},
             "minItems": 1,
             "maxItems": MAX_TEXTS,
         },
@@ -101,12 +100,12 @@ TEXTS: Schema = {
     " objects of a prompt_string or of content.",
 }
 MAX_ENDS = 128
-TELLING: Body = {
+# vLLM's fields for details about tokens in the response.
+TOKEN_DETAILS: Body = {
     "prompt_logprobs": integer(0, None, "At most the model's max-logprobs; not in streams."),
-    "return_token_ids": flag("Prompt and answer come as token ids, too."),
+    "return_token_ids": flag("Prompt and completion are also returned as token ids."),
     "return_tokens_as_token_ids": flag("Logprobs name tokens as token_id:N."),
 }
-"""What vLLM's clients ask an answer to tell of its tokens."""
 COMMON: Body = {
     "model": MODEL,
     **SAMPLING,
@@ -117,19 +116,19 @@ COMMON: Body = {
     "n": integer(1, MAX_CHOICES),
     "stream": flag(),
     "stream_options": record(STREAM_OPTIONS, "Only with stream: true."),
-    **TELLING,
-    "stop_token_ids": array({"type": "integer", "minimum": 0}, most=MAX_ENDS, about="Tokens at which the text ends."),
-    "include_stop_str_in_output": flag("What ends the text is part of it."),
+    **TOKEN_DETAILS,
+    "stop_token_ids": array({"type": "integer", "minimum": 0}, most=MAX_ENDS, about="Token ids that end the text."),
+    "include_stop_str_in_output": flag("The stop string is part of the text."),
     "skip_special_tokens": flag("true unless stated."),
     "truncate_prompt_tokens": {
         "anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}, {"type": "null"}],
-        "description": "Of a longer prompt so many tokens, the last unless truncation_side says; -1 is all that fit.",
+        "description": "Truncate a longer prompt to this many tokens, the last ones by default; -1 is all that fit.",
     },
     "truncation_side": choice(("left", "right"), "Where truncate_prompt_tokens cuts; left unless stated."),
-    "cache_salt": text("What is cached of a prompt serves only requests with the same salt."),
-    "return_progress": flag("Chunks tell how far the prompt is."),
-    "timings_per_token": flag("Every chunk has timings."),
-    "sse_ping_interval": PING,
+    "cache_salt": text("The prefix cache is shared only with requests of the same salt."),
+    "return_progress": flag("Chunks contain the progress of the prompt."),
+    "timings_per_token": flag("Every chunk contains timings."),
+    "sse_ping_interval": PING_INTERVAL,
 }
 ALLOWED_MODES = ("auto", "required")
 _FUNCTION: Schema = described(
@@ -175,18 +174,18 @@ TOOL_CHOICE: Schema = {
         ),
     ]
 }
-CACHED: Body = {"cache_control": PASSED, "prompt_cache_breakpoint": PASSED}
-"""What clients say of the parts of a prompt that are to be cached: what prompts share is found without being told."""
-PARTS: tuple[Schema, ...] = (
-    {**described({"type": {"const": "text"}, "text": required(text()), **CACHED}), "required": ["type", "text"]},
+# Cache markers of clients. No effect: common prompt prefixes are cached automatically.
+CACHE_HINTS: Body = {"cache_control": NO_EFFECT, "prompt_cache_breakpoint": NO_EFFECT}
+# Parts of the content of a message.
+CONTENT_PARTS: tuple[Schema, ...] = (
+    {**described({"type": {"const": "text"}, "text": required(text()), **CACHE_HINTS}), "required": ["type", "text"]},
     {
-        **described({"type": {"const": "refusal"}, "refusal": required(text()), **CACHED}),
+        **described({"type": {"const": "refusal"}, "refusal": required(text()), **CACHE_HINTS}),
         "required": ["type", "refusal"],
     },
 )
-"""What the content of a message may be made of."""
 DETAILS = ("auto", "low", "high", "original")
-SEEING = "For models whose input_modalities name image."
+VISION_ONLY = "For models whose input_modalities contain image."
 DATA_URL: Schema = {
     "type": "string",
     "pattern": "^data:image/",
@@ -198,22 +197,22 @@ _IMAGE_PART: Schema = {
         {
             "type": {"const": "image_url"},
             "image_url": described({"url": DATA_URL, "detail": choice(DETAILS, "Reported as ignored.")}),
-            **CACHED,
+            **CACHE_HINTS,
         }
     ),
     "required": ["type", "image_url"],
-    "description": f"{SEEING} In messages of the user.",
+    "description": f"{VISION_ONLY} In messages of the user.",
 }
 IMAGES: Schema = {
     "anyOf": [{"type": "array", "items": BASE64}, {"enum": [None, "", 0, False, {}]}],
-    "description": f"{SEEING} They stand before the text.",
+    "description": f"{VISION_ONLY} They stand before the text.",
 }
-CONTENT: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": [*PARTS, _IMAGE_PART]}}]}
-CALL: Schema = described(
+CONTENT: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": [*CONTENT_PARTS, _IMAGE_PART]}}]}
+TOOL_CALL: Schema = described(
     {
         "id": ANYTHING,
         "type": ANYTHING,
-        "index": PASSED,
+        "index": NO_EFFECT,
         "function": described(
             {
                 "name": required(text()),
@@ -234,10 +233,10 @@ _MESSAGE: Body = {
 _OF_ASSISTANT: Body = {
     **_MESSAGE,
     "role": {"const": "assistant"},
-    "refusal": text("Its content, where it has no other."),
+    "refusal": text("Used as content if there is no other."),
     "reasoning": text("The same as reasoning_content."),
-    "annotations": PASSED,
-    "tool_calls": array(CALL),
+    "annotations": NO_EFFECT,
+    "tool_calls": array(TOOL_CALL),
 }
 MESSAGE: Schema = {
     "anyOf": [
@@ -247,7 +246,7 @@ MESSAGE: Schema = {
             "required": ["role", "reasoning_content"],
         },
         {
-            **described({**_OF_ASSISTANT, "tool_calls": required(array(CALL, least=1))}),
+            **described({**_OF_ASSISTANT, "tool_calls": required(array(TOOL_CALL, least=1))}),
             "required": ["role", "tool_calls"],
         },
         *(
@@ -257,48 +256,47 @@ MESSAGE: Schema = {
     ],
 }
 MESSAGES: Schema = required(array(MESSAGE, least=1))
+# Fields that determine the prompt of a chat.
 CONVERSATION: Body = {
     "messages": MESSAGES,
     "tools": TOOLS,
-    "documents": array({"type": "object"}, about="For chat templates that have a place for them."),
+    "documents": array({"type": "object"}, about="For chat templates that use documents."),
     "chat_template_kwargs": or_null({"type": "object", "description": "Variables of the chat template."}),
-    "reasoning_effort": choice(EFFORTS, "none: the model does not think, where its template has a switch."),
+    "reasoning_effort": choice(EFFORTS, "none: reasoning is off, if the chat template has a switch."),
     "verbosity": choice(VERBOSITIES),
     "add_generation_prompt": flag(),
     "continue_final_message": flag(),
 }
-"""What makes the prompt of a chat."""
-TOOLING: Body = {"tool_choice": TOOL_CHOICE, "parallel_tool_calls": flag()}
+TOOL_USE: Body = {"tool_choice": TOOL_CHOICE, "parallel_tool_calls": flag()}
 CHAT: Body = {
     **COMMON,
     **CONVERSATION,
-    **TOOLING,
+    **TOOL_USE,
     "logprobs": flag(),
     "top_logprobs": integer(0, None, "At most the model's max-logprobs."),
     "reasoning_format": choice(("none", "auto", "deepseek")),
-    "include_reasoning": flag("false: what the model thinks is left out."),
-    "add_special_tokens": one_of([False], "Not supported: the chat template writes them."),
+    "include_reasoning": flag("false: the reasoning is omitted."),
+    "add_special_tokens": one_of([False], "Not supported: the chat template adds them."),
     "adapters": ADAPTERS,
     "lora": ADAPTERS,
 }
 
 
-def unread(body: Body, *read: Body) -> Body:
-    """`body` for a call that reads only the fields of `read` of it: whatever else it has is passed over."""
-    looked_at = {name for each in read for name in each}
-    return {name: schema if name in looked_at else ANYTHING for name, schema in body.items()}
+def skip_all_but(body: Body, *read: Body) -> Body:
+    """Return `body` for a route that reads only the fields in `read`; all others accept any value."""
+    names = {name for fields in read for name in fields}
+    return {name: schema if name in names else ANYTHING for name, schema in body.items()}
 
 
-CHAT_TOKENS = unread(CHAT, CONVERSATION, TOOLING)
-TEMPLATE = unread(CHAT, CONVERSATION)
-TEXT_PROMPT: Body = {**COMMON, "prompt": TEXTS, "logprobs": integer(0, None, "At most the model's max-logprobs.")}
-"""A text completion as other dialects ask for one."""
+CHAT_TOKENS = skip_all_but(CHAT, CONVERSATION, TOOL_USE)
+# Fields of a text completion that other dialects share.
+TEXT_COMPLETION: Body = {**COMMON, "prompt": TEXTS, "logprobs": integer(0, None, "At most the model's max-logprobs.")}
 COMPLETIONS: Body = {
-    **TEXT_PROMPT,
-    "max_tokens": ZERO_TOO,
-    "max_completion_tokens": ZERO_TOO,
-    "n_predict": ZERO_TOO,
-    "add_special_tokens": flag("Whether the prompt gets what the tokenizer puts around texts; true unless stated."),
+    **TEXT_COMPLETION,
+    "max_tokens": MAX_TOKENS_OR_ZERO,
+    "max_completion_tokens": MAX_TOKENS_OR_ZERO,
+    "n_predict": MAX_TOKENS_OR_ZERO,
+    "add_special_tokens": flag("Add the tokenizer's special tokens to the prompt; true unless stated."),
     "suffix": text("What follows the gap, for models that can fill one in."),
     "echo": flag(),
     "best_of": integer(1, MAX_CHOICES),
@@ -307,53 +305,27 @@ COMPLETIONS: Body = {
 }
 _TRUNCATE: Schema = {
     "anyOf": [{"type": ["boolean", "null"]}, {"type": "string", "pattern": "^([Nn][Oo][Nn][Ee]|[Ee][Nn][Dd])$"}],
-    "description": "Cut what is too long instead of refusing it.",
+    "description": "Truncate texts that are too long instead of rejecting them.",
 }
 _CUT: Schema = one_of([-1], "The same as `truncate`; other numbers are not supported.")
-_CUT_SIDE: Schema = one_of(["right"], "Where `truncate_prompt_tokens` cuts: at the end, nowhere else.")
-CUTS: Body = {"truncate": _TRUNCATE, "truncate_prompt_tokens": _CUT, "truncation_side": _CUT_SIDE}
-"""What becomes of texts that are too long."""
-_PROMPT_NAME: Schema = text("One of the model's own instructions, to put before each text.")
+_CUT_SIDE: Schema = one_of(["right"], "Where `truncate_prompt_tokens` cuts: only the end is supported.")
+# Truncation of texts that are too long.
+TRUNCATION: Body = {"truncate": _TRUNCATE, "truncate_prompt_tokens": _CUT, "truncation_side": _CUT_SIDE}
+PROMPT_NAME: Schema = text("Name of one of the model's instructions, which is put before each text.")
 EMBEDDINGS: Body = {
     "model": MODEL,
     "input": TEXTS,
     "encoding_format": choice(("float", "base64")),
     "dimensions": integer(1),
-    "prompt_name": _PROMPT_NAME,
-    **CUTS,
-}
-EMBEDDING: Body = {
-    "model": MODEL,
-    "input": {**TEXTS, "anyOf": [*TEXTS["anyOf"], {"type": "null"}]},
-    "content": {**TEXTS, "anyOf": [*TEXTS["anyOf"], {"type": "null"}]},
-    "embd_normalize": integer(-1, 1 << 20, "-1 none, 0 largest value, 1 taxicab, 2 Euclidean."),
-    "prompt_name": _PROMPT_NAME,
-    **CUTS,
-}
-RERANK: Body = {
-    "model": MODEL,
-    "query": WORD,
-    "documents": array(
-        {"anyOf": [{"type": "string"}, described({"text": required(text())})]},
-        least=1,
-        most=MAX_TEXTS,
-        about="Either these or `texts`.",
-    ),
-    "texts": array(
-        {"type": "string"}, least=1, most=MAX_TEXTS, about="As in text-embeddings-inference: the answer is a bare list."
-    ),
-    "top_n": integer(1),
-    "return_documents": flag(),
-    "return_text": flag("The same as `return_documents`."),
-    "raw_scores": one_of([False]),
-    **CUTS,
+    "prompt_name": PROMPT_NAME,
+    **TRUNCATION,
 }
 
 _TOP = shape({"token": TEXT, "logprob": maybe(NUMBER), "bytes": several(COUNT)})
-TOKENS = several(
+TOKEN_LOGPROBS = several(
     shape({"token": TEXT, "logprob": maybe(NUMBER), "bytes": several(COUNT), "top_logprobs": several(_TOP)})
 )
-_LOGPROBS = maybe(shape({"content": TOKENS}))
+_LOGPROBS = maybe(shape({"content": TOKEN_LOGPROBS}))
 _LEGACY_LOGPROBS = maybe(
     shape(
         {
@@ -495,20 +467,9 @@ COMPONENTS: Mapping[str, Schema] = {
             "usage": ref("PromptUsage"),
         }
     ),
-    "Ranking": shape(
-        {
-            "object": const("list"),
-            "model": TEXT,
-            "results": several(shape({"index": COUNT, "relevance_score": NUMBER}, {"document": shape({"text": TEXT})})),
-            "usage": ref("PromptUsage"),
-        }
-    ),
 }
 
 CHAT_RESPONSE = ResponseSchema(body=ref("ChatCompletion"), frame=ref("ChatCompletionChunk"))
 COMPLETIONS_RESPONSE = ResponseSchema(body=ref("Completion"), frame=ref("Completion"))
 EMBEDDINGS_RESPONSE = ResponseSchema(body=ref("Embeddings"))
-RERANK_RESPONSE = ResponseSchema(
-    body={"anyOf": [ref("Ranking"), several(shape({"index": COUNT, "score": NUMBER}, {"text": TEXT}))]}
-)
 CHAT_INPUT_TOKENS_RESPONSE = ResponseSchema(body=ref("InputTokens"))

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 
 from worker.protocol.dialects.generation_fields import (
-    DESCRIBED,
     EFFORTS,
     FREE_FORMATS,
     GRAMMAR,
     MAX_TOOLS,
-    PASSED,
+    NAMED_SCHEMA,
+    NO_EFFECT,
     ROLES,
     SAMPLING,
     TUNING,
@@ -17,18 +17,18 @@ from worker.protocol.dialects.generation_fields import (
 from worker.protocol.dialects.openai import (
     ADAPTERS,
     ALLOWED_MODES,
-    CACHED,
+    CACHE_HINTS,
     COMMON,
+    CONTENT_PARTS,
     CONVERSATION,
     DATA_URL,
     DETAILS,
     MODEL,
-    PARTS,
-    PING,
+    PING_INTERVAL,
     PROMPT_PROGRESS,
-    SEEING,
-    TOKENS,
-    unread,
+    TOKEN_LOGPROBS,
+    VISION_ONLY,
+    skip_all_but,
 )
 from worker.protocol.dialects.openai import STREAM_OPTIONS as OF_CHATS
 from worker.protocol.schema import (
@@ -86,25 +86,25 @@ _RESPONSE_TEXT: Schema = {
                             {
                                 "type": {"enum": list(_TEXT_KINDS)},
                                 "text": required(text()),
-                                "annotations": PASSED,
-                                "logprobs": PASSED,
-                                **CACHED,
+                                "annotations": NO_EFFECT,
+                                "logprobs": NO_EFFECT,
+                                **CACHE_HINTS,
                             }
                         ),
                         "required": ["type", "text"],
                     },
-                    PARTS[1],
+                    CONTENT_PARTS[1],
                     {
                         **described(
                             {
                                 "type": {"const": "input_image"},
                                 "image_url": DATA_URL,
                                 "detail": choice(DETAILS, "Reported as ignored."),
-                                **CACHED,
+                                **CACHE_HINTS,
                             }
                         ),
                         "required": ["type", "image_url"],
-                        "description": f"{SEEING} In messages of the user and results of functions.",
+                        "description": f"{VISION_ONLY} In messages of the user and results of functions.",
                     },
                 ]
             },
@@ -112,8 +112,8 @@ _RESPONSE_TEXT: Schema = {
     ]
 }
 _THOUGHTS: Schema = {"anyOf": [*_RESPONSE_TEXT["anyOf"], ANYTHING]}
-_OF_ITEMS: Body = {"id": PASSED, "status": PASSED, "phase": PASSED}
-"""What an answer's items have that makes no difference when they come back."""
+# Members of output items that have no effect when clients send them back as input.
+_OF_ITEMS: Body = {"id": NO_EFFECT, "status": NO_EFFECT, "phase": NO_EFFECT}
 _ITEM: Schema = {
     "anyOf": [
         {
@@ -166,24 +166,24 @@ _ITEM: Schema = {
 STREAM_OPTIONS: Body = {"include_obfuscation": OF_CHATS["include_obfuscation"]}
 REASONING: Body = {"effort": choice(EFFORTS), "summary": ANYTHING, "generate_summary": ANYTHING}
 _FORMAT: Schema = {
-    "anyOf": [*FREE_FORMATS, {**described({"type": {"const": "json_schema"}, **DESCRIBED}), "required": ["type"]}]
+    "anyOf": [*FREE_FORMATS, {**described({"type": {"const": "json_schema"}, **NAMED_SCHEMA}), "required": ["type"]}]
 }
-RESPONSE_TEXT: Body = {"verbosity": choice(VERBOSITIES), "format": or_null(_FORMAT)}
-FURTHER: Body = {
+TEXT_OPTIONS: Body = {"verbosity": choice(VERBOSITIES), "format": or_null(_FORMAT)}
+# Fields of chats that are accepted in addition to OpenAI's fields of a response.
+CHAT_FIELDS: Body = {
     **{name: schema for name, schema in SAMPLING.items() if name not in ("temperature", "top_p")},
     **GRAMMAR,
     "chat_template_kwargs": CONVERSATION["chat_template_kwargs"],
     "cache_salt": COMMON["cache_salt"],
-    "return_progress": flag("In streams: response.in_progress comes again and tells how far the prompt is."),
-    "timings_per_token": flag("In streams: every delta has timings, and the last event."),
+    "return_progress": flag("In streams: response.in_progress is repeated with the progress of the prompt."),
+    "timings_per_token": flag("In streams: every delta and the last event contain timings."),
     "adapters": ADAPTERS,
     "lora": ADAPTERS,
 }
-"""What a response takes from chats, beside what OpenAI's has."""
+# Values of `include`. The first one is reported as ignored: reasoning is not encrypted.
 INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
-"""What a response may be asked to include. The first is reported as ignored: thoughts are not encrypted here."""
 RESPONSES: Body = {
-    **FURTHER,
+    **CHAT_FIELDS,
     "model": MODEL,
     "input": {"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM, "minItems": 1}]},
     "instructions": text(),
@@ -211,11 +211,11 @@ RESPONSES: Body = {
         ]
     },
     "parallel_tool_calls": flag(),
-    "text": record(RESPONSE_TEXT),
+    "text": record(TEXT_OPTIONS),
     "reasoning": record(REASONING),
     "stream": flag(),
     "stream_options": record(STREAM_OPTIONS),
-    "sse_ping_interval": PING,
+    "sse_ping_interval": PING_INTERVAL,
     "include": array({"enum": list(INCLUDED)}),
     "top_logprobs": integer(
         0, None, "At most the model's max-logprobs; above 0 the text has logprobs, included or not."
@@ -228,11 +228,11 @@ RESPONSES: Body = {
     "truncation": one_of(["disabled"]),
     "prompt": one_of([]),
 }
-RESPONSES_TOKENS: Body = {**RESPONSES, **unread(FURTHER, CONVERSATION)}
-"""Of a call that only counts: what the answer would be drawn by or held to is passed over."""
+# For counting only: sampling and structured output accept any value.
+INPUT_TOKENS: Body = {**RESPONSES, **skip_all_but(CHAT_FIELDS, CONVERSATION)}
 
 _OUTPUT_TEXT = shape(
-    {"type": const("output_text"), "text": TEXT, "annotations": several(ANY_OBJECT), "logprobs": TOKENS}
+    {"type": const("output_text"), "text": TEXT, "annotations": several(ANY_OBJECT), "logprobs": TOKEN_LOGPROBS}
 )
 _THOUGHT = shape({"type": const("reasoning_text"), "text": TEXT})
 _ITEM_STATUS = enum("in_progress", "completed", "incomplete")
@@ -320,9 +320,10 @@ COMPONENTS: Mapping[str, Schema] = {
             shape({**_EVENT, "output_index": COUNT, "item": ANY_OBJECT}),
             shape({**_ABOUT_ITEM, "content_index": COUNT, "part": {"anyOf": [_OUTPUT_TEXT, _THOUGHT]}}),
             shape(
-                {**_ABOUT_ITEM, "content_index": COUNT, "delta": TEXT}, {"logprobs": TOKENS, "timings": ref("Timings")}
+                {**_ABOUT_ITEM, "content_index": COUNT, "delta": TEXT},
+                {"logprobs": TOKEN_LOGPROBS, "timings": ref("Timings")},
             ),
-            shape({**_ABOUT_ITEM, "content_index": COUNT, "text": TEXT}, {"logprobs": TOKENS}),
+            shape({**_ABOUT_ITEM, "content_index": COUNT, "text": TEXT}, {"logprobs": TOKEN_LOGPROBS}),
             shape({**_ABOUT_ITEM, "delta": TEXT}, {"timings": ref("Timings")}),
             shape({**_ABOUT_ITEM, "name": TEXT, "arguments": TEXT}),
         ]
@@ -331,4 +332,4 @@ COMPONENTS: Mapping[str, Schema] = {
 }
 
 RESPONSES_RESPONSE = ResponseSchema(body=ref("Response"), frame=ref("ResponseEvent"))
-RESPONSES_INPUT_TOKENS_RESPONSE = ResponseSchema(body=ref("InputTokens"))
+INPUT_TOKENS_RESPONSE = ResponseSchema(body=ref("InputTokens"))

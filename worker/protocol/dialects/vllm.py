@@ -1,7 +1,7 @@
 """vLLM's own API: schemas of requests and responses."""
 
 from worker.protocol.dialects.generation_fields import MAX_TEXTS
-from worker.protocol.dialects.openai import CHAT_TOKENS, CONVERSATION, CUTS, EMBEDDINGS, MODEL
+from worker.protocol.dialects.openai import CHAT_TOKENS, CONVERSATION, EMBEDDINGS, MODEL, TRUNCATION
 from worker.protocol.schema import (
     COUNT,
     NUMBER,
@@ -21,39 +21,41 @@ from worker.protocol.schema import (
     text,
 )
 
-_TELLING: Body = {"return_token_strs": flag("The tokens come as the tokenizer spells them, too.")}
+_TELLING: Body = {"return_token_strs": flag("Also return the tokens as text, as in the vocabulary.")}
 TOKENIZE_TEXT: Body = {
     "model": MODEL,
     "prompt": required(text()),
-    "add_special_tokens": flag("With what the tokenizer puts around texts; true unless stated."),
+    "add_special_tokens": flag("Add the tokenizer's special tokens; true unless stated."),
     **_TELLING,
 }
 TOKENIZE_CHAT: Body = {
     **CHAT_TOKENS,
-    "add_special_tokens": flag("With what the tokenizer puts around texts, beside what the chat template writes."),
+    "add_special_tokens": flag("Add the tokenizer's special tokens to those of the chat template."),
     **_TELLING,
 }
 EMBED_CHAT: Body = {
     **{name: schema for name, schema in EMBEDDINGS.items() if name not in ("input", "prompt_name")},
     **CONVERSATION,
     "add_generation_prompt": flag("false unless stated."),
-    "add_special_tokens": flag("With what the tokenizer puts around texts, beside what the chat template writes."),
+    "add_special_tokens": flag("Add the tokenizer's special tokens to those of the chat template."),
 }
-SCORED = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
-"""What is scored, by the names that one request may have for it."""
+# Names of the two sides of a comparison; a request uses one pair.
+SCORE_FIELDS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 _SCORED: Schema = {
     "anyOf": [{"type": ["string", "null"]}, array({"type": "string"}, least=1, most=MAX_TEXTS)],
-    "description": "A text, or several: as many as of the other kind, or one for all of them.",
+    "description": "A text or several: as many as on the other side, or one for all.",
 }
 SCORE: Body = {
     "model": MODEL,
-    **{name: _SCORED for pair in SCORED for name in pair},
-    "use_activation": one_of([True], "Not supported: scores are those that can be compared."),
-    **CUTS,
+    **{name: _SCORED for pair in SCORE_FIELDS for name in pair},
+    "use_activation": one_of([True], "Not supported: scores are always activated."),
+    **TRUNCATION,
 }
 
-COUNTED = shape({"count": COUNT, "max_model_len": COUNT, "tokens": several(COUNT), "token_strs": maybe(several(TEXT))})
-"""`/tokenize`, where it is asked as vLLM's clients do."""
+# `/tokenize`, where it is asked as vLLM's clients do.
+TOKEN_COUNT = shape(
+    {"count": COUNT, "max_model_len": COUNT, "tokens": several(COUNT), "token_strs": maybe(several(TEXT))}
+)
 
 SCORE_RESPONSE = ResponseSchema(
     body=shape(

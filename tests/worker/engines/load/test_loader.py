@@ -23,7 +23,7 @@ from worker.engines.transformers.load.loader import load_config, load_model
 from worker.engines.transformers.schedule.kv_cache import pool_blocks
 from worker.errors import StartError
 from worker.interface import EncoderInput
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 from worker.protocol.memory import BLOCK_TOKENS
 
 torch.set_num_threads(1)

@@ -17,7 +17,7 @@ from worker.engines.transformers.load import loader
 from worker.engines.transformers.load.safetensors import WeightFile
 from worker.engines.transformers.load.staging import HostCopies, move
 from worker.errors import StartError
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 
 torch.set_num_threads(1)
 HERE = torch.device("cpu")

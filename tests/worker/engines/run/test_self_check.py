@@ -12,7 +12,7 @@ from tests import tiny
 from tests.worker.loaded import complete_one, generated, load, serving
 from worker.engines.transformers.engine import TransformersEngine
 from worker.errors import StartError
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 
 PROMPTS = [tuple(range(5, 5 + length)) for length in (3, 40, 11)]
 CONFIG = """

@@ -39,7 +39,7 @@ from worker.program import supervision
 from worker.program.main import _follow
 from worker.protocol.architectures import DIVISIBLE
 from worker.protocol.argv import Estimate, to_argv
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 
 torch.set_num_threads(1)
 COMMON: dict[str, Any] = {"ctx_size": 128, "parallel": 4, "prefill_chunk": 24, "tensor_parallel": 2}
@@ -57,7 +57,7 @@ PROMPTS = (words(35), words(50), words(9, 1), words(35), words(3, 3))  # some sh
 def ranked(folder: Path, **changes: Any) -> Iterator[tuple[TransformersEngine, RankProcesses]]:
     """A leading engine with its followers, which have exited at the end of the block."""
     asked = options(folder, **{**COMMON, **changes})
-    ranks = RankProcesses.fork(asked.tensor_parallel, partial(_follow, to_argv(asked)), supervision.follow)
+    ranks = RankProcesses.fork(asked.tensor_parallel, partial(_follow, to_argv(asked)), supervision.attach_rank)
     try:
         silent: Any = lambda _: None  # noqa: E731
         yield TransformersEngine.load(asked, progress=silent, pulse=silent, ranks=ranks), ranks
@@ -161,7 +161,7 @@ def test_what_the_leader_left_behind_is_not_destroyed_by_a_follower() -> None:
     gc.disable()
     try:
         Bound()
-        ranks = RankProcesses.fork(2, follow, supervision.follow)
+        ranks = RankProcesses.fork(2, follow, supervision.attach_rank)
         try:
             ranks.until_ready(lambda _: None)
         finally:
@@ -177,7 +177,7 @@ def test_a_rank_that_cannot_load_says_why_and_with_which_exit_code(tmp_path: Pat
         return Exit.DEVICE_MEMORY
 
     asked = options(tiny.make("llama", tmp_path), **COMMON)
-    ranks = RankProcesses.fork(2, follow, supervision.follow)
+    ranks = RankProcesses.fork(2, follow, supervision.attach_rank)
     silent: Any = lambda _: None  # noqa: E731
     with pytest.raises(StartError, match=r"rank 1 of 2 \(process \d+\): no memory for the weights on cuda:1") as failed:
         TransformersEngine.load(asked, progress=silent, pulse=silent, ranks=ranks)

@@ -18,7 +18,7 @@ from worker.engines.transformers.device.cuda_errors import is_sticky as is_stick
 from worker.engines.transformers.device.cuda_errors import one_line as one_line
 from worker.engines.transformers.device.process_overhead import overhead
 from worker.errors import StartError
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 
 _SAMPLE_INTERVAL = 10.0  # seconds between two measurements of pages shared with the fork server
 # Memory areas that are sampled for that. They hold all but a few hundred kilobytes of a fork server's memory

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn
 
 from worker.errors import RankLost, StartError, WorkerError
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 
 HOST_BYTES, DEVICE_BYTES, LOADED_BYTES = range(3)  # figures of a follower: two memory peaks, and bytes loaded so far
 _FIGURES = 3

@@ -24,7 +24,7 @@ from worker.engines.transformers.load.snapshot import is_cross_encoder, is_embed
 from worker.engines.transformers.schedule.scheduler import Batch
 from worker.errors import StartError
 from worker.protocol.argv import ModelOptions
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,7 @@ from worker.engines.transformers.load.snapshot import own_code as own_code
 from worker.engines.transformers.load.tensor_parallel_plan import RankGroup, RankSlice
 from worker.errors import StartError
 from worker.protocol.argv import ModelOptions
-from worker.protocol.events import Progress
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit, Progress
 
 Report = Callable[[Progress], None]
 

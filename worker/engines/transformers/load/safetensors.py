@@ -21,7 +21,7 @@ import torch
 
 from worker.engines.transformers.load.page_cache import READERS, STRETCH, BackgroundReader, cached, read
 from worker.errors import StartError
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 from worker.protocol.snapshot_files import INDEX, WEIGHTS, shard_names
 
 _DTYPES = {

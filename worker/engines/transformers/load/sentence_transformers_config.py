@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from worker.errors import StartError
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 from worker.protocol.snapshot_files import is_below
 
 MODULES, TRANSFORMER = "modules.json", "sentence_bert_config.json"

@@ -20,7 +20,7 @@ from worker.errors import StartError
 from worker.protocol import snapshot_files
 from worker.protocol.architectures import GENERATES, VISION
 from worker.protocol.argv import ModelOptions
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 
 
 def load_tokenizer(options: ModelOptions) -> transformers.PreTrainedTokenizerBase:
@@ -77,7 +77,7 @@ def load_config(options: ModelOptions) -> Any:
         raise StartError(
             f"{path} is damaged: {cuda_errors.one_line(error)}; download it again", Exit.DAMAGED
         ) from error
-    merged = snapshot_files.merged(stored, _override(options.config_override))
+    merged = snapshot_files.merge_config(stored, _override(options.config_override))
     kind = str(merged.get("model_type", ""))
     if kind not in transformers.CONFIG_MAPPING:
         return _remote_config(options, merged, kind)

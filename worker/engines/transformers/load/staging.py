@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from worker.engines.transformers.load.safetensors import WeightFile
 from worker.errors import StartError
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 from worker.protocol.memory import STAGING_BUFFER_BYTES, STAGING_BUFFERS
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,7 @@ import torch
 from worker.engines.transformers.device import memory
 from worker.errors import Draining, RankLost, RequestError, StartError
 from worker.interface import EngineLoad
-from worker.protocol.events import Pulse
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit, Pulse
 
 PULSE_INTERVAL = 1.0  # seconds
 

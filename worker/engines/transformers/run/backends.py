@@ -18,7 +18,7 @@ from worker.engines.transformers.run.vision import VisionTower
 from worker.engines.transformers.schedule.kv_cache import BlockAllocator, KvAllocator, RowAllocator, pool_blocks
 from worker.errors import StartError, UnsupportedByModel
 from worker.protocol.argv import ModelOptions
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 
 __all__ = [
     "ATTENTION",

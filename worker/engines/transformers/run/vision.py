@@ -27,7 +27,7 @@ from worker.engines.transformers.run.forward import PromptEmbeddings
 from worker.errors import InvalidValue, QueueFull, UnsupportedField
 from worker.images import EncodedImage
 from worker.interface import PromptImage, PromptImages
-from worker.protocol.architectures import VISION, Sight
+from worker.protocol.architectures import VISION, VisionTraits
 from worker.protocol.argv import ModelOptions
 from worker.protocol.memory import HELD_BYTES
 
@@ -80,7 +80,7 @@ class ImageProcessor:
             raise NoVision("this model is served without images; set limit-images in its preset")
         if importlib.util.find_spec("PIL") is None:
             raise NoVision("Pillow, the library that opens images, is not installed: pip install pillow")
-        self.sight: Sight = sight
+        self.sight: VisionTraits = sight
         self._most = options.limit_images
         self._tokenizer = tokenizer
         try:

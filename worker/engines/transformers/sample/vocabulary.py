@@ -9,7 +9,7 @@ import transformers
 
 from worker.detokenizer import TokenBytes
 from worker.errors import StartError
-from worker.protocol.exits import Exit
+from worker.protocol.events import Exit
 
 
 class Vocabulary:
