@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
 
-from router.launch.interface import Listen, NotForked, NotHeld, Program, WorkerLost
+from router.launch.interface import Listen, NotForked, NotLocked, Program, WorkerLost
 from router.launch.process import uncancelled
-from router.launch.worker_client import Wire
+from router.launch.worker_client import WorkerClient
 from router.planner.ledger import HOST, LOCAL, Bytes, DeviceId, Reading, pooled
 from worker.protocol.argv import Convert, Download, Estimate, Serve
 from worker.protocol.events import Converted, Estimated, Event, Exit, Progress, Pulse, Ready
@@ -191,7 +191,7 @@ class FakeWorker:
         self._lost: asyncio.Future[WorkerLost] = asyncio.get_running_loop().create_future()
 
     @property
-    def wire(self) -> Wire:
+    def worker_client(self) -> WorkerClient:
         raise AssertionError("a fake worker has no socket; use fake_worker.py where HTTP is the point")
 
     @property
@@ -261,13 +261,13 @@ class FakeHeld:
     """Files in main memory, as far as a fleet can see."""
 
     def __init__(self) -> None:
-        self._lost: asyncio.Future[NotHeld] = asyncio.get_running_loop().create_future()
+        self._lost: asyncio.Future[NotLocked] = asyncio.get_running_loop().create_future()
 
-    async def lost(self) -> NotHeld:
+    async def lost(self) -> NotLocked:
         return await asyncio.shield(self._lost)
 
     def lose(self) -> None:
-        self._lost.set_result(NotHeld("the process that held them has ended"))
+        self._lost.set_result(NotLocked("the process that held them has ended"))
 
 
 class FakeLauncher:
@@ -304,7 +304,7 @@ class FakeLauncher:
         self.held: dict[str, FakeHeld] = {}
         self.journal: list[str] = []
         self.timeline: list[tuple[float, str]] = []
-        self.nursery = False
+        self.fork_server = False
         """Whether workers are forked."""
         self.running: dict[str, FakeWorker] = {}
         """Ready workers, by `Program.worker`."""
@@ -362,7 +362,7 @@ class FakeLauncher:
         return self._readings
 
     def forks(self, program: Program) -> bool:
-        return self.nursery and program.forks
+        return self.fork_server and program.forks
 
     async def refresh(self) -> Sequence[Reading]:
         await asyncio.sleep(0)

@@ -7,7 +7,7 @@ import orjson
 from router.api.call import ApiCall, ApiResult
 from router.config.settings import ApiKey
 from router.errors import BadRequest, WorkerCrashed
-from router.launch.worker_client import WireError
+from router.launch.worker_client import WorkerClientError
 from router.registry.registry import Registry
 from router.registry.shared_workers import errors_with_name
 from worker.protocol.routes import TOKEN_HEADER
@@ -75,7 +75,7 @@ async def _count(registry: Registry, id: str, prompt: str) -> int:
     with errors_with_name(shared_workers.find(id)), shared_workers.lease(id) as lease:
         process = await lease.ready()
         headers = {TOKEN_HEADER: f"Bearer {process.token}", "Content-Type": "application/json"}
-        exchange = process.wire.begin("POST", "/count_token", headers, orjson.dumps({"prompt": prompt}))
+        exchange = process.worker_client.begin("POST", "/count_token", headers, orjson.dumps({"prompt": prompt}))
         lease.on_abort = exchange.close
         try:
             await exchange.head()
@@ -83,7 +83,7 @@ async def _count(registry: Registry, id: str, prompt: str) -> int:
             while part := await exchange.read():
                 parts.append(part)
             reply = orjson.loads(b"".join(parts))
-        except (WireError, orjson.JSONDecodeError):
+        except (WorkerClientError, orjson.JSONDecodeError):
             raise lease.aborted or WorkerCrashed(
                 f"{id}: its worker failed while counting tokens; repeat the request"
             ) from None

@@ -132,7 +132,7 @@ def forecast(
     margin = settings.models_memory_margin.get("", 0)
     places = allowed_devices(preset, readings)
     on_host = all(place.index == HOST for place in places)
-    forked = settings.nursery and worker_argv.program_of(preset, preset.id).may_fork
+    forked = settings.fork_server and worker_argv.program_of(preset, preset.id).may_fork
     records = state / "estimates.json"
     known = LearnedEstimates(records, driver=devices.driver) if records.is_file() else None
     with tempfile.TemporaryDirectory(prefix="router-estimate-") as spare:
@@ -149,7 +149,7 @@ def forecast(
         bounds = sharding.bounded(preset, order, room)
 
         def estimate_of(choice: sharding.Choice) -> Estimate:
-            first = cost(preset, facts, choice, readings, known, nursery=settings.nursery)
+            first = cost(preset, facts, choice, readings, known, fork_server=settings.fork_server)
             if not exact or first.source == "preset":
                 return first
             return _exactly(preset, facts, str(folder), environ, choice=choice, forked=forked, first=first)
@@ -227,14 +227,14 @@ def cost(
     readings: Sequence[Reading],
     known: LearnedEstimates | None,
     *,
-    nursery: bool,
+    fork_server: bool,
 ) -> Estimate:
     """The best figure that can be had without asking anybody: the preset's word, learned, exact from before, static.
 
     With a `nursery` that of a worker that is forked, if it may be; what is known of one that was executed is more, and
     does for it, too.
     """
-    forked = nursery and worker_argv.program_of(preset, preset.id).may_fork
+    forked = fork_server and worker_argv.program_of(preset, preset.id).may_fork
     threads = worker_argv.threads(preset, on_host=choice.on_host, ranks=choice.ranks)
     return best_estimate(choice, facts, preset, readings, known, forked=forked, threads=threads, or_executed=True)
 
@@ -354,7 +354,9 @@ def _beside(
         try:
             its = allowed_devices(other, readings)
             whole = sharding.Choice(devices=its)
-            cheapest = cost(other, _facts(other, Path(folder)), whole, readings, known, nursery=settings.nursery)
+            cheapest = cost(
+                other, _facts(other, Path(folder)), whole, readings, known, fork_server=settings.fork_server
+            )
             needs = max(cheapest.shards)
         except RouterError:
             continue  # it says so when it is asked for itself

@@ -53,7 +53,7 @@ Keys of a model: in a section [id] of a preset file, in [*] for all models, as a
 READ = frozenset({"models-preset", "models-dir", "models-cache", "strict-presets", "swap-patience"})
 """Options that decide which presets exist and whether they are valid."""
 CHECKED = READ | {"default-model"}
-WEIGHED = READ | {"offline", "hf-token", "state-dir", "nursery", "prepare", "models-memory-margin", "device-limit"}
+WEIGHED = READ | {"offline", "hf-token", "state-dir", "fork-server", "prepare", "models-memory-margin", "device-limit"}
 """Options that decide an estimate."""
 PREPARED = READ | {"offline", "hf-token", "state-dir"}
 """Options that decide which snapshot is converted, and where the converted copy is stored."""

@@ -34,7 +34,8 @@ from router.fleet.fleet import Fleet
 from router.http import listen
 from router.http.app import App
 from router.http.metrics import Metrics
-from router.http.proxy import Pace, Proxy
+from router.http.proxy import Proxy
+from router.http.request import Pace
 from router.launch.devices import Devices
 from router.launch.local import LocalLauncher
 from router.launch.page_lock import lockable
@@ -225,7 +226,7 @@ async def _router(
         offline=settings.offline,
         hf_token=settings.hf_token,
         on_reading=lambda: holder[0].changed() if holder else None,
-        nursery=settings.nursery,
+        fork_server=settings.fork_server,
     )
     async with launcher:
         aside = ThreadPoolExecutor(1, thread_name_prefix="estimates")

@@ -111,7 +111,7 @@ class Settings:
     state_dir: str = option("", _FOLDER, MODELS, "estimates, converted snapshots, weights of demo models",
             unset="the platform's")
     runtime_dir: str = option("", _FOLDER, MODELS, "sockets and process records", unset="the platform's")
-    nursery: bool = option(True, Flag(), MODELS,
+    fork_server: bool = option(True, Flag(), MODELS,
             "fork workers from a process that has imported all libraries; off: each worker imports them, 3 s")
     prepare: bool = option(True, Flag(), MODELS,
             "convert checkpoints once while idle, and not at each load; needs disk space for mixtures of experts")

@@ -12,7 +12,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
-from router.launch.interface import Standby
+from router.launch.interface import EarlyProcess
 from router.planner.availability import FreeMemory
 from router.planner.ledger import HOST, Device, DeviceId, Resident
 from router.planner.types import Demand, Plan
@@ -36,7 +36,7 @@ class EarlyStart:
         self.phase = Phase.NONE
         self.held = 0  # bytes of main memory that are reserved for the process, beside what the worker reserves
         self.is_measured = False  # `held` is what the prepared process measured, not an estimate
-        self.process: Standby | None = None
+        self.process: EarlyProcess | None = None
         self._spawned = asyncio.Event()
         self._phase_changed = asyncio.Event()
 
@@ -53,7 +53,7 @@ class EarlyStart:
         self.held, self.is_measured = measured, True
         self.advance(Phase.PREPARED)
 
-    def spawned(self, process: Standby) -> None:
+    def spawned(self, process: EarlyProcess) -> None:
         self.process = process
         self._spawned.set()
 
@@ -69,7 +69,7 @@ class EarlyStart:
         while self.phase < phase:
             await self._phase_changed.wait()
 
-    async def taken_process(self) -> Standby | None:
+    async def taken_process(self) -> EarlyProcess | None:
         """Wait for the process of a worker that has its place; None if there is none."""
         if self.phase is not Phase.TAKEN:
             return None

@@ -22,7 +22,7 @@ from router.fleet.load_cost import append_estimate, key_of, refine, trace_unknow
 from router.fleet.measurements import learn, learn_at_peak, settle_reservation
 from router.fleet.worker import State, Worker, advance, append_state
 from router.fleet.worker_argv import options, place_bytes, program_of, serve_fields
-from router.launch.interface import Listen, NotForked, NotHeld, Program, Standby, WorkerLost, WorkerProcess
+from router.launch.interface import EarlyProcess, Listen, NotForked, NotLocked, Program, WorkerLost, WorkerProcess
 from router.memory.checkpoint_facts import EstimateError
 from router.planner.ledger import HOST, LOCAL, DeviceId
 from router.planner.types import Start
@@ -185,7 +185,7 @@ async def _prefetching(worker: Worker, world: World) -> AsyncIterator[None]:
         began = world.now()
         try:
             size = await world.launcher.read_ahead(tuple(world.files.weights(worker.snapshot)))
-        except NotHeld as failed:
+        except NotLocked as failed:
             log.warning("%s: prefetch of its files failed: %s", worker, failed)
             return
         seconds = round(world.now() - began, 3)
@@ -260,7 +260,7 @@ async def _start_early(worker: Worker, world: World, program: Program, listener:
         world.changed()
 
 
-async def _until_ending(worker: Worker, world: World, process: Standby) -> None:
+async def _until_ending(worker: Worker, world: World, process: EarlyProcess) -> None:
     """Return once the phase is ENDING. Raises WorkerLost if the process is lost before the worker has its place."""
     early = worker.early
     ending = asyncio.ensure_future(early.reached(Phase.ENDING))
@@ -283,7 +283,7 @@ async def _until_ending(worker: Worker, world: World, process: Standby) -> None:
         await asyncio.gather(ending, prepared, lost, return_exceptions=True)
 
 
-def _reserve_measured(worker: Worker, process: Standby) -> None:
+def _reserve_measured(worker: Worker, process: EarlyProcess) -> None:
     """Lower the reservation of a prepared process to its measured memory; end it if it measures more."""
     early = worker.early
     if worker.room.done() or not early.is_charged:

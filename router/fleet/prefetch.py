@@ -11,7 +11,7 @@ from router.config.presets import Preset
 from router.fleet import early_start
 from router.fleet.interfaces import Files
 from router.fleet.worker import Worker
-from router.launch.interface import Launcher, NotHeld
+from router.launch.interface import Launcher, NotLocked
 from router.planner.ledger import Device
 from router.planner.types import Plan
 
@@ -60,7 +60,7 @@ class Prefetcher:
     async def _read(self, files: tuple[str, ...]) -> None:
         try:
             await self._launcher.read_ahead(files)
-        except NotHeld as failed:
+        except NotLocked as failed:
             log.warning("prefetch of files failed: %s", failed)
 
     def _bytes_in_flight(self) -> int:

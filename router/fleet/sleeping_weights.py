@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from router.config.presets import Preset
 from router.events import EventLog
-from router.launch.interface import Launcher, NotHeld
+from router.launch.interface import Launcher, NotLocked
 from router.planner.ledger import HOST, LOCAL, DeviceId, Resident
 
 if TYPE_CHECKING:  # it imports this module
@@ -168,7 +168,7 @@ async def hold(weights: SleepingWeights, launcher: Launcher, events: EventLog, c
             finally:
                 for task in (lost, released):
                     task.cancel()
-    except NotHeld as failed:
+    except NotLocked as failed:
         log.warning("%s: its weights cannot stay in main memory: %s", weights, failed)
         weights.release("failed")
     finally:

@@ -1,7 +1,7 @@
-"""aiohttp's server as a transport of the pipeline: all requests but the plain ones of `router.http.listener`.
+"""aiohttp's server as a transport of the pipeline, for all requests but the plain ones of `router.http.listener`.
 
-Its protocol class is replaced for requests that are not HTTP. aiohttp answers those before any route or middleware sees
-them, as text that quotes the client's bytes; here they get the router's error body.
+aiohttp's protocol class is replaced because of requests that are not valid HTTP. aiohttp answers those before any route
+or middleware sees them, with text that quotes the client's bytes; here they get the router's error body.
 """
 
 import asyncio
@@ -14,12 +14,13 @@ from aiohttp import web
 
 from router import __version__
 from router.errors import ApiError, BadRequest, EncodingUnsupported, Internal
-from router.http.incoming import CLOSE
 from worker.protocol.dialects import Dialect
 from worker.protocol.errors import error_body
 
+CLOSE = {"Connection": "close"}
 
-class Connection(web.RequestHandler):
+
+class AiohttpConnection(web.RequestHandler):
     """One client's connection."""
 
     def __init__(self, manager: web.Server, ended: Callable[[], None], **options: Any):
@@ -38,9 +39,11 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to bytes that are not HTTP, or to a failure outside the pipeline. Raises ConnectionError if an
-        answer has begun; the connection closes in any case."""
-        super().handle_error(request, status, exc, message)  # logs it, and looks whether an answer has begun
+        """The response to bytes that are not HTTP, or to a failure outside the pipeline. Closes the connection.
+
+        Raises ConnectionError if a response has begun.
+        """
+        super().handle_error(request, status, exc, message)  # logs, and checks whether a response has begun
         error: ApiError = Internal("internal error; the router's log has the cause")
         if status < 500:
             error = BadRequest(
@@ -63,12 +66,11 @@ class AiohttpOutlet:
 
     def __init__(self, request: web.Request):
         self._request = request
-        self.response: web.StreamResponse | None = None
-        """The answer, once there is one."""
+        self.response: web.StreamResponse | None = None  # once it has begun
         self.has_begun = False
 
     def began(self, response: web.StreamResponse) -> None:
-        """aiohttp writes the status line of `response` now; routes that the router answers itself make their own."""
+        """Note that aiohttp writes the status line of `response` now, which a route of the router itself has made."""
         self.response, self.has_begun = response, True
 
     @property
@@ -88,8 +90,10 @@ class AiohttpOutlet:
         return self._request.content_length
 
     def check_framing(self) -> None:
-        """Reject a request that another server could frame or route differently. Raises BadRequest,
-        EncodingUnsupported."""
+        """Reject a request that another server could frame or route differently (request smuggling).
+
+        Raises BadRequest, EncodingUnsupported.
+        """
         headers = self._request.headers
         hosts = headers.getall("Host", [])
         if len(hosts) > 1 or (not hosts and not self.is_old):
@@ -119,7 +123,7 @@ class AiohttpOutlet:
         request = self._request
         if not self.is_old and request.headers.get("Expect", "").casefold() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            request.writer.output_size = 0  # these bytes are no part of the answer
+            request.writer.output_size = 0  # these bytes are no part of the response
 
     def has_room(self, size: int) -> bool:
         return False  # aiohttp writes only inside a coroutine
@@ -152,9 +156,11 @@ class AiohttpOutlet:
         await self.response.write_eof()
 
 
-async def expect(request: web.Request) -> None:
-    """Send no `100 Continue` when the head arrives, as aiohttp would. `AiohttpOutlet.parts` sends it once the request
-    is admitted, so that a rejected one need not send its body."""
+async def send_no_continue(request: web.Request) -> None:
+    """Replace aiohttp's `Expect` handler, which sends `100 Continue` as soon as the head arrives.
+
+    `AiohttpOutlet.parts` sends it once the request is admitted, so that the client of a rejected one sends no body.
+    """
 
 
-__all__ = ["AiohttpOutlet", "Connection", "expect"]
+__all__ = ["AiohttpConnection", "AiohttpOutlet", "send_no_continue"]

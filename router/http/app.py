@@ -1,53 +1,77 @@
-"""The HTTP application: the routes, and the two transports that give their requests to the pipeline."""
+"""The HTTP application: the routes, the two transports that feed the pipeline, and the call of API functions."""
 
 import asyncio
+import difflib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any
 
+import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from router.api.call import Services
+from router.api.call import ApiCall, ApiFunction, ApiResult, FrameStream, JsonReply, Services
+from router.config.settings import ApiKey
 from router.errors import BadRequest, MethodNotAllowed, PathNotFound
-from router.http.aiohttp_transport import AiohttpOutlet, Connection, expect
-from router.http.dispatch import Dispatcher, Work
-from router.http.incoming import BUFFERED_IN_ALL, INCOMING, NO_QUERY, PHASE, ROUTE, Incoming, asked_of
+from router.http.aiohttp_transport import AiohttpConnection, AiohttpOutlet, send_no_continue
 from router.http.listener import KEEP_ALIVE, Listener
 from router.http.metrics import Metrics
-from router.http.pipeline import SERVER, Pipeline, Respond, not_found, own_headers, printable, request_id
+from router.http.pipeline import (
+    MAX_BUFFERED,
+    SERVER,
+    Bodies,
+    Pipeline,
+    Respond,
+    own_headers,
+    peek,
+    printable,
+    request_id,
+)
 from router.http.proxy import Proxy
+from router.http.request import Incoming
 from router.registry.auth import SAFE_METHODS
 from router.registry.pulls import HubModels
 from router.registry.registry import Registry
-from worker.protocol.routes import ROUTES, Route
+from worker.protocol.dialects import Dialect
+from worker.protocol.routes import ROUTES, Route, ignored_fields, query, unknown_fields
+from worker.protocol.streams import stream
 
-LINGERING = 2.0
-"""Seconds for which the rest of a rejected body is read and discarded, so that its sender can read the answer."""
+API = "router.api"  # the package of the functions that routes name
+LINGERING = 2.0  # seconds for which the rest of a rejected body is read, so that its sender can read the response
+# Options of aiohttp's protocol class.
 PROTOCOL: Mapping[str, Any] = {"auto_decompress": False, "lingering_time": LINGERING}
-"""Options of aiohttp's protocol class."""
+# The pattern of a model in a path. Without /v1, `load` and `unload` are routes of their own, and a GET of them has the
+# wrong method.
 NAMED, OTHER_NAMED = "(?s:.+)", "(?!(?:load|unload)$)(?s:.+)"
-"""A model in a path; without /v1 two names are calls, and GET of them is a wrong method."""
+MAX_SUGGESTED = 100  # characters of a path that is compared with the routes, or repeated in a message
+NO_QUERY: Mapping[str, str] = {}
+_PATHS = tuple(dict.fromkeys(route.path for route in ROUTES if "{" not in route.path))
+
+INCOMING = web.RequestKey("incoming", Incoming)
+ROUTE = web.RequestKey("route", Route)
+PHASE = web.RequestKey("phase", str)  # of a request that the router answers itself, if it is not `queued`
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Work = Callable[[web.Request, ApiKey], Awaitable[web.StreamResponse]]
 
 
 class App:
     """The HTTP side of one router."""
 
-    def __init__(self, registry: Registry, proxy: Proxy, metrics: Metrics, *, most_buffered: int = BUFFERED_IN_ALL):
+    def __init__(self, registry: Registry, proxy: Proxy, metrics: Metrics, *, most_buffered: int = MAX_BUFFERED):
         self._registry = registry
         self._prefix = registry.settings.api_prefix
         self._pipeline = Pipeline(registry, proxy, metrics, most_buffered=most_buffered)
         services = Services(registry, HubModels(registry), self._pipeline.requests, metrics)
         self._dispatcher = Dispatcher(services, self._pipeline.bodies)
-        self._routes: dict[web.AbstractRoute, Route] = {}
-        """The declaration of each of aiohttp's routes."""
+        self._routes: dict[web.AbstractRoute, Route] = {}  # the declaration of each of aiohttp's routes
 
     def build(self) -> web.Application:
         """The aiohttp application; its routes are those of `worker.protocol.routes` and no others."""
-        logging.getLogger("aiohttp.server").addFilter(_quote_nothing)
+        logging.getLogger("aiohttp.server").addFilter(_without_client_bytes)
         app = web.Application(
             middlewares=[self._through_pipeline],
             client_max_size=0,
@@ -58,7 +82,7 @@ class App:
             path = route.path.replace("/{id}", f"/{{id:{other}}}").replace("/{adapter}", "/{adapter:[^/]+}")
             handler = _forwarded if route.worker else _handler(self._dispatcher.handler(route))
             for method in ("GET", "HEAD") if route.method == "GET" else (route.method,):
-                added = app.router.add_route(method, self._prefix + path, handler, expect_handler=expect)
+                added = app.router.add_route(method, self._prefix + path, handler, expect_handler=send_no_continue)
                 self._routes[added] = route
         app.on_response_prepare.append(self._add_headers)
         return app
@@ -82,20 +106,20 @@ class App:
             arrived=time.monotonic(),
             route=route,
             path_id=request.match_info.get("id"),
-            query=NO_QUERY if route is None else asked_of(request, route),
+            query=NO_QUERY if route is None else declared_query(request, route),
             changes_state=request.method not in SAFE_METHODS or bool({"reload", "autoload"} & set(request.query)),
         )
         if route is not None:
             request[ROUTE] = route
 
-        is_workers = route is not None and route.worker
-        respond: Respond = self._pipeline.forward if is_workers else partial(self._answer, request, handler, outlet)
+        is_forwarded = route is not None and route.worker
+        respond: Respond = self._pipeline.forward if is_forwarded else partial(self._answer, request, handler, outlet)
         await self._pipeline.run(incoming, respond)
         assert outlet.response is not None
         return outlet.response
 
     async def _answer(self, request: web.Request, handler: Handler, outlet: AiohttpOutlet, incoming: Incoming) -> int:
-        """Have the router itself answer (`router.http.pipeline.Respond`), with a 404 or 405 where no route matches."""
+        """Answer in the router itself, with a 404 or 405 if no route matches. A `Respond`, but for its context."""
         try:
             outlet.response = response = await handler(request)
         except web.HTTPMethodNotAllowed as wrong:
@@ -111,7 +135,7 @@ class App:
         return response.status
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Add the headers of every answer. aiohttp calls this for all responses, those to malformed requests too."""
+        """Add the headers of every response. aiohttp calls this also for responses to malformed requests."""
         response.headers["Server"] = SERVER
         if INCOMING in request:
             incoming = request[INCOMING]
@@ -124,10 +148,11 @@ class App:
     # Plain requests
 
     def listener(self, runner: web.AppRunner, *, keep_alive: float = KEEP_ALIVE, most: int | None = None) -> Listener:
-        """The listener of this application: it reads plain calls itself and hands all other connections to aiohttp.
+        """The listener of this application: it reads plain requests itself and hands other connections to aiohttp.
 
-        `runner` has been set up, and is to be cleaned up after the listener is closed. `keep_alive`: seconds that
-        aiohttp waits for a request's head. `most`: see `Listener`."""
+        `runner` must be set up, and cleaned up after the listener is closed. `keep_alive`: seconds that aiohttp waits
+        for a request's head. `most`: see `Listener`.
+        """
         server, loop = runner.server, asyncio.get_running_loop()
         assert server is not None
         routes = {
@@ -137,17 +162,129 @@ class App:
         }
         options = {**PROTOCOL, "access_log": None, "keepalive_timeout": keep_alive}
         return Listener(
-            routes, self._pipeline.serve, lambda ended: Connection(server, ended, loop=loop, **options), most
+            routes, self._pipeline.serve, lambda ended: AiohttpConnection(server, ended, loop=loop, **options), most
         )
 
 
+def function_of(route: Route) -> ApiFunction:
+    """The API function that `route` names. Raises ImportError or AttributeError if there is none."""
+    module, _, name = route.handler.partition(".")
+    function: ApiFunction = getattr(import_module(f"{API}.{module}"), name)
+    return function
+
+
+class Dispatcher:
+    """Answers requests with API functions: finds the function of a route, calls it and sends its result."""
+
+    def __init__(self, services: Services, bodies: Bodies):
+        self._services = services
+        self._bodies = bodies
+        self._streams: set[asyncio.Task[Any]] = set()
+
+    def handler(self, route: Route) -> Work:
+        """The handler of a route that the router answers itself."""
+        function = function_of(route)
+
+        async def work(request: web.Request, key: ApiKey) -> web.StreamResponse:
+            return await self._respond(request, await function(self._call(request, route, key)))
+
+        return work
+
+    def _call(self, request: web.Request, route: Route, key: ApiKey) -> ApiCall:
+        body = partial(self._json_object, request)
+        return ApiCall(request, route, declared_query(request, route), key, self._services, body)
+
+    async def _json_object(self, request: web.Request) -> dict[str, Any]:
+        """The body as a JSON object. Notes the unknown fields, or raises BadRequest for them with strict-fields."""
+        incoming = request[INCOMING]
+        body = await self._bodies.read(incoming)
+        peek(body)  # the same error message as for forwarded requests
+        try:
+            found = orjson.loads(body)
+        except orjson.JSONDecodeError as bad:
+            raise BadRequest(f"the body is not a JSON object: {bad.msg[:200]}", reason="invalid_json") from None
+        assert isinstance(found, dict)
+        unknown = unknown_fields(request[ROUTE], found)
+        if unknown and self._services.registry.settings.strict_fields:
+            raise BadRequest(
+                "this field is unknown; leave it out, or serve without strict-fields to have it ignored",
+                reason="unknown_parameter",
+                param=unknown[0][:128],
+            )
+        incoming.ignored = ignored_fields(unknown)
+        return found
+
+    def end_streams(self) -> None:
+        """End all event streams, so that the server can close."""
+        for task in self._streams:
+            task.cancel()
+
+    async def _respond(self, request: web.Request, result: ApiResult) -> web.StreamResponse:
+        if isinstance(result, web.Response):
+            return result
+        if isinstance(result, FrameStream):
+            return await self._stream(request, result)
+        reply = result if isinstance(result, JsonReply) else JsonReply(result)
+        return web.Response(
+            body=orjson.dumps(reply.body),
+            status=reply.status,
+            headers=reply.headers,
+            content_type="application/json",
+            charset="utf-8",
+        )
+
+    async def _stream(self, request: web.Request, result: FrameStream) -> web.StreamResponse:
+        """Send frames until the client disconnects or stops reading."""
+        request[PHASE] = "events"
+        response = web.StreamResponse(headers=stream(result.dialect).headers)
+        await response.prepare(request)
+        if request.method == "HEAD":
+            return response
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams.add(task)
+        registry = self._services.registry
+        try:
+            if result.dialect is Dialect.ADMIN:
+                await response.write(b": open\n\n")
+            async for frame in result.frames:
+                async with asyncio.timeout(registry.settings.write_stall or None):
+                    await response.write(frame)
+        except (TimeoutError, ConnectionError):
+            if request.transport is not None:
+                request.transport.abort()
+        except asyncio.CancelledError:
+            if not registry.closing:  # `end_streams` cancels as well; the response then ends in good order
+                raise
+        finally:
+            self._streams.discard(task)
+            await result.frames.aclose()  # type: ignore[attr-defined]
+        return response
+
+
+def declared_query(request: web.Request, route: Route) -> Mapping[str, str]:
+    """The query parameters that the request's route declares."""
+    if "?" not in request.raw_path:  # `request.query` builds a multidict, which costs more than this check
+        return NO_QUERY
+    return {name: request.query[name] for name in query(route) if name in request.query}
+
+
+def not_found(path: str) -> str:
+    """The 404 message for `path` (printable, without the prefix), with the nearest known route as a suggestion."""
+    if len(path) > MAX_SUGGESTED:
+        return "File Not Found"
+    near = next(iter(difflib.get_close_matches(path, _PATHS, n=1, cutoff=0.75)), "")
+    hint = f"did you mean {near}?" if near else "GET /openapi.json lists what is"
+    return f"File Not Found: {path} is no path of this server; {hint}"
+
+
 async def _forwarded(request: web.Request) -> web.StreamResponse:
-    """Never called: aiohttp's table needs a handler, and the middleware gives requests for workers to the pipeline."""
+    """Never called: aiohttp's table needs a handler, but the middleware gives requests for workers to the pipeline."""
     raise AssertionError(f"{request.path} is forwarded")
 
 
 def _handler(work: Work) -> Handler:
-    """A route that the router answers itself, as aiohttp calls it."""
+    """The aiohttp handler of a route that the router answers itself."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         return await work(request, request[INCOMING].key)
@@ -155,8 +292,11 @@ def _handler(work: Work) -> Handler:
     return handle
 
 
-def _quote_nothing(record: logging.LogRecord) -> bool:
-    """Keep the bytes of malformed requests, which may contain keys, out of the log: aiohttp's traceback quotes them."""
+def _without_client_bytes(record: logging.LogRecord) -> bool:
+    """Keep the bytes of malformed requests, which may contain keys, out of the log: aiohttp's traceback quotes them.
+
+    A filter of `aiohttp.server`'s logger; it changes the record and lets it pass.
+    """
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError | web.RequestPayloadError):
         record.levelno, record.levelname, record.exc_info = logging.WARNING, "WARNING", None
@@ -164,4 +304,4 @@ def _quote_nothing(record: logging.LogRecord) -> bool:
     return True
 
 
-__all__ = ["App"]
+__all__ = ["App", "function_of"]

@@ -1,4 +1,4 @@
-"""The limit on client connections: accept as many as there are file descriptors for, leave the rest in the backlog.
+"""The limit on client connections: accept as many as there are file descriptors for, leave others in the backlog.
 
 A client takes one descriptor, its request another one to a worker, and an earlier request may have left a third one
 open. If clients could take the last descriptor, no worker could be started and no file read for the requests that are
@@ -14,18 +14,13 @@ from collections.abc import Callable
 
 log = logging.getLogger("router.connections")
 
+# Descriptors that clients never get: 64 for processes and files, and 128 that a router with twenty workers keeps open.
 RESERVED = 192
-"""Descriptors that clients never get: 64 for processes and files, and 128 that a router with twenty workers keeps open
-all the time."""
-PER_CLIENT = 3
-"""Descriptors for a client."""
-LEAST, MOST = 16, 1 << 16
-AT_ONCE = 64
-"""Connections accepted in one pass of the event loop, so that running requests get their turn."""
-RETRY_INTERVAL = 1.0
-"""Seconds until the next try after accept(2) failed."""
-WARNING_INTERVAL = 60.0
-"""Seconds between two log lines with the same message."""
+PER_CLIENT = 3  # descriptors for a client: see above
+LEAST, MOST = 16, 1 << 16  # bounds of the number of clients; both are guesses
+AT_ONCE = 64  # connections accepted in one pass of the event loop, so that running requests get their turn
+RETRY_INTERVAL = 1.0  # seconds until the next try after accept(2) failed
+WARNING_INTERVAL = 60.0  # seconds between two log lines with the same message
 
 
 def capacity() -> int:
@@ -38,11 +33,10 @@ class ConnectionLimit:
     """Accepts the clients of one router, on all sockets that it listens on. Must be made on its loop."""
 
     def __init__(self, make: Callable[[], asyncio.Protocol], most: int | None = None):
-        """`make`: the protocol for a new client; `left` must be called when it is lost. `most`: clients at once (None:
-        see `capacity`)."""
+        """`make`: creates the protocol of a new client, for which `left` must be called when its connection is lost.
+        `most`: clients at once (default: `capacity`)."""
         self.most = most or capacity()
-        self.connected: set[object] = set()
-        """The protocols of all clients."""
+        self.connected: set[object] = set()  # the protocols of all clients
         self._make = make
         self._loop = asyncio.get_running_loop()
         self._sockets: list[socket.socket] = []
@@ -52,7 +46,7 @@ class ConnectionLimit:
         self._warned: dict[str, float] = {}
 
     def listen(self, sock: socket.socket, backlog: int) -> None:
-        """Accept clients from `sock` from now on. It is bound, and closed by `close`. Raises OSError."""
+        """Accept clients from `sock`, which must be bound and is closed by `close`. Raises OSError."""
         sock.setblocking(False)
         sock.listen(backlog)
         self._sockets.append(sock)
@@ -60,7 +54,7 @@ class ConnectionLimit:
             self._loop.add_reader(sock.fileno(), self._accept, sock)
 
     def left(self, client: object) -> None:
-        """The connection of the client with this protocol is lost."""
+        """Count the client with this protocol no longer: its connection is lost."""
         self.connected.discard(client)
         if not self._accepts and self._retry is None and len(self.connected) < self.most:
             self._resume()
@@ -88,6 +82,7 @@ class ConnectionLimit:
         """Accept waiting clients while there is room."""
         for _ in range(AT_ONCE):
             if len(self.connected) >= self.most:
+                # The listening socket stays readable, so its reader is removed; otherwise the loop would spin.
                 self._pause()
                 self._warn(f"{self.most} clients are connected, which is as many as there are descriptors for")
                 return
@@ -122,7 +117,7 @@ class ConnectionLimit:
         now = self._loop.time()
         if now - self._warned.get(message, -WARNING_INTERVAL) >= WARNING_INTERVAL:
             self._warned[message] = now
-            log.warning("%s; others wait until there is room (a higher `ulimit -n` makes more)", message)
+            log.warning("%s; others wait in the backlog (raise `ulimit -n` for more)", message)
 
 
 __all__ = ["ConnectionLimit", "capacity"]

@@ -1,4 +1,4 @@
-"""Where a router listens: TCP, or a unix socket, and who holds that already."""
+"""Listening sockets of a router: TCP or a unix socket."""
 
 import contextlib
 import errno
@@ -40,9 +40,9 @@ def bind(settings: Settings) -> list[socket.socket]:
 
 
 def _bind_unix(path: str) -> socket.socket:
-    """Raises OSError if somebody listens there, or it is no socket; one that was left behind is replaced."""
-    if _is_answered(path):
-        raise OSError(errno.EADDRINUSE, f"cannot listen on {path}: another router does; choose --host")
+    """Replace a socket that an earlier router left behind. Raises OSError if one is in use, or `path` is no socket."""
+    if _is_in_use(path):
+        raise OSError(errno.EADDRINUSE, f"cannot listen on {path}: another router listens there; choose --host")
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.stat(path).st_mode):
             os.unlink(path)
@@ -54,20 +54,21 @@ def _bind_unix(path: str) -> socket.socket:
     return sock
 
 
-def _is_answered(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX) as knock:
-        knock.settimeout(1.0)
+def _is_in_use(path: str) -> bool:
+    """True if a process accepts connections at `path`."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
         try:
-            knock.connect(path)
+            probe.connect(path)
         except (FileNotFoundError, ConnectionRefusedError):
             return False
-        except TimeoutError:  # somebody is there, and has much to do
+        except TimeoutError:  # a busy process: its backlog is full
             return True
     return True
 
 
 def name(sock: socket.socket) -> str:
-    """Of the folder of what runs behind it: routers on other addresses have their own."""
+    """The name of the runtime folder of a router that listens on `sock`; routers on other addresses have their own."""
     if sock.family != socket.AF_UNIX:
         return f"run-{port(sock)}"
     path = os.path.abspath(sock.getsockname())
@@ -75,6 +76,7 @@ def name(sock: socket.socket) -> str:
 
 
 def port(sock: socket.socket) -> int:
+    """The port of a TCP socket; 0 for a unix socket."""
     return int(sock.getsockname()[1]) if sock.family != socket.AF_UNIX else 0
 
 

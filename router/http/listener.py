@@ -1,6 +1,6 @@
 """The reader of plain POSTs in HTTP/1.1: a transport of the pipeline for nearly all requests of clients.
 
-A plain call is a POST in HTTP/1.1 to the path of a route that workers answer, with printable ASCII in its head, no
+A plain request is a POST in HTTP/1.1 to the path of a route that workers answer, with printable ASCII in its head, no
 header twice, a Content-Length and a body that arrives within a moment. The first request of a connection that is
 anything else is handed with its connection to aiohttp's server, before a byte of it has been answered. So aiohttp stays
 the only place that rejects malformed HTTP.
@@ -28,25 +28,22 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from router.http.connection_limit import ConnectionLimit
 from worker.protocol.routes import Route
 
-LONGEST_HEAD = 1 << 14
-"""Bytes of a head that is read here."""
+LONGEST_HEAD = 1 << 14  # bytes of a request's head that this reader accepts; aiohttp takes over longer ones
+# Bytes of a body that this reader accepts. aiohttp takes over longer ones, which arrive in parts that are counted.
 LONGEST_BODY = 1 << 18
-"""Bytes of a body that is read here; longer ones come bit by bit, and are counted while they do."""
-SWEEP = 1.0
-"""Seconds between two looks at all connections, and that a request may take to come in whole."""
-KEEP_ALIVE = 75.0
-"""Seconds that a connection may be silent between requests."""
+SWEEP = 1.0  # seconds between two checks of all connections, and within which a request must arrive completely
+KEEP_ALIVE = 75.0  # seconds that a connection may be idle between requests
 PRINTABLE = bytes(range(32, 127))
-ODD = frozenset({"transfer-encoding", "content-encoding", "expect", "upgrade", "origin", "sec-fetch-site"})
-"""Headers that make a request other than plain."""
-LASTING = {"": True, "keep-alive": True, "close": False}
-"""Whether a connection goes on, by its request's header."""
-ROOM = 1 << 15
-"""Bytes that a connection always takes without waiting: half of what asyncio lets pile up before it says stop."""
+# Headers that make a request other than plain.
+SPECIAL_HEADERS = frozenset({"transfer-encoding", "content-encoding", "expect", "upgrade", "origin", "sec-fetch-site"})
+# By the value of the request's Connection header: True if the connection stays open. Other values are not plain.
+STAYS_OPEN = {"": True, "keep-alive": True, "close": False}
+# Bytes that `has_room` allows in the write buffer: half of asyncio's high-water mark, above which it pauses writing.
+WRITE_BUFFER = 1 << 15
 
 
 class PlainRequest:
-    """One plain call, and the way back to its client (`router.http.proxy.Outlet`)."""
+    """One plain request, and the way back to its client. Implements `router.http.request.Outlet`."""
 
     __slots__ = (
         "_chunked",
@@ -57,33 +54,30 @@ class PlainRequest:
         "has_begun",
         "headers",
         "is_complete",
-        "lasts",
         "path",
         "route",
+        "stays_open",
     )  # fmt: skip
     is_old = False
 
     def __init__(
         self,
-        connection: "_Connection",
+        connection: "_PlainConnection",
         route: Route,
         path: str,
         headers: Mapping[str, str],
         body: bytes,
-        lasts: bool,
+        stays_open: bool,
     ):
         self.route = route
         self.path = path
-        self.headers = headers
-        """By lower-case name."""
+        self.headers = headers  # by lower-case name
         self.body = body
         self.arrived = time.monotonic()
         self.client = connection.client
-        self.lasts = lasts
-        """The connection goes on after the answer."""
+        self.stays_open = stays_open  # the connection is used again after the response
         self.has_begun = False
-        self.is_complete = False
-        """The whole answer has been written."""
+        self.is_complete = False  # the whole response has been written
         self._connection = connection
         self._chunked = False
 
@@ -111,7 +105,7 @@ class PlainRequest:
             transport is not None
             and connection.full is None
             and not transport.is_closing()
-            and transport.get_write_buffer_size() + size < ROOM
+            and transport.get_write_buffer_size() + size < WRITE_BUFFER
         )
 
     def begin(
@@ -124,7 +118,7 @@ class PlainRequest:
         return self._write(head + self._framed(data) if data else head)
 
     def write(self, data: bytes, chunk: bytes = b"") -> Awaitable[None] | None:
-        if not data:  # an empty chunk would be the end of the answer
+        if not data:  # an empty chunk would be the end of the response
             return None
         return self._write(chunk if chunk and self._chunked else self._framed(data))
 
@@ -141,13 +135,14 @@ class PlainRequest:
         return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
 
     def _head(self, status: int, headers: Mapping[str, str], framing: bytes) -> bytes:
-        """Raises ValueError if a header would be more than one."""
+        """Status line and headers. Raises ValueError if a header contains a line end (response splitting)."""
         if headers.get("Connection") == "close":
-            self.lasts = False
+            self.stays_open = False
+        # One check for all headers: as many line ends as headers means that no value contains one.
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         if not lines.count("\n") == lines.count("\r") == len(headers):
-            raise ValueError("a header with a line end in it")
-        if not self.lasts and "Connection" not in headers:
+            raise ValueError("a response header contains a line end")
+        if not self.stays_open and "Connection" not in headers:
             lines += "Connection: close\r\n"
         return (_status_line(status) + lines).encode() + framing + _date(int(time.time()))
 
@@ -176,32 +171,33 @@ def _status_line(status: int) -> str:
 
 @functools.lru_cache(maxsize=2)
 def _date(second: int) -> bytes:
-    """The last line of a head, and its end."""
+    """The last line of a head, and its end. Cached, as it changes once a second."""
     return f"Date: {formatdate(second, usegmt=True)}\r\n\r\n".encode()
 
 
 class Listener:
     """All connections to one router.
 
-    `routes`: by path, those whose plain calls `serve` answers; it raises only CancelledError, when the client is gone.
-    `otherwise`: makes the protocol that takes over a connection with any other request; it calls its argument when the
-    connection is lost. `most`: clients at once (None: see `router.http.connection_limit`).
+    `routes`: the routes whose plain requests `serve` answers, by path. `serve` raises only CancelledError, when the
+    client is gone. `make_fallback`: creates the protocol that takes over a connection with any other request; the
+    protocol calls the given function when the connection is lost. `most`: clients at once (default: see
+    `router.http.connection_limit`).
     """
 
     def __init__(
         self,
         routes: Mapping[bytes, Route],
         serve: Callable[[PlainRequest], Coroutine[Any, Any, None]],
-        otherwise: Callable[[Callable[[], None]], asyncio.Protocol],
+        make_fallback: Callable[[Callable[[], None]], asyncio.Protocol],
         most: int | None = None,
     ):
         self.routes = routes
         self.serve = serve
-        self.otherwise = otherwise
+        self.make_fallback = make_fallback
         self.loop = asyncio.get_running_loop()
-        self.connections: set[_Connection] = set()
+        self.connections: set[_PlainConnection] = set()
         self.closing = False
-        self.limit = ConnectionLimit(lambda: _Connection(self), most)
+        self.limit = ConnectionLimit(lambda: _PlainConnection(self), most)
         self._timer = self.loop.call_later(SWEEP, self._sweep)
 
     def listen(self, sock: socket.socket, backlog: int = 1024) -> None:
@@ -209,14 +205,16 @@ class Listener:
         self.limit.listen(sock, backlog)
 
     async def close(self, grace: float) -> None:
-        """Accept no more clients and close all connections: idle ones now, the others when their request is answered,
-        at the latest after `grace` seconds."""
+        """Accept no more clients and close all connections.
+
+        Idle ones are closed at once, others when their request is answered, at the latest after `grace` seconds.
+        """
         self.limit.close()
         self.closing = True
         self._timer.cancel()
         for connection in tuple(self.connections):
             connection.close_if_idle()
-        tasks = [each.task for each in self.connections if each.task is not None]
+        tasks = [connection.task for connection in self.connections if connection.task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=grace)
         for connection in tuple(self.connections):
@@ -227,34 +225,28 @@ class Listener:
     def _sweep(self) -> None:
         now = self.loop.time()
         for connection in tuple(self.connections):
-            connection.look(now)
+            connection.check(now)
         self._timer = self.loop.call_later(SWEEP, self._sweep)
 
 
-class _Connection(asyncio.Protocol):
-    """One connection. The parser, which sees heads and bodies of one request at a time, calls the methods `on_`."""
+class _PlainConnection(asyncio.Protocol):
+    """One connection. The parser gets the head and body of one request at a time, and calls the methods `on_...`."""
 
     def __init__(self, listener: Listener):
         self._listener = listener
         self.transport: asyncio.Transport | None = None
         self.client = ""
-        self.full: asyncio.Future[None] | None = None
-        """Done when the write buffer has room again; None: it has room."""
-        self.task: asyncio.Task[None] | None = None
-        """Answers the requests, from the first one on."""
-        self.is_busy = False
-        """A request is being answered."""
-        self._idle: asyncio.Future[PlainRequest] | None = None
-        """The next request; the task awaits it while the connection is idle."""
+        self.full: asyncio.Future[None] | None = None  # done when the write buffer has room again; None: it has room
+        self.task: asyncio.Task[None] | None = None  # answers the requests, from the first one on
+        self.is_busy = False  # a request is being answered
+        self._idle: asyncio.Future[PlainRequest] | None = None  # the next request; awaited while the connection is idle
         self._parser: HttpRequestParser | None = HttpRequestParser(self)  # a reference cycle: None in the end
-        self._data = b""
-        """Received bytes that are part of no request that was taken."""
+        self._data = b""  # received bytes that belong to no request that was taken
+        # Bytes of the head of the request that is arriving, once that is parsed, and of the whole request.
         self._head = self._whole = 0
-        """Bytes of the head of the request that is arriving, once that is parsed, and of the whole request."""
-        self._since = 0.0
-        """When the last answer ended, or the first byte of the request that is arriving came."""
+        self._since = 0.0  # when the last response ended, or the first byte of the request that is arriving came
         self._route: Route | None = None
-        self._lasts = True
+        self._stays_open = True
         self._paused = False
         self._clear()
 
@@ -301,7 +293,9 @@ class _Connection(asyncio.Protocol):
                 self._since = self._listener.loop.time()
             self._next()
             return
-        self._data += data  # the next request, before this one is answered
+        # Pipelining: the next request has arrived before this one is answered. It waits, and reading pauses when it is
+        # longer than a head, so that a client cannot fill the memory.
+        self._data += data
         if len(self._data) > LONGEST_HEAD and self.transport is not None:
             self._paused = True
             self.transport.pause_reading()
@@ -309,7 +303,7 @@ class _Connection(asyncio.Protocol):
     # Requests
 
     def _next(self) -> None:
-        """Take the next request, if all of it is here."""
+        """Take the next request, if all of it has arrived."""
         data = self._data
         if not self._whole:
             head = data.find(b"\r\n\r\n") + 4
@@ -332,18 +326,21 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(body)
         except HttpParserError:
-            self._parser = HttpRequestParser(self)  # it was no part of the head, and is the client's own affair
+            # The body is cut out by its length, so its content cannot confuse the framing. A parser that fails here is
+            # only replaced.
+            self._parser = HttpRequestParser(self)
         self._clear()
-        asked = PlainRequest(self, route, target.decode("ascii"), headers, body, self._lasts)
+        request = PlainRequest(self, route, target.decode("ascii"), headers, body, self._stays_open)
         self.is_busy = True
         if self._idle is None:
-            self.task = self._listener.loop.create_task(self._live(asked))
+            self.task = self._listener.loop.create_task(self._answer_requests(request))
         else:
-            self._idle.set_result(asked)
+            self._idle.set_result(request)
             self._idle = None
 
     def _read_head(self, head: bytes) -> int | None:
-        """Parse the head of a request: the length of its body, or None if this is no plain call."""
+        """Parse the head of a request. Returns the length of its body, or None if the request is not plain."""
+        # Only printable ASCII and CRLF: everything on which HTTP parsers are known to differ is left to aiohttp.
         if len(head) > LONGEST_HEAD or head.translate(None, PRINTABLE) != b"\r\n" * head.count(b"\n"):
             return None
         assert self._parser is not None
@@ -354,42 +351,42 @@ class _Connection(asyncio.Protocol):
         headers = self._headers
         route = self._listener.routes.get(self._target)
         length = headers.get("content-length", "")
-        lasts = LASTING.get(headers.get("connection", "").lower())
+        stays_open = STAYS_OPEN.get(headers.get("connection", "").lower())
         if (
             not (self._plain and self._complete)
             or route is None
-            or lasts is None
+            or stays_open is None
             or "host" not in headers
             or not (length.isdigit() and len(length) < 10 and int(length) <= LONGEST_BODY)
-            or not ODD.isdisjoint(headers)
+            or not SPECIAL_HEADERS.isdisjoint(headers)
             or self._parser.get_method() != route.method.encode()
             or self._parser.get_http_version() != "1.1"
         ):
             return None
-        self._route, self._lasts = route, lasts
+        self._route, self._stays_open = route, stays_open
         return int(length)
 
-    async def _live(self, asked: PlainRequest) -> None:
-        """Answer this request and the following ones of the connection, one after the other."""
+    async def _answer_requests(self, request: PlainRequest) -> None:
+        """Answer `request` and the following ones of the connection, one after the fallback."""
         listener = self._listener
         try:
             while True:
-                await listener.serve(asked)
+                await listener.serve(request)
                 transport = self.transport
-                if transport is None or not (asked.is_complete and asked.lasts) or listener.closing:
+                if transport is None or not (request.is_complete and request.stays_open) or listener.closing:
                     return
                 if transport.is_closing():
                     return
                 self._since = listener.loop.time()
                 self.is_busy = False
                 self._idle = idle = listener.loop.create_future()
-                del asked  # frees its body while the connection is idle
+                del request  # frees its body while the connection is idle
                 if self._paused:
                     self._paused = False
                     transport.resume_reading()
                 if self._data:
                     self._next()
-                asked = await idle
+                request = await idle
         finally:
             self.task = self._idle = None
             self.is_busy = False
@@ -397,23 +394,23 @@ class _Connection(asyncio.Protocol):
                 self.transport.close()
 
     def _hand_over(self) -> None:
-        """Give the connection to aiohttp, with all bytes that no answered request had."""
+        """Give the connection to aiohttp, with all bytes that belong to no answered request."""
         transport, data = self.transport, self._data
         assert transport is not None
         self._listener.connections.discard(self)
         self.transport = self._parser = None
         if self._idle is not None:
             self._idle.cancel()
-        other = self._listener.otherwise(functools.partial(self._listener.limit.left, self))
-        transport.set_protocol(other)
-        other.connection_made(transport)
+        fallback = self._listener.make_fallback(functools.partial(self._listener.limit.left, self))
+        transport.set_protocol(fallback)
+        fallback.connection_made(transport)
         if self.full is not None:
-            other.pause_writing()
+            fallback.pause_writing()
         if data:
-            other.data_received(data)
+            fallback.data_received(data)
 
-    def look(self, now: float) -> None:
-        """Hand over a request that arrives slowly; close a connection that is idle for too long."""
+    def check(self, now: float) -> None:
+        """Hand over a request that arrives slowly; close a connection that has been idle for too long."""
         if self.is_busy:
             return
         if self._data:
@@ -437,7 +434,7 @@ class _Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         key = name.decode("latin-1").lower()
-        if key in self._headers:
+        if key in self._headers:  # which of two equal headers counts differs between servers
             self._plain = False
         self._headers[key] = value.decode("latin-1").strip()
 

@@ -1,7 +1,7 @@
-"""Prometheus: a fold over the event log, and gauges read off the fleet when somebody asks.
+"""Prometheus metrics: counters and histograms fed by the event log, and gauges read from the fleet on each scrape.
 
-Durations are seconds, sizes bytes. `model` is a configured name or `unknown`; of what is counted by worker, all names
-that share it (`a,b`), so that nothing counts twice.
+Durations are in seconds, sizes in bytes. The label `model` is a configured name or `unknown`. Metrics per worker have
+all names that share the worker (`a,b`), so that nothing counts twice.
 """
 
 import asyncio
@@ -22,21 +22,20 @@ from router.planner.ledger import LOCAL, SLOTS, DeviceId
 WAITS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 RESIDENCIES = (1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0, 86400.0)
 MOMENTS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
-LAG_INTERVAL = 1.0
-"""Seconds between two looks at how late the loop is."""
+LAG_INTERVAL = 1.0  # seconds between two measurements of the event loop's lag
 STATES = ("unloaded", "sleeping", "downloading", "loading", "loaded")
+# Parts of a worker's start, as the worker reports them.
 SPENT = ("fork", "exec", "imports", "config", "tokenizer", "standby", "read", "copy", "build", "warmup", "server")
-"""What a start is made of, as its worker tells."""
-STAGES = ("download", "convert", "wait", "start", "weights", "warmup")
+STAGES = ("download", "wait", "start", "weights", "warmup")
 TOKEN_WAITS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+# Reasons for which a load may end without having failed.
 INTENDED = frozenset(
     {"", "abandoned", "config_changed", "draining", "evicted", "idle", "no_room", "requested", "shutdown"}
 )
-"""Why a load may end without having failed."""
 
 
 class Metrics:
-    """All numbers of one router."""
+    """All metrics of one router."""
 
     content_type: ClassVar[str] = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -45,11 +44,11 @@ class Metrics:
         self._registry = CollectorRegistry()
         registry = self._registry
         self.requests = Tally("router_requests", "Finished requests.", ("model", "endpoint", "code"))
-        self.rejections = Counter("router_rejections", "Requests turned away.", ["reason"], registry=registry)
+        self.rejections = Counter("router_rejections", "Rejected requests.", ["reason"], registry=registry)
         self.disconnects = Counter(
-            "router_client_disconnects", "Clients that left early.", ["phase"], registry=registry
+            "router_client_disconnects", "Clients that disconnected early.", ["phase"], registry=registry
         )
-        self.ttft = Spread("router_ttft_seconds", "Arrival to first byte of the answer.", ("model",), WAITS)
+        self.ttft = Spread("router_ttft_seconds", "From arrival to the first byte of the response.", ("model",), WAITS)
         self._loads = Counter("router_loads", "Loads by outcome.", ["model", "result"], registry=registry)
         self._load_seconds = Histogram(
             "router_load_seconds",
@@ -60,62 +59,71 @@ class Metrics:
         )
         self._start_seconds = Histogram(
             "router_start_seconds",
-            "Where the time of a start went; first_token: of the first request, from its arrival at the worker.",
+            "Duration of a start by stage; first_token: of the first request, from its arrival at the worker.",
             ["model", "stage"],
             registry=registry,
             buckets=(0.001, 0.003, *WAITS),
         )
-        self._fresh: dict[str, int] = {}
-        """Workers that have not given a first token yet, by model."""
+        self._fresh: dict[str, int] = {}  # workers without a first token yet, by model
         self._token_seconds = Spread(
-            "router_token_seconds", "Mean time per token of an answer after its first.", ("model",), TOKEN_WAITS
+            "router_token_seconds",
+            "Mean time per output token of a response, without the first.",
+            ("model",),
+            TOKEN_WAITS,
         )
-        self._downloaded = Counter("router_download_bytes", "Fetched.", ["model"], registry=registry)
+        self._downloaded = Counter("router_download_bytes", "Downloaded bytes.", ["model"], registry=registry)
         self._fetched: dict[str, tuple[int, int]] = {}
         self._evictions = Counter(
-            "router_evictions", "Workers retired by the planner.", ["model", "reason"], registry=registry
+            "router_evictions", "Workers evicted by the planner.", ["model", "reason"], registry=registry
         )
         self._residency = Histogram(
             "router_eviction_residency_seconds",
-            "From ready to the eviction: short ones are thrash.",
+            "From ready to the eviction; short ones indicate thrashing.",
             registry=registry,
             buckets=RESIDENCIES,
         )
         self._settling = Histogram(
             "router_memory_settle_seconds",
-            "From the end of a worker to its memory being back.",
+            "From the end of a worker until its memory is free.",
             ["node"],
             registry=registry,
             buckets=WAITS,
         )
         self._queued = Histogram(
             "router_queue_seconds",
-            "Waits of requests by what they waited for; those that found a ready worker are not counted.",
+            "Waits of requests by cause; requests that found a ready worker are not counted.",
             ["model", "cause"],
             registry=registry,
             buckets=WAITS,
         )
         self.overhead = Spread(
             "router_overhead_seconds",
-            "From a request's last byte to its being handed to the worker, waits for the worker not counted.",
+            "From a request's last byte until it is sent to the worker, without waits for the worker.",
             (),
             MOMENTS,
         )
         self.loop_lag = Histogram(
             "router_loop_lag_seconds",
-            "By how much a timer of the event loop is late.",
+            "Lateness of a timer of the event loop.",
             registry=registry,
             buckets=MOMENTS,
         )
-        self._reloads = Counter("router_reloads", "Presets read again.", ["result"], registry=registry)
-        self._exits = Counter("router_worker_exits", "Workers that ended.", ["model", "reason"], registry=registry)
+        self._reloads = Counter("router_reloads", "Reloads of the presets.", ["result"], registry=registry)
+        self._exits = Counter("router_worker_exits", "Workers that exited.", ["model", "reason"], registry=registry)
         self._token_count = Tally("router_tokens", "Tokens by kind.", ("model", "kind"))
-        for each in (self.requests, self.ttft, self._token_seconds, self.overhead, self._token_count, _Gauges(fleet)):
-            registry.register(each)
+        for collector in (
+            self.requests,
+            self.ttft,
+            self._token_seconds,
+            self.overhead,
+            self._token_count,
+            _Gauges(fleet),
+        ):
+            registry.register(collector)
         events.fold(self._fold)
 
     async def watch_the_loop(self) -> None:
-        """Look for ever at how late the event loop is."""
+        """Measure the lag of the event loop, for ever."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + LAG_INTERVAL
@@ -167,15 +175,18 @@ class Metrics:
                     self._loads.labels(event.model, _result(data["reason"])).inc()
 
     def _fold_download(self, model: str, worker: int, done: int) -> None:
-        """What a download finds on disk at its first word was fetched before."""
+        """Count downloaded bytes. A download's first report counts nothing, as it includes what was on disk before."""
         before = self._fetched.get(model)
         if before is not None and before[0] == worker:
             self._downloaded.labels(model).inc(max(0, done - before[1]))
         self._fetched[model] = worker, done
 
     def render(self, model: str | None = None, member: str = "") -> bytes:
-        """The text of all metrics; with `model` its own only, and those of the fleet's `member` that serves it (itself,
-        unless told), plus llama-server's unlabelled names, which are about the worker."""
+        """The text of all metrics.
+
+        With `model`: only its own and those of the fleet's `member` that serves it (default: itself), plus the
+        unlabelled metrics of llama-server, which are about the worker.
+        """
         if model is None:
             return generate_latest(self._registry)
         member = member or model
@@ -213,7 +224,7 @@ class Metrics:
 
 
 class Tally(Collector):
-    """A counter for what comes with every request: an addition costs a third of the library's own."""
+    """A counter for events of every request. An addition costs a third of that of the library's counter."""
 
     def __init__(self, name: str, about: str, labels: tuple[str, ...]):
         self._name, self._about, self._labels = name, about, labels
@@ -230,7 +241,7 @@ class Tally(Collector):
 
 
 class Spread(Collector):
-    """A histogram likewise. `bounds`: the upper ends of its buckets, from the lowest; what is above all has its own."""
+    """A histogram for events of every request. `bounds`: upper ends of its buckets, ascending."""
 
     def __init__(self, name: str, about: str, labels: tuple[str, ...], bounds: tuple[float, ...]):
         self._name, self._about, self._labels, self._bounds = name, about, labels, bounds
@@ -256,7 +267,7 @@ class Spread(Collector):
 
 
 class _Gauges(Collector):
-    """What is so just now."""
+    """Gauges of the fleet's present state."""
 
     def __init__(self, fleet: Fleet):
         self._fleet = fleet
@@ -269,12 +280,10 @@ class _Gauges(Collector):
     def _devices(self) -> Iterator[Metric]:
         labels = ["node", "device"]
         total = GaugeMetricFamily("router_device_total_bytes", "Capacity.", labels=labels)
-        margin = GaugeMetricFamily("router_device_margin_bytes", "Never given out.", labels=labels)
-        reserved = GaugeMetricFamily("router_device_reserved_bytes", "Set aside for workers.", labels=labels)
+        margin = GaugeMetricFamily("router_device_margin_bytes", "Kept free.", labels=labels)
+        reserved = GaugeMetricFamily("router_device_reserved_bytes", "Reserved for workers.", labels=labels)
         memory = GaugeMetricFamily("router_device_memory_bytes", "By segment.", labels=[*labels, "segment"])
-        breaches = CounterMetricFamily(
-            "router_device_margin_breaches", "Readings with less free than the margin.", labels=labels
-        )
+        breaches = CounterMetricFamily("router_device_margin_breaches", "Readings below the margin.", labels=labels)
         for device in self._fleet.devices:
             if device.id.index == SLOTS:
                 continue
@@ -291,7 +300,7 @@ class _Gauges(Collector):
         yield from (total, margin, reserved, memory, breaches)
 
     def _segments(self, id: DeviceId) -> Mapping[str, int]:
-        """Estimated bytes of all shards on one device, by what they are for."""
+        """Estimated bytes of all shards on one device, by purpose."""
         total = dict.fromkeys(("weights", "context", "compute", "runtime"), 0)
         for worker in self._fleet.workers():
             if worker.costs is None or not worker.state.holds_memory:
@@ -331,41 +340,41 @@ class _Gauges(Collector):
         yield from (state, memory, ratio, running, waiting, ready)
 
     def _workers(self) -> Iterator[Metric]:
-        """What engines said in their last pulses, copies of a model together, and how far loads are."""
+        """The engines' last pulses, summed over the replicas of a model, and the progress of loads."""
         steps = CounterMetricFamily("worker_steps", "Steps of the engine since its start.", labels=["model"])
         sequences = GaugeMetricFamily(
-            "worker_sequences", "Running, waiting for a place, and places.", labels=["model", "state"]
+            "worker_sequences", "Running, waiting, and the most that may run.", labels=["model", "state"]
         )
         rates = GaugeMetricFamily(
-            "worker_tokens_per_second", "In the last second: prompts and answers.", labels=["model", "kind"]
+            "worker_tokens_per_second", "In the last second, of prompts and of output.", labels=["model", "kind"]
         )
         cache = GaugeMetricFamily(
-            "worker_cache_tokens", "Keys and values held: in use, kept for reuse, room.", labels=["model", "kind"]
+            "worker_cache_tokens", "Tokens of the KV cache: used, reusable, total.", labels=["model", "kind"]
         )
         progress = GaugeMetricFamily(
-            "router_load_progress_ratio", "Of the current stage of a load.", labels=["model", "stage"]
+            "router_load_progress_ratio", "Progress of the current stage of a load.", labels=["model", "stage"]
         )
         for id, model in self._fleet.models.items():
             for worker in model.workers:
                 if worker.progress is not None and worker.state < State.READY and worker.progress.stage in STAGES:
                     progress.add_metric([id, worker.progress.stage], worker.stages.share)
-            said = [worker.pulse for worker in model.workers if worker.state == State.READY and worker.pulse]
-            if not said:
+            pulses = [worker.pulse for worker in model.workers if worker.state == State.READY and worker.pulse]
+            if not pulses:
                 continue
-            steps.add_metric([id], sum(pulse.steps for pulse in said))
-            sequences.add_metric([id, "running"], sum(pulse.running for pulse in said))
-            sequences.add_metric([id, "waiting"], sum(pulse.waiting for pulse in said))
-            sequences.add_metric([id, "places"], sum(pulse.parallel for pulse in said))
-            rates.add_metric([id, "prefill"], sum(pulse.prefill_rate for pulse in said))
-            rates.add_metric([id, "decode"], sum(pulse.decode_rate for pulse in said))
-            cache.add_metric([id, "used"], sum(pulse.cache_used for pulse in said))
-            cache.add_metric([id, "reusable"], sum(pulse.cache_reusable for pulse in said))
-            cache.add_metric([id, "total"], sum(pulse.cache_total for pulse in said))
+            steps.add_metric([id], sum(pulse.steps for pulse in pulses))
+            sequences.add_metric([id, "running"], sum(pulse.running for pulse in pulses))
+            sequences.add_metric([id, "waiting"], sum(pulse.waiting for pulse in pulses))
+            sequences.add_metric([id, "places"], sum(pulse.parallel for pulse in pulses))
+            rates.add_metric([id, "prefill"], sum(pulse.prefill_rate for pulse in pulses))
+            rates.add_metric([id, "decode"], sum(pulse.decode_rate for pulse in pulses))
+            cache.add_metric([id, "used"], sum(pulse.cache_used for pulse in pulses))
+            cache.add_metric([id, "reusable"], sum(pulse.cache_reusable for pulse in pulses))
+            cache.add_metric([id, "total"], sum(pulse.cache_total for pulse in pulses))
         yield from (steps, sequences, rates, cache, progress)
 
 
 def _result(reason: str) -> str:
-    """How a load ended that did not become ready."""
+    """The outcome of a load that did not become ready."""
     if reason == "oom":
         return "oom"
     return "cancelled" if reason in INTENDED else "failed"

@@ -1,62 +1,148 @@
 """The steps that every HTTP request takes, in their order, whichever transport has read it.
 
-    admit         the host and the origin of the request
-    authenticate  its key, and the key's right to use the route
-    respond       answered by the router itself, or forwarded: read the body, find the model and the adapter, proxy
-    refuse        an error of any step, in the error format of the route's API
-    count, log    one access log line and one counter
+    admit         check the host and the origin of the request
+    authenticate  check the key, and its right to use the route
+    respond       the router answers itself, or forwards: read the body, find the model and the adapter, proxy
+    refuse        turn an error of any step into a response in the error format of the route's API
+    count, log    write one access log line and count the request once
 
-`Pipeline.run` is this sequence. The transports are aiohttp's server (`router.http.aiohttp_transport`) and the reader of plain
-POSTs (`router.http.listener`). Both give it an `Incoming` with an `Outlet`, and neither repeats a step.
+`Pipeline.run` is this sequence. The transports are aiohttp's server (`router.http.aiohttp_transport`) and the reader of
+plain POSTs (`router.http.listener`). Both give it an `Incoming` with an `Outlet`, and neither repeats a step.
+
+Bodies are read whole and bounded in size, time and total bytes. Only `model` and `stream` are decoded; the worker
+parses everything else.
 """
 
 import asyncio
-import difflib
 import logging
 import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from random import getrandbits
+from typing import Any
 
+import msgspec
 import orjson
 
 from router import __version__
 from router.api import ollama
 from router.api.request_log import RequestLog, RequestRecord
-from router.errors import ApiError, BadRequest, Internal
-from router.http.incoming import BUFFERED_IN_ALL, Bodies, Incoming, Peek, is_openais, peek
+from router.errors import (
+    ApiError,
+    BadRequest,
+    BodyTimeout,
+    EncodingUnsupported,
+    Internal,
+    QueueFull,
+    TooLarge,
+)
+from router.http.aiohttp_transport import CLOSE
 from router.http.listener import PlainRequest
 from router.http.metrics import Metrics
-from router.http.proxy import Answer, Call, Proxy
+from router.http.proxy import Proxy
+from router.http.request import ForwardedRequest, Incoming, ProxiedResponse
 from router.registry.registry import Registry, flag
 from worker.protocol.dialects import Dialect
+from worker.protocol.dialects.lmi import OPENAI_FIELDS
 from worker.protocol.errors import error_body
-from worker.protocol.routes import FLAGS, ROUTES, AccessLevel, LoadPolicy, Route, dialect_of, error_response
+from worker.protocol.routes import FLAGS, AccessLevel, LoadPolicy, Route, dialect_of, error_response
 
 log = logging.getLogger("router.http.app")
 access_log = logging.getLogger("router.registry.auth")
 
+# Answers an admitted request and returns the status to log, which can differ from the status line of a stream. Raises
+# ApiError while nothing has been sent.
 Respond = Callable[[Incoming], Awaitable[int]]
-"""Answers an admitted request and returns how it ended, which can differ from the status line of a stream. Raises
-ApiError while nothing has been sent."""
 
+MAX_BUFFERED = 512 << 20  # bytes of all request bodies in memory; more are rejected
+MAX_RETRY_AFTER = 60  # seconds; official clients give up on much larger values
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 JSON = {"Content-Type": "application/json; charset=utf-8"}
 SERVER = f"router/{__version__}"
 LMI_ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
-LATEST = 60
-"""The largest Retry-After, in seconds: official clients give up on much larger ones."""
-LONGEST_SUGGESTED = 100
-"""Characters of a path that is compared with the routes, or repeated in a message."""
-_PATHS = tuple(dict.fromkeys(route.path for route in ROUTES if "{" not in route.path))
 _CONTROL = dict.fromkeys((*range(32), 127), "?")
+
+
+class Peek(msgspec.Struct):
+    """The body fields that the router reads; the decoder validates and skips the rest."""
+
+    model: Any = None
+    stream: Any = None
+    name: Any = None  # the old name of `model` in Ollama's API
+
+
+_DECODER = msgspec.json.Decoder(Peek)
+_OPENAI_FIELDS = msgspec.json.Decoder(
+    msgspec.defstruct("_OpenaiFields", [(name, msgspec.Raw, msgspec.Raw()) for name in OPENAI_FIELDS])
+)
+
+
+def peek(body: bytes) -> Peek:
+    """The fields `model` and `stream` of a JSON object. Raises BadRequest (invalid_json) if `body` is none."""
+    try:
+        return _DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as bad:
+        raise BadRequest(f"the body is not a JSON object: {str(bad)[:200]}", reason="invalid_json") from None
+
+
+def has_openai_fields(body: bytes) -> bool:
+    """True if a body for a path of LMI's API has fields of OpenAI's API. `peek` must have accepted the body."""
+    found = _OPENAI_FIELDS.decode(body)
+    return any(bytes(getattr(found, name)) for name in OPENAI_FIELDS)
+
+
+class Bodies:
+    """Reads request bodies, and counts the bytes of those whose requests have not ended."""
+
+    def __init__(self, registry: Registry, most: int = MAX_BUFFERED):
+        self._registry = registry
+        self.held = 0  # bytes of all bodies in memory
+        self.most = most  # the limit of `held`; more are rejected
+
+    async def read(self, incoming: Incoming) -> bytes:
+        """The whole body, bounded in size, time and sum, and counted until the request ends. Raises ApiError."""
+        settings, outlet = self._registry.settings, incoming.outlet
+        if outlet.headers.get("content-encoding", "identity").casefold() not in ("", "identity"):
+            raise EncodingUnsupported("send the body without Content-Encoding")
+        limit, stated = settings.max_body_size, outlet.content_length
+        if stated is not None and stated > limit:
+            raise TooLarge(f"the body has {stated} bytes, {limit} are allowed", headers=CLOSE)
+        body = outlet.received()
+        if body is not None:  # nothing to wait for, so no timer
+            self._count(incoming, len(body))
+            return body
+        parts: list[bytes] = []
+        try:
+            async with asyncio.timeout(settings.body_timeout or None):
+                async for part in outlet.parts():
+                    self._count(incoming, len(part))
+                    parts.append(part)
+        except TimeoutError:
+            seconds = f"{settings.body_timeout:g}"
+            raise BodyTimeout(f"the body did not arrive within {seconds} s (--body-timeout)", headers=CLOSE) from None
+        return b"".join(parts)
+
+    def _count(self, incoming: Incoming, more: int) -> None:
+        """Raises TooLarge, QueueFull."""
+        # Counted before the checks: `forget` subtracts `incoming.held`, so both must change together.
+        self.held += more
+        incoming.held += more
+        limit = self._registry.settings.max_body_size
+        if incoming.held > limit:
+            raise TooLarge(f"the body has more than the {limit} bytes that are allowed", headers=CLOSE)
+        if self.held > self.most:
+            raise QueueFull("too many bytes of requests are waiting", retry_after=1, headers=CLOSE)
+
+    def forget(self, incoming: Incoming) -> None:
+        """Stop counting the body of a request that has ended."""
+        self.held -= incoming.held
 
 
 class Pipeline:
     """The request pipeline of one router."""
 
-    def __init__(self, registry: Registry, proxy: Proxy, metrics: Metrics, *, most_buffered: int = BUFFERED_IN_ALL):
+    def __init__(self, registry: Registry, proxy: Proxy, metrics: Metrics, *, most_buffered: int = MAX_BUFFERED):
         self._registry = registry
         self._proxy = proxy
         self._metrics = metrics
@@ -65,7 +151,7 @@ class Pipeline:
         registry.events.fold(self.requests.on_event)
 
     async def serve(self, plain: PlainRequest) -> None:
-        """Take a plain request through all steps; all of them are for a worker. Raises like `run`."""
+        """Take a plain request, which is always for a worker, through all steps. Raises like `run`."""
         incoming = Incoming(
             outlet=plain,
             method="POST",
@@ -91,12 +177,13 @@ class Pipeline:
             except ApiError as error:
                 await self._refuse(incoming, error)
             except (ConnectionError, asyncio.CancelledError):
-                raise
+                raise  # the client is gone; the next clause would log it as a failure of the router
             except Exception:
                 log.exception("%s: %s %s failed in the router", incoming.id, incoming.method, incoming.path)
-                await self._refuse(incoming, Internal("the router failed on this request; its log says how"))
+                await self._refuse(incoming, Internal("the router failed on this request; its log has the cause"))
         except (ConnectionError, asyncio.CancelledError):
             self._metrics.disconnects.labels(incoming.phase).inc()
+            # For aiohttp both mean the same; one exception keeps its log free of tracebacks.
             raise asyncio.CancelledError from None
         finally:
             self.bodies.forget(incoming)
@@ -107,7 +194,7 @@ class Pipeline:
         access, outlet = self._registry.access, incoming.outlet
         outlet.check_framing()
         access.check_host(outlet)
-        if incoming.method != "OPTIONS":  # a preflight is how a browser asks; the answer's CORS headers decide
+        if incoming.method != "OPTIONS":  # a preflight asks for permission; the CORS headers of its response decide
             access.check_origin(outlet, changes_state=incoming.changes_state)
 
     def _authenticate(self, incoming: Incoming) -> None:
@@ -118,39 +205,43 @@ class Pipeline:
         plane = AccessLevel.ADMIN if any(query.get(name) for name in route.admin_query) else route.plane
         incoming.key = self._registry.access.authorize(incoming.outlet, plane)
         for name in FLAGS if query else ():
-            flag(query, name)  # rejected here even where the route would not come to use it
+            flag(query, name)  # rejected even where the route does not use it
 
     # Requests for a worker
 
     async def forward(self, incoming: Incoming) -> int:
-        """Have a worker answer (`Respond`)."""
+        """Have a worker answer. This is a `Respond`."""
         incoming.body = body = await self.bodies.read(incoming)
         read = time.monotonic()
         seen = peek(body)
         id, name, named = self._find_model(incoming, seen)
         incoming.model = id
         adapter = self._choose_adapter(incoming, id, name)
-        call = self._call(incoming, seen, id, adapter, read=read, asked="" if named else name)
+        request = self._forwarded(incoming, seen, id, adapter, read=read, asked="" if named else name)
         shown = f"{id}@{adapter}" if adapter else id
         headers = {"X-Router-Model": shown, **own_headers(incoming.id)}
-        return await self._proxied(incoming, self._proxy.answer(incoming.outlet, call, headers))
+        return await self._proxied(incoming, self._proxy.response(incoming.outlet, request, headers))
 
     def _find_model(self, incoming: Incoming, seen: Peek) -> tuple[str, str, bool]:
-        """Id of the model, its name as the client wrote it, and True if the body has that name. Raises BadRequest,
-        ModelNotFound."""
+        """The model's id, its name as the client wrote it, and True if the body contains that name.
+
+        Raises BadRequest, ModelNotFound.
+        """
         assert incoming.route is not None
-        is_ollamas = incoming.route.dialect is Dialect.OLLAMA
-        named = seen.name if seen.model is None and is_ollamas else seen.model
+        is_ollama = incoming.route.dialect is Dialect.OLLAMA
+        named = seen.name if seen.model is None and is_ollama else seen.model
         if named is not None and not isinstance(named, str):
             raise BadRequest("model must be a string", param="model")
-        if is_ollamas and named is not None:
+        if is_ollama and named is not None:
             named = ollama.known(self._registry, incoming.key, named)
         id, name = self._registry.choose(incoming.key, path=incoming.path_id, body=named, query=incoming.query)
         return id, name, named is not None
 
     def _choose_adapter(self, incoming: Incoming, id: str, name: str) -> str:
-        """The adapter that a request names outside its body: as part of the model's name, in the query or in LMI's
-        header. Raises BadRequest for two that differ, ModelNotFound."""
+        """The adapter that a request names outside its body: in the model's name, the query or LMI's header.
+
+        Raises BadRequest if two of them differ, ModelNotFound.
+        """
         assert incoming.route is not None
         adapter = self._registry.names.adapter(name)
         other = incoming.query.get("adapter", "")
@@ -160,14 +251,16 @@ class Pipeline:
             return adapter
         if adapter and adapter != other:
             raise BadRequest(
-                f"the model's name means adapter '{adapter}', and '{other[:100]}' is named beside it",
+                f"the model's name selects adapter '{adapter}', but the request also names '{other[:100]}'",
                 reason="model_conflict",
                 param="adapter",
             )
         self._registry.check_adapter(id, other)
         return other
 
-    def _call(self, incoming: Incoming, seen: Peek, id: str, adapter: str, *, read: float, asked: str) -> Call:
+    def _forwarded(
+        self, incoming: Incoming, seen: Peek, id: str, adapter: str, *, read: float, asked: str
+    ) -> ForwardedRequest:
         """The request as the proxy forwards it."""
         route = incoming.route
         assert route is not None
@@ -177,7 +270,9 @@ class Pipeline:
         preset = self._registry.shared_workers.find(id).preset
         timeout = self._registry.settings.timeout if preset.request_timeout is None else preset.request_timeout
         streams = _streams(route, seen)
-        return Call(
+        # LMI streams OpenAI's frames when the body is in OpenAI's form.
+        is_openai = streams and route.dialect is Dialect.LMI and has_openai_fields(incoming.body)
+        return ForwardedRequest(
             route=route,
             model=id,
             body=incoming.body,
@@ -189,20 +284,22 @@ class Pipeline:
             timeout=max(0.0, timeout),
             adapter=adapter,
             asked=asked,
-            speaks=Dialect.OPENAI if streams and route.dialect is Dialect.LMI and is_openais(incoming.body) else None,
+            stream_dialect=Dialect.OPENAI if is_openai else None,
         )
 
-    async def _proxied(self, incoming: Incoming, answer: Answer) -> int:
-        """Forward within the limits of the key, and keep a record of the request. How it ended."""
+    async def _proxied(self, incoming: Incoming, response: ProxiedResponse) -> int:
+        """Forward within the limits of the key, and record the request. Returns the status to log."""
         id, key, arrived = incoming.model, incoming.key, incoming.arrived
-        record = RequestRecord(incoming.id, id, answer.call.route.name, incoming.client, key.name, time.time(), arrived)
+        record = RequestRecord(
+            incoming.id, id, response.request.route.name, incoming.client, key.name, time.time(), arrived
+        )
         self.requests.began(record)
         try:
             with self._registry.access.running(key, lambda: self._registry.shared_workers.turnover(id)):
-                incoming.answer = record.answer = answer
-                await self._proxy.forward(answer)
-            assert answer.status is not None
-            record.status = answer.failed or answer.status
+                incoming.response = record.answer = response
+                await self._proxy.forward(response)
+            assert response.status is not None
+            record.status = response.failed or response.status
         except ApiError as error:
             record.status = error.status
             if error.reason == "key_concurrency":  # the fleet records all other rejections
@@ -211,20 +308,20 @@ class Pipeline:
             raise
         finally:
             self.requests.ended(record)
-        if answer.first_byte is not None:
-            self._metrics.ttft.observe(answer.first_byte - arrived, id)
-        if answer.overhead is not None:
-            self._metrics.overhead.observe(answer.overhead)
+        if response.first_byte is not None:
+            self._metrics.ttft.observe(response.first_byte - arrived, id)
+        if response.overhead is not None:
+            self._metrics.overhead.observe(response.overhead)
         return record.status
 
-    # Errors, and the end of every request
+    # Errors and the end of every request
 
     async def _refuse(self, incoming: Incoming, error: ApiError) -> None:
         """Answer with `error`. Raises ConnectionError if the client is gone or does not read."""
         incoming.status = error.status
         if incoming.outlet.has_begun:
-            # A second status line would be read as part of the first answer's body. The connection is closed without
-            # the end of that answer, so that the client does not take it for complete.
+            # A second status line would be read as part of the first response's body. The connection is closed without
+            # the end of that response, so that the client does not take it for complete.
             if incoming.outlet.transport is not None:
                 incoming.outlet.transport.close()
             return
@@ -232,7 +329,7 @@ class Pipeline:
         await self._write(incoming, error.status, {**own_headers(incoming.id), **headers}, body)
 
     async def _write(self, incoming: Incoming, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        """Write a whole answer of the router. Raises ConnectionError if the client is gone or does not read."""
+        """Write a whole response of the router. Raises ConnectionError if the client is gone or does not read."""
         pending = incoming.outlet.begin(status, headers, body, is_whole=True)
         if pending is None:
             return
@@ -243,7 +340,7 @@ class Pipeline:
             raise ConnectionError("the client does not read") from None
 
     def _rendered(self, incoming: Incoming, error: ApiError) -> tuple[dict[str, str], bytes]:
-        """Headers and body of an error, which is counted."""
+        """Headers and body of an error response. Counts the error."""
         route, path = incoming.route, incoming.path
         if error.status in (401, 429, 503, 507):
             self._metrics.rejections.labels("auth" if error.status == 401 else error.reason).inc()
@@ -262,7 +359,7 @@ class Pipeline:
         )
         headers = {**error.headers, "X-Should-Retry": "true" if error.should_retry else "false", **JSON}
         if error.retry_after is not None:
-            headers["Retry-After"] = str(min(LATEST, whole_seconds(error.retry_after)))
+            headers["Retry-After"] = str(min(MAX_RETRY_AFTER, whole_seconds(error.retry_after)))
         data = orjson.dumps(body)
         if route is not None and route.always_streams:
             headers["Content-Type"], data = error_response(route.path, data)
@@ -290,17 +387,8 @@ def request_id(headers: Mapping[str, str]) -> str:
 
 
 def own_headers(id: str) -> dict[str, str]:
-    """The headers of every answer; `id` is the request's."""
+    """The headers of every response; `id` is the request's."""
     return {"Server": SERVER, "X-Request-Id": id, "request-id": id}
-
-
-def not_found(path: str) -> str:
-    """The 404 message for `path`, printable and without the prefix, with the nearest known route as a suggestion."""
-    if len(path) > LONGEST_SUGGESTED:
-        return "File Not Found"
-    near = next(iter(difflib.get_close_matches(path, _PATHS, n=1, cutoff=0.75)), "")
-    hint = f"did you mean {near}?" if near else "GET /openapi.json lists what is"
-    return f"File Not Found: {path} is no path of this server; {hint}"
 
 
 def printable(text: str) -> str:
@@ -311,10 +399,10 @@ def printable(text: str) -> str:
 
 
 def _streams(route: Route, seen: Peek) -> bool:
-    """True if the answer is a stream of events."""
+    """True if the response is a stream of events."""
     if seen.stream is None:
         return route.streams_by_default
     return route.always_streams or (route.streams and seen.stream is True)
 
 
-__all__ = ["Pipeline", "Respond", "not_found", "own_headers", "printable", "request_id", "whole_seconds"]
+__all__ = ["Bodies", "Pipeline", "Respond", "own_headers", "printable", "request_id", "whole_seconds"]

@@ -1,7 +1,7 @@
-"""The latest readings of this machine's devices, and when they have settled.
+"""Regular readings of this machine's devices, and the wait until they have settled.
 
-Drivers may block for seconds or for ever, so they are asked in one thread of its own, which the program's end does not
-wait for. A device that cannot be read is shown as full: nobody starts where it is not known that there is room.
+Drivers may block for seconds or for ever, so they are read in a thread of its own, which the program's exit does not
+wait for. A device that cannot be read is shown as full: no worker starts where free memory is unknown.
 """
 
 import asyncio
@@ -17,46 +17,42 @@ from router.planner.ledger import HOST, DeviceId, Reading
 
 log = logging.getLogger("router.launch.interface")
 
-READ_TIMEOUT = 1.0
-"""Seconds that one look at all devices may take."""
-FIRST_READ_TIMEOUT = 15.0
-"""The first one may have to wake a driver."""
-LOST_AFTER = 5
-"""Looks without an answer after which nothing is known any more."""
+READ_TIMEOUT = 1.0  # seconds for one reading of all devices
+FIRST_READ_TIMEOUT = 15.0  # the first reading may have to wake a driver
+LOST_AFTER = 5  # samples without a reading after which all devices are shown as full
 SETTLE_INTERVAL = 0.1
+# Main memory needs no pause: the kernel frees that of a process before its parent can see the exit. Drivers are late.
 SETTLE_INTERVAL_HOST = 0.0
-"""The kernel gives a process's main memory back before its parent can see that it has ended; only a driver is late."""
 SETTLE_TIMEOUT = 5.0
+# Two readings agree if they differ by no more than the larger of these. Both are guesses.
 SETTLE_BYTES = 256 << 20
 SETTLE_FRACTION = 0.02
-"""Two readings agree within the larger of these."""
-_MOST_QUESTIONS = 64
-"""Put to a driver that does not answer; later ones wait with the last of them."""
+_MAX_PENDING = 64  # reads that are queued for a driver that does not answer; later ones share the last one
 
 
-class Devices(Protocol):
-    """What can be read; see `router.launch.devices`. Called in one thread, never twice at a time."""
+class ReadableDevices(Protocol):
+    """The devices to read; see `router.launch.devices`. Used in one thread only."""
 
     def read(self) -> list[Reading]:
-        """Every device; may block."""
+        """The readings of all devices; may block."""
 
     @property
     def problems(self) -> Mapping[DeviceId, str]:
-        """Why a device cannot be used at present; of the last `read`."""
+        """For each device that the last `read` could not use, the reason."""
 
 
-class Probe:
+class DeviceSampler:
     """Reads devices in its own thread, from `start` to `close`."""
 
-    def __init__(self, devices: Devices, on_reading: Callable[[], None], *, read_timeout: float = READ_TIMEOUT):
-        """`on_reading` is called on the loop after each reading that differs from the one before."""
+    def __init__(self, devices: ReadableDevices, on_reading: Callable[[], None], *, read_timeout: float = READ_TIMEOUT):
+        """`on_reading`: called on the event loop after each reading that differs from the one before."""
         self.on_reading = on_reading
         self._read_timeout = read_timeout
         self._devices = devices
         self._latest: tuple[Reading, ...] = ()
         self._problems: Mapping[DeviceId, str] = {}
-        self._questions: queue.SimpleQueue[asyncio.Future[None] | None] = queue.SimpleQueue()
-        self._asked: list[asyncio.Future[None]] = []
+        self._requests: queue.SimpleQueue[asyncio.Future[None] | None] = queue.SimpleQueue()
+        self._pending: list[asyncio.Future[None]] = []
         self._missed = 0
         self._closed = False
         self._error = ""
@@ -67,36 +63,38 @@ class Probe:
 
     @property
     def problems(self) -> Mapping[DeviceId, str]:
-        """Why a device is shown as full, for people."""
+        """For each device that is shown as full because it cannot be read, the reason, for people."""
         return self._problems
 
     async def start(self) -> None:
-        """Returns once there is a first reading, or none came in time."""
+        """Return once there is a first reading, or none arrived in time."""
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._run, args=(loop,), name="devices", daemon=True).start()
-        await self._ask(FIRST_READ_TIMEOUT)
+        await self._read_now(FIRST_READ_TIMEOUT)
 
     def close(self) -> None:
         """End the thread, as soon as the driver lets it."""
         self._closed = True
-        self._questions.put(None)
+        self._requests.put(None)
 
-    async def look(self) -> None:
-        """One look, to be taken regularly; after `LOST_AFTER` of them in vain every device is shown as full."""
-        self._missed = 0 if await self._ask(self._read_timeout) else self._missed + 1
+    async def sample(self) -> None:
+        """Read once; call it regularly. After `LOST_AFTER` failed reads every device is shown as full."""
+        self._missed = 0 if await self._read_now(self._read_timeout) else self._missed + 1
         if self._missed == LOST_AFTER:
-            log.error("the device drivers do not answer: nothing new is started until they do")
-            self._problems = {each.id: "its driver does not answer" for each in self._latest}
-            self._publish(tuple(_full(each) for each in self._latest))
+            log.error("the device drivers do not answer: no worker is started until they do")
+            self._problems = {reading.id: "its driver does not answer" for reading in self._latest}
+            self._publish(tuple(_full(reading) for reading in self._latest))
 
     async def refresh(self) -> Sequence[Reading]:
-        """Readings that were begun after this call, if they come in time; else the latest ones."""
-        await self._ask(self._read_timeout)
+        """Readings that began after this call, if they arrive in time, else the latest ones."""
+        await self._read_now(self._read_timeout)
         return self._latest
 
     async def settle(self, devices: Collection[DeviceId]) -> None:
-        """Returns once two readings of `devices`, `SETTLE_INTERVAL` apart, agree, or after `SETTLE_TIMEOUT`; then the
-        worse of the last two stands, until the next one. Main memory alone is looked at twice at once."""
+        """Return once two readings of `devices`, `SETTLE_INTERVAL` apart, agree, or after `SETTLE_TIMEOUT`.
+
+        In the latter case the higher of the last two readings is published. Main memory alone is read twice at once.
+        """
         interval = SETTLE_INTERVAL_HOST if all(device.index == HOST for device in devices) else SETTLE_INTERVAL
         loop = asyncio.get_running_loop()
         deadline = loop.time() + SETTLE_TIMEOUT
@@ -109,56 +107,56 @@ class Probe:
             if agree(before, after, devices):
                 return
         names = ", ".join(str(device) for device in devices)
-        log.warning("%s: readings did not settle within %g s; the worse one stands", names, SETTLE_TIMEOUT)
+        log.warning("%s: readings did not settle within %g s; using the higher one", names, SETTLE_TIMEOUT)
         used = {reading.id: reading.used for reading in before}
-        self._publish(tuple(replace(each, used=max(each.used, used.get(each.id, 0))) for each in after))
+        self._publish(tuple(replace(reading, used=max(reading.used, used.get(reading.id, 0))) for reading in after))
 
-    async def _ask(self, seconds: float) -> bool:
-        """Whether an answer to a question that was put now came within `seconds`."""
+    async def _read_now(self, seconds: float) -> bool:
+        """Have the thread read all devices. Returns True if that was done within `seconds`."""
         if self._closed:
             return False
-        if len(self._asked) < _MOST_QUESTIONS:
-            self._asked.append(asyncio.get_running_loop().create_future())
-            self._questions.put(self._asked[-1])
-        question = self._asked[-1]
-        await asyncio.wait({question}, timeout=seconds)
-        return question.done()
+        if len(self._pending) < _MAX_PENDING:
+            self._pending.append(asyncio.get_running_loop().create_future())
+            self._requests.put(self._pending[-1])
+        request = self._pending[-1]
+        await asyncio.wait({request}, timeout=seconds)
+        return request.done()
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The thread: one reading answers everybody who asked before it was begun."""
-        while (question := self._questions.get()) is not None:
-            questions = [question]
+        """The thread. One reading serves all requests that were made before it began."""
+        while (request := self._requests.get()) is not None:
+            requests = [request]
             with contextlib.suppress(queue.Empty):
-                while (question := self._questions.get_nowait()) is not None:
-                    questions.append(question)
-            answer: tuple[list[Reading], Mapping[DeviceId, str]] | str
+                while (request := self._requests.get_nowait()) is not None:
+                    requests.append(request)
+            result: tuple[list[Reading], Mapping[DeviceId, str]] | str
             try:
-                answer = self._devices.read(), self._devices.problems
-            except Exception as error:  # noqa: BLE001  (delivered to the loop, which says so)
-                answer = f"{type(error).__name__}: {error}"
+                result = self._devices.read(), self._devices.problems
+            except Exception as error:  # noqa: BLE001  (logged by `_deliver`)
+                result = f"{type(error).__name__}: {error}"
             try:
-                loop.call_soon_threadsafe(self._deliver, questions, answer)
+                loop.call_soon_threadsafe(self._deliver, requests, result)
             except RuntimeError:  # the loop is closed
                 return
-            if question is None:
+            if request is None:
                 return
 
     def _deliver(
-        self, questions: Sequence["asyncio.Future[None]"], answer: tuple[list[Reading], Mapping[DeviceId, str]] | str
+        self, requests: Sequence["asyncio.Future[None]"], result: tuple[list[Reading], Mapping[DeviceId, str]] | str
     ) -> None:
-        for question in questions:
-            self._asked.remove(question)
-        if isinstance(answer, str):
-            if answer != self._error:
-                log.error("the devices cannot be read: %s", answer)
-            self._error = answer
-            return  # who asked waits in vain, as with a driver that hangs
+        for request in requests:
+            self._pending.remove(request)
+        if isinstance(result, str):
+            if result != self._error:
+                log.error("the devices cannot be read: %s", result)
+            self._error = result
+            return  # callers time out, as with a driver that hangs
         self._error = ""
-        for question in questions:
-            if not question.done():
-                question.set_result(None)
-        readings, self._problems = answer
-        self._publish(tuple(_full(each) if each.id in self._problems else each for each in readings))
+        for request in requests:
+            if not request.done():
+                request.set_result(None)
+        readings, self._problems = result
+        self._publish(tuple(_full(reading) if reading.id in self._problems else reading for reading in readings))
 
     def _publish(self, readings: tuple[Reading, ...]) -> None:
         if readings != self._latest:
@@ -171,7 +169,7 @@ def _full(reading: Reading) -> Reading:
 
 
 def agree(before: Sequence[Reading], after: Sequence[Reading], devices: Collection[DeviceId]) -> bool:
-    """Whether nothing moves any more on `devices`."""
+    """True if the readings of `devices` hardly differ."""
     used = {reading.id: reading.used for reading in before}
-    pairs = [(used[each.id], each.used) for each in after if each.id in devices and each.id in used]
-    return all(abs(one - other) <= max(SETTLE_BYTES, SETTLE_FRACTION * max(one, other)) for one, other in pairs)
+    pairs = [(used[reading.id], reading.used) for reading in after if reading.id in devices and reading.id in used]
+    return all(abs(x - y) <= max(SETTLE_BYTES, SETTLE_FRACTION * max(x, y)) for x, y in pairs)

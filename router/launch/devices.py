@@ -1,7 +1,7 @@
-"""Readings of this machine's devices from NVML, psutil and the cgroup's limit; the only importer of pynvml.
+"""Readings of this machine's devices from NVML, psutil and the cgroup's limits. The only module that imports pynvml.
 
-Law: never creates a context on a device, and never says that there is room when it does not know: an accelerator whose
-driver fails keeps its last reading and is named in `problems`, and nobody may start there.
+It never creates a context on a device. It never reports free memory that it does not know of: an accelerator whose
+driver fails keeps its last reading and is named in `problems`, and no worker is started there.
 """
 
 import contextlib
@@ -17,16 +17,15 @@ import pynvml  # type: ignore[import-untyped]
 from router.errors import ConfigError
 from router.planner.ledger import HOST, LOCAL, DeviceId, Reading
 
-CPU = DeviceId(LOCAL, HOST)
-"""Main memory of this machine."""
+CPU = DeviceId(LOCAL, HOST)  # main memory of this machine
 
+# A cgroup limit above this means no limit (version 1 writes the largest multiple of a page below 2**63).
 _UNLIMITED = 1 << 60
-"""A cgroup limit above this is none (version 1 writes the largest multiple of a page below 2**63)."""
 
 
 @dataclass(slots=True)
 class _Accelerator:
-    """One device that CUDA_VISIBLE_DEVICES leaves visible; `handle` is NVML's, None until found (again)."""
+    """One device that CUDA_VISIBLE_DEVICES leaves visible; `handle` is NVML's; None: not found yet, or lost."""
 
     id: DeviceId
     uuid: str
@@ -41,9 +40,9 @@ class Devices:
 
     `env` is the router's environment: CUDA_VISIBLE_DEVICES there limits and orders the accelerators as it does for
     any CUDA program, so that `cuda:0` is the first visible one. `proc` and `cgroup` are the roots of the kernel's
-    file systems, `dev` that of device files, `system` and `machine` what the platform calls itself. NVML is asked at
-    construction; without a driver there are no accelerators, and `notes` says why, and which kinds are not supported.
-    All methods that read may block, for as long as the driver does: call them in a thread, one at a time.
+    file systems, `dev` that of device files, `system` and `machine` the platform's names. The constructor queries NVML;
+    without a driver there are no accelerators, and `notes` has the reason and the kinds that are not supported.
+    All methods that read may block for as long as the driver does: call them in a thread, one at a time.
     """
 
     def __init__(
@@ -62,8 +61,7 @@ class Devices:
         self._suspect = False
         self._notes: list[str] = []
         self._problems: dict[DeviceId, str] = {}
-        self.driver = ""
-        """Version of the accelerators' driver; empty: there is none."""
+        self.driver = ""  # version of the accelerators' driver; empty: there is none
         found: list[Found] = []
         try:
             pynvml.nvmlInit()
@@ -73,68 +71,69 @@ class Devices:
         except pynvml.NVMLError as error:
             self._notes.append(f"no accelerator: {_explain(error)}")
         others = _unsupported(dev, system, machine)
-        self._notes += [f"{kind} is not supported by this version: it is left alone" for kind in others]
+        self._notes += [f"{kind} is not supported by this version: it is not used" for kind in others]
         if not found:
             return
         chosen, note = visible(found, env.get("CUDA_VISIBLE_DEVICES"))
         if note:
             self._notes.append(note)
-        for index, each in enumerate(chosen):
-            self._accelerators.append(_Accelerator(DeviceId(LOCAL, index), each.uuid, each.name, each.handle))
+        for index, device in enumerate(chosen):
+            self._accelerators.append(_Accelerator(DeviceId(LOCAL, index), device.uuid, device.name, device.handle))
 
     @property
     def notes(self) -> Sequence[str]:
-        """What a person should know of how the devices were found: one line each."""
+        """Remarks for people about the devices that were found, one line each."""
         return tuple(self._notes)
 
     @property
     def problems(self) -> Mapping[DeviceId, str]:
-        """Why a device cannot be used at present, by device; of the last `read`."""
+        """For each device that the last `read` could not use, the reason."""
         return dict(self._problems)
 
     @property
     def ids(self) -> Sequence[DeviceId]:
         """Every device, the accelerators first and in their order."""
-        return (*(each.id for each in self._accelerators), CPU)
+        return (*(accelerator.id for accelerator in self._accelerators), CPU)
 
     def read(self) -> list[Reading]:
         """Every device that has ever been read, in the order of `ids`. May block; raises nothing.
 
-        Used bytes are everybody's. A device that fails now has its last reading and an entry in `problems`.
+        Used bytes are those of all processes. A device that fails now has its last reading and an entry in `problems`.
         """
         host = self.host()
         if self._suspect:
             self._reopen()
-        readings = [reading for each in self._accelerators if (reading := self._read(each, host))]
+        readings = [reading for accelerator in self._accelerators if (reading := self._read(accelerator, host))]
         return [*readings, host]
 
     def pool(self, device: DeviceId) -> DeviceId | None:
-        """Main memory for an accelerator that has none of its own; None: it has."""
-        return CPU if any(each.unified and each.id == device for each in self._accelerators) else None
+        """Main memory if the accelerator `device` has no memory of its own (unified memory), else None."""
+        return (
+            CPU if any(accelerator.unified and accelerator.id == device for accelerator in self._accelerators) else None
+        )
 
     def device_id(self, text: str) -> DeviceId:
-        """The device that a person calls `text`: `cpu`, `none`, `cuda:0`, `gpu0`, `0`, or a UUID or its beginning.
+        """The device of this name: `cpu`, `none`, `cuda:0`, `gpu0`, `0`, or a UUID or its beginning.
 
-        Raises ValueError with a message for a person if there is no such device here, or more than one.
+        Raises ValueError with a message for people if there is no such device, or more than one.
         """
         word = text.strip()
         if word.lower() in ("cpu", "none", "host"):
             return CPU
         index = parse_index(word)
         if index is not None:
-            matches = [each for each in self._accelerators if each.id.index == index]
+            matches = [accelerator for accelerator in self._accelerators if accelerator.id.index == index]
         else:
-            matches = [each for each in self._accelerators if _names(word, each.uuid)]
+            matches = [accelerator for accelerator in self._accelerators if _names(word, accelerator.uuid)]
         if len(matches) == 1:
             return matches[0].id
-        have = ", ".join(f"{each.id} ({each.uuid})" for each in self._accelerators)
+        have = ", ".join(f"{accelerator.id} ({accelerator.uuid})" for accelerator in self._accelerators)
         here = f"{have} and cpu" if have else "only cpu"
         problem = "names more than one device" if matches else "is no device of this machine"
         raise ValueError(f"{text!r} {problem}; it has {here}")
 
     def by_device(self, sizes: Mapping[str, int], option: str) -> dict[DeviceId, int]:
-        """Sizes that people gave with `option` by a device's name, without the one for all devices (``""``). Raises
-        ConfigError."""
+        """The sizes of `option` by device, without the one for all devices (``""``). Raises ConfigError."""
         found: dict[DeviceId, int] = {}
         for name, size in sizes.items():
             if name:
@@ -145,15 +144,15 @@ class Devices:
         return found
 
     def environment(self, place: Iterable[DeviceId]) -> dict[str, str]:
-        """What a worker on `place` needs in its environment to see these accelerators, in this order, and no other."""
-        uuids = {each.id: each.uuid for each in self._accelerators}
+        """Environment variables with which a worker sees the accelerators of `place`, in this order, and no others."""
+        uuids = {accelerator.id: accelerator.uuid for accelerator in self._accelerators}
         seen = ",".join(uuids[device] for device in place if device in uuids)
         return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": seen}
 
     def host(self) -> Reading:
-        """Main memory, or the cgroup's share of it where that is less: what may be used, and what is not available.
+        """The reading of main memory, or of the cgroup's share if that is less.
 
-        Page cache that the kernel would give back counts as available, whether or not somebody has it mapped.
+        Page cache that the kernel can reclaim counts as available, even if a process has it mapped.
         """
         total, available = self._meminfo()
         for limit, used in _cgroup_limits(self._proc, self._cgroup):
@@ -162,7 +161,7 @@ class Devices:
         return Reading(CPU, total, max(0, total - available), name="main memory")
 
     def close(self) -> None:
-        """Lets go of NVML."""
+        """Shut NVML down."""
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
 
@@ -174,7 +173,9 @@ class Devices:
             device.unified = False
         except pynvml.NVMLError as error:
             has_none = isinstance(error, pynvml.NVMLError_NotSupported)
-            if not has_none or (device.last is not None and device.last.pool is None):  # it had some of its own before
+            if not has_none or (
+                device.last is not None and device.last.pool is None
+            ):  # it had memory of its own before
                 self._suspect = True
                 device.handle = None
                 self._problems[device.id] = f"{device.id} ({device.name}) cannot be read: {_explain(error)}"
@@ -186,10 +187,13 @@ class Devices:
         return device.last
 
     def _reopen(self) -> None:
-        """After an error NVML may need a new start (driver reloaded, device reset); handles do not survive it."""
+        """Restart NVML, which it may need after an error (driver reloaded, device reset).
+
+        Handles do not survive that.
+        """
         self.close()
-        for each in self._accelerators:
-            each.handle = None
+        for accelerator in self._accelerators:
+            accelerator.handle = None
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
             self._suspect = False
@@ -206,9 +210,9 @@ class Devices:
 
 
 def _unsupported(dev: Path, system: str, machine: str) -> list[str]:
-    """Accelerators of kinds that nothing here can use, so that nobody looks for them in vain."""
+    """Accelerators of kinds that this project cannot use, for a note to the user."""
     found = []
-    if (dev / "kfd").exists():  # the kernel's compute driver of AMD; its display driver alone computes nothing
+    if (dev / "kfd").exists():  # AMD's compute driver; its display driver alone is no accelerator
         found.append("the AMD accelerator (/dev/kfd)")
     if system == "Darwin" and machine == "arm64":
         found.append("Apple's accelerator (Metal)")
@@ -229,23 +233,21 @@ def parse_index(text: str) -> int | None:
 class Found:
     """One device as NVML lists it: a card, or one MIG instance of a card."""
 
-    index: int
-    """The card's, in PCI bus order."""
+    index: int  # that of the card, in PCI bus order
     uuid: str
-    card: str
-    """UUID of the card; `uuid` itself for a card that is not cut."""
+    card: str  # UUID of the card; equals `uuid` unless the card is in MIG mode
     name: str
     handle: Any = None
 
 
 def visible(found: Sequence[Found], setting: str | None) -> tuple[list[Found], str]:
-    """Which of `found` a CUDA program sees under CUDA_VISIBLE_DEVICES = `setting`, in which order, and a note for a
-    person where that may surprise.
+    """The devices that a CUDA program sees with CUDA_VISIBLE_DEVICES = `setting`, in their order, and a note for people
+    if that may be unexpected.
 
     Rules (CUDA C++ Programming Guide, "CUDA Environment Variables"): unset shows all; entries are indices or UUIDs,
     of which an unambiguous beginning suffices; the first invalid entry hides itself and all after it; a device that
     is named twice hides all. Two differences, as this router runs many programs: an index counts in PCI bus order,
-    and a card that is cut into MIG instances stands for all of them, where one CUDA program would see the first.
+    and a card in MIG mode stands for all of its instances, where one CUDA program would see the first.
     """
     if setting is None:
         return list(found), ""
@@ -262,31 +264,31 @@ def visible(found: Sequence[Found], setting: str | None) -> tuple[list[Found], s
 
 
 def _matches(found: Sequence[Found], entry: str) -> list[Found]:
-    """The devices that one entry of CUDA_VISIBLE_DEVICES stands for; none if it is invalid or ambiguous."""
+    """The devices that one entry of CUDA_VISIBLE_DEVICES selects; empty if it is invalid or ambiguous."""
     if entry.isascii() and entry.isdigit():
-        return [each for each in found if each.index == int(entry)]
-    instances = [each for each in found if _names(entry, each.uuid)]
-    cards = [each for each in found if _names(entry, each.card)]
+        return [device for device in found if device.index == int(entry)]
+    instances = [device for device in found if _names(entry, device.uuid)]
+    cards = [device for device in found if _names(entry, device.card)]
     if len(instances) == 1:
         return instances
-    return cards if len({each.card for each in cards}) == 1 else []
+    return cards if len({device.card for device in cards}) == 1 else []
 
 
 def _names(word: str, uuid: str) -> bool:
-    """Whether `word` is `uuid` or its beginning, with at least one character beyond the kind."""
+    """True if `word` is `uuid` or its beginning, with at least one character beyond the kind."""
     kind, _, rest = word.partition("-")
     return kind in ("GPU", "MIG") and bool(rest) and uuid.startswith(word)
 
 
 def _enumerate() -> tuple[list[Found], list[str]]:
-    """Every card in PCI bus order, one in MIG mode replaced by its instances; and a line for each that fails."""
+    """All cards in PCI bus order, those in MIG mode replaced by their instances, and a note for each that fails."""
     found: list[Found] = []
     notes: list[str] = []
     for index in range(pynvml.nvmlDeviceGetCount()):
         try:
             card = pynvml.nvmlDeviceGetHandleByIndex(index)
             uuid = str(pynvml.nvmlDeviceGetUUID(card))
-            for handle in _instances(card) if _is_cut(card) else [card]:
+            for handle in _instances(card) if _is_in_mig_mode(card) else [card]:
                 name = str(pynvml.nvmlDeviceGetName(handle))
                 found.append(Found(index, str(pynvml.nvmlDeviceGetUUID(handle)), uuid, name, handle))
         except pynvml.NVMLError as error:
@@ -300,7 +302,7 @@ def _instances(card: Any) -> Iterator[Any]:
             yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(card, number)
 
 
-def _is_cut(card: Any) -> bool:
+def _is_in_mig_mode(card: Any) -> bool:
     try:
         return bool(pynvml.nvmlDeviceGetMigMode(card)[0])
     except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):
@@ -333,12 +335,12 @@ def _memory(handle: Any) -> tuple[int, int]:
 
 
 def _explain(error: Exception) -> str:
-    """NVML's words for an error."""
+    """The text of an NVML error."""
     return str(error) or type(error).__name__
 
 
 def _cgroup_limits(proc: Path, root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use in bytes of each control group that this process is in, upwards, where one is set."""
+    """Limit and use, in bytes, of each cgroup with a limit that contains this process, from the innermost outwards."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -358,7 +360,7 @@ def _cgroup_limits(proc: Path, root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _walk(root: Path, path: str, *, limit: str, used: str, prefix: str) -> Iterator[tuple[int, int]]:
-    """From the group at `path` up to `root`; a container that sees only its own group has it at `root`."""
+    """The same, from the group at `path` up to `root`. A container that sees only its own group has it at `root`."""
     group = root / path.strip("/")
     if ".." in group.parts or not group.is_dir():
         group = root
@@ -373,7 +375,7 @@ def _walk(root: Path, path: str, *, limit: str, used: str, prefix: str) -> Itera
 
 
 def _number(file: Path) -> int | None:
-    """The number in a file of the kernel; None for `max`, no file, or no number."""
+    """The number in a file of the kernel; None for `max`, a missing file, or no number."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):

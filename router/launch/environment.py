@@ -1,7 +1,7 @@
-"""What a worker sees of the router's environment: an allow-list, its place, its limits.
+"""The environment of worker processes: an allow-list of the router's own, plus devices and limits.
 
-Law: PURE. Nothing passes because nobody thought of it: what is not named here stays behind, and secrets above all. Only
-`download` reaches a network, and only it gets a hub token.
+A variable that is not named here is not passed on, above all no secret. Only `download` uses a network, and only it
+gets a hub token.
 """
 
 from collections.abc import Mapping
@@ -9,8 +9,7 @@ from typing import Literal
 
 Verb = Literal["download", "convert", "estimate", "serve"]
 
-TAG = "FLEET_WORKER"
-"""Names the run that a process belongs to; its descendants inherit it."""
+TAG = "FLEET_WORKER"  # the variable that names the run that a process belongs to; its descendants inherit it
 
 KEPT = frozenset(
     {
@@ -49,8 +48,8 @@ def environment(
 ) -> dict[str, str]:
     """The whole environment of a process of `verb`.
 
-    `environ`: the router's own; `visible`: CUDA_VISIBLE_DEVICES, empty for none; `extra`: the preset's, which may
-    change limits but neither the place, nor whether the hub is reached, nor bring a hub token into a serving worker.
+    `environ`: the router's own. `visible`: CUDA_VISIBLE_DEVICES, empty for none. `extra`: the preset's. It may change
+    limits, but neither the devices nor the access to the hub, and it cannot give a hub token to a serving worker.
     """
     online = verb == "download" and not offline
     kept = {name: value for name, value in environ.items() if _is_kept(name, online=online)}
@@ -62,15 +61,15 @@ def environment(
         count,
     )
     limits |= {"MALLOC_ARENA_MAX": "2", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    told = {name: value for name, value in extra.items() if online or name not in HUB_TOKENS}
+    allowed = {name: value for name, value in extra.items() if online or name not in HUB_TOKENS}
     fixed = {TAG: tag, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": visible}
     if not online:
         fixed |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
-    return kept | limits | told | fixed
+    return kept | limits | allowed | fixed  # later ones win
 
 
 def secrets(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Values that must not appear in a log; very short ones would only garble it."""
+    """Values that must not appear in a log. Very short ones are left out: masking them would garble it."""
     return tuple(
         value for name, value in env.items() if len(value) >= 6 and any(word in name.upper() for word in _SECRET_WORDS)
     )

@@ -1,56 +1,59 @@
-"""Spawning by fork: our end of the nursery.
+"""The router's end of the fork server, a process that has the imports done and forks workers.
 
-The nursery is a child like any other, with a socket besides, on which it takes orders; its answers are events. It is
-given the pipes of a worker to come, the worker's argv and environment, and forks it. Now and then it is called, so that
-one that hangs is found before anybody needs it; it computes nothing that could keep it from answering for long. If it
-does not, it is killed and replaced; but as long as workers of its own live, which would die with it, it is only let be:
-others are executed, and if it answers again, it is used again.
+It is a child process like any other, with a socket besides, on which it gets orders; its replies are events. An order
+to fork carries the pipes, the argv and the environment of the new worker.
 
-Law: a worker of a nursery is the nursery's child, so only the nursery can reap it, and does when told. Until one that
-does not answer has done so, how its children ended is read where the kernel shows it. Once the nursery itself has
-ended, its children are ours, as orphans are.
+An idle fork server is pinged from time to time, so that one that hangs is found before it is needed. It never computes
+for long, so a missing reply means that it hangs. It is then killed and replaced, unless it has living workers, which
+would die with it. In that case it is only left unused: new workers are started by exec, and if it replies again, it is
+used again.
+
+A forked worker is the fork server's child, so only the fork server can reap it, and does so on order. While it does not
+reply, the exit codes of its children are read from /proc. Once it has exited itself, its children pass to the router,
+which is a subreaper.
 """
 
 import asyncio
 import json
 import logging
+import math
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from router.errors import RouterError
 from router.launch import reaper
-from router.launch.process import Child, Log, Pipes
-from worker.protocol.argv import ForkServerOptions as NurseryCommand
-from worker.protocol.argv import to_argv
+from router.launch.exit_causes import describe_exit
+from router.launch.interface import Program
+from router.launch.output import Log
+from router.launch.process import Child, Pipes, uncancelled
+from router.launch.process_table import ProcessTable
+from worker.protocol.argv import Command, ForkServerOptions, to_argv
 from worker.protocol.events import Event, Exit, Forked, ForkRefused, ModulesImported, Pong, Reaped
 from worker.protocol.orders import Fork, ForkSpec, ImportModules, Order, Ping, Reap, encode_order, is_family_module
 
 log = logging.getLogger("router.launch.interface")
 
-NAME = "nursery"
-"""What it is called in logs and records."""
+NAME = "fork-server"  # in logs and process records
+# Seconds for a reply. A fork takes 10 ms; the import of a model family before it, seconds at most.
 ANSWER_TIMEOUT = 20.0
-"""Seconds for an answer to an order. A fork takes 10 ms; the import of a family's code before it, seconds at most."""
-CALL_INTERVAL = 10.0
-"""Seconds until one of which nobody wants anything is called: two packets, 0.1 ms of a processor."""
-STOPPED_INTERVAL = 1.0
-"""Seconds between two looks at one that owes an answer: whether it was stopped, and so cannot have begun."""
-LATE = 1.0
-"""Seconds by which our own timer may be late before its silence counts: else it may have been ours, too."""
-MODULES_AT_ONCE = 100
-"""Of one worker that are imported; a family has a handful."""
-KILLED = -9
-"""Exit code of a worker whose own nobody has heard: it died with its nursery."""
+CALL_INTERVAL = 10.0  # seconds between pings of an idle fork server: two packets, 0.1 ms of a processor
+STOPPED_INTERVAL = 1.0  # seconds between checks of whether a fork server that owes a reply is stopped (SIGSTOP)
+LATE = 1.0  # if our own timer is later than this, in seconds, the missing reply may be our fault and does not count
+MAX_MODULES = 100  # modules of one worker that are imported; a family has a handful
+KILLED = -9  # exit code of a worker that died with its fork server, so that its own code is unknown
+FIRST_PAUSE = 1.0  # seconds until a fork server that has exited is replaced; doubles each time
+LONGEST_PAUSE = 60.0  # the largest pause; one that lived longer than this is replaced after FIRST_PAUSE again
+REFUSAL_PAUSE = 60.0  # seconds for which the planner does not count on a fork server that refused to fork
 
 
-class NurseryRefused(RouterError):
-    """It cannot fork now; whoever wants a process must start one in another way."""
+class ForkFailed(RouterError):
+    """The fork server cannot fork now; the process must be started in another way."""
 
 
-class Nursery:
-    """One nursery process, from its birth to its end."""
+class ForkServerProcess:
+    """One fork server process, from its start to its exit."""
 
     def __init__(
         self,
@@ -61,33 +64,28 @@ class Nursery:
         answer_timeout: float = ANSWER_TIMEOUT,
         call_interval: float = CALL_INTERVAL,
     ):
-        """Takes `orders` over, and the events of `child`; `on_warm` is called each time it has done its imports."""
+        """Takes over `orders` and the events of `child`. `on_warm`: called each time it has done imports."""
         self.child = child
-        self._orders = orders
-        self._ids = 0
-        self._births: dict[int, asyncio.Future[int]] = {}
-        self._born: set[int] = set()
-        """Children that are not reaped yet."""
-        self._reaps: dict[int, Callable[[int], None]] = {}
-        self._zombies: set[int] = set()
-        """Children whose end was told while it did not answer: it has yet to reap them."""
-        self._modules: set[str] = set()
-        self._loop = asyncio.get_running_loop()
         self.pid = child.pid
-        self.is_warm = False
-        """It has its imports done."""
-        self.is_silent = False
-        """It has not answered in time, and has said nothing since."""
+        self.is_warm = False  # its imports are done
+        self.is_silent = False  # it owes a reply and is late with it
+        self._loop = asyncio.get_running_loop()
+        self._orders = orders
         self._on_warm = on_warm
         self._answer_timeout = answer_timeout
         self._call_interval = call_interval
-        self._is_called = False
-        """It owes us a sign of life."""
-        self._until = self._due = 0.0
-        """When its silence counts, and when it is looked at next."""
+        self._last_id = 0
+        self._forks: dict[int, asyncio.Future[int]] = {}  # forks that were ordered: their process ids
+        self._forked: set[int] = set()  # children that are not reaped yet
+        self._reaps: dict[int, Callable[[int], None]] = {}  # reaps that were ordered: the receivers of the exit codes
+        self._zombies: set[int] = set()  # children whose exit was reported without it: it has yet to reap them
+        self._modules: set[str] = set()  # modules that it was ordered to import
+        self._is_pinged = False  # it owes the reply to a ping
+        self._deadline = 0.0  # when a missing reply counts, or an idle one is pinged
+        self._next_check = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        child.on_event = self._hear
-        child.exited.add_done_callback(self._exited)
+        child.on_event = self._on_event
+        child.exited.add_done_callback(self._on_exited)
 
     @classmethod
     def start(
@@ -99,15 +97,17 @@ class Nursery:
         on_warm: Callable[[], None],
         answer_timeout: float = ANSWER_TIMEOUT,
         call_interval: float = CALL_INTERVAL,
-    ) -> "Nursery":
-        """A new one; `program`: how a worker is executed, up to the verb; `env`: what its workers have in common;
-        `answer_timeout`, `call_interval`: seconds. Raises OSError if it cannot be started.
+    ) -> "ForkServerProcess":
+        """Start a fork server. `program`: the worker command up to the verb; `env`: what its workers have in common.
+
+        Raises OSError if it cannot be started.
         """
+        # SEQPACKET: orders keep their borders, and a broken one cannot shift the following ones.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         try:
             with theirs:
-                command = NurseryCommand(orders=theirs.fileno(), supervised=True, parent_pid=os.getpid())
+                command = ForkServerOptions(orders=theirs.fileno(), supervised=True, parent_pid=os.getpid())
                 argv, passed = [*program, *to_argv(command)], [theirs.fileno()]
                 child = Child.spawn(argv, env, name=NAME, log=log, private=True, pass_fds=passed)
         except OSError:
@@ -120,53 +120,54 @@ class Nursery:
         return self.is_warm and not self.is_silent and not self.child.exited.done()
 
     async def spawn(self, argv: Sequence[str], env: Mapping[str, str], *, name: str, log: Log) -> Child:
-        """A new worker of `argv` (verb first), forked. Raises NurseryRefused, also when it does not answer in time.
+        """Fork a worker of `argv` (verb first). Raises ForkFailed, also if there is no reply in time.
 
-        Returns within that time of the last that it said; must not be cancelled, as nobody would have the child.
+        Must not be cancelled, as the child would then have no owner.
         """
         try:
             pipes = Pipes()
         except OSError as error:
-            raise NurseryRefused(error.strerror) from None
+            raise ForkFailed(error.strerror) from None
         try:
-            pid = await self._birth(pipes, ForkSpec(argv=list(argv), env=dict(env)))
+            pid = await self._fork(pipes, ForkSpec(argv=list(argv), env=dict(env)))
             try:
                 return Child(pid, pipes, name, log, self._reap)
             except OSError as error:
-                self._order(Reap(pid=pid))  # its stdin will end, and so will it
-                raise NurseryRefused(error.strerror) from None
-        except NurseryRefused:
+                self._send(Reap(pid=pid))  # closing the pipes ends its stdin, and so the worker
+                raise ForkFailed(error.strerror) from None
+        except ForkFailed:
             pipes.close()
             raise
 
-    async def _birth(self, pipes: Pipes, birth: ForkSpec) -> int:
-        """Process id of a new child with the other ends of `pipes`. Raises NurseryRefused."""
-        self._ids += 1
-        id, answer = self._ids, self._loop.create_future()
+    async def _fork(self, pipes: Pipes, birth: ForkSpec) -> int:
+        """The process id of a new child with the other ends of `pipes`. Raises ForkFailed."""
+        self._last_id += 1
+        id, reply = self._last_id, self._loop.create_future()
         try:
-            self._order_fork(id, pipes, birth)
+            self._send_fork(id, pipes, birth)
             pipes.close_theirs()
-            self._expect(lambda: self._births.update({id: answer}))
-            pid: int = await answer
+            self._expect(lambda: self._forks.update({id: reply}))
+            pid: int = await reply
             return pid
         except OSError as error:
-            raise NurseryRefused(error.strerror or type(error).__name__) from None
+            raise ForkFailed(error.strerror or type(error).__name__) from None
         finally:
-            self._births.pop(id, None)
+            self._forks.pop(id, None)
 
     def has(self, pid: int) -> bool:
-        """Whether the process of that number, one that lives, was forked here."""
-        return pid in self._born
+        """True if the living process of that number was forked here."""
+        return pid in self._forked
 
     def warm(self, modules: Sequence[str]) -> None:
-        """Have it import what a worker needed, as far as that is allowed and new, before it forks the next one."""
-        wanted = [name for name in modules if is_family_module(name) and name not in self._modules][:MODULES_AT_ONCE]
+        """Order the import of modules that a worker needed, as far as allowed and new, before the next fork."""
+        wanted = [name for name in modules if is_family_module(name) and name not in self._modules][:MAX_MODULES]
         if wanted and self.can_fork:
             self._modules.update(wanted)
-            self._order(ImportModules(modules=wanted))
+            self._send(ImportModules(modules=wanted))
 
-    def _order_fork(self, id: int, pipes: Pipes, birth: ForkSpec) -> None:
+    def _send_fork(self, id: int, pipes: Pipes, birth: ForkSpec) -> None:
         """Raises OSError."""
+        # argv and environment can be longer than a packet, so they go into a memory file whose descriptor is sent.
         file = os.memfd_create("birth", os.MFD_CLOEXEC)
         try:
             os.write(file, json.dumps(asdict(birth)).encode())
@@ -174,164 +175,265 @@ class Nursery:
         finally:
             os.close(file)
 
-    def _order(self, order: Order) -> None:
-        """If it cannot be told any more, it is ending."""
+    def _send(self, order: Order) -> None:
         try:
             self._orders.send(encode_order(order))
         except BlockingIOError:  # hundreds of orders that it has not read
             self._give_up()
-        except OSError:
+        except OSError:  # it is exiting
             pass
 
-    def _reap(self, pid: int, tell: Callable[[int], None]) -> None:
-        self._born.discard(pid)
+    def _reap(self, pid: int, report: Callable[[int], None]) -> None:
+        """Have it reap its child `pid`, which has exited, and pass the exit code to `report`."""
+        self._forked.discard(pid)
         if self.child.exited.done():
-            self._reaps[pid] = tell
+            self._reaps[pid] = report
             self._reap_adopted(pid)
             return
-        self._order(Reap(pid=pid))
+        self._send(Reap(pid=pid))
         if self.is_silent:
-            self._reaps[pid] = tell
-            self._do_without()
+            self._reaps[pid] = report
+            self._report_unreaped()
         else:
-            self._expect(lambda: self._reaps.update({pid: tell}))
+            self._expect(lambda: self._reaps.update({pid: report}))
 
-    # Whether it answers
+    # Detecting that it hangs
 
     @property
-    def _owes(self) -> bool:
-        return bool(self._births or self._reaps or self._is_called)
+    def _owes_reply(self) -> bool:
+        return bool(self._forks or self._reaps or self._is_pinged)
 
     def _expect(self, note: Callable[[], object]) -> None:
-        """An answer, which `note` notes down: in time, counted from now, or from what it says meanwhile."""
-        is_first = not self._owes
+        """Expect a reply, which `note` notes down. The time runs from now, or from its last event."""
+        is_first = not self._owes_reply
         note()
         if is_first:
-            self._arm()
+            self._restart_timer()
 
-    def _arm(self) -> None:
-        """From now on it is silent."""
-        self._until = self._loop.time() + (self._answer_timeout if self._owes else self._call_interval)
+    def _restart_timer(self) -> None:
+        """Count its silence from now on."""
+        self._deadline = self._loop.time() + (self._answer_timeout if self._owes_reply else self._call_interval)
         self._set_timer()
 
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._due = min(self._until, self._loop.time() + STOPPED_INTERVAL) if self._owes else self._until
-        self._timer = self._loop.call_at(self._due, self._look)
+        soon = self._loop.time() + STOPPED_INTERVAL
+        self._next_check = min(self._deadline, soon) if self._owes_reply else self._deadline
+        self._timer = self._loop.call_at(self._next_check, self._check)
 
-    def _look(self) -> None:
-        late = self._loop.time() - self._due
-        before = self._timer
-        self.child.read()  # what it said while we were busy
-        if self.child.exited.done() or self._timer is not before:
+    def _check(self) -> None:
+        lateness = self._loop.time() - self._next_check
+        timer = self._timer
+        self.child.read()  # events that arrived while this process was busy
+        if self.child.exited.done() or self._timer is not timer:  # an event has restarted the timer
             return
-        if not self._owes:
-            self._order(Ping())
-            self._is_called = True
-            self._arm()
-        elif late > LATE:  # we slept, or were stopped, and perhaps it was, too
-            self._arm()
-        elif self._due < self._until and not _is_stopped(self.pid):
+        if not self._owes_reply:
+            self._send(Ping())
+            self._is_pinged = True
+            self._restart_timer()
+        elif lateness > LATE:  # the whole machine may have been suspended, and the fork server with it
+            self._restart_timer()
+        elif self._next_check < self._deadline and not _is_stopped(self.pid):
             self._set_timer()
         else:
-            self._miss()
+            self._go_on_without()
 
-    def _miss(self) -> None:
-        """It hangs."""
+    def _go_on_without(self) -> None:
+        """It hangs: fail the forks that were ordered, and report exits in its place."""
         self.is_silent = True
-        for answer in self._births.values():
-            if not answer.done():
-                answer.set_exception(NurseryRefused("it does not answer"))
-        self._births.clear()
-        self._do_without()
-        if self._born:
+        for reply in self._forks.values():
+            if not reply.done():
+                reply.set_exception(ForkFailed("it does not answer"))
+        self._forks.clear()
+        self._report_unreaped()
+        if self._forked:
             log.error(
-                "the nursery (process %d) does not answer; it is left alone as long as its workers live (%d), and"
-                " others are executed",
+                "the fork server (process %d) does not answer; it is left alone as long as its workers live (%d), and"
+                " others are started by exec",
                 self.pid,
-                len(self._born),
+                len(self._forked),
             )
 
-    def _do_without(self) -> None:
-        """Tell the ends that it should have told: all that such a child still holds is its number. It is killed once
-        no worker lives that would die with it."""
+    def _report_unreaped(self) -> None:
+        """Report the exits that it should have reported. A zombie holds nothing but its number.
+
+        Kills it if no worker lives that would die with it.
+        """
         for pid in tuple(self._reaps):
             self._zombies.add(pid)
             self._reaps.pop(pid)(_exit_code(pid))
-        if not self._born:
+        if not self._forked:
             self._give_up()
 
     def _give_up(self) -> None:
         if not self.child.exited.done():
-            log.error("the nursery (process %d) does not answer and is killed, with its workers", self.pid)
+            log.error("the fork server (process %d) does not answer and is killed, with its workers", self.pid)
             self.child.kill()
 
-    def _hear(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         if self.is_silent:
             self.is_silent = False
-            log.warning("the nursery (process %d) answers again", self.pid)
+            log.warning("the fork server (process %d) answers again", self.pid)
         match event:
             case ModulesImported():
                 if not self.is_warm:
-                    log.info("the nursery (process %d) is warm: workers are forked from now on", self.pid)
+                    log.info("the fork server (process %d) is warm: workers are forked from now on", self.pid)
                 self.is_warm = True
                 self._on_warm()
-            case Forked() if (answer := self._births.pop(event.id, None)) and not answer.done():
-                self._born.add(event.pid)
-                answer.set_result(event.pid)
-            case Forked():  # whoever wanted it gave up: it finds the end of its stdin, and ends
+            case Forked() if (reply := self._forks.pop(event.id, None)) and not reply.done():
+                self._forked.add(event.pid)
+                reply.set_result(event.pid)
+            case Forked():  # the fork was given up meanwhile: the worker finds the end of its stdin and exits
                 self._reap(event.pid, lambda code: None)
-            case ForkRefused() if (answer := self._births.pop(event.id, None)) and not answer.done():
-                answer.set_exception(NurseryRefused(event.why))
+            case ForkRefused() if (reply := self._forks.pop(event.id, None)) and not reply.done():
+                reply.set_exception(ForkFailed(event.why))
             case Reaped():
                 self._zombies.discard(event.pid)
-                if tell := self._reaps.pop(event.pid, None):
-                    tell(event.code)
+                if report := self._reaps.pop(event.pid, None):
+                    report(event.code)
             case Pong():
-                self._is_called = False
-        self._arm()
+                self._is_pinged = False
+        self._restart_timer()
 
-    def _exited(self, _: "asyncio.Future[int]") -> None:
-        """Its last words are heard; its children have become ours."""
+    def _on_exited(self, _: "asyncio.Future[int]") -> None:
+        """All its events have been read, and its children have become ours."""
         if self._timer is not None:
             self._timer.cancel()
         self._orders.close()
-        for answer in self._births.values():
-            if not answer.done():
-                answer.set_exception(NurseryRefused("it has ended"))
+        for reply in self._forks.values():
+            if not reply.done():
+                reply.set_exception(ForkFailed("it has ended"))
         for pid in tuple(self._reaps):
             self._reap_adopted(pid)
         reaper.reap(self._zombies)
 
     def _reap_adopted(self, pid: int) -> None:
-        tell = self._reaps.pop(pid)
+        report = self._reaps.pop(pid)
         try:
             _, status = os.waitpid(pid, os.WNOHANG)
-        except ChildProcessError:  # it was reaped, and the nursery was killed before it could say so
-            tell(KILLED)
+        except ChildProcessError:  # the fork server reaped it and was killed before it could report that
+            report(KILLED)
         else:
             code = os.waitstatus_to_exitcode(status)
-            # where the kernel had not heard yet whom to end with the nursery, it has seen for itself that it lost it
-            tell(KILLED if code == Exit.ORPHANED else code)
+            # Workers die with the fork server by a signal of the kernel (PR_SET_PDEATHSIG). One that was forked a
+            # moment ago may not have asked for it yet; it then notices the loss and exits as ORPHANED. Both mean the
+            # same.
+            report(KILLED if code == Exit.ORPHANED else code)
+
+
+class ForkServerSupervisor:
+    """Keeps one fork server running, from `start` to `stop`, and forks through it."""
+
+    def __init__(
+        self,
+        processes: ProcessTable,
+        program: Sequence[str],
+        environment: Callable[[str], Mapping[str, str]],
+        first_pause: float = FIRST_PAUSE,
+    ):
+        """`program`: the worker command up to the verb. `environment`: that of a fork server, by its tag."""
+        self.server: ForkServerProcess | None = None  # the one that runs now; it may not be warm yet
+        self.on_warm: Callable[[], None] = lambda: None
+        self._processes = processes
+        self._program = tuple(program)
+        self._environment = environment
+        self._first_pause = first_pause
+        self._task: asyncio.Task[None] | None = None
+        self._refused_at = -math.inf  # when a fork server last refused to fork, by the loop's clock
+
+    @property
+    def pid(self) -> int:
+        """The process id of the fork server; 0: none runs."""
+        return self.server.pid if self.server is not None else 0
+
+    @property
+    def can_fork(self) -> bool:
+        return self.server is not None and self.server.can_fork
+
+    @property
+    def is_reliable(self) -> bool:
+        """True unless a fork server has refused to fork within REFUSAL_PAUSE."""
+        return asyncio.get_running_loop().time() - self._refused_at > REFUSAL_PAUSE
+
+    def has_forked(self, pid: int) -> bool:
+        """True if the present fork server has forked the living process of that number."""
+        return self.server is not None and self.server.has(pid)
+
+    def start(self) -> "asyncio.Task[None]":
+        """Begin. The returned task never ends by itself."""
+        self._task = asyncio.create_task(self._run(), name=NAME)
+        return self._task
+
+    async def stop(self) -> None:
+        """End the fork server. Its workers must have been reaped before."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def spawn(self, command: Command, env: Mapping[str, str], *, name: str, output: Log) -> Child | None:
+        """Fork a worker for `command`. Returns None if the fork server refuses, which is logged.
+
+        Must not be cancelled, like `ForkServerProcess.spawn`.
+        """
+        assert self.server is not None
+        # The worker checks that its parent is still the process that forked it.
+        argv = to_argv(replace(command, supervised=True, parent_pid=self.server.pid))
+        try:
+            return await self.server.spawn(argv, env, name=name, log=output)
+        except ForkFailed as refused:
+            self._refused_at = asyncio.get_running_loop().time()
+            log.warning("%s: the fork server cannot fork it, so it is started by exec: %s", name, refused)
+            return None
+
+    async def _run(self) -> None:
+        """Run fork servers one after the other, with a pause between them; never returns."""
+        loop = asyncio.get_running_loop()
+        pause = self._first_pause
+        while True:
+            began = loop.time()
+            try:
+                await self._run_one()
+            except OSError as error:
+                log.warning("cannot start the fork server: %s", error.strerror or error)
+            if loop.time() - began > LONGEST_PAUSE:
+                pause = self._first_pause
+            log.warning("workers are started by exec until there is another fork server, in %g s", pause)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _run_one(self) -> None:
+        """Run one fork server from its start to its exit. Raises OSError if it cannot be started."""
+        program = Program(model="", worker=NAME)
+        tag = self._processes.tag(program)
+        env = self._environment(tag)
+        self.server = ForkServerProcess.start(self._program, env, log=Log(NAME, NAME), on_warm=lambda: self.on_warm())
+        child = self.server.child
+        try:
+            self._processes.add(tag, child, program, "serve")
+            code = await asyncio.shield(child.exited)
+            log.warning("the fork server %s", describe_exit(code, child.cause, oom_killed=False))
+        finally:
+            self.server = None
+            await uncancelled(self._processes.end(tag))
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether somebody has sent that process SIGSTOP, or the like (proc_pid_stat(5), field 3)."""
+    """True if the process is stopped by SIGSTOP or the like (proc_pid_stat(5), field 3)."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0] == "T"
-    except OSError:  # it has ended, or we have no descriptor left
+    except OSError:  # it has exited, or there is no descriptor left
         return False
 
 
 def _exit_code(pid: int) -> int:
-    """Of a child of somebody else's that has ended and is not reaped (proc_pid_stat(5), field 52)."""
+    """The exit code of a zombie that is not our child (proc_pid_stat(5), field 52)."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return os.waitstatus_to_exitcode(int(file.read().rpartition(")")[2].split()[49]))
-    except (OSError, ValueError):  # it has just been reaped, or we have no descriptor left
+    except (OSError, ValueError):  # it has just been reaped, or there is no descriptor left
         return KILLED
 
 
-__all__ = ["ANSWER_TIMEOUT", "CALL_INTERVAL", "NAME", "Nursery", "NurseryRefused"]
+__all__ = ["ANSWER_TIMEOUT", "CALL_INTERVAL", "NAME", "ForkFailed", "ForkServerProcess", "ForkServerSupervisor"]

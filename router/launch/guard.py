@@ -1,10 +1,11 @@
-"""The guard: a tiny process that outlives the router by a moment and kills the groups that it leaves behind.
+"""The guard: a tiny process that outlives the router by a moment and kills the process groups that it leaves behind.
 
-A worker ends with the router by itself; its own children do not, and nobody would be left to kill them. So the guard
-learns of every group before that group's worker may begin, and of its end. When the pipe closes, because the router is
-gone or done, it kills every group that it still knows, and exits.
+A worker exits with the router by itself, but its own children do not. So the guard gets the number of every process
+group before that group's worker may begin, and again after its end. When the pipe closes, because the router has
+exited, it kills every group that is left, and exits.
 
-Law: standard library only, and little of it: this file is also the guard's program, run without anything of ours.
+This file is also the guard's program, run as a script without the rest of the router (`python -I -S`): standard library
+only, and few modules of it, so that it starts in 15 ms. It does not share a module with the reaper for that reason.
 """
 
 import contextlib
@@ -16,8 +17,8 @@ import sys
 _CLOSE_TIMEOUT = 1.0
 
 
-def watch(pipe: int) -> None:
-    """The guard's own work: `+PID` and `-PID`, one a line, until the end of the file."""
+def run(pipe: int) -> None:
+    """The guard's own work: read `+PID` and `-PID`, one per line, until the end of the pipe. Then kill what is left."""
     groups: set[int] = set()
     rest = b""
     while data := os.read(pipe, 4096):
@@ -30,7 +31,7 @@ def watch(pipe: int) -> None:
 
 
 class Guard:
-    """Our end. It is replaced if it dies; it does not die of what a terminal or `kill` of our group sends."""
+    """The router's end. The process is replaced if it dies. Signals to the router's group do not reach it."""
 
     def __init__(self) -> None:
         self._groups: set[int] = set()
@@ -41,42 +42,44 @@ class Guard:
         return self._process.pid
 
     def add(self, group: int) -> None:
-        """From now on `group` dies with us. Returns once the guard has been told; raises OSError if there is none."""
+        """Have `group` killed when this process exits. Raises OSError if no guard can be started."""
         self._groups.add(group)
-        self._tell(f"+{group}\n")
+        self._send(f"+{group}\n")
 
     def remove(self, group: int) -> None:
-        """`group` is gone; its number may become somebody else's. Unknown groups are allowed. Raises OSError."""
+        """Forget `group`, which is gone: its number may be reused. Ignores unknown groups. Raises OSError."""
         if group in self._groups:
             self._groups.remove(group)
-            self._tell(f"-{group}\n")
+            self._send(f"-{group}\n")
 
     def close(self) -> None:
-        """Returns once the guard has killed what is left and is reaped; waits a second at most."""
+        """End the guard. Returns once it has killed what is left and is reaped, after a second at most."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
             self._process.wait(_CLOSE_TIMEOUT)
-        except subprocess.TimeoutExpired:  # somebody stopped it
+        except subprocess.TimeoutExpired:  # it is stopped (SIGSTOP)
             self._process.kill()
             self._process.wait()
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         assert self._process.stdin is not None
         try:
-            is_told = self._process.stdin.write(line.encode()) is not None
-        except (BrokenPipeError, ValueError):  # it died; or it had, and no new one could be started then
-            is_told = False
-        if not is_told:  # or it was stopped thousands of lines ago, and whoever waited for it would stand still, too
+            is_sent = self._process.stdin.write(line.encode()) is not None
+        except (BrokenPipeError, ValueError):  # it died, or the last attempt to replace it failed
+            is_sent = False
+        # The pipe is full only if the guard has been stopped for thousands of lines. Waiting for it would block the
+        # loop.
+        if not is_sent:
             self._process.kill()
             self.close()
             self._process = self._start()
-            everyone = "".join(f"+{group}\n" for group in self._groups)
+            groups = "".join(f"+{group}\n" for group in self._groups)
             assert self._process.stdin is not None
-            self._process.stdin.write(everyone.encode())
+            self._process.stdin.write(groups.encode())
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        """Returns once the guard is up (about 15 ms). Raises OSError if it cannot be started."""
+        """Start a guard. Returns once it is ready (about 15 ms). Raises OSError if it cannot be started."""
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
@@ -90,10 +93,10 @@ class Guard:
         assert process.stdin is not None
         assert process.stdout is not None
         os.set_blocking(process.stdin.fileno(), False)
-        with process.stdout as answer:
-            if not answer.read(1):
+        with process.stdout as reply:
+            if not reply.read(1):
                 process.stdin.close()
-                raise OSError(f"the guard process ended with exit code {process.wait()} at its start")
+                raise OSError(f"the guard process exited with code {process.wait()} at its start")
         return process
 
 
@@ -102,4 +105,4 @@ if __name__ == "__main__":
         signal.signal(number, signal.SIG_IGN)
     os.write(1, b"!")
     os.close(1)
-    watch(0)
+    run(0)

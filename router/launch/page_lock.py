@@ -1,11 +1,11 @@
-"""The keeper: a small process that has files of weights in main memory before a worker maps them, or after one did.
+"""The page locker: a small process that reads files of weights into main memory and locks their pages.
 
-It reads ahead what somebody waits for, and holds what is to stay: reads it and locks its pages, so that the kernel
-takes them from nobody else. It is a process of its own since locked pages count as those of who locked them, and since
-reads block: the router must neither grow nor stall, and whoever the kernel kills for want of memory is not the router.
+It reads ahead what a load is about to map, and locks what sleeping models keep, so that the kernel does not evict those
+pages. It is a process of its own because locked pages count as memory of the process that locked them, and because
+reads block: the router must neither grow nor stall, nor be what the kernel kills when memory runs out.
 
-Law: standard library only, and little of it: this file is also the keeper's program, run without anything of ours.
-Orders and answers are JSON objects, one a line.
+This file is also the program of that process, run as a script without the rest of the router (`python -I -S`): standard
+library only, and few modules of it. Orders and replies are JSON objects, one per line.
 """
 
 import asyncio
@@ -23,22 +23,19 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-CHUNK = 16 << 20
-"""Bytes that are read, or locked, at a time; orders are heard in between."""
+CHUNK = 16 << 20  # bytes that are read, or locked, at a time; orders are read between two chunks
 CLOSE_TIMEOUT = 5.0
-MOST_UNHEARD = 1 << 20
-"""Bytes of orders that a keeper has not heard: one that has so many waits for a disk that does not answer, or was
-stopped, and is replaced."""
-OOM_SCORE = "1000"
-"""Whatever it holds can be read again."""
-_CAP_IPC_LOCK = 14
-"""linux/capability.h."""
+# Bytes of orders that the process has not read. More of them mean that it waits for a disk that does not answer, or is
+# stopped; it is then replaced.
+MAX_UNSENT = 1 << 20
+OOM_SCORE = "1000"  # the first process for the OOM killer to end: all that it holds can be read again
+_CAP_IPC_LOCK = 14  # linux/capability.h
 _PR_SET_PDEATHSIG = 1
 _PROT_READ, _MAP_SHARED = 1, 1
 
 
 def lockable() -> int | None:
-    """Bytes that a process of ours may lock; None: as many as there are (getrlimit(2), capabilities(7))."""
+    """Bytes that a process of this user may lock; None: no limit (getrlimit(2), capabilities(7))."""
     with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as status:
         for line in status:
             if line.startswith("CapEff:") and int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1:
@@ -56,8 +53,8 @@ class _File:
     def __init__(self, path: str):
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.size = os.fstat(self.descriptor).st_size
-        # of files that are not ours the kernel does not say what is in memory: that all is, it answers (mincore(2))
-        self._tells = os.geteuid() in (0, os.fstat(self.descriptor).st_uid) or os.access(path, os.W_OK)
+        # For files of other users the kernel reports all pages as resident (mincore(2)).
+        self._residency_is_known = os.geteuid() in (0, os.fstat(self.descriptor).st_uid) or os.access(path, os.W_OK)
         self.base = None
         if self.size:
             self.base = _libc.mmap(None, self.size, _PROT_READ, _MAP_SHARED, self.descriptor, 0)
@@ -66,13 +63,16 @@ class _File:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def close(self) -> None:
-        """Its pages may go again."""
+        """Unlock its pages."""
         if self.base is not None:
             _libc.munmap(self.base, self.size)
         os.close(self.descriptor)
 
     def read(self, start: int, length: int) -> None:
-        """Have these bytes in memory: by large sequential reads, which is how disks are fast, unless they are there."""
+        """Read these bytes into memory, unless they are there.
+
+        By large sequential reads, which is the fastest way for disks, and not by page faults.
+        """
         if self._is_resident(start, length):
             return
         end = start + length
@@ -80,12 +80,12 @@ class _File:
             start += got
 
     def lock(self, start: int, length: int) -> None:
-        """Raises OSError."""
+        """Lock these bytes. Raises OSError."""
         if self.base is not None and _libc.mlock(self.base + start, length) != 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def _is_resident(self, start: int, length: int) -> bool:
-        if self.base is None or not self._tells:
+        if self.base is None or not self._residency_is_known:
             return False
         pages = -(-length // resource.getpagesize())
         seen = ctypes.create_string_buffer(pages)
@@ -95,7 +95,7 @@ class _File:
 
 @dataclass
 class _Job:
-    """Files that are to be in memory."""
+    """An order to have files in memory."""
 
     id: int
     locks: bool
@@ -104,7 +104,7 @@ class _Job:
     done: int = 0
 
     def steps(self) -> Iterator[None]:
-        """One for each chunk. Raises OSError."""
+        """Do the work, one chunk for each `next`. Raises OSError."""
         for path in self.paths:
             file = _File(path)
             self.files.append(file)
@@ -125,7 +125,7 @@ class _Job:
 
 
 class _Program:
-    """The keeper's own work."""
+    """The work of the process: orders in, chunks, replies out."""
 
     def __init__(self) -> None:
         self._jobs: dict[int, _Job] = {}
@@ -133,15 +133,16 @@ class _Program:
         self._rest = b""
 
     def run(self) -> None:
-        """Returns at the end of stdin."""
+        """Return at the end of stdin, when the router has exited."""
         while True:
             ready, _, _ = select.select([0], [], [], 0 if self._steps else None)
-            if ready and not self._hear():
+            if ready and not self._read_orders():
                 return
             if self._steps:
                 self._step()
 
-    def _hear(self) -> bool:
+    def _read_orders(self) -> bool:
+        """Returns False at the end of stdin."""
         data = os.read(0, 1 << 16)
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
@@ -149,12 +150,12 @@ class _Program:
             id = order["id"]
             if "files" in order:
                 job = self._jobs[id] = _Job(id, order["lock"], order["files"])
-                # somebody waits for what is only read
+                # A load waits for files that are only read, so they go first.
                 (self._steps.append if job.locks else self._steps.appendleft)((job, job.steps()))
             elif id in self._jobs:
-                over = self._jobs.pop(id)
-                self._steps = deque((each, steps) for each, steps in self._steps if each is not over)
-                over.close()
+                dropped = self._jobs.pop(id)
+                self._steps = deque((job, steps) for job, steps in self._steps if job is not dropped)
+                dropped.close()
         return bool(data)
 
     def _step(self) -> None:
@@ -163,14 +164,14 @@ class _Program:
             next(steps)
             return
         except StopIteration:
-            answer: dict[str, Any] = {"id": job.id, "done": job.done}
+            reply: dict[str, Any] = {"id": job.id, "done": job.done}
         except OSError as error:
             job.close()
-            answer = {"id": job.id, "error": error.strerror or str(error)}
+            reply = {"id": job.id, "error": error.strerror or str(error)}
         self._steps.popleft()
         if not job.locks:
             del self._jobs[job.id]
-        os.write(1, json.dumps(answer).encode() + b"\n")
+        os.write(1, json.dumps(reply).encode() + b"\n")
 
 
 def _main() -> None:
@@ -199,112 +200,116 @@ _libc: Any = None
 _buffer = bytearray()
 
 
-# Our end
+# The router's end
 
 
-class KeeperFailed(Exception):
-    """Files could not be had in memory: the message says why."""
+class PageLockFailed(Exception):
+    """Files could not be read into memory or locked; the message has the reason."""
 
 
-class Keeper:
-    """Our end: one process, started when it is first needed, and again if it died."""
+class PageLocker:
+    """Controls one page locker process, which is started when it is first needed, and again if it died."""
 
-    def __init__(self, born: Callable[[int], None], gone: Callable[[int], None]):
-        """`born` is told the number of each process that is started, `gone` of each that was reaped."""
-        self._born = born
-        self._gone = gone
+    def __init__(self, on_start: Callable[[int], None], on_reaped: Callable[[int], None]):
+        """`on_start`: called with the id of each process that is started, `on_reaped` with that of each that is
+        gone.
+        """
+        self._on_start = on_start
+        self._on_reaped = on_reaped
         self._process: subprocess.Popen[bytes] | None = None
-        self._ids = 0
-        self._answers: dict[int, asyncio.Future[int]] = {}
-        self._lost: dict[int, asyncio.Future[None]] = {}
-        """Of what is held: done once it is no longer."""
+        self._last_id = 0
+        self._replies: dict[int, asyncio.Future[int]] = {}
+        self._lost: dict[int, asyncio.Future[None]] = {}  # for each lock: done once the files are no longer locked
         self._rest = b""
+        # Processes that were killed and are not reaped yet, with their pidfds. One that waits for a disk which does not
+        # answer exits when that does; nothing waits for it.
         self._dying: dict[subprocess.Popen[bytes], int] = {}
-        """Those that were killed and are not reaped yet, and what is readable once they may be (pidfd_open(2)): one
-        that waits for a disk which does not answer ends when that does, and nobody waits for it."""
-        self._untold = bytearray()
-        """Of orders that its pipe had no room for: it hears them between two chunks, and we never wait for it."""
+        # Bytes of orders for which its pipe had no room. It reads orders between two chunks; the router never blocks.
+        self._unsent = bytearray()
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
     async def read(self, files: Sequence[str]) -> int:
-        """Returns once all bytes of `files` have been read into the page cache: how many. Raises KeeperFailed.
+        """Read all of `files` into the page cache and return their bytes.
 
-        Cancelling stops it.
+        Raises PageLockFailed. Cancelling stops it.
         """
         id = self._order(files, lock=False)
         try:
-            return await self._answers[id]
+            return await self._replies[id]
         finally:
-            if not self._answers.pop(id).done():
+            if not self._replies.pop(id).done():
                 self._drop(id)
 
     @contextlib.asynccontextmanager
-    async def hold(self, files: Sequence[str]) -> AsyncIterator["asyncio.Future[None]"]:
-        """All bytes of `files` in main memory for the length of the block. Entering returns once they are; raises
-        KeeperFailed. The future is done if they are held no longer, because the keeper has died."""
+    async def lock(self, files: Sequence[str]) -> AsyncIterator["asyncio.Future[None]"]:
+        """Lock all of `files` in main memory for the length of the block.
+
+        Entering returns once they are locked; raises PageLockFailed. The future is done if they are no longer locked,
+        because the process has died.
+        """
         id = self._order(files, lock=True)
         lost = self._lost[id] = asyncio.get_running_loop().create_future()
         try:
-            await self._answers[id]
+            await self._replies[id]
             yield lost
         finally:
-            del self._lost[id], self._answers[id]
+            del self._lost[id], self._replies[id]
             self._drop(id)
 
     def close(self) -> None:
-        """Returns once all that were started have ended; at most some seconds."""
+        """End all processes that were started. Returns within some seconds."""
         if self._process is not None:
-            self._bury()
+            self._discard()
         for process in tuple(self._dying):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(CLOSE_TIMEOUT)
             self._reap(process)
 
     def _order(self, files: Sequence[str], *, lock: bool) -> int:
-        self._ids += 1
-        self._answers[self._ids] = asyncio.get_running_loop().create_future()
+        self._last_id += 1
+        self._replies[self._last_id] = asyncio.get_running_loop().create_future()
         try:
             if self._process is None:
                 self._start()
-            self._tell({"id": self._ids, "files": list(files), "lock": lock})
+            self._send({"id": self._last_id, "files": list(files), "lock": lock})
         except OSError as error:
-            del self._answers[self._ids]
-            raise KeeperFailed(f"the keeper cannot be told: {error.strerror or error}") from None
-        return self._ids
+            del self._replies[self._last_id]
+            raise PageLockFailed(f"the page locker cannot be used: {error.strerror or error}") from None
+        return self._last_id
 
     def _drop(self, id: int) -> None:
         if self._process is not None:
             with contextlib.suppress(OSError):
-                self._tell({"id": id})
+                self._send({"id": id})
 
-    def _tell(self, order: dict[str, Any]) -> None:
-        """Raises OSError."""
-        self._untold += json.dumps(order).encode() + b"\n"
+    def _send(self, order: dict[str, Any]) -> None:
+        """Raises OSError; TimeoutError, after killing the process, if it does not read its orders."""
+        self._unsent += json.dumps(order).encode() + b"\n"
         self._write()
-        if len(self._untold) > MOST_UNHEARD:
-            self._bury()
+        if len(self._unsent) > MAX_UNSENT:
+            self._discard()
             raise TimeoutError("it does not answer")
 
     def _write(self) -> None:
-        """As much as there is room for; the rest once there is. Raises OSError."""
+        """Write what the pipe has room for now, and the rest later. Raises OSError."""
         assert self._process is not None
         assert self._process.stdin is not None
         loop, pipe = asyncio.get_running_loop(), self._process.stdin.fileno()
         loop.remove_writer(pipe)
         with contextlib.suppress(BlockingIOError):
-            while self._untold:
-                del self._untold[: os.write(pipe, self._untold)]
+            while self._unsent:
+                del self._unsent[: os.write(pipe, self._unsent)]
             return
         loop.add_writer(pipe, self._write_on)
 
     def _write_on(self) -> None:
         try:
             self._write()
-        except OSError:  # it has ended, and is about to be buried
-            self._untold.clear()
+        except OSError:  # it has exited; `_read_replies` is about to find that out
+            self._unsent.clear()
 
     def _start(self) -> None:
         """Raises OSError."""
@@ -322,10 +327,10 @@ class Keeper:
         assert process.stdout is not None
         os.set_blocking(process.stdin.fileno(), False)
         os.set_blocking(process.stdout.fileno(), False)
-        asyncio.get_running_loop().add_reader(process.stdout.fileno(), self._hear)
-        self._born(process.pid)
+        asyncio.get_running_loop().add_reader(process.stdout.fileno(), self._read_replies)
+        self._on_start(process.pid)
 
-    def _hear(self) -> None:
+    def _read_replies(self) -> None:
         assert self._process is not None
         assert self._process.stdout is not None
         try:
@@ -333,48 +338,48 @@ class Keeper:
         except BlockingIOError:
             return
         if not data:
-            self._bury()
+            self._discard()
             return
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            said = json.loads(line)
-            answer = self._answers.get(said["id"])
-            if answer is None or answer.done():
+            reply = json.loads(line)
+            waiting = self._replies.get(reply["id"])
+            if waiting is None or waiting.done():
                 continue
-            if "error" in said:
-                answer.set_exception(KeeperFailed(said["error"]))
+            if "error" in reply:
+                waiting.set_exception(PageLockFailed(reply["error"]))
             else:
-                answer.set_result(said["done"])
+                waiting.set_result(reply["done"])
 
-    def _bury(self) -> None:
-        """It has ended, or is to end: whoever counted on it hears so."""
+    def _discard(self) -> None:
+        """Kill the process, if it has not exited, and fail all orders that depend on it."""
         process, self._process, self._rest = self._process, None, b""
-        self._untold.clear()
+        self._unsent.clear()
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
         loop = asyncio.get_running_loop()
         loop.remove_reader(process.stdout.fileno())
         loop.remove_writer(process.stdin.fileno())
-        self._dying[process] = watch = os.pidfd_open(process.pid)
-        process.kill()  # which reaps it, if it has ended: its id means nothing after that
+        self._dying[process] = pidfd = os.pidfd_open(process.pid)
+        process.kill()  # reaps it if it has exited, so the pidfd must be opened before: the id may be reused after this
         process.stdin.close()
         process.stdout.close()
-        loop.add_reader(watch, self._reap, process)
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(KeeperFailed("the keeper has ended"))
-                answer.exception()  # whoever asked may have left
+        loop.add_reader(pidfd, self._reap, process)
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(PageLockFailed("the page locker has exited"))
+                reply.exception()  # mark it as retrieved, as its caller may have been cancelled
         for lost in self._lost.values():
             if not lost.done():
                 lost.set_result(None)
 
     def _reap(self, process: "subprocess.Popen[bytes]") -> None:
-        watch = self._dying.pop(process)
-        asyncio.get_running_loop().remove_reader(watch)
-        os.close(watch)
+        pidfd = self._dying.pop(process)
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
         process.poll()
-        self._gone(process.pid)
+        self._on_reaped(process.pid)
 
 
 if __name__ == "__main__":

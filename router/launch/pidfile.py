@@ -1,9 +1,8 @@
-"""Who was spawned, on disk: a restart sweeps survivors.
+"""Records of running processes on disk, so that the next router can kill those that survived this one.
 
-One folder per router, 0700 and locked: sockets of its workers, and a record for each process that was started and is
-not reaped yet. Whoever opens the folder next kills what the records name, if it is still the same process.
-
-Law: a process is known by number, start time and boot, never by name.
+One folder per router, mode 0700 and locked. It contains the sockets of the workers, and a record for each process that
+was started and is not reaped yet. The router that opens the folder next kills the recorded processes, if they are still
+the same ones: a process is identified by its id, start time and boot, never by name.
 """
 
 import contextlib
@@ -23,23 +22,21 @@ from router.errors import RouterError
 
 log = logging.getLogger("router.launch.interface")
 
-SOCKET_PATH_BYTES = 107
-"""Longest path of a unix socket: `sun_path` of sockaddr_un has 108 bytes, one of them for the end (unix(7))."""
+SOCKET_PATH_BYTES = 107  # longest path of a unix socket: `sun_path` has 108 bytes, one of them for the end (unix(7))
 _TAG_DIGITS = 12
 _SWEEP_TIMEOUT = 5.0
 
 
 class RunFolderError(RouterError):
-    """The folder cannot be this router's; the message is for a person."""
+    """This router cannot use the folder; the message is for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
-    """One process, so that nobody else can be taken for it."""
+class ProcessRecord:
+    """One process, with what distinguishes it from a later one of the same id."""
 
     pid: int
-    start_time: int
-    """Field 22 of `/proc/PID/stat`, in clock ticks since the boot."""
+    start_time: int  # field 22 of `/proc/PID/stat`, in clock ticks since the boot
     boot_id: str
     model: str
     worker: str
@@ -57,10 +54,10 @@ class RunFolder:
         self._tags = 0
         self._boot_id = ""
 
-    def open(self) -> list[Record]:
-        """Take the folder: make it, lock it, kill survivors, remove stale files. Returns the survivors that it killed.
+    def open(self) -> list[ProcessRecord]:
+        """Create and lock the folder, kill survivors, remove stale files. Returns the survivors that were killed.
 
-        Raises RunFolderError if another router has it, or if it cannot be used.
+        Raises RunFolderError if another router uses it, or if it cannot be used.
         """
         longest = len(os.fsencode(self.path / f"{'0' * _TAG_DIGITS}.sock"))
         if longest > SOCKET_PATH_BYTES:
@@ -70,7 +67,7 @@ class RunFolder:
             )
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._claim()
+            self._take_lock()
             self.path.chmod(0o700)
             self._boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             return self._sweep()
@@ -87,24 +84,22 @@ class RunFolder:
             self._lock = -1
 
     def tag(self, model: str, worker: str) -> str:
-        """Twelve hex digits for one run of one process, never given twice."""
+        """Twelve hex digits for one run of one process. No two runs get the same ones."""
         self._tags += 1
         text = "\0".join((self._salt, model, worker, str(self._tags)))
         return hashlib.sha256(text.encode()).hexdigest()[:_TAG_DIGITS]
 
     def socket(self, tag: str) -> Path:
-        """Where the worker of this run is to listen."""
+        """The path on which the worker of this run listens."""
         return self.path / f"{tag}.sock"
 
     def write(self, tag: str, pid: int, *, model: str, worker: str, verb: str) -> None:
-        """Put the process on record, whole or not at all, for whoever opens the folder after us. Raises OSError.
+        """Write the record of a process, completely or not at all. Raises OSError.
 
-        A folder that somebody has deleted, as services that clean /tmp do, is made anew: the socket needs it, too.
-        Nothing is flushed to the disk, which can take as long as a whole swap: what the kernel has outlives this
-        process however it ends, and no record outlives a boot.
+        A folder that was deleted, as services that clean /tmp do, is created again: the worker's socket needs it, too.
         """
         socket = str(self.socket(tag)) if verb == "serve" else ""
-        record = Record(
+        record = ProcessRecord(
             pid=pid,
             start_time=start_time(pid) or 0,
             boot_id=self._boot_id,
@@ -116,10 +111,12 @@ class RunFolder:
         draft, text = self.path / f"{tag}.tmp", json.dumps(asdict(record)).encode()
         if not (self.path / "lock").exists():
             self._restore()
+        # Without fsync, which can take as long as loading a model. The kernel's copy outlives this process however it
+        # ends, and a record is of no use after a reboot.
         try:
             file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
-                if os.write(file, text) < len(text):  # the disk is full, and had room for some of it
+                if os.write(file, text) < len(text):  # the disk is full and had room for a part only
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             finally:
                 os.close(file)
@@ -130,7 +127,7 @@ class RunFolder:
             raise
 
     def remove(self, tag: str) -> None:
-        """The process is reaped: strike it off, with its socket."""
+        """Remove the record and the socket of a process that is reaped."""
         self._record(tag).unlink(missing_ok=True)
         self.socket(tag).unlink(missing_ok=True)
 
@@ -138,13 +135,16 @@ class RunFolder:
         return self.path / f"{tag}.json"
 
     def _restore(self) -> None:
-        """Raises OSError. Records that are lost are of processes that run: the guard ends those all the same."""
-        log.warning("somebody has deleted what was in the runtime folder %s; it is made anew", self.path)
+        """Create the folder and its lock again. Raises OSError.
+
+        The records of running processes are lost; the guard still knows these.
+        """
+        log.warning("the content of the runtime folder %s was deleted; creating it again", self.path)
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.close()
-        self._claim()
+        self._take_lock()
 
-    def _claim(self) -> None:
+    def _take_lock(self) -> None:
         self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -158,8 +158,8 @@ class RunFolder:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
 
-    def _sweep(self) -> list[Record]:
-        """Kill survivors, wait for their end, remove what they left."""
+    def _sweep(self) -> list[ProcessRecord]:
+        """Kill survivors, wait for their exit, remove what they left."""
         records = [record for file in self.path.glob("*.json") if (record := _read(file)) is not None]
         survivors = [record for record in records if self._is_alive(record)]
         for record in survivors:
@@ -169,12 +169,12 @@ class RunFolder:
                 file.unlink(missing_ok=True)
         return survivors
 
-    def _is_alive(self, record: Record) -> bool:
+    def _is_alive(self, record: ProcessRecord) -> bool:
         return record.boot_id == self._boot_id and start_time(record.pid) == record.start_time
 
 
 def start_time(pid: int) -> int | None:
-    """When process `pid` started, in clock ticks since the boot; None if there is none (proc_pid_stat(5), field 22)."""
+    """The start of process `pid` in clock ticks since the boot; None: no such process (proc_pid_stat(5), field 22)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -182,25 +182,25 @@ def start_time(pid: int) -> int | None:
     return int(stat.rpartition(")")[2].split()[19])
 
 
-def _read(file: Path) -> Record | None:
-    """None for a file that is no record: half written, or from another version."""
+def _read(file: Path) -> ProcessRecord | None:
+    """The record in `file`; None if it is incomplete or of another version."""
     try:
-        return Record(**json.loads(file.read_text()))
+        return ProcessRecord(**json.loads(file.read_text()))
     except (ValueError, TypeError):
         return None
 
 
 def _kill(pid: int) -> None:
-    """Returns once the process, no child of ours, has ended after SIGKILL to its group, or will not."""
+    """Send SIGKILL to the group of a process that is not our child. Returns once it has exited, or after a timeout."""
     try:
-        watch = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return
     try:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
         poll = select.poll()
-        poll.register(watch, select.POLLIN)
+        poll.register(pidfd, select.POLLIN)
         poll.poll(_SWEEP_TIMEOUT * 1000)
     finally:
-        os.close(watch)
+        os.close(pidfd)

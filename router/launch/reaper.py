@@ -1,13 +1,14 @@
-"""Processes that a worker left behind: found, killed and reaped.
+"""Orphaned processes of workers: found, killed and reaped.
 
-When a process dies, its children pass to the nearest ancestor that asked for them. The router asks, so that nobody whom
-a worker started can live on unseen, not even in a session of its own, which a signal to the worker's group misses.
+When a process dies, its children pass to the nearest ancestor that is a subreaper (prctl(2)). The router is one, so
+that no process of a worker's can live on unseen, not even in a session of its own, which a signal to the worker's group
+misses.
 
-Law: nobody is killed but descendants of the worker that ended. A child of ours is one if it lives in the worker's
-session, or says so itself (the environment variable `TAG`, the socket on its command line), or cannot be asked: then it
-is some worker's fork, as these are not readable. Children that the router started are `known` and never touched, nor
-is anybody in the router's session. A zombie tells nothing but its session: it is reaped if it was seen alive, or if no
-process started by us could look so.
+Only descendants of the worker that ended are killed. A child of ours counts as one if it lives in the worker's session,
+or names the worker's run (in the environment variable `TAG` or the socket on its command line), or cannot be examined:
+it is then some worker's fork, as these are unreadable. Children that the router itself started are `known` and never
+touched, nor is any process in the router's session. Of a zombie only the session is known: it is reaped if it was
+examined while it lived, or if no process started by the router could look like it.
 """
 
 import asyncio
@@ -22,14 +23,12 @@ from pathlib import Path
 
 from router.launch.environment import TAG
 
-KILL_TIMEOUT = 5.0
-"""Seconds from SIGKILL until a process counts as stuck."""
+KILL_TIMEOUT = 5.0  # seconds from SIGKILL until a process counts as stuck
 
+# Children of this process that the router started and reaps elsewhere. Global, as children belong to the process.
 known: set[int] = set()
-"""Children of this process that somebody here started and will reap. A process has but one such set."""
-
+# Orphans that were identified, while they lived, by more than their session.
 _adopted: set[int] = set()
-"""Orphans that were seen alive, and told by more than their session."""
 
 # include/uapi/linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
@@ -43,24 +42,25 @@ class Orphan:
     pid: int
     session: int
     is_zombie: bool
-    tag: str | None
-    """The run that it belongs to; empty: none; None: it cannot be read."""
+    tag: str | None  # the run that it belongs to; empty: none; None: it cannot be read
 
     @property
     def is_adopted(self) -> bool:
-        """Whether it came to us from a worker, for all that can be seen. A process that some other part of this
-        program started in a session of its own leads that session."""
+        """True if it came from a worker, as far as can be seen.
+
+        A process that a library in this program started in a session of its own leads that session.
+        """
         return self.session != self.pid or self.pid in _adopted
 
     def is_of(self, leader: int, tag: str) -> bool:
-        """Whether it descends from the worker whose process was `leader` and whose run is `tag`."""
+        """True if it descends from the worker whose process was `leader` and whose run is `tag`."""
         if self.session == leader:
             return True
         return self.session not in known and self.tag in (tag, None) and self.is_adopted
 
 
 def adopt(*, whether: bool = True) -> bool:
-    """Begin (or end) to adopt orphaned descendants; returns what was the case before. Raises OSError."""
+    """Become a subreaper, or stop being one. Returns the setting before. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     before = ctypes.c_int()
     for option, value in ((_PR_GET_CHILD_SUBREAPER, ctypes.byref(before)), (_PR_SET_CHILD_SUBREAPER, int(whether))):
@@ -72,8 +72,8 @@ def adopt(*, whether: bool = True) -> bool:
 async def end(leader: int, tag: str) -> list[int]:
     """Kill and reap what is left of the worker whose process, reaped by now, was `leader`.
 
-    Returns once nobody is left, and who would not die within `KILL_TIMEOUT` (none, as a rule). To kill a process may
-    orphan its own children, so it looks again until there are no more.
+    Returns the processes that did not die within `KILL_TIMEOUT` (usually none). Killing a process may orphan its own
+    children, so the search is repeated until it finds nothing.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + KILL_TIMEOUT
@@ -81,14 +81,14 @@ async def end(leader: int, tag: str) -> list[int]:
         for orphan in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(orphan.pid, signal.SIGKILL)
-        await asyncio.gather(*(_ended(orphan.pid, deadline - loop.time()) for orphan in left))
+        await asyncio.gather(*(_wait_for_exit(orphan.pid, deadline - loop.time()) for orphan in left))
         if reap(orphan.pid for orphan in left) == 0 and loop.time() >= deadline:
             return [orphan.pid for orphan in left]
     return []
 
 
 def reap(pids: Iterable[int]) -> int:
-    """How many of these children of ours have ended and are reaped now; never waits."""
+    """Reap those of these children that have exited, and return their number. Never waits."""
     reaped = 0
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
@@ -99,19 +99,19 @@ def reap(pids: Iterable[int]) -> int:
 
 
 def reap_ended() -> int:
-    """Reap every orphan that has ended by itself."""
+    """Reap every orphan that has exited by itself, and return their number."""
     return reap(orphan.pid for orphan in find() if orphan.is_zombie and orphan.is_adopted)
 
 
 def find() -> list[Orphan]:
-    """All orphans that are ours at present."""
+    """All orphans that are children of this process now."""
     own_session = os.getsid(0)
-    found = (_look(pid) for pid in _children() if pid not in known)
+    found = (_examine(pid) for pid in _children() if pid not in known)
     return [orphan for orphan in found if orphan is not None and orphan.session != own_session]
 
 
 def _children() -> Iterator[int]:
-    """Our children; from the kernel's list, or where it keeps none, from all processes."""
+    """Our children, from the kernel's list. A kernel without CONFIG_PROC_CHILDREN has none; then from all processes."""
     tasks = Path("/proc/self/task")
     try:
         for task in tasks.iterdir():
@@ -124,7 +124,7 @@ def _children() -> Iterator[int]:
                 yield int(entry.name)
 
 
-def _look(pid: int) -> Orphan | None:
+def _examine(pid: int) -> Orphan | None:
     stat = _stat(pid)
     if stat is None:
         return None
@@ -139,7 +139,7 @@ def _look(pid: int) -> Orphan | None:
 def _stat(pid: int) -> list[str] | None:
     """Fields 3 (state), 4 (parent), 5 (group), 6 (session), ... of `/proc/PID/stat`; None if there is no such process.
 
-    Field 2 is the name in brackets, which may hold blanks and brackets itself.
+    Field 2 is the name in parentheses, which may itself contain blanks and parentheses.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -148,8 +148,10 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _tag(pid: int) -> str | None:
-    """The run that process `pid` belongs to, as its environment says, or its command line where that cannot be read:
-    a worker's fork has the worker's own, with the socket that is named after the run."""
+    """The run that process `pid` belongs to, by its environment, or by its command line if that cannot be read.
+
+    A fork of a worker has the worker's command line, with the socket that is named after the run.
+    """
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -166,20 +168,20 @@ def _tag_of_socket(pid: int) -> str | None:
     return found[1].decode() if found else None
 
 
-async def _ended(pid: int, seconds: float) -> None:
-    """Returns once child `pid` has ended, or after `seconds`."""
+async def _wait_for_exit(pid: int, seconds: float) -> None:
+    """Return once child `pid` has exited, or after `seconds`."""
     loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
+    exited = asyncio.Event()
     try:
-        watch = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    loop.add_reader(watch, ended.set)
+    loop.add_reader(pidfd, exited.set)
     try:
         async with asyncio.timeout(max(0.0, seconds)):
-            await ended.wait()
+            await exited.wait()
     except TimeoutError:
         pass
     finally:
-        loop.remove_reader(watch)
-        os.close(watch)
+        loop.remove_reader(pidfd)
+        os.close(pidfd)

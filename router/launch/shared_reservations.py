@@ -1,8 +1,8 @@
-"""What routers that share this machine have set aside for their workers, and no driver shows yet.
+"""Reservations that the routers of one machine share, of memory that the drivers do not show as used yet.
 
-A load takes its memory bit by bit, and of files that are mapped the kernel says that anybody may have the pages. So
-each router tells those beside it, in a file of its own, how much of what it has given to its workers is in nobody's
-figure, and counts what they tell as used. A file is locked by the router that writes it, for as long as that lives.
+A load takes its memory bit by bit, and the kernel counts pages of mapped files as available. So each router writes into
+a file of its own how much of its workers' reservations is in no driver's figure, and counts the other routers' figures
+as used. A router keeps its file locked for as long as it lives.
 
 Two routers that start a worker within the same milliseconds still do not see each other.
 """
@@ -19,52 +19,53 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from router.launch.device_sampler import Devices
+from router.launch.device_sampler import ReadableDevices
 from router.planner.ledger import HOST, Bytes, DeviceId, Reading
 
 log = logging.getLogger("router.launch.interface")
 
+# Main memory's name in the files. Accelerators have their UUID, as their numbers differ between routers.
 MAIN = "cpu"
-"""What main memory is called in the files; accelerators by UUID, as their numbers differ from router to router."""
-MOST_BYTES = 1 << 16
-"""Of a file that is read."""
+MAX_FILE_BYTES = 1 << 16  # of a file that is read
 
 
 class Claim:
-    """What one worker was given, in bytes by device, from before it is born until its memory is back."""
+    """The reservation of one worker, in bytes by device, from before it starts until its memory is free again."""
 
-    def __init__(self, neighbours: "Neighbours", place: Bytes):
-        self._neighbours = neighbours
+    def __init__(self, shared: "SharedReservations", place: Bytes):
+        self._shared = shared
         self._place = place
-        self.unseen: Bytes = place
-        """Of it, what no driver shows."""
+        self.unseen: Bytes = place  # the part that no driver shows
 
-    def give(self, place: Bytes) -> None:
-        """So much more than its process holds."""
+    def extend(self, place: Bytes) -> None:
+        """Reserve `place`, in addition to what the process holds already."""
         self._place = self.unseen = place
-        self._neighbours.tell()
+        self._shared.publish()
 
     def count(self, counted: Bytes) -> None:
-        """So much of it is in the figures of drivers by now; all of it on a device of which nothing is said."""
+        """Note how much of it the drivers show by now.
+
+        On a device that `counted` does not contain, they show all of it.
+        """
         unseen = {id: max(0, size - counted.get(id, size)) for id, size in self._place.items()}
         if unseen != self.unseen:
             self.unseen = unseen
-            self._neighbours.tell()
+            self._shared.publish()
 
 
-class Neighbours:
-    """This machine's devices, with what the routers beside this one have set aside counted as used.
+class SharedReservations:
+    """This machine's devices, with the reservations of the other routers counted as used.
 
-    `folder` is theirs together; without one nobody is beside this router. To be read in one thread, as `devices` are;
-    all else belongs to the loop's.
+    `folder` is the one that the routers share; None: there is no other router. `read` is called in one thread, like
+    that of `devices`, everything else in the event loop's thread.
     """
 
-    def __init__(self, devices: Devices, folder: Path | None):
+    def __init__(self, devices: ReadableDevices, folder: Path | None):
         self._devices = devices
         self._folder = folder
         self._claims: set[Claim] = set()
         self._names: Mapping[DeviceId, str] = {}
-        self._told: Mapping[str, int] = {}
+        self._published: Mapping[str, int] = {}
         self._file: int | None = None
         self._path = Path()
 
@@ -73,7 +74,7 @@ class Neighbours:
         return self._devices.problems
 
     def open(self) -> None:
-        """Have a file of one's own; where there can be none, the others are heard all the same."""
+        """Create this router's file. If that fails, this is logged, and the other routers' files are still read."""
         if self._folder is None:
             return
         name = secrets.token_hex(8)
@@ -82,9 +83,9 @@ class Neighbours:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.rename(new, self._path)  # locked by now: nobody takes it for one that was left
+            os.rename(new, self._path)  # locked by now, so that no router removes it as a stale one
         except OSError as error:
-            log.warning("routers beside this one do not hear what it sets aside: %s: %s", new, error.strerror or error)
+            log.warning("other routers do not see the reservations of this one: %s: %s", new, error.strerror or error)
             with contextlib.suppress(OSError):
                 os.unlink(new)
             self.close()
@@ -98,75 +99,77 @@ class Neighbours:
 
     @contextmanager
     def claim(self, place: Bytes) -> Iterator[Claim]:
-        """A worker is given so much, for the length of the block."""
+        """Reserve `place` for a worker, for the length of the block."""
         claim = Claim(self, place)
         self._claims.add(claim)
-        self.tell()
+        self.publish()
         try:
             yield claim
         finally:
             self._claims.discard(claim)
-            self.tell()
+            self.publish()
 
-    def tell(self) -> None:
-        """Write down what no driver shows of all claims together, by device."""
+    def publish(self) -> None:
+        """Write the bytes that no driver shows, of all claims together, by device. Skipped if they are unchanged."""
         sizes: Counter[str] = Counter()
         for claim in self._claims:
             for id, size in claim.unseen.items():
                 if size and (name := self._names.get(id)):
                     sizes[name] += size
-        if self._file is None or sizes == self._told:
+        if self._file is None or sizes == self._published:
             return
-        self._told = sizes
+        self._published = sizes
         data = json.dumps(sizes).encode() + b"\n"
         try:
             os.pwrite(self._file, data, 0)
             os.ftruncate(self._file, len(data))
         except OSError as error:
-            log.warning("routers beside this one do not hear what it sets aside: %s", error.strerror or error)
+            log.warning("other routers do not see the reservations of this one: %s", error.strerror or error)
 
     def read(self) -> list[Reading]:
-        """As `devices` say, with what the others have set aside."""
+        """The readings of `devices`, with the reservations of the other routers."""
         readings = self._devices.read()
-        self._names = {each.id: MAIN if each.id.index == HOST or each.pool else each.uuid for each in readings}
-        heard = self._hear()
-        if not heard:
+        self._names = {
+            reading.id: MAIN if reading.id.index == HOST or reading.pool else reading.uuid for reading in readings
+        }
+        others = self._read_others()
+        if not others:
             return readings
-        more = {each.id: heard.get(self._names[each.id], 0) for each in readings}
-        return [replace(each, used=min(each.total, each.used + more[each.id])) for each in readings]
+        more = {reading.id: others.get(self._names[reading.id], 0) for reading in readings}
+        return [replace(reading, used=min(reading.total, reading.used + more[reading.id])) for reading in readings]
 
-    def _hear(self) -> Mapping[str, int]:
-        """What all the others say together; files that nobody holds any more are removed."""
-        heard: Counter[str] = Counter()
+    def _read_others(self) -> Mapping[str, int]:
+        """The reservations of all other routers together. Removes the files of routers that have exited."""
+        others: Counter[str] = Counter()
         if self._folder is None:
-            return heard
+            return others
         for path in self._folder.glob("*.json"):
             if path != self._path:
-                with contextlib.suppress(OSError):  # it has gone meanwhile, or is not for us
-                    heard.update(_said(path))
-        return heard
+                with contextlib.suppress(OSError):  # removed meanwhile, or unreadable for this user
+                    others.update(_read_file(path))
+        return others
 
 
-def _said(path: Path) -> Mapping[str, int]:
-    """What one router says in its file; nothing if that is gone, or says it badly. Raises OSError."""
+def _read_file(path: Path) -> Mapping[str, int]:
+    """The content of one router's file; empty if the router has exited, or the content is invalid. Raises OSError."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            line = os.pread(file, MOST_BYTES, 0).partition(b"\n")[0]
-        else:
+            line = os.pread(file, MAX_FILE_BYTES, 0).partition(b"\n")[0]
+        else:  # its router has exited, or it would hold the lock
             os.unlink(path)
             return {}
     finally:
         os.close(file)
     try:
-        said = json.loads(line or b"{}")
+        sizes = json.loads(line or b"{}")
     except ValueError:
         return {}
-    if not isinstance(said, dict):
+    if not isinstance(sizes, dict):
         return {}
-    return {name: size for name, size in said.items() if type(size) is int and size > 0}
+    return {name: size for name, size in sizes.items() if type(size) is int and size > 0}
 
 
-__all__ = ["Claim", "Neighbours"]
+__all__ = ["Claim", "SharedReservations"]

@@ -1,10 +1,10 @@
-"""HTTP to one worker: requests over connections that are kept, one at a time on each.
+"""HTTP client for one worker: requests over connections that are kept open, one at a time on each.
 
-A client for what the contract allows and no more: HTTP/1.1, answers that state their end (a length, or chunks), nothing
-redirected, decoded or remembered. It costs a third of what a general client does (benchmarks/proxy.md).
+It supports only what the contract with the worker needs: HTTP/1.1, responses that state their end (a length, or
+chunks), no redirects, decompression or cookies. It costs a third of what a general client does (benchmarks/proxy.md).
 
-Law: an answer ends well only where its framing says so, and a connection on which anything unexpected was seen is
-never used again: no byte of one answer can reach another's client.
+A response is complete only where its framing shows that. A connection on which anything unexpected arrived is never
+used again, so that no byte of one response can reach the client of another.
 """
 
 import asyncio
@@ -16,67 +16,60 @@ from typing import Literal, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-CONNECT_TIMEOUT = 5.0
-"""Seconds."""
-CROWDED = 0.05
-"""Seconds until a worker is knocked at again whose backlog is full: a unix socket is not connected then (connect(2),
-EAGAIN), and nobody tells when it could be."""
-KNOCKS = 400
-"""How often at most: a worker that has not taken a connection for so long takes none."""
-KEPT = 15.0
-"""Seconds for which an idle connection is used again: less than workers grant, so that none closes it meanwhile."""
-LONGEST_HEAD = 1 << 16
-"""Bytes of an answer's header, and of its trailer."""
-MOST_INTERIM = 8
-"""Answers of status 1xx before the one that counts."""
-PILE = 1 << 18
-"""Bytes of an answer that wait for their reader before no more are read."""
-PIECE = 1 << 16
-"""Bytes of a request's body that are written at once."""
-NOBODY = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ECONNREFUSED})
-"""Why there is no connection to somebody who is not there: what stands at its address is gone, is something else, or is
-nobody's any more (unix(7))."""
+CONNECT_TIMEOUT = 5.0  # seconds
+# Seconds until the next attempt to connect to a worker whose backlog is full. A unix socket does not wait then
+# (connect(2), EAGAIN), and nothing signals when the backlog has room.
+RETRY_INTERVAL = 0.05
+MAX_RETRIES = 400  # 20 s: a worker that has accepted no connection for so long accepts none
+KEEP_IDLE = 15.0  # seconds for which an idle connection is used again: less than workers allow, so that none closes it
+LONGEST_HEAD = 1 << 16  # bytes of a response's headers, and of its trailer
+MAX_INTERIM = 8  # responses of status 1xx before the final one
+MAX_UNREAD = 1 << 18  # bytes of a response that wait for their reader before reading from the socket pauses
+WRITE_BYTES = 1 << 16  # bytes of a request's body that are written at once
+# errno values of connect(2) that mean that no process listens at the address any more (unix(7)).
+NOT_LISTENING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ECONNREFUSED})
 
 
-class WireError(Exception):
+class WorkerClientError(Exception):
     """The exchange with a worker failed."""
 
 
-class Broken(WireError):
-    """There was no connection, it ended before the answer did, or the exchange was closed."""
+class ConnectionBroken(WorkerClientError):
+    """There was no connection, it ended before the response did, or the exchange was closed."""
 
 
-class Unreachable(Broken):
-    """Nobody takes connections at its address, where a worker that is ready does. Nothing was sent."""
+class Unreachable(ConnectionBroken):
+    """No process accepts connections at the worker's address. Nothing was sent."""
 
 
-class NotHttp(WireError):
-    """What came is not an answer in HTTP/1.1 whose end is stated."""
+class NotHttp(WorkerClientError):
+    """The worker's bytes are not an HTTP/1.1 response that states its end."""
 
 
 class Exchange:
-    """One request and its answer. Must be closed, however it ends; that ends its connection unless all is said."""
+    """One request and its response.
+
+    Must be closed in any case, which ends its connection if the response is incomplete.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.status = 0
+        # By lower-case name; of several with one name, the last. Complete once `head` has returned.
         self.headers: dict[str, str] = {}
-        """By lower-case name; of several with one name, the last. Complete once `head` has returned."""
-        self.connection: _Connection | None = None
-        """While the answer is not complete."""
-        self.connecting: asyncio.Task[None] | None = None
-        """Sends the request, where that takes time."""
+        self.connection: _WorkerConnection | None = None  # while the response is incomplete
+        self.connecting: asyncio.Task[None] | None = None  # sends the request, if that takes time
+        # Called with arriving bytes instead of waking the reader, until it returns False: `read` then returns those
+        # bytes and the following ones. It raises nothing.
         self.sink: Callable[[bytes], bool] | None = None
-        """Called with arriving bytes instead of waking the reader, until it returns False: `read` then returns those
-        bytes and the following ones. It raises nothing."""
+        # Called before `sink` with a chunk that arrives alone, in its framing, and the offset of its content. If it
+        # returns False, the chunk goes to `sink`. It raises nothing.
         self.chunk_sink: Callable[[bytes, int], bool] | None = None
-        """Called before `sink` with a chunk that arrives alone, in its framing, and the offset of its content. If it
-        returns False, the chunk goes to `sink`. It raises nothing."""
         self._waiter: asyncio.Future[None] | None = None
         self._parts: list[bytes] = []
-        self._piled = 0
+        self._unread = 0
         self._ended = False
-        self._error: WireError | None = None
+        self._error: WorkerClientError | None = None
 
     @property
     def has_head(self) -> bool:
@@ -84,44 +77,47 @@ class Exchange:
 
     @property
     def at_end(self) -> bool:
-        """Whether everything has come and was read."""
+        """True if the whole response has arrived and was read."""
         return self._ended and not self._parts
 
     async def head(self) -> None:
-        """Returns once status and headers are known. Raises WireError."""
+        """Return once status and headers are known. Raises WorkerClientError."""
         while not self.status:
             if self._error is not None:
                 raise self._error
-            await self._more()
+            await self._wait()
 
     async def read(self) -> bytes:
-        """What has come since the last call, once there is something; nothing at the end. Raises WireError.
+        """Return the bytes that have arrived since the last call, waiting for some; empty at the end.
 
-        One reader at a time.
+        Raises WorkerClientError. One reader at a time.
         """
         while not self._parts:
             if self._ended:
                 return b""
             if self._error is not None:
                 raise self._error
-            await self._more()
+            await self._wait()
         data = self._take_all()
         if self.connection is not None:
-            self.connection.go_on()
+            self.connection.resume_reading()
         return data
 
     def _take_all(self) -> bytes:
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts.clear()
-        self._piled = 0
+        self._unread = 0
         return data
 
     def close(self) -> None:
-        """Nobody wants more of it: whoever waits gets Broken, and the worker sees the connection end."""
-        if not self._ended:
-            self.fail(Broken("closed"))
+        """End it: a waiting reader gets ConnectionBroken.
 
-    async def _more(self) -> None:
+        The worker sees its connection end, and cancels the request.
+        """
+        if not self._ended:
+            self.fail(ConnectionBroken("closed"))
+
+    async def _wait(self) -> None:
         self._waiter = waiter = self._loop.create_future()
         try:
             await waiter
@@ -132,22 +128,22 @@ class Exchange:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    # What a connection tells
+    # Called by the connection
 
-    def headed(self, status: int, headers: dict[str, str]) -> None:
+    def on_head(self, status: int, headers: dict[str, str]) -> None:
         self.status, self.headers = status, headers
         self._wake()
 
-    def take(self, data: bytes) -> bool:
-        """False if there is so much by now that no more should come."""
+    def on_body(self, data: bytes) -> bool:
+        """Returns False if so many bytes are unread that reading should pause."""
         self._parts.append(data)
-        self._piled += len(data)
+        self._unread += len(data)
         if self.sink is None:
             self._wake()
-        return self._piled < PILE
+        return self._unread < MAX_UNREAD
 
-    def pour(self) -> None:
-        """For now no more comes: what has come goes into the sink."""
+    def flush(self) -> None:
+        """Pass the unread bytes to the sink, as the bytes of one read from the socket are parsed."""
         if not self._parts or self.sink is None:
             return
         if not self.sink(self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)):
@@ -155,17 +151,17 @@ class Exchange:
             self._wake()
             return
         self._parts.clear()
-        self._piled = 0
+        self._unread = 0
         if self.connection is not None:
-            self.connection.go_on()
+            self.connection.resume_reading()
 
     def end(self) -> None:
         self._ended = True
         self.connection = None
         self._wake()
 
-    def fail(self, error: WireError) -> None:
-        """Nothing happens to an answer that is complete."""
+    def fail(self, error: WorkerClientError) -> None:
+        """Fail with `error`, unless the response is complete."""
         if self._error is None and not self._ended:
             self._error = error
             self._wake()
@@ -176,35 +172,34 @@ class Exchange:
             connection.drop()
 
 
-class Wire:
-    """All connections to the worker at `address`, which is written as in the contract: unix:PATH or tcp:HOST:PORT."""
+class WorkerClient:
+    """All connections to the worker at `address`: unix:PATH or tcp:HOST:PORT."""
 
     def __init__(self, address: str) -> None:
-        kind, _, self._where = address.partition(":")
+        kind, _, self._target = address.partition(":")
         self._kind: Literal["unix", "tcp"] = "unix" if kind == "unix" else "tcp"
         self._loop = asyncio.get_running_loop()
-        self._idle: list[_Connection] = []
-        self._open: set[_Connection] = set()
-        self._exchanges: set[Exchange] = set()
-        """Those without a connection yet."""
+        self._idle: list[_WorkerConnection] = []
+        self._open: set[_WorkerConnection] = set()
+        self._exchanges: set[Exchange] = set()  # those without a connection yet
         self.closed = False
-        self.unreachable = asyncio.Event()
-        """Somebody has found that no new connection can be made; those that stand may go on."""
+        self.unreachable = asyncio.Event()  # set when no new connection could be made; open ones may go on
 
     def begin(self, method: str, target: str, headers: Mapping[str, str], body: bytes = b"") -> Exchange:
-        """Send a request; the answer comes through the exchange, and so does whatever goes wrong.
+        """Send a request. The exchange returns the response, and raises every error.
 
-        `target` and the headers' values are ASCII without line ends.
+        `target` and the headers' values must be ASCII without line ends.
         """
+        # Not a coroutine: with a kept connection and a short body the request is written before the caller's next line.
         exchange = Exchange(self._loop)
         if self.closed:
-            exchange.fail(Broken("the worker is gone"))
+            exchange.fail(ConnectionBroken("the worker is gone"))
             return exchange
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         length = f"Content-Length: {len(body)}\r\n" if body or method != "GET" else ""
         head = f"{method} {target} HTTP/1.1\r\nHost: worker\r\n{lines}{length}\r\n".encode("ascii")
-        connection = self._kept()
-        if connection is not None and len(body) < PIECE:
+        connection = self._take_idle()
+        if connection is not None and len(body) < WRITE_BYTES:
             connection.begin(exchange)
             connection.write(head + body)
         else:
@@ -216,22 +211,22 @@ class Wire:
         """End all exchanges and connections."""
         self.closed = True
         for exchange in tuple(self._exchanges):
-            exchange.fail(Broken("the worker is gone"))
+            exchange.fail(ConnectionBroken("the worker is gone"))
         for connection in tuple(self._open):
             connection.lost("the worker is gone")
         self._idle.clear()
 
-    def _kept(self) -> "_Connection | None":
+    def _take_idle(self) -> "_WorkerConnection | None":
         now = self._loop.time()
         while self._idle:
             connection = self._idle.pop()
-            if now - connection.idle_since < KEPT and connection.is_open:
+            if now - connection.idle_since < KEEP_IDLE and connection.is_open:
                 return connection
             connection.drop()
         return None
 
-    async def _send(self, exchange: Exchange, connection: "_Connection | None", head: bytes, body: bytes) -> None:
-        """What `begin` does, where a connection must be made first or the body is long."""
+    async def _send(self, exchange: Exchange, connection: "_WorkerConnection | None", head: bytes, body: bytes) -> None:
+        """Do the work of `begin` if a connection must be made first or the body is long."""
         try:
             if connection is None:
                 connection = await self._connect()
@@ -240,86 +235,84 @@ class Wire:
             await connection.write_all(head, body)
         except (OSError, TimeoutError) as error:
             exchange.connecting = None
-            if connection is None and error.errno in NOBODY:
+            if connection is None and error.errno in NOT_LISTENING:
                 self.unreachable.set()
-                exchange.fail(Unreachable(f"nobody listens at its socket ({error.strerror})"))
+                exchange.fail(Unreachable(f"no process listens at its socket ({error.strerror})"))
             else:
-                exchange.fail(Broken(str(error) or "no connection in time"))
+                exchange.fail(ConnectionBroken(str(error) or "no connection in time"))
         finally:
             self._exchanges.discard(exchange)
             if connection is not None and connection.exchange is None:
-                connection.drop()  # whoever asked has left meanwhile
+                connection.drop()  # the exchange was closed meanwhile
 
-    async def _connect(self) -> "_Connection":
+    async def _connect(self) -> "_WorkerConnection":
         """Raises OSError, TimeoutError."""
         if self._kind == "tcp":
-            host, _, port = self._where.rpartition(":")
+            host, _, port = self._target.rpartition(":")
             async with asyncio.timeout(CONNECT_TIMEOUT):
-                _, connection = await self._loop.create_connection(lambda: _Connection(self), host, int(port))
+                _, connection = await self._loop.create_connection(lambda: _WorkerConnection(self), host, int(port))
             return connection
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
-            for knock in range(KNOCKS):
+            for attempt in range(MAX_RETRIES):
                 try:
-                    sock.connect(self._where)  # without blocking: a unix socket connects at once or not
+                    sock.connect(self._target)  # never blocks: a unix socket connects at once or not at all
                     break
                 except BlockingIOError:
-                    if knock == KNOCKS - 1:
+                    if attempt == MAX_RETRIES - 1:
                         raise
-                await asyncio.sleep(CROWDED)
-            _, connection = await self._loop.create_unix_connection(lambda: _Connection(self), sock=sock)
+                await asyncio.sleep(RETRY_INTERVAL)
+            _, connection = await self._loop.create_unix_connection(lambda: _WorkerConnection(self), sock=sock)
         except BaseException:
             sock.close()
             raise
         return connection
 
-    # What a connection tells
+    # Called by connections
 
-    def opened(self, connection: "_Connection") -> None:
+    def opened(self, connection: "_WorkerConnection") -> None:
         self._open.add(connection)
 
-    def keep(self, connection: "_Connection") -> None:
+    def keep(self, connection: "_WorkerConnection") -> None:
         connection.idle_since = self._loop.time()
         self._idle.append(connection)
 
-    def forget(self, connection: "_Connection") -> None:
+    def forget(self, connection: "_WorkerConnection") -> None:
         self._open.discard(connection)
         with contextlib.suppress(ValueError):
             self._idle.remove(connection)
 
 
-class _Connection(asyncio.Protocol):
-    """One connection. The parser calls the methods that begin with `on_`."""
+class _WorkerConnection(asyncio.Protocol):
+    """One connection. The parser calls the methods `on_...`."""
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-        self._parser: HttpResponseParser | None = HttpResponseParser(self)  # it refers to us: None in the end
+    def __init__(self, client: WorkerClient) -> None:
+        self._client = client
+        self._parser: HttpResponseParser | None = HttpResponseParser(self)  # a reference cycle: None in the end
         self._transport: asyncio.Transport | None = None
         self._drained: asyncio.Future[None] | None = None
-        self.exchange: Exchange | None = None
-        """Whose answer is expected or comes."""
+        self.exchange: Exchange | None = None  # the one whose response is expected or arriving
         self.idle_since = 0.0
         self._sending = False
         self._paused = False
         self._clear()
 
     def _clear(self) -> None:
-        """Of what one answer leaves."""
+        """Reset the state of one response."""
         self._headers: dict[str, str] = {}
-        self._head_bytes = self._silent = 0
-        """Of names and values so far; bytes since the last of a body."""
-        self._headed = self._spoke = self._complete = self._lasts = False
-        self._between = False
-        """The parser has seen the end of one chunk, and nothing of the next."""
+        self._head_bytes = 0  # of names and values so far
+        self._overhead = 0  # bytes of framing since the last bytes of a body
+        self._has_head = self._had_content = self._complete = self._stays_open = False
+        self._between_chunks = False  # the parser has seen the end of one chunk, and nothing of the next
         self._interim = 0
-        self._wrong = ""
+        self._problem = ""
 
     @property
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
     def begin(self, exchange: Exchange) -> None:
-        """Carry `exchange`. Drops nothing and sends nothing."""
+        """Carry `exchange` from now on."""
         self.exchange = exchange
         exchange.connection = self
 
@@ -328,37 +321,36 @@ class _Connection(asyncio.Protocol):
         self._transport.write(data)
 
     async def write_all(self, head: bytes, body: bytes) -> None:
-        """Returns once everything is on its way, or nobody wants it any more."""
-        self.write(head + body[:PIECE])
-        if len(body) <= PIECE:
+        """Write a request with a long body. Returns once all is written, or the exchange has ended."""
+        self.write(head + body[:WRITE_BYTES])
+        if len(body) <= WRITE_BYTES:
             return
         exchange, self._sending = self.exchange, True
-        rest = memoryview(body)[PIECE:]
+        rest = memoryview(body)[WRITE_BYTES:]
         while rest and self.exchange is exchange and self.is_open:
             assert self._transport is not None
-            self._transport.write(rest[:PIECE])
-            rest = rest[PIECE:]
+            self._transport.write(rest[:WRITE_BYTES])
+            rest = rest[WRITE_BYTES:]
             if self._drained is not None:
                 await asyncio.shield(self._drained)
         self._sending = False
 
-    def go_on(self) -> None:
-        """Read more."""
+    def resume_reading(self) -> None:
         if self._paused and self._transport is not None:
             self._paused = False
             self._transport.resume_reading()
 
     def drop(self) -> None:
-        """End the connection at once, without a word to anybody."""
+        """End the connection at once, without reporting it to an exchange."""
         self.exchange = None
         if self._transport is not None:
             self._transport.abort()
 
     def lost(self, why: str) -> None:
-        """End the connection, and the exchange on it."""
-        self._refuse(Broken(why))
+        """End the connection, and fail the exchange on it."""
+        self._fail(ConnectionBroken(why))
 
-    def _refuse(self, error: WireError) -> None:
+    def _fail(self, error: WorkerClientError) -> None:
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
             exchange.fail(error)
@@ -368,10 +360,10 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._wire.opened(self)
+        self._client.opened(self)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._wire.forget(self)
+        self._client.forget(self)
         self.resume_writing()
         self._transport = self._parser = None
         self.lost("the connection ended" if error is None else str(error))
@@ -386,57 +378,57 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         exchange = self.exchange
-        if exchange is None:  # nobody has asked
+        if exchange is None:  # bytes without a request
             self.drop()
             return
-        if self._between and exchange.chunk_sink is not None:
+        if self._between_chunks and exchange.chunk_sink is not None:
             at = start_of_lone_chunk(data)
             if at and exchange.chunk_sink(data, at):
-                self._silent = 0
-                return  # the parser is where it was: between two chunks
+                self._overhead = 0
+                return  # the parser has not seen this chunk, and is still between two chunks
         assert self._parser is not None
-        self._spoke = False
+        self._had_content = False
         try:
             self._parser.feed_data(data)
         except HttpParserUpgrade:
-            self._wrong = "it changes the protocol"
+            self._problem = "it switches the protocol"
         except HttpParserError as error:
-            self._wrong = self._wrong or str(error)
-        if self._between and not data.endswith(b"\r\n"):
-            self._between = False  # the next chunk's size has begun
+            self._problem = self._problem or str(error)
+        if self._between_chunks and not data.endswith(b"\r\n"):
+            self._between_chunks = False  # the size of the next chunk has begun
         if exchange.sink is not None:
-            exchange.pour()
-        self._silent = 0 if self._spoke else self._silent + len(data)
+            exchange.flush()
+        self._overhead = 0 if self._had_content else self._overhead + len(data)
         if self._complete:
             self._end()
-        elif self._silent > LONGEST_HEAD:
-            self._refuse(NotHttp(f"a header, or something else around a body, of more than {LONGEST_HEAD} bytes"))
-        elif self._wrong:
-            self._refuse(NotHttp(self._wrong))
+        elif self._overhead > LONGEST_HEAD:
+            self._fail(NotHttp(f"more than {LONGEST_HEAD} bytes of headers or framing"))
+        elif self._problem:
+            self._fail(NotHttp(self._problem))
 
     def _end(self) -> None:
-        """The answer is complete; the connection goes on if nothing speaks against it."""
+        """The response is complete. Keep the connection, unless something about it was unexpected."""
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
             exchange.end()
-        if self._wrong or self._sending or not self._lasts or not self.is_open:
+        if self._problem or self._sending or not self._stays_open or not self.is_open:
             self.drop()
             return
-        self.go_on()
+        self.resume_reading()
         self._clear()
-        self._wire.keep(self)
+        self._client.keep(self)
 
     # The parser
 
     def on_message_begin(self) -> None:
         if self._complete:
-            self._wrong = "bytes behind the end"
+            self._problem = "bytes after the end"
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > LONGEST_HEAD:
-            self._wrong = f"headers of more than {LONGEST_HEAD} bytes"
-        elif not self._headed:  # no trailer
+            self._problem = f"headers of more than {LONGEST_HEAD} bytes"
+        elif not self._has_head:  # trailers are ignored
             self._headers[name.decode("latin-1").lower()] = value.decode("utf-8", "surrogateescape")
 
     def on_headers_complete(self) -> None:
@@ -445,8 +437,8 @@ class _Connection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if status < 200:
             self._interim += 1
-            if self._interim > MOST_INTERIM:
-                self._wrong = f"more than {MOST_INTERIM} answers of status 1xx"
+            if self._interim > MAX_INTERIM:
+                self._problem = f"more than {MAX_INTERIM} responses of status 1xx"
             self._headers = {}
             return
         coding = self._headers.get("transfer-encoding")
@@ -455,43 +447,46 @@ class _Connection(asyncio.Protocol):
         else:
             stated = coding.strip().lower() == "chunked"
         if not stated:
-            self._wrong = "its end is not stated"
+            self._problem = "its end is not stated"
         if self._parser.get_http_version() != "1.1":
-            self._wrong = f"HTTP/{self._parser.get_http_version()}"
-        if self._wrong:
+            self._problem = f"HTTP/{self._parser.get_http_version()}"
+        if self._problem:
             return
-        self._headed = self._spoke = True
+        self._has_head = self._had_content = True
         self._head_bytes = 0
         if self.exchange is not None:
-            self.exchange.headed(status, self._headers)
+            self.exchange.on_head(status, self._headers)
 
     def on_body(self, body: bytes) -> None:
-        if self._wrong or not self._headed or self.exchange is None:
+        if self._problem or not self._has_head or self.exchange is None:
             return
-        self._spoke = True
-        if not self.exchange.take(body) and not self._paused and self._transport is not None:
+        self._had_content = True
+        if not self.exchange.on_body(body) and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
 
     def on_chunk_header(self) -> None:
-        self._between = False
+        self._between_chunks = False
 
     def on_chunk_complete(self) -> None:
-        self._between = True
+        self._between_chunks = True
 
     def on_message_complete(self) -> None:
-        if self._headed and not self._complete and self._parser is not None:
+        if self._has_head and not self._complete and self._parser is not None:
             self._complete = True
-            self._lasts = self._parser.should_keep_alive()  # only now: the parser forgets it with the message
+            self._stays_open = (
+                self._parser.should_keep_alive()
+            )  # read it now: the parser resets it with the next message
 
 
 def start_of_lone_chunk(data: bytes) -> int:
-    """Where the content begins, if `data` is exactly one chunk in the plainest form; else 0.
+    """The offset of the content if `data` is exactly one chunk in the plainest form, else 0.
 
-    The size is not read but compared with what it has to be, so that nothing can be taken for a size that is none."""
+    The size is not parsed: it is compared with the text that it must have, so that no malformed size can be accepted.
+    """
     start = data.find(b"\n", 0, 10) + 1
     size = len(data) - start - 2
     return start if size > 0 and data.startswith(b"%x\r\n" % size) and data.endswith(b"\r\n") else 0
 
 
-__all__ = ["Broken", "Exchange", "NotHttp", "Unreachable", "Wire", "WireError"]
+__all__ = ["ConnectionBroken", "Exchange", "NotHttp", "Unreachable", "WorkerClient", "WorkerClientError"]

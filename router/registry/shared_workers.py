@@ -25,7 +25,7 @@ from router.fleet.interfaces import Files
 from router.fleet.model import Model
 from router.fleet.sleeping_weights import SleepingWeights
 from router.fleet.worker import State, Worker
-from router.launch.worker_client import WireError
+from router.launch.worker_client import WorkerClientError
 from router.registry.worker_groups import (
     ID_SEPARATOR,
     PresetGroup,
@@ -332,14 +332,14 @@ async def _put(worker: Worker, path: str, body: Any) -> tuple[int, Any]:
     process = worker.process
     assert process is not None, "the worker is ready"
     headers = {TOKEN_HEADER: f"Bearer {process.token}", "Content-Type": "application/json"}
-    exchange = process.wire.begin("PUT", path, headers, json.dumps(body).encode())
+    exchange = process.worker_client.begin("PUT", path, headers, json.dumps(body).encode())
     try:
         await exchange.head()
         reply = b""
         while part := await exchange.read():
             reply += part
         return exchange.status, json.loads(reply)
-    except (WireError, ValueError) as error:
+    except (WorkerClientError, ValueError) as error:
         raise _not_sent(worker, path.rpartition("/")[2], error) from None
     finally:
         exchange.close()

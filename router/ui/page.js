@@ -1,4 +1,4 @@
-// The page at /: what GET /router/state says, once a second, and one message to a model. No library, no build.
+// The page at /: the state from GET /router/state, once a second, and one message to a model. No library, no build.
 
 const PAUSE = 1000;
 const KEY = "router-key";
@@ -11,7 +11,7 @@ function made(tag, text = "", classes = "") {
   return element;
 }
 
-// Only what has changed is put in anew: a button that is replaced while it is pressed hears no click.
+// Replace only the elements that have changed: a button that is replaced while it is pressed gets no click event.
 function renew(parent, children) {
   children.forEach((child, index) => {
     const before = parent.children[index];
@@ -32,7 +32,7 @@ function post(path, body, options = {}) {
   return call(path, { method: "POST", headers, body: JSON.stringify(body), ...options });
 }
 
-async function troubleOf(response) {
+async function problemOf(response) {
   try {
     return (await response.json()).error.message;
   } catch {
@@ -142,20 +142,20 @@ function emptyRow() {
 async function act(path, model) {
   try {
     const response = await post(path, { model });
-    tell(response.ok ? "" : await troubleOf(response));
+    showProblem(response.ok ? "" : await problemOf(response));
   } catch {
-    tell(SILENT);
+    showProblem(NO_ANSWER);
   }
   await look();
 }
 
 // The router's state
 
-const SILENT = "The router does not answer.";
-let told = "";
+const NO_ANSWER = "The router does not answer.";
+let shownProblem = "";
 
-function tell(trouble) {
-  if (trouble !== told) $("#trouble").textContent = told = trouble;
+function showProblem(problem) {
+  if (problem !== shownProblem) $("#trouble").textContent = shownProblem = problem;
 }
 
 async function look() {
@@ -164,19 +164,19 @@ async function look() {
     response = await call("router/state");
     if (response.ok) state = await response.json();
   } catch {
-    tell(SILENT);
+    showProblem(NO_ANSWER);
     return;
   }
   if (response.status === 401 || response.status === 403) {
     $("#key").hidden = false;
     $("main").hidden = true;
-    tell(response.status === 401 ? "This router wants a key." : "This page needs an admin key.");
+    showProblem(response.status === 401 ? "This router needs a key." : "This page needs an admin key.");
     return;
   }
-  if (!response.ok) return tell(await troubleOf(response));
+  if (!response.ok) return showProblem(await problemOf(response));
   $("#key").hidden = true;
   $("main").hidden = false;
-  if (told === SILENT || told.includes("key")) tell("");
+  if (shownProblem === NO_ANSWER || shownProblem.includes("key")) showProblem("");
   $("#version").textContent = state.version;
   showDevices(state);
   showModels(state.models);
@@ -201,7 +201,7 @@ async function ask(model, message, signal) {
   answer.textContent = "";
   const body = { model, messages: [{ role: "user", content: message }], stream: true };
   const response = await post("v1/chat/completions", body, { signal });
-  if (!response.ok) throw new Error(await troubleOf(response));
+  if (!response.ok) throw new Error(await problemOf(response));
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
@@ -221,12 +221,12 @@ async function ask(model, message, signal) {
 $("#ask").onsubmit = async (event) => {
   event.preventDefault();
   const [send, stop] = $("#ask").querySelectorAll("button");
-  const leaving = new AbortController();
-  stop.onclick = () => leaving.abort();
+  const controller = new AbortController();
+  stop.onclick = () => controller.abort();
   send.disabled = true;
   stop.hidden = false;
   try {
-    await ask($("#ask select").value, $("#ask textarea").value, leaving.signal);
+    await ask($("#ask select").value, $("#ask textarea").value, controller.signal);
   } catch (failed) {
     if (failed.name !== "AbortError") $("#answer").append(made("span", ` ${failed.message}`, "bad"));
   } finally {

@@ -16,7 +16,7 @@ async def asked(
     """The answer of `worker`, whose head is there; a GET without a body."""
     headers = {"Authorization": f"Bearer {token or worker.token}", "X-Request-Id": "r"}
     data = b"" if body is None else json.dumps(body).encode()
-    exchange = worker.wire.begin("GET" if body is None else "POST", path, headers, data)
+    exchange = worker.worker_client.begin("GET" if body is None else "POST", path, headers, data)
     try:
         await exchange.head()
         yield exchange

@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from router.launch.fork_server import Nursery
+from router.launch.fork_server import ForkServerProcess
 from router.launch.interface import Listen, Program
 from router.launch.local import LocalLauncher
-from router.launch.worker_process import LocalStandby, LocalWorker
+from router.launch.worker_process import LocalEarlyProcess, LocalWorker
 from router.planner.ledger import Bytes
 from tests.fakes import DEADLINE
 from worker.protocol.argv import Estimate, Serve
@@ -28,19 +28,19 @@ class ForkingLauncher(LocalLauncher):
     """Takes what `LocalLauncher` takes; snapshots are made below its runtime folder's parent."""
 
     def __init__(self, *, runtime_dir: Path, **options: Any):
-        super().__init__(runtime_dir=runtime_dir, nursery=True, **options)
+        super().__init__(runtime_dir=runtime_dir, fork_server=True, **options)
         self._snapshots = runtime_dir.parent / "told"
         self._told = 0
         self._warm = asyncio.Event()
-        self.on_nursery = self._warm.set
+        self.on_fork_server = self._warm.set
 
-    async def warmed(self) -> Nursery:
+    async def warmed(self) -> ForkServerProcess:
         """Returns once there is a nursery that can fork."""
         async with asyncio.timeout(DEADLINE):
-            while self.nursery is None or not self.nursery.can_fork:
+            while self.fork_server is None or not self.fork_server.can_fork:
                 self._warm.clear()
                 await self._warm.wait()
-            return self.nursery
+            return self.fork_server
 
     @asynccontextmanager
     async def serve(self, program: Program, command: Serve, place: Bytes, listen: Listen) -> AsyncIterator[LocalWorker]:
@@ -48,7 +48,7 @@ class ForkingLauncher(LocalLauncher):
             yield worker
 
     @asynccontextmanager
-    async def prepare(self, program: Program, command: Serve, listen: Listen) -> AsyncIterator[LocalStandby]:
+    async def prepare(self, program: Program, command: Serve, listen: Listen) -> AsyncIterator[LocalEarlyProcess]:
         async with super().prepare(*self._moved(program, command), listen) as standby:
             yield standby
 

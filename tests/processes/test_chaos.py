@@ -32,9 +32,9 @@ def test_kills_in_the_middle_of_swaps_leave_nothing_over_and_the_next_request_wo
         house.hears("is warm")
         last = "one"
         assert chaos.ask(house.port, last).whole
-        for kind in ("worker", "worker", "worker", "guard", "files", "nursery", "router"):
+        for kind in ("worker", "worker", "worker", "guard", "files", "fork-server", "router"):
             last = chaos.round_(house, pick, found, kind, last, 0.4)
-        assert all(found.kills[kind] == 1 for kind in ("nursery", "router", "guard", "files"))
+        assert all(found.kills[kind] == 1 for kind in ("fork-server", "router", "guard", "files"))
         chaos.unload(house.port, last)
         house.settle(workers=0)
 

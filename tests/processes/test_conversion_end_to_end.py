@@ -56,7 +56,7 @@ async def test_a_fetched_model_is_converted_once_and_every_load_takes_that_until
     common = tmp_path / "models.ini"
     common.write_text("[*]\nctx-size = 128\nparallel = 1\nthreads = 1\n")
     converted = tmp_path / "state" / "converted"
-    words = ["--models-preset", str(common), "--models-memory-margin", "64", "--nursery"]
+    words = ["--models-preset", str(common), "--models-memory-margin", "64", "--fork-server"]
     words += ["--state-dir", str(tmp_path / "state")]
     async with running_hub(tmp_path / "hub") as hub:
         environ = {"HF_ENDPOINT": hub.address, "HF_HUB_CACHE": str(tmp_path / "cache")}
@@ -78,7 +78,7 @@ async def test_a_fetched_model_is_converted_once_and_every_load_takes_that_until
             os.rename(file, tmp_path / "aside")
             assert await answer(up, model) == (usual, snapshot), "it is torn"
             os.rename(tmp_path / "aside", file)
-        async with router(*words, "--no-nursery", "--no-prepare", environ=environ) as up:
+        async with router(*words, "--no-fork-server", "--no-prepare", environ=environ) as up:
             assert (await up.client.get("/router/state")).json()["prepared"] == []
             assert (await up.client.delete("/models", params={"model": model})).status_code == 200
             assert list(converted.iterdir()) == []

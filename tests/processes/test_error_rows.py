@@ -17,7 +17,7 @@ import pytest
 
 from router.config.settings import ApiKey, digest
 from router.fleet.admission import Limits
-from router.http.proxy import Pace
+from router.http.request import Pace
 from router.registry.auth import Access
 from tests.processes.upstreams import END, STREAM, Upstream, World, chunk, world
 from worker.protocol.dialects import Dialect

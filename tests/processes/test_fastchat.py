@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.http.proxy import Pace
+from router.http.request import Pace
 from tests.processes.upstreams import END, Upstream, World, chunk, world
 from worker.protocol.dialects import Dialect
 from worker.protocol.errors import error_body

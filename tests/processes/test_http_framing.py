@@ -179,12 +179,12 @@ async def test_a_head_that_comes_for_ever_is_cut_off(tmp_path: Path) -> None:
         runner = web.AppRunner(up.app.build(), handler_cancellation=True, access_log=None)
         await runner.setup()
         impatient = up.app.listener(runner, keep_alive=0.2)
-        up.listener.otherwise = impatient.otherwise
+        up.listener.make_fallback = impatient.make_fallback
         reader, writer = await up.connect()
         writer.write(post(LENGTH)[:20])
         await until(lambda: any(each._data for each in up.listener.connections))
         for connection in tuple(up.listener.connections):
-            connection.look(asyncio.get_running_loop().time() + SWEEP * 1.1)
+            connection.check(asyncio.get_running_loop().time() + SWEEP * 1.1)
         ended = asyncio.ensure_future(reader.read())
         async with asyncio.timeout(60):
             while not ended.done():

@@ -11,8 +11,8 @@ from aiohttp.http import HttpRequestParser
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from router.http.listener import KEEP_ALIVE, LONGEST_BODY, LONGEST_HEAD, SWEEP, Listener, PlainRequest, _Connection
-from router.http.proxy import Pace
+from router.http.listener import KEEP_ALIVE, LONGEST_BODY, LONGEST_HEAD, SWEEP, Listener, PlainRequest, _PlainConnection
+from router.http.request import Pace
 from tests.processes.upstreams import (
     BODY,
     DONE,
@@ -101,7 +101,9 @@ async def test_one_task_answers_all_plain_calls_of_a_connection_and_ends_with_th
 
     def answering() -> set[asyncio.Task[Any]]:
         return {
-            task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__qualname__", "") == "_Connection._live"
+            task
+            for task in asyncio.all_tasks()
+            if getattr(task.get_coro(), "__qualname__", "") == "_PlainConnection._answer_requests"
         }
 
     async with world(tmp_path, respond) as up:
@@ -167,7 +169,7 @@ async def test_a_call_that_takes_its_time_is_seen_to_by_aiohttp(tmp_path: Path, 
         writer.write(request({})[:cut])
         await until(lambda: any(each._data for each in up.listener.connections))
         for connection in tuple(up.listener.connections):
-            connection.look(asyncio.get_running_loop().time() + SWEEP * 1.1)
+            connection.check(asyncio.get_running_loop().time() + SWEEP * 1.1)
         assert not up.listener.connections
         writer.write(request({})[cut:])
         assert (await answer(reader))[2] == BODY
@@ -196,10 +198,10 @@ async def test_a_connection_without_requests_is_closed_in_the_end(tmp_path: Path
                 await answer(reader)
             await until(lambda: len(up.listener.connections) == 1)
             connection, now = next(iter(up.listener.connections)), asyncio.get_running_loop().time()
-            connection.look(now + KEEP_ALIVE - 1)
+            connection.check(now + KEEP_ALIVE - 1)
             assert connection.transport is not None
             assert not connection.transport.is_closing()
-            connection.look(now + KEEP_ALIVE + 1)
+            connection.check(now + KEEP_ALIVE + 1)
             assert await reader.read() == b""
             writer.close()
 
@@ -386,7 +388,7 @@ async def _compared(data: bytes, split: int) -> None:
         return others[-1]
 
     listener, transport = Listener(routes, serve, otherwise), Sink()
-    connection = _Connection(listener)
+    connection = _PlainConnection(listener)
     connection.connection_made(transport)
     for part in (data[:split], data[split:]):
         if part:
@@ -406,8 +408,8 @@ async def _compared(data: bytes, split: int) -> None:
         assert {name.lower(): value for name, value in message.headers.items()} == asked.headers
         assert len(message.headers) == len(asked.headers)
         assert (payload.read_nowait() if int(asked.headers["content-length"]) else b"") == asked.body
-        assert message.should_close == (not asked.lasts)
+        assert message.should_close == (not asked.stays_open)
         assert not ODD_HEADERS & asked.headers.keys()
         assert not message.upgrade
-    if not taken or taken[-1].lasts:
+    if not taken or taken[-1].stays_open:
         assert rest == data

@@ -20,8 +20,8 @@ from router.launch.exit_causes import lost_by_exit
 from router.launch.interface import Launcher, Listen, Program, WorkerLost
 from router.launch.local import LocalLauncher
 from router.launch.pidfile import RunFolderError
-from router.launch.worker_client import Exchange, Unreachable, WireError
-from router.launch.worker_process import DYING, LocalStandby, LocalWorker, device_names
+from router.launch.worker_client import Exchange, Unreachable, WorkerClientError
+from router.launch.worker_process import EXIT_WAIT, LocalEarlyProcess, LocalWorker, device_names
 from router.planner.ledger import Bytes
 from tests.fakes import (
     CPU,
@@ -59,7 +59,7 @@ def devices() -> FixedDevices:
     return FixedDevices({GPU0: 8 * GIB, GPU1: 8 * GIB, CPU: 16 * GIB})
 
 
-@pytest.fixture(params=[LocalLauncher, ForkingLauncher], ids=["exec", "nursery"])
+@pytest.fixture(params=[LocalLauncher, ForkingLauncher], ids=["exec", "fork-server"])
 async def launcher(request: pytest.FixtureRequest, folder: Path, devices: FixedDevices) -> AsyncIterator[LocalLauncher]:
     """A launcher whose end leaves neither a process nor a file."""
     environ = {"PATH": os.environ["PATH"], **SECRETS}
@@ -133,7 +133,7 @@ async def test_a_ready_worker_answers_on_its_socket(launcher: LocalLauncher, fol
             assert response.status == 200
             assert json.loads(await everything(response))["choices"][0]["message"]["content"] == "one two three four "
         assert modes(folder) == {"lock": 0o600, "json": 0o600, "sock": 0o700, "run": 0o700}
-    assert worker.wire.closed
+    assert worker.worker_client.closed
     assert not is_there(worker.pid)
 
 
@@ -313,10 +313,10 @@ async def test_a_worker_without_its_socket_finishes_answers_and_is_reported_unre
 async def test_a_worker_that_has_ended_is_lost_and_not_out_of_reach(launcher: LocalLauncher) -> None:
     async with serve(launcher, fake_program("m")) as worker, asyncio.timeout(DEADLINE):
         os.kill(worker.pid, signal.SIGKILL)
-        worker.wire.unreachable.set()
+        worker.worker_client.unreachable.set()
         out = asyncio.ensure_future(worker.unreachable())
         assert (await worker.lost()).exit == -9
-        await asyncio.wait({out}, timeout=2 * DYING)
+        await asyncio.wait({out}, timeout=2 * EXIT_WAIT)
         assert not out.done()
         out.cancel()
 
@@ -324,7 +324,7 @@ async def test_a_worker_that_has_ended_is_lost_and_not_out_of_reach(launcher: Lo
 async def test_its_death_breaks_the_answer_that_it_was_giving(launcher: LocalLauncher) -> None:
     async with serve(launcher, fake_program("dies-mid-stream")) as worker:
         async with post(worker, PROMPT | {"stream": True}) as response:
-            with pytest.raises(WireError):
+            with pytest.raises(WorkerClientError):
                 await everything(response)
         assert (await worker.lost()).exit == -9
 
@@ -390,7 +390,7 @@ async def test_a_wedged_worker_is_killed(launcher: LocalLauncher) -> None:
             lost = await worker.lost()
             assert (lost.cause, lost.exit) == ("stalled", None)
             assert lost.message.startswith(f"m: the worker {says} for 1 s")
-            with pytest.raises(WireError):
+            with pytest.raises(WorkerClientError):
                 await asking
         assert not is_there(worker.pid)
 
@@ -669,7 +669,7 @@ def _nothing_is_left_behind() -> Iterator[None]:
 # Two steps
 
 
-def prepare(launcher: LocalLauncher, program: Program) -> AbstractAsyncContextManager[LocalStandby]:
+def prepare(launcher: LocalLauncher, program: Program) -> AbstractAsyncContextManager[LocalEarlyProcess]:
     return launcher.prepare(program, Serve(snapshot="/", listen="", name=program.model), ignore)
 
 

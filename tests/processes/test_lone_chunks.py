@@ -7,7 +7,14 @@ from pathlib import Path
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from router.launch.worker_client import Exchange, NotHttp, Wire, WireError, _Connection, start_of_lone_chunk
+from router.launch.worker_client import (
+    Exchange,
+    NotHttp,
+    WorkerClient,
+    WorkerClientError,
+    _WorkerConnection,
+    start_of_lone_chunk,
+)
 from tests.processes.upstreams import DONE, END, STREAM, Upstream, chunk, request, world
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -61,7 +68,7 @@ class Hearing:
         self.lone = 0
         """Chunks that went past the parser."""
         self._takes = takes
-        self.connection = _Connection(Wire("unix:/nowhere"))
+        self.connection = _WorkerConnection(WorkerClient("unix:/nowhere"))
         self.connection.connection_made(Transport())
         self.connection.begin(self.exchange)
         self.exchange.sink = self._take
@@ -82,7 +89,7 @@ class Hearing:
     @property
     def end(self) -> str:
         """How the answer ended, if it did."""
-        error: WireError | None = self.exchange._error
+        error: WorkerClientError | None = self.exchange._error
         if error is not None:
             return "not HTTP" if isinstance(error, NotHttp) else "broken"
         return "whole" if self.exchange.at_end else "open"

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.launch import reaper
-from router.launch.process import LOG_BURST, ROUND, Child, Lines, Log, Pipes, uncancelled
+from router.launch.output import LOG_BURST, Lines, Log
+from router.launch.process import ROUND, Child, Pipes, uncancelled
 from tests.fakes import DEADLINE
 from worker.protocol.events import MAX_EVENT_BYTES, Event, Failed, Progress, Pulse, RequestEnded, encode
 
@@ -34,15 +35,15 @@ async def running(
 ) -> AsyncIterator[tuple[Child, asyncio.Queue[Event]]]:
     """A child that runs `code` and has its token; yields it and what it says."""
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": ROOT, "FLEET_WORKER": tag}
-    said: asyncio.Queue[Event] = asyncio.Queue()
+    cause: asyncio.Queue[Event] = asyncio.Queue()
     words = Log("m", "m#1", secrets=secrets)
     argv = [sys.executable, "-P", "-c", code, f"--listen=unix:/run/{tag}.sock"]
     child = Child.spawn(argv, env, name="m#1", log=words, private=True, pause=pause)
     try:
-        child.on_event = said.put_nowait
+        child.on_event = cause.put_nowait
         child.send_token(TOKEN)
         async with asyncio.timeout(DEADLINE):
-            yield child, said
+            yield child, cause
     finally:
         await uncancelled(child.end())
         assert await reaper.end(child.pid, tag) == []
@@ -61,9 +62,9 @@ def has_children() -> bool:
     return True
 
 
-async def number(said: "asyncio.Queue[Event]") -> int:
+async def number(cause: "asyncio.Queue[Event]") -> int:
     """The number in the next progress event."""
-    event = await said.get()
+    event = await cause.get()
     assert isinstance(event, Progress)
     return event.done
 
@@ -97,11 +98,11 @@ async def test_it_starts_in_our_folder_or_where_that_was_deleted_in_the_root(
     says_where = "import os, sys; sys.stderr.write(os.getcwd()); sys.exit(1)"
     async with running(says_where) as (child, _):
         await child.exited
-        assert child.said == str(ours)
+        assert child.cause == str(ours)
     ours.rmdir()
     async with running(says_where) as (child, _):
         await child.exited
-        assert child.said == "/"
+        assert child.cause == "/"
 
 
 async def test_its_last_words_are_the_cause() -> None:
@@ -112,14 +113,14 @@ async def test_its_last_words_are_the_cause() -> None:
         _,
     ):
         await child.exited
-        assert child.said == "cannot read x"
+        assert child.cause == "cannot read x"
 
 
 async def test_the_cause_that_it_names_goes_before_its_last_words() -> None:
     code = SUPERVISED + "print('Traceback', file=sys.stderr); tied.send(events.Failed(message='no room')); sys.exit(4)"
     async with running(code) as (child, _):
         assert await child.exited == 4
-        assert child.said == "no room"
+        assert child.cause == "no room"
 
 
 async def test_what_is_no_event_is_skipped() -> None:
@@ -133,10 +134,10 @@ async def test_what_is_no_event_is_skipped() -> None:
         "    say(b'x' * line if isinstance(line, int) else line); say(b'\\n')\n"
         'say(b\'{"event":"progress","stage":"weights","done":7}\')'
     )
-    async with running(code) as (child, said):
-        assert await number(said) == 7
+    async with running(code) as (child, cause):
+        assert await number(cause) == 7
         assert await child.exited == 0
-        assert said.empty()
+        assert cause.empty()
 
 
 async def test_every_event_is_received_with_any_optional_field_missing() -> None:
@@ -147,10 +148,10 @@ async def test_every_event_is_received_with_any_optional_field_missing() -> None
     ]
     wrong = b'{"event":"request","id":"wrong","keep_alive":"5m"}'
     lines = [wrong, *(encode(event).strip() for event in events)]
-    async with running(f"import os\nfor line in {lines!r}: os.write(1, line + b'\\n')") as (child, said):
-        assert [await said.get() for _ in events] == events
+    async with running(f"import os\nfor line in {lines!r}: os.write(1, line + b'\\n')") as (child, cause):
+        assert [await cause.get() for _ in events] == events
         await child.exited
-        assert said.empty()
+        assert cause.empty()
 
 
 ENDING = """
@@ -168,27 +169,27 @@ async def test_request_events_close_together_are_received_together() -> None:
         "end(1); sys.stdin.readline(); end(2); sys.stdin.readline(); end(3); end(4); end(5)\n"
         "print('said', file=sys.stderr, flush=True); sys.stdin.readline()"
     )
-    async with running(code, pause=3600.0) as (child, said):
+    async with running(code, pause=3600.0) as (child, cause):
         for id in ("1", "2"):
-            assert await said.get() == RequestEnded(id=id)
+            assert await cause.get() == RequestEnded(id=id)
             child.send(b"go on\n")
-        while child.said != "said":  # noqa: ASYNC110
+        while child.cause != "said":  # noqa: ASYNC110
             await asyncio.sleep(0)
-        assert said.empty()
+        assert cause.empty()
         child.send(b"go on\n")
         assert await child.exited == 0
-        assert [said.get_nowait() for _ in range(said.qsize())] == [RequestEnded(id=id) for id in ("3", "4", "5")]
+        assert [cause.get_nowait() for _ in range(cause.qsize())] == [RequestEnded(id=id) for id in ("3", "4", "5")]
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.001, ROUND])
 async def test_every_end_of_a_request_is_received_at_any_rate(pause: float) -> None:
     code = ENDING + "for id in range(100): end(id, -id); sys.stdin.readline()"
-    async with running(code, pause=pause) as (child, said):
+    async with running(code, pause=pause) as (child, cause):
         for id in range(100):
-            assert [await said.get(), await said.get()] == [RequestEnded(id=f"{sign * id}") for sign in (1, -1)]
+            assert [await cause.get(), await cause.get()] == [RequestEnded(id=f"{sign * id}") for sign in (1, -1)]
             child.send(b"go on\n")
         assert await child.exited == 0
-        assert said.empty()
+        assert cause.empty()
 
 
 async def test_a_line_of_the_maximum_length_is_received() -> None:
@@ -199,8 +200,8 @@ async def test_a_line_of_the_maximum_length_is_received() -> None:
         "text += b'\\n'\n"
         "while text: text = text[os.write(1, text):]\n"
     )
-    async with running(code) as (child, said):
-        event = await said.get()
+    async with running(code) as (child, cause):
+        event = await cause.get()
         assert isinstance(event, Failed)
         assert await child.exited == 0
 
@@ -210,7 +211,7 @@ async def test_no_secret_and_no_control_character_is_logged(caplog: pytest.LogCa
     with caplog.at_level(logging.INFO, "worker.m"):
         async with running(code, secrets=(TOKEN, "sesame")) as (child, _):
             await child.exited
-            assert child.said == "\\x07end"
+            assert child.cause == "\\x07end"
     assert "m#1: \\x1b[31mtoken *** and ***" in caplog.messages
     assert TOKEN not in caplog.text
 
@@ -220,7 +221,7 @@ async def test_a_flood_of_log_lines_is_counted_and_its_end_is_kept(caplog: pytes
     with caplog.at_level(logging.INFO, "worker.m"):
         async with running(code) as (child, _):
             await child.exited
-            assert child.said == "line 19999"
+            assert child.cause == "line 19999"
     assert len(caplog.messages) < LOG_BURST + 200
     assert any("lines left out" in message for message in caplog.messages)
 
@@ -234,11 +235,11 @@ async def test_events_of_an_orderly_stop_are_received() -> None:
         "signal.sigwait({signal.SIGTERM})\n"
         "tied.send(events.Progress(stage='bye', done=2))\n"
     )
-    async with running(code) as (child, said):
-        assert await number(said) == 1
+    async with running(code) as (child, cause):
+        assert await number(cause) == 1
         await child.stop(DEADLINE)
         assert child.exited.result() == 0
-        assert await number(said) == 2
+        assert await number(cause) == 2
 
 
 async def test_who_ignores_sigterm_is_killed_after_the_stop_timeout() -> None:
@@ -246,8 +247,8 @@ async def test_who_ignores_sigterm_is_killed_after_the_stop_timeout() -> None:
         SUPERVISED
         + "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); tied.send(events.Progress(stage='up'))\n"
     )
-    async with running(code + WAIT) as (child, said):
-        await said.get()
+    async with running(code + WAIT) as (child, cause):
+        await cause.get()
         began = asyncio.get_running_loop().time()
         await child.stop(0.2)
         assert child.exited.result() == -signal.SIGKILL
@@ -256,8 +257,8 @@ async def test_who_ignores_sigterm_is_killed_after_the_stop_timeout() -> None:
 
 async def test_who_was_stopped_by_a_signal_dies_of_sigkill() -> None:
     polite = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
-    async with running(SUPERVISED + polite + "tied.send(events.Progress(stage='up'))\n" + WAIT) as (child, said):
-        await said.get()
+    async with running(SUPERVISED + polite + "tied.send(events.Progress(stage='up'))\n" + WAIT) as (child, cause):
+        await cause.get()
         os.kill(child.pid, signal.SIGSTOP)
         await child.stop(0.1)
         assert child.exited.result() == -signal.SIGKILL
@@ -268,8 +269,8 @@ async def test_a_cancelled_stop_stops_all_the_same() -> None:
         SUPERVISED
         + "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); tied.send(events.Progress(stage='up'))\n"
     )
-    async with running(code + WAIT) as (child, said):
-        await said.get()
+    async with running(code + WAIT) as (child, cause):
+        await cause.get()
         stopping = asyncio.create_task(uncancelled(child.stop(0.2)))
         await asyncio.sleep(0)
         stopping.cancel()
@@ -313,8 +314,8 @@ def _adopting() -> Iterator[None]:
 @pytest.mark.parametrize("how", ["", "start_new_session=True", "process_group=0, env={}"])
 async def test_whom_it_started_ends_with_it(how: str, end: str) -> None:
     last = {"exit": "sys.exit(0)", "crash": "os.kill(os.getpid(), 11)", "stop": WAIT}[end]
-    async with running(SUPERVISED + GRANDCHILD.replace("{how}", how) + last) as (child, said):
-        grandchild = await number(said)
+    async with running(SUPERVISED + GRANDCHILD.replace("{how}", how) + last) as (child, cause):
+        grandchild = await number(cause)
         if end == "stop":
             await child.stop(DEADLINE)
         await child.exited
@@ -324,8 +325,8 @@ async def test_whom_it_started_ends_with_it(how: str, end: str) -> None:
 
 @pytest.mark.usefixtures("_adopting")
 async def test_a_daemon_that_left_its_parent_is_found() -> None:
-    async with running(SUPERVISED + DAEMON + WAIT) as (child, said):
-        daemons = [await number(said), await number(said)]
+    async with running(SUPERVISED + DAEMON + WAIT) as (child, cause):
+        daemons = [await number(cause), await number(cause)]
         await child.stop(DEADLINE)
         await reaper.end(child.pid, TAG)
         assert not any(is_there(pid) for pid in daemons)
@@ -335,8 +336,8 @@ async def test_a_daemon_that_left_its_parent_is_found() -> None:
 async def test_another_workers_orphans_and_strangers_are_left_alone() -> None:
     stranger = await asyncio.create_subprocess_exec("sleep", "1000", start_new_session=True)
     try:
-        async with running(SUPERVISED + DAEMON + WAIT) as (other, said):
-            daemons = [await number(said), await number(said)]
+        async with running(SUPERVISED + DAEMON + WAIT) as (other, cause):
+            daemons = [await number(cause), await number(cause)]
             async with running("pass", tag="fedcba987654") as (child, _):
                 await child.exited
             assert all(is_there(pid) for pid in daemons)
@@ -351,8 +352,8 @@ async def test_another_workers_orphans_and_strangers_are_left_alone() -> None:
 @pytest.mark.slow
 async def test_fifty_children_leave_no_descriptor_and_no_zombie() -> None:
     async def one() -> None:
-        async with running(SUPERVISED + "tied.send(events.Progress(stage='up'))\n" + WAIT) as (child, said):
-            await said.get()
+        async with running(SUPERVISED + "tied.send(events.Progress(stage='up'))\n" + WAIT) as (child, cause):
+            await cause.get()
             await child.stop(DEADLINE)
 
     await one()

@@ -14,7 +14,7 @@ from aiohttp import ClientSession, UnixConnector
 
 from router.fleet.admission import Limits
 from router.fleet.worker import State
-from router.http.proxy import Pace
+from router.http.request import Pace
 from tests.processes.upstreams import DONE, END, STREAM, Upstream, World, chunk, request, until, world
 from worker.protocol.dialects import Dialect
 from worker.protocol.events import Pulse

@@ -47,7 +47,7 @@ def test_help_explains_every_option_of_a_verb(verb: str) -> None:
     code, out, _ = by_hand(verb, "--help")
     assert code == 0
     kind = {"download": Download, "convert": Convert, "estimate": Estimate,
-            "serve": Serve, "nursery": ForkServerOptions}[verb]  # fmt: skip
+            "serve": Serve, "fork-server": ForkServerOptions}[verb]  # fmt: skip
     for field in dataclasses.fields(kind):
         assert field.name.replace("_", "-") in out
 

@@ -87,8 +87,8 @@ async def test_exec_and_nursery_look_the_same_to_a_client(launcher: ForkingLaunc
         began = time.monotonic()
         async with launcher.serve(program, command, {CPU: GIB}, lambda event: None) as worker:
             total = time.monotonic() - began
-            assert launcher.nursery is not None
-            assert parent(worker.pid) == (launcher.nursery.pid if program.forks else os.getpid())
+            assert launcher.fork_server is not None
+            assert parent(worker.pid) == (launcher.fork_server.pid if program.forks else os.getpid())
             answers.append(await answer(worker))
             measured.append(worker.measured[CPU])
             spent.append(worker.ready.seconds)
@@ -110,21 +110,21 @@ async def test_a_model_that_was_served_once_is_ready_for_the_next_time(
     kept = asyncio.Event()
     async with launcher.serve(FORKED, command, {CPU: GIB}, lambda event: None) as worker:
         answers.append(await answer(worker))
-        nursery = launcher.nursery
-        assert nursery is not None
-        before = launcher.on_nursery
-        launcher.on_nursery = kept.set
+        fork_server = launcher.fork_server
+        assert fork_server is not None
+        before = launcher.on_fork_server
+        launcher.on_fork_server = kept.set
         async with asyncio.timeout(DEADLINE):
-            while not _mapped(nursery.pid, folder / "model.safetensors"):
+            while not _mapped(fork_server.pid, folder / "model.safetensors"):
                 kept.clear()
                 await kept.wait()
-        launcher.on_nursery = before
+        launcher.on_fork_server = before
     async with launcher.serve(FORKED, command, {CPU: GIB}, lambda event: None) as worker:
-        assert parent(worker.pid) == nursery.pid
+        assert parent(worker.pid) == fork_server.pid
         answers.append(await answer(worker))
         assert len(_mapped(worker.pid, folder / "model.safetensors")) == 1, "the nursery's, and no other"
     assert answers[0] == answers[1]
-    assert _mapped(nursery.pid, folder / "model.safetensors") == [0], "it read weights"
+    assert _mapped(fork_server.pid, folder / "model.safetensors") == [0], "it read weights"
 
 
 def _mapped(pid: int, path: Path) -> list[int]:

@@ -20,9 +20,10 @@ from router.fleet.fleet import Fleet
 from router.http.app import App
 from router.http.listener import Listener
 from router.http.metrics import Metrics
-from router.http.proxy import Pace, Proxy
+from router.http.proxy import Proxy
+from router.http.request import Pace
 from router.launch.interface import Listen, Program, WorkerLost, WorkerProcess
-from router.launch.worker_client import Wire
+from router.launch.worker_client import WorkerClient
 from router.memory.learned import LearnedEstimates
 from router.planner.ledger import Bytes, Ledger
 from router.registry import worker_groups
@@ -70,9 +71,9 @@ Answering = Callable[[Upstream], Awaitable[None]]
 class SocketWorker:
     """A fake worker with a socket."""
 
-    def __init__(self, worker: FakeWorker, wire: Wire):
+    def __init__(self, worker: FakeWorker, worker_client: WorkerClient):
         self._worker = worker
-        self.wire = wire
+        self.worker_client = worker_client
         self.token, self.pid, self.ready = worker.token, worker.pid, worker.ready
         self.forked = worker.forked
 
@@ -88,7 +89,7 @@ class SocketWorker:
         return await self._worker.lost()
 
     async def unreachable(self) -> None:
-        await self.wire.unreachable.wait()
+        await self.worker_client.unreachable.wait()
 
 
 class SocketLauncher(FakeLauncher):
@@ -103,11 +104,11 @@ class SocketLauncher(FakeLauncher):
         self, program: Program, command: Serve, place: Bytes, listen: Listen
     ) -> AsyncIterator[WorkerProcess]:
         async with FakeLauncher.serve(self, program, command, place, listen) as worker:
-            wire = Wire(f"unix:{self._socket}")
+            worker_client = WorkerClient(f"unix:{self._socket}")
             try:
-                yield SocketWorker(worker, wire)
+                yield SocketWorker(worker, worker_client)
             finally:
-                wire.close()
+                worker_client.close()
 
 
 class World:

@@ -1,9 +1,9 @@
 """The exact figure: the model's own code run on fake tensors, live bytes counted by storage. No weights are read.
 
 The model is built without memory, in the types it will have; the cache is the very one that the engine makes; then
-come the largest steps that the engine can take, of which `worker.estimate.memory_tracer` tells the most that is alive at once.
-What a process takes beside that is measured on this one, which has imported and loaded what a serving one does. One
-with accelerators is none like it: of that it is told what another has measured.
+come the largest steps that the engine can take, of which `worker.estimate.memory_tracer` tells the most that is alive
+at once. What a process takes beside that is measured on this one, which has imported and loaded what a serving one
+does. One with accelerators is none like it: of that it is told what another has measured.
 """
 
 import importlib

@@ -1,9 +1,10 @@
-"""The exact figure of a model whose matrices are divided among ranks (`worker.engines.transformers.load.tensor_parallel_plan`).
+"""The exact figure of a model whose matrices are divided among ranks
+(`worker.engines.transformers.load.tensor_parallel_plan`).
 
-As `worker.estimate.estimate` of one that is whole: the slices of one rank are built without memory, its share of the cache is
-made, its largest steps are run on fake tensors. Rank 0 stands for all: it has the sampler beside what the others have,
-and whatever cannot be divided is the same on each. On accelerators each rank has one of its own; on the CPU all take of
-the same memory.
+As `worker.estimate.estimate` of one that is whole: the slices of one rank are built without memory, its share of the
+cache is made, its largest steps are run on fake tensors. Rank 0 stands for all: it has the sampler beside what the
+others have, and whatever cannot be divided is the same on each. On accelerators each rank has one of its own; on the
+CPU all take of the same memory.
 """
 
 import itertools
@@ -47,7 +48,8 @@ class Pretended:
 
 
 def divided_estimate(options: Estimate) -> Estimated:
-    """As `worker.estimate.estimate.estimate`. Raises StartError for what `serve` would refuse before it reads weights."""
+    """As `worker.estimate.estimate.estimate`. Raises StartError for what `serve` would refuse before it reads
+    weights."""
     torch.set_num_threads(options.threads)
     memory.keep_small()
     config = loader.load_config(options)

@@ -12,7 +12,7 @@ from worker.protocol.argv import Convert, Download, Estimate, ForkServerOptions,
 WIDTH = 110
 _KINDS: dict[str, type[Any]] = {
     "download": Download, "convert": Convert, "estimate": Estimate,
-    "serve": Serve, "nursery": ForkServerOptions,
+    "serve": Serve, "fork-server": ForkServerOptions,
 }  # fmt: skip
 # Fields of argv.py without a text of their own.
 _TEXTS = {

@@ -69,7 +69,7 @@ def run(argv: list[str]) -> int:
     if supervised and not parent_pid:
         print("worker: --supervised needs --parent-pid=PID, the process id of the parent", file=sys.stderr)
         return 2
-    if argv[0] == "nursery":
+    if argv[0] == "fork-server":
         return _run_fork_server(argv)
     # Ranks are forked before anything else, while the process has one thread. A failure is reported below, once there
     # is a channel for it.

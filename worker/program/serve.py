@@ -68,7 +68,9 @@ async def serve(command: Serve, channel: RouterChannel, began: float, ranks: "Ra
     prefetch.stop()
     # Without a router a line per second on stdout would only hide the other events.
     pulse: Callable[[Pulse], None] = channel.send if channel.supervised else lambda _: None
-    engine = TransformersEngine.load(command, prepared, progress=channel.send, pulse=pulse, stage_done=times.end, ranks=ranks)
+    engine = TransformersEngine.load(
+        command, prepared, progress=channel.send, pulse=pulse, stage_done=times.end, ranks=ranks
+    )
     server = Server(engine, engine.tokenizer, command, token=channel.token or None, announce=channel.send)
     address = await server.start()
     times.end("server")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-VERBS = ("download", "convert", "estimate", "serve", "nursery")
+VERBS = ("download", "convert", "estimate", "serve", "fork-server")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +212,7 @@ class ForkServerOptions:
 
 Command = Download | Convert | Estimate | Serve | ForkServerOptions
 _COMMANDS: dict[str, type[Any]] = {
-    "download": Download, "convert": Convert, "estimate": Estimate, "serve": Serve, "nursery": ForkServerOptions,
+    "download": Download, "convert": Convert, "estimate": Estimate, "serve": Serve, "fork-server": ForkServerOptions,
 }  # fmt: skip
 _VERBS = {kind: verb for verb, kind in _COMMANDS.items()}
 

@@ -4,14 +4,14 @@ from inspect import iscoroutinefunction
 
 import pytest
 
-from router.http import dispatch
+from router.http import app
 from worker.protocol.routes import ROUTES, Route
 from worker.server import server
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
 def test_every_handler_resolves_to_a_coroutine_function(route: Route) -> None:
-    function = server.function_of(route) if route.worker else dispatch.function_of(route)
+    function = server.function_of(route) if route.worker else app.function_of(route)
     assert iscoroutinefunction(function)
 
 

@@ -209,7 +209,7 @@ def test_a_built_in_model_is_weighed_like_any_other(tmp_path: Path, capsys: pyte
 def test_what_a_nursery_spares_is_part_of_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(write(tmp_path / "m"))
     forked = estimate(capsys, folder)[1]
-    executed = estimate(capsys, folder, "--no-nursery")[1]
+    executed = estimate(capsys, folder, "--no-fork-server")[1]
     assert (forked["forked"], executed["forked"]) == (True, False)
     assert executed["runtime"] - forked["runtime"] == RUNTIME_HOST - RUNTIME_FORKED
 
@@ -217,7 +217,7 @@ def test_what_a_nursery_spares_is_part_of_the_answer(tmp_path: Path, capsys: pyt
 def test_what_a_worker_measured_without_its_model_is_counted_with_and_said_to_be_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [str(write(tmp_path / "m")), "--no-nursery", "--state-dir", str(tmp_path / "own")]
+    words = [str(write(tmp_path / "m")), "--no-fork-server", "--state-dir", str(tmp_path / "own")]
     assumed = estimate(capsys, *words)[1]
     LearnedEstimates(tmp_path / "own" / "estimates.json").record_overhead("cpu", Overhead(host=MIB), forked=False)
     measured = estimate(capsys, *words)[1]
@@ -450,7 +450,7 @@ def test_the_exact_figure_is_the_workers_own(tmp_path: Path, capsys: pytest.Capt
     state, flags = tmp_path / "own", {"ctx-size": "128"}
     preset, facts = find(folder, LoadedPresets({}), flags, {}), checkpoint.read(Path(folder))
     known = LearnedEstimates(state / "estimates.json")
-    weighed = cost(preset, facts, Choice(devices=frozenset({DeviceId(LOCAL, HOST)})), [], None, nursery=True)
+    weighed = cost(preset, facts, Choice(devices=frozenset({DeviceId(LOCAL, HOST)})), [], None, fork_server=True)
     known.record(learned.key(facts, preset, ["cpu"], forked=True), weighed, [99 * MIB])
     words = [folder, "--ctx-size", "128", "--state-dir", str(state)]
     assert [estimate(capsys, *words, *more)[1]["source"] for more in ([], ["--exact"])] == ["learned", "exact"]

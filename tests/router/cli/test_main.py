@@ -177,7 +177,7 @@ def test_check_without_a_file_reads_what_serving_would(capsys: pytest.CaptureFix
 
 def test_check_reads_the_very_command_line_that_would_serve(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = preset(tmp_path, GOOD)
-    words = ("--port", "0", "--models-memory-margin", "2048", "--no-nursery")
+    words = ("--port", "0", "--models-memory-margin", "2048", "--no-fork-server")
     assert run(capsys, "check", path, *words) == (0, "2 models, no fault: a b\n", "")
     assert run(capsys, *words, "check", path)[0] == 0
     assert run(capsys, "check", path, "--port", "x")[::2] == (
@@ -253,8 +253,8 @@ def test_help_shows_every_option_in_its_group(capsys: pytest.CaptureFixture[str]
 def test_help_shows_what_a_command_makes_use_of(capsys: pytest.CaptureFixture[str]) -> None:
     check, estimate = (run(capsys, command, "--help")[1] for command in ("check", "estimate"))
     assert all(flag in check for flag in ("--models-preset", "--default-model", "--swap-patience"))
-    assert not any(flag in check for flag in ("--port", "nursery", "--state-dir"))
-    assert all(flag in estimate for flag in ("--device-limit", "nursery", "--state-dir"))
+    assert not any(flag in check for flag in ("--port", "fork-server", "--state-dir"))
+    assert all(flag in estimate for flag in ("--device-limit", "fork-server", "--state-dir"))
     assert not any(flag in estimate for flag in ("--port", "models-watch", "--default-model"))
 
 

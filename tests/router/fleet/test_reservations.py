@@ -31,7 +31,7 @@ def forking(**models: FakeModel) -> Schedule:
     """One model or more, whose workers are forked as long as `launcher.nursery` is True."""
     others = {name: {"parallel": 3} for name in models if name != "a"}  # what one teaches says nothing of another
     world = Schedule(dict.fromkeys(models, NEEDS), totals=TOTALS, models=models, keys=others, stated=False)
-    world.launcher.nursery = True
+    world.launcher.fork_server = True
     return world
 
 
@@ -61,7 +61,7 @@ async def test_a_forked_worker_is_charged_without_what_it_shares_with_its_nurser
     await world.ask("a")
     forked = only(world, "a").reserved[CPU]
     await leave(world, "a")
-    world.launcher.nursery = False
+    world.launcher.fork_server = False
     await world.ask("a")
     assert (forked, only(world, "a").reserved[CPU]) == (needs(forked=True), needs(forked=False))
     assert needs(forked=False) - needs(forked=True) > SHARED
@@ -80,7 +80,7 @@ async def test_what_a_forked_worker_taught_is_not_believed_of_an_executed_one() 
     assert costs.estimate.source == "learned"
     assert costs.estimate.total < NEEDS
     await leave(world, "a")
-    world.launcher.nursery = False
+    world.launcher.fork_server = False
     await world.ask("a")
     costs = only(world, "a").costs
     assert costs is not None
@@ -98,7 +98,7 @@ async def test_a_worker_for_whom_a_fork_was_reserved_is_never_executed_instead()
     await asyncio.sleep(1)
     waiting = asyncio.create_task(world.ask("b"))
     await asyncio.sleep(1)
-    world.launcher.nursery = False  # it died while b was in the queue
+    world.launcher.fork_server = False  # it died while b was in the queue
     world.launcher.release("start a")
     await asking
     await leave(world, "a")
@@ -115,21 +115,21 @@ async def test_a_worker_for_whom_a_fork_was_reserved_is_never_executed_instead()
 @virtual
 async def test_a_measurement_is_kept_for_the_way_in_which_the_worker_was_really_born() -> None:
     world = forking(a=model(), b=model())
-    world.launcher.nursery = False
+    world.launcher.fork_server = False
     world.launcher.hold("start a")
     world.launcher.set_foreign(CPU, 8 * GIB - needs(forked=False) - 100 * MIB)
     asking = asyncio.create_task(world.ask("a"))
     await asyncio.sleep(1)
     waiting = asyncio.create_task(world.ask("b"))
     await asyncio.sleep(1)
-    world.launcher.nursery = True  # warm only now: b was weighed as an executed one
+    world.launcher.fork_server = True  # warm only now: b was weighed as an executed one
     world.launcher.release("start a")
     await asking
     await leave(world, "a")
     await waiting
     assert only(world, "b").measured == {CPU: NEEDS - SHARED}
     await leave(world, "b")
-    world.launcher.nursery = False
+    world.launcher.fork_server = False
     world.launcher.set_foreign(CPU, 0)
     await world.ask("b")
     costs = only(world, "b").costs
@@ -302,7 +302,7 @@ async def test_where_only_the_weights_are_known_the_exact_figure_is_asked_for_be
 @virtual
 async def test_without_an_exact_figure_the_weights_are_multiplied_and_everybody_is_told() -> None:
     world = forking(a=model())
-    world.launcher.nursery = False
+    world.launcher.fork_server = False
     world.files.facts = replace(LLAMA, kv_heads=0, tensors={}, file_bytes=0)
     with pytest.raises(LoadFailed, match="set required-memory"):
         await world.ask("a")

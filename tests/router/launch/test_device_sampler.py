@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from router.launch import device_sampler as probes
-from router.launch.device_sampler import Probe, agree
+from router.launch.device_sampler import DeviceSampler, agree
 from router.planner.ledger import Reading
 from tests.fakes import CPU, DEADLINE, GIB, GPU0, GPU1, MIB, FixedDevices
 
@@ -48,8 +48,8 @@ async def devices() -> AsyncIterator[SlowDevices]:
 
 
 @pytest.fixture
-async def probe(devices: SlowDevices) -> AsyncIterator[Probe]:
-    found = Probe(devices, lambda: None, read_timeout=READ_TIMEOUT)
+async def probe(devices: SlowDevices) -> AsyncIterator[DeviceSampler]:
+    found = DeviceSampler(devices, lambda: None, read_timeout=READ_TIMEOUT)
     await found.start()
     yield found
     found.close()
@@ -60,7 +60,9 @@ def used(readings: object) -> list[int]:
     return [reading.used for reading in readings]
 
 
-async def test_a_new_reading_wakes_the_fleet_and_an_equal_one_does_not(devices: SlowDevices, probe: Probe) -> None:
+async def test_a_new_reading_wakes_the_fleet_and_an_equal_one_does_not(
+    devices: SlowDevices, probe: DeviceSampler
+) -> None:
     woken: list[list[int]] = []
     probe.on_reading = lambda: woken.append(used(probe.latest))
     await probe.refresh()
@@ -70,9 +72,9 @@ async def test_a_new_reading_wakes_the_fleet_and_an_equal_one_does_not(devices: 
     assert woken == [[GIB, 0]]
 
 
-async def test_a_refresh_sees_what_was_true_when_it_was_asked(devices: SlowDevices, probe: Probe) -> None:
+async def test_a_refresh_sees_what_was_true_when_it_was_asked(devices: SlowDevices, probe: DeviceSampler) -> None:
     """Not the answer to an earlier question, which may have been read before the change."""
-    patient = Probe(devices, lambda: None, read_timeout=DEADLINE)
+    patient = DeviceSampler(devices, lambda: None, read_timeout=DEADLINE)
     await patient.start()
     devices.hang()
     devices.asked.clear()
@@ -87,7 +89,7 @@ async def test_a_refresh_sees_what_was_true_when_it_was_asked(devices: SlowDevic
     patient.close()
 
 
-async def test_a_device_with_a_problem_is_shown_as_full(devices: SlowDevices, probe: Probe) -> None:
+async def test_a_device_with_a_problem_is_shown_as_full(devices: SlowDevices, probe: DeviceSampler) -> None:
     devices.problems = {GPU0: "has fallen off the bus"}
     assert used(await probe.refresh()) == [8 * GIB, 0]
     assert probe.problems == {GPU0: "has fallen off the bus"}
@@ -95,14 +97,16 @@ async def test_a_device_with_a_problem_is_shown_as_full(devices: SlowDevices, pr
     assert used(await probe.refresh()) == [0, 0]
 
 
-async def test_a_driver_that_hangs_delays_nobody_for_long_and_shows_no_room(devices: SlowDevices, probe: Probe) -> None:
+async def test_a_driver_that_hangs_delays_nobody_for_long_and_shows_no_room(
+    devices: SlowDevices, probe: DeviceSampler
+) -> None:
     loop = asyncio.get_running_loop()
     devices.hang()
     began = loop.time()
     assert used(await probe.refresh()) == [0, 0]
     assert loop.time() - began < READ_TIMEOUT + 1.0
     for _ in range(probes.LOST_AFTER):
-        await probe.look()
+        await probe.sample()
     assert used(probe.latest) == [8 * GIB, 16 * GIB]
     devices.go_on()
     assert used(await probe.refresh()) == [0, 0]
@@ -110,16 +114,16 @@ async def test_a_driver_that_hangs_delays_nobody_for_long_and_shows_no_room(devi
 
 
 async def test_a_driver_that_errs_is_like_one_that_hangs(
-    devices: SlowDevices, probe: Probe, caplog: pytest.LogCaptureFixture
+    devices: SlowDevices, probe: DeviceSampler, caplog: pytest.LogCaptureFixture
 ) -> None:
     devices.error = RuntimeError("Unknown Error")
     for _ in range(probes.LOST_AFTER):
-        await probe.look()
+        await probe.sample()
     assert used(probe.latest) == [8 * GIB, 16 * GIB]
     assert caplog.messages.count("the devices cannot be read: RuntimeError: Unknown Error") == 1
 
 
-async def test_memory_has_settled_once_two_readings_agree(devices: SlowDevices, probe: Probe) -> None:
+async def test_memory_has_settled_once_two_readings_agree(devices: SlowDevices, probe: DeviceSampler) -> None:
     """It sinks with every reading, and the last step is small."""
     levels = iter([7 * GIB, 5 * GIB, 2 * GIB, 2 * GIB - 200 * MIB, GIB])
 
@@ -129,7 +133,7 @@ async def test_memory_has_settled_once_two_readings_agree(devices: SlowDevices, 
             return super().read()
 
     sinking = Sinking()
-    found = Probe(sinking, lambda: None)
+    found = DeviceSampler(sinking, lambda: None)
     await found.start()
     await found.settle([GPU0])
     found.close()

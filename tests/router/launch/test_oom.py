@@ -2,19 +2,19 @@
 
 from pathlib import Path
 
-from router.launch.oom import OomKills, counted
+from router.launch.exit_causes import OomKills, counted
 
 
 def test_a_rise_explains_a_death_for_a_while() -> None:
     count = 3
     kills = OomKills(lambda: count)
-    kills.look(0.0)
+    kills.sample(0.0)
     assert not kills.happened(1.0)
     count = 4
     assert kills.happened(2.0)
     assert kills.happened(5.0)
     for second in range(6, 12):
-        kills.look(float(second))
+        kills.sample(float(second))
     assert not kills.happened(12.0), "an old kill explains nothing"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from router.launch.shared_reservations import Neighbours
+from router.launch.shared_reservations import SharedReservations
 from router.planner.ledger import DeviceId, Reading
 from tests.fakes import CPU, GIB, GPU0, GPU1, FixedDevices
 
@@ -22,9 +22,12 @@ class Turned(FixedDevices):
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[tuple[Neighbours, Neighbours]]:
+def pair(tmp_path: Path) -> Iterator[tuple[SharedReservations, SharedReservations]]:
     totals = {GPU0: 8 * GIB, GPU1: 8 * GIB, CPU: 16 * GIB}
-    both = Neighbours(FixedDevices(totals), tmp_path / "beside"), Neighbours(Turned(totals), tmp_path / "beside")
+    both = (
+        SharedReservations(FixedDevices(totals), tmp_path / "beside"),
+        SharedReservations(Turned(totals), tmp_path / "beside"),
+    )
     for each in both:
         each.open()
         each.read()
@@ -34,12 +37,12 @@ def pair(tmp_path: Path) -> Iterator[tuple[Neighbours, Neighbours]]:
     assert list((tmp_path / "beside").iterdir()) == []
 
 
-def used(router: Neighbours) -> dict[DeviceId, int]:
+def used(router: SharedReservations) -> dict[DeviceId, int]:
     return {each.id: each.used for each in router.read() if each.used}
 
 
 def test_what_one_gives_to_a_worker_is_used_for_the_other_as_far_as_no_driver_shows_it(
-    pair: tuple[Neighbours, Neighbours],
+    pair: tuple[SharedReservations, SharedReservations],
 ) -> None:
     ours, theirs = pair
     with ours.claim({GPU0: 3 * GIB, CPU: 2 * GIB}) as claim:
@@ -53,22 +56,22 @@ def test_what_one_gives_to_a_worker_is_used_for_the_other_as_far_as_no_driver_sh
     assert used(theirs) == {}
 
 
-def test_a_standby_is_given_its_room_when_it_is_told_to_go(pair: tuple[Neighbours, Neighbours]) -> None:
+def test_a_standby_is_given_its_room_when_it_is_told_to_go(pair: tuple[SharedReservations, SharedReservations]) -> None:
     ours, theirs = pair
     with ours.claim({}) as claim:
         claim.count({CPU: GIB})
         assert used(theirs) == {}
-        claim.give({CPU: 2 * GIB})
+        claim.extend({CPU: 2 * GIB})
         assert used(theirs) == {CPU: 2 * GIB}
 
 
-def test_no_device_is_used_for_more_than_it_has(pair: tuple[Neighbours, Neighbours]) -> None:
+def test_no_device_is_used_for_more_than_it_has(pair: tuple[SharedReservations, SharedReservations]) -> None:
     ours, theirs = pair
     with ours.claim({CPU: 900 * GIB}):
         assert used(theirs) == {CPU: 16 * GIB}
 
 
-def test_nobody_hears_a_router_that_was_killed(pair: tuple[Neighbours, Neighbours]) -> None:
+def test_nobody_hears_a_router_that_was_killed(pair: tuple[SharedReservations, SharedReservations]) -> None:
     ours, theirs = pair
     with ours.claim({CPU: GIB}):
         assert ours._file is not None
@@ -78,7 +81,9 @@ def test_nobody_hears_a_router_that_was_killed(pair: tuple[Neighbours, Neighbour
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "[1]", '{"cpu": "much"}', '{"cpu": -1}', '{"cpu": true}'])
-def test_what_is_said_badly_counts_for_nothing(text: str, pair: tuple[Neighbours, Neighbours], tmp_path: Path) -> None:
+def test_what_is_said_badly_counts_for_nothing(
+    text: str, pair: tuple[SharedReservations, SharedReservations], tmp_path: Path
+) -> None:
     path = tmp_path / "beside" / "odd.json"
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -90,9 +95,9 @@ def test_what_is_said_badly_counts_for_nothing(text: str, pair: tuple[Neighbours
 
 def test_a_router_that_can_tell_nobody_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "beside").write_text("a file")
-    alone = Neighbours(FixedDevices(), tmp_path / "beside")
+    alone = SharedReservations(FixedDevices(), tmp_path / "beside")
     alone.open()
     with alone.claim({CPU: GIB}):
         assert used(alone) == {}
     alone.close()
-    assert "do not hear" in caplog.text
+    assert "do not see" in caplog.text

@@ -1,4 +1,5 @@
-"""Promises of `worker.fetch.disk_reservation`: what downloads in flight still await is nobody else's, and the dead claim nothing."""
+"""Promises of `worker.fetch.disk_reservation`: what downloads in flight still await is nobody else's, and the dead
+claim nothing."""
 
 import fcntl
 import os

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from router.launch.page_lock import Keeper, KeeperFailed, lockable
+from router.launch.page_lock import PageLocker, PageLockFailed, lockable
 from tests.children import await_end
 from tests.fakes import DEADLINE
 
@@ -26,8 +26,8 @@ def processes() -> list[int]:
 
 
 @pytest.fixture
-async def keeper(processes: list[int]) -> AsyncIterator[Keeper]:
-    found = Keeper(processes.append, processes.remove)
+async def keeper(processes: list[int]) -> AsyncIterator[PageLocker]:
+    found = PageLocker(processes.append, processes.remove)
     yield found
     found.close()
     assert processes == []
@@ -57,30 +57,30 @@ def opened(pid: int) -> list[str]:
 
 
 @LOCKS
-async def test_what_is_held_is_locked_in_memory_until_the_block_is_left(keeper: Keeper, file: str) -> None:
-    async with asyncio.timeout(DEADLINE), keeper.hold([file]):
+async def test_what_is_held_is_locked_in_memory_until_the_block_is_left(keeper: PageLocker, file: str) -> None:
+    async with asyncio.timeout(DEADLINE), keeper.lock([file]):
         assert keeper.pid is not None
         assert locked(keeper.pid) >= 33 * MIB
     assert await asyncio.wait_for(keeper.read([file]), DEADLINE) == 33 * MIB + 3, "by then it has heard of the end"
     assert locked(keeper.pid) == 0
 
 
-async def test_prefetch_locks_nothing_and_reports_its_bytes(keeper: Keeper, file: str) -> None:
+async def test_prefetch_locks_nothing_and_reports_its_bytes(keeper: PageLocker, file: str) -> None:
     assert await asyncio.wait_for(keeper.read([file, file]), DEADLINE) == 2 * (33 * MIB + 3)
     assert keeper.pid is not None
     assert locked(keeper.pid) == 0
     assert not any("weights" in name for name in opened(keeper.pid))
 
 
-async def test_an_unreadable_file_is_reported(keeper: Keeper, file: str) -> None:
-    with pytest.raises(KeeperFailed, match="No such file"):
+async def test_an_unreadable_file_is_reported(keeper: PageLocker, file: str) -> None:
+    with pytest.raises(PageLockFailed, match="No such file"):
         await asyncio.wait_for(keeper.read([file, file + "-not"]), DEADLINE)
-    with pytest.raises(KeeperFailed, match="No such file"):
-        async with keeper.hold([file + "-not"]):
+    with pytest.raises(PageLockFailed, match="No such file"):
+        async with keeper.lock([file + "-not"]):
             raise AssertionError("it was held")
 
 
-async def test_a_cancelled_caller_stops_the_read(keeper: Keeper, file: str) -> None:
+async def test_a_cancelled_caller_stops_the_read(keeper: PageLocker, file: str) -> None:
     reading = asyncio.create_task(keeper.read([file] * 200))
     await asyncio.wait_for(keeper.read([file]), DEADLINE)
     reading.cancel()
@@ -90,19 +90,19 @@ async def test_a_cancelled_caller_stops_the_read(keeper: Keeper, file: str) -> N
 
 @LOCKS
 async def test_a_killed_page_locker_is_replaced_and_its_users_are_notified(
-    keeper: Keeper, file: str, processes: list[int]
+    keeper: PageLocker, file: str, processes: list[int]
 ) -> None:
     async with asyncio.timeout(DEADLINE):
-        async with keeper.hold([file]) as lost:
+        async with keeper.lock([file]) as lost:
             assert keeper.pid is not None
             os.kill(keeper.pid, signal.SIGKILL)
             await lost
-        async with keeper.hold([file]) as lost:
+        async with keeper.lock([file]) as lost:
             assert not lost.done()
             assert processes == [keeper.pid]
 
 
-async def test_a_stopped_page_locker_blocks_nothing_and_is_replaced(keeper: Keeper, file: str) -> None:
+async def test_a_stopped_page_locker_blocks_nothing_and_is_replaced(keeper: PageLocker, file: str) -> None:
     """Stopped, or waiting for a disk that does not answer."""
     await asyncio.wait_for(keeper.read([file]), DEADLINE)
     deaf = keeper.pid
@@ -115,7 +115,7 @@ async def test_a_stopped_page_locker_blocks_nothing_and_is_replaced(keeper: Keep
     assert keeper.pid != deaf
 
 
-async def test_orders_that_do_not_fit_the_pipe_arrive_in_the_end(keeper: Keeper, file: str) -> None:
+async def test_orders_that_do_not_fit_the_pipe_arrive_in_the_end(keeper: PageLocker, file: str) -> None:
     await asyncio.wait_for(keeper.read([file]), DEADLINE)
     assert keeper.pid is not None
     os.kill(keeper.pid, signal.SIGSTOP)

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from router.launch.worker_client import LONGEST_HEAD, MOST_INTERIM, Broken, Exchange, NotHttp, Unreachable, Wire
+from router.launch.worker_client import (
+    LONGEST_HEAD,
+    MAX_INTERIM,
+    ConnectionBroken,
+    Exchange,
+    NotHttp,
+    Unreachable,
+    WorkerClient,
+)
 from tests.processes.asking import everything
 from tests.processes.upstreams import until
 
@@ -31,7 +39,7 @@ class Worker:
 
 
 @asynccontextmanager
-async def worker(folder: Path, answer: Answering | bytes) -> AsyncIterator[tuple[Wire, Worker]]:
+async def worker(folder: Path, answer: Answering | bytes) -> AsyncIterator[tuple[WorkerClient, Worker]]:
     """A wire to a worker that answers each request with these bytes, or by itself."""
     seen = Worker()
 
@@ -60,12 +68,12 @@ async def worker(folder: Path, answer: Answering | bytes) -> AsyncIterator[tuple
             await writer.wait_closed()
 
     server = await asyncio.start_unix_server(begun, folder / "s", limit=1 << 24)
-    wire = Wire(f"unix:{folder / 's'}")
+    worker_client = WorkerClient(f"unix:{folder / 's'}")
     try:
         async with asyncio.timeout(DEADLINE):
-            yield wire, seen
+            yield worker_client, seen
     finally:
-        wire.close()
+        worker_client.close()
         server.close()
         for task in tasks:
             task.cancel()
@@ -73,8 +81,8 @@ async def worker(folder: Path, answer: Answering | bytes) -> AsyncIterator[tuple
         await asyncio.sleep(0)  # connections are closed in the next pass of the loop
 
 
-def ask(wire: Wire, body: bytes = b"{}") -> Exchange:
-    return wire.begin("POST", "/x", {"Authorization": "Bearer t"}, body)
+def ask(worker_client: WorkerClient, body: bytes = b"{}") -> Exchange:
+    return worker_client.begin("POST", "/x", {"Authorization": "Bearer t"}, body)
 
 
 async def whole(exchange: Exchange) -> bytes:
@@ -87,13 +95,13 @@ async def whole(exchange: Exchange) -> bytes:
 
 
 async def test_one_connection_carries_one_exchange_after_the_other(tmp_path: Path) -> None:
-    async with worker(tmp_path, OK) as (wire, seen):
+    async with worker(tmp_path, OK) as (worker_client, seen):
         for number in range(3):
-            assert await whole(ask(wire, b"%d" % number)) == b"ok"
+            assert await whole(ask(worker_client, b"%d" % number)) == b"ok"
         assert (seen.connections, seen.bodies) == (1, [b"0", b"1", b"2"])
         assert b"POST /x HTTP/1.1\r\n" in seen.heads[0]
         assert b"Authorization: Bearer t\r\n" in seen.heads[0]
-        several = await asyncio.gather(*(whole(ask(wire)) for _ in range(5)))
+        several = await asyncio.gather(*(whole(ask(worker_client)) for _ in range(5)))
         assert several == [b"ok"] * 5
         assert seen.connections == 5
 
@@ -107,7 +115,7 @@ NOT_HTTP = {
     "two lengths": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nok",
     "both framings": CHUNKED.replace(b"\r\n\r\n", b"\r\nContent-Length: 2\r\n\r\n") + b"0\r\n\r\n",
     "a change of protocol": b"HTTP/1.1 101 Hm\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n",
-    "only interim answers": b"HTTP/1.1 102 Wait\r\n\r\n" * (MOST_INTERIM + 1),
+    "only interim answers": b"HTTP/1.1 102 Wait\r\n\r\n" * (MAX_INTERIM + 1),
     "a long header": b"HTTP/1.1 200 OK\r\nX: " + b"x" * (LONGEST_HEAD + 9),
     "many headers": b"HTTP/1.1 200 OK\r\n" + b"X-Y: zzzzzzzz\r\n" * 9000,
     "a long status line": b"HTTP/1.1 200 " + b"K" * (LONGEST_HEAD + 9),
@@ -116,9 +124,9 @@ NOT_HTTP = {
 
 @pytest.mark.parametrize("sent", NOT_HTTP.values(), ids=list(NOT_HTTP))
 async def test_what_is_no_answer_in_http_is_told_at_once_and_ends_the_connection(tmp_path: Path, sent: bytes) -> None:
-    async with worker(tmp_path, sent) as (wire, seen):
+    async with worker(tmp_path, sent) as (worker_client, seen):
         with pytest.raises(NotHttp):
-            await whole(ask(wire))
+            await whole(ask(worker_client))
         await seen.left.wait()
 
 
@@ -132,8 +140,8 @@ BROKEN_LATER = {
 
 @pytest.mark.parametrize("sent", BROKEN_LATER.values(), ids=list(BROKEN_LATER))
 async def test_what_came_before_a_fault_is_heard_and_then_the_fault(tmp_path: Path, sent: bytes) -> None:
-    async with worker(tmp_path, sent) as (wire, seen):
-        exchange = ask(wire)
+    async with worker(tmp_path, sent) as (worker_client, seen):
+        exchange = ask(worker_client)
         await exchange.head()
         assert await exchange.read() == b"abc"
         with pytest.raises(NotHttp):
@@ -151,9 +159,9 @@ async def test_an_answer_that_breaks_off_never_ends_well(tmp_path: Path, sent: b
         writer.transport.abort() if how == "reset" else writer.transport.close()
         raise ConnectionError
 
-    async with worker(tmp_path, answer) as (wire, _):
-        with pytest.raises(Broken):
-            await whole(ask(wire))
+    async with worker(tmp_path, answer) as (worker_client, _):
+        with pytest.raises(ConnectionBroken):
+            await whole(ask(worker_client))
 
 
 async def test_an_answer_may_come_byte_by_byte(tmp_path: Path) -> None:
@@ -165,9 +173,9 @@ async def test_an_answer_may_come_byte_by_byte(tmp_path: Path) -> None:
             writer.write(bytes([byte]))
             await asyncio.sleep(0)
 
-    async with worker(tmp_path, answer) as (wire, seen):
+    async with worker(tmp_path, answer) as (worker_client, seen):
         for _ in range(2):
-            exchange = ask(wire)
+            exchange = ask(worker_client)
             assert await whole(exchange) == b"abcd"
             assert "x-late" not in exchange.headers
         assert seen.connections == 1
@@ -175,9 +183,9 @@ async def test_an_answer_may_come_byte_by_byte(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("extra", [OK, b"zz", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nstolen"])
 async def test_bytes_behind_an_answer_reach_nobody(tmp_path: Path, extra: bytes) -> None:
-    async with worker(tmp_path, OK + extra) as (wire, seen):
+    async with worker(tmp_path, OK + extra) as (worker_client, seen):
         for _ in range(2):
-            assert await whole(ask(wire)) == b"ok"
+            assert await whole(ask(worker_client)) == b"ok"
         assert seen.connections == 2
 
 
@@ -190,19 +198,19 @@ async def test_a_connection_that_speaks_unasked_is_not_used_again(tmp_path: Path
         told.clear()
 
     told = asyncio.Event()
-    async with worker(tmp_path, answer) as (wire, seen):
-        assert await whole(ask(wire)) == b"ok"
+    async with worker(tmp_path, answer) as (worker_client, seen):
+        assert await whole(ask(worker_client)) == b"ok"
         told.set()
         await seen.left.wait()
-        assert await whole(ask(wire)) == b"ok"
+        assert await whole(ask(worker_client)) == b"ok"
         assert seen.connections == 2
 
 
 @pytest.mark.parametrize("said", [b"Connection: close", b"Connection: x, close"])
 async def test_a_worker_that_wants_no_more_gets_no_more(tmp_path: Path, said: bytes) -> None:
-    async with worker(tmp_path, OK.replace(b"\r\n\r\n", b"\r\n" + said + b"\r\n\r\n")) as (wire, seen):
+    async with worker(tmp_path, OK.replace(b"\r\n\r\n", b"\r\n" + said + b"\r\n\r\n")) as (worker_client, seen):
         for _ in range(2):
-            assert await whole(ask(wire)) == b"ok"
+            assert await whole(ask(worker_client)) == b"ok"
         assert seen.connections == 2
 
 
@@ -217,23 +225,23 @@ async def test_a_large_answer_waits_for_its_reader(tmp_path: Path) -> None:
         drained.set()
 
     stuck, drained = asyncio.Event(), asyncio.Event()
-    async with worker(tmp_path, answer) as (wire, seen):
-        exchange = ask(wire)
+    async with worker(tmp_path, answer) as (worker_client, seen):
+        exchange = ask(worker_client)
         await exchange.head()
         await stuck.wait()
         for _ in range(200):
             await asyncio.sleep(0)
         assert not drained.is_set()
         assert len(await everything(exchange)) == size
-        assert await whole(ask(wire)) != b""
+        assert await whole(ask(worker_client)) != b""
         assert seen.connections == 1
 
 
 async def test_a_large_body_arrives_whole(tmp_path: Path) -> None:
-    async with worker(tmp_path, OK) as (wire, seen):
+    async with worker(tmp_path, OK) as (worker_client, seen):
         for size in (1 << 16, (1 << 16) + 1, 5_000_000):
             body = bytes(range(256)) * (size // 256) + b"e"
-            assert await whole(ask(wire, body)) == b"ok"
+            assert await whole(ask(worker_client, body)) == b"ok"
             assert seen.bodies[-1] == body
         assert seen.connections == 1
 
@@ -244,35 +252,35 @@ async def test_a_worker_that_answers_before_it_has_heard_all_is_heard(tmp_path: 
         writer.write(OK.replace(b"200 OK", b"413 Too much"))
         await asyncio.Event().wait()
 
-    async with worker(tmp_path, answer) as (wire, seen):
-        exchange = ask(wire, bytes(4 << 20))
+    async with worker(tmp_path, answer) as (worker_client, seen):
+        exchange = ask(worker_client, bytes(4 << 20))
         assert await whole(exchange) == b"ok"
         assert exchange.status == 413
-        second = ask(wire, bytes(4 << 20))
+        second = ask(worker_client, bytes(4 << 20))
         assert await whole(second) == b"ok"
         assert seen.connections == 2, "what was not sent must not be taken for a request"
 
 
 @pytest.mark.parametrize("sent", [b"", OK[:-1]])
 async def test_closing_an_exchange_ends_its_connection_and_whoever_waits(tmp_path: Path, sent: bytes) -> None:
-    async with worker(tmp_path, sent) as (wire, seen):
-        exchange = ask(wire)
+    async with worker(tmp_path, sent) as (worker_client, seen):
+        exchange = ask(worker_client)
         waiting = asyncio.create_task(everything(exchange))
         await until(lambda: bool(seen.bodies))
         exchange.close()
-        with pytest.raises(Broken):
+        with pytest.raises(ConnectionBroken):
             await waiting
         await seen.left.wait()
 
 
 async def test_a_closed_wire_ends_everything_and_begins_nothing(tmp_path: Path) -> None:
-    async with worker(tmp_path, b"") as (wire, seen):
-        running, fresh = ask(wire), None
+    async with worker(tmp_path, b"") as (worker_client, seen):
+        running, fresh = ask(worker_client), None
         await until(lambda: bool(seen.bodies))
-        fresh = ask(wire, bytes(1 << 20))
-        wire.close()
-        for exchange in (running, fresh, ask(wire)):
-            with pytest.raises(Broken):
+        fresh = ask(worker_client, bytes(1 << 20))
+        worker_client.close()
+        for exchange in (running, fresh, ask(worker_client)):
+            with pytest.raises(ConnectionBroken):
                 await exchange.head()
         await seen.left.wait()
 
@@ -283,11 +291,11 @@ async def test_nobody_there_is_broken_at_once(tmp_path: Path) -> None:
         left.bind(str(tmp_path / "left"))
     nowhere = [f"unix:{tmp_path / name}" for name in ("nobody", "file", "left", "file/s")]
     for address in (*nowhere, "tcp:127.0.0.1:1"):
-        wire = Wire(address)
+        worker_client = WorkerClient(address)
         with pytest.raises(Unreachable):
-            await whole(ask(wire))
-        assert wire.unreachable.is_set()
-        wire.close()
+            await whole(ask(worker_client))
+        assert worker_client.unreachable.is_set()
+        worker_client.close()
 
 
 async def test_a_worker_elsewhere_is_reached_by_tcp() -> None:
@@ -301,8 +309,8 @@ async def test_a_worker_elsewhere_is_reached_by_tcp() -> None:
     over = asyncio.Event()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    wire = Wire(f"tcp:127.0.0.1:{server.sockets[0].getsockname()[1]}")
-    assert await whole(wire.begin("GET", "/health", {})) == b"ok"
-    wire.close()
+    worker_client = WorkerClient(f"tcp:127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    assert await whole(worker_client.begin("GET", "/health", {})) == b"ok"
+    worker_client.close()
     await over.wait()
     server.close()

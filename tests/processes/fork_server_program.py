@@ -1,5 +1,5 @@
-"""A worker program that only tells how it finds the world: run as `nursery_program.py VERB ...`, it is executed; its
-verb `nursery` is the real fork server, whose children run the same.
+"""A worker program that only tells how it finds the world: run as `fork_server_program.py VERB ...`, it is executed;
+its verb `nursery` is the real fork server, whose children run the same.
 
 It says one `progress` event whose stage is a JSON object. The environment variable NURSERY_HAS names what is wrong with
 its nursery: `thread`, or `loaded` or `started`, that of the CUDA driver in NURSERY_CUDA.

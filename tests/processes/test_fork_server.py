@@ -13,20 +13,21 @@ from typing import Any
 import pytest
 
 from router.launch import reaper
-from router.launch.fork_server import ANSWER_TIMEOUT, CALL_INTERVAL, Nursery, NurseryRefused
+from router.launch.fork_server import ANSWER_TIMEOUT, CALL_INTERVAL, ForkFailed, ForkServerProcess
 from router.launch.interface import Program, WorkerLost
 from router.launch.local import LocalLauncher, may_fork
-from router.launch.process import Child, Log, uncancelled
-from router.launch.worker_client import Broken
+from router.launch.output import Log
+from router.launch.process import Child, uncancelled
+from router.launch.worker_client import ConnectionBroken
 from router.launch.worker_process import LocalWorker
 from tests.fakes import CPU, DEADLINE, FAKE_ARGV, GIB, FixedDevices, Journal, ended, fake_program, fake_snapshot
 from tests.processes.asking import asked, everything
+from tests.processes.fork_server_program import STAY
 from tests.processes.forking import ForkingLauncher, parent
-from tests.processes.nursery_program import STAY
 from worker.protocol.argv import Estimate, Serve, to_argv
 from worker.protocol.events import Event, Exit, Pong, Progress
 
-PROGRAM = (sys.executable, "-P", str(Path(__file__).with_name("nursery_program.py")))
+PROGRAM = (sys.executable, "-P", str(Path(__file__).with_name("fork_server_program.py")))
 ROOT = str(Path(__file__).resolve().parents[2])
 WITHIN = 60.0
 """Seconds after a kill within which everybody who must die is dead."""
@@ -48,19 +49,20 @@ async def _nothing_is_left() -> AsyncIterator[None]:
 @asynccontextmanager
 async def nursing(
     *, answer: float = ANSWER_TIMEOUT, call: float = CALL_INTERVAL, **environ: str
-) -> AsyncIterator[Nursery]:
-    """A nursery of `nursery_program`, warm. `answer`, `call`: seconds, as its `answer_timeout` and `call_interval`."""
+) -> AsyncIterator[ForkServerProcess]:
+    """A nursery of `fork_server_program`, warm. `answer`, `call`: seconds, as its `answer_timeout` and
+    `call_interval`."""
     warm = asyncio.Event()
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": ROOT, "OPENBLAS_NUM_THREADS": "1", **environ}
-    nursery = Nursery.start(
-        PROGRAM, env, log=Log("nursery", "nursery"), on_warm=warm.set, answer_timeout=answer, call_interval=call
+    fork_server = ForkServerProcess.start(
+        PROGRAM, env, log=Log("fork-server", "fork-server"), on_warm=warm.set, answer_timeout=answer, call_interval=call
     )
     try:
         async with asyncio.timeout(DEADLINE):
             await warm.wait()
-            yield nursery
+            yield fork_server
     finally:
-        await uncancelled(nursery.child.end())
+        await uncancelled(fork_server.child.end())
 
 
 async def told(child: Child, token: str = "a-token-of-this-test") -> dict[str, Any]:
@@ -89,14 +91,14 @@ ENV = {
 }
 
 
-async def forked(nursery: Nursery) -> Child:
-    return await nursery.spawn(estimate(nursery.pid), ENV, name="m#1", log=Log("m", "m#1"))
+async def forked(fork_server: ForkServerProcess) -> Child:
+    return await fork_server.spawn(estimate(fork_server.pid), ENV, name="m#1", log=Log("m", "m#1"))
 
 
-async def staying(nursery: Nursery) -> Child:
+async def staying(fork_server: ForkServerProcess) -> Child:
     """A forked one that has its token, has said something and goes on."""
-    argv = [*estimate(nursery.pid), f"--config-override={STAY}"]
-    child = await nursery.spawn(argv, ENV, name="m#1", log=Log("m", "m#1"))
+    argv = [*estimate(fork_server.pid), f"--config-override={STAY}"]
+    child = await fork_server.spawn(argv, ENV, name="m#1", log=Log("m", "m#1"))
     said: asyncio.Queue[Event] = asyncio.Queue()
     child.on_event = said.put_nowait
     child.send_token("a-token-of-this-test")
@@ -129,9 +131,9 @@ def hanging_up() -> Iterator[None]:
 @pytest.mark.usefixtures("hanging_up")
 async def test_exec_and_fork_look_the_same() -> None:
     """Environment, descriptors, folder, mask of modes, signals, session, OOM score, privileges, arguments."""
-    async with nursing(NURSERYS_OWN="secret") as nursery:
-        by_fork, by_exec = await told(await forked(nursery)), await told(executed())
-    parent_pid = f"--parent-pid={nursery.pid}"
+    async with nursing(NURSERYS_OWN="secret") as fork_server:
+        by_fork, by_exec = await told(await forked(fork_server)), await told(executed())
+    parent_pid = f"--parent-pid={fork_server.pid}"
     assert by_fork["argv"] == ["estimate", "--snapshot=/a b", "--supervised", parent_pid]
     assert parent_pid in by_fork["cmdline"]
     assert "--orders" not in by_fork["cmdline"]
@@ -145,33 +147,33 @@ async def test_exec_and_fork_look_the_same() -> None:
 
 
 async def test_no_two_workers_share_a_random_number() -> None:
-    async with nursing() as nursery:
-        drawn = [number for _ in range(3) for number in (await told(await forked(nursery)))["luck"]]
+    async with nursing() as fork_server:
+        drawn = [number for _ in range(3) for number in (await told(await forked(fork_server)))["luck"]]
     assert len(set(drawn)) == 6
 
 
 async def test_a_birth_larger_than_a_packet_arrives_whole() -> None:
-    async with nursing() as nursery:
-        argv = [*estimate(nursery.pid), f"--config-override={'x' * 900_000}"]
-        child = await nursery.spawn(argv, ENV, name="m#1", log=Log("m", "m#1"))
+    async with nursing() as fork_server:
+        argv = [*estimate(fork_server.pid), f"--config-override={'x' * 900_000}"]
+        child = await fork_server.spawn(argv, ENV, name="m#1", log=Log("m", "m#1"))
         assert (await told(child))["argv"] == argv
 
 
 async def test_the_end_of_stdin_alone_ends_a_forked_worker_as_orphaned() -> None:
     """Its nursery lives on, so that no signal of the kernel does it."""
-    async with nursing() as nursery:
+    async with nursing() as fork_server:
         async with asyncio.timeout(DEADLINE):
-            child = await staying(nursery)
+            child = await staying(fork_server)
             cut(child)
             assert await child.exited == Exit.ORPHANED
-        assert not nursery.child.exited.done()
+        assert not fork_server.child.exited.done()
 
 
 async def test_a_fork_server_with_a_second_thread_forks_nothing() -> None:
-    async with nursing(NURSERY_HAS="thread") as nursery:
-        with pytest.raises(NurseryRefused, match="2 threads"):
-            await forked(nursery)
-        assert nursery.can_fork, "it says so each time, and may be asked again"
+    async with nursing(NURSERY_HAS="thread") as fork_server:
+        with pytest.raises(ForkFailed, match="2 threads"):
+            await forked(fork_server)
+        assert fork_server.can_fork, "it says so each time, and may be asked again"
 
 
 CUDA = """
@@ -191,12 +193,12 @@ async def test_a_driver_that_is_only_loaded_prevents_no_fork_and_a_started_one_d
         "cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source
     )
     assert await built.wait() == 0
-    async with nursing(NURSERY_HAS="started" if is_started else "loaded", NURSERY_CUDA=str(library)) as nursery:
+    async with nursing(NURSERY_HAS="started" if is_started else "loaded", NURSERY_CUDA=str(library)) as fork_server:
         if is_started:
-            with pytest.raises(NurseryRefused, match="CUDA driver is initialized"):
-                await forked(nursery)
+            with pytest.raises(ForkFailed, match="CUDA driver is initialized"):
+                await forked(fork_server)
         else:
-            assert (await told(await forked(nursery)))["path"]
+            assert (await told(await forked(fork_server)))["path"]
 
 
 async def test_only_what_is_the_same_is_forked() -> None:
@@ -219,7 +221,7 @@ async def launcher(tmp_path: Path) -> AsyncIterator[ForkingLauncher]:
         runtime_dir=tmp_path / "run",
         environ={"PATH": os.environ["PATH"]},
         python_argv=FAKE_ARGV,
-        nursery_pause=0.02,
+        fork_server_pause=0.02,
     ) as found:
         yield found
 
@@ -242,9 +244,9 @@ async def serving(launcher: LocalLauncher, number: int = 1, **wrong: Any) -> Asy
 async def test_a_worker_is_executed_until_the_fork_server_is_warm_and_then_forked(launcher: ForkingLauncher) -> None:
     async with serving(launcher) as early:
         assert parent(early.pid) == os.getpid()
-        nursery = await launcher.warmed()
+        fork_server = await launcher.warmed()
         async with serving(launcher, 2) as late:
-            assert parent(late.pid) == nursery.pid
+            assert parent(late.pid) == fork_server.pid
 
 
 async def test_the_environment_of_a_preset_reaches_a_forked_worker(launcher: ForkingLauncher, tmp_path: Path) -> None:
@@ -256,105 +258,105 @@ async def test_the_environment_of_a_preset_reaches_a_forked_worker(launcher: For
 
 
 async def test_workers_die_with_their_fork_server_and_later_ones_run(launcher: ForkingLauncher) -> None:
-    nursery = await launcher.warmed()
+    fork_server = await launcher.warmed()
     async with serving(launcher) as worker:
-        os.kill(nursery.pid, signal.SIGKILL)
+        os.kill(fork_server.pid, signal.SIGKILL)
         lost = await worker.lost()
         assert (lost.cause, lost.exit) == ("crashed", -signal.SIGKILL)
         await ended(worker.pid, within=WITHIN)
     async with serving(launcher, 2):
         pass  # forked or executed, whichever is possible by now
     successor = await launcher.warmed()
-    assert successor.pid != nursery.pid
+    assert successor.pid != fork_server.pid
     async with serving(launcher, 3) as again:
         assert parent(again.pid) == successor.pid
 
 
 async def test_a_worker_of_a_stopped_fork_server_is_reaped(launcher: ForkingLauncher) -> None:
     """A nursery that does not answer is killed, and its children are then ours."""
-    nursery = await launcher.warmed()
+    fork_server = await launcher.warmed()
     async with serving(launcher) as worker:
-        os.kill(nursery.pid, signal.SIGSTOP)
+        os.kill(fork_server.pid, signal.SIGSTOP)
         os.kill(worker.pid, signal.SIGKILL)
         assert (await worker.lost()).exit == -signal.SIGKILL
-    await ended(nursery.pid, within=WITHIN)
+    await ended(fork_server.pid, within=WITHIN)
 
 
 async def test_a_fork_server_stopped_before_a_reap_costs_no_other_worker() -> None:
     """How its child ended is seen without it, at once from then on; it reaps whoever died when it goes on."""
-    async with nursing(answer=0.3) as nursery, asyncio.timeout(DEADLINE):
-        healthy, one, other = await staying(nursery), await staying(nursery), await staying(nursery)
-        os.kill(nursery.pid, signal.SIGSTOP)
+    async with nursing(answer=0.3) as fork_server, asyncio.timeout(DEADLINE):
+        healthy, one, other = await staying(fork_server), await staying(fork_server), await staying(fork_server)
+        os.kill(fork_server.pid, signal.SIGSTOP)
         one.kill()
         assert await one.exited == -signal.SIGKILL
         cut(other)
         assert await other.exited == Exit.ORPHANED
         assert not healthy.exited.done()
-        assert not nursery.child.exited.done()
-        os.kill(nursery.pid, signal.SIGCONT)
-        while not nursery.can_fork or _children(nursery.pid).split() != [str(healthy.pid)]:  # noqa: ASYNC110 - see below
+        assert not fork_server.child.exited.done()
+        os.kill(fork_server.pid, signal.SIGCONT)
+        while not fork_server.can_fork or _children(fork_server.pid).split() != [str(healthy.pid)]:  # noqa: ASYNC110 - see below
             await asyncio.sleep(0.01)
-        assert (await told(await forked(nursery)))["path"]
+        assert (await told(await forked(fork_server)))["path"]
         assert not healthy.exited.done()
     await healthy.exited
 
 
 async def test_a_worker_that_died_while_its_fork_server_was_stopped_is_reaped() -> None:
-    async with nursing(answer=0.3) as nursery, asyncio.timeout(DEADLINE):
-        healthy, one = await staying(nursery), await staying(nursery)
-        os.kill(nursery.pid, signal.SIGSTOP)
+    async with nursing(answer=0.3) as fork_server, asyncio.timeout(DEADLINE):
+        healthy, one = await staying(fork_server), await staying(fork_server)
+        os.kill(fork_server.pid, signal.SIGSTOP)
         one.kill()
         assert await one.exited == -signal.SIGKILL
     assert await healthy.exited == -signal.SIGKILL
 
 
 async def test_a_hanging_idle_fork_server_is_detected_before_it_is_needed() -> None:
-    async with nursing(answer=0.2, call=0.05) as nursery:
-        os.kill(nursery.pid, signal.SIGSTOP)
+    async with nursing(answer=0.2, call=0.05) as fork_server:
+        os.kill(fork_server.pid, signal.SIGSTOP)
         async with asyncio.timeout(DEADLINE):
-            assert await nursery.child.exited == -signal.SIGKILL
+            assert await fork_server.child.exited == -signal.SIGKILL
 
 
 async def test_a_hanging_fork_server_is_kept_while_its_workers_live_and_reused_if_it_answers() -> None:
     """What it was ordered meanwhile is nobody's then: it ends by itself, and is reaped."""
-    async with nursing(answer=0.3, call=0.05) as nursery:
-        worker = await forked(nursery)  # it waits for its token
-        os.kill(nursery.pid, signal.SIGSTOP)
-        with pytest.raises(NurseryRefused, match="does not answer"):
-            await forked(nursery)
-        assert nursery.is_silent
-        assert not nursery.can_fork
+    async with nursing(answer=0.3, call=0.05) as fork_server:
+        worker = await forked(fork_server)  # it waits for its token
+        os.kill(fork_server.pid, signal.SIGSTOP)
+        with pytest.raises(ForkFailed, match="does not answer"):
+            await forked(fork_server)
+        assert fork_server.is_silent
+        assert not fork_server.can_fork
         assert not worker.exited.done()
-        os.kill(nursery.pid, signal.SIGCONT)
+        os.kill(fork_server.pid, signal.SIGCONT)
         async with asyncio.timeout(DEADLINE):
-            while not nursery.can_fork or len(_children(nursery.pid).split()) > 1:  # noqa: ASYNC110 - /proc tells nobody
+            while not fork_server.can_fork or len(_children(fork_server.pid).split()) > 1:  # noqa: ASYNC110 - /proc tells nobody
                 await asyncio.sleep(0.01)
-        assert (await told(await forked(nursery)))["path"]
+        assert (await told(await forked(fork_server)))["path"]
         assert (await told(worker))["path"]
 
 
 async def test_a_worker_that_sees_its_fork_server_gone_first_counts_as_killed() -> None:
     """Whoever waits for it is given another one, as if it had died with the nursery."""
-    async with nursing() as nursery:
+    async with nursing() as fork_server:
         async with asyncio.timeout(DEADLINE):
-            worker = await staying(nursery)
-            os.kill(nursery.pid, signal.SIGSTOP)  # it reaps nobody
+            worker = await staying(fork_server)
+            os.kill(fork_server.pid, signal.SIGSTOP)  # it reaps nobody
             cut(worker)
             await ended(worker.pid, within=WITHIN)
-            os.kill(nursery.pid, signal.SIGKILL)
+            os.kill(fork_server.pid, signal.SIGKILL)
             assert await worker.exited == -signal.SIGKILL
 
 
 async def test_an_idle_fork_server_answers_a_call() -> None:
-    async with nursing(answer=DEADLINE, call=0.01) as nursery:
+    async with nursing(answer=DEADLINE, call=0.01) as fork_server:
         heard: asyncio.Queue[Event] = asyncio.Queue()
-        hear, nursery.child.on_event = nursery.child.on_event, heard.put_nowait
+        hear, fork_server.child.on_event = fork_server.child.on_event, heard.put_nowait
         async with asyncio.timeout(DEADLINE):
             for _ in range(3):
                 event = await heard.get()
                 assert event == Pong()
                 hear(event)
-        nursery.child.on_event = hear
+        fork_server.child.on_event = hear
 
 
 @pytest.mark.slow
@@ -362,12 +364,12 @@ async def test_a_stopped_fork_server_is_killed_and_waiting_workers_are_executed(
     launcher: ForkingLauncher,
 ) -> None:
     """Within a second or so, and not after the time that an answer may take."""
-    nursery = await launcher.warmed()
-    os.kill(nursery.pid, signal.SIGSTOP)
+    fork_server = await launcher.warmed()
+    os.kill(fork_server.pid, signal.SIGSTOP)
     async with serving(launcher) as worker:
         assert parent(worker.pid) == os.getpid()
-        await ended(nursery.pid, within=WITHIN)
-    assert (await launcher.warmed()).pid != nursery.pid
+        await ended(fork_server.pid, within=WITHIN)
+    assert (await launcher.warmed()).pid != fork_server.pid
 
 
 async def test_the_exit_of_a_forked_worker_is_its_own(launcher: ForkingLauncher) -> None:
@@ -401,15 +403,15 @@ def _inodes(pid: int) -> set[str]:
 @pytest.mark.slow
 async def test_fifty_swaps_leave_nothing_behind(launcher: ForkingLauncher, tmp_path: Path) -> None:
     """No process, descriptor or socket of ours or of the nursery's, and no memory of the nursery's."""
-    nursery = await launcher.warmed()
+    fork_server = await launcher.warmed()
 
     def state() -> tuple[set[str], set[str], list[str], str]:
         files = [file.name for file in (tmp_path / "run").iterdir()]
         return (
             set(os.listdir("/proc/self/fd")),
-            set(os.listdir(f"/proc/{nursery.pid}/fd")),
+            set(os.listdir(f"/proc/{fork_server.pid}/fd")),
             files,
-            _children(nursery.pid),
+            _children(fork_server.pid),
         )
 
     async def swap(number: int) -> None:
@@ -419,11 +421,11 @@ async def test_fifty_swaps_leave_nothing_behind(launcher: ForkingLauncher, tmp_p
                 await worker.lost()
 
     await asyncio.gather(*(swap(number) for number in range(10)))
-    before, pages = state(), _resident(nursery.pid)
+    before, pages = state(), _resident(fork_server.pid)
     for batch in range(10):
         await asyncio.gather(*(swap(5 * batch + number) for number in range(5)))
     assert state() == before
-    assert _resident(nursery.pid) - pages < 64, "pages of the nursery"
+    assert _resident(fork_server.pid) - pages < 64, "pages of the nursery"
 
 
 def _resident(pid: int) -> int:
@@ -446,13 +448,13 @@ async def test_a_kill_at_any_moment_leaves_nothing_behind(launcher: ForkingLaunc
 
 
 async def test_an_answer_breaks_with_the_fork_server(launcher: ForkingLauncher) -> None:
-    nursery = await launcher.warmed()
+    fork_server = await launcher.warmed()
     async with serving(launcher, hang_after=1) as worker:
         body = {"messages": [{"role": "user", "content": "a b"}], "stream": True}
         async with asked(worker, "/v1/chat/completions", body) as exchange:
             await exchange.read()
-            os.kill(nursery.pid, signal.SIGKILL)
-            with pytest.raises(Broken):
+            os.kill(fork_server.pid, signal.SIGKILL)
+            with pytest.raises(ConnectionBroken):
                 await everything(exchange)
 
 
