@@ -163,7 +163,7 @@ def _operation(route: Route) -> dict[str, Any]:
 
 
 _LOADS: Mapping[LoadPolicy, str] = {
-    LoadPolicy.FOLLOWS: "Loads the model if it is not loaded, unless autoload is off in its preset, the router or the call.",
+    LoadPolicy.FOLLOWS: "Loads the model if it is not loaded, unless autoload is off in preset, router or call.",
     LoadPolicy.ON_DEMAND: "Loads the model only with autoload=true.",
     LoadPolicy.NEVER: "Loads a model only with autoload=true.",
 }

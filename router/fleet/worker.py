@@ -240,7 +240,8 @@ class Worker:
             return self._early_resident()
         made_from = (
             self.preset, self.state, self.retired.is_set(), bool(self.leases), self.last_used, self.residency_ends,
-            self.leaving_since, self.keep_alive, self.best_effort, self.is_excess, self.load_seconds, self.process, self.pulse,
+            self.leaving_since, self.keep_alive, self.best_effort, self.is_excess,
+            self.load_seconds, self.process, self.pulse,
             self.reserved.copy(), {**self.measured}, request_interval,  # copies: both mappings change in place
         )  # fmt: skip
         if self._resident is None or self._resident[0] != made_from:

@@ -201,7 +201,8 @@ def test_a_router_that_stops_reading_for_good_ends_the_worker() -> None:
 def test_by_hand_no_leash_binds_and_events_still_come() -> None:
     code = (
         "import os\nfrom worker.program import supervision\nfrom worker.protocol import events\n"
-        "tied = supervision.attach(supervised=False)\nprint('noise', flush=True)\ntied.send(events.Failed(message=tied.token))\n"
+        "tied = supervision.attach(supervised=False)\nprint('noise', flush=True)\n"
+        "tied.send(events.Failed(message=tied.token))\n"
     )
     with Child(python("-c", code)) as child:
         assert child.events() == [Failed(message="")]

@@ -80,7 +80,7 @@ async def test_who_falls_idle_leaves_at_once_if_somebody_waits_and_on_time_if_no
 
 
 @virtual
-async def test_many_cold_requests_begin_one_life() -> None:
+async def test_many_cold_requests_begin_one_load() -> None:
     world = Schedule({"a": GIB})
     await gather(*(world.ask("a") for _ in range(500)))
     assert world.journal == ["start a"]
@@ -228,7 +228,7 @@ async def test_what_can_never_fit_is_refused_with_the_arithmetic_and_evicts_nobo
 
 
 @virtual
-async def test_nobody_is_evicted_or_refused_on_a_static_estimate() -> None:
+async def test_no_eviction_or_refusal_on_a_static_estimate() -> None:
     sizes = {"a": 5 * GIB, "b": 5 * GIB}
     world = Schedule(sizes, keys={"a": {"required_memory": {"": 5 * GIB}}}, totals={CPU: 5 * GIB + 300}, stated=False)
     world.launcher.models["b"].shards = (GIB,)
@@ -268,7 +268,7 @@ async def test_a_download_comes_before_the_queue_and_takes_no_memory() -> None:
 
 
 @virtual
-async def test_nobody_is_evicted_for_a_client_that_left() -> None:
+async def test_no_eviction_for_a_client_that_left() -> None:
     world = Schedule({"a": 5 * GIB, "b": 5 * GIB})
     busy = asyncio.create_task(world.ask("a", 5.0))
     await asyncio.sleep(3)

@@ -274,7 +274,7 @@ def test_an_infeasible_demand_touches_nobody(fleet: Fleet) -> None:
 
 
 @law
-def test_nobody_is_evicted_or_refused_on_a_static_estimate(fleet: Fleet) -> None:
+def test_no_eviction_or_refusal_on_a_static_estimate(fleet: Fleet) -> None:
     plan = fleet.ask()
     unsure = {one.id for one in fleet.waiting if not one.is_exact}
     assert not unsure & set(plan.refuse)
@@ -283,7 +283,7 @@ def test_nobody_is_evicted_or_refused_on_a_static_estimate(fleet: Fleet) -> None
 
 
 @law
-def test_a_luxury_never_displaces_a_need(fleet: Fleet) -> None:
+def test_best_effort_never_displaces_required(fleet: Fleet) -> None:
     plan = fleet.ask()
     residents = {one.id: one for one in fleet.residents}
     luxuries = {one.id for one in fleet.waiting if one.best_effort}

@@ -578,7 +578,8 @@ async def test_a_sequence_with_nan_logits_ends_alone(folder: Path, model: Any) -
     )
     async with serving(engine):
         collected, failed, after = await asyncio.gather(
-            complete_one(engine, PROMPT, max_tokens=20), complete_one(engine, MARKED), complete_one(engine, (7, 8), max_tokens=20),
+            complete_one(engine, PROMPT, max_tokens=20), complete_one(engine, MARKED),
+            complete_one(engine, (7, 8), max_tokens=20),
             return_exceptions=True,
         )  # fmt: skip
         assert isinstance(failed, SequenceFailed)
