@@ -245,7 +245,7 @@ def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "venv/thesis.tex").write_text("x", "utf-8")
     done = bootstrap("--venv", str(tmp_path / "venv"))
     assert done.returncode == 1
-    assert "no environment of mine" in done.stderr
+    assert "was not created by this script" in done.stderr
     assert (tmp_path / "venv/thesis.tex").exists()
 
 
