@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-MAX_BYTES = 1 << 20  # of one file; a guess
+MAX_PRESET_BYTES = 1 << 20  # of one file; a guess
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,191}")
 _HEADER = re.compile(r"\[([^\]]*)\](.*)", re.DOTALL)
 _KEY = re.compile(r"(-*[A-Za-z_][A-Za-z0-9_.-]*)[ \t]*=(.*)", re.DOTALL)
@@ -76,8 +76,8 @@ class Document:
 
 def parse(text: str, *, file: str = "", environ: Mapping[str, str] | None = None) -> Document:
     """Parse a text. Problems name it `file`; `${env:NAME}` is replaced with values of `environ`."""
-    if len(text) > MAX_BYTES:
-        return Document((), (Problem(file, 0, "", "", f"is larger than {MAX_BYTES >> 20} MiB"),))
+    if len(text) > MAX_PRESET_BYTES:
+        return Document((), (Problem(file, 0, "", "", f"is larger than {MAX_PRESET_BYTES >> 20} MiB"),))
     sections: list[Section] = []
     entries: list[Entry] = []
     problems: list[Problem] = []

@@ -172,9 +172,9 @@ def _text(path: Path) -> tuple[str, str]:
     """Return the text of a file, or the problem with it."""
     try:
         with path.open("rb") as file:
-            content = file.read(ini.MAX_BYTES + 1)
-        if len(content) > ini.MAX_BYTES:
-            return "", f"is larger than {ini.MAX_BYTES >> 20} MiB"
+            content = file.read(ini.MAX_PRESET_BYTES + 1)
+        if len(content) > ini.MAX_PRESET_BYTES:
+            return "", f"is larger than {ini.MAX_PRESET_BYTES >> 20} MiB"
         return content.decode(), ""
     except UnicodeDecodeError as error:
         return "", f"is not UTF-8 text: byte {error.start}"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.config.ini import MAX_BYTES, Document, Problem, is_name, parse
+from router.config.ini import MAX_PRESET_BYTES, Document, Problem, is_name, parse
 
 steady = settings(derandomize=True, deadline=None)
 ENVIRON = {"HOME": "/home/me", "ODD": 'say "hi"', "BROKEN": "\udcff"}
@@ -99,7 +99,7 @@ def test_all_faults_are_shown_not_only_the_first() -> None:
 
 
 def test_a_file_larger_than_a_mebibyte_is_refused() -> None:
-    assert complaints(";" * (MAX_BYTES + 1)) == ["m.ini: is larger than 1 MiB"]
+    assert complaints(";" * (MAX_PRESET_BYTES + 1)) == ["m.ini: is larger than 1 MiB"]
 
 
 def test_a_problem_is_one_line_with_its_way_out() -> None:

@@ -150,8 +150,8 @@ def test_a_switch_has_a_negative_form() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "unknown verb ''; one of: download, convert, estimate, serve, nursery"),
-        (["sing"], "unknown verb 'sing'; one of: download, convert, estimate, serve, nursery"),
+        ([], "unknown verb ''; one of: download, convert, estimate, serve, fork-server"),
+        (["sing"], "unknown verb 'sing'; one of: download, convert, estimate, serve, fork-server"),
         (["serve", "--snapshot=/m", "--listen=x", "--ctx-sise=1"], "serve: unknown option '--ctx-sise=1'"),
         (["serve", "snapshot"], "serve: unknown option 'snapshot'"),
         (["serve", "--snapshot=/m", "--listen=x", "--ctx-size=many"], "serve: '--ctx-size=many' needs a number"),

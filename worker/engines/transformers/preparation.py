@@ -29,7 +29,7 @@ from worker.protocol.events import Exit
 MAX_MODELS = 16
 # Private memory that prebuilt models may add to the fork server. A tokenizer of 128,000 entries takes 20 MB, the
 # modules of a model a few.
-MAX_BYTES = 512 << 20
+MAX_PREBUILT_BYTES = 512 << 20
 
 _TASKS = ("auto", "generate", "embed", "rerank")
 # The least value of each numeric option.
@@ -167,7 +167,7 @@ class PrebuiltModels:
         self._enforce_limits(collect=bool(stale))
 
     def _enforce_limits(self, *, collect: bool) -> None:
-        while self._models and (len(self._models) > MAX_MODELS or (_private_bytes() - self._bytes_before > MAX_BYTES)):
+        while self._models and (len(self._models) > MAX_MODELS or (_private_bytes() - self._bytes_before > MAX_PREBUILT_BYTES)):
             del self._models[next(iter(self._models))]
             collect = True
             gc.collect()  # modules have reference cycles: without this the next reading shows no difference

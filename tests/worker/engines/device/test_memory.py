@@ -13,7 +13,7 @@ from worker.engines.transformers.device.memory import Inheritance, cap, is_exhau
 from worker.errors import StartError
 
 MIB = 1 << 20
-WEIGHTS = Path(__file__).parents[4] / "worker" / "demo" / "chat" / "model.safetensors"
+WEIGHTS = Path(__file__).parents[4] / "worker" / "fetch" / "demo" / "chat" / "model.safetensors"
 
 
 def forked(look: Inheritance, written: torch.Tensor) -> int:

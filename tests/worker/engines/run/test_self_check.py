@@ -107,7 +107,7 @@ def test_code_of_a_snapshot_names_the_way_where_it_is_not_trusted(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("code", "why"),
-    [(COUNTS_FROM_THE_LEFT, "gave other text"), (KEEPS_ITS_OWN, "takes no cache")],
+    [(COUNTS_FROM_THE_LEFT, "gives other text"), (KEEPS_ITS_OWN, "takes no cache")],
     ids=["wrong", "none"],
 )
 def test_what_our_cache_would_make_wrong_is_refused(code: str, why: str, tmp_path: Path, modules: None) -> None:

@@ -344,7 +344,7 @@ def test_a_model_with_more_logits_than_tokens_never_says_what_is_no_token(folder
 
 
 @pytest.mark.parametrize("special", [{}, {"</think>": 0}])
-@pytest.mark.parametrize("is_begun", [True, False])
+@pytest.mark.parametrize("is_open", [True, False])
 def test_thoughts_come_before_the_language_begins(special: dict[str, int], is_open: bool) -> None:
     """`</think>` as letters, and as a token of its own (here: that of `<s>`)."""
     tokenizer = tiny.make_tokenizer("llama")
