@@ -493,7 +493,7 @@ async def test_estimates_are_made_one_at_a_time(launcher: LocalLauncher, journal
 
 
 async def test_a_process_without_a_result_event_is_a_failure_despite_exit_code_0(launcher: LocalLauncher) -> None:
-    with pytest.raises(WorkerLost, match="although nobody asked it to"):
+    with pytest.raises(WorkerLost, match="although it was not asked to stop"):
         await launcher.estimate(fake_program("m", die_at_start=0), Estimate(snapshot="/"))
 
 

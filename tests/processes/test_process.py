@@ -383,5 +383,5 @@ async def test_an_unreaped_ended_process_is_not_reported_as_stuck(caplog: pytest
             await asyncio.wait({ending}, timeout=0.01)
         tell[0](os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))  # noqa: ASYNC222 - it has ended
         await ending
-    assert "has ended, but the nursery that forked it has not reaped it" in caplog.text
+    assert "has ended, but the fork server that forked it has not reaped it" in caplog.text
     assert "stuck" not in caplog.text
