@@ -127,7 +127,7 @@ class FakeModel:
     host: int = 0
     """Bytes of main memory beside accelerators."""
     shared: int = 0
-    """Of them, or of its shard in main memory, bytes that it has in common with its nursery if it is forked."""
+    """Of them, or of its shard in main memory, bytes that it has in common with its fork server if it is forked."""
     overhead: dict[str, int] = field(default_factory=dict)
     knows_its_own: bool = True
     """As in `Ready`."""
@@ -410,7 +410,7 @@ class FakeLauncher:
         model = self._model(program)
         forked = self.forks(program)
         if program.must_fork and not forked:
-            raise NotForked(f"{program.worker}: there is no nursery")
+            raise NotForked(f"{program.worker}: there is no fork server")
         sizes = model.on(place, forked=forked)
         self._begin(f"start {program.model}")
         assert program.worker not in self._occupied, f"{program.worker} was started twice"
@@ -427,7 +427,7 @@ class FakeLauncher:
     async def prepare(self, program: Program, command: Serve, listen: Listen) -> AsyncIterator[FakeStandby]:
         model = self._model(program)
         if program.must_fork and not self.forks(program):
-            raise NotForked(f"{program.worker}: there is no nursery")
+            raise NotForked(f"{program.worker}: there is no fork server")
         assert program.worker not in self._occupied, f"{program.worker} was started twice"
         self._note(f"prepare {program.model}")
         self._listeners[program.worker] = listen

@@ -35,7 +35,7 @@ class ForkingLauncher(LocalLauncher):
         self.on_fork_server = self._warm.set
 
     async def warmed(self) -> ForkServerProcess:
-        """Returns once there is a nursery that can fork."""
+        """Returns once there is a fork server that can fork."""
         async with asyncio.timeout(DEADLINE):
             while self.fork_server is None or not self.fork_server.can_fork:
                 self._warm.clear()

@@ -144,7 +144,7 @@ async def router(
         process = await asyncio.create_subprocess_exec(
             *under, sys.executable, "-P", "-m", "router",
             "--port", "0", "--state-dir", f"{own}/state", "--runtime-dir", f"{own}/run",
-            "--no-fork-server", *options,  # the last one counts: whoever wants a nursery says --nursery
+            "--no-fork-server", *options,  # the last one counts: pass --fork-server for a fork server
             stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL, cwd=ROOT,
             env=env | {"PYTHONPATH": str(ROOT)}, limit=1 << 20,
         )  # fmt: skip

@@ -271,7 +271,7 @@ async def test_a_router_with_a_fork_server_forks_requested_models() -> None:
     said = dict(re.findall(r"^(DEMO_\w+)=(\d+)", (ROOT / "scripts/run.sh").read_text("utf-8"), re.MULTILINE))
     limit, margin = said["DEMO_CPU_MIB"], said["DEMO_MARGIN_MIB"]
     async with router("--fork-server", "--device-limit", f"cpu={limit}", "--models-memory-margin", margin) as up:
-        pid = int((await up.says(r"the nursery \(process \d+\) is warm")).split("(process ")[1].split(")")[0])
+        pid = int((await up.says(r"the fork server \(process \d+\) is warm")).split("(process ")[1].split(")")[0])
         answer = await up.client.post("/v1/completions", json={"model": "demo-a", "prompt": "hello", "max_tokens": 2})
         assert answer.status_code == 200
         worker = (await up.workers())["demo-a"]

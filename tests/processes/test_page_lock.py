@@ -110,7 +110,7 @@ async def test_a_stopped_page_locker_blocks_nothing_and_is_replaced(keeper: Page
     os.kill(deaf, signal.SIGSTOP)
     waiting = [asyncio.create_task(keeper.read([file + "-not"] * 1000)) for _ in range(30)]
     failures = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), DEADLINE)
-    assert "the keeper cannot be told: it does not answer" in {str(each) for each in failures}
+    assert "the page locker cannot be used: it does not answer" in {str(each) for each in failures}
     assert await asyncio.wait_for(keeper.read([file]), DEADLINE) == 33 * MIB + 3
     assert keeper.pid != deaf
 
@@ -130,9 +130,9 @@ async def test_orders_that_do_not_fit_the_pipe_arrive_in_the_end(keeper: PageLoc
 
 def test_a_keeper_ends_with_its_router(file: str) -> None:
     code = (
-        "import asyncio, os, sys; from router.launch.page_lock import Keeper\n"
+        "import asyncio, os, sys; from router.launch.page_lock import PageLocker\n"
         "async def main():\n"
-        "    keeper = Keeper(lambda pid: print(pid, flush=True), print)\n"
+        "    keeper = PageLocker(lambda pid: print(pid, flush=True), print)\n"
         "    await keeper.read([sys.argv[1]])\n"
         "    os.kill(os.getpid(), 9)\n"
         "asyncio.run(main())"
