@@ -35,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 HERE = Path(__file__).resolve().parent
-TARGET = HERE.parent / "worker" / "demo" / "chat"
+TARGET = HERE.parent / "worker" / "fetch" / "demo" / "chat"
 
 SEED = 20
 VOCABULARY = 896
