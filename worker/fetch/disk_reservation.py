@@ -1,8 +1,11 @@
-"""Room on a disk that has been promised to downloads in flight: what is free there is not all to be had.
+"""Reservations of disk space for running downloads.
 
-Whoever fetches says in a file of its own which files are to come and how large they will be, and holds a lock on that
-file meanwhile. So whoever was killed claims nothing, and routers that share a cache see each other. Where nobody may
-write such files, or somebody who was stopped keeps others waiting, downloads do without.
+Free disk space is not all available: other downloads may be about to fill it. Each download writes a reservation file
+with the paths and sizes of the files that it is going to write, and holds a lock on it until the download ends. The
+kernel releases the lock of a killed process, so its reservation is void, and routers that share a cache see each other.
+
+Reservations are advisory. A download proceeds without one if the cache does not permit such files or if a stopped
+process keeps the lock.
 """
 
 import contextlib
@@ -18,59 +21,61 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-PARTIAL = ".incomplete"
-"""Behind the name of a file until all of it is there; the hub library's word for it."""
-TURN_TIMEOUT = 5.0
-"""Seconds. A turn takes milliseconds; it takes longer where somebody was stopped in the middle of his, or where the
-cache is on a file system whose server does not answer, and a download that is silent for long is taken for dead."""
-_LOOK = 0.02
-"""Seconds between two tries to lock: to wait for a lock, and not for ever, is something that the kernel does not do."""
-_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOLCK, errno.EWOULDBLOCK)
+PARTIAL = ".incomplete"  # suffix of an unfinished file, as in the hub library
+# Seconds. A lock is held for milliseconds; it is held longer only if its process was stopped or the server of the file
+# system does not answer. The limit is short because the router takes a download without progress for dead. A guess.
+LOCK_TIMEOUT = 5.0
+_RETRY_INTERVAL = 0.02  # seconds between two tries to lock; flock itself has no timeout
+# Errors of a cache that does not permit reservation files or locks.
+_NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOLCK, errno.EWOULDBLOCK)
 
 
 @contextlib.contextmanager
-def claimed(
-    root: Path, coming: Mapping[Path, int], check: Callable[[int, int], None], *, turn_timeout: float = TURN_TIMEOUT
+def reserved(
+    root: Path, files: Mapping[Path, int], check: Callable[[int, int], None], *, lock_timeout: float = LOCK_TIMEOUT
 ) -> Iterator[None]:
-    """`coming`: sizes, in bytes, of the files that will be written below `root`, where claims are kept meanwhile.
+    """Reserve disk space below `root` for `files` (path: size in bytes) for the duration of the block.
 
-    `check` is told how many bytes of them are missing, and how many others still await; it raises if that is too much,
-    and nobody claims anything between its look and this claim, unless somebody has held that up for `turn_timeout`
-    seconds. Files that others await as well are not counted twice.
+    `check(missing, reserved_by_others)` receives the bytes of `files` that are not on the disk yet and the missing
+    bytes of other downloads, and raises to reject the download. A file that both download counts once. No other
+    reservation is made between the check and this one, unless the lock could not be taken within `lock_timeout`.
     """
     root.mkdir(parents=True, exist_ok=True)
     folder = root / ".locks" / "room"
-    with contextlib.ExitStack() as held:
-        with _turn(root, turn_timeout) as is_alone:
-            if not is_alone:
+    with contextlib.ExitStack() as stack:
+        with _exclusive(root, lock_timeout) as is_locked:
+            if not is_locked:
                 log.warning(
-                    "another download has kept %s locked for %g s, and was perhaps stopped; this one goes on, and may"
-                    " be promised room that others are promised at the same moment",
+                    "another download has locked %s for %g s, so its process is perhaps stopped; this download proceeds"
+                    " without the lock, and both may reserve the same disk space",
                     root,
-                    turn_timeout,
+                    lock_timeout,
                 )
-            check(_missing(coming), _missing(_claims(folder), besides=coming))
-            held.callback(_tidy, root, folder)
+            check(_missing_bytes(files), _missing_bytes(_reservations(folder), excluding=files))
+            stack.callback(_remove_empty, root, folder)
             try:
-                held.enter_context(_claim(folder, coming))
+                stack.enter_context(_reservation(folder, files))
             except OSError as error:
-                if error.errno not in _CLOSED:
+                if error.errno not in _NOT_PERMITTED:
                     raise
         yield
 
 
 @contextlib.contextmanager
-def _turn(root: Path, timeout: float) -> Iterator[bool]:
-    """Alone among those who claim, and who give back: whether that is so. Waits for `timeout` seconds at most."""
+def _exclusive(root: Path, timeout: float) -> Iterator[bool]:
+    """Hold the lock under which reservations are made and removed. Yield False if `timeout` seconds were not enough."""
     descriptor = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        yield _locks(descriptor, timeout)
+        yield _lock(descriptor, timeout)
     finally:
         os.close(descriptor)
 
 
-def _locks(descriptor: int, timeout: float) -> bool:
-    """False: somebody else has held the lock for so many seconds. A file system without locks lets everybody pass."""
+def _lock(descriptor: int, timeout: float) -> bool:
+    """Lock the file. False: another process held the lock for `timeout` seconds.
+
+    A file system without locks counts as locked: the download must not fail because of it.
+    """
     until = time.monotonic() + timeout
     while True:
         try:
@@ -78,7 +83,7 @@ def _locks(descriptor: int, timeout: float) -> bool:
         except BlockingIOError:
             if time.monotonic() >= until:
                 return False
-            time.sleep(_LOOK)
+            time.sleep(_RETRY_INTERVAL)
         except OSError:
             return True
         else:
@@ -86,36 +91,40 @@ def _locks(descriptor: int, timeout: float) -> bool:
 
 
 @contextlib.contextmanager
-def _claim(folder: Path, coming: Mapping[Path, int]) -> Iterator[None]:
+def _reservation(folder: Path, files: Mapping[Path, int]) -> Iterator[None]:
+    """Write a reservation file and hold its lock for the duration of the block."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"claim-{secrets.token_hex(8)}"
-    with open(path, "w", encoding="utf-8") as mine:
+    with open(path, "w", encoding="utf-8") as file:
         try:
-            fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody else locks it but to see whether we have
-            # as seen from here: containers mount one cache at different places
-            json.dump({os.path.relpath(file, folder): size for file, size in coming.items()}, mine)
-            mine.flush()
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # others lock it only to see whether this process runs
+            # Paths are relative to the folder, because containers mount one cache at different places.
+            json.dump({os.path.relpath(name, folder): size for name, size in files.items()}, file)
+            file.flush()
             yield
         finally:
             path.unlink(missing_ok=True)
 
 
-def _tidy(root: Path, folder: Path) -> None:
-    """Leave no empty folder behind; it stays where that would have to wait: the next one sees to it."""
-    with contextlib.suppress(OSError), _turn(root, 0.0) as is_alone:
-        if is_alone:
+def _remove_empty(root: Path, folder: Path) -> None:
+    """Remove the folder of the reservations if it is empty.
+
+    It does not wait for the lock: if another download holds it, that one removes the folder.
+    """
+    with contextlib.suppress(OSError), _exclusive(root, 0.0) as is_locked:
+        if is_locked:
             folder.rmdir()
             folder.parent.rmdir()
 
 
-def _missing(coming: Mapping[Path, int], besides: Mapping[Path, int] | None = None) -> int:
-    """Bytes that are not on the disk yet."""
-    return sum(size - bytes_present(path, size) for path, size in coming.items() if path not in (besides or {}))
+def _missing_bytes(files: Mapping[Path, int], excluding: Mapping[Path, int] | None = None) -> int:
+    """The bytes of `files` that are not on the disk yet."""
+    return sum(size - bytes_present(path, size) for path, size in files.items() if path not in (excluding or {}))
 
 
 def bytes_present(path: Path, size: int) -> int:
-    """The bytes on the disk of a file that will have `size` bytes. A whole file of another size is fetched again."""
-    # The partial file first: when it is renamed between the two looks, the second one finds the whole file.
+    """The bytes on the disk of a file that will have `size` bytes. A finished file of another size counts as absent."""
+    # The partial file first: if it is renamed between the two reads, the second one finds the finished file.
     partial = _size(path.with_name(path.name + PARTIAL))
     return size if _size(path) == size else min(partial, size)
 
@@ -127,19 +136,19 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _claims(folder: Path) -> dict[Path, int]:
-    """All that is claimed by somebody who lives; what the dead left is removed."""
-    claims: dict[Path, int] = {}
+def _reservations(folder: Path) -> dict[Path, int]:
+    """The files (path: size) that running downloads have reserved. Reservations of dead processes are removed."""
+    reservations: dict[Path, int] = {}
     for path in folder.glob("claim-*"):
         with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                told = json.load(file).items()
-                claims |= {Path(os.path.normpath(folder / name)): int(size) for name, size in told}
+            except BlockingIOError:  # its download is running
+                content = json.load(file).items()
+                reservations |= {Path(os.path.normpath(folder / name)): int(size) for name, size in content}
             else:
                 path.unlink(missing_ok=True)
-    return claims
+    return reservations
 
 
-__all__ = ["PARTIAL", "bytes_present", "claimed"]
+__all__ = ["PARTIAL", "bytes_present", "reserved"]

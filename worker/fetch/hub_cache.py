@@ -18,7 +18,7 @@ from pathlib import Path
 from huggingface_hub.file_download import repo_folder_name
 
 from worker.errors import StartError
-from worker.fetch.disk_reservation import PARTIAL, bytes_present, claimed
+from worker.fetch.disk_reservation import PARTIAL, bytes_present, reserved
 from worker.protocol.events import Exit
 from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, WEIGHTS, shard_names
 
@@ -38,8 +38,7 @@ class RemoteFile:
 
     path: str
     size: int
-    hash: str
-    """SHA-256 of the content (64 digits) or, for files outside LFS, its git blob id (40). Also the name of the blob."""
+    hash: str  # SHA-256 of the content (64 digits) or, outside LFS, its git blob id (40). Also the name of the blob.
 
 
 class RepoCache:
@@ -122,7 +121,7 @@ class RepoCache:
             self.partial(file).unlink(missing_ok=True)
 
     def link(self, file: RemoteFile, commit: str) -> None:
-        """Give the blob its name in the snapshot."""
+        """Link the blob into the snapshot under its path."""
         name = self.snapshot(commit) / file.path
         name.parent.mkdir(parents=True, exist_ok=True)
         _replace(name, lambda new: new.symlink_to(os.path.relpath(self.blob(file), name.parent)))
@@ -140,25 +139,27 @@ class RepoCache:
         _replace(name, lambda new: new.write_text(commit))
 
     @contextlib.contextmanager
-    def room(self, files: Sequence[RemoteFile]) -> Iterator[None]:
-        """Reserve disk space for those of `files` that are missing, beside what other downloads have reserved.
+    def reserved_space(self, files: Sequence[RemoteFile]) -> Iterator[None]:
+        """Reserve disk space for those of `files` that are missing, beside the reservations of other downloads.
 
-        Raises StartError (DISK_FULL) if that is more than is free. The hub library only logs a warning, per file, and
-        does not count what other downloads are about to write.
+        Raises StartError (DISK_FULL) if the free space is not enough. The hub library only logs a warning, per file,
+        and does not count the reservations of other downloads.
         """
 
-        def check(need: int, awaited: int) -> None:
+        def check(missing: int, reserved_by_others: int) -> None:
             free = shutil.disk_usage(self.root).free
-            if need > free - awaited:
-                others = f", of which other downloads await {awaited / 2**20:.0f}" if awaited else ""
+            if missing > free - reserved_by_others:
+                others = ""
+                if reserved_by_others:
+                    others = f", of which other downloads have reserved {reserved_by_others / 2**20:.0f}"
                 raise StartError(
-                    f"{self.repo} needs {need / 2**20:.0f} MiB more below {self.root}, {free / 2**20:.0f} MiB are free"
-                    f"{others}; make room there, or set HF_HUB_CACHE to another disk",
+                    f"{self.repo} needs {missing / 2**20:.0f} MiB more below {self.root},"
+                    f" {free / 2**20:.0f} MiB are free{others}; free space there or set HF_HUB_CACHE to another disk",
                     Exit.DISK_FULL,
                 )
 
-        coming = {self.blob(file): file.size for file in files if not self.has(file)}
-        with claimed(self.root, coming, check) if coming else contextlib.nullcontext():
+        absent = {self.blob(file): file.size for file in files if not self.has(file)}
+        with reserved(self.root, absent, check) if absent else contextlib.nullcontext():
             yield
 
 
@@ -171,14 +172,14 @@ def safetensors_fault(path: Path) -> str:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-            return f"{path.name} is no safetensors file: its header would end at byte {8 + length} of {size}"
+            return f"{path.name} is not a safetensors file: its header would end at byte {8 + length} of {size}"
         try:
             tensors = json.loads(file.read(length))
             ends = [int(tensor["data_offsets"][1]) for name, tensor in tensors.items() if name != "__metadata__"]
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-            return f"{path.name} is no safetensors file: {error}"
+            return f"{path.name} is not a safetensors file: {error}"
     expected = 8 + length + max(ends, default=0)
-    return "" if size == expected else f"{path.name} has {size} bytes where its header says {expected}"
+    return "" if size == expected else f"{path.name} has {size} bytes, but its header requires {expected}"
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:

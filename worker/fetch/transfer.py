@@ -1,13 +1,13 @@
 """The transfer of files from the hub into its cache: parallel, resumed, verified.
 
 The hub library supplies session, headers, proxies, tokens and error classes. Its own transfer (`hf_hub_download`, read
-in version 2.4) is not used, because it breaks four promises that tests/processes state:
+in version 2.4) is not used, because it does not have four properties that tests/processes require:
 
 * A killed or failed download is resumed by the next process. The library writes to a file with a random name and
   deletes it on failure.
-* Every file matches the hash that the hub states. Over plain HTTP the library compares sizes only.
-* An unfinished file has a known name, so that a second download counts its bytes, and waits for it with progress.
-  The library waits for its lock without any callback, which the router takes for a stall.
+* Every file matches the hash that the hub lists. Over plain HTTP the library compares sizes only.
+* An unfinished file has a known name, so that a second download counts its bytes, and waits for it with Progress
+  events. The library waits for its lock without any callback, which the router takes for a stall.
 * Progress appears as bytes arrive. The library reads in pieces of 10 MB and drops a piece that a broken connection cut.
 """
 
@@ -42,26 +42,26 @@ PARALLEL_FILES = 4
 PROGRESS_INTERVAL = 0.25  # seconds between two Progress events
 LOCK_INTERVAL = 0.25  # seconds between two tries to lock a file that another process is fetching
 READ_BYTES = 1 << 20
-FILES_NAMED = 64  # files of a download with a progress of their own, the largest first
+FILES_NAMED = 64  # files listed one by one in Progress, the largest first
 
 
 class Transfer:
-    """The files of one commit on their way into the cache."""
+    """A running download of files of one commit into the cache."""
 
     def __init__(
         self,
         cache: RepoCache,
         commit: str,
         files: Sequence[RemoteFile],
-        say: Callable[[Event], None],
+        emit: Callable[[Event], None],
         *,
         token: str | None,
     ):
-        """`files`: all files of the progress; `say` receives Progress events."""
+        """`files`: all files that Progress events count; `emit` receives the events."""
         self._cache = cache
         self._commit = commit
         self._files = sorted(files, key=lambda file: -file.size)
-        self._say = say
+        self._emit = emit
         self._headers = build_hf_headers(token=token, library_name=LIBRARY)
         self._headers["Accept-Encoding"] = "identity"  # otherwise a range would count compressed bytes
         self._failed = threading.Event()
@@ -69,7 +69,7 @@ class Transfer:
         self._reported: tuple[int, int] | None = None
 
     def get_all(self, files: Sequence[RemoteFile]) -> None:
-        """Return when all `files` are in place. Raise the first failure; the other threads then end by themselves."""
+        """Fetch `files` in parallel. Raise the first failure; the other threads then end by themselves."""
         pool = ThreadPoolExecutor(PARALLEL_FILES, thread_name_prefix="fetch")
         try:
             running = {pool.submit(self.get, file) for file in files}
@@ -90,14 +90,14 @@ class Transfer:
         if not self._cache.has(file):
             self._cache.blob(file).parent.mkdir(parents=True, exist_ok=True)
             with self._locked(self._cache.partial(file)) as partial:
-                if not self._cache.has(file):  # otherwise another process brought it while this one waited
+                if not self._cache.has(file):  # otherwise another process completed it while this one waited
                     self._fetch(file, partial)
         self._cache.link(file, self._commit)
 
     def _report(self) -> None:
         """Emit a Progress event unless nothing has happened since the last one.
 
-        The bytes are read from the disk: so those that another process writes count too.
+        The sizes are read from the disk, so the bytes that another process writes count too.
         """
         present = {file: self._cache.present(file) for file in self._files}
         done = sum(present.values())
@@ -105,7 +105,7 @@ class Transfer:
             self._reported = (done, self._handled)
             total = sum(file.size for file in self._files)
             files = {self._url(file): [present[file], file.size] for file in self._files[:FILES_NAMED]}
-            self._say(Progress(stage="download", done=done, total=total, files=files))
+            self._emit(Progress(stage="download", done=done, total=total, files=files))
 
     def _url(self, file: RemoteFile) -> str:
         return hf_hub_url(self._cache.repo, file.path, revision=self._commit)
@@ -152,7 +152,7 @@ class Transfer:
         if fault := content.fault():
             path.unlink(missing_ok=True)
             raise StartError(
-                f"{self._cache.repo}: what the hub sends as {file.path} {fault}; removed, try again", Exit.DAMAGED
+                f"{self._cache.repo}: {file.path} as sent by the hub {fault}; it was removed, try again", Exit.DAMAGED
             )
         os.fsync(partial.fileno())
         path.rename(self._cache.blob(file))
@@ -164,7 +164,7 @@ class Transfer:
         with get_session().stream(
             "GET", self._url(file), headers=headers, timeout=timeout, follow_redirects=True
         ) as response:
-            if response.status_code == 416:
+            if response.status_code == 416:  # the range begins at or behind the end of the file
                 return
             hf_raise_for_status(response)
             if response.status_code == 200:  # a range, if there was one, was ignored
@@ -185,9 +185,9 @@ class Content:
     """The bytes of a partial file and their hash as it grows."""
 
     def __init__(self, file: RemoteFile, partial: io.FileIO, report: Callable[[int], None]):
-        """Take over the bytes in `partial`, unless they are more than the file may have.
+        """Hash the bytes that are already in `partial`. Start again if there are more than the file has.
 
-        `report` receives the size of each piece as it is read: reading a large file takes longer than the router waits
+        `report` receives the size of each piece that is read: hashing a large file takes longer than the router waits
         for a sign of life.
         """
         self._file = file
@@ -215,14 +215,14 @@ class Content:
     def append(self, chunk: bytes) -> None:
         rest = memoryview(chunk)
         while rest:
-            rest = rest[self._partial.write(rest) :]  # may write less than it is given
+            rest = rest[self._partial.write(rest) :]  # may write less than it receives
         self._hash.update(chunk)
         self.size += len(chunk)
 
     def fault(self) -> str:
-        """The difference from what the hub states. Empty: size and hash are right."""
+        """The difference from size and hash on the hub. Empty: both are right."""
         if self.size != self._file.size:
-            return f"has {self.size} bytes, {self._file.size} are stated"
+            return f"has {self.size} bytes instead of {self._file.size}"
         return "" if self._hash.hexdigest() == self._file.hash else f"does not match its hash {self._file.hash}"
 
 

@@ -451,7 +451,7 @@ def test_reordering_takes_room_for_the_largest_matrix_that_nobody_shares(tmp_pat
     assert reordering == (0 if is_tied else 16000 * 64 * 4), "the others are small enough to be left alone"
     compute = compute_bytes(checkpoint.read(snapshot), Preset(id="m", parallel=1, ctx_size=16), 16, on_host=True)
     eager = Preset(id="m", parallel=1, ctx_size=16, enforce_eager=True)
-    assert (compute > compute_bytes(checkpoint.read(snapshot), eager, 16, on_host=True)) != is_tied
+    assert compute > compute_bytes(checkpoint.read(snapshot), eager, 16, on_host=True), "the bound covers reordering"
 
 
 def test_no_length_of_a_chunk_takes_more_than_was_traced(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_chat_and_embed_are_the_shipped_folder(name: str, tmp_path: Path) -> Non
 
 def test_the_shipped_folder_is_complete_and_small() -> None:
     files = {path.name: path.stat().st_size for path in demo.CHAT.iterdir()}
-    assert files.keys() == {*demo.BORROWED, "config.json", "model.safetensors", "README.md"}
+    assert files.keys() == {*demo.SHARED_FILES, "config.json", "model.safetensors", "README.md"}
     assert sum(files.values()) <= 2 * MIB
 
 
@@ -205,7 +205,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
 
 MAKE_A_WHEN_TOLD = """
 import pathlib, sys
-from worker import demo
+from worker.fetch import demo
 print("here", flush=True)
 sys.stdin.readline()
 told = []

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from worker.fetch.disk_reservation import PARTIAL, claimed
+from worker.fetch.disk_reservation import PARTIAL, reserved
 
 ALIVE = """
 import sys
 from pathlib import Path
-from worker.fetch.disk_reservation import claimed
-with claimed(Path(sys.argv[1]), {Path(sys.argv[2]): 100}, lambda need, awaited: None):
+from worker.fetch.disk_reservation import reserved
+with reserved(Path(sys.argv[1]), {Path(sys.argv[2]): 100}, lambda need, awaited: None):
     print("claimed", flush=True)
     sys.stdin.read()
 """
@@ -26,13 +26,13 @@ with claimed(Path(sys.argv[1]), {Path(sys.argv[2]): 100}, lambda need, awaited: 
 def told(folder: Path, coming: Mapping[Path, int]) -> tuple[int, int]:
     """What a download of `coming` would hear: bytes that it needs, and bytes that others await."""
     heard = []
-    with claimed(folder, coming, lambda need, awaited: heard.append((need, awaited))):
+    with reserved(folder, coming, lambda need, awaited: heard.append((need, awaited))):
         return heard[0]
 
 
 def test_what_another_download_still_awaits_is_counted_until_it_is_there(tmp_path: Path) -> None:
     room, mine, other = tmp_path / "room", tmp_path / "mine", tmp_path / "other"
-    with claimed(room, {other: 100}, lambda need, awaited: None):
+    with reserved(room, {other: 100}, lambda need, awaited: None):
         assert told(room, {mine: 30}) == (30, 100)
         other.with_name(other.name + PARTIAL).write_bytes(bytes(60))
         assert told(room, {mine: 30}) == (30, 40)
@@ -53,7 +53,7 @@ def test_what_is_there_of_a_file_is_not_needed_again(tmp_path: Path) -> None:
 
 def test_two_who_fetch_the_same_file_need_its_room_once(tmp_path: Path) -> None:
     room, both, one = tmp_path / "room", tmp_path / "both", tmp_path / "one"
-    with claimed(room, {both: 100, one: 10}, lambda need, awaited: None):
+    with reserved(room, {both: 100, one: 10}, lambda need, awaited: None):
         assert told(room, {both: 100}) == (100, 10)
 
 
@@ -62,7 +62,7 @@ def test_who_was_refused_claims_nothing(tmp_path: Path) -> None:
         raise ValueError(need)
 
     room = tmp_path / "room"
-    with pytest.raises(ValueError, match="50"), claimed(room, {tmp_path / "large": 50}, refuse):
+    with pytest.raises(ValueError, match="50"), reserved(room, {tmp_path / "large": 50}, refuse):
         raise AssertionError
     assert told(room, {tmp_path / "mine": 30}) == (30, 0)
 
@@ -99,19 +99,19 @@ def test_who_may_not_write_claims_needs_none(tmp_path: Path, monkeypatch: pytest
 
 def test_a_folder_of_claims_that_somebody_deletes_ends_no_download(tmp_path: Path) -> None:
     room = tmp_path / "room"
-    with claimed(room, {tmp_path / "mine": 30}, lambda need, awaited: None):
+    with reserved(room, {tmp_path / "mine": 30}, lambda need, awaited: None):
         shutil.rmtree(room / ".locks")
     assert told(room, {tmp_path / "mine": 30}) == (30, 0)
 
 
 def test_whoever_is_stopped_in_the_middle_of_his_claim_holds_up_nobody_for_long(tmp_path: Path) -> None:
     room, heard = tmp_path / "room", list[tuple[int, int]]()
-    with claimed(room, {tmp_path / "other": 100}, lambda need, awaited: None):
+    with reserved(room, {tmp_path / "other": 100}, lambda need, awaited: None):
         turn = os.open(room, os.O_RDONLY)
         try:
             fcntl.flock(turn, fcntl.LOCK_EX)
             coming = {tmp_path / "mine": 30}
-            with claimed(room, coming, lambda *told: heard.append(told), turn_timeout=0.05):
+            with reserved(room, coming, lambda *told: heard.append(told), lock_timeout=0.05):
                 assert heard == [(30, 100)], "what was claimed before is known all the same"
                 assert len(list(room.rglob("claim-*"))) == 2
         finally:

@@ -73,7 +73,10 @@ def test_a_single_file_is_preferred_to_shards_as_transformers_does() -> None:
     ("paths", "message"),
     [
         (["README.md"], "o/n has no config.json"),
-        (["m.gguf"], "o/n has no config.json; it is a GGUF repository: choose the model's original one, with"),
+        (
+            ["m.gguf"],
+            "o/n has no config.json; it is a GGUF repository: choose the original repository of the model, with",
+        ),
         (["config.json", "pytorch_model.bin"], "o/n has no model.safetensors, only pytorch_model.bin, and pickled"),
         (["config.json"], "o/n has no model.safetensors; choose"),
     ],
@@ -151,11 +154,11 @@ def test_a_demo_model_that_cannot_be_written_names_the_folder_and_the_way_out() 
 def test_room_that_another_download_awaits_is_not_given_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 30))
     large, small = RemoteFile("a", 1000 << 20, "1" * 40), RemoteFile("b", 128 << 20, "2" * 40)
-    with RepoCache(tmp_path, "o/a").room([large]):
+    with RepoCache(tmp_path, "o/a").reserved_space([large]):
         with pytest.raises(StartError, match=r"o/b needs 128 MiB more .* 1024 MiB are free, of which .* 1000") as full:
-            RepoCache(tmp_path, "o/b").room([small]).__enter__()
+            RepoCache(tmp_path, "o/b").reserved_space([small]).__enter__()
         assert full.value.exit == Exit.DISK_FULL
-    with RepoCache(tmp_path, "o/b").room([small]):
+    with RepoCache(tmp_path, "o/b").reserved_space([small]):
         pass
 
 

@@ -167,7 +167,9 @@ class PrebuiltModels:
         self._enforce_limits(collect=bool(stale))
 
     def _enforce_limits(self, *, collect: bool) -> None:
-        while self._models and (len(self._models) > MAX_MODELS or (_private_bytes() - self._bytes_before > MAX_PREBUILT_BYTES)):
+        while self._models and (
+            len(self._models) > MAX_MODELS or (_private_bytes() - self._bytes_before > MAX_PREBUILT_BYTES)
+        ):
             del self._models[next(iter(self._models))]
             collect = True
             gc.collect()  # modules have reference cycles: without this the next reading shows no difference

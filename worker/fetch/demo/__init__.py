@@ -1,9 +1,10 @@
-"""Models that need no network: one that is shipped and answers, and three of random weights that only need room.
+"""Demo models that need no network: a trained one for chat and embeddings, and three with random weights.
 
 `chat` and `embed` are the folder `chat/` beside this file, trained by scripts/make_demo_model.py. `a`, `b` and `c` are
-made on first use: Llama snapshots of 64, 128 and 256 MiB with the tokenizer of `chat`. They say gibberish, but they
-load, run and are evicted like any model.
-Law: standard library only; both the worker and the tests make models with it.
+made on first use: Llama snapshots of 64, 128 and 256 MiB with the tokenizer of `chat`. Their output is meaningless, but
+they load, run and are evicted like any model.
+
+This package imports only the standard library: the worker and the tests make models with it.
 """
 
 import fcntl
@@ -19,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 CHAT = Path(__file__).resolve().parent / "chat"
-BORROWED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-"""What a random model takes over from `chat`."""
+# files that a random model takes from `chat`
+SHARED_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama of eight layers, with four key-value heads of 64 channels."""
+    """The size of a Llama whose key-value heads are KV_HEADS of HEAD channels."""
 
     hidden: int
     intermediate: int
@@ -33,7 +34,9 @@ class Shape:
 
 
 SHAPES = {
-    "a": Shape(hidden=512, intermediate=2184),  # 64 MiB in bfloat16, less 0.1 %, as are the other two
+    "a": Shape(
+        hidden=512, intermediate=2184
+    ),  # 64 MiB in bfloat16, less 0.1 %; the other two are as close to 128 and 256
     "b": Shape(hidden=768, intermediate=2920),
     "c": Shape(hidden=1024, intermediate=4568),
 }
@@ -42,18 +45,16 @@ NAMES = ("chat", "embed", *SHAPES)
 HEAD = 64
 KV_HEADS = 4
 SEED = 7
+# Numbers until the weights repeat. A prime, so that no two rows of a matrix begin at the same place of the pattern.
 PATTERN = 4_194_301
-"""Numbers until the weights repeat. A prime: no two rows of a matrix begin at the same place of it."""
-ONE = b"\x80\x3f"
-"""1.0 in bfloat16, little endian."""
+ONE_BYTES = b"\x80\x3f"  # 1.0 in bfloat16, little endian
 
 
 def make(name: str, target: Path, progress: Callable[[int, int], None]) -> Path:
-    """The complete snapshot of demo model `name`, made below `target` if it has to be and is not there yet.
+    """Return the folder of the snapshot of demo model `name`. Create it below `target` if it is missing or damaged.
 
-    `progress(done, total)` counts bytes. A snapshot appears whole or not at all, also when two processes make it at
-    once; one that was damaged since is made anew. Raises ValueError if the name is unknown, OSError if `target`
-    cannot be written.
+    `progress(done, total)` counts bytes. The snapshot appears with one rename, so it is never seen in part, even if two
+    processes create it at once. Raises ValueError if the name is unknown, OSError if `target` cannot be written.
     """
     if name in ("chat", "embed"):
         return CHAT
@@ -69,7 +70,7 @@ def make(name: str, target: Path, progress: Callable[[int, int], None]) -> Path:
     target.mkdir(parents=True, exist_ok=True)
     part = target / f".{folder.name}.part"
     with (target / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # given back by the kernel if this process dies
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if this process dies
         if _is_complete(folder, size):
             return folder
         for stale in (folder, part):
@@ -85,7 +86,7 @@ def make(name: str, target: Path, progress: Callable[[int, int], None]) -> Path:
 
 
 def _is_complete(folder: Path, size: int) -> bool:
-    """Whether `folder` is there with weights of `size` bytes: a crash of the machine can leave a file too short."""
+    """True if the weights in `folder` have `size` bytes. A crash of the machine can leave a truncated file."""
     try:
         return (folder / "model.safetensors").stat().st_size == size
     except FileNotFoundError:
@@ -93,7 +94,7 @@ def _is_complete(folder: Path, size: int) -> bool:
 
 
 def _config(shape: Shape) -> dict[str, Any]:
-    """config.json: that of `chat`, with its tokens, in another shape."""
+    """The content of config.json: that of `chat`, so that its tokens match, with another shape."""
     config: dict[str, Any] = json.loads((CHAT / "config.json").read_text("utf-8"))
     config.update(
         hidden_size=shape.hidden,
@@ -108,7 +109,7 @@ def _config(shape: Shape) -> dict[str, Any]:
 
 
 def _tensors(shape: Shape) -> list[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor, in the order of the file; the head is tied to the embeddings."""
+    """Name and shape of every tensor, in the order of the file. The head is tied to the embeddings."""
     vocabulary = json.loads((CHAT / "config.json").read_text("utf-8"))["vocab_size"]
     hidden, inner, kv = shape.hidden, shape.intermediate, KV_HEADS * HEAD
     tensors: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (vocabulary, hidden))]
@@ -129,23 +130,23 @@ def _tensors(shape: Shape) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _header(tensors: list[tuple[str, tuple[int, ...]]]) -> bytes:
-    """The first bytes of a safetensors file: length, then JSON, padded so that the numbers begin at 8 bytes."""
+    """The start of a safetensors file: length, then JSON, padded so that the tensors begin at a multiple of 8 bytes."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    offset = 0
     for name, shape in tensors:
-        end = at + 2 * prod(shape)
-        entries[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, end]}
-        at = end
+        end = offset + 2 * prod(shape)
+        entries[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def _digest(config: dict[str, Any], header: bytes) -> str:
-    """Names the content: whatever goes into a snapshot goes into this."""
+    """A digest of all inputs of a snapshot. It names the folder."""
     digest = hashlib.sha256(json.dumps([config, SEED, PATTERN], sort_keys=True).encode())
     digest.update(header)
-    for name in BORROWED:
+    for name in SHARED_FILES:
         digest.update((CHAT / name).read_bytes())
     return digest.hexdigest()[:12]
 
@@ -157,7 +158,7 @@ def _fill(
     tensors: list[tuple[str, tuple[int, ...]]],
     progress: Callable[[int], None],
 ) -> None:
-    for name in BORROWED:
+    for name in SHARED_FILES:
         shutil.copyfile(CHAT / name, folder / name)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     pieces = _pieces(memoryview(_pattern()))
@@ -168,19 +169,25 @@ def _fill(
         for _, shape in tensors:
             left = 2 * prod(shape)
             while left:
-                piece = ONE * shape[0] if len(shape) == 1 else pieces.send(left)  # a norm, or a matrix
+                piece = ONE_BYTES * shape[0] if len(shape) == 1 else pieces.send(left)  # a norm, or a matrix
                 left -= len(piece)
                 done += file.write(piece)
                 progress(done)
 
 
 def _pattern() -> bytes:
-    """PATTERN numbers in bfloat16, from the seed: about normal, with a deviation of 0.02, none above 0.125.
+    """PATTERN numbers in bfloat16, drawn with SEED: about normal, with a deviation of 0.02, none above 0.125.
 
-    The low byte keeps all its random bits, seven of the mantissa and the last of the exponent. The high byte (sign
-    and the rest of the exponent) is drawn by a table that gives each pair of binades about its share of a normal.
+    The low byte keeps all its random bits, seven of the mantissa and the last of the exponent. The high byte (sign and
+    the rest of the exponent) is mapped by a table that gives each pair of binades about its share of a normal
+    distribution.
     """
-    shares = ((0x3A, 8), (0x3B, 30), (0x3C, 84), (0x3D, 6))  # below 0.002, 0.008, 0.031 and 0.125; of 128
+    shares = (
+        (0x3A, 8),
+        (0x3B, 30),
+        (0x3C, 84),
+        (0x3D, 6),
+    )  # share of 128 with a magnitude below 0.002, 0.008, 0.031 and 0.125
     halves = b"".join(bytes([high]) * share for high, share in shares)
     table = halves + bytes(high | 0x80 for high in halves)
     numbers = bytearray(random.Random(SEED).randbytes(2 * PATTERN))
@@ -189,10 +196,10 @@ def _pattern() -> bytes:
 
 
 def _pieces(pattern: memoryview) -> Generator[memoryview, int, None]:
-    """`pattern` again and again: each send(n) yields its next bytes, at least one and at most n."""
+    """Repeat `pattern` endlessly: each send(n) yields its next bytes, at least one and at most n."""
     piece = pattern[:0]
-    at = 0
+    offset = 0
     while True:
-        wanted = yield piece
-        piece = pattern[at : at + wanted]
-        at = (at + len(piece)) % len(pattern)
+        count = yield piece
+        piece = pattern[offset : offset + count]
+        offset = (offset + len(piece)) % len(pattern)
