@@ -303,7 +303,7 @@ def test_weights_that_contradict_their_header_are_damaged(hub: Hub, tmp_path: Pa
     repo = hub.repo("bad-header", **{"model.safetensors": MODEL["model.safetensors"][:-7]})
     code, message = refused(hub, tmp_path, repo)
     assert code == Exit.DAMAGED
-    assert f"has {WEIGHT_BYTES - 7} bytes where its header says {WEIGHT_BYTES}" in message
+    assert f"has {WEIGHT_BYTES - 7} bytes, but its header requires {WEIGHT_BYTES}" in message
     assert [path.name for path in tmp_path.rglob("model.safetensors")] == []
 
 
