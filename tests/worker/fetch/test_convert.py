@@ -1,10 +1,12 @@
-"""Promises of converted snapshots: they say what the original says, load as they lie, and are whole or not there."""
+"""Converted snapshots: same output as the original, mapped without conversion, complete or absent."""
 
 import fcntl
 import json
 import os
+import queue
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,16 +18,16 @@ from tests.worker.loaded import complete_one, load, options, serving
 from worker.engines.transformers.load import loader
 from worker.errors import StartError
 from worker.fetch import convert as conversion
-from worker.fetch.convert import PROBES, Sink, check_room
+from worker.fetch.convert import PROBES, TensorWriter, check_disk_space
 from worker.protocol.argv import Convert
-from worker.protocol.events import Converted, Event, Exit
+from worker.protocol.events import Converted, Event, Exit, Progress
 from worker.protocol.snapshot_files import INDEX, MANIFEST, ConversionManifest, decode_manifest
 
 torch.set_num_threads(1)
 PROMPT = (9, 41, 70, 77, 80)
+# families whose checkpoints store experts one by one
 STACKED = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "jamba", "olmoe", "phimoe")
-"""Families whose checkpoints have experts one by one."""
-AS_THEY_LIE = ("llama", "gpt2", "gpt_oss", "dbrx", "llama4_text", "bert-embed")
+NOT_CONVERTED = ("llama", "gpt2", "gpt_oss", "dbrx", "llama4_text", "bert-embed")
 
 
 def convert(snapshot: Path, target: Path) -> Converted:
@@ -38,7 +40,7 @@ def manifest(target: Path) -> ConversionManifest:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", STACKED)
-async def test_a_converted_snapshot_says_what_the_original_says(family: str, tmp_path: Path) -> None:
+async def test_a_converted_snapshot_has_the_weights_and_the_output_of_the_original(family: str, tmp_path: Path) -> None:
     stored = "bfloat16" if STACKED.index(family) % 2 else "float32"
     snapshot, target = tiny.make(family, tmp_path / "original", dtype=stored), tmp_path / "converted"
     converted = convert(snapshot, target)
@@ -57,11 +59,9 @@ async def test_a_converted_snapshot_says_what_the_original_says(family: str, tmp
     )
 
 
-def test_the_weights_of_a_converted_snapshot_are_the_mapped_file_itself(tmp_path: Path) -> None:
+def test_a_load_maps_the_weights_of_a_converted_snapshot(tmp_path: Path) -> None:
     snapshot, target = tiny.make("mixtral", tmp_path / "original"), tmp_path / "converted"
-    assert loader.build(options(snapshot), loader.load_config(options(snapshot)), None) is None, (
-        "it had to be converted"
-    )
+    assert loader.build(options(snapshot), loader.load_config(options(snapshot)), None) is None, "needs conversion"
     convert(snapshot, target)
     built = loader.build(options(target), loader.load_config(options(target)), None)
     assert built is not None
@@ -70,15 +70,15 @@ def test_the_weights_of_a_converted_snapshot_are_the_mapped_file_itself(tmp_path
     assert all(begin <= each.data_ptr() < begin + file.size for each in built.model.parameters())
 
 
-@pytest.mark.parametrize("family", AS_THEY_LIE)
-def test_what_loads_as_it_lies_is_not_copied(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", NOT_CONVERTED)
+def test_weights_that_load_without_conversion_are_not_copied(family: str, tmp_path: Path) -> None:
     snapshot, target = tiny.make(family, tmp_path / "original"), tmp_path / "converted"
     assert convert(snapshot, target) == Converted(weights=0, tokenizer=False)
     assert [path.name for path in target.iterdir()] == [MANIFEST]
     assert manifest(target) == ConversionManifest(source=str(snapshot), files={})
 
 
-def test_all_but_the_weights_is_linked_and_nothing_of_the_snapshot_is_touched(tmp_path: Path) -> None:
+def test_other_files_are_linked_and_the_snapshot_is_unchanged(tmp_path: Path) -> None:
     snapshot, target = tiny.make("mixtral", tmp_path / "original"), tmp_path / "converted"
     before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in snapshot.iterdir()}
     snapshot.chmod(0o555)
@@ -107,17 +107,17 @@ def test_shards_become_one_file(tmp_path: Path) -> None:
     assert loader.build(options(target), loader.load_config(options(target)), None) is not None
 
 
-def test_types_that_a_conversion_would_narrow_are_left_to_loads(tmp_path: Path) -> None:
+def test_weights_that_would_lose_precision_are_not_converted(tmp_path: Path) -> None:
     snapshot, target = tiny.make("mixtral", tmp_path / "original", dtype="bfloat16"), tmp_path / "converted"
     tensors = load_file(snapshot / "model.safetensors")
     name = next(name for name in tensors if name.endswith("block_sparse_moe.gate.weight"))
     save_file(tensors | {name: tensors[name].float()}, snapshot / "model.safetensors")
-    with pytest.raises(StartError, match=r"float32 converted to torch\.bfloat16; it is left to loads"):
+    with pytest.raises(StartError, match=r"float32, which a copy would convert to torch\.bfloat16"):
         convert(snapshot, target)
     assert list(tmp_path.iterdir()) == [snapshot]
 
 
-def test_what_was_begun_by_somebody_who_was_killed_is_made_anew(tmp_path: Path) -> None:
+def test_the_rest_of_a_killed_conversion_is_replaced(tmp_path: Path) -> None:
     snapshot, target = tiny.make("mixtral", tmp_path / "original"), tmp_path / "converted"
     part = tmp_path / "converted.part"
     (part / "trial").mkdir(parents=True)
@@ -129,19 +129,42 @@ def test_what_was_begun_by_somebody_who_was_killed_is_made_anew(tmp_path: Path) 
     assert loader.build(options(target), loader.load_config(options(target)), None) is not None
 
 
-def test_two_processes_do_not_convert_the_same_at_once(tmp_path: Path) -> None:
+def test_only_one_conversion_runs_at_a_time(tmp_path: Path) -> None:
+    """While another process converts in the same folder, a conversion writes nothing and reports that one's bytes."""
+    snapshot, target = tiny.make("mixtral", tmp_path / "original"), tmp_path / "state" / "converted"
+    others = target.with_name("other.part") / "model.safetensors"
+    others.parent.mkdir(parents=True)
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    command = Convert(snapshot=str(snapshot), target=str(target))
+    running = threading.Thread(target=conversion.convert, args=(command, events.put))
+    other = os.open(target.parent, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    try:
+        running.start()
+        assert events.get(timeout=60) == Progress(stage="convert", done=0)
+        others.write_bytes(b"12345")
+        while events.get(timeout=60) != Progress(stage="convert", done=5):
+            pass
+        assert [path.name for path in target.parent.iterdir()] == ["other.part"]
+    finally:
+        os.close(other)
+        running.join()
+    assert (target / "model.safetensors").exists()
+
+
+def test_a_target_that_another_process_has_locked_is_left_to_it(tmp_path: Path) -> None:
     snapshot, target = tiny.make("mixtral", tmp_path / "original"), tmp_path / "converted"
     part = tmp_path / "converted.part"
     part.mkdir()
     other = os.open(part, os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
-    with pytest.raises(StartError, match="is being made by another process"):
+    with pytest.raises(StartError, match="is in use by another process"):
         convert(snapshot, target)
     os.close(other)
-    assert part.exists(), "it is the other's"
+    assert part.exists()
 
 
-def test_what_is_there_already_is_not_made_again(tmp_path: Path) -> None:
+def test_an_existing_target_is_not_converted_again(tmp_path: Path) -> None:
     snapshot, target = tiny.make("mixtral", tmp_path / "original"), tmp_path / "converted"
     convert(snapshot, target)
     before = (target / "model.safetensors").stat().st_ino
@@ -150,7 +173,7 @@ def test_what_is_there_already_is_not_made_again(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["converted", "original"]
 
 
-def test_whatever_breaks_it_off_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     snapshot, target = tiny.make("mixtral", tmp_path / "original"), tmp_path / "converted"
 
     def fail(event: Event) -> None:
@@ -161,16 +184,14 @@ def test_whatever_breaks_it_off_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [snapshot]
 
 
-def test_a_disk_without_room_is_told_before_anything_is_written() -> None:
-    check_room(Path("/disk"), free=(2 << 30) + 1, size=1 << 30)
-    with pytest.raises(
-        StartError, match="/disk has 2048 MiB free; weights in the model's own layout take 1025"
-    ) as full:
-        check_room(Path("/disk"), free=2 << 30, size=(1 << 30) + (1 << 20))
+def test_a_full_disk_is_reported_before_anything_is_written() -> None:
+    check_disk_space(Path("/disk"), free=(2 << 30) + 1, size=1 << 30)
+    with pytest.raises(StartError, match="/disk has 2048 MiB free; the converted weights need 1025 MiB") as full:
+        check_disk_space(Path("/disk"), free=2 << 30, size=(1 << 30) + (1 << 20))
     assert full.value.exit == Exit.DISK_FULL
 
 
-def test_a_damaged_snapshot_is_refused_as_loads_refuse_it(tmp_path: Path) -> None:
+def test_a_damaged_snapshot_is_rejected_as_by_a_load(tmp_path: Path) -> None:
     snapshot = tiny.make("mixtral", tmp_path / "original")
     os.truncate(snapshot / "model.safetensors", 100_000)
     with pytest.raises(StartError) as refused:
@@ -179,14 +200,14 @@ def test_a_damaged_snapshot_is_refused_as_loads_refuse_it(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [snapshot]
 
 
-def test_a_sink_writes_what_safetensors_reads(tmp_path: Path) -> None:
+def test_the_tensor_writer_writes_valid_safetensors(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors = {"a": torch.randn(3, 5), "b": torch.arange(7, dtype=torch.int64), "c": torch.randn(2, 2).bfloat16().t()}
     tensors |= {"none": torch.empty(0, 4), "one": torch.tensor(2.5)}
-    with Sink(path, len(tensors), lambda done: None) as sink:
+    with TensorWriter(path, len(tensors), lambda done: None) as writer:
         for name, tensor in tensors.items():
-            sink.take_named(name, tensor)
-        assert sink.finish() == sum(tensor.nbytes for tensor in tensors.values())
+            writer.write(name, tensor)
+        assert writer.finish({}) == sum(tensor.nbytes for tensor in tensors.values())
     found = load_file(path)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     assert found.keys() == tensors.keys()
@@ -195,8 +216,8 @@ def test_a_sink_writes_what_safetensors_reads(tmp_path: Path) -> None:
 # The tokenizer
 
 
-def spelled_out(snapshot: Path) -> None:
-    """Store the tokenizer of a snapshot as GPT-2's was: a vocabulary and merges, and no fast form."""
+def store_slow_tokenizer(snapshot: Path) -> None:
+    """Store the tokenizer of a snapshot as GPT-2's is stored: vocabulary and merges, without the fast form."""
     fast = json.loads((snapshot / "tokenizer.json").read_text())
     (snapshot / "vocab.json").write_text(json.dumps(fast["model"]["vocab"]))
     lines = [" ".join(pair) if isinstance(pair, list) else pair for pair in fast["model"]["merges"]]
@@ -206,9 +227,9 @@ def spelled_out(snapshot: Path) -> None:
     (snapshot / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def test_a_tokenizer_without_its_fast_form_gets_it_and_says_the_same(tmp_path: Path) -> None:
+def test_a_slow_tokenizer_gets_a_fast_form_with_the_same_tokens(tmp_path: Path) -> None:
     snapshot, target = tiny.make("gpt2", tmp_path / "original"), tmp_path / "converted"
-    spelled_out(snapshot)
+    store_slow_tokenizer(snapshot)
     assert convert(snapshot, target) == Converted(weights=0, tokenizer=True)
     assert (target / "model.safetensors").resolve() == (snapshot / "model.safetensors").resolve(), "weights are linked"
     usual, ours = (loader.load_tokenizer(options(folder)) for folder in (snapshot, target))
@@ -218,8 +239,8 @@ def test_a_tokenizer_without_its_fast_form_gets_it_and_says_the_same(tmp_path: P
     assert list(manifest(target).files) == ["tokenizer.json"]
 
 
-def test_a_fast_form_that_says_something_else_is_not_used(tmp_path: Path) -> None:
-    """A tokenizer's own settings may change what is read from tokenizer.json: here, whether a space comes first."""
+def test_a_fast_form_with_other_tokens_is_not_used(tmp_path: Path) -> None:
+    """Settings of a tokenizer may override tokenizer.json: here, the space before the first word."""
     snapshot = tiny.make("gpt2", tmp_path / "original")
     usual = loader.load_tokenizer(options(snapshot))
     other = shutil.copytree(snapshot, tmp_path / "other")
