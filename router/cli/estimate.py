@@ -23,12 +23,11 @@ from router.launch import environment
 from router.launch.devices import Devices
 from router.memory import checkpoint, sharding
 from router.memory import estimate as estimates
-from router.memory.best_estimate import allowed_devices, best_estimate, capacities, device_order, first_fitting
 from router.memory.checkpoint_facts import DTYPE_BYTES, Checkpoint, compute_dtype, effective_ctx, serves_embeddings
-from router.memory.estimate import Estimate
+from router.memory.estimate import RUNTIME_FORKED, RUNTIME_HOST, Estimate
 from router.memory.learned import LearnedEstimates
-from router.memory.process import RUNTIME_FORKED, RUNTIME_HOST
-from router.memory.weights import bits_on_load, packing, weight_bytes
+from router.memory.segments import bits_on_load, packing, weight_bytes
+from router.memory.sharding import allowed_devices, best_estimate, capacities, device_order, first_fitting
 from router.planner.ledger import HOST, DeviceId, Reading
 from router.store.catalogue import LocalDisk, find_snapshot
 from router.store.snapshots import Snapshots

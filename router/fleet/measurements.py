@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from router.fleet.interfaces import World
 from router.fleet.worker import Worker
-from router.memory.activations import compute_bytes
 from router.memory.checkpoint_facts import Checkpoint, UnknownArchitecture, effective_ctx
-from router.memory.process import Overhead
+from router.memory.estimate import Overhead
+from router.memory.segments import compute_bytes
 from router.planner.ledger import HOST, DeviceId
 
 NEGLIGIBLE = 0.05

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from router.config.presets import Preset
-from router.memory.checkpoint_facts import Checkpoint, Linears, Tally, UnknownCheckpoint
-from router.memory.weights import numbers
+from router.memory.checkpoint_facts import Checkpoint, Linears, Tally, UnknownCheckpoint, packed_numbers
 from worker.protocol.architectures import EXPERT, GENERATES, OFFSET_POSITIONS, PAGED, POSITION_KEYS, SCALE, VISION
 from worker.protocol.snapshot_files import INDEX, WEIGHTS, is_below, merge_config, shard_names
 
@@ -287,7 +286,7 @@ def _assemble(
         dtype=dtype,
         tensors=_tallies(counted.values()),
         params=sum(
-            math.prod(shape) * (numbers(stored, bits) if method else 1)
+            math.prod(shape) * (packed_numbers(stored, bits) if method else 1)
             for name, (stored, shape, _) in counted.items()
             if not _NO_PARAMETER.search(name)
         ),

@@ -160,3 +160,9 @@ def serves_embeddings(facts: Checkpoint, preset: Preset) -> bool:
 def takes_images(facts: Checkpoint, preset: Preset) -> bool:
     """Return whether the worker accepts images."""
     return "vision" in facts.capabilities and preset.limit_images > 0 and not serves_embeddings(facts, preset)
+
+
+def packed_numbers(stored: str, bits: int) -> int:
+    """Return how many numbers of `bits` bits one element of the stored type holds."""
+    word = {"int32": 32, "uint32": 32, "uint8": 8, "int8": 8}.get(stored, 0)
+    return max(1, word // bits) if word and bits else 1

@@ -2,39 +2,43 @@
 
     weights   parameters in memory, in the dtype of the computation
     context   the KV cache, allocated at load for `parallel` sequences of `ctx_size` tokens
-    compute   a bound on one prefill chunk or one decode step beyond those two (router/memory/activations.py)
-    runtime   the process itself on main memory; context and libraries of the device on an accelerator
+    compute   a bound on the activations of one prefill chunk or one decode step
+    runtime   process overhead: the process itself on main memory; context and libraries of the device on an accelerator
 
-Every figure rounds up: it is never below the truth. If only the weights are known, they are multiplied by a stated
-factor, and the estimate has a note. If not even they are known, `UnknownArchitecture` is raised; the way out is the key
-`required-memory`.
+The first three are in router/memory/segments.py. Every figure rounds up: it is never below the exact one. If only the
+weights are known, they are multiplied by a stated factor, and the estimate has a note. If not even they are known,
+`UnknownArchitecture` is raised; the way out is the key `required-memory`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from router.config import kv_types
 from router.config.presets import Preset
-from router.memory.activations import compute_bytes
 from router.memory.checkpoint_facts import (
     AUTO_CTX,
     DTYPE_BYTES,
     Checkpoint,
-    ContextTooLarge,
     UnknownArchitecture,
     compute_dtype,
     effective_ctx,
     serves_embeddings,
     takes_images,
 )
-from router.memory.process import UNKNOWN, Overhead
-from router.memory.weights import bits_on_load, check_quantization, is_mapped, weight_bytes
+from router.memory.segments import (
+    bits_on_load,
+    check_quantization,
+    compute_bytes,
+    context_bytes,
+    is_mapped,
+    weight_bytes,
+)
 from worker.protocol.events import Estimated
 from worker.protocol.memory import (
     ATTENTION_TILE_BYTES,
-    BLOCK_TOKENS,
     CUBLAS_WORKSPACE_BYTES,
+    DEVICE_PROCESS_BYTES,
+    DEVICE_PROCESS_HOST_BYTES,
     FIRST_STEPS_BYTES,
     GRAMMAR_BYTES,
     GRAMMAR_ENTRY_BYTES,
@@ -47,6 +51,20 @@ from worker.protocol.memory import (
     STAGING_BYTES,
     UNUSABLE_SHARE,
 )
+
+# Resident bytes of a worker process on main memory beside its model: 395 MiB are imports (torch 2.13 for the CPU,
+# transformers 5.23, Python 3.11; a third of it mapped libraries), and 15 come until it is ready. With its tokenizer
+# and what kernels take, which are counted apart, one with a model of 1.8 MiB was seen at 410 MiB once ready and at
+# 433 in service, where 484 were expected.
+RUNTIME_HOST = 420 * MIB
+
+# Of one that was forked, without what it shares with its nursery: 67 MiB once ready and 72 in service with a model of
+# half a MiB, and a tenth of the 250 MiB that it shares at first, for pages that are written to as time goes by.
+RUNTIME_FORKED = 96 * MIB
+
+# What is not there yet when a process has its imports: 15 MiB come until it is ready with a small model (395 MiB were
+# imports, by its own word), 10 to 45 with service.
+SERVING_HOST = 64 * MIB
 
 # Of what a forked process shares with its nursery while it estimates, what a worker will share for good.
 INHERITED_SHARE = 0.85
@@ -69,6 +87,36 @@ Source = Literal["static", "weights", "exact", "learned", "preset"]
 LIBRARY_BYTES: Mapping[str, int] = {
     "gptq": 112 * MIB, "awq": 112 * MIB, "bnb-4bit": 44 * MIB, "bnb-8bit": 44 * MIB, "compressed-tensors": 16 * MIB,
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """Measured bytes of a process without a model; 0: not measured yet."""
+
+    device: int = 0  # of each accelerator, beyond what torch's allocator holds: context and libraries
+    # Of main memory, once a process has its imports and its way to its device; of one that was forked only the
+    # latter, as it shares the imports with its nursery.
+    host: int = 0
+
+    @property
+    def on_device(self) -> int:
+        """Bytes to count on each accelerator."""
+        return self.device or DEVICE_PROCESS_BYTES
+
+    def on_host(self, *, forked: bool) -> int:
+        """Return the bytes to count for a worker on main memory, without its tokenizer."""
+        if forked:
+            return RUNTIME_FORKED
+        return self.host + SERVING_HOST if self.host else RUNTIME_HOST
+
+    def beside_device(self, *, forked: bool) -> int:
+        """Return the bytes of main memory to count for a worker on accelerators, without its tokenizer."""
+        if not self.host:
+            return DEVICE_PROCESS_HOST_BYTES
+        return self.host + (RUNTIME_FORKED if forked else SERVING_HOST)
+
+
+UNKNOWN = Overhead()
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,47 +415,6 @@ def _staged_bytes(facts: Checkpoint, preset: Preset) -> int:
     if all(stored == dtype for stored in facts.tensors if stored in DTYPE_BYTES):
         return STAGING_BYTES
     return STAGING_BYTES + weight_bytes(facts, preset, on_host=False)
-
-
-def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -> int:
-    """Return the bytes of the KV cache: blocks for `kv_tokens`, or for `parallel` sequences of `tokens` each.
-
-    Sum over layers of kv_heads x (key + value elements of a head) x dtype bytes (Kwon et al. 2023, section 3), with the
-    dtype of `kv-cache-dtype`. The engine does not limit a layer to its attention window. A state layer has a constant
-    size; its state is kept twice, in float32 if the code of the model needs that. A decoder with an encoder also caches
-    keys and values of the prompt in each layer. The aligned cache has rows in place of blocks, as many as `kv_tokens`
-    allows, and moves rows of one layer through a buffer of that size. An embedder has no cache.
-
-    Raises UnknownArchitecture if the layers are not stated, ContextTooLarge if one request would not fit.
-    """
-    if serves_embeddings(facts, preset):
-        return 0
-    if 0 < preset.kv_tokens < tokens:
-        raise ContextTooLarge(
-            f"{preset.id}: kv-tokens {preset.kv_tokens} is less than the {tokens} tokens that one request may have"
-            " (ctx-size); raise kv-tokens or lower ctx-size"
-        )
-    attending = facts.attending
-    if facts.layers <= 0 or (attending and not (facts.kv_heads and facts.head_dim)):
-        raise UnknownArchitecture(
-            preset.id,
-            f"config.json of {facts.model_type or 'this model'} does not state its layers, key-value heads and head"
-            " size",
-        )
-    each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
-    attending *= 2 if facts.cross_attention else 1
-    sizes = [
-        facts.kv_heads * kv_types.head_bytes(preset.kv_cache_dtype, elements, each)
-        for elements in (facts.head_dim, facts.value_dim or facts.head_dim)
-    ]
-    per_token = attending * sum(sizes)
-    state = facts.state_elements * max(each, 4)
-    if facts.aligned:
-        rows = min(preset.parallel, preset.kv_tokens // tokens) if preset.kv_tokens else preset.parallel
-        one = tokens * max(sizes) if attending else 0
-        return rows * (tokens * per_token + 2 * facts.state_layers * state) + max(one, state)
-    blocks = -(-preset.kv_tokens // BLOCK_TOKENS) if preset.kv_tokens else preset.parallel * -(-tokens // BLOCK_TOKENS)
-    return blocks * BLOCK_TOKENS * per_token + preset.parallel * facts.state_layers * state
 
 
 def required_shards(preset: Preset, *, shards: int, on_host: bool) -> tuple[int, ...] | None:

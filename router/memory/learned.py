@@ -22,8 +22,7 @@ from typing import Any, Literal
 
 from router.config.presets import Preset
 from router.memory.checkpoint_facts import Checkpoint, effective_ctx
-from router.memory.estimate import Estimate, from_measurement
-from router.memory.process import UNKNOWN, Overhead
+from router.memory.estimate import UNKNOWN, Estimate, Overhead, from_measurement
 
 # Of the way down that a learned figure goes with each measurement below it. Upwards it goes at once.
 DECAY = 0.25

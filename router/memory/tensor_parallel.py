@@ -8,21 +8,20 @@ each rank has a device; on main memory all ranks share it.
 from dataclasses import replace
 
 from router.config.presets import Preset
-from router.memory.activations import compute_bytes
 from router.memory.checkpoint_facts import DTYPE_BYTES, Checkpoint, compute_dtype, effective_ctx
 from router.memory.estimate import (
     TOKENIZER_BYTES,
+    UNKNOWN,
     Estimate,
+    Overhead,
     beside_steps,
-    context_bytes,
     grammar_bytes,
     kept_bytes,
     reason_not_to_divide,
     required_shards,
 )
 from router.memory.estimate import estimate as estimate_whole
-from router.memory.process import UNKNOWN, Overhead
-from router.memory.weights import is_mapped, weight_bytes
+from router.memory.segments import compute_bytes, context_bytes, is_mapped, weight_bytes
 from worker.protocol.architectures import DIVISIBLE
 from worker.protocol.memory import GLOO_BYTES, NCCL_BYTES, STAGING_BYTES
 

@@ -13,7 +13,8 @@ import pytest
 from router.config.presets import Preset
 from router.memory import checkpoint
 from router.memory.checkpoint_facts import Checkpoint, compute_dtype, effective_ctx, serves_embeddings
-from router.memory.estimate import context_bytes, estimate
+from router.memory.estimate import estimate
+from router.memory.segments import context_bytes
 from tests import tiny
 from tests.children import Child, python
 from worker.protocol.argv import Estimate, Serve, to_argv

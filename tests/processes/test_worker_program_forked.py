@@ -17,8 +17,7 @@ from router.config.presets import Preset
 from router.launch.interface import NotForked, Program, WorkerLost
 from router.launch.worker_process import LocalWorker
 from router.memory import checkpoint, tensor_parallel
-from router.memory.estimate import Estimate, estimate, from_trace
-from router.memory.process import Overhead
+from router.memory.estimate import Estimate, Overhead, estimate, from_trace
 from tests import tiny
 from tests.children import await_end
 from tests.fakes import CPU, DEADLINE, GIB, FixedDevices

@@ -18,8 +18,8 @@ from router.cli.hub_headers import RemoteError
 from router.cli.main import main
 from router.config.resolve import LoadedPresets
 from router.memory import checkpoint, learned
+from router.memory.estimate import RUNTIME_FORKED, RUNTIME_HOST, SERVING_HOST, Overhead
 from router.memory.learned import LearnedEstimates
-from router.memory.process import RUNTIME_FORKED, RUNTIME_HOST, SERVING_HOST, Overhead
 from router.memory.sharding import Choice
 from router.planner.ledger import HOST, LOCAL, DeviceId
 from router.store.snapshots import Snapshots

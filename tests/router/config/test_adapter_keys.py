@@ -7,7 +7,7 @@ import pytest
 from router.config.effective import args
 from router.config.presets import Preset, same_load
 from router.memory.checkpoint_facts import Checkpoint, Linears
-from router.memory.weights import adapter_bytes
+from router.memory.segments import adapter_bytes
 from tests.router.preset_texts import Disk, complaint, one, read
 from worker.protocol.argv import AdapterSource
 

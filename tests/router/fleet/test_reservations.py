@@ -12,8 +12,7 @@ from router.errors import DoesNotFit, LoadFailed
 from router.fleet.worker import Worker
 from router.fleet.worker_argv import options, question, serve_fields, threads
 from router.launch.interface import WorkerLost
-from router.memory.estimate import SAFETY_FACTOR, beside_steps, estimate
-from router.memory.process import SERVING_HOST
+from router.memory.estimate import SAFETY_FACTOR, SERVING_HOST, beside_steps, estimate
 from router.planner.ledger import LOCAL, DeviceId
 from tests.fakes import CPU, GIB, FakeLauncher, FakeModel, virtual
 from tests.router.fleet.worlds import LLAMA, Schedule

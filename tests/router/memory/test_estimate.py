@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from router.config.presets import Preset
 from router.memory import estimate as estimates
-from router.memory.activations import compute_bytes
 from router.memory.checkpoint_facts import (
     DTYPE_BYTES,
     Checkpoint,
@@ -26,15 +25,16 @@ from router.memory.checkpoint_facts import (
 from router.memory.estimate import (
     INHERITED_SHARE,
     LEAST_BESIDE,
+    RUNTIME_FORKED,
+    RUNTIME_HOST,
     SAFETY_FACTOR,
     TOKENIZER_BYTES,
     Estimate,
+    Overhead,
     beside_steps,
-    context_bytes,
     estimate,
 )
-from router.memory.process import RUNTIME_FORKED, RUNTIME_HOST, Overhead
-from router.memory.weights import weight_bytes
+from router.memory.segments import compute_bytes, context_bytes, weight_bytes
 from tests.router.checkpoints import QWEN3_4B, checkpoints, preset, presets
 from worker.protocol.events import Estimated
 from worker.protocol.memory import (

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from router.config.presets import Preset
 from router.memory import estimate, tensor_parallel
+from router.memory.estimate import RUNTIME_FORKED, RUNTIME_HOST, SERVING_HOST, UNKNOWN, Overhead
 from router.memory.learned import LearnedEstimates
-from router.memory.process import RUNTIME_FORKED, RUNTIME_HOST, SERVING_HOST, UNKNOWN, Overhead
 from tests.router.fleet.worlds import LLAMA
 from worker.estimate import estimate as worked_out
 from worker.protocol.argv import Estimate

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from router.config.presets import ALL_DEVICES, Preset
 from router.memory import sharding, tensor_parallel
 from router.memory.checkpoint_facts import Checkpoint, effective_ctx
-from router.memory.estimate import Estimate, context_bytes
+from router.memory.estimate import Estimate
 from router.memory.estimate import estimate as estimate_whole
+from router.memory.segments import context_bytes, weight_bytes
 from router.memory.sharding import Choice, Indivisible, choices
-from router.memory.weights import weight_bytes
 from router.planner.ledger import DeviceId
 from tests.router.large import BIG, CPU, GIB, GPU, LAYER
 

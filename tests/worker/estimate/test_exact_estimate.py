@@ -16,9 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from router.config.presets import Preset
 from router.memory import checkpoint
-from router.memory.activations import compute_bytes
 from router.memory.estimate import beside_steps
-from router.memory.weights import weight_bytes
+from router.memory.segments import compute_bytes, weight_bytes
 from tests import tiny
 from worker.engines.transformers import load_encoder
 from worker.engines.transformers.attention import cpu_linear

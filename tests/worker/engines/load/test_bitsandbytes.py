@@ -12,8 +12,7 @@ import transformers
 
 from router.config.presets import Preset
 from router.memory import checkpoint
-from router.memory.activations import compute_bytes
-from router.memory.weights import weight_bytes
+from router.memory.segments import compute_bytes, weight_bytes
 from tests import tiny
 from tests.worker.allocated import allocated
 from tests.worker.loaded import complete_one, generated, load, serving

@@ -10,8 +10,7 @@ import torch
 
 from router.config.presets import Preset
 from router.memory import checkpoint
-from router.memory.activations import compute_bytes
-from router.memory.weights import weight_bytes
+from router.memory.segments import compute_bytes, weight_bytes
 from tests import packed
 from tests.worker.allocated import allocated
 from tests.worker.loaded import complete_one, load, serving

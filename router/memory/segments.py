@@ -1,0 +1,314 @@
+"""The bytes of a model by segment: weights, KV cache ("context") and activations ("compute"). PURE.
+
+Weights and KV cache are exact. Activations are one upper bound for the largest step (`compute_bytes`).
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from router.config.kv_types import head_bytes, is_compact
+from router.config.presets import Preset
+from router.memory.checkpoint_facts import (
+    DTYPE_BYTES,
+    Checkpoint,
+    ContextTooLarge,
+    UnknownArchitecture,
+    WrongQuantization,
+    compute_dtype,
+    packed_numbers,
+    serves_embeddings,
+    takes_images,
+)
+from worker.protocol.architectures import FUSED_GROUPS, UNPACKED, UNPACKED_ON_CPU, UNPACKED_WITHOUT, USUAL_GROUP
+from worker.protocol.memory import (
+    BLOCK_TOKENS,
+    GATHERED_BYTES,
+    GRAPH_BYTES,
+    MIB,
+    PROMPT_LOGITS,
+    SLICE_BYTES,
+    SPREAD_SCORES,
+    SPREAD_TENSORS,
+    UNPACKED_BYTES,
+    UNPACKED_ELEMENT_BYTES,
+    WIDENED_BYTES,
+)
+
+# Bits of an element, where a checkpoint that is not quantised is packed while it is loaded.
+ON_LOAD: Mapping[str, int] = {"bnb-8bit": 8, "bnb-4bit": 4}
+
+# Methods that the worker loads (worker/engines/transformers/load/quantization.py).
+SERVED = ("awq", "bnb-4bit", "bnb-8bit", "compressed-tensors", "fp8", "gptq", "mxfp4")
+
+# Times their stored bytes that scales, zero points and orders take on main memory, whose kernel has them in 16 bits
+# and side by side (worker/estimate/quantized.py): 8 bytes in place of 2.5.
+ARRANGED: Mapping[str, float] = {"gptq": 3.2, "awq": 3.2}
+
+# The same without that kernel, which keeps orders and zero points once more, in wider numbers: 1.7 times with a scale
+# for each 128 inputs, 2.4 with one for all of them.
+WIDENED = 2.4
+
+
+# Tensors of each width (hidden, attention, MLP) that a layer is counted with at once, in the model's type but of 4
+# bytes at least where weights are packed. Traced layers of the verified families have at most four copies of the
+# hidden size, five of the queries and five of the MLP's width, and never the last two at the same moment.
+COPIES = 6
+
+NORM_BYTES = 8  # for each element of the hidden size: a norm computes its square and its result in float32
+
+# For each score where attention keeps all of them: four float32 tensors. Traced: at most four (BLOOM, gpt-oss).
+SCORE_BYTES = 16
+
+# For each pair of a token in the step and a position that it may see: two masks (a model may have windows in some of
+# its layers) in float32, and the comparisons that they are made from.
+MASK_BYTES = 12
+
+# For each element of a state, for each token that has one of its own: six float32 tensors. Traced: 2.8 on Mamba and
+# Jamba, 5 where several tokens share a state.
+STATE_BYTES = 24
+
+# For each pair of tokens while an encoder works out how far apart they are, in whole numbers of 64 bits. Traced: 49
+# (T5).
+DISTANCE_BYTES = 64
+
+# For each entry of a row of logits while its token is drawn: the logits, in the model's type and in float32, and what
+# sorting them for top-p needs, when every row wants it of a flat distribution. Traced: 52
+# (worker/engines/transformers/sample/sampler.py).
+DRAW_BYTES = 64
+
+# For each entry of a row of logits whose logprobs a prompt asks for. Traced: 16.
+LIKELIHOOD_BYTES = 24
+
+# Added to every bound for positions, tables and indices, which only matter in the smallest models.
+LEAST_BYTES = 1 * MIB
+
+
+def weight_bytes(facts: Checkpoint, preset: Preset, *, on_host: bool) -> int:
+    """Return the bytes of all tensors in memory.
+
+    Plain floating-point tensors take the dtype of the computation. Packed integers, and 8-bit floats of a quantized
+    checkpoint, stay as they are stored if there are kernels for them. Linear layers are packed if the preset quantizes
+    on load. On main memory, a file whose tensors all have the dtype of the computation is mapped and made resident as a
+    whole, with tensors that the model does not use. Layers behind an embedder are float32.
+    """
+    each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
+    packed, kept = packing(facts, preset, on_host=on_host)
+    unpacks = is_unpacked(facts, on_host=on_host)
+    total = packed + kept
+    for stored, tally in facts.tensors.items():
+        if _is_plain(stored, facts):
+            continue
+        total += tally.elements * packed_numbers(stored, facts.bits) * each if unpacks else tally.bytes
+    total = max(total, facts.file_bytes) if on_host and is_mapped(facts, preset) else total
+    if facts.model_type == "gpt_bigcode":  # its model builds a causal mask of all positions, a byte each
+        total += facts.max_positions**2
+    return total + facts.head_elements * DTYPE_BYTES["float32"] + adapter_bytes(facts, preset, each)
+
+
+def adapter_bytes(facts: Checkpoint, preset: Preset, each: int) -> int:
+    """Return the bytes of the LoRA slots with elements of `each` bytes: A and B of every linear layer (Hu et al. 2021,
+    section 4.1)."""
+    return preset.adapter_slots * preset.max_lora_rank * facts.linears.ends * each
+
+
+def packing(facts: Checkpoint, preset: Preset, *, on_host: bool) -> tuple[int, int]:
+    """Return the bytes of quantized tensors (or scales of a quantized checkpoint) and the bytes of what stays in plain
+    floating point.
+
+    8 bits: a byte for each element, a float32 for each row (Dettmers et al. 2022, section 3). 4 bits: half a byte, a
+    float32 for each 64 elements, and a table of 16 for each layer (Dettmers et al. 2023, section 3; the default of
+    bitsandbytes, without double quantisation).
+    """
+    each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
+    plain = sum(tally.elements * each for stored, tally in facts.tensors.items() if _is_plain(stored, facts))
+    linears, bits = facts.linears, bits_on_load(facts, preset)
+    if not bits:  # unpacked weights have no scales any more
+        times = 1.0
+        if on_host and facts.quantization in ARRANGED:
+            times = ARRANGED[facts.quantization] if is_fused(facts) else WIDENED
+        return 0 if is_unpacked(facts, on_host=on_host) else int(times * facts.scale_bytes), plain
+    packed = linears.elements + 4 * linears.rows
+    if bits == 4:
+        packed = -(-linears.elements // 2) + 4 * linears.blocks + 64 * linears.count
+    return packed, max(0, plain - linears.elements * each)
+
+
+def is_fused(facts: Checkpoint) -> bool:
+    """Return whether main memory has a kernel for these packed weights."""
+    return facts.bits in (0, 4) and (facts.group or USUAL_GROUP) in FUSED_GROUPS
+
+
+def is_unpacked(facts: Checkpoint, *, on_host: bool) -> bool:
+    """Return whether the weights of a quantized checkpoint become plain floating point while they are loaded."""
+    return facts.quantization in (UNPACKED_ON_CPU if on_host else UNPACKED_WITHOUT) or facts.quantization in UNPACKED
+
+
+def bits_on_load(facts: Checkpoint, preset: Preset) -> int:
+    """Return the bits to which linear layers are quantized on load; 0 if they are not."""
+    return 0 if facts.quantization else ON_LOAD.get(preset.quantization, 0)
+
+
+def packed_bits(facts: Checkpoint, preset: Preset) -> int:
+    """Return the bits of linear layers that bitsandbytes packs on load or has packed; 0 if it does not."""
+    return bits_on_load(facts, preset) or ON_LOAD.get(facts.quantization, 0)
+
+
+def check_quantization(facts: Checkpoint, preset: Preset, *, on_host: bool) -> None:
+    """Raise WrongQuantization if the method of the checkpoint is not supported, or if the preset states another one
+    than the checkpoint has."""
+    asked, is_ = preset.quantization, facts.quantization
+    if is_ and is_ not in SERVED:
+        raise WrongQuantization(
+            f"{preset.id}: the checkpoint is quantised with {is_}, which this version cannot load; take one that is not"
+            f" quantised, or quantised with {', '.join(SERVED)}"
+        )
+    if on_host and is_ == "awq" and not is_fused(facts):
+        group = facts.group if facts.group > 0 else "all"
+        raise WrongQuantization(
+            f"{preset.id}: the checkpoint is quantised with awq in {facts.bits or 4} bits and groups of {group} inputs,"
+            " which this version computes on an accelerator only; on main memory it takes 4 bits and groups of"
+            f" {', '.join(map(str, sorted(FUSED_GROUPS)))}"
+        )
+    if asked == "auto" or (asked == "none" and not is_) or bits_on_load(facts, preset) or (is_ and asked == is_):
+        return
+    if is_.startswith("bnb") and asked.startswith("bnb"):
+        return  # bitsandbytes loads the stored bits
+    fact = f"quantised with {is_}" if is_ else "not quantised"
+    raise WrongQuantization(f"{preset.id}: quantization = {asked}, but the checkpoint is {fact}; leave the key out")
+
+
+def _is_plain(stored: str, facts: Checkpoint) -> bool:
+    return stored in DTYPE_BYTES or (stored.startswith("float8") and not facts.quantization)
+
+
+def is_mapped(facts: Checkpoint, preset: Preset) -> bool:
+    """Return whether a worker on main memory maps the files instead of copying them: each tensor has the dtype of the
+    computation."""
+    if facts.quantization or bits_on_load(facts, preset):
+        return False
+    dtype = compute_dtype(facts, preset, on_host=True)
+    return bool(facts.file_bytes) and all(stored == dtype for stored in facts.tensors if stored in DTYPE_BYTES)
+
+
+def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -> int:
+    """Return the bytes of the KV cache: blocks for `kv_tokens`, or for `parallel` sequences of `tokens` each.
+
+    Sum over layers of kv_heads x (key + value elements of a head) x dtype bytes (Kwon et al. 2023, section 3), with the
+    dtype of `kv-cache-dtype`. The engine does not limit a layer to its attention window. A state layer has a constant
+    size; its state is kept twice, in float32 if the code of the model needs that. A decoder with an encoder also caches
+    keys and values of the prompt in each layer. The aligned cache has rows in place of blocks, as many as `kv_tokens`
+    allows, and moves rows of one layer through a buffer of that size. An embedder has no cache.
+
+    Raises UnknownArchitecture if the layers are not stated, ContextTooLarge if one request would not fit.
+    """
+    if serves_embeddings(facts, preset):
+        return 0
+    if 0 < preset.kv_tokens < tokens:
+        raise ContextTooLarge(
+            f"{preset.id}: kv-tokens {preset.kv_tokens} is less than the {tokens} tokens that one request may have"
+            " (ctx-size); raise kv-tokens or lower ctx-size"
+        )
+    attending = facts.attending
+    if facts.layers <= 0 or (attending and not (facts.kv_heads and facts.head_dim)):
+        raise UnknownArchitecture(
+            preset.id,
+            f"config.json of {facts.model_type or 'this model'} does not state its layers, key-value heads and head"
+            " size",
+        )
+    each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
+    attending *= 2 if facts.cross_attention else 1
+    sizes = [
+        facts.kv_heads * head_bytes(preset.kv_cache_dtype, elements, each)
+        for elements in (facts.head_dim, facts.value_dim or facts.head_dim)
+    ]
+    per_token = attending * sum(sizes)
+    state = facts.state_elements * max(each, 4)
+    if facts.aligned:
+        rows = min(preset.parallel, preset.kv_tokens // tokens) if preset.kv_tokens else preset.parallel
+        one = tokens * max(sizes) if attending else 0
+        return rows * (tokens * per_token + 2 * facts.state_layers * state) + max(one, state)
+    blocks = -(-preset.kv_tokens // BLOCK_TOKENS) if preset.kv_tokens else preset.parallel * -(-tokens // BLOCK_TOKENS)
+    return blocks * BLOCK_TOKENS * per_token + preset.parallel * facts.state_layers * state
+
+
+def compute_bytes(
+    facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool, part: Literal["whole", "layers", "head"] = "whole"
+) -> int:
+    """Return the bound for a worker of `preset` with `tokens` of context per request.
+
+    `part` of "layers" or "head": a device with some of the layers, or with some of them and the head, without CUDA
+    graphs. Raises UnknownArchitecture if the config does not state hidden size and vocabulary.
+    """
+    if not facts.hidden or not facts.vocab_size:
+        raise UnknownArchitecture(
+            preset.id,
+            f"config.json of {facts.model_type or 'this model'} does not state its hidden size and vocabulary",
+        )
+    each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
+    rows, only_encodes = preset.parallel, serves_embeddings(facts, preset)
+    if only_encodes or facts.cross_attention:  # an encoder gets the whole prompt in one step
+        step = max(preset.chunk, tokens) + rows
+    else:
+        step = min(preset.chunk, rows * tokens) + rows
+    layer = _layer_bytes(facts, preset, step, each) + _attention_bytes(facts, preset, step, tokens, each, on_host)
+    if takes_images(facts, preset):  # activations of the vision tower, and the features of one image for each row
+        layer += (facts.tower + rows * facts.picture_tokens * facts.hidden) * each
+    if only_encodes or part == "layers":
+        return LEAST_BYTES + layer
+    largest = layer + facts.vocab_size * (rows * DRAW_BYTES + PROMPT_LOGITS * LIKELIHOOD_BYTES)
+    if on_host and not preset.enforce_eager:  # the CPU kernel reorders linear layers between steps, by slices
+        largest += min(facts.hidden * max(facts.vocab_size, facts.intermediate) * each, SLICE_BYTES)
+    if not (on_host or preset.enforce_eager or facts.aligned or part == "head"):
+        largest += _graph_bytes(facts, preset, tokens, each)
+    return LEAST_BYTES + largest
+
+
+def _layer_bytes(facts: Checkpoint, preset: Preset, step: int, each: int) -> int:
+    """Return the bytes of the tensors of one layer for a step of `step` tokens."""
+    queries = max(facts.expanded // 2, facts.hidden)
+    is_packed = bool(facts.quantization or bits_on_load(facts, preset))
+    widths = facts.hidden + queries + facts.intermediate
+    found = step * (COPIES * widths * (max(each, 4) if is_packed else each) + NORM_BYTES * facts.hidden)
+    if is_packed:  # one matrix is unpacked at a time
+        found += facts.hidden * max(facts.intermediate, queries) * UNPACKED_ELEMENT_BYTES
+    if facts.state_elements:  # with heads, a block of tokens shares one state
+        found += (-(-step // facts.state_steps) + 1) * facts.state_elements * STATE_BYTES
+    return found
+
+
+def _attention_bytes(facts: Checkpoint, preset: Preset, step: int, tokens: int, each: int, on_host: bool) -> int:
+    """Return the bytes of masks, scores and gathered keys and values, for `step` tokens that attend to `tokens`
+    positions at most."""
+    if serves_embeddings(facts, preset):  # texts of one step are padded to one chunk; a single text has no mask
+        seen = tokens if preset.attention == "eager" else min(tokens, preset.chunk)
+        pairs = max(preset.chunk, seen) * seen
+    else:
+        pairs = step * (tokens + step)  # a window is widened by the step
+    found = pairs * MASK_BYTES
+    if preset.attention == "eager" or (facts.aligned and not serves_embeddings(facts, preset)):
+        found += pairs * facts.heads * SCORE_BYTES
+    if facts.cross_attention:
+        found += tokens * tokens * DISTANCE_BYTES
+    # Keys and values of one row in one piece, and once more repeated for each query head.
+    row = tokens * max(facts.expanded, facts.kv_heads * (facts.head_dim + facts.value_dim)) * each
+    found += 2 * row + preset.parallel * tokens * each
+    if facts.aligned:  # each decoding row repeats its keys and values for all query heads
+        found += 2 * preset.parallel * row
+    is_kept_so = is_compact(preset.kv_cache_dtype, compute_dtype(facts, preset, on_host=on_host))
+    if is_kept_so and not serves_embeddings(facts, preset):  # a quantized cache is unpacked for all rows of a step
+        cached = tokens * facts.kv_heads * (facts.head_dim + facts.value_dim) * each
+        found += 2 * min(preset.parallel * cached, UNPACKED_BYTES["cpu" if on_host else "cuda"])
+    if on_host:
+        found += SPREAD_SCORES * SPREAD_TENSORS * 4 + WIDENED_BYTES
+    return found
+
+
+def _graph_bytes(facts: Checkpoint, preset: Preset, tokens: int, each: int) -> int:
+    """Return the bytes that CUDA graphs of decode steps keep: one step of all rows, gathered keys and values, and the
+    graphs themselves, one for each power of two of rows and of context."""
+    rows = preset.parallel
+    row = tokens * facts.kv_heads * (facts.head_dim + facts.value_dim) * each
+    gathered = min(rows * row, GATHERED_BYTES)
+    step = _layer_bytes(facts, preset, rows, each) + rows * facts.vocab_size * (each + 8)
+    graphs = (rows.bit_length() + 1) * ((tokens // 256).bit_length() + 1)
+    return step + gathered + rows * tokens * MASK_BYTES + graphs * GRAPH_BYTES
