@@ -8,7 +8,7 @@ from router import __version__
 from worker.protocol.dialects import Dialect, anthropic, fastchat, llama_server, lmi, ollama, openai, responses
 from worker.protocol.errors import ERRORS
 from worker.protocol.routes import FLAGS, ROUTES, AccessLevel, LoadPolicy, Route, body_schema, query
-from worker.protocol.schema import ANY_OBJECT, COUNT, TEXT, ResponseSchema, Schema, const, enum, maybe, ref, shape
+from worker.protocol.schema import ANY_OBJECT, COUNT, TEXT, ResponseSchema, Schema, const, enum, or_null, ref, shape
 from worker.protocol.streams import stream
 
 # Schemas that several responses share, by name.
@@ -297,7 +297,7 @@ def _errors() -> dict[str, Schema]:
                 "code": const(row.status),
                 "message": TEXT,
                 "type": const(row.type),
-                "param": maybe(TEXT),
+                "param": or_null(TEXT),
                 "reason": enum(*row.reasons),
             },
             {name: further[name] for name in row.further},

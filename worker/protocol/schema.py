@@ -12,50 +12,57 @@ Schema = Mapping[str, Any]
 Body = Mapping[str, Schema]
 
 ANYTHING: Schema = {}
+TEXT: Schema = {"type": "string"}
+WHOLE: Schema = {"type": "integer"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+NUMBER: Schema = {"type": "number"}
+FLAG: Schema = {"type": "boolean"}
+NULL: Schema = {"type": "null"}
+ANY_OBJECT: Schema = {"type": "object", "additionalProperties": True}
+
+
+# Request fields. All but `required` ones allow null.
 
 
 def or_null(schema: Schema) -> Schema:
-    if "type" in schema:
+    if "type" in schema and "enum" not in schema:
         kinds = [schema["type"]] if isinstance(schema["type"], str) else list(schema["type"])
         return {**schema, "type": [*kinds, "null"]}
-    return {"anyOf": [schema, {"type": "null"}]}
+    return any_of(schema, NULL)
 
 
 def integer(low: int | None = None, high: int | None = None, about: str = "") -> Schema:
-    return or_null({"type": "integer", **_bounds(low, high), **_about(about)})
+    return or_null({"type": "integer", **_stated(minimum=low, maximum=high, description=about)})
 
 
 def number(low: float, high: float, about: str = "") -> Schema:
-    return or_null({"type": "number", **_bounds(low, high), **_about(about)})
+    return or_null({"type": "number", **_stated(minimum=low, maximum=high, description=about)})
 
 
 def flag(about: str = "") -> Schema:
-    return or_null({"type": "boolean", **_about(about)})
+    return or_null({"type": "boolean", **_stated(description=about)})
 
 
 def text(about: str = "") -> Schema:
-    return or_null({"type": "string", **_about(about)})
+    return or_null({"type": "string", **_stated(description=about)})
 
 
 def choice(values: Collection[str], about: str = "") -> Schema:
-    return {"enum": [*values, None], "type": ["string", "null"], **_about(about)}
+    return {"enum": [*values, None], "type": ["string", "null"], **_stated(description=about)}
 
 
 def array(items: Schema, *, most: int | None = None, least: int | None = None, about: str = "") -> Schema:
-    return or_null({"type": "array", "items": items, **_sizes(least, most), **_about(about)})
+    return or_null({"type": "array", "items": items, **_stated(minItems=least, maxItems=most, description=about)})
 
 
-def record(
-    fields: Body,
-    about: str = "",
-) -> Schema:
+def record(fields: Body, about: str = "") -> Schema:
     """An object; fields whose schema has no null are required."""
-    return or_null({**described(fields), **_about(about)})
+    return or_null({**described(fields), **_stated(description=about)})
 
 
 def one_of(values: Collection[Any], about: str = "") -> Schema:
     """Exactly these values, or null: for a field of which no other value is supported."""
-    return {"enum": [None, *values], **_about(about)}
+    return {"enum": [None, *values], **_stated(description=about)}
 
 
 def required(schema: Schema) -> Schema:
@@ -65,10 +72,19 @@ def required(schema: Schema) -> Schema:
     return {**schema, "type": kinds[0] if len(kinds) == 1 else kinds, **values}
 
 
-def described(fields: Body) -> Schema:
-    """Return the schema of an object with these fields. Further members are allowed."""
-    needed = [name for name, schema in fields.items() if not allows_null(schema)]
-    return {"type": "object", "properties": dict(fields), **({"required": needed} if needed else {})}
+def described(fields: Body, *also: str, about: str = "") -> Schema:
+    """Return the schema of an object with these fields. Further members are allowed.
+
+    `also`: fields that are required, beside those whose schema has no null.
+    """
+    needed = [name for name, schema in fields.items() if name in also or not allows_null(schema)]
+    stated = _stated(required=needed or None, description=about)
+    return {"type": "object", "properties": dict(fields), **stated}
+
+
+def tagged(type: str, fields: Body, about: str = "") -> Schema:
+    """One of several kinds of object in the same place, which the member `type` distinguishes."""
+    return described({"type": const(type), **fields}, "type", about=about)
 
 
 def allows_null(schema: Schema) -> bool:
@@ -113,27 +129,12 @@ def _same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and bool(left == right)
 
 
-def _bounds(low: float | None, high: float | None) -> dict[str, float]:
-    stated = {"minimum": low, "maximum": high}
-    return {name: value for name, value in stated.items() if value is not None}
+def _stated(**keywords: Any) -> dict[str, Any]:
+    """The keywords of a schema that have a value."""
+    return {name: value for name, value in keywords.items() if value not in (None, "")}
 
 
-def _sizes(least: int | None, most: int | None) -> dict[str, int]:
-    stated = {"minItems": least, "maxItems": most}
-    return {name: value for name, value in stated.items() if value is not None}
-
-
-def _about(text: str) -> dict[str, str]:
-    return {"description": text} if text else {}
-
-
-TEXT: Schema = {"type": "string"}
-WHOLE: Schema = {"type": "integer"}
-COUNT: Schema = {"type": "integer", "minimum": 0}
-NUMBER: Schema = {"type": "number"}
-FLAG: Schema = {"type": "boolean"}
-NULL: Schema = {"type": "null"}
-ANY_OBJECT: Schema = {"type": "object", "additionalProperties": True}
+# Responses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,16 +154,16 @@ def ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
+def any_of(*schemas: Schema, about: str = "") -> Schema:
+    return {"anyOf": list(schemas), **_stated(description=about)}
+
+
 def const(value: Any) -> Schema:
     return {"const": value}
 
 
 def enum(*values: Any) -> Schema:
     return {"enum": list(values)}
-
-
-def maybe(schema: Schema) -> Schema:
-    return {"anyOf": [schema, NULL]}
 
 
 def several(items: Schema) -> Schema:
@@ -172,6 +173,11 @@ def several(items: Schema) -> Schema:
 def by_name(schema: Schema) -> Schema:
     """An object with arbitrary member names, whose values match `schema`."""
     return {"type": "object", "additionalProperties": schema}
+
+
+def members(schema: Schema, *names: str) -> dict[str, Schema]:
+    """Several members with the same schema."""
+    return dict.fromkeys(names, schema)
 
 
 def shape(always: Mapping[str, Schema], sometimes: Mapping[str, Schema] | None = None) -> dict[str, Any]:

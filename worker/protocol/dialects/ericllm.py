@@ -1,17 +1,14 @@
 """EricLLM's API: schemas of requests and responses."""
 
-from worker.protocol.dialects.generation_fields import MAX_CHOICES, SAMPLING, STOP, TUNING
+from worker.protocol.dialects.generation_fields import MAX_CHOICES, SAMPLING, STOP, TUNING, tuning
 from worker.protocol.dialects.openai import MAX_TOKENS, MODEL
-from worker.protocol.schema import TEXT, Body, ResponseSchema, integer, one_of, required, several, shape, text
+from worker.protocol.schema import TEXT, Body, ResponseSchema, any_of, integer, one_of, several, shape
 
 GENERATE: Body = {
     "model": MODEL,
-    "prompt": required(text()),
+    "prompt": TEXT,
     "max_tokens": MAX_TOKENS,
-    "temperature": TUNING["temperature"],
-    "top_k": TUNING["top_k"],
-    "top_p": TUNING["top_p"],
-    "min_p": TUNING["min_p"],
+    **tuning("temperature", "top_k", "top_p", "min_p"),
     "stop": STOP,
     "n": integer(1, MAX_CHOICES),
     "seed": SAMPLING["seed"],
@@ -21,4 +18,4 @@ GENERATE: Body = {
     "skip_special_tokens": one_of([True]),
 }
 
-GENERATE_RESPONSE = ResponseSchema(body=shape({"text": {"anyOf": [TEXT, several(TEXT)]}}))
+GENERATE_RESPONSE = ResponseSchema(body=shape({"text": any_of(TEXT, several(TEXT))}))

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from worker.protocol.dialects.generation_fields import MAX_INT32, SAMPLING, STOP, TUNING
+from worker.protocol.dialects.generation_fields import MAX_INT32, SAMPLING, STOP, tuning
 from worker.protocol.dialects.openai import COMMON, EMBEDDINGS, MODEL
 from worker.protocol.schema import (
     ANY_OBJECT,
@@ -13,30 +13,27 @@ from worker.protocol.schema import (
     Body,
     ResponseSchema,
     Schema,
+    any_of,
     array,
     const,
     enum,
     flag,
     integer,
-    maybe,
+    members,
     one_of,
+    or_null,
     record,
     ref,
     required,
     several,
     shape,
-    text,
 )
 
 GENERATE: Body = {
     "model": MODEL,
-    "prompt": required(text()),
-    "temperature": TUNING["temperature"],
-    "top_k": TUNING["top_k"],
-    "top_p": TUNING["top_p"],
-    "repetition_penalty": TUNING["repetition_penalty"],
-    "presence_penalty": TUNING["presence_penalty"],
-    "frequency_penalty": TUNING["frequency_penalty"],
+    "prompt": TEXT,
+    **tuning("temperature", "top_k", "top_p"),
+    **tuning("repetition_penalty", "presence_penalty", "frequency_penalty"),
     "max_new_tokens": integer(1, None, "256 unless stated."),
     "echo": flag("The text begins with the prompt; true unless stated."),
     "stop": STOP,
@@ -49,29 +46,20 @@ GENERATE: Body = {
     "images": one_of([[]]),
 }
 EMBED: Body = EMBEDDINGS
-COUNT_TOKENS: Body = {"model": MODEL, "prompt": required(text())}
+COUNT_TOKENS: Body = {"model": MODEL, "prompt": TEXT}
 CONV_TEMPLATE: Body = {"model": MODEL}
 TOKEN_CHECK: Body = {
-    "prompts": required(
-        array(record({"model": MODEL, "prompt": required(text()), "max_tokens": integer(0, MAX_INT32)}), most=256)
-    )
+    "prompts": required(array(record({**COUNT_TOKENS, "max_tokens": integer(0, MAX_INT32)}), most=256))
 }
 
+_CONVERSATION = {
+    **shape({"name": TEXT, "roles": several(TEXT), "sep_style": COUNT}),
+    "additionalProperties": True,
+}
 STREAM_RESPONSE = ResponseSchema(frame=ref("FastChatText"))
 GENERATE_RESPONSE = ResponseSchema(body=ref("FastChatText"))
-EMBED_RESPONSE = ResponseSchema(
-    body=shape({"embedding": several({"anyOf": [several(NUMBER), TEXT]}), "token_num": COUNT})
-)
-CONV_TEMPLATE_RESPONSE = ResponseSchema(
-    body=shape(
-        {
-            "conv": {
-                **shape({"name": TEXT, "roles": several(TEXT), "sep_style": COUNT}),
-                "additionalProperties": True,
-            }
-        }
-    )
-)
+EMBED_RESPONSE = ResponseSchema(body=shape({"embedding": several(any_of(several(NUMBER), TEXT)), "token_num": COUNT}))
+CONV_TEMPLATE_RESPONSE = ResponseSchema(body=shape({"conv": _CONVERSATION}))
 COUNT_TOKENS_RESPONSE = ResponseSchema(body=shape({"count": COUNT, "error_code": const(0)}))
 STATUS_RESPONSE = ResponseSchema(body=shape({"model_names": several(TEXT), "speed": COUNT, "queue_length": COUNT}))
 DETAILS_RESPONSE = ResponseSchema(body=shape({"context_length": COUNT}))
@@ -83,10 +71,10 @@ COMPONENTS: Mapping[str, Schema] = {
     "FastChatText": shape(
         {
             "text": TEXT,
-            "usage": maybe(shape({"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT})),
+            "usage": or_null(shape(members(COUNT, "prompt_tokens", "completion_tokens", "total_tokens"))),
             "error_code": const(0),
-            "finish_reason": maybe(enum("stop", "length")),
+            "finish_reason": or_null(enum("stop", "length")),
         },
-        {"logprobs": maybe(ANY_OBJECT)},
+        {"logprobs": or_null(ANY_OBJECT)},
     ),
 }

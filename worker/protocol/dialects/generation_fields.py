@@ -1,18 +1,25 @@
 """Request fields that several dialects share: sampling, structured output, and fields that have no effect."""
 
 from worker.protocol.schema import (
+    ANY_OBJECT,
+    COUNT,
+    NULL,
+    TEXT,
     Body,
     Schema,
+    any_of,
     array,
     choice,
-    described,
+    const,
     flag,
     integer,
+    members,
     number,
     one_of,
     or_null,
     record,
     required,
+    tagged,
     text,
 )
 
@@ -38,116 +45,74 @@ FORMATS = ("text", "json_object", "json_schema")
 # Schema of fields that clients send and that have no effect.
 NO_EFFECT: Schema = {"description": "No effect."}
 # Request fields without effect: any value is accepted.
-NO_OPS: Body = dict.fromkeys(
-    (
-        "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
-        "prompt_cache_retention",
-        "moderation", "id_slot", "cache_prompt", "n_keep", "n_discard", "n_cache_reuse", "backend_sampling",
-        "guided_decoding_backend", "spaces_between_special_tokens",
-    ),
+NO_OPS: Body = members(
     NO_EFFECT,
+    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "moderation", "id_slot", "cache_prompt", "n_keep", "n_discard", "n_cache_reuse",
+    "backend_sampling", "guided_decoding_backend", "spaces_between_special_tokens",
 )  # fmt: skip
 
 _OFF = "Not supported: only the value without effect is accepted."
-_TUNES = "No effect: the feature that it tunes is off."
+_TUNES: Schema = {"description": "No effect: the feature that it tunes is off."}
+_IN_PRESET = "Not supported in a request: set it in the model's preset."
+_NULL, _NO, _YES, _EMPTY = one_of([], _OFF), one_of([False], _OFF), one_of([True], _OFF), one_of([""], _OFF)
+_ZERO, _ONE, _UNLIMITED = one_of([0], _OFF), one_of([1], _OFF), one_of([-1], _OFF)
+_NO_ENTRIES, _NO_MEMBERS = one_of([[]], _OFF), one_of([{}], _OFF)
+_AT_MOST_ZERO: Schema = {"type": ["number", "null"], "maximum": 0, "description": _OFF}
 # Unsupported fields, with the values that have no effect and are therefore accepted.
 NEUTRAL: Body = {
-    "audio": one_of([], _OFF),
+    **members(_TUNES, "mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent", "adaptive_decay"),
+    **members(_TUNES, "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+    **members(_TUNES, "length_penalty", "early_stopping"),
+    **members(_NULL, "audio", "web_search_options", "prediction"),
+    **members(_NO, "store", "grammar_lazy", "thinking_forced_open", "use_beam_search", "echo", "return_hidden_states"),
+    **members(_YES, "parse_tool_calls", "include_reasoning"),
+    **members(_ZERO, "mirostat", "xtc_probability", "dry_multiplier", "dynatemp_range"),
+    **members(_AT_MOST_ZERO, "top_n_sigma", "adaptive_target", "t_max_predict_ms"),
+    **members(_ONE, "typical_p", "typ_p", "tfs_z", "best_of"),
+    **members(_UNLIMITED, "reasoning_budget", "reasoning_budget_tokens"),
+    **members(_UNLIMITED, "thinking_budget_tokens", "thinking_token_budget"),
+    **members(_EMPTY, "guided_whitespace_pattern", "structural_tag", "custom_logit_processor"),
+    **members(_NO_ENTRIES, "functions", "grammar_triggers", "preserved_tokens", "allowed_token_ids", "bad_words"),
+    **members(_NO_ENTRIES, "logits_processors", "logprob_token_ids"),
+    **members(_NO_MEMBERS, "repetition_detection", "kv_transfer_params", "vllm_xargs", "mm_processor_kwargs"),
+    **members(_NO_MEMBERS, "media_io_kwargs", "session_params"),
     "modalities": one_of([[], ["text"]], _OFF),
-    "web_search_options": one_of([], _OFF),
-    "prediction": one_of([], _OFF),
-    "store": one_of([False], _OFF),
-    "functions": one_of([[]], _OFF),
     "function_call": one_of(["none", "auto"], _OFF),
-    "mirostat": one_of([0], _OFF),
-    "mirostat_tau": {"description": _TUNES},
-    "mirostat_eta": {"description": _TUNES},
-    "xtc_probability": one_of([0], _OFF),
-    "xtc_threshold": {"description": _TUNES},
-    "dry_multiplier": one_of([0], _OFF),
-    "dry_base": {"description": _TUNES},
-    "dry_allowed_length": {"description": _TUNES},
-    "dry_penalty_last_n": {"description": _TUNES},
-    "dry_sequence_breakers": {"description": _TUNES},
-    "dynatemp_range": one_of([0], _OFF),
-    "dynatemp_exponent": {"description": _TUNES},
-    "typical_p": one_of([1], _OFF),
-    "typ_p": one_of([1], _OFF),
-    "top_n_sigma": {"type": ["number", "null"], "maximum": 0, "description": _OFF},
-    "adaptive_target": {"type": ["number", "null"], "maximum": 0, "description": _OFF},
-    "adaptive_decay": {"description": _TUNES},
-    "tfs_z": one_of([1], _OFF),
     "min_keep": one_of([0, 1], _OFF),
-    "t_max_predict_ms": {"type": ["number", "null"], "maximum": 0, "description": _OFF},
-    "grammar_lazy": one_of([False], _OFF),
-    "grammar_triggers": one_of([[]], _OFF),
-    "preserved_tokens": one_of([[]], _OFF),
-    "parse_tool_calls": one_of([True], _OFF),
-    "thinking_forced_open": one_of([False], _OFF),
-    "reasoning_budget": one_of([-1], _OFF),
-    "reasoning_budget_tokens": one_of([-1], _OFF),
-    "thinking_budget_tokens": one_of([-1], _OFF),
-    "thinking_token_budget": one_of([-1], _OFF),
-    "include_reasoning": one_of([True], _OFF),
-    "chat_template": one_of([""], "Not supported in a request: set it in the model's preset."),
-    "use_beam_search": one_of([False], _OFF),
-    "length_penalty": {"description": _TUNES},
-    "early_stopping": {"description": _TUNES},
-    "best_of": one_of([1], _OFF),
-    "echo": one_of([False], _OFF),
-    "priority": one_of([0], "Not supported in a request: set it in the model's preset."),
-    "allowed_token_ids": one_of([[]], _OFF),
-    "bad_words": one_of([[]], _OFF),
-    "logits_processors": one_of([[]], _OFF),
-    "logprob_token_ids": one_of([[]], _OFF),
-    "guided_whitespace_pattern": one_of([""], _OFF),
-    "structural_tag": one_of([""], _OFF),
-    "repetition_detection": one_of([{}], _OFF),
-    "kv_transfer_params": one_of([{}], _OFF),
-    "vllm_xargs": one_of([{}], _OFF),
-    "mm_processor_kwargs": one_of([{}], _OFF),
-    "image_data": one_of([[]], "Not supported: send images in messages."),
-    "media_io_kwargs": one_of([{}], _OFF),
     "stop_regex": one_of(["", []], _OFF),
+    "chat_template": one_of([""], _IN_PRESET),
+    "priority": one_of([0], _IN_PRESET),
+    "image_data": one_of([[]], "Not supported: send images in messages."),
     "lora_path": one_of([""], "Not supported: an adapter is named in `model`, `adapters` or `lora`."),
-    "custom_logit_processor": one_of([""], _OFF),
-    "return_hidden_states": one_of([False], _OFF),
-    "session_params": one_of([{}], _OFF),
 }
 
 # Sampling
 
 NON_EMPTY_TEXT: Schema = {"type": "string", "minLength": 1}
-STOP: Schema = {
-    "anyOf": [NON_EMPTY_TEXT, {"type": "array", "items": NON_EMPTY_TEXT, "maxItems": MAX_STOPS}, {"type": "null"}],
-    "description": "Strings at which the text ends; none of them is part of it.",
+STOP: Schema = any_of(
+    NON_EMPTY_TEXT,
+    array(NON_EMPTY_TEXT, most=MAX_STOPS),
+    about="Strings at which the text ends; none of them is part of it.",
+)
+_BIAS: Schema = any_of({"type": "number", "minimum": -100, "maximum": 100}, const(False))
+_BIAS_BY_NAME: Schema = {
+    "type": "object",
+    "propertyNames": {"minLength": 1, "maxLength": MAX_BIAS_LENGTH},
+    "additionalProperties": _BIAS,
+    "maxProperties": MAX_BIASES,
 }
-_BIAS: Schema = {"anyOf": [{"type": "number", "minimum": -100, "maximum": 100}, {"const": False}]}
-_LOGIT_BIAS: Schema = {
-    "anyOf": [
-        {
-            "type": "object",
-            "propertyNames": {"minLength": 1, "maxLength": MAX_BIAS_LENGTH},
-            "additionalProperties": _BIAS,
-            "maxProperties": MAX_BIASES,
-        },
-        {
-            "type": "array",
-            "items": {
-                "type": "array",
-                "prefixItems": [
-                    {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "maxLength": MAX_BIAS_LENGTH}]},
-                    _BIAS,
-                ],
-                "minItems": 2,
-                "maxItems": 2,
-            },
-            "maxItems": MAX_BIASES,
-        },
-        {"type": "null"},
-    ],
-    "description": "Biases by token id; a text stands for each of its tokens; false bans a token.",
+_BIAS_PAIR: Schema = {
+    "type": "array",
+    "prefixItems": [any_of(COUNT, {**TEXT, "maxLength": MAX_BIAS_LENGTH}), _BIAS],
+    "minItems": 2,
+    "maxItems": 2,
 }
+_LOGIT_BIAS = any_of(
+    _BIAS_BY_NAME,
+    array(_BIAS_PAIR, most=MAX_BIASES),
+    about="Biases by token id; a text stands for each of its tokens; false bans a token.",
+)
 TUNING: Body = {
     "temperature": number(0, 100, "0 selects the most probable token."),
     "top_k": integer(-1, MAX_INT32, "0 and -1 are off."),
@@ -159,30 +124,36 @@ TUNING: Body = {
     "presence_penalty": number(-2, 2),
     "frequency_penalty": number(-2, 2),
 }
+
+
+def tuning(*names: str) -> Body:
+    """The named fields of `TUNING`."""
+    return {name: TUNING[name] for name in names}
+
+
 SAMPLING: Body = {
     **TUNING,
     "stop": STOP,
     "seed": integer(-_LONG, _LONG - 1, "-1 is a random seed for each request."),
     "logit_bias": _LOGIT_BIAS,
-    "samplers": {
-        "anyOf": [array({"type": "string"}), {"type": "string"}],
-        "description": "llama-server's samplers: any of penalties, top_k, top_p, min_p and temperature, in this order"
-        " or with temperature before the other three.",
-    },
+    "samplers": any_of(
+        array(TEXT),
+        TEXT,
+        about="llama-server's samplers: any of penalties, top_k, top_p, min_p and temperature, in this order or with"
+        " temperature before the other three.",
+    ),
     "min_tokens": integer(0),
     "ignore_eos": flag(),
 }
 
 # Structured output
 
-_SCHEMA: Schema = {
-    "anyOf": [
-        {"type": "object"},
-        {"type": "string", "contentMediaType": "application/json"},
-        {"type": "null"},
-    ],
-    "description": "A JSON schema, or one as a string.",
-}
+_SCHEMA = any_of(
+    ANY_OBJECT,
+    {**TEXT, "contentMediaType": "application/json"},
+    NULL,
+    about="A JSON schema, or one as a string.",
+)
 _CHOICES: Schema = array(NON_EMPTY_TEXT, least=1, most=MAX_GUIDED_CHOICES)
 NAMED_SCHEMA: Body = {
     "strict": flag(),
@@ -203,27 +174,12 @@ STRUCTURED: Body = {
     "regex": text(),
     "choice": _CHOICES,
     "grammar": text(),
-    "disable_fallback": one_of([False]),
-    "disable_any_whitespace": one_of([False]),
-    "disable_additional_properties": one_of([False]),
+    **members(one_of([False]), "disable_fallback", "disable_any_whitespace", "disable_additional_properties"),
 }
-FREE_FORMATS: tuple[Schema, ...] = (
-    {**described({"type": {"const": "text"}}), "required": ["type"]},
-    {**described({"type": {"const": "json_object"}, "schema": _SCHEMA, "value": _SCHEMA}), "required": ["type"]},
-)
+FREE_FORMATS = (tagged("text", {}), tagged("json_object", {"schema": _SCHEMA, "value": _SCHEMA}))
+_SCHEMA_FORMAT = tagged("json_schema", {name: RESPONSE_FORMAT[name] for name in ("schema", "value", "json_schema")})
 GRAMMAR: Body = {
-    "response_format": or_null(
-        {
-            "anyOf": [
-                *FREE_FORMATS,
-                {
-                    **described({k: v for k, v in RESPONSE_FORMAT.items() if k != "type"}),
-                    "properties": {**RESPONSE_FORMAT, "type": {"const": "json_schema"}},
-                    "required": ["type"],
-                },
-            ]
-        }
-    ),
+    "response_format": or_null(any_of(*FREE_FORMATS, _SCHEMA_FORMAT)),
     "json_schema": _SCHEMA,
     "grammar": text("GBNF."),
     "guided_json": _SCHEMA,

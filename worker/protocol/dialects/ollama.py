@@ -23,6 +23,7 @@ from worker.protocol.schema import (
     Body,
     ResponseSchema,
     Schema,
+    any_of,
     array,
     choice,
     const,
@@ -30,7 +31,9 @@ from worker.protocol.schema import (
     enum,
     flag,
     integer,
+    members,
     one_of,
+    or_null,
     record,
     ref,
     required,
@@ -40,10 +43,11 @@ from worker.protocol.schema import (
 )
 
 _DURATION = r"^-?([0-9]+(\.[0-9]+)?|([0-9]+(\.[0-9]+)?(ns|us|µs|ms|s|m|h))+)$"
-KEEP_ALIVE: Schema = {
-    "anyOf": [{"type": ["number", "null"]}, {"type": "string", "pattern": _DURATION}],
-    "description": "Idle seconds before the model is unloaded, or a duration such as 5m; below 0 is never.",
-}
+KEEP_ALIVE = any_of(
+    or_null(NUMBER),
+    {**TEXT, "pattern": _DURATION},
+    about="Idle seconds before the model is unloaded, or a duration such as 5m; below 0 is never.",
+)
 # Options for loading a model, which belong to the preset here, and options without effect.
 LOAD_OPTIONS = (
     "numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
@@ -53,11 +57,10 @@ OPTIONS: Body = {
     **{name: schema for name, schema in TUNING.items() if name != "repetition_penalty"},
     "seed": SAMPLING["seed"],
     "stop": STOP,
-    **{name: NEUTRAL[name] for name in ("typical_p", "mirostat", "mirostat_tau", "mirostat_eta")},
-    "tfs_z": NEUTRAL["tfs_z"],
+    **{name: NEUTRAL[name] for name in ("typical_p", "mirostat", "mirostat_tau", "mirostat_eta", "tfs_z")},
     "num_predict": integer(-2, None, "New tokens at most; 0, -1 and -2 are all that fit."),
     "num_ctx": integer(1, None, "Tokens of prompt and answer together, at most; never above the model's context."),
-    **{name: {"description": "Reported as ignored: set in the preset."} for name in LOAD_OPTIONS},
+    **members({"description": "Reported as ignored: set in the preset."}, *LOAD_OPTIONS),
 }
 _NAMES: Body = {"model": MODEL, "name": text("Name of the model in older clients.")}
 GENERATION: Body = {
@@ -65,8 +68,8 @@ GENERATION: Body = {
     "options": record(OPTIONS),
     "stream": flag("true unless stated."),
     "sse_ping_interval": PING_INTERVAL,
-    "format": {"anyOf": [{"enum": [None, "", "json"]}, {"type": "object"}], "description": "json, or a JSON schema."},
-    "think": {"anyOf": [{"type": ["boolean", "null"]}, {"enum": ["low", "medium", "high", "max"]}]},
+    "format": any_of(enum(None, "", "json"), ANY_OBJECT, about="json, or a JSON schema."),
+    "think": any_of(flag(), enum("low", "medium", "high", "max")),
     "truncate": flag("Reported as ignored: a prompt that is too long is rejected."),
     "shift": flag("Reported as ignored: the text ends with the context."),
     "keep_alive": KEEP_ALIVE,
@@ -74,34 +77,25 @@ GENERATION: Body = {
     "logprobs": flag(),
     "top_logprobs": {"description": "Alternatives for each token; read where logprobs is true."},
 }
-_CHAT_MESSAGE: Schema = {
-    "anyOf": [
+_CHAT_MESSAGE = any_of(
+    described(
         {
-            **described(
-                {
-                    "role": required(choice(ROLES)),
-                    "content": CONTENT,
-                    "thinking": text(),
-                    "tool_name": text(),
-                    "tool_call_id": text(),
-                    "images": IMAGES,
-                }
-            ),
-            "required": ["role", "content"],
-        },
+            "role": required(choice(ROLES)),
+            "content": CONTENT,
+            **members(text(), "thinking", "tool_name", "tool_call_id"),
+            "images": IMAGES,
+        }
+    ),
+    described(
         {
-            **described(
-                {
-                    "role": {"const": "assistant"},
-                    "tool_calls": required(array(TOOL_CALL, least=1)),
-                    "content": {"anyOf": [CONTENT, {"type": "null"}]},
-                    "images": IMAGES,
-                }
-            ),
-            "required": ["role", "tool_calls"],
+            "role": const("assistant"),
+            "tool_calls": required(array(TOOL_CALL, least=1)),
+            "content": or_null(CONTENT),
+            "images": IMAGES,
         },
-    ]
-}
+        "role",
+    ),
+)
 CHAT: Body = {**GENERATION, "messages": array(_CHAT_MESSAGE), "tools": TOOLS}
 GENERATE: Body = {
     **GENERATION,
@@ -109,113 +103,72 @@ GENERATE: Body = {
     "system": text(),
     "raw": flag(),
     "images": array(BASE64, about=f"{VISION_ONLY} They stand before the prompt."),
-    "context": array(
-        {"type": "integer", "minimum": 0}, about="The `context` of an earlier response, which the prompt continues."
-    ),
+    "context": array(COUNT, about="The `context` of an earlier response, which the prompt continues."),
     "template": one_of([""]),
     "suffix": text("What follows the gap, for models that can fill one in; the prompt is what goes before it."),
 }
+_EMBEDDING: Body = {**_NAMES, "keep_alive": KEEP_ALIVE, "options": record(OPTIONS)}
 EMBED: Body = {
-    **_NAMES,
-    "keep_alive": KEEP_ALIVE,
-    "options": record(OPTIONS),
-    "input": {"anyOf": [*TEXTS["anyOf"], {"enum": [None, []]}]},
+    **_EMBEDDING,
+    "input": any_of(*TEXTS["anyOf"], enum(None, [])),
     "truncate": flag("true unless stated."),
     "dimensions": integer(0, None, "0 is all."),
 }
-EMBEDDINGS: Body = {
-    **_NAMES,
-    "keep_alive": KEEP_ALIVE,
-    "options": record(OPTIONS),
-    "prompt": text(),
-}
-SHOW: Body = {
-    "model": text(),
-    "name": text(),
-}
+EMBEDDINGS: Body = {**_EMBEDDING, "prompt": text()}
+SHOW: Body = members(text(), "model", "name")
 PULL: Body = {
     **SHOW,
-    "stream": {"type": "boolean", "description": "true unless stated."},
+    "stream": {**FLAG, "description": "true unless stated."},
     "insecure": {"description": "No effect: the router's configuration decides how the hub is reached."},
 }
 
-_SAID: dict[str, Schema] = {
-    "thinking": TEXT,
-    "tool_calls": several(shape({"id": TEXT, "function": shape({"name": TEXT, "arguments": ANY_OBJECT})})),
-}
+_CALL = shape({"id": TEXT, "function": shape({"name": TEXT, "arguments": ANY_OBJECT})})
+_GENERATED: dict[str, Schema] = {"thinking": TEXT, "tool_calls": several(_CALL)}
 _LOGPROB: dict[str, Schema] = {"token": TEXT, "logprob": NUMBER, "bytes": several(COUNT)}
 _LINE: dict[str, Schema] = {"model": TEXT, "created_at": TEXT, "done": FLAG}
+_DURATIONS: dict[str, Schema] = members(COUNT, "total_duration", "load_duration", "prompt_eval_count")
 _END: dict[str, Schema] = {
     "done_reason": enum("stop", "length", "load", "unload"),
-    "total_duration": COUNT,
-    "load_duration": COUNT,
-    "prompt_eval_count": COUNT,
-    "prompt_eval_duration": COUNT,
-    "eval_count": COUNT,
-    "eval_duration": COUNT,
+    **_DURATIONS,
+    **members(COUNT, "prompt_eval_duration", "eval_count", "eval_duration"),
     "logprobs": several(shape({**_LOGPROB, "top_logprobs": several(shape(_LOGPROB))})),
 }
-_MESSAGE = shape({"role": const("assistant"), "content": TEXT}, _SAID)
+_MESSAGE = shape({"role": const("assistant"), "content": TEXT}, _GENERATED)
 _DETAILS = shape(
     {
-        "parent_model": TEXT,
-        "format": TEXT,
-        "family": TEXT,
+        **members(TEXT, "parent_model", "format", "family", "parameter_size", "quantization_level"),
         "families": several(TEXT),
-        "parameter_size": TEXT,
-        "quantization_level": TEXT,
     }
 )
 _MODEL: dict[str, Schema] = {
-    "name": TEXT,
-    "model": TEXT,
-    "modified_at": TEXT,
+    **members(TEXT, "name", "model", "modified_at", "digest"),
     "size": COUNT,
-    "digest": TEXT,
     "details": _DETAILS,
 }
+_LOADED = shape({**_MODEL, "size_vram": COUNT, "expires_at": TEXT, "context_length": COUNT})
 _PULLED = shape({"status": TEXT}, {"digest": TEXT, "total": COUNT, "completed": COUNT})
 
 COMPONENTS: Mapping[str, Schema] = {
     "OllamaChat": shape({**_LINE, "message": _MESSAGE}, {**_END, "response": const("")}),
-    "OllamaText": shape({**_LINE, "response": TEXT}, {**_END, **_SAID, "context": several(COUNT), "message": _MESSAGE}),
+    "OllamaText": shape(
+        {**_LINE, "response": TEXT}, {**_END, **_GENERATED, "context": several(COUNT), "message": _MESSAGE}
+    ),
     "OllamaModel": shape(_MODEL),
 }
 
 CHAT_RESPONSE = ResponseSchema(body=ref("OllamaChat"), frame=ref("OllamaChat"))
 GENERATE_RESPONSE = ResponseSchema(body=ref("OllamaText"), frame=ref("OllamaText"))
-EMBED_RESPONSE = ResponseSchema(
-    body=shape(
-        {"model": TEXT, "embeddings": several(several(NUMBER))},
-        {"total_duration": COUNT, "load_duration": COUNT, "prompt_eval_count": COUNT},
-    )
-)
+EMBED_RESPONSE = ResponseSchema(body=shape({"model": TEXT, "embeddings": several(several(NUMBER))}, _DURATIONS))
 EMBEDDINGS_RESPONSE = ResponseSchema(body=shape({"embedding": several(NUMBER)}))
 TAGS_RESPONSE = ResponseSchema(body=shape({"models": several(ref("OllamaModel"))}))
-PS_RESPONSE = ResponseSchema(
-    body=shape(
-        {
-            "models": several(
-                shape(
-                    {
-                        **_MODEL,
-                        "size_vram": COUNT,
-                        "expires_at": TEXT,
-                        "context_length": COUNT,
-                    }
-                )
-            )
-        }
-    )
-)
+PS_RESPONSE = ResponseSchema(body=shape({"models": several(_LOADED)}))
 VERSION_RESPONSE = ResponseSchema(body=shape({"version": TEXT}))
 SHOW_RESPONSE = ResponseSchema(
     body=shape(
         {
-            "modified_at": TEXT,
+            **members(TEXT, "modified_at", "template"),
             "details": _DETAILS,
             "model_info": ANY_OBJECT,
-            "template": TEXT,
             "capabilities": several(TEXT),
         }
     )

@@ -14,6 +14,7 @@ from worker.protocol.dialects.generation_fields import (
     VERBOSITIES,
 )
 from worker.protocol.schema import (
+    ANY_OBJECT,
     ANYTHING,
     COUNT,
     NUMBER,
@@ -21,6 +22,7 @@ from worker.protocol.schema import (
     Body,
     ResponseSchema,
     Schema,
+    any_of,
     array,
     by_name,
     choice,
@@ -29,7 +31,7 @@ from worker.protocol.schema import (
     enum,
     flag,
     integer,
-    maybe,
+    members,
     one_of,
     or_null,
     record,
@@ -37,6 +39,7 @@ from worker.protocol.schema import (
     required,
     several,
     shape,
+    tagged,
     text,
 )
 
@@ -45,60 +48,39 @@ STREAM_OPTIONS: Body = {
     "continuous_usage_stats": flag("With include_usage: every chunk contains the usage so far."),
     "include_obfuscation": flag("Reported as ignored if true: nothing is added to chunks."),
 }
-PING_INTERVAL: Schema = {
-    "anyOf": [{"type": "number", "minimum": 0.01, "maximum": 86400}, {"const": -1}, {"type": "null"}],
-    "description": "Seconds of silence in a stream before a comment; -1 is never.",
-}
+PING_INTERVAL = any_of(
+    or_null({**NUMBER, "minimum": 0.01, "maximum": 86400}),
+    const(-1),
+    about="Seconds of silence in a stream before a comment; -1 is never.",
+)
 MODEL: Schema = text("Id or alias; required if several models are configured and none is the default.")
-MAX_TOKENS: Schema = {
-    "anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}, {"type": "null"}],
-    "description": "New tokens at most; -1 is all that fits.",
-}
+_FROM_ONE: Schema = {**COUNT, "minimum": 1}
+MAX_TOKENS = any_of(or_null(_FROM_ONE), const(-1), about="New tokens at most; -1 is all that fits.")
 MAX_TOKENS_OR_ZERO: Schema = integer(-1, None, "New tokens at most; -1 is all that fits.")
-_SCALE: Schema = {"type": "number", "minimum": -1e6, "maximum": 1e6}
-ADAPTERS: Schema = {
-    "anyOf": [
-        {"type": ["string", "null"]},
-        {"type": "array", "items": {"type": "string"}},
-        {
-            "type": "array",
-            "items": {
-                "anyOf": [
-                    {**described({"id": {"type": "integer", "minimum": 0}, "scale": _SCALE}), "required": ["id"]},
-                    {**described({"name": {"type": "string", "minLength": 1}, "scale": _SCALE}), "required": ["name"]},
-                ]
-            },
-        },
-    ],
-    "description": "A LoRA adapter by name, one for each of several prompts, or one with its scale, by name or by its"
-    " place in GET /lora-adapters. Empty is none.",
-}
-TOKENS_AND_TEXTS: Schema = {
-    "type": "array",
-    "items": {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]},
-    "minItems": 1,
-}
-_PART: Schema = described({"type": {"const": "text"}, "text": required(text())})
+_SCALE: Schema = {**NUMBER, "minimum": -1e6, "maximum": 1e6}
+_BY_ID: Schema = {**described({"id": COUNT, "scale": _SCALE}), "required": ["id"]}
+_BY_NAME: Schema = {**described({"name": {**TEXT, "minLength": 1}, "scale": _SCALE}), "required": ["name"]}
+ADAPTERS = any_of(
+    or_null(TEXT),
+    several(TEXT),
+    several(any_of(_BY_ID, _BY_NAME)),
+    about="A LoRA adapter by name, one for each of several prompts, or one with its scale, by name or by its place in"
+    " GET /lora-adapters. Empty is none.",
+)
+TOKENS_AND_TEXTS: Schema = {**several(any_of(COUNT, TEXT)), "minItems": 1}
+_PARTS: Schema = {**several(described({"type": const("text"), "text": TEXT})), "minItems": 1}
 # Objects that llama-server accepts in place of a text.
 TEXT_OBJECTS: tuple[Schema, ...] = (
-    described({"prompt_string": required(text()), "multimodal_data": one_of([[]], "Not supported: send a chat.")}),
-    described({"content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]}}),
+    described({"prompt_string": TEXT, "multimodal_data": one_of([[]], "Not supported: send a chat.")}),
+    described({"content": any_of(TEXT, _PARTS)}),
 )
-TEXTS: Schema = {
-    "anyOf": [
-        {"type": "string"},
-        TOKENS_AND_TEXTS,
-        *TEXT_OBJECTS,
-        {
-            "type": "array",
-            "items": {"anyOf": [{"type": "string"}, TOKENS_AND_TEXTS, *TEXT_OBJECTS]},
-            "minItems": 1,
-            "maxItems": MAX_TEXTS,
-        },
-    ],
-    "description": "A text, several, token ids, or several arrays of them; texts may stand between token ids, and in"
-    " objects of a prompt_string or of content.",
-}
+_TEXT_OR_TOKENS = (TEXT, TOKENS_AND_TEXTS, *TEXT_OBJECTS)
+TEXTS = any_of(
+    *_TEXT_OR_TOKENS,
+    {**several(any_of(*_TEXT_OR_TOKENS)), "minItems": 1, "maxItems": MAX_TEXTS},
+    about="A text, several, token ids, or several arrays of them; texts may stand between token ids, and in objects of"
+    " a prompt_string or of content.",
+)
 MAX_ENDS = 128
 # vLLM's fields for details about tokens in the response.
 TOKEN_DETAILS: Body = {
@@ -117,13 +99,14 @@ COMMON: Body = {
     "stream": flag(),
     "stream_options": record(STREAM_OPTIONS, "Only with stream: true."),
     **TOKEN_DETAILS,
-    "stop_token_ids": array({"type": "integer", "minimum": 0}, most=MAX_ENDS, about="Token ids that end the text."),
+    "stop_token_ids": array(COUNT, most=MAX_ENDS, about="Token ids that end the text."),
     "include_stop_str_in_output": flag("The stop string is part of the text."),
     "skip_special_tokens": flag("true unless stated."),
-    "truncate_prompt_tokens": {
-        "anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}, {"type": "null"}],
-        "description": "Truncate a longer prompt to this many tokens, the last ones by default; -1 is all that fit.",
-    },
+    "truncate_prompt_tokens": any_of(
+        or_null(_FROM_ONE),
+        const(-1),
+        about="Truncate a longer prompt to this many tokens, the last ones by default; -1 is all that fit.",
+    ),
     "truncation_side": choice(("left", "right"), "Where truncate_prompt_tokens cuts; left unless stated."),
     "cache_salt": text("The prefix cache is shared only with requests of the same salt."),
     "return_progress": flag("Chunks contain the progress of the prompt."),
@@ -133,7 +116,7 @@ COMMON: Body = {
 ALLOWED_MODES = ("auto", "required")
 _FUNCTION: Schema = described(
     {
-        "name": required(text()),
+        "name": TEXT,
         "description": ANYTHING,
         "parameters": {"description": "A JSON schema, an object; read where calls are held to it."},
         "strict": {
@@ -141,89 +124,48 @@ _FUNCTION: Schema = described(
         },
     }
 )
-TOOLS: Schema = array(
-    {**described({"type": {"const": "function"}, "function": _FUNCTION}), "required": ["type", "function"]},
-    most=MAX_TOOLS,
-)
-TOOL_CHOICE: Schema = {
-    "anyOf": [
-        {"enum": [None, "none", "auto", "required"]},
-        {
-            **described({"type": {"const": "function"}, "function": described({"name": required(text())})}),
-            "required": ["type", "function"],
-        },
-        described(
-            {
-                "type": {"enum": ["allowed_tools"]},
-                "allowed_tools": described(
-                    {
-                        "mode": required(choice(ALLOWED_MODES)),
-                        "tools": required(
-                            array(
-                                {
-                                    **described({"type": {"const": "function"}, "function": _FUNCTION}),
-                                    "required": ["type", "function"],
-                                },
-                                least=1,
-                                about="By their names; others are not shown to the model.",
-                            )
-                        ),
-                    }
-                ),
-            }
-        ),
-    ]
+_TOOL = tagged("function", {"function": _FUNCTION})
+TOOLS: Schema = array(_TOOL, most=MAX_TOOLS)
+_ALLOWED_TOOLS: Body = {
+    "mode": required(choice(ALLOWED_MODES)),
+    "tools": required(array(_TOOL, least=1, about="By their names; others are not shown to the model.")),
 }
+TOOL_CHOICE = any_of(
+    enum(None, "none", "auto", "required"),
+    tagged("function", {"function": described({"name": TEXT})}),
+    tagged("allowed_tools", {"allowed_tools": described(_ALLOWED_TOOLS)}),
+)
 # Cache markers of clients. No effect: common prompt prefixes are cached automatically.
 CACHE_HINTS: Body = {"cache_control": NO_EFFECT, "prompt_cache_breakpoint": NO_EFFECT}
 # Parts of the content of a message.
 CONTENT_PARTS: tuple[Schema, ...] = (
-    {**described({"type": {"const": "text"}, "text": required(text()), **CACHE_HINTS}), "required": ["type", "text"]},
-    {
-        **described({"type": {"const": "refusal"}, "refusal": required(text()), **CACHE_HINTS}),
-        "required": ["type", "refusal"],
-    },
+    tagged("text", {"text": TEXT, **CACHE_HINTS}),
+    tagged("refusal", {"refusal": TEXT, **CACHE_HINTS}),
 )
 DETAILS = ("auto", "low", "high", "original")
 VISION_ONLY = "For models whose input_modalities contain image."
 DATA_URL: Schema = {
-    "type": "string",
+    **TEXT,
     "pattern": "^data:image/",
     "description": "A data URL in base64, of a PNG, JPEG, WebP or GIF; nothing is fetched.",
 }
-BASE64: Schema = {"type": "string", "contentEncoding": "base64"}
-_IMAGE_PART: Schema = {
-    **described(
-        {
-            "type": {"const": "image_url"},
-            "image_url": described({"url": DATA_URL, "detail": choice(DETAILS, "Reported as ignored.")}),
-            **CACHE_HINTS,
-        }
-    ),
-    "required": ["type", "image_url"],
-    "description": f"{VISION_ONLY} In messages of the user.",
-}
-IMAGES: Schema = {
-    "anyOf": [{"type": "array", "items": BASE64}, {"enum": [None, "", 0, False, {}]}],
-    "description": f"{VISION_ONLY} They stand before the text.",
-}
-CONTENT: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": [*CONTENT_PARTS, _IMAGE_PART]}}]}
+BASE64: Schema = {**TEXT, "contentEncoding": "base64"}
+_IMAGE = described({"url": DATA_URL, "detail": choice(DETAILS, "Reported as ignored.")})
+_IMAGE_PART = tagged("image_url", {"image_url": _IMAGE, **CACHE_HINTS}, about=f"{VISION_ONLY} In messages of the user.")
+IMAGES = any_of(several(BASE64), enum(None, "", 0, False, {}), about=f"{VISION_ONLY} They stand before the text.")
+CONTENT = any_of(TEXT, several(any_of(*CONTENT_PARTS, _IMAGE_PART)))
+_ARGUMENTS = any_of({"type": ["string", "null", "object"]}, enum(0, False, []))
 TOOL_CALL: Schema = described(
     {
         "id": ANYTHING,
         "type": ANYTHING,
         "index": NO_EFFECT,
-        "function": described(
-            {
-                "name": required(text()),
-                "arguments": {"anyOf": [{"type": ["string", "null", "object"]}, {"enum": [0, False, []]}]},
-            }
-        ),
+        "function": described({"name": TEXT, "arguments": _ARGUMENTS}),
     }
 )
 _MESSAGE: Body = {
     "role": required(choice(ROLES)),
-    "content": {"anyOf": [CONTENT, {"type": "null"}]},
+    "content": or_null(CONTENT),
     "name": text(),
     "tool_call_id": text(),
     "reasoning_content": text(),
@@ -232,36 +174,26 @@ _MESSAGE: Body = {
 }
 _OF_ASSISTANT: Body = {
     **_MESSAGE,
-    "role": {"const": "assistant"},
+    "role": const("assistant"),
     "refusal": text("Used as content if there is no other."),
     "reasoning": text("The same as reasoning_content."),
     "annotations": NO_EFFECT,
     "tool_calls": array(TOOL_CALL),
 }
-MESSAGE: Schema = {
-    "anyOf": [
-        {**described({**_MESSAGE, "content": CONTENT}), "required": ["role", "content"]},
-        {
-            **described({**_MESSAGE, "reasoning_content": required(text())}),
-            "required": ["role", "reasoning_content"],
-        },
-        {
-            **described({**_OF_ASSISTANT, "tool_calls": required(array(TOOL_CALL, least=1))}),
-            "required": ["role", "tool_calls"],
-        },
-        *(
-            {**described({**_OF_ASSISTANT, name: required(text())}), "required": ["role", name]}
-            for name in ("refusal", "reasoning")
-        ),
-    ],
-}
+MESSAGE = any_of(
+    described({**_MESSAGE, "content": CONTENT}),
+    described({**_MESSAGE, "reasoning_content": TEXT}),
+    described({**_OF_ASSISTANT, "tool_calls": required(array(TOOL_CALL, least=1))}, "role"),
+    described({**_OF_ASSISTANT, "refusal": TEXT}, "role"),
+    described({**_OF_ASSISTANT, "reasoning": TEXT}, "role"),
+)
 MESSAGES: Schema = required(array(MESSAGE, least=1))
 # Fields that determine the prompt of a chat.
 CONVERSATION: Body = {
     "messages": MESSAGES,
     "tools": TOOLS,
-    "documents": array({"type": "object"}, about="For chat templates that use documents."),
-    "chat_template_kwargs": or_null({"type": "object", "description": "Variables of the chat template."}),
+    "documents": array(ANY_OBJECT, about="For chat templates that use documents."),
+    "chat_template_kwargs": or_null({**ANY_OBJECT, "description": "Variables of the chat template."}),
     "reasoning_effort": choice(EFFORTS, "none: reasoning is off, if the chat template has a switch."),
     "verbosity": choice(VERBOSITIES),
     "add_generation_prompt": flag(),
@@ -303,10 +235,11 @@ COMPLETIONS: Body = {
     "adapters": ADAPTERS,
     "lora": ADAPTERS,
 }
-_TRUNCATE: Schema = {
-    "anyOf": [{"type": ["boolean", "null"]}, {"type": "string", "pattern": "^([Nn][Oo][Nn][Ee]|[Ee][Nn][Dd])$"}],
-    "description": "Truncate texts that are too long instead of rejecting them.",
-}
+_TRUNCATE = any_of(
+    {"type": ["boolean", "null"]},
+    {**TEXT, "pattern": "^([Nn][Oo][Nn][Ee]|[Ee][Nn][Dd])$"},
+    about="Truncate texts that are too long instead of rejecting them.",
+)
 _CUT: Schema = one_of([-1], "The same as `truncate`; other numbers are not supported.")
 _CUT_SIDE: Schema = one_of(["right"], "Where `truncate_prompt_tokens` cuts: only the end is supported.")
 # Truncation of texts that are too long.
@@ -321,151 +254,100 @@ EMBEDDINGS: Body = {
     **TRUNCATION,
 }
 
-_TOP = shape({"token": TEXT, "logprob": maybe(NUMBER), "bytes": several(COUNT)})
-TOKEN_LOGPROBS = several(
-    shape({"token": TEXT, "logprob": maybe(NUMBER), "bytes": several(COUNT), "top_logprobs": several(_TOP)})
+_TOP: dict[str, Schema] = {"token": TEXT, "logprob": or_null(NUMBER), "bytes": several(COUNT)}
+TOKEN_LOGPROBS = several(shape({**_TOP, "top_logprobs": several(shape(_TOP))}))
+_LOGPROBS = or_null(shape({"content": TOKEN_LOGPROBS}))
+_LEGACY_LOGPROBS = shape(
+    {
+        "tokens": several(TEXT),
+        "token_logprobs": several(or_null(NUMBER)),
+        "top_logprobs": several(or_null(by_name(or_null(NUMBER)))),
+        "text_offset": several(COUNT),
+    }
 )
-_LOGPROBS = maybe(shape({"content": TOKEN_LOGPROBS}))
-_LEGACY_LOGPROBS = maybe(
-    shape(
-        {
-            "tokens": several(TEXT),
-            "token_logprobs": several(maybe(NUMBER)),
-            "top_logprobs": several(maybe(by_name(maybe(NUMBER)))),
-            "text_offset": several(COUNT),
-        }
-    )
+_PROMPT_LOGPROB = shape({"logprob": or_null(NUMBER), "rank": or_null(COUNT), "decoded_token": TEXT})
+_PROMPT_LOGPROBS = several(or_null(by_name(_PROMPT_LOGPROB)))
+PROMPT_PROGRESS = shape({**members(COUNT, "total", "cache", "processed"), "time_ms": NUMBER})
+_CALL: dict[str, Schema] = {
+    "id": TEXT,
+    "type": const("function"),
+    "function": shape({"name": TEXT, "arguments": TEXT}),
+}
+_REPLY = shape(
+    {"role": const("assistant"), "content": or_null(TEXT)},
+    {"reasoning_content": TEXT, "tool_calls": several(shape(_CALL))},
 )
-_PROMPT_LOGPROBS = several(
-    maybe(by_name(shape({"logprob": maybe(NUMBER), "rank": maybe(COUNT), "decoded_token": TEXT})))
-)
-_IDS = several(COUNT)
-PROMPT_PROGRESS = shape({"total": COUNT, "cache": COUNT, "processed": COUNT, "time_ms": NUMBER})
-_CALLED_FUNCTION = shape({"name": TEXT, "arguments": TEXT})
-_CALL = shape({"id": TEXT, "type": const("function"), "function": _CALLED_FUNCTION})
+_DELTA: dict[str, Schema] = {
+    "role": const("assistant"),
+    "content": or_null(TEXT),
+    "reasoning_content": TEXT,
+    "tool_calls": several(shape({"index": COUNT, **_CALL})),
+}
 _FINISH = enum("stop", "length", "tool_calls")
-_HEAD: dict[str, Schema] = {"id": TEXT, "created": COUNT, "model": TEXT, "system_fingerprint": TEXT}
+_CHOICE: dict[str, Schema] = {"index": COUNT, "logprobs": _LOGPROBS}
+_TEXT_CHOICE: dict[str, Schema] = {
+    "index": COUNT,
+    "text": TEXT,
+    "logprobs": or_null(_LEGACY_LOGPROBS),
+    "finish_reason": or_null(enum("stop", "length")),
+}
+_HEAD: dict[str, Schema] = {"created": COUNT, **members(TEXT, "id", "model", "system_fingerprint")}
+# Members that some requests ask for, or that only the last chunk has.
+_IDS = several(COUNT)
+_OF_PROMPT: dict[str, Schema] = {"prompt_logprobs": _PROMPT_LOGPROBS, "prompt_token_ids": _IDS}
+_OF_CHUNK: dict[str, Schema] = {
+    "usage": or_null(ref("Usage")),
+    "timings": ref("Timings"),
+    "prompt_progress": PROMPT_PROGRESS,
+}
+_EMBEDDING = shape({"object": const("embedding"), "index": COUNT, "embedding": any_of(several(NUMBER), BASE64)})
 
 COMPONENTS: Mapping[str, Schema] = {
     "Usage": shape(
         {
-            "prompt_tokens": COUNT,
-            "completion_tokens": COUNT,
-            "total_tokens": COUNT,
+            **members(COUNT, "prompt_tokens", "completion_tokens", "total_tokens"),
             "prompt_tokens_details": shape({"cached_tokens": COUNT}),
             "completion_tokens_details": shape({"reasoning_tokens": COUNT}),
         }
     ),
-    "PromptUsage": shape({"prompt_tokens": COUNT, "total_tokens": COUNT}),
+    "PromptUsage": shape(members(COUNT, "prompt_tokens", "total_tokens")),
     "Timings": shape(
         {
-            "cache_n": COUNT,
-            "prompt_n": COUNT,
-            "prompt_ms": NUMBER,
-            "prompt_per_token_ms": NUMBER,
-            "prompt_per_second": NUMBER,
-            "predicted_n": COUNT,
-            "predicted_ms": NUMBER,
-            "predicted_per_token_ms": NUMBER,
-            "predicted_per_second": NUMBER,
+            **members(COUNT, "cache_n", "prompt_n", "predicted_n"),
+            **members(NUMBER, "prompt_ms", "prompt_per_token_ms", "prompt_per_second"),
+            **members(NUMBER, "predicted_ms", "predicted_per_token_ms", "predicted_per_second"),
         }
     ),
     "ChatCompletion": shape(
         {
             **_HEAD,
             "object": const("chat.completion"),
-            "choices": several(
-                shape(
-                    {
-                        "index": COUNT,
-                        "message": shape(
-                            {"role": const("assistant"), "content": maybe(TEXT)},
-                            {"reasoning_content": TEXT, "tool_calls": several(_CALL)},
-                        ),
-                        "logprobs": _LOGPROBS,
-                        "finish_reason": _FINISH,
-                    },
-                    {"token_ids": _IDS},
-                )
-            ),
+            "choices": several(shape({**_CHOICE, "message": _REPLY, "finish_reason": _FINISH}, {"token_ids": _IDS})),
             "usage": ref("Usage"),
             "timings": ref("Timings"),
         },
-        {"prompt_logprobs": _PROMPT_LOGPROBS, "prompt_token_ids": _IDS},
+        _OF_PROMPT,
     ),
     "ChatCompletionChunk": shape(
         {
             **_HEAD,
             "object": const("chat.completion.chunk"),
             "choices": several(
-                shape(
-                    {
-                        "index": COUNT,
-                        "delta": shape(
-                            {},
-                            {
-                                "role": const("assistant"),
-                                "content": maybe(TEXT),
-                                "reasoning_content": TEXT,
-                                "tool_calls": several(
-                                    shape(
-                                        {
-                                            "index": COUNT,
-                                            "id": TEXT,
-                                            "type": const("function"),
-                                            "function": _CALLED_FUNCTION,
-                                        }
-                                    )
-                                ),
-                            },
-                        ),
-                        "logprobs": _LOGPROBS,
-                        "finish_reason": maybe(_FINISH),
-                    },
-                    {"token_ids": _IDS},
-                )
+                shape({**_CHOICE, "delta": shape({}, _DELTA), "finish_reason": or_null(_FINISH)}, {"token_ids": _IDS})
             ),
         },
-        {
-            "usage": maybe(ref("Usage")),
-            "timings": ref("Timings"),
-            "prompt_progress": PROMPT_PROGRESS,
-            "prompt_token_ids": _IDS,
-        },
+        {**_OF_CHUNK, "prompt_token_ids": _IDS},
     ),
     "Completion": shape(
         {
             **_HEAD,
             "object": const("text_completion"),
-            "choices": several(
-                shape(
-                    {
-                        "index": COUNT,
-                        "text": TEXT,
-                        "logprobs": _LEGACY_LOGPROBS,
-                        "finish_reason": maybe(enum("stop", "length")),
-                    },
-                    {"token_ids": _IDS, "prompt_token_ids": _IDS, "prompt_logprobs": _PROMPT_LOGPROBS},
-                )
-            ),
+            "choices": several(shape(_TEXT_CHOICE, {"token_ids": _IDS, **_OF_PROMPT})),
         },
-        {"usage": maybe(ref("Usage")), "timings": ref("Timings"), "prompt_progress": PROMPT_PROGRESS},
+        _OF_CHUNK,
     ),
     "Embeddings": shape(
-        {
-            "object": const("list"),
-            "model": TEXT,
-            "data": several(
-                shape(
-                    {
-                        "object": const("embedding"),
-                        "index": COUNT,
-                        "embedding": {"anyOf": [several(NUMBER), {"type": "string", "contentEncoding": "base64"}]},
-                    }
-                )
-            ),
-            "usage": ref("PromptUsage"),
-        }
+        {"object": const("list"), "model": TEXT, "data": several(_EMBEDDING), "usage": ref("PromptUsage")}
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from worker.protocol.dialects import openai
 from worker.protocol.dialects.generation_fields import (
     EFFORTS,
     FREE_FORMATS,
@@ -11,26 +12,10 @@ from worker.protocol.dialects.generation_fields import (
     NO_EFFECT,
     ROLES,
     SAMPLING,
-    TUNING,
     VERBOSITIES,
+    tuning,
 )
-from worker.protocol.dialects.openai import (
-    ADAPTERS,
-    ALLOWED_MODES,
-    CACHE_HINTS,
-    COMMON,
-    CONTENT_PARTS,
-    CONVERSATION,
-    DATA_URL,
-    DETAILS,
-    MODEL,
-    PING_INTERVAL,
-    PROMPT_PROGRESS,
-    TOKEN_LOGPROBS,
-    VISION_ONLY,
-    skip_all_but,
-)
-from worker.protocol.dialects.openai import STREAM_OPTIONS as OF_CHATS
+from worker.protocol.dialects.openai import ADAPTERS, CACHE_HINTS, CONVERSATION, PROMPT_PROGRESS, TOKEN_LOGPROBS
 from worker.protocol.schema import (
     ANY_OBJECT,
     ANYTHING,
@@ -42,6 +27,7 @@ from worker.protocol.schema import (
     Body,
     ResponseSchema,
     Schema,
+    any_of,
     array,
     choice,
     const,
@@ -49,7 +35,7 @@ from worker.protocol.schema import (
     enum,
     flag,
     integer,
-    maybe,
+    members,
     one_of,
     or_null,
     record,
@@ -57,124 +43,49 @@ from worker.protocol.schema import (
     required,
     several,
     shape,
+    tagged,
     text,
 )
 
-_FUNCTION: Schema = {
-    **described(
-        {
-            "type": {"const": "function"},
-            "name": required(text()),
-            "description": ANYTHING,
-            "parameters": ANYTHING,
-            "strict": ANYTHING,
-        }
-    ),
-    "required": ["type", "name"],
-}
+_FUNCTION = tagged("function", {"name": TEXT, **members(ANYTHING, "description", "parameters", "strict")})
 _STATELESS = "Nothing is kept between requests."
-_TEXT_KINDS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-_RESPONSE_TEXT: Schema = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "items": {
-                "anyOf": [
-                    {
-                        **described(
-                            {
-                                "type": {"enum": list(_TEXT_KINDS)},
-                                "text": required(text()),
-                                "annotations": NO_EFFECT,
-                                "logprobs": NO_EFFECT,
-                                **CACHE_HINTS,
-                            }
-                        ),
-                        "required": ["type", "text"],
-                    },
-                    CONTENT_PARTS[1],
-                    {
-                        **described(
-                            {
-                                "type": {"const": "input_image"},
-                                "image_url": DATA_URL,
-                                "detail": choice(DETAILS, "Reported as ignored."),
-                                **CACHE_HINTS,
-                            }
-                        ),
-                        "required": ["type", "image_url"],
-                        "description": f"{VISION_ONLY} In messages of the user and results of functions.",
-                    },
-                ]
-            },
-        },
-    ]
-}
-_THOUGHTS: Schema = {"anyOf": [*_RESPONSE_TEXT["anyOf"], ANYTHING]}
+_TEXT_PART = described(
+    {
+        "type": enum("input_text", "output_text", "text", "reasoning_text", "summary_text"),
+        "text": TEXT,
+        "annotations": NO_EFFECT,
+        "logprobs": NO_EFFECT,
+        **CACHE_HINTS,
+    }
+)
+_IMAGE_PART = tagged(
+    "input_image",
+    {"image_url": openai.DATA_URL, "detail": choice(openai.DETAILS, "Reported as ignored."), **CACHE_HINTS},
+    about=f"{openai.VISION_ONLY} In messages of the user and results of functions.",
+)
+_CONTENT = any_of(TEXT, several(any_of(_TEXT_PART, openai.CONTENT_PARTS[1], _IMAGE_PART)))
+_REASONING_CONTENT = any_of(*_CONTENT["anyOf"], ANYTHING)
 # Members of output items that have no effect when clients send them back as input.
-_OF_ITEMS: Body = {"id": NO_EFFECT, "status": NO_EFFECT, "phase": NO_EFFECT}
-_ITEM: Schema = {
-    "anyOf": [
-        {
-            **described(
-                {
-                    "type": {"enum": ["message", "", None]},
-                    "role": required(choice(ROLES)),
-                    "content": _RESPONSE_TEXT,
-                    **_OF_ITEMS,
-                }
-            ),
-            "required": ["role", "content"],
-        },
-        {
-            **described(
-                {
-                    "type": {"const": "function_call"},
-                    "call_id": required(text()),
-                    "name": required(text()),
-                    "arguments": required(text()),
-                    **_OF_ITEMS,
-                }
-            ),
-            "required": ["type", "call_id", "name", "arguments"],
-        },
-        {
-            **described(
-                {
-                    "type": {"const": "function_call_output"},
-                    "call_id": text(),
-                    "output": _RESPONSE_TEXT,
-                    **_OF_ITEMS,
-                }
-            ),
-            "required": ["type", "output"],
-        },
-        {
-            **described(
-                {
-                    "type": {"const": "reasoning"},
-                    "content": _THOUGHTS,
-                    "summary": _THOUGHTS,
-                    **_OF_ITEMS,
-                }
-            ),
-            "required": ["type"],
-        },
-    ]
-}
-STREAM_OPTIONS: Body = {"include_obfuscation": OF_CHATS["include_obfuscation"]}
+_OF_ITEMS: Body = members(NO_EFFECT, "id", "status", "phase")
+_MESSAGE = described(
+    {"type": enum("message", "", None), "role": required(choice(ROLES)), "content": _CONTENT, **_OF_ITEMS}
+)
+_ITEM = any_of(
+    _MESSAGE,
+    tagged("function_call", {**members(TEXT, "call_id", "name", "arguments"), **_OF_ITEMS}),
+    tagged("function_call_output", {"call_id": text(), "output": _CONTENT, **_OF_ITEMS}),
+    tagged("reasoning", {**members(_REASONING_CONTENT, "content", "summary"), **_OF_ITEMS}),
+)
+STREAM_OPTIONS: Body = {"include_obfuscation": openai.STREAM_OPTIONS["include_obfuscation"]}
 REASONING: Body = {"effort": choice(EFFORTS), "summary": ANYTHING, "generate_summary": ANYTHING}
-_FORMAT: Schema = {
-    "anyOf": [*FREE_FORMATS, {**described({"type": {"const": "json_schema"}, **NAMED_SCHEMA}), "required": ["type"]}]
-}
+_FORMAT = any_of(*FREE_FORMATS, tagged("json_schema", NAMED_SCHEMA))
 TEXT_OPTIONS: Body = {"verbosity": choice(VERBOSITIES), "format": or_null(_FORMAT)}
 # Fields of chats that are accepted in addition to OpenAI's fields of a response.
 CHAT_FIELDS: Body = {
     **{name: schema for name, schema in SAMPLING.items() if name not in ("temperature", "top_p")},
     **GRAMMAR,
     "chat_template_kwargs": CONVERSATION["chat_template_kwargs"],
-    "cache_salt": COMMON["cache_salt"],
+    "cache_salt": openai.COMMON["cache_salt"],
     "return_progress": flag("In streams: response.in_progress is repeated with the progress of the prompt."),
     "timings_per_token": flag("In streams: every delta and the last event contain timings."),
     "adapters": ADAPTERS,
@@ -182,45 +93,34 @@ CHAT_FIELDS: Body = {
 }
 # Values of `include`. The first one is reported as ignored: reasoning is not encrypted.
 INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
+_ALLOWED_TOOLS: Body = {
+    "mode": required(choice(openai.ALLOWED_MODES)),
+    "tools": required(array(_FUNCTION, least=1, about="By their names; others are not shown.")),
+}
 RESPONSES: Body = {
     **CHAT_FIELDS,
-    "model": MODEL,
-    "input": {"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM, "minItems": 1}]},
+    "model": openai.MODEL,
+    "input": any_of(TEXT, {**several(_ITEM), "minItems": 1}),
     "instructions": text(),
     "max_output_tokens": integer(1),
-    "temperature": TUNING["temperature"],
-    "top_p": TUNING["top_p"],
-    "tools": array(
-        _FUNCTION,
-        most=MAX_TOOLS,
+    **tuning("temperature", "top_p"),
+    "tools": array(_FUNCTION, most=MAX_TOOLS),
+    "tool_choice": any_of(
+        enum(None, "none", "auto", "required"),
+        tagged("function", {"name": TEXT}),
+        tagged("allowed_tools", _ALLOWED_TOOLS),
     ),
-    "tool_choice": {
-        "anyOf": [
-            {"enum": [None, "none", "auto", "required"]},
-            {
-                **described({"type": {"const": "function"}, "name": required(text())}),
-                "required": ["type", "name"],
-            },
-            described(
-                {
-                    "type": {"enum": ["allowed_tools"]},
-                    "mode": required(choice(ALLOWED_MODES)),
-                    "tools": required(array(_FUNCTION, least=1, about="By their names; others are not shown.")),
-                }
-            ),
-        ]
-    },
     "parallel_tool_calls": flag(),
     "text": record(TEXT_OPTIONS),
     "reasoning": record(REASONING),
     "stream": flag(),
     "stream_options": record(STREAM_OPTIONS),
-    "sse_ping_interval": PING_INTERVAL,
-    "include": array({"enum": list(INCLUDED)}),
+    "sse_ping_interval": openai.PING_INTERVAL,
+    "include": array(enum(*INCLUDED)),
     "top_logprobs": integer(
         0, None, "At most the model's max-logprobs; above 0 the text has logprobs, included or not."
     ),
-    "metadata": or_null({"type": "object"}),
+    "metadata": or_null(ANY_OBJECT),
     "previous_response_id": one_of([""], _STATELESS),
     "conversation": one_of([], _STATELESS),
     "store": one_of([False], _STATELESS),
@@ -229,105 +129,81 @@ RESPONSES: Body = {
     "prompt": one_of([]),
 }
 # For counting only: sampling and structured output accept any value.
-INPUT_TOKENS: Body = {**RESPONSES, **skip_all_but(CHAT_FIELDS, CONVERSATION)}
+INPUT_TOKENS: Body = {**RESPONSES, **openai.skip_all_but(CHAT_FIELDS, CONVERSATION)}
 
 _OUTPUT_TEXT = shape(
     {"type": const("output_text"), "text": TEXT, "annotations": several(ANY_OBJECT), "logprobs": TOKEN_LOGPROBS}
 )
-_THOUGHT = shape({"type": const("reasoning_text"), "text": TEXT})
-_ITEM_STATUS = enum("in_progress", "completed", "incomplete")
+_REASONING_TEXT = shape({"type": const("reasoning_text"), "text": TEXT})
+_STATUS = enum("in_progress", "completed", "incomplete")
+_OUTPUT_ITEM: dict[str, Schema] = {"id": TEXT, "status": _STATUS}
 _EVENT: dict[str, Schema] = {"type": TEXT, "sequence_number": COUNT}
-_ABOUT_ITEM: dict[str, Schema] = {**_EVENT, "item_id": TEXT, "output_index": COUNT}
+_OF_ITEM: dict[str, Schema] = {**_EVENT, "item_id": TEXT, "output_index": COUNT}
+_OF_CONTENT: dict[str, Schema] = {**_OF_ITEM, "content_index": COUNT}
+_TIMINGS: dict[str, Schema] = {"timings": ref("Timings")}
+_USAGE = shape(
+    {
+        **members(COUNT, "input_tokens", "output_tokens", "total_tokens"),
+        "input_tokens_details": shape(members(COUNT, "cached_tokens", "cache_write_tokens")),
+        "output_tokens_details": shape({"reasoning_tokens": COUNT}),
+    }
+)
 
 COMPONENTS: Mapping[str, Schema] = {
-    "ResponseItem": {
-        "anyOf": [
-            shape(
-                {
-                    "id": TEXT,
-                    "type": const("message"),
-                    "role": const("assistant"),
-                    "status": _ITEM_STATUS,
-                    "content": several(_OUTPUT_TEXT),
-                }
-            ),
-            shape(
-                {
-                    "id": TEXT,
-                    "type": const("reasoning"),
-                    "summary": several(ANY_OBJECT),
-                    "status": _ITEM_STATUS,
-                    "content": several(_THOUGHT),
-                }
-            ),
-            shape(
-                {
-                    "id": TEXT,
-                    "type": const("function_call"),
-                    "call_id": TEXT,
-                    "name": TEXT,
-                    "arguments": TEXT,
-                    "status": _ITEM_STATUS,
-                }
-            ),
-        ]
-    },
+    "ResponseItem": any_of(
+        shape(
+            {
+                **_OUTPUT_ITEM,
+                "type": const("message"),
+                "role": const("assistant"),
+                "content": several(_OUTPUT_TEXT),
+            }
+        ),
+        shape(
+            {
+                **_OUTPUT_ITEM,
+                "type": const("reasoning"),
+                "summary": several(ANY_OBJECT),
+                "content": several(_REASONING_TEXT),
+            }
+        ),
+        shape({**_OUTPUT_ITEM, "type": const("function_call"), **members(TEXT, "call_id", "name", "arguments")}),
+    ),
     "Response": shape(
         {
             "id": TEXT,
             "object": const("response"),
             "created_at": COUNT,
             "model": TEXT,
-            "status": enum("in_progress", "completed", "incomplete"),
-            "error": NULL,
-            "incomplete_details": maybe(shape({"reason": const("max_output_tokens")})),
-            "previous_response_id": NULL,
-            "store": const(False),
-            "background": const(False),
-            "temperature": NUMBER,
-            "top_p": NUMBER,
+            "status": _STATUS,
+            "incomplete_details": or_null(shape({"reason": const("max_output_tokens")})),
+            **members(NULL, "error", "previous_response_id"),
+            **members(const(False), "store", "background"),
+            **members(NUMBER, "temperature", "top_p"),
             "truncation": const("disabled"),
-            "instructions": maybe(TEXT),
-            "max_output_tokens": maybe(COUNT),
+            "instructions": or_null(TEXT),
+            "max_output_tokens": or_null(COUNT),
             "metadata": ANY_OBJECT,
             "parallel_tool_calls": FLAG,
-            "reasoning": shape({"effort": maybe(TEXT), "summary": NULL}),
+            "reasoning": shape({"effort": or_null(TEXT), "summary": NULL}),
             "text": shape({"format": ANY_OBJECT}),
-            "tool_choice": {"anyOf": [TEXT, ANY_OBJECT]},
+            "tool_choice": any_of(TEXT, ANY_OBJECT),
             "tools": several(ANY_OBJECT),
             "top_logprobs": COUNT,
             "output": several(ref("ResponseItem")),
-            "usage": maybe(
-                shape(
-                    {
-                        "input_tokens": COUNT,
-                        "input_tokens_details": shape({"cached_tokens": COUNT, "cache_write_tokens": COUNT}),
-                        "output_tokens": COUNT,
-                        "output_tokens_details": shape({"reasoning_tokens": COUNT}),
-                        "total_tokens": COUNT,
-                    }
-                )
-            ),
+            "usage": or_null(_USAGE),
         }
     ),
-    "ResponseEvent": {
-        "anyOf": [
-            shape(
-                {**_EVENT, "response": ref("Response")},
-                {"prompt_progress": PROMPT_PROGRESS, "timings": ref("Timings")},
-            ),
-            shape({**_EVENT, "output_index": COUNT, "item": ref("ResponseItem")}),
-            shape({**_EVENT, "output_index": COUNT, "item": ANY_OBJECT}),
-            shape({**_ABOUT_ITEM, "content_index": COUNT, "part": {"anyOf": [_OUTPUT_TEXT, _THOUGHT]}}),
-            shape(
-                {**_ABOUT_ITEM, "content_index": COUNT, "delta": TEXT},
-                {"logprobs": TOKEN_LOGPROBS, "timings": ref("Timings")},
-            ),
-            shape({**_ABOUT_ITEM, "content_index": COUNT, "text": TEXT}, {"logprobs": TOKEN_LOGPROBS}),
-            shape({**_ABOUT_ITEM, "delta": TEXT}, {"timings": ref("Timings")}),
-            shape({**_ABOUT_ITEM, "name": TEXT, "arguments": TEXT}),
-        ]
-    },
+    "ResponseEvent": any_of(
+        shape({**_EVENT, "response": ref("Response")}, {"prompt_progress": PROMPT_PROGRESS, **_TIMINGS}),
+        shape({**_EVENT, "output_index": COUNT, "item": ref("ResponseItem")}),
+        shape({**_EVENT, "output_index": COUNT, "item": ANY_OBJECT}),
+        shape({**_OF_CONTENT, "part": any_of(_OUTPUT_TEXT, _REASONING_TEXT)}),
+        shape({**_OF_CONTENT, "delta": TEXT}, {"logprobs": TOKEN_LOGPROBS, **_TIMINGS}),
+        shape({**_OF_CONTENT, "text": TEXT}, {"logprobs": TOKEN_LOGPROBS}),
+        shape({**_OF_ITEM, "delta": TEXT}, _TIMINGS),
+        shape({**_OF_ITEM, "name": TEXT, "arguments": TEXT}),
+    ),
     "InputTokens": shape({"object": const("response.input_tokens"), "input_tokens": COUNT}),
 }
 

@@ -8,53 +8,50 @@ from worker.protocol.schema import (
     TEXT,
     Body,
     ResponseSchema,
-    Schema,
+    any_of,
     array,
     const,
     flag,
-    maybe,
+    members,
     one_of,
+    or_null,
     ref,
-    required,
     several,
     shape,
-    text,
 )
 
-_TELLING: Body = {"return_token_strs": flag("Also return the tokens as text, as in the vocabulary.")}
+_TOKEN_TEXTS: Body = {"return_token_strs": flag("Also return the tokens as text, as in the vocabulary.")}
 TOKENIZE_TEXT: Body = {
     "model": MODEL,
-    "prompt": required(text()),
+    "prompt": TEXT,
     "add_special_tokens": flag("Add the tokenizer's special tokens; true unless stated."),
-    **_TELLING,
+    **_TOKEN_TEXTS,
 }
-TOKENIZE_CHAT: Body = {
-    **CHAT_TOKENS,
-    "add_special_tokens": flag("Add the tokenizer's special tokens to those of the chat template."),
-    **_TELLING,
-}
+_SPECIAL_TOKENS = flag("Add the tokenizer's special tokens to those of the chat template.")
+TOKENIZE_CHAT: Body = {**CHAT_TOKENS, "add_special_tokens": _SPECIAL_TOKENS, **_TOKEN_TEXTS}
 EMBED_CHAT: Body = {
     **{name: schema for name, schema in EMBEDDINGS.items() if name not in ("input", "prompt_name")},
     **CONVERSATION,
     "add_generation_prompt": flag("false unless stated."),
-    "add_special_tokens": flag("Add the tokenizer's special tokens to those of the chat template."),
+    "add_special_tokens": _SPECIAL_TOKENS,
 }
 # Names of the two sides of a comparison; a request uses one pair.
 SCORE_FIELDS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
-_SCORED: Schema = {
-    "anyOf": [{"type": ["string", "null"]}, array({"type": "string"}, least=1, most=MAX_TEXTS)],
-    "description": "A text or several: as many as on the other side, or one for all.",
-}
+_SIDE = any_of(
+    or_null(TEXT),
+    array(TEXT, least=1, most=MAX_TEXTS),
+    about="A text or several: as many as on the other side, or one for all.",
+)
 SCORE: Body = {
     "model": MODEL,
-    **{name: _SCORED for pair in SCORE_FIELDS for name in pair},
+    **members(_SIDE, *(name for pair in SCORE_FIELDS for name in pair)),
     "use_activation": one_of([True], "Not supported: scores are always activated."),
     **TRUNCATION,
 }
 
-# `/tokenize`, where it is asked as vLLM's clients do.
+# The response of `/tokenize` to a request in vLLM's format.
 TOKEN_COUNT = shape(
-    {"count": COUNT, "max_model_len": COUNT, "tokens": several(COUNT), "token_strs": maybe(several(TEXT))}
+    {"count": COUNT, "max_model_len": COUNT, "tokens": several(COUNT), "token_strs": or_null(several(TEXT))}
 )
 
 SCORE_RESPONSE = ResponseSchema(
