@@ -6,8 +6,8 @@ from typing import Any
 
 import orjson
 
-from worker.api.call import GenerationCall, JsonAnswer
-from worker.api.openai import ParsedCompletion, count_chat_tokens, parse_chat
+from worker.api.call import GenerationCall, JsonAnswer, event_frame
+from worker.api.openai import ParsedCompletion, chat_prompt_tokens, parse_chat
 from worker.api.served_model import ServedModel
 from worker.api.usage import UsageTotals
 from worker.errors import InvalidValue, UnsupportedField
@@ -35,13 +35,7 @@ async def messages(body: Json, model: ServedModel) -> GenerationCall:
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     id = f"msg_{uuid.uuid4().hex[:24]}"
     chat = await parse_chat(chat_body, model, id=id, names=_client_names(fields))
-    return GenerationCall(
-        generations=chat.generations,
-        reply=AnthropicWriter(id, chat),
-        stream=chat.common.stream,
-        ping_interval=chat.common.ping_interval,
-        ignored=(*ignored, *chat.ignored),
-    )
+    return chat.call(AnthropicWriter(id, chat), ignored=ignored)
 
 
 async def count_tokens(body: Json, model: ServedModel) -> JsonAnswer:
@@ -50,8 +44,8 @@ async def count_tokens(body: Json, model: ServedModel) -> JsonAnswer:
     chat_body = _read(fields, model)
     fields.skip(COUNT_TOKENS)
     ignored = fields.check_unknown(strict=model.options.strict_fields)
-    tokens, further = await count_chat_tokens(chat_body, model, names=_client_names(fields))
-    return JsonAnswer(body={"input_tokens": tokens}, ignored=(*ignored, *further), prompt_tokens=tokens)
+    tokens, further = await chat_prompt_tokens(chat_body, model, names=_client_names(fields))
+    return JsonAnswer(body={"input_tokens": len(tokens)}, ignored=(*ignored, *further), prompt_tokens=len(tokens))
 
 
 def _client_names(fields: BodyFields) -> Mapping[str, str]:
@@ -335,10 +329,10 @@ class AnthropicWriter:
         events += self._add(number, delta)
         if delta.finish is not None:
             events.append({"type": "message_delta", "delta": self._end(delta), "usage": self._usage()})
-        return b"".join(_frame(event) for event in events)
+        return b"".join(event_frame(event) for event in events)
 
     def closing_frames(self) -> bytes:
-        return _frame({"type": "message_stop"})
+        return event_frame({"type": "message_stop"})
 
     def _add(self, number: int, delta: Delta) -> list[Json]:
         """Add the next delta and return the events of its blocks."""
@@ -394,7 +388,3 @@ class AnthropicWriter:
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
         }
-
-
-def _frame(event: Json) -> bytes:
-    return f"event: {event['type']}\n".encode() + b"data: " + orjson.dumps(event) + b"\n\n"

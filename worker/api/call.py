@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import orjson
+
 from worker.api.served_model import ServedModel
 from worker.errors import ContextExceeded, InvalidValue, UnsupportedField
 from worker.interface import Delta, GenerationRequest
@@ -126,6 +128,24 @@ def read_ping_interval(fields: BodyFields) -> float | None:
     if interval != -1 and interval < 0.01:
         raise InvalidValue("sse_ping_interval must be seconds above 0, or -1 for off", param="sse_ping_interval")
     return None if interval == -1 else interval
+
+
+def read_stream_flag(fields: BodyFields, name: str, *, stream: bool) -> bool:
+    """Read a flag about chunks. It is reported as ignored if the answer is not streamed."""
+    is_set = fields.flag(name) or False
+    if is_set and not stream:
+        fields.mark_unused(name)
+    return is_set and stream
+
+
+def data_frame(body: Json) -> bytes:
+    """Return a server-sent event without a name."""
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+def event_frame(event: Json) -> bytes:
+    """Return a server-sent event named by its type."""
+    return f"event: {event['type']}\n".encode() + data_frame(event)
 
 
 def _is_number(value: Any) -> bool:

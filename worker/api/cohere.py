@@ -1,12 +1,11 @@
 """Cohere's embed call, in the form that vLLM offers."""
 
 import uuid
-from functools import partial
 from typing import Any
 
 from worker.api import embeddings
 from worker.api.call import JsonAnswer
-from worker.api.openai import client_field_names, client_name
+from worker.api.openai import client_field_names
 from worker.api.served_model import ServedModel
 from worker.errors import InvalidValue
 from worker.prompt.body_reader import BodyFields, Json
@@ -41,7 +40,7 @@ async def embed(body: Json, model: ServedModel) -> JsonAnswer:
     }
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     names = {"input": "inputs" if texts is None else "texts", "dimensions": "output_dimension"}
-    with client_field_names(partial(client_name, names)):
+    with client_field_names(names):
         embedded = await embeddings.embeddings(openai_body, model)
     vectors = [each["embedding"] for each in embedded.body["data"]]
     answer = {

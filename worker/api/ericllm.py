@@ -29,9 +29,7 @@ async def generate(body: Json, model: ServedModel) -> GenerationCall:
         raise InvalidValue("prompt must be a string; send inputs to POST /invocations", param="prompt")
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     chat = await parse_text({**openai_body, "prompt": prompt}, model, id=f"text-{uuid.uuid4().hex}")
-    return GenerationCall(
-        generations=chat.generations, reply=EricLlmWriter(prompt, chat), ignored=(*ignored, *chat.ignored)
-    )
+    return chat.call(EricLlmWriter(prompt, chat), ignored=ignored)
 
 
 class EricLlmWriter:

@@ -61,12 +61,8 @@ async def _generate(body: Json, model: ServedModel, *, streams: bool) -> Generat
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     chat = await parse_text({**openai_body, "prompt": prompt}, model, id=f"fastchat-{uuid.uuid4().hex}")
     begin = "" if echo is False else prompt
-    return GenerationCall(
-        generations=chat.generations,
-        reply=FastChatWriter(chat, begin, model, has_logprobs=openai_body["logprobs"] is not None),
-        stream=streams,
-        ignored=(*ignored, *chat.ignored),
-    )
+    reply = FastChatWriter(chat, begin, model, has_logprobs=openai_body["logprobs"] is not None)
+    return chat.call(reply, ignored=ignored, stream=streams)
 
 
 async def get_embeddings(body: Json, model: ServedModel) -> JsonAnswer:
@@ -106,9 +102,9 @@ def separators(model: ServedModel) -> Json:
     The template renders probe messages. The text around them gives the separators: before a question, between
     question and answer, and between an answer and the next question.
     """
-    openai_body = {"role": "user", "content": _QUESTION}
-    answered = [openai_body, {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _FURTHER}]
-    before, after = _split_at(_render(model, openai_body), _QUESTION)
+    question = {"role": "user", "content": _QUESTION}
+    answered = [question, {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _FURTHER}]
+    before, after = _split_at(_render(model, question), _QUESTION)
     first, last = _split_at(_render(model, *answered), _ANSWER)
     start, reply = _split_at(first, _QUESTION)
     between, end = _split_at(last, _FURTHER)
@@ -118,7 +114,7 @@ def separators(model: ServedModel) -> Json:
     opening = before.removesuffix(user)
     system, message = "{system_message}", opening
     try:
-        head, tail = _split_at(_render(model, {"role": "system", "content": _SYSTEM}, openai_body), _SYSTEM)
+        head, tail = _split_at(_render(model, {"role": "system", "content": _SYSTEM}, question), _SYSTEM)
     except InvalidValue:
         pass  # the template rejects system messages, so the beginning of the prompt is used as the system message
     else:

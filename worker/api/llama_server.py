@@ -6,9 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-import orjson
-
-from worker.api.call import GenerationCall, JsonAnswer, read_ping_interval, read_texts
+from worker.api.call import (
+    GenerationCall,
+    JsonAnswer,
+    data_frame,
+    read_ping_interval,
+    read_stream_flag,
+    read_texts,
+)
 from worker.api.openai_replies import finite_or_none
 from worker.api.served_model import ServedModel
 from worker.api.usage import UsageTotals, progress_field
@@ -69,10 +74,10 @@ def _completion(fields: BodyFields, model: ServedModel, prompts: list[list[int]]
     stream = fields.flag("stream") or False
     name = fields.text("model") or options.name
     returns_tokens = fields.flag("return_tokens") or False
-    has_progress = _stream_flag(fields, "return_progress", stream)
+    has_progress = read_stream_flag(fields, "return_progress", stream=stream)
     max_tokens = _n_predict(fields, options.n_predict)
-    has_timings = _stream_flag(fields, "timings_per_token", stream)
-    n = _choices(fields)
+    has_timings = read_stream_flag(fields, "timings_per_token", stream=stream)
+    n = fields.any_of(fields.integer, "n", "n_cmpl") or 1
     ping_interval = read_ping_interval(fields)
     adapters = adapter_choice.read(fields, "lora", "adapters", prompts=len(prompts))
     ignored = fields.check_unknown(strict=options.strict_fields)
@@ -110,19 +115,9 @@ def _completion(fields: BodyFields, model: ServedModel, prompts: list[list[int]]
 
 def _n_predict(fields: BodyFields, default: int) -> int | None:
     """Return the maximum number of new tokens; -1 is no limit, 0 only evaluates the prompt."""
-    given, same = fields.integer("n_predict"), fields.integer("max_tokens")
-    if given is not None and same is not None and given != same:
-        raise InvalidValue("n_predict and max_tokens mean the same but differ; send one of them", param="max_tokens")
-    tokens = same if given is None else given
-    tokens = default if tokens is None else tokens
+    given = fields.any_of(fields.integer, "n_predict", "max_tokens")
+    tokens = default if given is None else given
     return None if tokens < 0 else tokens
-
-
-def _choices(fields: BodyFields) -> int:
-    given, same = fields.integer("n"), fields.integer("n_cmpl")
-    if given is not None and same is not None and given != same:
-        raise InvalidValue("n and n_cmpl mean the same but differ; send one of them", param="n_cmpl")
-    return given or same or 1
 
 
 async def _infill_prompt(fields: BodyFields, model: ServedModel) -> list[int]:
@@ -177,13 +172,6 @@ def _field_names(fields: BodyFields, name: str) -> list[str]:
     if not all(isinstance(each, str) for each in listed) or len(listed) > MAX_SHOWN:
         raise InvalidValue(f"{name} must be an array of at most {MAX_SHOWN} field names", param=name)
     return listed
-
-
-def _stream_flag(fields: BodyFields, name: str, stream: bool) -> bool:
-    is_set = fields.flag(name) or False
-    if is_set and not stream:
-        fields.mark_unused(name)
-    return is_set and stream
 
 
 def _settings(sampling: SamplingParams, max_tokens: int | None, stop: tuple[str, ...], *, stream: bool) -> Json:
@@ -252,15 +240,15 @@ class LlamaServerWriter:
             if not self._has_progress:
                 return b""
             progress = progress_field(delta.progress, has_timings=self._generations[number].timings)
-            return _frame(answer.chunk(Delta()) | progress)
+            return data_frame(answer.chunk(Delta()) | progress)
         frames = []
         if delta.text or delta.tokens:
             further = answer.timings() if self._generations[number].timings else {}
-            frames.append(_frame(answer.chunk(delta) | further))
+            frames.append(data_frame(answer.chunk(delta) | further))
         if delta.finish is not None:
             excluded = {"content", "tokens", "completion_probabilities"}
             last = {name: value for name, value in answer.body().items() if name not in excluded}
-            frames.append(_frame(self._select_fields(last | {"content": "", "tokens": []})))
+            frames.append(data_frame(self._select_fields(last | {"content": "", "tokens": []})))
         return b"".join(frames)
 
     def closing_frames(self) -> bytes:
@@ -372,7 +360,3 @@ def _probability_entry(entry: TokenLogprob) -> Json:
 
 def _token_fields(entry: TokenLogprob) -> Json:
     return {"id": entry.token, "token": entry.piece.decode(errors="replace"), "bytes": list(entry.piece)}
-
-
-def _frame(body: Json) -> bytes:
-    return b"data: " + orjson.dumps(body) + b"\n\n"

@@ -54,15 +54,11 @@ async def invocations(body: Json, model: ServedModel) -> GenerationCall:
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     openai_body |= {"model": name, "prompt": texts, "stream": stream, "logprobs": 0}
     chat = await parse_text(openai_body, model, id=f"lmi-{uuid.uuid4().hex}")
-    return GenerationCall(
-        generations=tuple(
-            replace(each, adapter=adapter) for each, adapter in zip(chat.generations, adapters, strict=True)
-        ),
-        reply=LmiWriter(chat, texts, is_list=isinstance(inputs, list), **settings),
-        stream=stream,
-        ping_interval=None,
-        ignored=(*ignored, *chat.ignored),
+    generations = tuple(
+        replace(generation, adapter=adapter) for generation, adapter in zip(chat.generations, adapters, strict=True)
     )
+    reply = LmiWriter(chat, texts, is_list=isinstance(inputs, list), **settings)
+    return chat.call(reply, ignored=ignored, generations=generations, ping_interval=None)
 
 
 def _parameters(fields: BodyFields, model: ServedModel) -> tuple[Json, dict[str, bool]]:

@@ -18,7 +18,7 @@ from worker.api.served_model import ServedModel
 from worker.api.usage import UsageTotals
 from worker.errors import ContextExceeded, InvalidValue, UnsupportedField
 from worker.images import EncodedImage, from_base64, from_url
-from worker.interface import Delta, TokenLogprob
+from worker.interface import Delta, GenerationRequest, TokenLogprob
 from worker.prompt.body_reader import BodyFields, Json, to_integer
 from worker.prompt.chat_template import read_tools
 from worker.prompt.response_parser import AnswerParser, AnswerPart
@@ -336,17 +336,11 @@ def _call(
 ) -> GenerationCall:
     if num_ctx is not None:
         chat = replace(chat, generations=tuple(_limit_to_num_ctx(num_ctx, each) for each in chat.generations))
-    return GenerationCall(
-        generations=chat.generations,
-        reply=OllamaWriter(chat, is_chat=is_chat, waited=waited, has_context=has_context),
-        stream=chat.common.stream,
-        ping_interval=chat.common.ping_interval,
-        ignored=(*ignored, *chat.ignored),
-        keep_alive=keep_alive,
-    )
+    reply = OllamaWriter(chat, is_chat=is_chat, waited=waited, has_context=has_context)
+    return chat.call(reply, ignored=ignored, keep_alive=keep_alive)
 
 
-def _limit_to_num_ctx(num_ctx: int, generation: Any) -> Any:
+def _limit_to_num_ctx(num_ctx: int, generation: GenerationRequest) -> GenerationRequest:
     left = num_ctx - len(generation.prompt)
     if left < 1:
         raise ContextExceeded(len(generation.prompt), num_ctx, param="options.num_ctx")

@@ -2,12 +2,12 @@
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
 
-from worker.api.call import GenerationCall, JsonAnswer, read_texts
+from worker.api.call import GenerationCall, JsonAnswer, ReplyWriter, read_texts
 from worker.api.openai_options import CommonOptions, read_common_options
 from worker.api.openai_replies import ChatWriter, TextWriter
 from worker.api.served_model import ServedModel
@@ -28,20 +28,15 @@ async def chat(body: Json, model: ServedModel) -> GenerationCall:
     id = f"chatcmpl-{uuid.uuid4().hex}"
     read = await parse_chat(body, model, id=id)
     common = read.common
-    return GenerationCall(
-        generations=read.generations,
-        reply=ChatWriter(
-            _head(id, common, model),
-            read.generations,
-            chunk_options=common.chunk_options,
-            logprob_settings=common.logprob_settings,
-            parse_options=read.parse_options,
-            include_reasoning=read.include_reasoning,
-        ),
-        stream=common.stream,
-        ping_interval=common.ping_interval,
-        ignored=read.ignored,
+    reply = ChatWriter(
+        _head(id, common, model),
+        read.generations,
+        chunk_options=common.chunk_options,
+        logprob_settings=common.logprob_settings,
+        parse_options=read.parse_options,
+        include_reasoning=read.include_reasoning,
     )
+    return read.call(reply)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +49,17 @@ class ParsedCompletion:
     ignored: tuple[str, ...]
     include_reasoning: bool = True  # the answer includes the reasoning
 
+    def call(self, reply: ReplyWriter, *, ignored: Sequence[str] = (), **further: Any) -> GenerationCall:
+        """Return the call that `reply` answers. `ignored`: ignored fields of the other dialect's body."""
+        call = GenerationCall(
+            generations=self.generations,
+            reply=reply,
+            stream=self.common.stream,
+            ping_interval=self.common.ping_interval,
+            ignored=(*ignored, *self.ignored),
+        )
+        return replace(call, **further)
+
 
 async def parse_chat(
     body: Json, model: ServedModel, *, id: str, names: Mapping[str, str] = _OWN_NAMES, before: Sequence[int] = ()
@@ -62,12 +68,10 @@ async def parse_chat(
     RequestError.
 
     `names`: names of its fields in the client's own body, for errors; longer keys before shorter ones.
-    `prior_tokens`: tokens of an earlier prompt and its answer that the messages continue.
+    `before`: tokens of an earlier prompt and its answer that the messages continue.
     """
-    to_client_name = partial(client_name, names)
-    with client_field_names(to_client_name):
-        read = await _parse_chat(body, model, id=id, to_client_name=to_client_name, before=before)
-    return replace(read, ignored=tuple(map(to_client_name, read.ignored))) if names else read
+    with client_field_names(names):
+        return await _parse_chat(body, model, id=id, names=names, before=before)
 
 
 def client_name(names: Mapping[str, str], field: str) -> str:
@@ -77,20 +81,21 @@ def client_name(names: Mapping[str, str], field: str) -> str:
 
 
 @contextmanager
-def client_field_names(to_client_name: Callable[[str], str]) -> Iterator[None]:
+def client_field_names(names: Mapping[str, str]) -> Iterator[None]:
     """Rename the field that a RequestError names to the client's name."""
     try:
         yield
     except RequestError as error:
         if error.param is not None:
+            name = client_name(names, error.param)
             if error.message.startswith(error.param):
-                error.message = to_client_name(error.param) + error.message.removeprefix(error.param)
-            error.param = to_client_name(error.param)
+                error.message = name + error.message.removeprefix(error.param)
+            error.param = name
         raise
 
 
 async def _parse_chat(
-    body: Json, model: ServedModel, *, id: str, to_client_name: Callable[[str], str], before: Sequence[int]
+    body: Json, model: ServedModel, *, id: str, names: Mapping[str, str], before: Sequence[int]
 ) -> ParsedCompletion:
     model.require("completion")
     fields = BodyFields(body, CHAT)
@@ -129,9 +134,9 @@ async def _parse_chat(
         separate_reasoning=separate_reasoning,
     )
     if common.grammar is not None:
-        common = replace(common, grammar=replace(common.grammar, field=to_client_name(common.grammar.field)))
-    if common.grammar is not None and tooling.is_required:
-        ignored = (*ignored, common.grammar.field)  # every answer is a tool call, so the grammar has no effect
+        if tooling.is_required:
+            ignored = (*ignored, common.grammar.field)  # every answer is a tool call, so the grammar has no effect
+        common = replace(common, grammar=replace(common.grammar, field=client_name(names, common.grammar.field)))
     common = replace(common, grammar=_answer_grammar(common.grammar, tooling, parse_options, model))
     if common.grammar is None and any(tool["function"].get("strict") is True for tool in tooling.callable):
         ignored = (*ignored, "tools[].function.strict")  # an optional call is parsed without a grammar
@@ -146,7 +151,7 @@ async def _parse_chat(
         common=common,
         generations=generations,
         parse_options=parse_options,
-        ignored=ignored,
+        ignored=tuple(client_name(names, name) for name in ignored),
         include_reasoning=include_reasoning,
     )
 
@@ -177,32 +182,21 @@ async def parse_text(body: Json, model: ServedModel, *, id: str, suffix: str = "
 
 async def input_tokens(body: Json, model: ServedModel) -> JsonAnswer:
     """Count the tokens of the prompt of a chat with this body. Raise RequestError."""
-    tokens, ignored = await count_chat_tokens(body, model)
-    logprob_settings = {"object": "response.input_tokens", "input_tokens": tokens}
-    return JsonAnswer(body=logprob_settings, ignored=ignored, prompt_tokens=tokens)
-
-
-async def count_chat_tokens(
-    body: Json, model: ServedModel, *, names: Mapping[str, str] = _OWN_NAMES
-) -> tuple[int, tuple[str, ...]]:
-    """Return the number of prompt tokens of a chat with this body, and the names of ignored fields.
-
-    `names`: as for `parse_chat`. Raise RequestError.
-    """
-    tokens, ignored = await chat_prompt_tokens(body, model, names=names)
-    return len(tokens), ignored
+    tokens, ignored = await chat_prompt_tokens(body, model)
+    answer = {"object": "response.input_tokens", "input_tokens": len(tokens)}
+    return JsonAnswer(body=answer, ignored=ignored, prompt_tokens=len(tokens))
 
 
 async def chat_prompt_tokens(
     body: Json, model: ServedModel, *, names: Mapping[str, str] = _OWN_NAMES, add_special: bool = False
 ) -> tuple[list[int], tuple[str, ...]]:
-    """Like `count_chat_tokens`, but return the tokens. `add_special`: add the tokenizer's special
-    tokens around texts.
+    """Return the prompt tokens of a chat with this body, and the names of ignored fields. Raise RequestError.
+
+    `names`: as for `parse_chat`. `add_special`: add the tokenizer's special tokens around texts.
     """
     model.require("completion")
-    to_client_name = partial(client_name, names)
     fields = BodyFields(body, CHAT_TOKENS)
-    with client_field_names(to_client_name):
+    with client_field_names(names):
         conversation = chats.read(fields, model.template, no_vision=model.engine.no_vision)
         tooling = tools.read(fields, conversation.tools, has_place=model.template.mentions("tools"))
         if add_special and conversation.images:
@@ -214,7 +208,7 @@ async def chat_prompt_tokens(
         prompt, tokens, _ = await _prompt_tokens(conversation, tooling, model)
     if add_special:
         [tokens] = await model.encode([prompt])
-    return tokens, tuple(map(to_client_name, ignored))
+    return tokens, tuple(client_name(names, name) for name in ignored)
 
 
 async def _prompt_tokens(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from worker.api.call import read_ping_interval
+from worker.api.call import read_ping_interval, read_stream_flag
 from worker.api.served_model import ServedModel
 from worker.api.usage import ChunkOptions
 from worker.errors import InvalidValue
@@ -128,8 +128,8 @@ def _chunk_options(fields: BodyFields, stream: bool) -> ChunkOptions:
     return ChunkOptions(
         has_usage=has_usage,
         counts=counts and has_usage,
-        has_progress=_stream_flag(fields, "return_progress", stream),
-        has_timings=_stream_flag(fields, "timings_per_token", stream),
+        has_progress=read_stream_flag(fields, "return_progress", stream=stream),
+        has_timings=read_stream_flag(fields, "timings_per_token", stream=stream),
     )
 
 
@@ -158,21 +158,9 @@ def _keeps_first(fields: BodyFields, max_prompt_tokens: int | None) -> bool:
     return side == "right"
 
 
-def _stream_flag(fields: BodyFields, name: str, stream: bool) -> bool:
-    """Read a flag about chunks. It is reported as ignored if the answer is not streamed."""
-    is_set = fields.flag(name) or False
-    if is_set and not stream:
-        fields.mark_unused(name)
-    return is_set and stream
-
-
 def _max_tokens(fields: BodyFields, default: int) -> int | None:
     """Return the maximum number of new tokens; None for -1, llama-server's value for no limit."""
-    names = ("max_tokens", "max_completion_tokens", "n_predict")
-    given = {name: tokens for name in names if (tokens := fields.integer(name)) is not None}
-    if len(set(given.values())) > 1:
-        raise InvalidValue(f"{' and '.join(given)} mean the same but differ; send one of them", param=list(given)[-1])
-    if not given:
+    tokens = fields.any_of(fields.integer, "max_tokens", "max_completion_tokens", "n_predict")
+    if tokens is None:
         return default if default > 0 else None
-    tokens = next(iter(given.values()))
     return None if tokens == -1 else tokens

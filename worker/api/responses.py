@@ -5,10 +5,8 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import orjson
-
-from worker.api.call import GenerationCall, JsonAnswer
-from worker.api.openai import ParsedCompletion, count_chat_tokens, parse_chat
+from worker.api.call import GenerationCall, JsonAnswer, event_frame
+from worker.api.openai import ParsedCompletion, chat_prompt_tokens, parse_chat
 from worker.api.openai_replies import logprob_entries
 from worker.api.served_model import ServedModel
 from worker.api.usage import UsageTotals, progress_field
@@ -33,13 +31,7 @@ async def responses(body: Json, model: ServedModel) -> GenerationCall:
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     id = f"resp_{uuid.uuid4().hex}"
     chat = await parse_chat(chat_body, model, id=id, names=_client_names(fields))
-    return GenerationCall(
-        generations=chat.generations,
-        reply=ResponsesWriter(id, chat, repeated_fields),
-        stream=chat.common.stream,
-        ping_interval=chat.common.ping_interval,
-        ignored=(*ignored, *chat.ignored),
-    )
+    return chat.call(ResponsesWriter(id, chat, repeated_fields), ignored=ignored)
 
 
 async def input_tokens(body: Json, model: ServedModel) -> JsonAnswer:
@@ -47,9 +39,9 @@ async def input_tokens(body: Json, model: ServedModel) -> JsonAnswer:
     fields = BodyFields(body, RESPONSES)
     chat_body, _ = _read(fields, model)
     ignored = fields.check_unknown(strict=model.options.strict_fields)
-    tokens, further = await count_chat_tokens(chat_body, model, names=_client_names(fields))
-    answer = {"object": "response.input_tokens", "input_tokens": tokens}
-    return JsonAnswer(body=answer, ignored=(*ignored, *further), prompt_tokens=tokens)
+    tokens, further = await chat_prompt_tokens(chat_body, model, names=_client_names(fields))
+    answer = {"object": "response.input_tokens", "input_tokens": len(tokens)}
+    return JsonAnswer(body=answer, ignored=(*ignored, *further), prompt_tokens=len(tokens))
 
 
 # this API's names for fields of a chat completion
@@ -453,8 +445,7 @@ class ResponsesWriter:
 
     def _frame(self, event: Json) -> bytes:
         self._sequence_number += 1
-        numbered = {**event, "sequence_number": self._sequence_number}
-        return f"event: {event['type']}\n".encode() + b"data: " + orjson.dumps(numbered) + b"\n\n"
+        return event_frame({**event, "sequence_number": self._sequence_number})
 
 
 def _empty(kind: str) -> Json:

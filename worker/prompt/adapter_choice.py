@@ -20,15 +20,10 @@ def read(fields: BodyFields, *names: str, prompts: int = 1) -> AdapterChoices:
     """Return the adapter of each prompt; None if the body does not select one. Raise InvalidValue or
     UnsupportedField.
     """
-    given = [(name, value) for name in names if (value := fields.take(name)) is not None]
-    if len(given) > 1 and given[0][1] != given[1][1]:
-        raise InvalidValue(
-            f"{given[0][0]} and {given[1][0]} mean the same but differ; send one of them", param=given[1][0]
-        )
-    if not given:
+    value = fields.any_of(fields.take, *names)
+    if value is None:
         return (None,) * prompts
-    name, value = given[0]
-    param = fields.path + name
+    param = fields.path + next(name for name in names if fields.take(name) is not None)
     if isinstance(value, str):
         return (AdapterChoice(value),) * prompts
     if not isinstance(value, list):

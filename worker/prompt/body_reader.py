@@ -3,8 +3,8 @@
 Error messages name a field and its range but never its value, so bodies are not echoed.
 """
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
 import orjson
 
@@ -14,6 +14,7 @@ from worker.protocol.schema import Body, Schema, allows, bounds, kinds
 from worker.protocol.unknown_fields import unknown_paths
 
 Json = dict[str, Any]
+Value = TypeVar("Value")
 MAX_LEVELS = 200
 # Maximum levels that orjson serializes. The difference is for what answers and grammars put around a client's value.
 _LEVELS_WRITTEN = 254
@@ -176,6 +177,15 @@ class BodyFields:
             case ["boolean"]:
                 self.flag(name)
         return self.take(name)
+
+    def any_of(self, read: Callable[[str], Value | None], *names: str) -> Value | None:
+        """Read fields that mean the same. Raise InvalidValue if they differ."""
+        given = {name: value for name in names if (value := read(name)) is not None}
+        first = next(iter(given.values()), None)
+        if any(value != first for value in given.values()):
+            message = f"{' and '.join(given)} mean the same but differ; send one of them"
+            raise InvalidValue(message, param=self.path + list(given)[-1])
+        return first
 
     def refuse(self, name: str, message: str, *, extra: Json | None = None) -> None:
         """Raise UnsupportedField with `message` unless the field is absent, null or has a value that

@@ -69,7 +69,8 @@ def _response_format(fields: BodyFields, name: str) -> Grammar | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return of_schema(_default(_one_schema((within, "schema"), (within, "value")), {"type": "object"}), name)
+        schema = _one_schema((within, "schema"), (within, "value"))
+        return of_schema({"type": "object"} if schema is None else schema, name)
     described = within.within("json_schema", NAMED_SCHEMA)
     strict = described.flag("strict") or False
     if described.take("description") is not None:
@@ -130,10 +131,6 @@ def _structured_outputs(fields: BodyFields, name: str) -> Grammar | None:
     if len(given) != 1:
         raise InvalidValue(f"{name} must have exactly one of {', '.join(_STRUCTURED)}", param=name)
     return given[0]
-
-
-def _default(value: Any, otherwise: Any) -> Any:
-    return otherwise if value is None else value
 
 
 # Fields of `structured_outputs` that vLLM's clients always send. false has no effect.

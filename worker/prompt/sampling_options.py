@@ -119,19 +119,13 @@ def _tuning(fields: BodyFields) -> Json:
     """Read the sampling parameters by their name in SamplingParams."""
     top_k = fields.integer("top_k")
     top_p = fields.number("top_p")
-    penalty = fields.number("repetition_penalty")
-    same = fields.number("repeat_penalty")
-    if penalty is not None and same is not None and penalty != same:
-        raise InvalidValue(
-            "repetition_penalty and repeat_penalty mean the same but differ; send one of them", param="repeat_penalty"
-        )
     given = {
         "temperature": fields.number("temperature"),
         "top_k": None if top_k is None else max(top_k, 0),
         # top_p = 0 must keep the most likely token; any tiny probability does
         "top_p": None if top_p is None else max(top_p, 1e-6),
         "min_p": fields.number("min_p"),
-        "repetition_penalty": same if penalty is None else penalty,
+        "repetition_penalty": fields.any_of(fields.number, "repetition_penalty", "repeat_penalty"),
         "repeat_last_n": fields.integer("repeat_last_n"),
         "presence_penalty": fields.number("presence_penalty"),
         "frequency_penalty": fields.number("frequency_penalty"),
