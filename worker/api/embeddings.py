@@ -88,15 +88,7 @@ async def rerank(body: Json, model: ServedModel) -> JsonAnswer:
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     if not query:
         raise InvalidValue("query must be a non-empty string", param="query")
-    if model.engine.encoding is None:
-        texts = _checked(await model.encode_pairs(query, documents, truncate=truncate), model, field)
-        scores = await model.engine.score(texts)
-    else:
-        queries = await _encode([query], model, "query", "query", truncate=truncate)
-        candidates = await _encode(documents, model, field, "document", truncate=truncate)
-        texts = [*queries, *candidates]
-        vector, *others = await model.engine.embed(texts, normalize=2)
-        scores = await _products(vector, others)
+    scores, texts = await _relevance([query], documents, ("query", field), model, truncate=truncate)
     order = sorted(range(len(documents)), key=lambda index: (-scores[index], index))[:most]
     if is_bare:
         text = [{"text": each} if returns_text else {} for each in documents]
@@ -122,24 +114,31 @@ async def score(body: Json, model: ServedModel) -> JsonAnswer:
     fields.refuse("use_activation", "use_activation must be true: scores are normalized")
     truncate = _read_truncate(fields)
     ignored = fields.check_unknown(strict=model.options.strict_fields)
-    if model.engine.encoding is None:
-        others = [seconds] if len(firsts) == 1 else [[text] for text in seconds]
-        groups = zip(firsts, others, strict=True)
-        texts = [text for first, group in groups for text in await model.encode_pairs(first, group, truncate=truncate)]
-        scores = await model.engine.score(_checked(texts, model, names[1]))
-    else:
-        queries = await _encode(firsts, model, names[0], "query", truncate=truncate)
-        candidates = await _encode(seconds, model, names[1], "document", truncate=truncate)
-        texts = [*queries, *candidates]
-        vectors = await model.engine.embed(texts, normalize=2)
-        lefts, rights = vectors[: len(queries)], vectors[len(queries) :]
-        if len(lefts) == 1:
-            scores = await _products(lefts[0], rights)
-        else:
-            scores = [sum(map(mul, left, right)) for left, right in zip(lefts, rights, strict=True)]
+    scores, texts = await _relevance(firsts, seconds, names, model, truncate=truncate)
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
     head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": name}
     return _result({**head, "data": data}, texts, ignored)
+
+
+async def _relevance(
+    firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str], model: ServedModel, *, truncate: bool
+) -> tuple[Sequence[float], list[EncoderInput]]:
+    """Return the relevance of each of `seconds` to the one of `firsts`, or to that at the same place, and the inputs.
+
+    `names`: the fields of both, for errors.
+    """
+    if model.engine.encoding is None:
+        others = [seconds] if len(firsts) == 1 else [[text] for text in seconds]
+        groups = zip(firsts, others, strict=True)
+        pairs = [pair for first, group in groups for pair in await model.encode_pairs(first, group, truncate=truncate)]
+        return await model.engine.score(_checked(pairs, model, names[1])), pairs
+    queries = await _encode(firsts, model, names[0], "query", truncate=truncate)
+    texts = [*queries, *await _encode(seconds, model, names[1], "document", truncate=truncate)]
+    vectors = await model.engine.embed(texts, normalize=2)
+    lefts, rights = vectors[: len(queries)], vectors[len(queries) :]
+    if len(lefts) == 1:
+        return await _products(lefts[0], rights), texts
+    return [sum(map(mul, left, right)) for left, right in zip(lefts, rights, strict=True)], texts
 
 
 def _read_pairs(fields: BodyFields) -> tuple[tuple[str, str], list[str], list[str]]:

@@ -14,7 +14,6 @@ from worker.api.call import (
     read_stream_flag,
     read_texts,
 )
-from worker.api.openai_replies import finite_or_none
 from worker.api.served_model import ServedModel
 from worker.api.usage import UsageTotals, progress_field
 from worker.errors import InvalidValue, UnsupportedByModel
@@ -28,6 +27,7 @@ from worker.prompt import (
 )
 from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.chat_formats import FillInTheMiddle
+from worker.prompt.logprob_options import finite_or_none
 from worker.protocol.dialects.generation_fields import MAX_SHOWN, MAX_TEXTS
 from worker.protocol.dialects.llama_server import COMPLETION, INFILL, TEMPLATE
 

@@ -12,12 +12,12 @@ import orjson
 from worker.api import openai
 from worker.api.call import GenerationCall
 from worker.api.openai import ParsedCompletion, parse_text
-from worker.api.openai_replies import finite_or_none
 from worker.api.served_model import ServedModel
 from worker.errors import InvalidValue
 from worker.interface import Delta
 from worker.prompt import adapter_choice
 from worker.prompt.body_reader import BodyFields, Json
+from worker.prompt.logprob_options import finite_or_none
 from worker.prompt.sampling_options import read_stop
 from worker.protocol.dialects import Dialect
 from worker.protocol.dialects.lmi import INVOCATIONS, OPENAI_FIELDS, PARAMETERS

@@ -21,6 +21,7 @@ from worker.prompt.response_parser import AnswerParser, ParseOptions, call_synta
 from worker.protocol.dialects.openai import CHAT, CHAT_TOKENS, COMPLETIONS, TEXT_COMPLETION
 
 _OWN_NAMES: Mapping[str, str] = {}
+_PLAIN_TEXT = ParseOptions(chat_format=None)
 
 
 async def chat(body: Json, model: ServedModel) -> GenerationCall:
@@ -45,8 +46,8 @@ class ParsedCompletion:
 
     common: CommonOptions
     generations: tuple[GenerationRequest, ...]  # one; for a text completion, one per prompt
-    parse_options: ParseOptions
     ignored: tuple[str, ...]
+    parse_options: ParseOptions = _PLAIN_TEXT
     include_reasoning: bool = True  # the answer includes the reasoning
 
     def call(self, reply: ReplyWriter, *, ignored: Sequence[str] = (), **further: Any) -> GenerationCall:
@@ -175,9 +176,7 @@ async def parse_text(body: Json, model: ServedModel, *, id: str, suffix: str = "
     for prompt in prompts:
         model.check_prompt(prompt, param="prompt")
     generations = common.generations(id, prompts)
-    return ParsedCompletion(
-        common=common, generations=generations, parse_options=ParseOptions(chat_format=None), ignored=ignored
-    )
+    return ParsedCompletion(common=common, generations=generations, ignored=ignored)
 
 
 async def input_tokens(body: Json, model: ServedModel) -> JsonAnswer:
@@ -269,13 +268,7 @@ async def completions(body: Json, model: ServedModel) -> GenerationCall:
         is_only_echo=is_only_echo,
         special_ids=model.special_ids,
     )
-    return GenerationCall(
-        generations=generations,
-        reply=reply,
-        stream=common.stream,
-        ping_interval=common.ping_interval,
-        ignored=ignored,
-    )
+    return ParsedCompletion(common=common, generations=generations, ignored=ignored).call(reply)
 
 
 def _head(id: str, common: CommonOptions, model: ServedModel) -> Json:

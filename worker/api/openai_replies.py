@@ -6,15 +6,13 @@ Both forms give the same text.
 import codecs
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from typing import Any
 
-import orjson
-
+from worker.api.call import data_frame
 from worker.api.usage import ChunkOptions, UsageTotals
 from worker.interface import Delta, FinishReason, GenerationRequest, TokenLogprob
 from worker.prompt.body_reader import Json
-from worker.prompt.logprob_options import LogprobOptions
+from worker.prompt.logprob_options import LogprobOptions, finite_or_none
 from worker.prompt.response_parser import AnswerParser, AnswerPart, ParseOptions
 
 _DONE = b"data: [DONE]\n\n"
@@ -83,7 +81,55 @@ class _ChatMessage:
         return {"content": part.content}
 
 
-class ChatWriter:
+class _OpenAiWriter:
+    """Fields and chunks that both kinds of answers have."""
+
+    def __init__(
+        self,
+        head: Json,
+        generations: Sequence[GenerationRequest],
+        *,
+        chunk_options: ChunkOptions,
+        logprob_settings: LogprobOptions,
+    ):
+        """`head`: the first fields of every chunk."""
+        self._head = head
+        self._generations = generations
+        self._chunk_options, self._logprob_settings = chunk_options, logprob_settings
+        self._totals = UsageTotals(generations)
+
+    def closing_frames(self) -> bytes:
+        usage = {**self._head, "choices": [], "usage": self._totals.usage(), "timings": self._totals.timings()}
+        return (data_frame(usage) if self._chunk_options.has_usage else b"") + _DONE
+
+    @property
+    def _has_logprobs(self) -> bool:
+        return self._logprob_settings.logprobs is not None
+
+    def _ids(self, choice: _ChoiceState) -> Json:
+        return {"token_ids": choice.tokens} if self._logprob_settings.return_token_ids else {}
+
+    def _prompt_ids(self, number: int = 0) -> Json:
+        if not self._logprob_settings.return_token_ids:
+            return {}
+        return {"prompt_token_ids": list(self._generations[number].prompt)}
+
+    def _prompt_logprobs(self, entries: Sequence[TokenLogprob]) -> Json:
+        listed = self._logprob_settings.prompt_entries(entries)
+        return {} if listed is None else {"prompt_logprobs": listed}
+
+    def _timings(self, *, is_last: bool = False) -> Json:
+        """Return the timings of a chunk. The last chunk of all choices always has them."""
+        if is_last:
+            return {"timings": self._totals.timings()} if self._totals.is_complete else {}
+        return self._totals.so_far() if self._chunk_options.has_timings else {}
+
+    def _chunk(self, choice: Json, **further: Any) -> bytes:
+        usage = self._chunk_options.usage(self._totals)
+        return data_frame({**self._head, "choices": [choice], **usage, **further})
+
+
+class ChatWriter(_OpenAiWriter):
     """Writer of `chat.completion` and its chunks."""
 
     def __init__(
@@ -97,30 +143,22 @@ class ChatWriter:
         include_reasoning: bool = True,
     ):
         """`parse_options`: how to find reasoning and tool calls in the answer."""
-        [self._generation] = generations
-        self._chunk_options, self._logprob_settings = chunk_options, logprob_settings
-        self._parse_options = parse_options or ParseOptions(chat_format=None)
-        self._head = head
-        self._totals = UsageTotals(generations)
+        head = {**head, "object": "chat.completion.chunk"}
+        super().__init__(head, generations, chunk_options=chunk_options, logprob_settings=logprob_settings)
+        parse_options = parse_options or ParseOptions(chat_format=None)
+        [generation] = generations
+        self._answers = [_ChatMessage(parse_options, include_reasoning=include_reasoning) for _ in range(generation.n)]
         self._started: set[int] = set()
         self._pending: dict[int, _ChoiceState] = {}  # tokens that no chunk has reported yet, by choice
-        self._answers = [
-            _ChatMessage(self._parse_options, include_reasoning=include_reasoning) for _ in range(self._generation.n)
-        ]
-
-    @property
-    def _has_logprobs(self) -> bool:
-        return self._logprob_settings.logprobs is not None
 
     def full_body(self, deltas: Iterable[tuple[int, Delta]]) -> Json:
-        choices = [_ChoiceState() for _ in range(self._generation.n)]
+        choices = [_ChoiceState() for _ in self._answers]
         prompt: Sequence[TokenLogprob] = ()
         for number, delta in deltas:
             self._totals.add(number, delta)
             choices[delta.index].add(self._logprob_settings.cut(delta))
             self._totals.add_reasoning(self._answers[delta.index].add(delta)[1])
             prompt = delta.prompt_logprobs or prompt
-        of_prompt = self._logprob_settings.prompt_entries(prompt)
         return {
             **self._head,
             "object": "chat.completion",
@@ -130,11 +168,11 @@ class ChatWriter:
                     "message": answer.message(),
                     "logprobs": self._logprobs(choice.logprobs) if self._has_logprobs else None,
                     "finish_reason": answer.finish_reason(choice.finish),
-                    **({"token_ids": choice.tokens} if self._logprob_settings.return_token_ids else {}),
+                    **self._ids(choice),
                 }
                 for index, (choice, answer) in enumerate(zip(choices, self._answers, strict=True))
             ],
-            **({} if of_prompt is None else {"prompt_logprobs": of_prompt}),
+            **self._prompt_logprobs(prompt),
             **self._prompt_ids(),
             "usage": self._totals.usage(),
             "timings": self._totals.timings(),
@@ -148,48 +186,41 @@ class ChatWriter:
         if is_shown and delta.index not in self._started:  # before the tokens are counted: this chunk has none of them
             self._started.add(delta.index)
             first = {"role": "assistant", "content": None}
-            frames.append(self._chunk(delta.index, first, _ChoiceState(), **self._prompt_ids()))
+            frames.append(self._delta(delta.index, first, **self._prompt_ids()))
         self._totals.add(number, delta)
         self._totals.add_reasoning(reasoning_tokens)
         if not is_shown:
             return b""
         if delta.progress is not None:
-            frames.append(self._chunk(delta.index, {}, _ChoiceState(), **self._chunk_options.progress(delta.progress)))
+            frames.append(self._delta(delta.index, {}, **self._chunk_options.progress(delta.progress)))
         pending = self._pending.setdefault(delta.index, _ChoiceState())
         pending.add(self._logprob_settings.cut(delta))
         for part in parts:
-            timings = self._totals.so_far() if self._chunk_options.has_timings else {}
-            frames.append(self._chunk(delta.index, part, pending, **timings))
+            frames.append(self._delta(delta.index, part, pending, **self._timings()))
             pending = self._pending[delta.index] = _ChoiceState()
         if delta.finish is not None:
-            timings = {"timings": self._totals.timings()} if self._totals.is_complete else {}
-            frames.append(self._chunk(delta.index, {}, pending, answer.finish_reason(delta.finish), **timings))
+            reason = answer.finish_reason(delta.finish)
+            frames.append(self._delta(delta.index, {}, pending, reason, **self._timings(is_last=True)))
         return b"".join(frames)
 
-    def closing_frames(self) -> bytes:
-        return _closing_frames({**self._head, "object": "chat.completion.chunk"}, self._totals, self._chunk_options)
-
-    def _prompt_ids(self) -> Json:
-        return {"prompt_token_ids": list(self._generation.prompt)} if self._logprob_settings.return_token_ids else {}
-
-    def _chunk(
+    def _delta(
         self,
         index: int,
         delta: Json,
-        pending: _ChoiceState,
+        pending: _ChoiceState | None = None,
         finish: str | None = None,
         **further: Any,
     ) -> bytes:
-        """`pending`: tokens that no chunk has reported yet."""
+        """Return a chunk. `pending`: tokens that no chunk has reported yet."""
+        pending = pending or _ChoiceState()
         choice = {
             "index": index,
             "delta": delta,
             "logprobs": self._logprobs(pending.logprobs) if pending.logprobs else None,
             "finish_reason": finish,
-            **({"token_ids": pending.tokens} if self._logprob_settings.return_token_ids else {}),
+            **self._ids(pending),
         }
-        usage = self._chunk_options.usage(self._totals)
-        return _frame({**self._head, "object": "chat.completion.chunk", "choices": [choice], **usage, **further})
+        return self._chunk(choice, **further)
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> Json:
         return {"content": logprob_entries(entries, self._logprob_settings)}
@@ -213,12 +244,7 @@ def token_entry(entry: TokenLogprob) -> Json:
     }
 
 
-def finite_or_none(logprob: float | None) -> float | None:
-    """Return null for an infinite logprob (an impossible token), because JSON has no infinity."""
-    return logprob if logprob is not None and isfinite(logprob) else None
-
-
-class TextWriter:
+class TextWriter(_OpenAiWriter):
     """Writer of `text_completion` and its chunks. Choice i of prompt p has index p * n + i."""
 
     def __init__(
@@ -234,15 +260,13 @@ class TextWriter:
         special_ids: frozenset[int],
     ):
         """`echoes`: the prompts as texts, to prepend to each answer; None: no echo."""
-        self._head = {**head, "object": "text_completion"}
-        self._generations = generations
+        head = {**head, "object": "text_completion"}
+        super().__init__(head, generations, chunk_options=chunk_options, logprob_settings=logprob_settings)
         self._n = n
-        self._chunk_options, self._logprob_settings = chunk_options, logprob_settings
         self._has_echo = echoes is not None
         self._echoes = [""] * len(generations) if echoes is None else echoes
         self._is_only_echo = is_only_echo
         self._special_ids = special_ids
-        self._totals = UsageTotals(generations)
         self._streams: dict[tuple[int, int], LegacyLogprobs] = {}
         self._pending: dict[tuple[int, int], _ChoiceState] = {}
 
@@ -262,21 +286,18 @@ class TextWriter:
                 logprobs = self._legacy(number).arrays(self._echoed(prompt), choice.logprobs)
                 text = self._echoes[number] + "".join(choice.text)
                 choice_body = self._choice(len(choices), text, logprobs if self._has_logprobs else None, choice.finish)
-                of_prompt = self._logprob_settings.prompt_entries(prompt)
-                choice_body |= {} if of_prompt is None else {"prompt_logprobs": of_prompt}
-                choices.append(choice_body | self._ids(choice) | self._prompt_ids(number))
+                choices.append(
+                    choice_body | self._prompt_logprobs(prompt) | self._ids(choice) | self._prompt_ids(number)
+                )
         return {**self._head, "choices": choices, "usage": self._totals.usage(), "timings": self._totals.timings()}
 
     def frames(self, number: int, delta: Delta) -> bytes:
         delta = self._count(number, delta)
         key, index = (number, delta.index), number * self._n + delta.index
         if delta.progress is not None:
-            choice_body = self._choice(index, "", None, None)
-            return (
-                self._chunk(choice_body, **self._chunk_options.progress(delta.progress))
-                if self._chunk_options.has_progress
-                else b""
-            )
+            if not self._chunk_options.has_progress:
+                return b""
+            return self._chunk(self._choice(index, "", None, None), **self._chunk_options.progress(delta.progress))
         text, prompt_ids = delta.text, {}
         if key not in self._streams:
             self._streams[key] = self._legacy(number)
@@ -286,22 +307,13 @@ class TextWriter:
         pending.add(delta)
         frames = []
         if text or delta.prompt_logprobs or prompt_ids:
-            timings = self._totals.so_far() if self._chunk_options.has_timings else {}
             choice_body = self._choice(index, text, self._arrays(key, delta.prompt_logprobs, pending), None)
-            frames.append(self._chunk(choice_body | self._ids(pending) | prompt_ids, **timings))
+            frames.append(self._chunk(choice_body | self._ids(pending) | prompt_ids, **self._timings()))
             pending = self._pending[key] = _ChoiceState()
         if delta.finish is not None:
-            timings = {"timings": self._totals.timings()} if self._totals.is_complete else {}
             choice_body = self._choice(index, "", self._arrays(key, (), pending), delta.finish)
-            frames.append(self._chunk(choice_body | self._ids(pending), **timings))
+            frames.append(self._chunk(choice_body | self._ids(pending), **self._timings(is_last=True)))
         return b"".join(frames)
-
-    def closing_frames(self) -> bytes:
-        return _closing_frames(self._head, self._totals, self._chunk_options)
-
-    @property
-    def _has_logprobs(self) -> bool:
-        return self._logprob_settings.logprobs is not None
 
     def _legacy(self, number: int) -> "LegacyLogprobs":
         return LegacyLogprobs(self._special_ids, self._echoes[number], self._logprob_settings)
@@ -309,16 +321,6 @@ class TextWriter:
     def _echoed(self, prompt: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
         """Return the prompt's entries that belong to the answer's logprobs, which is the case for an echoed prompt."""
         return [replace(each, top=each.top[: self._logprob_settings.logprobs]) for each in prompt if self._has_echo]
-
-    def _ids(self, choice: _ChoiceState) -> Json:
-        return {"token_ids": choice.tokens} if self._logprob_settings.return_token_ids else {}
-
-    def _prompt_ids(self, number: int) -> Json:
-        return (
-            {"prompt_token_ids": list(self._generations[number].prompt)}
-            if self._logprob_settings.return_token_ids
-            else {}
-        )
 
     def _count(self, number: int, delta: Delta) -> Delta:
         """Count the delta and return it as it is shown. With `is_only_echo` the generated text is dropped."""
@@ -336,9 +338,6 @@ class TextWriter:
     @staticmethod
     def _choice(index: int, text: str, logprobs: Json | None, finish: FinishReason | None) -> Json:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
-
-    def _chunk(self, choice: Json, **further: Any) -> bytes:
-        return _frame({**self._head, "choices": [choice], **self._chunk_options.usage(self._totals), **further})
 
 
 class LegacyLogprobs:
@@ -390,12 +389,3 @@ def _legacy_token(entry: TokenLogprob) -> str:
         return entry.piece.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.piece)
-
-
-def _frame(body: Json) -> bytes:
-    return b"data: " + orjson.dumps(body) + b"\n\n"
-
-
-def _closing_frames(head: Json, totals: UsageTotals, chunk_options: ChunkOptions) -> bytes:
-    usage = {**head, "choices": [], "usage": totals.usage(), "timings": totals.timings()}
-    return (_frame(usage) if chunk_options.has_usage else b"") + _DONE

@@ -219,7 +219,8 @@ class ServedModel:
         return await asyncio.to_thread(render, conversation)
 
     def _encode(self, texts: Sequence[str], *, add_special: bool, parse_special: bool) -> list[list[int]]:
-        tokenizer = self.tokenizer if parse_special else self._literal_tokenizer()
+        # reading special tokens as text is tokenizer state, and other threads use the tokenizer
+        tokenizer = self.tokenizer if parse_special else self._copy("literal")
         encoded = tokenizer(
             list(texts),
             add_special_tokens=add_special,
@@ -231,17 +232,12 @@ class ServedModel:
         ids: list[list[int]] = encoded["input_ids"]
         return ids
 
-    def _literal_tokenizer(self) -> "PreTrainedTokenizerBase":
-        """Return a copy that reads special tokens as text. The option is tokenizer state, and other threads use the
-        tokenizer.
-        """
-        return self._copy("literal")
-
     def _truncated(self, *texts: list[str]) -> Any:
-        """Tokenize with truncation, with a copy of its own because the maximum length is tokenizer state, too."""
-        return self._copy("cutting")(*texts, truncation="longest_first", max_length=self.max_text, verbose=False)
+        """Tokenize with truncation. The maximum length is tokenizer state, too."""
+        return self._copy("truncating")(*texts, truncation="longest_first", max_length=self.max_text, verbose=False)
 
     def _copy(self, use: str) -> "PreTrainedTokenizerBase":
+        """Return the copy of the tokenizer for one purpose."""
         if use not in self._copies:
             self._copies[use] = copy.deepcopy(self.tokenizer)
         return self._copies[use]

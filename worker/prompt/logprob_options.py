@@ -50,12 +50,17 @@ class LogprobOptions:
         ranks = {each.token: rank for rank, each in enumerate(entry.top, start=1)}
         return {
             str(each.token): {
-                "logprob": each.logprob if each.logprob is not None and isfinite(each.logprob) else None,
+                "logprob": finite_or_none(each.logprob),
                 "rank": ranks.get(each.token),  # the rank is unknown for a token below all reported alternatives
                 "decoded_token": each.piece.decode(errors="replace"),
             }
             for each in (*(each for each in top if each.token != entry.token), entry)
         }
+
+
+def finite_or_none(logprob: float | None) -> float | None:
+    """Return null for an infinite logprob (an impossible token), because JSON has no infinity."""
+    return logprob if logprob is not None and isfinite(logprob) else None
 
 
 def alternatives(fields: BodyFields, name: str, most: int) -> int | None:

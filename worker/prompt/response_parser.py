@@ -137,40 +137,35 @@ class AnswerParser:
         for event in events:
             self._track_region(event)
             name, kind = event["field"], event["type"]
-            if kind == "region_open" and name in REASONING_FIELDS:
-                self._held_blanks, self._at_region_start = "", True
-            elif kind == "region_chunk" and name != CALLS_FIELD:
-                parts += (
-                    self._add_reasoning(event["text"]) if name in REASONING_FIELDS else self._add_content(event["text"])
-                )
+            is_reasoning = name in REASONING_FIELDS
+            if kind == "region_chunk" and name != CALLS_FIELD:
+                parts += self._add_reasoning(event["text"]) if is_reasoning else self._add_content(event["text"])
             elif kind == "region_close" and name == CALLS_FIELD:
                 parts += self._parse_region(event["value"])
-            elif kind == "region_close" and name in REASONING_FIELDS:
+            elif kind in ("region_open", "region_close") and is_reasoning:
                 self._held_blanks, self._at_region_start = "", True
         return parts
 
     def _add_reasoning(self, text: str) -> list[AnswerPart]:
-        text = self._held_blanks + text
-        text, self._held_blanks = _split_blanks(text.lstrip() if self._at_region_start else text)
-        if not text:
-            return []
-        self._at_region_start = False
-        return [AnswerPart(reasoning=text)]
+        shown = self._without_outer_blanks(text)
+        return [AnswerPart(reasoning=shown)] if shown else []
 
     def _add_content(self, text: str) -> list[AnswerPart]:
         if self._is_bare_syntax:
             self._bare_text += text
             return []
-        if self._parser is None:
-            return [AnswerPart(content=text)] if text else []
+        shown = text if self._parser is None else self._without_outer_blanks(text)
+        return [AnswerPart(content=shown)] if shown else []
+
+    def _without_outer_blanks(self, text: str) -> str:
+        """Return the text that may be shown: leading blanks of a region are dropped, trailing ones are held back."""
         text = self._held_blanks + text
         if self._at_region_start:
             text = text.lstrip()
-        text, self._held_blanks = _split_blanks(text)
-        if not text:
-            return []
-        self._at_region_start = False
-        return [AnswerPart(content=text)]
+        shown = text.rstrip()
+        self._held_blanks = text[len(shown) :]
+        self._at_region_start = self._at_region_start and not shown
+        return shown
 
     def _parse_region(self, region: Mapping[str, str]) -> list[AnswerPart]:
         """Return the calls in a region, or the region's text as content if they cannot be parsed."""
@@ -250,12 +245,6 @@ def _strings(value: Any) -> list[str]:
         return [value]
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [text for each in inner for text in _strings(each)]
-
-
-def _split_blanks(text: str) -> tuple[str, str]:
-    """Split trailing blanks from the text."""
-    kept = text.rstrip()
-    return kept, text[len(kept) :]
 
 
 def _region_boundaries(response: Json, kept: Sequence[str]) -> Json:
