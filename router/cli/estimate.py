@@ -1,25 +1,24 @@
-"""What a model would take, asked of no server: its files here or on the hub, this machine's devices, what was learned.
+"""`router estimate`: the memory of a model on this machine, without a server.
 
-Nothing is loaded and nothing is fetched but headers. The exact figure comes from the worker's own program.
+No weights are loaded, and of a repository that is not in the cache only headers are fetched. The exact estimate comes
+from the worker program.
 """
 
-import difflib
-import subprocess
-import sys
+import contextlib
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 from router.cli import hub_headers
-from router.config import kv_types, resolve
+from router.cli.worker_program import run_worker
+from router.config import kv_types
 from router.config.presets import Preset
 from router.config.resolve import LoadedPresets
 from router.config.settings import Settings
-from router.errors import ConfigError, RouterError
+from router.errors import RouterError
 from router.fleet import worker_argv
-from router.launch import environment
 from router.launch.devices import Devices
 from router.memory import checkpoint, sharding
 from router.memory import estimate as estimates
@@ -28,528 +27,396 @@ from router.memory.estimate import RUNTIME_FORKED, RUNTIME_HOST, Estimate
 from router.memory.learned import LearnedEstimates
 from router.memory.segments import bits_on_load, packing, weight_bytes
 from router.memory.sharding import allowed_devices, best_estimate, capacities, device_order, first_fitting
-from router.planner.ledger import HOST, DeviceId, Reading
-from router.store.catalogue import LocalDisk, find_snapshot
+from router.planner.ledger import HOST, LOCAL, DeviceId, Reading
+from router.store.catalogue import find_snapshot
 from router.store.snapshots import Snapshots
-from worker.protocol.argv import Download, to_argv
 from worker.protocol.argv import Estimate as EstimateCommand
-from worker.protocol.events import Downloaded, Estimated, Failed, decode
+from worker.protocol.events import Downloaded, Estimated
 
-EXACT_TIMEOUT = 120.0
-"""Seconds that `worker estimate` may take."""
+_SEGMENTS = ("weights", "context", "compute", "runtime")
+_SOURCES = {
+    "static": "static; not learned yet",
+    "weights": "a guess from the weights alone",
+    "exact": "exact: the worker's own trace",
+    "learned": "learned: measured when it ran",
+    "preset": "the preset's own figure",
+}
 
 
-SPARED = RUNTIME_HOST - RUNTIME_FORKED
-"""Bytes of main memory that a worker does without if it is forked."""
-
-
-class ForecastError(RouterError):
-    """No forecast can be made; the message is for a person."""
+class EstimateFailed(RouterError):
+    """No estimate can be made."""
 
 
 @dataclass(frozen=True)
-class Room:
-    """One device, as this model would find it. Bytes."""
+class DeviceReport:
+    """One device, in bytes."""
 
-    id: str
+    device: str
     name: str
-    needs: int
+    needs: int  # of the model on this device
     total: int
-    capacity: int
-    """What our workers could ever have of it together: its size or limit, less the margin."""
-    free: int
-    """Of that, what nobody uses right now."""
     margin: int
-    is_main: bool
-    """The model's own device, rather than main memory beside it."""
+    usable_when_empty: int  # for all workers together: the size or the limit of the device, less the margin
+    usable_now: int  # the part of it that is free
 
     @property
     def fits(self) -> bool:
-        return self.needs <= self.capacity
+        return self.needs <= self.usable_when_empty
 
-    def remedy(self, estimate: Estimate) -> str:
-        """What lets the model of this estimate fit, if it does not."""
-        without_margin = min(self.total, self.capacity + self.margin)
-        margin = f"--models-memory-margin ({_size(self.margin)}), " if self.needs <= without_margin else ""
-        return f"lower {margin}{estimate.lowered_by}"
+    @property
+    def fits_now(self) -> bool:
+        return self.needs <= self.usable_now
 
 
 @dataclass(frozen=True)
-class Forecast:
+class Report:
+    """The estimate of a model and its fit on the devices of this machine."""
+
     preset: Preset
     facts: Checkpoint
-    files: str
-    """Where they were read: a folder, or the hub's address of the repository."""
-    is_here: bool
+    files: str  # the folder of the snapshot, or its address on the hub
+    is_downloaded: bool
     estimate: Estimate
-    forked: bool
-    """Of a worker that is forked from the router's nursery; False: of one that is executed."""
-    tokens: int
-    """Of one request; 0 for a model that has no cache of them."""
-    dtype: str
-    rooms: tuple[Room, ...]
-    packed: int
-    """Bytes of the weights that are quantised, scales included."""
-    unpacked: int
-    """Bytes of the weights that are plain floating point: all, or what stays in high precision."""
-    ranks: int
-    """Among how many processes its matrices are divided; 1: they are not."""
-    beside: tuple[str, ...]
-    """Other models of the presets, files here, that fit beside it on an empty device, each alone."""
+    is_forked: bool  # of a worker that is forked from the fork server, not executed
+    on_host: bool  # the model runs on main memory
+    ranks: int  # of tensor parallelism
+    devices: tuple[DeviceReport, ...]
+    beside: tuple[str, ...]  # ids of other presets, each of which would fit on an empty device beside this model
+
+    @property
+    def main_devices(self) -> list[DeviceReport]:
+        """The devices of the model, without the main memory that it needs beside accelerators."""
+        return [device for device in self.devices if self.on_host or device.device != "cpu"]
 
     @property
     def fits(self) -> bool:
-        """On some device that it may take, or on all that it is split over, with main memory for what stands beside."""
-        mains = [room for room in self.rooms if room.is_main]
-        is_held = all if len(self.estimate.shards) > 1 else any
-        return is_held(room.fits for room in mains) and all(room.fits for room in self.rooms if not room.is_main)
+        """True if one allowed device has enough memory (or all devices of a split), and main memory beside them."""
+        enough = all if len(self.estimate.shards) > 1 else any
+        beside = (device for device in self.devices if device not in self.main_devices)
+        return enough(device.fits for device in self.main_devices) and all(device.fits for device in beside)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the longest request; 0 for a model without a KV cache."""
+        return 0 if serves_embeddings(self.facts, self.preset) else effective_ctx(self.facts, self.preset)
+
+    @property
+    def dtype(self) -> str:
+        return compute_dtype(self.facts, self.preset, on_host=self.on_host)
+
+    @property
+    def quantized_on_load(self) -> bool:
+        return bool(bits_on_load(self.facts, self.preset))
+
+    @property
+    def quantization(self) -> str:
+        """The method of the checkpoint, or of the load; empty if the weights are not quantized."""
+        return self.facts.quantization or (self.preset.quantization if self.quantized_on_load else "")
+
+    @property
+    def unpacked(self) -> int:
+        """Bytes of the floating-point weights."""
+        return packing(self.facts, self.preset, on_host=self.on_host)[1]
+
+    @property
+    def packed(self) -> int:
+        """Bytes of the quantized weights with their scales."""
+        return max(0, weight_bytes(self.facts, self.preset, on_host=self.on_host) - self.unpacked)
+
+    @property
+    def runtime_is_measured(self) -> bool:
+        """True if the overhead of a process was measured on this type of device, whatever model the process had."""
+        source, overhead = self.estimate.source, self.estimate.overhead
+        if source in ("learned", "preset"):
+            return True
+        # An exact estimate runs on main memory and measures its own process.
+        return bool(overhead.host) or source == "exact" if self.on_host else bool(overhead.device)
 
 
-def forecast(
-    name: str,
-    settings: Settings,
-    loaded: LoadedPresets,
-    model_flags: Mapping[str, str],
-    environ: Mapping[str, str],
-    *,
-    state: Path,
-    exact: bool = False,
-) -> Forecast:
-    """Of a model of the presets, a folder or a repository. Blocks on disk, hub and, if `exact`, the worker's program.
+class Machine:
+    """The settings, the devices and the recorded estimates of this machine. Blocks on the driver."""
 
-    `state`: the folder that learned figures lie in. Raises ConfigError for a name that is none of the three, and
-    RouterError with a message for whatever else stands in the way.
-    """
-    preset = find(name, loaded, model_flags, environ)
-    devices = Devices(environ)
-    try:
-        readings = devices.read()
-        margins = devices.by_device(settings.models_memory_margin, "--models-memory-margin")
-        limits = devices.by_device(settings.device_limit, "--device-limit")
-    finally:
-        devices.close()
-    margin = settings.models_memory_margin.get("", 0)
-    places = allowed_devices(preset, readings)
-    on_host = all(place.index == HOST for place in places)
-    forked = settings.fork_server and worker_argv.program_of(preset, preset.id).may_fork
-    records = state / "estimates.json"
-    known = LearnedEstimates(records, driver=devices.driver) if records.is_file() else None
-    with tempfile.TemporaryDirectory(prefix="router-estimate-") as spare:
-        snapshots = Snapshots(cache=settings.hub_cache, state=state, offline=True, prepare=settings.prepare)
-        folder, files = _files(preset, settings, snapshots, environ, Path(spare))
-        is_here = files == str(folder)
-        if is_here:  # what a load takes, which may have been converted
-            folder = Path(snapshots.loads_from(preset, files))
+    def __init__(self, settings: Settings, environ: Mapping[str, str], state: Path):
+        self.settings, self.environ, self.state = settings, environ, state
+        with contextlib.closing(Devices(environ)) as devices:
+            self.readings = devices.read()
+            self._margins = devices.by_device(settings.models_memory_margin, "--models-memory-margin")
+            limits = devices.by_device(settings.device_limit, "--device-limit")
+        self.capacities = capacities(self.readings, self._margin, limits.get)
+        records = state / "estimates.json"
+        self._records = LearnedEstimates(records, driver=devices.driver) if records.is_file() else None
+
+    def _margin(self, device: DeviceId) -> int:
+        return self._margins.get(device, self.settings.models_memory_margin.get("", 0))
+
+    def forks(self, preset: Preset) -> bool:
+        return self.settings.fork_server and worker_argv.program_of(preset, preset.id).may_fork
+
+    def estimate(self, preset: Preset, facts: Checkpoint, choice: sharding.Choice) -> Estimate:
+        """The best estimate without a run of the worker program. Raises EstimateError."""
+        threads = worker_argv.threads(preset, on_host=choice.on_host, ranks=choice.ranks)
+        return best_estimate(
+            choice,
+            facts,
+            preset,
+            self.readings,
+            self._records,
+            forked=self.forks(preset),
+            threads=threads,
+            or_executed=True,
+        )
+
+    def exact(self, preset: Preset, facts: Checkpoint, choice: sharding.Choice, folder: Path) -> Estimate:
+        """The estimate of the worker program; that of the preset if it has its own. Raises RouterError."""
+        first, forked = self.estimate(preset, facts, choice), self.forks(preset)
+        if first.source == "preset":
+            return first
+        command = worker_argv.model_options(
+            EstimateCommand,
+            preset,
+            facts,
+            str(folder),
+            on_host=choice.on_host,
+            layers=choice.layers,
+            ranks=choice.ranks,
+            overhead=first.overhead.device,
+            host_overhead=0 if choice.on_host else first.overhead.beside_device(forked=forked),
+        )
+        traced = run_worker(preset, command, Estimated, self.environ)
+        if forked:
+            # The traced process was executed, so it could not measure what a forked worker shares with the fork server.
+            shared = RUNTIME_HOST - RUNTIME_FORKED
+            traced = replace(traced, inherited=int(shared / estimates.INHERITED_SHARE))
+        return estimates.from_trace(traced, preset, forked=forked, first=first)
+
+    def capacity(self, device: DeviceId, bounds: Mapping[DeviceId, int]) -> int:
+        """Bytes of a device for all workers together, and at most the bound of the preset."""
+        capacity = self.capacities[device]
+        return min(capacity, bounds.get(device, capacity))
+
+    def report(self, reading: Reading, needs: int, bounds: Mapping[DeviceId, int]) -> DeviceReport:
+        margin, usable = self._margin(reading.id), self.capacity(reading.id, bounds)
+        free = max(0, min(usable, reading.total - margin - reading.used))
+        return DeviceReport(str(reading.id), reading.name, needs, reading.total, margin, usable, free)
+
+
+def report(preset: Preset, loaded: LoadedPresets, machine: Machine, *, exact: bool = False) -> Report:
+    """Estimate the memory of a preset. Blocks on the disk, the hub and the worker program. Raises RouterError."""
+    settings = machine.settings
+    allowed = allowed_devices(preset, machine.readings)
+    on_host = all(device.index == HOST for device in allowed)
+    with tempfile.TemporaryDirectory(prefix="router-estimate-") as temporary:
+        snapshots = Snapshots(cache=settings.hub_cache, state=machine.state, offline=True, prepare=settings.prepare)
+        folder, files = _files(preset, machine, snapshots, Path(temporary))
+        is_downloaded = files == str(folder)
+        if is_downloaded:
+            folder = Path(snapshots.loads_from(preset, files))  # a conversion may take another size
+        elif exact:
+            raise EstimateFailed(f"{preset.id}: --exact wants the files here; `router` fetches them on first use")
         facts = _facts(preset, folder)
-        if exact and not is_here:
-            raise ForecastError(f"{preset.id}: --exact wants the files here; `router` fetches them on first use")
-        room = capacities(readings, lambda id: margins.get(id, margin), limits.get)
-        order = device_order(preset, readings, places)
-        bounds = sharding.bounded(preset, order, room)
+        order = device_order(preset, machine.readings, allowed)
+        bounds = sharding.bounded(preset, order, machine.capacities)
 
         def estimate_of(choice: sharding.Choice) -> Estimate:
-            first = cost(preset, facts, choice, readings, known, fork_server=settings.fork_server)
-            if not exact or first.source == "preset":
-                return first
-            return _exactly(preset, facts, str(folder), environ, choice=choice, forked=forked, first=first)
+            if exact:
+                return machine.exact(preset, facts, choice, folder)
+            return machine.estimate(preset, facts, choice)
 
-        choice, found = first_fitting(
-            sharding.choices(facts, preset, places, order, room), estimate_of, bounds, can_wait=lambda _: False
-        )
-    needs = dict.fromkeys(choice.devices, found.shards[0])
+        choices = sharding.choices(facts, preset, allowed, order, machine.capacities)
+        choice, estimate = first_fitting(choices, estimate_of, bounds, can_wait=lambda _: False)
+    needs = dict.fromkeys(choice.devices, estimate.shards[0])
     if choice.shards > 1:
-        needs = dict(zip(sharding.assigned(choice, found.shards, bounds), found.shards, strict=True))
-    rooms = tuple(
-        _room(
-            reading,
-            needs.get(reading.id, found.host),
-            min(room[reading.id], bounds.get(reading.id, room[reading.id])),
-            margins.get(reading.id, margin),
-            is_main=reading.id in needs,
-        )
-        for reading in readings
-        if reading.id in needs or (reading.id.index == HOST and not on_host)
-    )
-    _, plain = packing(facts, preset, on_host=on_host)
-    left = max((room.capacity - room.needs for room in rooms if room.is_main), default=0)
-    return Forecast(
+        needs = dict(zip(sharding.assigned(choice, estimate.shards, bounds), estimate.shards, strict=True))
+    left = max(machine.capacity(device, bounds) - size for device, size in needs.items())
+    if not on_host:
+        needs[DeviceId(LOCAL, HOST)] = estimate.host
+    devices = [machine.report(each, needs[each.id], bounds) for each in machine.readings if each.id in needs]
+    return Report(
         preset=preset,
         facts=facts,
         files=files,
-        is_here=is_here,
-        estimate=found,
-        forked=forked,
-        tokens=0 if serves_embeddings(facts, preset) else effective_ctx(facts, preset),
-        dtype=compute_dtype(facts, preset, on_host=on_host),
-        rooms=rooms,
-        packed=max(0, weight_bytes(facts, preset, on_host=on_host) - plain),
-        unpacked=plain,
+        is_downloaded=is_downloaded,
+        estimate=estimate,
+        is_forked=machine.forks(preset),
+        on_host=on_host,
         ranks=choice.ranks,
-        beside=tuple(_beside(preset, loaded, settings, readings, places, known, left)),
+        devices=tuple(devices),
+        beside=tuple(_beside(preset, loaded, machine, allowed, left)),
     )
 
 
-def find(name: str, loaded: LoadedPresets, model_flags: Mapping[str, str], environ: Mapping[str, str]) -> Preset:
-    """The preset that `name` means: one of `loaded` by its id or another name, else what `model =` could mean: a
-    folder, `demo:NAME` or `org/name`.
-
-    Raises ConfigError if it is none of them.
-    """
-    for preset in loaded.presets.values():
-        if name == preset.id or name in preset.aliases:
-            return preset
-    if "/" not in name and not name.startswith("demo:") and not (name and Path(name).exists()):
-        names = sorted({each for preset in loaded.presets.values() for each in (preset.id, *preset.aliases)})
-        near = next(iter(difflib.get_close_matches(name, names, n=1)), "")
-        hint = f"did you mean {near}?" if near else f"models are: {', '.join(loaded.presets) or 'none'}"
-        raise ConfigError([f"{name!r} is no model, no folder and no repository (org/name); {hint}"])
-    if any(word in name for word in "\n\r") or name != name.strip():
-        raise ConfigError([f"{name!r} is no folder and no repository"])
-    alone = resolve.load(
-        f"[model]\nmodel = {name}\n",
-        file="",
-        folder=str(Path.cwd()),
-        disk=LocalDisk(),
-        flags=model_flags,
-        environ=environ,
-        working=str(Path.cwd()),
-    )
-    if alone.problems:
-        raise ConfigError([problem.message for problem in alone.problems])
-    return replace(alone.presets["model"], id=name)
-
-
-def cost(
-    preset: Preset,
-    facts: Checkpoint,
-    choice: sharding.Choice,
-    readings: Sequence[Reading],
-    known: LearnedEstimates | None,
-    *,
-    fork_server: bool,
-) -> Estimate:
-    """The best figure that can be had without asking anybody: the preset's word, learned, exact from before, static.
-
-    With a `nursery` that of a worker that is forked, if it may be; what is known of one that was executed is more, and
-    does for it, too.
-    """
-    forked = fork_server and worker_argv.program_of(preset, preset.id).may_fork
-    threads = worker_argv.threads(preset, on_host=choice.on_host, ranks=choice.ranks)
-    return best_estimate(choice, facts, preset, readings, known, forked=forked, threads=threads, or_executed=True)
-
-
-def _files(
-    preset: Preset, settings: Settings, snapshots: Snapshots, environ: Mapping[str, str], spare: Path
-) -> tuple[Path, str]:
-    """The folder of the model's files, and where they are for a person; their skeleton in `spare` if they are not
-    here. A built-in model is made where its first load would make it."""
+def _files(preset: Preset, machine: Machine, snapshots: Snapshots, temporary: Path) -> tuple[Path, str]:
+    """The folder of the model's files, and their address. Files that are only on the hub have a skeleton in
+    `temporary`. A built-in model is made where its first load would make it."""
+    settings, environ = machine.settings, machine.environ
     if preset.demo:
-        made = _ask(preset, Downloaded, snapshots.download(preset), environ, threads=1).snapshot
+        made = run_worker(preset, snapshots.download(preset), Downloaded, environ).snapshot
         return Path(made), made
-    if preset.path:
-        return Path(preset.path), preset.path
-    here = find_snapshot(preset.repo, preset.revision, settings.hub_cache)
-    if here is not None:
-        return Path(here), here
+    folder = preset.path or find_snapshot(preset.repo, preset.revision, settings.hub_cache)
+    if folder is not None:
+        return Path(folder), folder
     if settings.offline:
-        raise ForecastError(
+        raise EstimateFailed(
             f"{preset.id}: the files of {preset.repo} at {preset.revision} are not here, and --offline forbids asking"
             " the hub; leave it out, or name a folder"
         )
-    hub_headers.skeleton(preset.repo, preset.revision, spare, environ=environ, token=settings.hf_token)
-    return spare, f"{preset.repo} at {preset.revision}, headers from the hub"
+    hub_headers.skeleton(preset.repo, preset.revision, temporary, environ=environ, token=settings.hf_token)
+    return temporary, f"{preset.repo} at {preset.revision}, headers from the hub"
 
 
 def _facts(preset: Preset, folder: Path) -> Checkpoint:
-    needs_weights = preset.load_format != "dummy"
-    return checkpoint.read(folder, override=preset.config_override, needs_weights=needs_weights)
-
-
-def _exactly(
-    preset: Preset,
-    facts: Checkpoint,
-    folder: str,
-    environ: Mapping[str, str],
-    *,
-    choice: sharding.Choice,
-    forked: bool,
-    first: Estimate,
-) -> Estimate:
-    """What `worker estimate` says, in a process with the environment that a worker gets; of a worker that is `forked`
-    without what it will share with its nursery. `first`: the figure that can be had without asking."""
-    on_host = all(place.index == HOST for place in choice.devices)
-    command = worker_argv.model_options(
-        EstimateCommand,
-        preset,
-        facts,
-        folder,
-        on_host=on_host,
-        layers=choice.layers,
-        ranks=choice.ranks,
-        overhead=first.overhead.device,
-        host_overhead=0 if on_host else first.overhead.beside_device(forked=forked),
-    )
-    threads = worker_argv.threads(preset, on_host=on_host, ranks=choice.ranks)
-    said = _ask(preset, Estimated, command, environ, threads=threads)
-    if forked:  # the process that says so was not
-        said = replace(said, inherited=int(SPARED / estimates.INHERITED_SHARE))
-    return estimates.from_trace(said, preset, forked=forked, first=first)
-
-
-Said = TypeVar("Said", Downloaded, Estimated)
-
-
-def _ask(
-    preset: Preset,
-    kind: type[Said],
-    command: Download | EstimateCommand,
-    environ: Mapping[str, str],
-    *,
-    threads: int,
-) -> Said:
-    """What the worker's program answers to `command`, in a process with the environment that a worker gets."""
-    name: Literal["download", "estimate"] = "download" if isinstance(command, Download) else "estimate"
-    argv = [preset.python or sys.executable, "-P", "-m", "worker", *to_argv(command)]
-    env = environment.environment(
-        environ, name, tag=name, visible="", threads=threads, extra=preset.env, offline=True, hf_token=""
-    )
-    try:
-        done = subprocess.run(
-            argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=EXACT_TIMEOUT, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise ForecastError(f"{preset.id}: `worker {name}` took over {EXACT_TIMEOUT:.0f} s and was ended") from None
-    except OSError as error:
-        raise ForecastError(f"{preset.id}: {argv[0]} cannot be started: {error.strerror or error}") from None
-    events = [decode(line) for line in done.stdout.splitlines()]
-    said = next((event for event in events if isinstance(event, kind)), None)
-    if said is not None:
-        return said
-    failed = next((event.message for event in events if isinstance(event, Failed)), "")
-    last = (done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-    raise ForecastError(f"{preset.id}: `worker {name}` failed (exit {done.returncode}): {failed or last}")
-
-
-def _room(reading: Reading, needs: int, capacity: int, margin: int, *, is_main: bool) -> Room:
-    free = max(0, min(capacity, reading.total - margin - reading.used))
-    return Room(str(reading.id), reading.name, needs, reading.total, capacity, free, margin, is_main)
+    return checkpoint.read(folder, override=preset.config_override, needs_weights=preset.load_format != "dummy")
 
 
 def _beside(
-    preset: Preset,
-    loaded: LoadedPresets,
-    settings: Settings,
-    readings: Sequence[Reading],
-    places: frozenset[DeviceId],
-    known: LearnedEstimates | None,
-    left: int,
-) -> list[str]:
-    """Who of the other models needs no more than `left` bytes; those whose files are not here are not asked about."""
-    found = []
+    preset: Preset, loaded: LoadedPresets, machine: Machine, allowed: frozenset[DeviceId], left: int
+) -> Iterator[str]:
+    """The ids of other presets with files on this machine that need at most `left` bytes on an allowed device."""
     for other in loaded.presets.values():
-        folder = other.path or (find_snapshot(other.repo, other.revision, settings.hub_cache) if other.repo else None)
+        cache = machine.settings.hub_cache
+        folder = other.path or (find_snapshot(other.repo, other.revision, cache) if other.repo else None)
         if other.id == preset.id or folder is None:
             continue
         try:
-            its = allowed_devices(other, readings)
-            whole = sharding.Choice(devices=its)
-            cheapest = cost(
-                other, _facts(other, Path(folder)), whole, readings, known, fork_server=settings.fork_server
-            )
-            needs = max(cheapest.shards)
+            devices = allowed_devices(other, machine.readings)
+            estimate = machine.estimate(other, _facts(other, Path(folder)), sharding.Choice(devices=devices))
         except RouterError:
-            continue  # it says so when it is asked for itself
-        if its & places and needs <= left:
-            found.append(other.id)
-    return found
+            continue  # a report of that model contains the error
+        if devices & allowed and max(estimate.shards) <= left:
+            yield other.id
 
 
-def document(found: Forecast) -> dict[str, Any]:
-    """As JSON: integer bytes."""
-    estimate = found.estimate
+def document(report: Report) -> dict[str, Any]:
+    """The report as a JSON document. Sizes are in bytes."""
+    estimate = report.estimate
     return {
-        "model": found.preset.id,
-        "files": found.files,
-        "downloaded": found.is_here,
+        "model": report.preset.id,
+        "files": report.files,
+        "downloaded": report.is_downloaded,
         "source": estimate.source,
         "note": estimate.note,
-        "dtype": found.dtype,
-        "kv_cache_dtype": found.preset.kv_cache_dtype,
-        "quantization": found.facts.quantization or _on_load(found),
-        "packed": found.packed,
-        "unpacked": found.unpacked,
-        "ctx_size": found.tokens,
-        "parallel": found.preset.parallel,
-        "forked": found.forked,
-        "weights": sum(estimate.weights),
-        "context": sum(estimate.context),
-        "compute": sum(estimate.compute),
-        "runtime": sum(estimate.runtime),
-        "runtime_source": "measured" if _is_measured(found) else "assumed",
+        "dtype": report.dtype,
+        "kv_cache_dtype": report.preset.kv_cache_dtype,
+        "quantization": report.quantization,
+        "packed": report.packed,
+        "unpacked": report.unpacked,
+        "ctx_size": report.tokens,
+        "parallel": report.preset.parallel,
+        "forked": report.is_forked,
+        **{segment: sum(getattr(estimate, segment)) for segment in _SEGMENTS},
+        "runtime_source": "measured" if report.runtime_is_measured else "assumed",
         "host": estimate.host,
         "total": estimate.total,
-        "fits": found.fits,
+        "fits": report.fits,
         "layers": list(estimate.layers),
-        "ranks": found.ranks,
-        "devices": [
-            {
-                "device": room.id,
-                "name": room.name,
-                "needs": room.needs,
-                "total": room.total,
-                "usable_when_empty": room.capacity,
-                "usable_now": room.free,
-                "fits": room.fits,
-                "fits_now": room.needs <= room.free,
-            }
-            for room in found.rooms
-        ],
-        "beside": list(found.beside),
+        "ranks": report.ranks,
+        "devices": [{**asdict(each), "fits": each.fits, "fits_now": each.fits_now} for each in report.devices],
+        "beside": list(report.beside),
     }
 
 
-def text(found: Forecast) -> str:
-    """The same for a terminal."""
-    facts, estimate, parallel = found.facts, found.estimate, found.preset.parallel
-    method = facts.quantization or _on_load(found)
-    kind = f"{method}, {found.dtype}" if method else found.dtype
-    served = f"context {found.tokens} x {parallel} sequences" if found.tokens else "embeds or scores texts"
-    lines = [f"{found.preset.id}   {kind}, {served}", f"files     {found.files}"]
-    rows = [
-        ("weights", estimate.weights, "from checkpoint headers"),
-        ("context", estimate.context, _context_words(found)),
-        ("compute", estimate.compute, _compute_words(found)),
-        ("runtime", estimate.runtime, _runtime_words(found)),
-    ]
+def text(report: Report) -> str:
+    """The report for a terminal."""
+    preset, estimate, method = report.preset, report.estimate, report.quantization
+    dtype = f"{method}, {report.dtype}" if method else report.dtype
+    task = f"context {report.tokens} x {preset.parallel} sequences" if report.tokens else "embeds or scores texts"
+    lines = [f"{preset.id}   {dtype}, {task}", f"files     {report.files}"]
     if estimate.source == "preset":
-        rows = [("required", estimate.shards, "required-memory of the preset")]
-    lines += [f"{label:9} {_size(sum(sizes)):>11}   {words}" for label, sizes, words in rows]
-    if method and estimate.source != "preset":
-        packed = f"quantised tensors with their scales take {_size(found.packed)}"
-        if _on_load(found):
-            count, one = facts.linears.count, facts.linears.count == 1
-            scales = "its scales takes" if one else "their scales take"
-            packed = f"{_count(count, 'linear layer')} with {scales} {_size(found.packed)}"
-        lines.insert(3, f"{'':9} {'':>11}   {packed}; {_size(found.unpacked)} stay in {found.dtype}{_who_stays(found)}")
+        lines.append(_line("required", sum(estimate.shards), "required-memory of the preset"))
+    else:
+        lines.append(_line("weights", sum(estimate.weights), "from checkpoint headers"))
+        if method:
+            packed = f"quantised tensors with their scales take {_size(report.packed)}"
+            parts = ": embeddings, head, norms, routers and experts" if report.quantized_on_load else ""
+            lines.append(_line("", None, f"{packed}; {_size(report.unpacked)} stay in {report.dtype}{parts}"))
+        lines.append(_line("context", sum(estimate.context), _context_formula(report)))
+        lines.append(_line("compute", sum(estimate.compute), _compute_bound(report)))
+        lines.append(_line("runtime", sum(estimate.runtime), _runtime_parts(report)))
     if estimate.host:
-        lines.append(f"{'host':9} {_size(estimate.host):>11}   main memory beside the device")
-    sources = {
-        "static": "static; not learned yet",
-        "weights": "a guess from the weights alone",
-        "exact": "exact: the worker's own trace",
-        "learned": "learned: measured when it ran",
-        "preset": "the preset's own figure",
-    }
-    lines.append(f"{'total':9} {_size(estimate.total):>11}   {sources[estimate.source]}")
+        lines.append(_line("host", estimate.host, "main memory beside the device"))
+    lines.append(_line("total", estimate.total, _SOURCES[estimate.source]))
     if estimate.note:
         lines.append(f"{'note':9} {estimate.note}")
-    lines += _shard_lines(found)
-    for room in found.rooms:
-        if room.fits:
-            now = "and now" if room.needs <= room.free else f"not now: {_size(room.free)} are free"
-            lines.append(f"{room.id:9} fits when empty: {_size(room.capacity)} usable; {now}")
-        else:
-            lines.append(
-                f"{room.id:9} does not fit: {_size(room.needs)} needed, {_size(room.capacity)} usable when empty;"
-                f" {room.remedy(estimate)}"
-            )
-    if found.beside:
-        lines.append(f"{'beside':9} fits, one of: {', '.join(found.beside)}")
+    lines += _shard_lines(report)
+    lines += [_device_line(device, estimate) for device in report.devices]
+    if report.beside:
+        lines.append(f"{'beside':9} fits, one of: {', '.join(report.beside)}")
     return "\n".join(lines)
 
 
-def _shard_lines(found: Forecast) -> list[str]:
-    """What lies on each of several devices."""
-    estimate, lines = found.estimate, []
-    names = [room.id for room in found.rooms if room.is_main]
-    if found.ranks > 1:
-        return _rank_lines(found)
-    if not estimate.layers:
-        return []
+def _device_line(device: DeviceReport, estimate: Estimate) -> str:
+    usable = _size(device.usable_when_empty)
+    if device.fits:
+        now = "and now" if device.fits_now else f"not now: {_size(device.usable_now)} are free"
+        return f"{device.device:9} fits when empty: {usable} usable; {now}"
+    fits_without_margin = device.needs <= min(device.total, device.usable_when_empty + device.margin)
+    margin = f"--models-memory-margin ({_size(device.margin)}), " if fits_without_margin else ""
+    needs = f"{_size(device.needs)} needed, {usable} usable when empty"
+    return f"{device.device:9} does not fit: {needs}; lower {margin}{estimate.lowered_by}"
+
+
+def _shard_lines(report: Report) -> Iterator[str]:
+    """The bytes of each shard of a model that is split over several devices."""
+    estimate = report.estimate
+    shards = zip(*(getattr(estimate, segment) for segment in _SEGMENTS), strict=True)
+    sums = [" + ".join(map(_size, shard)) for shard in shards]
+    if report.ranks > 1:
+        if len(sums) > 1:
+            yield _line("each of", estimate.shards[0], f"{len(sums)} devices: {sums[0]}")
+        limits = "no CUDA graphs, no reordered weights"
+        yield _line("ranks", None, f"each matrix divided among {report.ranks} processes; {limits}")
+        return
     first = 0
     for shard, count in enumerate(estimate.layers):
-        parts = (estimate.weights, estimate.context, estimate.compute, estimate.runtime)
-        sizes = " + ".join(_size(part[shard]) for part in parts)
-        lines.append(
-            f"{f'part {shard}':9} {_size(estimate.shards[shard]):>11}   layers {first} to {first + count - 1}: {sizes}"
-        )
+        layers = f"layers {first} to {first + count - 1}"
+        yield _line(f"part {shard}", estimate.shards[shard], f"{layers}: {sums[shard]}")
         first += count
-    lines.append(f"{'split':9} {'':>11}   over {len(names)} devices; no CUDA graphs")
-    return lines
+    if estimate.layers:
+        yield _line("split", None, f"over {len(report.main_devices)} devices; no CUDA graphs")
 
 
-def _rank_lines(found: Forecast) -> list[str]:
-    """What each rank takes; on main memory they lie side by side."""
-    estimate, shards = found.estimate, len(found.estimate.shards)
-    what = f"{'':9} {'':>11}   each matrix divided among {found.ranks} processes; no CUDA graphs, no reordered weights"
-    if shards == 1:
-        return [f"{'ranks':9}{what[9:]}"]
-    parts = (estimate.weights, estimate.context, estimate.compute, estimate.runtime)
-    sizes = " + ".join(_size(part[0]) for part in parts)
-    return [f"{'each of':9} {_size(estimate.shards[0]):>11}   {shards} devices: {sizes}", f"{'ranks':9}{what[9:]}"]
-
-
-def _on_load(found: Forecast) -> str:
-    """The method by which weights are quantised while they are loaded; empty: they are not."""
-    return found.preset.quantization if bits_on_load(found.facts, found.preset) else ""
-
-
-def _who_stays(found: Forecast) -> str:
-    return ": embeddings, head, norms, routers and experts" if _on_load(found) else ""
-
-
-def _context_words(found: Forecast) -> str:
-    facts, tokens = found.facts, found.preset.kv_tokens or found.tokens * found.preset.parallel
-    if not found.tokens:
+def _context_formula(report: Report) -> str:
+    facts, preset = report.facts, report.preset
+    if not report.tokens:
         return "no cache"
-    if found.estimate.source == "weights":
+    if report.estimate.source == "weights":
         return "not known"
-    size, kept_as = DTYPE_BYTES.get(found.dtype, 4), found.preset.kv_cache_dtype
-    sides = facts.head_dim, facts.value_dim or facts.head_dim
-    head = f"{sum(sides)} elements x {size} B"
-    if kv_types.is_compact(kept_as, found.dtype):
-        head = f"{sum(kv_types.head_bytes(kept_as, elements, size) for elements in sides)} B of {kept_as}"
-    words = []
-    if attending := facts.attending:
-        words.append(f"{_count(attending, 'layer')} x {_count(facts.kv_heads, 'KV head')} x {head} x {tokens} tokens")
+    parts = []
+    if facts.attending:
+        element = DTYPE_BYTES.get(report.dtype, 4)
+        dims = facts.head_dim, facts.value_dim or facts.head_dim
+        head = sum(kv_types.head_bytes(preset.kv_cache_dtype, dim, element) for dim in dims)
+        dtype = report.dtype if preset.kv_cache_dtype == "auto" else preset.kv_cache_dtype
+        heads = f"{_count(facts.attending, 'layer')} x {_count(facts.kv_heads, 'KV head')}"
+        tokens = preset.kv_tokens or report.tokens * preset.parallel
+        parts.append(f"{heads} x {head} B of {dtype} x {tokens} tokens")
     if facts.cross_attention:
-        words.append("as much for what the encoder read")
+        parts.append("as much for what the encoder read")
     if facts.state_layers:
-        words.append(f"{_count(facts.state_layers, 'layer')} with states of {found.preset.parallel} sequences")
-    return ", and ".join(words)
+        parts.append(f"{_count(facts.state_layers, 'layer')} with states of {preset.parallel} sequences")
+    return ", and ".join(parts)
 
 
-def _compute_words(found: Forecast) -> str:
-    if found.estimate.source == "weights":
+def _compute_bound(report: Report) -> str:
+    if report.estimate.source == "weights":
         return "not known, taken as a multiple of the weights"
-    return "largest prefill chunk or decode step, logits included" if found.tokens else "largest batch of texts"
+    return "largest prefill chunk or decode step, logits included" if report.tokens else "largest batch of texts"
 
 
-def _is_measured(found: Forecast) -> bool:
-    """Whether what a process takes whatever its model was measured, on this type of device, by this worker or another
-    one; a trace for main memory measures itself."""
-    known = found.estimate.overhead
-    if found.estimate.source in ("learned", "preset"):
-        return True
-    return bool(known.host) or found.estimate.source == "exact" if _is_on_host(found) else bool(known.device)
-
-
-def _is_on_host(found: Forecast) -> bool:
-    return any(room.is_main and room.id == "cpu" for room in found.rooms)
-
-
-def _runtime_words(found: Forecast) -> str:
-    """What the process itself takes where it runs."""
-    type = next((room.name for room in found.rooms if room.is_main), "") or "such a device"
-    source = f"measured on {type}" if _is_measured(found) else f"assumed until a worker has run on {type}"
-    extra = found.estimate.reserved
-    reserved = f"; reserved-memory, {_size(extra)}" if extra else ""
-    if not _is_on_host(found):
+def _runtime_parts(report: Report) -> str:
+    device = report.main_devices[0].name or "such a device"
+    source = f"measured on {device}" if report.runtime_is_measured else f"assumed until a worker has run on {device}"
+    reserved = f"; reserved-memory, {_size(report.estimate.reserved)}" if report.estimate.reserved else ""
+    if not report.on_host:
         return f"device context and libraries, {source}{reserved}"
-    grammars = ", and tables for grammars" if found.tokens else ""
-    # of a forked one nearly all is shared, and the rest is no matter of the machine
-    kind = "forked, without what it shares" if found.forked else f"libraries ({source})"
-    return f"the process: {kind}, its tokenizer{grammars}{reserved}"
+    # Nearly all memory of a forked process is shared, and the rest does not depend on the machine.
+    process = "forked, without what it shares" if report.is_forked else f"libraries ({source})"
+    grammars = ", and tables for grammars" if report.tokens else ""
+    return f"the process: {process}, its tokenizer{grammars}{reserved}"
+
+
+def _line(label: str, size: int | None, words: str) -> str:
+    return f"{label:9} {'' if size is None else _size(size):>11}   {words}"
 
 
 def _count(number: int, noun: str) -> str:
@@ -560,4 +427,4 @@ def _size(size: int) -> str:
     return f"{size / (1 << 30):.1f} GiB" if size >= 10 << 30 else f"{size / (1 << 20):.1f} MiB"
 
 
-__all__ = ["Forecast", "ForecastError", "Room", "document", "forecast", "text"]
+__all__ = ["EstimateFailed", "Machine", "Report", "document", "report", "text"]

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
@@ -24,12 +24,12 @@ from router.config import preset_keys, settings, xdg
 from router.config.ini import Problem
 from router.config.option_types import Choice, Flag, Integer, Names, Seconds
 from router.config.preset_keys import MeaninglessOption
-from router.config.presets import DEFAULTS, KEYS, PresetKey
+from router.config.presets import DEFAULTS, KEYS, Preset, PresetKey
 from router.config.resolve import LoadedPresets
 from router.config.settings import Option, Settings
 from router.errors import ConfigError, RouterError
 from router.registry import worker_groups
-from router.store.catalogue import Further, load_catalogue, read_keys
+from router.store.catalogue import Further, find_preset, load_catalogue, read_keys
 
 OK, FAULTS, USAGE, UNREACHABLE, TOO_LARGE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 SCHEMA = 1
@@ -259,13 +259,14 @@ def check(ctx: click.Context, /, file: str | None, effective: bool, as_json: boo
         return _refuse(problems, as_json=as_json)
     loaded = load_catalogue(parsed, models, os.environ)
     if as_json:
-        click.echo(json.dumps(_document(loaded, effective=effective), ensure_ascii=False, indent=1))
+        _print_document(_document(loaded, effective=effective))
     else:
         click.echo(_report(loaded, effective=effective))
     return FAULTS if loaded.problems else OK
 
 
 @cli.command(
+    "estimate",
     cls=_Command,
     params=[click.Argument(["model"]), *_params(only=WEIGHED)],
     help="Estimate the memory of a model by segment and device, without a server. MODEL is a name from the presets,"
@@ -280,31 +281,23 @@ def check(ctx: click.Context, /, file: str | None, effective: bool, as_json: boo
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @_common
 @click.pass_context
-def estimate(ctx: click.Context, /, model: str, exact: bool, as_json: bool, **params: Any) -> int:
-    from router.cli import estimate as forecast  # Imported late: it reads devices, which no other command needs.
+def estimate_command(ctx: click.Context, /, model: str, exact: bool, as_json: bool, **params: Any) -> int:
+    from router.cli import estimate  # Imported late: it reads devices, which no other command needs.
 
-    options, models = _split(_given(ctx, params))
-    parsed, problems = settings.parse(options, os.environ)
-    if problems:
-        return _refuse(problems, as_json=as_json)
-    loaded = load_catalogue(parsed, models, os.environ)
-    if loaded.problems:
-        return _refuse(loaded.problems, as_json=as_json)
-    try:
-        state = xdg.state(parsed.state_dir)
-        found = forecast.forecast(model, parsed, loaded, models, os.environ, state=state, exact=exact)
-    except ConfigError as error:
-        return _refuse(error.problems, as_json=as_json)
-    except RouterError as error:
-        return _fail("estimate_failed", str(error), as_json=as_json)
-    if as_json:
-        click.echo(json.dumps({"schema": SCHEMA, **forecast.document(found)}, ensure_ascii=False, indent=1))
-    else:
-        click.echo(forecast.text(found))
-    return OK if found.fits else TOO_LARGE
+    def run(chosen: _ChosenModel) -> int:
+        machine = estimate.Machine(chosen.settings, os.environ, xdg.state(chosen.settings.state_dir))
+        report = estimate.report(chosen.preset, chosen.loaded, machine, exact=exact)
+        if as_json:
+            _print_document(estimate.document(report))
+        else:
+            click.echo(estimate.text(report))
+        return OK if report.fits else TOO_LARGE
+
+    return _run_for_model(ctx, params, model, run, code="estimate_failed", as_json=as_json)
 
 
 @cli.command(
+    "prepare",
     cls=_Command,
     params=[click.Argument(["model"]), *_params(only=PREPARED)],
     help="Convert a model once for faster loads, without a server. MODEL is a name from the presets,"
@@ -315,9 +308,39 @@ def estimate(ctx: click.Context, /, model: str, exact: bool, as_json: bool, **pa
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @_common
 @click.pass_context
-def prepare(ctx: click.Context, /, model: str, as_json: bool, **params: Any) -> int:
-    from router.cli import prepare as preparing  # Imported late: only `estimate` reads checkpoints as well.
+def prepare_command(ctx: click.Context, /, model: str, as_json: bool, **params: Any) -> int:
+    from router.cli import prepare  # Imported late: only `estimate` reads checkpoints as well.
 
+    def show_progress(done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            click.echo(f"\rconverting: {done} of {total}", nl=done == total, err=True)
+
+    def run(chosen: _ChosenModel) -> int:
+        state = xdg.state(chosen.settings.state_dir)
+        prepared = prepare.prepare(chosen.preset, chosen.settings, os.environ, state=state, report=show_progress)
+        if as_json:
+            _print_document({**asdict(prepared), "converted": prepared.is_converted})
+        else:
+            click.echo(prepare.text(prepared))
+        return OK
+
+    return _run_for_model(ctx, params, model, run, code="prepare_failed", as_json=as_json)
+
+
+@dataclass(frozen=True)
+class _ChosenModel:
+    """The model that a command is about, and the configuration in which it was found."""
+
+    settings: Settings
+    loaded: LoadedPresets
+    preset: Preset
+
+
+def _run_for_model(
+    ctx: click.Context, params: Mapping[str, Any], name: str, run: Callable[[_ChosenModel], int], *, code: str,
+    as_json: bool,
+) -> int:  # fmt: skip
+    """Find the model, run the command, and print its errors. `code`: that of a failure in JSON documents."""
     options, models = _split(_given(ctx, params))
     parsed, problems = settings.parse(options, os.environ)
     if problems:
@@ -325,24 +348,16 @@ def prepare(ctx: click.Context, /, model: str, as_json: bool, **params: Any) -> 
     loaded = load_catalogue(parsed, models, os.environ)
     if loaded.problems:
         return _refuse(loaded.problems, as_json=as_json)
-
-    def report(done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            click.echo(f"\rconverting: {done} of {total}", nl=done == total, err=True)
-
     try:
-        state = xdg.state(parsed.state_dir)
-        found = preparing.prepare(model, parsed, loaded, models, os.environ, state=state, report=report)
+        return run(_ChosenModel(parsed, loaded, find_preset(name, loaded, models, os.environ)))
     except ConfigError as error:
         return _refuse(error.problems, as_json=as_json)
     except RouterError as error:
-        return _fail("prepare_failed", str(error), as_json=as_json)
-    if as_json:
-        document = {"schema": SCHEMA, **asdict(found), "converted": found.is_converted}
-        click.echo(json.dumps(document, ensure_ascii=False, indent=1))
-    else:
-        click.echo(preparing.text(found))
-    return OK
+        if as_json:
+            _print_document({"error": {"code": code, "message": str(error)}})
+        else:
+            click.echo(f"router: {error}", err=True)
+        return FAULTS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -408,19 +423,14 @@ def _load_and_serve(given: Mapping[str, Any]) -> int:
 
 def _refuse(problems: Sequence[Problem | str], *, as_json: bool = False) -> int:
     if as_json:
-        error = {"code": "configuration", "message": "; ".join(map(str, problems))}
-        click.echo(json.dumps({"schema": SCHEMA, "error": error}, ensure_ascii=False))
+        _print_document({"error": {"code": "configuration", "message": "; ".join(map(str, problems))}})
     else:
         click.echo("\n".join(map(str, problems)), err=True)
     return USAGE
 
 
-def _fail(code: str, message: str, *, as_json: bool) -> int:
-    if as_json:
-        click.echo(json.dumps({"schema": SCHEMA, "error": {"code": code, "message": message}}, ensure_ascii=False))
-    else:
-        click.echo(f"router: {message}", err=True)
-    return FAULTS
+def _print_document(content: Mapping[str, Any]) -> None:
+    click.echo(json.dumps({"schema": SCHEMA, **content}, ensure_ascii=False, indent=1))
 
 
 def _report(loaded: LoadedPresets, *, effective: bool) -> str:
@@ -453,7 +463,6 @@ def _document(loaded: LoadedPresets, *, effective: bool) -> dict[str, Any]:
             model["settings"] = [{"key": key, "value": value, "origin": origin} for key, value, origin in rows]
         models.append(model)
     return {
-        "schema": SCHEMA,
         "problems": [asdict(problem) for problem in loaded.problems],
         "warnings": [asdict(warning) for warning in loaded.warnings],
         "models": models,

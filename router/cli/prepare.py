@@ -4,25 +4,20 @@ The router itself converts a snapshot only after it has downloaded it. This comm
 snapshots that were in the hub cache before.
 """
 
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from router.cli import estimate
+from router.cli.worker_program import run_worker
 from router.config.presets import Preset
-from router.config.resolve import LoadedPresets
 from router.config.settings import Settings
 from router.errors import RouterError
 from router.fleet import worker_argv
-from router.launch import environment
 from router.memory import checkpoint
 from router.store.catalogue import find_snapshot
 from router.store.converted import can_be_converted
 from router.store.snapshots import Snapshots
-from worker.protocol.argv import Convert, to_argv
-from worker.protocol.events import Converted, Failed, Progress, decode
+from worker.protocol.events import Converted
 
 
 class PrepareError(RouterError):
@@ -44,21 +39,18 @@ class Prepared:
 
 
 def prepare(
-    name: str,
+    preset: Preset,
     settings: Settings,
-    loaded: LoadedPresets,
-    model_flags: Mapping[str, str],
     environ: Mapping[str, str],
     *,
     state: Path,
     report: Callable[[int, int], object],
 ) -> Prepared:
-    """Convert the snapshot of a preset, a folder or a cached repository. Blocks until the worker program has exited.
+    """Convert the snapshot of a preset. Blocks until the worker program has exited.
 
-    `report` is called with the steps done and their total. Raises ConfigError for an unknown name, PrepareError and
-    other RouterErrors for a snapshot that is missing, cannot be read or cannot be converted.
+    `report` is called with the steps done and their total. Raises PrepareError and other RouterErrors for a snapshot
+    that is missing, cannot be read or cannot be converted.
     """
-    preset = estimate.find(name, loaded, model_flags, environ)
     if not can_be_converted(preset):
         raise PrepareError(
             f"{preset.id}: models with `python`, `trust-remote-code` or `load-format = dummy` and built-in models are"
@@ -70,44 +62,14 @@ def prepare(
             f"{preset.id}: {preset.repo} at {preset.revision} is not in the hub cache; `router` downloads and converts"
             " it at its first load"
         )
-    facts = checkpoint.read(
-        Path(snapshot), override=preset.config_override, needs_weights=preset.load_format != "dummy"
-    )
+    facts = checkpoint.read(Path(snapshot), override=preset.config_override)
     conversions = Snapshots(cache=settings.hub_cache, state=state, offline=True).conversions
     command = conversions.command(snapshot, facts)
     if command is None:
         return Prepared(snapshot, conversions.find(snapshot) or "")
-    threads = worker_argv.threads(preset, on_host=True)
-    done = _run(preset, replace(command, threads=threads), environ, report)
+    command = replace(command, threads=worker_argv.threads(preset, on_host=True))
+    done = run_worker(preset, command, Converted, environ, report=report)
     return Prepared(snapshot, command.target, done.weights, done.tokenizer)
-
-
-def _run(
-    preset: Preset, command: Convert, environ: Mapping[str, str], report: Callable[[int, int], object]
-) -> Converted:
-    argv = [sys.executable, "-P", "-m", "worker", *to_argv(command)]
-    env = environment.environment(
-        environ, "convert", tag="convert", visible="", threads=command.threads, extra=preset.env, offline=True,
-        hf_token="",
-    )  # fmt: skip
-    failure = ""
-    # stderr of the worker goes to the terminal: its log has the details of a failure
-    with subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                match decode(line):
-                    case Progress(done=done, total=total):
-                        report(done, total)
-                    case Failed(message=message):
-                        failure = message
-                    case Converted() as converted:
-                        return converted
-        except BaseException:
-            process.kill()  # an incomplete target is deleted by the next conversion
-            raise
-    why = failure or "it ended without a result"
-    raise PrepareError(f"{preset.id}: `worker convert` failed (exit {process.returncode}): {why}")
 
 
 def text(prepared: Prepared) -> str:

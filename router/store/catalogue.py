@@ -15,6 +15,7 @@ from typing import Literal
 
 from router.config import ini, resolve
 from router.config.ini import Problem
+from router.config.presets import Preset
 from router.config.resolve import FoundModel, LoadedPresets
 from router.config.settings import ApiKey, Settings, configured_keys, hub_cache
 from router.errors import ConfigError
@@ -77,6 +78,27 @@ def load_catalogue(
     if not problems:
         problems += _default_model(settings.default_model, loaded)
     return LoadedPresets({} if problems else loaded.presets, tuple(problems), (*warnings, *loaded.warnings))
+
+
+def find_preset(name: str, loaded: LoadedPresets, model_flags: Mapping[str, str], environ: Mapping[str, str]) -> Preset:
+    """Return the preset with this id or alias, else one for a folder, `demo:NAME` or `org/name`. Raises ConfigError."""
+    for preset in loaded.presets.values():
+        if name == preset.id or name in preset.aliases:
+            return preset
+    if "/" not in name and not name.startswith("demo:") and not (name and Path(name).exists()):
+        near = next(iter(difflib.get_close_matches(name, sorted(_names_of(loaded)), n=1)), "")
+        hint = f"did you mean {near}?" if near else f"models are: {', '.join(loaded.presets) or 'none'}"
+        raise ConfigError([f"{name!r} is no model, no folder and no repository (org/name); {hint}"])
+    if any(char in name for char in "\n\r") or name != name.strip():  # such a name would be another one in the INI text
+        raise ConfigError([f"{name!r} is no folder and no repository"])
+    folder = str(Path.cwd())
+    text = f"[model]\nmodel = {name}\n"
+    alone = resolve.load(
+        text, folder=folder, disk=LocalDisk(), flags=model_flags, environ=environ, working=folder
+    )  # fmt: skip
+    if alone.problems:
+        raise ConfigError([problem.message for problem in alone.problems])
+    return replace(alone.presets["model"], id=name)
 
 
 def read_keys(settings: Settings) -> tuple[ApiKey, ...]:
@@ -288,12 +310,16 @@ def hub_id(repo: str, revision: str) -> str:
 
 
 def _default_model(name: str, loaded: LoadedPresets) -> list[Problem]:
-    names = {alias for preset in loaded.presets.values() for alias in (preset.id, *preset.aliases)}
+    names = _names_of(loaded)
     if not name or name in names:
         return []
     near = next(iter(difflib.get_close_matches(name, sorted(names), n=1)), "")
     problem = Problem("--default-model", 0, "", "default-model", f'there is no model "{name}"')
     return [replace(problem, suggestion=near)]
+
+
+def _names_of(loaded: LoadedPresets) -> set[str]:
+    return {name for preset in loaded.presets.values() for name in (preset.id, *preset.aliases)}
 
 
 def _is_file(path: Path) -> bool:

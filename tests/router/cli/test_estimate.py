@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 
 from router.cli import hub_headers
-from router.cli.estimate import cost, find
+from router.cli.estimate import Machine
 from router.cli.hub_headers import RemoteError
 from router.cli.main import main
 from router.config.resolve import LoadedPresets
+from router.config.settings import Settings
 from router.memory import checkpoint, learned
 from router.memory.estimate import RUNTIME_FORKED, RUNTIME_HOST, SERVING_HOST, Overhead
 from router.memory.learned import LearnedEstimates
 from router.memory.sharding import Choice
 from router.planner.ledger import HOST, LOCAL, DeviceId
+from router.store.catalogue import find_preset
 from router.store.snapshots import Snapshots
 from tests.children import Child
 from worker.protocol.snapshot_files import MANIFEST, ConversionManifest, encode_manifest
@@ -131,7 +133,7 @@ def test_what_was_asked_for_is_in_the_words_as_it_is_in_the_figures(
     assert estimate(capsys, *words)[1]["context"] == 2 * 2 * 2 * 16 * 2 * 4096
     main(["estimate", *words])
     said = capsys.readouterr().out
-    assert "2 KV heads x 32 elements x 2 B x 4096 tokens" in said
+    assert "2 KV heads x 64 B of bfloat16 x 4096 tokens" in said
     assert "and tables for grammars; reserved-memory, 300.0 MiB" in said
 
 
@@ -178,7 +180,7 @@ def test_packing_on_load_is_a_what_if_that_says_what_stays_as_it_is(
     assert main(["estimate", folder, "--load-in-4bit"]) == 0
     told = capsys.readouterr().out
     assert "bnb-4bit, bfloat16" in told
-    assert "1 linear layer with its scales takes" in told
+    assert "quantised tensors with their scales take" in told
     assert "stay in bfloat16: embeddings, head, norms, routers and experts" in told
     assert main(["estimate", folder, "--quantization", "awq"]) == 1
     assert "the checkpoint is not quantised" in capsys.readouterr().err
@@ -448,9 +450,10 @@ def test_the_exact_figure_is_the_workers_own(tmp_path: Path, capsys: pytest.Capt
     assert 0.5 * static["total"] < said["total"] < 1.5 * static["total"], "both are of a forked worker"
     assert said["forked"]
     state, flags = tmp_path / "own", {"ctx-size": "128"}
-    preset, facts = find(folder, LoadedPresets({}), flags, {}), checkpoint.read(Path(folder))
+    preset, facts = find_preset(folder, LoadedPresets({}), flags, {}), checkpoint.read(Path(folder))
     known = LearnedEstimates(state / "estimates.json")
-    weighed = cost(preset, facts, Choice(devices=frozenset({DeviceId(LOCAL, HOST)})), [], None, fork_server=True)
+    choice = Choice(devices=frozenset({DeviceId(LOCAL, HOST)}))
+    weighed = Machine(Settings(), {}, tmp_path).estimate(preset, facts, choice)
     known.record(learned.key(facts, preset, ["cpu"], forked=True), weighed, [99 * MIB])
     words = [folder, "--ctx-size", "128", "--state-dir", str(state)]
     assert [estimate(capsys, *words, *more)[1]["source"] for more in ([], ["--exact"])] == ["learned", "exact"]
