@@ -128,7 +128,7 @@ def _row(option: Option) -> tuple[str, str]:
 def _metavar(option: Option) -> str:
     kind = option.kind
     if isinstance(kind, Choice):
-        return "|".join(kind.values)
+        return "|".join(kind.choices)
     return {Integer: "N", Seconds: "SECONDS", Names: "LIST"}.get(type(kind), kind.hint)
 
 

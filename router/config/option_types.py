@@ -1,23 +1,22 @@
-"""The option types: click parameter types for numbers, times, sizes, lists and devices.
+"""The option types: those of click, with the spellings of llama-server, and types for times, sizes and devices.
 
 Presets, flags and environment variables share them, so that one spelling has one meaning everywhere. Pure functions.
 Calling a type with a text returns the value or raises click.BadParameter, whose message contains a few characters of
-the text at most.
+the text at most. Flags are not converted by click's parser: it would stop at the first error, without the errors of
+variables and files.
 """
 
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import click
 
 MIB = 1 << 20
-_ON = frozenset({"on", "true", "yes", "enabled", "1"})
-_OFF = frozenset({"off", "false", "no", "disabled", "0"})
-_WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
+_WHOLE = re.compile(r"[0-9]{1,18}")
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]{1,18}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})(?:[eE][+-]?[0-9]{1,3})?")
 _TIME = re.compile(r"([0-9]{1,12}(?:\.[0-9]{0,9})?)[ ]*(ms|s|m|h|d)?")
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{0,9})?)[ ]*([A-Za-z]*)")
@@ -34,11 +33,7 @@ class Kind(click.ParamType[Any]):
     """An option type that can also convert a value back to text."""
 
     name = "value"
-
-    @property
-    def hint(self) -> str:
-        """The allowed values, in a few words."""
-        raise NotImplementedError
+    hint: str  # the allowed values, in a few words
 
     def write(self, value: Any) -> str:
         """A text that converts to `value`."""
@@ -47,7 +42,11 @@ class Kind(click.ParamType[Any]):
 
 def shown(text: str) -> str:
     """`text` in quotes, short enough for one line of a message."""
-    return json.dumps(text if len(text) <= 40 else text[:37] + "...", ensure_ascii=True)
+    return json.dumps(_brief(text), ensure_ascii=True)
+
+
+def _brief(text: str) -> str:
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def plain(value: float) -> str:
@@ -55,47 +54,79 @@ def plain(value: float) -> str:
     return str(int(value)) if value == int(value) else repr(value)
 
 
-@dataclass(frozen=True)
-class Flag(Kind):
+class Flag(Kind, click.types.BoolParamType):
     """A boolean: on or off."""
 
-    hint: str = "on/off"
+    hint = "on/off"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> bool:
-        word = value.strip().lower()
-        if word not in _ON | _OFF:
-            self.fail(f"{shown(value)} is neither on nor off")
-        return word in _ON
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bool:
+        # click reads an empty text as `off`, but a key without a value is more likely a mistake.
+        word = value.strip().lower() or '""'
+        return super().convert({"enabled": "on", "disabled": "off"}.get(word, _brief(word)), param, ctx)
 
     def write(self, value: bool) -> str:
         return "on" if value else "off"
 
 
-@dataclass(frozen=True)
-class Integer(Kind):
+class Integer(Kind, click.IntRange):
     """A whole number between `low` and `high`, or one of `words`."""
 
-    low: int = 0
-    high: int = 1 << 31
-    words: Mapping[str, int] = field(default_factory=dict)
-    unit: str = ""
+    def __init__(self, low: int = 0, high: int = 1 << 31, words: Mapping[str, int] | None = None, unit: str = "number"):
+        super().__init__(low, high)
+        self._low, self._high = low, high
+        self.name = f"whole number from {low} to {high}"  # click's message for a text that is no number contains it
+        self.words = words or {}
+        self.hint = ", ".join([unit, *self.words])
 
-    @property
-    def hint(self) -> str:
-        return _hint(self.unit or "number", self.words)
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        word = value.strip().lower()
-        if word in self.words:
-            return self.words[word]
-        found = int(word) if _WHOLE.fullmatch(word) else None
-        if found is None or not self.low <= found <= self.high:
-            endless = 1 << 31 if found is None or found < self.low else math.inf
-            self.fail(f"{shown(value)} is not a whole number {_between(self.low, self.high, endless)}")
-        return found
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        word: Any = _brief(value.strip().lower())
+        return self.words[word] if word in self.words else super().convert(word, param, ctx)
 
     def write(self, value: int) -> str:
-        return _word(self.words, value, self.low, self.high) or str(value)
+        """The number, or a word for it if only a word can set it."""
+        words = (word for word, number in self.words.items() if number == value)
+        return str(value) if self._low <= value <= self._high else next(words, str(value))
+
+
+class Number(Kind, click.FloatRange):
+    """A finite number between `low` and `high`."""
+
+    hint = "number"
+
+    def __init__(self, low: float = -1e9, high: float = 1e9):
+        super().__init__(low, high)
+        self.name = f"number from {plain(low)} to {plain(high)}"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text: Any = _brief(value.strip())
+        found = super().convert(text, param, ctx)
+        if math.isnan(found):  # click compares it with the limits, and no comparison is true
+            self.fail(f"nan is not a valid {self.name}.")
+        return found
+
+    def write(self, value: float) -> str:
+        return plain(value)
+
+
+class Choice(Kind, click.Choice[str]):
+    """One of `values`. `also` maps other spellings to them, `refused` maps words that are not offered to advice."""
+
+    def __init__(
+        self,
+        values: Sequence[str],
+        also: Mapping[str, str] | None = None,
+        refused: Mapping[str, str] | None = None,
+    ):
+        super().__init__(values, case_sensitive=False)
+        self.also, self.refused = also or {}, refused or {}
+        self.hint = ", ".join(filter(None, values))
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        word = value.strip().lower()
+        word = self.also.get(word, word)
+        if word in self.refused:
+            self.fail(f"{word} is not offered by this version: {self.refused[word]}")
+        return super().convert(_brief(word), param, ctx)
 
 
 @dataclass(frozen=True)
@@ -117,35 +148,12 @@ class Span(Kind):
         return str(least) if least == most else f"{least}-{most}"
 
 
-@dataclass(frozen=True)
-class Number(Kind):
-    """A finite number between `low` and `high`."""
-
-    low: float = -1e9
-    high: float = 1e9
-    hint: str = "number"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        found = float(value) if _DECIMAL.fullmatch(value.strip()) else math.nan
-        if not self.low <= found <= self.high:  # false for NaN as well
-            self.fail(f"{shown(value)} is not a number {_between(self.low, self.high, 1e9)}")
-        return found
-
-    def write(self, value: float) -> str:
-        return plain(value)
-
-
-@dataclass(frozen=True)
 class Seconds(Kind):
     """A time such as 30, 5m or 2h. -1 means `off`; None: -1 is not allowed."""
 
-    low: float = 0.0
-    off: float | None = None
-    words: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def hint(self) -> str:
-        return _hint("seconds", [*self.words, *(["-1"] if self.off is not None else [])])
+    def __init__(self, low: float = 0.0, off: float | None = None, words: Mapping[str, float] | None = None):
+        self.low, self.off, self.words = low, off, words or {}
+        self.hint = ", ".join(["seconds", *self.words, *(["-1"] if off is not None else [])])
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> float:
         word = value.strip().lower()
@@ -165,28 +173,6 @@ class Seconds(Kind):
 
     def write(self, value: float) -> str:
         return next((word for word, meaning in self.words.items() if meaning == value), plain(value))
-
-
-@dataclass(frozen=True)
-class Choice(Kind):
-    """One of `values`. `also` maps other spellings to them, `refused` maps words that are not offered to advice."""
-
-    values: tuple[str, ...]
-    also: Mapping[str, str] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def hint(self) -> str:
-        return ", ".join(self.values)
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        word = value.strip().lower()
-        word = self.also.get(word, word)
-        if word in self.refused:
-            self.fail(f"{word} is not offered by this version: {self.refused[word]}")
-        if word not in self.values and word not in self.also.values():
-            self.fail(f"{shown(value)} is none of {', '.join(self.values)}")
-        return word
 
 
 @dataclass(frozen=True)
@@ -412,18 +398,3 @@ def _items(text: str) -> list[str]:
 
 def _no_constant(word: str) -> None:
     raise ValueError(f"{word} is no JSON")
-
-
-def _between(low: float, high: float, endless: float) -> str:
-    if high >= endless:
-        return f"of {plain(low)} or more" if low > -endless else "that is finite"
-    return f"between {plain(low)} and {plain(high)}"
-
-
-def _word(words: Mapping[str, int], value: int, low: int, high: int) -> str:
-    """The word for a value that is outside the range of numbers; empty for other values."""
-    return "" if low <= value <= high else next((word for word, meaning in words.items() if meaning == value), "")
-
-
-def _hint(what: str, words: Any) -> str:
-    return ", ".join([what, *words])

@@ -193,7 +193,7 @@ class Preset:
             SOURCE, "auto: by the architecture", env=("LLAMA_ARG_EMBEDDINGS", "LLAMA_ARG_RERANKING"),
             switches={"embedding": ("embed", "auto"), "embeddings": ("embed", "auto"),
                       "reranking": ("rerank", "auto"), "rerank": ("rerank", "auto")})
-    pooling: str = key("", Choice(("none", "mean", "cls", "last", "rank"), {"": ""}), SOURCE,
+    pooling: str = key("", Choice(("none", "mean", "cls", "last", "rank", "")), SOURCE,
             "method that combines token vectors into one embedding; rank: a cross-encoder", unset="the model's")
     embd_normalize: int = key(2, Integer(-1, 1 << 20, unit="-1 none, 0 max, 1 taxicab, 2 euclidean, p"), SOURCE,
             "norm of an embedding")

@@ -96,8 +96,8 @@ def test_a_flag_wins_over_the_routers_variable_and_that_over_llama_servers() -> 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"port": "99999"}, '--port: "99999" is not a whole number between 0 and 65535'),
-        ({"models-max": "-1"}, '--models-max: "-1" is not a whole number between 0 and 100000'),
+        ({"port": "99999"}, "--port: 99999 is not in the range 0<=x<=65535."),
+        ({"models-max": "-1"}, "--models-max: -1 is not in the range 0<=x<=100000."),
         ({"swap-patience": "-3"}, '--swap-patience: "-3" is not a time'),
         ({"drain-timeout": "-1"}, "--drain-timeout: this time cannot be turned off (-1)"),
         ({"models-memory-margin": "-5"}, '--models-memory-margin: "-5" is not a size'),
@@ -107,7 +107,7 @@ def test_a_flag_wins_over_the_routers_variable_and_that_over_llama_servers() -> 
         ({"device-limit": "cpu=600"}, "--device-limit: cpu=600 leaves nothing beside the margin of 1024 MiB; raise it"),
         ({"device-limit": "cpu=600", "models-memory-margin": "cpu=600"}, "cpu=600 leaves nothing beside the margin"),
         ({"queue-size": "0"}, "--queue-size: "),
-        ({"log-level": "loud"}, '--log-level: "loud" is none of debug, info, warning, error'),
+        ({"log-level": "loud"}, "--log-level: 'loud' is not one of 'debug', 'info', 'warning', 'error'."),
         ({"access-log": "some"}, "--access-log: "),
         ({"unknown-model": "default"}, "--unknown-model: default needs --default-model"),
         ({"max-body-size": "1GiB"}, "--max-body-size: at most 512 MiB"),
