@@ -1,4 +1,4 @@
-"""OpenAI's own clients, over a worker on TCP."""
+"""The official OpenAI clients for a worker on TCP."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ async def asking(world: Serving, key: str = TOKEN) -> AsyncIterator[openai.Async
 
 
 async def in_a_thread(world: Serving, ask: Callable[[openai.OpenAI], Answer]) -> Answer:
-    """What `ask` returns, with the synchronous client."""
+    """Return the result of `ask`, called with the synchronous client."""
 
     def run() -> Answer:
         with openai.OpenAI(base_url=world.url + "/v1", api_key=TOKEN, max_retries=0) as client:

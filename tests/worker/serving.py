@@ -1,4 +1,4 @@
-"""A worker's server over a fake engine, on a real socket, for the length of a block."""
+"""A worker's server on a real socket for the duration of a block, over a fake engine or a real one."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ def options(**settings: Any) -> Serve:
 class Serving:
     """The parts of a running test server: engine, client and announced events."""
 
-    engine: FakeEngine
+    engine: Any  # a FakeEngine unless the test passes a real one
     client: aiohttp.ClientSession
     url: str
     server: Server
@@ -54,13 +54,13 @@ class Serving:
         return int(self.url.rpartition(":")[2])
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, Any]:
-        """Status, headers, JSON."""
+        """Return status, headers and JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with self.client.post(self.url + path, data=data, headers=headers) as answer:
             return answer.status, answer.headers, await answer.json()
 
     async def stream(self, path: str, body: Any) -> list[str]:
-        """The frames of a stream without their blank lines, comments included."""
+        """Return the frames of a stream without their blank lines, including comments."""
         async with self.client.post(self.url + path, json={**body, "stream": True}) as answer:
             assert answer.status == 200, await answer.text()
             text = (await answer.read()).decode()
@@ -70,7 +70,7 @@ class Serving:
 
 @contextlib.asynccontextmanager
 async def serving(
-    engine: FakeEngine | None = None,
+    engine: Any = None,
     *,
     token: str | None = TOKEN,
     bearer: str | None = TOKEN,
@@ -100,14 +100,15 @@ async def serving(
         try:
             yield Serving(engine, client, url, server, events, announced)
         finally:
-            engine.gate.set()
+            if isinstance(engine, FakeEngine):
+                engine.gate.set()
             await server.close()
 
 
 def chunks(frames: Sequence[str]) -> list[Any]:
-    """The JSON of data frames; `[DONE]` stays a string."""
+    """Return the JSON of data frames; `[DONE]` stays a string."""
     data = [frame.removeprefix("data: ") for frame in frames if frame.startswith("data: ")]
-    return [each if each == "[DONE]" else json.loads(each) for each in data]
+    return [text if text == "[DONE]" else json.loads(text) for text in data]
 
 
 def chat(content: str, **further: Any) -> dict[str, Any]:

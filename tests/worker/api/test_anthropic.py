@@ -200,10 +200,6 @@ async def test_a_stream_that_breaks_off_is_an_error_of_the_client() -> None:
     async with serving(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}") as world:
         text, message = await in_a_thread(world, ask)
         assert (text, "logits" in message) == ("0 G", True)
-        async with asking(world) as client:
-            with pytest.raises(anthropic.APIStatusError, match="logits"):
-                async for _ in await client.messages.create(**late, stream=True):
-                    pass
 
 
 async def test_a_silent_stream_is_kept_alive_by_comments_and_then_by_pings() -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.worker.loaded import load, options
+from tests.worker.loaded import load
+from tests.worker.serving import serving
 from tests.worker.speaking import TOOLS
-from worker.server.server import Server
 
 torch.set_num_threads(1)
 SCHEMA: Any = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
@@ -27,10 +27,9 @@ CITIES = ({"city": "Oslo"}, {"city": "Rome"})
 async def test_every_dialect_gets_the_call_it_asks_for(tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path, max_position_embeddings=768)
     engine = load(folder, ctx_size=768, parallel=4)
-    settings = options(folder, name="tiny", chat_template=TOOLS, sampling='{"temp": 0}')
-    server = Server(engine, engine.tokenizer, settings, token=None, announce=lambda event: None)
-    url = (await server.start()).replace("tcp:", "http://")
-    try:
+    settings = {"snapshot": str(folder), "chat_template": TOOLS, "sampling": '{"temp": 0}'}
+    async with serving(engine, token=None, **settings) as world:
+        url = world.url
         tool: Any = {"name": "weather", "input_schema": SCHEMA}
         asked: Any = {"model": "tiny", "max_tokens": 400, "messages": HI, "tools": [tool]}
         asked["tool_choice"] = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
@@ -59,6 +58,4 @@ async def test_every_dialect_gets_the_call_it_asks_for(tmp_path: Path) -> None:
             text = "".join(line.message.content or "" for line in lines)
             assert answer.message.content == text
             assert "Oslo" in text or "Rome" in text
-    finally:
-        await server.close()
-        await engine.close()
+    await engine.close()

@@ -1,19 +1,278 @@
-"""llama-server's /apply-template."""
+"""llama-server's `/completion`, `/infill` and `/apply-template`: parsing of bodies and serialization of answers."""
 
+import math
 from typing import Any
 
 import pytest
 
+from tests import tiny
 from tests.worker import serving
-from tests.worker.fake_engine import FakeEngine
+from tests.worker.chatting import model
+from tests.worker.fake_engine import SCRIPT, FakeEngine
 from worker.api import llama_server
+from worker.api.call import GenerationCall
 from worker.api.served_model import ServedModel
-from worker.errors import UnsupportedByModel
+from worker.errors import InvalidValue, RequestError, UnsupportedByModel
+from worker.interface import Grammar
+
+PROMPT = {"prompt": "hi"}
 
 
-def model(*, bare: bool = False, **settings: Any) -> ServedModel:
-    tokenizer = serving.bare_tokenizer() if bare else serving.tokenizer()
-    return ServedModel(FakeEngine(tokenizer), tokenizer, serving.options(**settings))
+async def read(body: dict[str, Any], **settings: Any) -> GenerationCall:
+    return await llama_server.completion({**PROMPT, **body}, model(**settings))
+
+
+async def test_a_completion_has_llama_servers_fields() -> None:
+    async with serving.serving() as world:
+        status, _, answer = await world.post("/completion", {**PROMPT, "n_predict": 4, "return_tokens": True})
+        assert status == 200
+        assert answer["content"] == f"0 {SCRIPT}"[: len(answer["content"])]
+        assert answer["stop"] is True
+        assert (answer["stop_type"], answer["stopping_word"], answer["truncated"]) == ("limit", "", False)
+        assert (answer["tokens_predicted"], answer["tokens_evaluated"], len(answer["tokens"])) == (4, 2, 4)
+        assert (answer["model"], answer["prompt"], answer["index"]) == ("tiny", "hi", 0)
+        assert answer["generation_settings"]["n_predict"] == 4
+        assert answer["timings"]["predicted_n"] == 4
+        assert "completion_probabilities" not in answer
+
+
+async def test_how_it_ended_is_said() -> None:
+    async with serving.serving() as world:
+        _, _, ended = await world.post("/completion", PROMPT)
+        assert (ended["stop_type"], ended["stopping_word"]) == ("eos", "")
+        _, _, stopped = await world.post("/completions", {**PROMPT, "stop": ["fox"]})
+        assert (stopped["stop_type"], stopped["stopping_word"]) == ("word", "fox")
+        assert "fox" not in stopped["content"]
+
+
+@pytest.mark.parametrize("body", [{}, {"n_predict": 9}, {"stop": ["lazy"]}, {"n_probs": 2, "return_tokens": True}])
+async def test_a_streams_contents_add_up_to_the_whole_and_nothing_follows_the_last(body: dict[str, Any]) -> None:
+    async with serving.serving() as world:
+        _, _, whole = await world.post("/completion", {**PROMPT, **body})
+        chunks = serving.chunks(await world.stream("/completion", {**PROMPT, **body}))
+        assert "".join(chunk["content"] for chunk in chunks) == whole["content"]
+        assert [chunk["stop"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        _, _, counted = await world.post("/completion", {**PROMPT, **body, "return_tokens": True})
+        assert [token for chunk in chunks for token in chunk["tokens"]] == counted["tokens"]
+        assert whole["tokens"] == (counted["tokens"] if "return_tokens" in body else [])
+        assert chunks[-1]["stop_type"] == whole["stop_type"]
+        told = [each for chunk in chunks[:-1] for each in chunk.get("completion_probabilities", [])]
+        assert told == whole.get("completion_probabilities", [])
+        assert "completion_probabilities" not in chunks[-1]
+
+
+async def test_several_prompts_or_choices_are_a_list_in_order() -> None:
+    async with serving.serving() as world:
+        _, _, answers = await world.post("/completion", {"prompt": ["a", "b b b"], "n": 2, "n_predict": 3})
+        assert [answer["index"] for answer in answers] == [0, 1, 2, 3]
+        assert [answer["prompt"] for answer in answers] == ["a", "a", "b b b", "b b b"]
+        assert [answer["content"][0] for answer in answers] == ["0", "1", "0", "1"]
+        chunks = serving.chunks(await world.stream("/completion", {"prompt": ["a", "b"], "n_predict": 3}))
+        assert sorted(chunk["index"] for chunk in chunks if chunk["stop"]) == [0, 1]
+
+
+async def test_prompts_of_one_request_may_be_texts_token_ids_and_both_in_pieces() -> None:
+    made = model()
+    [hi], [there] = await made.encode(["hi"]), await made.encode([" there"], add_special=False)
+    whole = [*hi, *there]
+    for prompt in (whole, ["hi", " there"], [*hi, " there"], ["hi", *there]):
+        call = await llama_server.completion({"prompt": [prompt] if prompt == ["hi", " there"] else prompt}, made)
+        assert call.generations[0].prompt == tuple(whole)
+    call = await llama_server.completion({"prompt": [whole, "hi", ["hi", *there]]}, made)
+    assert [each.prompt for each in call.generations] == [tuple(whole), tuple(hi), tuple(whole)]
+
+
+async def test_an_answer_has_only_the_fields_that_were_asked_for() -> None:
+    async with serving.serving() as world:
+        body = {**PROMPT, "n_predict": 4, "response_fields": ["content", "generation_settings/n_predict", "no/such"]}
+        _, _, answer = await world.post("/completion", body)
+        assert answer.keys() == {"content", "generation_settings/n_predict"}
+        assert answer["generation_settings/n_predict"] == 4
+        chunks = serving.chunks(await world.stream("/completion", body))
+        assert chunks[-1] == {"content": "", "generation_settings/n_predict": 4}
+        _, _, answer = await world.post("/completion", {**body, "response_fields": []})
+        assert "timings" in answer
+
+
+async def test_a_bias_of_a_text_is_one_of_each_of_its_tokens() -> None:
+    made = model()
+    ids = made.encode_piece("hi there")
+    call = await llama_server.completion({**PROMPT, "logit_bias": [["hi there", False], [4, 2]]}, made)
+    assert call.generations[0].sampling.logit_bias == {**dict.fromkeys(ids, -100.0), 4: 2.0}
+
+
+async def test_what_a_body_states_becomes_the_generation() -> None:
+    body = {
+        "n_predict": -1, "temperature": 0.5, "top_k": 7, "min_p": 0.1, "repeat_penalty": 1.1, "repeat_last_n": 8,
+        "seed": 5, "n_probs": 3, "stop": ["x"], "ignore_eos": True, "logit_bias": [[4, 2.0], [5, False]],
+        "json_schema": {"type": "integer"}, "cache_prompt": True, "id_slot": 0, "samplers": [],
+    }  # fmt: skip
+    call = await read(body, strict_fields=True)
+    (generation,) = call.generations
+    sampling = generation.sampling
+    assert generation.max_tokens is None
+    assert (sampling.temperature, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (0.5, 7, 0.1, 1.1)
+    assert (sampling.seed, sampling.logprobs, sampling.ignore_eos, generation.stop) == (5, 3, True, ("x",))
+    assert sampling.logit_bias == {4: 2.0, 5: -100.0}
+    assert generation.grammar == Grammar("json_schema", '{"type":"integer"}')
+    assert call.ignored == ()
+    assert (await read({"n_predict": 0})).generations[0].max_tokens == 0
+    assert (await read({}, n_predict=6)).generations[0].max_tokens == 6
+    assert (await read({"prompt": [5, 6]})).generations[0].prompt == (5, 6)
+    plain = (await read({"prompt": ["a b", "c"]})).generations
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]
+    for first in ({"prompt_string": "a b", "multimodal_data": []}, {"content": "a b"}, {"content": parts}):
+        spelt = await read({"prompt": [first, {"prompt_string": "c"}]}, strict_fields=True)
+        assert [each.prompt for each in spelt.generations] == [each.prompt for each in plain]
+    mixed = await read({"prompt": {"prompt_string": [5, "c"]}})
+    assert [each.prompt for each in mixed.generations] == [
+        each.prompt for each in (await read({"prompt": [5, "c"]})).generations
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "reason"),
+    [
+        ({"prompt": None}, "prompt", "invalid_value"),
+        ({"prompt": {"prompt_string": 5}}, "prompt", "invalid_value"),
+        ({"prompt": {}}, "prompt", "invalid_value"),
+        ({"prompt": [{"content": []}]}, "prompt", "invalid_value"),
+        ({"prompt": {"content": ["a"]}}, "prompt", "invalid_value"),
+        ({"prompt": {"content": [{"type": "text", "text": 5}]}}, "prompt", "invalid_value"),
+        ({"prompt": {"content": [{"type": ["x"]}]}}, "prompt", "unsupported_parameter"),
+        ({"prompt": {"content": [{"type": "image_url", "image_url": {}}]}}, "prompt", "unsupported_parameter"),
+        ({"prompt": {"prompt_string": "x", "multimodal_data": ["aGk="]}}, "prompt", "unsupported_parameter"),
+        ({"n": 2, "n_cmpl": 3}, "n_cmpl", "invalid_value"),
+        ({"post_sampling_probs": 1}, "post_sampling_probs", "invalid_value"),
+        ({"samplers": ["top_q"]}, "samplers", "invalid_value"),
+        ({"n_predict": -3}, "n_predict", "invalid_value"),
+        ({"n_predict": 3, "max_tokens": 4}, "max_tokens", "invalid_value"),
+        ({"n_probs": 99}, "n_probs", "invalid_value"),
+        ({"response_fields": [5]}, "response_fields", "invalid_value"),
+        ({"logit_bias": [["", 1.0]]}, "logit_bias", "invalid_value"),
+        ({"logit_bias": [["x" * 129, 1.0]]}, "logit_bias", "invalid_value"),
+        ({"n_indent": 2}, "n_indent", "unsupported_parameter"),
+        ({"lora": [{"id": 0, "scale": 1}, {"id": 1, "scale": 1}]}, "lora", "unsupported_parameter"),
+        ({"mirostat": 1}, "mirostat", "unsupported_parameter"),
+        ({"image_data": [{"data": "aGk=", "id": 1}]}, "image_data", "unsupported_parameter"),
+        ({"grammar": "root ::= x", "json_schema": {}}, "grammar", "invalid_value"),
+        ({"stream": 1}, "stream", "invalid_value"),
+        ({"prompt": [5] * 300}, "prompt", "context_length_exceeded"),
+    ],
+)
+async def test_a_field_that_cannot_be_honoured_is_refused_by_name(
+    body: dict[str, Any], param: str, reason: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        await read(body)
+    assert (caught.value.param, caught.value.reason) == (param, reason)
+
+
+async def test_a_chunk_tells_progress_and_timings_only_if_asked() -> None:
+    async with serving.serving() as world:
+        plain = serving.chunks(await world.stream("/completion", {**PROMPT, "n_predict": 3}))
+        assert all("timings" not in chunk for chunk in plain[:-1])
+        assert "timings" in plain[-1]
+        status, headers, _ = await world.post("/completion", {**PROMPT, "n_predict": 1, "return_progress": True})
+        assert (status, headers["X-Ignored-Fields"]) == (200, "return_progress")
+
+
+async def test_a_chunk_of_progress_has_the_timings_so_far_if_asked() -> None:
+    async with serving.serving() as world:
+        world.engine.gate.set()
+        asked = {"prompt": "prefill it now", "n_predict": 1, "return_progress": True}
+        for further in ({}, {"timings_per_token": True}):
+            told = serving.chunks(await world.stream("/completion", {**asked, **further}))
+            timed = ["timings" in chunk for chunk in told if "prompt_progress" in chunk]
+            assert timed == [bool(further)] * 2
+
+
+async def test_an_answer_that_the_context_ends_is_truncated() -> None:
+    async with serving.serving(FakeEngine(serving.tokenizer(), ctx_size=16)) as world:
+        _, _, answer = await world.post("/completion", PROMPT)
+        assert (answer["stop_type"], answer["truncated"]) == ("limit", True)
+        _, _, answer = await world.post("/completion", {**PROMPT, "n_predict": 3})
+        assert (answer["stop_type"], answer["truncated"]) == ("limit", False)
+
+
+async def test_several_answers_have_two_names() -> None:
+    assert [(await read(body)).generations[0].n for body in ({"n": 2}, {"n_cmpl": 2}, {"n": 2, "n_cmpl": 2})] == [2] * 3
+
+
+async def test_odds_are_between_0_and_1_and_no_logprobs() -> None:
+    async with serving.serving() as world:
+        body = {**PROMPT, "n_predict": 2, "n_probs": 3, "post_sampling_probs": True}
+        _, _, answer = await world.post("/completion", body)
+        assert answer["generation_settings"]["post_sampling_probs"] is True
+        for each in answer["completion_probabilities"]:
+            assert each["prob"] == pytest.approx(math.exp(-1.0)), "the fake's, which it has in logprobs"
+            assert each.keys() == {"id", "token", "bytes", "prob", "top_probs"}
+            assert [top.keys() for top in each["top_probs"]] == [{"id", "token", "bytes", "prob"}] * 3
+    (generation,) = (await read({"post_sampling_probs": True, "n_probs": 1})).generations
+    assert generation.sampling.post_sampling_logprobs
+
+
+FIM = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+GAP = {"input_prefix": "ab", "input_suffix": "yz", "prompt": "c"}
+
+
+def coder(*further: str) -> ServedModel:
+    tokenizer = tiny.make_tokenizer("llama")
+    tokenizer.add_special_tokens({"additional_special_tokens": [*FIM, *further]})
+    return ServedModel(FakeEngine(tokenizer), tokenizer, serving.options())
+
+
+async def gap(body: dict[str, Any], made: ServedModel) -> str:
+    (generation,) = (await llama_server.infill({**GAP, **body}, made)).generations
+    return made.decode(generation.prompt)
+
+
+async def test_a_gap_is_laid_out_as_its_model_was_trained() -> None:
+    assert await gap({}, coder()) == "<s><|fim_prefix|>ab<|fim_suffix|>yz<|fim_middle|>c"
+    assert await gap({"prompt": None}, coder()) == "<s><|fim_prefix|>ab<|fim_suffix|>yz<|fim_middle|>"
+    extra = {"input_extra": [{"filename": "a.h", "text": "int a;"}, {"text": "b"}]}
+    told = await gap(extra, coder("<|repo_name|>", "<|file_sep|>"))
+    files = "<|repo_name|>myproject\n<|file_sep|>a.h\nint a;<|file_sep|>tmp\nb<|file_sep|>filename\n"
+    assert told == f"<s>{files}<|fim_prefix|>ab<|fim_suffix|>yz<|fim_middle|>c"
+    told = await gap(extra, coder())
+    assert told.startswith("<s>\n\n--- snippet ---\n\nint a;\n\n--- snippet ---\n\nb<|fim_prefix|>ab")
+
+
+async def test_a_gap_takes_what_completions_take_and_answers_alike() -> None:
+    made = coder()
+    call = await llama_server.infill({**GAP, "n_predict": 3, "stop": ["x"], "temperature": 0}, made)
+    assert (call.generations[0].max_tokens, call.generations[0].stop) == (3, ("x",))
+    assert isinstance(made.engine, FakeEngine)
+    async with serving.serving(made.engine) as world:
+        status, _, answer = await world.post("/infill", {**GAP, "n_predict": 3})
+        assert (status, answer["stop_type"], answer["tokens_predicted"]) == (200, "limit", 3)
+        chunks = serving.chunks(await world.stream("/infill", {**GAP, "n_predict": 3}))
+        assert "".join(chunk["content"] for chunk in chunks) == answer["content"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input_prefix": None}, "input_prefix"),
+        ({"input_suffix": 5}, "input_suffix"),
+        ({"prompt": ["c"]}, "prompt"),
+        ({"input_extra": [{}]}, "input_extra"),
+        ({"input_extra": [{"filename": "ok"}]}, "input_extra"),
+        ({"input_extra": [{"filename": 123, "text": "abc"}]}, "input_extra"),
+        ({"input_extra": [{"filename": "a", "text": 456}]}, "input_extra"),
+        ({"input_extra": {"text": "a"}}, "input_extra"),
+    ],
+    ids=str,
+)
+async def test_a_gap_that_is_not_stated_rightly_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        await gap(body, coder())
+    assert caught.value.param == param
+
+
+async def test_a_model_without_tokens_for_it_fills_in_nothing() -> None:
+    with pytest.raises(UnsupportedByModel, match="fill-in-the-middle"):
+        await llama_server.infill(GAP, model())
 
 
 async def test_apply_template_shows_the_prompt_of_a_chat() -> None:

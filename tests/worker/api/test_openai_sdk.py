@@ -45,21 +45,6 @@ async def test_a_streamed_chat() -> None:
         assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
 
-async def test_a_chat_from_the_synchronous_client() -> None:
-    async with serving() as world:
-        answer = await in_a_thread(world, lambda c: c.chat.completions.create(model="m", messages=HELLO, max_tokens=2))
-        assert answer.choices[0].message.content == "0 G"
-
-
-async def test_a_streamed_chat_from_the_synchronous_client() -> None:
-    def ask(client: openai.OpenAI) -> str:
-        stream = client.chat.completions.create(model="m", messages=HELLO, stream=True)
-        return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-
-    async with serving() as world:
-        assert (await in_a_thread(world, ask)).startswith(f"0 {SCRIPT}")
-
-
 async def test_a_completion() -> None:
     async with serving() as world, asking(world) as client:
         answer = await client.completions.create(model="m", prompt=["a", "b"], echo=True, logprobs=1, max_tokens=1)
@@ -91,12 +76,6 @@ async def test_embeddings_in_base64_which_the_client_asks_for_unless_told_otherw
         assert as_floats.usage.prompt_tokens == 3
 
 
-async def test_embeddings_from_the_synchronous_client() -> None:
-    async with serving() as world:
-        answer = await in_a_thread(world, lambda client: client.embeddings.create(model="m", input="hi"))
-        assert answer.data[0].embedding == [2.0, 4.0, 6.0, 8.0]
-
-
 async def test_each_error_is_raised_as_the_clients_own() -> None:
     async with serving() as world, asking(world) as client, asking(world, "wrong") as stranger:
         with pytest.raises(openai.AuthenticationError):
@@ -113,18 +92,6 @@ async def test_each_error_is_raised_as_the_clients_own() -> None:
             await client.completions.create(model="m", prompt="fail", stream=True)
         with pytest.raises(openai.NotFoundError):
             await client.models.list()
-
-
-async def test_a_stream_that_breaks_off_is_an_error_of_the_client_too() -> None:
-    async with serving() as world, asking(world) as client:
-        stream = await client.completions.create(model="m", prompt="fail-later", stream=True)
-        texts, message = [], ""
-        try:
-            async for chunk in stream:
-                texts.append(chunk.choices[0].text)  # noqa: PERF401 - what came before the error counts
-        except openai.APIError as error:
-            message = error.message
-        assert ("".join(texts), "logits" in message) == ("0 G", True)
 
 
 async def test_a_stream_that_breaks_off_is_an_error_of_the_synchronous_client_too() -> None:

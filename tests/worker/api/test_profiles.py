@@ -107,3 +107,13 @@ async def test_a_profile_has_the_fields_of_the_options_that_it_stands_for() -> N
     mine = {name: field.default for name, field in Profile.__dataclass_fields__.items() if name != "name"}
     serve = Serve.__dataclass_fields__
     assert mine == {name: serve[name].default for name in mine}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
+async def test_an_answer_has_the_model_name_of_the_body_or_else_of_the_router(path: str) -> None:
+    async with serving() as world:
+        body = {**TEXT, "max_tokens": 1, "stream": False}
+        _, _, answer = await world.post(path, body, **{"X-Router-Asked": "org%2Fn%C3%A4me"})
+        assert answer["model"] == "org/näme"
+        _, _, answer = await world.post(path, {**body, "model": "own"}, **{"X-Router-Asked": "other"})
+        assert answer["model"] == "own"

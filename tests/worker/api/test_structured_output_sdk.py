@@ -1,11 +1,11 @@
 """The official OpenAI client's helpers for structured output and tools, against a real engine with random weights."""
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import openai
 import pydantic
@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.worker.loaded import load, options
+from tests.worker.loaded import load
+from tests.worker.openai_clients import asking, in_a_thread
+from tests.worker.serving import Serving, serving
 from worker.engines.transformers.engine import TransformersEngine
-from worker.server.server import Server
 
 torch.set_num_threads(1)
 HELLO: Any = [{"role": "user", "content": "hi"}]
-Answer = TypeVar("Answer")
 
 
 class Pet(pydantic.BaseModel):
@@ -40,35 +40,12 @@ def engine(folder: Path) -> Iterator[TransformersEngine]:
     asyncio.run(made.close())
 
 
-@contextlib.asynccontextmanager
-async def serving(engine: TransformersEngine, folder: Path, **changes: Any) -> AsyncIterator[str]:
-    """Its address."""
-    server = Server(
-        engine, engine.tokenizer, options(folder, name="tiny", **changes), token=None, announce=lambda event: None
-    )
-    address = await server.start()
-    try:
-        yield address.replace("tcp:", "http://") + "/v1"
-    finally:
-        await server.close()
-
-
-@contextlib.asynccontextmanager
-async def asking(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        yield client
-
-
-async def in_a_thread(url: str, ask: Callable[[openai.OpenAI], Answer]) -> Answer:
-    def run() -> Answer:
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            return ask(client)
-
-    return await asyncio.to_thread(run)
+def running(engine: TransformersEngine, folder: Path, **changes: Any) -> AbstractAsyncContextManager[Serving]:
+    return serving(engine, snapshot=str(folder), **changes)
 
 
 async def test_an_answer_parses_as_the_callers_own_type(engine: TransformersEngine, folder: Path) -> None:
-    async with serving(engine, folder) as url, asking(url) as client:
+    async with running(engine, folder) as world, asking(world) as client:
         asked = [
             client.chat.completions.parse(model="tiny", messages=HELLO, response_format=Pet, seed=seed, max_tokens=400)
             for seed in range(8)
@@ -80,7 +57,7 @@ async def test_an_answer_parses_as_the_callers_own_type(engine: TransformersEngi
 
 
 async def test_a_streamed_answer_parses_as_the_callers_own_type(engine: TransformersEngine, folder: Path) -> None:
-    async with serving(engine, folder) as url, asking(url) as client:
+    async with running(engine, folder) as world, asking(world) as client:
         seen = ""
         async with client.chat.completions.stream(
             model="tiny", messages=HELLO, response_format=Pet, seed=3, max_tokens=400
@@ -105,14 +82,14 @@ async def test_the_synchronous_client_parses_too(engine: TransformersEngine, fol
         ) as stream:
             return stream.get_final_completion().choices[0].message.parsed
 
-    async with serving(engine, folder) as url:
-        whole = await in_a_thread(url, ask)
-        assert whole == await in_a_thread(url, ask_for_a_stream)
+    async with running(engine, folder) as world:
+        whole = await in_a_thread(world, ask)
+        assert whole == await in_a_thread(world, ask_for_a_stream)
         assert isinstance(whole, Pet)
 
 
 async def test_every_choice_of_a_request_is_held_to_it(engine: TransformersEngine, folder: Path) -> None:
-    async with serving(engine, folder) as url, asking(url) as client:
+    async with running(engine, folder) as world, asking(world) as client:
         answer = await client.chat.completions.create(
             model="tiny", messages=HELLO, n=5, seed=2, max_tokens=200, extra_body={"guided_regex": "[xyz]{4,9}!"}
         )
@@ -122,7 +99,7 @@ async def test_every_choice_of_a_request_is_held_to_it(engine: TransformersEngin
 
 
 async def test_a_text_completion_is_held_to_it_too(engine: TransformersEngine, folder: Path) -> None:
-    async with serving(engine, folder) as url, asking(url) as client:
+    async with running(engine, folder) as world, asking(world) as client:
         answer = await client.completions.create(
             model="tiny", prompt=["a", "b"], max_tokens=20, logprobs=0, extra_body={"guided_choice": ["ja", "nein"]}
         )
@@ -137,7 +114,7 @@ async def test_what_cannot_be_compiled_is_a_bad_request_streamed_or_not(
     engine: TransformersEngine, folder: Path
 ) -> None:
     bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "objekt"}}}
-    async with serving(engine, folder) as url, asking(url) as client:
+    async with running(engine, folder) as world, asking(world) as client:
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError, match="objekt") as caught:
                 await client.chat.completions.create(model="tiny", messages=HELLO, response_format=bad, stream=stream)
@@ -185,7 +162,7 @@ def checked(calls: Any) -> list[str]:
 @pytest.mark.parametrize("template", [HERMES, HERMES.replace("<tool_call>", "[").replace("</tool_call>", "]")])
 async def test_a_call_that_is_required_is_made(engine: TransformersEngine, folder: Path, template: str) -> None:
     """Constrained calls use the format's syntax, or plain JSON if the format is unknown."""
-    async with serving(engine, folder, chat_template=template) as url, asking(url) as client:
+    async with running(engine, folder, chat_template=template) as world, asking(world) as client:
         for seed in range(2):
             answer = await client.chat.completions.create(
                 model="tiny", messages=HELLO, tools=TOOLS, tool_choice="required", parallel_tool_calls=False,
@@ -207,7 +184,7 @@ async def test_of_the_functions_those_that_are_allowed_are_called(
     engine: TransformersEngine, folder: Path, allowed: str
 ) -> None:
     only: Any = [{"type": "function", "function": {"name": allowed}}]
-    async with serving(engine, folder, chat_template=HERMES) as url, asking(url) as client:
+    async with running(engine, folder, chat_template=HERMES) as world, asking(world) as client:
         answer = await client.chat.completions.create(
             model="tiny", messages=HELLO, tools=TOOLS, n=3, max_tokens=300, seed=1,
             tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": only}},
@@ -227,7 +204,7 @@ async def test_an_answer_is_a_call_or_else_of_the_format_that_was_asked_for(
     class Reply(pydantic.BaseModel):
         mood: Literal["good", "bad"]
 
-    async with serving(engine, folder, chat_template=HERMES) as url, asking(url) as client:
+    async with running(engine, folder, chat_template=HERMES) as world, asking(world) as client:
 
         async def ask(first: str) -> Any:
             """`first`: the letter that decides between the two."""
@@ -261,13 +238,13 @@ async def test_calls_are_parsed_as_the_callers_own_types_streamed_or_not(
             assert "tool_calls.function.arguments.done" in kinds
             return stream.get_final_completion().choices[0].message
 
-    async with serving(engine, folder, chat_template=HERMES) as url:
-        whole, streamed = await in_a_thread(url, ask), await in_a_thread(url, ask_for_a_stream)
+    async with running(engine, folder, chat_template=HERMES) as world:
+        whole, streamed = await in_a_thread(world, ask), await in_a_thread(world, ask_for_a_stream)
         assert [call.function.parsed_arguments for call in whole.tool_calls] == [
             call.function.parsed_arguments for call in streamed.tool_calls
         ]
         assert all(isinstance(call.function.parsed_arguments, Weather | Clock) for call in whole.tool_calls)
-        async with asking(url) as client:
+        async with asking(world) as client:
             chunks = await client.chat.completions.create(
                 model="tiny", messages=HELLO, tools=TOOLS, tool_choice="required", seed=5, max_tokens=600, stream=True
             )
@@ -279,14 +256,14 @@ async def test_calls_are_parsed_as_the_callers_own_types_streamed_or_not(
 
 async def test_a_tool_whose_parameters_are_no_schema_is_a_bad_request(engine: TransformersEngine, folder: Path) -> None:
     odd: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}]
-    async with serving(engine, folder, chat_template=HERMES) as url, asking(url) as client:
+    async with running(engine, folder, chat_template=HERMES) as world, asking(world) as client:
         with pytest.raises(openai.BadRequestError, match="objekt") as caught:
             await client.chat.completions.create(model="tiny", messages=HELLO, tools=odd, tool_choice="required")
         assert caught.value.param == "tools"
 
 
 async def test_a_model_that_may_call_and_does_not_just_answers(engine: TransformersEngine, folder: Path) -> None:
-    async with serving(engine, folder, chat_template=HERMES) as url, asking(url) as client:
+    async with running(engine, folder, chat_template=HERMES) as world, asking(world) as client:
         plain = {"model": "tiny", "messages": HELLO, "seed": 3, "max_tokens": 20}
         answer = await client.chat.completions.create(**plain, tools=TOOLS)
         (choice,) = answer.choices
@@ -300,7 +277,7 @@ async def test_a_model_that_may_call_and_does_not_just_answers(engine: Transform
 async def test_thoughts_come_before_what_is_held_to_a_grammar_and_are_told_apart(
     engine: TransformersEngine, folder: Path
 ) -> None:
-    async with serving(engine, folder, chat_template=THINKING) as url, asking(url) as client:
+    async with running(engine, folder, chat_template=THINKING) as world, asking(world) as client:
         body: Any = {
             "model": "tiny", "messages": HELLO, "seed": 3, "max_tokens": 40, "extra_body": {"guided_regex": "[0-9]{3}"},
         }  # fmt: skip
@@ -326,13 +303,11 @@ async def test_a_conversation_with_calls_and_their_results_is_rendered_by_the_te
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
     ]
-    async with serving(engine, folder, chat_template=HERMES) as url, asking(url) as client:
+    async with running(engine, folder, chat_template=HERMES) as world, asking(world) as client:
         answer = await client.chat.completions.create(
             model="tiny", messages=messages, tools=TOOLS, max_tokens=4, temperature=0
         )
         assert answer.choices[0].finish_reason == "length"
-        made = await client.post(
-            url.removesuffix("/v1") + "/apply-template", cast_to=object, body={"messages": messages, "tools": TOOLS}
-        )
+        _, _, made = await world.post("/apply-template", {"messages": messages, "tools": TOOLS})
         assert '<tool_call>{"name": "Clock", "arguments": {"zone": "UTC"}}</tool_call>' in str(made)
         assert "<|tool|>\\nnoon" in str(made)

@@ -6,17 +6,12 @@ import pytest
 
 from tests import tiny_vision
 from tests.worker import serving
-from tests.worker.fake_engine import FakeEngine
-from worker.api.served_model import LONG_TEXT, ServedModel
+from tests.worker.chatting import model
+from worker.api.served_model import LONG_TEXT
 from worker.api.tokens import detokenize, tokenize
 from worker.errors import InvalidValue, RequestError, UnsupportedByModel, UnsupportedField
 
 BOS = 0
-
-
-def model(*, bare: bool = False, **settings: Any) -> ServedModel:
-    tokenizer = serving.bare_tokenizer() if bare else serving.tokenizer()
-    return ServedModel(FakeEngine(tokenizer), tokenizer, serving.options(**settings))
 
 
 async def tokens(body: dict[str, Any]) -> Any:

@@ -2,16 +2,15 @@
 
 import asyncio
 import base64
-import contextlib
 import io
 import re
 import struct
 import zlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import anthropic
 import ollama
 import openai
@@ -24,14 +23,15 @@ from router.memory import checkpoint
 from router.memory.checkpoint import offered
 from tests import tiny_vision
 from tests.tiny_vision import data_url, encoded, picture
+from tests.worker import serving as workers
 from tests.worker.loaded import load, options
+from tests.worker.serving import Serving
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import loader
 from worker.engines.transformers.run import vision
 from worker.errors import QueueFull
 from worker.images import MAX_PIXELS, EncodedImage
 from worker.protocol.architectures import VISION
-from worker.protocol.events import Event
 from worker.server.server import Server
 
 torch.set_num_threads(1)
@@ -48,48 +48,28 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransformersEng
     asyncio.run(engine.close())
 
 
-class World:
-    """Run a server and a client without default settings."""
-
-    def __init__(self, url: str, client: aiohttp.ClientSession):
-        self.url, self.client = url, client
-        self.events: list[Event] = []
-
-    async def post(self, path: str, body: Any) -> tuple[int, Any, Any]:
-        async with self.client.post(self.url + path, json=body) as answer:
-            return answer.status, await answer.json(), answer.headers
-
-    async def chat(self, *parts: Any, **further: Any) -> tuple[int, Any]:
-        message = {"role": "user", "content": list(parts)}
-        body = {"messages": [message], "temperature": 0, "max_tokens": MOST, **further}
-        status, told, _ = await self.post("/v1/chat/completions", body)
-        return status, told
-
-    async def say(self, *parts: Any) -> str:
-        status, told = await self.chat(*parts)
-        assert status == 200, told
-        text: str = told["choices"][0]["message"]["content"]
-        return text
-
-    async def refused(self, *parts: Any) -> Any:
-        status, told = await self.chat(*parts)
-        assert status == 400, told
-        return told["error"]
+def serving(engine: TransformersEngine) -> AbstractAsyncContextManager[Serving]:
+    return workers.serving(engine, token=None, bearer=None, sampling='{"temp": 0}')
 
 
-@contextlib.asynccontextmanager
-async def serving(engine: TransformersEngine) -> AsyncIterator[World]:
-    events: list[Event] = []
-    settings = options(Path(), name="tiny", sampling='{"temp": 0}')
-    server = Server(engine, engine.tokenizer, settings, token=None, announce=events.append)
-    url = (await server.start()).replace("tcp:", "http://")
-    async with aiohttp.ClientSession() as client:
-        world = World(url, client)
-        world.events = events
-        try:
-            yield world
-        finally:
-            await server.close()
+async def chat(world: Serving, *parts: Any) -> tuple[int, Any]:
+    body = {"messages": [{"role": "user", "content": list(parts)}], "temperature": 0, "max_tokens": MOST}
+    status, _, answer = await world.post("/v1/chat/completions", body)
+    return status, answer
+
+
+async def say(world: Serving, *parts: Any) -> str:
+    """Return the text of the answer."""
+    status, answer = await chat(world, *parts)
+    assert status == 200, answer
+    return str(answer["choices"][0]["message"]["content"])
+
+
+async def refused(world: Serving, *parts: Any) -> Any:
+    """Return the error of the answer."""
+    status, answer = await chat(world, *parts)
+    assert status == 400, answer
+    return answer["error"]
 
 
 def shown(image: PIL.Image.Image, form: str = "PNG", **options: Any) -> Any:
@@ -107,8 +87,8 @@ TEXT: Any = {"type": "text", "text": WORDS}
 async def test_every_dialect_says_the_same_about_an_image(engine: TransformersEngine) -> None:
     url = data_url(IMAGE)
     async with serving(engine) as world:
-        text = await world.say(shown(IMAGE), TEXT)
-        assert text != await world.say(TEXT)
+        text = await say(world, shown(IMAGE), TEXT)
+        assert text != await say(world, TEXT)
         async with openai.AsyncOpenAI(base_url=world.url + "/v1", api_key="k", max_retries=0) as client:
             message: Any = {"role": "user", "content": [shown(IMAGE), TEXT]}
             asked: Any = {"model": "tiny", "messages": [message], "max_tokens": MOST}
@@ -165,7 +145,7 @@ async def test_images_of_tools_results_are_shown_behind_them(engine: Transformer
 
         async def heard(path: str, messages: list[Any]) -> tuple[int, str]:
             ours = {"messages": messages, "max_tokens": MOST} if "messages" in path else {"input": messages}
-            status, told, _ = await world.post(path, {"temperature": 0, "max_output_tokens": MOST, **ours})
+            status, _, told = await world.post(path, {"temperature": 0, "max_output_tokens": MOST, **ours})
             assert status == 200, told
             said = told["content"] if "content" in told else told["output"][0]["content"]
             return told["usage"]["input_tokens"], said[0]["text"]
@@ -184,14 +164,14 @@ async def test_images_of_tools_results_are_shown_behind_them(engine: Transformer
 
 async def test_image_tokens_count_in_usage(engine: TransformersEngine) -> None:
     async with serving(engine) as world:
-        _, one = await world.chat(TEXT, shown(IMAGE))
-        _, two = await world.chat(TEXT, shown(IMAGE), shown(picture(90, 20)))
+        _, one = await chat(world, TEXT, shown(IMAGE))
+        _, two = await chat(world, TEXT, shown(IMAGE), shown(picture(90, 20)))
         assert two["usage"]["prompt_tokens"] - one["usage"]["prompt_tokens"] == 16
 
 
 async def test_where_an_image_stands_among_the_words_makes_a_difference(engine: TransformersEngine) -> None:
     async with serving(engine) as world:
-        assert await world.say(shown(IMAGE), TEXT) != await world.say(TEXT, shown(IMAGE))
+        assert await say(world, shown(IMAGE), TEXT) != await say(world, TEXT, shown(IMAGE))
 
 
 @pytest.mark.slow
@@ -200,12 +180,12 @@ async def test_files_of_all_kinds_and_colours_are_read(engine: TransformersEngin
     turned = plain.getexif()
     turned[0x0112] = 6  # a quarter turn, as cameras note it
     async with serving(engine) as world:
-        whole = await world.say(shown(plain), TEXT)
-        assert await world.say(shown(plain, "WEBP", lossless=True), TEXT) == whole
-        assert await world.say(shown(plain.convert("RGBA")), TEXT) == whole
+        whole = await say(world, shown(plain), TEXT)
+        assert await say(world, shown(plain, "WEBP", lossless=True), TEXT) == whole
+        assert await say(world, shown(plain.convert("RGBA")), TEXT) == whole
         wrapped = "\n".join(encoded(plain)[at : at + 76] for at in range(0, len(encoded(plain)), 76))
-        assert await world.say(said(f"data:image/png;base64,{wrapped}"), TEXT) == whole
-        assert await world.say(shown(plain.rotate(90), exif=turned), TEXT) == whole
+        assert await say(world, said(f"data:image/png;base64,{wrapped}"), TEXT) == whole
+        assert await say(world, shown(plain.rotate(90), exif=turned), TEXT) == whole
         for odd in (
             shown(plain.convert("CMYK"), "JPEG"),
             shown(plain.convert("L")),
@@ -217,7 +197,7 @@ async def test_files_of_all_kinds_and_colours_are_read(engine: TransformersEngin
             shown(picture(3, 100)),
             shown(picture(100, 3)),
         ):
-            assert (await world.chat(odd, TEXT))[0] == 200
+            assert (await chat(world, odd, TEXT))[0] == 200
 
 
 def chunk(kind: bytes, content: bytes) -> bytes:
@@ -272,7 +252,7 @@ NO_IMAGES = {
 async def test_what_is_no_image_is_refused_by_its_name(engine: TransformersEngine, name: str) -> None:
     url, message = NO_IMAGES[name]
     async with serving(engine) as world:
-        error = await world.refused(TEXT, said(url))
+        error = await refused(world, TEXT, said(url))
         assert error["param"] == "messages[0].content[1]"
         assert re.search(message, error["message"]), error["message"]
         assert error["type"] == "invalid_request_error"
@@ -281,15 +261,15 @@ async def test_what_is_no_image_is_refused_by_its_name(engine: TransformersEngin
 @pytest.mark.slow
 async def test_a_broken_image_ends_nobody_elses_answer(engine: TransformersEngine) -> None:
     async with serving(engine) as world:
-        alone = await world.say(shown(IMAGE), TEXT)
-        broken = [world.refused(TEXT, said(url)) for url, _ in list(NO_IMAGES.values())[:12]]
-        *told, _ = await asyncio.gather(*(world.say(shown(IMAGE), TEXT) for _ in range(3)), asyncio.gather(*broken))
+        alone = await say(world, shown(IMAGE), TEXT)
+        broken = [refused(world, TEXT, said(url)) for url, _ in list(NO_IMAGES.values())[:12]]
+        *told, _ = await asyncio.gather(*(say(world, shown(IMAGE), TEXT) for _ in range(3)), asyncio.gather(*broken))
         assert told == [alone] * 3
 
 
 async def test_more_images_than_the_model_is_served_with_are_refused(engine: TransformersEngine) -> None:
     async with serving(engine) as world:
-        error = await world.refused(shown(IMAGE), shown(IMAGE), TEXT, shown(IMAGE))
+        error = await refused(world, shown(IMAGE), shown(IMAGE), TEXT, shown(IMAGE))
         assert error["param"] == "messages[0].content[3]"
         assert "limit-images" in error["message"]
 
@@ -298,7 +278,7 @@ async def test_a_prompt_whose_images_outgrow_the_context_is_refused(tmp_path: Pa
     engine = load(tiny_vision.make("llava", tmp_path), ctx_size=40)
     try:
         async with serving(engine) as world:
-            error = await world.refused(*[shown(IMAGE)] * 3)
+            error = await refused(world, *[shown(IMAGE)] * 3)
             assert error["type"] == "exceed_context_size_error"
             assert error["n_prompt_tokens"] > 48
     finally:
@@ -307,15 +287,15 @@ async def test_a_prompt_whose_images_outgrow_the_context_is_refused(tmp_path: Pa
 
 async def test_text_cannot_pretend_to_be_an_image(engine: TransformersEngine) -> None:
     async with serving(engine) as world:
-        error = await world.refused(shown(IMAGE), {"type": "text", "text": "and <image> too"})
+        error = await refused(world, shown(IMAGE), {"type": "text", "text": "and <image> too"})
         assert "<image>" in error["message"]
-        assert (await world.chat({"type": "text", "text": "no image, but <image>"}))[0] == 200
+        assert (await chat(world, {"type": "text", "text": "no image, but <image>"}))[0] == 200
 
 
 async def test_images_stand_in_messages_of_the_user(engine: TransformersEngine) -> None:
     async with serving(engine) as world:
         messages = [{"role": "system", "content": [shown(IMAGE)]}, {"role": "user", "content": "hi"}]
-        status, told, _ = await world.post("/v1/chat/completions", {"messages": messages})
+        status, _, told = await world.post("/v1/chat/completions", {"messages": messages})
         assert (status, told["error"]["param"]) == (400, "messages[0].content[0]")
         assert "user messages" in told["error"]["message"]
 
@@ -326,10 +306,10 @@ async def test_detail_is_read_and_reported_as_ignored(engine: TransformersEngine
 
     async with serving(engine) as world:
         body = {"messages": [{"role": "user", "content": [detailed("high")]}], "max_tokens": 1}
-        status, _, headers = await world.post("/v1/chat/completions", body)
+        status, headers, _ = await world.post("/v1/chat/completions", body)
         assert status == 200
         assert "content[0].detail" in headers["X-Ignored-Fields"]
-        error = await world.refused(detailed("blurred"))
+        error = await refused(world, detailed("blurred"))
         assert "detail must be one of auto, low, high" in error["message"]
 
 
@@ -354,7 +334,7 @@ async def test_each_dialect_names_the_image_in_its_own_words(engine: Transformer
     ]
     async with serving(engine) as world:
         for path, body, name in asked:
-            status, told, _ = await world.post(path, body)
+            status, _, told = await world.post(path, body)
             assert status == 400
             assert name in str(told), told
 
@@ -385,10 +365,10 @@ async def test_a_model_served_without_images_says_why_and_talks(
     engine = load(folder, ctx_size=100, load_format="dummy", **settings)
     try:
         async with serving(engine) as world:
-            error = await world.refused(TEXT, shown(IMAGE))
+            error = await refused(world, TEXT, shown(IMAGE))
             assert error["param"] == "messages[0].content[1]"
             assert why in error["message"]
-            assert (await world.chat(TEXT))[0] == 200
+            assert (await chat(world, TEXT))[0] == 200
             assert "vision" not in engine.capabilities
     finally:
         await engine.close()
