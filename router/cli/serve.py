@@ -11,11 +11,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp.http
 import uvloop
@@ -66,28 +66,17 @@ MIB = 1 << 20
 
 def run(settings: Settings, load: Callable[[Further], LoadedPresets], keys: Callable[[], tuple[ApiKey, ...]]) -> int:
     """Serve until stopped. Return the exit code. `load` reads presets and folders, `keys` reads API keys and key
-    files."""
+    files. Raises OSError."""
     log_lines.set_up(settings.log_level, settings.log_format)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    if aiohttp.http.HttpRequestParser.__module__ != "aiohttp._http_parser":
-        print(
-            "router: aiohttp runs without its C parser here; install a wheel of it for this platform", file=sys.stderr
-        )
-        return 1
     try:
+        if aiohttp.http.HttpRequestParser.__module__ != "aiohttp._http_parser":
+            raise RouterError("aiohttp runs without its C parser here; install a wheel of it for this platform")
         _spare_the_collector()
         return _ended(uvloop.run(_main(settings, load, keys)))
-    except ConfigError as broken:
-        print(f"router: {broken}", file=sys.stderr)
-        return 2
-    except RouterError as failed:
-        print(f"router: {failed}", file=sys.stderr)
-        return 1
-    except OSError as failed:
-        print(
-            f"router: {failed.strerror or failed}{f': {failed.filename}' if failed.filename else ''}", file=sys.stderr
-        )
-        return 1
+    except RouterError as error:
+        print(f"router: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
 
 
 def _spare_the_collector() -> None:
@@ -121,10 +110,13 @@ async def _main(
         stack.enter_context(_readers())
         registry = await stack.enter_async_context(_router(settings, load, loaded, keys, stop))
         _banner(settings, registry, loaded)
-        for preset in loaded.presets.values():
-            if preset.load_on_startup and not stop.wanted.is_set():
-                stop.keep(_load_at_start(registry, preset))
-        await _first({stop.wanted, stop.failed, registry.fleet.broken})
+        _loads = [  # references, which the event loop does not keep
+            asyncio.create_task(_load_at_start(registry, preset))
+            for preset in loaded.presets.values()
+            if preset.load_on_startup and not stop.wanted.is_set()
+        ]
+        ends = {asyncio.create_task(event.wait()) for event in (stop.wanted, stop.failed, registry.fleet.broken)}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         log.info("stopping: running answers get %.0f s; a second signal cuts them", settings.drain_timeout)
     if stop.failed.is_set() or registry.fleet.broken.is_set():
         return 1
@@ -144,56 +136,26 @@ def _readers() -> Iterator[None]:
         loop.set_default_executor(ThreadPoolExecutor(1))
 
 
-async def _first(events: set[asyncio.Event]) -> None:
-    """Return once one of the events is set."""
-    waiting = {asyncio.ensure_future(event.wait()) for event in events}
-    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    for each in waiting:
-        each.cancel()
-
-
-class Reloads(Protocol):
-    """The part of the registry that a reload uses."""
-
-    async def reload(self) -> object:
-        """Raises ApiError."""
-
-
 class _Stop:
-    """The reason to stop. The first signal stops in order, the second at once."""
+    """The signals and failures that end or reload a router. The first signal stops in order, the second at once."""
 
     def __init__(self) -> None:
         self.wanted = asyncio.Event()
         self.hurry = asyncio.Event()
-        self.failed = asyncio.Event()
-        """A required task has ended."""
-        self.on_hangup: Callable[[], object] = lambda: None
-        """Until a reload is possible, a signal has no effect: the first read follows."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.failed = asyncio.Event()  # an essential task has ended
+        self.reload = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
-        loop.add_signal_handler(signal.SIGHUP, self.hang_up)
-        loop.set_exception_handler(self._hear)
+            loop.add_signal_handler(number, lambda: (self.hurry if self.wanted.is_set() else self.wanted).set())
+        loop.add_signal_handler(signal.SIGHUP, self.reload.set)
+        loop.set_exception_handler(self._on_exception)
 
-    def hang_up(self) -> None:
-        self.on_hangup()
-
-    def _hear(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log an exception that no caller could receive."""
         loop.default_exception_handler(context)
         task = context.get("task")
         if isinstance(task, asyncio.Task) and task.get_name() in ESSENTIAL:
             self.failed.set()
-
-    def _stop(self) -> None:
-        (self.hurry if self.wanted.is_set() else self.wanted).set()
-
-    def keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run it next to the server."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 @asynccontextmanager
@@ -326,13 +288,24 @@ async def _listening(app: App, bound: list[socket.socket]) -> AsyncIterator[None
 
 @asynccontextmanager
 async def _closing(registry: Registry, launcher: LocalLauncher, stop: _Stop) -> AsyncIterator[None]:
-    """All workers have exited when the block ends."""
+    """All workers are reaped when the block ends. The second signal cuts their requests and kills them."""
     try:
         yield
     finally:
+        fleet = registry.fleet
         registry.closing = True
         registry.events.append("shutdown", "*")
-        await _close(registry.fleet, launcher, stop)
+        closing = asyncio.create_task(fleet.close())
+        hurry = asyncio.create_task(stop.hurry.wait())
+        await asyncio.wait({closing, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        if not closing.done():
+            log.warning("stopping at once")
+            forced = asyncio.create_task(fleet.close(force=True))
+            await asyncio.sleep(0)  # Its first step rejects the waiting requests with the reason.
+            launcher.kill_all()
+            await forced
+        await closing
 
 
 @asynccontextmanager
@@ -340,11 +313,9 @@ async def _beside(registry: Registry, metrics: Metrics, stop: _Stop) -> AsyncIte
     """Run reloads, dumps, the event-loop check and the first sweep of converted snapshots while requests are
     answered."""
     loop = asyncio.get_running_loop()
-    told = asyncio.Event()
-    stop.on_hangup = told.set
     loop.add_signal_handler(signal.SIGQUIT, lambda: _dump(registry))
     tasks: set[asyncio.Task[Any]] = {
-        loop.create_task(reload_when_told(registry, told), name="reload"),
+        loop.create_task(reload_when_set(stop.reload, registry.reload), name="reload"),
         loop.create_task(metrics.watch_the_loop(), name="lag"),
     }
     if registry.settings.prepare:
@@ -355,21 +326,6 @@ async def _beside(registry: Registry, metrics: Metrics, stop: _Stop) -> AsyncIte
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-
-
-async def _close(fleet: Fleet, launcher: LocalLauncher, stop: _Stop) -> None:
-    """Return once all workers are reaped. The second signal cuts their requests and kills them."""
-    closing = asyncio.create_task(fleet.close())
-    hurry = asyncio.create_task(stop.hurry.wait())
-    await asyncio.wait({closing, hurry}, return_when=asyncio.FIRST_COMPLETED)
-    hurry.cancel()
-    if not closing.done():
-        log.warning("stopping at once")
-        forced = asyncio.create_task(fleet.close(force=True))
-        await asyncio.sleep(0)  # Its first step rejects the waiting requests with the reason.
-        launcher.kill_all()
-        await forced
-    await closing
 
 
 async def _load_at_start(registry: Registry, preset: Preset) -> None:
@@ -390,25 +346,24 @@ async def _watch(settings: Settings, stop: _Stop) -> AsyncIterator[None]:
             log.warning("--models-watch: no --models-preset and no --models-dir is given, so there is nothing to watch")
         yield
         return
-    from router.config.file_watcher import (
-        watching,
-    )  # Imported late: only this option needs it, and the import takes 40 ms.
+    # Imported late: only this option needs it, and the import takes 40 ms.
+    from router.config.file_watcher import watching
 
     async with AsyncExitStack() as stack:
         try:
-            await stack.enter_async_context(watching(named, stop.hang_up))
+            await stack.enter_async_context(watching(named, stop.reload.set))
         except OSError as failed:
             raise ConfigError([f"--models-watch: {failed}; remove it and reload with SIGHUP"]) from None
         yield
 
 
-async def reload_when_told(registry: Reloads, told: asyncio.Event) -> None:
+async def reload_when_set(wanted: asyncio.Event, reload: Callable[[], Awaitable[object]]) -> None:
     """Runs forever. Several triggers during one reload cause one further reload, which starts after all of them."""
     while True:
-        await told.wait()
-        told.clear()
+        await wanted.wait()
+        wanted.clear()
         try:
-            await registry.reload()
+            await reload()
         except ApiError as error:
             log.error("not reloaded: %s", error.message)
         except Exception:
@@ -486,4 +441,4 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-__all__ = ["reload_when_told", "run"]
+__all__ = ["reload_when_set", "run"]

@@ -14,7 +14,7 @@ from router.cli.serve import (
     _spare_the_collector,
     _state_folder,
     _Stop,
-    reload_when_told,
+    reload_when_set,
 )
 from router.config.settings import Settings
 from router.errors import ConfigError, PresetInvalid
@@ -99,14 +99,14 @@ class Slow:
 
 
 async def test_hangups_while_presets_are_read_are_one_more_reload_and_no_failure_is_the_last() -> None:
-    registry, told = Slow(), asyncio.Event()
-    reloading = asyncio.create_task(reload_when_told(registry, told))
+    registry, wanted = Slow(), asyncio.Event()
+    reloading = asyncio.create_task(reload_when_set(wanted, registry.reload))
     async with asyncio.timeout(60):
-        told.set()
+        wanted.set()
         for _ in range(3):
             over = await registry.turns.get()
             for _ in range(5):
-                told.set()
+                wanted.set()
             over.set()
         last = await registry.turns.get()
         last.set()
