@@ -13,7 +13,6 @@ from typing import Any
 
 from router.cli import hub_headers
 from router.cli.worker_program import run_worker
-from router.config import kv_types
 from router.config.presets import Preset
 from router.config.resolve import LoadedPresets
 from router.config.settings import Settings
@@ -25,7 +24,7 @@ from router.memory import estimate as estimates
 from router.memory.checkpoint_facts import DTYPE_BYTES, Checkpoint, compute_dtype, effective_ctx, serves_embeddings
 from router.memory.estimate import RUNTIME_FORKED, RUNTIME_HOST, Estimate
 from router.memory.learned import LearnedEstimates
-from router.memory.segments import bits_on_load, packing, weight_bytes
+from router.memory.segments import bits_on_load, head_bytes, packing, weight_bytes
 from router.memory.sharding import allowed_devices, best_estimate, capacities, device_order, first_fitting
 from router.planner.ledger import HOST, LOCAL, DeviceId, Reading
 from router.store.catalogue import find_snapshot
@@ -385,7 +384,7 @@ def _context_formula(report: Report) -> str:
     if facts.attending:
         element = DTYPE_BYTES.get(report.dtype, 4)
         dims = facts.head_dim, facts.value_dim or facts.head_dim
-        head = sum(kv_types.head_bytes(preset.kv_cache_dtype, dim, element) for dim in dims)
+        head = sum(head_bytes(preset.kv_cache_dtype, dim, element) for dim in dims)
         dtype = report.dtype if preset.kv_cache_dtype == "auto" else preset.kv_cache_dtype
         heads = f"{_count(facts.attending, 'layer')} x {_count(facts.kv_heads, 'KV head')}"
         tokens = preset.kv_tokens or report.tokens * preset.parallel

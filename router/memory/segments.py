@@ -6,7 +6,6 @@ Weights and KV cache are exact. Activations are one upper bound for the largest 
 from collections.abc import Mapping
 from typing import Literal
 
-from router.config.kv_types import head_bytes, is_compact
 from router.config.presets import Preset
 from router.memory.checkpoint_facts import (
     DTYPE_BYTES,
@@ -24,7 +23,9 @@ from worker.protocol.memory import (
     BLOCK_TOKENS,
     GATHERED_BYTES,
     GRAPH_BYTES,
+    LEAST_GROUPED,
     MIB,
+    MOST_GROUPED,
     PROMPT_LOGITS,
     SLICE_BYTES,
     SPREAD_SCORES,
@@ -48,6 +49,8 @@ ARRANGED: Mapping[str, float] = {"gptq": 3.2, "awq": 3.2}
 # for each 128 inputs, 2.4 with one for all of them.
 WIDENED = 2.4
 
+KV_ELEMENT_BYTES: Mapping[str, int] = {"f32": 4, "f16": 2, "bf16": 2}  # by `kv-cache-dtype`
+KV_GROUP_BYTES: Mapping[str, int] = {"int8": 2, "int4": 4}  # of a group's scale and, for int4, its minimum
 
 # Tensors of each width (hidden, attention, MLP) that a layer is counted with at once, in the model's type but of 4
 # bytes at least where weights are packed. Traced layers of the verified families have at most four copies of the
@@ -312,3 +315,23 @@ def _graph_bytes(facts: Checkpoint, preset: Preset, tokens: int, each: int) -> i
     step = _layer_bytes(facts, preset, rows, each) + rows * facts.vocab_size * (each + 8)
     graphs = (rows.bit_length() + 1) * ((tokens // 256).bit_length() + 1)
     return step + gathered + rows * tokens * MASK_BYTES + graphs * GRAPH_BYTES
+
+
+def head_bytes(name: str, elements: int, each: int) -> int:
+    """Return the bytes of the keys (or values) of one head and one token, as the worker stores them
+    (worker/engines/transformers/attention/quantized_kv_types.py). `name`: the kv-cache-dtype; `each`: bytes of an
+    element of the model's own type."""
+    if name == "auto" or not elements:
+        return elements * each
+    if name in KV_ELEMENT_BYTES:
+        return elements * KV_ELEMENT_BYTES[name]
+    sizes = range(min(MOST_GROUPED, elements), LEAST_GROUPED - 1, -1)
+    # The largest allowed group size that divides the head, else one group for the whole head.
+    size = next((size for size in sizes if elements % size == 0), elements)
+    codes = elements if name == "int8" else -(-elements // 2)
+    return codes + elements // size * KV_GROUP_BYTES[name]
+
+
+def is_compact(name: str, dtype: str) -> bool:
+    """Return whether the KV cache has another type than the model, whose `dtype` is a name of torch."""
+    return name != "auto" and {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}.get(name) != dtype

@@ -199,5 +199,6 @@ async def test_a_folder_that_appears_later_is_reported_and_no_descriptor_stays_o
         put_below(gone / "models.ini", "[a]\n")
         await calls.once_more()
     async with asyncio.timeout(DEADLINE):
-        while len(os.listdir("/proc/self/fd")) > descriptors:  # a thread of the library closes them, some time later
+        # A thread of the library closes them, some time later and without an event.
+        while len(os.listdir("/proc/self/fd")) > descriptors:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

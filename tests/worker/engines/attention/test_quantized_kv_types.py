@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from router.config import kv_types
+from router.memory.segments import head_bytes
 from tests import tiny
 from tests.worker import kept
 from tests.worker.loaded import collect_choices, complete_one, generated, generation, load, reference, serving
@@ -56,7 +56,7 @@ def test_bytes_of_a_record() -> None:
         for dim in (8, 16, 37 if name == "int8" else 40, 64, 72, 80, 96, 128, 192, 512):
             kind = KvStorageType.of(name, 2, dim, torch.float64)
             assert kind is not None
-            assert kind.width == 2 * kv_types.head_bytes(name, dim, 8), "as the router reckons"
+            assert kind.width == 2 * head_bytes(name, dim, 8), "as the router reckons"
     assert [group_size(dim) for dim in (128, 80, 96, 72, 8, 37, 4)] == [32, 20, 32, 24, 8, 37, 4]
     with pytest.raises(StartError, match=r"int4 .* heads have 37; set kv-cache-dtype to int8"):
         KvStorageType.of("int4", 1, 37, torch.float32)

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from router.config.kv_types import head_bytes, is_compact
 from router.config.presets import Preset
 from router.memory.checkpoint_facts import Checkpoint
 from router.memory.estimate import estimate
-from router.memory.segments import compute_bytes, context_bytes
+from router.memory.segments import compute_bytes, context_bytes, head_bytes, is_compact
 from tests.router.checkpoints import QWEN3_4B, checkpoints, preset, presets
 
 KINDS = ("auto", "f32", "f16", "bf16", "int8", "int4")
