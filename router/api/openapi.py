@@ -1,27 +1,24 @@
 """The OpenAPI document, generated from the route table. Pure functions."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from router import __version__
 from worker.protocol.dialects import Dialect, anthropic, fastchat, llama_server, lmi, ollama, openai, responses
+from worker.protocol.dialects.generation_fields import NON_EMPTY_TEXT
 from worker.protocol.errors import ERRORS
-from worker.protocol.routes import FLAGS, ROUTES, AccessLevel, LoadPolicy, Route, body_schema, query
-from worker.protocol.schema import ANY_OBJECT, COUNT, TEXT, ResponseSchema, Schema, const, enum, or_null, ref, shape
+from worker.protocol.routes import FLAGS, ROUTES, AccessLevel, Route, body_schema, query
+from worker.protocol.schema import ANY_OBJECT, COUNT, TEXT, WHOLE, Schema, any_of, const, enum, or_null, ref, shape
 from worker.protocol.streams import stream
 
 # Schemas that several responses share, by name.
 COMPONENTS: Mapping[str, Schema] = {
-    **openai.COMPONENTS,
-    **llama_server.COMPONENTS,
-    **responses.COMPONENTS,
-    **anthropic.COMPONENTS,
-    **ollama.COMPONENTS,
-    **lmi.COMPONENTS,
-    **fastchat.COMPONENTS,
+    name: schema
+    for dialect in (openai, llama_server, responses, anthropic, ollama, lmi, fastchat)
+    for name, schema in dialect.COMPONENTS.items()
 }
-_FLAG: Schema = {"type": "string", "pattern": "^([Tt][Rr][Uu][Ee]|[Ff][Aa][Ll][Ss][Ee]|1|0)$"}
+_FLAG: Schema = {**TEXT, "pattern": "^([Tt][Rr][Uu][Ee]|[Ff][Aa][Ll][Ss][Ee]|1|0)$"}
 _PARAMETERS: Mapping[str, str] = {
     "model": "Id or alias of a model.",
     "model_name": "The same as model; the name of a model to register.",
@@ -85,14 +82,23 @@ _MEANINGS: Mapping[int, str] = {
     507: "The model does not fit into memory, even if nothing else is loaded.",
 }
 
-_IN_PROGRESS = "In progress."
+_LOADS = "Loads the model if it is not loaded, unless autoload is off in preset, router or call."
+_LAST_EVENT = "Id of the last received event; the stream begins with the next one."
+_IN_PATH: Mapping[str, str] = {
+    "id": "Id or alias of a model; its slashes and colons may be percent-encoded.",
+    "request": "X-Request-Id of a request.",
+    "slot": "Number of a slot.",
+    "digest": "sha256: and the digest of a file.",
+    "adapter": "Name of an adapter.",
+}
 
 
-def document(*, prefix: str = "", routes: Iterable[Route] = ROUTES) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of `routes`, all below `prefix`."""
+def document(*, prefix: str = "") -> dict[str, Any]:
+    """The OpenAPI 3.1 document of all routes, all below `prefix`."""
     paths: dict[str, dict[str, Any]] = {}
-    for route in routes:
+    for route in ROUTES:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    bodies = {_body_name(route): schema for route in ROUTES if (schema := body_schema(route)) is not None}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -107,7 +113,7 @@ def document(*, prefix: str = "", routes: Iterable[Route] = ROUTES) -> dict[str,
         "tags": [{"name": name} for name in dict.fromkeys(tag for tag, _ in _DIALECTS.values())],
         "paths": paths,
         "components": {
-            "schemas": {**COMPONENTS, **_errors(), **_bodies(routes)},
+            "schemas": {**COMPONENTS, **_errors(), **bodies},
             "responses": {
                 f"{error}{status}": _error(status, error)
                 for error in dict.fromkeys(error for _, error in _DIALECTS.values())
@@ -126,7 +132,7 @@ def statuses(route: Route) -> tuple[int, ...]:
     if route.response is None:
         return (400, 401, 403, *route.errors)
     found = {*_ALWAYS, *route.errors, *(_WORKER if route.worker else ())}
-    if body_schema(route) is not None:
+    if route.requests:
         found |= set(_BODY)
     if route.plane is AccessLevel.PUBLIC:
         found -= {401}
@@ -134,158 +140,119 @@ def statuses(route: Route) -> tuple[int, ...]:
 
 
 def _operation(route: Route) -> dict[str, Any]:
-    response = route.response or ResponseSchema()
     tag, error = _DIALECTS[route.dialect]
     operation: dict[str, Any] = {
         "operationId": "_".join([route.method.lower(), *re.findall(r"\w+", route.path)]),
         "tags": [tag],
         "summary": route.summary or f"Not offered; use {route.instead}.",
         "responses": {
-            **_success(route, response),
+            **_success(route),
             **{str(status): _error_response(route, status, error) for status in statuses(route)},
-            **_further(response),
+            **_further(route),
         },
     }
     if route.worker:
-        operation["description"] = _LOADS[route.loads]
-    parameters = [*_in_path(route), *_in_query(route), *_in_header(route, response)]
-    if parameters:
+        operation["description"] = _LOADS
+    if parameters := _parameters(route):
         operation["parameters"] = parameters
-    body = body_schema(route)
-    if body is not None:
-        operation["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": ref(_body_name(route))}},
-        }
+    if route.requests:
+        operation["requestBody"] = {"required": True, "content": _json(ref(_body_name(route)))}
     if route.plane is AccessLevel.PUBLIC:
         operation["security"] = []
     return operation
-
-
-_LOADS: Mapping[LoadPolicy, str] = {
-    LoadPolicy.FOLLOWS: "Loads the model if it is not loaded, unless autoload is off in preset, router or call.",
-    LoadPolicy.ON_DEMAND: "Loads the model only with autoload=true.",
-    LoadPolicy.NEVER: "Loads a model only with autoload=true.",
-}
-
-
-def _success(route: Route, response: ResponseSchema) -> dict[str, Any]:
-    content: dict[str, Any] = {}
-    if response.body is not None:
-        content[response.media] = {"schema": response.body}
-    elif route.response is not None and response.frame is None:
-        content[response.media] = {"schema": TEXT}
-    if response.has_page:
-        content["text/html"] = {"schema": TEXT}
-    if response.frame is not None and (route.streams or response.body is None):
-        media = stream(route.dialect).headers["Content-Type"]
-        content[media] = {"schema": _stream(media, response.frame, route.dialect)}
-    if response.events is not None:
-        media = stream(Dialect.OPENAI).headers["Content-Type"]
-        content[media] = {"schema": _stream(media, response.events, Dialect.OPENAI)}
-    if not content:
-        return {}
-    headers = {name: {"schema": TEXT, "required": True} for name in ("X-Request-Id", "request-id")}
-    if route.worker:
-        headers["X-Router-Model"] = {"schema": TEXT, "description": "The model's id.", "required": True}
-    if body_schema(route) is not None:
-        headers["X-Ignored-Fields"] = {"schema": TEXT, "description": "Fields of the request that had no effect."}
-    return {"200": {"description": route.summary, "headers": headers, "content": content}}
-
-
-def _further(response: ResponseSchema) -> dict[str, Any]:
-    """Responses that are neither a success nor an error object, by status."""
-    return {
-        str(status): _json(schema, _MEANINGS.get(status, _IN_PROGRESS)) for status, schema in response.further.items()
-    }
-
-
-def _stream(media: str, frame: Schema, dialect: Dialect) -> Schema:
-    """The schema of a stream: of its events, lines or objects."""
-    if media != "text/event-stream":
-        unit = "Objects, each followed by a zero byte" if dialect is Dialect.FASTCHAT else "Lines of JSON"
-        about = f"{unit}. A stream that fails ends with an error object and a broken connection."
-        return {"type": "string", "description": about, "contentMediaType": "application/json", "contentSchema": frame}
-    about = (
-        "Lines that begin with a colon are comments. A stream that fails ends with an error and a broken connection."
-    )
-    data: Schema = {"type": "string", "contentMediaType": "application/json", "contentSchema": frame}
-    if dialect is Dialect.OPENAI:
-        data = {"anyOf": [data, const("[DONE]")], "description": "JSON; the last event of a whole response is [DONE]."}
-    return {**shape({"data": data}, {"event": TEXT, "id": TEXT}), "description": about}
-
-
-def _json(schema: Schema, about: str) -> dict[str, Any]:
-    return {"description": about, "content": {"application/json": {"schema": schema}}}
-
-
-def _error(status: int, component: str) -> dict[str, Any]:
-    headers = {"X-Should-Retry": {"schema": enum("true", "false"), "required": True}}
-    if status in (429, 503):
-        headers["Retry-After"] = {"schema": {"type": "integer", "minimum": 1, "maximum": 60}, "required": True}
-    if status == 401:
-        headers["WWW-Authenticate"] = {"schema": TEXT, "required": True}
-    return {**_json(ref(component), _MEANINGS[status]), "headers": headers}
-
-
-def _error_response(route: Route, status: int, component: str) -> dict[str, Any]:
-    if not route.always_streams:
-        return {"$ref": f"#/components/responses/{component}{status}"}
-    media = stream(route.dialect).headers["Content-Type"]
-    content = {media: {"schema": _stream(media, ref(component), route.dialect)}}
-    return {**_error(status, component), "content": content}
-
-
-def _bodies(routes: Iterable[Route]) -> dict[str, Schema]:
-    """The schemas of request bodies, by component name."""
-    found = {_body_name(route): body_schema(route) for route in routes}
-    return {name: schema for name, schema in found.items() if schema is not None}
 
 
 def _body_name(route: Route) -> str:
     return "".join(word.capitalize() for word in route.name.split("_")) + "Request"
 
 
-_IN_PATH: Mapping[str, str] = {
-    "id": "Id or alias of a model; its slashes and colons may be percent-encoded.",
-    "request": "X-Request-Id of a request.",
-    "slot": "Number of a slot.",
-    "digest": "sha256: and the digest of a file.",
-    "adapter": "Name of an adapter.",
-}
-
-
-def _in_path(route: Route) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": name,
-            "in": "path",
-            "required": True,
-            "description": about,
-            "schema": {"type": "string", "minLength": 1},
-        }
+def _parameters(route: Route) -> list[dict[str, Any]]:
+    """The parameters in the path, in the query and in headers."""
+    found = [
+        {"name": name, "in": "path", "required": True, "description": about, "schema": NON_EMPTY_TEXT}
         for name, about in _IN_PATH.items()
         if f"{{{name}}}" in route.path
     ]
-
-
-def _in_query(route: Route) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": name,
-            "in": "query",
-            "description": _PARAMETERS[name],
-            "schema": _FLAG if name in FLAGS else {"type": "string"},
-        }
+    found += [
+        {"name": name, "in": "query", "description": _PARAMETERS[name], "schema": _FLAG if name in FLAGS else TEXT}
         for name in query(route)
     ]
+    if _is_event_stream(route):
+        found.append({"name": "Last-Event-ID", "in": "header", "description": _LAST_EVENT, "schema": TEXT})
+    return found
 
 
-def _in_header(route: Route, response: ResponseSchema) -> list[dict[str, Any]]:
-    if route.worker or response.frame is None or response.body is not None:
-        return []
-    about = "Id of the last received event; the stream begins with the next one."
-    return [{"name": "Last-Event-ID", "in": "header", "description": about, "schema": TEXT}]
+def _is_event_stream(route: Route) -> bool:
+    """True for a route of the router that sends events without end."""
+    response = route.response
+    return not route.worker and response is not None and response.frame is not None and response.body is None
+
+
+def _success(route: Route) -> dict[str, Any]:
+    response = route.response
+    if response is None:
+        return {}
+    content: dict[str, Any] = {}
+    if response.body is not None:
+        content[response.media] = {"schema": response.body}
+    elif response.frame is None:
+        content[response.media] = {"schema": TEXT}
+    if response.has_page:
+        content["text/html"] = {"schema": TEXT}
+    if response.frame is not None and (route.streams or response.body is None):
+        content |= _stream(response.frame, route.dialect)
+    if response.events is not None:
+        content |= _stream(response.events, Dialect.OPENAI)
+    headers = {name: {"schema": TEXT, "required": True} for name in ("X-Request-Id", "request-id")}
+    if route.worker:
+        headers["X-Router-Model"] = {"schema": TEXT, "description": "The model's id.", "required": True}
+    if route.requests:
+        headers["X-Ignored-Fields"] = {"schema": TEXT, "description": "Fields of the request that had no effect."}
+    return {"200": {"description": route.summary, "headers": headers, "content": content}}
+
+
+def _further(route: Route) -> dict[str, Any]:
+    """Responses that are neither a success nor an error object, by status."""
+    further = route.response.further if route.response is not None else {}
+    return {
+        str(status): {"description": _MEANINGS.get(status, "In progress."), "content": _json(schema)}
+        for status, schema in further.items()
+    }
+
+
+def _json(schema: Schema) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def _stream(frame: Schema, dialect: Dialect) -> dict[str, Any]:
+    """The content of a stream: of its events, lines or objects."""
+    media = stream(dialect).headers["Content-Type"]
+    data: Schema = {**TEXT, "contentMediaType": "application/json", "contentSchema": frame}
+    if media != "text/event-stream":
+        unit = "Objects, each followed by a zero byte" if dialect is Dialect.FASTCHAT else "Lines of JSON"
+        about = f"{unit}. A stream that fails ends with an error object and a broken connection."
+        return {media: {"schema": {**data, "description": about}}}
+    about = (
+        "Lines that begin with a colon are comments. A stream that fails ends with an error and a broken connection."
+    )
+    if dialect is Dialect.OPENAI:
+        data = any_of(data, const("[DONE]"), about="JSON; the last event of a whole response is [DONE].")
+    return {media: {"schema": {**shape({"data": data}, {"event": TEXT, "id": TEXT}), "description": about}}}
+
+
+def _error(status: int, component: str) -> dict[str, Any]:
+    headers = {"X-Should-Retry": {"schema": enum("true", "false"), "required": True}}
+    if status in (429, 503):
+        headers["Retry-After"] = {"schema": {**WHOLE, "minimum": 1, "maximum": 60}, "required": True}
+    if status == 401:
+        headers["WWW-Authenticate"] = {"schema": TEXT, "required": True}
+    return {"description": _MEANINGS[status], "content": _json(ref(component)), "headers": headers}
+
+
+def _error_response(route: Route, status: int, component: str) -> dict[str, Any]:
+    if not route.always_streams:
+        return {"$ref": f"#/components/responses/{component}{status}"}
+    return {**_error(status, component), "content": _stream(ref(component), route.dialect)}
 
 
 def _errors() -> dict[str, Schema]:
@@ -305,17 +272,12 @@ def _errors() -> dict[str, Schema]:
         for row in ERRORS
     ]
     types = sorted({row.type for row in ERRORS if row.status < 500} | {"overloaded_error", "api_error"})
+    anthropic_error = shape({"type": enum(*types), "message": TEXT}, {"details": ANY_OBJECT})
     return {
-        "Error": shape({"error": {"anyOf": rows}}),
-        "AnthropicError": shape(
-            {
-                "type": const("error"),
-                "error": shape({"type": enum(*types), "message": TEXT}, {"details": ANY_OBJECT}),
-                "request_id": TEXT,
-            }
-        ),
+        "Error": shape({"error": any_of(*rows)}),
+        "AnthropicError": shape({"type": const("error"), "error": anthropic_error, "request_id": TEXT}),
         "OllamaError": shape({"error": TEXT}),
-        "LmiError": shape({"code": {"type": "integer"}, "type": TEXT, "message": TEXT}),
+        "LmiError": shape({"code": WHOLE, "type": TEXT, "message": TEXT}),
         "EricLlmError": shape({"detail": TEXT}),
-        "FastChatError": shape({"error_code": {"type": "integer", "minimum": 40000}, "text": TEXT}),
+        "FastChatError": shape({"error_code": {**WHOLE, "minimum": 40000}, "text": TEXT}),
     }

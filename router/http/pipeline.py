@@ -46,7 +46,7 @@ from router.registry.registry import Registry, flag
 from worker.protocol.dialects import Dialect
 from worker.protocol.dialects.lmi import OPENAI_FIELDS
 from worker.protocol.errors import error_body
-from worker.protocol.routes import FLAGS, AccessLevel, LoadPolicy, Route, dialect_of, error_response
+from worker.protocol.routes import FLAGS, AccessLevel, Route, dialect_of, error_response
 
 log = logging.getLogger("router.http.app")
 access_log = logging.getLogger("router.registry.auth")
@@ -264,9 +264,6 @@ class Pipeline:
         """The request as the proxy forwards it."""
         route = incoming.route
         assert route is not None
-        autoload = flag(incoming.query, "autoload") if incoming.query else None
-        if autoload is None and route.loads is not LoadPolicy.FOLLOWS:
-            autoload = False
         preset = self._registry.shared_workers.find(id).preset
         timeout = self._registry.settings.timeout if preset.request_timeout is None else preset.request_timeout
         streams = _streams(route, seen)
@@ -277,7 +274,7 @@ class Pipeline:
             model=id,
             body=incoming.body,
             stream=streams,
-            autoload=autoload,
+            autoload=flag(incoming.query, "autoload") if incoming.query else None,
             request_id=incoming.id,
             arrived=incoming.arrived,
             read=read,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes.routers import error_of, presets, router
-from worker.protocol.routes import ROUTES, LoadPolicy
+from worker.protocol.routes import ROUTES
 
 COUNTING = (
     "/tokenize", "/detokenize", "/apply-template", "/v1/chat/completions/input_tokens",
@@ -14,10 +14,8 @@ COUNTING = (
 )  # fmt: skip
 
 
-def test_every_counting_path_follows_the_autoload_setting() -> None:
-    assert {route.path: route.loads for route in ROUTES if route.path in COUNTING} == dict.fromkeys(
-        COUNTING, LoadPolicy.FOLLOWS
-    )
+def test_every_counting_path_is_answered_by_a_worker() -> None:
+    assert {route.path for route in ROUTES if route.worker and route.path in COUNTING} == set(COUNTING)
 
 
 @pytest.mark.slow

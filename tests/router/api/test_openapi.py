@@ -12,7 +12,7 @@ from router.errors import ApiError
 from worker.errors import RequestError
 from worker.protocol.dialects import Dialect
 from worker.protocol.errors import ERRORS, error_body
-from worker.protocol.routes import ROUTES, LoadPolicy, query
+from worker.protocol.routes import ROUTES, query
 
 DOCUMENT = document()
 
@@ -120,7 +120,7 @@ def test_a_call_that_loads_says_so_and_takes_autoload() -> None:
     for route in ROUTES:
         if route.worker:
             operation = DOCUMENT["paths"][route.path][route.method.lower()]
-            assert operation["description"].startswith("Loads" if route.loads is not LoadPolicy.NEVER else "Never")
+            assert operation["description"].startswith("Loads")
             assert "autoload" in query(route)
             assert {"404", "429", "502", "503", "504", "507"} <= set(operation["responses"])
 
