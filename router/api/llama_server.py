@@ -178,8 +178,7 @@ async def health(call: ApiCall) -> ApiResult:
 
 
 def _starting(message: str) -> dict[str, Any]:
-    error = Starting(message)
-    return error_body(Dialect.OPENAI, status=error.status, type=error.type, reason=error.reason, message=message)
+    return error_body(Dialect.OPENAI, Starting(message))
 
 
 def _not_ready(body: dict[str, Any]) -> JsonReply:

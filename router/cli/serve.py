@@ -35,7 +35,7 @@ from router.http import listen
 from router.http.app import App
 from router.http.metrics import Metrics
 from router.http.proxy import Proxy
-from router.http.request import Pace
+from router.http.response import Pace
 from router.launch.devices import Devices
 from router.launch.local import LocalLauncher
 from router.launch.page_lock import lockable

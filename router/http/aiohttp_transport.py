@@ -9,15 +9,12 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-import orjson
 from aiohttp import web
 
-from router import __version__
 from router.errors import ApiError, BadRequest, EncodingUnsupported, Internal
+from router.http.request import CLOSE
+from router.http.response import own_headers, render_error
 from worker.protocol.dialects import Dialect
-from worker.protocol.errors import error_body
-
-CLOSE = {"Connection": "close"}
 
 
 class AiohttpConnection(web.RequestHandler):
@@ -49,14 +46,9 @@ class AiohttpConnection(web.RequestHandler):
             error = BadRequest(
                 "the request is not valid HTTP: its first line, a header or its framing is malformed or too long"
             )
-        body = error_body(
-            Dialect.OPENAI, status=error.status, type=error.type, reason=error.reason, message=error.message, param=None
-        )
         id = f"req_{secrets.token_hex(12)}"
-        headers = {"Server": f"router/{__version__}", "X-Request-Id": id, "request-id": id, "X-Should-Retry": "false"}
-        response = web.Response(
-            body=orjson.dumps(body), status=error.status, headers=headers, content_type="application/json"
-        )
+        headers, body = render_error(error, Dialect.OPENAI, id)
+        response = web.Response(body=body, status=error.status, headers={**own_headers(id), **headers})
         response.force_close()
         return response
 

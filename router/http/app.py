@@ -14,24 +14,22 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from router.api.call import ApiCall, ApiFunction, ApiResult, FrameStream, JsonReply, Services
-from router.config.settings import ApiKey
 from router.errors import BadRequest, MethodNotAllowed, PathNotFound
 from router.http.aiohttp_transport import AiohttpConnection, AiohttpOutlet, send_no_continue
 from router.http.listener import KEEP_ALIVE, Listener
 from router.http.metrics import Metrics
 from router.http.pipeline import (
     MAX_BUFFERED,
-    SERVER,
     Bodies,
     Pipeline,
     Respond,
-    own_headers,
     peek,
     printable,
     request_id,
 )
 from router.http.proxy import Proxy
 from router.http.request import Incoming
+from router.http.response import SERVER, own_headers
 from router.registry.auth import SAFE_METHODS
 from router.registry.pulls import HubModels
 from router.registry.registry import Registry
@@ -51,11 +49,8 @@ NO_QUERY: Mapping[str, str] = {}
 _PATHS = tuple(dict.fromkeys(route.path for route in ROUTES if "{" not in route.path))
 
 INCOMING = web.RequestKey("incoming", Incoming)
-ROUTE = web.RequestKey("route", Route)
-PHASE = web.RequestKey("phase", str)  # of a request that the router answers itself, if it is not `queued`
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Work = Callable[[web.Request, ApiKey], Awaitable[web.StreamResponse]]
 
 
 class App:
@@ -80,7 +75,7 @@ class App:
         for route in ROUTES:
             other = OTHER_NAMED if route.path.startswith("/models/{id}") else NAMED
             path = route.path.replace("/{id}", f"/{{id:{other}}}").replace("/{adapter}", "/{adapter:[^/]+}")
-            handler = _forwarded if route.worker else _handler(self._dispatcher.handler(route))
+            handler = _forwarded if route.worker else self._dispatcher.handler(route)
             for method in ("GET", "HEAD") if route.method == "GET" else (route.method,):
                 added = app.router.add_route(method, self._prefix + path, handler, expect_handler=send_no_continue)
                 self._routes[added] = route
@@ -109,9 +104,6 @@ class App:
             query=NO_QUERY if route is None else declared_query(request, route),
             changes_state=request.method not in SAFE_METHODS or bool({"reload", "autoload"} & set(request.query)),
         )
-        if route is not None:
-            request[ROUTE] = route
-
         is_forwarded = route is not None and route.worker
         respond: Respond = self._pipeline.forward if is_forwarded else partial(self._answer, request, handler, outlet)
         await self._pipeline.run(incoming, respond)
@@ -119,7 +111,7 @@ class App:
         return outlet.response
 
     async def _answer(self, request: web.Request, handler: Handler, outlet: AiohttpOutlet, incoming: Incoming) -> int:
-        """Answer in the router itself, with a 404 or 405 if no route matches. A `Respond`, but for its context."""
+        """Answer in the router itself, with a 404 or 405 if no route matches. A `Respond` with further arguments."""
         try:
             outlet.response = response = await handler(request)
         except web.HTTPMethodNotAllowed as wrong:
@@ -130,8 +122,6 @@ class App:
             raise PathNotFound(not_found(printable(request.path.removeprefix(self._prefix)))) from None
         except web.HTTPException as other:
             raise BadRequest(other.reason or "bad request") from None
-        finally:
-            incoming.stage = request.get(PHASE, "queued")
         return response.status
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
@@ -181,22 +171,20 @@ class Dispatcher:
         self._bodies = bodies
         self._streams: set[asyncio.Task[Any]] = set()
 
-    def handler(self, route: Route) -> Work:
-        """The handler of a route that the router answers itself."""
+    def handler(self, route: Route) -> Handler:
+        """The aiohttp handler of a route that the router answers itself."""
         function = function_of(route)
 
-        async def work(request: web.Request, key: ApiKey) -> web.StreamResponse:
-            return await self._respond(request, await function(self._call(request, route, key)))
+        async def handle(request: web.Request) -> web.StreamResponse:
+            incoming = request[INCOMING]
+            body = partial(self._json_object, incoming, route)
+            call = ApiCall(request, route, incoming.query, incoming.key, self._services, body)
+            return await self._respond(request, await function(call))
 
-        return work
+        return handle
 
-    def _call(self, request: web.Request, route: Route, key: ApiKey) -> ApiCall:
-        body = partial(self._json_object, request)
-        return ApiCall(request, route, declared_query(request, route), key, self._services, body)
-
-    async def _json_object(self, request: web.Request) -> dict[str, Any]:
+    async def _json_object(self, incoming: Incoming, route: Route) -> dict[str, Any]:
         """The body as a JSON object. Notes the unknown fields, or raises BadRequest for them with strict-fields."""
-        incoming = request[INCOMING]
         body = await self._bodies.read(incoming)
         peek(body)  # the same error message as for forwarded requests
         try:
@@ -204,7 +192,7 @@ class Dispatcher:
         except orjson.JSONDecodeError as bad:
             raise BadRequest(f"the body is not a JSON object: {bad.msg[:200]}", reason="invalid_json") from None
         assert isinstance(found, dict)
-        unknown = unknown_fields(request[ROUTE], found)
+        unknown = unknown_fields(route, found)
         if unknown and self._services.registry.settings.strict_fields:
             raise BadRequest(
                 "this field is unknown; leave it out, or serve without strict-fields to have it ignored",
@@ -235,7 +223,7 @@ class Dispatcher:
 
     async def _stream(self, request: web.Request, result: FrameStream) -> web.StreamResponse:
         """Send frames until the client disconnects or stops reading."""
-        request[PHASE] = "events"
+        request[INCOMING].phase = "events"
         response = web.StreamResponse(headers=stream(result.dialect).headers)
         await response.prepare(request)
         if request.method == "HEAD":
@@ -281,15 +269,6 @@ def not_found(path: str) -> str:
 async def _forwarded(request: web.Request) -> web.StreamResponse:
     """Never called: aiohttp's table needs a handler, but the middleware gives requests for workers to the pipeline."""
     raise AssertionError(f"{request.path} is forwarded")
-
-
-def _handler(work: Work) -> Handler:
-    """The aiohttp handler of a route that the router answers itself."""
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        return await work(request, request[INCOMING].key)
-
-    return handle
 
 
 def _without_client_bytes(record: logging.LogRecord) -> bool:

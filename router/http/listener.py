@@ -1,4 +1,4 @@
-"""The reader of plain POSTs in HTTP/1.1: a transport of the pipeline for nearly all requests of clients.
+"""The listener, which accepts clients, and its reader of plain POSTs: the transport of nearly all requests.
 
 A plain request is a POST in HTTP/1.1 to the path of a route that workers answer, with printable ASCII in its head, no
 header twice, a Content-Length and a body that arrives within a moment. The first request of a connection that is
@@ -11,22 +11,40 @@ Two runs gave 35 % and 19 % less (medians; the least disturbed rounds 33 % and 2
 (40 % and 39 %) at 16.
 
 Rules: one answer at a time, in the order of the requests; a connection whose answer is incomplete is closed.
+
+As many clients are accepted as there are file descriptors for; others wait in the backlog. A client takes one
+descriptor, its request another one to a worker, and an earlier request may have left a third one open. If clients could
+take the last descriptor, no worker could be started and no file read for the requests that are running. So descriptors
+are counted before a connection is accepted. The alternative, accepting and then rejecting with 503, needs a descriptor
+itself.
 """
 
 import asyncio
 import contextlib
 import functools
+import logging
+import resource
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
-from router.http.connection_limit import ConnectionLimit
 from worker.protocol.routes import Route
+
+log = logging.getLogger("router.connections")
+
+# Descriptors that clients never get: 64 for processes and files, and 128 that a router with twenty workers keeps open.
+RESERVED = 192
+PER_CLIENT = 3  # descriptors for a client: see above
+LEAST, MOST = 16, 1 << 16  # bounds of the number of clients; both are guesses
+AT_ONCE = 64  # connections accepted in one pass of the event loop, so that running requests get their turn
+RETRY_INTERVAL = 1.0  # seconds until the next try after accept(2) failed
+WARNING_INTERVAL = 60.0  # seconds between two log lines with the same message
 
 LONGEST_HEAD = 1 << 14  # bytes of a request's head that this reader accepts; aiohttp takes over longer ones
 # Bytes of a body that this reader accepts. aiohttp takes over longer ones, which arrive in parts that are counted.
@@ -42,48 +60,29 @@ STAYS_OPEN = {"": True, "keep-alive": True, "close": False}
 WRITE_BUFFER = 1 << 15
 
 
+@dataclass(slots=True, eq=False)
 class PlainRequest:
     """One plain request, and the way back to its client. Implements `router.http.request.Outlet`."""
 
-    __slots__ = (
-        "_chunked",
-        "_connection",
-        "arrived",
-        "body",
-        "client",
-        "has_begun",
-        "headers",
-        "is_complete",
-        "path",
-        "route",
-        "stays_open",
-    )  # fmt: skip
-    is_old = False
+    connection: "_PlainConnection"
+    route: Route
+    path: str
+    headers: Mapping[str, str]  # by lower-case name
+    body: bytes
+    stays_open: bool  # the connection is used again after the response
+    arrived: float = field(default_factory=time.monotonic)
+    has_begun: bool = False
+    is_complete: bool = False  # the whole response has been written
+    _chunked: bool = False
+    is_old: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        connection: "_PlainConnection",
-        route: Route,
-        path: str,
-        headers: Mapping[str, str],
-        body: bytes,
-        stays_open: bool,
-    ):
-        self.route = route
-        self.path = path
-        self.headers = headers  # by lower-case name
-        self.body = body
-        self.arrived = time.monotonic()
-        self.client = connection.client
-        self.stays_open = stays_open  # the connection is used again after the response
-        self.has_begun = False
-        self.is_complete = False  # the whole response has been written
-        self._connection = connection
-        self._chunked = False
+    @property
+    def client(self) -> str:
+        return self.connection.client
 
     @property
     def transport(self) -> asyncio.Transport | None:
-        return self._connection.transport
+        return self.connection.transport
 
     @property
     def content_length(self) -> int | None:
@@ -99,7 +98,7 @@ class PlainRequest:
         yield self.body
 
     def has_room(self, size: int) -> bool:
-        connection = self._connection
+        connection = self.connection
         transport = connection.transport
         return (
             transport is not None
@@ -147,7 +146,7 @@ class PlainRequest:
         return (_status_line(status) + lines).encode() + framing + _date(int(time.time()))
 
     def _write(self, data: bytes) -> Awaitable[None] | None:
-        connection = self._connection
+        connection = self.connection
         transport = connection.transport
         if transport is None or transport.is_closing():
             return _gone()
@@ -175,13 +174,18 @@ def _date(second: int) -> bytes:
     return f"Date: {formatdate(second, usegmt=True)}\r\n\r\n".encode()
 
 
+def capacity() -> int:
+    """The number of clients that this process can have at once, by its limit of descriptors."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MOST if limit == resource.RLIM_INFINITY else max(LEAST, (limit - RESERVED) // PER_CLIENT)
+
+
 class Listener:
     """All connections to one router.
 
     `routes`: the routes whose plain requests `serve` answers, by path. `serve` raises only CancelledError, when the
     client is gone. `make_fallback`: creates the protocol that takes over a connection with any other request; the
-    protocol calls the given function when the connection is lost. `most`: clients at once (default: see
-    `router.http.connection_limit`).
+    protocol calls the given function when the connection is lost. `most`: clients at once (default: `capacity`).
     """
 
     def __init__(
@@ -194,24 +198,45 @@ class Listener:
         self.routes = routes
         self.serve = serve
         self.make_fallback = make_fallback
+        self.most = most or capacity()
         self.loop = asyncio.get_running_loop()
-        self.connections: set[_PlainConnection] = set()
+        self.clients: set[object] = set()  # the connections of all clients, also those that aiohttp has taken over
+        self.connections: set[_PlainConnection] = set()  # those that this module reads
+        self._sockets: list[socket.socket] = []
+        self._accepts = True
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._retry: asyncio.TimerHandle | None = None
+        self._warned: dict[str, float] = {}
         self.closing = False
-        self.limit = ConnectionLimit(lambda: _PlainConnection(self), most)
         self._timer = self.loop.call_later(SWEEP, self._sweep)
 
     def listen(self, sock: socket.socket, backlog: int = 1024) -> None:
-        """Accept clients on a bound socket, which `close` closes. Raises OSError."""
-        self.limit.listen(sock, backlog)
+        """Accept clients from `sock`, which must be bound and is closed by `close`. Raises OSError."""
+        sock.setblocking(False)
+        sock.listen(backlog)
+        self._sockets.append(sock)
+        if self._accepts:
+            self.loop.add_reader(sock.fileno(), self._accept, sock)
+
+    def left(self, client: object) -> None:
+        """Count a client no longer: its connection is lost."""
+        self.clients.discard(client)
+        if not self._accepts and self._retry is None and len(self.clients) < self.most:
+            self._resume()
 
     async def close(self, grace: float) -> None:
         """Accept no more clients and close all connections.
 
         Idle ones are closed at once, others when their request is answered, at the latest after `grace` seconds.
         """
-        self.limit.close()
+        self._pause()
+        for timer in (self._retry, self._timer):
+            if timer is not None:
+                timer.cancel()
+        for sock in self._sockets:
+            sock.close()
+        self._sockets.clear()
         self.closing = True
-        self._timer.cancel()
         for connection in tuple(self.connections):
             connection.close_if_idle()
         tasks = [connection.task for connection in self.connections if connection.task is not None]
@@ -227,6 +252,59 @@ class Listener:
         for connection in tuple(self.connections):
             connection.check(now)
         self._timer = self.loop.call_later(SWEEP, self._sweep)
+
+    # Accepting
+
+    def _resume(self) -> None:
+        self._accepts, self._retry = True, None
+        for sock in self._sockets:
+            self.loop.add_reader(sock.fileno(), self._accept, sock)
+
+    def _pause(self) -> None:
+        self._accepts = False
+        for sock in self._sockets:
+            self.loop.remove_reader(sock.fileno())
+
+    def _accept(self, sock: socket.socket) -> None:
+        """Accept waiting clients while there is room."""
+        for _ in range(AT_ONCE):
+            if len(self.clients) >= self.most:
+                # The listening socket stays readable, so its reader is removed; otherwise the loop would spin.
+                self._pause()
+                self._warn(f"{self.most} clients are connected, which is as many as there are descriptors for")
+                return
+            try:
+                client, _ = sock.accept()
+            except BlockingIOError:
+                return
+            except ConnectionAbortedError:  # it disconnected while it was in the backlog
+                continue
+            except OSError as error:  # no descriptor or memory left after all, or a broken network (accept(2))
+                self._pause()
+                self._retry = self.loop.call_later(RETRY_INTERVAL, self._resume)
+                self._warn(f"no client can be accepted ({error.strerror or error})")
+                return
+            connection = _PlainConnection(self)
+            self.clients.add(connection)
+            task = self.loop.create_task(self._connect(client, connection))
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, client: socket.socket, connection: asyncio.Protocol) -> None:
+        try:
+            client.setblocking(False)
+            if client.family != socket.AF_UNIX:
+                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await self.loop.connect_accepted_socket(lambda: connection, client)
+        except OSError:  # it disconnected meanwhile
+            client.close()
+            self.left(connection)
+
+    def _warn(self, message: str) -> None:
+        now = self.loop.time()
+        if now - self._warned.get(message, -WARNING_INTERVAL) >= WARNING_INTERVAL:
+            self._warned[message] = now
+            log.warning("%s; others wait in the backlog (raise `ulimit -n` for more)", message)
 
 
 class _PlainConnection(asyncio.Protocol):
@@ -270,7 +348,7 @@ class _PlainConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._listener.connections.discard(self)
-        self._listener.limit.left(self)
+        self._listener.left(self)
         self.transport = self._parser = None
         self.resume_writing()
         if self.task is not None:
@@ -401,7 +479,7 @@ class _PlainConnection(asyncio.Protocol):
         self.transport = self._parser = None
         if self._idle is not None:
             self._idle.cancel()
-        fallback = self._listener.make_fallback(functools.partial(self._listener.limit.left, self))
+        fallback = self._listener.make_fallback(functools.partial(self._listener.left, self))
         transport.set_protocol(fallback)
         fallback.connection_made(transport)
         if self.full is not None:

@@ -15,7 +15,6 @@ parses everything else.
 
 import asyncio
 import logging
-import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -23,9 +22,7 @@ from random import getrandbits
 from typing import Any
 
 import msgspec
-import orjson
 
-from router import __version__
 from router.api import ollama
 from router.api.request_log import RequestLog, RequestRecord
 from router.errors import (
@@ -37,15 +34,14 @@ from router.errors import (
     QueueFull,
     TooLarge,
 )
-from router.http.aiohttp_transport import CLOSE
 from router.http.listener import PlainRequest
 from router.http.metrics import Metrics
 from router.http.proxy import Proxy
-from router.http.request import ForwardedRequest, Incoming, ProxiedResponse
+from router.http.request import CLOSE, ForwardedRequest, Incoming
+from router.http.response import ProxiedResponse, own_headers, render_error
 from router.registry.registry import Registry, flag
 from worker.protocol.dialects import Dialect
 from worker.protocol.dialects.lmi import OPENAI_FIELDS
-from worker.protocol.errors import error_body
 from worker.protocol.routes import FLAGS, AccessLevel, Route, dialect_of, error_response
 
 log = logging.getLogger("router.http.app")
@@ -56,10 +52,7 @@ access_log = logging.getLogger("router.registry.auth")
 Respond = Callable[[Incoming], Awaitable[int]]
 
 MAX_BUFFERED = 512 << 20  # bytes of all request bodies in memory; more are rejected
-MAX_RETRY_AFTER = 60  # seconds; official clients give up on much larger values
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-JSON = {"Content-Type": "application/json; charset=utf-8"}
-SERVER = f"router/{__version__}"
 LMI_ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
 _CONTROL = dict.fromkeys((*range(32), 127), "?")
 
@@ -293,7 +286,7 @@ class Pipeline:
         self.requests.began(record)
         try:
             with self._registry.access.running(key, lambda: self._registry.shared_workers.turnover(id)):
-                incoming.response = record.answer = response
+                record.answer = response
                 await self._proxy.forward(response)
             assert response.status is not None
             record.status = response.failed or response.status
@@ -305,6 +298,7 @@ class Pipeline:
             raise
         finally:
             self.requests.ended(record)
+            incoming.phase = record.phase
         if response.first_byte is not None:
             self._metrics.ttft.observe(response.first_byte - arrived, id)
         if response.overhead is not None:
@@ -344,23 +338,10 @@ class Pipeline:
         dialect = (
             route.dialect if route is not None else dialect_of(path.removeprefix(self._registry.settings.api_prefix))
         )
-        body = error_body(
-            dialect,
-            status=error.status,
-            type=error.type,
-            reason=error.reason,
-            message=error.message.encode("utf-8", "replace").decode(),
-            param=error.param,
-            extra=error.extra,
-            request_id=incoming.id,
-        )
-        headers = {**error.headers, "X-Should-Retry": "true" if error.should_retry else "false", **JSON}
-        if error.retry_after is not None:
-            headers["Retry-After"] = str(min(MAX_RETRY_AFTER, whole_seconds(error.retry_after)))
-        data = orjson.dumps(body)
+        headers, body = render_error(error, dialect, incoming.id)
         if route is not None and route.always_streams:
-            headers["Content-Type"], data = error_response(route.path, data)
-        return headers, data
+            headers["Content-Type"], body = error_response(route.path, body)
+        return headers, body
 
     def _count_and_log(self, incoming: Incoming) -> None:
         route, status, model = incoming.route, incoming.status, incoming.model
@@ -372,20 +353,10 @@ class Pipeline:
             access_log.info(f"{client} {incoming.method} {path} {status} {took:.3f}s model={model} rid={incoming.id}")
 
 
-def whole_seconds(seconds: float) -> int:
-    """The value of Retry-After: rounded up and at least 1, so that a client that obeys it is not too early."""
-    return max(1, math.ceil(round(seconds, 3)))
-
-
 def request_id(headers: Mapping[str, str]) -> str:
     """The client's X-Request-Id if it is well-formed, else a new one."""
     asked = headers.get("x-request-id")
     return asked if asked and REQUEST_ID.fullmatch(asked) else f"req_{getrandbits(96):024x}"
-
-
-def own_headers(id: str) -> dict[str, str]:
-    """The headers of every response; `id` is the request's."""
-    return {"Server": SERVER, "X-Request-Id": id, "request-id": id}
 
 
 def printable(text: str) -> str:
@@ -402,4 +373,4 @@ def _streams(route: Route, seen: Peek) -> bool:
     return route.always_streams or (route.streams and seen.stream is True)
 
 
-__all__ = ["Bodies", "Pipeline", "Respond", "own_headers", "printable", "request_id", "whole_seconds"]
+__all__ = ["Bodies", "Pipeline", "Respond", "printable", "request_id"]

@@ -21,7 +21,8 @@ from router.fleet.admission import Lease
 from router.fleet.fleet import Fleet
 from router.fleet.lifecycle import lost_error
 from router.fleet.worker import State
-from router.http.request import ClientGone, ForwardedRequest, Outlet, Pace, ProxiedResponse
+from router.http.request import ForwardedRequest, Outlet
+from router.http.response import ClientGone, Pace, ProxiedResponse
 from router.launch.interface import WorkerProcess
 from router.launch.worker_client import Exchange, NotHttp, WorkerClientError
 from router.registry import shared_workers

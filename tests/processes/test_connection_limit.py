@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from router.http.connection_limit import LEAST, PER_CLIENT, RESERVED
+from router.http.listener import LEAST, PER_CLIENT, RESERVED
 from tests.processes.routers import DEADLINE, Router, presets, router
 from tests.processes.upstreams import Upstream, request, until, world
 
@@ -42,13 +42,13 @@ async def test_a_connection_over_the_limit_waits_until_another_closes(tmp_path: 
         waiting.write(asked)
         staying.write(asked)
         assert await status(second) == 200
-        assert len(up.listener.limit.connected) == 2
+        assert len(up.listener.clients) == 2
         assert len(up.requests) == 3
         leaving.close()
         assert await status(third) == 200
         for writer in (staying, waiting):
             writer.close()
-        await until(lambda: not up.listener.limit.connected)
+        await until(lambda: not up.listener.clients)
 
 
 async def test_a_waiting_client_that_disconnects_takes_no_place(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ async def test_a_waiting_client_that_disconnects_takes_no_place(tmp_path: Path) 
         writer.close()
         assert await status(last) == 200
         waiting.close()
-        await until(lambda: not up.listener.limit.connected)
+        await until(lambda: not up.listener.clients)
 
 
 async def _idle(up: Router, count: int) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:

@@ -15,7 +15,7 @@ import ollama
 import openai
 import pytest
 
-from router.http.request import Pace
+from router.http.response import Pace
 from router.launch.interface import WorkerLost
 from tests.processes.upstreams import STREAM, Upstream, World, chunk, world
 from worker.protocol.events import RequestEnded

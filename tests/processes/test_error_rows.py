@@ -17,9 +17,10 @@ import pytest
 
 from router.config.settings import ApiKey, digest
 from router.fleet.admission import Limits
-from router.http.request import Pace
+from router.http.response import Pace
 from router.registry.auth import Access
 from tests.processes.upstreams import END, STREAM, Upstream, World, chunk, world
+from worker.errors import RequestError
 from worker.protocol.dialects import Dialect
 from worker.protocol.errors import ERRORS, ErrorKind, error_body
 
@@ -124,9 +125,9 @@ async def by_ollama_in_a_thread(up: World) -> None:
 
 def refusal(row: ErrorKind, face: Dialect) -> bytes:
     """A worker's answer with the first reason of a row."""
-    body = json.dumps(
-        error_body(face, status=row.status, type=row.type, reason=row.reasons[0], message="so it is", param="x")
-    ).encode()
+    error = RequestError("so it is", param="x")
+    error.status, error.type, error.reason = row.status, row.type, row.reasons[0]
+    body = json.dumps(error_body(face, error)).encode()
     retry = b"Retry-After: 7\r\n" if row.status in (429, 503) else b""
     head = f"HTTP/1.1 {row.status} X\r\nContent-Type: application/json\r\nX-Should-Retry: false\r\n"
     return head.encode() + retry + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from router.http.request import Pace
+from router.errors import DoesNotFit, WorkerCrashed
+from router.http.response import Pace
 from tests.processes.upstreams import END, Upstream, World, chunk, world
 from worker.protocol.dialects import Dialect
 from worker.protocol.errors import error_body
@@ -112,9 +113,8 @@ async def test_the_routers_own_errors_are_fastchats(tmp_path: Path) -> None:
 
 
 def test_what_has_no_room_is_fastchats_out_of_memory() -> None:
-    told: Any = {"type": "x", "message": "m"}
-    assert error_body(Dialect.FASTCHAT, status=507, reason="does_not_fit", **told) == {"error_code": 50002, "text": "m"}
-    assert error_body(Dialect.FASTCHAT, status=502, reason="worker_crashed", **told)["error_code"] == 50001
+    assert error_body(Dialect.FASTCHAT, DoesNotFit("m")) == {"error_code": 50002, "text": "m"}
+    assert error_body(Dialect.FASTCHAT, WorkerCrashed("m"))["error_code"] == 50001
 
 
 async def test_a_workers_refusal_in_a_frame_keeps_its_status_and_fails_a_stream_that_has_begun(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from router.http.listener import KEEP_ALIVE, LONGEST_BODY, LONGEST_HEAD, SWEEP, Listener, PlainRequest, _PlainConnection
-from router.http.request import Pace
+from router.http.response import Pace
 from tests.processes.upstreams import (
     BODY,
     DONE,

@@ -14,8 +14,9 @@ from aiohttp import ClientSession, UnixConnector
 
 from router.fleet.admission import Limits
 from router.fleet.worker import State
-from router.http.request import Pace
+from router.http.response import Pace
 from tests.processes.upstreams import DONE, END, STREAM, Upstream, World, chunk, request, until, world
+from worker.errors import RequestError
 from worker.protocol.dialects import Dialect
 from worker.protocol.events import Pulse
 from worker.protocol.streams import error_frame
@@ -219,7 +220,7 @@ async def test_a_long_answer_that_breaks_leaves_its_length_unmet(tmp_path: Path)
 
 
 async def test_a_workers_own_error_frame_stays_the_only_one(tmp_path: Path) -> None:
-    frame = error_frame(Dialect.OPENAI, status=500, type="server_error", reason="internal", message="NaN in the logits")
+    frame = error_frame(Dialect.OPENAI, RequestError("NaN in the logits"))
 
     async def fail(upstream: Upstream) -> None:
         await upstream.send(STREAM + chunk(WORDS[0]))

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from router.fleet.model import FIRST_LOAD_SECONDS
-from router.http.request import Pace
+from router.http.response import Pace
 from tests.fakes import CPU, GIB
 from tests.processes.routers import Router, chat, error_of, presets, router
 from tests.processes.upstreams import Upstream, until, world

@@ -21,7 +21,7 @@ from router.http.app import App
 from router.http.listener import Listener
 from router.http.metrics import Metrics
 from router.http.proxy import Proxy
-from router.http.request import Pace
+from router.http.response import Pace
 from router.launch.interface import Listen, Program, WorkerLost, WorkerProcess
 from router.launch.worker_client import WorkerClient
 from router.memory.learned import LearnedEstimates

@@ -1,9 +1,8 @@
 """Error bodies in each dialect, and the table of error statuses, types and reasons."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from worker.protocol.dialects import Dialect
 
@@ -50,22 +49,24 @@ ERRORS: tuple[ErrorKind, ...] = (
 )  # fmt: skip
 
 
-def error_body(
-    dialect: Dialect,
-    *,
-    status: int,
-    type: str,
-    reason: str,
-    message: str,
-    param: str | None = None,
-    extra: Mapping[str, Any] | None = None,
-    request_id: str = "",
-) -> dict[str, Any]:
+class ReportedError(Protocol):
+    """An error of the router or of a worker, as far as its response shows it."""
+
+    status: int
+    type: str
+    reason: str
+    message: str
+    param: str | None
+    extra: dict[str, Any]  # further members of the error object
+
+
+def error_body(dialect: Dialect, error: ReportedError, *, request_id: str = "") -> dict[str, Any]:
     """Return the JSON body of an error in `dialect`. Most dialects use llama-server's error object, which
     OpenAI's clients accept."""
+    status, type, message = error.status, error.type, error.message
     if dialect is Dialect.ANTHROPIC:
         kind = "overloaded_error" if status in (503, 507) else "api_error" if status >= 500 else type
-        details = {"details": extra["details"]} if extra and "details" in extra else {}
+        details = {"details": error.extra["details"]} if "details" in error.extra else {}
         return {"type": "error", "error": {"type": kind, "message": message, **details}, "request_id": request_id}
     if dialect is Dialect.OLLAMA:
         return {"error": message}
@@ -74,9 +75,12 @@ def error_body(
     if dialect is Dialect.ERICLLM:
         return {"detail": message}
     if dialect is Dialect.FASTCHAT:
-        return {"error_code": _fastchat_code(status, reason), "text": message}
-    error = {"code": status, "message": message, "type": type, "param": param, "reason": reason}
-    return {"error": {**error, **(extra or {})}}
+        return {"error_code": _fastchat_code(status, error.reason), "text": message}
+    return {"error": _error_object(status, type, message, error.param, error.reason) | error.extra}
+
+
+def _error_object(status: int, type: str, message: str, param: str | None, reason: str) -> dict[str, Any]:
+    return {"code": status, "message": message, "type": type, "param": param, "reason": reason}
 
 
 def _fastchat_code(status: int, reason: str) -> int:
@@ -89,13 +93,9 @@ def _fastchat_code(status: int, reason: str) -> int:
 def to_openai_error(body: bytes) -> bytes:
     """Convert the body of an error in LMI's dialect to that of OpenAI's."""
     lmi_error = json.loads(body)
-    rows = [row for row in ERRORS if (row.status, row.type) == (lmi_error["code"], lmi_error["type"])]
+    status, type = lmi_error["code"], lmi_error["type"]
+    rows = [row for row in ERRORS if (row.status, row.type) == (status, type)]
     reasons = [reason for row in rows for reason in row.reasons]
     reason = "invalid_value" if "invalid_value" in reasons else reasons[0] if reasons else "internal"
-    error = {
-        "status": lmi_error["code"],
-        "type": lmi_error["type"],
-        "message": lmi_error["message"],
-        "reason": reason,
-    }
-    return json.dumps(error_body(Dialect.OPENAI, **error), ensure_ascii=False).encode()
+    error = _error_object(status, type, lmi_error["message"], None, reason)
+    return json.dumps({"error": error}, ensure_ascii=False).encode()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from worker.protocol.dialects import Dialect
-from worker.protocol.errors import error_body
+from worker.protocol.errors import ReportedError, error_body
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +78,9 @@ def stream(dialect: Dialect) -> StreamFraming:
     return _STREAMS.get(dialect, _STREAM)
 
 
-def error_frame(
-    dialect: Dialect,
-    *,
-    status: int,
-    type: str,
-    reason: str,
-    message: str,
-    param: str | None = None,
-    request_id: str = "",
-) -> bytes:
+def error_frame(dialect: Dialect, error: ReportedError, *, request_id: str = "") -> bytes:
     """Return the frame that reports an error after the stream has begun."""
-    body = error_body(
-        dialect, status=status, type=type, reason=reason, message=message, param=param, request_id=request_id
-    )
+    body = error_body(dialect, error, request_id=request_id)
     return error_body_frame(dialect, json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode())
 
 

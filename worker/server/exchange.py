@@ -107,15 +107,7 @@ class Exchange:
         return await self.send(response)
 
     def error_frame(self, error: RequestError) -> bytes:
-        return error_frame(
-            self.request[DIALECT],
-            status=error.status,
-            type=error.type,
-            reason=error.reason,
-            message=error.message,
-            param=error.param,
-            request_id=self.id,
-        )
+        return error_frame(self.request[DIALECT], error, request_id=self.id)
 
 
 class StreamFrames:

@@ -192,16 +192,7 @@ class Server:
             headers["WWW-Authenticate"] = "Bearer"
         if allow is not None:
             headers["Allow"] = allow
-        body = error_body(
-            request.get(DIALECT, Dialect.OPENAI),
-            status=error.status,
-            type=error.type,
-            reason=error.reason,
-            message=error.message,
-            param=error.param,
-            extra=error.extra,
-            request_id=request[ID],
-        )
+        body = error_body(request.get(DIALECT, Dialect.OPENAI), error, request_id=request[ID])
         response = json_response(body, status=error.status, headers=headers)
         response.content_type, response.body = error_response(request.path, orjson.dumps(body))
         return response

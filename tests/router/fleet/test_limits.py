@@ -11,7 +11,7 @@ from router.errors import ApiError, LoadBackoff, ModelNotFound, QueueFull, Queue
 from router.events import Event
 from router.fleet.admission import Limits
 from router.fleet.worker import State
-from router.http.pipeline import whole_seconds
+from router.http.response import whole_seconds
 from router.launch.interface import WorkerLost
 from tests.fakes import GIB, FakeModel, virtual
 from tests.router.fleet.worlds import Schedule
