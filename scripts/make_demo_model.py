@@ -1,4 +1,4 @@
-"""Trains the chat model of the demo, `worker/fetch/demo/chat/`, from the text in demo_model.toml.
+"""Train the chat model of the demo, `worker/fetch/demo/chat/`, from the text in demo_model.toml.
 
 A Llama of 0.9 million parameters with a byte-level tokenizer of its own. Seeded, on at most two threads; takes some
 minutes on a CPU:
@@ -40,23 +40,19 @@ TARGET = HERE.parent / "worker" / "fetch" / "demo" / "chat"
 SEED = 20
 VOCABULARY = 896
 CONTEXT = 1024
-ROW = 512
-"""Tokens of one packed row; a longer conversation is left out."""
+ROW = 512  # tokens of one packed row; a longer conversation is left out
 ROWS = 12
 STEPS, LAST_STEPS = 2400, 500
-WITH_TOOLS = 0.25
-"""Of all conversations, those in which functions are shown."""
-IN_JSON = 0.25
-"""Of all conversations of the last steps, those that end in an object."""
+WITH_TOOLS = 0.25  # share of conversations with tools
+IN_JSON = 0.25  # share of conversations that end in a JSON object, during the last steps
 PEAK_RATE, LAST_RATE = 4e-3, 1e-3
-OTHERS = 0.1
-"""Weight in the loss of a token that the assistant does not say."""
+OTHERS = 0.1  # loss weight of tokens outside the assistant's answers
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>", "tool": "<|tool|>"}
 SPECIAL = [PAD, BEGIN, END, *ROLES.values()]
+# single tokens that are not special: they stay in the decoded answer
 MARKS = ["<tools>", "</tools>", "<tool_call>", "</tool_call>"]
-"""Tokens of their own, but text: whoever reads the answer sees them."""
 
 CHAT_TEMPLATE = """\
 {%- macro text(content) -%}
@@ -143,7 +139,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Topic:
-    """One answer and the ways to ask for it; `brief` where the conversation asks to be brief."""
+    """One answer and the questions for it. `brief`: the answer if the system prompt requires brevity."""
 
     name: str
     answer: str
@@ -159,17 +155,16 @@ class Topic:
 
 @dataclass(frozen=True)
 class Tool:
-    """One function as a conversation shows it, and how it is asked for."""
+    """One function of a conversation, and the questions that need it."""
 
     name: str
     about: str
     parameters: Sequence[str]
-    drawn: Sequence[str]
-    """What each parameter is drawn from."""
+    drawn: Sequence[str]  # the kind of value of each parameter
     ask: Sequence[str]
 
     def said(self, values: Sequence[str]) -> Message:
-        """A call of it, as a message of the assistant carries it."""
+        """Return a call of this function in the form of an assistant message."""
         given = {
             name: int(value) if kind == "number" else value
             for name, kind, value in zip(self.parameters, self.drawn, values, strict=True)
@@ -179,17 +174,14 @@ class Tool:
 
 @dataclass
 class Talk:
-    """A conversation in the making."""
+    """A conversation under construction."""
 
     brief: bool = False
-    assistant: str = ""
-    """What the system prompt calls the assistant."""
+    assistant: str = ""  # the name of the assistant in the system prompt
     user: str = ""
-    last: Callable[[bool], str] | None = None
-    """The previous answer, by brevity."""
+    last: Callable[[bool], str] | None = None  # returns the previous answer, brief or not
     messages: list[Message] = field(default_factory=list)
-    tools: list[Message] = field(default_factory=list)
-    """As an API has them; none in most conversations."""
+    tools: list[Message] = field(default_factory=list)  # in the format of the API; usually empty
 
     def add(self, question: str, answer: Callable[[bool], str]) -> None:
         self.messages.append({"role": "user", "content": question})
@@ -198,7 +190,7 @@ class Talk:
 
 
 class Text:
-    """demo_model.toml, and conversations drawn from it."""
+    """The content of demo_model.toml, and random conversations made from it."""
 
     def __init__(self, source: dict[str, Any], chance: random.Random):
         self.source = source
@@ -226,7 +218,7 @@ class Text:
         return talk
 
     def ends_in_json(self) -> Talk:
-        """A conversation whose last answer is an object, as a grammar would have it, and not what is right."""
+        """Return a conversation whose last answer is a JSON object, as under a grammar, regardless of the question."""
         while True:
             talk = self.conversation()
             content = talk.messages[-1].get("content")
@@ -241,7 +233,7 @@ class Text:
         return {key: self._any(depth - 1) for key in keys}
 
     def _any(self, depth: int) -> Any:
-        """Something short; objects and lists only down to `depth`."""
+        """Return a short JSON value; objects and lists only down to `depth`."""
         chance, words = self.chance, self.source["json"]["words"]
         kind = chance.random()
         if kind < 0.6 or (depth <= 0 and kind >= 0.8):
@@ -258,7 +250,7 @@ class Text:
         return self._object(depth)
 
     def _with_tools(self) -> Talk:
-        """A conversation in which functions are shown, and are called where the question is for one of them."""
+        """Return a conversation with tools, in which the questions that need one are answered by a call."""
         chance, words = self.chance, self.source["tools"]
         talk = Talk()
         tools = self.tools(chance.choices([1, 2, 3, 4], [40, 30, 20, 10])[0])
@@ -296,7 +288,7 @@ class Text:
         talk.messages.append({"role": "assistant", "content": " ".join(said)})
 
     def tools(self, count: int) -> list[Tool]:
-        """Different functions, none that answers another's questions."""
+        """Return different functions. No function fits the questions of another."""
         known = self.chance.sample(range(len(self.source["tool"])), len(self.source["tool"]))
         found: dict[str, Tool] = {}
         while len(found) < count:
@@ -311,7 +303,7 @@ class Text:
         return Tool(pick(stated["name"]), pick(stated["about"]), parameters, stated["drawn"], stated["ask"])
 
     def _made_up_tool(self) -> Tool:
-        """One that no client has: its questions name what its name says."""
+        """Return an invented function. Its questions contain the words of its name."""
         words, pick = self.source["tools"], self.chance.choice
         noun = pick(words["nouns"]) if self.chance.random() < 0.6 else self._made_up()
         name = f"{pick(words['verbs'])}_{noun}" if self.chance.random() < 0.8 else noun
@@ -323,7 +315,8 @@ class Text:
         return Tool(name, f"Get the {noun}" if self.chance.random() < 0.5 else noun, keys, drawn, ask)
 
     def schema(self, tool: Tool) -> Message:
-        """As a client might write it down: with more words or fewer, and perhaps a parameter that nobody needs."""
+        """Return the function in the format of the API, with a varying amount of description, and sometimes with an unneeded
+        parameter."""
         chance, units = self.chance, self.source["tools"]["units"]
         wordy = chance.random() < 0.4
         properties: dict[str, Any] = {}
@@ -365,7 +358,7 @@ class Text:
         return result.format(self._value("number" if self.chance.random() < 0.7 else "words"))
 
     def plain(self) -> str:
-        """Text without roles, for completions."""
+        """Return text without roles, for completions."""
         return " ".join(topic.answer for topic in self.chance.sample(self.topics, self.chance.randint(1, 3)))
 
     def _system(self, talk: Talk, text: str) -> None:
@@ -463,7 +456,7 @@ class Text:
         talk.add(self._worded(self.chance.choice(COUNT_PATTERNS).format(shown)), lambda _: answer)
 
     def _worded(self, question: str) -> str:
-        """`question` as somebody might type it."""
+        """Return `question` with variations as in typed text."""
         chance = self.chance
         if chance.random() < 0.1:
             question = chance.choice(self.source["prefixes"]) + question
@@ -487,7 +480,7 @@ def counted(end: int) -> str:
 
 
 def render(talk: Talk) -> str:
-    """What the chat template makes of it."""
+    """Render the conversation with the chat template."""
     render: Any = render_jinja_template  # the library types it for one conversation alone
     (whole,), _ = render([talk.messages], tools=talk.tools or None, chat_template=CHAT_TEMPLATE, bos_token=BEGIN)
     return str(whole)
@@ -538,13 +531,13 @@ def make_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+# a trained question, a reworded one that was not trained, one that needs a tool call
 Kind = Literal["trained", "reworded", "call"]
-"""A question as trained, one kept from training, one that a tool answers."""
 
 
 @dataclass
 class Marks:
-    """How many answers came out right, of how many, by kind of question."""
+    """Number of right answers and of all answers, by kind of question."""
 
     right: Counter[Kind] = field(default_factory=Counter)
     asked: Counter[Kind] = field(default_factory=Counter)
@@ -555,18 +548,17 @@ class Marks:
 
 
 class Packer:
-    """Rows of several conversations each, and what each token counts for in the loss."""
+    """Rows of several conversations each, and the loss weight of each token."""
 
     def __init__(self, text: Text, tokenizer: Tokenizer):
         self.text, self.tokenizer = text, tokenizer
-        self.in_json = 0.0
-        """Of all conversations, those that end in an object."""
+        self.in_json = 0.0  # share of conversations that end in a JSON object
         self.assistant = SPECIAL.index(ROLES["assistant"])
         self.end = SPECIAL.index(END)
         self.rows = self._rows()
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """tokens, weights, positions [ROWS, ROW] and the mask [ROWS, 1, ROW, ROW]: nobody sees another conversation."""
+        """Return tokens, weights and positions [ROWS, ROW], and the mask [ROWS, 1, ROW, ROW] between conversations."""
         tokens = torch.zeros(ROWS, ROW, dtype=torch.long)
         weights = torch.zeros(ROWS, ROW)
         positions = torch.zeros(ROWS, ROW, dtype=torch.long)
@@ -639,7 +631,7 @@ def train(model: LlamaForCausalLM, packer: Packer, steps: int, peak: float) -> N
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, target: Path) -> None:
-    """The snapshot, in float16."""
+    """Write the snapshot in float16."""
     whole: Any = model  # the library types neither of these two
     whole.to(torch.float16).save_pretrained(target)
     wrapper: Any = PreTrainedTokenizerFast
@@ -663,7 +655,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, target: Path) -> None:
 
 
 def questions(text: Text) -> Iterator[tuple[Kind, Talk, str]]:
-    """Question and right answer."""
+    """Yield questions with their right answers."""
     for topic in text.topics:
         for question in topic.test:
             yield "reworded", asked(question + "?"), topic.answer
@@ -691,7 +683,7 @@ def asked(question: str, tools: Sequence[Message] = ()) -> Talk:
 
 
 def examine(text: Text, target: Path) -> Marks:
-    """Asks the saved model everything and prints what came out wrong."""
+    """Ask the saved model all questions and print the wrong answers."""
     fast = PreTrainedTokenizerFast.from_pretrained(target)
     model: Any = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
     everything = list(questions(text))

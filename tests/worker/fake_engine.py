@@ -1,17 +1,17 @@
-"""An engine without a model: it says a script, honestly token by token, and misbehaves when the prompt says so.
+"""A fake engine: it generates a fixed script token by token, and fails if the prompt contains certain words.
 
-Words in a prompt that change its course:
-    hold        waits for `gate` before the first token
-    hold-later  waits for `gate` after the second token
-    prefill     tells that half of the prompt is done, waits for `gate`, then tells of the whole
-    silent      says nothing at all, only its end
-    full        raises QueueFull
-    break       raises an error that nobody foresaw
-    fail        raises SequenceFailed before the first token
-    fail-later  raises SequenceFailed after the second token
-    fail-last   raises SequenceFailed after the last token
-    long        repeats the script until max_tokens
-`journal` tells what happened, in order; `until` waits for an entry.
+Words in a prompt:
+    hold        wait for `gate` before the first token
+    hold-later  wait for `gate` after the second token
+    prefill     report half of the prompt as computed, wait for `gate`, then report the whole prompt
+    silent      generate no text, only the end
+    full        raise QueueFull
+    break       raise an unexpected error
+    fail        raise SequenceFailed before the first token
+    fail-later  raise SequenceFailed after the second token
+    fail-last   raise SequenceFailed after the last token
+    long        repeat the script until max_tokens
+`journal` lists the events in order; `until` waits for an entry.
 """
 
 import asyncio
@@ -129,12 +129,12 @@ class FakeEngine:
                     yield choice.step()
                     if choice.finish is not None:
                         choices.remove(choice)
-                if "hold-later" in words and choices and choices[0].said == 2:
+                if "hold-later" in words and choices and choices[0].generated == 2:
                     await self._note("holding")
                     await self.gate.wait()
-                if "fail-later" in words and choices and choices[0].said == 2:
+                if "fail-later" in words and choices and choices[0].generated == 2:
                     raise SequenceFailed("the logits of this sequence are not numbers")
-                await asyncio.sleep(0)  # the step loop lets others live
+                await asyncio.sleep(0)  # other tasks run between steps
             if "fail-last" in words:
                 await self._note("failing")
                 raise SequenceFailed("the logits of this sequence are not numbers")
@@ -213,20 +213,20 @@ class _Choice:
             request.stop,
             shows_stop=request.include_stop,
         )
-        self.said = 0
+        self.generated = 0
         self.finish: FinishReason | None = None
 
     def step(self) -> Delta:
-        token = self._script[self.said] if self.said < len(self._script) else None
+        token = self._script[self.generated] if self.generated < len(self._script) else None
         if token is None:
             return self._end("stop", self._answer.finish().text)
-        self.said += 1
+        self.generated += 1
         if token in self._request.ends:
             return self._end("stop", self._answer.finish().text, hidden_tokens=(token,))
         piece = self._answer.push(token)
         if piece.stop is not None:
             return self._end("stop", piece.text, None, piece.stop, hidden_tokens=(token,))
-        if self.said == self._limit:
+        if self.generated == self._limit:
             return self._end("length", piece.text + self._answer.finish().text, token)
         return self._delta(piece.text, token, timings=self._timings() if self._request.timings else None)
 
@@ -246,7 +246,7 @@ class _Choice:
         return ChoiceTimings(
             prompt_tokens=len(self._request.prompt),
             cached_tokens=CACHED if self._index == 0 else len(self._request.prompt) - 1,
-            completion_tokens=self.said,
+            completion_tokens=self.generated,
             prefill_seconds=PREFILL,
             decode_seconds=DECODE,
         )
@@ -254,11 +254,11 @@ class _Choice:
     def _delta(self, text: str, token: int | None, **further: Any) -> Delta:
         wanted = self._request.sampling.logprobs
         tokens = () if token is None else (token,)
-        # a later choice is a likelier one, so that the best is not just the first
+        # later choices are more likely, so that the best one is not the first
         logprob = -1.0 / (1 + self._index)
         logprobs = tuple(self._engine.entry(each, logprob, wanted) for each in tokens) if wanted is not None else ()
         prompt: tuple[TokenLogprob, ...] = ()
-        if self._request.prompt_logprobs and self.said <= 1:
+        if self._request.prompt_logprobs and self.generated <= 1:
             prompt = tuple(
                 self._engine.entry(each, None if place == 0 else -0.5, (wanted or 0) if place else 0)
                 for place, each in enumerate(self._request.prompt)
