@@ -9,7 +9,7 @@ from worker.detokenizer import AnswerText
 from worker.engines.transformers.loop.generation_loop import Backend, GenerationLoop
 from worker.engines.transformers.loop.requests import RequestChoice, RequestStream
 from worker.engines.transformers.loop.step_loop import Outbox
-from worker.engines.transformers.schedule.kv_cache import KvAllocator
+from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
 from worker.interface import Delta
@@ -27,7 +27,7 @@ class Steady(PrefillBudget):
 class Drive:
     """A generation loop that the test steps."""
 
-    def __init__(self, runner: Any, capacity: KvAllocator, *, ahead: bool = True, grammars: Any = None):
+    def __init__(self, runner: Any, capacity: RowAllocator, *, ahead: bool = True, grammars: Any = None):
         backend = Backend(runner=runner, capacity=capacity, pace=Steady(), ahead=ahead)
         self._outbox = Outbox()
         self.work = GenerationLoop(backend, self._outbox, lambda token: b"x", chunk=64, grammars=grammars)

@@ -45,7 +45,7 @@ from worker.engines.transformers.run.pooling import Embedder, Encoder
 from worker.engines.transformers.run.runner import PagedRunner, Runner
 from worker.engines.transformers.run.vision import ImageProcessor, VisionTower, load_image_processor
 from worker.engines.transformers.sample import grammar, sampler
-from worker.engines.transformers.schedule.kv_cache import BlockTable, KvAllocator
+from worker.engines.transformers.schedule.kv_cache import BlockTable, RowAllocator
 from worker.engines.transformers.schedule.lora_slots import AppliedAdapter
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.sequence import Sequence
@@ -364,7 +364,7 @@ def make_runner(
     tower: VisionTower | None = None,
     parts: layer_split.LayerSplit | None = None,
     ranks: int = 1,
-) -> tuple[PagedRunner | AlignedRunner, KvAllocator]:
+) -> tuple[PagedRunner | AlignedRunner, RowAllocator]:
     """The backend of the engine, with its cache."""
     paged.register()
     implementation = backends.implementation(options.attention, config)
@@ -465,7 +465,7 @@ def tensor_bytes(model: torch.nn.Module) -> int:
 
 def generation_steps(
     runner: PagedRunner | AlignedRunner,
-    capacity: KvAllocator,
+    capacity: RowAllocator,
     options: ModelOptions,
     ctx_size: int,
     use: AppliedAdapter | None = None,
@@ -497,7 +497,7 @@ def generation_steps(
 
 def spread_steps(
     runner: PagedRunner,
-    capacity: KvAllocator,
+    capacity: RowAllocator,
     options: ModelOptions,
     ctx_size: int,
     heads: int,
@@ -515,7 +515,7 @@ def spread_steps(
 
 def costly_steps(
     runner: PagedRunner | AlignedRunner,
-    capacity: KvAllocator,
+    capacity: RowAllocator,
     options: ModelOptions,
     ctx_size: int,
     layers: cpu_linear.CpuLinears,
@@ -537,7 +537,7 @@ def costly_steps(
 
 def seeing_steps(
     runner: PagedRunner | AlignedRunner,
-    capacity: KvAllocator,
+    capacity: RowAllocator,
     options: ModelOptions,
     ctx_size: int,
     largest: tuple[PromptImage, int] | None,
@@ -582,7 +582,7 @@ def _generate(runner: Runner, batch: Batch) -> None:
 
 
 def _decodes(
-    capacity: KvAllocator, count: int, ctx_size: int, use: AppliedAdapter | None = None
+    capacity: RowAllocator, count: int, ctx_size: int, use: AppliedAdapter | None = None
 ) -> tuple[Segment, ...]:
     """So many rows, each with another length, near the end of the context."""
     return tuple(
@@ -591,7 +591,7 @@ def _decodes(
 
 
 def _segment(
-    capacity: KvAllocator,
+    capacity: RowAllocator,
     row: int,
     start: int,
     length: int,
@@ -669,7 +669,7 @@ def _encode(model: Any, encoder: Encoder, implementation: str, texts: list[list[
 def reordered_peak(
     model: Any,
     runner: PagedRunner | AlignedRunner,
-    capacity: KvAllocator,
+    capacity: RowAllocator,
     options: ModelOptions,
     ctx_size: int,
     use: AppliedAdapter | None,

@@ -25,7 +25,7 @@ from worker.engines.transformers.run.cache_probe import UnsupportedCache
 from worker.engines.transformers.run.runner import PagedRunner, Runner
 from worker.engines.transformers.run.vision import ImageReader, VisionTower, load_image_processor
 from worker.engines.transformers.run.warmup import record, warm_up
-from worker.engines.transformers.schedule.kv_cache import KvAllocator
+from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.errors import StartError
 from worker.images import TEXT_ONLY
@@ -96,7 +96,7 @@ def load(
         tower = VisionTower(loaded.model, processor.token, loaded.device) if processor is not None else None
         claims = None
         backend: PagedRunner | AlignedRunner
-        capacity: KvAllocator
+        capacity: RowAllocator
         if share is not None and ranks is not None:
             backend, capacity = tensor_parallel.make_leader(
                 loaded, config, options, ctx_size, ranks, share[1], progress
@@ -178,7 +178,7 @@ def _adapters(backend: PagedRunner | AlignedRunner, loaded: loader.LoadedModel, 
 
 def _first_steps(
     backend: PagedRunner | AlignedRunner,
-    capacity: KvAllocator,
+    capacity: RowAllocator,
     pace: PrefillBudget,
     loaded: loader.LoadedModel,
     options: Serve,

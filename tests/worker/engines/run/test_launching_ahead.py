@@ -47,7 +47,7 @@ from worker.engines.transformers.run.runner import PagedRunner, Runner
 from worker.engines.transformers.sample import topk
 from worker.engines.transformers.sample.device_to_host import DeviceToHost
 from worker.engines.transformers.sample.sampler import RowSampling, TokenMasks, draw, uniform
-from worker.engines.transformers.schedule.kv_cache import BlockAllocator, KvAllocator, RowAllocator
+from worker.engines.transformers.schedule.kv_cache import BlockAllocator, RowAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler, Segment
 from worker.engines.transformers.schedule.sequence import PenaltyCounts
@@ -620,7 +620,7 @@ def test_what_is_computed_ahead_is_what_would_be_computed_in_its_turn(
 ) -> None:
     """Sequences arrive, end and are cancelled. A step ahead writes only to its own sequences' positions, and each token
     of a sequence is computed after all tokens before it."""
-    capacity: KvAllocator = BlockAllocator(rows, max(blocks, 4)) if blocks else RowAllocator(rows, 64)
+    capacity: RowAllocator = BlockAllocator(rows, max(blocks, 4)) if blocks else RowAllocator(rows, 64)
     scheduler = Scheduler(capacity, chunk)
     work = SchedulerDrive(scheduler, capacity)
     pending = list(enumerate(script))
@@ -642,7 +642,7 @@ def test_what_is_computed_ahead_is_what_would_be_computed_in_its_turn(
 class SchedulerDrive:
     """A generation loop's use of a scheduler, with a cache that stores positions and without a model."""
 
-    def __init__(self, scheduler: Scheduler, capacity: KvAllocator):
+    def __init__(self, scheduler: Scheduler, capacity: RowAllocator):
         self.scheduler, self.capacity = scheduler, capacity
         self.flight: Batch = ()
         self.leaving: list[TokenSequence] = []

@@ -25,7 +25,7 @@ from worker.engines.transformers.run.cuda_graphs import GraphRunner
 from worker.engines.transformers.run.runner import PagedRunner, Runner
 from worker.engines.transformers.run.warmup import warm_up
 from worker.engines.transformers.sample import sampler
-from worker.engines.transformers.schedule.kv_cache import KvAllocator
+from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.scheduler import Batch
 from worker.estimate import estimate
@@ -50,7 +50,7 @@ WAITING = {
 @contextmanager
 def made(
     name: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, **changes: Any
-) -> Iterator[tuple[PagedRunner | AlignedRunner, KvAllocator, Watch]]:
+) -> Iterator[tuple[PagedRunner | AlignedRunner, RowAllocator, Watch]]:
     """A model of a family on the device, with its cache."""
     family, overrides = FAMILIES[name]
     asked = options(tiny.make(family, folder, **overrides), ctx_size=CTX, parallel=4, prefill_chunk=32, **changes)

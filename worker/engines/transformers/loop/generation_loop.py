@@ -32,7 +32,7 @@ from worker.engines.transformers.run.runner import Runner
 from worker.engines.transformers.run.vision import VisionTower
 from worker.engines.transformers.sample.grammar import Grammars
 from worker.engines.transformers.sample.sampler import Sampled
-from worker.engines.transformers.schedule.kv_cache import KvAllocator
+from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler, Segment
 from worker.engines.transformers.schedule.sequence import Sequence
@@ -49,7 +49,7 @@ class Backend:
     """The parts of a loaded model that a generation loop computes with."""
 
     runner: Runner
-    capacity: KvAllocator  # the size of the runner's cache
+    capacity: RowAllocator  # the size of the runner's cache
     pace: PrefillBudget
     linears: CpuLinears | None = None
     adapters: LoraAdapters | None = None

@@ -15,7 +15,7 @@ from worker.engines.transformers.run import self_check
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.run.vision import VisionTower
-from worker.engines.transformers.schedule.kv_cache import BlockAllocator, KvAllocator, RowAllocator, pool_blocks
+from worker.engines.transformers.schedule.kv_cache import BlockAllocator, RowAllocator, pool_blocks
 from worker.errors import StartError, UnsupportedByModel
 from worker.protocol.argv import ModelOptions
 from worker.protocol.events import Exit
@@ -109,7 +109,7 @@ def make_runner(
     tower: VisionTower | None = None,
     split: LayerSplit | None = None,
     ranks: int = 1,
-) -> tuple[PagedRunner | AlignedRunner, KvAllocator]:
+) -> tuple[PagedRunner | AlignedRunner, RowAllocator]:
     """The runner of this architecture with its cache allocated, and the capacity of the cache.
 
     caches: keep prefixes for later requests. Needs blocks; an aligned cache has rows instead, as many as `kv_tokens`

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from worker.engines.transformers.run.cuda_graphs import GraphRunner
 from worker.engines.transformers.run.runner import PagedRunner, Runner
 from worker.engines.transformers.sample.sampler import COSTLIEST_SAMPLING, RowSampling, sample
-from worker.engines.transformers.schedule.kv_cache import KvAllocator
+from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.scheduler import Segment
 from worker.engines.transformers.schedule.sequence import Sequence
@@ -16,7 +16,7 @@ from worker.protocol.events import Progress
 
 def warm_up(
     runner: Runner,
-    capacity: KvAllocator,
+    capacity: RowAllocator,
     pace: PrefillBudget,
     *,
     chunk: int,
@@ -47,7 +47,7 @@ def warm_up(
 
 def record(
     runner: PagedRunner,
-    capacity: KvAllocator,
+    capacity: RowAllocator,
     pace: PrefillBudget,
     *,
     ctx_size: int,
@@ -61,7 +61,7 @@ def record(
     return recorded
 
 
-def _segment(capacity: KvAllocator, row: int, start: int, length: int) -> Segment:
+def _segment(capacity: RowAllocator, row: int, start: int, length: int) -> Segment:
     """A part of a made-up sequence of zeros."""
     tokens = [0] * (start + length)
     sequence = Sequence(

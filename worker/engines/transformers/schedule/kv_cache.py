@@ -1,9 +1,9 @@
 """Allocation of the KV cache: rows, blocks and shared prefixes.
 
-The cache has one *row* for each sequence that may run at once. `KvAllocator` is the interface that hands out rows. A
-row has either room for a whole context (`RowAllocator`) or a table of blocks (`BlockAllocator`). A block holds
-BLOCK_TOKENS tokens. Sequences that begin with the same tokens share blocks (prefix caching), and a block keeps its
-content after its last sequence has ended until the room is needed.
+The cache has one *row* for each sequence that may run at once. A row has either room for a whole context
+(`RowAllocator`) or a table of blocks (`BlockAllocator`). A block holds BLOCK_TOKENS tokens. Sequences that begin with
+the same tokens share blocks (prefix caching), and a block keeps its content after its last sequence has ended until the
+room is needed.
 
 The location of blocks matters, because blocks that are neighbours in the pool (a run) are read as a view, without a
 copy. A sequence therefore grows into the block behind its last one. The pool is divided into as many equal *regions* as
@@ -19,7 +19,6 @@ from array import array
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.protocol.memory import BLOCK_TOKENS
@@ -57,9 +56,8 @@ class BlockTable:
 
     blocks: list[int] = field(default_factory=list)
     runs: list[BlockRun] = field(default_factory=list)  # the same blocks, grouped by neighbourhood in the pool
-    keys: list[bytes] = field(
-        default_factory=list
-    )  # prefix-cache keys of the leading blocks that are full and computed
+    # Prefix-cache keys of the leading blocks that are full and computed.
+    keys: list[bytes] = field(default_factory=list)
     next_block: int | None = None  # preferred next block; None before the first one
     # The last block is shared and its owner may still append to it, so copy before writing.
     shares_last_block: bool = False
@@ -88,120 +86,83 @@ class BlockTable:
                 yield run.block * BLOCK_TOKENS + low - first, high - low
 
 
-class KvAllocator(Protocol):
-    """Interface between the scheduler and a cache: rows for running sequences, and room for their tokens."""
+class RowAllocator:
+    """Rows for running sequences, and room for their tokens: the interface between the scheduler and a cache.
 
-    @property
-    def rows(self) -> int:
-        """Maximum of running sequences."""
+    Here each row has room for a full context, so an admitted sequence never runs out of room. `BlockAllocator` gives
+    rows room block by block. The lowest free row is used first, so that running rows stay close together.
+    """
+
+    def __init__(self, count: int, ctx_size: int = 0):
+        self._free_rows = list(range(count))
+        self._owners: dict[int, int] = {}
+        self.rows = count  # maximum of running sequences
+        self.tokens = count * ctx_size  # that the whole cache has room for
 
     @property
     def owners(self) -> dict[int, int]:
         """Sequence id by row; a copy."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that the whole cache has room for."""
+        return dict(self._owners)
 
     @property
     def shared(self) -> int:
         """Tokens counted more than once when the lengths of all rows are added."""
+        return 0
 
     @property
     def reusable(self) -> int:
         """Cached tokens that no row holds."""
+        return 0
 
     @property
     def has_row(self) -> bool:
         """True if a row is free."""
+        return bool(self._free_rows)
 
     def can_admit(self, sequence: Sequence) -> bool:
         """True if a row is free and there is room for all tokens of the sequence and some more."""
-
-    def admit(self, sequence: Sequence) -> tuple[int, int]:
-        """Return a row and the number of cached tokens in it, never all of them. Call `can_admit` first."""
-
-    def attach(self, sequence: Sequence) -> int:
-        """Return a row without room, for a further choice of a prompt that is being computed. Call `has_row` first."""
-
-    def fork(self, source: int, target: int, tokens: int) -> None:
-        """Share the first `tokens` of row `source` with the attached row `target`."""
-
-    def grow(self, row: int, start: int, end: int) -> bool:
-        """Reserve exclusive room for tokens `start` to `end` of the row. Return False if there is not enough."""
-
-    def cache_blocks(self, row: int, sequence: Sequence) -> None:
-        """Register the blocks of the row that are now full and computed in the prefix cache."""
-
-    def release(self, row: int, *, is_corrupt: bool = False) -> None:
-        """Free the row. `is_corrupt`: its content is invalid and must not be reused."""
-
-    def table(self, row: int) -> BlockTable | None:
-        """Block table of the row, or None for a cache without blocks."""
-
-    def contiguous_table(self, row: int, tokens: int) -> BlockTable | None:
-        """Like `table`, for a row with `tokens` tokens in one run. For measurements before any sequence runs."""
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if a row or block is lost or used twice. For tests, and when idle."""
-
-
-class RowAllocator:
-    """Rows with room for a full context each, so an admitted sequence never runs out of room.
-
-    The lowest free row is used first, so that running rows stay close together.
-    """
-
-    def __init__(self, count: int, ctx_size: int = 0):
-        self._free = list(range(count))
-        self._owners: dict[int, int] = {}
-        self.rows, self.tokens = count, count * ctx_size
-        self.shared = self.reusable = 0
-
-    @property
-    def owners(self) -> dict[int, int]:
-        return dict(self._owners)
-
-    @property
-    def has_row(self) -> bool:
-        return bool(self._free)
-
-    def can_admit(self, sequence: Sequence) -> bool:
         return self.has_row
 
     def admit(self, sequence: Sequence) -> tuple[int, int]:
+        """Return a row and the number of cached tokens in it, never all of them. Call `can_admit` first."""
         return self.attach(sequence), 0
 
     def attach(self, sequence: Sequence) -> int:
-        row = heapq.heappop(self._free)
+        """Return a row without room, for a further choice of a prompt that is being computed. Call `has_row` first."""
+        row = heapq.heappop(self._free_rows)
         self._owners[row] = sequence.id
         return row
 
     def fork(self, source: int, target: int, tokens: int) -> None:
-        """No-op: the backend copies the row."""
+        """Share the first `tokens` of row `source` with the attached row `target`. Here the runner copies the row."""
 
     def grow(self, row: int, start: int, end: int) -> bool:
+        """Reserve exclusive room for tokens `start` to `end` of the row. Return False if there is not enough."""
         return True
 
     def cache_blocks(self, row: int, sequence: Sequence) -> None:
-        """No-op: rows are not shared."""
+        """Register the blocks of the row that are now full and computed in the prefix cache. Here there are none."""
 
     def release(self, row: int, *, is_corrupt: bool = False) -> None:
+        """Free the row. `is_corrupt`: its content is invalid and must not be reused."""
         del self._owners[row]
-        heapq.heappush(self._free, row)
+        heapq.heappush(self._free_rows, row)
 
     def table(self, row: int) -> BlockTable | None:
+        """Block table of the row, or None for a cache without blocks."""
         return None
 
     def contiguous_table(self, row: int, tokens: int) -> BlockTable | None:
+        """Like `table`, for a row with `tokens` tokens in one run. For measurements before any sequence runs."""
         return None
 
     def check_integrity(self) -> None:
-        assert sorted([*self._free, *self._owners]) == list(range(self.rows)), "a row was lost or used twice"
+        """Raise AssertionError if a row or block is lost or used twice. For tests, and when idle."""
+        assert sorted([*self._free_rows, *self._owners]) == list(range(self.rows)), "a row was lost or used twice"
         assert len(set(self._owners.values())) == len(self._owners), "a sequence holds two rows"
 
 
-class BlockAllocator:
+class BlockAllocator(RowAllocator):
     """Reference-counted blocks with a prefix cache.
 
     A block without references is free but keeps its content and key until it is reused. A new sequence that begins with
@@ -210,12 +171,13 @@ class BlockAllocator:
 
     def __init__(self, rows: int, count: int, *, caches: bool = True):
         """`count`: at least the blocks of the longest sequence, so that one sequence can always continue."""
-        self._rows = RowAllocator(rows)
-        self.count = count
+        super().__init__(rows)
+        self.count, self.tokens = count, count * BLOCK_TOKENS
         self._caches = caches
         self._references = [0] * count
-        # Counted along, because `grow` reads it for every sequence in every step.
-        self._free = count
+        # Blocks without references, with or without cached content. Counted along, because `grow` reads it for every
+        # sequence in every step.
+        self.free = count
         self._key_of: list[bytes | None] = [None] * count
         self._block_of: dict[bytes, int] = {}
         self._tables: dict[int, BlockTable] = {}
@@ -227,20 +189,6 @@ class BlockAllocator:
         # Id and length of the last sequence looked up, with its block keys: a waiting one is looked up in every step.
         self._last_lookup: tuple[int, int, list[bytes]] = (-1, 0, [])
 
-    # Implementation of KvAllocator
-
-    @property
-    def rows(self) -> int:
-        return self._rows.rows
-
-    @property
-    def owners(self) -> dict[int, int]:
-        return self._rows.owners
-
-    @property
-    def tokens(self) -> int:
-        return self.count * BLOCK_TOKENS
-
     @property
     def shared(self) -> int:
         return sum(references - 1 for references in self._references if references > 1) * BLOCK_TOKENS
@@ -249,23 +197,19 @@ class BlockAllocator:
     def reusable(self) -> int:
         return sum(not self._references[block] for block in self._block_of.values()) * BLOCK_TOKENS
 
-    @property
-    def has_row(self) -> bool:
-        return self._rows.has_row
-
     def can_admit(self, sequence: Sequence) -> bool:
-        """See `KvAllocator`. One block is left for each running sequence, so that admission causes no preemption."""
+        """See `RowAllocator`. One block is left for each running sequence, so that admission causes no preemption."""
         if not self.has_row:
             return False
         # Cached blocks that no sequence holds count as free blocks and as blocks needed, so they cancel out.
         shared = sum(self._references[block] > 0 for block in self._find_prefix(sequence))
-        return blocks_for(len(sequence.tokens)) - shared + len(self._tables) <= self._free
+        return blocks_for(len(sequence.tokens)) - shared + len(self._tables) <= self.free
 
     def admit(self, sequence: Sequence) -> tuple[int, int]:
-        """See `KvAllocator`. Allocates all blocks for the sequence's tokens at once."""
+        """See `RowAllocator`. Allocates all blocks for the sequence's tokens at once."""
         found = self._find_prefix(sequence)
-        row = self._rows.attach(sequence)
-        table = self._tables[row] = BlockTable()
+        row = self.attach(sequence)
+        table = self._tables[row]
         table.next_block = self._continuation(found)
         for block in found:
             self._add_reference(block)
@@ -280,12 +224,12 @@ class BlockAllocator:
         return row, len(found) * BLOCK_TOKENS
 
     def attach(self, sequence: Sequence) -> int:
-        row = self._rows.attach(sequence)
+        row = super().attach(sequence)
         self._tables[row] = BlockTable()
         return row
 
     def fork(self, source: int, target: int, tokens: int) -> None:
-        """See `KvAllocator`. A partly filled last block is shared, too, until the target writes to it (copy on write).
+        """See `RowAllocator`. A partly filled last block is shared, too, until the target writes to it (copy on write).
 
         The source appends in place. That is safe because the other sequences read only the common tokens of the block.
         """
@@ -300,7 +244,7 @@ class BlockAllocator:
         table = self._tables[row]
         # If the other holders of a shared last block have ended, it is exclusive by now and needs no copy.
         copies = table.shares_last_block and self._references[table.blocks[-1]] > 1
-        if copies + max(0, blocks_for(end) - len(table.blocks)) > self._free:
+        if copies + max(0, blocks_for(end) - len(table.blocks)) > self.free:
             return False
         # Checked before any change: a failed call leaves the table as it was.
         table.shares_last_block = False
@@ -328,7 +272,7 @@ class BlockAllocator:
                 self._key_of[block] = key
 
     def release(self, row: int, *, is_corrupt: bool = False) -> None:
-        self._rows.release(row)
+        super().release(row)
         table = self._tables.pop(row)
         self._touch(table.blocks)
         for block in table.blocks:
@@ -337,7 +281,7 @@ class BlockAllocator:
             if is_corrupt:
                 self._drop_key(block)
             if not self._references[block]:
-                self._free += 1
+                self.free += 1
                 # Others may still hold a shared block. It is reported only when it is free.
                 if is_corrupt:
                     self._corrupt.append(block)
@@ -360,11 +304,6 @@ class BlockAllocator:
         """
         corrupt, self._corrupt = self._corrupt, []
         return corrupt
-
-    @property
-    def free(self) -> int:
-        """Blocks without references, with or without cached content."""
-        return self._free
 
     # Prefixes
 
@@ -412,11 +351,8 @@ class BlockAllocator:
         next_block, region = found[-1] + 1, self._oldest_region()
         if self._key_of[next_block] is None or region is None:
             return next_block
-        return (
-            next_block
-            if self._region_used[self._region_of(next_block)] <= self._region_used[self._region_of(region)]
-            else None
-        )
+        is_older = self._region_used[self._region_of(next_block)] <= self._region_used[self._region_of(region)]
+        return next_block if is_older else None
 
     def _oldest_region(self) -> int | None:
         """First block of the least recently used region whose first block is free; None if there is none."""
@@ -451,7 +387,7 @@ class BlockAllocator:
         self._touch((block,))
 
     def _add_reference(self, block: int) -> None:
-        self._free -= not self._references[block]
+        self.free -= not self._references[block]
         self._references[block] += 1
 
     def _touch(self, blocks: Iterable[int]) -> None:
@@ -461,8 +397,8 @@ class BlockAllocator:
                 self._region_used[region] = self._tick
 
     def check_integrity(self) -> None:
-        self._rows.check_integrity()
-        assert set(self._tables) == set(self.owners), "a table without a row, or a row without a table"
+        super().check_integrity()
+        assert set(self._tables) == set(self._owners), "a table without a row, or a row without a table"
         references = [0] * self.count
         for table in self._tables.values():
             assert len(set(table.blocks)) == len(table.blocks), "a block is twice in a table"
@@ -471,7 +407,7 @@ class BlockAllocator:
             for block in table.blocks:
                 references[block] += 1
         assert references == self._references, "a block was lost or is held without a table"
-        assert references.count(0) == self._free, "free blocks were miscounted"
+        assert references.count(0) == self.free, "free blocks were miscounted"
         keyed = {key: block for block, key in enumerate(self._key_of) if key is not None}
         assert keyed == self._block_of, "a key without its block"
         for index, (block, tables) in self._shared():

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from worker.engines.transformers.schedule.kv_cache import BlockTable, KvAllocator
+from worker.engines.transformers.schedule.kv_cache import BlockTable, RowAllocator
 from worker.engines.transformers.schedule.lora_slots import LoraSlots
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.protocol.memory import PROMPT_LOGITS
@@ -71,7 +71,7 @@ class Scheduler:
     oldest is never preempted, so there is always progress. Preempted sequences are admitted before new ones.
     """
 
-    def __init__(self, capacity: KvAllocator, chunk: int, slots: LoraSlots | None = None):
+    def __init__(self, capacity: RowAllocator, chunk: int, slots: LoraSlots | None = None):
         """`capacity` limits the running sequences, `chunk` the prompt tokens of one step. `slots` holds the LoRA
         adapters of sequences that use one."""
         self._chunk = chunk
