@@ -596,7 +596,7 @@ async def test_what_is_no_number_in_the_cache_ends_with_its_request(folder: Path
     def fault(batch: Batch) -> None:
         for segment in batch:
             if is_marked(segment) and segment.table is not None:
-                for slot, count in segment.table.slots(0, segment.end):
+                for slot, count in segment.table.spans(0, segment.end):
                     made[0].runner._pool.values[0][slot : slot + count] = float("nan")  # type: ignore[attr-defined]
 
     engine, made[:] = faulty(folder, fault, parallel=2)

@@ -53,13 +53,13 @@ def test_rows_that_decode_together_get_what_each_would_get_alone(group: int, win
     query = torch.randn(len(ends), kv_heads * group, dim).to(dtype)
     plan = packed.plan(window, kv_heads * group, dtype, can_merge=True)
     assert [isinstance(call, decode_plan.PaddedCall) and call.places is not None for call in plan.calls] == [True]
-    logsums = paged._decode(dense.sdpa, packed, 0, query, window, None)
+    answers = packed.decode(paged.LayerAttention(dense.sdpa, 0, window), query)
     for place, (row, end) in enumerate(ends.items()):
         keys, values = (each[0][row * stride : (row + 1) * stride] for each in (pool.keys, pool.values))
         low = max(0, end - window) if window else 0
         answer, _ = formula(query[place], keys, values, low, end)
         near = 1e-4 if dtype == torch.float32 else 1e-2
-        torch.testing.assert_close(logsums[place].double(), answer, atol=near, rtol=near, msg=f"row {row}")
+        torch.testing.assert_close(answers[place].double(), answer, atol=near, rtol=near, msg=f"row {row}")
 
 
 def test_rows_that_share_a_beginning_are_merged_with_what_each_has_of_its_own() -> None:
@@ -81,11 +81,11 @@ def test_rows_that_share_a_beginning_are_merged_with_what_each_has_of_its_own() 
     assert plan.merges
     assert any(isinstance(call, decode_plan.PaddedCall) and call.places is not None for call in plan.calls)
     query = torch.randn(rows - 1, kv_heads, dim)
-    logsums = paged._decode(dense.sdpa, packed, 0, query, 0, None)
+    answers = packed.decode(paged.LayerAttention(dense.sdpa, 0, 0), query)
     for place, (table, end) in enumerate(decodes):
-        slots = [slot for first, count in table.slots(0, end) for slot in range(first, first + count)]
+        slots = [slot for first, count in table.spans(0, end) for slot in range(first, first + count)]
         answer, _ = formula(query[place], pool.keys[0][slots], pool.values[0][slots], 0, end)
-        torch.testing.assert_close(logsums[place].double(), answer, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(answers[place].double(), answer, atol=1e-5, rtol=1e-4)
 
 
 def test_two_heads_at_once_answer_as_each_alone() -> None:

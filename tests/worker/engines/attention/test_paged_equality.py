@@ -197,16 +197,16 @@ def test_runs_merged_are_the_formula_over_all_of_them(dtype: torch.dtype) -> Non
     for window in (0, 20, 5):
         plan = packed.plan(window, 4, dtype, can_merge=True)
         assert plan.merges == (window == 0)
-        logsums = paged._decode(dense.sdpa, packed, 0, query, window, None)
-        exact = paged._decode(dense.eager, packed, 0, query, window, None)
-        torch.testing.assert_close(logsums, exact, atol=tolerance, rtol=1e-2)
+        answers = packed.decode(paged.LayerAttention(dense.sdpa, 0, window), query)
+        exact = packed.decode(paged.LayerAttention(dense.eager, 0, window), query)
+        torch.testing.assert_close(answers, exact, atol=tolerance, rtol=1e-2)
         for each, (table, end) in enumerate(decodes):
-            slots = [place for slot, count in table.slots(0, end) for place in range(slot, slot + count)]
+            slots = [place for slot, count in table.spans(0, end) for place in range(slot, slot + count)]
             slots = slots[-window:] if window else slots
             keys, values = (part[0][slots].double().repeat_interleave(2, 1) for part in (pool.keys, pool.values))
             scores = torch.einsum("hd,phd->hp", query[each].double(), keys) / 8**0.5
             answer = torch.einsum("hp,phd->hd", scores.softmax(-1), values)
-            torch.testing.assert_close(logsums[each].double(), answer, atol=tolerance, rtol=1e-2)
+            torch.testing.assert_close(answers[each].double(), answer, atol=tolerance, rtol=1e-2)
 
 
 def test_blocks_are_copied_as_they_were_and_erased_whole() -> None:

@@ -35,8 +35,8 @@ def filled(name: str, *, heads: int, dim: int, rows: int, blocks: int) -> tuple[
     kind = KvStorageType.of(name, heads, dim, torch.float32)
     assert kind is not None
     pool = QuantizedKvPool(kind, layers=2, rows=rows, blocks=blocks, device=CPU)
-    given = torch.randn(2, pool.slots, heads, dim, generator=torch.Generator().manual_seed(0))
-    order = torch.randperm(pool.slots, generator=torch.Generator().manual_seed(1))
+    given = torch.randn(2, pool.positions, heads, dim, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(pool.positions, generator=torch.Generator().manual_seed(1))
     pool.write(1, order, *given[:, order])
     return pool, kept.kept(given, name)
 
@@ -85,13 +85,13 @@ def test_attention_is_the_formula_over_what_was_kept_however_many_rows_are_read_
     packed = paged.PackedBatch(pool, torch.zeros(14, dtype=torch.int64), decodes, ())
     query = torch.randn(14, 4, 64, generator=torch.Generator().manual_seed(2))
     for kernel in (dense.sdpa, dense.eager):
-        logsums = paged._decode(kernel, packed, 1, query, 0, None)
+        answers = packed.decode(paged.LayerAttention(kernel, 1, 0), query)
         for each, (blocks, end) in enumerate(decodes):
-            slots = [place for slot, count in blocks.slots(0, end) for place in range(slot, slot + count)]
+            slots = [place for slot, count in blocks.spans(0, end) for place in range(slot, slot + count)]
             keys, values = (whole[slots].double().repeat_interleave(2, 1) for whole in both)
             scores = torch.einsum("hd,phd->hp", query[each].double(), keys) / 8.0
             answer = torch.einsum("hp,phd->hd", scores.softmax(-1), values)
-            torch.testing.assert_close(logsums[each].double(), answer, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(answers[each].double(), answer, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -104,7 +104,7 @@ def test_a_step_of_fixed_shape_says_what_the_dynamic_one_says(name: str, tmp_pat
     pool = make_pool(config, blocks, loaded.dtype, CPU, kv_dtype=name)
     source = torch.Generator().manual_seed(0)
     for layer in range(2):
-        pool.write(layer, torch.arange(pool.slots), *torch.randn(2, pool.slots, 2, 16, generator=source))
+        pool.write(layer, torch.arange(pool.positions), *torch.randn(2, pool.positions, 2, 16, generator=source))
     dynamic = PagedRunner(loaded.model, pool, blocks, CPU)
     fixed = GraphRunner(dynamic, rows=3, ctx_size=128)
     batch = []

@@ -143,7 +143,7 @@ def test_rows_of_padding_write_only_what_the_first_row_writes(
         for old, new in zip(before, (*pool.keys, *pool.values), strict=True)
         for slot in (old != new).flatten(1).any(1).nonzero()[:, 0].tolist()
     }
-    assert written == {next(iter(each.table.slots(5, 6)))[0] for each in batch if each.table is not None}
+    assert written == {next(iter(each.table.spans(5, 6)))[0] for each in batch if each.table is not None}
 
 
 def test_the_numbers_of_a_step_stay_where_the_device_reads_them_while_the_next_is_written(

@@ -377,7 +377,7 @@ async def test_no_numbers_in_a_step_ahead_end_their_request_and_stay_nowhere(
         poisoned = [each for each in batch if each.sequence.id == 1 and each.start >= 8]
         for segment in poisoned:
             assert segment.table is not None
-            for slot, count in segment.table.slots(0, segment.end):
+            for slot, count in segment.table.spans(0, segment.end):
                 for store in pool.values:
                     store[slot : slot + count] = float("nan")
         return []
@@ -401,7 +401,7 @@ async def test_no_numbers_found_in_vain_stay_nowhere_either(runner: tuple[PagedR
         lost = [each for each in batch if ahead and each.sequence.id == 1 and each.sequence.answered == 2]
         for segment in lost:
             assert segment.table is not None
-            ((slot, _),) = segment.table.slots(segment.start, segment.end)
+            ((slot, _),) = segment.table.spans(segment.start, segment.end)
             pool.values[0][slot + 1] = float("nan")  # in the same block, at a slot that is not written yet
         return lost
 
@@ -683,7 +683,7 @@ class SchedulerDrive:
             if segment.table is None:
                 continue
             for position in range(segment.end):
-                ((slot, _),) = segment.table.slots(position, position + 1)
+                ((slot, _),) = segment.table.spans(position, position + 1)
                 if position >= segment.start:
                     self.held[slot] = sequence.id, position
                 else:

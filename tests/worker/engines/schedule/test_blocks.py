@@ -103,7 +103,7 @@ def test_those_who_share_a_beginning_share_its_blocks_and_go_on_at_homes_of_thei
     assert blocks.shared == 2 * B
     blocks.release(row)
     blocks.check_integrity()
-    assert list(blocks.table(other).slots(0, 2 * B + 1)) == [(0, 2 * B), (8 * B, 1)]
+    assert list(blocks.table(other).spans(0, 2 * B + 1)) == [(0, 2 * B), (8 * B, 1)]
 
 
 def test_the_conversation_that_was_idle_for_longest_makes_room() -> None:
@@ -301,7 +301,7 @@ class AnyTraffic(RuleBasedStateMachine):
     def places(self, each: Sequence, start: int, end: int) -> list[int]:
         row = next(row for row, owner in self.blocks.owners.items() if owner == each.id)
         return [
-            place for slot, count in self.blocks.table(row).slots(start, end) for place in range(slot, slot + count)
+            place for slot, count in self.blocks.table(row).spans(start, end) for place in range(slot, slot + count)
         ]
 
     @invariant()

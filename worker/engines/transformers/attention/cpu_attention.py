@@ -80,19 +80,19 @@ class RowPositions:
         key = kv_heads, queries, low, stride
         if key not in self._cache:
             rows, tokens = self.tokens.shape
-            slots = self.tokens + torch.arange(low, low + rows * stride, stride, dtype=torch.int32)[:, None]
-            each = slots[:, None, None] * kv_heads + torch.arange(kv_heads, dtype=torch.int32)[:, None, None]
-            each = each.expand(rows, kv_heads, queries, tokens).reshape(-1)
-            self._cache[key] = each, torch.arange(0, len(each) + 1, tokens, dtype=torch.int32)
+            positions = self.tokens + torch.arange(low, low + rows * stride, stride, dtype=torch.int32)[:, None]
+            indices = positions[:, None, None] * kv_heads + torch.arange(kv_heads, dtype=torch.int32)[:, None, None]
+            indices = indices.expand(rows, kv_heads, queries, tokens).reshape(-1)
+            self._cache[key] = indices, torch.arange(0, len(indices) + 1, tokens, dtype=torch.int32)
         return self._cache[key]
 
 
 def max_tokens(rows: int, heads: int, keys: torch.Tensor) -> int:
     """Maximum of tokens per row for which `decode_attention` is available and faster; 0 if it never is. `keys`
     `[positions, kv_heads, head_dim]`."""
-    slots, kv_heads, head_dim = keys.shape
+    positions, kv_heads, head_dim = keys.shape
     # sparse CSR indices are int32 here, and a widened copy and the scores are bounded in bytes
-    if keys.device.type != "cpu" or rows < _LEAST_ROWS.get(keys.dtype, rows + 1) or slots * kv_heads >= 1 << 31:
+    if keys.device.type != "cpu" or rows < _LEAST_ROWS.get(keys.dtype, rows + 1) or positions * kv_heads >= 1 << 31:
         return 0
     widened = WIDENED_BYTES // (4 * kv_heads * head_dim) if keys.dtype == torch.bfloat16 else SPREAD_SCORES
     return min(widened, SPREAD_SCORES // (rows * heads))
@@ -114,9 +114,8 @@ def decode_attention(
     `[rows, kv_heads, queries]`.
     """
     _, kv_heads, queries, head_dim = query.shape
-    scores = _scores(
-        query, keys, places, head_dim**-0.5 if scaling is None else scaling
-    )  # [rows, kv_heads, queries, tokens]
+    # [rows, kv_heads, queries, tokens]
+    scores = _scores(query, keys, places, head_dim**-0.5 if scaling is None else scaling)
     if mask is not None:
         scores += mask
     if logsums is not None:

@@ -23,9 +23,8 @@ from worker.protocol.memory import BLOCK_TOKENS
 _CALL_BYTES = {"cpu": 180 << 10, "cuda": 32 << 20}
 # Elements. CUDA kernels need aligned mask rows; torch makes a padded copy of other masks, in every layer.
 _MASK_ALIGNMENT = 16
-_DECODE_ATTENTION_BYTES = (
-    1 << 20
-)  # as _CALL_BYTES for cpu_attention.decode_attention, which hardly reads in vain; a guess
+# As _CALL_BYTES for cpu_attention.decode_attention, which hardly reads in vain. A guess.
+_DECODE_ATTENTION_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class PaddedCall:
 
     indices: torch.Tensor | None  # [decodes of the call]: their indices in the batch; None: all, in order
     row: torch.Tensor | None  # [decodes of the call]: their rows in the view; None: all rows, in order
-    slot: int  # position of the first row in the pool
+    begin: int  # position of the first row in the pool
     stride: int
     rows: int
     tokens: int
@@ -60,10 +59,10 @@ class DecodePlan:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeView:
-    """Part of the newest run that one decode sees: positions `slot + hidden` to `slot + tokens` of the pool."""
+    """Part of the newest run that one decode sees: positions `begin + hidden` to `begin + tokens` of the pool."""
 
-    indices: int
-    slot: int
+    index: int  # of the decode
+    begin: int
     hidden: int
     tokens: int
 
@@ -83,30 +82,30 @@ class DecodePlanner:
         views: list[_DecodeView] = []
         shared_runs: dict[KvSpan, list[int]] = {}
         gathered: list[tuple[int, tuple[KvSpan, ...]]] = []
-        for indices, (table, end) in enumerate(self._decodes):
+        for index, (table, end) in enumerate(self._decodes):
             low = max(0, end - window) if window else 0  # first token seen
             run = next(run for run in reversed(table.runs) if run.first * BLOCK_TOKENS < end)
             first = run.first * BLOCK_TOKENS
             if low >= first:
                 # All visible tokens lie in the newest run: a view, nothing is copied.
-                views.append(_DecodeView(indices, run.block * BLOCK_TOKENS, low - first, end - first))
+                views.append(_DecodeView(index, run.block * BLOCK_TOKENS, low - first, end - first))
             elif can_merge and not low:
                 # Earlier runs are prefixes that other sequences may share. Grouped by run, each is read once for all
                 # of them. Gathering per sequence would read a shared prefix once for each sequence.
-                for span in table.slots(0, first):
-                    shared_runs.setdefault(span, []).append(indices)
-                views.append(_DecodeView(indices, run.block * BLOCK_TOKENS, 0, end - first))
+                for span in table.spans(0, first):
+                    shared_runs.setdefault(span, []).append(index)
+                views.append(_DecodeView(index, run.block * BLOCK_TOKENS, 0, end - first))
             else:
                 # The kernel cannot merge, or a window begins inside an earlier run: gather this sequence's keys.
-                gathered.append((indices, tuple(table.slots(low, end))))
+                gathered.append((index, tuple(table.spans(low, end))))
         padded, single = self._partition(views, heads)
         calls: list[PaddedCall | SharedCall] = [self._padded(padded, heads, dtype)] if padded else []
         calls += [
-            SharedCall(self._index_tensor([view.indices]), ((view.slot + view.hidden, view.tokens - view.hidden),))
+            SharedCall(self._index_tensor([view.index]), ((view.begin + view.hidden, view.tokens - view.hidden),))
             for view in single
         ]
         calls += [SharedCall(self._index_tensor(indices), (span,)) for span, indices in shared_runs.items()]
-        calls += [SharedCall(self._index_tensor([indices]), spans) for indices, spans in gathered]
+        calls += [SharedCall(self._index_tensor([index]), spans) for index, spans in gathered]
         return DecodePlan(tuple(calls), merges=bool(shared_runs))
 
     def _partition(self, views: list[_DecodeView], heads: int) -> tuple[list[_DecodeView], list[_DecodeView]]:
@@ -114,13 +113,13 @@ class DecodePlanner:
 
         The first list has all views at region starts, unless padding would cost more than the calls it saves.
         """
-        at_region_start = [view for view in views if view.slot % self._pool.stride == 0]
+        at_region_start = [view for view in views if view.begin % self._pool.stride == 0]
         # Two sequences with one start share a run (a prefix) and cannot both be a row of the view.
-        if len(at_region_start) < 2 or len({view.slot for view in at_region_start}) < len(at_region_start):
+        if len(at_region_start) < 2 or len({view.begin for view in at_region_start}) < len(at_region_start):
             return [], views
         low, stride, rows, tokens = _rows(at_region_start)
         # The last row may extend beyond the pool if it is padded to the longest.
-        fits = low + (rows - 1) * stride + tokens <= self._pool.slots
+        fits = low + (rows - 1) * stride + tokens <= self._pool.positions
         # Padding reads keys and values in vain, which costs bandwidth; one call for each row costs call overhead.
         wasted = rows * tokens - sum(view.tokens - view.hidden for view in at_region_start)
         call = _CALL_BYTES.get(self._device.type, 0)
@@ -129,21 +128,21 @@ class DecodePlanner:
         is_cheap = wasted * self._pool.token_bytes <= len(at_region_start) * call
         if not fits or not is_cheap:
             return [], views
-        return at_region_start, [view for view in views if view.slot % self._pool.stride]
+        return at_region_start, [view for view in views if view.begin % self._pool.stride]
 
     def _can_use_decode_attention(self, rows: int, heads: int, tokens: int) -> bool:
         return tokens <= cpu_attention.max_tokens(rows, heads, self._pool.keys[0])  # 0 for uint8, so never if quantized
 
     def _padded(self, views: list[_DecodeView], heads: int, dtype: torch.dtype) -> PaddedCall:
         low, stride, rows, tokens = _rows(views)
-        row = [(view.slot - low) // stride for view in views]
+        row = [(view.begin - low) // stride for view in views]
         begins, ends = [0] * rows, [0] * rows
         for view, place in zip(views, row, strict=True):
             begins[place], ends[place] = view.hidden, view.tokens
         return PaddedCall(
-            indices=self._index_tensor([view.indices for view in views]),
+            indices=self._index_tensor([view.index for view in views]),
             row=None if row == list(range(rows)) else self._upload(row),
-            slot=low,
+            begin=low,
             stride=stride,
             rows=rows,
             tokens=tokens,
@@ -179,8 +178,8 @@ class DecodePlanner:
 
 def _rows(views: list[_DecodeView]) -> tuple[int, int, int, int]:
     """First position, stride (the largest that meets all runs), number of rows, and tokens of the longest row."""
-    low, high = min(view.slot for view in views), max(view.slot for view in views)
-    stride = math.gcd(*(view.slot - low for view in views))
+    low, high = min(view.begin for view in views), max(view.begin for view in views)
+    stride = math.gcd(*(view.begin - low for view in views))
     return low, stride, (high - low) // stride + 1, max(view.tokens for view in views)
 
 

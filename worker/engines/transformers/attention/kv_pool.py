@@ -34,11 +34,11 @@ class KvPool:
         self.rows, self.blocks = rows, blocks
         self.kv_heads, self.head_dim, self.dtype = kv_heads, head_dim, dtype  # as read, after dequantization
         self.kv_dtype = ""  # storage type, if it differs from `dtype` (quantized_kv_pool)
-        self.slots = blocks * BLOCK_TOKENS
+        self.positions = blocks * BLOCK_TOKENS
         self.stride = region_blocks(rows, blocks) * BLOCK_TOKENS  # positions from one region start to the next
         # One allocation with the layer first: [layers, keys and values, positions, kv_heads, head_dim]. Blocks are then
         # copied and erased in all layers with one operation.
-        self._store = claim(layers, 2, self.slots, kv_heads, head_dim, dtype=dtype, device=device)
+        self._store = claim(layers, 2, self.positions, kv_heads, head_dim, dtype=dtype, device=device)
         self.keys = [layer[0] for layer in self._store]
         self.values = [layer[1] for layer in self._store]
 
@@ -58,31 +58,31 @@ class KvPool:
         """Bytes of keys and values of one token in one layer, as they are read."""
         return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
-    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store `keys` and `values` `[tokens, kv_heads, head_dim]` at the positions `slots` `[tokens]`."""
-        self.keys[layer].index_copy_(0, slots, keys)
-        self.values[layer].index_copy_(0, slots, values)
+    def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store `keys` and `values` `[tokens, kv_heads, head_dim]` at `positions` `[tokens]`."""
+        self.keys[layer].index_copy_(0, positions, keys)
+        self.values[layer].index_copy_(0, positions, values)
 
     def read(self, layer: int, spans: Sequence[KvSpan]) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[1, kv_heads, tokens, head_dim]`: a view for one span, a copy for several."""
         keys, values = self.keys[layer], self.values[layer]
         if len(spans) == 1:
-            ((slot, tokens),) = spans
-            keys, values = keys[slot : slot + tokens], values[slot : slot + tokens]
+            ((first, tokens),) = spans
+            keys, values = keys[first : first + tokens], values[first : first + tokens]
         else:
-            keys = torch.cat([keys[slot : slot + tokens] for slot, tokens in spans])
-            values = torch.cat([values[slot : slot + tokens] for slot, tokens in spans])
+            keys = torch.cat([keys[first : first + tokens] for first, tokens in spans])
+            values = torch.cat([values[first : first + tokens] for first, tokens in spans])
         return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
-    def read_rows(self, layer: int, slot: int, stride: int, rows: int, tokens: int) -> list[torch.Tensor]:
-        """Views `[rows, kv_heads, tokens, head_dim]` of keys and values. Row `r` begins at position `slot + r *
+    def read_rows(self, layer: int, begin: int, stride: int, rows: int, tokens: int) -> list[torch.Tensor]:
+        """Views `[rows, kv_heads, tokens, head_dim]` of keys and values. Row `r` begins at position `begin + r *
         stride`."""
         _, heads, dim = self.keys[layer].shape
         wide = heads * dim
         # Overlapping rows are allowed in a view that is only read: the last tokens of a row may be another row's first.
         shape, strides = (rows, heads, tokens, dim), (stride * wide, dim, wide, 1)
         both = (self.keys[layer], self.values[layer])
-        return [each.as_strided(shape, strides, each.storage_offset() + slot * wide) for each in both]
+        return [each.as_strided(shape, strides, each.storage_offset() + begin * wide) for each in both]
 
     def rows_at_once(self, rows: int, tokens: int) -> int:
         """Number of rows of `tokens` tokens to read at once, at most `rows`."""

@@ -25,9 +25,9 @@ class QuantizedKvPool(KvPool):
         self.kv_dtype = kind.name
         self._kind = kind
 
-    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         pack = self._kind.pack
-        super().write(layer, slots, pack(keys)[:, None], pack(values)[:, None])
+        super().write(layer, positions, pack(keys)[:, None], pack(values)[:, None])
 
     def read(self, layer: int, spans: Sequence[KvSpan]) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = (self._read(store[layer], spans) for store in (self.keys, self.values))
@@ -36,19 +36,18 @@ class QuantizedKvPool(KvPool):
     def _read(self, store: torch.Tensor, spans: Sequence[KvSpan]) -> torch.Tensor:
         total = sum(tokens for _, tokens in spans)
         out = torch.empty(total, self.kv_heads, self.head_dim, dtype=self.dtype, device=store.device)
-        first = 0
-        for slot, tokens in spans:
-            self._kind.unpack_to(out[first : first + tokens], store[slot : slot + tokens, 0])
-            first += tokens
+        done = 0
+        for first, tokens in spans:
+            self._kind.unpack_to(out[done : done + tokens], store[first : first + tokens, 0])
+            done += tokens
         return out.transpose(0, 1)[None]
 
-    def read_rows(self, layer: int, slot: int, stride: int, rows: int, tokens: int) -> list[torch.Tensor]:
+    def read_rows(self, layer: int, begin: int, stride: int, rows: int, tokens: int) -> list[torch.Tensor]:
         width = self._kind.width
         shape, strides = (rows, tokens, width), (stride * width, width, 1)
-        stores = (self.keys[layer], self.values[layer])
-        return [
-            self._unpacked(each.as_strided(shape, strides, each.storage_offset() + slot * width)) for each in stores
-        ]
+        both = (self.keys[layer], self.values[layer])
+        records = [each.as_strided(shape, strides, each.storage_offset() + begin * width) for each in both]
+        return [self._kind.unpack(each).transpose(1, 2) for each in records]
 
     def rows_at_once(self, rows: int, tokens: int) -> int:
         most = UNPACKED_BYTES.get(self._store.device.type, UNPACKED_BYTES["cuda"])
@@ -57,7 +56,3 @@ class QuantizedKvPool(KvPool):
 
     def _gather(self, store: torch.Tensor, blocks: torch.Tensor, rows: int) -> torch.Tensor:
         return self._kind.unpack(super()._gather(store, blocks, rows)[:, :, 0])
-
-    def _unpacked(self, records: torch.Tensor) -> torch.Tensor:
-        """`[rows, tokens, bytes]` to `[rows, kv_heads, tokens, head_dim]`."""
-        return self._kind.unpack(records).transpose(1, 2)

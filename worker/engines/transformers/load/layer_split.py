@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from worker.engines.transformers.attention.kv_pool import KvPool
-from worker.engines.transformers.attention.paged import AttentionLayout, PackedBatch
+from worker.engines.transformers.attention.paged import AttentionLayout, LayerAttention, PackedBatch
 from worker.engines.transformers.load import safetensors, staging
 from worker.engines.transformers.load.safetensors import WeightFile
 from worker.engines.transformers.load.snapshot import is_cross_encoder, is_embedder
@@ -332,16 +332,7 @@ class SplitPackedBatch(AttentionLayout):
     parts: tuple[PackedBatch, ...]
     homes: tuple[tuple[int, int], ...]  # by layer: index of its device, and index among the layers there
 
-    def attend(
-        self,
-        kernel: Any,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        window: int,
-        scaling: float | None,
-    ) -> torch.Tensor:
+    def attend(self, at: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """See `AttentionLayout`."""
-        place, layer = self.homes[layer]
-        return self.parts[place].attend(kernel, layer, query, key, value, window, scaling)
+        place, layer = self.homes[at.layer]
+        return self.parts[place].attend(at._replace(layer=layer), query, key, value)

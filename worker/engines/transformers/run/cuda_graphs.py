@@ -3,8 +3,9 @@
 A decode step is hundreds of small kernels. On a large GPU, launching them from the host takes longer than computing
 them. A graph launches all of them at once, but replays exactly what was recorded: the same shapes at the same
 addresses. So there is a fixed set of batch sizes and of sequence lengths, and a batch is padded to the next of both.
-The numbers of a step (tokens, positions, slots, lengths, blocks) are copied in one go into buffers that never move.
-Padding rows repeat the first row: they write the same keys and values to the same slot, which is harmless.
+The numbers of a step (tokens, positions, targets in the pool, lengths, blocks) are copied in one go into buffers that
+never move. Padding rows repeat the first row: they write the same keys and values to the same position, which is
+harmless.
 
 Only `record` needs CUDA. Without recordings, `GraphRunner` computes the same steps kernel by kernel, which is how the
 tests check it on a machine without a GPU.
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from worker.engines.transformers.attention.kv_pool import KvPool
+from worker.engines.transformers.attention.paged import LayerAttention
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.schedule.kv_cache import BlockTable, blocks_for
@@ -25,7 +27,7 @@ from worker.protocol.memory import BLOCK_TOKENS, GATHERED_BYTES
 
 # The smallest recorded length in blocks. Reading this much costs nothing noticeable, so shorter graphs gain nothing.
 _SHORTEST = 16
-_TOKEN, _POSITION, _SLOT, _LENGTH, _BLOCKS = range(5)  # columns of the buffer; blocks take all from theirs on
+_TOKEN, _POSITION, _TARGET, _LENGTH, _BLOCKS = range(5)  # columns of the buffer; blocks take all from theirs on
 
 log = logging.getLogger(__name__)
 
@@ -67,33 +69,23 @@ class GraphLayout:
     def __init__(self, pool: KvPool, numbers: torch.Tensor):
         """`numbers` `[rows, 4 + blocks]`: the buffer, one row for each token."""
         self._pool = pool
-        self._slots = numbers[:, _SLOT].contiguous()
+        self._targets = numbers[:, _TARGET].contiguous()  # positions in the pool to write
         self._lengths = numbers[:, _LENGTH, None]
         self._blocks = numbers[:, _BLOCKS:].flatten()
         self._rows = len(numbers)
         self._masks: dict[int, torch.Tensor] = {}
 
-    def attend(
-        self,
-        kernel: Any,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        window: int,
-        scaling: float | None,
-    ) -> torch.Tensor:
+    def attend(self, at: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attend from `query` `[1, heads, rows, head_dim]` to the pool; result `[1, rows, heads, head_dim]`."""
-        self._pool.write(layer, self._slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        keys, values = self._pool.gather(layer, self._blocks, self._rows)  # [rows, kv_heads, tokens, head_dim]
+        self._pool.write(at.layer, self._targets, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        keys, values = self._pool.gather(at.layer, self._blocks, self._rows)  # [rows, kv_heads, tokens, head_dim]
         _, heads, rows, head_dim = query.shape
         kv_heads = keys.shape[1]
         # Grouped-query attention: heads that share keys become queries of one head.
         # [1, heads, rows, head_dim] to [rows, kv_heads, heads / kv_heads, head_dim]
         mine = query[0].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, head_dim)
-        answer: torch.Tensor = kernel(
-            mine, keys, values, self._mask(window, query.dtype), causal=False, scaling=scaling
-        )
+        mask = self._mask(at.window, query.dtype)
+        answer: torch.Tensor = at.kernel(mine, keys, values, mask, causal=False, scaling=at.scaling)
         return answer.reshape(1, rows, heads, head_dim)
 
     def _mask(self, window: int, dtype: torch.dtype) -> torch.Tensor:
@@ -120,12 +112,12 @@ class _StagedStep:
     def write(self, row: int, segment: Segment, token: int) -> None:
         table, count = segment.table, blocks_for(segment.end)
         assert table is not None, "this cache has blocks"
-        ((slot, _),) = table.slots(segment.start, segment.end)
+        ((target, _),) = table.spans(segment.start, segment.end)
         before = self._written[row]
         # If the row held the same table before, only its last block can have been replaced (copy on write) and some
         # appended. Entries behind the row's own are stale but valid block numbers, and attention masks them.
         first = min(before[1], count) - 1 if before is not None and before[0] is table else 0
-        self.numbers[row, :_BLOCKS] = torch.tensor((token, segment.start, slot, segment.end))
+        self.numbers[row, :_BLOCKS] = torch.tensor((token, segment.start, target, segment.end))
         self.numbers[row, _BLOCKS + first : _BLOCKS + count] = torch.tensor(table.blocks[first:count])
         self._written[row] = table, count
 

@@ -77,7 +77,7 @@ class BlockTable:
             self.runs.pop()
         return self.blocks.pop()
 
-    def slots(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+    def spans(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Positions in the pool of tokens `start` to `end`: first position and length of each run, in order."""
         for run in self.runs:
             first = run.first * BLOCK_TOKENS
