@@ -15,7 +15,7 @@ from tests import tiny
 from tests.worker.loaded import options
 from worker.engines.transformers.load import loader
 from worker.engines.transformers.load.safetensors import WeightFile
-from worker.engines.transformers.load.staging import HostCopies, move
+from worker.engines.transformers.load.staging import HostCopies, RingSize, move
 from worker.errors import StartError
 from worker.protocol.events import Exit
 
@@ -84,7 +84,7 @@ def test_every_byte_arrives_in_its_place_however_many_read(
     path, tensors = stored
     file, lane, told = WeightFile(path), Late(), list[int]()
     model = Holder(file)
-    move(model, [file], HERE, told.append, lane=lane, buffers=buffers, buffer_bytes=4096, readers=readers)
+    move(model, [file], HERE, told.append, lane=lane, size=RingSize(buffers, 4096, readers))
     file.keep_only(frozenset())
     assert all(torch.equal(parameter, tensors[name]) for name, parameter in model.named_parameters())
     assert all(parameter.data_ptr() % 64 == 0 for parameter in model.parameters() if parameter.numel())
@@ -99,7 +99,7 @@ def test_what_lies_side_by_side_is_read_at_once(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     file = WeightFile(tmp_path / "model.safetensors")
     model, told = Holder(file), list[int]()
-    move(model, [file], HERE, told.append, buffers=2, buffer_bytes=8192, readers=1)
+    move(model, [file], HERE, told.append, size=RingSize(2, 8192, readers=1))
     assert told == [8192, 16384]
     assert all(torch.equal(parameter, tensors[name]) for name, parameter in model.named_parameters())
 
@@ -115,7 +115,7 @@ def test_tied_weights_stay_one_and_buffers_and_what_lies_in_memory_come_along(
     model.register_buffer("turned", torch.randn(6, 4).t())
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     turned = model.get_buffer("turned").clone()
-    move(model, [file], HERE, buffers=2, buffer_bytes=4096)
+    move(model, [file], HERE, size=RingSize(2, 4096))
     view = model.get_buffer("view")
     assert model.tied is model.get_parameter("a")
     assert view.data_ptr() == model.get_parameter("c").data_ptr()
@@ -133,10 +133,10 @@ def test_a_file_that_became_shorter_is_refused_and_the_model_stays_as_it_was(
     before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     os.truncate(path, file.size - 4096)
     with pytest.raises(StartError, match="it has become shorter; download it again") as error:
-        move(model, [file], HERE, buffers=2, buffer_bytes=4096)
+        move(model, [file], HERE, size=RingSize(2, 4096))
     assert error.value.exit == Exit.DAMAGED
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
-    assert not [thread for thread in threading.enumerate() if thread.name == "staging"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("staging")]
 
 
 def test_whoever_breaks_it_off_has_nothing_left_on_its_way(stored: tuple[Path, dict[str, torch.Tensor]]) -> None:
@@ -151,9 +151,9 @@ def test_whoever_breaks_it_off_has_nothing_left_on_its_way(stored: tuple[Path, d
     file, lane = WeightFile(stored[0]), Late()
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(Enough):
-        move(Holder(file), [file], HERE, report, lane=lane, buffers=2, buffer_bytes=4096)
+        move(Holder(file), [file], HERE, report, lane=lane, size=RingSize(2, 4096))
     assert lane.on_the_way == []
-    assert not [thread for thread in threading.enumerate() if thread.name == "staging"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("staging")]
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -164,8 +164,8 @@ def test_a_lane_that_breaks_down_breaks_the_load(stored: tuple[Path, dict[str, t
 
     file = WeightFile(stored[0])
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        move(Holder(file), [file], HERE, lane=Broken(), buffers=2, buffer_bytes=4096)
-    assert not [thread for thread in threading.enumerate() if thread.name == "staging"]
+        move(Holder(file), [file], HERE, lane=Broken(), size=RingSize(2, 4096))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("staging")]
 
 
 def anonymous() -> int:
@@ -181,7 +181,7 @@ def test_main_memory_holds_the_ring_and_no_more(tmp_path: Path) -> None:
     model = Holder(file)
     gc.collect()
     before, most = anonymous(), list[int]()
-    move(model, [file], HERE, lambda done: most.append(anonymous() - before - done), buffers=4, buffer_bytes=1 << 18)
+    move(model, [file], HERE, lambda done: most.append(anonymous() - before - done), size=RingSize(4, 1 << 18))
     assert max(most) < 8 << 20
     del model
     assert anonymous() - before < 8 << 20, "the ring is given back"

@@ -14,10 +14,10 @@ import contextlib
 import logging
 import mmap
 import os
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 # machine.
 READERS = 8
 ALIGNMENT = 256  # of each tensor on the device, like allocations of CUDA itself
-_PATIENCE = 0.1  # seconds between checks of waiting threads whether they should stop
 
 
 class DeviceCopies(Protocol):
@@ -99,6 +98,19 @@ class StagedChunk:
     targets: tuple[tuple[int, torch.Tensor], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class RingSize:
+    """Buffers of main memory, and the most threads that fill them."""
+
+    buffers: int = STAGING_BUFFERS
+    buffer_bytes: int = STAGING_BUFFER_BYTES
+    readers: int = READERS
+
+    def divided(self, count: int) -> "RingSize":
+        """The share of one of `count` devices."""
+        return RingSize(max(1, self.buffers // count), self.buffer_bytes, max(1, self.readers // count))
+
+
 def move(
     model: torch.nn.Module,
     files: Sequence[WeightFile],
@@ -107,22 +119,11 @@ def move(
     *,
     read: Callable[[], None] = lambda: None,
     lane: DeviceCopies | None = None,
-    buffers: int = STAGING_BUFFERS,
-    buffer_bytes: int = STAGING_BUFFER_BYTES,
-    readers: int = READERS,
+    size: RingSize = RingSize(),
 ) -> None:
     """Move all parameters and buffers of `model` to `device` with `bring`. If that raises, `model` is unchanged."""
-    copy_of = bring(
-        [*model.parameters(), *model.buffers()],
-        files,
-        device,
-        report,
-        read=read,
-        lane=lane,
-        buffers=buffers,
-        buffer_bytes=buffer_bytes,
-        readers=readers,
-    )
+    tensors = [*model.parameters(), *model.buffers()]
+    copy_of = bring(tensors, files, device, report, read=read, lane=lane, size=size)
     send: Any = model._apply  # the method behind `Module.to`
     send(copy_of)
 
@@ -135,9 +136,7 @@ def bring(
     *,
     read: Callable[[], None] = lambda: None,
     lane: DeviceCopies | None = None,
-    buffers: int = STAGING_BUFFERS,
-    buffer_bytes: int = STAGING_BUFFER_BYTES,
-    readers: int = READERS,
+    size: RingSize = RingSize(),
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Copy `tensors` to `device` and return a function from each tensor to its copy. Views of `files` are read from
     there.
@@ -147,10 +146,10 @@ def bring(
     """
     lane = lane or (CudaCopies(device) if device.type == "cuda" else HostCopies())
     moved: dict[tuple[Any, ...], torch.Tensor] = {}
-    chunks = _chunks_to_copy(tensors, files, device, moved, buffer_bytes)
+    chunks = _chunks_to_copy(tensors, files, device, moved, size.buffer_bytes)
     if chunks:
-        with _ring(min(buffers, len(chunks)), buffer_bytes, device) as ring:
-            _Transfer(chunks, ring, lane).run(min(readers, os.cpu_count() or 1), report, read)
+        with _ring(min(size.buffers, len(chunks)), size.buffer_bytes, device) as ring:
+            _transfer(chunks, ring, lane, min(size.readers, os.cpu_count() or 1), report, read)
 
     def copy_of(tensor: torch.Tensor) -> torch.Tensor:
         found = moved.get(_key(tensor)) if _lies_here(tensor) else None
@@ -163,8 +162,7 @@ def bring_each(
     shares: Mapping[torch.device, Sequence[torch.Tensor]],
     files: Sequence[WeightFile],
     report: Callable[[int], None],
-    *,
-    buffer_bytes: int = STAGING_BUFFER_BYTES,
+    size: RingSize = RingSize(),
 ) -> dict[torch.device, Callable[[torch.Tensor], torch.Tensor]]:
     """As `bring`, for several devices in parallel. Raises the error of one of them after all have ended."""
     done, lock = dict.fromkeys(shares, 0), threading.Lock()
@@ -174,21 +172,13 @@ def bring_each(
             done[device] = size
             report(sum(done.values()))
 
-    with ThreadPoolExecutor(max(len(shares), 1)) as pool:
-        begun = {
-            device: pool.submit(
-                bring,
-                tensors,
-                files,
-                device,
-                partial(report_device, device),
-                buffers=max(1, STAGING_BUFFERS // len(shares)),
-                buffer_bytes=buffer_bytes,
-                readers=max(1, READERS // len(shares)),
-            )
+    count = max(len(shares), 1)
+    with ThreadPoolExecutor(count) as pool:
+        copies = {
+            device: pool.submit(bring, tensors, files, device, partial(report_device, device), size=size.divided(count))
             for device, tensors in shares.items()
         }
-    return {device: each.result() for device, each in begun.items()}
+    return {device: copy.result() for device, copy in copies.items()}
 
 
 def _lies_here(tensor: torch.Tensor) -> bool:
@@ -287,9 +277,8 @@ def _ring(buffers: int, buffer_bytes: int, device: torch.device) -> Iterator[lis
 
     torch's own pinned memory is not used, because its allocator would keep it.
     """
-    area = mmap.mmap(
-        -1, buffers * buffer_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )  # freed with its last view
+    # Freed with its last view.
+    area = mmap.mmap(-1, buffers * buffer_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(area, dtype=torch.uint8)
     is_pinned = device.type == "cuda" and _pin(whole, device)
     try:
@@ -315,101 +304,72 @@ def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-class _Transfer:
-    """Reader threads, which fill buffers, and the calling thread, which starts the copies."""
+def _transfer(
+    chunks: Sequence[StagedChunk],
+    ring: Sequence[torch.Tensor],
+    lane: DeviceCopies,
+    readers: int,
+    report: Callable[[int], None],
+    read: Callable[[], None],
+) -> None:
+    """Fill buffers in threads, start their copies in this one, and return when everything has arrived.
 
-    def __init__(self, chunks: Sequence[StagedChunk], ring: Sequence[torch.Tensor], lane: DeviceCopies):
-        self._chunks = chunks
-        self._rest = iter(chunks)
-        self._lane = lane
-        self._lock = threading.Lock()
-        self._stopped = threading.Event()
-        # Buffers with the function that waits for their last copy.
-        self._empty: queue.SimpleQueue[tuple[torch.Tensor, Callable[[], None]]] = queue.SimpleQueue()
-        self._full: queue.SimpleQueue[tuple[StagedChunk, torch.Tensor] | BaseException] = queue.SimpleQueue()
+    If it raises, no copy is running any more. Copies start in the order of the chunks: a chunk that is filled early
+    waits for those in front of it, which costs nothing as long as all buffers are being filled.
+    """
+    with contextlib.ExitStack() as stack:
+        descriptors: dict[WeightFile, int] = {}
+        for file in {chunk.source for chunk in chunks if isinstance(chunk.source, WeightFile)}:
+            descriptors[file] = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, descriptors[file])
+        # Callbacks run in reverse: join the readers, finish the copies, close the files.
+        stack.callback(lane.end)
+        pool = ThreadPoolExecutor(readers, "staging")
+        stack.callback(pool.shutdown, cancel_futures=True)
+        rest = iter(chunks)
+        filling: deque[tuple[StagedChunk, torch.Tensor, Future[None]]] = deque()
+
+        def fill_next(buffer: torch.Tensor, has_arrived: Callable[[], None]) -> None:
+            if (chunk := next(rest, None)) is not None:
+                filling.append((chunk, buffer, pool.submit(_fill, chunk, buffer, descriptors, has_arrived)))
+
         for buffer in ring:
-            self._empty.put((buffer, _nothing))
+            fill_next(buffer, _nothing)
+        done = 0
+        while filling:
+            chunk, buffer, filled = filling.popleft()
+            filled.result()
+            for start, target in chunk.targets:
+                lane.copy(target, buffer[start : start + target.nbytes])
+            fill_next(buffer, lane.mark())
+            done += chunk.size
+            report(done)
+        read()
 
-    def run(self, readers: int, report: Callable[[int], None], read: Callable[[], None]) -> None:
-        """Return when everything has arrived. If it raises, no copy is running any more."""
-        files = {id(each.source): each.source for each in self._chunks if isinstance(each.source, WeightFile)}
-        with contextlib.ExitStack() as stack:
-            descriptors = {}
-            for key, file in files.items():
-                descriptors[key] = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
-                stack.callback(os.close, descriptors[key])
-            # Callbacks run in reverse: join the readers, finish the copies, close the files.
-            stack.callback(self._lane.end)
-            threads = [
-                threading.Thread(target=self._read, args=(descriptors,), name="staging", daemon=True)
-                for _ in range(max(readers, 1))
-            ]
-            stack.callback(self._join, threads)
-            for thread in threads:
-                thread.start()
-            done = 0
-            for _ in self._chunks:
-                filled = self._full.get()
-                if isinstance(filled, BaseException):
-                    raise filled
-                chunk, buffer = filled
-                for start, target in chunk.targets:
-                    self._lane.copy(target, buffer[start : start + target.nbytes])
-                self._empty.put((buffer, self._lane.mark()))
-                done += chunk.size
-                report(done)
-            read()
 
-    def _join(self, threads: Sequence[threading.Thread]) -> None:
-        self._stopped.set()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-
-    def _read(self, descriptors: dict[int, int]) -> None:
-        try:
-            while not self._stopped.is_set():
-                with self._lock:
-                    chunk = next(self._rest, None)
-                if chunk is None:
-                    return
-                buffer = self._next_empty()
-                if buffer is None:
-                    return
-                self._fill(chunk, buffer, descriptors)
-                self._full.put((chunk, buffer))
-        except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
-            self._full.put(error)
-
-    def _next_empty(self) -> torch.Tensor | None:
-        """A free buffer, or None if no more are needed."""
-        while not self._stopped.is_set():
-            with contextlib.suppress(queue.Empty):
-                buffer, arrived = self._empty.get(timeout=_PATIENCE)
-                arrived()
-                return buffer
-        return None
-
-    @staticmethod
-    def _fill(chunk: StagedChunk, buffer: torch.Tensor, descriptors: dict[int, int]) -> None:
-        source = chunk.source
-        if isinstance(source, torch.Tensor):
-            buffer[: chunk.size].copy_(source[chunk.offset : chunk.offset + chunk.size])
-            return
-        rest = buffer[: chunk.size].numpy().data
-        offset = chunk.offset
-        while rest:
-            count = os.preadv(descriptors[id(source)], [rest], offset)
-            if not count:
-                raise StartError(
-                    f"{source.path} ends at byte {offset}, in its tensors: it has become shorter; download it again",
-                    Exit.DAMAGED,
-                )
-            rest, offset = rest[count:], offset + count
+def _fill(
+    chunk: StagedChunk,
+    buffer: torch.Tensor,
+    descriptors: Mapping[WeightFile, int],
+    has_arrived: Callable[[], None],
+) -> None:
+    """Read a chunk into `buffer` after the last copy from there has finished, for which `has_arrived` waits."""
+    has_arrived()
+    source = chunk.source
+    if isinstance(source, torch.Tensor):
+        buffer[: chunk.size].copy_(source[chunk.offset : chunk.offset + chunk.size])
+        return
+    rest = buffer[: chunk.size].numpy().data
+    offset = chunk.offset
+    while rest:
+        count = os.preadv(descriptors[source], [rest], offset)
+        if not count:
+            raise StartError(
+                f"{source.path} ends at byte {offset}, in its tensors: it has become shorter; download it again",
+                Exit.DAMAGED,
+            )
+        rest, offset = rest[count:], offset + count
 
 
 def _nothing() -> None:
     pass
-
-
-__all__ = ["DeviceCopies", "HostCopies", "bring", "bring_each", "move"]
