@@ -227,7 +227,7 @@ class TransformersEngine:
 
     def until_mapped(self) -> None:
         """Wait until the KV cache is mapped. `map_rest` must have been called."""
-        self._unmapped.finish()
+        self._unmapped.cache.finish()
 
     @property
     def later(self) -> int:

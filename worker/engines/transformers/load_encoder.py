@@ -52,9 +52,8 @@ def load(
         raise StartError(f"pooling = {options.pooling} is not for a cross-encoder; leave it out, or set task = embed")
     found = None if scores else sentence_transformers_config.read(snapshot, options.pooling)
     loaded = loader.load_model(options, config, implementation(options), progress, stage_done, built)
-    if loaded.prefault is not None:
-        loaded.prefault.start()
-        loaded.prefault.finish()  # the warmup below reads all weights
+    loaded.unmapped.start()
+    loaded.unmapped.finish()  # the warmup reads all weights
     if not options.enforce_eager:
         CpuLinears(loaded.model)
     stated = getattr(config, "pad_token_id", None)  # custom code may have no such attribute

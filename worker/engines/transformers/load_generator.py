@@ -16,7 +16,6 @@ from worker.engines.transformers.device.process_overhead import overhead
 from worker.engines.transformers.device.rank_processes import RankProcesses
 from worker.engines.transformers.load import architectures, loader, snapshot, tensor_parallel_plan
 from worker.engines.transformers.load.lora import LoraAdapters
-from worker.engines.transformers.load.safetensors import Prefault
 from worker.engines.transformers.loop import requests
 from worker.engines.transformers.loop.generation_loop import Backend
 from worker.engines.transformers.run import backends, tensor_parallel
@@ -37,28 +36,22 @@ log = logging.getLogger(__name__)
 Progress = Callable[[events.Progress], None]
 
 
+@dataclass(frozen=True)
 class UnmappedMemory:
-    """Main memory of a loaded model that is not mapped yet: weights in the page cache, and the KV cache."""
+    """Main memory of a loaded model that is not mapped yet."""
 
-    def __init__(self, prefault: Prefault | None = None, claims: LazyPages | None = None):
-        self._prefault, self.claims = prefault, claims or LazyPages()
+    weights: LazyPages = field(default_factory=LazyPages)
+    cache: LazyPages = field(default_factory=LazyPages)
 
     @property
     def left(self) -> int:
         """Bytes that are still to be mapped."""
-        return (self._prefault.left if self._prefault is not None else 0) + self.claims.left
+        return self.weights.left + self.cache.left
 
     def start(self) -> None:
         """Map it in the background: first the weights, which the first step reads, then the KV cache. Called once."""
-        if self._prefault is None:
-            self.claims.start()
-        else:
-            self._prefault.start()
-            self.claims.start(behind=self._prefault.finish)
-
-    def finish(self) -> None:
-        """Wait until the KV cache is mapped."""
-        self.claims.finish()
+        self.weights.start()
+        self.cache.start(behind=self.weights.finish)
 
 
 @dataclass(frozen=True)
@@ -94,7 +87,7 @@ def load(
     processor, no_vision = load_image_processor(options, config, tokenizer)
     with _start_errors(loaded, config, options, ctx_size):
         tower = VisionTower(loaded.model, processor.token, loaded.device) if processor is not None else None
-        claims = None
+        cache_pages = LazyPages()
         backend: PagedRunner | AlignedRunner
         capacity: RowAllocator
         if share is not None and ranks is not None:
@@ -102,7 +95,7 @@ def load(
                 loaded, config, options, ctx_size, ranks, share[1], progress
             )
         else:
-            with claiming() as claims:
+            with claiming() as cache_pages:
                 backend, capacity = backends.make_runner(
                     loaded.model,
                     config,
@@ -136,7 +129,7 @@ def load(
         ),
         image_reader=ImageReader(processor, loaded.dtype, most=options.limit_images) if processor is not None else None,
         no_vision=no_vision,
-        unmapped=UnmappedMemory(loaded.prefault, claims),
+        unmapped=UnmappedMemory(loaded.unmapped, cache_pages),
     )
 
 

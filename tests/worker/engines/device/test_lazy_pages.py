@@ -78,6 +78,6 @@ async def test_what_a_worker_is_yet_to_take_is_told_from_its_first_pulse_on(tmp_
         engine.until_mapped()
         came = at_ready - engine.later
         weights = sum(each.nbytes for each in load_file(folder / "model.safetensors").values())
-        assert came == weights + engine._unmapped.claims.taken > weights + 2 * MIB
+        assert came == weights + engine._unmapped.cache.taken > weights + 2 * MIB
     async with serving(load(folder, ctx_size=512, parallel=64)) as other:
         assert (await complete_one(other, (9, 41, 70), max_tokens=4)).finish == "length", "nobody has to have them come"

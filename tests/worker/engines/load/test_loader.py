@@ -109,12 +109,11 @@ def test_weights_in_the_page_cache_are_mapped_while_the_model_computes(tmp_path:
     path, asked = folder / "model.safetensors", options(folder)
     loaded = load_model(asked, load_config(asked), None, lambda event: None)
     weight = sum(weight.nbytes for weight in loaded.model.parameters())
-    assert loaded.prefault is not None
-    assert resident(path) < loaded.prefault.left == weight
-    loaded.prefault.start()
-    loaded.prefault.finish()
+    assert resident(path) < loaded.unmapped.left == weight
+    loaded.unmapped.start()
+    loaded.unmapped.finish()
     assert resident(path) >= weight
-    assert loaded.prefault.left == 0
+    assert loaded.unmapped.left == 0
 
 
 def test_weights_that_were_let_go_are_not_mapped_again(tmp_path: Path) -> None:
@@ -122,12 +121,12 @@ def test_weights_that_were_let_go_are_not_mapped_again(tmp_path: Path) -> None:
     save_file({str(number): torch.zeros(1 << 20) for number in range(4)}, path)
     opened = safetensors.WeightFile(path)
     views = [view for _, view in opened.tensors()]
-    prefault = safetensors.Prefault([opened], [*views, torch.zeros(1 << 20)] * 1000)  # it is not soon over
-    prefault.start()
-    loaded = loader.LoadedModel(None, None, torch.device("cpu"), torch.float32, False, (opened,), prefault=prefault)
+    unmapped = safetensors.unmapped_views([opened], [*views, torch.zeros(1 << 20)] * 1000)  # it is not soon over
+    unmapped.start()
+    loaded = loader.LoadedModel(None, None, torch.device("cpu"), torch.float32, False, (opened,), unmapped=unmapped)
     assert all(loaded.release_pages(view) for view in views)
     assert not loaded.release_pages(torch.zeros(8))
-    prefault.finish()
+    unmapped.finish()
     assert resident(path) < 1 << 20
 
 

@@ -1,57 +1,68 @@
-"""Allocation of main memory whose pages are populated in the background.
+"""Main memory whose pages are mapped in the background.
 
 A KV cache is gigabytes of zeros, and the kernel provides about 5 GB per second. The first token needs few of these
-pages, so a load does not wait for the rest: inside `claiming`, a background thread populates them without changing what
-is written meanwhile. `Claims.left` has the bytes still to come, which count as used memory.
+pages, so a load does not wait for the rest: inside `claiming`, pages are only noted, and a background thread populates
+them later without changing what is written meanwhile. The pages of cached weights are mapped in the same way.
+`LazyPages.left` has the bytes still to come, which count as used memory.
 """
 
 import ctypes
 import mmap
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
 
 _HUGE_PAGE = 2 << 20
-_STRETCH = 16 << 20  # bytes populated per call
+_STRETCH = 16 << 20  # bytes mapped per call
 # linux/mman.h; the latter since Linux 5.14. Python has names for them only from 3.14 on.
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class LazyPages:
-    """Memory allocated inside one `claiming` block."""
+    """Pages that a background thread maps in the order in which they were added."""
 
     def __init__(self) -> None:
-        self._areas: list[torch.Tensor] = []
-        self.taken = self.left = 0  # bytes, and those of them that are not populated yet
+        self._areas: deque[tuple[torch.Tensor, Callable[[torch.Tensor], object]]] = deque()
+        self.taken = self.left = 0  # bytes, and those of them that are not mapped yet
+        self._is_over = False
         self._thread: threading.Thread | None = None
 
-    def add(self, area: torch.Tensor) -> None:
-        """Add page-aligned bytes `[size]`."""
-        self._areas.append(area)
+    def add(self, area: torch.Tensor, touch: Callable[[torch.Tensor], object]) -> None:
+        """Add bytes `[size]`. `touch` maps the pages of a part of them."""
+        self._areas.append((area, touch))
         self.taken += len(area)
         self.left += len(area)
 
     def start(self, behind: Callable[[], None] = lambda: None) -> None:
-        """Start to populate in a background thread, after `behind` has returned there. Call once."""
+        """Start the thread, which calls `behind` first. Call once."""
         if self._areas:
-            self._thread = threading.Thread(target=self._run, args=(behind,), name="claims", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(behind,), name="lazy-pages", daemon=True)
             self._thread.start()
 
     def finish(self) -> None:
-        """Wait until everything is populated, if started."""
+        """Wait until everything is mapped, if started."""
         if self._thread is not None:
             self._thread.join()
+
+    def stop(self) -> None:
+        """Stop early and wait for the thread. The rest is mapped on first use."""
+        self._is_over = True
+        self.finish()
+        self.left = 0
 
     def _run(self, behind: Callable[[], None]) -> None:
         behind()
         while self._areas:
-            area = self._areas.pop(0)
+            area, touch = self._areas.popleft()  # memory that is freed meanwhile must not stay referenced here
             for start in range(0, len(area), _STRETCH):
+                if self._is_over:
+                    return
                 some = area[start : start + _STRETCH]
-                _populate(some)  # pages that fail are populated by the first write
+                touch(some)
                 self.left -= len(some)
 
 
@@ -60,7 +71,7 @@ _claims: LazyPages | None = None  # of the current block
 
 @contextmanager
 def claiming() -> Iterator[LazyPages]:
-    """Allocations of this thread in the block may be unpopulated at its end. `Claims.start` populates them."""
+    """Allocations of this thread in the block may be unpopulated at its end. `LazyPages.start` populates them."""
     global _claims
     before, _claims = _claims, LazyPages()
     try:
@@ -83,7 +94,7 @@ def claim(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         area.madvise(_MADV_HUGEPAGE)
     whole = torch.frombuffer(area, dtype=torch.uint8)
     if _claims is not None and _populate(whole[: mmap.PAGESIZE]):
-        _claims.add(whole)
+        _claims.add(whole, _populate)  # pages that fail are populated by the first write
     else:
         whole[:: mmap.PAGESIZE].zero_()
     return whole.view(dtype).view(size)

@@ -7,7 +7,7 @@ they must be converted. Whatever prevents a load is a StartError with the way ou
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from worker.engines.transformers.device import memory
+from worker.engines.transformers.device.lazy_pages import LazyPages
 from worker.engines.transformers.load import (
     layer_split,
     quantization,
@@ -59,21 +60,16 @@ class LoadedModel:
 
     model: Any
     config: Any
-    device: torch.device
-    # The first one, if there are several.
+    device: torch.device  # the first one, if there are several
     dtype: torch.dtype
     embeds: bool
-    files: tuple[safetensors.WeightFile, ...] = ()
-    # The files that weights on the CPU are views of.
-    split: LayerSplit | None = None
-    # Layers per device, if there are several.
-    prefault: safetensors.Prefault | None = None
-    # Maps the pages of those files in the background once started; None if they are mapped.
+    files: tuple[safetensors.WeightFile, ...] = ()  # that weights on the CPU are views of
+    split: LayerSplit | None = None  # layers per device, if there are several
+    unmapped: LazyPages = field(default_factory=LazyPages)  # pages of the files that are cached but not mapped yet
 
     def release_pages(self, view: torch.Tensor) -> bool:
         """Release the pages of weights that are not needed now. False if they are not part of a mapped file."""
-        if self.prefault is not None:
-            self.prefault.stop()  # it would map the pages again
+        self.unmapped.stop()  # it would map the pages again
         return any(file.release_pages(view) for file in self.files)
 
 
@@ -102,11 +98,11 @@ def load_model(
         raise StartError(f"load-format {options.load_format!r} is none of auto, safetensors, dummy", Exit.USAGE)
     try:
         if built is not None and share is None:
-            model, prefault = _fill(built, device, parts, report, over)
-            return LoadedModel(model, model.config, device, built.dtype, embeds, tuple(built.files), parts, prefault)
+            model, unmapped = _fill(built, device, parts, report, over)
+            return LoadedModel(model, model.config, device, built.dtype, embeds, tuple(built.files), parts, unmapped)
         cls = model_class(options, config, embeds)
         files: tuple[safetensors.WeightFile, ...] = ()
-        prefault = None
+        unmapped = LazyPages()
         with quiet():
             if share is not None:
                 model, dtype, files = _load_slices(cls, options, config, device, share, report, over)
@@ -115,8 +111,8 @@ def load_model(
             elif quantization.is_quantized(options, config):
                 model, dtype = _quantized(cls, options, config, device, report)
             else:
-                model, dtype, files, prefault = _stored(cls, options, config, device, parts, embeds, report, over)
-        return LoadedModel(_set_up(model, attention), model.config, device, dtype, embeds, files, parts, prefault)
+                model, dtype, files, unmapped = _stored(cls, options, config, device, parts, embeds, report, over)
+        return LoadedModel(_set_up(model, attention), model.config, device, dtype, embeds, files, parts, unmapped)
     except Exception as error:
         if memory.is_exhausted(error):
             where = Exit.HOST_MEMORY if device.type == "cpu" else Exit.DEVICE_MEMORY
@@ -190,15 +186,14 @@ def build(options: ModelOptions, config: Any, attention: str | None) -> Built | 
 
 def _fill(
     built: Built, device: torch.device, parts: LayerSplit | None, report: Report, over: Callable[[str], None]
-) -> tuple[Any, safetensors.Prefault | None]:
-    """The model of `built` on `device` or devices with its weights in memory, and the prefault thread if pages are
-    cached but not mapped."""
+) -> tuple[Any, LazyPages]:
+    """The model of `built` on `device` or devices with its weights in memory, and its pages that are not mapped yet."""
     if device.type != "cpu":
-        return sent(built.model, built.files, device, report, over, parts), None
+        return sent(built.model, built.files, device, report, over, parts), LazyPages()
     if parts is None and safetensors.are_cached(built.files):
         # Everything is in the page cache: the model can run while its pages are mapped.
         over("read")
-        return built.model, _prefault(built.model, built.files, report)
+        return built.model, _unmapped(built.model, built.files, report)
     with safetensors.ReadAhead(built.files) as ahead:
         report_bytes = partial(_report_weights, report, ahead.total)
         report_bytes(0)
@@ -207,14 +202,14 @@ def _fill(
         ahead.finish(report_bytes)
     _release_unused(built.files, model)
     over("read")
-    return model, None
+    return model, LazyPages()
 
 
-def _prefault(model: Any, files: Sequence[safetensors.WeightFile], report: Report) -> safetensors.Prefault:
-    """Prefault thread for weights in the page cache. A page that is not mapped yet is mapped on first use."""
+def _unmapped(model: Any, files: Sequence[safetensors.WeightFile], report: Report) -> LazyPages:
+    """Report weights in the page cache as loaded, and return their pages."""
     total = sum(file.size for file in files)
     _report_weights(report, total, total)
-    return safetensors.Prefault(files, [*model.parameters(), *model.buffers()])
+    return safetensors.unmapped_views(files, [*model.parameters(), *model.buffers()])
 
 
 def sent(
@@ -256,7 +251,7 @@ def _stored(
     embeds: bool,
     report: Report,
     over: Callable[[str], None],
-) -> tuple[Any, torch.dtype, tuple[safetensors.WeightFile, ...], safetensors.Prefault | None]:
+) -> tuple[Any, torch.dtype, tuple[safetensors.WeightFile, ...], LazyPages]:
     """Load unquantized weights: views of the mapped files where the dtype matches, else converted tensor by tensor, so
     that memory holds each weight once.
 
@@ -270,14 +265,14 @@ def _stored(
         views = {name: tensor for file in opened for name, tensor in file.tensors()}
         model = build_around(cls, config, views, dtype, embeds)
         over("build")
-        return sent(model, opened, device, report, over, parts), dtype, tuple(opened), None
+        return sent(model, opened, device, report, over, parts), dtype, tuple(opened), LazyPages()
     if device.type == "cpu" and parts is None and not converts and safetensors.are_cached(opened):
         views = {name: tensor for file in opened for name, tensor in file.tensors()}
         over("read")
         model = build_around(cls, config, views, dtype, embeds)
         _release_unused(opened, model)
         over("build")
-        return model, dtype, tuple(opened), _prefault(model, opened, report)
+        return model, dtype, tuple(opened), _unmapped(model, opened, report)
     converted = most = 0
     with safetensors.ReadAhead(opened, converts) as ahead:
 
@@ -305,7 +300,7 @@ def _stored(
         ahead.finish(report_bytes)
         over("read")
     _release_unused(opened, model)
-    return model, dtype, tuple(opened), None
+    return model, dtype, tuple(opened), LazyPages()
 
 
 def _load_slices(

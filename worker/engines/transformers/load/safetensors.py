@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import torch
 
+from worker.engines.transformers.device.lazy_pages import LazyPages
 from worker.engines.transformers.load.page_cache import READERS, STRETCH, BackgroundReader, cached, read
 from worker.errors import StartError
 from worker.protocol.events import Exit
@@ -237,8 +238,7 @@ class ReadAhead:
             if not is_cached:
                 read(descriptor, start, length)
         elif is_cached:
-            # Reading one byte per fault-around window takes no mmap lock; madvise would block threads that map memory.
-            file.bytes[start : start + length : _AROUND].max()
+            _touch(file.bytes[start : start + length])
         else:
             _populate(file.bytes[start : start + length])
         with self._lock:
@@ -262,45 +262,24 @@ def are_cached(files: Sequence[WeightFile]) -> bool:
     return True
 
 
-class Prefault:
-    """Maps cached weights in a background thread while the model is already used.
+def unmapped_views(files: Sequence[WeightFile], views: Sequence[torch.Tensor]) -> LazyPages:
+    """The pages of `views`, which are in the page cache. The model can be used while they are mapped.
 
-    The thread touches the pages in the order of the views, which should be the order of use. A page used earlier is
-    mapped by its page fault. This takes some tens of milliseconds.
+    The order of the views should be the order of use: a page used earlier is mapped by its page fault. Mapping takes
+    some tens of milliseconds. Views that belong to none of the files are ignored.
     """
+    pages = LazyPages()
+    for view in views:
+        for file in files:
+            if (at := file.offset(view)) is not None:
+                pages.add(file.bytes[at : at + view.nbytes], _touch)
+    return pages
 
-    def __init__(self, files: Sequence[WeightFile], views: Sequence[torch.Tensor]):
-        """Views that belong to none of the files are ignored."""
-        places = ((file, file.offset(view), view.nbytes) for view in views for file in files)
-        self._stretches = [file.bytes[at : at + size] for file, at, size in places if at is not None]
-        self.left = sum(map(len, self._stretches))  # bytes that are not mapped yet
-        self._is_over = False
-        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Start the thread. Call once."""
-        self._thread = threading.Thread(target=self._run, name="prefault", daemon=True)
-        self._thread.start()
-
-    def finish(self) -> None:
-        """Wait until everything is mapped, if started."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def stop(self) -> None:
-        """Stop early and wait for the thread. The rest is mapped on first use."""
-        self._is_over = True
-        self.finish()
-        self.left = 0
-
-    def _run(self) -> None:
-        for stretch in self._stretches:
-            for start in range(0, len(stretch), STRETCH):
-                if self._is_over:
-                    return
-                some = stretch[start : start + STRETCH]
-                some[::_AROUND].max()
-                self.left -= len(some)
+def _touch(stretch: torch.Tensor) -> None:
+    """Map cached pages. Reading one byte per fault-around window takes no mmap lock; madvise would block threads that
+    map memory."""
+    stretch[::_AROUND].max()
 
 
 def _populate(stretch: torch.Tensor) -> None:
@@ -309,6 +288,3 @@ def _populate(stretch: torch.Tensor) -> None:
     _libc.madvise(
         ctypes.c_void_p(stretch.data_ptr()), ctypes.c_size_t(stretch.nbytes), ctypes.c_int(_MADV_POPULATE_READ)
     )
-
-
-__all__ = ["NAMES", "Prefault", "ReadAhead", "WeightFile", "are_cached", "files"]
