@@ -19,6 +19,7 @@ from tests.worker.stepped import Drive
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.load import loader
+from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.run.warmup import record
@@ -80,7 +81,7 @@ async def test_text_is_the_same_on_several_devices(family: str, tmp_path: Path) 
 def test_a_recorded_step_says_what_the_dynamic_one_says_at_every_rung(tmp_path: Path) -> None:
     asked = options(tiny.make("llama", tmp_path), devices=(DEVICE,), dtype="float32", parallel=5)
     paged.register()
-    config = loader.load_config(asked)
+    config = load_config(asked)
     loaded = loader.load_model(asked, config, backends.implementation("auto", config), lambda _: None)
     runner, capacity = backends.make_runner(loaded.model, config, asked, 200, loaded.device, caches=False)
     assert isinstance(runner, PagedRunner)
@@ -125,7 +126,7 @@ async def test_nothing_grows_while_an_engine_serves(tmp_path: Path) -> None:
 
 def test_weights_arrive_on_the_device_as_they_lie(tmp_path: Path) -> None:
     asked = options(tiny.make("gemma3_text", tmp_path / "model", dtype="bfloat16"), devices=("cuda:0",))
-    config = loader.load_config(asked)
+    config = load_config(asked)
     usual = loader.load_model(options(tmp_path / "model"), config, None, lambda event: None).model.state_dict()
     before = torch.cuda.memory_allocated()  # what libraries keep for other tests' threads is part of it
     loaded = loader.load_model(asked, config, None, lambda event: None)
@@ -141,7 +142,7 @@ async def test_a_step_waits_for_the_device_where_its_numbers_come_back_and_nowhe
     """Torch raises at every other wait; an event's, of which there is one for each step, it lets pass."""
     asked = options(tiny.make("llama", tmp_path), devices=(DEVICE,), dtype="float32", parallel=4)
     paged.register()
-    config = loader.load_config(asked)
+    config = load_config(asked)
     loaded = loader.load_model(asked, config, backends.implementation("auto", config), lambda _: None)
     runner, capacity = backends.make_runner(loaded.model, config, asked, 200, loaded.device, caches=True)
     assert isinstance(runner, PagedRunner)

@@ -129,13 +129,14 @@ def test_router_and_worker_read_a_snapshot_alike(family: str, snapshots: dict[st
     import torch
 
     from worker.engines.transformers.load import architectures, layer_split, loader
+    from worker.engines.transformers.load.snapshot import is_embedder, load_config
     from worker.estimate import estimate as exact
 
     folder, preset = snapshots[family], Preset(id="m", ctx_size=100, parallel=3)
     facts = checkpoint.read(folder)
     options = Estimate(snapshot=str(folder))
-    config = loader.load_config(options)
-    assert serves_embeddings(facts, preset) == loader.is_embedder(options, config)
+    config = load_config(options)
+    assert serves_embeddings(facts, preset) == is_embedder(options, config)
     stored = layer_split.resolve_dtype("auto", config.dtype, torch.device("cpu"))
     assert f"torch.{compute_dtype(facts, preset, on_host=True)}" == str(stored)
     if not serves_embeddings(facts, preset):

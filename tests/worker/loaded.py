@@ -13,6 +13,7 @@ import transformers
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import architectures, loader
+from worker.engines.transformers.load.snapshot import load_config, load_tokenizer
 from worker.engines.transformers.load_generator import LoadedGenerator
 from worker.engines.transformers.loop.generation_loop import Backend
 from worker.engines.transformers.preparation import PreparedModel
@@ -40,13 +41,13 @@ def load_with(
     """An engine whose runner is wrapped by `wrap`."""
     asked = options(folder, **changes)
     paged.register()
-    config = loader.load_config(asked)
+    config = load_config(asked)
     loaded = loader.load_model(asked, config, paged.SDPA, _ignore)
     ctx_size = asked.ctx_size or architectures.positions(config)
     blocks = make_blocks(asked, ctx_size, caches=asked.prefix_caching)
     pool = make_pool(config, blocks, loaded.dtype, loaded.device, kv_dtype=asked.kv_cache_dtype)
     runner = wrap(PagedRunner(loaded.model, pool, blocks, loaded.device))
-    tokenizer = loader.load_tokenizer(asked)
+    tokenizer = load_tokenizer(asked)
     backend = Backend(runner=runner, capacity=blocks, pace=PrefillBudget(), ahead=ahead)
     return TransformersEngine(asked, PreparedModel(config, tokenizer), LoadedGenerator(ctx_size, backend), _ignore)
 

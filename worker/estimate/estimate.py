@@ -30,11 +30,17 @@ from worker.engines.transformers.device import memory
 from worker.engines.transformers.load import (
     architectures,
     layer_split,
-    loader,
     quantization,
     safetensors,
     sentence_transformers_config,
     snapshot,
+)
+from worker.engines.transformers.load.snapshot import (
+    is_cross_encoder,
+    is_embedder,
+    load_config,
+    load_tokenizer,
+    model_class,
 )
 from worker.engines.transformers.loop import requests
 from worker.engines.transformers.run import backends
@@ -108,13 +114,13 @@ def estimate(options: Estimate) -> Estimated:
     """
     torch.set_num_threads(options.threads)
     memory.keep_small()
-    config = loader.load_config(options)
+    config = load_config(options)
     device, bare = _device(options), memory.resident()
     quantization.bring_library(quantization.method(options, config))  # it refuses what could not be loaded
     importlib.import_module(
         "worker.engines.transformers.engine"
     )  # of which, too, a worker's process has the code in memory
-    tokenizer = loader.load_tokenizer(options)
+    tokenizer = load_tokenizer(options)
     if device.type == "cpu":
         runtime = resident_bytes(dtype_of(options, config, stored_tensors(options), device))
     else:
@@ -166,9 +172,9 @@ def trace(options: ModelOptions, config: Any) -> Traced:
     Raises StartError for what cannot be served.
     """
     device, stored = _device(options), stored_tensors(options)
-    scores = loader.is_cross_encoder(options, config)
-    embeds = not scores and loader.is_embedder(options, config)
-    cls = snapshot.model_class(options, config, embeds)
+    scores = is_cross_encoder(options, config)
+    embeds = not scores and is_embedder(options, config)
+    cls = model_class(options, config, embeds)
     dtype = dtype_of(options, config, stored, device)
     converts = any(each != dtype for each, _ in stored if each.is_floating_point)
     seeing = None if embeds or scores else _seeing(options, config)
@@ -260,7 +266,7 @@ def trace_split(options: ModelOptions, config: Any) -> tuple[list[Shard], int]:
     parts = layer_split.split_of(options, config, devices)
     assert parts is not None, "several devices"
     dtype = dtype_of(options, config, stored, torch.device(options.devices[0]))
-    cls = snapshot.model_class(options, config, embeds=False)
+    cls = model_class(options, config, embeds=False)
     ctx_size = requests.context_size(options, architectures.positions(config))
     with FakeTensorMode():
         model = build(cls, config, dtype, embeds=False)
@@ -315,7 +321,7 @@ def _seeing(options: ModelOptions, config: Any) -> ImageProcessor | None:
     """What prepares images for a model that takes them."""
     if getattr(config, "vision_config", None) is None:
         return None
-    return load_image_processor(options, config, loader.load_tokenizer(options))[0]
+    return load_image_processor(options, config, load_tokenizer(options))[0]
 
 
 def _device(options: ModelOptions) -> torch.device:

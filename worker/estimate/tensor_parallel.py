@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from worker.engines.transformers.device import memory
-from worker.engines.transformers.load import architectures, loader, snapshot, tensor_parallel_plan
+from worker.engines.transformers.load import architectures, snapshot, tensor_parallel_plan
 from worker.engines.transformers.load.tensor_parallel_plan import RankSlice
 from worker.engines.transformers.loop import requests
 from worker.engines.transformers.run.runner import PagedRunner
@@ -52,10 +52,10 @@ def divided_estimate(options: Estimate) -> Estimated:
     weights."""
     torch.set_num_threads(options.threads)
     memory.keep_small()
-    config = loader.load_config(options)
+    config = snapshot.load_config(options)
     ranks = tensor_parallel_plan.requested_ranks(options, config)
     bare = memory.resident()
-    tokenizer = loader.load_tokenizer(options)
+    tokenizer = snapshot.load_tokenizer(options)
     grown = max(0, memory.resident() - bare)
     device = torch.device(options.devices[0])
     dtype = estimate.dtype_of(options, config, estimate.stored_tensors(options), device)

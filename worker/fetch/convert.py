@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from worker.engines.transformers.load import loader, quantization, safetensors
 from worker.engines.transformers.load.page_cache import PieceWriter
-from worker.engines.transformers.load.snapshot import model_class
+from worker.engines.transformers.load.snapshot import is_embedder, load_config, load_tokenizer, model_class
 from worker.errors import StartError
 from worker.protocol.argv import Convert, Estimate, ModelOptions
 from worker.protocol.events import Converted, Event, Exit, Progress
@@ -66,7 +66,7 @@ def convert(command: Convert, emit: Emit) -> Converted:
     torch.set_num_threads(command.threads)
     snapshot, target = Path(command.snapshot), Path(command.target)
     options = Estimate(snapshot=command.snapshot)
-    config = loader.load_config(options)
+    config = load_config(options)
     with _turn(target.parent, emit), _unfinished(target) as part:
         if part is None:
             return Converted(weights=0, tokenizer=False)
@@ -180,7 +180,7 @@ def _convert_tokenizer(snapshot: Path, part: Path) -> bool:
     trial = part / "trial"
     trial.mkdir()
     try:
-        loaded = loader.load_tokenizer(Estimate(snapshot=str(snapshot)))
+        loaded = load_tokenizer(Estimate(snapshot=str(snapshot)))
         fast = getattr(loaded, "backend_tokenizer", None)
         if fast is None:
             return False
@@ -188,7 +188,7 @@ def _convert_tokenizer(snapshot: Path, part: Path) -> bool:
             if path.is_file() and not path.name.endswith(".safetensors"):
                 (trial / path.name).symlink_to(path.resolve())
         fast.save(str(trial / _TOKENIZER))
-        stored = loader.load_tokenizer(Estimate(snapshot=str(trial)))
+        stored = load_tokenizer(Estimate(snapshot=str(trial)))
         if found := difference(loaded, stored):
             log.info("the tokenizer is not converted: its fast form differs in %s", found)
             return False
@@ -235,7 +235,7 @@ def is_converted_by_loads(options: ModelOptions, config: Any) -> bool:
     """
     if quantization.is_quantized(options, config) or "auto_map" in config.to_dict():
         return False
-    cls = model_class(options, config, loader.is_embedder(options, config))
+    cls = model_class(options, config, is_embedder(options, config))
     stored = {
         name: tuple(view.shape)
         for path in safetensors.files(Path(options.snapshot))
@@ -271,7 +271,7 @@ def _convert_weights(options: ModelOptions, config: Any, part: Path, emit: Emit)
 
     Raise StartError if there is no disk space, or if a load would convert the result again.
     """
-    is_embedder = loader.is_embedder(options, config)
+    is_embedder = is_embedder(options, config)
     cls = model_class(options, config, is_embedder)
     files = [safetensors.WeightFile(path) for path in safetensors.files(Path(options.snapshot))]
     tensors = {name: tensor for file in files for name, tensor in file.tensors()}

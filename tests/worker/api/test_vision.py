@@ -27,7 +27,7 @@ from tests.worker import serving as workers
 from tests.worker.loaded import load, options
 from tests.worker.serving import Serving
 from worker.engines.transformers.engine import TransformersEngine
-from worker.engines.transformers.load import loader
+from worker.engines.transformers.load.snapshot import load_config, load_tokenizer
 from worker.engines.transformers.run import vision
 from worker.errors import QueueFull
 from worker.images import MAX_PIXELS, EncodedImage
@@ -387,8 +387,8 @@ async def test_the_files_promise_what_the_worker_says(tmp_path: Path, family: st
 
 async def test_images_of_many_requests_are_bounded_and_one_request_always_gets_on(tmp_path: Path) -> None:
     settings = options(tiny_vision.make("llava", tmp_path))
-    tokenizer = loader.load_tokenizer(settings)
-    processor = vision.ImageProcessor(settings, loader.load_config(settings), tokenizer)
+    tokenizer = load_tokenizer(settings)
+    processor = vision.ImageProcessor(settings, load_config(settings), tokenizer)
     eyes = vision.ImageReader(processor, torch.float32, most=4, held=1)
     image = EncodedImage("here", encoded(IMAGE))
     try:

@@ -22,6 +22,7 @@ from tests import tiny
 from worker.engines.transformers import load_encoder
 from worker.engines.transformers.attention import cpu_linear
 from worker.engines.transformers.load import architectures, loader, sentence_transformers_config
+from worker.engines.transformers.load.snapshot import is_cross_encoder, is_embedder, load_config, model_class
 from worker.engines.transformers.loop import requests
 from worker.engines.transformers.run.cuda_graphs import graph_shapes
 from worker.engines.transformers.sample import sampler
@@ -68,9 +69,9 @@ def options(snapshot: Path, **settings: Any) -> Estimate:
 
 def really(chosen: Estimate) -> tuple[int, int, int]:
     """Bytes of weights, of context, and the most that were alive at once in the largest steps, of a model in memory."""
-    config = loader.load_config(chosen)
-    scores = loader.is_cross_encoder(chosen, config)
-    embeds = scores or loader.is_embedder(chosen, config)
+    config = load_config(chosen)
+    scores = is_cross_encoder(chosen, config)
+    embeds = scores or is_embedder(chosen, config)
     loaded = loader.load_model(chosen, config, None, lambda progress: None)
     ctx_size = requests.context_size(chosen, architectures.positions(config))
     weights = estimate.tensor_bytes(loaded.model)
@@ -132,7 +133,7 @@ def test_a_cache_in_other_numbers_is_exact_with_what_is_unpacked_of_it(
     sizes = {"n_positions": 800} if family == "t5" else {"max_position_embeddings": 800}
     snapshot = tiny.make(family, tmp_path / "m", **sizes)
     chosen = options(snapshot, prefill_chunk=32, parallel=6, ctx_size=800, kv_cache_dtype=kv_dtype)
-    config = loader.load_config(chosen)
+    config = load_config(chosen)
     found = estimate.trace(chosen, config)
     _, context, compute = really(chosen)
     assert found.context == context
@@ -149,7 +150,7 @@ def test_the_static_bound_is_never_below_the_trace(tmp_path: Path, family: str) 
     facts = checkpoint.read(snapshot)
     for device, ctx_size, parallel, chunk in (("cpu", 256, 3, 256), ("cpu", 128, 40, 64), ("cuda:0", 256, 4, 64)):
         chosen = options(snapshot, devices=(device,), ctx_size=ctx_size, parallel=parallel, prefill_chunk=chunk)
-        found = estimate.trace(chosen, loader.load_config(chosen))
+        found = estimate.trace(chosen, load_config(chosen))
         preset = Preset(id="m", ctx_size=ctx_size, parallel=parallel, prefill_chunk=chunk)
         bound = compute_bytes(facts, preset, ctx_size, on_host=device == "cpu")
         assert found.compute + found.on_device <= bound
@@ -163,7 +164,7 @@ def test_the_static_bound_is_not_below_the_trace_of_a_wider_model_either(tmp_pat
     wide = {name: value for name, value in names.items() if name in config}
     snapshot = tiny.make(family, tmp_path / "m", **wide)
     chosen = options(snapshot, ctx_size=256, parallel=3, prefill_chunk=256)
-    found = estimate.trace(chosen, loader.load_config(chosen))
+    found = estimate.trace(chosen, load_config(chosen))
     preset = Preset(id="m", ctx_size=256, parallel=3, prefill_chunk=256)
     assert found.compute <= compute_bytes(checkpoint.read(snapshot), preset, 256, on_host=True)
 
@@ -193,7 +194,7 @@ def test_what_is_stored_and_not_used_takes_room_only_while_it_is_loaded(tmp_path
     said = estimate.estimate(options(snapshot))
     assert said.weights == [weights]
     assert compute <= traced(said) <= compute * 1.08
-    config = loader.load_config(options(snapshot))
+    config = load_config(options(snapshot))
     stored = sum(tensor.nbytes for tensor in safetensors.torch.load_file(snapshot / "model.safetensors").values())
     assert estimate.trace(options(snapshot), config).loading == stored - weights > 0
     assert estimate.trace(options(snapshot, dtype="bfloat16"), config).loading == 0, "converted ones are never mapped"
@@ -226,8 +227,8 @@ def test_what_bitsandbytes_would_pack_is_the_same_by_headers_and_by_transformers
     facts = checkpoint.read(snapshot)
     for method, bits in (("bnb-8bit", 8), ("bnb-4bit", 4)):
         chosen = options(snapshot, quantization=method)
-        config = loader.load_config(chosen)
-        cls = loader.model_class(chosen, config, loader.is_embedder(chosen, config))
+        config = load_config(chosen)
+        cls = model_class(chosen, config, is_embedder(chosen, config))
         with FakeTensorMode():
             model = estimate.build(cls, config, torch.float32, embeds=family == "bert-embed")
             saved = quantized.saved_by_bitsandbytes(model, torch.float32, bits=bits)
@@ -235,9 +236,9 @@ def test_what_bitsandbytes_would_pack_is_the_same_by_headers_and_by_transformers
             weight_bytes(facts, Preset(id="m", quantization=each), on_host=False) for each in ("auto", method)
         )
         assert plain - small == saved > 0
-    traced = estimate.trace(options(snapshot), loader.load_config(options(snapshot)))
+    traced = estimate.trace(options(snapshot), load_config(options(snapshot)))
     asked = options(snapshot, quantization="bnb-4bit")
-    assert estimate.trace(asked, loader.load_config(asked)).weights == traced.weights - saved
+    assert estimate.trace(asked, load_config(asked)).weights == traced.weights - saved
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
@@ -261,7 +262,7 @@ def test_a_packed_checkpoint_is_counted_alike_by_headers_and_by_the_worker(
     config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": columns}
     (snapshot / "config.json").write_text(json.dumps(config))
     chosen = options(snapshot, devices=(device,))
-    by_worker = quantized.stored_bytes(chosen, loader.load_config(chosen), torch.bfloat16)
+    by_worker = quantized.stored_bytes(chosen, load_config(chosen), torch.bfloat16)
     by_headers = weight_bytes(checkpoint.read(snapshot), Preset(id="m"), on_host=device == "cpu")
     assert by_worker == by_headers
 
@@ -285,11 +286,11 @@ def test_a_tied_head_is_its_embedding(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "smollm3", "gpt2", "gemma2", "deepseek_v3", "t5"])
 def test_a_step_takes_the_same_in_a_model_of_any_depth(tmp_path: Path, family: str) -> None:
     chosen = options(tiny.make(family, tmp_path / "m"), prefill_chunk=64)
-    config = loader.load_config(chosen)
+    config = load_config(chosen)
     peaks = []
     for is_short in (False, True):
         with FakeTensorMode():
-            model = estimate.build(loader.model_class(chosen, config, False), config, torch.float32, embeds=False)
+            model = estimate.build(model_class(chosen, config, False), config, torch.float32, embeds=False)
             runner, capacity = estimate.make_runner(model, config, chosen, 128)
             if is_short:
                 estimate.shorten(model)
@@ -336,7 +337,7 @@ def test_what_is_packed_or_converted_on_the_way_to_an_accelerator_passes_through
 
     def staged(**changes: str) -> int:
         chosen = options(snapshot, devices=("cuda:0",), ctx_size=64, **changes)
-        return estimate.trace(chosen, loader.load_config(chosen)).staged
+        return estimate.trace(chosen, load_config(chosen)).staged
 
     elements = sum(count for _, count in estimate.stored_tensors(options(snapshot)))
     assert staged() == 0
@@ -445,7 +446,7 @@ def test_reordering_takes_room_for_the_largest_matrix_that_nobody_shares(tmp_pat
     snapshot = tiny.make("llama", tmp_path / "m", vocab_size=16000, tie_word_embeddings=is_tied)
     chosen = options(snapshot, parallel=1)
     with FakeTensorMode():
-        model = estimate.build(transformers.LlamaForCausalLM, loader.load_config(chosen), torch.float32, embeds=False)
+        model = estimate.build(transformers.LlamaForCausalLM, load_config(chosen), torch.float32, embeds=False)
         _, reordering = cpu_linear.onednn_bytes(model)
     assert reordering == (0 if is_tied else 16000 * 64 * 4), "the others are small enough to be left alone"
     compute = compute_bytes(checkpoint.read(snapshot), Preset(id="m", parallel=1, ctx_size=16), 16, on_host=True)
@@ -457,7 +458,7 @@ def test_no_length_of_a_chunk_takes_more_than_was_traced(tmp_path: Path) -> None
     """Most lengths have to be padded by the linear layers, or are computed in parts (linears.py)."""
     sizes = {"n_embd": 512, "n_layer": 2, "n_head": 8, "n_positions": 512, "vocab_size": 500}
     chosen = options(tiny.make("gpt_bigcode", tmp_path / "m", **sizes), prefill_chunk=128, parallel=2)
-    config = loader.load_config(chosen)
+    config = load_config(chosen)
     plain = estimate.trace(dataclasses.replace(chosen, enforce_eager=True), config).compute
     said = estimate.trace(chosen, config).compute
     loaded = loader.load_model(chosen, config, None, lambda progress: None)

@@ -15,6 +15,7 @@ from router.memory.estimate import estimate as static
 from router.memory.estimate import picture_bytes
 from tests import tiny_vision
 from worker.engines.transformers.load import loader
+from worker.engines.transformers.load.snapshot import load_config, load_tokenizer
 from worker.engines.transformers.run import vision
 from worker.estimate import estimate as exact
 from worker.estimate.memory_tracer import peak_bytes
@@ -36,7 +37,7 @@ def snapshot(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     rewrite(folder / "config.json", lambda config: config["vision_config"].update(TOWER, image_size=side))
     rewrite(folder / "processor_config.json", lambda config: enlarge(config, side))
     (folder / "model.safetensors").unlink()
-    config = loader.load_config(options(folder))
+    config = load_config(options(folder))
     loaded = loader.load_model(options(folder), config, None, lambda progress: None)
     loaded.model.save_pretrained(folder)
     return folder
@@ -67,15 +68,15 @@ def options(folder: Path, **settings: Any) -> Estimate:
 
 @pytest.fixture(scope="module")
 def traced(snapshot: Path) -> exact.Traced:
-    return exact.trace(options(snapshot), loader.load_config(options(snapshot)))
+    return exact.trace(options(snapshot), load_config(options(snapshot)))
 
 
 def test_what_lives_while_an_image_is_seen_is_counted_exactly(snapshot: Path, traced: exact.Traced) -> None:
     chosen = options(snapshot)
-    config = loader.load_config(chosen)
+    config = load_config(chosen)
     loaded = loader.load_model(chosen, config, None, lambda progress: None)
     assert traced.weights == exact.tensor_bytes(loaded.model)
-    processor = vision.ImageProcessor(chosen, config, loader.load_tokenizer(chosen))
+    processor = vision.ImageProcessor(chosen, config, load_tokenizer(chosen))
     tower = vision.VisionTower(loaded.model, processor.token, loaded.device)
     runner, capacity = exact.make_runner(loaded.model, config, chosen, CTX, tower)
     largest = processor.largest(loaded.dtype, CTX)
@@ -109,7 +110,7 @@ def test_the_tower_of_a_model_of_real_size_is_foreseen(tmp_path: Path) -> None:
     rewrite(folder / "processor_config.json", lambda config: enlarge(config, 336))
     rewrite(folder / "processor_config.json", lambda config: config.update(patch_size=14))
     chosen = Estimate(snapshot=str(folder), load_format="dummy", dtype="bfloat16", ctx_size=1024)
-    traced = exact.trace(chosen, loader.load_config(chosen))
+    traced = exact.trace(chosen, load_config(chosen))
     facts = checkpoint.read(folder)
     assert (facts.picture_tokens, facts.picture_elements) == (577, 4 * 336 * 336)
     preset = Preset(id="a", path=str(folder), ctx_size=1024, dtype="bfloat16", threads=1)
@@ -119,4 +120,4 @@ def test_the_tower_of_a_model_of_real_size_is_foreseen(tmp_path: Path) -> None:
 
 def test_images_that_never_fit_into_the_context_cost_no_tower(snapshot: Path, traced: exact.Traced) -> None:
     small = options(snapshot, ctx_size=8)
-    assert exact.trace(small, loader.load_config(small)).compute < 0.5 * traced.compute
+    assert exact.trace(small, load_config(small)).compute < 0.5 * traced.compute

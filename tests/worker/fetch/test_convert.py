@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests import tiny
 from tests.worker.loaded import complete_one, load, options, serving
 from worker.engines.transformers.load import loader
+from worker.engines.transformers.load.snapshot import load_config, load_tokenizer
 from worker.errors import StartError
 from worker.fetch import convert as conversion
 from worker.fetch.convert import PROBES, TensorWriter, check_disk_space
@@ -50,7 +51,7 @@ async def test_a_converted_snapshot_has_the_weights_and_the_output_of_the_origin
         async with serving(load(folder, ctx_size=64, parallel=1)) as engine:
             found.append((await complete_one(engine, PROMPT, max_tokens=24)).tokens)
     assert found[0] == found[1]
-    config = loader.load_config(options(snapshot))
+    config = load_config(options(snapshot))
     models = [loader.load_model(options(folder), config, None, lambda _: None).model for folder in (snapshot, target)]
     original, ours = (model.state_dict() for model in models)
     assert original.keys() == ours.keys()
@@ -61,9 +62,9 @@ async def test_a_converted_snapshot_has_the_weights_and_the_output_of_the_origin
 
 def test_a_load_maps_the_weights_of_a_converted_snapshot(tmp_path: Path) -> None:
     snapshot, target = tiny.make("mixtral", tmp_path / "original"), tmp_path / "converted"
-    assert loader.build(options(snapshot), loader.load_config(options(snapshot)), None) is None, "needs conversion"
+    assert loader.build(options(snapshot), load_config(options(snapshot)), None) is None, "needs conversion"
     convert(snapshot, target)
-    built = loader.build(options(target), loader.load_config(options(target)), None)
+    built = loader.build(options(target), load_config(options(target)), None)
     assert built is not None
     [file] = built.files
     begin = file.bytes.data_ptr()
@@ -104,7 +105,7 @@ def test_shards_become_one_file(tmp_path: Path) -> None:
     (snapshot / "model.safetensors").unlink()
     convert(snapshot, target)
     assert sorted(path.name for path in target.glob("*.safetensors*")) == ["model.safetensors"]
-    assert loader.build(options(target), loader.load_config(options(target)), None) is not None
+    assert loader.build(options(target), load_config(options(target)), None) is not None
 
 
 def test_weights_that_would_lose_precision_are_not_converted(tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ def test_the_rest_of_a_killed_conversion_is_replaced(tmp_path: Path) -> None:
     convert(snapshot, target)
     assert not part.exists()
     assert not (target / "trial").exists()
-    assert loader.build(options(target), loader.load_config(options(target)), None) is not None
+    assert loader.build(options(target), load_config(options(target)), None) is not None
 
 
 def test_only_one_conversion_runs_at_a_time(tmp_path: Path) -> None:
@@ -232,7 +233,7 @@ def test_a_slow_tokenizer_gets_a_fast_form_with_the_same_tokens(tmp_path: Path) 
     store_slow_tokenizer(snapshot)
     assert convert(snapshot, target) == Converted(weights=0, tokenizer=True)
     assert (target / "model.safetensors").resolve() == (snapshot / "model.safetensors").resolve(), "weights are linked"
-    usual, ours = (loader.load_tokenizer(options(folder)) for folder in (snapshot, target))
+    usual, ours = (load_tokenizer(options(folder)) for folder in (snapshot, target))
     for text in (*PROBES, *tiny.CORPUS, "<s>[INST] hi</s>"):
         assert usual.encode(text) == ours.encode(text), text
     assert usual.chat_template == ours.chat_template
@@ -242,9 +243,9 @@ def test_a_slow_tokenizer_gets_a_fast_form_with_the_same_tokens(tmp_path: Path) 
 def test_a_fast_form_with_other_tokens_is_not_used(tmp_path: Path) -> None:
     """Settings of a tokenizer may override tokenizer.json: here, the space before the first word."""
     snapshot = tiny.make("gpt2", tmp_path / "original")
-    usual = loader.load_tokenizer(options(snapshot))
+    usual = load_tokenizer(options(snapshot))
     other = shutil.copytree(snapshot, tmp_path / "other")
     text = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(re.sub(r'"add_prefix_space": *false', '"add_prefix_space": true', text))
     assert conversion.difference(usual, usual) == ""
-    assert conversion.difference(usual, loader.load_tokenizer(options(other))).startswith("the tokens of")
+    assert conversion.difference(usual, load_tokenizer(options(other))).startswith("the tokens of")

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from worker.engines.transformers import load_encoder, load_generator, preparation
-from worker.engines.transformers.device import memory
+from worker.engines.transformers.device import cuda_errors, memory
 from worker.engines.transformers.device.process_overhead import overhead
 from worker.engines.transformers.device.rank_processes import RankProcesses
-from worker.engines.transformers.load import layer_split, loader, snapshot
+from worker.engines.transformers.load import layer_split, snapshot
 from worker.engines.transformers.load.lora import LoraAdapters
 from worker.engines.transformers.loop import requests
 from worker.engines.transformers.loop.encoder_loop import EncoderJob, EncoderLoop
@@ -131,8 +131,8 @@ class TransformersEngine:
         preparation.open_devices(options, prepared.imported)
         try:
             own = snapshot.is_own_code(options, prepared.config)
-            with loader.own_code("its model", runs=own), loader.native_code(prepared.config, runs=not own):
-                if loader.is_cross_encoder(options, prepared.config) or loader.is_embedder(options, prepared.config):
+            with snapshot.own_code("its model", runs=own), snapshot.native_code(prepared.config, runs=not own):
+                if snapshot.encodes(options, prepared.config):
                     if options.tensor_parallel > 1:
                         raise StartError("tensor-parallel is not for models that embed or score; remove it")
                     engine = cls._load_encoder(options, prepared, progress, pulse, stage_done)
@@ -178,7 +178,7 @@ class TransformersEngine:
                 loaded.encoder, ctx_size=loaded.ctx_size, vocab_size=config.get_text_config().vocab_size
             )
         except Exception as error:
-            if not memory.is_exhausted(error):
+            if not cuda_errors.is_exhausted(error):
                 raise
             raise memory.start_error("one step", loaded.device, error) from error
         overhead.look()
@@ -197,7 +197,7 @@ class TransformersEngine:
         try:
             self._loop.call(partial(memory.take_handles, devices[:1] if self._leader is not None else devices))
         except Exception as error:
-            if not memory.is_exhausted(error):
+            if not cuda_errors.is_exhausted(error):
                 raise
             raise memory.start_error("one step", devices[0], error) from error
         overhead.look()

@@ -9,9 +9,9 @@ import torch
 import transformers
 
 from worker.engines.transformers.attention.cpu_linear import CpuLinears
-from worker.engines.transformers.device import memory
+from worker.engines.transformers.device import cuda_errors
 from worker.engines.transformers.load import architectures, loader, sentence_transformers_config
-from worker.engines.transformers.load.snapshot import settle
+from worker.engines.transformers.load.snapshot import is_cross_encoder, settle
 from worker.engines.transformers.loop import requests
 from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.pooling import CrossEncoder, Embedder, Encoder, PoolingHead, activation
@@ -47,7 +47,7 @@ def load(
 
     Changes `tokenizer` to the settings in the snapshot's files. `stage_done` and `built` as for `loader.load_model`.
     """
-    snapshot, scores = Path(options.snapshot), loader.is_cross_encoder(options, config)
+    snapshot, scores = Path(options.snapshot), is_cross_encoder(options, config)
     if scores and options.pooling not in ("", "rank"):
         raise StartError(f"pooling = {options.pooling} is not for a cross-encoder; leave it out, or set task = embed")
     found = None if scores else sentence_transformers_config.read(snapshot, options.pooling)
@@ -85,7 +85,7 @@ def warm_up(encoder: Encoder, *, ctx_size: int, vocab_size: int) -> None:
     try:
         [alone], (batched, _) = encoder.run([short]), encoder.run([short, long])
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise StartError(f"this architecture cannot be served: {memory.one_line(error)}") from error
+        raise StartError(f"this architecture cannot be served: {cuda_errors.one_line(error)}") from error
     if (alone - batched).norm() > BATCH_TOLERANCE * alone.norm() + 1e-6:
         raise StartError("this architecture cannot be served: a text gives other numbers in a batch with a longer one")
 

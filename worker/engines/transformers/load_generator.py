@@ -10,7 +10,7 @@ import transformers
 
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.attention.cpu_linear import CpuLinears
-from worker.engines.transformers.device import memory
+from worker.engines.transformers.device import cuda_errors, memory
 from worker.engines.transformers.device.lazy_pages import LazyPages, claiming
 from worker.engines.transformers.device.process_overhead import overhead
 from worker.engines.transformers.device.rank_processes import RankProcesses
@@ -140,7 +140,7 @@ def _start_errors(loaded: loader.LoadedModel, config: Any, options: Serve, ctx_s
         yield
     except (NotImplementedError, UnsupportedCache) as error:
         raise StartError(
-            f"architecture {config.model_type!r} cannot be served by this engine: {memory.one_line(error)};"
+            f"architecture {config.model_type!r} cannot be served by this engine: {cuda_errors.one_line(error)};"
             " use another engine"
         ) from error
     except Exception as error:
@@ -148,9 +148,9 @@ def _start_errors(loaded: loader.LoadedModel, config: Any, options: Serve, ctx_s
             # The text of torch's error for tensors on different devices. It has no class of its own.
             raise StartError(
                 f"architecture {config.model_type!r} cannot be split over devices: its code uses tensors of several"
-                f" devices at once ({memory.one_line(error)}); give it one device"
+                f" devices at once ({cuda_errors.one_line(error)}); give it one device"
             ) from error
-        if not memory.is_exhausted(error):
+        if not cuda_errors.is_exhausted(error):
             raise
         what = f"the context ({options.parallel} sequences of {ctx_size} tokens) and one step"
         raise memory.start_error(what, loaded.device, error) from error

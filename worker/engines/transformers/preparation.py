@@ -20,6 +20,7 @@ from worker.engines.transformers.attention import cpu_linear, paged, quantized_k
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.device.process_overhead import overhead
 from worker.engines.transformers.load import layer_split, loader
+from worker.engines.transformers.load.snapshot import encodes, load_config, load_tokenizer
 from worker.engines.transformers.run import backends
 from worker.errors import StartError
 from worker.protocol.argv import ModelOptions, Serve
@@ -61,9 +62,9 @@ def prepare(options: Serve, stage_done: Callable[[str], None]) -> PreparedModel:
         stage_done("config")
         stage_done("tokenizer")
         return PreparedModel(prebuilt.config, prebuilt.tokenizer, prebuilt.built, imported)
-    config = loader.load_config(options)
+    config = load_config(options)
     stage_done("config")
-    tokenizer = loader.load_tokenizer(options)
+    tokenizer = load_tokenizer(options)
     stage_done("tokenizer")
     return PreparedModel(config, tokenizer, imported=imported)
 
@@ -146,10 +147,10 @@ class PrebuiltModels:
         self._bytes_before = self._bytes_before or _private_bytes()
         self._models.pop(_key(options), None)
         stamp = _stamp(options)  # before the files are read: a change meanwhile makes the model stale
-        config = loader.load_config(options)
-        tokenizer = loader.load_tokenizer(options)
+        config = load_config(options)
+        tokenizer = load_tokenizer(options)
         paged.register()
-        if loader.is_cross_encoder(options, config) or loader.is_embedder(options, config):
+        if encodes(options, config):
             implementation = load_encoder.implementation(options)
         else:
             implementation = backends.implementation(options.attention, config)

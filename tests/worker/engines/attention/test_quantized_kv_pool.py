@@ -13,6 +13,7 @@ from worker.engines.transformers.attention import dense, kv_pool, paged
 from worker.engines.transformers.attention.quantized_kv_pool import QuantizedKvPool
 from worker.engines.transformers.attention.quantized_kv_types import KvStorageType
 from worker.engines.transformers.load import loader
+from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.backends import make_blocks, make_pool
 from worker.engines.transformers.run.cuda_graphs import GraphRunner
@@ -98,7 +99,7 @@ def test_attention_is_the_formula_over_what_was_kept_however_many_rows_are_read_
 def test_a_step_of_fixed_shape_says_what_the_dynamic_one_says(name: str, tmp_path: Path) -> None:
     asked = options(tiny.make("llama", tmp_path), ctx_size=128, parallel=3)
     paged.register()
-    config = loader.load_config(asked)
+    config = load_config(asked)
     loaded = loader.load_model(asked, config, paged.SDPA, lambda _: None)
     blocks = make_blocks(asked, 128, caches=False)
     pool = make_pool(config, blocks, loaded.dtype, CPU, kv_dtype=name)
@@ -123,7 +124,7 @@ def logits(folder: Path, name: str, tokens: list[int]) -> torch.Tensor:
     """Of every token, computed in chunks."""
     asked = options(folder, ctx_size=len(tokens), parallel=1)
     paged.register()
-    config = loader.load_config(asked)
+    config = load_config(asked)
     loaded = loader.load_model(asked, config, paged.SDPA, lambda _: None)
     blocks = make_blocks(asked, len(tokens), caches=False)
     runner = PagedRunner(loaded.model, make_pool(config, blocks, loaded.dtype, CPU, kv_dtype=name), blocks, CPU)
@@ -162,7 +163,7 @@ def test_nothing_that_was_unpacked_outlives_its_step(tmp_path: Path) -> None:
 
 def test_the_model_s_own_type_is_the_plain_pool(tmp_path: Path) -> None:
     asked = Serve(snapshot=str(tiny.make("llama", tmp_path)), listen="", ctx_size=32, parallel=1)
-    config = loader.load_config(asked)
+    config = load_config(asked)
     blocks = make_blocks(asked, 32, caches=True)
     for dtype, name in ((torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, "auto")):
         assert type(make_pool(config, blocks, dtype, CPU, kv_dtype=name)) is kv_pool.KvPool

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.engines.transformers.device.memory import Inheritance, cap, is_exhausted, is_sticky, keep_small, mapped
+from worker.engines.transformers.device.cuda_errors import is_exhausted, is_sticky
+from worker.engines.transformers.device.memory import Inheritance, cap, keep_small, mapped
 from worker.errors import StartError
 
 MIB = 1 << 20

@@ -18,6 +18,7 @@ from tests.worker.allocated import allocated
 from tests.worker.loaded import complete_one, generated, load, serving
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.load import loader
+from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.run import backends
 from worker.estimate import estimate
 from worker.protocol.argv import Estimate
@@ -74,7 +75,7 @@ async def test_a_packed_model_says_what_it_says_in_transformers(tmp_path: Path, 
 def test_a_packed_model_takes_what_was_estimated(tmp_path: Path, method: str, dtype: str) -> None:
     folder = tiny.make("llama", tmp_path / "m", dtype=dtype, **SIZES)
     chosen = Estimate(snapshot=str(folder), quantization=method, parallel=2, ctx_size=128, prefill_chunk=64, threads=1)
-    config = loader.load_config(chosen)
+    config = load_config(chosen)
     traced = estimate.trace(chosen, config)
     paged.register()
     loaded = loader.load_model(chosen, config, backends.implementation("auto", config), lambda progress: None)
@@ -115,7 +116,7 @@ def held(model: Any) -> Iterator[torch.Tensor]:
 def test_layers_that_were_packed_do_not_keep_the_files_in_memory(tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path / "m", **{**SIZES, "hidden_size": 512, "num_hidden_layers": 4})
     chosen = Estimate(snapshot=str(folder), quantization="bnb-4bit", threads=1)
-    config = loader.load_config(chosen)
+    config = load_config(chosen)
     loaded = loader.load_model(chosen, config, None, lambda progress: None)
     kept = sum(tensor.nbytes for tensor in (loaded.model.model.embed_tokens.weight, loaded.model.lm_head.weight))
     assert loaded.model.lm_head.weight.dtype == torch.float32

@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 from tests import tiny
 from tests.worker import kept
 from tests.worker.loaded import complete_one, generated, load, reference, serving
-from worker.engines.transformers.load import layer_split, loader, staging
+from worker.engines.transformers.load import layer_split, staging
 from worker.engines.transformers.load.safetensors import WeightFile
+from worker.engines.transformers.load.snapshot import load_config
 from worker.errors import StartError
 from worker.estimate import estimate
 from worker.protocol.argv import Estimate
@@ -27,7 +28,7 @@ def traced(folder: Path, layers: tuple[str, ...], **changes: Any) -> list[estima
     tensor that nobody moved, is an error."""
     devices = tuple(f"cuda:{index}" for index in range(len(layers)))
     options = Estimate(snapshot=str(folder), devices=devices, layers=layers, **{**COMMON, **changes})
-    return estimate.trace_split(options, loader.load_config(options))[0]
+    return estimate.trace_split(options, load_config(options))[0]
 
 
 KINDS = ("llama", "gpt2", "opt", "mistral", "gemma2", "falcon-alibi", "mpt", "mamba", "jamba", "deepseek_v2", "mixtral")
@@ -38,7 +39,7 @@ KINDS = ("llama", "gpt2", "opt", "mistral", "gemma2", "falcon-alibi", "mpt", "ma
 @pytest.mark.parametrize("family", KINDS)
 def test_no_operator_is_given_tensors_of_two_devices(family: str, tmp_path: Path) -> None:
     folder = tiny.make(family, tmp_path)
-    config = loader.load_config(Estimate(snapshot=str(folder)))
+    config = load_config(Estimate(snapshot=str(folder)))
     count: int = config.get_text_config(decoder=True).num_hidden_layers
     shards = traced(folder, ("1", str(count - 1)), prefill_chunk=8, parallel=2)
     assert all(min(each.weights, each.context, each.compute) > 0 for each in shards)
@@ -50,7 +51,7 @@ def test_each_weight_and_each_key_lies_on_one_device(tmp_path: Path) -> None:
     for family in ("llama", "qwen3"):
         folder = tiny.make(family, tmp_path / family, **DEEP)
         options = Estimate(snapshot=str(folder), devices=("cuda:0",), **COMMON)
-        whole = estimate.trace(options, loader.load_config(options))
+        whole = estimate.trace(options, load_config(options))
         shards = traced(folder, ("1", "1", "1"))
         assert sum(each.weights for each in shards) == whole.weights
         assert [each.context for each in shards] == [whole.context // 3] * 3

@@ -19,7 +19,8 @@ from tests import tiny
 from tests.worker.loaded import complete_one, generated, load, options, serving
 from worker.engines.transformers.attention import kv_pool
 from worker.engines.transformers.load import architectures, loader, safetensors
-from worker.engines.transformers.load.loader import load_config, load_model
+from worker.engines.transformers.load.loader import load_model
+from worker.engines.transformers.load.snapshot import load_config, load_tokenizer
 from worker.engines.transformers.schedule.kv_cache import pool_blocks
 from worker.errors import StartError
 from worker.interface import EncoderInput
@@ -250,7 +251,7 @@ def test_the_pool_has_exactly_the_bytes_that_are_promised() -> None:
 def test_a_tokenizer_of_another_folder_may_be_named(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     tiny.make_tokenizer("qwen3").save_pretrained(other)
-    found: Any = loader.load_tokenizer(options(folder, tokenizer=str(other)))
+    found: Any = load_tokenizer(options(folder, tokenizer=str(other)))
     assert found("Hello")["input_ids"] == tiny.make_tokenizer("qwen3")("Hello")["input_ids"]
 
 

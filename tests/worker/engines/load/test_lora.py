@@ -27,8 +27,8 @@ from tests.worker.loaded import (
 )
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import lora_files
-from worker.engines.transformers.load.loader import load_config
 from worker.engines.transformers.load.lora import LoraAdapters, linear_layers
+from worker.engines.transformers.load.snapshot import load_config
 from worker.errors import AdapterNotFound, StartError, UnsupportedByModel, UnusableAdapter
 from worker.estimate.estimate import trace
 from worker.interface import AdapterChoice

@@ -16,6 +16,7 @@ from tests.worker.allocated import allocated
 from tests.worker.loaded import complete_one, load, serving
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.load import loader, quantization
+from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.run import backends
 from worker.errors import StartError
 from worker.estimate import estimate
@@ -59,7 +60,7 @@ async def test_a_packed_checkpoint_says_what_its_numbers_say(tmp_path: Path, met
 def test_a_packed_checkpoint_takes_what_was_estimated(tmp_path: Path, method: str, dtype: str) -> None:
     folder = packed.make(method, tmp_path / "m")
     chosen = Estimate(snapshot=str(folder), parallel=2, ctx_size=128, prefill_chunk=64, threads=1, dtype=dtype)
-    config = loader.load_config(chosen)
+    config = load_config(chosen)
     traced = estimate.trace(chosen, config)
     paged.register()
     loaded = loader.load_model(chosen, config, backends.implementation("auto", config), lambda progress: None)

@@ -15,6 +15,7 @@ from tests import tiny
 from tests.worker.loaded import options
 from worker.engines.transformers.load import loader
 from worker.engines.transformers.load.safetensors import WeightFile
+from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.load.staging import HostCopies, RingSize, move
 from worker.errors import StartError
 from worker.protocol.events import Exit
@@ -189,7 +190,7 @@ def test_main_memory_holds_the_ring_and_no_more(tmp_path: Path) -> None:
 
 def test_a_model_that_was_sent_says_the_same(tmp_path: Path) -> None:
     asked = options(tiny.make("gemma3_text", tmp_path / "model", tie_word_embeddings=True))
-    config = loader.load_config(asked)
+    config = load_config(asked)
     usual = loader.load_model(asked, config, None, lambda event: None).model
     built = loader.build(asked, config, None)
     assert built is not None

@@ -18,6 +18,7 @@ from tests.worker.loaded import complete_one, generated, load_with, options, ser
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.attention.kv_pool import KvPool
 from worker.engines.transformers.load import loader
+from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.run.backends import make_pool
 from worker.engines.transformers.run.cuda_graphs import GraphRunner, batch_sizes, block_counts, graph_shapes
 from worker.engines.transformers.run.runner import PagedRunner, Runner
@@ -114,7 +115,7 @@ async def test_a_step_of_fixed_shape_says_what_the_dynamic_one_says(
 def world(snapshot: Path) -> tuple[GraphRunner, KvPool, BlockAllocator]:
     asked = options(snapshot)
     paged.register()
-    config = loader.load_config(asked)
+    config = load_config(asked)
     loaded = loader.load_model(asked, config, paged.SDPA, lambda _: None)
     blocks = BlockAllocator(4, 4 * 8)
     pool = make_pool(config, blocks, loaded.dtype, loaded.device)

@@ -38,6 +38,7 @@ from tests.worker.stepped import PROMPT, Drive
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import loader
+from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.loop.generation_loop import GenerationLoop
 from worker.engines.transformers.loop.requests import RequestChoice
 from worker.engines.transformers.run.backends import implementation, make_pool, make_runner
@@ -255,7 +256,7 @@ class JournalRunner:
 def loaded(llama: Path) -> tuple[Any, Any, torch.device, torch.dtype]:
     asked = options(llama)
     paged.register()
-    config = loader.load_config(asked)
+    config = load_config(asked)
     made = loader.load_model(asked, config, paged.SDPA, lambda _: None)
     return made.model, config, made.device, made.dtype
 
@@ -532,7 +533,7 @@ async def test_a_step_asks_the_device_once(runner: tuple[PagedRunner, BlockAlloc
 async def test_a_step_of_an_aligned_cache_asks_the_device_once(tmp_path: Path) -> None:
     """Only with torch's attention: transformers' code reads the mask to see whether it hides anything."""
     asked = options(tiny.make("gpt_oss", tmp_path), parallel=2)
-    config = loader.load_config(asked)
+    config = load_config(asked)
     made = loader.load_model(asked, config, implementation("auto", config), lambda _: None)
     drive = Drive(*make_runner(made.model, config, asked, 64, made.device, caches=False))
     drive.ask(0, most=9)
@@ -550,7 +551,7 @@ def test_a_launch_waits_for_no_device_at_all(tmp_path: Path) -> None:
     device = torch.device("meta")
     asked = options(tiny.make("llama", tmp_path), parallel=4)
     paged.register()
-    config = loader.load_config(asked)
+    config = load_config(asked)
     model: Any = loader.load_model(asked, config, implementation("auto", config), lambda _: None).model.to(device)
     made, capacity = make_runner(model, config, asked, 64, device, caches=False)
     parts = []

@@ -18,7 +18,7 @@ from tests.worker.loaded import options
 from tests.worker.pretended import CUDA, TOLD, Watch, accelerator, moved
 from tests.worker.stepped import Drive
 from worker.engines.transformers.attention import paged
-from worker.engines.transformers.load import loader, snapshot
+from worker.engines.transformers.load import snapshot
 from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.cuda_graphs import GraphRunner
@@ -54,7 +54,7 @@ def made(
     """A model of a family on the device, with its cache."""
     family, overrides = FAMILIES[name]
     asked = options(tiny.make(family, folder, **overrides), ctx_size=CTX, parallel=4, prefill_chunk=32, **changes)
-    config = loader.load_config(asked)
+    config = snapshot.load_config(asked)
     paged.register()
     with accelerator() as watch:
         model = estimate.build(snapshot.model_class(asked, config, False), config, dtype, embeds=False)

@@ -32,6 +32,7 @@ from tests.worker.loaded import (
 from worker.engines.transformers.device.rank_processes import RankProcesses
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import loader, tensor_parallel_plan
+from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.load.tensor_parallel_plan import RankSlice
 from worker.errors import Draining, RankLost, StartError
 from worker.estimate import estimate, tensor_parallel
@@ -244,7 +245,7 @@ def test_what_cannot_be_divided_is_refused_with_the_way_out(
 def test_a_matrix_that_the_plan_does_not_name_is_refused(tmp_path: Path) -> None:
     """Cohere's norm may have weights for each head."""
     asked = options(tiny.make("cohere", tmp_path, use_qk_norm=True), **COMMON)
-    config = loader.load_config(asked)
+    config = load_config(asked)
     with pytest.raises(StartError, match=r"its plan says nothing of .*norm.weight, which is a matrix"):
         loader.load_model(
             asked, config, None, lambda progress: None, share=(RankSlice(0, 2), tensor_parallel.Pretended(2))
@@ -257,7 +258,7 @@ def test_the_exact_estimate_is_of_one_rank_for_each_device(family: str, tmp_path
     """Llama's head is divided here; Qwen 3's is its embeddings, which every rank needs."""
     folder = tiny.make(family, tmp_path, vocab_size=512)
     one = Estimate(snapshot=str(folder), ctx_size=128, parallel=2, prefill_chunk=32, enforce_eager=True)
-    config = loader.load_config(one)
+    config = load_config(one)
     whole = estimate.trace(one, config)
     each = replace(one, tensor_parallel=2, devices=("cuda:0", "cuda:1"))
     weights, context, compute, _ = tensor_parallel.trace(each, config, torch.float32, 2)

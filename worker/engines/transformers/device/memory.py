@@ -13,9 +13,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from worker.engines.transformers.device.cuda_errors import is_exhausted as is_exhausted
-from worker.engines.transformers.device.cuda_errors import is_sticky as is_sticky
-from worker.engines.transformers.device.cuda_errors import one_line as one_line
+from worker.engines.transformers.device.cuda_errors import one_line
 from worker.engines.transformers.device.process_overhead import overhead
 from worker.errors import StartError
 from worker.protocol.events import Exit

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from worker.engines.transformers.device.memory import one_line
+from worker.engines.transformers.device.cuda_errors import one_line
 from worker.errors import StartError
 
 # Limit for the rendezvous and for one collective. A rank that takes longer is lost; the router's heartbeat timeout is

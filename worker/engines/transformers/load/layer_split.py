@@ -20,7 +20,7 @@ from worker.engines.transformers.attention.kv_pool import KvPool
 from worker.engines.transformers.attention.paged import AttentionLayout, LayerAttention, PackedBatch
 from worker.engines.transformers.load import safetensors, staging
 from worker.engines.transformers.load.safetensors import WeightFile
-from worker.engines.transformers.load.snapshot import is_cross_encoder, is_embedder
+from worker.engines.transformers.load.snapshot import encodes
 from worker.engines.transformers.schedule.scheduler import Batch
 from worker.errors import StartError
 from worker.protocol.argv import ModelOptions
@@ -82,7 +82,7 @@ def device_of(options: ModelOptions, rank: int) -> torch.device:
 
 def split_of(options: ModelOptions, config: Any, devices: Sequence[torch.device]) -> LayerSplit | None:
     """The layer split; None for a single device. Raises StartError if the model cannot be split."""
-    if len(devices) > 1 and (is_cross_encoder(options, config) or is_embedder(options, config)):
+    if len(devices) > 1 and encodes(options, config):
         raise StartError("a model that embeds or scores texts cannot be split over devices; give it one device")
     return requested_split(options, config, devices)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from worker.engines.transformers.device import memory
+from worker.engines.transformers.device import cuda_errors, memory
 from worker.engines.transformers.device.lazy_pages import LazyPages
 from worker.engines.transformers.load import (
     layer_split,
@@ -25,14 +25,7 @@ from worker.engines.transformers.load import (
     tensor_parallel_plan,
 )
 from worker.engines.transformers.load.layer_split import LayerSplit
-from worker.engines.transformers.load.snapshot import has_pooler, keeps_float32
-from worker.engines.transformers.load.snapshot import is_cross_encoder as is_cross_encoder
-from worker.engines.transformers.load.snapshot import is_embedder as is_embedder
-from worker.engines.transformers.load.snapshot import load_config as load_config
-from worker.engines.transformers.load.snapshot import load_tokenizer as load_tokenizer
-from worker.engines.transformers.load.snapshot import model_class as model_class
-from worker.engines.transformers.load.snapshot import native_code as native_code
-from worker.engines.transformers.load.snapshot import own_code as own_code
+from worker.engines.transformers.load.snapshot import has_pooler, is_embedder, keeps_float32, model_class
 from worker.engines.transformers.load.tensor_parallel_plan import RankGroup, RankSlice
 from worker.errors import StartError
 from worker.protocol.argv import ModelOptions
@@ -114,10 +107,10 @@ def load_model(
                 model, dtype, files, unmapped = _stored(cls, options, config, device, parts, embeds, report, over)
         return LoadedModel(_set_up(model, attention), model.config, device, dtype, embeds, files, parts, unmapped)
     except Exception as error:
-        if memory.is_exhausted(error):
+        if cuda_errors.is_exhausted(error):
             where = Exit.HOST_MEMORY if device.type == "cpu" else Exit.DEVICE_MEMORY
             raise StartError(
-                f"no memory for the weights on {', '.join(options.devices)}: {memory.one_line(error)}", where
+                f"no memory for the weights on {', '.join(options.devices)}: {cuda_errors.one_line(error)}", where
             ) from error
         raise
 
@@ -376,9 +369,9 @@ def build_around(cls: Any, config: Any, tensors: dict[str, torch.Tensor], dtype:
             **extra,
         )
     except RuntimeError as error:
-        if memory.is_exhausted(error):
+        if cuda_errors.is_exhausted(error):
             raise
-        raise StartError(f"the weights do not fit {cls.__name__}: {memory.one_line(error)}") from error
+        raise StartError(f"the weights do not fit {cls.__name__}: {cuda_errors.one_line(error)}") from error
     for name, stored, expected in sorted(info["mismatched_keys"]):
         shapes = f"{list(stored)} in the file, {list(expected)} by config.json"
         raise StartError(f"the weights do not fit {cls.__name__}: {name} is {shapes}")

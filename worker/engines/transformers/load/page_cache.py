@@ -165,6 +165,3 @@ def _parts(snapshot: Path) -> Iterator[tuple[Path, int, int]]:
             size = path.stat().st_size
         for start in range(0, size, STRETCH):
             yield path, start, min(STRETCH, size - start)
-
-
-__all__ = ["READERS", "STRETCH", "BackgroundReader", "cached", "read"]

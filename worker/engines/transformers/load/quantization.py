@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from worker.engines.transformers.device import memory
+from worker.engines.transformers.device import cuda_errors
 from worker.engines.transformers.load import safetensors
 from worker.errors import StartError
 from worker.protocol.architectures import FUSED_GROUPS, UNPACKED, UNPACKED_ON_CPU, UNPACKED_WITHOUT, USUAL_GROUP
@@ -165,9 +165,11 @@ def load(
     try:
         model = cls.from_pretrained(source, config=config, dtype=dtype, device_map={"": device}, **given)
     except (ImportError, ValueError, RuntimeError) as error:
-        if memory.is_exhausted(error):
+        if cuda_errors.is_exhausted(error):
             raise
-        raise StartError(f"transformers cannot load this {found} checkpoint here: {memory.one_line(error)}") from error
+        raise StartError(
+            f"transformers cannot load this {found} checkpoint here: {cuda_errors.one_line(error)}"
+        ) from error
     if settings and dequantizes(found, device):
         _unify(model, dtype)
     return model

@@ -182,6 +182,11 @@ def is_embedder(options: ModelOptions, config: Any) -> bool:
     return sentence_transformers_config.is_layout(Path(options.snapshot)) or not generates
 
 
+def encodes(options: ModelOptions, config: Any) -> bool:
+    """True if the model embeds or scores texts instead of generating them. Raises StartError as `is_cross_encoder`."""
+    return is_cross_encoder(options, config) or is_embedder(options, config)
+
+
 def is_cross_encoder(options: ModelOptions, config: Any) -> bool:
     """True if the model scores pairs of texts: by `task`, else if it has a classification head without pooling.
 

@@ -159,6 +159,3 @@ def _check_rest(model: Any, styles: dict[str, str]) -> None:
                     f"{type(model).__name__} cannot be divided among ranks: its plan says nothing of {name}.{own},"
                     " which is a matrix; remove tensor-parallel"
                 )
-
-
-__all__ = ["RankGroup", "RankSlice", "divide", "is_divided", "reason_against_division", "requested_ranks"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from worker.engines.transformers.device import memory
+from worker.engines.transformers.device import cuda_errors
 from worker.engines.transformers.loop.step_loop import Outbox, WorkReport
 from worker.engines.transformers.run.pooling import Encoder, normalized
 from worker.engines.transformers.schedule.encoder_batches import EncoderQueue
@@ -97,7 +97,7 @@ class EncoderLoop:
         try:
             results = self._encoder.run([job.texts[index] for job, index in batch])
         except Exception as error:
-            if memory.is_sticky(error):
+            if cuda_errors.is_sticky(error):
                 raise
             if len(batch) > 1:
                 return [found for each in batch for found in self._compute([each])]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from worker.engines.transformers.device import memory
+from worker.engines.transformers.device import cuda_errors
 from worker.engines.transformers.loop.active_choices import ActiveChoices
 from worker.engines.transformers.run.in_flight_step import (
     InFlightStep,
@@ -63,11 +63,11 @@ class StepLauncher:
                 else launch(self._runner, self._grammars, parts, device_tokens)
             )
         except Exception as error:
-            if memory.is_sticky(error):
+            if cuda_errors.is_sticky(error):
                 raise
             # The next call schedules the same tokens again, and `launch` finds the sequence that fails. This cannot
             # happen here: the search needs the newest tokens on the host.
-            log.warning("launching a step ahead failed; it is computed in turn: %s", memory.one_line(error))
+            log.warning("launching a step ahead failed; it is computed in turn: %s", cuda_errors.one_line(error))
             return None
         self.steps_ahead += 1
         return InFlightStep(batch, (forward,), begin)
@@ -78,9 +78,11 @@ class StepLauncher:
         try:
             step.choose(PendingMasks(self._grammars, here))
         except Exception as error:
-            if memory.is_sticky(error):
+            if cuda_errors.is_sticky(error):
                 raise
-            log.warning("sampling of a step launched ahead failed; it is computed again: %s", memory.one_line(error))
+            log.warning(
+                "sampling of a step launched ahead failed; it is computed again: %s", cuda_errors.one_line(error)
+            )
             return False
         return True
 
@@ -89,9 +91,9 @@ class StepLauncher:
         try:
             return [self._launch_batch(batch)] if batch else []
         except Exception as error:
-            if memory.is_sticky(error):
+            if cuda_errors.is_sticky(error):
                 raise
-            if memory.is_exhausted(error):
+            if cuda_errors.is_exhausted(error):
                 return self._with_fewer(batch, error)
             return self._one_by_one(batch)
 
@@ -115,7 +117,7 @@ class StepLauncher:
         try:
             return [self._launch_batch(rest)] if rest else []
         except Exception as again:
-            if not memory.is_exhausted(again):
+            if not cuda_errors.is_exhausted(again):
                 raise
             for segment in rest:
                 if segment.sequence in self._active:
@@ -132,7 +134,7 @@ class StepLauncher:
                 forwards.append(self._launch_batch((segment,)))
                 forwards[-1].wait()  # errors of a device arrive late: attribute them to this sequence
             except Exception as error:
-                if memory.is_sticky(error):
+                if cuda_errors.is_sticky(error):
                     raise
                 log.exception("a sequence failed in its step")
                 failure = SequenceFailed(f"the model failed on this request: {type(error).__name__}")

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from worker.engines.transformers.device import memory
+from worker.engines.transformers.device import cuda_errors, memory
 from worker.errors import Draining, RankLost, RequestError, StartError
 from worker.interface import EngineLoad
 from worker.protocol.events import Exit, Pulse
@@ -183,10 +183,10 @@ class StepLoop:
                 self.fatal.set_exception(error)
             elif isinstance(error, StartError):
                 self.fatal.set_result(error)
-            elif memory.is_sticky(error):
-                self.fatal.set_result(StartError(f"the device is lost: {memory.one_line(error)}", Exit.POISONED))
+            elif cuda_errors.is_sticky(error):
+                self.fatal.set_result(StartError(f"the device is lost: {cuda_errors.one_line(error)}", Exit.POISONED))
             elif isinstance(error, NotImplementedError):  # without a warmup, the first step finds this out
-                self.fatal.set_result(StartError(f"this architecture cannot be served: {memory.one_line(error)}"))
+                self.fatal.set_result(StartError(f"this architecture cannot be served: {cuda_errors.one_line(error)}"))
             else:
                 self.fatal.set_exception(error)
 

@@ -20,17 +20,6 @@ from worker.errors import StartError, UnsupportedByModel
 from worker.protocol.argv import ModelOptions
 from worker.protocol.events import Exit
 
-__all__ = [
-    "ATTENTION",
-    "check_attention",
-    "check_cache",
-    "implementation",
-    "make_adapters",
-    "make_blocks",
-    "make_pool",
-    "make_runner",
-]
-
 # Names under which transformers finds the attention of the paged runner, by the value of `attention`.
 ATTENTION = {"auto": paged.SDPA, "sdpa": paged.SDPA, "eager": paged.EAGER}
 

@@ -19,7 +19,7 @@ import torch
 
 from worker.engines.transformers.attention.kv_pool import KvPool
 from worker.engines.transformers.attention.paged import LayerAttention
-from worker.engines.transformers.device import memory
+from worker.engines.transformers.device import cuda_errors
 from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.schedule.kv_cache import BlockTable, blocks_for
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
@@ -237,7 +237,7 @@ class GraphRunner:
         except Exception as error:  # noqa: BLE001 - logged; steps are then computed kernel by kernel
             self._graphs.clear()
             self._shapes = ()
-            log.warning("this model's steps cannot be recorded as CUDA graphs: %s", memory.one_line(error))
+            log.warning("this model's steps cannot be recorded as CUDA graphs: %s", cuda_errors.one_line(error))
             device = self._runner.device
             torch.cuda.set_stream(torch.cuda.default_stream(device))  # a failed recording leaves its own stream set
             torch.cuda.synchronize(device)  # raises if the device itself is lost

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from worker.engines.transformers.device import memory
+from worker.engines.transformers.device import cuda_errors
 from worker.engines.transformers.load import safetensors, sentence_transformers_config
 from worker.errors import StartError
 from worker.interface import EncoderInput
@@ -230,4 +230,6 @@ def _fill(layer: nn.Module, folder: Path) -> None:
     try:
         layer.load_state_dict(tensors)
     except RuntimeError as error:
-        raise StartError(f"the weights in {folder} do not fit its config.json: {memory.one_line(error)}") from error
+        raise StartError(
+            f"the weights in {folder} do not fit its config.json: {cuda_errors.one_line(error)}"
+        ) from error

@@ -19,7 +19,7 @@ import torch
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.attention.kv_pool import KvPool
 from worker.engines.transformers.attention.paged import PackedBatch
-from worker.engines.transformers.device import memory
+from worker.engines.transformers.device import cuda_errors, memory
 from worker.engines.transformers.device.memory import upload
 from worker.engines.transformers.device.process_group import ProcessGroup
 from worker.engines.transformers.device.process_overhead import overhead
@@ -31,6 +31,7 @@ from worker.engines.transformers.device.rank_processes import (
     RankProcesses,
 )
 from worker.engines.transformers.load import layer_split, loader, tensor_parallel_plan
+from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.load.tensor_parallel_plan import RankSlice
 from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.runner import BlockUpdates, PagedRunner
@@ -108,8 +109,8 @@ class LeaderRunner(PagedRunner):
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
         except Exception as error:
-            if memory.is_exhausted(error):
-                raise RankLost(f"rank 0 of {self._ranks.count}: {memory.one_line(error)}") from error
+            if cuda_errors.is_exhausted(error):
+                raise RankLost(f"rank 0 of {self._ranks.count}: {cuda_errors.one_line(error)}") from error
             raise self._ranks.why() from error
         if self._ranks.lost is not None:
             raise self._ranks.lost
@@ -180,7 +181,7 @@ def follow(options: Serve, link: LeaderLink) -> None:
     options, visible = message
     if visible is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
-    config = loader.load_config(options)
+    config = load_config(options)
     device = layer_split.device_of(options, link.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # else pinned memory would open a context on the leader's device

@@ -21,7 +21,7 @@ import transformers
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from worker import images
-from worker.engines.transformers.device import memory
+from worker.engines.transformers.device import cuda_errors, memory
 from worker.engines.transformers.load import architectures
 from worker.engines.transformers.run.forward import PromptEmbeddings
 from worker.errors import InvalidValue, QueueFull, UnsupportedField
@@ -86,7 +86,7 @@ class ImageProcessor:
         try:
             self._processor = _load(Path(options.snapshot), config, tokenizer)
         except _LOAD_FAULTS as error:
-            raise NoVision(f"this model's image processor cannot be loaded ({memory.one_line(error)})") from error
+            raise NoVision(f"this model's image processor cannot be loaded ({cuda_errors.one_line(error)})") from error
         self.placeholder: str = self._processor.image_token
         self.token: int = config.image_token_id
         self._text = str(tokenizer.convert_ids_to_tokens(self.token))
@@ -211,7 +211,7 @@ class ImageReader:
             except Exception as error:  # noqa: BLE001 - untrusted input: processors raise anything
                 log.warning("an image could not be prepared: %s", type(error).__name__)
                 raise InvalidValue(
-                    f"{image.where}: this model's processor cannot use the image ({memory.one_line(error)})",
+                    f"{image.where}: this model's processor cannot use the image ({cuda_errors.one_line(error)})",
                     param=image.where,
                 ) from None
         tokens, each = self._processor.lay_out(prompt, prepared)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from worker.engines.transformers.device.memory import one_line
+from worker.engines.transformers.device.cuda_errors import one_line
 from worker.errors import InvalidValue, SequenceFailed, UnsupportedByModel
 from worker.interface import JSON_WHITESPACE, Grammar
 from worker.protocol.memory import GRAMMAR_BYTES, GRAMMAR_ENTRY_BYTES
