@@ -40,7 +40,7 @@ class Drive:
         answer = AnswerText(lambda tokens: "x" * len(tokens), request.stop)
         stream.choices.append(RequestChoice(0, sequence, stream, answer))
         self.streams[id] = stream
-        assert self.work.admit(stream, 99)
+        assert self.work.limit.admit(stream, 1, 99)
         self.work.add(stream)
         return stream
 

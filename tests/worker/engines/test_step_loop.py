@@ -59,7 +59,7 @@ def ask(work: GenerationLoop, number: int, prompt: int, limit: int) -> RequestSt
     request = GenerationRequest(id="", prompt=(3,) * prompt, sampling=SamplingParams(temperature=0.0))
     sequence = Sequence.of(request, id=number, limit=limit, ends=(), seed=0)
     stream.choices.append(RequestChoice(0, sequence, stream, AnswerText(lambda tokens: "x" * len(tokens))))
-    assert work.admit(stream, 10)
+    assert work.limit.admit(stream, 1, 10)
     work.add(stream)
     return stream
 

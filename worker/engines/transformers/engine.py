@@ -21,7 +21,7 @@ from worker.engines.transformers.load.lora import LoraAdapters
 from worker.engines.transformers.loop import requests
 from worker.engines.transformers.loop.encoder_loop import EncoderJob, EncoderLoop
 from worker.engines.transformers.loop.generation_loop import GenerationLoop
-from worker.engines.transformers.loop.requests import StreamFactory
+from worker.engines.transformers.loop.requests import RequestStream, StreamFactory
 from worker.engines.transformers.loop.step_loop import Outbox, StepLoop
 from worker.engines.transformers.preparation import PreparedModel
 from worker.engines.transformers.run.tensor_parallel import LeaderRunner
@@ -85,16 +85,19 @@ class TransformersEngine:
                 backend, outbox, vocabulary.piece, chunk=options.prefill_chunk, grammars=self._grammars
             )
             self._adapters, self._unmapped = backend.adapters, loaded.unmapped
-            self.vision, self.no_vision = (
-                loaded.image_reader,
-                "" if loaded.image_reader is not None else loaded.no_vision,
-            )
+            self.vision = loaded.image_reader
+            self.no_vision = "" if loaded.image_reader is not None else loaded.no_vision
             self._leader = backend.runner if isinstance(backend.runner, LeaderRunner) else None
         else:
             work = self._encoder = EncoderLoop(loaded.encoder, outbox, budget=options.prefill_chunk)
             self.encoding = loaded.encoding
         self._loop = StepLoop(
-            work, outbox, pulse=pulse, measured=self._measure, later=self._bytes_to_come, threads=options.threads
+            work,
+            outbox,
+            pulse=pulse,
+            measured=lambda: self.measured,
+            later=lambda: self.later,
+            threads=options.threads,
         )
         if self._leader is not None:
             self._leader.on_lost(self._loop.fail)
@@ -137,26 +140,13 @@ class TransformersEngine:
                         raise StartError("tensor-parallel is not for models that embed or score; remove it")
                     engine = cls._load_encoder(options, prepared, progress, pulse, stage_done)
                 else:
-                    engine = cls._load_generator(options, prepared, progress, pulse, stage_done, ahead, ranks)
+                    config, tokenizer, built = prepared.config, prepared.tokenizer, prepared.built
+                    loaded = load_generator.load(options, config, tokenizer, progress, stage_done, built, ranks, ahead)
+                    engine = cls(options, prepared, loaded, pulse)
             engine._take_handles()
             return engine
         finally:
             memory.end_helpers()
-
-    @classmethod
-    def _load_generator(
-        cls,
-        options: Serve,
-        prepared: PreparedModel,
-        progress: Callable[[Progress], None],
-        pulse: Callable[[Pulse], None],
-        stage_done: Callable[[str], None],
-        ahead: bool | None,
-        ranks: RankProcesses | None,
-    ) -> "TransformersEngine":
-        config, tokenizer = prepared.config, prepared.tokenizer
-        loaded = load_generator.load(options, config, tokenizer, progress, stage_done, prepared.built, ranks, ahead)
-        return cls(options, prepared, loaded, pulse)
 
     @classmethod
     def _load_encoder(
@@ -216,25 +206,15 @@ class TransformersEngine:
 
     @property
     def measured(self) -> dict[str, int]:
-        return self._measure()
-
-    def _measure(self) -> dict[str, int]:
         return self._leader.measured() if self._leader is not None else memory.measured(self._options.devices)
 
     def map_rest(self) -> None:
         """Map the weights in the page cache ahead of the first step, and then the KV cache. Called once."""
         self._unmapped.start()
 
-    def until_mapped(self) -> None:
-        """Wait until the KV cache is mapped. `map_rest` must have been called."""
-        self._unmapped.cache.finish()
-
     @property
     def later(self) -> int:
         """Bytes still to be allocated, as in `Pulse`."""
-        return self._bytes_to_come()
-
-    def _bytes_to_come(self) -> int:
         tables = self._grammars.bytes_to_come if self._generation is not None else 0
         return self._unmapped.left + tables + memory.yet_to_copy()
 
@@ -256,6 +236,12 @@ class TransformersEngine:
         if self.vision is not None:
             self.vision.close()
 
+    def _admit(self, work: GenerationLoop | EncoderLoop, request: RequestStream | EncoderJob, number: int) -> None:
+        """Count a request. Raises QueueFull."""
+        queue_size = self._options.queue_size
+        if not work.limit.admit(request, number, self._options.parallel + queue_size):
+            raise QueueFull(f"{queue_size} requests are waiting for this model already; try again later")
+
     # Text
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
@@ -269,8 +255,7 @@ class TransformersEngine:
         if request.grammar is not None:
             matcher = await asyncio.wrap_future(self._grammars.begin(request.grammar))
         stream = self._streams.make(request, prompt, matcher, adapter)
-        if not work.admit(stream, self._options.parallel + self._options.queue_size):
-            raise QueueFull(f"{self._options.queue_size} requests are waiting for this model already; try again later")
+        self._admit(work, stream, request.n)
         try:
             if not self._loop.post(partial(work.add, stream)):
                 raise Draining("the model is being unloaded")
@@ -279,7 +264,7 @@ class TransformersEngine:
                     raise item
                 yield item
         finally:
-            work.release(stream, request.n)
+            work.limit.release(stream, request.n)
             self._loop.post(partial(work.cancel, stream))
 
     async def set_adapters(self, sources: Sequence[AdapterSource], default: str = "") -> Mapping[str, str]:
@@ -341,14 +326,13 @@ class TransformersEngine:
                 raise ContextExceeded(len(text.tokens), limit)
         if not texts:
             return []
-        if not work.admit(self._options.parallel + self._options.queue_size):
-            raise QueueFull(f"{self._options.queue_size} requests are waiting for this model already; try again later")
         loop = asyncio.get_running_loop()
         job = EncoderJob(texts, loop, loop.create_future(), normalize)
+        self._admit(work, job, 1)
         try:
             if not self._loop.post(partial(work.add, job)):
                 raise Draining("the model is being unloaded")
             return await job.answer
         finally:
-            work.release()
+            work.limit.release(job, 1)
             self._loop.post(partial(work.cancel, job))

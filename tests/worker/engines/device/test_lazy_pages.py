@@ -75,7 +75,7 @@ async def test_what_a_worker_is_yet_to_take_is_told_from_its_first_pulse_on(tmp_
         assert first.later == at_ready
         engine.map_rest()
         assert (await complete_one(engine, (9, 41, 70), max_tokens=4)).finish == "length"
-        engine.until_mapped()
+        engine._unmapped.cache.finish()
         came = at_ready - engine.later
         weights = sum(each.nbytes for each in load_file(folder / "model.safetensors").values())
         assert came == weights + engine._unmapped.cache.taken > weights + 2 * MIB

@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from worker.engines.transformers.device import cuda_errors
+from worker.engines.transformers.loop.requests import AdmissionLimit
 from worker.engines.transformers.loop.step_loop import Outbox, WorkReport
 from worker.engines.transformers.run.pooling import Encoder, normalized
 from worker.engines.transformers.schedule.encoder_batches import EncoderQueue
@@ -27,6 +27,7 @@ class EncoderJob:
     answer: asyncio.Future[list[Any]]  # for each text its numbers: a list, or a list of lists without pooling
     normalize: int = -1  # as llama-server's --embd-normalize; -1: unchanged
     results: dict[int, Any] = field(default_factory=dict)
+    counted: int = 0  # 1 while AdmissionLimit counts the request
 
 
 class EncoderLoop:
@@ -39,21 +40,7 @@ class EncoderLoop:
         self._batch: list[tuple[EncoderJob, int]] = []
         self._tokens = 0
         self._largest = 0, 0, 0  # longest text, most texts, furthest position, as in `Pulse`
-        self._live = 0
-        self._lock = threading.Lock()
-
-    def admit(self, most: int) -> bool:
-        """Count one more request, unless `most` are counted already. From any thread."""
-        with self._lock:
-            if self._live >= most:
-                return False
-            self._live += 1
-            return True
-
-    def release(self) -> None:
-        """Count one request less. From any thread."""
-        with self._lock:
-            self._live -= 1
+        self.limit = AdmissionLimit()
 
     def add(self, job: EncoderJob) -> None:
         """Queue the texts of `job`, of which there is at least one."""

@@ -24,7 +24,7 @@ from worker.detokenizer import TextPiece
 from worker.engines.transformers.attention.cpu_linear import CpuLinears
 from worker.engines.transformers.load.lora import LoraAdapters
 from worker.engines.transformers.loop.active_choices import ActiveChoices
-from worker.engines.transformers.loop.requests import DeltaWriter, RequestChoice, RequestStream, SequenceLimit
+from worker.engines.transformers.loop.requests import AdmissionLimit, DeltaWriter, RequestChoice, RequestStream
 from worker.engines.transformers.loop.step_launcher import StepLauncher
 from worker.engines.transformers.loop.step_loop import Outbox, WorkReport
 from worker.engines.transformers.run.in_flight_step import InFlightStep, SegmentResult
@@ -93,19 +93,11 @@ class GenerationLoop:
         self._active = ActiveChoices(self._scheduler, backend.runner)
         self._launcher = StepLauncher(backend.runner, grammars, self._active, self._fail)
         self._writer = DeltaWriter(outbox, piece)
-        self._limit = SequenceLimit()
+        self.limit = AdmissionLimit()
         self._counts = TokenCounts()
         self._finished_at = 0.0  # monotonic seconds when the last step finished
 
     # Requests
-
-    def admit(self, stream: RequestStream, most: int) -> bool:
-        """Count the choices of `stream`, unless `most` sequences are counted already. From any thread."""
-        return self._limit.admit(stream, most)
-
-    def release(self, stream: RequestStream, number: int) -> None:
-        """Stop counting up to `number` of the choices of `stream`. From any thread."""
-        self._limit.release(stream, number)
 
     def add(self, stream: RequestStream) -> None:
         self._active.add(stream)
@@ -302,4 +294,4 @@ class GenerationLoop:
 
     def _remove(self, choice: RequestChoice, *, is_corrupt: bool = False) -> None:
         self._active.remove(choice, is_corrupt=is_corrupt)
-        self._limit.release(choice.stream, 1)
+        self.limit.release(choice.stream, 1)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import Protocol
 
 from worker.detokenizer import AnswerText, TextPiece
 from worker.engines.transformers.loop.step_loop import Outbox
@@ -131,7 +132,7 @@ class RequestStream:
         self.loop = loop
         self.items: asyncio.Queue[Delta | RequestError | None] = asyncio.Queue()
         self.choices: list[RequestChoice] = []
-        self.counted = 0  # sequences of this request that SequenceLimit still counts
+        self.counted = 0  # choices that AdmissionLimit still counts
 
     @property
     def has_ended(self) -> bool:
@@ -245,28 +246,34 @@ class StreamFactory:
         return choice
 
 
-class SequenceLimit:
-    """Count of the sequences of unfinished requests. Called from any thread."""
+class Counted(Protocol):
+    """A request that `AdmissionLimit` counts."""
+
+    counted: int  # its choices or texts that are still counted; set by the limit
+
+
+class AdmissionLimit:
+    """Count of the sequences (or of the encoder's requests) that are not finished. Called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count = 0
 
-    def admit(self, stream: RequestStream, most: int) -> bool:
-        """Count the choices of `stream`, unless `most` sequences are counted already."""
+    def admit(self, request: Counted, number: int, most: int) -> bool:
+        """Count `number` for a request, unless `most` are counted already."""
         with self._lock:
             # A request with several choices may exceed the limit: it would otherwise never fit into a small queue.
             if self._count >= most:
                 return False
-            stream.counted = len(stream.choices)
-            self._count += stream.counted
+            request.counted = number
+            self._count += number
             return True
 
-    def release(self, stream: RequestStream, number: int) -> None:
-        """Stop counting up to `number` of the choices of `stream`."""
+    def release(self, request: Counted, number: int) -> None:
+        """Count up to `number` less for a request."""
         with self._lock:
-            number = min(number, stream.counted)
-            stream.counted -= number
+            number = min(number, request.counted)
+            request.counted -= number
             self._count -= number
 
 
