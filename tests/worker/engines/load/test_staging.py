@@ -196,7 +196,8 @@ def test_a_model_that_was_sent_says_the_same(tmp_path: Path) -> None:
     assert built is not None
     told: list[int] = []
     over: list[str] = []
-    model = loader.sent(built.model, built.files, HERE, lambda event: told.append(event.done), over.append)
+    load = loader.WeightLoad(asked, config, HERE, None, False, lambda event: told.append(event.done), over.append)
+    model = load.sent(built.model, built.files)
     assert over == ["read", "copy"]
     ids = torch.tensor([[9, 41, 70, 77]])
     assert torch.equal(model(ids).logits, usual(ids).logits)

@@ -5,9 +5,9 @@ they must be converted. Whatever prevents a load is a StartError with the way ou
 """
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,27 +85,24 @@ def load_model(
     """
     devices = layer_split.devices_of(options)
     device = devices[0] if share is None else layer_split.device_of(options, share[0].rank)
-    embeds = is_embedder(options, config)
-    parts = layer_split.split_of(options, config, devices) if share is None else None
+    split = layer_split.split_of(options, config, devices) if share is None else None
     if options.load_format not in ("auto", "safetensors", "dummy"):
         raise StartError(f"load-format {options.load_format!r} is none of auto, safetensors, dummy", Exit.USAGE)
+    load = WeightLoad(options, config, device, split, is_embedder(options, config), report, over)
     try:
         if built is not None and share is None:
-            model, unmapped = _fill(built, device, parts, report, over)
-            return LoadedModel(model, model.config, device, built.dtype, embeds, tuple(built.files), parts, unmapped)
-        cls = model_class(options, config, embeds)
-        files: tuple[safetensors.WeightFile, ...] = ()
-        unmapped = LazyPages()
+            return load.filled(built)
         with quiet():
             if share is not None:
-                model, dtype, files = _load_slices(cls, options, config, device, share, report, over)
+                loaded = load.slices(share)
             elif options.load_format == "dummy":
-                model, dtype = _random(cls, options, config, device, parts)
+                loaded = load.random()
             elif quantization.is_quantized(options, config):
-                model, dtype = _quantized(cls, options, config, device, report)
+                loaded = load.quantized()
             else:
-                model, dtype, files, unmapped = _stored(cls, options, config, device, parts, embeds, report, over)
-        return LoadedModel(_set_up(model, attention), model.config, device, dtype, embeds, files, parts, unmapped)
+                loaded = load.stored()
+        _set_up(loaded.model, attention)
+        return loaded
     except Exception as error:
         if cuda_errors.is_exhausted(error):
             where = Exit.HOST_MEMORY if device.type == "cpu" else Exit.DEVICE_MEMORY
@@ -113,30 +110,6 @@ def load_model(
                 f"no memory for the weights on {', '.join(options.devices)}: {cuda_errors.one_line(error)}", where
             ) from error
         raise
-
-
-def _placed(model: Any, device: torch.device, parts: LayerSplit | None) -> Any:
-    """The model on its device or devices."""
-    if parts is None:
-        return model.to(device)
-    layer_split.place(model, parts)
-    return model
-
-
-def _send(
-    model: Any,
-    files: Sequence[safetensors.WeightFile],
-    device: torch.device,
-    parts: LayerSplit | None,
-    report: Callable[[int], None] = lambda done: None,
-    read: Callable[[], None] = lambda: None,
-) -> None:
-    """Move `model` to its device or devices. `report` gets the bytes that have arrived. `read` is called once all bytes
-    are read, if there is one device."""
-    if parts is None:
-        staging.move(model, files, device, report, read=read)
-    else:
-        layer_split.place(model, parts, files, report)
 
 
 def _set_up(model: Any, attention: str | None) -> Any:
@@ -154,13 +127,13 @@ def build(options: ModelOptions, config: Any, attention: str | None) -> Built | 
         return None
     embeds = is_embedder(options, config)
     cls = model_class(options, config, embeds)
-    files = [safetensors.WeightFile(path) for path in safetensors.files(Path(options.snapshot))]
+    files = _opened(options)
     dtype = layer_split.resolved(options, config, files, torch.device(options.devices[0].partition(":")[0]))
     if any(file.converts_to(dtype) for file in files) or (keeps_float32(cls) and dtype != torch.float32):
         return None
     if not all(file.is_aligned for file in files):
         return None  # unaligned tensors must be copied
-    tensors = {name: tensor for file in files for name, tensor in file.tensors()}
+    tensors = _views(files)
     with torch.device("meta"):
         expected = cls._from_config(config, dtype=dtype).state_dict()
     prefix = f"{cls.base_model_prefix}."
@@ -177,55 +150,209 @@ def build(options: ModelOptions, config: Any, attention: str | None) -> Built | 
     return Built(model, files, dtype)
 
 
-def _fill(
-    built: Built, device: torch.device, parts: LayerSplit | None, report: Report, over: Callable[[str], None]
-) -> tuple[Any, LazyPages]:
-    """The model of `built` on `device` or devices with its weights in memory, and its pages that are not mapped yet."""
-    if device.type != "cpu":
-        return sent(built.model, built.files, device, report, over, parts), LazyPages()
-    if parts is None and safetensors.are_cached(built.files):
-        # Everything is in the page cache: the model can run while its pages are mapped.
-        over("read")
-        return built.model, _unmapped(built.model, built.files, report)
-    with safetensors.ReadAhead(built.files) as ahead:
-        report_bytes = partial(_report_weights, report, ahead.total)
-        report_bytes(0)
-        model = _placed(built.model, device, parts)
-        over("build")
-        ahead.finish(report_bytes)
-    _release_unused(built.files, model)
-    over("read")
-    return model, LazyPages()
+@dataclass(frozen=True)
+class WeightLoad:
+    """One load: the model, its place, and the receivers of progress. The ways to load are its methods."""
+
+    options: ModelOptions
+    config: Any
+    device: torch.device
+    split: LayerSplit | None
+    embeds: bool
+    report: Report
+    over: Callable[[str], None]  # called with each stage that has ended
+
+    @property
+    def cls(self) -> Any:
+        return model_class(self.options, self.config, self.embeds)
+
+    def stored(self) -> LoadedModel:
+        """Load unquantized weights: views of the mapped files where the dtype matches, else converted tensor by tensor,
+        so that memory holds each weight once.
+
+        Returns when everything is in memory (mapped or not). A step that waits for a disk would look like a stalled
+        worker.
+        """
+        files = _opened(self.options)
+        dtype = layer_split.resolved(self.options, self.config, files, self.device)
+        # Files to convert are not mapped as a whole: memory would hold the stored and the converted weights.
+        converts = {file for file in files if not keeps_float32(self.cls) and file.converts_to(dtype)}
+        if self.device.type != "cpu" and not converts:
+            model = self._build_around(_views(files), dtype)
+            self.over("build")
+            return self._loaded(self.sent(model, files), dtype, files)
+        if self.device.type == "cpu" and self.split is None and not converts and safetensors.are_cached(files):
+            self.over("read")
+            model = self._build_around(_views(files), dtype)
+            _release_unused(files, model)
+            self.over("build")
+            return self._loaded(model, dtype, files, self._unmapped(model, files))
+        return self._read(files, dtype, converts)
+
+    def _read(
+        self, files: list[safetensors.WeightFile], dtype: torch.dtype, converts: Set[safetensors.WeightFile]
+    ) -> LoadedModel:
+        """`stored` with files that are not cached, or that must be converted."""
+        converted = most = 0
+        with safetensors.ReadAhead(files, converts) as ahead:
+
+            def report_bytes(done: int) -> None:
+                nonlocal most
+                most = max(most, done)  # bytes are counted when read and when converted; report the larger count
+                self._report(most, ahead.total)
+
+            def count(read: int) -> None:
+                nonlocal converted
+                converted += read
+                report_bytes(min(converted, ahead.total - 1))
+
+            report_bytes(0)
+            tensors: dict[str, torch.Tensor] = {}
+            for file in files:
+                tensors.update(file.converted(dtype, count) if file in converts else file.tensors())
+            self.over("copy" if converts else "read")
+            model = self._build_around(tensors, dtype)
+            if self.device.type != "cpu":
+                self._send(model, files)
+            else:
+                model = self._placed(model)
+            self.over("build")
+            ahead.finish(report_bytes)
+            self.over("read")
+        _release_unused(files, model)
+        return self._loaded(model, dtype, files)
+
+    def filled(self, built: Built) -> LoadedModel:
+        """The model of `built` on its devices, with its weights in memory."""
+        if self.device.type != "cpu":
+            return self._loaded(self.sent(built.model, built.files), built.dtype, built.files)
+        if self.split is None and safetensors.are_cached(built.files):
+            # Everything is in the page cache: the model can run while its pages are mapped.
+            self.over("read")
+            return self._loaded(built.model, built.dtype, built.files, self._unmapped(built.model, built.files))
+        with safetensors.ReadAhead(built.files) as ahead:
+            self._report(0, ahead.total)
+            model = self._placed(built.model)
+            self.over("build")
+            ahead.finish(lambda done: self._report(done, ahead.total))
+        _release_unused(built.files, model)
+        self.over("read")
+        return self._loaded(model, built.dtype, built.files)
+
+    def slices(self, share: tuple[RankSlice, RankGroup]) -> LoadedModel:
+        """Load one rank's slices of a tensor-parallel model.
+
+        The model is built around mapped files without reading them. Only the bytes of the slices become memory.
+        """
+        files: list[safetensors.WeightFile] = []
+        if self.options.load_format == "dummy":
+            random = replace(self, device=torch.device("cpu")).random()
+            model, dtype = random.model, random.dtype
+        else:
+            files = _opened(self.options)
+            dtype = layer_split.resolved(self.options, self.config, files, self.device)
+            stored = next((file.floating for file in files if file.floating), dtype)
+            model = self._build_around(_views(files), stored)
+        tensor_parallel_plan.divide(model, *share)
+        self.over("build")
+        total, done = sum(parameter.numel() * dtype.itemsize for parameter in model.parameters()), 0
+        self._report(0, total)
+        for parameter in model.parameters():
+            parameter.data = _owned(parameter.data, files, dtype, self.device)
+            done += parameter.nbytes
+            self._report(min(done, total - 1), total)
+        if self.device.type != "cpu":
+            staging.move(model, files, self.device)
+        self._report(total, total)
+        self.over("read")
+        return self._loaded(model, dtype, files)
+
+    def random(self) -> LoadedModel:
+        """Random weights, the same each time, as initialised for training (load-format = dummy)."""
+        dtype = layer_split.resolve_dtype(self.options.dtype, getattr(self.config, "dtype", None), self.device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = self._placed(self.cls._from_config(self.config, dtype=dtype))
+        return self._loaded(model, dtype)
+
+    def quantized(self) -> LoadedModel:
+        """Load a quantized model with transformers and the library of its method. Raises StartError."""
+        files = _opened(self.options)
+        total = sum(file.size for file in files)
+        self._report(0, total)
+        dtype = layer_split.resolved(self.options, self.config, files, self.device)
+        model = quantization.load(self.cls, self.options, self.config, self.device, dtype, files)
+        _release_unused(files, model)
+        if self.device.type == "cpu":
+            quantization.convert_layouts(model, dtype)
+            for parameter in model.parameters():  # read pages that are still on disk only
+                parameter.detach().reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE].max()
+        memory.give_back()
+        self._report(total, total)
+        return self._loaded(model, dtype)
+
+    def sent(self, model: Any, files: Sequence[safetensors.WeightFile]) -> Any:
+        """Copy `model` from its files to its devices. No page of the files stays mapped."""
+        total = sum(file.size for file in files)
+        self._report(0, total)
+        self._send(model, files, lambda done: self._report(min(done, total - 1), total), partial(self.over, "read"))
+        self._report(total, total)
+        _release_unused(files, model)
+        self.over("copy" if self.split is None else "read")
+        return model
+
+    def _send(
+        self,
+        model: Any,
+        files: Sequence[safetensors.WeightFile],
+        report: Callable[[int], None] = lambda done: None,
+        read: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Move `model` to its devices. `report` gets the bytes that have arrived. `read` is called once all bytes are
+        read, if there is one device."""
+        if self.split is None:
+            staging.move(model, files, self.device, report, read=read)
+        else:
+            layer_split.place(model, self.split, files, report)
+
+    def _placed(self, model: Any) -> Any:
+        """The model on its devices, moved by torch."""
+        if self.split is None:
+            return model.to(self.device)
+        layer_split.place(model, self.split)
+        return model
+
+    def _unmapped(self, model: Any, files: Sequence[safetensors.WeightFile]) -> LazyPages:
+        """Report weights in the page cache as loaded, and return their pages."""
+        total = sum(file.size for file in files)
+        self._report(total, total)
+        return safetensors.unmapped_views(files, [*model.parameters(), *model.buffers()])
+
+    def _build_around(self, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Any:
+        return build_around(self.cls, self.config, tensors, dtype, self.embeds)
+
+    def _loaded(
+        self,
+        model: Any,
+        dtype: torch.dtype,
+        files: Sequence[safetensors.WeightFile] = (),
+        unmapped: LazyPages | None = None,
+    ) -> LoadedModel:
+        return LoadedModel(
+            model, model.config, self.device, dtype, self.embeds, tuple(files), self.split, unmapped or LazyPages()
+        )
+
+    def _report(self, done: int, total: int) -> None:
+        self.report(Progress(stage="weights", done=done, total=total))
 
 
-def _unmapped(model: Any, files: Sequence[safetensors.WeightFile], report: Report) -> LazyPages:
-    """Report weights in the page cache as loaded, and return their pages."""
-    total = sum(file.size for file in files)
-    _report_weights(report, total, total)
-    return safetensors.unmapped_views(files, [*model.parameters(), *model.buffers()])
+def _opened(options: ModelOptions) -> list[safetensors.WeightFile]:
+    return [safetensors.WeightFile(path) for path in safetensors.files(Path(options.snapshot))]
 
 
-def sent(
-    model: Any,
-    files: Sequence[safetensors.WeightFile],
-    device: torch.device,
-    report: Report,
-    over: Callable[[str], None],
-    parts: LayerSplit | None = None,
-) -> Any:
-    """Copy `model` from its files to `device` or devices. No page of the files stays mapped."""
-    total = sum(file.size for file in files)
-    report_bytes = partial(_report_weights, report, total)
-    report_bytes(0)
-    _send(model, files, device, parts, lambda done: report_bytes(min(done, total - 1)), partial(over, "read"))
-    report_bytes(total)
-    _release_unused(files, model)
-    over("copy" if parts is None else "read")
-    return model
-
-
-def _report_weights(report: Report, total: int, done: int) -> None:
-    report(Progress(stage="weights", done=done, total=total))
+def _views(files: Sequence[safetensors.WeightFile]) -> dict[str, torch.Tensor]:
+    """The tensors of all files, by name."""
+    return {name: tensor for file in files for name, tensor in file.tensors()}
 
 
 def _release_unused(files: Sequence[safetensors.WeightFile], model: Any) -> None:
@@ -233,106 +360,6 @@ def _release_unused(files: Sequence[safetensors.WeightFile], model: Any) -> None
     used = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     for file in files:
         file.keep_only(used)
-
-
-def _stored(
-    cls: Any,
-    options: ModelOptions,
-    config: Any,
-    device: torch.device,
-    parts: LayerSplit | None,
-    embeds: bool,
-    report: Report,
-    over: Callable[[str], None],
-) -> tuple[Any, torch.dtype, tuple[safetensors.WeightFile, ...], LazyPages]:
-    """Load unquantized weights: views of the mapped files where the dtype matches, else converted tensor by tensor, so
-    that memory holds each weight once.
-
-    Returns when everything is in memory (mapped or not). A step that waits for a disk would look like a stalled worker.
-    """
-    opened = [safetensors.WeightFile(path) for path in safetensors.files(Path(options.snapshot))]
-    dtype = layer_split.resolved(options, config, opened, device)
-    # Files to convert are not mapped as a whole: memory would hold the stored and the converted weights.
-    converts = {file for file in opened if not keeps_float32(cls) and file.converts_to(dtype)}
-    if device.type != "cpu" and not converts:
-        views = {name: tensor for file in opened for name, tensor in file.tensors()}
-        model = build_around(cls, config, views, dtype, embeds)
-        over("build")
-        return sent(model, opened, device, report, over, parts), dtype, tuple(opened), LazyPages()
-    if device.type == "cpu" and parts is None and not converts and safetensors.are_cached(opened):
-        views = {name: tensor for file in opened for name, tensor in file.tensors()}
-        over("read")
-        model = build_around(cls, config, views, dtype, embeds)
-        _release_unused(opened, model)
-        over("build")
-        return model, dtype, tuple(opened), _unmapped(model, opened, report)
-    converted = most = 0
-    with safetensors.ReadAhead(opened, converts) as ahead:
-
-        def report_bytes(done: int) -> None:
-            nonlocal most
-            most = max(most, done)  # bytes are counted when read and when converted; report the larger count
-            _report_weights(report, ahead.total, most)
-
-        def count(read: int) -> None:
-            nonlocal converted
-            converted += read
-            report_bytes(min(converted, ahead.total - 1))
-
-        report_bytes(0)
-        tensors: dict[str, torch.Tensor] = {}
-        for file in opened:
-            tensors.update(file.converted(dtype, count) if file in converts else file.tensors())
-        over("copy" if converts else "read")
-        model = build_around(cls, config, tensors, dtype, embeds)
-        if device.type != "cpu":
-            _send(model, opened, device, parts)
-        else:
-            model = _placed(model, device, parts)
-        over("build")
-        ahead.finish(report_bytes)
-        over("read")
-    _release_unused(opened, model)
-    return model, dtype, tuple(opened), LazyPages()
-
-
-def _load_slices(
-    cls: Any,
-    options: ModelOptions,
-    config: Any,
-    device: torch.device,
-    share: tuple[RankSlice, RankGroup],
-    report: Report,
-    over: Callable[[str], None],
-) -> tuple[Any, torch.dtype, tuple[safetensors.WeightFile, ...]]:
-    """Load one rank's slices of a tensor-parallel model.
-
-    The model is built around mapped files without reading them. Only the bytes of the slices become memory.
-    """
-    opened: list[safetensors.WeightFile] = []
-    if options.load_format == "dummy":
-        model, dtype = _random(cls, options, config, torch.device("cpu"), None)
-    else:
-        opened = [safetensors.WeightFile(path) for path in safetensors.files(Path(options.snapshot))]
-        dtype = layer_split.resolved(options, config, opened, device)
-        stored = next((file.floating for file in opened if file.floating), dtype)
-        views = {name: tensor for file in opened for name, tensor in file.tensors()}
-        model = build_around(cls, config, views, stored, embeds=False)
-        views.clear()
-    tensor_parallel_plan.divide(model, *share)
-    over("build")
-    total, done = sum(each.numel() * dtype.itemsize for each in model.parameters()), 0
-    report_bytes = partial(_report_weights, report, total)
-    report_bytes(0)
-    for parameter in model.parameters():
-        parameter.data = _owned(parameter.data, opened, dtype, device)
-        done += parameter.nbytes
-        report_bytes(min(done, total - 1))
-    if device.type != "cpu":
-        staging.move(model, opened, device)
-    report_bytes(total)
-    over("read")
-    return model, dtype, tuple(opened)
 
 
 def _owned(
@@ -385,36 +412,6 @@ def build_around(cls: Any, config: Any, tensors: dict[str, torch.Tensor], dtype:
             " that of its weights"
         )
     return model
-
-
-def _random(
-    cls: Any, options: ModelOptions, config: Any, device: torch.device, parts: LayerSplit | None
-) -> tuple[Any, torch.dtype]:
-    """Random weights, the same each time, as initialised for training (load-format = dummy)."""
-    dtype = layer_split.resolve_dtype(options.dtype, getattr(config, "dtype", None), device)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = _placed(cls._from_config(config, dtype=dtype), device, parts)
-    return model, dtype
-
-
-def _quantized(
-    cls: Any, options: ModelOptions, config: Any, device: torch.device, report: Report
-) -> tuple[Any, torch.dtype]:
-    """Load a quantized model with transformers and the library of its method. Raises StartError."""
-    files = [safetensors.WeightFile(path) for path in safetensors.files(Path(options.snapshot))]
-    total = sum(file.size for file in files)
-    report(Progress(stage="weights", done=0, total=total))
-    dtype = layer_split.resolved(options, config, files, device)
-    model = quantization.load(cls, options, config, device, dtype, files)
-    _release_unused(files, model)
-    if device.type == "cpu":
-        quantization.convert_layouts(model, dtype)
-        for parameter in model.parameters():  # read pages that are still on disk only
-            parameter.detach().reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE].max()
-    memory.give_back()
-    report(Progress(stage="weights", done=total, total=total))
-    return model, dtype
 
 
 @contextmanager
