@@ -271,8 +271,8 @@ def _convert_weights(options: ModelOptions, config: Any, part: Path, emit: Emit)
 
     Raise StartError if there is no disk space, or if a load would convert the result again.
     """
-    is_embedder = is_embedder(options, config)
-    cls = model_class(options, config, is_embedder)
+    embeds = is_embedder(options, config)
+    cls = model_class(options, config, embeds)
     files = [safetensors.WeightFile(path) for path in safetensors.files(Path(options.snapshot))]
     tensors = {name: tensor for file in files for name, tensor in file.tensors()}
     bytes_by_type = Counter[torch.dtype]()
@@ -289,7 +289,7 @@ def _convert_weights(options: ModelOptions, config: Any, part: Path, emit: Emit)
 
     with loader.quiet(), TensorWriter(part / WEIGHTS, 2 * len(tensors) + 64, on_sync) as writer:
         with _caught(writer):
-            model = loader.build_around(cls, config, tensors, dtype, is_embedder)
+            model = loader.build_around(cls, config, tensors, dtype, embeds)
         _write_buffers(model, writer)
         if narrowed := _narrowed_type(tensors, writer.elements_by_type(), dtype):
             raise StartError(f"{cls.__name__} has weights in {narrowed}, which a copy would convert to {dtype}")
@@ -297,7 +297,7 @@ def _convert_weights(options: ModelOptions, config: Any, part: Path, emit: Emit)
         del model
         written = writer.finish(paths)
     with loader.quiet():
-        _check_loads_unchanged(cls, config, part, dtype, is_embedder)
+        _check_loads_unchanged(cls, config, part, dtype, embeds)
     emit(Progress(stage="convert", done=total, total=total))
     return written
 
@@ -363,11 +363,11 @@ def _narrowed_type(
     return next((kind for kind, count in stored.items() if written.get(kind, 0) < count), None)
 
 
-def _check_loads_unchanged(cls: Any, config: Any, part: Path, dtype: torch.dtype, is_embedder: bool) -> None:
+def _check_loads_unchanged(cls: Any, config: Any, part: Path, dtype: torch.dtype, embeds: bool) -> None:
     """Raise StartError unless a load maps the written weights without converting them."""
     file = safetensors.WeightFile(part / WEIGHTS)
     views = dict(file.tensors())
-    model = loader.build_around(cls, config, views, dtype, is_embedder)
+    model = loader.build_around(cls, config, views, dtype, embeds)
     mapped = {view.data_ptr() for view in views.values()}
     copied = {
         name: parameter
