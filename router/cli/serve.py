@@ -339,7 +339,7 @@ async def _load_at_start(registry: Registry, preset: Preset) -> None:
 
 @asynccontextmanager
 async def _watch(settings: Settings, stop: _Stop) -> AsyncIterator[None]:
-    """With --models-watch: reload after each change of the file or folder of models. Raises ConfigError."""
+    """With --models-watch: reload after each change of the file or folder of models."""
     named = [Path(name) for name in (settings.models_preset, settings.models_dir) if name]
     if not settings.models_watch or not named:
         if settings.models_watch:
@@ -349,11 +349,7 @@ async def _watch(settings: Settings, stop: _Stop) -> AsyncIterator[None]:
     # Imported late: only this option needs it, and the import takes 40 ms.
     from router.config.file_watcher import watching
 
-    async with AsyncExitStack() as stack:
-        try:
-            await stack.enter_async_context(watching(named, stop.reload.set))
-        except OSError as failed:
-            raise ConfigError([f"--models-watch: {failed}; remove it and reload with SIGHUP"]) from None
+    async with watching(named, stop.reload.set):
         yield
 
 

@@ -1,16 +1,15 @@
 """The file watcher of --models-watch: calls back when a preset file or a folder of models has changed.
 
-`watchfiles` reports events of folders. The folder of a file is watched and not the file, because editors and
-deployments replace a file by renaming another one over it. The folder of each symbolic link on the way is watched, too,
-because deployments switch links. An event only triggers a comparison: changes of other files in these folders (logs,
-editor files) are common and must not cause a reload.
+Changes are found by comparison. `watchfiles` triggers a comparison soon after an event in one of the folders. Further
+ones run at an interval, for changes without an event there: a switched link on the way to a file, a folder that
+appears later, and all changes if the system refuses to watch (fs.inotify.max_user_watches).
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence, Set
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence, Set
 from itertools import islice
 from pathlib import Path
 
@@ -18,29 +17,20 @@ from watchfiles import awatch
 
 log = logging.getLogger("router.config.file_watcher")
 
-QUIET = 0.5
-"""Seconds without a further change before a change is reported."""
-DEPTH = 2
-"""Levels below a folder of models that may contain models: `model` and `organisation/model`."""
-MAX_FOLDERS = 1000
-"""Watched folders below one folder of models."""
-MAX_LINKS = 40
-"""Symbolic links followed for one path, as in the kernel (path_resolution(7))."""
+QUIET = 0.5  # seconds without a further change before a change is reported
+INTERVAL = 5.0  # seconds between comparisons without an event; a guess
+DEPTH = 2  # levels below a folder of models that may contain models: `model` and `organisation/model`
+MAX_FOLDERS = 1000  # watched folders below one folder of models
 
 
 @contextlib.asynccontextmanager
-async def watching(paths: Sequence[Path], changed: Callable[[], None], *, quiet: float = QUIET) -> AsyncIterator[None]:
-    """Call `changed` after each change of one of `paths` until the end of the block.
-
-    Raises OSError if the files cannot be watched, for example at the limit fs.inotify.max_user_watches.
-    """
-    started = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(_watch([path.absolute() for path in paths], changed, quiet, started), name="watch")
-    task.add_done_callback(lambda _: started.cancel())  # it failed before it started
+async def watching(
+    paths: Sequence[Path], changed: Callable[[], None], *, quiet: float = QUIET, interval: float = INTERVAL
+) -> AsyncIterator[None]:
+    """Call `changed` after each change of one of `paths` until the end of the block."""
+    paths = [path.absolute() for path in paths]
+    task = asyncio.create_task(_watch(paths, _look(paths), changed, quiet, interval), name="watch")
     try:
-        await asyncio.wait({started, task}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
         yield
     finally:
         task.cancel()
@@ -48,69 +38,38 @@ async def watching(paths: Sequence[Path], changed: Callable[[], None], *, quiet:
 
 
 async def _watch(
-    paths: Sequence[Path], changed: Callable[[], None], quiet: float, started: "asyncio.Future[None]"
+    paths: Sequence[Path], reported: list[object], changed: Callable[[], None], quiet: float, interval: float
 ) -> None:
-    """Compare the files after each event until cancelled. Raises OSError if they cannot be watched at the start."""
-    reported = _look(paths)
+    """Compare the files with their `reported` state until cancelled."""
     while True:
         folders = _folders(paths)
-        try:
-            async with _events(folders, quiet) as event:
-                if not started.done():
-                    reported = _look(paths)
-                    started.set_result(None)
-                while folders == _folders(paths):
-                    found = await _settled(paths, reported, quiet)
-                    if found != reported:
-                        reported = found
-                        changed()
-                    await event()
-        except FileNotFoundError:
-            continue  # a folder was removed after it was listed
-        except OSError as error:
-            if not started.done():
-                raise
-            log.error("--models-watch has stopped: %s; reload with SIGHUP", error)
-            return
+        async with contextlib.aclosing(_triggers(folders, interval)) as triggers:
+            async for _ in triggers:
+                state = await _settled(paths, reported, quiet)
+                if state != reported:
+                    reported = state
+                    changed()
+                if folders != await asyncio.to_thread(_folders, paths):
+                    break
 
 
-@contextlib.asynccontextmanager
-async def _events(folders: Set[Path], quiet: float) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """A function that waits for the next event in one of `folders`. It and the block raise OSError."""
-    news = asyncio.Event()
-
-    async def collect() -> None:
+async def _triggers(folders: Set[Path], interval: float) -> AsyncGenerator[None]:
+    """Yield soon after an event in one of the folders, and at least at each interval."""
+    try:
         # Not recursive: a recursive watch of the folder of models.ini could be one of a whole home directory.
-        step = int(quiet * 1000 / 5) or 1
-        async for _ in awatch(
-            *folders, watch_filter=None, recursive=False, step=step, debounce=5 * step, ignore_permission_denied=True
-        ):
-            news.set()
-
-    async def event() -> None:
-        await news.wait()
-        news.clear()
-        if collecting.done():
-            _raise(collecting)
-
-    collecting = asyncio.create_task(collect())
-    collecting.add_done_callback(lambda _: news.set())
-    try:
-        await asyncio.sleep(0)  # the first step of the task registers the folders: from here on, no event is lost
-        if collecting.done():
-            _raise(collecting)
-        yield event
-    finally:
-        collecting.cancel()
-        await asyncio.wait({collecting})
-
-
-def _raise(collecting: "asyncio.Task[None]") -> None:
-    """Raise the error of the task as an OSError: watchfiles has an error of its own for exhausted limits."""
-    try:
-        collecting.result()
-    except RuntimeError as error:
-        raise OSError(str(error)) from error
+        async with contextlib.aclosing(
+            awatch(*folders, watch_filter=None, recursive=False, yield_on_timeout=True,
+                   rust_timeout=int(interval * 1000), ignore_permission_denied=True)
+        ) as events:  # fmt: skip
+            async for _ in events:
+                yield
+    except FileNotFoundError:
+        pass  # a folder was removed after it was listed
+    except (OSError, RuntimeError) as error:
+        log.warning("--models-watch: %s; changes are found every %.0f s", error, interval)
+    while True:
+        await asyncio.sleep(interval)
+        yield
 
 
 async def _settled(paths: Sequence[Path], reported: list[object], quiet: float) -> list[object]:
@@ -118,47 +77,22 @@ async def _settled(paths: Sequence[Path], reported: list[object], quiet: float) 
 
     Only these paths have to be quiet, not their folders: a log that is written beside a file delays nothing.
     """
-    state = _look(paths)
+    state = await asyncio.to_thread(_look, paths)
     while state != reported:
         await asyncio.sleep(quiet)
-        before, state = state, _look(paths)
+        before, state = state, await asyncio.to_thread(_look, paths)
         if state == before:
             break
     return state
 
 
-def _look(paths: Sequence[Path]) -> list[object]:
-    return [_state(path) for path in paths]
-
-
 def _folders(paths: Sequence[Path]) -> set[Path]:
-    """All folders in which a change of one of `paths` can be seen: the (nearest existing) folder of the path and of
-    each link on the way to it and, for a folder of models, itself and its folders."""
-    folders: set[Path] = set()
+    """The folders in which events are expected: those of the file and of the target of a link, because editors and
+    deployments replace a file by renaming another one over it, and a folder of models with the folders in it."""
+    folders = {folder for path in paths for folder in (path.parent, Path(os.path.realpath(path)).parent)}
     for path in paths:
-        folders.update(_nearest(step.parent) for step in _steps(path))
         folders.update(islice(_below(path), MAX_FOLDERS))
-    return folders
-
-
-def _steps(path: Path) -> Iterator[Path]:
-    """Each link on the way to the target of `path`, then the target, which need not exist."""
-    for _ in range(MAX_LINKS):
-        link = next((each for each in (*reversed(path.parents), path) if os.path.islink(each)), None)
-        yield link or path
-        if link is None:
-            return
-        try:
-            path = link.parent / os.readlink(link) / path.relative_to(link)
-        except OSError:  # the link was replaced at this moment, which causes an event
-            return
-
-
-def _nearest(folder: Path) -> Path:
-    """The folder or the nearest one above it that exists."""
-    while not os.path.isdir(folder):
-        folder = folder.parent
-    return folder
+    return {folder for folder in folders if os.path.isdir(folder)}
 
 
 def _below(path: Path, depth: int = DEPTH) -> Iterator[Path]:
@@ -176,17 +110,21 @@ def _entries(folder: Path) -> list[tuple[str, bool, int, int]]:
     """(name, is a folder, size and modification time of a file) of each entry, sorted by name."""
     found = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for each in entries:
+        for entry in entries:
             size = time = 0
-            if not (is_folder := each.is_dir()):
+            if not (is_folder := entry.is_dir()):
                 with contextlib.suppress(OSError):
-                    size, time = (facts := each.stat()).st_size, facts.st_mtime_ns
-            found.append((each.name, is_folder, size, time))
+                    size, time = (facts := entry.stat()).st_size, facts.st_mtime_ns
+            found.append((entry.name, is_folder, size, time))
     return sorted(found)
 
 
+def _look(paths: Sequence[Path]) -> list[object]:
+    """A value that is equal as long as there is nothing new to read at any of `paths`."""
+    return [_state(path) for path in paths]
+
+
 def _state(path: Path) -> object:
-    """A value that is equal as long as there is nothing new to read at `path`."""
     if os.path.isdir(path):
         return [(folder, _entries(folder)) for folder in islice(_below(path), MAX_FOLDERS)]
     try:
@@ -196,4 +134,4 @@ def _state(path: Path) -> object:
     return facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_mode, facts.st_uid, facts.st_gid
 
 
-__all__ = ["QUIET", "watching"]
+__all__ = ["watching"]
