@@ -102,6 +102,3 @@ def _page_file(call: ApiCall, name: str) -> web.Response:
         kept = ("ETag", "Cache-Control", "Vary")
         return web.Response(status=304, headers={name: file.headers[name] for name in kept})
     return web.Response(body=file.body, headers=file.headers)
-
-
-__all__ = ["disabled", "index", "not_offered", "openapi", "page_file", "version"]

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from router import __version__
-from router.api.call import ApiCall, ApiResult, FrameStream
+from router.api.call import ApiCall, ApiResult, FrameStream, model_name
 from router.api.model_events import KEEPALIVE_COMMENT, with_keepalive
 from router.api.status import pulse, status_of
 from router.config.effective import effective
@@ -90,9 +90,7 @@ async def reload(call: ApiCall) -> ApiResult:
 async def pin(call: ApiCall) -> ApiResult:
     """POST /router/pin: pin or unpin a model until this router exits. Raises ModelNotFound, BadRequest."""
     body = await call.body()
-    name, pinned = body.get("model"), body.get("pinned", True)
-    if not isinstance(name, str) or not name:
-        raise BadRequest("model name is missing from the request", reason="model_missing", param="model")
+    name, pinned = model_name(body), body.get("pinned", True)
     if not isinstance(pinned, bool):
         raise BadRequest("pinned must be true or false", param="pinned")
     id = call.registry.model(call.key, name).id
@@ -195,6 +193,3 @@ async def _frames(items: AsyncIterator[T], to_frame: Callable[[T], bytes]) -> As
 def _frame(id: int, kind: str, body: dict[str, Any]) -> bytes:
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), default=str)
     return f"id: {id}\nevent: {kind}\ndata: {text}\n\n".encode()
-
-
-__all__ = ["cancel", "config", "events", "follow_logs", "logs", "pin", "plan", "reload", "requests", "state"]

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from router.api.request_log import RequestLog
 from router.config.settings import ApiKey
+from router.errors import BadRequest
 from router.registry.pulls import HubModels
 from router.registry.registry import Registry
 from worker.protocol.dialects import Dialect
@@ -89,8 +90,14 @@ class ApiCall:
         return id
 
 
+def model_name(fields: Mapping[str, Any], source: str = "request") -> str:
+    """The field `model` of a body or of a query. Raises BadRequest."""
+    name = fields.get("model")
+    if not isinstance(name, str) or not name:
+        raise BadRequest(f"model name is missing from the {source}", reason="model_missing", param="model")
+    return name
+
+
 ApiResult = JsonReply | FrameStream | web.Response | dict[str, Any] | list[Any]
 """A dict or a list is sent as JSON with status 200."""
 ApiFunction = Callable[[ApiCall], Awaitable[ApiResult]]
-
-__all__ = ["ApiCall", "ApiFunction", "ApiResult", "FrameStream", "JsonReply", "Services"]

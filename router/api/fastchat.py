@@ -93,6 +93,3 @@ async def _count(registry: Registry, id: str, prompt: str) -> int:
     if exchange.status != 200:
         raise BadRequest(str(reply.get("text", "the prompt cannot be counted")), param="prompts")
     return int(reply["count"])
-
-
-__all__ = ["details", "status", "token_check"]

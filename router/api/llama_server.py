@@ -6,7 +6,7 @@ from typing import Any
 from aiohttp import web
 
 from router.api import anthropic
-from router.api.call import ApiCall, ApiResult, JsonReply
+from router.api.call import ApiCall, ApiResult, JsonReply, model_name
 from router.api.status import MIB, capabilities, status_of, value_of
 from router.config.presets import Preset
 from router.config.settings import ApiKey
@@ -107,10 +107,7 @@ async def lora_adapters(call: ApiCall) -> ApiResult:
 def _model_name(body: Mapping[str, Any]) -> str:
     if "extra_args" in body:
         raise BadRequest("extra_args is not supported; write the settings into the model's preset", param="extra_args")
-    name = body.get("model")
-    if not isinstance(name, str) or not name:
-        raise BadRequest("model name is missing from the request", reason="model_missing", param="model")
-    return name
+    return model_name(body)
 
 
 async def fetch(call: ApiCall) -> ApiResult:
@@ -121,10 +118,7 @@ async def fetch(call: ApiCall) -> ApiResult:
 
 async def delete(call: ApiCall) -> ApiResult:
     """DELETE /models?model=: delete a downloaded model. Responds when its files are deleted."""
-    name = call.query.get("model")
-    if not name:
-        raise BadRequest("model name is missing from the query", reason="model_missing", param="model")
-    await call.hub.delete(call.key, name)
+    await call.hub.delete(call.key, model_name(call.query, "query"))
     return {"success": True}
 
 
@@ -339,21 +333,3 @@ def template_caps(template: str) -> dict[str, bool]:
         "supports_tool_calls": "tool_calls" in template,
         "supports_preserve_reasoning": "reasoning_content" in template,
     }
-
-
-__all__ = [
-    "delete",
-    "entry",
-    "fetch",
-    "health",
-    "load",
-    "lora_adapters",
-    "metrics",
-    "model",
-    "models",
-    "props",
-    "ready",
-    "slots",
-    "streams",
-    "unload",
-]

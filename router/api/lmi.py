@@ -8,11 +8,11 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from router.api.call import ApiCall, ApiResult, JsonReply
 from router.api.status import wall_clock
@@ -25,6 +25,7 @@ from router.fleet.worker import State, Worker
 from router.registry.registry import Registry, flag
 from worker.protocol.routes import ignored_fields
 
+T = TypeVar("T")
 MAX_WORKERS = 1000  # of one model; a guess
 MAX_PAGE = 100  # entries of one page, as in LMI
 _DEVICE = re.compile(r"cpu|-1|(?:gpu|cuda:)?[0-9]{1,3}")
@@ -64,8 +65,8 @@ async def register(call: ApiCall) -> ApiResult:
         )
     if query.get("engine", "").casefold() not in _ENGINES:
         raise BadRequest(f"engine: {query['engine'][:40]} is not offered; leave it out", param="engine")
-    count = _worker_count(query, least=1)
-    lines = [f"[{name}]", source, f"replicas = {count.replicas_text}"]
+    count = _worker_count(query)
+    lines = [f"[{name}]", source, "replicas = {}-{}".format(*count.replicas)]
     if device := query.get("device", "").casefold():
         if not _DEVICE.fullmatch(device):
             raise BadRequest(f"device: {device[:40]} is not a device; write cpu, or gpu0, gpu1, ...", param="device")
@@ -101,7 +102,7 @@ async def scale(call: ApiCall) -> ApiResult:
     """
     registry, query = call.registry, call.query
     id = registry.model(call.key, call.path["id"]).id
-    count = _worker_count(query, least=1)
+    count = _worker_count(query)
     waits = flag(query, "synchronous") is not False
     registry.scale(id, count.replicas)
     model = registry.shared_workers.find(id).model
@@ -144,13 +145,9 @@ class _WorkerCount:
         """The value for the preset, which allows no 0: requests decide whether the first worker runs."""
         return max(1, self.least), max(1, self.most)
 
-    @property
-    def replicas_text(self) -> str:
-        return "-".join(map(str, self.replicas))
 
-
-def _worker_count(query: Mapping[str, str], *, least: int) -> _WorkerCount:
-    low = _number(query, "min_worker", 0, least)
+def _worker_count(query: Mapping[str, str]) -> _WorkerCount:
+    low = _number(query, "min_worker", 0, 1)
     high = _number(query, "max_worker", 0, low)
     if high < low:
         raise BadRequest(f"max_worker {high} is less than min_worker {low}", param="max_worker")
@@ -182,13 +179,17 @@ def _source(registry: Registry, url: str) -> tuple[str, str]:
         if not os.path.isfile(real / "config.json") or not str(real).isprintable():
             raise BadRequest(f"url: {path[:200]} is not a model folder: it has no config.json", param="url")
         return f"model = {json.dumps(str(real))}", real.name
-    text = url.removeprefix("https://huggingface.co/").removeprefix("hf://")
-    try:
-        repo, revision = repository(text)
-    except ValueError as error:
-        message = f"url: {error}; name a model of the hub as org/name[:revision], or a folder"
-        raise BadRequest(message, param="url") from None
+    repo, revision = hub_source(url, "url", "a model")
     return f"hf-repo = {repo}:{revision}", repo.rpartition("/")[2]
+
+
+def hub_source(text: str, param: str, kind: str) -> tuple[str, str]:
+    """The repository and the revision on the hub that a parameter names. Raises BadRequest."""
+    try:
+        return repository(text.removeprefix("https://huggingface.co/").removeprefix("hf://"))
+    except ValueError as error:
+        message = f"{param}: {error}; name {kind} of the hub as org/name[:revision], or a folder"
+        raise BadRequest(message, param=param) from None
 
 
 def _begin(registry: Registry, id: str, count: _WorkerCount) -> None:
@@ -215,7 +216,7 @@ async def _wait_for_workers(registry: Registry, id: str, count: _WorkerCount) ->
         listed = registry.shared_workers.listed.get(id)
         if _ready(model) >= count.least or listed is None or listed.model is not model:
             return
-        # The fleet sets `no_copy_before` when it has tried to start an extra worker and found no room.
+        # The fleet sets `no_replica_before` when it has tried to start an extra worker and found no room.
         if (
             all(worker.state is State.READY for worker in model.all_open)
             and registry.fleet.now() < model.no_replica_before
@@ -235,22 +236,13 @@ def _ready(model: Model) -> int:
 
 async def list_models(call: ApiCall) -> ApiResult:
     """GET /lmi/models: a page of the models, sorted by name."""
-    registry, key, query = call.registry, call.key, call.query
-    limit = page_number(query, "limit", MAX_PAGE)
-    limit = limit if 0 < limit <= MAX_PAGE else MAX_PAGE
-    first = page_number(query, "next_page_token", 0)
-    models = sorted(registry.visible(key), key=lambda listed: listed.id)
-    shown = models[first : first + limit]
-    admin = registry.access.is_admin(key)
-    page: dict[str, Any] = {
-        "models": [
-            {"modelName": each.id, "modelUrl": _url(each.preset, admin=admin), "status": _status(each.model)}
-            for each in shown
-        ]
-    }
-    if first + limit < len(models):
-        page["nextPageToken"] = str(first + limit)
-    return page
+    admin = call.registry.access.is_admin(call.key)
+    models, next_page = page(call.query, sorted(call.registry.visible(call.key), key=lambda listed: listed.id))
+    rows = [
+        {"modelName": listed.id, "modelUrl": _url(listed.preset, admin=admin), "status": _status(listed.model)}
+        for listed in models
+    ]
+    return {"models": rows, **next_page}
 
 
 async def describe_model(call: ApiCall) -> ApiResult:
@@ -321,12 +313,15 @@ def _url(preset: Preset, *, admin: bool) -> str:
     return preset.path if admin else preset.id
 
 
-def page_number(query: Mapping[str, str], name: str, default: int) -> int:
-    """A number of the query: the start or the length of a page. Raises BadRequest."""
+def page(query: Mapping[str, str], rows: Sequence[T]) -> tuple[Sequence[T], dict[str, str]]:
+    """The page of `rows` that the query asks for, and the member that refers to the next page. Raises BadRequest."""
+    limit, first = _page_number(query, "limit", MAX_PAGE), _page_number(query, "next_page_token", 0)
+    end = first + (limit if 0 < limit <= MAX_PAGE else MAX_PAGE)
+    return rows[first:end], {"nextPageToken": str(end)} if end < len(rows) else {}
+
+
+def _page_number(query: Mapping[str, str], name: str, default: int) -> int:
     text = query.get(name, str(default))
     if not re.fullmatch(r"-?[0-9]{1,9}", text):
         raise BadRequest(f"{name} must be a number", param=name)
     return max(0, int(text))
-
-
-__all__ = ["NO_EFFECT", "describe_model", "list_models", "page_number", "ping", "register", "scale", "unregister"]

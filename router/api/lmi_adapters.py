@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from router.api.call import ApiCall, ApiResult
-from router.api.lmi import MAX_PAGE, page_number
-from router.config.presets import ADAPTER_NAME, HUB, Preset, repository
+from router.api.lmi import hub_source, page
+from router.config.presets import ADAPTER_NAME, HUB, Preset
 from router.config.settings import ApiKey
 from router.errors import ApiError, BadRequest, DoesNotFit, Duplicate, LoadFailed
 from router.fleet.worker import State
@@ -77,15 +77,9 @@ async def unregister(call: ApiCall) -> ApiResult:
 
 async def list_adapters(call: ApiCall) -> ApiResult:
     """GET .../adapters: a page of the adapters, in the order of registration."""
-    registry, key, id, query = call.registry, call.key, call.model_id(), call.query
-    limit = page_number(query, "limit", MAX_PAGE)
-    limit = limit if 0 < limit <= MAX_PAGE else MAX_PAGE
-    first = page_number(query, "next_page_token", 0)
-    adapters = registry.shared_workers.find(id).preset.adapters
-    page: dict[str, Any] = {"adapters": [_row(registry, key, id, each) for each in adapters[first : first + limit]]}
-    if first + limit < len(adapters):
-        page["nextPageToken"] = str(first + limit)
-    return page
+    registry, id = call.registry, call.model_id()
+    adapters, next_page = page(call.query, registry.shared_workers.find(id).preset.adapters)
+    return {"adapters": [_row(registry, call.key, id, source) for source in adapters], **next_page}
 
 
 async def describe_adapter(call: ApiCall) -> ApiResult:
@@ -173,30 +167,21 @@ async def _folder(registry: Registry, preset: Preset, src: str) -> str:
     path = src.removeprefix("file://")
     if path.startswith("/"):
         return await asyncio.to_thread(_local, registry, preset, path)
-    try:
-        repo, revision = repository(src.removeprefix("https://huggingface.co/").removeprefix("hf://"))
-    except ValueError as error:
-        raise BadRequest(
-            f"src: {error}; name an adapter of the hub as org/name[:revision], or a folder", param="src"
-        ) from None
-    source = AdapterSource(name="", path=f"{HUB}{repo}:{revision}")
-    for command in registry.files.missing_adapters(_with(preset, source)):
+    repo, revision = hub_source(src, "src", "an adapter")
+    alone = replace(preset, adapters=(AdapterSource(name="", path=f"{HUB}{repo}:{revision}"),))
+    for command in registry.files.missing_adapters(alone):
         try:
             program = program_of(preset, f"{preset.id}+{repo}")
             await registry.launcher.download(program, command, lambda event: None)
         except WorkerLost as lost:
             raise LoadFailed(f"the adapter {repo} cannot be downloaded: {lost.message}") from None
-    (found,) = registry.files.adapters(_with(preset, source))
+    (found,) = registry.files.adapters(alone)
     if found.path.startswith(HUB):
         raise BadRequest(
             f"src: {repo} at {revision} is not in the cache, and --offline forbids downloading it", param="src"
         )
     await asyncio.to_thread(_check, Path(found.path), preset)
     return found.path
-
-
-def _with(preset: Preset, source: AdapterSource) -> Preset:
-    return replace(preset, adapters=(source,))
 
 
 def _local(registry: Registry, preset: Preset, path: str) -> str:
@@ -225,6 +210,3 @@ def _check(folder: Path, preset: Preset) -> None:
         raise BadRequest(
             f"src: the adapter has rank {rank}, max-lora-rank is {preset.max_lora_rank}; raise it", param="src"
         )
-
-
-__all__ = ["describe_adapter", "list_adapters", "register", "unregister", "update"]

@@ -161,6 +161,3 @@ def _download_failure(data: Mapping[str, Any]) -> dict[str, Any]:
     code = data.get("exit_code")
     reason = "disk_full" if code == Exit.DISK_FULL else "not_found" if code in PERMANENT_EXITS else "network"
     return {"reason": reason, "error": data["error"]}
-
-
-__all__ = ["KEEPALIVE_COMMENT", "KEEPALIVE_INTERVAL", "sse", "with_keepalive"]

@@ -221,6 +221,3 @@ def _moment(seconds: float) -> str:
 
 def _billions(count: int) -> str:
     return f"{count / 1e9:.1f}B" if count >= 10**9 else f"{count / 1e6:.2f}M"
-
-
-__all__ = ["delete", "known", "ps", "pull", "show", "tags", "version"]

@@ -138,6 +138,3 @@ class RequestLog:
 
 def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 4)
-
-
-__all__ = ["RequestLog", "RequestRecord"]

@@ -153,6 +153,3 @@ async def send_no_continue(request: web.Request) -> None:
 
     `AiohttpOutlet.parts` sends it once the request is admitted, so that the client of a rejected one sends no body.
     """
-
-
-__all__ = ["AiohttpConnection", "AiohttpOutlet", "send_no_continue"]

@@ -281,6 +281,3 @@ def _without_client_bytes(record: logging.LogRecord) -> bool:
         record.levelno, record.levelname, record.exc_info = logging.WARNING, "WARNING", None
         record.msg += f": {type(error).__name__}"
     return True
-
-
-__all__ = ["App", "function_of"]

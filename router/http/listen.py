@@ -78,6 +78,3 @@ def name(sock: socket.socket) -> str:
 def port(sock: socket.socket) -> int:
     """The port of a TCP socket; 0 for a unix socket."""
     return int(sock.getsockname()[1]) if sock.family != socket.AF_UNIX else 0
-
-
-__all__ = ["bind", "name", "port"]

@@ -518,6 +518,3 @@ class _PlainConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._complete = True
-
-
-__all__ = ["KEEP_ALIVE", "Listener", "PlainRequest"]

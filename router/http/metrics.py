@@ -7,6 +7,7 @@ all names that share the worker (`a,b`), so that nothing counts twice.
 import asyncio
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import accumulate
 from typing import ClassVar
 
@@ -14,19 +15,22 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from router.api.status import value_of
 from router.events import Event, EventLog
 from router.fleet.fleet import Fleet
 from router.fleet.worker import State, estimated
 from router.planner.ledger import LOCAL, SLOTS, DeviceId
+from worker.protocol.events import Pulse
 
 WAITS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 RESIDENCIES = (1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0, 86400.0)
 MOMENTS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
 LAG_INTERVAL = 1.0  # seconds between two measurements of the event loop's lag
 STATES = ("unloaded", "sleeping", "downloading", "loading", "loaded")
+NO_PULSE = Pulse(steps=0, running=0, waiting=0, measured={})
 # Parts of a worker's start, as the worker reports them.
-SPENT = ("fork", "exec", "imports", "config", "tokenizer", "standby", "read", "copy", "build", "warmup", "server")
-STAGES = ("download", "wait", "start", "weights", "warmup")
+SPENT = {"fork", "exec", "imports", "config", "tokenizer", "standby", "read", "copy", "build", "warmup", "server"}
+STAGES = {"download", "wait", "start", "weights", "warmup"}
 TOKEN_WAITS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 # Reasons for which a load may end without having failed.
 INTENDED = frozenset(
@@ -41,27 +45,29 @@ class Metrics:
 
     def __init__(self, fleet: Fleet, events: EventLog):
         self._fleet = fleet
-        self._registry = CollectorRegistry()
-        registry = self._registry
+        self._registry = registry = CollectorRegistry()
+        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
         self.requests = Tally("router_requests", "Finished requests.", ("model", "endpoint", "code"))
-        self.rejections = Counter("router_rejections", "Rejected requests.", ["reason"], registry=registry)
-        self.disconnects = Counter(
-            "router_client_disconnects", "Clients that disconnected early.", ["phase"], registry=registry
-        )
+        self.rejections = counter("router_rejections", "Rejected requests.", ["reason"])
+        self.disconnects = counter("router_client_disconnects", "Clients that disconnected early.", ["phase"])
         self.ttft = Spread("router_ttft_seconds", "From arrival to the first byte of the response.", ("model",), WAITS)
-        self._loads = Counter("router_loads", "Loads by outcome.", ["model", "result"], registry=registry)
-        self._load_seconds = Histogram(
+        self.overhead = Spread(
+            "router_overhead_seconds",
+            "From a request's last byte until it is sent to the worker, without waits for the worker.",
+            (),
+            MOMENTS,
+        )
+        self._loads = counter("router_loads", "Loads by outcome.", ["model", "result"])
+        self._load_seconds = histogram(
             "router_load_seconds",
             "Loads by stage; total: from the start of a worker to ready.",
             ["model", "stage"],
-            registry=registry,
             buckets=WAITS,
         )
-        self._start_seconds = Histogram(
+        self._start_seconds = histogram(
             "router_start_seconds",
             "Duration of a start by stage; first_token: of the first request, from its arrival at the worker.",
             ["model", "stage"],
-            registry=registry,
             buckets=(0.001, 0.003, *WAITS),
         )
         self._fresh: dict[str, int] = {}  # workers without a first token yet, by model
@@ -71,54 +77,32 @@ class Metrics:
             ("model",),
             TOKEN_WAITS,
         )
-        self._downloaded = Counter("router_download_bytes", "Downloaded bytes.", ["model"], registry=registry)
+        self._token_count = Tally("router_tokens", "Tokens by kind.", ("model", "kind"))
+        self._downloaded = counter("router_download_bytes", "Downloaded bytes.", ["model"])
         self._fetched: dict[str, tuple[int, int]] = {}
-        self._evictions = Counter(
-            "router_evictions", "Workers evicted by the planner.", ["model", "reason"], registry=registry
-        )
-        self._residency = Histogram(
+        self._evictions = counter("router_evictions", "Workers evicted by the planner.", ["model", "reason"])
+        self._residency = histogram(
             "router_eviction_residency_seconds",
             "From ready to the eviction; short ones indicate thrashing.",
-            registry=registry,
             buckets=RESIDENCIES,
         )
-        self._settling = Histogram(
+        self._settling = histogram(
             "router_memory_settle_seconds",
             "From the end of a worker until its memory is free.",
             ["node"],
-            registry=registry,
             buckets=WAITS,
         )
-        self._queued = Histogram(
+        self._queued = histogram(
             "router_queue_seconds",
             "Waits of requests by cause; requests that found a ready worker are not counted.",
             ["model", "cause"],
-            registry=registry,
             buckets=WAITS,
         )
-        self.overhead = Spread(
-            "router_overhead_seconds",
-            "From a request's last byte until it is sent to the worker, without waits for the worker.",
-            (),
-            MOMENTS,
-        )
-        self.loop_lag = Histogram(
-            "router_loop_lag_seconds",
-            "Lateness of a timer of the event loop.",
-            registry=registry,
-            buckets=MOMENTS,
-        )
-        self._reloads = Counter("router_reloads", "Reloads of the presets.", ["result"], registry=registry)
-        self._exits = Counter("router_worker_exits", "Workers that exited.", ["model", "reason"], registry=registry)
-        self._token_count = Tally("router_tokens", "Tokens by kind.", ("model", "kind"))
-        for collector in (
-            self.requests,
-            self.ttft,
-            self._token_seconds,
-            self.overhead,
-            self._token_count,
-            _Gauges(fleet),
-        ):
+        self._loop_lag = histogram("router_loop_lag_seconds", "Lateness of a timer of the event loop.", buckets=MOMENTS)
+        self._reloads = counter("router_reloads", "Reloads of the presets.", ["result"])
+        self._exits = counter("router_worker_exits", "Workers that exited.", ["model", "reason"])
+        own = (self.requests, self.ttft, self.overhead, self._token_seconds, self._token_count, _Gauges(fleet))
+        for collector in own:
             registry.register(collector)
         events.fold(self._fold)
 
@@ -128,7 +112,7 @@ class Metrics:
         while True:
             due = loop.time() + LAG_INTERVAL
             await asyncio.sleep(LAG_INTERVAL)
-            self.loop_lag.observe(max(0.0, loop.time() - due))
+            self._loop_lag.observe(max(0.0, loop.time() - due))
 
     def _fold(self, event: Event) -> None:
         data = event.data
@@ -137,12 +121,9 @@ class Metrics:
                 if data.get("ttft") and self._fresh.get(event.model) == data["worker"]:
                     del self._fresh[event.model]
                     self._start_seconds.labels(event.model, "first_token").observe(data["ttft"])
-                if count := data["prompt_tokens"]:
-                    self._token_count.add(event.model, "prompt", by=count)
-                if count := data["cached_tokens"]:
-                    self._token_count.add(event.model, "cached", by=count)
-                if count := data["completion_tokens"]:
-                    self._token_count.add(event.model, "completion", by=count)
+                for kind in ("prompt", "cached", "completion"):
+                    if count := data[f"{kind}_tokens"]:
+                        self._token_count.add(event.model, kind, by=count)
                 if data.get("token_seconds"):
                     self._token_seconds.observe(data["token_seconds"], event.model)
             case "progress" if data["stage"] == "download":
@@ -158,12 +139,12 @@ class Metrics:
                 self._loads.labels(event.model, "ready").inc()
                 self._load_seconds.labels(event.model, "total").observe(data["load_seconds"])
                 self._fresh[event.model] = data["worker"]
-                for stage in SPENT:
-                    if stage in data.get("spent", ()):
-                        self._start_seconds.labels(event.model, stage).observe(data["spent"][stage])
-                for stage in STAGES:
-                    if stage in data.get("stages", ()):
-                        self._load_seconds.labels(event.model, stage).observe(data["stages"][stage])
+                for stages, name, histogram in (
+                    (SPENT, "spent", self._start_seconds),
+                    (STAGES, "stages", self._load_seconds),
+                ):
+                    for stage in stages & data.get(name, {}).keys():
+                        histogram.labels(event.model, stage).observe(data[name][stage])
             case "waited":
                 for cause, seconds in data["seconds"].items():
                     self._queued.labels(event.model, cause).observe(seconds)
@@ -199,27 +180,25 @@ class Metrics:
         return "\n".join([*lines, *self._llama_server(member)]).encode() + b"\n"
 
     def _llama_server(self, model: str) -> Iterator[str]:
+        """The lines of llama-server's metrics about one model."""
         worker = self._fleet.models[model].open if model in self._fleet.models else None
-        pulse = worker.pulse if worker is not None else None
-        rows: Mapping[str, tuple[str, float]] = {
-            "prompt_tokens_total": ("counter", self._value(model, "prompt")),
-            "tokens_predicted_total": ("counter", self._value(model, "completion")),
-            "n_decode_total": ("counter", pulse.steps if pulse else 0),
-            "requests_processing": ("gauge", pulse.running if pulse else 0),
-            "requests_deferred": ("gauge", pulse.waiting if pulse else 0),
-            "prompt_tokens_seconds": ("gauge", pulse.prefill_rate if pulse else 0),
-            "predicted_tokens_seconds": ("gauge", pulse.decode_rate if pulse else 0),
-            "kv_cache_tokens": ("gauge", pulse.cache_used if pulse else 0),
-            "kv_cache_usage_ratio": (
-                "gauge",
-                pulse.cache_used / pulse.cache_total if pulse and pulse.cache_total else 0,
-            ),
+        pulse = worker.pulse if worker is not None and worker.pulse is not None else NO_PULSE
+        rows: Mapping[str, float] = {
+            "prompt_tokens_total": self._tokens(model, "prompt"),
+            "tokens_predicted_total": self._tokens(model, "completion"),
+            "n_decode_total": pulse.steps,
+            "requests_processing": pulse.running,
+            "requests_deferred": pulse.waiting,
+            "prompt_tokens_seconds": pulse.prefill_rate,
+            "predicted_tokens_seconds": pulse.decode_rate,
+            "kv_cache_tokens": pulse.cache_used,
+            "kv_cache_usage_ratio": pulse.cache_used / pulse.cache_total if pulse.cache_total else 0,
         }
-        for name, (kind, value) in rows.items():
-            yield f"# TYPE llamacpp:{name} {kind}"
+        for name, value in rows.items():
+            yield f"# TYPE llamacpp:{name} {'counter' if name.endswith('_total') else 'gauge'}"
             yield f"llamacpp:{name} {float(value)}"
 
-    def _value(self, model: str, kind: str) -> float:
+    def _tokens(self, model: str, kind: str) -> float:
         return self._registry.get_sample_value("router_tokens_total", {"model": model, "kind": kind}) or 0.0
 
 
@@ -319,12 +298,10 @@ class _Gauges(Collector):
         running = GaugeMetricFamily("router_requests_in_flight", "Leases of ready workers.", labels=["model"])
         waiting = GaugeMetricFamily("router_queue_depth", "Leases of workers not ready.", labels=["model"])
         ready = GaugeMetricFamily("router_model_workers", "Workers that are ready.", labels=["model"])
-        words = {State.DOWNLOADING: "downloading", State.QUEUED: "loading", State.STARTING: "loading"}
         for id, model in self._fleet.models.items():
-            shown = model.shown
-            value = ("sleeping" if model.sleeps else "unloaded") if shown is None else words.get(shown.state, "loaded")
-            for word in STATES:
-                state.add_metric([id, word], float(word == value))
+            shown, current = model.shown, value_of(model)
+            for name in STATES:
+                state.add_metric([id, name], float(name == current))
             running.add_metric([id], sum(len(w.leases) for w in model.workers if w.state >= State.READY))
             waiting.add_metric([id], sum(len(w.leases) for w in model.workers if w.state < State.READY))
             ready.add_metric([id], sum(w.state is State.READY for w in model.workers))
@@ -362,14 +339,17 @@ class _Gauges(Collector):
             if not pulses:
                 continue
             steps.add_metric([id], sum(pulse.steps for pulse in pulses))
-            sequences.add_metric([id, "running"], sum(pulse.running for pulse in pulses))
-            sequences.add_metric([id, "waiting"], sum(pulse.waiting for pulse in pulses))
-            sequences.add_metric([id, "places"], sum(pulse.parallel for pulse in pulses))
-            rates.add_metric([id, "prefill"], sum(pulse.prefill_rate for pulse in pulses))
-            rates.add_metric([id, "decode"], sum(pulse.decode_rate for pulse in pulses))
-            cache.add_metric([id, "used"], sum(pulse.cache_used for pulse in pulses))
-            cache.add_metric([id, "reusable"], sum(pulse.cache_reusable for pulse in pulses))
-            cache.add_metric([id, "total"], sum(pulse.cache_total for pulse in pulses))
+            for family, kind, figure in (
+                (sequences, "running", "running"),
+                (sequences, "waiting", "waiting"),
+                (sequences, "places", "parallel"),
+                (rates, "prefill", "prefill_rate"),
+                (rates, "decode", "decode_rate"),
+                (cache, "used", "cache_used"),
+                (cache, "reusable", "cache_reusable"),
+                (cache, "total", "cache_total"),
+            ):
+                family.add_metric([id, kind], sum(getattr(pulse, figure) for pulse in pulses))
         yield from (steps, sequences, rates, cache, progress)
 
 

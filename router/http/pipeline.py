@@ -371,6 +371,3 @@ def _streams(route: Route, seen: Peek) -> bool:
     if seen.stream is None:
         return route.streams_by_default
     return route.always_streams or (route.streams and seen.stream is True)
-
-
-__all__ = ["Bodies", "Pipeline", "Respond", "printable", "request_id"]

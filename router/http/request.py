@@ -111,6 +111,3 @@ class Incoming:
     phase: str = "queued"  # the phase that a disconnect is counted under: queued, starting, streaming, events
     ignored: Mapping[str, str] = field(default_factory=dict)  # the header that lists unknown body fields
     status: int = 499  # the outcome, which can differ from the status line; 499: the client disconnected
-
-
-__all__ = ["CLOSE", "ForwardedRequest", "Incoming", "Outlet"]

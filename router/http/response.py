@@ -1,4 +1,4 @@
-"""Responses to clients: headers and errors that all of them share, and the response of a worker as far as it is sent."""
+"""Responses to clients: headers and errors that all of them share, and a worker's response as far as it is sent."""
 
 import asyncio
 import contextlib
@@ -199,6 +199,3 @@ def _unsent(sock: socket.socket) -> int:
         return int(struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4))[0])
     except OSError:
         return 0
-
-
-__all__ = ["ClientGone", "Pace", "ProxiedResponse", "own_headers", "render_error", "whole_seconds"]
