@@ -19,6 +19,7 @@ from router.config.settings import Settings
 from router.errors import RouterError
 from router.fleet import worker_argv
 from router.launch.devices import Devices
+from router.launch.spawn import may_fork
 from router.memory import checkpoint, sharding
 from router.memory import estimate as estimates
 from router.memory.checkpoint_facts import DTYPE_BYTES, Checkpoint, compute_dtype, effective_ctx, serves_embeddings
@@ -149,7 +150,7 @@ class Machine:
         return self._margins.get(device, self.settings.models_memory_margin.get("", 0))
 
     def forks(self, preset: Preset) -> bool:
-        return self.settings.fork_server and worker_argv.program_of(preset, preset.id).may_fork
+        return self.settings.fork_server and may_fork(worker_argv.program_of(preset, preset.id), "serve")
 
     def estimate(self, preset: Preset, facts: Checkpoint, choice: sharding.Choice) -> Estimate:
         """The best estimate without a run of the worker program. Raises EstimateError."""

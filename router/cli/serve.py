@@ -184,7 +184,7 @@ async def _router(
         devices=devices,
         runtime_dir=runtime,
         environ=os.environ,
-        beside=runtime.absolute().parent / "fleet-router-neighbours",
+        shared_folder=runtime.absolute().parent / "fleet-router-reservations",
         offline=settings.offline,
         hf_token=settings.hf_token,
         on_reading=lambda: holder[0].changed() if holder else None,

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from router.config.presets import Preset
 from router.errors import RouterError
-from router.launch.environment import Verb, environment
+from router.launch.interface import Verb
+from router.launch.spawn import environment
 from worker.protocol.argv import Convert, Download, Estimate, to_argv
 from worker.protocol.events import Converted, Downloaded, Estimated, Failed, Progress, decode
 

@@ -1,17 +1,16 @@
-"""Readings of this machine's devices from NVML, psutil and the cgroup's limits. The only module that imports pynvml.
+"""Readings of this machine's devices from NVML, /proc and the control groups. The only module that imports pynvml.
 
 It never creates a context on a device. It never reports free memory that it does not know of: an accelerator whose
 driver fails keeps its last reading and is named in `problems`, and no worker is started there.
 """
 
 import contextlib
-import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import pynvml  # type: ignore[import-untyped]
 
 from router.errors import ConfigError
@@ -32,7 +31,6 @@ class _Accelerator:
     name: str
     handle: Any
     last: Reading | None = None
-    unified: bool = False
 
 
 class Devices:
@@ -40,8 +38,8 @@ class Devices:
 
     `env` is the router's environment: CUDA_VISIBLE_DEVICES there limits and orders the accelerators as it does for
     any CUDA program, so that `cuda:0` is the first visible one. `proc` and `cgroup` are the roots of the kernel's
-    file systems, `dev` that of device files, `system` and `machine` the platform's names. The constructor queries NVML;
-    without a driver there are no accelerators, and `notes` has the reason and the kinds that are not supported.
+    file systems, `dev` that of device files. The constructor queries NVML; without a driver there are no accelerators,
+    and `notes` has the reason and the kinds that are not supported.
     All methods that read may block for as long as the driver does: call them in a thread, one at a time.
     """
 
@@ -52,8 +50,6 @@ class Devices:
         proc: Path = Path("/proc"),
         cgroup: Path = Path("/sys/fs/cgroup"),
         dev: Path = Path("/dev"),
-        system: str = platform.system(),
-        machine: str = platform.machine(),
     ):
         self._proc = proc
         self._cgroup = cgroup
@@ -70,8 +66,8 @@ class Devices:
             found, self._notes = _enumerate()
         except pynvml.NVMLError as error:
             self._notes.append(f"no accelerator: {_explain(error)}")
-        others = _unsupported(dev, system, machine)
-        self._notes += [f"{kind} is not supported by this version: it is not used" for kind in others]
+        if (dev / "kfd").exists():  # AMD's compute driver; its display driver alone is no accelerator
+            self._notes.append("the AMD accelerator (/dev/kfd) is not supported by this version: it is not used")
         if not found:
             return
         chosen, note = visible(found, env.get("CUDA_VISIBLE_DEVICES"))
@@ -90,13 +86,8 @@ class Devices:
         """For each device that the last `read` could not use, the reason."""
         return dict(self._problems)
 
-    @property
-    def ids(self) -> Sequence[DeviceId]:
-        """Every device, the accelerators first and in their order."""
-        return (*(accelerator.id for accelerator in self._accelerators), CPU)
-
     def read(self) -> list[Reading]:
-        """Every device that has ever been read, in the order of `ids`. May block; raises nothing.
+        """Every device that has ever been read, the accelerators first and in their order. May block.
 
         Used bytes are those of all processes. A device that fails now has its last reading and an entry in `problems`.
         """
@@ -105,12 +96,6 @@ class Devices:
             self._reopen()
         readings = [reading for accelerator in self._accelerators if (reading := self._read(accelerator, host))]
         return [*readings, host]
-
-    def pool(self, device: DeviceId) -> DeviceId | None:
-        """Main memory if the accelerator `device` has no memory of its own (unified memory), else None."""
-        return (
-            CPU if any(accelerator.unified and accelerator.id == device for accelerator in self._accelerators) else None
-        )
 
     def device_id(self, text: str) -> DeviceId:
         """The device of this name: `cpu`, `none`, `cuda:0`, `gpu0`, `0`, or a UUID or its beginning.
@@ -143,21 +128,24 @@ class Devices:
                     raise ConfigError([f"{option}: {unknown}"]) from None
         return found
 
-    def environment(self, place: Iterable[DeviceId]) -> dict[str, str]:
-        """Environment variables with which a worker sees the accelerators of `place`, in this order, and no others."""
-        uuids = {accelerator.id: accelerator.uuid for accelerator in self._accelerators}
-        seen = ",".join(uuids[device] for device in place if device in uuids)
-        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": seen}
-
     def host(self) -> Reading:
         """The reading of main memory, or of the cgroup's share if that is less.
 
         Page cache that the kernel can reclaim counts as available, even if a process has it mapped.
         """
-        total, available = self._meminfo()
-        for limit, used in _cgroup_limits(self._proc, self._cgroup):
-            total = min(total, limit)
-            available = min(available, max(0, limit - used))
+        fields = dict(line.split(":", 1) for line in (self._proc / "meminfo").read_text().splitlines())
+        # Available as the kernel estimates it, which is more than what is free.
+        total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+        for group, root, files in _memory_groups(self._proc, self._cgroup):
+            for parent in (group, *group.parents):
+                limit = _number(parent / files.limit)
+                if limit is not None and limit < _UNLIMITED:
+                    cached = sum(_statistic(parent / "memory.stat", name) or 0 for name in files.cached)
+                    used = max(0, (_number(parent / files.used) or 0) - cached)
+                    total = min(total, limit)
+                    available = min(available, max(0, limit - used))
+                if parent == root:
+                    break
         return Reading(CPU, total, max(0, total - available), name="main memory")
 
     def close(self) -> None:
@@ -170,20 +158,17 @@ class Devices:
             if device.handle is None:
                 device.handle = _find(device.uuid)
             total, used = _memory(device.handle)
-            device.unified = False
+            pool = None
         except pynvml.NVMLError as error:
-            has_none = isinstance(error, pynvml.NVMLError_NotSupported)
-            if not has_none or (
-                device.last is not None and device.last.pool is None
-            ):  # it had memory of its own before
+            had_memory = device.last is not None and device.last.pool is None
+            if had_memory or not isinstance(error, pynvml.NVMLError_NotSupported):
                 self._suspect = True
                 device.handle = None
                 self._problems[device.id] = f"{device.id} ({device.name}) cannot be read: {_explain(error)}"
                 return device.last
-            total, used = host.total, host.used
-            device.unified = True
+            total, used, pool = host.total, host.used, CPU  # unified memory: it has none of its own
         self._problems.pop(device.id, None)
-        device.last = Reading(device.id, total, used, device.name, device.uuid, self.pool(device.id))
+        device.last = Reading(device.id, total, used, device.name, device.uuid, pool)
         return device.last
 
     def _reopen(self) -> None:
@@ -197,26 +182,6 @@ class Devices:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
             self._suspect = False
-
-    def _meminfo(self) -> tuple[int, int]:
-        """Bytes of main memory: total, and available as the kernel estimates it (not merely free)."""
-        try:
-            text = (self._proc / "meminfo").read_text()
-            fields = {key: int(rest.split()[0]) for key, _, rest in (x.partition(":") for x in text.splitlines())}
-            return fields["MemTotal"] * 1024, fields["MemAvailable"] * 1024
-        except (OSError, KeyError, ValueError, IndexError):  # not Linux, or a kernel before 3.14
-            memory = psutil.virtual_memory()
-            return int(memory.total), int(memory.available)
-
-
-def _unsupported(dev: Path, system: str, machine: str) -> list[str]:
-    """Accelerators of kinds that this project cannot use, for a note to the user."""
-    found = []
-    if (dev / "kfd").exists():  # AMD's compute driver; its display driver alone is no accelerator
-        found.append("the AMD accelerator (/dev/kfd)")
-    if system == "Darwin" and machine == "arm64":
-        found.append("Apple's accelerator (Metal)")
-    return found
 
 
 def parse_index(text: str) -> int | None:
@@ -339,39 +304,41 @@ def _explain(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _cgroup_limits(proc: Path, root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use, in bytes, of each cgroup with a limit that contains this process, from the innermost outwards."""
+# Control groups of the kernel
+
+
+@dataclass(frozen=True, slots=True)
+class _MemoryFiles:
+    """Names of the files of a memory controller, and in its statistics."""
+
+    limit: str
+    used: str
+    events: str  # with the number of OOM kills
+    cached: tuple[str, str]  # reclaimable page cache
+
+
+_VERSION_1 = _MemoryFiles(
+    "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", ("total_active_file", "total_inactive_file")
+)
+_VERSION_2 = _MemoryFiles("memory.max", "memory.current", "memory.events", ("active_file", "inactive_file"))
+
+
+def _memory_groups(proc: Path, cgroup: Path) -> Iterator[tuple[Path, Path, _MemoryFiles]]:
+    """The group of this process in each hierarchy with a memory controller, and that hierarchy's root.
+
+    A container that sees only its own group has it at the root.
+    """
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
-        _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "none", "")
-        if controllers == "":
-            yield from _walk(root, path, limit="memory.max", used="memory.current", prefix="")
-        elif "memory" in controllers.split(","):
-            yield from _walk(
-                root / "memory",
-                path,
-                limit="memory.limit_in_bytes",
-                used="memory.usage_in_bytes",
-                prefix="total_",
-            )
-
-
-def _walk(root: Path, path: str, *, limit: str, used: str, prefix: str) -> Iterator[tuple[int, int]]:
-    """The same, from the group at `path` up to `root`. A container that sees only its own group has it at `root`."""
-    group = root / path.strip("/")
-    if ".." in group.parts or not group.is_dir():
-        group = root
-    while True:
-        most = _number(group / limit)
-        if most is not None and most < _UNLIMITED:
-            cached = sum(_statistic(group / "memory.stat", f"{prefix}{kind}_file") for kind in ("active", "inactive"))
-            yield most, max(0, (_number(group / used) or 0) - cached)
-        if group == root:
-            return
-        group = group.parent
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, files = (cgroup / "memory", _VERSION_1) if controllers else (cgroup, _VERSION_2)
+        group = root / path.strip("/")
+        yield group if group.is_dir() and ".." not in group.parts else root, root, files
 
 
 def _number(file: Path) -> int | None:
@@ -382,9 +349,45 @@ def _number(file: Path) -> int | None:
         return None
 
 
-def _statistic(file: Path, key: str) -> int:
+def _statistic(file: Path, key: str) -> int | None:
+    """The number after `key` in a file with one statistic per line; None if it has none."""
     try:
         fields = dict(line.split(" ", 1) for line in file.read_text().splitlines() if " " in line)
-        return int(fields.get(key, 0))
-    except (OSError, ValueError):
-        return 0
+        return int(fields[key])
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+RECENT = 5.0  # seconds for which an OOM kill explains a SIGKILL; a guess
+
+
+class OomKills:
+    """Samples of the kernel's counter of OOM kills. Times are seconds of a monotonic clock.
+
+    A process that the OOM killer ends cannot report it, and SIGKILL may also come from a person. A recent rise of the
+    counter tells the two apart.
+    """
+
+    def __init__(self, count: Callable[[], int]):
+        """`count`: returns the counter, like `count_oom_kills`."""
+        self._count = count
+        self._samples: deque[tuple[float, int]] = deque()
+
+    def sample(self, now: float) -> None:
+        """Remember the counter. Call it about once a second."""
+        self._samples.append((now, self._count()))
+        while len(self._samples) > 1 and self._samples[1][0] <= now - RECENT:
+            self._samples.popleft()
+
+    def happened(self, now: float) -> bool:
+        """True if the counter rose within RECENT seconds."""
+        self.sample(now)
+        return self._samples[-1][1] > self._samples[0][1]
+
+
+def count_oom_kills(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """OOM kills in our control group, or if it has no counter, in the whole machine; 0 if there is no counter."""
+    for file in (*(group / files.events for group, _, files in _memory_groups(proc, cgroup)), proc / "vmstat"):
+        if (count := _statistic(file, "oom_kill")) is not None:
+            return count
+    return 0

@@ -1,16 +1,13 @@
-"""Reasons for the loss of a process: its exit code, our verdict on it, a failed start, the kernel's OOM killer."""
+"""Reasons for the loss of a process: its exit code, our verdict on it, a failed start."""
 
 import contextlib
 import errno
 import signal
-from collections import deque
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
-from router.launch.environment import Verb
-from router.launch.heartbeat import Verdict
-from router.launch.interface import Cause, Program, WorkerLost
+from router.launch.interface import Cause, Program, Verb, WorkerLost
 from worker.protocol.events import PERMANENT_EXITS, Exit
 
 _NOUNS: Mapping[Verb, str] = {
@@ -30,6 +27,14 @@ _MEANINGS: Mapping[int, str] = {
 }
 # errno values of exec(2) that mean a wrong `python` in the preset, and not a lack of resources.
 _NOT_A_PROGRAM = frozenset({errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ENOEXEC, errno.EISDIR})
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The reason to kill a process; `reason` is the text for people."""
+
+    cause: Literal["load_timeout", "stalled"]
+    reason: str
 
 
 def lost_by_exit(program: Program, verb: Verb, code: int, last_message: str, *, oom_killed: bool) -> WorkerLost:
@@ -93,62 +98,4 @@ def _last(last_message: str) -> str:
     return f"; it last said: {last_message}" if last_message else ""
 
 
-RECENT = 5.0  # seconds for which an OOM kill explains a SIGKILL; a guess
-
-
-class OomKills:
-    """Samples of the kernel's counter of OOM kills. Times are seconds of a monotonic clock.
-
-    A process that the OOM killer ends cannot report it, and SIGKILL may also come from a person. A recent rise of the
-    counter tells the two apart.
-    """
-
-    def __init__(self, count: Callable[[], int]):
-        """`count`: returns the counter, like `counted`."""
-        self._count = count
-        self._samples: deque[tuple[float, int]] = deque()
-
-    def sample(self, now: float) -> None:
-        """Remember the counter. Call it about once a second."""
-        self._samples.append((now, self._count()))
-        while len(self._samples) > 1 and self._samples[1][0] <= now - RECENT:
-            self._samples.popleft()
-
-    def happened(self, now: float) -> bool:
-        """True if the counter rose within RECENT seconds."""
-        self.sample(now)
-        return self._samples[-1][1] > self._samples[0][1]
-
-
-def counted(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """OOM kills in our control group, or if it has no counter, in the whole machine; 0 if there is no counter."""
-    for file in (*_own_group(proc, cgroup), proc / "vmstat"):
-        try:
-            lines = file.read_text().splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            name, _, value = line.partition(" ")
-            if name == "oom_kill" and value.strip().isdigit():
-                return int(value)
-    return 0
-
-
-def _own_group(proc: Path, cgroup: Path) -> list[Path]:
-    """Files of the memory controller, cgroup version 2 and 1. A container may see its own group at the root."""
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    files: list[Path] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            files += (cgroup / path.strip("/") / "memory.events", cgroup / "memory.events")
-        elif "memory" in controllers.split(","):
-            root = cgroup / "memory"
-            files += (root / path.strip("/") / "memory.oom_control", root / "memory.oom_control")
-    return files
-
-
-__all__ = ["OomKills", "counted", "describe_exit", "lost_at_spawn", "lost_by_exit", "lost_by_verdict"]
+__all__ = ["Verdict", "describe_exit", "lost_at_spawn", "lost_by_exit", "lost_by_verdict"]

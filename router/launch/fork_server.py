@@ -25,9 +25,7 @@ from dataclasses import asdict, replace
 from router.errors import RouterError
 from router.launch import reaper
 from router.launch.exit_causes import describe_exit
-from router.launch.interface import Program
-from router.launch.output import Log
-from router.launch.process import Child, Pipes, uncancelled
+from router.launch.process import Child, Log, Pipes, uncancelled
 from router.launch.process_table import ProcessTable
 from worker.protocol.argv import Command, ForkServerOptions, to_argv
 from worker.protocol.events import Event, Exit, Forked, ForkRefused, ModulesImported, Pong, Reaped
@@ -360,6 +358,11 @@ class ForkServerSupervisor:
         """True if the present fork server has forked the living process of that number."""
         return self.server is not None and self.server.has(pid)
 
+    def warm(self, modules: Sequence[str]) -> None:
+        """Have the fork server, if one runs, import modules that a worker needed."""
+        if self.server is not None:
+            self.server.warm(modules)
+
     def start(self) -> "asyncio.Task[None]":
         """Begin. The returned task never ends by itself."""
         self._task = asyncio.create_task(self._run(), name=NAME)
@@ -404,13 +407,12 @@ class ForkServerSupervisor:
 
     async def _run_one(self) -> None:
         """Run one fork server from its start to its exit. Raises OSError if it cannot be started."""
-        program = Program(model="", worker=NAME)
-        tag = self._processes.tag(program)
+        tag = self._processes.folder.tag("", NAME)
         env = self._environment(tag)
         self.server = ForkServerProcess.start(self._program, env, log=Log(NAME, NAME), on_warm=lambda: self.on_warm())
         child = self.server.child
         try:
-            self._processes.add(tag, child, program, "serve")
+            self._processes.add(tag, child, NAME)
             code = await asyncio.shield(child.exited)
             log.warning("the fork server %s", describe_exit(code, child.cause, oom_killed=False))
         finally:
@@ -419,21 +421,21 @@ class ForkServerSupervisor:
 
 
 def _is_stopped(pid: int) -> bool:
-    """True if the process is stopped by SIGSTOP or the like (proc_pid_stat(5), field 3)."""
+    """True if the process is stopped by SIGSTOP or the like."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] == "T"
-    except OSError:  # it has exited, or there is no descriptor left
+        fields = reaper.stat(pid)
+    except OSError:  # no descriptor left
         return False
+    return fields is not None and fields[0] == "T"
 
 
 def _exit_code(pid: int) -> int:
     """The exit code of a zombie that is not our child (proc_pid_stat(5), field 52)."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return os.waitstatus_to_exitcode(int(file.read().rpartition(")")[2].split()[49]))
-    except (OSError, ValueError):  # it has just been reaped, or there is no descriptor left
-        return KILLED
+        fields = reaper.stat(pid)
+    except OSError:  # no descriptor left
+        fields = None
+    return KILLED if fields is None else os.waitstatus_to_exitcode(int(fields[49]))
 
 
 __all__ = ["ANSWER_TIMEOUT", "CALL_INTERVAL", "NAME", "ForkFailed", "ForkServerProcess", "ForkServerSupervisor"]

@@ -16,6 +16,7 @@ from router.planner.ledger import Bytes, Reading
 from worker.protocol.argv import Convert, Download, Estimate, Serve
 from worker.protocol.events import PERMANENT_EXITS, Converted, Estimated, Event, Exit, Ready
 
+Verb = Literal["download", "convert", "estimate", "serve"]
 Cause = Literal["crashed", "oom", "load_failed", "load_timeout", "stalled", "download_failed"]
 
 # Exit codes of a process that was ended from outside: by a signal that no fault of its own raises, or by a SIGTERM that
@@ -64,15 +65,6 @@ class Program:
     start_timeout: float = 240.0  # without load progress
     stop_timeout: float = 10.0  # from SIGTERM to SIGKILL
     stall_timeout: float = 120.0  # without a pulse, or with work but without a step
-
-    @property
-    def may_fork(self) -> bool:
-        """True if its workers behave the same forked or executed.
-
-        The preset's interpreter and environment only have an effect when libraries are loaded, which a forked worker
-        does not do.
-        """
-        return self.forks and not self.python and not self.env
 
 
 class NotForked(RouterError):
@@ -213,6 +205,6 @@ class Launcher(Protocol):
 
 
 __all__ = [
-    "Cause", "EarlyProcess", "Launcher", "Listen", "LockedFiles", "NotForked", "NotLocked", "Program", "WorkerLost",
-    "WorkerProcess",
+    "Cause", "EarlyProcess", "Launcher", "Listen", "LockedFiles", "NotForked", "NotLocked", "Program", "Verb",
+    "WorkerLost", "WorkerProcess",
 ]  # fmt: skip

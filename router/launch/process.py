@@ -1,4 +1,4 @@
-"""One child process: pipes, events, exit, stopping it; start by exec.
+"""One child process: start by exec, pipes, events and log lines, exit, stopping it.
 
 Processes are spawned from the thread that runs the event loop, which must be the program's main thread: the kernel ends
 a worker with the *thread* that started it (PR_SET_PDEATHSIG, prctl(2)).
@@ -14,17 +14,24 @@ import logging
 import os
 import signal
 import subprocess
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from math import inf
 from typing import Any, TypeVar
 
+import msgspec
+
 from router.launch import reaper
-from router.launch.output import MAX_LOG_BYTES, Lines, Log, decode_event
-from worker.protocol.events import MAX_EVENT_BYTES, Event, Failed, RequestEnded
+from worker.protocol.events import EVENTS, MAX_EVENT_BYTES, Event, Failed, RequestEnded
 
 T = TypeVar("T")
 
 _READ_BYTES = 1 << 16
+MAX_LOG_BYTES = 8192  # of one line of stderr; the rest of the line is cut
+KEPT_LOG_BYTES = 1 << 16  # the last bytes of stderr that are kept
+# Lines of one child that are logged at once, and per second. Further ones are only counted. Both are guesses.
+LOG_BURST = 100
+LOG_RATE = 20.0
 # Seconds for which `request` events are collected while they follow each other closely. Waking for each of them would
 # be one more wake-up per request than its response needs. A pipe has room for the events of this time.
 ROUND = 0.005
@@ -49,6 +56,125 @@ async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
     if cancelled is not None:
         raise cancelled
     return task.result()
+
+
+class Lines:
+    """Splits bytes as they arrive into lines without their ends.
+
+    A line longer than `limit` is cut to its first `limit` + 1 bytes: the caller can see that it is too long, and memory
+    stays bounded.
+    """
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._rest = b""
+        self._skips = False
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines that `data` completes."""
+        *whole, rest = (self._rest + data).split(b"\n")
+        lines = [line[: self._limit + 1] for line in whole[self._skips :]]
+        if whole:
+            self._skips = False
+        if self._skips:
+            rest = b""
+        elif len(rest) > self._limit:
+            lines.append(rest[: self._limit + 1])
+            rest, self._skips = b"", True
+        self._rest = rest
+        return lines
+
+    def end(self) -> list[bytes]:
+        """The last line, if it has no line end."""
+        rest, self._rest = self._rest, b""
+        return [rest] if rest and not self._skips else []
+
+
+class Log:
+    """The stderr of one child, forwarded to the logger `worker.<model>` line by line, with a limit on the rate.
+
+    The last lines are kept. Control characters are escaped, one line stays one log record, and `secrets` are masked.
+    """
+
+    def __init__(self, model: str, name: str, *, secrets: Sequence[str] = ()):
+        """`name`: the prefix of each line."""
+        self._logger = logging.getLogger(f"worker.{model}")
+        self._name = name
+        self._secrets = sorted(secrets, key=len, reverse=True)  # longest first: one may contain another
+        self._kept: deque[str] = deque()
+        self._kept_bytes = 0
+        self._allowed = float(LOG_BURST)
+        self._at = 0.0
+        self._left_out = 0
+
+    def add(self, line: bytes, now: float) -> None:
+        """Log one line of stderr. `now`: seconds of a monotonic clock."""
+        text = self.clean(line[:MAX_LOG_BYTES].decode(errors="replace")).strip()
+        if text:
+            self._keep(text)
+            self._write(logging.INFO, text, now)
+
+    def note(self, text: str, now: float) -> None:
+        """Log a remark of the router about this child."""
+        self._write(logging.WARNING, self.clean(text), now)
+
+    def _write(self, level: int, text: str, now: float) -> None:
+        # A token bucket: LOG_RATE tokens per second, at most LOG_BURST.
+        self._allowed = min(LOG_BURST, self._allowed + (now - self._at) * LOG_RATE)
+        self._at = now
+        if self._allowed < 1.0:
+            self._left_out += 1
+            return
+        self._allowed -= 1.0
+        self.flush()
+        self._logger.log(level, "%s: %s", self._name, text)
+
+    def flush(self) -> None:
+        """Log how many lines were left out since the last one."""
+        if self._left_out:
+            self._logger.warning("%s: %d lines left out, as they arrived too fast", self._name, self._left_out)
+            self._left_out = 0
+
+    def clean(self, text: str) -> str:
+        """`text` without secrets and control characters."""
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return "".join(char if char.isprintable() or char == "\t" else repr(char)[1:-1] for char in text)
+
+    @property
+    def last(self) -> str:
+        """The last line; empty if there was none."""
+        return self._kept[-1] if self._kept else ""
+
+    @property
+    def kept(self) -> str:
+        """The last lines."""
+        return "\n".join(self._kept)
+
+    def _keep(self, text: str) -> None:
+        self._kept.append(text)
+        self._kept_bytes += len(text)
+        while self._kept_bytes > KEPT_LOG_BYTES:
+            self._kept_bytes -= len(self._kept.popleft())
+
+
+class _Kind(msgspec.Struct):
+    """The member of an event that names its kind."""
+
+    event: str
+
+
+_KIND_DECODER = msgspec.json.Decoder(_Kind)
+_EVENT_DECODERS = {name: msgspec.json.Decoder(kind) for name, kind in EVENTS.items()}
+
+
+def decode_event(line: bytes) -> Event | None:
+    """The event in `line`, with all fields of the right types; None if the line contains none."""
+    try:
+        event: Event = _EVENT_DECODERS[_KIND_DECODER.decode(line).event].decode(line)
+    except (msgspec.DecodeError, KeyError, UnicodeDecodeError, RecursionError):
+        return None
+    return event
 
 
 # Reaps the child with a process id, which has exited, and calls the function with its exit code (negative: a signal),

@@ -1,4 +1,4 @@
-"""Orphaned processes of workers: found, killed and reaped.
+"""No child outlives the router: orphans of workers are killed while it runs, process groups by the guard after it.
 
 When a process dies, its children pass to the nearest ancestor that is a subreaper (prctl(2)). The router is one, so
 that no process of a worker's can live on unseen, not even in a session of its own, which a signal to the worker's group
@@ -9,6 +9,9 @@ or names the worker's run (in the environment variable `TAG` or the socket on it
 it is then some worker's fork, as these are unreadable. Children that the router itself started are `known` and never
 touched, nor is any process in the router's session. Of a zombie only the session is known: it is reaped if it was
 examined while it lived, or if no process started by the router could look like it.
+
+After a crash of the router, a worker exits by itself, but its own children do not. The guard is a process that gets the
+number of every process group before that group's worker may begin, and kills these groups once the router has exited.
 """
 
 import asyncio
@@ -17,12 +20,15 @@ import ctypes
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from router.launch.environment import TAG
-
+TAG = "FLEET_WORKER"  # the variable that names the run that a process belongs to; its descendants inherit it
+_GUARD_PROGRAM = Path(__file__).with_name("programs") / "guard.py"
+_GUARD_TIMEOUT = 1.0
 KILL_TIMEOUT = 5.0  # seconds from SIGKILL until a process counts as stuck
 
 # Children of this process that the router started and reaps elsewhere. Global, as children belong to the process.
@@ -67,6 +73,18 @@ def adopt(*, whether: bool = True) -> bool:
         if libc.prctl(option, value, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), f"prctl({option}): {os.strerror(ctypes.get_errno())}")
     return bool(before.value)
+
+
+def stat(pid: int) -> list[str] | None:
+    """Fields 3 (state), 4 (parent), 5 (group), 6 (session), ... of `/proc/PID/stat` (proc_pid_stat(5)).
+
+    None if there is no such process. Field 2 is the name in parentheses, which may itself contain blanks and
+    parentheses.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
 
 
 async def end(leader: int, tag: str) -> list[int]:
@@ -120,31 +138,20 @@ def _children() -> Iterator[int]:
     except FileNotFoundError:
         own = os.getpid()
         for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and (stat := _stat(int(entry.name))) and int(stat[1]) == own:
+            if entry.name.isdigit() and (fields := stat(int(entry.name))) and int(fields[1]) == own:
                 yield int(entry.name)
 
 
 def _examine(pid: int) -> Orphan | None:
-    stat = _stat(pid)
-    if stat is None:
+    fields = stat(pid)
+    if fields is None:
         return None
-    if stat[0] == "Z":
-        return Orphan(pid, int(stat[3]), True, None)
+    if fields[0] == "Z":
+        return Orphan(pid, int(fields[3]), True, None)
     tag = _tag(pid)
     if tag != "":
         _adopted.add(pid)
-    return Orphan(pid, int(stat[3]), False, tag)
-
-
-def _stat(pid: int) -> list[str] | None:
-    """Fields 3 (state), 4 (parent), 5 (group), 6 (session), ... of `/proc/PID/stat`; None if there is no such process.
-
-    Field 2 is the name in parentheses, which may itself contain blanks and parentheses.
-    """
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
+    return Orphan(pid, int(fields[3]), False, tag)
 
 
 def _tag(pid: int) -> str | None:
@@ -185,3 +192,70 @@ async def _wait_for_exit(pid: int, seconds: float) -> None:
     finally:
         loop.remove_reader(pidfd)
         os.close(pidfd)
+
+
+class Guard:
+    """The guard process. It is replaced if it dies. Signals to the router's group do not reach it."""
+
+    def __init__(self) -> None:
+        self._groups: set[int] = set()
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def add(self, group: int) -> None:
+        """Have `group` killed when this process exits. Raises OSError if no guard can be started."""
+        self._groups.add(group)
+        self._send(f"+{group}\n")
+
+    def remove(self, group: int) -> None:
+        """Forget `group`, which is gone: its number may be reused. Ignores unknown groups. Raises OSError."""
+        if group in self._groups:
+            self._groups.remove(group)
+            self._send(f"-{group}\n")
+
+    def close(self) -> None:
+        """End the guard. Returns once it has killed what is left and is reaped, after a second at most."""
+        self._orders.close()
+        try:
+            self._process.wait(_GUARD_TIMEOUT)
+        except subprocess.TimeoutExpired:  # it is stopped (SIGSTOP)
+            self._process.kill()
+            self._process.wait()
+        known.discard(self.pid)
+
+    def _send(self, line: str) -> None:
+        try:
+            is_sent = self._orders.write(line.encode()) is not None
+        except (BrokenPipeError, ValueError):  # it died, or the last attempt to replace it failed
+            is_sent = False
+        # The pipe is full only if the guard has been stopped for thousands of lines. Waiting for it would block the
+        # loop.
+        if not is_sent:
+            self._process.kill()
+            self.close()
+            self._start()
+            self._orders.write("".join(f"+{group}\n" for group in self._groups).encode())
+
+    def _start(self) -> None:
+        """Start a guard. Returns once it is ready (about 15 ms). Raises OSError if it cannot be started."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_GUARD_PROGRAM)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            env={"PATH": os.environ.get("PATH", "")},
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._orders = self._process.stdin
+        os.set_blocking(self._orders.fileno(), False)
+        with self._process.stdout as reply:
+            if not reply.read(1):
+                self._orders.close()
+                raise OSError(f"the guard process exited with code {self._process.wait()} at its start")
+        known.add(self.pid)

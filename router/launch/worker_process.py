@@ -1,25 +1,22 @@
-"""One serving worker process of this machine: its devices, its socket, its state as its events report it.
+"""One worker process of this machine as its events report it: its heartbeat, and if it serves, its devices and socket.
 
 `router.launch.local` starts and ends the process. The classes here only read its events and send it orders.
 """
 
 import asyncio
 import logging
-import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
-from router.launch.exit_causes import OomKills, lost_by_exit, lost_by_verdict
-from router.launch.heartbeat import Heartbeat, Verdict, Watchdog
+from router.launch.exit_causes import Verdict, lost_by_exit, lost_by_verdict
 from router.launch.interface import Listen, Program, WorkerLost
 from router.launch.process import Child
-from router.launch.shared_reservations import Claim
+from router.launch.readings import Claim
 from router.launch.worker_client import WorkerClient, WorkerClientError
 from router.planner.ledger import HOST, Bytes, DeviceId
 from worker.protocol.argv import Serve
-from worker.protocol.events import Event, Prepared, Pulse, Ready, RequestEnded
+from worker.protocol.events import Event, Prepared, Progress, Pulse, Ready, RequestEnded
 from worker.protocol.orders import MemoryGrant, encode_grant
 from worker.protocol.routes import TOKEN_HEADER
 
@@ -28,35 +25,154 @@ log = logging.getLogger("router.launch.interface")
 T = TypeVar("T")
 
 HEALTH_TIMEOUT = 30.0
+CHECK_INTERVAL = 1.0  # seconds between two checks of a heartbeat
+LATE = 1.0  # a check that is later than this, in seconds, is not trusted: events may not have been read either
 # Seconds within which the exit of a process is known after its socket has failed. The socket closes first.
 EXIT_WAIT = 0.2
 
 
+class Heartbeat:
+    """Decides by the events of one process whether it is alive. Times are seconds of a monotonic clock.
+
+    Before `serving`, the process must make progress every `start_timeout` seconds: send an event that differs from the
+    last one of its kind (with `repeats_count`, any event). A prepared process that waits for `Go` is exempt. After
+    `serving`, it must send a pulse every `stall_timeout` seconds, and take a step within that time while requests run.
+    """
+
+    def __init__(self, now: float, *, start_timeout: float, stall_timeout: float, repeats_count: bool = False):
+        self._start_timeout = start_timeout
+        self._stall_timeout = stall_timeout
+        self._repeats_count = repeats_count
+        self._last: dict[type[Event], Event] = {}
+        self._stage = ""
+        self._serving = False
+        self._waits_for_go = False
+        self._progress_at = now
+        self._pulse_at = now
+        self._step_at = now
+        self._steps = -1
+        self._running = 0
+
+    @property
+    def shortest_timeout(self) -> float:
+        return min(self._start_timeout, self._stall_timeout)
+
+    def record(self, event: Event, now: float) -> None:
+        """Take note of an event."""
+        if self._repeats_count or self._last.get(type(event)) != event:
+            self._progress_at = now
+        self._last[type(event)] = event
+        if isinstance(event, Progress):
+            self._stage = f"{event.stage}, {event.done} of {event.total}" if event.total else event.stage
+        if isinstance(event, Prepared):
+            self._waits_for_go = True
+        if isinstance(event, Pulse):
+            self._pulse_at = now
+            # An idle engine takes no steps, so it counts as having just taken one.
+            if event.steps != self._steps or not event.running:
+                self._step_at = now
+            self._steps, self._running = event.steps, event.running
+
+    def go(self, now: float) -> None:
+        """Expect progress from now on: a prepared process got `Go`."""
+        self._waits_for_go = False
+        self._progress_at = now
+
+    def serving(self, now: float) -> None:
+        """Expect pulses from now on."""
+        self._serving = True
+        self._pulse_at = self._step_at = now
+
+    def excuse(self, seconds: float) -> None:
+        """Do not count `seconds` as silence, in which events were not read."""
+        self._progress_at += seconds
+        self._pulse_at += seconds
+        self._step_at += seconds
+
+    def verdict(self, now: float) -> Verdict | None:
+        """The reason to kill the process; None: it is alive."""
+        if self._waits_for_go:
+            return None
+        if not self._serving:
+            if now - self._progress_at < self._start_timeout:
+                return None
+            stage = f" (last: {self._stage})" if self._stage else ""
+            return Verdict("load_timeout", f"made no progress for {self._start_timeout:g} s{stage}")
+        if now - self._pulse_at >= self._stall_timeout:
+            return Verdict("stalled", f"gave no pulse for {self._stall_timeout:g} s")
+        if self._running and now - self._step_at >= self._stall_timeout:
+            return Verdict("stalled", f"took no step for {self._stall_timeout:g} s with {self._running} running")
+        return None
+
+
+class Watchdog:
+    """Checks the heartbeat of a child each second or more often.
+
+    If it fails, calls `on_verdict` and kills the child.
+    """
+
+    def __init__(self, child: Child, heartbeat: Heartbeat, on_verdict: Callable[[Verdict], None]):
+        self._child = child
+        self._heartbeat = heartbeat
+        self._interval = min(CHECK_INTERVAL, heartbeat.shortest_timeout / 4)
+        self._on_verdict = on_verdict
+        self._loop = asyncio.get_running_loop()
+        self._arm()
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _arm(self) -> None:
+        self._due = self._loop.time() + self._interval
+        self._timer = self._loop.call_at(self._due, self._check)
+
+    def _check(self) -> None:
+        now = self._loop.time()
+        if self._child.exited.done():
+            return
+        self._child.read()  # events that arrived while this process was busy
+        if now - self._due > LATE:  # this process was suspended or blocked
+            self._heartbeat.excuse(now - self._due)
+        elif (verdict := self._heartbeat.verdict(now)) is not None:
+            self._on_verdict(verdict)
+            self._child.kill()
+            return
+        self._arm()
+
+
 class LocalWorker:
-    """One worker process of this machine, as `LocalLauncher.serve` yields it. See `WorkerProcess`."""
+    """One serving worker process of this machine. Implements `WorkerProcess`, and `EarlyProcess` before it is ready."""
 
     def __init__(
         self,
         program: Program,
         command: Serve,
         child: Child,
-        names: Mapping[str, DeviceId],
-        socket: Path,
         token: str,
-        listen: Listen,
+        names: Mapping[str, DeviceId],
         claim: Claim,
-        ooms: OomKills,
+        listen: Listen,
         *,
         began: float,
         forked: bool,
+        visible: Callable[[Mapping[str, DeviceId]], str],
+        warm: Callable[[Sequence[str]], None],
+        oom_killed: Callable[[int], bool],
     ):
-        """`names`: its devices, by the worker's names for them. `began`: when its start began, by the loop's clock."""
+        """
+        command: as it was started, with the address of its socket.
+        names: its devices, by the worker's names for them.
+        began: when its start began, by the loop's clock.
+        visible: returns CUDA_VISIBLE_DEVICES for devices.
+        warm: has the fork server import modules that the worker used, for the next worker of its family.
+        oom_killed: True if a process that ended with this exit code was killed for lack of main memory.
+        """
         loop = asyncio.get_running_loop()
         self.token = token
         self.pid = child.pid
         self.measured: dict[DeviceId, int] = {}
         self.settle_seconds = 0.0
-        self.worker_client = WorkerClient(f"unix:{socket}")
+        self.worker_client = WorkerClient(command.listen)
         self._program = program
         self._address = command.listen
         self._child = child
@@ -64,7 +180,9 @@ class LocalWorker:
         self._prepared: asyncio.Future[None] = loop.create_future()
         self._listen = listen
         self._claim = claim
-        self._ooms = ooms
+        self._visible = visible
+        self._warm = warm
+        self._oom_killed = oom_killed
         self._loop = loop
         self.forked = forked
         self._began = began
@@ -99,18 +217,24 @@ class LocalWorker:
         await self._unless_lost(self._check_health())
         self._serving = True
         self._heartbeat.serving(self._loop.time())
+        self._warm(self.ready.modules)
 
     async def prepared(self) -> None:
         """Implements `EarlyProcess.prepared`."""
         await self._unless_lost(asyncio.shield(self._prepared))
 
-    def go(self, names: Mapping[str, DeviceId], *, reserved: str, visible: str) -> None:
-        """Send the order to load on these devices."""
-        self.names = names
+    async def go(self, command: Serve, place: Bytes) -> "LocalWorker":
+        """Implements `EarlyProcess.go`."""
+        self.names = device_names(place)
+        self._claim.extend(place)
         self.measured.clear()  # measured before it had devices
         self._heartbeat.go(self._loop.time())
-        go = MemoryGrant(devices=list(model_devices(names)), reserved=reserved, visible=visible)
-        self._child.send(encode_grant(go))
+        grant = MemoryGrant(
+            devices=list(model_devices(self.names)), reserved=command.reserved, visible=self._visible(self.names)
+        )
+        self._child.send(encode_grant(grant))
+        await self.start()
+        return self
 
     async def end(self) -> None:
         """Close its connections and, if it served and lives, stop it with SIGTERM. Returns once that is done."""
@@ -193,50 +317,11 @@ class LocalWorker:
 
     def _on_exited(self, exited: "asyncio.Future[int]") -> None:
         code = exited.result()
-        oom_killed = code == -signal.SIGKILL and self._ooms.happened(self._loop.time())
-        self._lose(lost_by_exit(self._program, "serve", code, self._child.cause, oom_killed=oom_killed))
+        self._lose(lost_by_exit(self._program, "serve", code, self._child.cause, oom_killed=self._oom_killed(code)))
 
     def _lose(self, lost: WorkerLost) -> None:
         if not self._lost.done():
             self._lost.set_result(lost)
-
-
-class LocalEarlyProcess:
-    """A worker process of this machine without weights, as `LocalLauncher.prepare` yields it. See `EarlyProcess`."""
-
-    def __init__(
-        self,
-        worker: LocalWorker,
-        visible: Callable[[Mapping[str, DeviceId]], str],
-        started: Callable[[LocalWorker], Awaitable[None]],
-        claim: Claim,
-    ):
-        """`visible`: returns CUDA_VISIBLE_DEVICES for devices.
-
-        `started`: returns once a worker that got `Go` is ready.
-        """
-        self._claim = claim
-        self._worker = worker
-        self._visible = visible
-        self._started = started
-        self.pid = worker.pid
-
-    @property
-    def measured(self) -> Bytes:
-        return self._worker.measured
-
-    async def prepared(self) -> None:
-        await self._worker.prepared()
-
-    async def lost(self) -> WorkerLost:
-        return await self._worker.lost()
-
-    async def go(self, command: Serve, place: Bytes) -> LocalWorker:
-        names = device_names(place)
-        self._claim.extend(place)
-        self._worker.go(names, reserved=command.reserved, visible=self._visible(names))
-        await self._started(self._worker)
-        return self._worker
 
 
 def device_names(place: Bytes) -> dict[str, DeviceId]:

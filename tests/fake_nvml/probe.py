@@ -1,8 +1,7 @@
 """A process that opens `Devices` and says what it sees, one JSON line for each line on its stdin.
 
-`read` reads all devices; `name TEXT` asks which device TEXT is; `place TEXT...` asks for a worker's environment there;
-`occupy UUID BYTES` holds memory of a card; `worker NAME` asks, as a worker does, what is in use on a device and by this
-process.
+`read` reads all devices; `name TEXT` asks which device TEXT is; `occupy UUID BYTES` holds memory of a card;
+`worker NAME` asks, as a worker does, what is in use on a device and by this process.
 """
 
 import json
@@ -33,15 +32,13 @@ def answer(devices: Devices, verb: str, *words: str) -> Any:
             "problems": {str(device): problem for device, problem in devices.problems.items()},
             "notes": list(devices.notes),
             "driver": devices.driver,
-            "pools": {str(device): str(devices.pool(device) or device) for device in devices.ids},
+            "pools": {str(each.id): str(each.pool or each.id) for each in readings},
         }
     if verb == "name":
         try:
             return str(devices.device_id(words[0]))
         except ValueError as error:
             return f"error: {error}"
-    if verb == "place":
-        return devices.environment([devices.device_id(word) for word in words])
     if verb == "worker":
         return {"used": NvmlMemory().used(words[0]), "own": NvmlMemory().own(words[0])}
     fake_nvml.occupy(Path(os.environ["FAKE_NVML"]), words[0], int(words[1]))

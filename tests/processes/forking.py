@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from router.launch.fork_server import ForkServerProcess
 from router.launch.interface import Listen, Program
 from router.launch.local import LocalLauncher
-from router.launch.worker_process import LocalEarlyProcess, LocalWorker
+from router.launch.worker_process import LocalWorker
 from router.planner.ledger import Bytes
 from tests.fakes import DEADLINE
 from worker.protocol.argv import Estimate, Serve
@@ -48,7 +48,7 @@ class ForkingLauncher(LocalLauncher):
             yield worker
 
     @asynccontextmanager
-    async def prepare(self, program: Program, command: Serve, listen: Listen) -> AsyncIterator[LocalEarlyProcess]:
+    async def prepare(self, program: Program, command: Serve, listen: Listen) -> AsyncIterator[LocalWorker]:
         async with super().prepare(*self._moved(program, command), listen) as standby:
             yield standby
 

@@ -15,9 +15,9 @@ import pytest
 from router.launch import reaper
 from router.launch.fork_server import ANSWER_TIMEOUT, CALL_INTERVAL, ForkFailed, ForkServerProcess
 from router.launch.interface import Program, WorkerLost
-from router.launch.local import LocalLauncher, may_fork
-from router.launch.output import Log
-from router.launch.process import Child, uncancelled
+from router.launch.local import LocalLauncher
+from router.launch.process import Child, Log, uncancelled
+from router.launch.spawn import may_fork
 from router.launch.worker_client import ConnectionBroken
 from router.launch.worker_process import LocalWorker
 from tests.fakes import CPU, DEADLINE, FAKE_ARGV, GIB, FixedDevices, Journal, ended, fake_program, fake_snapshot

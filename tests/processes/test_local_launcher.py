@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 
 from router.launch import reaper
-from router.launch.environment import Verb
 from router.launch.exit_causes import lost_by_exit
-from router.launch.interface import Launcher, Listen, Program, WorkerLost
+from router.launch.interface import Launcher, Listen, Program, Verb, WorkerLost
 from router.launch.local import LocalLauncher
-from router.launch.pidfile import RunFolderError
+from router.launch.process_table import RunFolderError
 from router.launch.worker_client import Exchange, Unreachable, WorkerClientError
-from router.launch.worker_process import EXIT_WAIT, LocalEarlyProcess, LocalWorker, device_names
+from router.launch.worker_process import EXIT_WAIT, LocalWorker, device_names
 from router.planner.ledger import Bytes
 from tests.fakes import (
     CPU,
@@ -669,7 +668,7 @@ def _nothing_is_left_behind() -> Iterator[None]:
 # Two steps
 
 
-def prepare(launcher: LocalLauncher, program: Program) -> AbstractAsyncContextManager[LocalEarlyProcess]:
+def prepare(launcher: LocalLauncher, program: Program) -> AbstractAsyncContextManager[LocalWorker]:
     return launcher.prepare(program, Serve(snapshot="/", listen="", name=program.model), ignore)
 
 
@@ -727,7 +726,7 @@ async def test_what_a_load_is_going_to_take_is_used_for_a_router_beside_it(tmp_p
     ours, theirs = [
         LocalLauncher(
             devices=FixedDevices(totals), runtime_dir=tmp_path / name, environ=environ, python_argv=FAKE_ARGV,
-            beside=tmp_path / "beside",
+            shared_folder=tmp_path / "shared",
         )
         for name in ("ours", "theirs")
     ]  # fmt: skip

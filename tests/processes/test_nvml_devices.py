@@ -126,14 +126,6 @@ async def test_names_of_people_find_their_device(driver: Driver) -> None:
     assert C.uuid in refusal
 
 
-async def test_a_worker_is_shown_its_own_accelerators_by_uuid(driver: Driver) -> None:
-    async with probing(driver) as probe:
-        placed = await probe.ask("place cuda:2 cuda:0")
-        on_host = await probe.ask("place cpu")
-    assert placed == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": f"{C.uuid},{A.uuid}"}
-    assert on_host["CUDA_VISIBLE_DEVICES"] == ""
-
-
 async def test_a_card_cut_into_instances_is_each_of_them(driver: Driver) -> None:
     halves = [Card(uuid=f"MIG-{n}", total=10 * GIB, used=n * GIB, name="NVIDIA Fake MIG 3g.10gb") for n in (1, 2)]
     driver.show([Card(uuid="GPU-cut", total=20 * GIB, instances=halves), B])

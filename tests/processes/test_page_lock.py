@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from router.launch.page_lock import PageLocker, PageLockFailed, lockable
+from router.launch.interface import NotLocked
+from router.launch.page_lock import PageLocker, lockable
 from tests.children import await_end
 from tests.fakes import DEADLINE
 
@@ -20,17 +21,12 @@ LOCKS = pytest.mark.skipif((lockable() or 1 << 60) < 40 * MIB, reason="this user
 
 
 @pytest.fixture
-def processes() -> list[int]:
-    """Those that were started and are not reaped."""
-    return []
-
-
-@pytest.fixture
-async def keeper(processes: list[int]) -> AsyncIterator[PageLocker]:
-    found = PageLocker(processes.append, processes.remove)
+async def keeper() -> AsyncIterator[PageLocker]:
+    before = _children()
+    found = PageLocker()
     yield found
-    found.close()
-    assert processes == []
+    await found.close()
+    assert _children() == before
 
 
 @pytest.fixture
@@ -50,6 +46,10 @@ def locked(pid: int) -> int:
         if line.startswith("VmLck:"):
             return int(line.split()[1]) * 1024
     raise AssertionError("no VmLck")
+
+
+def _children() -> str:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text()
 
 
 def opened(pid: int) -> list[str]:
@@ -73,9 +73,9 @@ async def test_prefetch_locks_nothing_and_reports_its_bytes(keeper: PageLocker, 
 
 
 async def test_an_unreadable_file_is_reported(keeper: PageLocker, file: str) -> None:
-    with pytest.raises(PageLockFailed, match="No such file"):
+    with pytest.raises(NotLocked, match="No such file"):
         await asyncio.wait_for(keeper.read([file, file + "-not"]), DEADLINE)
-    with pytest.raises(PageLockFailed, match="No such file"):
+    with pytest.raises(NotLocked, match="No such file"):
         async with keeper.lock([file + "-not"]):
             raise AssertionError("it was held")
 
@@ -89,17 +89,14 @@ async def test_a_cancelled_caller_stops_the_read(keeper: PageLocker, file: str) 
 
 
 @LOCKS
-async def test_a_killed_page_locker_is_replaced_and_its_users_are_notified(
-    keeper: PageLocker, file: str, processes: list[int]
-) -> None:
+async def test_a_killed_page_locker_is_replaced_and_its_users_are_notified(keeper: PageLocker, file: str) -> None:
     async with asyncio.timeout(DEADLINE):
-        async with keeper.lock([file]) as lost:
+        async with keeper.lock([file]) as files:
             assert keeper.pid is not None
             os.kill(keeper.pid, signal.SIGKILL)
-            await lost
-        async with keeper.lock([file]) as lost:
-            assert not lost.done()
-            assert processes == [keeper.pid]
+            assert str(await files.lost()) == "the process that locked the files has ended"
+        async with keeper.lock([file]):
+            assert locked(keeper.pid) >= 33 * MIB
 
 
 async def test_a_stopped_page_locker_blocks_nothing_and_is_replaced(keeper: PageLocker, file: str) -> None:
@@ -132,8 +129,9 @@ def test_a_keeper_ends_with_its_router(file: str) -> None:
     code = (
         "import asyncio, os, sys; from router.launch.page_lock import PageLocker\n"
         "async def main():\n"
-        "    keeper = PageLocker(lambda pid: print(pid, flush=True), print)\n"
+        "    keeper = PageLocker()\n"
         "    await keeper.read([sys.argv[1]])\n"
+        "    print(keeper.pid, flush=True)\n"
         "    os.kill(os.getpid(), 9)\n"
         "asyncio.run(main())"
     )

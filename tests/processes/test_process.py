@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.launch import reaper
-from router.launch.output import LOG_BURST, Lines, Log
-from router.launch.process import ROUND, Child, Pipes, uncancelled
+from router.launch.process import LOG_BURST, ROUND, Child, Lines, Log, Pipes, uncancelled
 from tests.fakes import DEADLINE
 from worker.protocol.events import MAX_EVENT_BYTES, Event, Failed, Progress, Pulse, RequestEnded, encode
 

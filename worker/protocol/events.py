@@ -1,6 +1,6 @@
 """Messages from a worker process to the router: events, and exit codes.
 
-An event is one JSON object per line on the worker's stdout. Its member `event` names the kind (`_EVENTS`).
+An event is one JSON object per line on the worker's stdout. Its member `event` names the kind (`EVENTS`).
 """
 
 import dataclasses
@@ -190,7 +190,7 @@ Event = (
     | Reaped
     | Pong
 )
-_EVENTS: dict[str, type[Any]] = {
+EVENTS: dict[str, type[Any]] = {
     "progress": Progress,
     "downloaded": Downloaded,
     "converted": Converted,
@@ -206,8 +206,8 @@ _EVENTS: dict[str, type[Any]] = {
     "reaped": Reaped,
     "pong": Pong,
 }
-_NAMES = {kind: name for name, kind in _EVENTS.items()}
-_FIELDS = {kind: frozenset(field.name for field in dataclasses.fields(kind)) for kind in _EVENTS.values()}
+_NAMES = {kind: name for name, kind in EVENTS.items()}
+_FIELDS = {kind: frozenset(field.name for field in dataclasses.fields(kind)) for kind in EVENTS.values()}
 
 
 def encode(event: Event) -> bytes:
@@ -221,7 +221,7 @@ def decode(line: bytes) -> Event | None:
     """Return the event in `line`. None if this version does not know it: such lines are logged and skipped."""
     try:
         body = json.loads(line)
-        kind = _EVENTS[body.pop("event")]
+        kind = EVENTS[body.pop("event")]
         if not body.keys() <= _FIELDS[kind]:  # a later version may add fields
             body = {key: value for key, value in body.items() if key in _FIELDS[kind]}
         event: Event = kind(**body)

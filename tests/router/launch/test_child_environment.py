@@ -2,7 +2,8 @@
 
 import pytest
 
-from router.launch.environment import Verb, environment, secrets
+from router.launch.interface import Verb
+from router.launch.spawn import environment, secrets
 
 PLANTED = {
     "HF_TOKEN": "hf_planted",

@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from router.launch import device_sampler as probes
-from router.launch.device_sampler import DeviceSampler, agree
+from router.launch.readings import LOST_AFTER, DeviceSampler, agree
 from router.planner.ledger import Reading
 from tests.fakes import CPU, DEADLINE, GIB, GPU0, GPU1, MIB, FixedDevices
 
@@ -105,7 +104,7 @@ async def test_a_driver_that_hangs_delays_nobody_for_long_and_shows_no_room(
     began = loop.time()
     assert used(await probe.refresh()) == [0, 0]
     assert loop.time() - began < READ_TIMEOUT + 1.0
-    for _ in range(probes.LOST_AFTER):
+    for _ in range(LOST_AFTER):
         await probe.sample()
     assert used(probe.latest) == [8 * GIB, 16 * GIB]
     devices.go_on()
@@ -117,7 +116,7 @@ async def test_a_driver_that_errs_is_like_one_that_hangs(
     devices: SlowDevices, probe: DeviceSampler, caplog: pytest.LogCaptureFixture
 ) -> None:
     devices.error = RuntimeError("Unknown Error")
-    for _ in range(probes.LOST_AFTER):
+    for _ in range(LOST_AFTER):
         await probe.sample()
     assert used(probe.latest) == [8 * GIB, 16 * GIB]
     assert caplog.messages.count("the devices cannot be read: RuntimeError: Unknown Error") == 1

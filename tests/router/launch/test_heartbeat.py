@@ -2,7 +2,8 @@
 
 import pytest
 
-from router.launch.heartbeat import Heartbeat, Verdict
+from router.launch.exit_causes import Verdict
+from router.launch.worker_process import Heartbeat
 from worker.protocol.events import Prepared, Progress, Pulse
 
 START, STALL = 10.0, 4.0

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from router.launch.exit_causes import OomKills, counted
+from router.launch.devices import OomKills, count_oom_kills
 
 
 def test_a_rise_explains_a_death_for_a_while() -> None:
@@ -25,18 +25,18 @@ def write(file: Path, text: str) -> None:
 
 def test_its_own_groups_counter_goes_before_the_machines(tmp_path: Path) -> None:
     proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
-    assert counted(proc=proc, cgroup=cgroup) == 0
+    assert count_oom_kills(proc=proc, cgroup=cgroup) == 0
     write(proc / "vmstat", "nr_free_pages 5\noom_kill 9\n")
-    assert counted(proc=proc, cgroup=cgroup) == 9
+    assert count_oom_kills(proc=proc, cgroup=cgroup) == 9
     write(proc / "self/cgroup", "4:memory:/box\n1:cpu:/\n")
     write(cgroup / "memory/box/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
-    assert counted(proc=proc, cgroup=cgroup) == 2
+    assert count_oom_kills(proc=proc, cgroup=cgroup) == 2
     write(proc / "self/cgroup", "0::/pod/box\n")
     write(cgroup / "memory.events", "oom 1\noom_kill 5\noom_group_kill 0\n")
-    assert counted(proc=proc, cgroup=cgroup) == 5
+    assert count_oom_kills(proc=proc, cgroup=cgroup) == 5
     write(cgroup / "pod/box/memory.events", "oom 1\noom_kill 1\n")
-    assert counted(proc=proc, cgroup=cgroup) == 1
+    assert count_oom_kills(proc=proc, cgroup=cgroup) == 1
 
 
 def test_this_kernel_can_be_asked() -> None:
-    assert counted() >= 0
+    assert count_oom_kills() >= 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from router.launch.shared_reservations import SharedReservations
+from router.launch.readings import SharedReservations
 from router.planner.ledger import DeviceId, Reading
 from tests.fakes import CPU, GIB, GPU0, GPU1, FixedDevices
 

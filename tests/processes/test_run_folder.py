@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from router.launch.pidfile import RunFolder, RunFolderError, start_time
+from router.launch.process_table import RunFolder, RunFolderError, start_time
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def opened(path: Path) -> Iterator[RunFolder]:
 def left_by_another_router(path: Path, pid: int) -> Path:
     """The folder after a router that put process `pid` on record and then ended without a word; the record's file."""
     with opened(path) as folder:
-        folder.write("0123456789ab", pid, model="m", worker="m#1", verb="serve")
+        folder.write("0123456789ab", pid, "m#1")
         folder.socket("0123456789ab").touch()
     return path / "0123456789ab.json"
 
@@ -86,7 +86,7 @@ def test_a_second_router_on_the_folder_is_refused(tmp_path: Path) -> None:
 
 def test_a_rejected_router_kills_no_process(tmp_path: Path) -> None:
     with survivor() as process, opened(tmp_path) as folder:
-        folder.write("0123456789ab", process.pid, model="m", worker="m#1", verb="serve")
+        folder.write("0123456789ab", process.pid, "m#1")
         with pytest.raises(RunFolderError):
             RunFolder(tmp_path).open()
         assert process.poll() is None
@@ -94,7 +94,7 @@ def test_a_rejected_router_kills_no_process(tmp_path: Path) -> None:
 
 def test_the_lock_ends_with_its_router_and_is_not_inherited(tmp_path: Path) -> None:
     code = (
-        "import os, subprocess, sys; from pathlib import Path; from router.launch.pidfile import RunFolder\n"
+        "import os, subprocess, sys; from pathlib import Path; from router.launch.process_table import RunFolder\n"
         "RunFolder(Path(sys.argv[1])).open()\n"
         "child = subprocess.Popen(['sleep', '1000'], stdout=subprocess.DEVNULL, close_fds=False)\n"
         "print(child.pid, flush=True); os.kill(os.getpid(), 9)"
@@ -150,8 +150,8 @@ def test_a_record_that_the_disk_has_no_room_for_leaves_nothing(tmp_path: Path) -
     with opened(tmp_path) as folder:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, most))  # so much of a file can be written, and no more
         try:
-            with pytest.raises(OSError, match="No space left"):
-                folder.write(folder.tag("m", "m#1"), os.getpid(), model="m", worker="m#1", verb="serve")
+            with pytest.raises(OSError, match="too large"):
+                folder.write(folder.tag("m", "m#1"), os.getpid(), "m#1")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (least, most))
         assert [file.name for file in tmp_path.iterdir()] == ["lock"]
@@ -163,7 +163,7 @@ def test_a_folder_that_was_deleted_is_made_anew_for_the_next_process(tmp_path: P
     with opened(path) as folder:
         shutil.rmtree(path)
         tag = folder.tag("m", "m#1")
-        folder.write(tag, os.getpid(), model="m", worker="m#1", verb="serve")
+        folder.write(tag, os.getpid(), "m#1")
         assert sorted(file.name for file in path.iterdir()) == [f"{tag}.json", "lock"]
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
         with pytest.raises(RunFolderError, match="another router"):
@@ -173,7 +173,7 @@ def test_a_folder_that_was_deleted_is_made_anew_for_the_next_process(tmp_path: P
 def test_what_is_removed_leaves_nothing(tmp_path: Path) -> None:
     with opened(tmp_path) as folder:
         tag = folder.tag("m", "m#1")
-        folder.write(tag, os.getpid(), model="m", worker="m#1", verb="serve")
+        folder.write(tag, os.getpid(), "m#1")
         folder.socket(tag).touch()
         folder.remove(tag)
         folder.remove(tag)
