@@ -3,10 +3,9 @@
 It is a child process like any other, with a socket besides, on which it gets orders; its replies are events. An order
 to fork carries the pipes, the argv and the environment of the new worker.
 
-An idle fork server is pinged from time to time, so that one that hangs is found before it is needed. It never computes
-for long, so a missing reply means that it hangs. It is then killed and replaced, unless it has living workers, which
-would die with it. In that case it is only left unused: new workers are started by exec, and if it replies again, it is
-used again.
+It never computes for long, so a missing reply means that it hangs. It is then killed and replaced, unless it has living
+workers, which would die with it. In that case it is only left unused: new workers are started by exec, and if it
+replies again, it is used again.
 
 A forked worker is the fork server's child, so only the fork server can reap it, and does so on order. While it does not
 reply, the exit codes of its children are read from /proc. Once it has exited itself, its children pass to the router,
@@ -28,16 +27,14 @@ from router.launch.exit_causes import describe_exit
 from router.launch.process import Child, Log, Pipes, uncancelled
 from router.launch.process_table import ProcessTable
 from worker.protocol.argv import Command, ForkServerOptions, to_argv
-from worker.protocol.events import Event, Exit, Forked, ForkRefused, ModulesImported, Pong, Reaped
-from worker.protocol.orders import Fork, ForkSpec, ImportModules, Order, Ping, Reap, encode_order, is_family_module
+from worker.protocol.events import Event, Exit, Forked, ForkRefused, ModulesImported, Reaped
+from worker.protocol.orders import Fork, ForkSpec, ImportModules, Order, Reap, encode_order, is_family_module
 
 log = logging.getLogger("router.launch.interface")
 
 NAME = "fork-server"  # in logs and process records
 # Seconds for a reply. A fork takes 10 ms; the import of a model family before it, seconds at most.
 ANSWER_TIMEOUT = 20.0
-CALL_INTERVAL = 10.0  # seconds between pings of an idle fork server: two packets, 0.1 ms of a processor
-STOPPED_INTERVAL = 1.0  # seconds between checks of whether a fork server that owes a reply is stopped (SIGSTOP)
 LATE = 1.0  # if our own timer is later than this, in seconds, the missing reply may be our fault and does not count
 MAX_MODULES = 100  # modules of one worker that are imported; a family has a handful
 KILLED = -9  # exit code of a worker that died with its fork server, so that its own code is unknown
@@ -53,48 +50,29 @@ class ForkFailed(RouterError):
 class ForkServerProcess:
     """One fork server process, from its start to its exit."""
 
-    def __init__(
-        self,
-        child: Child,
-        orders: socket.socket,
-        on_warm: Callable[[], None],
-        *,
-        answer_timeout: float = ANSWER_TIMEOUT,
-        call_interval: float = CALL_INTERVAL,
-    ):
+    def __init__(self, child: Child, orders: socket.socket, on_warm: Callable[[], None]):
         """Takes over `orders` and the events of `child`. `on_warm`: called each time it has done imports."""
         self.child = child
         self.pid = child.pid
         self.is_warm = False  # its imports are done
         self.is_silent = False  # it owes a reply and is late with it
+        self.answer_timeout = ANSWER_TIMEOUT
         self._loop = asyncio.get_running_loop()
         self._orders = orders
         self._on_warm = on_warm
-        self._answer_timeout = answer_timeout
-        self._call_interval = call_interval
         self._last_id = 0
         self._forks: dict[int, asyncio.Future[int]] = {}  # forks that were ordered: their process ids
         self._forked: set[int] = set()  # children that are not reaped yet
         self._reaps: dict[int, Callable[[int], None]] = {}  # reaps that were ordered: the receivers of the exit codes
         self._zombies: set[int] = set()  # children whose exit was reported without it: it has yet to reap them
         self._modules: set[str] = set()  # modules that it was ordered to import
-        self._is_pinged = False  # it owes the reply to a ping
-        self._deadline = 0.0  # when a missing reply counts, or an idle one is pinged
-        self._next_check = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # runs while it owes a reply
         child.on_event = self._on_event
         child.exited.add_done_callback(self._on_exited)
 
     @classmethod
     def start(
-        cls,
-        program: Sequence[str],
-        env: Mapping[str, str],
-        *,
-        log: Log,
-        on_warm: Callable[[], None],
-        answer_timeout: float = ANSWER_TIMEOUT,
-        call_interval: float = CALL_INTERVAL,
+        cls, program: Sequence[str], env: Mapping[str, str], *, log: Log, on_warm: Callable[[], None]
     ) -> "ForkServerProcess":
         """Start a fork server. `program`: the worker command up to the verb; `env`: what its workers have in common.
 
@@ -111,7 +89,7 @@ class ForkServerProcess:
         except OSError:
             ours.close()
             raise
-        return cls(child, ours, on_warm, answer_timeout=answer_timeout, call_interval=call_interval)
+        return cls(child, ours, on_warm)
 
     @property
     def can_fork(self) -> bool:
@@ -144,7 +122,8 @@ class ForkServerProcess:
         try:
             self._send_fork(id, pipes, birth)
             pipes.close_theirs()
-            self._expect(lambda: self._forks.update({id: reply}))
+            self._forks[id] = reply
+            self._expect_reply()
             pid: int = await reply
             return pid
         except OSError as error:
@@ -193,48 +172,35 @@ class ForkServerProcess:
             self._reaps[pid] = report
             self._report_unreaped()
         else:
-            self._expect(lambda: self._reaps.update({pid: report}))
+            self._reaps[pid] = report
+            self._expect_reply()
 
     # Detecting that it hangs
 
-    @property
-    def _owes_reply(self) -> bool:
-        return bool(self._forks or self._reaps or self._is_pinged)
-
-    def _expect(self, note: Callable[[], object]) -> None:
-        """Expect a reply, which `note` notes down. The time runs from now, or from its last event."""
-        is_first = not self._owes_reply
-        note()
-        if is_first:
+    def _expect_reply(self) -> None:
+        """Count its silence, from now, or from its last event if it owes a reply already."""
+        if self._timer is None:
             self._restart_timer()
 
     def _restart_timer(self) -> None:
-        """Count its silence from now on."""
-        self._deadline = self._loop.time() + (self._answer_timeout if self._owes_reply else self._call_interval)
-        self._set_timer()
-
-    def _set_timer(self) -> None:
+        """Count its silence from now on, if it owes a reply."""
         if self._timer is not None:
             self._timer.cancel()
-        soon = self._loop.time() + STOPPED_INTERVAL
-        self._next_check = min(self._deadline, soon) if self._owes_reply else self._deadline
-        self._timer = self._loop.call_at(self._next_check, self._check)
+            self._timer = None
+        if self._forks or self._reaps:
+            self._timer = self._loop.call_later(self.answer_timeout, self._check)
 
     def _check(self) -> None:
-        lateness = self._loop.time() - self._next_check
         timer = self._timer
+        assert timer is not None
+        lateness = self._loop.time() - timer.when()
         self.child.read()  # events that arrived while this process was busy
         if self.child.exited.done() or self._timer is not timer:  # an event has restarted the timer
             return
-        if not self._owes_reply:
-            self._send(Ping())
-            self._is_pinged = True
+        if lateness > LATE:  # the whole machine may have been suspended, and the fork server with it
             self._restart_timer()
-        elif lateness > LATE:  # the whole machine may have been suspended, and the fork server with it
-            self._restart_timer()
-        elif self._next_check < self._deadline and not _is_stopped(self.pid):
-            self._set_timer()
         else:
+            self._timer = None
             self._go_on_without()
 
     def _go_on_without(self) -> None:
@@ -290,8 +256,6 @@ class ForkServerProcess:
                 self._zombies.discard(event.pid)
                 if report := self._reaps.pop(event.pid, None):
                     report(event.code)
-            case Pong():
-                self._is_pinged = False
         self._restart_timer()
 
     def _on_exited(self, _: "asyncio.Future[int]") -> None:
@@ -420,15 +384,6 @@ class ForkServerSupervisor:
             await uncancelled(self._processes.end(tag))
 
 
-def _is_stopped(pid: int) -> bool:
-    """True if the process is stopped by SIGSTOP or the like."""
-    try:
-        fields = reaper.stat(pid)
-    except OSError:  # no descriptor left
-        return False
-    return fields is not None and fields[0] == "T"
-
-
 def _exit_code(pid: int) -> int:
     """The exit code of a zombie that is not our child (proc_pid_stat(5), field 52)."""
     try:
@@ -438,4 +393,4 @@ def _exit_code(pid: int) -> int:
     return KILLED if fields is None else os.waitstatus_to_exitcode(int(fields[49]))
 
 
-__all__ = ["ANSWER_TIMEOUT", "CALL_INTERVAL", "NAME", "ForkFailed", "ForkServerProcess", "ForkServerSupervisor"]
+__all__ = ["NAME", "ForkFailed", "ForkServerProcess", "ForkServerSupervisor"]

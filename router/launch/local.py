@@ -20,7 +20,7 @@ from typing import Self, TypeVar
 from router.launch import reaper
 from router.launch.devices import OomKills, count_oom_kills
 from router.launch.exit_causes import Verdict, lost_by_exit, lost_by_verdict
-from router.launch.fork_server import FIRST_PAUSE, ForkServerProcess
+from router.launch.fork_server import FIRST_PAUSE
 from router.launch.interface import Listen, LockedFiles, Program, Verb
 from router.launch.page_lock import PageLocker
 from router.launch.process import uncancelled
@@ -93,41 +93,13 @@ class LocalLauncher:
             python_argv=python_argv,
             fork_server_pause=fork_server_pause,
         )
-        self._fork_servers = self._spawner.fork_servers
+        self.fork_servers = self._spawner.fork_servers
         self._wants_fork_server = fork_server
         self._sampling: asyncio.Task[None] | None = None
         # One estimate at a time: its process takes 360 MiB of main memory without a reservation, which the margin
         # covers as long as there are not several of them.
         self._estimating = asyncio.Lock()
         self._entered = contextlib.AsyncExitStack()
-
-    @property
-    def on_reading(self) -> Callable[[], None]:
-        """Called after each new reading. May be assigned later, as the fleet is made after the launcher."""
-        return self._sampler.on_reading
-
-    @on_reading.setter
-    def on_reading(self, call: Callable[[], None]) -> None:
-        self._sampler.on_reading = call
-
-    @property
-    def fork_server(self) -> ForkServerProcess | None:
-        """The fork server that runs now; it may not be warm yet."""
-        return self._fork_servers.server
-
-    @property
-    def on_fork_server(self) -> Callable[[], None]:
-        """Called when the fork server has imported modules; from the first time on it can fork."""
-        return self._fork_servers.on_warm
-
-    @on_fork_server.setter
-    def on_fork_server(self, call: Callable[[], None]) -> None:
-        self._fork_servers.on_warm = call
-
-    @property
-    def problems(self) -> Mapping[DeviceId, str]:
-        """Devices that are shown as full because they cannot be read, and the reason."""
-        return self._sampler.problems
 
     async def __aenter__(self) -> Self:
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
@@ -144,7 +116,7 @@ class LocalLauncher:
         self._sampling = asyncio.create_task(self._sample(), name="devices")
         self._sampling.add_done_callback(_report_failure)
         if self._wants_fork_server:
-            self._fork_servers.start().add_done_callback(_report_failure)
+            self.fork_servers.start().add_done_callback(_report_failure)
         return self
 
     async def __aexit__(
@@ -158,13 +130,13 @@ class LocalLauncher:
             await asyncio.wait({self._sampling})
         # The fork server ends last: it is the parent of the forked workers, so only it can reap them.
         self.kill_all()
-        await self._processes.wait_for_exits(besides=self._fork_servers.pid)
-        await self._fork_servers.stop()
+        await self._processes.wait_for_exits(besides=self.fork_servers.pid)
+        await self.fork_servers.stop()
         await self._entered.aclose()
 
     def kill_all(self) -> None:
         """Send SIGKILL to every group at once, for a router that must not wait. Their blocks end as usual."""
-        self._processes.kill(besides=self._fork_servers.pid)
+        self._processes.kill(besides=self.fork_servers.pid)
 
     # Readings
 
@@ -177,7 +149,7 @@ class LocalLauncher:
 
     def forks(self, program: Program) -> bool:
         """True if a worker of `program` would be forked now: it may be, and the fork server has not refused lately."""
-        return self._fork_servers.is_reliable and self._spawner.can_fork(program, "serve")
+        return self.fork_servers.is_reliable and self._spawner.can_fork(program, "serve")
 
     async def _sample(self) -> None:
         """Check devices, the kernel's OOM kills and orphans that ended by themselves, at regular intervals."""
@@ -256,9 +228,9 @@ class LocalLauncher:
                     claim,
                     listen,
                     began=began,
-                    forked=self._fork_servers.has_forked(child.pid),
+                    forked=self.fork_servers.has_forked(child.pid),
                     visible=self._visible,
-                    warm=self._fork_servers.warm,
+                    warm=self.fork_servers.warm,
                     oom_killed=self._oom_killed,
                 )
                 try:

@@ -218,6 +218,10 @@ class Guard:
 
     def close(self) -> None:
         """End the guard. Returns once it has killed what is left and is reaped, after a second at most."""
+        self._end()
+        self._groups.clear()  # a block that is left after this has nothing to remove
+
+    def _end(self) -> None:
         self._orders.close()
         try:
             self._process.wait(_GUARD_TIMEOUT)
@@ -235,7 +239,7 @@ class Guard:
         # loop.
         if not is_sent:
             self._process.kill()
-            self.close()
+            self._end()
             self._start()
             self._orders.write("".join(f"+{group}\n" for group in self._groups).encode())
 

@@ -32,15 +32,15 @@ class ForkingLauncher(LocalLauncher):
         self._snapshots = runtime_dir.parent / "told"
         self._told = 0
         self._warm = asyncio.Event()
-        self.on_fork_server = self._warm.set
+        self.fork_servers.on_warm = self._warm.set
 
     async def warmed(self) -> ForkServerProcess:
         """Returns once there is a fork server that can fork."""
         async with asyncio.timeout(DEADLINE):
-            while self.fork_server is None or not self.fork_server.can_fork:
+            while (server := self.fork_servers.server) is None or not server.can_fork:
                 self._warm.clear()
                 await self._warm.wait()
-            return self.fork_server
+            return server
 
     @asynccontextmanager
     async def serve(self, program: Program, command: Serve, place: Bytes, listen: Listen) -> AsyncIterator[LocalWorker]:

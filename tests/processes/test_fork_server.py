@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from router.launch import reaper
-from router.launch.fork_server import ANSWER_TIMEOUT, CALL_INTERVAL, ForkFailed, ForkServerProcess
+from router.launch.fork_server import ForkFailed, ForkServerProcess
 from router.launch.interface import Program, WorkerLost
 from router.launch.local import LocalLauncher
 from router.launch.process import Child, Log, uncancelled
@@ -25,7 +25,7 @@ from tests.processes.asking import asked, everything
 from tests.processes.fork_server_program import STAY
 from tests.processes.forking import ForkingLauncher, parent
 from worker.protocol.argv import Estimate, Serve, to_argv
-from worker.protocol.events import Event, Exit, Pong, Progress
+from worker.protocol.events import Event, Exit, Progress
 
 PROGRAM = (sys.executable, "-P", str(Path(__file__).with_name("fork_server_program.py")))
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -47,16 +47,12 @@ async def _nothing_is_left() -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def nursing(
-    *, answer: float = ANSWER_TIMEOUT, call: float = CALL_INTERVAL, **environ: str
-) -> AsyncIterator[ForkServerProcess]:
-    """A nursery of `fork_server_program`, warm. `answer`, `call`: seconds, as its `answer_timeout` and
-    `call_interval`."""
+async def nursing(*, answer: float = DEADLINE, **environ: str) -> AsyncIterator[ForkServerProcess]:
+    """A warm fork server of `fork_server_program`. `answer`: its `answer_timeout`."""
     warm = asyncio.Event()
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": ROOT, "OPENBLAS_NUM_THREADS": "1", **environ}
-    fork_server = ForkServerProcess.start(
-        PROGRAM, env, log=Log("fork-server", "fork-server"), on_warm=warm.set, answer_timeout=answer, call_interval=call
-    )
+    fork_server = ForkServerProcess.start(PROGRAM, env, log=Log("fork-server", "fork-server"), on_warm=warm.set)
+    fork_server.answer_timeout = answer
     try:
         async with asyncio.timeout(DEADLINE):
             await warm.wait()
@@ -275,6 +271,7 @@ async def test_workers_die_with_their_fork_server_and_later_ones_run(launcher: F
 async def test_a_worker_of_a_stopped_fork_server_is_reaped(launcher: ForkingLauncher) -> None:
     """A nursery that does not answer is killed, and its children are then ours."""
     fork_server = await launcher.warmed()
+    fork_server.answer_timeout = 0.3
     async with serving(launcher) as worker:
         os.kill(fork_server.pid, signal.SIGSTOP)
         os.kill(worker.pid, signal.SIGKILL)
@@ -310,16 +307,9 @@ async def test_a_worker_that_died_while_its_fork_server_was_stopped_is_reaped() 
     assert await healthy.exited == -signal.SIGKILL
 
 
-async def test_a_hanging_idle_fork_server_is_detected_before_it_is_needed() -> None:
-    async with nursing(answer=0.2, call=0.05) as fork_server:
-        os.kill(fork_server.pid, signal.SIGSTOP)
-        async with asyncio.timeout(DEADLINE):
-            assert await fork_server.child.exited == -signal.SIGKILL
-
-
 async def test_a_hanging_fork_server_is_kept_while_its_workers_live_and_reused_if_it_answers() -> None:
     """What it was ordered meanwhile is nobody's then: it ends by itself, and is reaped."""
-    async with nursing(answer=0.3, call=0.05) as fork_server:
+    async with nursing(answer=0.3) as fork_server:
         worker = await forked(fork_server)  # it waits for its token
         os.kill(fork_server.pid, signal.SIGSTOP)
         with pytest.raises(ForkFailed, match="does not answer"):
@@ -347,24 +337,12 @@ async def test_a_worker_that_sees_its_fork_server_gone_first_counts_as_killed() 
             assert await worker.exited == -signal.SIGKILL
 
 
-async def test_an_idle_fork_server_answers_a_call() -> None:
-    async with nursing(answer=DEADLINE, call=0.01) as fork_server:
-        heard: asyncio.Queue[Event] = asyncio.Queue()
-        hear, fork_server.child.on_event = fork_server.child.on_event, heard.put_nowait
-        async with asyncio.timeout(DEADLINE):
-            for _ in range(3):
-                event = await heard.get()
-                assert event == Pong()
-                hear(event)
-        fork_server.child.on_event = hear
-
-
 @pytest.mark.slow
 async def test_a_stopped_fork_server_is_killed_and_waiting_workers_are_executed(
     launcher: ForkingLauncher,
 ) -> None:
-    """Within a second or so, and not after the time that an answer may take."""
     fork_server = await launcher.warmed()
+    fork_server.answer_timeout = 0.3
     os.kill(fork_server.pid, signal.SIGSTOP)
     async with serving(launcher) as worker:
         assert parent(worker.pid) == os.getpid()

@@ -509,9 +509,11 @@ async def test_a_second_router_on_the_folder_is_refused(launcher: LocalLauncher,
 
 async def test_readings_go_on_by_themselves(folder: Path) -> None:
     devices, woken = FixedDevices(), asyncio.Event()
-    launcher = LocalLauncher(devices=devices, runtime_dir=folder, environ={}, sample_interval=0.01)
+    launcher = LocalLauncher(
+        devices=devices, runtime_dir=folder, environ={}, sample_interval=0.01, on_reading=woken.set
+    )
     async with launcher, asyncio.timeout(DEADLINE):
-        launcher.on_reading = woken.set
+        woken.clear()
         devices.used[CPU] = GIB
         await woken.wait()
         assert [reading.used for reading in as_launcher(launcher).readings()] == [GIB]
@@ -526,6 +528,7 @@ async def test_closing_ends_what_still_runs(folder: Path, journal: Journal) -> N
         pid = await journal.pid()
     assert not is_there(pid)
     assert (await starting).exit == -9
+    assert reaper.known == set(), "leaving its block late starts no guard"
 
 
 async def test_kill_all_ends_everybody_at_once(launcher: LocalLauncher) -> None:

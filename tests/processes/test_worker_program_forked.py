@@ -86,8 +86,7 @@ async def test_exec_and_nursery_look_the_same_to_a_client(launcher: ForkingLaunc
         began = time.monotonic()
         async with launcher.serve(program, command, {CPU: GIB}, lambda event: None) as worker:
             total = time.monotonic() - began
-            assert launcher.fork_server is not None
-            assert parent(worker.pid) == (launcher.fork_server.pid if program.forks else os.getpid())
+            assert parent(worker.pid) == (launcher.fork_servers.pid if program.forks else os.getpid())
             answers.append(await answer(worker))
             measured.append(worker.measured[CPU])
             spent.append(worker.ready.seconds)
@@ -109,15 +108,15 @@ async def test_a_model_that_was_served_once_is_ready_for_the_next_time(
     kept = asyncio.Event()
     async with launcher.serve(FORKED, command, {CPU: GIB}, lambda event: None) as worker:
         answers.append(await answer(worker))
-        fork_server = launcher.fork_server
+        fork_server = launcher.fork_servers.server
         assert fork_server is not None
-        before = launcher.on_fork_server
-        launcher.on_fork_server = kept.set
+        before = launcher.fork_servers.on_warm
+        launcher.fork_servers.on_warm = kept.set
         async with asyncio.timeout(DEADLINE):
             while not _mapped(fork_server.pid, folder / "model.safetensors"):
                 kept.clear()
                 await kept.wait()
-        launcher.on_fork_server = before
+        launcher.fork_servers.on_warm = before
     async with launcher.serve(FORKED, command, {CPU: GIB}, lambda event: None) as worker:
         assert parent(worker.pid) == fork_server.pid
         answers.append(await answer(worker))

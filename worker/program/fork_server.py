@@ -31,14 +31,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from worker.program import supervision
 from worker.protocol.argv import ForkServerOptions, Serve, from_argv
-from worker.protocol.events import Exit, Forked, ForkRefused, ModulesImported, Pong, Reaped
+from worker.protocol.events import Exit, Forked, ForkRefused, ModulesImported, Reaped
 from worker.protocol.orders import (
     MAX_ORDER_BYTES,
     Fork,
     ForkSpec,
     ImportModules,
     Order,
-    Ping,
     Reap,
     decode_order,
     is_family_module,
@@ -130,8 +129,6 @@ class ForkServerLoop:
                 self._channel.send(Reaped(pid=order.pid, code=code))
             case ImportModules():
                 self.import_all(name for name in order.modules if is_family_module(name))
-            case Ping():
-                self._channel.send(Pong())
 
     # Prebuilt models
 

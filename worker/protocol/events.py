@@ -169,11 +169,6 @@ class Reaped:
     code: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pong:
-    """The reply to `Ping`."""
-
-
 Event = (
     Progress
     | Downloaded
@@ -188,7 +183,6 @@ Event = (
     | Forked
     | ForkRefused
     | Reaped
-    | Pong
 )
 EVENTS: dict[str, type[Any]] = {
     "progress": Progress,
@@ -204,7 +198,6 @@ EVENTS: dict[str, type[Any]] = {
     "forked": Forked,
     "fork_refused": ForkRefused,
     "reaped": Reaped,
-    "pong": Pong,
 }
 _NAMES = {kind: name for name, kind in EVENTS.items()}
 _FIELDS = {kind: frozenset(field.name for field in dataclasses.fields(kind)) for kind in EVENTS.values()}

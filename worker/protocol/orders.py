@@ -55,11 +55,6 @@ class ImportModules:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ping:
-    """Request a `Pong` event."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ForkSpec:
     """The command line and environment of a forked worker. It has no exec, so both travel in a file."""
 
@@ -67,7 +62,7 @@ class ForkSpec:
     env: dict[str, str]
 
 
-Order = Fork | Reap | ImportModules | Ping
+Order = Fork | Reap | ImportModules
 MAX_ORDER_BYTES = 1 << 16
 _ORDERS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in typing.get_args(Order)}
 
