@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import subprocess
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from math import inf
 from typing import Any, TypeVar
@@ -28,7 +27,6 @@ T = TypeVar("T")
 
 _READ_BYTES = 1 << 16
 MAX_LOG_BYTES = 8192  # of one line of stderr; the rest of the line is cut
-KEPT_LOG_BYTES = 1 << 16  # the last bytes of stderr that are kept
 # Lines of one child that are logged at once, and per second. Further ones are only counted. Both are guesses.
 LOG_BURST = 100
 LOG_RATE = 20.0
@@ -93,7 +91,7 @@ class Lines:
 class Log:
     """The stderr of one child, forwarded to the logger `worker.<model>` line by line, with a limit on the rate.
 
-    The last lines are kept. Control characters are escaped, one line stays one log record, and `secrets` are masked.
+    Control characters are escaped, one line stays one log record, and `secrets` are masked.
     """
 
     def __init__(self, model: str, name: str, *, secrets: Sequence[str] = ()):
@@ -101,8 +99,7 @@ class Log:
         self._logger = logging.getLogger(f"worker.{model}")
         self._name = name
         self._secrets = sorted(secrets, key=len, reverse=True)  # longest first: one may contain another
-        self._kept: deque[str] = deque()
-        self._kept_bytes = 0
+        self.last = ""  # the last line that is not empty
         self._allowed = float(LOG_BURST)
         self._at = 0.0
         self._left_out = 0
@@ -111,7 +108,7 @@ class Log:
         """Log one line of stderr. `now`: seconds of a monotonic clock."""
         text = self.clean(line[:MAX_LOG_BYTES].decode(errors="replace")).strip()
         if text:
-            self._keep(text)
+            self.last = text
             self._write(logging.INFO, text, now)
 
     def note(self, text: str, now: float) -> None:
@@ -140,22 +137,6 @@ class Log:
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return "".join(char if char.isprintable() or char == "\t" else repr(char)[1:-1] for char in text)
-
-    @property
-    def last(self) -> str:
-        """The last line; empty if there was none."""
-        return self._kept[-1] if self._kept else ""
-
-    @property
-    def kept(self) -> str:
-        """The last lines."""
-        return "\n".join(self._kept)
-
-    def _keep(self, text: str) -> None:
-        self._kept.append(text)
-        self._kept_bytes += len(text)
-        while self._kept_bytes > KEPT_LOG_BYTES:
-            self._kept_bytes -= len(self._kept.popleft())
 
 
 class _Kind(msgspec.Struct):

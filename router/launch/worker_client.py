@@ -12,11 +12,10 @@ import contextlib
 import errno
 import socket
 from collections.abc import Callable, Mapping
-from typing import Literal, cast
+from typing import cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-CONNECT_TIMEOUT = 5.0  # seconds
 # Seconds until the next attempt to connect to a worker whose backlog is full. A unix socket does not wait then
 # (connect(2), EAGAIN), and nothing signals when the backlog has room.
 RETRY_INTERVAL = 0.05
@@ -98,16 +97,18 @@ class Exchange:
             if self._error is not None:
                 raise self._error
             await self._wait()
-        data = self._take_all()
-        if self.connection is not None:
-            self.connection.resume_reading()
+        data = self._unread_bytes()
+        self._mark_read()
         return data
 
-    def _take_all(self) -> bytes:
-        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+    def _unread_bytes(self) -> bytes:
+        return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+
+    def _mark_read(self) -> None:
         self._parts.clear()
         self._unread = 0
-        return data
+        if self.connection is not None:
+            self.connection.resume_reading()
 
     def close(self) -> None:
         """End it: a waiting reader gets ConnectionBroken.
@@ -146,14 +147,11 @@ class Exchange:
         """Pass the unread bytes to the sink, as the bytes of one read from the socket are parsed."""
         if not self._parts or self.sink is None:
             return
-        if not self.sink(self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)):
+        if self.sink(self._unread_bytes()):
+            self._mark_read()
+        else:
             self.sink = self.chunk_sink = None
             self._wake()
-            return
-        self._parts.clear()
-        self._unread = 0
-        if self.connection is not None:
-            self.connection.resume_reading()
 
     def end(self) -> None:
         self._ended = True
@@ -173,11 +171,10 @@ class Exchange:
 
 
 class WorkerClient:
-    """All connections to the worker at `address`: unix:PATH or tcp:HOST:PORT."""
+    """All connections to the worker at `address`: unix:PATH."""
 
     def __init__(self, address: str) -> None:
-        kind, _, self._target = address.partition(":")
-        self._kind: Literal["unix", "tcp"] = "unix" if kind == "unix" else "tcp"
+        self._path = address.removeprefix("unix:")
         self._loop = asyncio.get_running_loop()
         self._idle: list[_WorkerConnection] = []
         self._open: set[_WorkerConnection] = set()
@@ -213,7 +210,7 @@ class WorkerClient:
         for exchange in tuple(self._exchanges):
             exchange.fail(ConnectionBroken("the worker is gone"))
         for connection in tuple(self._open):
-            connection.lost("the worker is gone")
+            connection.fail(ConnectionBroken("the worker is gone"))
         self._idle.clear()
 
     def _take_idle(self) -> "_WorkerConnection | None":
@@ -233,35 +230,30 @@ class WorkerClient:
             connection.begin(exchange)
             exchange.connecting = None
             await connection.write_all(head, body)
-        except (OSError, TimeoutError) as error:
+        except OSError as error:
             exchange.connecting = None
             if connection is None and error.errno in NOT_LISTENING:
                 self.unreachable.set()
                 exchange.fail(Unreachable(f"no process listens at its socket ({error.strerror})"))
             else:
-                exchange.fail(ConnectionBroken(str(error) or "no connection in time"))
+                exchange.fail(ConnectionBroken(str(error)))
         finally:
             self._exchanges.discard(exchange)
             if connection is not None and connection.exchange is None:
                 connection.drop()  # the exchange was closed meanwhile
 
     async def _connect(self) -> "_WorkerConnection":
-        """Raises OSError, TimeoutError."""
-        if self._kind == "tcp":
-            host, _, port = self._target.rpartition(":")
-            async with asyncio.timeout(CONNECT_TIMEOUT):
-                _, connection = await self._loop.create_connection(lambda: _WorkerConnection(self), host, int(port))
-            return connection
+        """Raises OSError."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
-            for attempt in range(MAX_RETRIES):
-                try:
-                    sock.connect(self._target)  # never blocks: a unix socket connects at once or not at all
+            # Never blocks: a unix socket connects at once or not at all.
+            for _ in range(MAX_RETRIES):
+                with contextlib.suppress(BlockingIOError):
+                    sock.connect(self._path)
                     break
-                except BlockingIOError:
-                    if attempt == MAX_RETRIES - 1:
-                        raise
                 await asyncio.sleep(RETRY_INTERVAL)
+            else:
+                raise BlockingIOError(errno.EAGAIN, "it accepts no connections")
             _, connection = await self._loop.create_unix_connection(lambda: _WorkerConnection(self), sock=sock)
         except BaseException:
             sock.close()
@@ -346,11 +338,8 @@ class _WorkerConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def lost(self, why: str) -> None:
+    def fail(self, error: WorkerClientError) -> None:
         """End the connection, and fail the exchange on it."""
-        self._fail(ConnectionBroken(why))
-
-    def _fail(self, error: WorkerClientError) -> None:
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
             exchange.fail(error)
@@ -366,7 +355,7 @@ class _WorkerConnection(asyncio.Protocol):
         self._client.forget(self)
         self.resume_writing()
         self._transport = self._parser = None
-        self.lost("the connection ended" if error is None else str(error))
+        self.fail(ConnectionBroken("the connection ended" if error is None else str(error)))
 
     def pause_writing(self) -> None:
         self._drained = asyncio.get_running_loop().create_future()
@@ -402,9 +391,9 @@ class _WorkerConnection(asyncio.Protocol):
         if self._complete:
             self._end()
         elif self._overhead > LONGEST_HEAD:
-            self._fail(NotHttp(f"more than {LONGEST_HEAD} bytes of headers or framing"))
+            self.fail(NotHttp(f"more than {LONGEST_HEAD} bytes of headers or framing"))
         elif self._problem:
-            self._fail(NotHttp(self._problem))
+            self.fail(NotHttp(self._problem))
 
     def _end(self) -> None:
         """The response is complete. Keep the connection, unless something about it was unexpected."""
@@ -474,9 +463,7 @@ class _WorkerConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._has_head and not self._complete and self._parser is not None:
             self._complete = True
-            self._stays_open = (
-                self._parser.should_keep_alive()
-            )  # read it now: the parser resets it with the next message
+            self._stays_open = self._parser.should_keep_alive()  # read it now: the next message resets it
 
 
 def start_of_lone_chunk(data: bytes) -> int:

@@ -18,10 +18,8 @@ from router.launch.interface import Program, WorkerLost
 from router.launch.local import LocalLauncher
 from router.launch.process import Child, Log, uncancelled
 from router.launch.spawn import may_fork
-from router.launch.worker_client import ConnectionBroken
 from router.launch.worker_process import LocalWorker
-from tests.fakes import CPU, DEADLINE, FAKE_ARGV, GIB, FixedDevices, Journal, ended, fake_program, fake_snapshot
-from tests.processes.asking import asked, everything
+from tests.fakes import CPU, DEADLINE, FAKE_ARGV, GIB, FixedDevices, Journal, ended, fake_program
 from tests.processes.fork_server_program import STAY
 from tests.processes.forking import ForkingLauncher, parent
 from worker.protocol.argv import Estimate, Serve, to_argv
@@ -245,14 +243,6 @@ async def test_a_worker_is_executed_until_the_fork_server_is_warm_and_then_forke
             assert parent(late.pid) == fork_server.pid
 
 
-async def test_the_environment_of_a_preset_reaches_a_forked_worker(launcher: ForkingLauncher, tmp_path: Path) -> None:
-    await launcher.warmed()
-    file = tmp_path / "environ"
-    program = fake_program("m", env={"EXTRA": "1"}, environ_file=str(file))
-    await launcher.estimate(program, Estimate(snapshot="/"))
-    assert json.loads(file.read_text())["EXTRA"] == "1"
-
-
 async def test_workers_die_with_their_fork_server_and_later_ones_run(launcher: ForkingLauncher) -> None:
     fork_server = await launcher.warmed()
     async with serving(launcher) as worker:
@@ -350,15 +340,6 @@ async def test_a_stopped_fork_server_is_killed_and_waiting_workers_are_executed(
     assert (await launcher.warmed()).pid != fork_server.pid
 
 
-async def test_the_exit_of_a_forked_worker_is_its_own(launcher: ForkingLauncher) -> None:
-    await launcher.warmed()
-    for code in (0, 4, 77, -signal.SIGSEGV):
-        with pytest.raises(WorkerLost) as lost:
-            async with serving(launcher, die_at_start=code):
-                raise AssertionError("it got ready")
-        assert lost.value.exit == code
-
-
 async def test_a_descriptor_of_one_worker_is_not_held_by_the_next(launcher: ForkingLauncher) -> None:
     """Else its end would not be seen: the router waits for the end of its pipes."""
     await launcher.warmed()
@@ -423,21 +404,3 @@ async def test_a_kill_at_any_moment_leaves_nothing_behind(launcher: ForkingLaunc
         timer.cancel()
         await ended(victim, within=WITHIN)
         assert reaper.find() == []
-
-
-async def test_an_answer_breaks_with_the_fork_server(launcher: ForkingLauncher) -> None:
-    fork_server = await launcher.warmed()
-    async with serving(launcher, hang_after=1) as worker:
-        body = {"messages": [{"role": "user", "content": "a b"}], "stream": True}
-        async with asked(worker, "/v1/chat/completions", body) as exchange:
-            await exchange.read()
-            os.kill(fork_server.pid, signal.SIGKILL)
-            with pytest.raises(ConnectionBroken):
-                await everything(exchange)
-
-
-async def test_an_estimate_by_fork_is_what_the_worker_says(launcher: ForkingLauncher, tmp_path: Path) -> None:
-    await launcher.warmed()
-    snapshot = fake_snapshot(tmp_path / "s", estimated={"weights": [7], "host": 5})
-    answer = await launcher.estimate(fake_program("m"), Estimate(snapshot=str(snapshot)))
-    assert (answer.weights, answer.host) == ([7], 5)

@@ -369,16 +369,6 @@ async def test_leaving_cannot_be_cancelled_half_way(launcher: LocalLauncher, jou
     await journal.line("stopped")
 
 
-@pytest.mark.parametrize("session", ["group", "session"])
-async def test_whom_a_worker_started_ends_with_it(launcher: LocalLauncher, journal: Journal, session: str) -> None:
-    program = fake_program("m", grandchild=session, journal=journal.path)
-    async with serve(launcher, program) as worker:
-        grandchild = await journal.pid("grandchild")
-        os.kill(worker.pid, signal.SIGKILL)
-        await worker.lost()
-    assert not is_there(grandchild)
-
-
 @pytest.mark.slow
 @EXECUTED
 async def test_a_wedged_worker_is_killed(launcher: LocalLauncher) -> None:

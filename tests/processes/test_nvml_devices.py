@@ -96,21 +96,8 @@ async def test_an_old_driver_without_version_2_counts_its_own_share_as_used(driv
         assert (await probe.read())["readings"]["cuda:0"] == {"total": 80 * GIB, "used": 3 * GIB, "uuid": A.uuid}
 
 
-@pytest.mark.parametrize(
-    ("setting", "uuids"),
-    [
-        ("2,0", [C.uuid, A.uuid]),
-        (f"{B.uuid},{A.uuid}", [B.uuid, A.uuid]),
-        (f"GPU-aaaa,{C.uuid}", [A.uuid, C.uuid]),
-        ("", []),
-        ("-1", []),
-    ],
-)
-async def test_cuda_visible_devices_chooses_and_orders(driver: Driver, setting: str, uuids: list[str]) -> None:
-    assert await seen(driver, setting) == (uuids, [])
-
-
-async def test_an_invalid_entry_hides_what_follows_it_and_is_reported(driver: Driver) -> None:
+async def test_cuda_visible_devices_chooses_and_orders(driver: Driver) -> None:
+    assert await seen(driver, f"2,{A.uuid}") == ([C.uuid, A.uuid], [])
     uuids, [note] = await seen(driver, "1,7,0")
     assert uuids == [B.uuid]
     assert "'7'" in note

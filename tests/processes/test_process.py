@@ -53,14 +53,6 @@ def is_there(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def has_children() -> bool:
-    try:
-        os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        return False
-    return True
-
-
 async def number(cause: "asyncio.Queue[Event]") -> int:
     """The number in the next progress event."""
     event = await cause.get()
@@ -241,19 +233,6 @@ async def test_events_of_an_orderly_stop_are_received() -> None:
         assert await number(cause) == 2
 
 
-async def test_who_ignores_sigterm_is_killed_after_the_stop_timeout() -> None:
-    code = (
-        SUPERVISED
-        + "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); tied.send(events.Progress(stage='up'))\n"
-    )
-    async with running(code + WAIT) as (child, cause):
-        await cause.get()
-        began = asyncio.get_running_loop().time()
-        await child.stop(0.2)
-        assert child.exited.result() == -signal.SIGKILL
-        assert asyncio.get_running_loop().time() - began >= 0.2
-
-
 async def test_who_was_stopped_by_a_signal_dies_of_sigkill() -> None:
     polite = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
     async with running(SUPERVISED + polite + "tied.send(events.Progress(stage='up'))\n" + WAIT) as (child, cause):
@@ -346,22 +325,6 @@ async def test_another_workers_orphans_and_strangers_are_left_alone() -> None:
     finally:
         stranger.kill()
         assert await stranger.wait() == -signal.SIGKILL
-
-
-@pytest.mark.slow
-async def test_fifty_children_leave_no_descriptor_and_no_zombie() -> None:
-    async def one() -> None:
-        async with running(SUPERVISED + "tied.send(events.Progress(stage='up'))\n" + WAIT) as (child, cause):
-            await cause.get()
-            await child.stop(DEADLINE)
-
-    await one()
-    before = set(os.listdir("/proc/self/fd"))
-    for _ in range(10):
-        await asyncio.gather(*(one() for _ in range(5)))
-    assert set(os.listdir("/proc/self/fd")) == before
-    assert reaper.find() == []
-    assert not has_children()
 
 
 async def test_an_unreaped_ended_process_is_not_reported_as_stuck(caplog: pytest.LogCaptureFixture) -> None:
