@@ -315,8 +315,9 @@ class Text:
         return Tool(name, f"Get the {noun}" if self.chance.random() < 0.5 else noun, keys, drawn, ask)
 
     def schema(self, tool: Tool) -> Message:
-        """Return the function in the format of the API, with a varying amount of description, and sometimes with an unneeded
-        parameter."""
+        """Return the function in the format of the API, with more or less description, and sometimes with a parameter
+        that is not needed.
+        """
         chance, units = self.chance, self.source["tools"]["units"]
         wordy = chance.random() < 0.4
         properties: dict[str, Any] = {}
