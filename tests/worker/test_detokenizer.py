@@ -53,7 +53,7 @@ def pieces(tokens: Sequence[int], context: Sequence[int] = (), by: Decode = deco
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_pieces_add_up_to_the_text_and_no_piece_cuts_a_character(text: str) -> None:
+def test_pieces_add_up_to_the_text_and_never_split_a_character(text: str) -> None:
     tokens = TOKENIZER.encode(text, add_special_tokens=False).ids
     said = pieces(tokens)
     assert "".join(said) == text
@@ -61,16 +61,14 @@ def test_pieces_add_up_to_the_text_and_no_piece_cuts_a_character(text: str) -> N
     assert max(map(len, said)) < 20, "text is said as it comes, not at the end"
 
 
-def test_each_byte_of_a_character_alone_is_held_until_the_character_is_whole() -> None:
+def test_bytes_are_held_until_their_character_is_complete() -> None:
     tokens = [IDS[char] for char in "ðŁ¦Ĭ"]  # the four bytes of a fox
     assert pieces(tokens) == ["", "", "", "🦊", ""]
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, VOCABULARY - 1), max_size=80), st.lists(st.integers(0, VOCABULARY - 1), max_size=4))
-def test_any_tokens_of_a_byte_level_vocabulary_add_up_to_the_decoded_whole(
-    tokens: list[int], prompt: list[int]
-) -> None:
+def test_any_byte_level_tokens_add_up_to_the_decoded_text(tokens: list[int], prompt: list[int]) -> None:
     said = "".join(pieces(tokens, prompt))
     if decode(prompt).endswith(REPLACEMENT):
         prompt = []  # a prompt that ends within a character is no context
@@ -86,7 +84,7 @@ def test_ten_thousand_random_byte_level_sequences_add_up() -> None:
         assert "".join(pieces(tokens)) == decode(tokens)
 
 
-def test_a_long_run_of_invalid_bytes_is_let_go_and_still_adds_up() -> None:
+def test_a_long_run_of_invalid_bytes_is_released() -> None:
     lone = IDS["Ģ"]  # byte 0x80, which continues a character that never began
     said = pieces([lone] * 500)
     assert "".join(said) == REPLACEMENT * 500
@@ -126,7 +124,7 @@ def test_a_stop_string_across_token_borders_ends_the_text_before_it(size: int) -
     assert (text, stop) == ("one two ", "END")
 
 
-def test_the_beginning_of_a_stop_string_that_never_comes_is_shown_after_all() -> None:
+def test_an_incomplete_stop_string_is_shown() -> None:
     assert shown("a EN b E", ["END"]) == ("a EN b E", None, 8)
 
 
@@ -135,14 +133,14 @@ def test_the_earliest_stop_string_wins() -> None:
     assert shown("xaby", ["abyz", "b"], 1)[:2] == ("xa", "b")
 
 
-def test_tokens_are_shown_with_their_text_and_those_of_the_stop_string_never() -> None:
+def test_tokens_of_the_stop_string_are_not_counted() -> None:
     assert shown("abcSTOPxyz", ["STOP"])[2] == 3
     assert shown("abcSTOPxyz", ["STOP"], 2)[2] == 2, "the token across the border belongs to the text"
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.text("ab🦊", max_size=40), st.lists(st.text("ab🦊", min_size=1, max_size=4), max_size=3), st.integers(1, 5))
-def test_what_is_shown_is_the_text_up_to_the_first_stop_string(text: str, stops: list[str], size: int) -> None:
+def test_the_shown_text_ends_before_the_first_stop_string(text: str, stops: list[str], size: int) -> None:
     said, stop, _ = shown(text, stops, size)
     if stop is None:
         assert said == text
@@ -162,7 +160,7 @@ def test_the_bytes_of_tokens_add_up_to_the_bytes_of_the_text() -> None:
     assert spell(VOCABULARY + 7) == b""
 
 
-def test_byte_tokens_and_marked_spaces_of_sentencepiece_are_spelled_as_bytes() -> None:
+def test_sentencepiece_byte_tokens_and_space_markers_become_bytes() -> None:
     decoders = [{"type": "Replace"}, {"type": "ByteFallback"}, {"type": "Fuse"}, {"type": "Strip"}]
     names = {5: "\u2581Hello", 6: "<0xE4>"}
     spell = TokenBytes(json.dumps({"type": "Sequence", "decoders": decoders}), names.get, {})

@@ -100,7 +100,7 @@ def said(of: Family, tokens: Sequence[int], prompt: Sequence[int] = ()) -> list[
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_deltas_add_up_to_the_whole_and_say_all_that_is_complete(name: str) -> None:
+def test_deltas_add_up_to_the_text_and_release_complete_text_at_once(name: str) -> None:
     of, source = family(name), random.Random(11)
     for _ in range(SEQUENCES):
         tokens = drawn(of, source)
@@ -117,7 +117,7 @@ def test_deltas_add_up_to_the_whole_and_say_all_that_is_complete(name: str) -> N
 
 
 @pytest.mark.parametrize("name", WITH_BYTES)
-def test_bytes_that_are_no_character_spoil_nothing_behind_them(name: str) -> None:
+def test_invalid_bytes_do_not_affect_later_text(name: str) -> None:
     """A decoder replaces a whole run of byte tokens if one of them is invalid; text returned before is kept."""
     of, source = family(name), random.Random(13)
     assert of.bytes_at is not None
@@ -146,7 +146,7 @@ def test_bytes_that_are_no_character_spoil_nothing_behind_them(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_stop_strings_across_token_borders_are_never_leaked(name: str) -> None:
+def test_stop_strings_across_token_borders_are_never_shown(name: str) -> None:
     of, source = family(name), random.Random(14)
     found = 0
     for _ in range(600):

@@ -55,7 +55,7 @@ async def test_a_message() -> None:
         assert asked.max_tokens == 200
 
 
-async def test_how_it_ended_is_said() -> None:
+async def test_the_stop_reason_is_reported() -> None:
     async with serving() as world, asking(world) as client:
         short = await client.messages.create(**{**HI, "max_tokens": 3})
         assert (short.stop_reason, short.stop_sequence, short.usage.output_tokens) == ("max_tokens", None, 3)
@@ -76,7 +76,7 @@ async def test_a_stream_builds_the_same_message(said: str) -> None:
         assert streamed[-1].type == "message_stop"
 
 
-async def test_thoughts_text_and_calls_are_blocks() -> None:
+async def test_reasoning_text_and_calls_are_blocks() -> None:
     async with serving(Speaking(SAID), chat_template=THINKING) as world, asking(world) as client:
         message = await client.messages.create(**HI, tools=[WEATHER])
         thinking, text, call = message.content
@@ -108,7 +108,7 @@ async def test_a_conversation_with_calls_and_results_reaches_the_template() -> N
         assert count.input_tokens == len(engine.requests[-1].prompt)
 
 
-async def test_a_message_that_the_client_has_begun_goes_on() -> None:
+async def test_an_assistant_message_at_the_end_is_continued() -> None:
     engine = Speaking("fine")
     async with serving(engine, chat_template=TOOLS) as world, asking(world) as client:
         begun: Any = [*HI["messages"], {"role": "assistant", "content": "I am"}]
@@ -117,7 +117,7 @@ async def test_a_message_that_the_client_has_begun_goes_on() -> None:
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
-async def test_a_call_that_must_be_made_is_held_to_a_grammar(choice: Any) -> None:
+async def test_a_required_call_is_constrained_by_a_grammar(choice: Any) -> None:
     engine = Speaking("fine")
     async with serving(engine, chat_template=TOOLS) as world, asking(world) as client:
         choice = {**choice, "disable_parallel_tool_use": True}
@@ -129,7 +129,7 @@ async def test_a_call_that_must_be_made_is_held_to_a_grammar(choice: Any) -> Non
         assert free.grammar is None
 
 
-async def test_an_answer_is_held_to_a_schema() -> None:
+async def test_an_output_format_constrains_the_answer() -> None:
     engine = Speaking("fine")
     async with serving(engine) as world, asking(world) as client:
         form = {"format": {"type": "json_schema", "schema": SCHEMA}}
@@ -139,7 +139,7 @@ async def test_an_answer_is_held_to_a_schema() -> None:
         assert json.loads(grammar.text)["required"] == ["city"]
 
 
-async def test_what_the_model_cannot_take_is_refused_by_name() -> None:
+async def test_unsupported_fields_are_rejected_by_name() -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
     refused: list[tuple[dict[str, Any], str]] = [
         (
@@ -162,7 +162,7 @@ async def test_what_the_model_cannot_take_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
-async def test_threads_are_refused_in_the_words_at_which_clients_go_on_without(thread: Any) -> None:
+async def test_threads_are_rejected_with_the_details_that_clients_expect(thread: Any) -> None:
     async with serving() as world, asking(world) as client:
         with pytest.raises(anthropic.BadRequestError, match="conversations are not stored") as refused:
             await client.messages.create(**HI, extra_body={"thread": thread})
@@ -184,7 +184,7 @@ async def test_errors_have_anthropics_shape() -> None:
         assert (status, body["error"]["type"]) == (429, "rate_limit_error")
 
 
-async def test_a_stream_that_breaks_off_is_an_error_of_the_client() -> None:
+async def test_a_failed_stream_raises_an_error_of_the_client() -> None:
     late: Any = {**HI, "messages": [{"role": "user", "content": " fail-later "}]}
 
     def ask(client: anthropic.Anthropic) -> tuple[str, str]:
@@ -202,7 +202,7 @@ async def test_a_stream_that_breaks_off_is_an_error_of_the_client() -> None:
         assert (text, "logits" in message) == ("0 G", True)
 
 
-async def test_a_silent_stream_is_kept_alive_by_comments_and_then_by_pings() -> None:
+async def test_comments_and_then_pings_keep_an_idle_stream_alive() -> None:
     content = " prefill hold-later "
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     body = {**HI, "messages": [{"role": "user", "content": content}], "sse_ping_interval": 0.05, "stream": True}
@@ -216,7 +216,7 @@ async def test_a_silent_stream_is_kept_alive_by_comments_and_then_by_pings() -> 
         assert rest.index("event: message_start") < rest.index("event: message_stop")
 
 
-async def test_thinking_is_switched_where_the_template_has_a_switch() -> None:
+async def test_thinking_sets_the_switch_of_the_template() -> None:
     template = TOOLS + "{{ 'thinks' if enable_thinking else 'does not' }}"
     engine = Speaking("fine")
     async with serving(engine, chat_template=template) as world, asking(world) as client:
@@ -230,7 +230,7 @@ async def test_thinking_is_switched_where_the_template_has_a_switch() -> None:
         assert headers["X-Ignored-Fields"] == "thinking.budget_tokens,thinking"
 
 
-async def test_what_is_reported_or_wrong_is_called_what_the_client_calls_it() -> None:
+async def test_reports_and_errors_use_the_clients_field_names() -> None:
     form = {"type": "json_schema", "schema": SCHEMA}
     async with serving() as world:
         for further, field in (
@@ -248,7 +248,7 @@ async def test_what_is_reported_or_wrong_is_called_what_the_client_calls_it() ->
         assert headers["X-Ignored-Fields"] == "output_config.effort"
 
 
-async def test_what_may_be_left_out_of_a_conversation_is_reported_as_ignored() -> None:
+async def test_context_management_is_reported_as_ignored() -> None:
     edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     async with serving() as world:
         for path in ("/v1/messages", "/v1/messages/count_tokens"):

@@ -40,14 +40,14 @@ async def test_texts_become_vectors_by_type() -> None:
     assert (result.body["texts"], result.body["response_type"]) == (["a", "b c"], "embeddings_by_type")
 
 
-async def test_objects_with_content_are_texts_too() -> None:
+async def test_objects_with_content_are_accepted_as_texts() -> None:
     made = model()
     parts = [{"type": "text", "text": "b"}, {"type": "text", "text": " c"}]
     result = await cohere.embed({"inputs": [{"content": parts}]}, made)
     assert (seen(made), result.body["texts"]) == (["b c"], None)
 
 
-async def test_what_texts_are_for_chooses_among_the_models_instructions() -> None:
+async def test_the_input_type_selects_an_instruction_of_the_model() -> None:
     made = model()
     for kind in ("search_query", "search_document", "clustering"):
         assert (await cohere.embed({"texts": ["a"], "input_type": kind}, made)).ignored == ()
@@ -56,7 +56,7 @@ async def test_what_texts_are_for_chooses_among_the_models_instructions() -> Non
     assert seen(made)[-1] == "a"
 
 
-async def test_what_is_too_long_is_cut_unless_the_request_says_otherwise() -> None:
+async def test_long_texts_are_truncated_by_default() -> None:
     made = model()
     await cohere.embed({"texts": ["word " * 500]}, made)
     assert isinstance(made.engine, FakeEngine)
@@ -89,13 +89,13 @@ def test_bits_are_the_signs_of_components() -> None:
     ],
     ids=str,
 )
-async def test_what_cannot_be_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+async def test_invalid_fields_are_rejected_by_name(body: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         await cohere.embed(body, model())
     assert caught.value.param == param
 
 
-async def test_it_is_served() -> None:
+async def test_the_paths_of_embed_and_score_are_served() -> None:
     engine = FakeEngine(serving.tokenizer(), capabilities=("embedding", "rerank"))
     async with serving.serving(engine) as world:
         status, headers, body = await world.post("/v2/embed", {"texts": ["a"], "wibble": 1})

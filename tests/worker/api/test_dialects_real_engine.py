@@ -24,7 +24,7 @@ CITIES = ({"city": "Oslo"}, {"city": "Rome"})
 
 
 @pytest.mark.slow
-async def test_every_dialect_gets_the_call_it_asks_for(tmp_path: Path) -> None:
+async def test_every_dialect_gets_the_required_call(tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path, max_position_embeddings=768)
     engine = load(folder, ctx_size=768, parallel=4)
     settings = {"snapshot": str(folder), "chat_template": TOOLS, "sampling": '{"temp": 0}'}

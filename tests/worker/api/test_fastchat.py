@@ -31,7 +31,7 @@ async def frames(world: Serving, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("echo", [None, True, False])
-async def test_each_fastchat_frame_has_all_of_the_text_so_far(echo: bool | None) -> None:
+async def test_each_frame_has_all_of_the_text_so_far(echo: bool | None) -> None:
     async with serving() as world:
         body = {"model": "tiny", "prompt": "hi ", "max_new_tokens": 12, "echo": echo, "stream": False}
         told = await frames(world, body)
@@ -47,7 +47,7 @@ async def test_each_fastchat_frame_has_all_of_the_text_so_far(echo: bool | None)
         assert (status, whole) == (200, told[-1])
 
 
-async def test_fastchats_defaults_are_its_own() -> None:
+async def test_requests_without_parameters_get_fastchats_defaults() -> None:
     async with serving(sampling='{"temp": 0.3, "top-k": 5}') as world:
         await world.post("/worker_generate", {"prompt": "hi"})
         await world.post("/worker_generate", {"prompt": "hi", "top_p": 0, "temperature": 0.7, "max_new_tokens": 3})
@@ -59,7 +59,7 @@ async def test_fastchats_defaults_are_its_own() -> None:
         assert (cold.sampling.temperature, cold.stop) == (0.0, ("fox",))
 
 
-async def test_fastchats_logprobs_are_arrays_that_grow() -> None:
+async def test_logprobs_are_growing_arrays() -> None:
     async with serving() as world:
         told = await frames(world, {"prompt": "hi ", "max_new_tokens": 5, "logprobs": 1})
         last = told[-1]["logprobs"]
@@ -68,7 +68,7 @@ async def test_fastchats_logprobs_are_arrays_that_grow() -> None:
         assert told[0]["logprobs"]["tokens"] == last["tokens"][:1]
 
 
-async def test_a_prompt_over_the_context_is_fastchats_40303() -> None:
+async def test_a_prompt_over_the_context_is_error_40303() -> None:
     async with serving(FakeEngine(tokenizer(), ctx_size=16)) as world:
         body = {"prompt": "far too long " * 40}
         status, _, answer = await world.post("/worker_generate", body)
@@ -81,14 +81,14 @@ async def test_a_prompt_over_the_context_is_fastchats_40303() -> None:
 
 
 @pytest.mark.parametrize("field", [{"images": ["x"]}, {"best_of": 2}, {"use_beam_search": True}])
-async def test_what_fastchats_calls_cannot_do_is_refused_in_its_shape(field: dict[str, Any]) -> None:
+async def test_unsupported_fields_are_rejected_in_fastchats_format(field: dict[str, Any]) -> None:
     async with serving() as world:
         status, _, answer = await world.post("/worker_generate", {"prompt": "hi", **field})
         assert (status, answer["error_code"]) == (400, 40001)
         assert next(iter(field)) in answer["text"]
 
 
-async def test_fastchats_calls_name_further_tokens_that_end_an_answer() -> None:
+async def test_stop_token_ids_end_an_answer() -> None:
     async with serving() as world:
         [space] = world.engine.tokenizer.encode(" ", add_special_tokens=False)
         body = {"prompt": "hi", "echo": False, "stop_token_ids": [space]}
@@ -96,7 +96,7 @@ async def test_fastchats_calls_name_further_tokens_that_end_an_answer() -> None:
         assert (status, answer["text"], answer["finish_reason"]) == (200, "0 Grüße,", "stop")
 
 
-async def test_a_fastchat_stream_that_breaks_off_says_so_in_its_last_frame() -> None:
+async def test_a_failed_stream_ends_with_an_error_frame() -> None:
     async with serving() as world:
         data = b""
         with pytest.raises(Exception, match=r"payload|closed"):  # noqa: PT012 - the end of the connection comes last
@@ -108,7 +108,7 @@ async def test_a_fastchat_stream_that_breaks_off_says_so_in_its_last_frame() -> 
         assert "logits" in last["text"]
 
 
-async def test_fastchat_counts_tokens() -> None:
+async def test_tokens_are_counted() -> None:
     async with serving() as world:
         status, _, answer = await world.post("/count_token", {"model": "tiny", "prompt": "a b c"})
         assert status == 200
@@ -126,7 +126,7 @@ def laid_out(conv: dict[str, Any], messages: list[tuple[str, str | None]], syste
 
 
 @pytest.mark.parametrize("template", [CHATML, PLAIN, ""])
-async def test_fastchats_separators_lay_out_what_the_models_template_does(template: str) -> None:
+async def test_separators_give_the_same_prompt_as_the_template(template: str) -> None:
     async with serving(chat_template=template) as world:
         status, _, answer = await world.post("/worker_get_conv_template", {"model": "tiny"})
         assert status == 200, answer
@@ -148,7 +148,7 @@ async def test_fastchats_separators_lay_out_what_the_models_template_does(templa
             assert found == rendered["prompt"].removeprefix(begins)
 
 
-async def test_a_template_that_is_more_than_separators_is_refused() -> None:
+async def test_a_template_that_separators_cannot_express_is_rejected() -> None:
     repeats = "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}"
     async with serving(chat_template=repeats) as world:
         status, _, answer = await world.post("/worker_get_conv_template", {})

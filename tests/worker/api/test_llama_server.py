@@ -36,7 +36,7 @@ async def test_a_completion_has_llama_servers_fields() -> None:
         assert "completion_probabilities" not in answer
 
 
-async def test_how_it_ended_is_said() -> None:
+async def test_the_stop_type_is_reported() -> None:
     async with serving.serving() as world:
         _, _, ended = await world.post("/completion", PROMPT)
         assert (ended["stop_type"], ended["stopping_word"]) == ("eos", "")
@@ -46,7 +46,7 @@ async def test_how_it_ended_is_said() -> None:
 
 
 @pytest.mark.parametrize("body", [{}, {"n_predict": 9}, {"stop": ["lazy"]}, {"n_probs": 2, "return_tokens": True}])
-async def test_a_streams_contents_add_up_to_the_whole_and_nothing_follows_the_last(body: dict[str, Any]) -> None:
+async def test_the_chunks_of_a_stream_add_up_to_the_full_answer(body: dict[str, Any]) -> None:
     async with serving.serving() as world:
         _, _, whole = await world.post("/completion", {**PROMPT, **body})
         chunks = serving.chunks(await world.stream("/completion", {**PROMPT, **body}))
@@ -71,7 +71,7 @@ async def test_several_prompts_or_choices_are_a_list_in_order() -> None:
         assert sorted(chunk["index"] for chunk in chunks if chunk["stop"]) == [0, 1]
 
 
-async def test_prompts_of_one_request_may_be_texts_token_ids_and_both_in_pieces() -> None:
+async def test_prompts_may_be_texts_token_ids_and_mixed_lists() -> None:
     made = model()
     [hi], [there] = await made.encode(["hi"]), await made.encode([" there"], add_special=False)
     whole = [*hi, *there]
@@ -82,7 +82,7 @@ async def test_prompts_of_one_request_may_be_texts_token_ids_and_both_in_pieces(
     assert [each.prompt for each in call.generations] == [tuple(whole), tuple(hi), tuple(whole)]
 
 
-async def test_an_answer_has_only_the_fields_that_were_asked_for() -> None:
+async def test_response_fields_select_the_fields_of_the_answer() -> None:
     async with serving.serving() as world:
         body = {**PROMPT, "n_predict": 4, "response_fields": ["content", "generation_settings/n_predict", "no/such"]}
         _, _, answer = await world.post("/completion", body)
@@ -94,14 +94,14 @@ async def test_an_answer_has_only_the_fields_that_were_asked_for() -> None:
         assert "timings" in answer
 
 
-async def test_a_bias_of_a_text_is_one_of_each_of_its_tokens() -> None:
+async def test_a_bias_of_a_text_applies_to_each_of_its_tokens() -> None:
     made = model()
     ids = made.encode_piece("hi there")
     call = await llama_server.completion({**PROMPT, "logit_bias": [["hi there", False], [4, 2]]}, made)
     assert call.generations[0].sampling.logit_bias == {**dict.fromkeys(ids, -100.0), 4: 2.0}
 
 
-async def test_what_a_body_states_becomes_the_generation() -> None:
+async def test_every_field_of_a_completion_reaches_the_engine() -> None:
     body = {
         "n_predict": -1, "temperature": 0.5, "top_k": 7, "min_p": 0.1, "repeat_penalty": 1.1, "repeat_last_n": 8,
         "seed": 5, "n_probs": 3, "stop": ["x"], "ignore_eos": True, "logit_bias": [[4, 2.0], [5, False]],
@@ -160,7 +160,7 @@ async def test_what_a_body_states_becomes_the_generation() -> None:
         ({"prompt": [5] * 300}, "prompt", "context_length_exceeded"),
     ],
 )
-async def test_a_field_that_cannot_be_honoured_is_refused_by_name(
+async def test_an_unsupported_or_invalid_field_is_rejected_by_name(
     body: dict[str, Any], param: str, reason: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
@@ -168,7 +168,7 @@ async def test_a_field_that_cannot_be_honoured_is_refused_by_name(
     assert (caught.value.param, caught.value.reason) == (param, reason)
 
 
-async def test_a_chunk_tells_progress_and_timings_only_if_asked() -> None:
+async def test_chunks_report_progress_and_timings_only_on_request() -> None:
     async with serving.serving() as world:
         plain = serving.chunks(await world.stream("/completion", {**PROMPT, "n_predict": 3}))
         assert all("timings" not in chunk for chunk in plain[:-1])
@@ -177,7 +177,7 @@ async def test_a_chunk_tells_progress_and_timings_only_if_asked() -> None:
         assert (status, headers["X-Ignored-Fields"]) == (200, "return_progress")
 
 
-async def test_a_chunk_of_progress_has_the_timings_so_far_if_asked() -> None:
+async def test_a_progress_chunk_has_the_timings_so_far_on_request() -> None:
     async with serving.serving() as world:
         world.engine.gate.set()
         asked = {"prompt": "prefill it now", "n_predict": 1, "return_progress": True}
@@ -187,7 +187,7 @@ async def test_a_chunk_of_progress_has_the_timings_so_far_if_asked() -> None:
             assert timed == [bool(further)] * 2
 
 
-async def test_an_answer_that_the_context_ends_is_truncated() -> None:
+async def test_an_answer_that_fills_the_context_is_reported_as_truncated() -> None:
     async with serving.serving(FakeEngine(serving.tokenizer(), ctx_size=16)) as world:
         _, _, answer = await world.post("/completion", PROMPT)
         assert (answer["stop_type"], answer["truncated"]) == ("limit", True)
@@ -195,11 +195,11 @@ async def test_an_answer_that_the_context_ends_is_truncated() -> None:
         assert (answer["stop_type"], answer["truncated"]) == ("limit", False)
 
 
-async def test_several_answers_have_two_names() -> None:
+async def test_the_number_of_choices_has_two_names() -> None:
     assert [(await read(body)).generations[0].n for body in ({"n": 2}, {"n_cmpl": 2}, {"n": 2, "n_cmpl": 2})] == [2] * 3
 
 
-async def test_odds_are_between_0_and_1_and_no_logprobs() -> None:
+async def test_post_sampling_probabilities_replace_logprobs() -> None:
     async with serving.serving() as world:
         body = {**PROMPT, "n_predict": 2, "n_probs": 3, "post_sampling_probs": True}
         _, _, answer = await world.post("/completion", body)
@@ -227,7 +227,7 @@ async def gap(body: dict[str, Any], made: ServedModel) -> str:
     return made.decode(generation.prompt)
 
 
-async def test_a_gap_is_laid_out_as_its_model_was_trained() -> None:
+async def test_infill_uses_the_layout_of_the_model() -> None:
     assert await gap({}, coder()) == "<s><|fim_prefix|>ab<|fim_suffix|>yz<|fim_middle|>c"
     assert await gap({"prompt": None}, coder()) == "<s><|fim_prefix|>ab<|fim_suffix|>yz<|fim_middle|>"
     extra = {"input_extra": [{"filename": "a.h", "text": "int a;"}, {"text": "b"}]}
@@ -238,7 +238,7 @@ async def test_a_gap_is_laid_out_as_its_model_was_trained() -> None:
     assert told.startswith("<s>\n\n--- snippet ---\n\nint a;\n\n--- snippet ---\n\nb<|fim_prefix|>ab")
 
 
-async def test_a_gap_takes_what_completions_take_and_answers_alike() -> None:
+async def test_infill_accepts_the_fields_of_completions() -> None:
     made = coder()
     call = await llama_server.infill({**GAP, "n_predict": 3, "stop": ["x"], "temperature": 0}, made)
     assert (call.generations[0].max_tokens, call.generations[0].stop) == (3, ("x",))
@@ -264,13 +264,13 @@ async def test_a_gap_takes_what_completions_take_and_answers_alike() -> None:
     ],
     ids=str,
 )
-async def test_a_gap_that_is_not_stated_rightly_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+async def test_an_invalid_field_of_infill_is_rejected_by_name(body: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         await gap(body, coder())
     assert caught.value.param == param
 
 
-async def test_a_model_without_tokens_for_it_fills_in_nothing() -> None:
+async def test_infill_needs_fill_in_the_middle_tokens() -> None:
     with pytest.raises(UnsupportedByModel, match="fill-in-the-middle"):
         await llama_server.infill(GAP, model())
 

@@ -32,7 +32,7 @@ async def test_invocations_have_lmis_fields_and_defaults() -> None:
 @pytest.mark.parametrize(
     "parameters", [{}, {"max_new_tokens": 99, "details": True}, {"stop": ["lazy"], "details": True}]
 )
-async def test_lmis_lines_add_up_to_the_whole_text(parameters: dict[str, Any]) -> None:
+async def test_the_lines_of_a_stream_add_up_to_the_full_text(parameters: dict[str, Any]) -> None:
     body = {"inputs": "hi", "parameters": {"max_new_tokens": 60, **parameters}}
     async with serving() as world:
         _, _, whole = await world.post("/invocations", body)
@@ -45,7 +45,7 @@ async def test_lmis_lines_add_up_to_the_whole_text(parameters: dict[str, Any]) -
         assert last == whole
 
 
-async def test_invocations_take_openais_bodies_too() -> None:
+async def test_invocations_accept_openais_bodies() -> None:
     async with serving() as world:
         messages = [{"role": "user", "content": "hi"}]
         _, _, chat = await world.post("/invocations", {"messages": messages, "max_tokens": 2})
@@ -62,7 +62,7 @@ async def test_invocations_take_openais_bodies_too() -> None:
         assert "logits" in json.loads(lines[-2].removeprefix(b"data: "))["error"]["message"]
 
 
-async def test_what_lmis_calls_cannot_do_is_refused_in_its_shape() -> None:
+async def test_invalid_fields_are_rejected_in_lmis_format() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"inputs": 1}, "inputs"),
         ({"inputs": "a", "parameters": {"stop_sequences": [], "stop": ["x"] * 17}}, "parameters.stop"),
@@ -84,7 +84,7 @@ async def test_what_lmis_calls_cannot_do_is_refused_in_its_shape() -> None:
         assert len(world.engine.requests) == 1
 
 
-async def test_a_temperature_that_nothing_is_drawn_by_is_reported() -> None:
+async def test_a_temperature_without_sampling_is_reported_as_ignored() -> None:
     async with serving() as world:
         for sampled, ignored in (({}, "parameters.temperature"), ({"do_sample": True}, None)):
             body = {"inputs": "a", "parameters": {"temperature": 0.5, **sampled}}
@@ -93,7 +93,7 @@ async def test_a_temperature_that_nothing_is_drawn_by_is_reported() -> None:
             assert world.engine.requests[-1].sampling.temperature == (0.0 if ignored else 0.5)
 
 
-async def test_lmis_stream_that_breaks_off_says_so_in_its_last_line() -> None:
+async def test_a_failed_stream_ends_with_an_error_line() -> None:
     async with serving() as world:
         body = {"inputs": "fail-later", "stream": True}
         lines = []
@@ -105,7 +105,7 @@ async def test_lmis_stream_that_breaks_off_says_so_in_its_last_line() -> None:
         assert lines[-1]["details"]["finish_reason"] == "error"
 
 
-async def test_ericllms_call_answers_with_prompt_and_text() -> None:
+async def test_ericllm_returns_the_prompt_with_its_continuation() -> None:
     async with serving() as world:
         _, _, answer = await world.post("/generate", {"prompt": "hi "})
         [asked] = world.engine.requests

@@ -263,7 +263,7 @@ async def outcome(world: Serving, path: str, body: Mapping[str, Any]) -> tuple[i
 
 
 @pytest.mark.parametrize("path", CALLS)
-async def test_every_field_makes_a_difference_or_is_named(path: str) -> None:
+async def test_every_field_has_an_effect_or_is_reported_or_rejected(path: str) -> None:
     base, samples = CALLS[path]
     tokenizer = tiny.make_tokenizer("llama")
     engine = FakeEngine(tokenizer, capabilities=("completion", "embedding", "rerank"))
@@ -310,12 +310,12 @@ def taken(method: Any) -> set[str]:
          "o-embeddings",
          "o-options"],
 )  # fmt: skip
-def test_all_that_an_official_client_can_send_is_tried(theirs: set[str], samples: dict[str, Sample]) -> None:
+def test_the_samples_cover_every_field_of_the_official_clients(theirs: set[str], samples: dict[str, Sample]) -> None:
     assert len(theirs) > 1
     assert theirs <= samples.keys()
 
 
-async def test_every_member_of_a_message_of_ollamas_client_reaches_the_model_or_is_named() -> None:
+async def test_every_member_of_ollamas_message_reaches_the_template() -> None:
     message = ollama.Message(
         role="assistant",
         content="said",

@@ -143,7 +143,7 @@ def test_every_member_inside_a_field_of_an_official_client_is_known(client: Any,
     assert found <= REPORTED_INSIDE
 
 
-def test_every_effort_of_the_official_client_is_one_here() -> None:
+def test_every_effort_of_the_official_client_is_supported() -> None:
     words = {word for each in get_args(ReasoningEffort) for word in get_args(each)}
     assert "low" in words
     assert words <= set(EFFORTS)

@@ -61,7 +61,7 @@ async def test_a_chat() -> None:
 
 
 @pytest.mark.parametrize(("told", "waited"), [("1.500000", 1.5), ("0.2", 0.2), ("", 0.0), ("-3", 0.0), ("nan", 0.0)])
-async def test_what_was_waited_for_the_load_is_told_and_is_part_of_the_total(told: str, waited: float) -> None:
+async def test_the_load_duration_is_part_of_the_total(told: str, waited: float) -> None:
     loaded = {WAITED_HEADER: told}
     asked = {"messages": HI, "prompt": "hi", "stream": False}
     async with serving() as world:
@@ -74,7 +74,7 @@ async def test_what_was_waited_for_the_load_is_told_and_is_part_of_the_total(tol
 
 
 @pytest.mark.parametrize("said", [SAID, "just thoughts", "</think>\n\nfour words of text", "a</think>" + SAID[26:] * 2])
-async def test_lines_add_up_to_the_whole_answer(said: str) -> None:
+async def test_the_lines_of_a_stream_add_up_to_the_full_answer(said: str) -> None:
     async with serving(Speaking(said), chat_template=THINKING) as world, asking(world) as client:
         whole = await client.chat("m", HI, tools=[WEATHER])
         lines = [line async for line in await client.chat("m", HI, tools=[WEATHER], stream=True)]
@@ -86,7 +86,7 @@ async def test_lines_add_up_to_the_whole_answer(said: str) -> None:
         assert (lines[-1].done_reason, lines[-1].eval_count) == (whole.done_reason, whole.eval_count)
 
 
-async def test_thoughts_and_calls_are_told_apart_with_arguments_as_objects() -> None:
+async def test_reasoning_and_calls_are_separated_and_arguments_are_objects() -> None:
     async with serving(Speaking(SAID), chat_template=THINKING) as world, asking(world) as client:
         message = (await client.chat("m", HI, tools=[WEATHER])).message
         assert (message.thinking, message.content) == ("They ask for Oslo.", "Let me look.")
@@ -107,7 +107,7 @@ async def test_a_conversation_with_calls_and_results_reaches_the_template() -> N
         assert engine.prompt().endswith(f"<user>hi<assistant>{call}<tool>rain<assistant>")
 
 
-async def test_a_text_answers_a_prompt_through_the_template_unless_it_is_raw() -> None:
+async def test_generate_renders_the_template_unless_raw() -> None:
     engine = Speaking("fine")
     async with serving(engine, chat_template=TOOLS) as world, asking(world) as client:
         answer = await client.generate("m", "hi", system="S")
@@ -127,7 +127,7 @@ TURNS = (
 )
 
 
-async def test_the_context_of_an_answer_given_back_goes_on_with_the_conversation() -> None:
+async def test_a_returned_context_continues_the_conversation() -> None:
     engine = Speaking("fine")
     async with serving(engine, chat_template=TURNS) as world, asking(world) as client:
         first = await client.generate("m", "hi", system="S")
@@ -142,7 +142,7 @@ async def test_the_context_of_an_answer_given_back_goes_on_with_the_conversation
         assert engine.prompt().endswith("[assistant]fine</s>\n[system]T</s>\n[user]more</s>\n[assistant]")
 
 
-async def test_the_context_of_a_model_that_thinks_has_its_thoughts() -> None:
+async def test_the_context_of_a_reasoning_model_includes_the_reasoning() -> None:
     engine = Speaking(SAID)
     async with serving(engine, chat_template=THINKING) as world, asking(world) as client:
         first = await client.generate("m", "hi")
@@ -152,7 +152,7 @@ async def test_the_context_of_a_model_that_thinks_has_its_thoughts() -> None:
         assert engine.prompt().endswith(f"<think>\n{SAID}<user>more<assistant><think>\n")
 
 
-async def test_a_template_that_says_nothing_of_past_answers_goes_on_as_it_began() -> None:
+async def test_a_context_is_continued_by_a_template_without_past_answers() -> None:
     engine = Speaking("fine")
     async with serving(engine, chat_template="<s>[{{ messages[-1].content }}]") as world, asking(world) as client:
         first = await client.generate("m", "hi")
@@ -160,7 +160,7 @@ async def test_a_template_that_says_nothing_of_past_answers_goes_on_as_it_began(
         assert engine.prompt() == "<s>[hi]fine[more]"
 
 
-async def test_a_model_without_a_template_goes_on_with_the_text() -> None:
+async def test_a_context_is_continued_by_a_model_without_a_template() -> None:
     engine = Speaking("fine")
     engine.tokenizer = bare_tokenizer()
     async with serving(engine) as world, asking(world) as client:
@@ -170,14 +170,14 @@ async def test_a_model_without_a_template_goes_on_with_the_text() -> None:
         assert engine.prompt().endswith("hifine more")
 
 
-async def test_what_is_no_conversation_has_no_context() -> None:
+async def test_raw_prompts_loads_and_chats_return_no_context() -> None:
     async with serving(Speaking("fine"), chat_template=TOOLS) as world, asking(world) as client:
         assert (await client.generate("m", "hi", raw=True)).context is None
         assert (await client.generate("m")).context is None
         assert "context" not in (await world.post("/api/chat", {"messages": HI, "stream": False}))[2]
 
 
-async def test_a_role_may_be_written_in_capitals() -> None:
+async def test_roles_are_case_insensitive() -> None:
     engine = Speaking("fine")
     async with serving(engine, chat_template=TOOLS) as world:
         body = {"messages": [{"role": "User", "content": "hi"}], "stream": False}
@@ -185,7 +185,7 @@ async def test_a_role_may_be_written_in_capitals() -> None:
         assert engine.prompt().endswith("<user>hi<assistant>")
 
 
-async def test_a_gap_is_filled_in_by_a_model_that_can() -> None:
+async def test_a_suffix_uses_the_fill_in_the_middle_layout() -> None:
     engine = Speaking("fine")
     marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
     async with serving(engine, chat_template=TOOLS) as world, asking(world) as client:
@@ -201,13 +201,13 @@ async def test_a_gap_is_filled_in_by_a_model_that_can() -> None:
 
 
 @pytest.mark.parametrize("most", [0, -1, -2])
-async def test_a_limit_of_none_is_all_that_fits(most: int) -> None:
+async def test_a_num_predict_of_zero_or_less_is_no_limit(most: int) -> None:
     async with serving() as world, asking(world) as client:
         await client.chat("m", HI, options={"num_predict": most})
         assert world.engine.requests[-1].max_tokens is None
 
 
-async def test_an_answer_is_held_to_its_format() -> None:
+async def test_a_format_constrains_the_answer() -> None:
     engine = Speaking("fine")
     async with serving(engine) as world, asking(world) as client:
         await client.chat("m", HI, format="json")
@@ -221,7 +221,7 @@ async def test_an_answer_is_held_to_its_format() -> None:
         assert grammars[3] is None
 
 
-async def test_what_is_reported_or_wrong_is_called_what_the_client_calls_it() -> None:
+async def test_reports_and_errors_use_the_clients_field_names() -> None:
     async with serving() as world:
         asked = {"messages": HI, "stream": False, "think": "high", "format": "json"}
         _, headers, _ = await world.post("/api/chat", asked)
@@ -237,7 +237,7 @@ async def test_what_is_reported_or_wrong_is_called_what_the_client_calls_it() ->
 
 
 @pytest.mark.parametrize(("path", "text"), [("/api/embed", "input"), ("/api/embeddings", "prompt")])
-async def test_options_of_texts_are_checked_for_vectors_and_reported(path: str, text: str) -> None:
+async def test_options_of_embeddings_are_validated_and_reported_as_ignored(path: str, text: str) -> None:
     async with serving() as world:
         options = {"num_gpu": 9, "temperature": 0.5, "num_ctx": 64, "seed": None, "odd": 1}
         _, headers, _ = await world.post(path, {text: "hi", "options": options})
@@ -246,7 +246,7 @@ async def test_options_of_texts_are_checked_for_vectors_and_reported(path: str, 
         assert (status, answer["error"].startswith("options.temperature")) == (400, True)
 
 
-async def test_the_context_may_be_asked_smaller_and_not_larger() -> None:
+async def test_num_ctx_may_be_below_the_context_size_but_not_above() -> None:
     async with serving() as world, asking(world) as client:
         answer = await client.generate("m", "hi", raw=True, options={"num_ctx": 6})
         assert (answer.prompt_eval_count or 0) + (answer.eval_count or 0) == 6
@@ -256,7 +256,7 @@ async def test_the_context_may_be_asked_smaller_and_not_larger() -> None:
             await client.generate("m", "hi", raw=True, options={"num_ctx": 2})
 
 
-async def test_an_empty_request_loads_and_says_so() -> None:
+async def test_an_empty_request_only_loads_or_unloads() -> None:
     async with serving() as world, asking(world) as client:
         assert (await client.generate("m")).done_reason == "load"
         answer = await client.chat("m", keep_alive=0)
@@ -265,7 +265,7 @@ async def test_an_empty_request_loads_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
-async def test_a_load_is_the_one_line_of_the_stream_that_its_client_waits_for(path: str) -> None:
+async def test_a_streamed_load_is_a_complete_stream_of_one_line(path: str) -> None:
     """Otherwise a router that has started the stream could only abort it."""
     form = stream(Dialect.OLLAMA)
     async with serving() as world:
@@ -287,7 +287,7 @@ async def test_a_load_is_the_one_line_of_the_stream_that_its_client_waits_for(pa
         ({"sse_ping_interval": 0}, "sse_ping_interval"),
     ],
 )
-async def test_a_load_is_no_reason_to_take_what_is_wrong(body: dict[str, Any], param: str) -> None:
+async def test_a_load_rejects_invalid_fields(body: dict[str, Any], param: str) -> None:
     async with serving() as world:
         status, _, answer = await world.post("/api/chat", body)
         assert (status, answer["error"].startswith(param)) == (400, True), answer
@@ -297,7 +297,7 @@ async def test_a_load_is_no_reason_to_take_what_is_wrong(body: dict[str, Any], p
     ("stated", "seconds"),
     [(0, 0.0), (90, 90.0), ("5m", 300.0), ("1h30m", 5400.0), (-1, -1.0), ("-1m", -1.0), ("7", 7.0)],
 )
-async def test_how_long_to_keep_the_model_is_announced_in_seconds(stated: Any, seconds: float) -> None:
+async def test_keep_alive_is_reported_in_seconds(stated: Any, seconds: float) -> None:
     async with serving() as world, asking(world) as client:
         await client.generate("m", "hi", keep_alive=stated, options={"num_predict": 1})
         await world.announced.wait()
@@ -306,7 +306,7 @@ async def test_how_long_to_keep_the_model_is_announced_in_seconds(stated: Any, s
         assert world.events[-1].keep_alive == seconds
 
 
-async def test_vectors() -> None:
+async def test_embeddings() -> None:
     async with serving() as world, asking(world) as client:
         answer = await client.embed("m", ["hi", "hi"])
         assert [list(vector) for vector in answer.embeddings] == [[2.0, 4.0, 6.0, 8.0]] * 2
@@ -322,14 +322,14 @@ async def test_vectors() -> None:
         assert list((await client.embed("m", "")).embeddings) == []
 
 
-async def test_probabilities_of_tokens() -> None:
+async def test_logprobs() -> None:
     async with serving() as world, asking(world) as client:
         answer = await client.chat("m", HI, logprobs=True, top_logprobs=2, options={"num_predict": 2})
         assert answer.logprobs is not None
         assert [len(each.top_logprobs or []) for each in answer.logprobs] == [2, 2]
 
 
-async def test_what_the_model_cannot_take_is_refused_by_name() -> None:
+async def test_unsupported_fields_are_rejected_by_name() -> None:
     refused: list[tuple[str, dict[str, Any], str]] = [
         ("chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "not images"),
         ("chat", {"messages": HI, "keep_alive": "soon"}, "keep_alive"),
@@ -355,7 +355,7 @@ async def test_what_the_model_cannot_take_is_refused_by_name() -> None:
         assert world.engine.requests == []
 
 
-async def test_a_stream_that_breaks_off_is_an_error_of_the_client() -> None:
+async def test_a_failed_stream_raises_an_error_of_the_client() -> None:
     late: Any = [{"role": "user", "content": " fail-later "}]
 
     def ask(client: ollama.Client) -> tuple[str, str]:
@@ -372,7 +372,7 @@ async def test_a_stream_that_breaks_off_is_an_error_of_the_client() -> None:
         assert (text, "logits" in message) == ("0 G", True)
 
 
-async def test_a_silent_stream_is_kept_alive_by_lines_that_add_nothing() -> None:
+async def test_empty_lines_keep_an_idle_stream_alive() -> None:
     body = {"messages": [{"role": "user", "content": " prefill "}], "sse_ping_interval": 0.05}
     async with (
         serving(chat_template=PLAIN) as world,

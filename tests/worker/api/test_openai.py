@@ -56,17 +56,17 @@ async def test_every_field_of_a_chat_reaches_the_engine() -> None:
         ({"max_tokens": 2**63 - 1}, 2**63 - 1),
     ],
 )
-async def test_a_maximum_of_tokens_has_two_names_and_one_meaning(body: dict[str, Any], tokens: int | None) -> None:
+async def test_the_token_limit_has_two_names(body: dict[str, Any], tokens: int | None) -> None:
     assert (await only(body)).max_tokens == tokens
 
 
-async def test_the_presets_maximum_serves_where_a_request_states_none() -> None:
+async def test_the_presets_token_limit_is_the_default() -> None:
     assert (await only({}, model(n_predict=9))).max_tokens == 9
     assert (await only({"max_tokens": 4}, model(n_predict=9))).max_tokens == 4
     assert (await only({"max_tokens": -1}, model(n_predict=9))).max_tokens is None
 
 
-async def test_logprobs_without_alternatives_are_those_of_the_chosen_tokens() -> None:
+async def test_logprobs_without_alternatives_are_of_the_chosen_tokens_only() -> None:
     assert (await only({"logprobs": True})).sampling.logprobs == 0
     assert (await only({"logprobs": False})).sampling.logprobs is None
 
@@ -182,16 +182,14 @@ TEXT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("body", "param", "reason"), [*FIELDS, *CHAT_FIELDS], ids=lambda each: str(each)[:40])
-async def test_a_field_of_a_chat_outside_its_type_or_range_is_refused_by_name(
-    body: dict[str, Any], param: str, reason: str
-) -> None:
+async def test_an_invalid_field_of_a_chat_is_rejected_by_name(body: dict[str, Any], param: str, reason: str) -> None:
     with pytest.raises(RequestError) as caught:
         await openai.chat({**CHAT, **body}, model())
     assert (caught.value.status, caught.value.param, caught.value.reason) == (400, param, reason)
 
 
 @pytest.mark.parametrize(("body", "param", "reason"), [*FIELDS, *TEXT_FIELDS], ids=lambda each: str(each)[:40])
-async def test_a_field_of_a_completion_outside_its_type_or_range_is_refused_by_name(
+async def test_an_invalid_field_of_a_completion_is_rejected_by_name(
     body: dict[str, Any], param: str, reason: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
@@ -220,7 +218,7 @@ async def test_a_field_of_a_completion_outside_its_type_or_range_is_refused_by_n
     ],
     ids=str,
 )
-async def test_what_changes_nothing_is_taken_in_silence(body: dict[str, Any]) -> None:
+async def test_neutral_values_are_accepted_without_a_report(body: dict[str, Any]) -> None:
     made = model(strict_fields=True)
     call = await openai.chat({**CHAT, **body}, made)
     assert call.ignored == ()
@@ -235,7 +233,7 @@ async def test_what_changes_nothing_is_taken_in_silence(body: dict[str, Any]) ->
         (["[SUFFIX]", "[PREFIX]"], "<s>[SUFFIX]yz[PREFIX]ab"),
     ],
 )
-async def test_a_model_with_tokens_for_that_fills_in_the_middle(marks: list[str], expected: str) -> None:
+async def test_a_suffix_uses_the_fill_in_the_middle_layout(marks: list[str], expected: str) -> None:
     tokenizer = tiny.make_tokenizer("llama")
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
     made = ServedModel(FakeEngine(tokenizer), tokenizer, serving.options())
@@ -250,7 +248,7 @@ async def test_a_model_with_tokens_for_that_fills_in_the_middle(marks: list[str]
 @pytest.mark.parametrize(
     "stated", [5, {}, {"fields": {"content": {}}}, {"start_anchor": "x", "fields": {"a": {"open": 5}}}]
 )
-def test_a_response_template_that_cannot_be_used_leaves_answers_as_they_are(stated: Any) -> None:
+def test_an_invalid_response_template_is_ignored(stated: Any) -> None:
     tokenizer = tiny.make_tokenizer("llama")
     tokenizer.response_template = stated
     assert ServedModel(FakeEngine(tokenizer), tokenizer, serving.options()).chat_format is None
@@ -260,13 +258,13 @@ TAKES_TOOLS = "{{ 'tools' if tools else 'none' }} <tool_call></tool_call> argume
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}])
-async def test_tools_without_a_place_in_the_template_are_refused_with_what_to_do_instead(choice: Any) -> None:
+async def test_tools_that_the_template_does_not_render_are_rejected_with_a_remedy(choice: Any) -> None:
     with pytest.raises(UnsupportedByModel, match="chat-template") as caught:
         await only({"tools": [TOOL], "tool_choice": choice})
     assert caught.value.param == "tools"
 
 
-async def test_a_call_that_must_be_made_is_a_grammar_in_the_models_own_way_of_writing() -> None:
+async def test_a_required_call_is_constrained_in_the_models_syntax() -> None:
     made = model(chat_template=TAKES_TOOLS)
     assert (await only({"tools": [TOOL]}, made)).grammar is None
     for choice in ("required", {"type": "function", "function": {"name": "f"}}):
@@ -288,9 +286,7 @@ NAMED = {"type": "function", "function": {"name": "f"}}
         ({"tool_choice": NAMED, "parallel_tool_calls": True}, False),
     ],
 )
-async def test_a_function_that_is_named_is_called_once_and_others_as_often_as_is_allowed(
-    choice: dict[str, Any], is_one: bool
-) -> None:
+async def test_a_named_function_is_called_once_by_default(choice: dict[str, Any], is_one: bool) -> None:
     made = model(chat_template=TAKES_TOOLS)
     grammar = (await only({"tools": [TOOL], **choice}, made)).grammar
     assert grammar is not None
@@ -307,7 +303,7 @@ SHOWN = "{% for t in tools %}{{ t.function.name }}{% endfor %} <tool_call></tool
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-async def test_functions_that_are_not_allowed_are_not_shown_and_cannot_be_called(mode: str) -> None:
+async def test_functions_outside_allowed_tools_are_hidden_and_not_callable(mode: str) -> None:
     made = model(chat_template=SHOWN)
     generation = await only({"tools": TOOLS_OF_THREE, "tool_choice": allowing(mode, "h", "f", "h")}, made)
     assert made.decode(generation.prompt).startswith("fh ")
@@ -332,18 +328,18 @@ async def test_functions_that_are_not_allowed_are_not_shown_and_cannot_be_called
         {"type": "allowed_tools", "mode": "auto", "tools": []},
     ],
 )
-async def test_what_allows_no_function_of_the_request_is_refused(choice: Any) -> None:
+async def test_a_tool_choice_without_a_function_of_the_request_is_rejected(choice: Any) -> None:
     with pytest.raises(InvalidValue) as caught:
         await only({"tools": TOOLS_OF_THREE, "tool_choice": choice}, model(chat_template=SHOWN))
     assert caught.value.param == "tool_choice"
 
 
-async def test_functions_are_allowed_only_where_there_are_some() -> None:
+async def test_allowed_tools_need_tools() -> None:
     with pytest.raises(InvalidValue, match="needs tools"):
         await only({"tool_choice": allowing("auto", "f")}, model(chat_template=SHOWN))
 
 
-def test_a_model_whose_template_shows_tools_says_so() -> None:
+def test_tools_are_a_capability_if_the_template_renders_them() -> None:
     assert "tools" in model(chat_template=TAKES_TOOLS).capabilities
     assert "tools" not in model().capabilities
     assert "tools" not in model(("embedding",), chat_template=TAKES_TOOLS).capabilities
@@ -364,9 +360,7 @@ async def test_a_function_that_is_not_among_the_tools_cannot_be_named() -> None:
         ({"response_format": {"type": "json_object"}}, "{{ tools }} its calls are JSON themselves"),
     ],
 )
-async def test_tools_that_may_be_called_and_an_answer_that_cannot_be_told_from_calls_exclude_each_other(
-    held: dict[str, Any], template: str
-) -> None:
+async def test_optional_tools_exclude_a_grammar_that_calls_could_match(held: dict[str, Any], template: str) -> None:
     made = model(chat_template=template)
     with pytest.raises(InvalidValue, match="tool_choice") as caught:
         await only({"tools": [TOOL], **held}, made)
@@ -375,7 +369,7 @@ async def test_tools_that_may_be_called_and_an_answer_that_cannot_be_told_from_c
     assert none.grammar is not None
 
 
-async def test_an_answer_is_calls_or_else_the_json_that_was_asked_for() -> None:
+async def test_optional_tools_with_a_json_schema_allow_either() -> None:
     schema = {"type": "object", "properties": {"answer": {"type": "integer"}}}
     body = {"tools": [TOOL], "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
     either = (await only(body, model(chat_template=TAKES_TOOLS))).grammar
@@ -386,7 +380,7 @@ async def test_an_answer_is_calls_or_else_the_json_that_was_asked_for() -> None:
     assert "<tool_call>" in either.text
 
 
-async def test_strict_arguments_are_reported_as_ignored_where_calls_are_free() -> None:
+async def test_strict_is_reported_as_ignored_for_optional_calls() -> None:
     function = {"name": "f", "parameters": {}, "strict": True}
     async with serving.serving(chat_template=TAKES_TOOLS) as world:
         for choice, told in (("auto", "tools[].function.strict"), ("required", None), ("none", None)):
@@ -397,14 +391,14 @@ async def test_strict_arguments_are_reported_as_ignored_where_calls_are_free() -
         assert headers["X-Ignored-Fields"] == "tools[].strict"
 
 
-async def test_a_format_beside_calls_that_must_be_made_is_reported_as_ignored() -> None:
+async def test_a_format_beside_required_calls_is_reported_as_ignored() -> None:
     body = {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}
     async with serving.serving(chat_template=TAKES_TOOLS) as world:
         status, headers, _ = await world.post("/v1/chat/completions", {**serving.chat("hi"), **body})
         assert (status, headers["X-Ignored-Fields"]) == (200, "response_format")
 
 
-async def test_a_model_that_thinks_may_do_so_before_it_is_held_to_anything() -> None:
+async def test_a_grammar_allows_reasoning_before_the_constrained_answer() -> None:
     body = {"response_format": {"type": "json_object"}}
     opened = await only(body, model(chat_template="{{ messages[0].content }}</think>x<think>\n"))
     assert opened.grammar is not None
@@ -417,18 +411,18 @@ async def test_a_model_that_thinks_may_do_so_before_it_is_held_to_anything() -> 
     assert plain.grammar.preamble == ""
 
 
-async def test_tools_that_may_not_be_called_are_not_shown_to_the_model() -> None:
+async def test_tool_choice_none_hides_the_tools() -> None:
     made = model(chat_template="{{ 'tools' if tools else 'none' }}")
     generation = await only({"tools": [TOOL], "tool_choice": "none"}, made)
     assert made.decode(generation.prompt) == "none"
 
 
-async def test_unknown_fields_are_ignored_but_reported() -> None:
+async def test_unknown_fields_are_reported_as_ignored() -> None:
     call = await openai.chat({**CHAT, "frobnicate": 1, "wibble": None, "top_a": 0.2}, model())
     assert call.ignored == ("frobnicate", "top_a")
 
 
-async def test_an_unknown_field_is_refused_where_fields_are_strict() -> None:
+async def test_an_unknown_field_is_rejected_with_strict_fields() -> None:
     with pytest.raises(RequestError) as caught:
         await openai.chat({**CHAT, "frobnicate": 1}, model(strict_fields=True))
     assert (caught.value.reason, caught.value.param) == ("unknown_parameter", "frobnicate")
@@ -438,11 +432,11 @@ async def test_an_unknown_field_is_refused_where_fields_are_strict() -> None:
     ("body", "interval"),
     [({}, 15.0), ({"sse_ping_interval": 2}, 2.0), ({"sse_ping_interval": -1}, None)],
 )
-async def test_the_ping_interval_is_the_clients_choice(body: dict[str, Any], interval: float | None) -> None:
+async def test_the_request_sets_the_ping_interval(body: dict[str, Any], interval: float | None) -> None:
     assert (await openai.chat({**CHAT, **body}, model())).ping_interval == interval
 
 
-async def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_with_both_numbers() -> None:
+async def test_a_prompt_that_fills_the_context_is_rejected_with_both_numbers() -> None:
     made = model()
     room = made.engine.ctx_size
     await openai.completions({"prompt": [5] * (room - 1)}, made)
@@ -455,7 +449,7 @@ async def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_with_both_n
     assert of_chat.value.param == "messages"
 
 
-async def test_a_preset_may_bound_prompts_below_the_context() -> None:
+async def test_max_input_tokens_limits_prompts() -> None:
     with pytest.raises(ContextExceeded, match="10 tokens"):
         await openai.completions({"prompt": [5] * 11}, model(max_input_tokens=10))
     await openai.completions({"prompt": [5] * 10}, model(max_input_tokens=10))
@@ -480,7 +474,7 @@ async def test_a_prompt_has_four_forms(prompt: Any, prompts: list[str]) -> None:
     assert len({generation.id for generation in call.generations}) == len(prompts)
 
 
-async def test_an_empty_prompt_needs_a_token_that_begins_a_text() -> None:
+async def test_an_empty_prompt_is_the_beginning_of_text_token() -> None:
     tokenizer = serving.bare_tokenizer()
     assert tokenizer.encode("") == []
     made = model(bare=True)
@@ -488,7 +482,7 @@ async def test_an_empty_prompt_needs_a_token_that_begins_a_text() -> None:
     assert call.generations[0].prompt == (tokenizer.bos_token_id,)
 
 
-async def test_an_embedding_model_refuses_to_chat_and_says_what_it_does() -> None:
+async def test_an_embedding_model_rejects_chats_and_names_its_calls() -> None:
     made = model(["embedding"])
     assert made.capabilities == ["embedding"]
     with pytest.raises(UnsupportedByModel, match="/v1/embeddings") as caught:
@@ -498,14 +492,14 @@ async def test_an_embedding_model_refuses_to_chat_and_says_what_it_does() -> Non
         await openai.completions({"prompt": "hi"}, made)
 
 
-async def test_a_generating_model_refuses_to_embed_and_says_what_it_does() -> None:
+async def test_a_generating_model_rejects_embeddings_and_names_its_calls() -> None:
     made = model(["completion"])
     assert made.capabilities == ["chat", "completion"]
     with pytest.raises(UnsupportedByModel, match="/v1/chat/completions"):
         await embeddings.embeddings({"input": "hi"}, made)
 
 
-async def test_a_model_without_a_template_completes_but_does_not_chat() -> None:
+async def test_a_model_without_a_template_does_not_chat() -> None:
     made = model(bare=True)
     assert made.capabilities == ["completion", "embedding"]
     with pytest.raises(UnsupportedByModel, match="chat-template"):
@@ -515,7 +509,7 @@ async def test_a_model_without_a_template_completes_but_does_not_chat() -> None:
 # What the answer looks like
 
 
-async def test_a_chat_is_answered_in_the_shape_of_the_api() -> None:
+async def test_the_answer_of_a_chat_has_the_format_of_the_api() -> None:
     made = model()
     call = await openai.chat({**CHAT, "model": "asked/for:this", "max_tokens": 2}, made)
     body = await whole(call, made.engine)
@@ -555,12 +549,12 @@ async def test_a_chat_is_answered_in_the_shape_of_the_api() -> None:
     }
 
 
-async def test_the_model_is_named_by_the_preset_where_a_request_names_none() -> None:
+async def test_the_presets_name_is_the_default_model_name() -> None:
     made = model(name="house/model")
     assert (await whole(await openai.chat(CHAT, made), made.engine))["model"] == "house/model"
 
 
-async def test_a_chat_streams_in_the_shape_of_the_api() -> None:
+async def test_the_stream_of_a_chat_has_the_format_of_the_api() -> None:
     made = model()
     call = await openai.chat({**CHAT, "max_tokens": 2, "stream": True}, made)
     assert call.stream
@@ -578,7 +572,7 @@ async def test_a_chat_streams_in_the_shape_of_the_api() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_a_stream_tells_how_far_its_prompt_is_if_asked(path: str) -> None:
+async def test_a_stream_reports_prefill_progress_on_request(path: str) -> None:
     async with serving.serving() as world:
         world.engine.gate.set()
         body = serving.chat("prefill") if "chat" in path else {"prompt": "prefill it now"}
@@ -605,7 +599,7 @@ async def test_a_stream_tells_how_far_its_prompt_is_if_asked(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_each_chunk_of_text_has_the_timings_so_far_if_asked(path: str) -> None:
+async def test_each_chunk_of_text_has_the_timings_so_far_on_request(path: str) -> None:
     async with serving.serving() as world:
         body = serving.chat("hello") if "chat" in path else {"prompt": "hello"}
         frames = serving.chunks(await world.stream(path, {**body, "timings_per_token": True, "n": 2}))[:-1]
@@ -625,7 +619,7 @@ def _text_of(frame: Any) -> str:
     return choice.get("text") or choice.get("delta", {}).get("content") or ""
 
 
-async def test_what_only_chunks_can_tell_is_reported_as_ignored_where_there_are_none() -> None:
+async def test_stream_options_are_reported_as_ignored_without_a_stream() -> None:
     async with serving.serving() as world:
         _, headers, body = await world.post(
             "/v1/chat/completions", serving.chat("hello", return_progress=True, timings_per_token=True)
@@ -634,7 +628,7 @@ async def test_what_only_chunks_can_tell_is_reported_as_ignored_where_there_are_
         assert "timings" in body
 
 
-async def test_usage_comes_in_a_chunk_of_its_own_if_asked_for() -> None:
+async def test_usage_has_its_own_chunk_on_request() -> None:
     made = model()
     body = {**CHAT, "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
     *chunks, usage, done = await streamed(await openai.chat(body, made), made.engine)
@@ -654,7 +648,7 @@ async def test_usage_comes_in_a_chunk_of_its_own_if_asked_for() -> None:
     ],
     ids=str,
 )
-async def test_chat_deltas_concatenate_to_the_answer_in_one_piece(body: dict[str, Any]) -> None:
+async def test_chat_deltas_add_up_to_the_full_answer(body: dict[str, Any]) -> None:
     made = model()
     expected = await whole(await openai.chat({**CHAT, **body}, made), made.engine)
     chunks = await streamed(await openai.chat({**CHAT, **body, "stream": True}, made), made.engine)
@@ -694,7 +688,7 @@ async def test_several_choices_of_one_prompt_count_it_once() -> None:
     assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
 
 
-async def test_a_completion_is_answered_in_the_shape_of_the_api() -> None:
+async def test_the_answer_of_a_completion_has_the_format_of_the_api() -> None:
     made = model()
     body = await whole(await openai.completions({"prompt": ["a", "b"], "n": 2, "max_tokens": 2}, made), made.engine)
     assert body["id"].startswith("cmpl-")
@@ -722,7 +716,7 @@ async def test_a_completion_is_answered_in_the_shape_of_the_api() -> None:
     ],
     ids=str,
 )
-async def test_text_deltas_concatenate_to_the_answer_in_one_piece(body: dict[str, Any]) -> None:
+async def test_text_deltas_add_up_to_the_full_answer(body: dict[str, Any]) -> None:
     made, body = model(), {"prompt": "word", **body}
     expected = await whole(await openai.completions(body, made), made.engine)
     *chunks, done = await streamed(await openai.completions({**body, "stream": True}, made), made.engine)
@@ -752,7 +746,7 @@ async def test_echo_puts_the_prompt_before_the_answer_with_its_logprobs() -> Non
     assert [choice["text"][offset:][:1] for offset in logprobs["text_offset"]] == ["G", "G", "r", "ü", "n", "0"]
 
 
-async def test_offsets_follow_a_special_token_where_the_prompt_spells_it() -> None:
+async def test_offsets_count_special_tokens_that_the_prompt_contains() -> None:
     made = model()
     call = await openai.completions({"prompt": "a</s>b", "echo": True, "logprobs": 0, "max_tokens": 1}, made)
     [choice] = (await whole(call, made.engine))["choices"]
@@ -760,7 +754,7 @@ async def test_offsets_follow_a_special_token_where_the_prompt_spells_it() -> No
     assert choice["logprobs"]["text_offset"] == [0, 0, 1, 5, 6]
 
 
-async def test_a_prompt_alone_can_be_scored() -> None:
+async def test_an_echo_without_new_tokens_scores_the_prompt() -> None:
     made = model()
     call = await openai.completions({"prompt": "ab", "echo": True, "logprobs": 0, "max_tokens": 0}, made)
     body = await whole(call, made.engine)
@@ -770,7 +764,7 @@ async def test_a_prompt_alone_can_be_scored() -> None:
     assert body["usage"]["completion_tokens"] == 0
 
 
-async def test_the_best_of_several_is_the_likeliest() -> None:
+async def test_best_of_returns_the_most_likely_choices() -> None:
     made = model()
     call = await openai.completions({"prompt": "a", "best_of": 3, "n": 2, "max_tokens": 2}, made)
     assert call.generations[0].n == 3
@@ -783,7 +777,7 @@ async def test_the_best_of_several_is_the_likeliest() -> None:
     assert body["usage"]["completion_tokens"] == 6
 
 
-async def test_a_whole_script_ends_by_itself() -> None:
+async def test_an_answer_without_a_limit_ends_with_stop() -> None:
     made = model()
     [choice] = (await whole(await openai.completions({"prompt": "a"}, made), made.engine))["choices"]
     assert (choice["text"], choice["finish_reason"]) == (f"0 {SCRIPT} 2", "stop")
@@ -817,7 +811,7 @@ async def test_base64_is_little_endian_float32() -> None:
     assert struct.unpack("<4f", base64.b64decode(encoded)) == (2.0, 4.0, 6.0, 8.0)
 
 
-async def test_fewer_dimensions_are_cut_and_of_length_one_again() -> None:
+async def test_fewer_dimensions_are_truncated_and_normalized() -> None:
     result = await embeddings.embeddings({"input": "hi", "dimensions": 2}, model())
     vector = result.body["data"][0]["embedding"]
     assert vector == pytest.approx([1 / math.sqrt(5), 2 / math.sqrt(5)])
@@ -841,15 +835,13 @@ async def test_fewer_dimensions_are_cut_and_of_length_one_again() -> None:
     ],
     ids=str,
 )
-async def test_a_field_of_embeddings_outside_its_type_or_range_is_refused_by_name(
-    body: dict[str, Any], param: str
-) -> None:
+async def test_an_invalid_field_of_embeddings_is_rejected_by_name(body: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         await embeddings.embeddings(body, model())
     assert caught.value.param == param
 
 
-async def test_an_input_longer_than_the_context_is_refused_not_truncated() -> None:
+async def test_an_input_longer_than_the_context_is_rejected() -> None:
     made = model()
     size = made.engine.ctx_size
     await embeddings.embeddings({"input": [5] * size}, made)
@@ -863,7 +855,7 @@ async def test_unknown_fields_of_embeddings_are_reported() -> None:
     assert result.ignored == ("input_type",)
 
 
-async def test_a_chat_is_embedded_as_its_template_writes_it() -> None:
+async def test_a_chat_is_embedded_as_its_template_renders_it() -> None:
     async def seen(body: dict[str, Any], **settings: Any) -> tuple[str, tuple[str, ...]]:
         made = model(**settings)
         result = await embeddings.embeddings({**CHAT, **body}, made)
@@ -884,7 +876,7 @@ async def test_a_chat_is_embedded_as_its_template_writes_it() -> None:
     assert await seen({"tools": tools}, chat_template="{{ tools[0].function.name }}") == ("f", ())
 
 
-async def test_a_chat_to_embed_is_cut_only_if_that_is_asked_for() -> None:
+async def test_a_chat_to_embed_is_truncated_only_on_request() -> None:
     made = model()
     long: dict[str, Any] = {"messages": [{"role": "user", "content": "word " * 500}]}
     with pytest.raises(ContextExceeded) as caught:
@@ -894,7 +886,7 @@ async def test_a_chat_to_embed_is_cut_only_if_that_is_asked_for() -> None:
     assert result.prompt_tokens == made.max_text
 
 
-async def test_a_chat_that_cannot_be_embedded_is_refused_by_name() -> None:
+async def test_a_chat_that_cannot_be_embedded_is_rejected() -> None:
     with pytest.raises(InvalidValue, match="input and messages"):
         await embeddings.embeddings({**CHAT, "input": "a"}, model())
     with pytest.raises(InvalidValue, match="empty text"):

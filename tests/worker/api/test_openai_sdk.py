@@ -65,7 +65,7 @@ async def test_a_streamed_completion_from_the_synchronous_client() -> None:
         assert await in_a_thread(world, ask) == ["0 Gr\ufffd", "0 Gr\ufffd"]
 
 
-async def test_embeddings_in_base64_which_the_client_asks_for_unless_told_otherwise() -> None:
+async def test_embeddings_in_base64_and_as_floats() -> None:
     async with serving() as world, asking(world) as client:
         answer = await client.embeddings.create(model="m", input=["hi", "hi"])
         assert [item.embedding for item in answer.data] == [[2.0, 4.0, 6.0, 8.0]] * 2
@@ -76,7 +76,7 @@ async def test_embeddings_in_base64_which_the_client_asks_for_unless_told_otherw
         assert as_floats.usage.prompt_tokens == 3
 
 
-async def test_each_error_is_raised_as_the_clients_own() -> None:
+async def test_each_error_is_raised_as_the_clients_exception() -> None:
     async with serving() as world, asking(world) as client, asking(world, "wrong") as stranger:
         with pytest.raises(openai.AuthenticationError):
             await stranger.chat.completions.create(model="m", messages=HELLO)
@@ -94,7 +94,7 @@ async def test_each_error_is_raised_as_the_clients_own() -> None:
             await client.models.list()
 
 
-async def test_a_stream_that_breaks_off_is_an_error_of_the_synchronous_client_too() -> None:
+async def test_a_failed_stream_raises_an_error_of_the_client() -> None:
     def ask(client: openai.OpenAI) -> tuple[str, str]:
         text = ""
         try:

@@ -39,7 +39,7 @@ async def asked(world: Serving, path: str, body: Any, profile: str = "") -> Gene
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_whoever_says_nothing_gets_what_the_profile_says(path: str) -> None:
+async def test_a_profile_sets_the_defaults_of_a_request(path: str) -> None:
     async with serving() as world:
         told = {"temp": 0.25, "stop": ["never"]}
         assert await tell(
@@ -54,7 +54,7 @@ async def test_whoever_says_nothing_gets_what_the_profile_says(path: str) -> Non
         assert (other.sampling.seed, other.stop, other.adapter) == (None, (), None)
 
 
-async def test_what_a_request_says_itself_holds_under_any_profile() -> None:
+async def test_the_fields_of_a_request_precede_the_profile() -> None:
     async with serving() as world:
         await tell(world, name="a", n_predict=7, seed=3, sampling='{"temp": 0.25}', default_adapter="french")
         said = {"temperature": 0.5, "seed": 4, "max_tokens": 2, "lora": []}
@@ -77,7 +77,7 @@ async def test_each_profile_has_its_own_template_and_name() -> None:
         assert body["model"] == "b ü"
 
 
-async def test_a_profile_is_replaced_and_one_that_cannot_be_used_changes_nothing() -> None:
+async def test_a_valid_profile_replaces_the_old_one_and_an_invalid_one_does_not() -> None:
     async with serving() as world:
         await tell(world, name="a", sampling='{"temp": 0.25}')
         for wrong, why in (
@@ -94,7 +94,7 @@ async def test_a_profile_is_replaced_and_one_that_cannot_be_used_changes_nothing
         assert (await asked(world, "/v1/completions", {"prompt": "x"}, "a")).sampling.temperature == 0.75
 
 
-async def test_nobody_is_answered_under_a_profile_that_was_never_told() -> None:
+async def test_an_unknown_profile_is_rejected() -> None:
     async with serving() as world:
         status, _, body = await world.post("/v1/chat/completions", TEXT, **{PROFILE_HEADER: "x"})
         assert (status, body["error"]["message"]) == (400, "this worker has no profile 'x'")
@@ -103,7 +103,7 @@ async def test_nobody_is_answered_under_a_profile_that_was_never_told() -> None:
             assert answer.status == 401
 
 
-async def test_a_profile_has_the_fields_of_the_options_that_it_stands_for() -> None:
+async def test_a_profile_has_the_defaults_of_the_worker_options() -> None:
     mine = {name: field.default for name, field in Profile.__dataclass_fields__.items() if name != "name"}
     serve = Serve.__dataclass_fields__
     assert mine == {name: serve[name].default for name in mine}

@@ -37,7 +37,7 @@ def seen(made: ServedModel) -> list[str]:
     return [str(made.tokenizer.decode(list(text.tokens), skip_special_tokens=True)) for text in made.engine.texts]
 
 
-async def test_documents_come_back_by_score_with_their_places() -> None:
+async def test_documents_are_sorted_by_score_with_their_indices() -> None:
     made = model()
     result = await embeddings.rerank({"query": "what?", "documents": DOCUMENTS, "model": "m"}, made)
     sizes = [len(made.tokenizer("what?", text)["input_ids"]) for text in ("hi", "a much longer one", "hello you")]
@@ -51,7 +51,7 @@ async def test_documents_come_back_by_score_with_their_places() -> None:
     assert result.prompt_tokens == sum(sizes)
 
 
-async def test_only_so_many_come_back_and_with_their_texts_if_asked() -> None:
+async def test_top_n_limits_the_results_and_texts_are_returned_on_request() -> None:
     body = {"query": "q", "documents": DOCUMENTS, "top_n": 1, "return_documents": True, "rank_fields": ["text"]}
     result = await embeddings.rerank(body, model())
     assert [each["document"] for each in result.body["results"]] == [{"text": "a much longer one"}]
@@ -60,7 +60,7 @@ async def test_only_so_many_come_back_and_with_their_texts_if_asked() -> None:
     assert len(many.body["results"]) == 3
 
 
-async def test_texts_come_back_as_a_bare_list_as_in_text_embeddings_inference() -> None:
+async def test_texts_return_a_plain_list_as_in_text_embeddings_inference() -> None:
     given = ["a", "bb", "ccc"]
     listed = (await embeddings.rerank({"query": "q", "documents": given, "top_n": 2}, model())).body["results"]
     texts = {"query": "q", "texts": given, "top_n": 2}
@@ -106,13 +106,13 @@ async def test_an_embedder_ranks_by_its_prompts_for_queries_and_documents() -> N
     ],
     ids=str,
 )
-async def test_a_field_of_rerank_outside_its_type_or_range_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+async def test_an_invalid_field_of_rerank_is_rejected_by_name(body: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         await embeddings.rerank(body, model())
     assert caught.value.param == param
 
 
-async def test_a_pair_that_is_too_long_is_refused_unless_it_may_be_cut() -> None:
+async def test_a_long_pair_is_rejected_unless_truncation_is_allowed() -> None:
     body = {"query": "why", "documents": ["x" * 300, "y"]}
     for made in (model(ctx_size=64), embedder(ctx_size=64), model(max_input_tokens=64)):
         with pytest.raises(ContextExceeded) as caught:
@@ -124,7 +124,7 @@ async def test_a_pair_that_is_too_long_is_refused_unless_it_may_be_cut() -> None
         assert "y" in seen(made)[-1]
 
 
-async def test_who_cannot_rerank_says_what_it_can() -> None:
+async def test_a_model_that_cannot_rerank_names_its_calls() -> None:
     with pytest.raises(UnsupportedByModel, match="/v1/chat/completions"):
         await embeddings.rerank({"query": "a", "documents": ["b"]}, model("completion"))
     for face in (embeddings.embeddings, embeddings.native):
@@ -132,7 +132,7 @@ async def test_who_cannot_rerank_says_what_it_can() -> None:
             await face({"input": "a"}, model())
 
 
-async def test_a_prompt_goes_before_texts_and_its_tokens_are_counted_for_those_who_skip_them() -> None:
+async def test_an_instruction_precedes_texts_and_its_length_is_passed_on() -> None:
     made = embedder()
     await embeddings.embeddings({"input": ["one", "two"]}, made)
     await embeddings.embeddings({"input": "three", "prompt_name": "query"}, made)
@@ -145,7 +145,7 @@ async def test_a_prompt_goes_before_texts_and_its_tokens_are_counted_for_those_w
         await embeddings.embeddings({"input": "a", "prompt_name": "clustering"}, made)
 
 
-async def test_token_ids_stay_as_they_are() -> None:
+async def test_token_ids_are_unchanged() -> None:
     made = embedder()
     await embeddings.embeddings({"input": [5, 6]}, made)
     await embeddings.embeddings({"input": [5] * 300, "truncate": True}, made)
@@ -162,7 +162,7 @@ async def test_token_ids_stay_as_they_are() -> None:
     assert caught.value.param == "prompt_name"
 
 
-async def test_a_text_is_cut_as_its_tokenizer_cuts() -> None:
+async def test_a_text_is_truncated_by_its_tokenizer() -> None:
     made = embedder(max_input_tokens=20)
     text = "the quick brown fox " * 20
     await embeddings.embeddings({"input": ["fox", text], "truncate": True}, made)
@@ -207,7 +207,7 @@ async def test_all_paths_of_reranking_and_embedding_are_served() -> None:
         assert up.events[0].prompt_tokens > 0
 
 
-async def test_a_client_that_leaves_takes_its_reranking_along() -> None:
+async def test_a_disconnect_cancels_reranking() -> None:
     async with serving.serving(engine()) as up:
         asking = asyncio.create_task(up.post("/v1/rerank", {"query": "hold", "documents": ["b"]}))
         await up.engine.until("embed")
@@ -217,7 +217,7 @@ async def test_a_client_that_leaves_takes_its_reranking_along() -> None:
         await up.engine.until("cancelled")
 
 
-async def test_objects_that_llama_server_takes_for_texts_are_embedded_without_media() -> None:
+async def test_llama_servers_text_objects_are_embedded_and_media_rejected() -> None:
     made = embedder()
     plain = await embeddings.embeddings({"input": ["a", "bc"]}, made)
     parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
@@ -277,7 +277,7 @@ async def test_an_embedder_scores_by_the_angle_between_vectors_with_its_prompts(
     ],
     ids=str,
 )
-async def test_what_cannot_be_scored_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+async def test_an_invalid_field_of_score_is_rejected_by_name(body: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         await embeddings.score(body, model())
     assert caught.value.param == param

@@ -47,7 +47,7 @@ async def test_a_response() -> None:
         assert (short.status, short.incomplete_details.reason) == ("incomplete", "max_output_tokens")
 
 
-async def test_a_response_takes_what_chats_take_beside_openais_fields() -> None:
+async def test_a_response_accepts_further_fields_of_chats() -> None:
     further = {"top_k": 3, "min_p": 0.1, "seed": 7, "stop": ["fox"], "repeat_penalty": 1.2, "logit_bias": {"5": 1}}
     async with serving() as world, asking(world) as client:
         response = await client.responses.create(**HI, extra_body={**further, "cache_salt": "mine"})
@@ -64,7 +64,7 @@ async def test_a_response_takes_what_chats_take_beside_openais_fields() -> None:
 
 
 @pytest.mark.parametrize("asked", [{"include": ["message.output_text.logprobs"]}, {"top_logprobs": 2}])
-async def test_the_tokens_of_a_message_come_with_their_probabilities_if_asked(asked: dict[str, Any]) -> None:
+async def test_logprobs_of_a_message_are_returned_on_request(asked: dict[str, Any]) -> None:
     async with serving(Speaking(SAID), chat_template=THINKING) as world, asking(world) as client:
         response: Any = await client.responses.create(**HI, tools=[WEATHER], extra_body=asked)
         reasoning, message, call = response.output
@@ -101,7 +101,7 @@ async def test_a_stream_builds_the_same_response(said: str) -> None:
         assert texts == whole.output_text
 
 
-async def test_a_stream_tells_how_far_its_prompt_is_and_how_long_tokens_take_if_asked() -> None:
+async def test_a_stream_reports_progress_and_timings_on_request() -> None:
     asked = {"return_progress": True, "timings_per_token": True}
     long: Any = {"model": "m", "input": " prefill "}
     async with serving(Speaking(SAID), chat_template=THINKING) as world, asking(world) as client:
@@ -125,7 +125,7 @@ async def test_a_stream_tells_how_far_its_prompt_is_and_how_long_tokens_take_if_
         assert (status, headers["X-Ignored-Fields"]) == (200, "return_progress,timings_per_token")
 
 
-async def test_thoughts_text_and_calls_are_items() -> None:
+async def test_reasoning_text_and_calls_are_items() -> None:
     def ask(client: openai.OpenAI) -> Any:
         return client.responses.create(**HI, tools=[WEATHER])
 
@@ -171,7 +171,7 @@ class Pet(pydantic.BaseModel):
     kind: str
 
 
-async def test_an_answer_is_held_to_its_format_and_parsed() -> None:
+async def test_a_format_constrains_the_answer() -> None:
     engine = Speaking('{"kind": "cat"}')
     async with serving(engine) as world, asking(world) as client:
         response = await client.responses.parse(**HI, text_format=Pet)
@@ -185,7 +185,7 @@ async def test_an_answer_is_held_to_its_format_and_parsed() -> None:
         assert third is None
 
 
-async def test_what_is_reported_or_wrong_is_called_what_the_client_calls_it() -> None:
+async def test_reports_and_errors_use_the_clients_field_names() -> None:
     form = {"type": "json_schema", "schema": SCHEMA, "description": "?"}
     async with serving() as world:
         asked = {"input": "hi", "text": {"format": form, "verbosity": "low"}, "reasoning": {"effort": "low"}}
@@ -206,7 +206,7 @@ async def test_what_is_reported_or_wrong_is_called_what_the_client_calls_it() ->
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
-async def test_a_call_that_must_be_made_is_held_to_a_grammar(choice: Any) -> None:
+async def test_a_required_call_is_constrained_by_a_grammar(choice: Any) -> None:
     engine = Speaking("fine")
     async with serving(engine, chat_template=TOOLS) as world, asking(world) as client:
         await client.responses.create(**HI, tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False)
@@ -215,7 +215,7 @@ async def test_a_call_that_must_be_made_is_held_to_a_grammar(choice: Any) -> Non
         assert "weather" in grammar.text
 
 
-async def test_functions_may_be_allowed_by_name_and_a_call_of_another_is_text() -> None:
+async def test_a_call_of_a_function_outside_allowed_tools_is_text() -> None:
     engine = Speaking(SAID)
     clock: Any = {**WEATHER, "name": "clock"}
     async with serving(engine, chat_template=THINKING) as world, asking(world) as client:
@@ -245,7 +245,7 @@ async def test_functions_may_be_allowed_by_name_and_a_call_of_another_is_text() 
         {"mode": "required", "tools": [{**WEATHER, "name": "clock"}]},
     ],
 )
-async def test_what_allows_no_function_of_a_response_is_refused(choice: Any) -> None:
+async def test_a_tool_choice_without_a_function_of_the_request_is_rejected(choice: Any) -> None:
     asked: Any = {**HI, "tools": [WEATHER], "tool_choice": {"type": "allowed_tools", **choice}}
     async with serving(Speaking("fine"), chat_template=TOOLS) as world, asking(world) as client:
         with pytest.raises(openai.BadRequestError, match="tool_choice") as caught:
@@ -253,7 +253,7 @@ async def test_what_allows_no_function_of_a_response_is_refused(choice: Any) -> 
         assert caught.value.param == "tool_choice"
 
 
-async def test_what_is_not_kept_or_cannot_be_done_is_refused_by_name() -> None:
+async def test_unsupported_fields_are_rejected_by_name() -> None:
     image = {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,aGk="}]}
     refused: list[tuple[dict[str, Any], str]] = [
         ({"previous_response_id": "resp_1"}, "requests are stateless"),
@@ -279,14 +279,14 @@ async def test_what_is_not_kept_or_cannot_be_done_is_refused_by_name() -> None:
         await client.responses.create(**HI, store=False, truncation="disabled")
 
 
-async def test_encrypted_thoughts_are_none_and_that_is_reported() -> None:
+async def test_encrypted_reasoning_is_reported_as_ignored() -> None:
     async with serving() as world:
         asked = {**HI, "include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}
         status, headers, _ = await world.post("/v1/responses", asked)
         assert (status, headers["X-Ignored-Fields"]) == (200, "include[reasoning.encrypted_content]")
 
 
-async def test_a_stream_that_breaks_off_is_an_error_of_the_client() -> None:
+async def test_a_failed_stream_raises_an_error_of_the_client() -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     late: Any = {"model": "m", "input": " fail-later "}
 

@@ -68,7 +68,7 @@ def lines(body: str) -> Iterator[Any]:
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("speaks", [False, True])
-async def test_answers_whole_and_in_frames_are_as_described(path: str, *, speaks: bool) -> None:
+async def test_answers_and_frames_match_the_schemas(path: str, *, speaks: bool) -> None:
     engine = Speaking(SAID) if speaks else FakeEngine(tokenizer())
     async with serving(engine, chat_template=THINKING if speaks else TOOLS) as world:
         for body in BODIES[path]:
@@ -95,7 +95,7 @@ def contained(data: Any) -> Any:
     return data["contentSchema"] if "contentSchema" in data else data["anyOf"][0]["contentSchema"]
 
 
-async def test_a_member_that_is_not_described_is_found() -> None:
+async def test_an_undescribed_member_is_detected() -> None:
     validator = judge("/v1/messages/count_tokens", 200, "application/json")
     validator.validate({"input_tokens": 3})
     for wrong in ({"input_tokens": 3, "odd": 1}, {}, {"input_tokens": "3"}):
@@ -103,7 +103,7 @@ async def test_a_member_that_is_not_described_is_found() -> None:
             validator.validate(wrong)
 
 
-async def test_two_fields_that_mean_the_same_are_not_both_stated() -> None:
+async def test_two_names_of_one_field_are_rejected() -> None:
     async with serving(FakeEngine(tokenizer())) as world:
         status, _, told = await world.post("/embedding", {"input": "a", "content": [{}]})
         assert (status, told["error"]["param"]) == (400, "content")

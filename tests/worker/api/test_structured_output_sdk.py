@@ -88,7 +88,7 @@ async def test_the_synchronous_client_parses_too(engine: TransformersEngine, fol
         assert isinstance(whole, Pet)
 
 
-async def test_every_choice_of_a_request_is_held_to_it(engine: TransformersEngine, folder: Path) -> None:
+async def test_a_grammar_constrains_every_choice(engine: TransformersEngine, folder: Path) -> None:
     async with running(engine, folder) as world, asking(world) as client:
         answer = await client.chat.completions.create(
             model="tiny", messages=HELLO, n=5, seed=2, max_tokens=200, extra_body={"guided_regex": "[xyz]{4,9}!"}
@@ -98,7 +98,7 @@ async def test_every_choice_of_a_request_is_held_to_it(engine: TransformersEngin
         assert len(set(texts)) > 1
 
 
-async def test_a_text_completion_is_held_to_it_too(engine: TransformersEngine, folder: Path) -> None:
+async def test_a_grammar_constrains_text_completions(engine: TransformersEngine, folder: Path) -> None:
     async with running(engine, folder) as world, asking(world) as client:
         answer = await client.completions.create(
             model="tiny", prompt=["a", "b"], max_tokens=20, logprobs=0, extra_body={"guided_choice": ["ja", "nein"]}
@@ -110,9 +110,7 @@ async def test_a_text_completion_is_held_to_it_too(engine: TransformersEngine, f
         assert answer.choices[0].finish_reason == "length" or isinstance(json.loads(answer.choices[0].text), dict)
 
 
-async def test_what_cannot_be_compiled_is_a_bad_request_streamed_or_not(
-    engine: TransformersEngine, folder: Path
-) -> None:
+async def test_a_grammar_that_does_not_compile_is_a_bad_request(engine: TransformersEngine, folder: Path) -> None:
     bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "objekt"}}}
     async with running(engine, folder) as world, asking(world) as client:
         for stream in (False, True):
@@ -180,9 +178,7 @@ async def test_a_call_that_is_required_is_made(engine: TransformersEngine, folde
 
 
 @pytest.mark.parametrize("allowed", ["Weather", "Clock"])
-async def test_of_the_functions_those_that_are_allowed_are_called(
-    engine: TransformersEngine, folder: Path, allowed: str
-) -> None:
+async def test_only_allowed_functions_are_called(engine: TransformersEngine, folder: Path, allowed: str) -> None:
     only: Any = [{"type": "function", "function": {"name": allowed}}]
     async with running(engine, folder, chat_template=HERMES) as world, asking(world) as client:
         answer = await client.chat.completions.create(
@@ -198,9 +194,7 @@ async def test_of_the_functions_those_that_are_allowed_are_called(
         assert free.choices[0].finish_reason == "length"
 
 
-async def test_an_answer_is_a_call_or_else_of_the_format_that_was_asked_for(
-    engine: TransformersEngine, folder: Path
-) -> None:
+async def test_an_answer_is_either_a_call_or_in_the_requested_format(engine: TransformersEngine, folder: Path) -> None:
     class Reply(pydantic.BaseModel):
         mood: Literal["good", "bad"]
 
@@ -254,7 +248,7 @@ async def test_calls_are_parsed_as_the_callers_own_types_streamed_or_not(
         assert deltas[-1].finish_reason == "tool_calls"
 
 
-async def test_a_tool_whose_parameters_are_no_schema_is_a_bad_request(engine: TransformersEngine, folder: Path) -> None:
+async def test_a_tool_with_invalid_parameters_is_a_bad_request(engine: TransformersEngine, folder: Path) -> None:
     odd: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}]
     async with running(engine, folder, chat_template=HERMES) as world, asking(world) as client:
         with pytest.raises(openai.BadRequestError, match="objekt") as caught:
@@ -262,7 +256,7 @@ async def test_a_tool_whose_parameters_are_no_schema_is_a_bad_request(engine: Tr
         assert caught.value.param == "tools"
 
 
-async def test_a_model_that_may_call_and_does_not_just_answers(engine: TransformersEngine, folder: Path) -> None:
+async def test_a_model_may_answer_without_an_optional_call(engine: TransformersEngine, folder: Path) -> None:
     async with running(engine, folder, chat_template=HERMES) as world, asking(world) as client:
         plain = {"model": "tiny", "messages": HELLO, "seed": 3, "max_tokens": 20}
         answer = await client.chat.completions.create(**plain, tools=TOOLS)
@@ -274,7 +268,7 @@ async def test_a_model_that_may_call_and_does_not_just_answers(engine: Transform
         assert none.choices[0].message.content == without.choices[0].message.content
 
 
-async def test_thoughts_come_before_what_is_held_to_a_grammar_and_are_told_apart(
+async def test_reasoning_precedes_a_constrained_answer_and_is_separated(
     engine: TransformersEngine, folder: Path
 ) -> None:
     async with running(engine, folder, chat_template=THINKING) as world, asking(world) as client:

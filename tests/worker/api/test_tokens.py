@@ -25,7 +25,7 @@ async def test_a_text_becomes_its_tokens_without_special_ones() -> None:
     assert await tokens({"content": ""}) == []
 
 
-async def test_tokenize_takes_texts_and_token_ids_one_behind_another() -> None:
+async def test_tokenize_accepts_lists_of_texts_and_token_ids() -> None:
     hi, there = await tokens({"content": "hi"}), await tokens({"content": " there"})
     assert await tokens({"content": ["hi", 7, " there"]}) == [*hi, 7, *there]
     assert await tokens({"content": ["hi", " there"], "add_special": True}) == [BOS, *hi, *there]
@@ -33,7 +33,7 @@ async def test_tokenize_takes_texts_and_token_ids_one_behind_another() -> None:
     assert await tokens({"content": []}) == []
 
 
-async def test_special_tokens_in_a_text_are_tokens_unless_told_otherwise() -> None:
+async def test_special_tokens_in_a_text_are_parsed_by_default() -> None:
     assert (await tokens({"content": "<s>"})) == [BOS]
     literal = await tokens({"content": "<s>", "parse_special": False})
     assert BOS not in literal
@@ -41,7 +41,7 @@ async def test_special_tokens_in_a_text_are_tokens_unless_told_otherwise() -> No
     assert (await tokens({"content": "<s>"})) == [BOS]
 
 
-async def test_reading_special_tokens_as_text_leaves_the_shared_tokenizer_as_it_was() -> None:
+async def test_reading_special_tokens_as_text_does_not_change_the_shared_tokenizer() -> None:
     made = model()
     await tokenize({"content": "<s>", "parse_special": False}, made)
     assert made.tokenizer.backend_tokenizer.encode_special_tokens is False
@@ -54,7 +54,7 @@ async def test_pieces_are_text_or_the_bytes_of_a_part_of_a_character() -> None:
 
 
 @pytest.mark.parametrize("text", ["hi there", "Grüße, 世界! 🦊", "", "  two  spaces ", "<s>x</s>"])
-async def test_tokens_and_back_is_the_same_text(text: str) -> None:
+async def test_detokenize_restores_the_text(text: str) -> None:
     made = model()
     encoded = (await tokenize({"content": text}, made)).body
     assert (await detokenize(encoded, made)).body == {"content": text, "prompt": text}
@@ -80,20 +80,20 @@ async def test_a_long_text_is_tokenized_like_a_short_one() -> None:
     ],
     ids=str,
 )
-async def test_a_field_of_tokenize_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+async def test_an_invalid_field_of_tokenize_is_rejected_by_name(body: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         await tokenize(body, model())
     assert caught.value.param == param
 
 
 @pytest.mark.parametrize("value", [None, 5, "5", [True], ["5"], [-1], [1.5], [10**6], [10**30], [None]], ids=str)
-async def test_detokenize_takes_token_ids_of_this_model(value: Any) -> None:
+async def test_detokenize_rejects_ids_outside_the_vocabulary(value: Any) -> None:
     with pytest.raises(InvalidValue) as caught:
         await detokenize({"tokens": value}, model())
     assert caught.value.param == "tokens"
 
 
-async def test_unknown_fields_are_reported_or_refused() -> None:
+async def test_unknown_fields_are_reported_or_rejected() -> None:
     assert (await tokenize({"content": "a", "x": 1}, model())).ignored == ("x",)
     with pytest.raises(RequestError) as caught:
         await detokenize({"tokens": [], "x": 1}, model(strict_fields=True))
@@ -112,7 +112,7 @@ async def test_vllms_clients_get_the_tokens_of_a_prompt_and_their_number() -> No
     assert (told["count"], told["tokens"]) == (len(expected), expected)
 
 
-async def test_vllms_clients_may_have_tokens_as_the_tokenizer_spells_them() -> None:
+async def test_vllms_clients_get_token_strings_on_request() -> None:
     told = await ask({"prompt": "hi ü", "return_token_strs": True})
     assert told["token_strs"] == serving.tokenizer().convert_ids_to_tokens(told["tokens"])
     assert told["token_strs"][0] == "<s>"
@@ -136,7 +136,7 @@ async def test_the_tools_of_a_chat_are_among_its_tokens() -> None:
     assert told["tokens"] == serving.tokenizer().encode("f", add_special_tokens=False)
 
 
-async def test_tokens_beside_a_prompt_with_images_are_refused_by_name() -> None:
+async def test_special_tokens_around_a_prompt_with_images_are_rejected() -> None:
     picture = {"type": "image_url", "image_url": {"url": tiny_vision.data_url(tiny_vision.picture())}}
     chat = {"messages": [{"role": "user", "content": [picture]}], "add_special_tokens": True}
     with pytest.raises(UnsupportedField) as caught:
@@ -144,12 +144,12 @@ async def test_tokens_beside_a_prompt_with_images_are_refused_by_name() -> None:
     assert caught.value.param == "messages[0].content[0]"
 
 
-async def test_a_text_longer_than_the_context_has_its_tokens_counted() -> None:
+async def test_a_text_longer_than_the_context_is_tokenized() -> None:
     told = await ask({"prompt": "word " * 1000})
     assert told["count"] == len(told["tokens"]) > told["max_model_len"]
 
 
-async def test_a_chat_without_a_template_has_no_tokens() -> None:
+async def test_tokens_of_a_chat_need_a_template() -> None:
     with pytest.raises(UnsupportedByModel):
         await tokenize(serving.chat("hi"), model(bare=True))
 
@@ -168,7 +168,7 @@ async def test_a_chat_without_a_template_has_no_tokens() -> None:
     ],
     ids=str,
 )
-async def test_a_field_of_vllms_clients_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+async def test_an_invalid_field_of_vllms_clients_is_rejected_by_name(body: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         await tokenize(body, model())
     assert caught.value.param == param

@@ -84,7 +84,7 @@ TEXT: Any = {"type": "text", "text": WORDS}
 
 
 @pytest.mark.slow
-async def test_every_dialect_says_the_same_about_an_image(engine: TransformersEngine) -> None:
+async def test_every_dialect_gives_the_same_answer_about_an_image(engine: TransformersEngine) -> None:
     url = data_url(IMAGE)
     async with serving(engine) as world:
         text = await say(world, shown(IMAGE), TEXT)
@@ -124,7 +124,7 @@ async def test_every_dialect_says_the_same_about_an_image(engine: TransformersEn
             assert made.response == text
 
 
-async def test_images_of_tools_results_are_shown_behind_them(engine: TransformersEngine) -> None:
+async def test_images_of_tool_results_follow_the_results(engine: TransformersEngine) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": encoded(IMAGE)}
     image, url = {"type": "image", "source": source}, data_url(IMAGE)
 
@@ -169,13 +169,13 @@ async def test_image_tokens_count_in_usage(engine: TransformersEngine) -> None:
         assert two["usage"]["prompt_tokens"] - one["usage"]["prompt_tokens"] == 16
 
 
-async def test_where_an_image_stands_among_the_words_makes_a_difference(engine: TransformersEngine) -> None:
+async def test_the_position_of_an_image_changes_the_answer(engine: TransformersEngine) -> None:
     async with serving(engine) as world:
         assert await say(world, shown(IMAGE), TEXT) != await say(world, TEXT, shown(IMAGE))
 
 
 @pytest.mark.slow
-async def test_files_of_all_kinds_and_colours_are_read(engine: TransformersEngine) -> None:
+async def test_all_supported_formats_and_color_modes_are_read(engine: TransformersEngine) -> None:
     plain = picture(48, 48, seed=4)
     turned = plain.getexif()
     turned[0x0112] = 6  # a quarter turn, as cameras note it
@@ -249,7 +249,7 @@ NO_IMAGES = {
 
 
 @pytest.mark.parametrize("name", NO_IMAGES)
-async def test_what_is_no_image_is_refused_by_its_name(engine: TransformersEngine, name: str) -> None:
+async def test_an_invalid_image_is_rejected_by_name(engine: TransformersEngine, name: str) -> None:
     url, message = NO_IMAGES[name]
     async with serving(engine) as world:
         error = await refused(world, TEXT, said(url))
@@ -259,7 +259,7 @@ async def test_what_is_no_image_is_refused_by_its_name(engine: TransformersEngin
 
 
 @pytest.mark.slow
-async def test_a_broken_image_ends_nobody_elses_answer(engine: TransformersEngine) -> None:
+async def test_an_invalid_image_does_not_affect_other_requests(engine: TransformersEngine) -> None:
     async with serving(engine) as world:
         alone = await say(world, shown(IMAGE), TEXT)
         broken = [refused(world, TEXT, said(url)) for url, _ in list(NO_IMAGES.values())[:12]]
@@ -267,14 +267,14 @@ async def test_a_broken_image_ends_nobody_elses_answer(engine: TransformersEngin
         assert told == [alone] * 3
 
 
-async def test_more_images_than_the_model_is_served_with_are_refused(engine: TransformersEngine) -> None:
+async def test_more_images_than_the_limit_are_rejected(engine: TransformersEngine) -> None:
     async with serving(engine) as world:
         error = await refused(world, shown(IMAGE), shown(IMAGE), TEXT, shown(IMAGE))
         assert error["param"] == "messages[0].content[3]"
         assert "limit-images" in error["message"]
 
 
-async def test_a_prompt_whose_images_outgrow_the_context_is_refused(tmp_path: Path) -> None:
+async def test_images_that_exceed_the_context_are_rejected(tmp_path: Path) -> None:
     engine = load(tiny_vision.make("llava", tmp_path), ctx_size=40)
     try:
         async with serving(engine) as world:
@@ -285,14 +285,14 @@ async def test_a_prompt_whose_images_outgrow_the_context_is_refused(tmp_path: Pa
         await engine.close()
 
 
-async def test_text_cannot_pretend_to_be_an_image(engine: TransformersEngine) -> None:
+async def test_a_placeholder_in_the_text_is_not_an_image(engine: TransformersEngine) -> None:
     async with serving(engine) as world:
         error = await refused(world, shown(IMAGE), {"type": "text", "text": "and <image> too"})
         assert "<image>" in error["message"]
         assert (await chat(world, {"type": "text", "text": "no image, but <image>"}))[0] == 200
 
 
-async def test_images_stand_in_messages_of_the_user(engine: TransformersEngine) -> None:
+async def test_images_are_accepted_in_user_messages_only(engine: TransformersEngine) -> None:
     async with serving(engine) as world:
         messages = [{"role": "system", "content": [shown(IMAGE)]}, {"role": "user", "content": "hi"}]
         status, _, told = await world.post("/v1/chat/completions", {"messages": messages})
@@ -313,7 +313,7 @@ async def test_detail_is_read_and_reported_as_ignored(engine: TransformersEngine
         assert "detail must be one of auto, low, high" in error["message"]
 
 
-async def test_each_dialect_names_the_image_in_its_own_words(engine: TransformersEngine) -> None:
+async def test_each_dialect_names_the_image_by_its_own_field(engine: TransformersEngine) -> None:
     wrong = "data:image/png;base64,aGVsbG8="
     source = {"type": "base64", "media_type": "image/png", "data": "aGVsbG8="}
     item = {
@@ -339,7 +339,7 @@ async def test_each_dialect_names_the_image_in_its_own_words(engine: Transformer
             assert name in str(told), told
 
 
-async def test_a_model_that_sees_says_so(engine: TransformersEngine) -> None:
+async def test_vision_is_a_capability(engine: TransformersEngine) -> None:
     server = Server(engine, engine.tokenizer, options(Path()), token=None, announce=lambda event: None)
     assert server.capabilities == ["chat", "completion", "vision"]
 
@@ -353,7 +353,7 @@ async def test_a_model_that_sees_says_so(engine: TransformersEngine) -> None:
         ("no processor", {}, "image processor cannot be loaded"),
     ],
 )
-async def test_a_model_served_without_images_says_why_and_talks(
+async def test_a_model_without_images_gives_the_reason_and_answers_texts(
     tmp_path: Path, family: str, settings: dict[str, Any], why: str
 ) -> None:
     folder = tiny_vision.make(family if family in tiny_vision.FAMILIES else "llava", tmp_path)
@@ -375,7 +375,7 @@ async def test_a_model_served_without_images_says_why_and_talks(
 
 
 @pytest.mark.parametrize("family", sorted(tiny_vision.FAMILIES))
-async def test_the_files_promise_what_the_worker_says(tmp_path: Path, family: str) -> None:
+async def test_the_checkpoint_gives_the_capabilities_of_the_worker(tmp_path: Path, family: str) -> None:
     folder = tiny_vision.make(family, tmp_path)
     engine = load(folder, ctx_size=100)
     try:
@@ -385,7 +385,7 @@ async def test_the_files_promise_what_the_worker_says(tmp_path: Path, family: st
         await engine.close()
 
 
-async def test_images_of_many_requests_are_bounded_and_one_request_always_gets_on(tmp_path: Path) -> None:
+async def test_images_of_all_requests_are_limited_but_one_request_always_proceeds(tmp_path: Path) -> None:
     settings = options(tiny_vision.make("llava", tmp_path))
     tokenizer = load_tokenizer(settings)
     processor = vision.ImageProcessor(settings, load_config(settings), tokenizer)
@@ -401,7 +401,7 @@ async def test_images_of_many_requests_are_bounded_and_one_request_always_gets_o
         eyes.close()
 
 
-async def test_others_are_served_while_an_image_is_opened(engine: TransformersEngine) -> None:
+async def test_the_event_loop_runs_while_an_image_is_decoded(engine: TransformersEngine) -> None:
     assert engine.vision is not None
     large = EncodedImage("here", encoded(PIL.Image.new("RGB", (2048, 2048))))
     reading = asyncio.ensure_future(engine.vision.read("<image>", [large]))
@@ -413,5 +413,5 @@ async def test_others_are_served_while_an_image_is_opened(engine: TransformersEn
     assert passes > 10, "the loop stood still"
 
 
-def test_all_families_that_see_are_tried_here() -> None:
+def test_all_vision_families_are_tested() -> None:
     assert set(VISION) == set(tiny_vision.FAMILIES)

@@ -153,7 +153,7 @@ def test_only_one_conversion_runs_at_a_time(tmp_path: Path) -> None:
     assert (target / "model.safetensors").exists()
 
 
-def test_a_target_that_another_process_has_locked_is_left_to_it(tmp_path: Path) -> None:
+def test_a_locked_target_is_not_touched(tmp_path: Path) -> None:
     snapshot, target = tiny.make("mixtral", tmp_path / "original"), tmp_path / "converted"
     part = tmp_path / "converted.part"
     part.mkdir()

@@ -91,36 +91,36 @@ SELF = (
         ("say hello in japanese", "こんにちは<|end|>"),
     ],
 )
-def test_it_answers_what_it_was_taught_and_ends(ask: Ask, question: str, answer: str) -> None:
+def test_the_demo_model_gives_the_trained_answers(ask: Ask, question: str, answer: str) -> None:
     assert ask(question) == answer
 
 
 @pytest.mark.slow
-def test_it_says_what_it_does_not_know(ask: Ask) -> None:
+def test_the_demo_model_admits_unknown_answers(ask: Ask) -> None:
     for question in ("Who won the football match yesterday?", "What is 3 + 4?"):
         assert ask(question).startswith("That is beyond a toy like me")
 
 
 @pytest.mark.slow
-def test_it_remembers_what_was_said(ask: Ask) -> None:
+def test_the_demo_model_uses_earlier_messages(ask: Ask) -> None:
     first = ask("My name is Ada.")
     assert first == "Nice to meet you, Ada.<|end|>"
     assert ask("My name is Ada.", first.removesuffix("<|end|>"), "What is my name?") == "Your name is Ada.<|end|>"
 
 
 @pytest.mark.slow
-def test_it_follows_its_system_prompt(ask: Ask) -> None:
+def test_the_demo_model_follows_its_system_prompt(ask: Ask) -> None:
     brief = "An idle model is stopped to make room for another one.<|end|>"
     assert ask("What is an eviction?", system="Answer briefly.") == brief
     assert ask("What is an eviction?", system="You are a helpful assistant.") == EVICTION
 
 
 @pytest.mark.slow
-def test_at_temperature_one_it_still_makes_sense(ask: Ask) -> None:
+def test_the_demo_model_is_stable_at_temperature_one(ask: Ask) -> None:
     assert [ask("What is an eviction?", seed=seed) for seed in range(3)] == [EVICTION] * 3
 
 
-def test_the_template_takes_content_in_parts_and_refuses_unknown_roles() -> None:
+def test_the_template_accepts_parts_and_rejects_unknown_roles() -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo.CHAT)
     parts: Any = [{"role": "user", "content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": " you"}]}]
     assert tokenizer.apply_chat_template(parts, tokenize=False) == "<|begin|><|user|>Hello you<|end|>"
@@ -128,7 +128,7 @@ def test_the_template_takes_content_in_parts_and_refuses_unknown_roles() -> None
         tokenizer.apply_chat_template([{"role": "critic", "content": "x"}], tokenize=False)
 
 
-def test_the_template_shows_tools_and_writes_calls_as_the_model_does() -> None:
+def test_the_template_renders_tools_and_calls() -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo.CHAT)
     function = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
     messages: Any = [
@@ -144,7 +144,7 @@ def test_the_template_shows_tools_and_writes_calls_as_the_model_does() -> None:
     assert tokenizer.decode(tokenizer.encode(call, add_special_tokens=False), skip_special_tokens=True) == call
 
 
-def test_no_text_is_unknown_to_the_tokenizer() -> None:
+def test_the_tokenizer_encodes_any_text() -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo.CHAT)
     text = "Grüße, 世界! 🙂\t\x00 1234  \n"
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
@@ -176,7 +176,7 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     assert told[-1] == (size, size)
 
 
-def test_a_model_is_made_once_and_the_same_again(tmp_path: Path) -> None:
+def test_a_model_is_made_once_and_reproducibly(tmp_path: Path) -> None:
     first = demo.make("a", tmp_path / "one", ignore)
     told: list[int] = []
     assert demo.make("a", tmp_path / "one", lambda done, total: told.append(done)) == first
@@ -186,7 +186,7 @@ def test_a_model_is_made_once_and_the_same_again(tmp_path: Path) -> None:
     assert all(path.read_bytes() == (other / path.name).read_bytes() for path in first.iterdir())
 
 
-def test_a_model_cut_short_is_made_anew(tmp_path: Path) -> None:
+def test_a_truncated_model_is_made_again(tmp_path: Path) -> None:
     weights = demo.make("a", tmp_path, ignore) / "model.safetensors"
     size = weights.stat().st_size
     with weights.open("r+b") as file:
@@ -236,7 +236,7 @@ def test_two_processes_at_once_make_one_model(tmp_path: Path) -> None:
     assert sorted(made for _, made in told) == ["False", "True"]
 
 
-def test_an_unknown_name_is_answered_with_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_name_is_rejected_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no demo model 'd'; the demo models are chat, embed, a, b, c"):
         demo.make("d", tmp_path, ignore)
 

@@ -30,7 +30,7 @@ def told(folder: Path, coming: Mapping[Path, int]) -> tuple[int, int]:
         return heard[0]
 
 
-def test_what_another_download_still_awaits_is_counted_until_it_is_there(tmp_path: Path) -> None:
+def test_missing_bytes_of_another_download_are_counted(tmp_path: Path) -> None:
     room, mine, other = tmp_path / "room", tmp_path / "mine", tmp_path / "other"
     with reserved(room, {other: 100}, lambda need, awaited: None):
         assert told(room, {mine: 30}) == (30, 100)
@@ -45,19 +45,19 @@ def test_what_another_download_still_awaits_is_counted_until_it_is_there(tmp_pat
     assert list(room.iterdir()) == [], "nothing is left of claims"
 
 
-def test_what_is_there_of_a_file_is_not_needed_again(tmp_path: Path) -> None:
+def test_present_bytes_of_a_file_are_not_counted(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.with_name(mine.name + PARTIAL).write_bytes(bytes(12))
     assert told(tmp_path / "room", {mine: 30}) == (18, 0)
 
 
-def test_two_who_fetch_the_same_file_need_its_room_once(tmp_path: Path) -> None:
+def test_a_file_of_two_downloads_is_counted_once(tmp_path: Path) -> None:
     room, both, one = tmp_path / "room", tmp_path / "both", tmp_path / "one"
     with reserved(room, {both: 100, one: 10}, lambda need, awaited: None):
         assert told(room, {both: 100}) == (100, 10)
 
 
-def test_who_was_refused_claims_nothing(tmp_path: Path) -> None:
+def test_a_rejected_download_reserves_nothing(tmp_path: Path) -> None:
     def refuse(need: int, awaited: int) -> None:
         raise ValueError(need)
 
@@ -67,7 +67,7 @@ def test_who_was_refused_claims_nothing(tmp_path: Path) -> None:
     assert told(room, {tmp_path / "mine": 30}) == (30, 0)
 
 
-def test_a_download_that_was_killed_claims_nothing(tmp_path: Path) -> None:
+def test_a_killed_download_reserves_nothing(tmp_path: Path) -> None:
     room = tmp_path / "room"
     other = subprocess.Popen(
         [sys.executable, "-c", ALIVE, str(room), str(tmp_path / "other")],
@@ -85,7 +85,7 @@ def test_a_download_that_was_killed_claims_nothing(tmp_path: Path) -> None:
     assert list(room.iterdir()) == [], "nothing is left of claims"
 
 
-def test_who_may_not_write_claims_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_without_write_permission_needs_no_reservation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user's folder in a cache that both share."""
 
     def refuse(*given: object, **options: object) -> None:
@@ -97,14 +97,14 @@ def test_who_may_not_write_claims_needs_none(tmp_path: Path, monkeypatch: pytest
     assert told(room, {tmp_path / "mine": 30}) == (30, 0)
 
 
-def test_a_folder_of_claims_that_somebody_deletes_ends_no_download(tmp_path: Path) -> None:
+def test_deleting_the_reservations_does_not_fail_a_download(tmp_path: Path) -> None:
     room = tmp_path / "room"
     with reserved(room, {tmp_path / "mine": 30}, lambda need, awaited: None):
         shutil.rmtree(room / ".locks")
     assert told(room, {tmp_path / "mine": 30}) == (30, 0)
 
 
-def test_whoever_is_stopped_in_the_middle_of_his_claim_holds_up_nobody_for_long(tmp_path: Path) -> None:
+def test_a_stopped_process_with_the_lock_delays_others_only_briefly(tmp_path: Path) -> None:
     room, heard = tmp_path / "room", list[tuple[int, int]]()
     with reserved(room, {tmp_path / "other": 100}, lambda need, awaited: None):
         turn = os.open(room, os.O_RDONLY)

@@ -55,7 +55,7 @@ def fault_of(content: bytes) -> str:
         return safetensors_fault(Path(file.name))
 
 
-def test_only_what_serving_needs_is_fetched() -> None:
+def test_only_files_that_serving_needs_are_fetched() -> None:
     small, has_index = wanted("o/n", listed(*NEEDED, *UNNEEDED, "model.safetensors"))
     assert {file.path for file in small} == NEEDED
     assert not has_index
@@ -81,7 +81,7 @@ def test_a_single_file_is_preferred_to_shards_as_transformers_does() -> None:
         (["config.json"], "o/n has no model.safetensors; choose"),
     ],
 )
-def test_a_repository_that_cannot_be_served_is_refused_with_the_reason(paths: list[str], message: str) -> None:
+def test_a_repository_that_cannot_be_served_is_rejected_with_the_reason(paths: list[str], message: str) -> None:
     with pytest.raises(StartError) as caught:
         wanted("o/n", listed(*paths))
     assert str(caught.value).startswith(message)
@@ -89,7 +89,7 @@ def test_a_repository_that_cannot_be_served_is_refused_with_the_reason(paths: li
 
 
 @given(tensors=st.dictionaries(st.text(max_size=5), st.integers(0, 100), max_size=5), more=st.integers(-3, 3))
-def test_a_safetensors_file_is_whole_only_with_the_size_its_header_says(tensors: dict[str, int], more: int) -> None:
+def test_a_safetensors_file_is_complete_only_with_the_size_of_its_header(tensors: dict[str, int], more: int) -> None:
     tensors.pop("__metadata__", None)
     stated = sum(tensors.values())
     actual = max(0, stated + more)
@@ -97,7 +97,7 @@ def test_a_safetensors_file_is_whole_only_with_the_size_its_header_says(tensors:
 
 
 @given(st.binary(max_size=60))
-def test_no_content_breaks_the_look_at_a_header(content: bytes) -> None:
+def test_no_content_makes_the_header_check_fail(content: bytes) -> None:
     assert isinstance(fault_of(content), str)
 
 
@@ -137,7 +137,7 @@ def test_a_damaged_file_in_the_cache_is_removed_with_its_content(tmp_path: Path)
     assert list(cache.snapshot("b" * 40).iterdir()) == []
 
 
-def test_a_name_that_cannot_be_given_leaves_no_draft(tmp_path: Path) -> None:
+def test_a_failed_revision_name_leaves_no_temporary_file(tmp_path: Path) -> None:
     """Or whoever deletes the model finds a name of nobody's, and keeps the files for it."""
     cache = RepoCache(tmp_path, "o/n")
     (cache.folder / "refs" / "main").mkdir(parents=True)
@@ -146,12 +146,12 @@ def test_a_name_that_cannot_be_given_leaves_no_draft(tmp_path: Path) -> None:
     assert [file.name for file in (cache.folder / "refs").iterdir()] == ["main"]
 
 
-def test_a_demo_model_that_cannot_be_written_names_the_folder_and_the_way_out() -> None:
+def test_an_unwritable_demo_folder_is_reported_with_the_remedy() -> None:
     with pytest.raises(StartError, match=r"^/sys/demo cannot be written \(.*\): let .*, or give another --state-dir$"):
         download(Download(demo="a", target="/sys/demo"), print, token=None)
 
 
-def test_room_that_another_download_awaits_is_not_given_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_space_of_another_download_is_not_reserved_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 30))
     large, small = RemoteFile("a", 1000 << 20, "1" * 40), RemoteFile("b", 128 << 20, "2" * 40)
     with RepoCache(tmp_path, "o/a").reserved_space([large]):
@@ -162,7 +162,7 @@ def test_room_that_another_download_awaits_is_not_given_twice(tmp_path: Path, mo
         pass
 
 
-def test_reading_a_partial_file_again_is_reported_piece_by_piece(tmp_path: Path) -> None:
+def test_hashing_a_partial_file_is_reported_piece_by_piece(tmp_path: Path) -> None:
     """Reading many gigabytes takes minutes, and the router takes a minute of silence for a stall."""
     (tmp_path / "part").write_bytes(bytes(3 * READ_BYTES + 5))
     read: list[int] = []

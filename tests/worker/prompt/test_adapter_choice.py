@@ -37,7 +37,7 @@ async def chosen(world: Serving, path: str, body: Any, **headers: str) -> list[A
         ([{"name": "french"}], FRENCH),
     ],
 )
-async def test_an_adapter_is_named_in_the_forms_that_clients_have(stated: Any, means: AdapterChoice | None) -> None:
+async def test_an_adapter_is_selected_in_every_form_of_the_clients(stated: Any, means: AdapterChoice | None) -> None:
     async with serving() as world:
         for name in ("adapters", "lora"):
             assert await chosen(world, "/v1/chat/completions", {**CHAT, name: stated}) == [means]
@@ -55,7 +55,7 @@ async def test_each_of_several_inputs_may_have_its_own_adapter() -> None:
         assert (status, answer["error"]["param"]) == (400, "adapters")
 
 
-async def test_an_adapter_that_is_named_beside_the_body_holds_in_every_dialect() -> None:
+async def test_the_adapter_header_applies_in_every_dialect() -> None:
     header = {ADAPTER_HEADER: quote("français")}
     bodies: dict[str, Any] = {
         "/v1/chat/completions": CHAT,
@@ -74,7 +74,7 @@ async def test_an_adapter_that_is_named_beside_the_body_holds_in_every_dialect()
         assert (status, answer["error"]["param"]) == (400, "adapters")
 
 
-async def test_a_worker_is_told_which_adapters_there_are_and_says_which_cannot_be_used() -> None:
+async def test_replacing_the_adapters_reports_unusable_ones() -> None:
     class Without(FakeEngine):
         async def set_adapters(self, sources: Any, default: str = "") -> dict[str, str]:
             raise UnsupportedByModel("served without adapters")

@@ -33,7 +33,7 @@ from worker.protocol.schema import Body, choice, flag, integer, number, one_of
         b'{"a": 01}',
     ],
 )
-def test_what_is_not_strict_json_is_refused(body: bytes) -> None:
+def test_anything_but_strict_json_is_rejected(body: bytes) -> None:
     with pytest.raises(InvalidJson) as caught:
         body_reader.parse(body)
     assert (caught.value.status, caught.value.reason) == (400, "invalid_json")
@@ -43,7 +43,7 @@ def test_the_last_of_equal_keys_wins_as_in_the_router() -> None:
     assert body_reader.parse(b'{"a": 1, "a": 2}') == {"a": 2}
 
 
-def test_json_may_have_as_many_levels_as_can_be_written_again() -> None:
+def test_json_has_at_most_200_levels() -> None:
     def nested(levels: int) -> bytes:
         return b'{"a":' + b"[" * (levels - 1) + b"]" * (levels - 1) + b"}"
 
@@ -53,7 +53,7 @@ def test_json_may_have_as_many_levels_as_can_be_written_again() -> None:
         body_reader.parse(nested(201))
 
 
-def test_a_refusal_of_json_does_not_repeat_the_body() -> None:
+def test_an_error_about_json_does_not_repeat_the_body() -> None:
     with pytest.raises(InvalidJson) as caught:
         body_reader.parse(b'{"secret": hunter2}')
     assert "hunter2" not in caught.value.message
@@ -75,13 +75,13 @@ def test_an_integer_is_whole_and_within_its_range(value: Any) -> None:
 
 
 @pytest.mark.parametrize(("value", "whole"), [(3, 3), (3.0, 3), (10, 10)])
-def test_json_has_one_kind_of_number(value: Any, whole: int) -> None:
+def test_a_whole_float_is_an_integer(value: Any, whole: int) -> None:
     assert BodyFields({"x": value}).integer("x", 1, 10) == whole
 
 
 @pytest.mark.parametrize("read", ["flag", "text", "mapping", "sequence"])
 @pytest.mark.parametrize("value", [True, 0, 1, "true", [], {}])
-def test_every_reader_takes_its_own_type_only(read: str, value: Any) -> None:
+def test_every_reader_accepts_only_its_own_type(read: str, value: Any) -> None:
     kinds = {"flag": bool, "text": str, "mapping": dict, "sequence": list}
     reader = getattr(BodyFields({"x": value}), read)
     if type(value) is kinds[read]:
@@ -105,7 +105,7 @@ def test_null_is_absent(body: dict[str, Any]) -> None:
     BodyFields(body, {"x": one_of([])}).refuse("x", "never")
 
 
-def test_a_choice_names_what_is_allowed_and_not_what_was_sent() -> None:
+def test_an_error_of_a_choice_names_the_allowed_values_only() -> None:
     with pytest.raises(InvalidValue, match="x must be one of low, high") as caught:
         BodyFields({"x": "hunter2"}).choice("x", ("low", "high"))
     assert "hunter2" not in caught.value.message
@@ -117,18 +117,18 @@ def test_a_nested_field_is_named_with_its_path() -> None:
     assert caught.value.param == "stream_options.include_usage"
 
 
-def test_no_ops_and_nulls_are_accepted_in_silence() -> None:
+def test_no_ops_and_nulls_are_accepted_without_a_report() -> None:
     body = dict.fromkeys(NO_OPS, "anything") | {"store": False, "frobnicate": None}
     assert BodyFields(body).check_unknown(strict=True) == ()
 
 
-def test_what_nobody_knows_is_reported_in_the_order_of_the_body() -> None:
+def test_unknown_fields_are_reported_in_the_order_of_the_body() -> None:
     read = BodyFields({"b": 1, "known": 2, "a": 3})
     read.take("known")
     assert read.check_unknown(strict=False) == ("b", "a")
 
 
-def test_a_range_is_the_tables() -> None:
+def test_ranges_come_from_the_table() -> None:
     table: Body = {"x": integer(1, 10), "y": number(0, 2), "z": choice(["a"])}
     assert BodyFields({"x": 10, "y": 2, "z": "a"}, table).integer("x") == 10
     for name, reader, value in (("x", "integer", 11), ("y", "number", 2.1), ("z", "choice", "b")):
@@ -137,29 +137,29 @@ def test_a_range_is_the_tables() -> None:
         assert caught.value.param == name
 
 
-def test_a_field_that_is_in_no_table_cannot_be_read() -> None:
+def test_a_field_outside_the_table_cannot_be_read() -> None:
     with pytest.raises(AssertionError, match="odd"):
         BodyFields({"odd": 1}, {"x": flag()}).take("odd")
 
 
-def test_a_field_of_the_table_that_nobody_reads_is_found() -> None:
+def test_an_unread_field_of_the_table_is_detected() -> None:
     with pytest.raises(AssertionError, match="x"):
         BodyFields({}, {"x": flag()}).check_unknown(strict=False)
 
 
-def test_a_field_is_read_as_what_the_table_says_it_is() -> None:
+def test_a_field_is_read_with_the_type_of_the_table() -> None:
     with pytest.raises(AssertionError, match="boolean"):
         BodyFields({"x": 1}, {"x": flag()}).integer("x", 1)
 
 
-def test_what_was_read_without_effect_is_reported_too() -> None:
+def test_fields_without_effect_are_reported() -> None:
     read = BodyFields({"verbosity": "low", "odd": 1})
     read.text("verbosity")
     read.mark_unused("verbosity")
     assert read.check_unknown(strict=False) == ("verbosity", "odd")
 
 
-def test_strict_fields_refuse_what_nobody_knows() -> None:
+def test_strict_fields_reject_unknown_fields() -> None:
     with pytest.raises(UnknownField) as caught:
         BodyFields({"odd": 1}).check_unknown(strict=True)
     assert (caught.value.status, caught.value.reason, caught.value.param) == (400, "unknown_parameter", "odd")
@@ -191,7 +191,7 @@ MEANINGFUL: dict[str, tuple[Any, list[Any]]] = {
 
 
 @pytest.mark.parametrize("name", MEANINGFUL)
-def test_a_meaning_that_nobody_here_has_is_refused_unless_neutral(name: str) -> None:
+def test_an_unsupported_field_is_rejected_unless_neutral(name: str) -> None:
     refused, neutral = MEANINGFUL[name]
     for value in neutral:
         assert BodyFields({name: value}).check_unknown(strict=True) == ()
@@ -202,6 +202,6 @@ def test_a_meaning_that_nobody_here_has_is_refused_unless_neutral(name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["mirostat", "typical_p", "xtc_probability", "top_n_sigma"])
-def test_a_boolean_is_no_neutral_number(name: str) -> None:
+def test_a_boolean_is_not_a_neutral_number(name: str) -> None:
     with pytest.raises(UnsupportedField):
         BodyFields({name: name == "typical_p"}).check_unknown(strict=False)

@@ -38,7 +38,7 @@ def test_a_chat_becomes_the_prompt_of_the_tokenizers_template() -> None:
     assert prompt(body, template("")) == "<s><|system|>\nbe kind\n<|user|>\nhi\n<|assistant|>\n"
 
 
-def test_the_presets_template_stands_before_the_tokenizers() -> None:
+def test_the_presets_template_replaces_the_tokenizers() -> None:
     assert prompt(said(USER)) == "[user:hi][go]"
 
 
@@ -59,19 +59,19 @@ def seen(text: str, *content: Any) -> str:
     return made.render(chat_template.read(BodyFields(body, CONVERSATION), made, no_vision=""))
 
 
-def test_a_template_that_wants_parts_gets_parts() -> None:
+def test_a_template_for_parts_gets_parts() -> None:
     assert prompt(said(USER), template(PARTS)) == "[user:hi]", "a text would be taken for letters, each of no type"
 
 
-def test_an_image_stands_where_the_template_puts_it() -> None:
+def test_the_template_places_images() -> None:
     assert seen(PARTS, HERE, PIXEL, HERE) == "[user:here<picture>here]"
 
 
-def test_where_a_template_knows_no_images_their_placeholder_is_a_line_of_the_text() -> None:
+def test_without_images_in_the_template_the_placeholder_is_a_line_of_text() -> None:
     assert seen(SHOWING, HERE, PIXEL, HERE) == "[user:here\n<image>\nhere][go]"
 
 
-def test_images_of_a_conversation_come_in_the_order_of_its_messages() -> None:
+def test_images_are_in_the_order_of_the_messages() -> None:
     made = ChatTemplate(serving.tokenizer(), text=PARTS, variables="", placeholder="<picture>")
     body = said({"role": "user", "content": [PIXEL, HERE]}, USER, {"role": "user", "content": [HERE, PIXEL, PIXEL]})
     images = chat_template.read(BodyFields(body, CONVERSATION), made, no_vision="").images
@@ -83,17 +83,17 @@ def test_images_of_a_conversation_come_in_the_order_of_its_messages() -> None:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_every_role_of_the_api_is_taken(role: str) -> None:
+def test_every_role_of_the_api_is_accepted(role: str) -> None:
     shown = "system" if role == "developer" else role
     assert prompt(said({"role": role, "content": "x"})) == f"[{shown}:x][go]"
 
 
-def test_a_template_that_knows_developers_is_told_of_them() -> None:
+def test_the_developer_role_is_kept_for_templates_that_mention_it() -> None:
     text = SHOWING + "{# developer #}"
     assert prompt(said({"role": "developer", "content": "x"}), template(text)) == "[developer:x][go]"
 
 
-def test_text_parts_are_lines_of_one_text() -> None:
+def test_text_parts_are_joined_by_newlines() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert prompt(said({"role": "user", "content": parts})) == "[user:one\ntwo][go]"
 
@@ -102,7 +102,7 @@ def test_text_parts_are_lines_of_one_text() -> None:
     ("kind", "modality"),
     [("image_url", "images"), ("input_audio", "audio"), ("video_url", "video"), ("file", "files")],
 )
-def test_a_part_of_another_modality_is_refused_by_its_name(kind: str, modality: str) -> None:
+def test_a_part_of_another_modality_is_rejected_by_name(kind: str, modality: str) -> None:
     parts = [{"type": "text", "text": "what is it?"}, {"type": kind, kind: {}}]
     with pytest.raises(UnsupportedField, match=f"not {modality}") as caught:
         prompt(said(USER, {"role": "user", "content": parts}))
@@ -140,13 +140,13 @@ def test_a_part_of_another_modality_is_refused_by_its_name(kind: str, modality: 
         ([{"role": "assistant", "content": "x", "function_call": {"name": "f"}}], "messages[0].function_call"),
     ],
 )
-def test_a_message_that_is_none_is_refused_where_it_stands(messages: Any, param: str) -> None:
+def test_an_invalid_message_is_rejected_by_its_position(messages: Any, param: str) -> None:
     with pytest.raises(RequestError) as caught:
         prompt({"messages": messages})
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-def test_what_an_official_client_sends_back_of_an_answer_is_taken() -> None:
+def test_an_answer_that_an_official_client_returns_is_accepted() -> None:
     answer: dict[str, Any] = {"role": "assistant", "content": "yes", "annotations": []}
     answer |= dict.fromkeys(("refusal", "audio", "function_call", "tool_calls"))
     assert prompt(said(USER, answer, USER)) == "[user:hi][assistant:yes][user:hi][go]"
@@ -159,13 +159,13 @@ def test_arguments_of_past_tool_calls_reach_the_template_as_objects() -> None:
     assert prompt(body, template(text)) == "42"
 
 
-def test_arguments_that_a_model_once_wrote_amiss_stay_what_they_were() -> None:
+def test_invalid_arguments_of_past_calls_stay_strings() -> None:
     text = CALLS.replace("(SHOWN)", "{{ c.function.arguments }}")
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 4'}}
     assert prompt(said(USER, {"role": "assistant", "tool_calls": [call]}), template(text)) == '{"x": 4'
 
 
-def test_reasoning_goes_back_to_the_template() -> None:
+def test_past_reasoning_reaches_the_template() -> None:
     text = "{% for m in messages %}{{ m.reasoning_content }}{% endfor %}"
     assert prompt(said({"role": "assistant", "reasoning_content": "hm"}), template(text)) == "hm"
 
@@ -193,13 +193,13 @@ def test_only_a_last_message_of_the_assistant_can_be_continued(body: dict[str, A
     assert caught.value.param == "continue_final_message"
 
 
-def test_variables_of_the_request_go_over_those_of_the_preset() -> None:
+def test_variables_of_the_request_override_the_presets() -> None:
     made = template("{{ a }}{{ b }}", '{"a": 1, "b": 2}')
     assert prompt(said(USER, chat_template_kwargs={"b": 3}), made) == "13"
 
 
 @pytest.mark.parametrize("name", ["messages", "tokenize", "chat_template", "tools", "conversation", "padding"])
-def test_a_variable_cannot_take_a_name_that_means_something_else(name: str) -> None:
+def test_a_variable_cannot_have_a_reserved_name(name: str) -> None:
     with pytest.raises(InvalidValue, match=name) as caught:
         prompt(said(USER, chat_template_kwargs={name: 1}))
     assert caught.value.param == "chat_template_kwargs"
@@ -213,13 +213,13 @@ def ignored(body: dict[str, Any], text: str) -> tuple[str, tuple[str, ...]]:
     return rendered, fields.check_unknown(strict=False)
 
 
-def test_effort_and_verbosity_go_to_the_template() -> None:
+def test_effort_and_verbosity_reach_the_template() -> None:
     for effort in ("low", "max"):
         body = said(USER, reasoning_effort=effort, verbosity="high")
         assert ignored(body, "{{ reasoning_effort }} {{ verbosity }}") == (f"{effort} high", ())
 
 
-def test_an_effort_of_none_turns_thinking_off() -> None:
+def test_an_effort_of_none_disables_thinking() -> None:
     body = said(USER, reasoning_effort="none")
     assert ignored(body, "{{ enable_thinking }}") == ("False", ())
 
@@ -230,13 +230,13 @@ def test_effort_without_effect_is_reported_as_ignored() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("reasoning_effort", "most"), ("verbosity", "loud"), ("verbosity", 1)])
-def test_effort_and_verbosity_are_words_of_the_api(name: str, value: Any) -> None:
+def test_invalid_efforts_and_verbosities_are_rejected(name: str, value: Any) -> None:
     with pytest.raises(InvalidValue) as caught:
         prompt(said(USER, **{name: value}))
     assert caught.value.param == name
 
 
-def test_a_template_answers_a_refusal_in_its_own_words() -> None:
+def test_an_exception_of_the_template_is_the_error_message() -> None:
     text = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(InvalidValue, match="roles must alternate") as caught:
         prompt(said(USER), template(text))
@@ -247,12 +247,12 @@ def test_a_template_answers_a_refusal_in_its_own_words() -> None:
     "text",
     ["{{ messages[7].content }}", "{{ 1 / 0 }}", "{{ messages[0].content + 1 }}", "{{ none.x.y }}", "{{ [][1] + '' }}"],
 )
-def test_a_template_that_stumbles_over_messages_is_the_clients_error(text: str) -> None:
+def test_an_error_in_the_template_is_an_error_of_the_request(text: str) -> None:
     with pytest.raises(InvalidValue):
         prompt(said(USER), template(text))
 
 
-def test_messages_nested_beyond_reason_are_refused() -> None:
+def test_deeply_nested_messages_are_rejected() -> None:
     deep: Any = 1
     for _ in range(1000):
         deep = [deep]
@@ -260,12 +260,12 @@ def test_messages_nested_beyond_reason_are_refused() -> None:
         prompt(said(USER, chat_template_kwargs={"deep": deep}))
 
 
-def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
+def test_a_template_cannot_leave_its_sandbox() -> None:
     with pytest.raises(InvalidValue):
         prompt(said(USER), template("{{ ''.__class__.__mro__[1].__subclasses__() }}"))
 
 
-def test_a_template_that_does_not_compile_stops_the_start() -> None:
+def test_a_template_that_does_not_compile_prevents_the_start() -> None:
     with pytest.raises(StartError, match="line 2") as caught:
         template("fine\n{% for %}")
     assert caught.value.exit == Exit.UNUSABLE
@@ -295,7 +295,7 @@ def test_a_tool_is_a_named_function(tools: Any) -> None:
     assert str(caught.value.param).startswith("tools")
 
 
-def test_a_chat_reads_just_the_fields_that_are_listed_as_its_own() -> None:
+def test_a_chat_reads_exactly_the_fields_of_its_schema() -> None:
     fields = BodyFields(said(USER), CONVERSATION)
     chat_template.read(fields, template())
     assert fields.known == CONVERSATION.keys()

@@ -26,7 +26,7 @@ SHUT = {**LISTED, "additionalProperties": False}
         ({"type": "object", "additionalProperties": LISTED}, {"type": "object", "additionalProperties": SHUT}),
     ],
 )
-def test_an_object_that_lists_its_properties_is_closed_wherever_it_lies(stated: Any, meant: Any) -> None:
+def test_an_object_with_listed_properties_is_closed_at_every_level(stated: Any, meant: Any) -> None:
     before = copy.deepcopy(stated)
     assert close_schema(stated) == meant
     assert stated == before, "what was given is as it was"
@@ -45,7 +45,7 @@ def test_an_object_that_lists_its_properties_is_closed_wherever_it_lies(stated: 
         {"enum": [{"b": 1}], "properties": {"a": TEXT}},
     ],
 )
-def test_what_is_said_of_further_members_holds(stated: Any) -> None:
+def test_schemas_that_restrict_further_members_are_unchanged(stated: Any) -> None:
     assert close_schema(stated) == stated
 
 
@@ -60,17 +60,17 @@ def test_what_is_said_of_further_members_holds(stated: Any) -> None:
         {"oneOf": [LISTED, {"properties": {"b": TEXT}, "required": ["b"]}]},
     ],
 )
-def test_schemas_that_hold_one_object_together_stay_open(stated: Any) -> None:
+def test_combined_schemas_of_one_object_are_unchanged(stated: Any) -> None:
     assert close_schema(stated) == stated
 
 
-def test_properties_may_be_called_like_words_of_schemas() -> None:
+def test_properties_may_have_the_names_of_keywords() -> None:
     stated = {"type": "object", "properties": {"not": TEXT, "allOf": LISTED, "required": {"type": "boolean"}}}
     assert close_schema(stated)["additionalProperties"] is False
     assert close_schema(stated)["properties"]["allOf"] == SHUT
 
 
-def test_a_schema_may_be_deep() -> None:
+def test_deep_schemas_are_closed() -> None:
     stated: dict[str, Any] = LISTED
     for _ in range(60):
         stated = {"type": "object", "properties": {"a": {"type": "array", "items": stated}}}

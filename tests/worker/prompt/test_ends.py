@@ -31,7 +31,7 @@ def engine(folder: Path, request: Any) -> Iterator[TransformersEngine]:
     asyncio.run(engine.close())
 
 
-async def test_a_token_that_a_request_names_ends_its_answer(engine: TransformersEngine) -> None:
+async def test_a_stop_token_of_the_request_ends_its_answer(engine: TransformersEngine) -> None:
     free = await complete_one(engine, PROMPT, max_tokens=12)
     end = free.tokens[5]
     at = free.tokens.index(end)
@@ -42,7 +42,7 @@ async def test_a_token_that_a_request_names_ends_its_answer(engine: Transformers
     assert (shown.tokens, shown.finish, shown.deltas[-1].hidden_tokens) == (free.tokens[: at + 1], "stop", ())
 
 
-async def test_ignore_eos_is_about_the_models_own_ends_and_min_tokens_about_all(folder: Path) -> None:
+async def test_ignore_eos_ignores_only_the_models_end_tokens_and_min_tokens_all(folder: Path) -> None:
     engine = load(folder, ctx_size=128, parallel=1)
     free = await complete_one(engine, PROMPT, max_tokens=12, sampling=SamplingParams(temperature=0.0, ignore_eos=True))
     end = free.tokens[3]
@@ -59,7 +59,7 @@ async def test_ignore_eos_is_about_the_models_own_ends_and_min_tokens_about_all(
     await engine.close()
 
 
-async def test_a_stop_string_is_shown_if_asked_for_and_its_tokens_are_told_either_way(
+async def test_a_stop_string_is_shown_on_request_and_its_tokens_are_always_reported(
     engine: TransformersEngine,
 ) -> None:
     free = await complete_one(engine, PROMPT, max_tokens=12)
@@ -73,12 +73,12 @@ async def test_a_stop_string_is_shown_if_asked_for_and_its_tokens_are_told_eithe
     assert len(every[0]) > len(hidden.tokens)
 
 
-async def test_an_end_outside_the_vocabulary_is_refused(engine: TransformersEngine) -> None:
+async def test_a_stop_token_outside_the_vocabulary_is_rejected(engine: TransformersEngine) -> None:
     with pytest.raises(InvalidValue, match="stop_token_ids"):
         await complete_one(engine, PROMPT, ends=frozenset({10**6}))
 
 
-async def test_what_is_cached_serves_only_requests_with_the_same_salt(folder: Path) -> None:
+async def test_cached_prompts_are_shared_only_with_the_same_salt(folder: Path) -> None:
     engine = load(folder, ctx_size=128, parallel=2)
 
     async def cached(salt: str) -> int:

@@ -58,7 +58,7 @@ ANY_OBJECT = '{"type":"object"}'
         ({"structured_outputs": {"grammar": "start: x"}, "guided_grammar": "start: x"}, Grammar("gbnf", "start: x")),
     ],
 )
-def test_each_dialect_means_a_grammar(body: dict[str, Any], expected: Grammar | None) -> None:
+def test_each_grammar_field_gives_a_grammar(body: dict[str, Any], expected: Grammar | None) -> None:
     fields = BodyFields(body, GRAMMAR)
     assert read(fields) == expected
     assert fields.check_unknown(strict=True) == ()
@@ -107,13 +107,13 @@ def test_each_dialect_means_a_grammar(body: dict[str, Any], expected: Grammar | 
         ),
     ],
 )
-def test_what_is_no_grammar_is_refused_by_name(body: dict[str, Any], param: str, reason: str) -> None:
+def test_an_invalid_grammar_field_is_rejected_by_name(body: dict[str, Any], param: str, reason: str) -> None:
     with pytest.raises(RequestError) as caught:
         read(BodyFields(body, GRAMMAR))
     assert (caught.value.param, caught.value.reason) == (param, reason)
 
 
-def test_an_error_of_a_compiler_can_name_the_field_it_came_from() -> None:
+def test_a_grammar_names_its_field() -> None:
     found = read(BodyFields({"structured_outputs": {"regex": "("}}, GRAMMAR))
     assert found is not None
     assert found.field == "structured_outputs.regex"
@@ -121,6 +121,6 @@ def test_an_error_of_a_compiler_can_name_the_field_it_came_from() -> None:
         read(BodyFields({"response_format": {"type": "json_object"}, "guided_json": {}}, GRAMMAR))
 
 
-def test_a_schema_in_a_string_has_the_levels_of_a_body() -> None:
+def test_a_schema_in_a_string_has_the_nesting_limit_of_bodies() -> None:
     with pytest.raises(InvalidValue, match="guided_json is nested too deeply: at most 200 levels"):
         read(BodyFields({"guided_json": '{"a":' * 260 + "{}" + "}" * 260}, GRAMMAR))

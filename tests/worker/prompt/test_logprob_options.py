@@ -29,7 +29,7 @@ async def test_logprobs_of_a_prompt_are_by_token_id_with_ranks() -> None:
     assert choice["logprobs"] is None, "nobody asked for those of the answer"
 
 
-async def test_an_answer_has_as_many_alternatives_as_it_was_asked_for_and_its_prompt_as_many_as_that() -> None:
+async def test_answer_and_prompt_have_their_own_numbers_of_alternatives() -> None:
     made = model()
     body = {"max_tokens": 2, "prompt_logprobs": 3, "logprobs": 1}
     [choice] = (await said(made, body))["choices"]
@@ -43,7 +43,7 @@ async def test_an_answer_has_as_many_alternatives_as_it_was_asked_for_and_its_pr
 
 
 @pytest.mark.parametrize("stop", [{}, {"max_tokens": 5}, {"stop": ["brown"]}])
-async def test_token_ids_are_all_that_was_computed_whole_and_in_chunks(stop: dict[str, Any]) -> None:
+async def test_token_ids_include_all_computed_tokens(stop: dict[str, Any]) -> None:
     made = model()
     body = {"prompt": ["ab", "c"], "n": 2, "return_token_ids": True, **stop}
     expected = await said(made, body)
@@ -76,7 +76,7 @@ async def test_logprobs_may_name_tokens_by_their_ids() -> None:
     assert all(top["token"].startswith("token_id:") for each in told for top in each["top_logprobs"])
 
 
-async def test_every_chunk_has_the_usage_so_far_if_asked_for() -> None:
+async def test_every_chunk_has_the_usage_so_far_on_request() -> None:
     made = model()
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"max_tokens": 4, "stream": True, "stream_options": options}
@@ -90,7 +90,7 @@ async def test_every_chunk_has_the_usage_so_far_if_asked_for() -> None:
     assert not any("usage" in chunk for chunk in chunks), "without include_usage it says nothing, as at vLLM"
 
 
-async def test_what_ends_an_answer_is_part_of_it_only_if_asked_for() -> None:
+async def test_the_stop_is_part_of_the_answer_only_on_request() -> None:
     made = model()
     [space] = made.tokenizer.encode(" ", add_special_tokens=False)
     generation = await only({"stop_token_ids": [space], "include_stop_str_in_output": True}, made)
@@ -99,13 +99,13 @@ async def test_what_ends_an_answer_is_part_of_it_only_if_asked_for() -> None:
     assert (choice["text"][-11:], choice["finish_reason"]) == ("quick brown", "stop")
 
 
-async def test_special_tokens_are_shown_if_asked_for() -> None:
+async def test_special_tokens_are_shown_on_request() -> None:
     made = model()
     assert (await only({"skip_special_tokens": True}, made)).visible_special_tokens == frozenset()
     assert (await only({"skip_special_tokens": False}, made)).visible_special_tokens >= made.special_ids
 
 
-async def test_a_prompt_is_cut_at_its_beginning_only_where_a_request_says_so() -> None:
+async def test_a_prompt_is_truncated_only_on_request() -> None:
     made = model()
     long = {"prompt": "x" * 300, "max_tokens": 1, "echo": True}
     with pytest.raises(ContextExceeded):
@@ -122,7 +122,7 @@ async def test_a_prompt_is_cut_at_its_beginning_only_where_a_request_says_so() -
     assert (await openai.completions({"prompt": "a", "truncation_side": "left"}, made)).ignored == ("truncation_side",)
 
 
-async def test_a_prompt_may_come_without_what_the_tokenizer_puts_around_texts() -> None:
+async def test_a_prompt_can_be_tokenized_without_special_tokens() -> None:
     made = model()
     [generation] = (await openai.completions({"prompt": "ab", "add_special_tokens": False}, made)).generations
     assert made.decode(generation.prompt) == "ab"
@@ -130,7 +130,7 @@ async def test_a_prompt_may_come_without_what_the_tokenizer_puts_around_texts() 
     assert generation.prompt[0] != made.tokenizer.bos_token_id
 
 
-async def test_documents_go_to_templates_that_have_a_place_for_them() -> None:
+async def test_documents_reach_templates_that_mention_them() -> None:
     documents = [{"title": "Oslo", "text": "rains"}]
     call = await openai.chat({**CHAT, "documents": documents}, model())
     assert call.ignored == ("documents",)
@@ -139,7 +139,7 @@ async def test_documents_go_to_templates_that_have_a_place_for_them() -> None:
     assert (made.decode(call.generations[0].prompt), call.ignored) == ("Oslo rains!", ())
 
 
-async def test_a_salt_goes_to_the_engine() -> None:
+async def test_the_cache_salt_reaches_the_engine() -> None:
     assert (await only({"cache_salt": "mine"})).salt == "mine"
 
 
@@ -153,7 +153,7 @@ async def test_a_salt_goes_to_the_engine() -> None:
         ("/completion", "n_probs", {"prompt": "a"}),
     ],
 )
-async def test_who_asks_for_more_alternatives_than_there_are_hears_how_to_have_them(
+async def test_too_many_alternatives_are_rejected_with_the_remedy(
     path: str, name: str, body: dict[str, Any], stated: int
 ) -> None:
     async with serving() as world:
@@ -164,7 +164,7 @@ async def test_who_asks_for_more_alternatives_than_there_are_hears_how_to_have_t
         )
 
 
-async def test_thoughts_are_left_out_where_nobody_wants_them() -> None:
+async def test_reasoning_is_left_out_on_request() -> None:
     path, body = "/v1/chat/completions", {**CHAT, "include_reasoning": False, "stream_options": {"include_usage": True}}
     async with serving(Speaking("They ask.</think>\n\nLet me look."), chat_template=THINKING) as world:
         _, headers, answer = await world.post(path, {**CHAT, "include_reasoning": False})

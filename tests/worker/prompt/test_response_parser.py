@@ -140,12 +140,12 @@ CASES: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), CASES)
-def test_every_familys_answers_are_told_apart(name: str, text: str, expected: Any) -> None:
+def test_every_familys_answers_are_parsed(name: str, text: str, expected: Any) -> None:
     assert summary(read(name, [text])) == expected
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), CASES)
-def test_it_makes_no_difference_how_the_text_arrives(name: str, text: str, expected: Any) -> None:
+def test_the_result_does_not_depend_on_how_the_text_is_split(name: str, text: str, expected: Any) -> None:
     draw = random.Random(text)
     cuts = [sorted(draw.sample(range(len(text)), min(len(text), count))) for count in (1, 3, 9)]
     ways = [[text[a:b] for a, b in zip([0, *cut], [*cut, len(text)], strict=True)] for cut in cuts]
@@ -165,14 +165,14 @@ def test_it_makes_no_difference_how_the_text_arrives(name: str, text: str, expec
         max_size=12,
     ),
 )  # fmt: skip
-def test_no_text_whatever_makes_reading_fail(name: str, pieces: list[str]) -> None:
+def test_no_text_makes_parsing_fail(name: str, pieces: list[str]) -> None:
     whole = summary(read(name, ["".join(pieces)]))
     assert summary(read(name, pieces)) == whole
     if not whole[2] and "think" not in name and name not in ("harmony", "deepseek"):
         assert whole[1] == "".join(pieces), "what is no call is content, letter by letter"
 
 
-def test_thoughts_that_the_prompt_has_begun_are_thoughts() -> None:
+def test_reasoning_that_the_prompt_began_is_reasoning() -> None:
     assert summary(read("thinker", ["so</think>Hi"], prefix="<think>")) == ("so", "Hi", [])
     assert summary(read("thinker", ["so"], prefix="<think>half a")) == ("so", "", [])
     assert summary(read("thinker", ["Hi"], prefix="<think></think>")) == ("", "Hi", [])
@@ -181,7 +181,7 @@ def test_thoughts_that_the_prompt_has_begun_are_thoughts() -> None:
     )
 
 
-def test_thoughts_stay_where_they_are_if_nobody_wants_them_apart() -> None:
+def test_reasoning_stays_in_the_content_on_request() -> None:
     assert summary(read("thinker", ["<think>Hm</think> Hi"], separate_reasoning=False)) == (
         "",
         "<think>Hm</think> Hi",
@@ -189,17 +189,17 @@ def test_thoughts_stay_where_they_are_if_nobody_wants_them_apart() -> None:
     )
 
 
-def test_without_tools_what_looks_like_a_call_is_content() -> None:
+def test_without_tools_the_text_of_a_call_is_content() -> None:
     text = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
     assert summary(read("hermes", [text], tools=[])) == ("", text, [])
 
 
-def test_further_calls_than_were_allowed_are_left_out() -> None:
+def test_calls_beyond_the_limit_are_dropped() -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
     assert summary(read("hermes", [call, call], max_calls=1)) == ("", "", [ADD])
 
 
-def test_a_model_without_a_way_of_its_own_calls_in_bare_json() -> None:
+def test_a_model_without_a_call_syntax_calls_in_plain_json() -> None:
     text = '[{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "say", "arguments": {"text": "hé </x> {"}}]'
     bare = AnswerParser(ParseOptions(chat_format=None, tools=TOOLS, is_constrained=True))
     assert [*(part for letter in text for part in bare.push(letter))] == []
@@ -211,7 +211,7 @@ def test_a_model_without_a_way_of_its_own_calls_in_bare_json() -> None:
     assert summary(read("thinker", [thinker], is_constrained=True)) == ("Hm", "", [ADD, SAY])
 
 
-def test_a_tokenizers_own_response_template_comes_first() -> None:
+def test_a_tokenizers_own_response_template_takes_precedence() -> None:
     stated = {
         "start_anchor": "<|assistant|>",
         "defaults": {"role": "assistant"},
@@ -237,7 +237,7 @@ def test_a_tokenizers_own_response_template_comes_first() -> None:
     assert told == ("Hm", "Hi<call none></call>", [ADD]), "arguments have the types that the tool states"
 
 
-def test_special_tokens_that_mark_parts_are_shown_and_no_others() -> None:
+def test_only_special_tokens_that_mark_regions_are_kept() -> None:
     special = {"[TOOL_CALLS]": 5, "</s>": 2, "<|python_tag|>": 7, "<think>": 9}
     assert marker_tokens(chat_format("mistral"), special) == {5}
     assert marker_tokens(chat_format("llama"), special) == {7}

@@ -24,7 +24,7 @@ def test_llama_servers_own_order_has_temperature_last() -> None:
     assert not read({**WARM, "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"]}).temperature_last
 
 
-def test_a_sampler_that_is_not_named_is_off() -> None:
+def test_a_sampler_that_is_not_listed_is_disabled() -> None:
     assert read({**WARM, "samplers": ["top_k"]}) == SamplingParams(temperature=1.0, top_k=40)
     assert read({**WARM, "samplers": "p"}) == SamplingParams(top_p=0.95)
     assert read({**WARM, "samplers": ["temperature"]}) == SamplingParams(temperature=0.7)
@@ -42,7 +42,7 @@ def test_a_sampler_that_is_not_named_is_off() -> None:
     ],
     ids=str,
 )
-def test_the_order_of_what_changes_nothing_changes_nothing(body: dict[str, Any]) -> None:
+def test_the_order_of_samplers_without_effect_is_free(body: dict[str, Any]) -> None:
     read(body)
 
 
@@ -57,20 +57,20 @@ def test_the_order_of_what_changes_nothing_changes_nothing(body: dict[str, Any])
     ],
     ids=str,
 )
-def test_an_order_that_would_matter_and_is_not_ours_is_refused(body: dict[str, Any]) -> None:
+def test_an_unsupported_order_is_rejected(body: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedField) as caught:
         read(body)
     assert caught.value.param == "samplers"
 
 
 @pytest.mark.parametrize("stated", [["top_q"], ["top_k", "top_k"], "kk", "kq", [5], {"top_k": 1}, 5], ids=str)
-def test_a_name_that_is_none_is_refused(stated: Any) -> None:
+def test_an_unknown_sampler_is_rejected(stated: Any) -> None:
     with pytest.raises(InvalidValue) as caught:
         read({"samplers": stated})
     assert caught.value.param == "samplers"
 
 
-def test_what_was_understood_is_an_order_again() -> None:
+def test_the_reported_order_is_accepted_as_input() -> None:
     for temperature_last in (False, True):
         told = sampling_options.sampler_names({"temperature_last": temperature_last})
         assert read({**WARM, "samplers": told}).temperature_last is temperature_last

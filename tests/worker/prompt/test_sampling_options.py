@@ -20,11 +20,11 @@ def stop(body: dict[str, Any], defaults: SamplingDefaults | None = None) -> tupl
     )[1]
 
 
-def test_an_empty_request_samples_as_the_api_says() -> None:
+def test_an_empty_request_gets_the_defaults_of_the_api() -> None:
     assert read({}) == SamplingParams(temperature=1.0, top_p=1.0)
 
 
-def test_the_request_beats_the_preset_beats_the_checkpoint() -> None:
+def test_the_request_precedes_the_preset_and_the_preset_the_checkpoint() -> None:
     checkpoint = {"temperature": 0.6, "top_k": 50, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
     defaults = sampling_options.defaults('{"temp": 0.3, "top-k": 20}', checkpoint)
     expected = SamplingParams(temperature=0.2, top_k=20, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
@@ -52,7 +52,7 @@ def test_every_key_of_a_preset_has_its_effect() -> None:
     assert stop({"stop": []}, defaults) == ()
 
 
-def test_a_checkpoint_that_says_do_sample_false_is_greedy_until_asked_otherwise() -> None:
+def test_do_sample_false_in_a_checkpoint_means_greedy_by_default() -> None:
     defaults = sampling_options.defaults(
         "", {"do_sample": False, "temperature": 0.7, "top_k": 5, "repetition_penalty": 1.2}
     )
@@ -60,11 +60,11 @@ def test_a_checkpoint_that_says_do_sample_false_is_greedy_until_asked_otherwise(
     assert read({"temperature": 0.5}, defaults) == SamplingParams(temperature=0.5, repetition_penalty=1.2)
 
 
-def test_a_checkpoint_that_says_nothing_about_sampling_changes_nothing() -> None:
+def test_a_checkpoint_without_sampling_values_changes_nothing() -> None:
     assert sampling_options.defaults("", {"eos_token_id": 2, "temperature": None}) == SamplingDefaults()
 
 
-def test_values_of_a_checkpoint_that_no_request_could_state_are_passed_over() -> None:
+def test_invalid_values_of_a_checkpoint_are_ignored() -> None:
     assert sampling_options.defaults("", {"temperature": -3, "top_p": "much", "top_k": 7}).tuning == {"top_k": 7}
 
 
@@ -80,7 +80,7 @@ def test_values_of_a_checkpoint_that_no_request_could_state_are_passed_over() ->
         ('{"stop": [1]}', "stop"),
     ],
 )
-def test_a_preset_that_cannot_be_meant_stops_the_start(preset: str, named: str) -> None:
+def test_an_invalid_preset_prevents_the_start(preset: str, named: str) -> None:
     with pytest.raises(StartError, match=named) as caught:
         sampling_options.defaults(preset, {})
     assert caught.value.exit == Exit.USAGE
@@ -111,16 +111,16 @@ def test_a_field_has_its_type_and_range(name: str, good: list[Any], bad: list[An
         assert caught.value.param == name
 
 
-def test_values_that_mean_none_of_it_are_neutral() -> None:
+def test_minus_one_is_neutral_for_top_k_and_seed() -> None:
     assert read({"top_k": -1}).top_k == 0
     assert read({"seed": -1}, seed=5).seed is None
 
 
-def test_a_top_p_of_zero_leaves_the_likeliest_token() -> None:
+def test_a_top_p_of_zero_keeps_the_most_likely_token() -> None:
     assert 0 < read({"top_p": 0}).top_p < 1e-3
 
 
-def test_the_presets_seed_serves_where_a_request_has_none() -> None:
+def test_the_presets_seed_is_the_default() -> None:
     assert read({}, seed=5).seed == 5
     assert read({"seed": 6}, seed=5).seed == 6
 
@@ -141,7 +141,7 @@ def test_a_stop_is_one_to_sixteen_strings(value: Any) -> None:
     assert caught.value.param == "stop"
 
 
-def test_sixteen_stops_are_taken() -> None:
+def test_sixteen_stops_are_accepted() -> None:
     stops = [str(number) for number in range(16)]
     assert stop({"stop": stops}) == tuple(stops)
 
@@ -175,7 +175,7 @@ def test_a_bias_is_an_object_or_pairs(value: Any) -> None:
     ],
     ids=lambda value: repr(value)[:12],
 )
-def test_a_bias_that_is_none_is_refused(value: Any) -> None:
+def test_an_invalid_bias_is_rejected(value: Any) -> None:
     with pytest.raises(InvalidValue) as caught:
         read({"logit_bias": value})
     assert caught.value.param == "logit_bias"
