@@ -26,7 +26,7 @@ async def embed(body: Json, model: ServedModel) -> JsonAnswer:
     texts, inputs = fields.sequence("texts"), fields.sequence("inputs")
     if (texts is None) == (inputs is None):
         raise InvalidValue("either texts or inputs must be an array of at least one", param="texts")
-    if texts is not None and not all(isinstance(each, str) for each in texts):
+    if texts is not None and not all(isinstance(text, str) for text in texts):
         raise InvalidValue("texts must be an array of strings", param="texts")
     fields.refuse("images", "images is not supported; send texts")
     fields.refuse("max_tokens", "max_tokens is not supported; long texts can only be truncated to the context size")
@@ -42,7 +42,7 @@ async def embed(body: Json, model: ServedModel) -> JsonAnswer:
     names = {"input": "inputs" if texts is None else "texts", "dimensions": "output_dimension"}
     with client_field_names(names):
         embedded = await embeddings.embeddings(openai_body, model)
-    vectors = [each["embedding"] for each in embedded.body["data"]]
+    vectors = [item["embedding"] for item in embedded.body["data"]]
     answer = {
         "id": f"embd-{uuid.uuid4().hex}",
         "embeddings": {kind: [_FORMS[kind](vector) for vector in vectors] for kind in kinds},
@@ -55,7 +55,7 @@ async def embed(body: Json, model: ServedModel) -> JsonAnswer:
 
 def _kinds(fields: BodyFields) -> list[str]:
     given = fields.sequence("embedding_types") or ["float"]
-    if not all(isinstance(each, str) and each in _FORMS for each in given):
+    if not all(isinstance(kind, str) and kind in _FORMS for kind in given):
         raise InvalidValue(
             f"embedding_types must be an array of {', '.join(_FORMS)}; other types need calibration",
             param="embedding_types",

@@ -91,13 +91,13 @@ async def rerank(body: Json, model: ServedModel) -> JsonAnswer:
     scores, texts = await _relevance([query], documents, ("query", field), model, truncate=truncate)
     order = sorted(range(len(documents)), key=lambda index: (-scores[index], index))[:most]
     if is_bare:
-        text = [{"text": each} if returns_text else {} for each in documents]
+        text = [{"text": document} if returns_text else {} for document in documents]
         bare = [{"index": index, "score": scores[index], **text[index]} for index in order]
         return JsonAnswer(body=bare, ignored=ignored, prompt_tokens=_count(texts))
     results: list[Json] = [{"index": index, "relevance_score": scores[index]} for index in order]
     if returns_text:
-        for each in results:
-            each["document"] = {"text": documents[each["index"]]}
+        for result in results:
+            result["document"] = {"text": documents[result["index"]]}
     return _result({"model": name, "object": "list", "results": results}, texts, ignored)
 
 
@@ -168,7 +168,7 @@ def _read_scored(fields: BodyFields, name: str) -> list[str]:
     if (
         not isinstance(texts, list)
         or not 0 < len(texts) <= MAX_TEXTS
-        or not all(isinstance(each, str) for each in texts)
+        or not all(isinstance(text, str) for text in texts)
     ):
         raise InvalidValue(f"{name} must be a string, or an array of 1 to {MAX_TEXTS} strings", param=name)
     return texts
@@ -307,14 +307,14 @@ def _read_documents(fields: BodyFields) -> tuple[list[str], bool]:
     if bare is not None:
         if listed is not None:
             raise InvalidValue("documents and texts mean the same; send one of them", param="texts")
-        if not bare or len(bare) > MAX_TEXTS or not all(isinstance(each, str) for each in bare):
+        if not bare or len(bare) > MAX_TEXTS or not all(isinstance(text, str) for text in bare):
             raise InvalidValue(f"texts must be an array of 1 to {MAX_TEXTS} strings", param="texts")
         return bare, True
     if not listed:
         raise InvalidValue("documents must be an array of at least one string or object with text", param="documents")
     if len(listed) > MAX_TEXTS:
         raise InvalidValue(f"documents must have at most {MAX_TEXTS} entries", param="documents")
-    texts: list[Any] = [each.get("text") if isinstance(each, dict) else each for each in listed]
+    texts: list[Any] = [document.get("text") if isinstance(document, dict) else document for document in listed]
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             raise InvalidValue("a document must be a string or an object with text", param=f"documents[{index}]")

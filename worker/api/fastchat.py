@@ -69,7 +69,7 @@ async def get_embeddings(body: Json, model: ServedModel) -> JsonAnswer:
     """Compute a vector for each input. Raise RequestError."""
     BodyFields(body, EMBED).skip(EMBED)
     embedded = await vectors.embeddings(body, model)
-    found = [each["embedding"] for each in embedded.body["data"]]
+    found = [item["embedding"] for item in embedded.body["data"]]
     answer = {"embedding": found, "token_num": embedded.prompt_tokens}
     return JsonAnswer(body=answer, ignored=embedded.ignored, prompt_tokens=embedded.prompt_tokens)
 

@@ -149,10 +149,10 @@ async def _extra_file_tokens(files: Sequence[Json], layout: FillInTheMiddle, mod
         return []
     pieces: list[tuple[int | None, str]] = []
     if layout.file is None:
-        pieces += [(None, f"\n\n--- snippet ---\n\n{each['text']}") for each in files]
+        pieces += [(None, f"\n\n--- snippet ---\n\n{file['text']}") for file in files]
     else:
         pieces += [(layout.repository, "myproject\n")] if layout.repository is not None else []
-        pieces += [(layout.file, f"{each.get('filename') or 'tmp'}\n{each['text']}") for each in files]
+        pieces += [(layout.file, f"{file.get('filename') or 'tmp'}\n{file['text']}") for file in files]
         pieces += [(layout.file, "filename\n")]
     encoded = await model.encode([text for _, text in pieces], add_special=False)
     marked = zip([mark for mark, _ in pieces], encoded, strict=True)
@@ -169,7 +169,7 @@ def _is_file(given: Any) -> bool:
 
 def _field_names(fields: BodyFields, name: str) -> list[str]:
     listed = fields.sequence(name) or []
-    if not all(isinstance(each, str) for each in listed) or len(listed) > MAX_SHOWN:
+    if not all(isinstance(field, str) for field in listed) or len(listed) > MAX_SHOWN:
         raise InvalidValue(f"{name} must be an array of at most {MAX_SHOWN} field names", param=name)
     return listed
 
@@ -332,14 +332,15 @@ class _CompletionChoice:
         if sampling.post_sampling_logprobs:
             entries = [
                 {
-                    **_probability_entry(each),
-                    "top_probs": [_probability_entry(top) for top in each.top if top.logprob is not None],
+                    **_probability_entry(entry),
+                    "top_probs": [_probability_entry(top) for top in entry.top if top.logprob is not None],
                 }
-                for each in logprobs
+                for entry in logprobs
             ]
         else:
             entries = [
-                {**_logprob_entry(each), "top_logprobs": [_logprob_entry(top) for top in each.top]} for each in logprobs
+                {**_logprob_entry(entry), "top_logprobs": [_logprob_entry(top) for top in entry.top]}
+                for entry in logprobs
             ]
         return {"completion_probabilities": entries}
 

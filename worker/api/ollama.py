@@ -130,7 +130,7 @@ async def embed(body: Json, model: ServedModel, *, waited: float = 0.0) -> JsonA
     embedded = await vectors.embeddings(chat_body, model)
     answer = {
         "model": name,
-        "embeddings": [each["embedding"] for each in embedded.body["data"]],
+        "embeddings": [item["embedding"] for item in embedded.body["data"]],
         "total_duration": _nanoseconds(time.monotonic() - started),
         "load_duration": _nanoseconds(waited),
         "prompt_eval_count": embedded.prompt_tokens,
@@ -284,10 +284,10 @@ def _images(where: str, given: Any, model: ServedModel) -> list[EncodedImage]:
     if not isinstance(given, list):
         raise InvalidValue(f"{where} must be an array of images in base64", param=where)
     return [
-        from_url(f"{where}[{index}]", each)
-        if isinstance(each, str) and each.startswith(("data:", "http://", "https://"))
-        else from_base64(f"{where}[{index}]", each)
-        for index, each in enumerate(given)
+        from_url(f"{where}[{index}]", image)
+        if isinstance(image, str) and image.startswith(("data:", "http://", "https://"))
+        else from_base64(f"{where}[{index}]", image)
+        for index, image in enumerate(given)
     ]
 
 
@@ -296,7 +296,7 @@ def _context(fields: BodyFields, model: ServedModel) -> list[int]:
     listed = fields.sequence("context") or []
     if len(listed) > model.max_prompt:  # checked before the ids themselves, to bound the work
         raise ContextExceeded(len(listed), model.engine.ctx_size, param="context")
-    tokens = [id for each in listed if (id := to_integer(each)) is not None and 0 <= id < model.vocab_size]
+    tokens = [id for value in listed if (id := to_integer(value)) is not None and 0 <= id < model.vocab_size]
     if len(tokens) < len(listed):
         raise InvalidValue(
             f"context must be the token ids of an earlier answer of this model, between 0 and {model.vocab_size - 1}",
@@ -335,7 +335,9 @@ def _call(
     has_context: bool = False,
 ) -> GenerationCall:
     if num_ctx is not None:
-        chat = replace(chat, generations=tuple(_limit_to_num_ctx(num_ctx, each) for each in chat.generations))
+        chat = replace(
+            chat, generations=tuple(_limit_to_num_ctx(num_ctx, generation) for generation in chat.generations)
+        )
     reply = OllamaWriter(chat, is_chat=is_chat, waited=waited, has_context=has_context)
     return chat.call(reply, ignored=ignored, keep_alive=keep_alive)
 
@@ -412,8 +414,8 @@ class OllamaWriter:
             line |= {"response": content, **extras}
         if self._pending_logprobs:
             line["logprobs"] = [
-                {**_logprob(each), "top_logprobs": [_logprob(top) for top in each.top]}
-                for each in self._pending_logprobs
+                {**_logprob(entry), "top_logprobs": [_logprob(top) for top in entry.top]}
+                for entry in self._pending_logprobs
             ]
             self._pending_logprobs = []
         return line | {"done": False}

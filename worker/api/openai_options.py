@@ -135,7 +135,7 @@ def _chunk_options(fields: BodyFields, stream: bool) -> ChunkOptions:
 
 def _stop_token_ids(fields: BodyFields, model: ServedModel) -> frozenset[int]:
     given = fields.sequence("stop_token_ids") or []
-    tokens = [to_integer(each) for each in given]
+    tokens = [to_integer(value) for value in given]
     if len(tokens) > MAX_ENDS or not all(token is not None and 0 <= token < model.vocab_size for token in tokens):
         raise InvalidValue(
             f"stop_token_ids must be at most {MAX_ENDS} token ids between 0 and {model.vocab_size - 1}",

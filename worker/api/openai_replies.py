@@ -320,7 +320,7 @@ class TextWriter(_OpenAiWriter):
 
     def _echoed(self, prompt: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
         """Return the prompt's entries that belong to the answer's logprobs, which is the case for an echoed prompt."""
-        return [replace(each, top=each.top[: self._logprob_settings.logprobs]) for each in prompt if self._has_echo]
+        return [replace(entry, top=entry.top[: self._logprob_settings.logprobs]) for entry in prompt if self._has_echo]
 
     def _count(self, number: int, delta: Delta) -> Delta:
         """Count the delta and return it as it is shown. With `is_only_echo` the generated text is dropped."""
@@ -377,7 +377,7 @@ class LegacyLogprobs:
 
     def _alternatives(self, entry: TokenLogprob) -> Json:
         """Return logprobs by token, including the chosen one, as OpenAI does."""
-        return {self._token_name(each): finite_or_none(each.logprob) for each in (*entry.top, entry)}
+        return {self._token_name(candidate): finite_or_none(candidate.logprob) for candidate in (*entry.top, entry)}
 
     def _token_name(self, entry: TokenLogprob) -> str:
         return self._logprob_settings.spelt(entry, _legacy_token(entry))

@@ -244,7 +244,9 @@ def _tools(fields: BodyFields) -> list[Json]:
         if not isinstance(tool.get("name"), str):
             raise InvalidValue(f"{where}.name must be a string", param=f"{where}.name")
         known = {name: tool.get(name) for name in ("name", "description", "parameters", "strict")}
-        tools.append({"type": "function", "function": {name: each for name, each in known.items() if each is not None}})
+        tools.append(
+            {"type": "function", "function": {name: value for name, value in known.items() if value is not None}}
+        )
     return tools
 
 

@@ -123,5 +123,5 @@ def progress_field(prefill: PrefillProgress, *, has_timings: bool = False) -> Js
     }
 
 
-def _rate(amount: float, each: float) -> float:
-    return amount / each if each > 0 else 0.0
+def _rate(amount: float, per: float) -> float:
+    return amount / per if per > 0 else 0.0

@@ -28,11 +28,11 @@ def read(fields: BodyFields, *names: str, prompts: int = 1) -> AdapterChoices:
         return (AdapterChoice(value),) * prompts
     if not isinstance(value, list):
         raise InvalidValue(f"{param} must be a name, or an array of names or of {{id, scale}}", param=param)
-    if value and all(isinstance(each, str) for each in value):
+    if value and all(isinstance(item, str) for item in value):
         if len(value) not in (1, prompts):
             raise InvalidValue(f"{param} must name one adapter, or one for each of {prompts} prompts", param=param)
-        return tuple(AdapterChoice(each) for each in (value if len(value) == prompts else value * prompts))
-    active = [choice for each in value if (choice := _parse_entry(each, param)).scale]
+        return tuple(AdapterChoice(item) for item in (value if len(value) == prompts else value * prompts))
+    active = [choice for item in value if (choice := _parse_entry(item, param)).scale]
     if len(active) > 1:
         raise UnsupportedField(f"{param}: only one adapter at a time is supported; merge them into one", param=param)
     return (active[0] if active else AdapterChoice(),) * prompts

@@ -145,7 +145,7 @@ class BodyFields:
     def choice(self, name: str, allowed: Collection[str] = ()) -> str | None:
         """Read one of the values in the table; one of `allowed` if there is no table."""
         value = self.text(name)
-        allowed = allowed or [each for each in self._schema_of(name, "string")["enum"] if each is not None]
+        allowed = allowed or [known for known in self._schema_of(name, "string")["enum"] if known is not None]
         if value is not None and value not in allowed:
             raise InvalidValue(f"{self.path}{name} must be one of {', '.join(allowed)}", param=self.path + name)
         return value

@@ -223,7 +223,7 @@ class FillInTheMiddle:
     def around(self, prefix: Iterable[int], suffix: Iterable[int]) -> list[int]:
         """Return the prompt after which the model generates the text between prefix and suffix."""
         parts = {_PREFIX: list(prefix), _SUFFIX: list(suffix)}
-        return [id for each in self.layout for id in (parts[each] if isinstance(each, str) else [each])]
+        return [id for part in self.layout for id in (parts[part] if isinstance(part, str) else [part])]
 
 
 def find_fill_in_the_middle(vocabulary: Mapping[str, int]) -> FillInTheMiddle | None:
@@ -231,7 +231,7 @@ def find_fill_in_the_middle(vocabulary: Mapping[str, int]) -> FillInTheMiddle | 
     for layout in _LAYOUTS:
         marks = [mark for mark in layout if mark not in (_PREFIX, _SUFFIX)]
         if all(mark in vocabulary for mark in marks):
-            found = tuple(vocabulary[each] if each in marks else each for each in layout)
+            found = tuple(vocabulary[part] if part in marks else part for part in layout)
             return FillInTheMiddle(found, _first(_REPOSITORY, vocabulary), _first(_FILE, vocabulary))
     return None
 

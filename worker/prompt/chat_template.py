@@ -205,7 +205,9 @@ def read(fields: BodyFields, template: ChatTemplate, *, no_vision: str = TEXT_ON
     given = enumerate(_read_messages(fields))
     messages = [_message(f"messages[{index}]", message, fields, no_vision) for index, message in given]
     if not template.mentions("developer"):
-        messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+        messages = [
+            {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
+        ]
     is_continued = fields.flag("continue_final_message") or False
     adds_prompt = fields.flag("add_generation_prompt")
     if is_continued and adds_prompt:
@@ -236,7 +238,7 @@ def _read_messages(fields: BodyFields) -> list[Any]:
 
 def _documents(fields: BodyFields, template: ChatTemplate) -> list[Json]:
     documents = fields.sequence("documents") or []
-    if not all(isinstance(each, dict) for each in documents):
+    if not all(isinstance(document, dict) for document in documents):
         raise InvalidValue("documents must be an array of objects", param="documents")
     if documents and not template.mentions("documents"):
         fields.mark_unused("documents")

@@ -82,7 +82,7 @@ def _response_format(fields: BodyFields, name: str) -> Grammar | None:
 
 def _one_schema(*places: tuple[BodyFields, str]) -> Any:
     """Return the schema from one of `places`; None if there is none."""
-    given = {each.path + name: value for each, name in places if (value := each.take(name)) is not None}
+    given = {place.path + name: value for place, name in places if (value := place.take(name)) is not None}
     if len(given) > 1:
         first, second, *_ = given
         raise InvalidValue(f"{first} and {second} mean the same; send one of them", param=second)
@@ -106,7 +106,7 @@ def _choice(fields: BodyFields, name: str) -> Grammar | None:
     choices = fields.sequence(name)
     if choices is None:
         return None
-    if not 0 < len(choices) <= MAX_GUIDED_CHOICES or not all(isinstance(each, str) and each for each in choices):
+    if not 0 < len(choices) <= MAX_GUIDED_CHOICES or not all(isinstance(choice, str) and choice for choice in choices):
         where = fields.path + name
         raise InvalidValue(f"{where} must be an array of 1 to {MAX_GUIDED_CHOICES} non-empty strings", param=where)
     return Grammar("choice", orjson.dumps(choices).decode(), fields.path + name)
@@ -120,9 +120,9 @@ def _structured_outputs(fields: BodyFields, name: str) -> Grammar | None:
     if fields.mapping(name) is None:
         return None
     within = fields.within(name, STRUCTURED)
-    given = [grammar for each, reader in _STRUCTURED.items() if (grammar := reader(within, each)) is not None]
-    for each in _NO_EFFECT:
-        within.refuse(each, f"{name}.{each} is not supported; leave it out")
+    given = [grammar for member, reader in _STRUCTURED.items() if (grammar := reader(within, member)) is not None]
+    for member in _NO_EFFECT:
+        within.refuse(member, f"{name}.{member} is not supported; leave it out")
     unknown = within.check_unknown(strict=False)
     if unknown:
         raise UnsupportedField(
@@ -167,9 +167,9 @@ def close_schema(schema: dict[str, Any]) -> dict[str, Any]:
     if any(map(_is_combined, _subschemas(schema))):
         return schema
     copy: dict[str, Any] = orjson.loads(orjson.dumps(schema))
-    for each in _subschemas(copy):
-        if _can_close(each):
-            each["additionalProperties"] = False
+    for subschema in _subschemas(copy):
+        if _can_close(subschema):
+            subschema["additionalProperties"] = False
     return copy
 
 

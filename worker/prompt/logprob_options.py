@@ -30,7 +30,7 @@ class LogprobOptions:
         if self.logprobs == self.engine_logprobs:
             return delta
         most = self.logprobs
-        kept = () if most is None else tuple(replace(each, top=each.top[:most]) for each in delta.logprobs)
+        kept = () if most is None else tuple(replace(entry, top=entry.top[:most]) for entry in delta.logprobs)
         return replace(delta, logprobs=kept)
 
     def spelt(self, entry: TokenLogprob, text: str) -> str:
@@ -47,14 +47,14 @@ class LogprobOptions:
 
     def _ranked(self, entry: TokenLogprob) -> dict[str, Any]:
         top = entry.top[: self.prompt_logprobs]
-        ranks = {each.token: rank for rank, each in enumerate(entry.top, start=1)}
+        ranks = {candidate.token: rank for rank, candidate in enumerate(entry.top, start=1)}
         return {
-            str(each.token): {
-                "logprob": finite_or_none(each.logprob),
-                "rank": ranks.get(each.token),  # the rank is unknown for a token below all reported alternatives
-                "decoded_token": each.piece.decode(errors="replace"),
+            str(candidate.token): {
+                "logprob": finite_or_none(candidate.logprob),
+                "rank": ranks.get(candidate.token),  # the rank is unknown for a token below all reported alternatives
+                "decoded_token": candidate.piece.decode(errors="replace"),
             }
-            for each in (*(each for each in top if each.token != entry.token), entry)
+            for candidate in (*(candidate for candidate in top if candidate.token != entry.token), entry)
         }
 
 

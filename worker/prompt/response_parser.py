@@ -187,17 +187,17 @@ class AnswerParser:
         assert self._options.chat_format is not None
         response = {**self._options.chat_format.response}
         response["fields"] = {
-            name: each for name, each in response["fields"].items() if name in (CALLS_FIELD, "content")
+            name: field for name, field in response["fields"].items() if name in (CALLS_FIELD, "content")
         }
         found = parse_response(text, response, prefix="", tools=list(self._options.tools))
         listed = found.get(CALLS_FIELD)
         if found.get("content"):
             raise ValueError("text besides the call")
-        return [each for item in listed for each in (item if isinstance(item, list) else [item])] if listed else None
+        return [call for item in listed for call in (item if isinstance(item, list) else [item])] if listed else None
 
     def _finish_bare(self) -> list[AnswerPart]:
         def parsed() -> Any:
-            return [{"function": each} for each in json.loads(self._bare_text)]
+            return [{"function": call} for call in json.loads(self._bare_text)]
 
         calls = self._try_parse(parsed)
         if calls is not None:
@@ -206,7 +206,7 @@ class AnswerParser:
 
     def _try_parse(self, parse: Callable[[], Any]) -> list[ToolCall] | None:
         try:
-            return [self._to_call(each["function"]) for each in parse()]
+            return [self._to_call(call["function"]) for call in parse()]
         except Exception:  # noqa: BLE001 - parsers raise various errors for malformed text
             return None
 
@@ -244,7 +244,7 @@ def _strings(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [text for each in inner for text in _strings(each)]
+    return [text for member in inner for text in _strings(member)]
 
 
 def _region_boundaries(response: Json, kept: Sequence[str]) -> Json:
@@ -270,7 +270,7 @@ def _region_boundaries(response: Json, kept: Sequence[str]) -> Json:
             fields[name] = {"repeats": True, **opened, **closes, **(captured if name == CALLS_FIELD else {})}
         fields[name] |= {"content": "text", "content_args": {"strip": False}}
         fields[name].setdefault("transform", {_BODY: "{content}"})
-    if not any("open" not in each and "open_pattern" not in each for each in fields.values()):
+    if not any("open" not in field and "open_pattern" not in field for field in fields.values()):
         fields["stray"] = {"content": "text", "content_args": {"strip": False}, "repeats": True}
     anchor: Json = {key: response[key] for key in ("start_anchor", "start_anchor_pattern") if key in response}
     return {**anchor, "fields": fields}
@@ -279,4 +279,4 @@ def _region_boundaries(response: Json, kept: Sequence[str]) -> Json:
 def _alternatives(literals: Any) -> str | None:
     if literals is None:
         return None
-    return "|".join(re.escape(each) for each in ([literals] if isinstance(literals, str) else literals))
+    return "|".join(re.escape(literal) for literal in ([literals] if isinstance(literals, str) else literals))

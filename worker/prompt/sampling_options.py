@@ -197,12 +197,14 @@ def apply_samplers(fields: BodyFields, tuning: Mapping[str, Any]) -> Json:
     if "temperature" not in names:
         changed["temperature"] = 1.0
     effective = [name for name in names if _has_effect(name, changed)]
-    first, temperature = [[each for each in effective if each == name] for name in ("penalties", "temperature")]
+    first, temperature = [
+        [sampler for sampler in effective if sampler == name] for name in ("penalties", "temperature")
+    ]
     cuts = [name for name in _CUTS if name in effective]
     # both compare with the most likely token only, so their order does not matter
     lists = [cuts, cuts[::-1]] if set(cuts) == {"top_k", "min_p"} else [cuts]
-    before = [[*first, *temperature, *each] for each in lists]
-    after = [[*first, *each, *temperature] for each in lists]
+    before = [[*first, *temperature, *order] for order in lists]
+    after = [[*first, *order, *temperature] for order in lists]
     if effective not in before + after:
         raise UnsupportedField(
             "samplers in this order are not supported: penalties come first, then top_k, top_p and min_p, and"
@@ -215,7 +217,7 @@ def apply_samplers(fields: BodyFields, tuning: Mapping[str, Any]) -> Json:
 def _has_effect(name: str, tuning: Mapping[str, Any]) -> bool:
     """Check whether a sampler has an effect. Greedy needs no temperature, and 1.0 changes nothing."""
     if name == "penalties":
-        return any(tuning.get(each, off) != off for each, off in _PENALTIES.items())
+        return any(tuning.get(penalty, off) != off for penalty, off in _PENALTIES.items())
     if name == "temperature":
         return tuning.get(name, 1.0) not in (0.0, 1.0)
     return name in _CUTS and tuning.get(name, _CUTS[name]) != _CUTS[name]
@@ -230,8 +232,8 @@ def sampler_names(tuning: Mapping[str, Any]) -> list[str]:
 def _read_samplers(fields: BodyFields) -> list[str]:
     given = fields.take("samplers") or []
     listed = [_LETTERS.get(letter, "") for letter in given] if isinstance(given, str) else given
-    is_list = isinstance(listed, list) and all(isinstance(each, str) for each in listed)
-    named = [_ALIASES.get(each, each) for each in listed] if is_list else []
+    is_list = isinstance(listed, list) and all(isinstance(item, str) for item in listed)
+    named = [_ALIASES.get(item, item) for item in listed] if is_list else []
     if not is_list or not set(named) <= set(_LETTERS.values()) or len(set(named)) < len(named):
         raise InvalidValue(
             f"samplers must be names among {', '.join(_LETTERS.values())}, each at most once, or a string of"

@@ -129,7 +129,7 @@ def lark_text(text: str, special: Mapping[str, int]) -> str:
     if not marks:
         return _literal(text) if text else ""
     pieces = re.split("(" + "|".join(map(re.escape, marks)) + ")", text)
-    return " ".join(f"<[{special[each]}]>" if each in special else _literal(each) for each in pieces if each)
+    return " ".join(f"<[{special[piece]}]>" if piece in special else _literal(piece) for piece in pieces if piece)
 
 
 def _read_function_name(choice: Json) -> str:

@@ -34,9 +34,9 @@ async def in_a_thread(world: Serving, ask: Callable[[anthropic.Anthropic], Answe
 
 def plain(message: anthropic.types.Message) -> dict[str, Any]:
     """Return a message without the fields that differ between requests."""
-    told = message.to_dict(mode="json")
-    content: Any = told["content"]
-    return {**told, "id": "", "content": [{**block, "id": ""} for block in content]}
+    received = message.to_dict(mode="json")
+    content: Any = received["content"]
+    return {**received, "id": "", "content": [{**block, "id": ""} for block in content]}
 
 
 async def test_a_message() -> None:

@@ -27,7 +27,7 @@ CITIES = ({"city": "Oslo"}, {"city": "Rome"})
 async def test_every_dialect_gets_the_required_call(tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path, max_position_embeddings=768)
     engine = load(folder, ctx_size=768, parallel=4)
-    settings = {"snapshot": str(folder), "chat_template": TOOLS, "sampling": '{"temp": 0}'}
+    settings: dict[str, Any] = {"snapshot": str(folder), "chat_template": TOOLS, "sampling": '{"temp": 0}'}
     async with serving(engine, token=None, **settings) as world:
         url = world.url
         tool: Any = {"name": "weather", "input_schema": SCHEMA}

@@ -34,17 +34,17 @@ async def frames(world: Serving, body: dict[str, Any]) -> list[dict[str, Any]]:
 async def test_each_frame_has_all_of_the_text_so_far(echo: bool | None) -> None:
     async with serving() as world:
         body = {"model": "tiny", "prompt": "hi ", "max_new_tokens": 12, "echo": echo, "stream": False}
-        told = await frames(world, body)
+        received = await frames(world, body)
         begin = "" if echo is False else "hi "
-        texts = [each["text"] for each in told]
+        texts = [each["text"] for each in received]
         assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
         assert f"{begin}0 {SCRIPT}".startswith(texts[-1].rstrip("\ufffd"))
-        assert {each["error_code"] for each in told} == {0}
-        assert [each["finish_reason"] for each in told] == [None] * (len(told) - 1) + ["length"]
-        assert told[-1]["usage"]["completion_tokens"] == 12
-        assert told[-1]["usage"]["total_tokens"] == told[-1]["usage"]["prompt_tokens"] + 12
+        assert {each["error_code"] for each in received} == {0}
+        assert [each["finish_reason"] for each in received] == [None] * (len(received) - 1) + ["length"]
+        assert received[-1]["usage"]["completion_tokens"] == 12
+        assert received[-1]["usage"]["total_tokens"] == received[-1]["usage"]["prompt_tokens"] + 12
         status, _, whole = await world.post("/worker_generate", body)
-        assert (status, whole) == (200, told[-1])
+        assert (status, whole) == (200, received[-1])
 
 
 async def test_requests_without_parameters_get_fastchats_defaults() -> None:
@@ -61,11 +61,11 @@ async def test_requests_without_parameters_get_fastchats_defaults() -> None:
 
 async def test_logprobs_are_growing_arrays() -> None:
     async with serving() as world:
-        told = await frames(world, {"prompt": "hi ", "max_new_tokens": 5, "logprobs": 1})
-        last = told[-1]["logprobs"]
+        received = await frames(world, {"prompt": "hi ", "max_new_tokens": 5, "logprobs": 1})
+        last = received[-1]["logprobs"]
         assert {len(last[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")} == {5}
         assert last["text_offset"][0] == 3
-        assert told[0]["logprobs"]["tokens"] == last["tokens"][:1]
+        assert received[0]["logprobs"]["tokens"] == last["tokens"][:1]
 
 
 async def test_a_prompt_over_the_context_is_error_40303() -> None:

@@ -56,8 +56,8 @@ async def test_the_chunks_of_a_stream_add_up_to_the_full_answer(body: dict[str, 
         assert [token for chunk in chunks for token in chunk["tokens"]] == counted["tokens"]
         assert whole["tokens"] == (counted["tokens"] if "return_tokens" in body else [])
         assert chunks[-1]["stop_type"] == whole["stop_type"]
-        told = [each for chunk in chunks[:-1] for each in chunk.get("completion_probabilities", [])]
-        assert told == whole.get("completion_probabilities", [])
+        received = [each for chunk in chunks[:-1] for each in chunk.get("completion_probabilities", [])]
+        assert received == whole.get("completion_probabilities", [])
         assert "completion_probabilities" not in chunks[-1]
 
 
@@ -182,8 +182,8 @@ async def test_a_progress_chunk_has_the_timings_so_far_on_request() -> None:
         world.engine.gate.set()
         asked = {"prompt": "prefill it now", "n_predict": 1, "return_progress": True}
         for further in ({}, {"timings_per_token": True}):
-            told = serving.chunks(await world.stream("/completion", {**asked, **further}))
-            timed = ["timings" in chunk for chunk in told if "prompt_progress" in chunk]
+            received = serving.chunks(await world.stream("/completion", {**asked, **further}))
+            timed = ["timings" in chunk for chunk in received if "prompt_progress" in chunk]
             assert timed == [bool(further)] * 2
 
 
@@ -231,11 +231,11 @@ async def test_infill_uses_the_layout_of_the_model() -> None:
     assert await gap({}, coder()) == "<s><|fim_prefix|>ab<|fim_suffix|>yz<|fim_middle|>c"
     assert await gap({"prompt": None}, coder()) == "<s><|fim_prefix|>ab<|fim_suffix|>yz<|fim_middle|>"
     extra = {"input_extra": [{"filename": "a.h", "text": "int a;"}, {"text": "b"}]}
-    told = await gap(extra, coder("<|repo_name|>", "<|file_sep|>"))
+    received = await gap(extra, coder("<|repo_name|>", "<|file_sep|>"))
     files = "<|repo_name|>myproject\n<|file_sep|>a.h\nint a;<|file_sep|>tmp\nb<|file_sep|>filename\n"
-    assert told == f"<s>{files}<|fim_prefix|>ab<|fim_suffix|>yz<|fim_middle|>c"
-    told = await gap(extra, coder())
-    assert told.startswith("<s>\n\n--- snippet ---\n\nint a;\n\n--- snippet ---\n\nb<|fim_prefix|>ab")
+    assert received == f"<s>{files}<|fim_prefix|>ab<|fim_suffix|>yz<|fim_middle|>c"
+    received = await gap(extra, coder())
+    assert received.startswith("<s>\n\n--- snippet ---\n\nint a;\n\n--- snippet ---\n\nb<|fim_prefix|>ab")
 
 
 async def test_infill_accepts_the_fields_of_completions() -> None:

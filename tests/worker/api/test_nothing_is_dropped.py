@@ -256,10 +256,10 @@ async def outcome(world: Serving, path: str, body: Mapping[str, Any]) -> tuple[i
     world.engine.requests.clear()
     world.engine.texts.clear()
     async with world.client.post(world.url + path, data=json.dumps(body)) as answer:
-        told = _OF_THE_MOMENT.sub(b"", await answer.read())
+        received = _OF_THE_MOMENT.sub(b"", await answer.read())
         ignored = set(filter(None, answer.headers.get("X-Ignored-Fields", "").split(",")))
     asked = [re.sub(r"id='[^']*'", "", repr(request)) for request in world.engine.requests]
-    return answer.status, told, ignored, (asked, world.engine.texts[:], world.events[-1].keep_alive)
+    return answer.status, received, ignored, (asked, world.engine.texts[:], world.events[-1].keep_alive)
 
 
 @pytest.mark.parametrize("path", CALLS)
@@ -272,13 +272,13 @@ async def test_every_field_has_an_effect_or_is_reported_or_rejected(path: str) -
         for name, (value, beside) in samples.items():
             field = name.partition(".")[0] if name.startswith(("options.", "parameters.")) else name
             without = await outcome(world, path, {**base, **beside})
-            status, told, ignored, asked = await outcome(world, path, {**base, **beside, field: value})
-            assert status in (200, 400), (name, told)
+            status, received, ignored, asked = await outcome(world, path, {**base, **beside, field: value})
+            assert status in (200, 400), (name, received)
             assert without[0] == 200 or status == 200, (name, without)
-            refused = status == 400 and name.rpartition(".")[2].encode() in told
-            assert status == 200 or refused or without[0] == 400, (name, told)
+            refused = status == 400 and name.rpartition(".")[2].encode() in received
+            assert status == 200 or refused or without[0] == 400, (name, received)
             reported = any(each.startswith(name) for each in ignored - without[2])
-            if not (refused or reported or (status, told, asked) != (without[0], without[1], without[3])):
+            if not (refused or reported or (status, received, asked) != (without[0], without[1], without[3])):
                 silent.append(name)
     allowed = SILENT | TUNING_WHAT_IS_OFF | {f"options.{name}" for name in TUNING_WHAT_IS_OFF}
     assert set(silent) <= allowed

@@ -311,8 +311,8 @@ async def test_embeddings() -> None:
         answer = await client.embed("m", ["hi", "hi"])
         assert [list(vector) for vector in answer.embeddings] == [[2.0, 4.0, 6.0, 8.0]] * 2
         assert answer.load_duration == 0
-        _, _, told = await world.post("/api/embed", {"input": "hi"}, **{WAITED_HEADER: "2.5"})
-        assert told["load_duration"] == 2_500_000_000 <= told["total_duration"]
+        _, _, received = await world.post("/api/embed", {"input": "hi"}, **{WAITED_HEADER: "2.5"})
+        assert received["load_duration"] == 2_500_000_000 <= received["total_duration"]
         one = await in_a_thread(world, lambda client: client.embed("m", "hi", dimensions=1))
         assert [list(vector) for vector in one.embeddings] == [[1.0]]
         every = await in_a_thread(world, lambda client: client.embed("m", "hi", dimensions=0))

@@ -383,10 +383,10 @@ async def test_optional_tools_with_a_json_schema_allow_either() -> None:
 async def test_strict_is_reported_as_ignored_for_optional_calls() -> None:
     function = {"name": "f", "parameters": {}, "strict": True}
     async with serving.serving(chat_template=TAKES_TOOLS) as world:
-        for choice, told in (("auto", "tools[].function.strict"), ("required", None), ("none", None)):
+        for choice, received in (("auto", "tools[].function.strict"), ("required", None), ("none", None)):
             body = {**serving.chat("hi"), "tools": [{"type": "function", "function": function}], "tool_choice": choice}
             _, headers, _ = await world.post("/v1/chat/completions", body)
-            assert headers.get("X-Ignored-Fields") == told
+            assert headers.get("X-Ignored-Fields") == received
         _, headers, _ = await world.post("/v1/responses", {"input": "hi", "tools": [{"type": "function", **function}]})
         assert headers["X-Ignored-Fields"] == "tools[].strict"
 
@@ -578,8 +578,8 @@ async def test_a_stream_reports_prefill_progress_on_request(path: str) -> None:
         body = serving.chat("prefill") if "chat" in path else {"prompt": "prefill it now"}
         frames = serving.chunks(await world.stream(path, {**body, "return_progress": True}))
         total = len(world.engine.requests[0].prompt)
-        told = [frame["prompt_progress"] for frame in frames[:-1] if "prompt_progress" in frame]
-        assert told == [
+        received = [frame["prompt_progress"] for frame in frames[:-1] if "prompt_progress" in frame]
+        assert received == [
             {"total": total, "cache": 2, "processed": total // 2, "time_ms": 125.0},
             {"total": total, "cache": 2, "processed": total, "time_ms": 500.0},
         ]

@@ -35,15 +35,16 @@ async def asked(world: Serving, path: str, body: Any, profile: str = "") -> Gene
     headers = {PROFILE_HEADER: profile} if profile else {}
     status, _, answer = await world.post(path, body, **headers)
     assert status == 200, answer
-    return world.engine.requests[-1]
+    request: GenerationRequest = world.engine.requests[-1]
+    return request
 
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_profile_sets_the_defaults_of_a_request(path: str) -> None:
     async with serving() as world:
-        told = {"temp": 0.25, "stop": ["never"]}
+        received = {"temp": 0.25, "stop": ["never"]}
         assert await tell(
-            world, name="a", n_predict=7, seed=3, sampling=json.dumps(told), default_adapter="french"
+            world, name="a", n_predict=7, seed=3, sampling=json.dumps(received), default_adapter="french"
         ) == (200, {})  # fmt: skip
         other, own = await asked(world, path, BODIES[path]), await asked(world, path, BODIES[path], "a")
         most = 2 if path == "/v1/messages" else 7

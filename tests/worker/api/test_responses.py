@@ -19,7 +19,7 @@ WEATHER: Any = {"type": "function", "name": "weather", "description": "?", "para
 
 def plain(response: Any) -> Any:
     """Return a response without the fields that differ between requests."""
-    told = response.to_dict(mode="json")
+    received = response.to_dict(mode="json")
     ids = {"id", "call_id", "created_at", "parsed", "parsed_arguments"}
 
     def strip(value: Any) -> Any:
@@ -27,7 +27,7 @@ def plain(response: Any) -> Any:
             return {name: strip(each) for name, each in value.items() if name not in ids}
         return [strip(each) for each in value] if isinstance(value, list) else value
 
-    return strip(told)
+    return strip(received)
 
 
 async def test_a_response() -> None:
@@ -56,11 +56,11 @@ async def test_a_response_accepts_further_fields_of_chats() -> None:
         assert (picked.top_k, picked.min_p, picked.seed, picked.repetition_penalty) == (3, 0.1, 7, 1.2)
         assert (picked.logit_bias, asked.stop, asked.salt) == ({5: 1.0}, ("fox",), "mine")
         assert response.output_text.endswith("brown ")
-        status, headers, told = await world.post("/v1/responses", {"input": "hi", **further})
+        status, headers, received = await world.post("/v1/responses", {"input": "hi", **further})
         assert (status, "X-Ignored-Fields" in headers) == (200, False)
         held = {"text": {"format": {"type": "json_object"}}, "response_format": {"type": "json_object"}}
-        status, _, told = await world.post("/v1/responses", {"input": "hi", **held})
-        assert (status, told["error"]["param"]) == (400, "response_format")
+        status, _, received = await world.post("/v1/responses", {"input": "hi", **held})
+        assert (status, received["error"]["param"]) == (400, "response_format")
 
 
 @pytest.mark.parametrize("asked", [{"include": ["message.output_text.logprobs"]}, {"top_logprobs": 2}])
@@ -72,12 +72,12 @@ async def test_logprobs_of_a_message_are_returned_on_request(asked: dict[str, An
         assert "".join(entry.token for entry in part.logprobs).strip() == part.text
         assert {len(entry.top_logprobs) for entry in part.logprobs} == {asked.get("top_logprobs", 0)}
         assert not any(hasattr(item, "logprobs") for item in (reasoning, call))
-        told: list[Any] = []
+        received: list[Any] = []
         async for event in await client.responses.create(**HI, tools=[WEATHER], extra_body=asked, stream=True):
-            told += event.logprobs if event.type == "response.output_text.delta" else []
+            received += event.logprobs if event.type == "response.output_text.delta" else []
             if event.type == "response.output_text.done":
-                assert [entry.token for entry in event.logprobs] == [entry.token for entry in told]
-        assert [entry.token for entry in told] == [entry.token for entry in part.logprobs]
+                assert [entry.token for entry in event.logprobs] == [entry.token for entry in received]
+        assert [entry.token for entry in received] == [entry.token for entry in part.logprobs]
         unasked: Any = await client.responses.create(**HI)
         [silent] = unasked.output[1:2]
         assert silent.content[0].logprobs == []
@@ -198,11 +198,11 @@ async def test_reports_and_errors_use_the_clients_field_names() -> None:
         held = world.engine.requests[-1].grammar
         assert held is not None
         assert held.field == "response_format"
-        _, _, told = await world.post("/v1/responses", {"input": "hi", "text": {"format": {"type": "odd"}}})
-        assert told["error"]["param"] == "text.format.type"
-        assert told["error"]["message"].startswith("text.format.type must be one of")
-        _, _, told = await world.post("/v1/responses", {"input": "word " * 3000})
-        assert (told["error"]["param"], told["error"]["reason"]) == ("input", "context_length_exceeded")
+        _, _, received = await world.post("/v1/responses", {"input": "hi", "text": {"format": {"type": "odd"}}})
+        assert received["error"]["param"] == "text.format.type"
+        assert received["error"]["message"].startswith("text.format.type must be one of")
+        _, _, received = await world.post("/v1/responses", {"input": "word " * 3000})
+        assert (received["error"]["param"], received["error"]["reason"]) == ("input", "context_length_exceeded")
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])

@@ -79,12 +79,12 @@ async def test_answers_and_frames_match_the_schemas(path: str, *, speaks: bool) 
             if "prompt_logprobs" in body:  # which cannot be streamed
                 continue
             async with world.client.post(world.url + path, json={**body, "stream": True}) as answer:
-                told = await answer.text()
+                received = await answer.text()
                 media = answer.content_type
             schema = DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"][media]["schema"]
             frame = schema.get("contentSchema") or contained(schema["properties"]["data"])
             validator = jsonschema.Draft202012Validator({**frame, "components": DOCUMENT["components"]})
-            frames = list(lines(told))
+            frames = list(lines(received))
             assert frames
             for each in frames:
                 validator.validate(each)
@@ -105,5 +105,5 @@ async def test_an_undescribed_member_is_detected() -> None:
 
 async def test_two_names_of_one_field_are_rejected() -> None:
     async with serving(FakeEngine(tokenizer())) as world:
-        status, _, told = await world.post("/embedding", {"input": "a", "content": [{}]})
-        assert (status, told["error"]["param"]) == (400, "content")
+        status, _, received = await world.post("/embedding", {"input": "a", "content": [{}]})
+        assert (status, received["error"]["param"]) == (400, "content")

@@ -106,34 +106,39 @@ async def ask(body: dict[str, Any], **settings: Any) -> Any:
 
 async def test_vllms_clients_get_the_tokens_of_a_prompt_and_their_number() -> None:
     expected = serving.tokenizer().encode("hi there", add_special_tokens=False)
-    told = await ask({"model": "tiny", "prompt": "hi there"})
-    assert told == {"count": len(expected) + 1, "max_model_len": 256, "tokens": [BOS, *expected], "token_strs": None}
-    told = await ask({"prompt": "hi there", "add_special_tokens": False})
-    assert (told["count"], told["tokens"]) == (len(expected), expected)
+    received = await ask({"model": "tiny", "prompt": "hi there"})
+    assert received == {
+        "count": len(expected) + 1,
+        "max_model_len": 256,
+        "tokens": [BOS, *expected],
+        "token_strs": None,
+    }
+    received = await ask({"prompt": "hi there", "add_special_tokens": False})
+    assert (received["count"], received["tokens"]) == (len(expected), expected)
 
 
 async def test_vllms_clients_get_token_strings_on_request() -> None:
-    told = await ask({"prompt": "hi ü", "return_token_strs": True})
-    assert told["token_strs"] == serving.tokenizer().convert_ids_to_tokens(told["tokens"])
-    assert told["token_strs"][0] == "<s>"
+    received = await ask({"prompt": "hi ü", "return_token_strs": True})
+    assert received["token_strs"] == serving.tokenizer().convert_ids_to_tokens(received["tokens"])
+    assert received["token_strs"][0] == "<s>"
 
 
 async def test_a_chat_becomes_the_tokens_that_its_answer_would_start_from() -> None:
     encode = serving.tokenizer().encode
-    told = await ask(serving.chat("hi", temperature=0.5, return_token_strs=True))
+    received = await ask(serving.chat("hi", temperature=0.5, return_token_strs=True))
     prompt = "<s><|user|>\nhi\n<|assistant|>\n"
-    assert told["tokens"] == encode(prompt, add_special_tokens=False)
-    assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
-    told = await ask(serving.chat("hi", add_generation_prompt=False))
-    assert told["tokens"] == encode("<s><|user|>\nhi\n", add_special_tokens=False)
-    told = await ask(serving.chat("hi", add_special_tokens=True))
-    assert told["tokens"] == [BOS, *encode(prompt, add_special_tokens=False)]
+    assert received["tokens"] == encode(prompt, add_special_tokens=False)
+    assert received["count"] == len(received["tokens"]) == len(received["token_strs"])
+    received = await ask(serving.chat("hi", add_generation_prompt=False))
+    assert received["tokens"] == encode("<s><|user|>\nhi\n", add_special_tokens=False)
+    received = await ask(serving.chat("hi", add_special_tokens=True))
+    assert received["tokens"] == [BOS, *encode(prompt, add_special_tokens=False)]
 
 
 async def test_the_tools_of_a_chat_are_among_its_tokens() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
-    told = await ask(serving.chat("hi", tools=[tool]), chat_template="{{ tools[0].function.name }}")
-    assert told["tokens"] == serving.tokenizer().encode("f", add_special_tokens=False)
+    received = await ask(serving.chat("hi", tools=[tool]), chat_template="{{ tools[0].function.name }}")
+    assert received["tokens"] == serving.tokenizer().encode("f", add_special_tokens=False)
 
 
 async def test_special_tokens_around_a_prompt_with_images_are_rejected() -> None:
@@ -145,8 +150,8 @@ async def test_special_tokens_around_a_prompt_with_images_are_rejected() -> None
 
 
 async def test_a_text_longer_than_the_context_is_tokenized() -> None:
-    told = await ask({"prompt": "word " * 1000})
-    assert told["count"] == len(told["tokens"]) > told["max_model_len"]
+    received = await ask({"prompt": "word " * 1000})
+    assert received["count"] == len(received["tokens"]) > received["max_model_len"]
 
 
 async def test_tokens_of_a_chat_need_a_template() -> None:

@@ -145,10 +145,10 @@ async def test_images_of_tool_results_follow_the_results(engine: TransformersEng
 
         async def heard(path: str, messages: list[Any]) -> tuple[int, str]:
             ours = {"messages": messages, "max_tokens": MOST} if "messages" in path else {"input": messages}
-            status, _, told = await world.post(path, {"temperature": 0, "max_output_tokens": MOST, **ours})
-            assert status == 200, told
-            said = told["content"] if "content" in told else told["output"][0]["content"]
-            return told["usage"]["input_tokens"], said[0]["text"]
+            status, _, received = await world.post(path, {"temperature": 0, "max_output_tokens": MOST, **ours})
+            assert status == 200, received
+            said = received["content"] if "content" in received else received["output"][0]["content"]
+            return received["usage"]["input_tokens"], said[0]["text"]
 
         blocks = [begun, *returned()]
         blocks[-1] = {**blocks[-1], "content": [*blocks[-1]["content"], image]}
@@ -263,8 +263,10 @@ async def test_an_invalid_image_does_not_affect_other_requests(engine: Transform
     async with serving(engine) as world:
         alone = await say(world, shown(IMAGE), TEXT)
         broken = [refused(world, TEXT, said(url)) for url, _ in list(NO_IMAGES.values())[:12]]
-        *told, _ = await asyncio.gather(*(say(world, shown(IMAGE), TEXT) for _ in range(3)), asyncio.gather(*broken))
-        assert told == [alone] * 3
+        *received, _ = await asyncio.gather(
+            *(say(world, shown(IMAGE), TEXT) for _ in range(3)), asyncio.gather(*broken)
+        )
+        assert received == [alone] * 3
 
 
 async def test_more_images_than_the_limit_are_rejected(engine: TransformersEngine) -> None:
@@ -295,9 +297,9 @@ async def test_a_placeholder_in_the_text_is_not_an_image(engine: TransformersEng
 async def test_images_are_accepted_in_user_messages_only(engine: TransformersEngine) -> None:
     async with serving(engine) as world:
         messages = [{"role": "system", "content": [shown(IMAGE)]}, {"role": "user", "content": "hi"}]
-        status, _, told = await world.post("/v1/chat/completions", {"messages": messages})
-        assert (status, told["error"]["param"]) == (400, "messages[0].content[0]")
-        assert "user messages" in told["error"]["message"]
+        status, _, received = await world.post("/v1/chat/completions", {"messages": messages})
+        assert (status, received["error"]["param"]) == (400, "messages[0].content[0]")
+        assert "user messages" in received["error"]["message"]
 
 
 async def test_detail_is_read_and_reported_as_ignored(engine: TransformersEngine) -> None:
@@ -334,9 +336,9 @@ async def test_each_dialect_names_the_image_by_its_own_field(engine: Transformer
     ]
     async with serving(engine) as world:
         for path, body, name in asked:
-            status, _, told = await world.post(path, body)
+            status, _, received = await world.post(path, body)
             assert status == 400
-            assert name in str(told), told
+            assert name in str(received), received
 
 
 async def test_vision_is_a_capability(engine: TransformersEngine) -> None:

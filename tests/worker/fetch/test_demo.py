@@ -1,4 +1,4 @@
-"""The demo models: shipped, made, and what they say."""
+"""The demo models: files, generation of the random ones, and answers of the trained one."""
 
 import json
 import struct
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 def ignore(done: int, total: int) -> None:
-    """Nobody is told of the progress."""
+    """Ignore the progress."""
 
 
 # --- the shipped one -------------------------------------------------------------------------------------------------
@@ -168,19 +168,19 @@ def test_a_random_model_has_its_stated_size(name: str, mib: int, tmp_path: Path)
 
 
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    folder = demo.make("a", tmp_path, lambda done, total: told.append((done, total)))
+    received: list[tuple[int, int]] = []
+    folder = demo.make("a", tmp_path, lambda done, total: received.append((done, total)))
     size = (folder / "model.safetensors").stat().st_size
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert {total for _, total in told} == {size}
-    assert told[-1] == (size, size)
+    assert [done for done, _ in received] == sorted(done for done, _ in received)
+    assert {total for _, total in received} == {size}
+    assert received[-1] == (size, size)
 
 
 def test_a_model_is_made_once_and_reproducibly(tmp_path: Path) -> None:
     first = demo.make("a", tmp_path / "one", ignore)
-    told: list[int] = []
-    assert demo.make("a", tmp_path / "one", lambda done, total: told.append(done)) == first
-    assert told == []
+    received: list[int] = []
+    assert demo.make("a", tmp_path / "one", lambda done, total: received.append(done)) == first
+    assert received == []
     other = demo.make("a", tmp_path / "two", ignore)
     assert other.name == first.name
     assert all(path.read_bytes() == (other / path.name).read_bytes() for path in first.iterdir())
@@ -203,20 +203,20 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
-MAKE_A_WHEN_TOLD = """
+MAKE_A_ON_INPUT = """
 import pathlib, sys
 from worker.fetch import demo
 print("here", flush=True)
 sys.stdin.readline()
-told = []
-print(demo.make("a", pathlib.Path(sys.argv[1]), lambda done, total: told.append(done)), bool(told))
+reports = []
+print(demo.make("a", pathlib.Path(sys.argv[1]), lambda done, total: reports.append(done)), bool(reports))
 """
 
 
 def test_two_processes_at_once_make_one_model(tmp_path: Path) -> None:
     both = [
         subprocess.Popen(
-            [sys.executable, "-c", MAKE_A_WHEN_TOLD, str(tmp_path)],
+            [sys.executable, "-c", MAKE_A_ON_INPUT, str(tmp_path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=demo.CHAT.parents[3],
@@ -231,9 +231,9 @@ def test_two_processes_at_once_make_one_model(tmp_path: Path) -> None:
         assert process.stdin
         process.stdin.write("\n")
         process.stdin.flush()
-    told = [process.communicate(timeout=60)[0].split() for process in both]
-    assert len({folder for folder, _ in told}) == 1
-    assert sorted(made for _, made in told) == ["False", "True"]
+    received = [process.communicate(timeout=60)[0].split() for process in both]
+    assert len({folder for folder, _ in received}) == 1
+    assert sorted(made for _, made in received) == ["False", "True"]
 
 
 def test_an_unknown_name_is_rejected_with_the_known_ones(tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
-"""Promises of `worker.fetch.disk_reservation`: what downloads in flight still await is nobody else's, and the dead
-claim nothing."""
+"""Disk reservations: the missing bytes of running downloads are counted, and those of dead processes are not."""
 
 import fcntl
 import os
@@ -18,43 +17,43 @@ import sys
 from pathlib import Path
 from worker.fetch.disk_reservation import reserved
 with reserved(Path(sys.argv[1]), {Path(sys.argv[2]): 100}, lambda need, awaited: None):
-    print("claimed", flush=True)
+    print("reserved", flush=True)
     sys.stdin.read()
 """
 
 
-def told(folder: Path, coming: Mapping[Path, int]) -> tuple[int, int]:
-    """What a download of `coming` would hear: bytes that it needs, and bytes that others await."""
-    heard = []
-    with reserved(folder, coming, lambda need, awaited: heard.append((need, awaited))):
-        return heard[0]
+def missing(folder: Path, coming: Mapping[Path, int]) -> tuple[int, int]:
+    """Return the bytes that a download of `coming` needs, and the bytes that other downloads have reserved."""
+    counts = []
+    with reserved(folder, coming, lambda need, awaited: counts.append((need, awaited))):
+        return counts[0]
 
 
 def test_missing_bytes_of_another_download_are_counted(tmp_path: Path) -> None:
     room, mine, other = tmp_path / "room", tmp_path / "mine", tmp_path / "other"
     with reserved(room, {other: 100}, lambda need, awaited: None):
-        assert told(room, {mine: 30}) == (30, 100)
+        assert missing(room, {mine: 30}) == (30, 100)
         other.with_name(other.name + PARTIAL).write_bytes(bytes(60))
-        assert told(room, {mine: 30}) == (30, 40)
+        assert missing(room, {mine: 30}) == (30, 40)
         other.write_bytes(bytes(90))
-        assert told(room, {mine: 30}) == (30, 40), "a file of the wrong size will be fetched anew"
+        assert missing(room, {mine: 30}) == (30, 40), "a file of the wrong size is fetched again"
         other.with_name(other.name + PARTIAL).unlink()
         other.write_bytes(bytes(100))
-        assert told(room, {mine: 30}) == (30, 0)
-    assert told(room, {mine: 30}) == (30, 0)
-    assert list(room.iterdir()) == [], "nothing is left of claims"
+        assert missing(room, {mine: 30}) == (30, 0)
+    assert missing(room, {mine: 30}) == (30, 0)
+    assert list(room.iterdir()) == [], "no reservation is left"
 
 
 def test_present_bytes_of_a_file_are_not_counted(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.with_name(mine.name + PARTIAL).write_bytes(bytes(12))
-    assert told(tmp_path / "room", {mine: 30}) == (18, 0)
+    assert missing(tmp_path / "room", {mine: 30}) == (18, 0)
 
 
 def test_a_file_of_two_downloads_is_counted_once(tmp_path: Path) -> None:
     room, both, one = tmp_path / "room", tmp_path / "both", tmp_path / "one"
     with reserved(room, {both: 100, one: 10}, lambda need, awaited: None):
-        assert told(room, {both: 100}) == (100, 10)
+        assert missing(room, {both: 100}) == (100, 10)
 
 
 def test_a_rejected_download_reserves_nothing(tmp_path: Path) -> None:
@@ -64,7 +63,7 @@ def test_a_rejected_download_reserves_nothing(tmp_path: Path) -> None:
     room = tmp_path / "room"
     with pytest.raises(ValueError, match="50"), reserved(room, {tmp_path / "large": 50}, refuse):
         raise AssertionError
-    assert told(room, {tmp_path / "mine": 30}) == (30, 0)
+    assert missing(room, {tmp_path / "mine": 30}) == (30, 0)
 
 
 def test_a_killed_download_reserves_nothing(tmp_path: Path) -> None:
@@ -76,17 +75,17 @@ def test_a_killed_download_reserves_nothing(tmp_path: Path) -> None:
     assert other.stdin is not None
     assert other.stdout is not None
     with other.stdin, other.stdout:
-        assert other.stdout.readline() == "claimed\n"
-        assert told(room, {tmp_path / "mine": 30}) == (30, 100)
+        assert other.stdout.readline() == "reserved\n"
+        assert missing(room, {tmp_path / "mine": 30}) == (30, 100)
         other.kill()
         other.wait(30)
-    assert len(list(room.rglob("claim-*"))) == 1, "its claim is still there"
-    assert told(room, {tmp_path / "mine": 30}) == (30, 0)
-    assert list(room.iterdir()) == [], "nothing is left of claims"
+    assert len(list(room.rglob("claim-*"))) == 1, "its reservation file still exists"
+    assert missing(room, {tmp_path / "mine": 30}) == (30, 0)
+    assert list(room.iterdir()) == [], "no reservation is left"
 
 
 def test_a_cache_without_write_permission_needs_no_reservation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user's folder in a cache that both share."""
+    """The folder belongs to another user of the shared cache."""
 
     def refuse(*given: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied")
@@ -94,26 +93,26 @@ def test_a_cache_without_write_permission_needs_no_reservation(tmp_path: Path, m
     room = tmp_path / "room"
     room.mkdir()
     monkeypatch.setattr(Path, "mkdir", lambda self, **options: None if self == room else refuse())
-    assert told(room, {tmp_path / "mine": 30}) == (30, 0)
+    assert missing(room, {tmp_path / "mine": 30}) == (30, 0)
 
 
 def test_deleting_the_reservations_does_not_fail_a_download(tmp_path: Path) -> None:
     room = tmp_path / "room"
     with reserved(room, {tmp_path / "mine": 30}, lambda need, awaited: None):
         shutil.rmtree(room / ".locks")
-    assert told(room, {tmp_path / "mine": 30}) == (30, 0)
+    assert missing(room, {tmp_path / "mine": 30}) == (30, 0)
 
 
 def test_a_stopped_process_with_the_lock_delays_others_only_briefly(tmp_path: Path) -> None:
-    room, heard = tmp_path / "room", list[tuple[int, int]]()
+    room, counts = tmp_path / "room", list[tuple[int, int]]()
     with reserved(room, {tmp_path / "other": 100}, lambda need, awaited: None):
         turn = os.open(room, os.O_RDONLY)
         try:
             fcntl.flock(turn, fcntl.LOCK_EX)
             coming = {tmp_path / "mine": 30}
-            with reserved(room, coming, lambda *told: heard.append(told), lock_timeout=0.05):
-                assert heard == [(30, 100)], "what was claimed before is known all the same"
+            with reserved(room, coming, lambda *found: counts.append(found), lock_timeout=0.05):
+                assert counts == [(30, 100)], "earlier reservations are counted"
                 assert len(list(room.rglob("claim-*"))) == 2
         finally:
             os.close(turn)
-    assert list(room.iterdir()) == [], "nothing is left of claims"
+    assert list(room.iterdir()) == [], "no reservation is left"

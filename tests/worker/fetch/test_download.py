@@ -1,5 +1,6 @@
-"""What of a repository is fetched, and how a file is known to be whole; the conversation itself is in
-tests/processes/test_worker_program_download.py."""
+"""Selection of files of a repository, and checks of complete files. Transfers are tested in
+tests/processes/test_worker_program_download.py.
+"""
 
 import io
 import json
@@ -118,7 +119,7 @@ def test_a_snapshot_is_complete_only_with_config_tokenizer_and_every_shard(tmp_p
         assert cache.complete_snapshot(commit) is None
     (folder / "model-2.safetensors").write_bytes(safetensors({"v": 3}, 3))
     assert cache.complete_snapshot(commit) == folder
-    assert cache.complete_snapshot("main") is None, "nobody has said what main means"
+    assert cache.complete_snapshot("main") is None, "main has no commit yet"
     cache.name_revision("main", commit)
     assert cache.complete_snapshot("main") == folder
     (folder / "tokenizer.json").unlink()
@@ -138,7 +139,7 @@ def test_a_damaged_file_in_the_cache_is_removed_with_its_content(tmp_path: Path)
 
 
 def test_a_failed_revision_name_leaves_no_temporary_file(tmp_path: Path) -> None:
-    """Or whoever deletes the model finds a name of nobody's, and keeps the files for it."""
+    """Such a file would look like a revision, and the files of the model would be kept for it."""
     cache = RepoCache(tmp_path, "o/n")
     (cache.folder / "refs" / "main").mkdir(parents=True)
     with pytest.raises(IsADirectoryError):
@@ -163,7 +164,7 @@ def test_disk_space_of_another_download_is_not_reserved_twice(tmp_path: Path, mo
 
 
 def test_hashing_a_partial_file_is_reported_piece_by_piece(tmp_path: Path) -> None:
-    """Reading many gigabytes takes minutes, and the router takes a minute of silence for a stall."""
+    """Reading many gigabytes takes minutes, and the router ends a download that is silent for a minute."""
     (tmp_path / "part").write_bytes(bytes(3 * READ_BYTES + 5))
     read: list[int] = []
     with io.FileIO(tmp_path / "part", "ab+") as file:

@@ -79,12 +79,12 @@ async def test_replacing_the_adapters_reports_unusable_ones() -> None:
         async def set_adapters(self, sources: Any, default: str = "") -> dict[str, str]:
             raise UnsupportedByModel("served without adapters")
 
-    told = [{"name": "a", "path": "/x"}, {"name": "b", "path": "/broken", "scale": 0.5, "pinned": True}]
+    received = [{"name": "a", "path": "/x"}, {"name": "b", "path": "/broken", "scale": 0.5, "pinned": True}]
     async with serving() as world:
         for bearer, status in ((None, 200), ("wrong", 401)):
             headers = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
             url = world.url + ADAPTERS_PATH
-            async with world.client.put(url, json={"adapters": told, "default": "a"}, headers=headers) as answer:
+            async with world.client.put(url, json={"adapters": received, "default": "a"}, headers=headers) as answer:
                 assert answer.status == status
                 assert bearer or await answer.json() == {"problems": {"b": "/broken is no adapter"}}
         assert [(each.name, each.scale, each.pinned) for each in world.engine.adapters] == [

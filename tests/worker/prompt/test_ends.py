@@ -53,9 +53,9 @@ async def test_ignore_eos_ignores_only_the_models_end_tokens_and_min_tokens_all(
         :at
     ]
     patient = SamplingParams(temperature=0.0, ignore_eos=True, min_tokens=at + 2)
-    told = await complete_one(engine, PROMPT, max_tokens=12, sampling=patient, ends=stated)
-    assert len(told.tokens) >= at + 2
-    assert end not in told.tokens[: at + 2]
+    received = await complete_one(engine, PROMPT, max_tokens=12, sampling=patient, ends=stated)
+    assert len(received.tokens) >= at + 2
+    assert end not in received.tokens[: at + 2]
     await engine.close()
 
 
@@ -68,7 +68,7 @@ async def test_a_stop_string_is_shown_on_request_and_its_tokens_are_always_repor
     shown = await complete_one(engine, PROMPT, max_tokens=12, stop=(stop,), include_stop=True)
     at = free.text.index(stop)
     assert (hidden.text, shown.text) == (free.text[:at], free.text[: at + len(stop)])
-    every = [[*told.tokens, *told.deltas[-1].hidden_tokens] for told in (hidden, shown)]
+    every = [[*received.tokens, *received.deltas[-1].hidden_tokens] for received in (hidden, shown)]
     assert every[0] == every[1] == free.tokens[: len(every[0])]
     assert len(every[0]) > len(hidden.tokens)
 
@@ -82,9 +82,9 @@ async def test_cached_prompts_are_shared_only_with_the_same_salt(folder: Path) -
     engine = load(folder, ctx_size=128, parallel=2)
 
     async def cached(salt: str) -> int:
-        told = await complete_one(engine, LONG, max_tokens=1, salt=salt)
-        assert told.timings is not None
-        return told.timings.cached_tokens
+        received = await complete_one(engine, LONG, max_tokens=1, salt=salt)
+        assert received.timings is not None
+        return received.timings.cached_tokens
 
     assert await cached("mine") == 0
     assert await cached("mine") > 0

@@ -71,9 +71,9 @@ async def test_logprobs_may_name_tokens_by_their_ids() -> None:
     assert all(name.startswith("token_id:") for each in choice["logprobs"]["top_logprobs"] for name in each)
     chat = await whole(await openai.chat({**CHAT, **ids, "logprobs": True, "top_logprobs": 1}, made), made.engine)
     [choice] = chat["choices"]
-    told = choice["logprobs"]["content"]
-    assert [each["token"] for each in told] == [f"token_id:{id}" for id in choice["token_ids"]]
-    assert all(top["token"].startswith("token_id:") for each in told for top in each["top_logprobs"])
+    received = choice["logprobs"]["content"]
+    assert [each["token"] for each in received] == [f"token_id:{id}" for id in choice["token_ids"]]
+    assert all(top["token"].startswith("token_id:") for each in received for top in each["top_logprobs"])
 
 
 async def test_every_chunk_has_the_usage_so_far_on_request() -> None:
@@ -157,9 +157,9 @@ async def test_too_many_alternatives_are_rejected_with_the_remedy(
     path: str, name: str, body: dict[str, Any], stated: int
 ) -> None:
     async with serving() as world:
-        status, _, told = await world.post(path, {**body, name: stated})
-        assert (status, told["error"]["param"]) == (400, name)
-        assert told["error"]["message"] == (
+        status, _, received = await world.post(path, {**body, name: stated})
+        assert (status, received["error"]["param"]) == (400, name)
+        assert received["error"]["message"] == (
             f"{name} must be between 0 and 20, the model's max-logprobs; its preset may allow more"
         )
 
@@ -171,8 +171,8 @@ async def test_reasoning_is_left_out_on_request() -> None:
         assert answer["choices"][0]["message"] == {"role": "assistant", "content": "Let me look."}
         assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
         assert "X-Ignored-Fields" not in headers
-        told = chunks(await world.stream(path, body))
-        deltas = [each["choices"][0]["delta"] for each in told if each != "[DONE]" and each["choices"]]
+        received = chunks(await world.stream(path, body))
+        deltas = [each["choices"][0]["delta"] for each in received if each != "[DONE]" and each["choices"]]
         assert not any("reasoning_content" in delta for delta in deltas)
         assert "".join(delta.get("content") or "" for delta in deltas) == "Let me look."
         _, _, shown = await world.post(path, {**CHAT, "include_reasoning": True})

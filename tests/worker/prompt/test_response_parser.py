@@ -233,8 +233,8 @@ def test_a_tokenizers_own_response_template_takes_precedence() -> None:
     assert known.reasoning_markers == ("<thoughts>", "</thoughts>")
     text = "Hm</thoughts>Hi <call add><a>1</a><b>2</b></call><call none></call><done>"
     prompt = "<|user|><thoughts>x<|assistant|><thoughts>"
-    told = summary(read(known, list(text), prefix=prompt))
-    assert told == ("Hm", "Hi<call none></call>", [ADD]), "arguments have the types that the tool states"
+    received = summary(read(known, list(text), prefix=prompt))
+    assert received == ("Hm", "Hi<call none></call>", [ADD]), "arguments have the types that the tool states"
 
 
 def test_only_special_tokens_that_mark_regions_are_kept() -> None:

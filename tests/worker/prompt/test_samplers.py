@@ -72,5 +72,5 @@ def test_an_unknown_sampler_is_rejected(stated: Any) -> None:
 
 def test_the_reported_order_is_accepted_as_input() -> None:
     for temperature_last in (False, True):
-        told = sampling_options.sampler_names({"temperature_last": temperature_last})
-        assert read({**WARM, "samplers": told}).temperature_last is temperature_last
+        received = sampling_options.sampler_names({"temperature_last": temperature_last})
+        assert read({**WARM, "samplers": received}).temperature_last is temperature_last
