@@ -18,26 +18,26 @@ _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 _OVERRIDE = "write the model's own config.json members into config-override"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RefusedOption:
-    """An option that this version does not offer. `neutral` values, which match its behaviour anyway, are accepted."""
+    """An option that this version does not offer. Values of `neutral` match its behaviour anyway and are accepted."""
 
     name: str
     instead: str = ""
     also: tuple[str, ...] = ()
+    neutral: str = ""  # separated by blanks
     env: tuple[str, ...] = ()
-    neutral: frozenset[str] = frozenset()
     is_flag: bool = False
 
     def accepts(self, text: str) -> bool:
-        return not text.strip() or text.strip().lower() in self.neutral
+        return not text.strip() or text.strip().lower() in self.neutral.split()
 
     @property
     def message(self) -> str:
         return f"{self.name} is not offered by this version: remove it" + (f"; {self.instead}" if self.instead else "")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MeaninglessOption:
     """An option of another server that has no effect here."""
 
@@ -47,15 +47,6 @@ class MeaninglessOption:
 
 KnownOption = PresetKey | RefusedOption | MeaninglessOption
 
-
-def _refused(
-    name: str, instead: str = "", *also: str, neutral: str = "", flag: bool = False, env: str = ""
-) -> RefusedOption:
-    """A RefusedOption; `neutral` and `env` are lists separated by blanks."""
-    return RefusedOption(name=name, instead=instead, also=also, neutral=frozenset(neutral.split()), is_flag=flag,
-                   env=tuple(env.split()))  # fmt: skip
-
-
 _OFF = "off false no disabled 0 none"
 _ON = "on true yes enabled 1 auto"
 _DOWNLOAD = "download the model and write model = its folder, or hf-repo = org/name"
@@ -63,47 +54,50 @@ _DRAFT = "answers are the same without a draft model"
 _FIT = "choose ctx-size and parallel yourself"
 
 REFUSED: tuple[RefusedOption, ...] = (
-    _refused("hf-file", "it names a GGUF file; use a safetensors repository", "hff"),
-    _refused("model-url", _DOWNLOAD, "mu"),
-    _refused("docker-repo", _DOWNLOAD, "dr"),
-    _refused("import", "write the model's settings as a section"),
-    _refused("cont-batching", "parallel = 1 gives one sequence at a time", "cb", neutral=_ON, flag=True),
-    _refused("cpu-offload", "device = cpu keeps all of it in host memory", "cpu-offload-gb-per-gpu", neutral="0"),
-    _refused("min-workers", "write replicas = MIN-MAX", "max-workers", "minWorkers", "maxWorkers", neutral="1"),
-    _refused("gpu-balance", "the emptiest device is taken first", neutral=_ON, flag=True),
-    _refused("gpu-memory-utilization", "kv-tokens sizes the cache; see --models-memory-margin"),
-    _refused("fit", _FIT, neutral=_OFF),
-    _refused("fit-ctx", _FIT, "fitc", neutral="4096"),
-    _refused("fit-target", "--models-memory-margin keeps memory free", "fitt"),
-    _refused("model-draft", _DRAFT, "md", "spec-draft-model", "speculative-draft-model"),
-    _refused("hf-repo-draft", _DRAFT, "hfd", "hfrd", "spec-draft-hf", env="LLAMA_ARG_SPEC_DRAFT_HF_REPO"),
-    _refused("draft-max", _DRAFT, "spec-draft-n-max", "speculative-length", "draft", "draft-n"),
-    _refused("draft-min", _DRAFT, "spec-draft-n-min", "draft-n-min"),
-    _refused("record-acceptance-rate", _DRAFT, neutral=_OFF, flag=True),
-    _refused("rope-scaling", _OVERRIDE, env="LLAMA_ARG_ROPE_SCALING_TYPE"),
-    _refused("rope-scale", _OVERRIDE, "compress-pos-emb"),
-    _refused("rope-freq-base", _OVERRIDE),
-    _refused("rope-freq-scale", _OVERRIDE),
-    _refused("alpha-value", _OVERRIDE),
-    _refused("yarn-orig-ctx", _OVERRIDE),
-    _refused("yarn-ext-factor", _OVERRIDE),
-    _refused("yarn-attn-factor", _OVERRIDE),
-    _refused("yarn-beta-slow", _OVERRIDE),
-    _refused("yarn-beta-fast", _OVERRIDE),
-    _refused("num-experts", 'config-override = {"num_experts_per_tok": N} does it'),
-    _refused("conv-template", "write the template into chat-template or chat-template-file"),
-    _refused("response-template", "tool calls and reasoning stay in the text", "tool-call-parser", "reasoning-parser",
-             neutral="none"),
-    _refused("reasoning", 'chat-template-kwargs = {"enable_thinking": false} turns it off for many models', "rea",
-             neutral="auto"),
-    _refused("reasoning-format", "reasoning stays in the text", neutral="none", env="LLAMA_ARG_THINK"),
-    _refused("output-formatter"),
-    _refused("tgi-compat", neutral=_OFF, flag=True),
-    _refused("stream-interval", "each token is sent when it is there", neutral="1"),
-    _refused("cmd", "transformers is the only engine"),
-    _refused("extra-args", "the transformers engine takes none"),
-    _refused("embiggen", flag=True, neutral=_OFF),
-    _refused("managed", flag=True, neutral=_OFF),
+    RefusedOption("hf-file", "it names a GGUF file; use a safetensors repository", also=("hff",)),
+    RefusedOption("model-url", _DOWNLOAD, also=("mu",)),
+    RefusedOption("docker-repo", _DOWNLOAD, also=("dr",)),
+    RefusedOption("import", "write the model's settings as a section"),
+    RefusedOption("cont-batching", "parallel = 1 gives one sequence at a time",
+                  also=("cb",), neutral=_ON, is_flag=True),
+    RefusedOption("cpu-offload", "device = cpu keeps all of it in host memory",
+                  also=("cpu-offload-gb-per-gpu",), neutral="0"),
+    RefusedOption("min-workers", "write replicas = MIN-MAX",
+                  also=("max-workers", "minWorkers", "maxWorkers"), neutral="1"),
+    RefusedOption("gpu-balance", "the emptiest device is taken first", neutral=_ON, is_flag=True),
+    RefusedOption("gpu-memory-utilization", "kv-tokens sizes the cache; see --models-memory-margin"),
+    RefusedOption("fit", _FIT, neutral=_OFF),
+    RefusedOption("fit-ctx", _FIT, also=("fitc",), neutral="4096"),
+    RefusedOption("fit-target", "--models-memory-margin keeps memory free", also=("fitt",)),
+    RefusedOption("model-draft", _DRAFT, also=("md", "spec-draft-model", "speculative-draft-model")),
+    RefusedOption("hf-repo-draft", _DRAFT,
+                  also=("hfd", "hfrd", "spec-draft-hf"), env=("LLAMA_ARG_SPEC_DRAFT_HF_REPO",)),
+    RefusedOption("draft-max", _DRAFT, also=("spec-draft-n-max", "speculative-length", "draft", "draft-n")),
+    RefusedOption("draft-min", _DRAFT, also=("spec-draft-n-min", "draft-n-min")),
+    RefusedOption("record-acceptance-rate", _DRAFT, neutral=_OFF, is_flag=True),
+    RefusedOption("rope-scaling", _OVERRIDE, env=("LLAMA_ARG_ROPE_SCALING_TYPE",)),
+    RefusedOption("rope-scale", _OVERRIDE, also=("compress-pos-emb",)),
+    *(
+        RefusedOption(name, _OVERRIDE)
+        for name in (
+            "rope-freq-base", "rope-freq-scale", "alpha-value", "yarn-orig-ctx", "yarn-ext-factor", "yarn-attn-factor",
+            "yarn-beta-slow", "yarn-beta-fast",
+        )
+    ),
+    RefusedOption("num-experts", 'config-override = {"num_experts_per_tok": N} does it'),
+    RefusedOption("conv-template", "write the template into chat-template or chat-template-file"),
+    RefusedOption("response-template", "tool calls and reasoning stay in the text",
+                  also=("tool-call-parser", "reasoning-parser"), neutral="none"),
+    RefusedOption("reasoning", 'chat-template-kwargs = {"enable_thinking": false} turns it off for many models',
+                  also=("rea",), neutral="auto"),
+    RefusedOption("reasoning-format", "reasoning stays in the text", neutral="none", env=("LLAMA_ARG_THINK",)),
+    RefusedOption("output-formatter"),
+    RefusedOption("tgi-compat", neutral=_OFF, is_flag=True),
+    RefusedOption("stream-interval", "each token is sent when it is there", neutral="1"),
+    RefusedOption("cmd", "transformers is the only engine"),
+    RefusedOption("extra-args", "the transformers engine takes none"),
+    RefusedOption("embiggen", neutral=_OFF, is_flag=True),
+    RefusedOption("managed", neutral=_OFF, is_flag=True),
 )  # fmt: skip
 
 # All other options in the documentation of llama-server and LMI: first switches, then options with a value.
@@ -141,8 +135,8 @@ spec-ngram-map-k4v-min-hits spec-draft-override-tensor otd override-tensor-draft
 lora-extra-vocab-size device-map max-batch-delay
 """
 MEANINGLESS: tuple[MeaninglessOption, ...] = (
-    *(MeaninglessOption(name=name, is_flag=True) for name in _MEANINGLESS_FLAGS.split()),
-    *(MeaninglessOption(name=name) for name in _MEANINGLESS_VALUES.split()),
+    *(MeaninglessOption(name, is_flag=True) for name in _MEANINGLESS_FLAGS.split()),
+    *(MeaninglessOption(name) for name in _MEANINGLESS_VALUES.split()),
 )
 
 BY_NAME: Mapping[str, PresetKey] = {key.name: key for key in KEYS}

@@ -140,21 +140,12 @@ class PresetKey:
         return None not in parts and parts[0] != parts[1]
 
 
-def key(
-    default: Any, kind: Kind, group: str, help: str, *, name: str = "", unset: str = "", also: tuple[str, ...] = (),
-    env: tuple[str, ...] = (), switches: Mapping[str, tuple[str, str]] | None = None,
-    halves: tuple[tuple[str, ...], ...] = (), own: bool = False, live: bool = False, path: bool = False,
-    scope: Scope = Scope.WORKER,
-) -> Any:  # fmt: skip
-    """Declare a field of Preset as a key. Its default name is that of the field. See `PresetKey` for the arguments."""
-    declared = {
-        "kind": kind, "group": group, "help": help, "unset": unset, "also": also, "env": env,
-        "switches": switches or {}, "halves": halves, "own": own, "live": live, "path": path, "scope": scope,
-    }  # fmt: skip
-    declared |= {"name": name} if name else {}
+def key(default: Any, kind: Kind, group: str, help: str, **facts: Any) -> Any:
+    """Declare a field of Preset as a key. `facts`: further fields of `PresetKey`; its name is the field's by default."""
+    facts |= {"kind": kind, "group": group, "help": help}
     if isinstance(default, dict):
-        return field(default_factory=lambda: dict(default), metadata=declared)
-    return field(default=default, metadata=declared)
+        return field(default_factory=default.copy, metadata=facts)
+    return field(default=default, metadata=facts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,16 +76,13 @@ MODELS, MEMORY, HTTP, ACCESS, QUEUE, LOGS = "Models", "Memory", "HTTP", "Access"
 GROUPS = (MODELS, MEMORY, HTTP, ACCESS, QUEUE, LOGS)
 
 
-def option(
-    default: Any, kind: Kind, group: str, help: str, *, unset: str = "", also: tuple[str, ...] = (),
-    env: tuple[str, ...] = (),
-) -> Any:  # fmt: skip
-    """Declare a field of Settings as an option. Its flag is the name of the field. See `Option` for the arguments."""
-    declared = {"kind": kind, "group": group, "help": help, "unset": unset, "also": also, "env": env}
+def option(default: Any, kind: Kind, group: str, help: str, **facts: Any) -> Any:
+    """Declare a field of Settings as an option. `facts`: further fields of `Option`; the flag is the field's name."""
+    facts |= {"kind": kind, "group": group, "help": help}
     shown = not isinstance(kind, _Secret)
     if isinstance(default, dict):
-        return dataclasses.field(default_factory=lambda: dict(default), repr=shown, metadata=declared)
-    return dataclasses.field(default=default, repr=shown, metadata=declared)
+        return dataclasses.field(default_factory=default.copy, metadata=facts)
+    return dataclasses.field(default=default, repr=shown, metadata=facts)
 
 
 @dataclass(frozen=True, kw_only=True)
