@@ -141,7 +141,7 @@ class PresetKey:
 
 
 def key(default: Any, kind: Kind, group: str, help: str, **facts: Any) -> Any:
-    """Declare a field of Preset as a key. `facts`: further fields of `PresetKey`; its name is the field's by default."""
+    """Declare a field of Preset as a key. `facts`: further fields of `PresetKey`; the default name is the field's."""
     facts |= {"kind": kind, "group": group, "help": help}
     if isinstance(default, dict):
         return field(default_factory=default.copy, metadata=facts)

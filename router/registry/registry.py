@@ -7,7 +7,7 @@ import asyncio
 import difflib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from router import __version__
@@ -121,7 +121,7 @@ class Registry:
                 rows = [{"message": line} for line in error.problems]
                 raise self._reload_failed("settings", error.problems, rows) from None
             if loaded.problems:
-                rows = [problem_row(problem) for problem in loaded.problems]
+                rows = [asdict(problem) for problem in loaded.problems]
                 raise self._reload_failed("presets", [str(problem) for problem in loaded.problems], rows)
             self.reloaded_at, self.reload_errors = time.time(), ()
             self.access.keys = keys
@@ -148,7 +148,7 @@ class Registry:
             # All presets are read again, because the new one is checked against them; only the new one is used.
             loaded = await asyncio.to_thread(self.load, self.overrides.sources(found, id=id, section=section))
             if loaded.problems:
-                rows = [problem_row(problem) for problem in loaded.problems]
+                rows = [asdict(problem) for problem in loaded.problems]
                 raise PresetInvalid(f"'{id}' cannot be added: {loaded.problems[0]}", extra={"errors": rows})
             preset = loaded.presets.get(id)
             if preset is None or self._is_taken(id):
@@ -332,18 +332,6 @@ def _is_registered(preset: Preset | None) -> bool:
     return origins.get("model", origins.get("hf-repo", "")).startswith(f"{REGISTERED}:")
 
 
-def problem_row(problem: Any) -> dict[str, Any]:
-    """A problem of a preset file as a JSON object."""
-    return {
-        "file": problem.file,
-        "line": problem.line,
-        "section": problem.section,
-        "key": problem.key,
-        "message": problem.message,
-        "suggestion": problem.suggestion,
-    }
-
-
 def flag(query: Mapping[str, str], name: str) -> bool | None:
     """A boolean of the query; None if it is missing. Raises BadRequest."""
     text = query.get(name)
@@ -356,4 +344,4 @@ def flag(query: Mapping[str, str], name: str) -> bool | None:
     raise BadRequest(f"{name} must be true, 1, false or 0, not '{text[:40]}'", param=name)
 
 
-__all__ = ["BUILD", "ModelNames", "Registry", "choose", "flag", "problem_row"]
+__all__ = ["BUILD", "ModelNames", "Registry", "choose", "flag"]

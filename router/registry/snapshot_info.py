@@ -102,8 +102,8 @@ def _read_texts(folder: Path) -> SnapshotTexts:
     template = tokenizer.get("chat_template")
     if isinstance(template, list):  # several templates, by name
         template = next((each.get("template") for each in template if each.get("name") == "default"), "")
-    if not template:
-        template = _processor_template(folder)
+    if not template:  # older checkpoints of vision models have it in a file of its own
+        template = _json_object(folder / "chat_template.json").get("chat_template", "")
     with contextlib.suppress(OSError, UnicodeDecodeError):
         template = (folder / "chat_template.jinja").read_text()
     tokens = [tokenizer.get(name) for name in ("bos_token", "eos_token")]
@@ -119,14 +119,6 @@ def _json_object(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _processor_template(folder: Path) -> str:
-    """The template in chat_template.json, where older checkpoints of vision models have it."""
-    try:
-        return str(json.loads((folder / "chat_template.json").read_bytes())["chat_template"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
 
 
 __all__ = ["SnapshotInfo", "SnapshotTexts"]

@@ -46,7 +46,7 @@ class ConvertedSnapshots:
         self._versions = tuple(versions)
         self._given_up: set[Path] = set()
         self._sizes: dict[str, int] = {}
-        self._mine = threading.Lock()
+        self._sweeping = threading.Lock()
 
     def target(self, snapshot: str) -> Path | None:
         """Return the folder of the conversion of `snapshot` in its current state, whether it exists or not; None if the
@@ -73,26 +73,20 @@ class ConvertedSnapshots:
         return str(target)
 
     def command(self, snapshot: str, facts: Checkpoint) -> Convert | None:
-        """Return the command that converts `snapshot`; None if there is nothing to do.
+        """Return the command that converts `snapshot`; None if there is nothing to do: it is converted, needs no
+        conversion, or failed in its current state. Blocks on the disk.
 
-        Delete incomplete targets first, because the worker keeps an existing target. Blocks on the disk.
-        """
-        target = self.target(snapshot)
-        if target is None or self.is_settled(snapshot, facts):
-            return None
-        self.sweep()
-        return Convert(snapshot=snapshot, target=str(target))
-
-    def is_settled(self, snapshot: str, facts: Checkpoint) -> bool:
-        """Return whether there is nothing to do: it is converted, needs no conversion, or failed in its current state.
-
-        The router decides this where it can: the imports of a worker take seconds.
+        The router decides this, because the imports of a worker take seconds. Incomplete targets are deleted first,
+        because the worker keeps an existing target.
         """
         has_parts = facts.stacked > 0 and not facts.quantization
         if not has_parts and not _lacks_fast_tokenizer(snapshot):
-            return True
+            return None
         target = self.target(snapshot)
-        return target is None or target in self._given_up or self._manifest(target) is not None
+        if target is None or target in self._given_up or self._manifest(target) is not None:
+            return None
+        self.sweep()
+        return Convert(snapshot=snapshot, target=str(target))
 
     def is_one(self, folder: str) -> bool:
         """Return whether `folder` is a converted snapshot."""
@@ -114,7 +108,7 @@ class ConvertedSnapshots:
     def sweep(self) -> int:
         """Delete conversions whose source is gone or has changed, and abandoned parts. Returns how many."""
         swept, sizes = 0, {}
-        with self._mine:
+        with self._sweeping:
             for path in sorted(self._folder.iterdir()) if self._folder.is_dir() else ():
                 if path.name.endswith(PART):
                     swept += _remove_part(path)
