@@ -29,7 +29,7 @@ async def state(call: ApiCall) -> ApiResult:
 def _state(registry: Registry) -> dict[str, Any]:
     """The state of devices, models, workers, sleeping weights and the admission queue, in bytes and seconds."""
     fleet = registry.fleet
-    fleet.arrange()
+    fleet.scheduler.plan_now()
     readings = {reading.id: reading for reading in registry.launcher.readings()}
     return {
         "schema": 1,
@@ -43,9 +43,9 @@ def _state(registry: Registry) -> dict[str, Any]:
                 "foreign": device.foreign,
                 "margin": device.margin,
                 "limit": device.limit,
-                "reserved": fleet.reserved(device.id),
+                "reserved": fleet.scheduler.reserved(device.id),
             }
-            for device in fleet.devices
+            for device in fleet.scheduler.devices
         ],
         "models": {id: status_of(registry, NO_KEY, listed) for id, listed in registry.shared_workers.listed.items()},
         "workers": [
@@ -59,11 +59,11 @@ def _state(registry: Registry) -> dict[str, Any]:
         ],
         "sleeping": [
             {"model": sleeping.preset.id, "bytes": sleeping.request.size, "held": sleeping.is_held}
-            for sleeping in fleet.sleeping_weights
+            for sleeping in fleet.sleepers.all.values()
         ],
         "prepared": [{"snapshot": folder, "bytes": size} for folder, size in registry.files.converted.items()],
         "queue": [
-            {"model": worker.preset.id, "position": worker.ahead + 1, "waiting_for": worker.waits_for}
+            {"model": worker.preset.id, "position": worker.queue.ahead + 1, "waiting_for": worker.queue.waits_for}
             for worker in fleet.workers()
             if worker.state is State.QUEUED
         ],

@@ -13,6 +13,7 @@ from router.api.call import ApiCall, ApiResult, FrameStream
 from router.api.status import capabilities, wall_clock
 from router.config.settings import ApiKey
 from router.errors import ApiError, BadRequest, ModelNotFound
+from router.fleet.scheduler import resident_of
 from router.fleet.worker import State, Worker
 from router.planner.ledger import DeviceId
 from router.registry.pulls import HubModels, Pull
@@ -170,7 +171,7 @@ def _model_name(body: Mapping[str, Any]) -> str:
 
 
 def _progress(worker: Worker, digest: str) -> bytes:
-    progress = worker.progress
+    progress = worker.load.latest
     done, total = (progress.done, progress.total) if progress is not None else (0, 0)
     return _line(status=f"pulling {digest[7:19]}", digest=digest, total=total, completed=done)
 
@@ -205,7 +206,7 @@ async def _running(
     registry: Registry, listed: ListedModel, worker: Worker, sizes: Mapping[DeviceId, int]
 ) -> dict[str, Any]:
     _, meta, _ = await registry.snapshots.describe(listed.preset)
-    expires = worker.resident().expires
+    expires = resident_of(worker).expires
     leaves = _moment(wall_clock(registry.fleet, expires)) if expires is not None else NEVER.isoformat()
     return {
         "size": sum(size for device, size in sizes.items() if device.index >= -1),

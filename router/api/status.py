@@ -10,9 +10,8 @@ from router.config.presets import Preset
 from router.config.settings import ApiKey
 from router.fleet.failures import Failure
 from router.fleet.fleet import Fleet
-from router.fleet.load_stages import whole
 from router.fleet.model import Model
-from router.fleet.worker import State, Worker, estimated
+from router.fleet.worker import State, Worker, estimated, load_share
 from router.memory.checkpoint import offered
 from router.memory.checkpoint_facts import Checkpoint
 from router.planner.ledger import SLOTS, DeviceId, pooled
@@ -90,9 +89,9 @@ def status(fleet: Fleet, model: Model, *, admin: bool, preset: Preset | None = N
         result["draining"] = leaving = worker.retired.is_set() or worker.state is State.STOPPING
         if leaving and worker.reason in REASONS:
             result["reason"] = worker.reason
-        if worker.state is State.QUEUED and worker.waits_for:
-            result["waiting_for"] = worker.waits_for
-        if worker.progress is not None and worker.state < State.READY:
+        if worker.state is State.QUEUED and worker.queue.waits_for:
+            result["waiting_for"] = worker.queue.waits_for
+        if worker.load.latest is not None and worker.state < State.READY:
             result["progress"] = (
                 download_progress(worker) if worker.state is State.DOWNLOADING else load_progress(worker)
             )
@@ -102,8 +101,8 @@ def status(fleet: Fleet, model: Model, *, admin: bool, preset: Preset | None = N
             spent = worker.process.ready.seconds.items()
             result["spent"] = {stage: round(seconds, 4) for stage, seconds in spent}
             result["processor_seconds"] = round(worker.process.ready.processor, 4)
-            if worker.first_token:
-                result["spent"]["first_token"] = round(worker.first_token, 4)
+            if worker.usage.first_token:
+                result["spent"]["first_token"] = round(worker.usage.first_token, 4)
         memory = memory_of(model.workers)
         if memory:
             result["memory"] = memory
@@ -160,7 +159,7 @@ def memory_of(workers: Sequence[Worker]) -> dict[str, dict[str, int | None]]:
 
 def download_progress(worker: Worker) -> dict[str, Any]:
     """The bytes of a download by source."""
-    found = worker.progress
+    found = worker.load.latest
     if not found:
         return {}
     return bytes_by_source(worker.preset.repo or worker.preset.id, found.done, found.total, found.files)
@@ -174,12 +173,12 @@ def bytes_by_source(name: str, done: int, total: int, files: Mapping[str, Sequen
 
 def load_progress(worker: Worker) -> dict[str, Any]:
     """The progress of a load as llama-server reports it."""
-    return progress_object(worker.stages.share, worker.stages.as_dict())
+    return progress_object(worker.load.share, worker.load.as_dict())
 
 
 def progress_object(share: float, stage: Mapping[str, Any]) -> dict[str, Any]:
     """The progress of a load: `share` is the done part of the current stage, `value` that of all stages, 0 to 1."""
-    value = round(whole(stage["stage"], share), 4)
+    value = round(load_share(stage["stage"], share), 4)
     return {"stages": ["text_model"], "current": "text_model", "value": value, **stage}
 
 

@@ -115,10 +115,12 @@ async def _main(
             for preset in loaded.presets.values()
             if preset.load_on_startup and not stop.wanted.is_set()
         ]
-        ends = {asyncio.create_task(event.wait()) for event in (stop.wanted, stop.failed, registry.fleet.broken)}
+        ends = {
+            asyncio.create_task(event.wait()) for event in (stop.wanted, stop.failed, registry.fleet.scheduler.broken)
+        }
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         log.info("stopping: running answers get %.0f s; a second signal cuts them", settings.drain_timeout)
-    if stop.failed.is_set() or registry.fleet.broken.is_set():
+    if stop.failed.is_set() or registry.fleet.scheduler.broken.is_set():
         return 1
     return 130 if stop.hurry.is_set() else 0
 
@@ -187,7 +189,7 @@ async def _router(
         shared_folder=runtime.absolute().parent / "fleet-router-reservations",
         offline=settings.offline,
         hf_token=settings.hf_token,
-        on_reading=lambda: holder[0].changed() if holder else None,
+        on_reading=lambda: holder[0].scheduler.plan_soon() if holder else None,
         fork_server=settings.fork_server,
     )
     async with launcher:
@@ -195,7 +197,7 @@ async def _router(
         files = Snapshots(cache=settings.hub_cache, state=state, offline=settings.offline, prepare=settings.prepare)
         fleet = Fleet(
             launcher=launcher,
-            calibration=LearnedEstimates(state / "estimates.json", driver=devices.driver, later=aside.submit),
+            learned_estimates=LearnedEstimates(state / "estimates.json", driver=devices.driver, later=aside.submit),
             events=events,
             files=files,
             ledger=_ledger(settings, devices, {reading.id for reading in launcher.readings()}),
@@ -203,7 +205,7 @@ async def _router(
             limits=_limits(settings),
         )
         holder.append(fleet)
-        fleet.arrange()
+        fleet.scheduler.plan_now()
         registry = Registry(
             settings=settings,
             fleet=fleet,
@@ -412,7 +414,7 @@ def _banner(settings: Settings, registry: Registry, loaded: LoadedPresets) -> No
     page = f"http://{shown}:{registry.port}{settings.api_prefix}/"
     at = f"API {host}" if host.endswith(".sock") else f"API {page}v1   page {page}"
     lines = [f"router {__version__}   {at}"]
-    for device in registry.fleet.devices:
+    for device in registry.fleet.scheduler.devices:
         if device.id.index < HOST:
             continue
         limit = f"   limit {device.limit / GIB:.1f}" if device.limit is not None else ""

@@ -1,4 +1,4 @@
-"""Workers and leases: the fleet, worker lifecycles, admission, failures and back-off, load costs, prefetch.
+"""Workers and leases: fleet, scheduler, worker lifecycles, admission, failures and back-off, load costs, prefetch.
 
-The fleet decides and records in one step; worker lifecycles carry it out. May import store and the packages below it.
+The scheduler decides and records in one step; lifecycles carry it out. May import store and the packages below it.
 """

@@ -3,18 +3,23 @@
 `AdmissionQueue` decides which requests may run or wait, and predicts waiting times. It changes no state of the fleet.
 """
 
-import asyncio
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from __future__ import annotations
 
-from router.errors import ApiError, QueueFull
-from router.events import EventLog
-from router.fleet.explain import RejectionLog
-from router.fleet.lifecycle import NextWorker
-from router.fleet.model import Model
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from router.errors import ApiError, QueueFull, QueueTimeout
+from router.fleet.failures import NextWorker
 from router.fleet.worker import State, Worker
 from router.launch.interface import WorkerProcess
+
+if TYPE_CHECKING:  # both import this module
+    from router.fleet.fleet import Fleet
+    from router.fleet.model import Model
+
+MIB = 1 << 20
 
 # The causes in `waited` events, by stage of a load. The cause of all other stages is "start".
 CAUSE_BY_STAGE = {"download": "download", "convert": "download", "wait": "memory"}
@@ -35,29 +40,11 @@ class Limits:
     memory: bool = True  # False if all margins are 0: then only the count of workers is limited
 
 
-class LeaseOwner(Protocol):
-    """The fleet, as its leases use it."""
-
-    events: EventLog
-    limits: Limits
-
-    def now(self) -> float: ...
-
-    def give_back(self, lease: "Lease") -> None:
-        """End the lease."""
-
-    def move(self, lease: "Lease") -> None:
-        """Move the lease to the model's next worker. Raises ApiError if there is none."""
-
-    def queue_timeout(self, worker: Worker) -> ApiError:
-        """Return the error of a request that has waited for --queue-timeout."""
-
-
 class Lease:
     """A request's hold on a worker, from its arrival to its last byte. Made by `Fleet.lease`."""
 
-    def __init__(self, fleet: LeaseOwner, model: Model, worker: Worker, arrived: float):
-        self.model = model
+    def __init__(self, fleet: Fleet, worker: Worker, arrived: float):
+        self.model = worker.model
         self.worker = worker
         self.arrived = arrived
         self.on_abort: Callable[[], object] | None = None  # called once by `abort`; set while a response is streamed
@@ -116,9 +103,9 @@ class Lease:
             return
         self._has_reported_wait = True
         waits: dict[str, float] = {}
-        for stage, seconds in worker.stages.between(self.arrived, now).items():
+        for stage, seconds in worker.load.between(self.arrived, now).items():
             cause = CAUSE_BY_STAGE.get(stage, "start")
-            if cause == "memory" and worker.waits_for_slot:
+            if cause == "memory" and worker.queue.waits_for_slot:
                 cause = "slot"
             waits[cause] = waits.get(cause, 0.0) + seconds
         self._fleet.events.mention("waited", self.model.preset.id, seconds=waits)
@@ -132,7 +119,7 @@ class Lease:
         if self.worker.state is State.QUEUED:
             left = max(self.arrived, self.worker.since) + limit - self._fleet.now()
             if left <= 0:
-                self.abort(self._fleet.queue_timeout(self.worker))
+                self.abort(self._fleet.queue.timeout(self.worker))
                 return
         self._timer = asyncio.get_running_loop().call_later(left, self._start_timer)
 
@@ -140,20 +127,8 @@ class Lease:
 class AdmissionQueue:
     """Requests that wait for workers, and the limits on them. No method awaits."""
 
-    def __init__(
-        self,
-        *,
-        running: Mapping[int, Worker],
-        model_by_worker: Mapping[int, Model],
-        loads: Collection[Lease],
-        limits: Limits,
-        rejections: RejectionLog,
-        now: Callable[[], float],
-    ):
-        """`running` and `model_by_worker` are the fleet's own mappings, by worker id. `loads` are the leases of load
-        commands; they are not requests and count towards no limit."""
-        self._running, self._model_by_worker, self._loads = running, model_by_worker, loads
-        self._limits, self._rejections, self._now = limits, rejections, now
+    def __init__(self, fleet: Fleet):
+        self._fleet = fleet
 
     # Limits
 
@@ -161,7 +136,7 @@ class AdmissionQueue:
         """Raises QueueFull if one more request may not run beside the others of its model, or may not wait."""
         if (error := self._over_max_concurrent(model)) is not None:
             running, limit = self._requests(model), model.preset.max_concurrent
-            self._rejections.append(model.preset.id, error, running=running, limit=limit)
+            self._fleet.rejections.append(model.preset.id, error, running=running, limit=limit)
             raise error
         if must_wait(model):
             self.admit_to_wait(model)
@@ -170,8 +145,10 @@ class AdmissionQueue:
         """Raises QueueFull if one more request may not wait."""
         if (error := self._queue_full(model)) is not None:
             waiting, waiting_in_all = self._waiting(model)
-            limits = {"limit": model.preset.queue_size, "limit_of_all": self._limits.queue_size}
-            self._rejections.append(model.preset.id, error, waiting=waiting, waiting_of_all=waiting_in_all, **limits)
+            limits = {"limit": model.preset.queue_size, "limit_of_all": self._fleet.limits.queue_size}
+            self._fleet.rejections.append(
+                model.preset.id, error, waiting=waiting, waiting_of_all=waiting_in_all, **limits
+            )
             raise error
 
     def refusal(self, model: Model) -> QueueFull | None:
@@ -179,7 +156,7 @@ class AdmissionQueue:
         return self._over_max_concurrent(model) or (self._queue_full(model) if must_wait(model) else None)
 
     def _requests(self, model: Model) -> int:
-        return model.leases - sum(lease.model is model for lease in self._loads)
+        return model.leases - sum(lease.model is model for lease in self._fleet.loads.values())
 
     def _over_max_concurrent(self, model: Model) -> QueueFull | None:
         limit = model.preset.max_concurrent
@@ -191,19 +168,37 @@ class AdmissionQueue:
     def _waiting(self, model: Model) -> tuple[int, int]:
         """Return the number of requests that wait for `model`, and for all models."""
         of_model = sum(len(worker.leases) for worker in model.workers if worker.state < State.READY)
-        in_all = sum(len(worker.leases) for worker in self._running.values() if worker.state < State.READY)
-        loads = [lease for lease in self._loads if lease.worker.state < State.READY]
+        in_all = sum(len(worker.leases) for worker in self._fleet.workers() if worker.state < State.READY)
+        loads = [lease for lease in self._fleet.loads.values() if lease.worker.state < State.READY]
         return of_model - sum(lease.model is model for lease in loads), in_all - len(loads)
 
     def _queue_full(self, model: Model) -> QueueFull | None:
         of_model, in_all = self._waiting(model)
         if of_model >= model.preset.queue_size:
             message = f"{of_model} requests already wait for {model.preset.id} (queue-size)"
-        elif in_all >= self._limits.queue_size:
+        elif in_all >= self._fleet.limits.queue_size:
             message = f"{in_all} requests already wait (--queue-size)"
         else:
             return None
         return QueueFull(message, retry_after=self.eta(model))
+
+    def timeout(self, worker: Worker) -> QueueTimeout:
+        """Return the error of a request that has waited for --queue-timeout, and record it."""
+        fleet, waits_for, name = self._fleet, worker.queue.waits_for, worker.preset.id
+        limit = fleet.limits.queue_timeout
+        waits = f" ({waits_for})" if waits_for else ""
+        others = ", ".join(
+            f"{device.foreign >> 20} MiB of {device.id}"
+            for device in fleet.scheduler.devices
+            if device.id in worker.devices and device.foreign >= MIB
+        )
+        held = f"; other programs hold {others}" if others and waits_for == "memory" else ""
+        error = QueueTimeout(
+            f"{name} waited {limit:g} s for memory{waits}{held}; try again later",
+            retry_after=self.eta(worker.model),
+        )
+        fleet.rejections.append(name, error, cause=waits_for, position=worker.queue.ahead + 1, limit_seconds=limit)
+        return error
 
     # Predictions
 
@@ -213,21 +208,22 @@ class AdmissionQueue:
         The prediction adds the expected loads of the workers ahead in the queue, less what has passed of them, and the
         time until their victims may leave. For a download it uses the rate so far.
         """
-        worker, now = model.open, self._now()
+        worker, now = model.open, self._fleet.now()
         if worker is not None and worker.state >= State.STARTING:
             rest = model.expected_load() - (now - worker.since)
-            return rest if rest > 1.0 else max(1.0, worker.stages.left or 0.0)  # slower than before: use its own rate
+            return rest if rest > 1.0 else max(1.0, worker.load.left or 0.0)  # slower than before: use its own rate
         if worker is not None and worker.state is State.DOWNLOADING:
-            return max(1.0, (worker.stages.left or 0.0) + model.expected_load())
-        queued = [
-            other for other in self._running.values()
+            return max(1.0, (worker.load.left or 0.0) + model.expected_load())
+        ahead = [
+            other
+            for other in self._fleet.workers()
             if other.state is State.QUEUED and not other.best_effort and other is not worker
+            and (worker is None or other.queue.ahead < worker.queue.ahead)
         ]  # fmt: skip
-        ahead = [other for other in queued if worker is None or other.ahead < worker.ahead]
-        loads = (self._model_by_worker[other.id].expected_load() for other in ahead)
         waiting = ahead if worker is None else [*ahead, worker]
-        begins = max((other.waits_until for other in waiting if other.waits_until is not None), default=now)
-        return max(1.0, max(0.0, begins - now) + model.expected_load() + sum(loads))
+        begins = max((other.queue.waits_until for other in waiting if other.queue.waits_until is not None), default=now)
+        loads = sum(other.model.expected_load() for other in ahead)
+        return max(1.0, max(0.0, begins - now) + model.expected_load() + loads)
 
     def turnover(self, model: Model) -> float:
         """Return the seconds until a request of `model` is expected to end, by their mean duration."""
@@ -242,4 +238,4 @@ def must_wait(model: Model) -> bool:
     return worker is None or worker.state is not State.READY
 
 
-__all__ = ["AdmissionQueue", "Lease", "LeaseOwner", "Limits", "must_wait"]
+__all__ = ["AdmissionQueue", "Lease", "Limits", "must_wait"]

@@ -7,15 +7,22 @@ best-effort: it takes only memory that no demand ahead of it lacks, and ends as 
 `decide` is a pure function. `EarlyStart` is the part of a worker's state that records its result.
 """
 
+from __future__ import annotations
+
 import asyncio
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from router.launch.interface import EarlyProcess
 from router.planner.availability import FreeMemory
-from router.planner.ledger import HOST, Device, DeviceId, Resident
+from router.planner.ledger import HOST, LOCAL, Device, DeviceId, Resident
+from router.planner.planner import queue_order
 from router.planner.types import Demand, Plan
+
+if TYPE_CHECKING:  # it imports this module
+    from router.fleet.worker import Worker
 
 
 class Phase(IntEnum):
@@ -153,21 +160,6 @@ def _may_begin(plan: Plan, candidate: Candidate) -> bool:
     return candidate.runtime > 0 and wait is not None and wait.cause == "stopping"
 
 
-def readable(sizes: Sequence[tuple[Hashable, int]], devices: Sequence[Device], reading: int = 0) -> list[Hashable]:
-    """Return the names of the files that may be prefetched, in order. `reading`: bytes that are being prefetched.
-
-    The files must fit into memory that the driver reports as free: for more, the kernel drops other cached pages.
-    """
-    hosts = [device for device in devices if device.id.index == HOST]
-    free = min((host.total - host.margin - host.used for host in hosts), default=0) - reading
-    chosen = []
-    for name, size in sizes:
-        if 0 < size <= free:
-            chosen.append(name)
-            free -= size
-    return chosen
-
-
 def spare(plan: Plan, waiting: Sequence[Demand], residents: Sequence[Resident], devices: Sequence[Device]) -> int:
     """Return the bytes of main memory that are free for best-effort use after `plan`.
 
@@ -196,11 +188,18 @@ def _on_host(demand: Demand, hosts: Collection[DeviceId]) -> int:
     return demand.host
 
 
-def queue_order(demand: Demand) -> tuple[bool, int, float, int]:
-    """The sort key of waiting demands, in the order in which the planner considers them."""
-    return demand.best_effort, -demand.priority, demand.since, demand.id
+def take_place(worker: Worker) -> None:
+    """Add the memory of an early start to the worker's reservation, which the fleet has just made.
+
+    The claim of the place lacks that memory, because it was subtracted from the demand. A process that must exit is not
+    taken over, and its memory stays reserved beside the worker's until it has exited.
+    """
+    early, host = worker.early, DeviceId(LOCAL, HOST)
+    if early.held:
+        worker.reserved[host] = worker.reserved.get(host, 0) + early.held
+        if early.is_charged:
+            early.held = 0
+            early.advance(Phase.TAKEN)
 
 
-__all__ = [
-    "Candidate", "Decision", "EarlyStart", "Phase", "cautious", "decide", "less", "queue_order", "readable", "spare",
-]  # fmt: skip
+__all__ = ["Candidate", "Decision", "EarlyStart", "Phase", "cautious", "decide", "less", "spare", "take_place"]

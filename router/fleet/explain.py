@@ -7,9 +7,9 @@ from typing import Any
 
 from router.errors import ApiError, DoesNotFit
 from router.events import EventLog
-from router.fleet.early_start import queue_order
 from router.fleet.worker import Worker
-from router.planner.ledger import HOST, SLOTS, Device, DeviceId
+from router.planner.ledger import SLOTS, DeviceId
+from router.planner.planner import queue_order
 from router.planner.types import Demand, Eviction, Plan, Refusal, Shortage, Wait
 
 MIB = 1 << 20
@@ -64,26 +64,6 @@ class RejectionLog:
             self._append_event(kind, unreported)
 
 
-def numbers(worker: Worker, devices: Sequence[Device]) -> dict[str, Any]:
-    """Return the needed and the free bytes by device."""
-    if worker.costs is None:
-        return {}
-    rows = {
-        str(device.id): {
-            "total": device.total,
-            "used": device.used,
-            "foreign": device.foreign,
-            "margin": device.margin,
-            "limit": device.limit,
-        }
-        for device in devices
-        if device.id in worker.devices or device.id.index in (HOST, SLOTS)
-    }
-    estimate = worker.costs.estimate
-    note = {"note": estimate.note} if estimate.note else {}
-    return {"needs": list(estimate.shards), "source": estimate.source, **note, "devices": rows}
-
-
 def evicted(
     worker: Worker, eviction: Eviction, for_worker: Worker | None, wait: Wait | None, now: float
 ) -> dict[str, Any]:
@@ -93,7 +73,7 @@ def evicted(
         "short_of": [str(id) for id in wait.shortage] if wait is not None else [],
         "for": for_worker.preset.id if for_worker else "",
         "resident_seconds": None if worker.ready_at is None else round(now - worker.ready_at, 1),
-        "idle_seconds": 0.0 if worker.leases else round(now - worker.last_used, 1),
+        "idle_seconds": 0.0 if worker.leases else round(now - worker.usage.last_used, 1),
         "frees": {str(id): size for id, size in worker.reserved.items() if id.index != SLOTS},
     }
 
@@ -172,4 +152,4 @@ def does_not_fit(worker: Worker, refusal: Refusal) -> DoesNotFit:
     )
 
 
-__all__ = ["RejectionLog", "does_not_fit", "evicted", "numbers", "preview", "refused", "shortages"]
+__all__ = ["RejectionLog", "does_not_fit", "evicted", "preview", "refused", "shortages"]

@@ -1,4 +1,4 @@
-"""Failures and back-off: the errors of failed models, and the time at which each may be started again.
+"""Failures and back-off: the errors of failed models and workers, and the time at which each may be started again.
 
     the failure would repeat      after FINAL_PAUSE; earlier if the preset or the files change, or after a load command
     few crashes within WINDOW     PAUSE after a failed start, at once after a worker that was ready
@@ -10,24 +10,24 @@ monotonic clock.
 
 from __future__ import annotations
 
+import logging
 import random
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from router.errors import ApiError, LoadBackoff, LoadFailed
-from router.events import EventLog
-from router.fleet.explain import RejectionLog
+from router.errors import ApiError, Draining, LoadBackoff, LoadFailed, Stalled, WorkerCrashed
 from router.fleet.worker import Worker
 from router.launch.interface import WorkerLost
 from worker.protocol.events import Exit
 
 if TYPE_CHECKING:  # both import this module
-    from router.fleet.interfaces import Files
+    from router.fleet.fleet import Fleet
     from router.fleet.model import Model
+
+log = logging.getLogger("router.fleet.failures")
 
 # All of these are guesses, in seconds.
 PAUSE = 1.0
@@ -35,10 +35,8 @@ FINAL_PAUSE = 600.0
 LONGEST_PAUSE = 300.0
 WINDOW = 600.0
 CALM = 60.0
-SPREAD = (
-    0.8,
-    1.2,
-)  # range of a random factor on growing pauses, so that models that failed together do not retry together
+# Range of a random factor on growing pauses, so that models that failed together do not retry together.
+SPREAD = (0.8, 1.2)
 _MOST_DOUBLINGS = 9
 
 
@@ -87,26 +85,23 @@ class Crashes:
 class Failures:
     """The failure policy of a fleet. Failures are stored with their models."""
 
-    def __init__(self, *, files: Files, events: EventLog, rejections: RejectionLog, now: Callable[[], float]):
-        self._files = files
-        self._events = events
-        self._rejections = rejections
-        self._now = now
+    def __init__(self, fleet: Fleet):
+        self._fleet = fleet
 
     def check(self, model: Model) -> None:
         """Raises LoadBackoff or LoadFailed while requests may not start a worker of `model`."""
         if (refusal := self.refusal(model)) is not None:
-            self._rejections.append(model.preset.id, refusal)
+            self._fleet.rejections.append(model.preset.id, refusal)
             raise refusal
-        if model.failure is not None and self._now() < model.failure.until:
+        if model.failure is not None and self._fleet.now() < model.failure.until:
             model.failure = None  # its files have changed
 
     def refusal(self, model: Model) -> ApiError | None:
         """Return the error of a request for a failed model; None if the model may be started."""
-        failure, now = model.failure, self._now()
+        failure, now = model.failure, self._fleet.now()
         if failure is None or now >= failure.until:
             return None
-        if failure.final and self._files.look(model.preset) != failure.files:
+        if failure.final and self._fleet.files.look(model.preset) != failure.files:
             return None
         message = f"{model.preset.id} failed: {failure.message}"
         if failure.final:
@@ -117,7 +112,7 @@ class Failures:
 
     def remember(self, model: Model, worker: Worker) -> bool:
         """Record the end of a worker. Return True if its load failed and is not retried at once."""
-        now, lost = self._now(), worker.lost
+        now, lost = self._fleet.now(), worker.lost
         served = worker.ready_at is not None
         is_curable = lost is not None and not served and (lost.memory != "" or lost.from_outside)
         model.failed_attempts = int(is_curable and worker.attempt == 0)
@@ -126,7 +121,7 @@ class Failures:
             model.maybe_damaged = True
         elif served:
             model.maybe_damaged = False
-        if worker.ready_at is not None and worker.answered and now - worker.ready_at > CALM:
+        if worker.ready_at is not None and worker.usage.has_answered and now - worker.ready_at > CALM:
             model.crashes.forget()
         if lost is None and worker.refused is not None:
             model.failure = Failure("load_failed", worker.refused.message, None, final=False, at=now, until=now)
@@ -139,12 +134,12 @@ class Failures:
         return not served and (worker.refused is not None or (lost is not None and not model.failed_attempts))
 
     def _failure(self, model: Model, lost: WorkerLost, *, served: bool) -> Failure:
-        now, before = self._now(), model.failure
+        now, before = self._fleet.now(), model.failure
         repeated = before is not None and before.exit == lost.exit
         # The first report of damage causes a clean download. If that is damaged too, another download does not help.
         final = lost.final or (repeated and lost.exit == Exit.DAMAGED)
         if final:
-            pause, files = FINAL_PAUSE, self._files.look(model.preset)
+            pause, files = FINAL_PAUSE, self._fleet.files.look(model.preset)
         else:
             spread = random.uniform(*SPREAD)
             pause = model.crashes.pause(now, allowed=model.preset.max_restarts, served=served, spread=spread)
@@ -153,9 +148,9 @@ class Failures:
 
     def _append_back_off(self, failure: Failure, worker: Worker) -> None:
         """Append a `back_off` event, unless the next worker may start at once."""
-        pause = failure.until - self._now()
+        pause = failure.until - self._fleet.now()
         if pause > 0:
-            self._events.append(
+            self._fleet.events.append(
                 "back_off",
                 worker.preset.id,
                 worker=worker.id,
@@ -168,4 +163,73 @@ class Failures:
             )
 
 
-__all__ = ["CALM", "FINAL_PAUSE", "LONGEST_PAUSE", "PAUSE", "SPREAD", "WINDOW", "Crashes", "Failure", "Failures"]
+# The errors of leases
+
+
+class NextWorker(Exception):
+    """This worker has ended, and its leases move to the model's next worker."""
+
+
+def error_of_retirement(worker: Worker) -> ApiError | NextWorker:
+    """Return the error of leases that wait for a worker which was retired before it was ready."""
+    if worker.reason == "config_changed":
+        return NextWorker()  # a worker with the new settings
+    return Draining(f"{worker.preset.id} was unloaded while it was loading; try again", retry_after=1)
+
+
+def with_retry_time(error: LoadBackoff, failure: Failure, now: float) -> ApiError:
+    """Return `error` with the time of the next attempt; a LoadFailed if there is none."""
+    if failure.final:
+        return LoadFailed(error.message)
+    return LoadBackoff(error.message, retry_after=failure.until - now)
+
+
+def error_after_loss(worker: Worker, fleet: Fleet, lost: WorkerLost) -> ApiError | NextWorker:
+    """Return the error of leases that wait for a lost worker."""
+    name = worker.preset.id
+    if lost.memory and worker.costs is not None:
+        raised = fleet.learned_estimates.record_out_of_memory(worker.costs.key, worker.costs.estimate, lost.memory)
+        when = "while loading" if worker.ready_at is None else "in service"
+        log.warning("%s ran out of %s memory %s; its estimate is raised", worker, lost.memory, when)
+        if worker.attempt == 0:
+            return NextWorker()
+        needs = sum(raised.shards)
+        return LoadBackoff(
+            f"{name} ran out of {lost.memory} memory while loading, twice; it is now expected to need "
+            f"{needs / 2**20:.0f} MiB. Lower ctx-size or parallel, or free memory: {lost.message}",
+            retry_after=1,
+        )
+    if lost.final:
+        return LoadFailed.of(name, lost.message)
+    if lost.from_outside and worker.attempt == 0 and worker.ready_at is None:
+        log.warning("%s: %s; its requests wait for another worker", worker, lost.message)
+        return NextWorker()
+    return LoadBackoff(f"{name} failed to load: {lost.message}", retry_after=1)
+
+
+def lost_error(worker: Worker) -> ApiError:
+    """Return the error of a request whose worker was lost while it ran."""
+    lost, name = worker.lost, worker.preset.id
+    if lost is None:
+        return WorkerCrashed(f"{name}: the connection to its worker broke; try again")
+    if lost.cause == "stalled":
+        return Stalled(f"{name} stopped making progress and was killed: {lost.message}")
+    return WorkerCrashed(f"{name}: its worker exited during the response: {lost.message}; try again")
+
+
+__all__ = [
+    "CALM",
+    "FINAL_PAUSE",
+    "LONGEST_PAUSE",
+    "PAUSE",
+    "SPREAD",
+    "WINDOW",
+    "Crashes",
+    "Failure",
+    "Failures",
+    "NextWorker",
+    "error_after_loss",
+    "error_of_retirement",
+    "lost_error",
+    "with_retry_time",
+]

@@ -1,16 +1,10 @@
-"""The interfaces that a worker lifecycle uses: its fleet, and the snapshots on disk."""
+"""The interface of snapshots on disk, as the fleet uses it."""
 
 from collections.abc import Mapping
 from typing import Protocol
 
 from router.config.presets import Preset
-from router.events import EventLog
-from router.fleet.failures import Failure
-from router.fleet.worker import Worker
-from router.launch.interface import Launcher
 from router.memory.checkpoint_facts import Checkpoint
-from router.memory.learned import LearnedEstimates
-from router.planner.ledger import DeviceId
 from worker.protocol.argv import AdapterSource, Convert, Download
 
 
@@ -65,33 +59,4 @@ class Files(Protocol):
         """Return the download commands of missing adapters."""
 
 
-class World(Protocol):
-    """The fleet, as worker lifecycles use it."""
-
-    launcher: Launcher
-    calibration: LearnedEstimates
-    events: EventLog
-    files: Files
-
-    def now(self) -> float: ...
-
-    def changed(self) -> None:
-        """Request a new plan."""
-
-    def over(self, worker: "Worker") -> Failure | None:
-        """Record the end of a worker, before its leases get the outcome. Return the failure of its model, if any."""
-
-    def capacities(self) -> Mapping[DeviceId, int]:
-        """Return the bytes that are usable on each device when no worker runs."""
-
-    def never_fits(self, worker: "Worker") -> bool:
-        """The weights alone do not fit on empty devices."""
-
-    def replace(self, worker: "Worker") -> None:
-        """Drain a ready worker that does not accept connections."""
-
-    def min_residency(self, preset: Preset) -> float:
-        """Return the seconds for which a new worker of `preset` keeps its place while it is in use."""
-
-
-__all__ = ["Files", "World"]
+__all__ = ["Files"]

@@ -1,91 +1,98 @@
-"""The cost of a load: its devices, the bytes on each, and the source of the estimate.
+"""The cost of a load: the bytes that it needs on each device, estimated before the load and measured after it.
 
 The first estimate is the best one that is available at once: preset, learned, exact from an earlier load, or static.
 The exact estimate is made when the planner needs it, because it runs the worker program for seconds.
+
+Measurements raise the reservation, and become learned estimates. A worker has its peak memory only after its largest
+possible step. Until then a share of the estimated activations, by the static formula, is added to the measurement. The
+share shrinks as the model is used. It is 0 once a worker has had a whole prompt chunk, a full batch and a full context.
 """
 
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from __future__ import annotations
 
-from router.config.presets import Preset
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 from router.errors import LoadFailed
-from router.fleet.interfaces import World
 from router.fleet.worker import Costs, Worker
 from router.fleet.worker_argv import program_of, question, threads
 from router.launch.interface import Program, WorkerLost
 from router.memory import estimate as estimates
-from router.memory import learned, sharding
-from router.memory.estimate import Estimate
-from router.planner.ledger import HOST, DeviceId, Reading
-from worker.protocol.events import Estimated
+from router.memory import sharding
+from router.memory.best_estimate import allowed_devices, best_estimate, device_order, first_fitting, record_key
+from router.memory.checkpoint_facts import Checkpoint, UnknownArchitecture, effective_ctx
+from router.memory.estimate import Estimate, Overhead
+from router.memory.segments import compute_bytes
+from router.planner.ledger import HOST, DeviceId
+from worker.protocol.argv import Estimate as EstimateCommand
+
+if TYPE_CHECKING:  # it imports this module
+    from router.fleet.fleet import Fleet
 
 log = logging.getLogger("router.fleet.load_cost")
 
+NEGLIGIBLE = 0.05
+"""A step this close to the largest one counts as it: a prompt is never quite as long as the context. A guess."""
 
-async def weigh(worker: Worker, world: World) -> None:
+
+# Estimates before the load
+
+
+async def weigh(worker: Worker, fleet: Fleet) -> None:
     """Set facts, devices and costs of a worker with a snapshot. Raises EstimateError, LoadFailed."""
-    worker.facts = await world.files.read(worker.snapshot, worker.preset)
-    _choose_devices(worker, world.launcher.readings())
-    _estimate(worker, world)
-
-
-def _choose_devices(worker: Worker, readings: Sequence[Reading]) -> None:
+    worker.facts = await fleet.files.read(worker.snapshot, worker.preset)
+    readings = fleet.launcher.readings()
     worker.pools = {reading.id: reading.pool for reading in readings if reading.pool is not None}
-    worker.devices = devices_of(worker.preset, readings)
+    worker.devices = allowed_devices(worker.preset, readings)
+    _estimate(worker, fleet)
 
 
-def devices_of(preset: Preset, readings: Sequence[Reading]) -> frozenset[DeviceId]:
-    """Return the devices that the preset allows: those it names, else all accelerators, else main memory.
-
-    Raises LoadFailed for one that is not here.
-    """
-    accelerators = [reading for reading in readings if reading.id.index >= 0]
-    if not preset.device:
-        chosen = {reading.id for reading in accelerators}
-        return frozenset(chosen or {reading.id for reading in readings if reading.id.index == HOST})
-    by_name = {str(reading.id): reading.id for reading in readings}
-    by_name |= {reading.uuid: reading.id for reading in accelerators if reading.uuid}
-    missing = [name for name in preset.device if name not in by_name]
-    if missing:
-        known = ", ".join(sorted(by_name))
-        raise LoadFailed(f"{preset.id}: device {', '.join(missing)} does not exist, only {known}; change `device`")
-    devices = frozenset(by_name[name] for name in preset.device)
-    if len({device.index == HOST for device in devices}) > 1:
-        raise LoadFailed(f"{preset.id}: `device` mixes cpu and accelerators; name one kind")
-    return devices
-
-
-def _estimate(worker: Worker, world: World, *, stands: bool = False) -> None:
+def _estimate(worker: Worker, fleet: Fleet, *, is_last: bool = False) -> None:
     """Choose the fewest devices on which the worker fits, with the best estimate that is available at once.
 
-    `stands`: no better estimate will follow. While an estimate is not sure and its lower bound fits, no further
-    devices are chosen: that has to wait for the exact estimate. Raises EstimateError.
+    `is_last`: no better estimate will follow. Raises EstimateError, LoadFailed.
     """
-    preset, facts = worker.preset, worker.facts
+    preset, facts, readings = worker.preset, worker.facts, fleet.launcher.readings()
     assert facts is not None
-    order = in_order(preset, world.launcher.readings(), worker.devices)
-    room = world.capacities()
-    bounds = sharding.bounded(preset, order, room)
-    for choice in sharding.choices(facts, preset, worker.devices, order, room):
-        worker.choice = choice
-        worker.costs = costs = _cost(worker, world, stands=stands)
-        could = sharding.fits(choice, sharding.floor(costs.estimate), bounds)
-        if sharding.fits(choice, costs.estimate.shards, bounds) or (could and not costs.is_exact):
-            break
-    assert worker.costs is not None
+    forked = fleet.launcher.forks(program_of(preset, str(worker)))
+    bounds = _bounds(worker, fleet)
+    order, room = device_order(preset, readings, worker.devices), fleet.scheduler.capacities()
+
+    def estimate_of(choice: sharding.Choice) -> Estimate:
+        thread_count = threads(preset, on_host=worker.on_host, ranks=choice.ranks)
+        records = fleet.learned_estimates
+        return best_estimate(choice, facts, preset, readings, records, forked=forked, threads=thread_count)
+
+    choice, found = first_fitting(
+        sharding.choices(facts, preset, worker.devices, order, room),
+        estimate_of,
+        bounds,
+        can_wait=lambda estimate: not (is_last or estimate.is_exact),
+    )
+    key = record_key(choice, facts, preset, readings, forked=forked)
+    worker.costs = costs = Costs(
+        estimate=found,
+        choice=choice,
+        is_exact=is_last or found.is_exact,
+        key=key,
+        load_seconds=fleet.learned_estimates.load_seconds(key) or 0.0,
+        forked=forked and found.source != "preset",  # a figure of the preset holds for executed workers, too
+    )
     if preset.gpu_split and not worker.on_host:
-        _hold_to(bounds, worker, worker.costs)
-    if not worker.costs.is_exact and world.never_fits(worker):
+        _check_bounds(worker, costs, bounds)
+    if not costs.is_exact and fleet.scheduler.never_fits(worker):
         worker.costs = replace(worker.costs, is_exact=True)
 
 
-def _hold_to(bounds: Mapping[DeviceId, int], worker: Worker, costs: Costs) -> None:
+def _check_bounds(worker: Worker, costs: Costs, bounds: Mapping[DeviceId, int]) -> None:
     """Apply the preset's limits per device. Raises LoadFailed if the worker needs more."""
-    choice, shards = worker.choice, costs.estimate.shards
+    choice, shards = costs.choice, costs.estimate.shards
     if sharding.fits(choice, shards, bounds):
         if choice.shards == 1:
-            worker.choice = replace(choice, devices=frozenset(id for id in choice.devices if bounds[id] >= shards[0]))
+            devices = frozenset(id for id in choice.devices if bounds[id] >= shards[0])
+            worker.costs = replace(costs, choice=replace(choice, devices=devices))
     elif costs.is_exact or not sharding.fits(choice, sharding.floor(costs.estimate), bounds):
         most = ", ".join(f"{size >> 20} MiB of {device}" for device, size in bounds.items())
         needs = " + ".join(f"{size >> 20} MiB" for size in shards)
@@ -95,141 +102,62 @@ def _hold_to(bounds: Mapping[DeviceId, int], worker: Worker, costs: Costs) -> No
         )
 
 
-def _cost(worker: Worker, world: World, *, stands: bool) -> Costs:
-    """Return the cost of the chosen placement."""
-    preset, facts, on_host = worker.preset, worker.facts, worker.on_host
-    assert facts is not None
-    forked = world.launcher.forks(program_of(preset, str(worker)))
-    key = key_of(worker, world, forked=forked)
-    seconds = world.calibration.load_seconds(key) or 0.0
-    thread_count = threads(preset, on_host=on_host, ranks=worker.choice.ranks)
-    overhead = world.calibration.overhead(type_of(worker.choice, _names(world)), forked=forked)
-    static = sharding.cost(
-        worker.choice, facts, preset, on_host=on_host, threads=thread_count, forked=forked, overhead=overhead
-    )
-    if static.source == "preset":  # holds for forked and executed workers
-        return Costs(static, True, key, seconds)
-    found = best_figure(static, [world.calibration.learned(key), world.calibration.exact(key)], worker.choice)
-    return Costs(found, stands or found.is_exact, key, seconds, forked)
+def _bounds(worker: Worker, fleet: Fleet) -> dict[DeviceId, int]:
+    """Return the usable bytes of each device that the preset allows."""
+    order = device_order(worker.preset, fleet.launcher.readings(), worker.devices)
+    return sharding.bounded(worker.preset, order, fleet.scheduler.capacities())
 
 
-def best_figure(static: Estimate, known: Sequence[Estimate | None], choice: sharding.Choice) -> Estimate:
-    """Return the estimate for a placement: the preset's, else the first of `known` for as many shards, else `static`.
-
-    `known` lists the learned estimate before the exact one. `router estimate` uses this function, too.
-    """
-    if static.source == "preset":
-        return static
-    for each in known:
-        if each is not None and len(each.shards) == choice.shards:
-            return estimates.refreshed(each, static)
-    return static
-
-
-def in_order(preset: Preset, readings: Sequence[Reading], devices: frozenset[DeviceId]) -> list[DeviceId]:
-    """Return the devices in the order of the preset's `device`, else in the driver's order."""
-    if not preset.device:
-        return sorted(devices)
-    by_name = {str(reading.id): reading.id for reading in readings}
-    by_name |= {reading.uuid: reading.id for reading in readings if reading.uuid}
-    return list(dict.fromkeys(by_name[name] for name in preset.device if name in by_name))
-
-
-def key_of(worker: Worker, world: World, *, forked: bool) -> str:
-    """Return the key of the worker's learned estimates."""
-    assert worker.facts is not None
-    kinds = kinds_of(worker.choice, _names(world))
-    return learned.key(worker.facts, worker.preset, kinds, forked=forked)
-
-
-def _names(world: World) -> dict[DeviceId, str]:
-    """Return the driver's names of accelerators."""
-    return {reading.id: reading.name for reading in world.launcher.readings() if reading.id.index != HOST}
-
-
-def type_of(choice: sharding.Choice, names: Mapping[DeviceId, str]) -> str:
-    """Return the device type of a placement, by its first device. `names`: of accelerators."""
-    first = min(choice.devices)
-    return "cpu" if first.index == HOST else names.get(first, "")
-
-
-def kinds_of(choice: sharding.Choice, names: Mapping[DeviceId, str]) -> list[str]:
-    """Return, by shard, the device type and the number of layers or ranks: learned estimates hold for equal ones only.
-
-    `names`: of accelerators.
-    """
-    name = type_of(choice, names)
-    if choice.ranks > 1:
-        return [f"{name}, of {choice.ranks} ranks"] * choice.shards
-    return [f"{name}, {count} layers" for count in choice.layers] or [name]
-
-
-async def refine(worker: Worker, world: World, program: Program) -> None:
-    """Replace the estimate by the exact one; keep the present one as sure if that fails."""
-    assert worker.costs is not None
-    try:
-        exact = await world.launcher.estimate(program, question(worker))
-    except WorkerLost as lost:
-        if lost.final:
-            raise
-        log.warning("%s: no exact estimate (%s); %s", worker, lost.message, _estimate_in_use(worker.costs.estimate))
-        worker.costs = replace(worker.costs, is_exact=True)
-        _estimate(worker, world, stands=True)
-        return
-    _keep_exact(worker, world, worker.costs, exact)
-    append_estimate(worker, world)
-
-
-def _keep_exact(worker: Worker, world: World, costs: Costs, exact: Estimated) -> None:
-    """Use the exact estimate. If it needs more devices, begin again with a first estimate for those."""
-    estimate = estimates.from_trace(exact, worker.preset, forked=costs.forked, first=costs.estimate)
-    world.calibration.store_exact(costs.key, estimate)
-    worker.costs = replace(costs, estimate=estimate, is_exact=True)
-    if not sharding.fits(worker.choice, estimate.shards, _bounds(worker, world)):
-        _estimate(worker, world)
-
-
-async def trace_unknown(worker: Worker, world: World, program: Program) -> None:
+async def trace_unknown(worker: Worker, fleet: Fleet, program: Program) -> None:
     """Make the exact estimate before the first plan if the first estimate is a guess.
 
     It is one if only the weights are known, or if it exceeds the preset's limits per device.
     """
-    while (costs := worker.costs) is not None and not costs.is_exact and _is_a_guess(worker, world, costs.estimate):
+    while (costs := worker.costs) is not None and not costs.is_exact and _is_a_guess(worker, fleet, costs):
         command = question(worker)
-        worker.costs = None
-        try:
-            exact = await world.launcher.estimate(program, command)
-        except WorkerLost as lost:
-            if lost.final:
-                raise
-            log.warning("%s: no exact estimate (%s); %s", worker, lost.message, _estimate_in_use(costs.estimate))
-            _estimate(worker, world, stands=True)
-            return
-        _keep_exact(worker, world, costs, exact)
+        worker.costs = None  # a worker without costs is not planned
+        await _make_exact(worker, fleet, program, command, costs)
 
 
-def _is_a_guess(worker: Worker, world: World, estimate: Estimate) -> bool:
-    if estimate.source == "weights":
+def _is_a_guess(worker: Worker, fleet: Fleet, costs: Costs) -> bool:
+    if costs.estimate.source == "weights":
         return True
     is_bound = bool(worker.preset.gpu_split) and not worker.on_host
-    return is_bound and not sharding.fits(worker.choice, estimate.shards, _bounds(worker, world))
+    return is_bound and not sharding.fits(costs.choice, costs.estimate.shards, _bounds(worker, fleet))
 
 
-def _bounds(worker: Worker, world: World) -> dict[DeviceId, int]:
-    """Return the usable bytes of each device that the preset allows."""
-    order = in_order(worker.preset, world.launcher.readings(), worker.devices)
-    return sharding.bounded(worker.preset, order, world.capacities())
+async def refine(worker: Worker, fleet: Fleet, program: Program) -> None:
+    """Replace the estimate by the exact one. If that fails, the present one counts as exact."""
+    assert worker.costs is not None
+    if await _make_exact(worker, fleet, program, question(worker), worker.costs):
+        append_estimate(worker, fleet)
 
 
-def _estimate_in_use(estimate: Estimate) -> str:
-    return f"the estimate in use is {estimate.note}" if estimate.note else f"the {estimate.source} estimate is used"
+async def _make_exact(worker: Worker, fleet: Fleet, program: Program, command: EstimateCommand, costs: Costs) -> bool:
+    """Set the exact estimate in place of `costs`; return whether it could be made."""
+    try:
+        exact = await fleet.launcher.estimate(program, command)
+    except WorkerLost as lost:
+        if lost.final:
+            raise
+        note, source = costs.estimate.note, costs.estimate.source
+        in_use = f"the estimate in use is {note}" if note else f"the {source} estimate is used"
+        log.warning("%s: no exact estimate (%s); %s", worker, lost.message, in_use)
+        _estimate(worker, fleet, is_last=True)
+        return False
+    estimate = estimates.from_trace(exact, worker.preset, forked=costs.forked, first=costs.estimate)
+    fleet.learned_estimates.store_exact(costs.key, estimate)
+    worker.costs = replace(costs, estimate=estimate, is_exact=True)
+    if not sharding.fits(costs.choice, estimate.shards, _bounds(worker, fleet)):
+        _estimate(worker, fleet)  # it needs more devices, so begin again with a first estimate for those
+    return True
 
 
-def append_estimate(worker: Worker, world: World) -> None:
+def append_estimate(worker: Worker, fleet: Fleet) -> None:
     """Append an `estimate` event."""
     assert worker.costs is not None
     found = worker.costs.estimate
-    world.events.append(
+    fleet.events.append(
         "estimate",
         worker.preset.id,
         worker=worker.id,
@@ -243,15 +171,129 @@ def append_estimate(worker: Worker, world: World) -> None:
     )
 
 
+# Measurements after the load
+
+
+def record_load(worker: Worker, fleet: Fleet) -> None:
+    """Record the time and the memory of a worker that is about to be ready."""
+    costs, process = worker.costs, worker.process
+    assert costs is not None
+    assert process is not None
+    assert worker.facts is not None
+    if process.forked != costs.forked:  # learned estimates are kept apart for forked and executed workers
+        readings = fleet.launcher.readings()
+        key = record_key(costs.choice, worker.facts, worker.preset, readings, forked=process.forked)
+        worker.costs = costs = replace(costs, key=key, forked=process.forked)
+    fleet.learned_estimates.record_load(costs.key, worker.load_seconds)
+    settle_reservation(worker)
+    _learn_overhead(worker, fleet)
+    learn(worker, fleet)
+
+
+def settle_reservation(worker: Worker) -> None:
+    """Raise a ready worker's reservation to its measurement plus the main memory that it may still allocate.
+
+    It is never lowered: the pools are allocated, but a longer prompt may still need more activations.
+    """
+    later = _later(worker)
+    for device, size in worker.occupied.items():
+        size += later if device.index == HOST else 0
+        worker.reserved[device] = max(worker.reserved.get(device, 0), size)
+
+
+def learn(worker: Worker, fleet: Fleet) -> None:
+    """Record a worker's measurement as a learned estimate. Called when it is ready and when it stops."""
+    costs = worker.costs
+    if costs is None or costs.estimate.source == "preset" or not worker.place:
+        return
+    shards, host = _peaks(worker, costs)
+    if all(shards):
+        share = _share_to_come(worker)
+        worker.has_peaked = share == 0
+        fleet.learned_estimates.record(costs.key, costs.estimate, shards, host, share_to_come=share)
+
+
+def learn_at_peak(worker: Worker, fleet: Fleet) -> None:
+    """Record the measurement after the largest step, so that it is not lost if the router is killed."""
+    if not worker.has_peaked and _share_to_come(worker) == 0:
+        learn(worker, fleet)
+
+
+def _learn_overhead(worker: Worker, fleet: Fleet) -> None:
+    """Record the process overhead, which does not depend on the model. A worker reports it once, when ready."""
+    process = worker.process
+    if process is None or not process.ready.overhead:
+        return
+    ready, host = process.ready, process.ready.overhead.get("cpu", 0)
+    names = {reading.id: reading.name for reading in fleet.launcher.readings()}
+    for shard, device in enumerate(worker.place):
+        is_host = device.index == HOST
+        measured = Overhead(0 if is_host else ready.overhead.get(f"cuda:{shard}", 0), host)
+        name = "cpu" if is_host else names.get(device, "")
+        fleet.learned_estimates.record_overhead(name, measured, forked=process.forked, is_own=ready.overhead_is_own)
+
+
+def _share_to_come(worker: Worker) -> float:
+    """Return the share of activations still to come: 1.0 before any step, 0.0 after the largest one."""
+    facts, preset = worker.facts, worker.preset
+    prompt, rows, end = (worker.pulse.largest if worker.pulse is not None else None) or (0, 0, 0)
+    if facts is None or not prompt:
+        return 1.0
+    tokens = effective_ctx(facts, preset)
+    seen = replace(
+        preset,
+        prefill_chunk=min(prompt, preset.chunk),
+        max_prefill_tokens=0,
+        parallel=max(rows, 1),
+    )
+    seen_facts = _with_images_seen(facts, worker, seen.parallel, tokens)
+    try:
+        so_far = compute_bytes(seen_facts, seen, min(end, tokens), on_host=worker.on_host)
+        at_most = compute_bytes(facts, preset, tokens, on_host=worker.on_host)
+    except UnknownArchitecture:  # without a formula, a whole prompt chunk counts as the largest step
+        return 0.0 if prompt >= min(preset.chunk, tokens - 1) else 1.0
+    share = 1 - so_far / at_most
+    return share if share > NEGLIGIBLE else 0.0
+
+
+def _with_images_seen(facts: Checkpoint, worker: Worker, rows: int, tokens: int) -> Checkpoint:
+    """Return the facts with the largest image that the worker has processed, and as many images per batch of `rows`.
+
+    `tokens`: the context length, which bounds an image.
+    """
+    image, images = (worker.pulse.seen if worker.pulse is not None else None) or (0, 0)
+    largest = min(facts.picture_tokens, tokens)
+    if not largest or image >= (1 - NEGLIGIBLE) * largest:
+        image = facts.picture_tokens
+    tower = facts.tower * image // max(facts.picture_tokens, 1)
+    return replace(facts, tower=tower, picture_tokens=image * min(images, rows) // rows)
+
+
+def _later(worker: Worker) -> int:
+    """Return the bytes of main memory that the worker may still allocate."""
+    if worker.pulse is not None:
+        return worker.pulse.later
+    return worker.process.ready.later if worker.process is not None else 0
+
+
+def _peaks(worker: Worker, costs: Costs) -> tuple[tuple[int, ...], int]:
+    """Return the peak bytes by shard (0: not measured), and of main memory beside them with what may be allocated."""
+    main, later = DeviceId(worker.place[0].node, HOST), _later(worker)
+    shards = tuple(worker.measured.get(device, 0) for device in worker.place)
+    if main in worker.place:  # the only shard
+        return tuple(size and size + later for size in shards), 0
+    beside = costs.estimate.host
+    measured = worker.measured.get(main, 0)
+    return shards, measured + later if beside and measured else beside
+
+
 __all__ = [
     "append_estimate",
-    "best_figure",
-    "devices_of",
-    "in_order",
-    "key_of",
-    "kinds_of",
+    "learn",
+    "learn_at_peak",
+    "record_load",
     "refine",
+    "settle_reservation",
     "trace_unknown",
-    "type_of",
     "weigh",
-]  # fmt: skip
+]

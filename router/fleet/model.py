@@ -1,18 +1,28 @@
-"""One model of the fleet: its preset, its workers, its failures, and the decision to add a replica.
+"""The models of the fleet: each with its preset, workers and failures, and the changes of the list by new presets.
 
 The oldest open worker of a model is required. All further workers are replicas. They are best-effort: they start where
 memory is free, are evicted for any demand, and exit when idle. If the required worker exits, the oldest replica becomes
 the required one.
 """
 
+from __future__ import annotations
+
+import time
 from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
+from typing import TYPE_CHECKING
 
-from router.config.presets import Preset
+from router.config.presets import Preset, same_load
+from router.errors import ApiError
 from router.fleet.failures import Crashes, Failure
 from router.fleet.sleeping_weights import SleepingWeights, SleepRequest
 from router.fleet.worker import State, Worker
+
+if TYPE_CHECKING:  # it imports this module
+    from router.fleet.fleet import Fleet
 
 # All of these are guesses.
 REPLICA_PAUSE = 15.0  # seconds without a new replica after one found no room, or failed
@@ -146,4 +156,91 @@ def _load_order(worker: Worker) -> tuple[bool, int, bool, int]:
     return worker.state is not State.READY, len(worker.leases), worker.best_effort, worker.id
 
 
-__all__ = ["FIRST_LOAD_SECONDS", "REPLICA_PAUSE", "Model"]
+class ModelList(dict[str, Model]):
+    """All models by id. Presets add, change and remove them."""
+
+    def __init__(self, fleet: Fleet, presets: Mapping[str, Preset]):
+        super().__init__()
+        self._fleet = fleet
+        for preset in presets.values():
+            self.add(preset)
+
+    def add(self, preset: Preset) -> None:
+        self[preset.id] = Model(preset, int(time.time()))
+
+    def apply(self, presets: Mapping[str, Preset]) -> dict[str, list[str]]:
+        """Apply new presets and retire workers of changed and removed ones. Return ids by what was done."""
+        result: dict[str, list[str]] = {"added": [], "changed": [], "restarted": [], "removed": []}
+        for id in [id for id in self if id not in presets]:
+            self.remove(id, "config_changed")
+            result["removed"].append(id)
+        for id, preset in presets.items():
+            model = self.get(id)
+            if model is None:
+                self.add(preset)
+                result["added"].append(id)
+            elif preset != model.preset:
+                result["changed"].append(id)
+                if self._change(model, preset):
+                    result["restarted"].append(id)
+        self._fleet.events.append("config", "*", **result)
+        self._fleet.scheduler.plan_soon()
+        return result
+
+    def remove(self, id: str, reason: str) -> list[Worker]:
+        """Remove a model. Return its workers, which drain and stop."""
+        fleet, model = self._fleet, self.pop(id)
+        fleet.sleepers.let_go(model, reason)
+        workers = list(model.workers)
+        for worker in workers:
+            fleet.retire(worker, reason, drain=fleet.limits.drain_timeout)
+        if not workers:
+            fleet.events.append("removed", id)
+        return workers
+
+    def change(self, preset: Preset) -> None:
+        """Apply new settings to one model. Raises ModelNotFound."""
+        model = self._fleet.model(preset.id)
+        if preset != model.preset:
+            self._change(model, preset)
+            self._fleet.scheduler.plan_soon()
+
+    def _change(self, model: Model, preset: Preset) -> bool:
+        """Apply a preset; return True if a worker is retired because the new settings need another load."""
+        fleet, applies_to_workers = self._fleet, same_load(preset, model.preset)
+        model.preset = preset
+        if applies_to_workers:
+            for worker in model.workers:
+                worker.preset = preset
+            return False
+        fleet.sleepers.let_go(model, "config_changed")
+        model.failure, model.failed_attempts = None, 0
+        model.crashes.forget()
+        before = model.open
+        for worker in list(model.workers):
+            fleet.retire(worker, "config_changed", drain=fleet.limits.drain_timeout)
+        if before is not None and (preset.pin or (before.leases and before.state < State.READY)):
+            with suppress(ApiError):  # the queue may be full; then the next request loads it
+                fleet.wanted(preset.id)
+        return before is not None
+
+    # Prefetch
+
+    def to_prefetch(self, model: Model) -> list[Model]:
+        """Return the models under `prefetch` that have files here, no worker and no failure."""
+        found = [self._by_name(name) for name in model.preset.prefetch]
+        return [
+            other for other in found if other is not None and not other.workers and other.failure is None
+            and other is not model and self._fleet.files.find(other.preset) is not None
+        ]  # fmt: skip
+
+    def _by_name(self, name: str) -> Model | None:
+        return self.get(name) or next((model for model in self.values() if name in model.preset.aliases), None)
+
+    def has_ready_worker(self, model: Model) -> bool:
+        """A listed model is in use: a worker is ready that was not itself started by a prefetch."""
+        is_listed = self.get(model.preset.id) is model
+        return is_listed and any(worker.state is State.READY and not worker.prefetched for worker in model.workers)
+
+
+__all__ = ["FIRST_LOAD_SECONDS", "REPLICA_PAUSE", "Model", "ModelList"]

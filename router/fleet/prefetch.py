@@ -3,17 +3,21 @@
 Two kinds of files are read: those of queued workers, by their lifecycles, and those of models under `prefetch`, here.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from router.config.presets import Preset
-from router.fleet import early_start
-from router.fleet.interfaces import Files
-from router.fleet.worker import Worker
-from router.launch.interface import Launcher, NotLocked
-from router.planner.ledger import Device
+from router.fleet.worker import State, Worker
+from router.launch.interface import NotLocked
+from router.planner.ledger import HOST, Device
 from router.planner.types import Plan
+
+if TYPE_CHECKING:  # it imports this module
+    from router.fleet.fleet import Fleet
 
 log = logging.getLogger("router.fleet.fleet")
 
@@ -21,11 +25,8 @@ log = logging.getLogger("router.fleet.fleet")
 class Prefetcher:
     """The prefetches of one fleet. No public method awaits."""
 
-    def __init__(self, launcher: Launcher, files: Files, queued: Callable[[], Iterable[Worker]]):
-        """`queued` returns all queued workers."""
-        self._launcher = launcher
-        self._files = files
-        self._queued = queued
+    def __init__(self, fleet: Fleet):
+        self._fleet = fleet
         self.tasks: set[asyncio.Task[None]] = set()  # reads for models under `prefetch`
 
     def begin(self, plan: Plan, queued: Iterable[Worker], devices: Sequence[Device]) -> None:
@@ -33,21 +34,22 @@ class Prefetcher:
         in_order = sorted(queued, key=lambda worker: (-worker.preset.priority, worker.since))
         sizes = [
             (worker.id, self._bytes_to_read(worker))
-            for worker in in_order if worker.id in plan.waits and not (worker.best_effort or worker.prefetch.is_set())
-        ]  # fmt: skip
+            for worker in in_order
+            if worker.id in plan.waits and not (worker.best_effort or worker.queue.prefetch.is_set())
+        ]
         if sizes:
-            chosen = set(early_start.readable(sizes, devices, self._bytes_in_flight()))
+            chosen = set(readable(sizes, devices, self._bytes_in_flight()))
             for worker in (worker for worker in in_order if worker.id in chosen):
-                worker.prefetch.set()
+                worker.queue.prefetch.set()
 
     def read_files(self, presets: Iterable[Preset], devices: Sequence[Device]) -> None:
         """Read the files of models that are expected to be requested soon."""
         sizes = []
         for preset in presets:
-            snapshot = self._files.find(preset) or ""
-            files = self._files.weights(self._files.loads_from(preset, snapshot))
+            snapshot = self._fleet.files.find(preset) or ""
+            files = self._fleet.files.weights(self._fleet.files.loads_from(preset, snapshot))
             sizes.append((tuple(files), sum(files.values())))
-        for chosen in early_start.readable(sizes, devices, self._bytes_in_flight()):
+        for chosen in readable(sizes, devices, self._bytes_in_flight()):
             assert isinstance(chosen, tuple)
             task = asyncio.get_running_loop().create_task(self._read(chosen), name="prefetch")
             self.tasks.add(task)
@@ -59,18 +61,34 @@ class Prefetcher:
 
     async def _read(self, files: tuple[str, ...]) -> None:
         try:
-            await self._launcher.read_ahead(files)
+            await self._fleet.launcher.read_ahead(files)
         except NotLocked as failed:
             log.warning("prefetch of files failed: %s", failed)
 
     def _bytes_in_flight(self) -> int:
-        return sum([self._bytes_to_read(worker) for worker in self._queued() if worker.prefetch.is_set()])
+        queued = [worker for worker in self._fleet.workers() if worker.state is State.QUEUED]
+        return sum([self._bytes_to_read(worker) for worker in queued if worker.queue.prefetch.is_set()])
 
     def _bytes_to_read(self, worker: Worker) -> int:
         """Return the size of the worker's files. It is cached, because a queued worker is planned many times."""
         if worker.file_sizes is None:
-            worker.file_sizes = self._files.weights(worker.snapshot)
+            worker.file_sizes = self._fleet.files.weights(worker.snapshot)
         return sum(worker.file_sizes.values())
 
 
-__all__ = ["Prefetcher"]
+def readable(sizes: Sequence[tuple[Hashable, int]], devices: Sequence[Device], reading: int = 0) -> list[Hashable]:
+    """Return the names of the files that may be prefetched, in order. `reading`: bytes that are being prefetched.
+
+    The files must fit into memory that the driver reports as free: for more, the kernel drops other cached pages.
+    """
+    hosts = [device for device in devices if device.id.index == HOST]
+    free = min((host.total - host.margin - host.used for host in hosts), default=0) - reading
+    chosen = []
+    for name, size in sizes:
+        if 0 < size <= free:
+            chosen.append(name)
+            free -= size
+    return chosen
+
+
+__all__ = ["Prefetcher", "readable"]

@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from router.config.presets import Preset
-from router.events import EventLog
-from router.launch.interface import Launcher, NotLocked
+from router.launch.interface import NotLocked
 from router.planner.ledger import HOST, LOCAL, DeviceId, Resident
 
-if TYPE_CHECKING:  # it imports this module
+if TYPE_CHECKING:  # both import this module
+    from router.fleet.fleet import Fleet
     from router.fleet.model import Model
 
 log = logging.getLogger("router.fleet.fleet")
@@ -77,26 +77,8 @@ class SleepingWeights:
 class Sleepers:
     """All sleeping weights of one fleet. No method awaits."""
 
-    def __init__(
-        self,
-        *,
-        launcher: Launcher,
-        events: EventLog,
-        budget: int,
-        ids: Iterator[int],
-        tasks: set[asyncio.Task[None]],
-        now: Callable[[], float],
-        changed: Callable[[], None],
-    ):
-        """`budget`: bytes that all sleeping weights may take. `ids` and `tasks` are the fleet's; it waits for the tasks
-        when it closes. `changed` requests a new plan."""
-        self._launcher = launcher
-        self._events = events
-        self._budget = budget
-        self._ids = ids
-        self._tasks = tasks
-        self._now = now
-        self._changed = changed
+    def __init__(self, fleet: Fleet):
+        self._fleet = fleet
         self.all: dict[int, SleepingWeights] = {}  # all that are not stopped, by id
 
     def put_to_sleep(self, models: Iterable[Model], spare: int) -> None:
@@ -112,7 +94,7 @@ class Sleepers:
             request, model.sleep_request = model.sleep_request, None
             if request is None or model.workers or model.sleeping is not None or request.size > spare:
                 continue
-            victims = make_room(self.all.values(), request.size, self._budget)
+            victims = make_room(self.all.values(), request.size, self._fleet.limits.sleep_memory)
             if victims is None:
                 continue
             for weights in victims:
@@ -129,36 +111,35 @@ class Sleepers:
     def release(self, weights: SleepingWeights, reason: str) -> None:
         if not weights.released.is_set():
             weights.release(reason)
-            self._changed()  # it counts as leaving from now on
+            self._fleet.scheduler.plan_soon()  # it counts as leaving from now on
 
     def _begin(self, model: Model, request: SleepRequest) -> None:
-        weights = SleepingWeights(next(self._ids), model.preset, request)
+        weights = SleepingWeights(next(self._fleet.ids), model.preset, request)
         model.sleeping = self.all[weights.id] = weights
-        holding = hold(weights, self._launcher, self._events, self._changed)
-        task = asyncio.get_running_loop().create_task(holding, name=str(weights))
-        self._tasks.add(task)
+        task = asyncio.get_running_loop().create_task(hold(weights, self._fleet), name=str(weights))
+        self._fleet.tasks.add(task)
         task.add_done_callback(lambda task: self._ended(task, model, weights))
-        self._changed()  # its memory is reserved from now on, and its `ttl` may end soon
+        self._fleet.scheduler.plan_soon()  # its memory is reserved from now on, and its `ttl` may end soon
 
     def _ended(self, task: asyncio.Task[None], model: Model, weights: SleepingWeights) -> None:
-        self._tasks.discard(task)
+        self._fleet.tasks.discard(task)
         del self.all[weights.id]
         weights.stopped.set()
         if model.sleeping is weights:
             model.sleeping = None
-            model.since = self._now()
-        self._changed()
+            model.since = self._fleet.now()
+        self._fleet.scheduler.plan_soon()
 
 
-async def hold(weights: SleepingWeights, launcher: Launcher, events: EventLog, changed: Callable[[], None]) -> None:
-    """Lock the weights in main memory until they are released or lost. Calls `changed` once they are locked."""
-    _append_event(weights, events, "holding")
+async def hold(weights: SleepingWeights, fleet: Fleet) -> None:
+    """Lock the weights in main memory until they are released or lost."""
+    _append_event(weights, fleet, "holding")
     try:
-        async with launcher.keep(weights.request.files) as held:
-            await launcher.refresh()  # the driver's reading must contain what `is_held` counts as measured
+        async with fleet.launcher.keep(weights.request.files) as held:
+            await fleet.launcher.refresh()  # the driver's reading must contain what `is_held` counts as measured
             weights.is_held = True
-            _append_event(weights, events, "held")
-            changed()
+            _append_event(weights, fleet, "held")
+            fleet.scheduler.plan_soon()
             lost = asyncio.ensure_future(held.lost())
             released = asyncio.ensure_future(weights.released.wait())
             try:
@@ -174,14 +155,14 @@ async def hold(weights: SleepingWeights, launcher: Launcher, events: EventLog, c
     finally:
         weights.release("shutdown")
         with contextlib.suppress(asyncio.CancelledError):
-            await launcher.refresh()
+            await fleet.launcher.refresh()
         weights.stopped.set()
-        _append_event(weights, events, "released")
+        _append_event(weights, fleet, "released")
 
 
-def _append_event(weights: SleepingWeights, events: EventLog, state: str) -> None:
+def _append_event(weights: SleepingWeights, fleet: Fleet, state: str) -> None:
     data = {"reason": weights.reason} if weights.reason else {}
-    events.append("holding", weights.preset.id, id=weights.id, state=state, bytes=weights.request.size, **data)
+    fleet.events.append("holding", weights.preset.id, id=weights.id, state=state, bytes=weights.request.size, **data)
 
 
 def make_room(present: Iterable[SleepingWeights], size: int, budget: int) -> Sequence[SleepingWeights] | None:

@@ -5,27 +5,32 @@
 States may be skipped and are never entered twice. A model that is loaded again gets a new worker.
 """
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Protocol
+from math import inf
+from typing import TYPE_CHECKING, Any
 
 from router.config.presets import Preset
 from router.errors import ApiError, LoadFailed
 from router.events import EventLog
-from router.fleet.early_start import Candidate, EarlyStart, Phase, less
-from router.fleet.load_stages import Stages
+from router.fleet.early_start import EarlyStart
 from router.fleet.sleeping_weights import SleepRequest
 from router.launch.interface import WorkerLost, WorkerProcess
-from router.memory import estimate as estimates
-from router.memory import sharding
 from router.memory.checkpoint_facts import Checkpoint
 from router.memory.estimate import Estimate
+from router.memory.sharding import Choice
 from router.planner.ledger import HOST, LOCAL, SLOTS, Bytes, DeviceId, Resident, pooled
-from router.planner.types import Demand, Start
-from worker.protocol.argv import ENGINES, AdapterSource
+from router.planner.types import Start
+from worker.protocol.argv import AdapterSource
 from worker.protocol.events import Progress, Pulse
+
+if TYPE_CHECKING:  # both import this module
+    from router.fleet.admission import Lease
+    from router.fleet.model import Model
 
 
 class State(IntEnum):
@@ -44,44 +49,161 @@ class State(IntEnum):
         return State.STARTING <= self <= State.STOPPING
 
 
-def advance(current: State, to: State) -> State:
-    """Return `to`. Raises ValueError if it does not come after `current`."""
-    if to <= current:
-        raise ValueError(f"a worker cannot go back from {current.name} to {to.name}")
-    return to
-
-
-class HeldLease(Protocol):
-    """A lease, as its worker uses it."""
-
-    def abort(self, error: ApiError) -> None:
-        """End the request with `error`. The lease is returned soon after."""
-
-
 @dataclass(frozen=True, slots=True)
 class Costs:
     """The predicted cost of a load."""
 
     estimate: Estimate
+    choice: Choice  # the placement that the estimate holds for
     is_exact: bool  # a plan may evict or refuse because of this estimate
     key: str  # of the learned estimates
     load_seconds: float
     forked: bool = False  # they hold for a forked worker only
 
 
+@dataclass(slots=True, kw_only=True)
+class QueuePosition:
+    """The wait of a worker for memory: the requests of the planner, and its last decision."""
+
+    room: asyncio.Future[Start]  # the place that the fleet has reserved
+    considered: asyncio.Event = field(default_factory=asyncio.Event)  # a plan was made on a reliable estimate
+    refine: asyncio.Event = field(default_factory=asyncio.Event)  # the planner needs the exact estimate
+    prefetch: asyncio.Event = field(default_factory=asyncio.Event)  # read its files into the page cache meanwhile
+    waits_for: str = ""  # the cause of the wait, in the planner's terms
+    waits_for_slot: bool = False  # its last wait was for the worker count, not for memory
+    waits_until: float | None = None  # latest time at which its victims may leave; None: now, or unknown
+    ahead: int = 0  # the number of workers before it
+    reported: str = ""  # the cause in its last `plan` event
+
+
+@dataclass(slots=True)
+class Usage:
+    """The use of a worker by requests. Times are seconds of the fleet's clock."""
+
+    last_used: float  # end of its last lease, or the time at which it became ready
+    residency_ends: float
+    keep_alive: float | None = None  # idle seconds set by its latest request; below 0: forever; None: preset
+    has_answered: bool = False  # it has completed an answer
+    first_token: float = 0.0  # seconds from the first request's arrival to its first token; 0.0: none yet
+
+
+@dataclass(slots=True)
+class SentAdapters:
+    """The adapters and the default adapter that the process was started with or has received since."""
+
+    sent: tuple[tuple[AdapterSource, ...], str] = ((), "")
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while they are being sent
+
+
+PROGRESS_INTERVAL = 0.1
+"""Seconds between two `progress` events of one load."""
+
+UNITS = {"download": "bytes", "weights": "bytes", "warmup": "tokens"}
+"""The unit of progress by stage. Other stages have no countable steps."""
+
+PARTS = {"start": (0.0, 0.0), "weights": (0.0, 0.9), "warmup": (0.9, 1.0)}
+"""Share of the whole load at begin and end of each stage. A guess: weights take nearly all time."""
+
+
+def load_share(stage: str, share: float) -> float:
+    """Return the share of the whole load, 0 to 1, at `share` of `stage`. A download is counted on its own."""
+    begin, end = PARTS.get(stage, (0.0, 1.0))
+    return begin + (end - begin) * share
+
+
+class LoadProgress:
+    """The stages of one load in order: download, convert, wait, start, weights, warmup. Times are arguments."""
+
+    def __init__(self) -> None:
+        self.latest: Progress | None = None  # the last report of the process in this state
+        self._shown_at = -inf  # time of the last report for which an event was made
+        self._stage = ""
+        self._since = 0.0
+        self._over: list[tuple[str, float, float]] = []  # ended stages with begin and end
+        self._done = self._total = 0
+        # Time and steps of the first report in this stage. The rate excludes steps that were done before.
+        self._first: tuple[float, int] | None = None
+        self._rate = 0.0
+
+    def begin(self, stage: str, now: float) -> None:
+        """End the current stage and begin `stage`. Without effect if it is the current one."""
+        if stage == self._stage:
+            return
+        self.end(now)
+        self._stage, self._since = stage, now
+        self._done = self._total = 0
+        self._first, self._rate = None, 0.0
+
+    def update(self, stage: str, done: int, total: int, now: float) -> None:
+        """Record `done` of `total` steps (0: unknown) of `stage`, and begin it if it is not the current one."""
+        self.begin(stage, now)
+        self._done, self._total = done, total
+        at, before = self._first = self._first or (now, done)
+        if now > at:
+            self._rate = max(0.0, (done - before) / (now - at))
+
+    def report(self, event: Progress, now: float) -> bool:
+        """Record a report of the process. Return whether it is worth an event: for a new stage, for the end of a stage,
+        or PROGRESS_INTERVAL after the last event."""
+        before, self.latest = self.latest, event
+        self.update(event.stage, event.done, event.total, now)
+        is_same = before is not None and before.stage == event.stage
+        is_end = before is not None and before.done < event.done == event.total
+        if is_same and not is_end and now - self._shown_at < PROGRESS_INTERVAL:
+            return False
+        self._shown_at = now
+        return True
+
+    def end(self, now: float) -> None:
+        """End the current stage."""
+        if self._stage:
+            self._over.append((self._stage, self._since, now))
+        self._stage = ""
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each ended stage, in order."""
+        return self.between(-inf, inf)
+
+    def between(self, since: float, until: float) -> dict[str, float]:
+        """Return the seconds of each ended stage within a time range."""
+        found: dict[str, float] = {}
+        for stage, began, ended in self._over:
+            if (seconds := min(ended, until) - max(began, since)) >= 0:
+                found[stage] = found.get(stage, 0.0) + seconds
+        return found
+
+    @property
+    def share(self) -> float:
+        """Progress of the current stage, 0 to 1; 0 while its total is unknown."""
+        return min(1.0, self._done / self._total) if self._total else 0.0
+
+    @property
+    def left(self) -> float | None:
+        """Remaining seconds of the current stage at its rate so far; None if unknown."""
+        return (self._total - self._done) / self._rate if self._rate and self._total else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the current stage as JSON values: `rate` in units per second, `eta` in seconds; None if unknown."""
+        return {
+            "stage": self._stage,
+            "done": self._done,
+            "total": self._total,
+            "unit": UNITS.get(self._stage),
+            "rate": round(self._rate, 1) if self._rate else None,
+            "eta": round(self.left, 1) if self.left is not None else None,
+        }
+
+
 class Worker:
     """One worker as fleet and planner see it. Times are seconds of the fleet's clock."""
 
-    def __init__(
-        self, id: int, preset: Preset, state: State, now: float, *, attempt: int = 0, best_effort: bool = False
-    ):
+    def __init__(self, id: int, model: Model, state: State, now: float, *, attempt: int = 0, best_effort: bool = False):
         # Identity
         self.id = id
-        self.preset = preset
-        self.siblings: list[Worker] = []  # all running workers of the model, this one included; kept by the fleet
-        self.attempt = (
-            attempt  # earlier workers in a row that failed before ready in a way that a retry may cure: 0 or 1
-        )
+        self.model = model
+        self.preset: Preset = model.preset  # stays when the model gets settings that need another load
+        self.attempt = attempt  # workers in a row before it that failed in a way that a retry may cure: 0 or 1
         self.best_effort = best_effort
         self.is_excess = False  # a replica beyond the minimum of `replicas`: it stops when idle
         self.prefetched = False  # started because another model lists this one under `prefetch`
@@ -90,7 +212,6 @@ class Worker:
         # Lifecycle
         self.state = state
         self.since = now  # when it entered its state; decides the place in the queue while QUEUED
-        self.born = now
         self.wanted_since = now  # of a best-effort replica: it evicts no best-effort resident used after this
         self.task: asyncio.Task[None] | None = None
         self.reason = ""  # why it was retired or ended
@@ -98,6 +219,7 @@ class Worker:
         self.retired = asyncio.Event()  # takes no new leases
         self.leaving_since = 0.0
         self.deadline: float | None = None  # when running requests are aborted after retirement; None: never
+        self.ready: asyncio.Future[WorkerProcess] = _future()
         self.ready_at: float | None = None
         self.ended = asyncio.Event()  # the process is gone, stopping or unreachable: it answers no further request
         self.stopped = asyncio.Event()
@@ -109,48 +231,26 @@ class Worker:
         self.file_sizes: Mapping[str, int] | None = None  # bytes of its weight files by path, once looked up
         self.facts: Checkpoint | None = None
         self.costs: Costs | None = None
-        self.refine = asyncio.Event()  # the planner wants the exact estimate
 
         # Place and reservation
         self.devices: frozenset[DeviceId] = frozenset()  # devices that the preset allows
-        self.choice = sharding.Choice()  # the placement over them
         self.pools: dict[DeviceId, DeviceId] = {}  # for devices with unified memory: the device whose memory they use
         self.place: tuple[DeviceId, ...] = ()
         self.reserved: dict[DeviceId, int] = {}
         self.early = EarlyStart()
 
-        # Queue
-        self.room: asyncio.Future[Start] = _future()
-        self.considered = asyncio.Event()  # the planner has decided on an estimate that it may refuse on
-        self.waits_for = ""  # the cause of the wait, in the planner's terms
-        self.waits_until: float | None = None  # latest time at which its victims may leave; None: now, or unknown
-        self.waits_for_slot = False  # its last wait was for the worker count, not for memory
-        self.ahead = 0
-        self.prefetch = asyncio.Event()  # its files are to be read into the page cache while it waits
-
-        # Process
-        self.process: WorkerProcess | None = None
-        self.ready: asyncio.Future[WorkerProcess] = _future()
-        self.pulse: Pulse | None = None
-        self.told: tuple[tuple[AdapterSource, ...], str] = (), ""  # adapters and default adapter of the process
-        self.telling = asyncio.Lock()
-
-        # Requests
-        self.leases: set[HeldLease] = set()
-        self.leases_changed = asyncio.Event()
-        self.last_used = now
-        self.residency_ends = now
-        self.keep_alive: float | None = None  # idle seconds set by its latest request; below 0: forever; None: preset
-        self.answered = False  # it has completed an answer
-
-        # Progress and statistics
-        self.progress: Progress | None = None
-        self.progress_at = -1.0  # time of the last progress event
-        self.stages = Stages()
+        # Wait, process and requests
+        self.queue = QueuePosition(room=_future())
+        self.load = LoadProgress()
         self.load_seconds = 0.0
-        self.first_token = 0.0  # seconds from the first request's arrival to its first token; 0.0: none yet
+        self.process: WorkerProcess | None = None
+        self.pulse: Pulse | None = None
+        self.adapters = SentAdapters()
         self.has_peaked = False  # its largest step was measured and learned
-        self._resident: tuple[tuple[object, ...], Resident] | None = None  # cached, with the values it was made from
+        self.leases: set[Lease] = set()
+        self.leases_changed = asyncio.Event()
+        self.usage = Usage(last_used=now, residency_ends=now)
+        self.resident: tuple[tuple[object, ...], Resident] | None = None  # cached, with the values it was made from
 
     def __str__(self) -> str:
         return f"{self.preset.id}#{self.id}"
@@ -163,7 +263,7 @@ class Worker:
     @property
     def beside(self) -> bool:
         """Another worker of the model is open, so the end of this one is not the end of the model."""
-        return any(other is not self and other.open for other in self.siblings)
+        return any(other is not self and other.open for other in self.model.workers)
 
     @property
     def holds_memory(self) -> bool:
@@ -196,108 +296,19 @@ class Worker:
     def on_host(self) -> bool:
         return all(device.index == HOST for device in self.devices)
 
-    def demand(self) -> Demand:
-        """Return the planner's view of a queued worker with known costs, less the memory of its early start."""
-        assert self.costs is not None
-        estimate = self.costs.estimate
-        demand = Demand(
-            id=self.id,
-            model=self.preset.id,
-            shards=estimate.shards,
-            host=0 if self.on_host else estimate.host,
-            since=self.wanted_since if self.best_effort else self.since,
-            priority=self.preset.priority,
-            best_effort=self.best_effort,
-            is_exact=self.costs.is_exact,
-            exclusive=ENGINES[self.preset.engine].exclusive,
-            devices=self.choice.devices,
-            place=self.choice.place,
-            load_seconds=self.costs.load_seconds,
-        )
-        return less(demand, self.early.held) if self.early.is_charged else demand
-
-    def candidate(self, demand: Demand) -> Candidate:
-        """Return the facts for the early-start decision of a queued worker with known costs and this demand."""
-        assert self.costs is not None
-        assert self.facts is not None
-        traits = ENGINES[self.preset.engine]
-        # Tensor-parallel followers get their options when they are spawned, so such a worker cannot start early.
-        may_start = self.choice.ranks == 1 and self.early.phase is Phase.NONE
-        may_start = may_start and not (self.best_effort or traits.exclusive)
-        runtime = 0
-        if may_start:
-            costs = self.costs
-            runtime = estimates.prepared_bytes(self.facts, costs.estimate, on_host=self.on_host, forked=costs.forked)
-        return Candidate(demand=demand, runtime=runtime, started_early=self.early.is_charged)
-
-    def resident(self, request_interval: float | None = None) -> Resident:
-        """Return the planner's view of a worker that holds memory.
-
-        `comes_back`: seconds until the model is expected to be requested again. The result is cached, because plans are
-        made much more often than the values change.
-        """
-        if self.state is State.QUEUED:
-            return self._early_resident()
-        made_from = (
-            self.preset, self.state, self.retired.is_set(), bool(self.leases), self.last_used, self.residency_ends,
-            self.leaving_since, self.keep_alive, self.best_effort, self.is_excess,
-            self.load_seconds, self.process, self.pulse,
-            self.reserved.copy(), {**self.measured}, request_interval,  # copies: both mappings change in place
-        )  # fmt: skip
-        if self._resident is None or self._resident[0] != made_from:
-            self._resident = made_from, self._make_resident(request_interval)
-        return self._resident[1]
-
-    def _early_resident(self) -> Resident:
-        """The early start of a queued worker. Pinned, because `early_start.decide` ends it, not an eviction."""
-        host, process = DeviceId(LOCAL, HOST), self.early.process
-        return Resident(
-            id=self.id,
-            model=self.preset.id,
-            reserved={host: self.early.held},
-            measured=process.measured if process is not None and self.early.is_measured else {},
-            starting=not self.early.is_measured,
-            leaving=not self.early.is_charged,
-            leaving_since=self.since,
-            pinned=True,
-        )
-
-    def _make_resident(self, request_interval: float | None) -> Resident:
-        ttl = self.time_to_live
-        if self.is_excess:
-            ttl = min(ttl, self.preset.replica_idle) if ttl >= 0 else self.preset.replica_idle
-        return Resident(
-            id=self.id,
-            model=self.preset.id,
-            reserved=self.reserved.copy(),
-            measured={**self.counted},
-            last_used=self.last_used,
-            busy=bool(self.leases),
-            leaving=self.retired.is_set() or self.state is State.STOPPING,
-            leaving_since=self.leaving_since or self.since,
-            pinned=self.preset.pin and not self.best_effort,
-            priority=self.preset.priority,
-            best_effort=self.best_effort,
-            starting=self.state is State.STARTING,
-            exclusive=ENGINES[self.preset.engine].exclusive,
-            residency_ends=self.residency_ends,
-            expires=self.last_used + ttl if ttl >= 0 and self.state is State.READY else None,
-            idle_grace=self.preset.idle_grace if self.preset.idle_grace >= 0 else None,
-            request_interval=request_interval,
-            load_seconds=self.load_seconds,
-        )
-
     @property
     def time_to_live(self) -> float:
         """Seconds that the worker may idle before it exits; below 0: forever."""
-        ttl = self.preset.ttl if self.keep_alive is None else self.keep_alive
-        return self.preset.sleep_idle if self.falls_asleep else ttl
+        return self.preset.sleep_idle if self.falls_asleep else self._ttl
 
     @property
     def falls_asleep(self) -> bool:
         """The worker exits after `sleep-idle-seconds`, and its weights may stay in main memory."""
-        ttl = self.preset.ttl if self.keep_alive is None else self.keep_alive
-        return self.preset.sleep_idle >= 0 and (ttl < 0 or self.preset.sleep_idle < ttl)
+        return self.preset.sleep_idle >= 0 and (self._ttl < 0 or self.preset.sleep_idle < self._ttl)
+
+    @property
+    def _ttl(self) -> float:
+        return self.preset.ttl if self.usage.keep_alive is None else self.usage.keep_alive
 
     def sleep_request(self, files: Mapping[str, int]) -> SleepRequest | None:
         """Return the weights to keep in main memory after this worker's end.
@@ -308,8 +319,10 @@ class Worker:
             return None
         if self.reason != "evicted" and not (self.reason == "idle" and self.falls_asleep):
             return None
-        expires = self.last_used + self.preset.ttl if self.preset.ttl >= 0 else None
-        return SleepRequest(files=tuple(files), size=sum(files.values()), last_used=self.last_used, expires=expires)
+        expires = self.usage.last_used + self.preset.ttl if self.preset.ttl >= 0 else None
+        return SleepRequest(
+            files=tuple(files), size=sum(files.values()), last_used=self.usage.last_used, expires=expires
+        )
 
     def cut(self, error: ApiError) -> None:
         """Abort all requests that hold this worker."""
@@ -317,11 +330,18 @@ class Worker:
             lease.abort(error)
 
 
-def _future() -> "asyncio.Future[Any]":
+def _future() -> asyncio.Future[Any]:
     """Return a future whose exception may stay unread."""
     future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future
+
+
+def enter(worker: Worker, state: State, events: EventLog, now: float) -> None:
+    """Enter a state and append its event. A state that is reached already stays: states only go forwards."""
+    if state > worker.state:
+        was, worker.state, worker.since = worker.state, state, now
+        append_state(worker, events, was=was)
 
 
 def append_state(worker: Worker, events: EventLog, *, was: State | None, **facts: Any) -> None:
@@ -333,7 +353,7 @@ def append_state(worker: Worker, events: EventLog, *, was: State | None, **facts
         data["reserved"] = {str(id): size for id, size in worker.reserved.items() if id.index != SLOTS}
     elif worker.state is State.READY and worker.process is not None and was is not None:
         data["load_seconds"] = round(worker.load_seconds, 3)
-        data["stages"] = {stage: round(seconds, 3) for stage, seconds in worker.stages.seconds.items()}
+        data["stages"] = {stage: round(seconds, 3) for stage, seconds in worker.load.seconds.items()}
         data["measured"] = _by_name(worker.measured)
         data["estimated"] = {str(id): size for id, size in estimated(worker).items()}
         data["pid"] = worker.process.pid
@@ -382,4 +402,16 @@ def _by_name(sizes: Bytes) -> dict[str, int]:
     return {str(device): size for device, size in sizes.items()}
 
 
-__all__ = ["Costs", "HeldLease", "State", "Worker", "advance", "append_state", "estimated", "figures"]
+__all__ = [
+    "Costs",
+    "LoadProgress",
+    "QueuePosition",
+    "State",
+    "Usage",
+    "Worker",
+    "append_state",
+    "enter",
+    "estimated",
+    "figures",
+    "load_share",
+]

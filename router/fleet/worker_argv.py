@@ -1,17 +1,21 @@
 """Worker commands: the program and the command line of a preset."""
 
+from __future__ import annotations
+
 import json
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from router.config.presets import Preset
 from router.fleet.early_start import Phase
-from router.fleet.interfaces import World
 from router.fleet.worker import Worker, estimated
 from router.launch.interface import Program
 from router.memory.checkpoint_facts import Checkpoint, effective_ctx
-from router.planner.ledger import HOST, DeviceId
+from router.planner.ledger import HOST
 from worker.protocol.argv import ENGINES, Estimate, encode_adapters
+
+if TYPE_CHECKING:  # it imports this module
+    from router.fleet.fleet import Fleet
 
 
 def program_of(preset: Preset, worker: str) -> Program:
@@ -39,16 +43,16 @@ def threads(preset: Preset, *, on_host: bool, ranks: int = 1) -> int:
 def options(worker: Worker, kind: Any, **fields: Any) -> Any:
     """Return a command of `kind` (Estimate or Serve) for a worker."""
     assert worker.facts is not None
-    on_host = all(device.index == HOST for device in worker.devices)
+    assert worker.costs is not None
     return model_options(
         kind,
         worker.preset,
         worker.facts,
         worker.snapshot,
-        on_host=on_host,
-        layers=worker.choice.layers,
-        ranks=worker.choice.ranks,
-        overhead=worker.costs.estimate.overhead.device if worker.costs is not None else 0,
+        on_host=worker.on_host,
+        layers=worker.costs.choice.layers,
+        ranks=worker.costs.choice.ranks,
+        overhead=worker.costs.estimate.overhead.device,
         **fields,
     )
 
@@ -102,16 +106,16 @@ def model_options(
     )
 
 
-def serve_fields(worker: Worker, world: World) -> dict[str, Any]:
+def serve_fields(worker: Worker, fleet: Fleet) -> dict[str, Any]:
     """Return the fields of Serve beside the model's options."""
     preset = worker.preset
     if preset.adapter_slots and worker.early.phase is not Phase.TAKEN:  # an early process already has its adapters
-        worker.told = preset.adapters, preset.default_lora
+        worker.adapters.sent = preset.adapters, preset.default_lora
     return {
         "name": preset.id,
         **(_place_fields(worker) if worker.place else {}),
         "prefix_caching": preset.prefix_caching,
-        "adapters": encode_adapters(world.files.adapters(preset)) if preset.adapter_slots else "",
+        "adapters": encode_adapters(fleet.files.adapters(preset)) if preset.adapter_slots else "",
         "default_adapter": preset.default_lora if preset.adapter_slots else "",
         "max_cpu_loras": preset.max_cpu_loras,
         "max_input_tokens": preset.max_input_tokens,
@@ -137,9 +141,4 @@ def _place_fields(worker: Worker) -> dict[str, Any]:
     return {"devices": tuple(names), "reserved": json.dumps(reserved)}
 
 
-def place_bytes(worker: Worker) -> dict[DeviceId, int]:
-    """Return the bytes by device of a starting worker for the launcher: shards in order, main memory last."""
-    return estimated(worker)
-
-
-__all__ = ["model_options", "options", "place_bytes", "program_of", "question", "serve_fields", "threads"]
+__all__ = ["model_options", "options", "program_of", "question", "serve_fields", "threads"]

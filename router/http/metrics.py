@@ -263,14 +263,14 @@ class _Gauges(Collector):
         reserved = GaugeMetricFamily("router_device_reserved_bytes", "Reserved for workers.", labels=labels)
         memory = GaugeMetricFamily("router_device_memory_bytes", "By segment.", labels=[*labels, "segment"])
         breaches = CounterMetricFamily("router_device_margin_breaches", "Readings below the margin.", labels=labels)
-        for device in self._fleet.devices:
+        for device in self._fleet.scheduler.devices:
             if device.id.index == SLOTS:
                 continue
             at = [device.id.node, str(device.id)]
             total.add_metric(at, device.total)
             margin.add_metric(at, device.margin)
-            breaches.add_metric(at, self._fleet.breaches[device.id])
-            ours = self._fleet.reserved(device.id)
+            breaches.add_metric(at, self._fleet.scheduler.breaches[device.id])
+            ours = self._fleet.scheduler.reserved(device.id)
             reserved.add_metric(at, ours)
             memory.add_metric([*at, "foreign"], device.foreign)
             memory.add_metric([*at, "free"], max(0, device.total - device.used))
@@ -333,8 +333,8 @@ class _Gauges(Collector):
         )
         for id, model in self._fleet.models.items():
             for worker in model.workers:
-                if worker.progress is not None and worker.state < State.READY and worker.progress.stage in STAGES:
-                    progress.add_metric([id, worker.progress.stage], worker.stages.share)
+                if worker.load.latest is not None and worker.state < State.READY and worker.load.latest.stage in STAGES:
+                    progress.add_metric([id, worker.load.latest.stage], worker.load.share)
             pulses = [worker.pulse for worker in model.workers if worker.state == State.READY and worker.pulse]
             if not pulses:
                 continue

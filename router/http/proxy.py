@@ -18,8 +18,8 @@ from urllib.parse import quote
 
 from router.errors import ApiError, ModelNotFound, ModelNotLoaded, RequestTimeout, WorkerCrashed
 from router.fleet.admission import Lease
+from router.fleet.failures import lost_error
 from router.fleet.fleet import Fleet
-from router.fleet.lifecycle import lost_error
 from router.fleet.worker import State
 from router.http.request import ForwardedRequest, Outlet
 from router.http.response import ClientGone, Pace, ProxiedResponse
@@ -401,12 +401,12 @@ def _streams(exchange: Exchange, response: ProxiedResponse) -> bool:
 def status_comment(fleet: Fleet, lease: Lease) -> str:
     """The text of a comment in a stream that waits: the cause and the progress of the wait."""
     worker = lease.worker
-    progress = worker.progress
+    progress = worker.load.latest
     match worker.state:
         case State.QUEUED:
-            cause = worker.waits_for or "memory"
-            eta = round(fleet.eta(lease.model))
-            return f"queued position={worker.ahead + 1} waiting_for={cause} eta_s={eta}"
+            cause = worker.queue.waits_for or "memory"
+            eta = round(fleet.queue.eta(lease.model))
+            return f"queued position={worker.queue.ahead + 1} waiting_for={cause} eta_s={eta}"
         case State.DOWNLOADING | State.STARTING:
             word = "downloading" if worker.state is State.DOWNLOADING else "loading"
             if progress is None:

@@ -53,10 +53,15 @@ def plan(
         )
     walk = _Walk(residents, devices, now, policy)
     walk.expire(expired, look_again)
-    for demand in sorted(waiting, key=lambda demand: (demand.best_effort, -demand.priority, demand.since, demand.id)):
+    for demand in sorted(waiting, key=queue_order):
         walk.decide(demand)
     walk.keep_unneeded()
     return walk.result()
+
+
+def queue_order(demand: Demand) -> tuple[bool, int, float, int]:
+    """The sort key of waiting demands, in the order in which they are considered."""
+    return demand.best_effort, -demand.priority, demand.since, demand.id
 
 
 class _Offer(NamedTuple):

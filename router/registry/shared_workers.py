@@ -136,13 +136,13 @@ class SharedWorkers:
         listed = self.find(name)
         id = listed.model.preset.id
         with errors_with_name(listed):
-            found = await self.fleet.preview(id)
+            found = await self.fleet.scheduler.preview(id)
         message = found.get("message", "")
         return {**found, "message": message.replace(id, name)} if message else found
 
     def turnover(self, name: str) -> float:
         """See `Fleet.turnover`."""
-        return self.fleet.turnover(self.find(name).model.preset.id)
+        return self.fleet.queue.turnover(self.find(name).model)
 
     # Changes of the list
 
@@ -156,7 +156,7 @@ class SharedWorkers:
         self._reassign_ids(presets, wanted)
         fleet = self.fleet
         for id in [id for id in fleet.models if id not in wanted]:
-            fleet.remove(id, "config_changed")
+            fleet.models.remove(id, "config_changed")
         self._update_fleet(wanted)
         self._list(presets, groups)
         both = [name for name in presets if name in before]
@@ -177,7 +177,7 @@ class SharedWorkers:
                 with contextlib.suppress(ApiError):  # its next request loads it
                     fleet.wanted(self.listed[name].model.preset.id)
         fleet.events.append("config", "*", **result)
-        fleet.changed()
+        fleet.scheduler.plan_soon()
         return result
 
     def update(self, presets: Mapping[str, Preset], groups: Sequence[PresetGroup]) -> None:
@@ -195,7 +195,7 @@ class SharedWorkers:
         Returns its workers, which drain and stop; none if other presets share them.
         """
         listed = self.find(name)
-        workers = [] if listed.others else self.fleet.remove(name, reason)
+        workers = [] if listed.others else self.fleet.models.remove(name, reason)
         self.update(presets, groups)
         if listed.others:
             self.fleet.events.append("removed", name)
@@ -204,9 +204,9 @@ class SharedWorkers:
     def _update_fleet(self, wanted: Mapping[str, Preset]) -> None:
         for id, preset in wanted.items():
             if id in self.fleet.models:
-                self.fleet.change(preset)
+                self.fleet.models.change(preset)
             else:
-                self.fleet.add(preset)
+                self.fleet.models.add(preset)
 
     def _list(self, presets: Mapping[str, Preset], groups: Sequence[PresetGroup]) -> None:
         now, before = int(time.time()), self.listed
@@ -245,7 +245,7 @@ class SharedWorkers:
         for model in moving.values():
             del models[model.preset.id]
         for id in [id for id in moving if id in models]:
-            self.fleet.remove(id, "config_changed")
+            self.fleet.models.remove(id, "config_changed")
         for id, model in moving.items():
             _rename(model, id)
             models[id] = model
@@ -253,7 +253,7 @@ class SharedWorkers:
     async def _send_profile(self, worker: Worker, profile: Profile) -> None:
         if (sent := self._sent_profiles.setdefault(worker, {})).get(profile.name) == profile:
             return
-        async with worker.telling:
+        async with worker.adapters.lock:
             if sent.get(profile.name) == profile:  # another request sent it meanwhile
                 return
             status, body = await _put(worker, PROFILES_PATH, asdict(profile))
@@ -308,12 +308,12 @@ async def send_adapters(worker: Worker, files: Files) -> dict[str, str]:
     each later request call this function, so that a request never reaches a worker with an older list. Raises
     WorkerCrashed.
     """
-    if worker.told == (worker.preset.adapters, worker.preset.default_lora) or not worker.preset.adapter_slots:
+    if worker.adapters.sent == (worker.preset.adapters, worker.preset.default_lora) or not worker.preset.adapter_slots:
         return {}
-    async with worker.telling:
+    async with worker.adapters.lock:
         preset = worker.preset
         wanted = preset.adapters, preset.default_lora
-        if worker.told == wanted:
+        if worker.adapters.sent == wanted:
             return {}
         body = {"adapters": [asdict(each) for each in files.adapters(preset)], "default": preset.default_lora}
         status, reply = await _put(worker, ADAPTERS_PATH, body)
@@ -323,7 +323,7 @@ async def send_adapters(worker: Worker, files: Files) -> dict[str, str]:
             problems = {str(name): str(problem) for name, problem in reply["problems"].items()}
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise _not_sent(worker, "adapters", error) from None
-        worker.told = wanted
+        worker.adapters.sent = wanted
         return problems
 
 

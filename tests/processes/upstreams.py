@@ -173,14 +173,14 @@ async def world(
     events, files, limits = EventLog(), FakeFiles(), limits or Limits()
     fleet = Fleet(
         launcher=launcher,
-        calibration=LearnedEstimates(folder / "estimates.json"),
+        learned_estimates=LearnedEstimates(folder / "estimates.json"),
         events=events,
         files=files,
         ledger=Ledger(),
         limits=limits,
         presets=worker_groups.fleet_presets(presets, worker_groups.group_presets(presets)),
     )
-    launcher.on_reading = fleet.changed
+    launcher.on_reading = fleet.scheduler.plan_soon
     metrics = Metrics(fleet, events)
     shared_workers = SharedWorkers(fleet, presets)
     registry = Registry(

@@ -16,6 +16,7 @@ from router.errors import ApiError
 from router.events import Event
 from router.fleet.admission import Limits
 from router.fleet.fleet import Fleet
+from router.fleet.scheduler import demand_of
 from router.fleet.worker import State, Worker
 from router.launch.interface import WorkerLost
 from router.planner.ledger import DeviceId, Resident
@@ -153,7 +154,7 @@ class Exploration:
         fleet = self.world.fleet
         for device, total in self.totals.items():
             reserved = sum(worker.reserved.get(device, 0) for worker in fleet.workers())
-            reserved += sum(each.request.size for each in fleet.sleeping_weights if device == CPU)
+            reserved += sum(each.request.size for each in fleet.sleepers.all.values() if device == CPU)
             assert reserved <= total - MARGIN, f"{device}: {reserved} reserved"
         if fleet.limits.models_max:
             assert sum(worker.state.holds_memory for worker in fleet.workers()) <= fleet.limits.models_max
@@ -175,15 +176,15 @@ class Exploration:
     def _margins(self) -> None:
         """By driver and by ledger, what the plan starts fits beside all who are here."""
         fleet = self.world.fleet
-        assert fleet.last_plan is not None
-        start = fleet.last_plan.start
-        here = [one for one in fleet._residents() if one.id not in start]
+        assert fleet.scheduler.last_plan is not None
+        start = fleet.scheduler.last_plan.start
+        here = [one for one in fleet.scheduler.residents() if one.id not in start]
         # a standby is in the driver's figure already; in the ledger, it is what its worker has beside the claim
         for worker in (worker for worker in fleet.workers() if worker.id in start):
             claim = start[worker.id].claim
             held = {id: size - claim.get(id, 0) for id, size in worker.reserved.items() if size > claim.get(id, 0)}
             here.append(Resident(id=-worker.id, model="", reserved=held, starting=True))
-        over = overdrawn(fleet.devices, here, [], [each.claim for each in start.values()])
+        over = overdrawn(fleet.scheduler.devices, here, [], [each.claim for each in start.values()])
         assert over == [], f"margin exceeded on {over}"
 
     def _look(self) -> None:
@@ -192,9 +193,11 @@ class Exploration:
         fleet = self.world.fleet
         if fleet.closing:
             return
-        queued = [w for w in fleet.workers() if w.state is State.QUEUED and not (w.room.done() or w.retired.is_set())]
-        waiting = [worker.demand() for worker in queued if worker.costs]
-        question = Question(waiting, fleet._residents(), fleet.cautious_devices(), fleet.now(), fleet.limits.patience)
+        scheduler = fleet.scheduler
+        queued = [worker for worker in fleet.workers() if worker.state is State.QUEUED and not worker.retired.is_set()]
+        waiting = [demand_of(worker) for worker in queued if worker.costs and not worker.queue.room.done()]
+        devices = scheduler.cautious_devices()
+        question = Question(waiting, scheduler.residents(), devices, fleet.now(), fleet.limits.patience)
         try:
             for model in fleet.models.values():
                 ours = model.all_open
@@ -216,9 +219,10 @@ class Exploration:
 
     def _is_about_to_plan(self) -> bool:
         fleet = self.world.fleet
-        again = fleet.last_plan.look_again if fleet.last_plan is not None else None
-        looks = fleet._looking is not None and not fleet._looking.done()
-        return fleet._arranging or looks or (again is not None and again <= fleet.now())
+        scheduler = fleet.scheduler
+        again = scheduler.last_plan.look_again if scheduler.last_plan is not None else None
+        looks = scheduler._refresh is not None and not scheduler._refresh.done()
+        return scheduler._is_requested or looks or (again is not None and again <= fleet.now())
 
     def bound(self, model: str) -> float:
         """Seconds that a request for `model` may wait that asks now, in a calm world."""
@@ -293,13 +297,13 @@ class Exploration:
                     case "force":
                         fleet.unload(pick.choice(names), force=True)
                     case "reload":
-                        fleet.apply(self.edited())
+                        fleet.models.apply(self.edited())
                     case "files":
                         self.world.files.change(pick.choice(names))
                     case "die":
                         self.kill(pick.choice(names))
                     case "plan":
-                        await fleet.preview(pick.choice(names))
+                        await fleet.scheduler.preview(pick.choice(names))
                     case "foreign":
                         self.world.launcher.set_foreign(pick.choice(list(self.totals)), pick.randint(0, 1) * GIB)
             except ApiError:

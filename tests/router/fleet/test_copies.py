@@ -104,7 +104,7 @@ async def test_a_copy_makes_room_for_another_models_need() -> None:
     await asyncio.sleep(10)
     need, copy = workers(scene)
     await asyncio.gather(scene.ask("a", 0.1), scene.ask("a", 3.0))  # the copy is the one that was used last
-    assert copy.last_used > need.last_used
+    assert copy.usage.last_used > need.usage.last_used
     assert await scene.ask("b") < 5
     assert (workers(scene), copy.reason) == ([need], "evicted")
     await scene.stop()
@@ -243,7 +243,7 @@ async def test_fewer_replicas_take_effect_without_a_restart() -> None:
     await scene.ask("a")
     await asyncio.sleep(10)
     fewer = {id: replace(preset, replicas=(1, 1)) for id, preset in scene.presets.items()}
-    assert scene.fleet.apply(fewer)["restarted"] == []
+    assert scene.fleet.models.apply(fewer)["restarted"] == []
     await asyncio.sleep(25)
     assert len(workers(scene)) == 1
     assert scene.journal == ["start a", "start a", "stop a"]

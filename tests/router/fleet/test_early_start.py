@@ -3,8 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from router.fleet.early_start import Candidate, Decision, cautious, decide, less, queue_order, readable, spare
-from router.planner.planner import plan
+from router.fleet.early_start import Candidate, Decision, cautious, decide, less, spare
+from router.fleet.prefetch import readable
+from router.planner.planner import plan, queue_order
 from router.planner.types import Policy
 from tests.router.planner.fleets import CPU, GPU, NOW, demand, machine, resident
 

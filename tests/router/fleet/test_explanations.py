@@ -61,7 +61,7 @@ async def test_a_plan_asked_for_says_who_would_leave_and_changes_nothing() -> No
     await world.ask("a")
     await world.ask("b")
     await asyncio.sleep(60)
-    told = await world.fleet.preview("c")
+    told = await world.fleet.scheduler.preview("c")
     assert (told["decision"], told["evict"]) == ("evict", [{"model": "a", "reason": "evicted", "idle": True}])
     assert told["keep"] == {"b": "unneeded"}
     assert told["shortage"]["cpu"] == {"required": 5 * GIB, "available": GIB, "margin": 0, "used": 7 * GIB}
@@ -76,19 +76,19 @@ async def test_a_plan_asked_for_stands_in_line_as_its_request_would() -> None:
     world = Schedule({"a": 5 * GIB, "b": 6 * GIB, "c": 3 * GIB}, keys={"b": {"priority": -1}})
     using = asyncio.create_task(world.ask("a", 20.0))
     await asyncio.sleep(5)
-    assert (await world.fleet.preview("c"))["decision"] == "start"
+    assert (await world.fleet.scheduler.preview("c"))["decision"] == "start"
     first = asyncio.create_task(world.ask("b"))
     await asyncio.sleep(1)
-    assert (await world.fleet.preview("c"))["decision"] == "start", "by its priority it comes before `b`"
-    world.fleet.change(replace(world.presets["b"], priority=0))
-    told = await world.fleet.preview("c")
+    assert (await world.fleet.scheduler.preview("c"))["decision"] == "start", "by its priority it comes before `b`"
+    world.fleet.models.change(replace(world.presets["b"], priority=0))
+    told = await world.fleet.scheduler.preview("c")
     assert (told["decision"], told["cause"], told["ahead"]) == ("wait", "memory", ["b"])
     second = asyncio.create_task(world.ask("c"))
     await asyncio.sleep(1)
     assert "start c" not in world.journal
-    again = await world.fleet.preview("c")
+    again = await world.fleet.scheduler.preview("c")
     assert {**told, "devices": ()} == {**again, "devices": ()}, "as it was told before"
-    assert (await world.fleet.preview("b"))["ahead"] == []
+    assert (await world.fleet.scheduler.preview("b"))["ahead"] == []
     await asyncio.gather(using, first, second)
     await world.stop()
 
@@ -103,15 +103,15 @@ async def test_a_plan_asked_for_of_a_model_that_has_failed_is_what_its_request_h
             await world.ask(name)
         with pytest.raises(ApiError) as heard:
             await world.ask(name)
-        told = await world.fleet.preview(name)
+        told = await world.fleet.scheduler.preview(name)
         assert told == {
             "decision": "refuse", "reason": heard.value.reason, "message": heard.value.message,
             "retry_after": heard.value.retry_after,
         }  # fmt: skip
     await asyncio.sleep(2)
-    assert (await world.fleet.preview("a"))["decision"] == "start"
+    assert (await world.fleet.scheduler.preview("a"))["decision"] == "start"
     world.files.change("b")
-    assert (await world.fleet.preview("b"))["decision"] == "start"
+    assert (await world.fleet.scheduler.preview("b"))["decision"] == "start"
     assert world.fleet.models["b"].failure is not None, "looking at it changes nothing"
     await world.ask("b")
     await world.stop()
@@ -121,19 +121,19 @@ async def test_a_plan_asked_for_of_a_model_that_has_failed_is_what_its_request_h
 async def test_a_model_that_is_being_fetched_is_expected_when_its_files_will_have_come_and_it_is_loaded() -> None:
     models = {"a": FakeModel(shards=(GIB,), download_seconds=100.0, load_seconds=6.0)}
     world = Schedule({"a": GIB}, models=models, missing=("a",), limits=Limits(queue_size=2))
-    assert "not here yet" in (await world.fleet.preview("a"))["message"]
+    assert "not here yet" in (await world.fleet.scheduler.preview("a"))["message"]
     first = asyncio.create_task(world.ask("a"))
     await asyncio.sleep(20)
     worker = world.fleet.models["a"].open
     assert worker is not None
-    worker.stages.update("download", 20, 100, world.now)
-    assert "being downloaded" in (await world.fleet.preview("a"))["message"]
+    worker.load.update("download", 20, 100, world.now)
+    assert "being downloaded" in (await world.fleet.scheduler.preview("a"))["message"]
     second = asyncio.create_task(world.ask("a"))
     await asyncio.sleep(0)
     with pytest.raises(QueueFull) as refused:
         await world.ask("a")
     assert refused.value.retry_after == 60.0, "as much as anybody is told"
-    assert world.fleet.eta(world.fleet.models["a"]) == pytest.approx(80 + FIRST_LOAD_SECONDS)
+    assert world.fleet.queue.eta(world.fleet.models["a"]) == pytest.approx(80 + FIRST_LOAD_SECONDS)
     await asyncio.gather(first, second)
     await world.stop()
 
@@ -167,8 +167,9 @@ async def test_a_key_at_its_limit_hears_how_long_requests_take() -> None:
     key, access = ApiKey(name="k", digest=b"k", admin=False, models=(), max_concurrent=1), Access(())
     running = asyncio.create_task(world.ask("a", 6.0))
     await asyncio.sleep(0.1)
-    with access.running(key, lambda: world.fleet.turnover("a")):
-        with pytest.raises(QueueFull) as refused, access.running(key, lambda: world.fleet.turnover("a")):
+    model, queue = world.fleet.model("a"), world.fleet.queue
+    with access.running(key, lambda: queue.turnover(model)):
+        with pytest.raises(QueueFull) as refused, access.running(key, lambda: queue.turnover(model)):
             pass
         assert refused.value.retry_after == pytest.approx(6.0)
     await running
@@ -181,7 +182,7 @@ async def test_copies_and_reloads_are_counted() -> None:
     metrics = Metrics(world.fleet, world.events)
     await world.ask("a")
     await asyncio.sleep(10)
-    world.fleet.apply(world.presets)
+    world.fleet.models.apply(world.presets)
     world.events.append("config_refused", "*", errors=["models.ini:3: x"])
     told = metrics.render().decode()
     assert 'router_model_workers{model="a"} 2.0' in told

@@ -50,11 +50,11 @@ async def test_a_request_begins_a_life_and_the_next_one_finds_it_ready() -> None
 async def test_requests_that_come_and_go_cost_no_plan_each_while_nobody_waits() -> None:
     world = Schedule({"a": GIB})
     await world.ask("a")
-    plans, began = [world.fleet.last_plan], world.now
+    plans, began = [world.fleet.scheduler.last_plan], world.now
     for _ in range(200):
         await world.ask("a", 0.005)
-        if world.fleet.last_plan is not plans[-1]:
-            plans.append(world.fleet.last_plan)
+        if world.fleet.scheduler.last_plan is not plans[-1]:
+            plans.append(world.fleet.scheduler.last_plan)
     assert 2 < len(plans) <= (world.now - began) / IDLE_LOOK + 2
     await world.stop()
 
@@ -508,12 +508,12 @@ async def test_a_long_queue_leaves_the_loop_to_those_who_are_served() -> None:
     world = Schedule(dict.fromkeys(names, 5 * GIB), limits=Limits(queue_timeout=3600.0))
     asking = [asyncio.create_task(world.ask(name, 9.0)) for name in names]
     await asyncio.sleep(5)
-    plans = [world.fleet.last_plan]
+    plans = [world.fleet.scheduler.last_plan]
     for _ in range(1000):
-        world.fleet.changed()
+        world.fleet.scheduler.plan_soon()
         await asyncio.sleep(0.001)
-        if world.fleet.last_plan is not plans[-1]:
-            plans.append(world.fleet.last_plan)
+        if world.fleet.scheduler.last_plan is not plans[-1]:
+            plans.append(world.fleet.scheduler.last_plan)
     assert 10 <= len(plans) <= 40
     await asyncio.gather(*asking)
     await world.stop()
@@ -574,7 +574,7 @@ async def test_a_changed_preset_restarts_its_worker_and_a_live_key_does_not() ->
     from dataclasses import replace
 
     changed = {"a": replace(world.presets["a"], ctx_size=128), "b": replace(world.presets["b"], ttl=1000.0)}
-    result = world.fleet.apply(changed)
+    result = world.fleet.models.apply(changed)
     assert result == {"added": [], "changed": ["a", "b"], "restarted": ["a"], "removed": []}
     await asyncio.sleep(5)
     assert world.journal == ["start a", "start b", "stop a"]
@@ -587,7 +587,7 @@ async def test_a_removed_model_drains_and_is_not_found() -> None:
     world = Schedule({"a": GIB})
     long = asyncio.create_task(world.ask("a", 10.0))
     await asyncio.sleep(3)
-    world.fleet.apply({})
+    world.fleet.models.apply({})
     with pytest.raises(ModelNotFound):
         await world.ask("a")
     await long
@@ -653,7 +653,7 @@ async def test_a_model_is_kept_for_clients_that_used_to_come_back_soon_and_for_n
             await world.ask("a")
             await asyncio.sleep(pause)
         await world.ask("a")
-        world.fleet.models["a"].workers[0].residency_ends = world.now + 5.0
+        world.fleet.models["a"].workers[0].usage.residency_ends = world.now + 5.0
         waited[pause] = await world.ask("b")
         await world.stop()
     assert waited[0.5] == pytest.approx(1.0 + 0.5 + 2.0, abs=0.05), "linger, stop, load"
@@ -668,7 +668,7 @@ async def test_a_load_that_is_refused_says_so_and_never_that_it_is_queued() -> N
         loading = asyncio.create_task(world.fleet.load_queued("huge"))
         for _ in range(passes):
             await asyncio.sleep(0)
-        world.fleet.changed()
+        world.fleet.scheduler.plan_soon()
         with pytest.raises(DoesNotFit):
             await loading
     await world.stop()

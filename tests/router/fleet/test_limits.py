@@ -144,7 +144,7 @@ async def test_a_load_that_takes_longer_than_ever_is_expected_by_its_rate() -> N
     world.launcher.models["a"].load_seconds = 44.0
     waiting = asyncio.create_task(world.ask("a"))
     await asyncio.sleep(0.5)
-    assert world.fleet.eta(world.fleet.models["a"]) == pytest.approx(1.5, abs=0.2), "as it took before"
+    assert world.fleet.queue.eta(world.fleet.models["a"]) == pytest.approx(1.5, abs=0.2), "as it took before"
     for tenth in range(1, 4):
         await asyncio.sleep(4.0)
         world.launcher.say("a", Progress(stage="weights", done=tenth, total=10))
@@ -169,9 +169,9 @@ async def test_a_plan_asked_for_never_does_anything_whatever_it_is_asked_of() ->
 
     async def ask_all() -> dict[str, Any]:
         before = world.events.last_id, world.journal.copy(), [worker.id for worker in world.fleet.workers()]
-        found = {name: await world.fleet.preview(name) for name in world.presets}
+        found = {name: await world.fleet.scheduler.preview(name) for name in world.presets}
         with pytest.raises(ModelNotFound):
-            await world.fleet.preview("nobody")
+            await world.fleet.scheduler.preview("nobody")
         await asyncio.sleep(0.1)
         assert before == (world.events.last_id, world.journal, [worker.id for worker in world.fleet.workers()])
         return found
@@ -200,7 +200,7 @@ async def test_a_plan_asked_for_of_a_model_that_takes_no_more_requests_is_what_o
     running = [asyncio.create_task(world.ask(name, 9.0)) for name in "ab"]
     await asyncio.sleep(1)
     for name in "ab":
-        said = await world.fleet.preview(name)
+        said = await world.fleet.scheduler.preview(name)
         with pytest.raises(ApiError) as heard:
             await world.ask(name)
         assert said == {
@@ -208,7 +208,7 @@ async def test_a_plan_asked_for_of_a_model_that_takes_no_more_requests_is_what_o
             "retry_after": heard.value.retry_after,
         }  # fmt: skip
     await asyncio.sleep(5)
-    assert (await world.fleet.preview("b"))["decision"] == "none", "it is ready, so that nobody waits"
+    assert (await world.fleet.scheduler.preview("b"))["decision"] == "none", "it is ready, so that nobody waits"
     await asyncio.gather(*running)
     await world.stop()
 

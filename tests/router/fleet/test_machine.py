@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from router.config.presets import same_load
 from router.errors import ApiError
 from router.fleet.admission import Limits
+from router.fleet.scheduler import demand_of
 from router.fleet.worker import State
 from router.launch.interface import WorkerLost
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel, VirtualLoop
@@ -123,7 +124,7 @@ class FleetMachine(RuleBasedStateMachine):
     def rewrite(self, model: str, pin: bool, ctx: int) -> None:
         presets = {id: known.preset for id, known in self.fleet.models.items()}
         presets[model] = replace(presets[model], pin=pin, ctx_size=ctx)
-        self.step(lambda: self.fleet.apply(presets))
+        self.step(lambda: self.fleet.models.apply(presets))
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 3.0, 15.0, 130.0]))
     def tick(self, seconds: float) -> None:
@@ -160,10 +161,10 @@ class FleetMachine(RuleBasedStateMachine):
             return
 
         async def ask() -> None:
-            workers = self.fleet.workers()
-            waiting = [w.demand() for w in workers if w.state is State.QUEUED and w.costs and not w.room.done()]
-            patience = self.fleet.limits.patience
-            question = Question(waiting, self.fleet._residents(), self.fleet.devices, self.fleet.now(), patience)
+            scheduler, patience = self.fleet.scheduler, self.fleet.limits.patience
+            queued = [worker for worker in self.fleet.workers() if worker.state is State.QUEUED]
+            waiting = [demand_of(worker) for worker in queued if worker.costs and not worker.queue.room.done()]
+            question = Question(waiting, scheduler.residents(), scheduler.devices, self.fleet.now(), patience)
             answer = question.ask()
             assert starts_too_much(question, answer) == []
             assert superfluous(question, answer) == []

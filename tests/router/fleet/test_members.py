@@ -31,7 +31,7 @@ class World:
         self.schedule = Schedule({}, models={name: FakeModel(shards=(GIB,)) for name in NAMES})
         self.fleet = self.schedule.fleet
         for each in fleet.values():
-            self.fleet.add(each)
+            self.fleet.models.add(each)
         self.shared_workers = SharedWorkers(self.fleet, self.presets)
 
     def reload(self, **presets: Mapping[str, Any]) -> dict[str, list[str]]:

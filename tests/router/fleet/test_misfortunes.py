@@ -22,6 +22,7 @@ from router.errors import (
 )
 from router.events import Event
 from router.fleet.admission import Limits
+from router.fleet.scheduler import resident_of
 from router.fleet.worker import State
 from router.launch.interface import WorkerLost
 from router.planner.ledger import Reading
@@ -268,7 +269,7 @@ async def test_a_removed_model_is_not_loaded_again_for_those_who_waited() -> Non
 
     def remove(event: Event) -> None:
         if event.kind == "state" and event.data["state"] == "stopped":
-            asyncio.get_running_loop().call_soon(world.fleet.apply, {})
+            asyncio.get_running_loop().call_soon(world.fleet.models.apply, {})
 
     world.events.fold(remove)
     with pytest.raises(ModelNotFound):
@@ -340,7 +341,7 @@ async def test_who_waits_for_a_changed_preset_is_served_by_its_new_worker() -> N
     world = Schedule({"a": GIB})
     asked = [asyncio.create_task(world.ask("a")) for _ in range(3)]
     await asyncio.sleep(1)
-    world.fleet.apply({"a": replace(world.presets["a"], ctx_size=128)})
+    world.fleet.models.apply({"a": replace(world.presets["a"], ctx_size=128)})
     assert [await request for request in asked] == [pytest.approx(3.0, abs=0.2)] * 3
     assert world.journal == ["start a", "start a"]
     (worker,) = world.fleet.models["a"].workers
@@ -352,7 +353,7 @@ async def test_who_waits_for_a_changed_preset_is_served_by_its_new_worker() -> N
 async def test_a_pinned_model_is_loaded_again_at_once_and_once() -> None:
     world = Schedule({"a": GIB}, keys={"a": {"pin": True}})
     await world.ask("a")
-    world.fleet.apply({"a": replace(world.presets["a"], ctx_size=128)})
+    world.fleet.models.apply({"a": replace(world.presets["a"], ctx_size=128)})
     await asyncio.sleep(10)
     assert sorted(world.journal) == ["start a", "start a", "stop a"]
     assert len(states_told(world)) == 2
@@ -368,7 +369,7 @@ async def test_a_reload_is_whole_even_if_nobody_may_wait_any_more() -> None:
     waiting = asyncio.create_task(world.ask("c"))
     await asyncio.sleep(1)
     changed = {name: replace(world.presets[name], ctx_size=128) for name in "ab"} | {"c": world.presets["c"]}
-    result = world.fleet.apply(changed)
+    result = world.fleet.models.apply(changed)
     assert result["changed"] == ["a", "b"]
     assert {name: model.preset for name, model in world.fleet.models.items()} == changed
     world.launcher.release("start c")
@@ -381,8 +382,8 @@ async def test_a_removed_model_is_told_once_and_only_if_it_is_gone() -> None:
     world = Schedule({"a": GIB, "b": GIB})
     long = asyncio.create_task(world.ask("a", 10.0))
     await asyncio.sleep(3)
-    world.fleet.apply({})
-    world.fleet.apply({"a": world.presets["a"]})
+    world.fleet.models.apply({})
+    world.fleet.models.apply({"a": world.presets["a"]})
     await long
     await asyncio.sleep(5)
     told = [event.model for event in world.events.since(0) or [] if event.kind == "removed"]
@@ -412,7 +413,7 @@ async def test_what_ends_before_its_first_step_is_told_too() -> None:
 async def test_a_load_beside_something_else_that_changes_begins_one_life() -> None:
     """A plan in the same breath must not take the load for one that nobody waits for."""
     world = Schedule({"a": GIB})
-    world.fleet.changed()
+    world.fleet.scheduler.plan_soon()
     await world.fleet.load("a")
     assert list(states_told(world).values()) == [["queued", "starting", "ready"]]
     await world.stop()
@@ -505,7 +506,7 @@ async def test_who_leaves_is_known_by_when_it_was_told_to() -> None:
     world.fleet.unload("b")
     await asyncio.sleep(5)
     world.fleet.unload("a")
-    retired = {worker.preset.id: worker.resident().leaving_since for worker in world.fleet.workers()}
+    retired = {worker.preset.id: resident_of(worker).leaving_since for worker in world.fleet.workers()}
     assert retired == {"b": pytest.approx(10.0), "a": pytest.approx(15.0)}
     for request in requests:
         request.cancel()
@@ -533,15 +534,15 @@ async def test_a_plan_that_fails_is_made_again() -> None:
     world = Schedule({"a": GIB, "b": GIB}, launcher=launcher, keys={"a": {"ttl": 20.0}})
     await world.ask("a")
     launcher.broken = True
-    world.fleet.changed()
+    world.fleet.scheduler.plan_soon()
     await asyncio.sleep(0.5)
-    world.fleet.arrange()
+    world.fleet.scheduler.plan_now()
     await asyncio.sleep(2.0)
     launcher.broken = False
     assert await world.ask("b") < 4.0
     await asyncio.sleep(30)
     assert "stop a" in world.journal
-    assert not world.fleet.broken.is_set()
+    assert not world.fleet.scheduler.broken.is_set()
     await world.stop()
 
 
@@ -551,9 +552,9 @@ async def test_a_planner_that_keeps_failing_ends_the_router() -> None:
     world = Schedule({"a": GIB}, launcher=launcher)
     await world.ask("a")
     launcher.broken = True
-    world.fleet.changed()
+    world.fleet.scheduler.plan_soon()
     async with asyncio.timeout(60):
-        await world.fleet.broken.wait()
+        await world.fleet.scheduler.broken.wait()
     await world.fleet.close()
     assert world.fleet.workers() == []
 

@@ -73,7 +73,7 @@ async def test_two_routers_that_swap_side_by_side_never_take_what_the_other_has(
     await asyncio.gather(*(client(world) for world in pair for _ in range(3)))
     for world in pair:
         assert world.journal.count("start a") > 3
-        assert world.fleet.breaches[CPU] == 0, "the margin was kept by both together"
+        assert world.fleet.scheduler.breaches[CPU] == 0, "the margin was kept by both together"
         await world.stop()
 
 
@@ -86,8 +86,8 @@ async def test_memory_of_others_is_not_taken_for_files_that_our_workers_have_map
     world.launcher.set_foreign(CPU, 20 * GIB)
     await world.ask("a")
     await asyncio.sleep(60)
-    world.fleet.arrange()
-    assert [(device.used, device.foreign) for device in world.fleet.devices] == [(21 * GIB, 20 * GIB)]
+    world.fleet.scheduler.plan_now()
+    assert [(device.used, device.foreign) for device in world.fleet.scheduler.devices] == [(21 * GIB, 20 * GIB)]
     await world.ask("b")
     assert world.journal == ["start a", "stop a", "start b"], "there is no room for both beside the others"
     await world.stop()

@@ -47,7 +47,7 @@ async def test_the_files_of_who_waits_are_looked_up_once_however_many_plans_are_
     await asyncio.sleep(5)
     looks = world.files.looks
     for _ in range(20):
-        world.fleet.arrange()
+        world.fleet.scheduler.plan_now()
     assert world.files.looks == looks
     await asyncio.gather(*using)
     await world.stop()

@@ -9,6 +9,8 @@ import pytest
 from router.api.status import status
 from router.config.presets import Preset
 from router.errors import DoesNotFit, LoadFailed
+from router.fleet.model import FEWEST_PAUSES
+from router.fleet.scheduler import resident_of
 from router.fleet.worker import Worker
 from router.fleet.worker_argv import options, question, serve_fields, threads
 from router.launch.interface import WorkerLost
@@ -160,7 +162,7 @@ async def test_a_model_is_reserved_what_it_measured_once_a_worker_has_had_its_la
     less = await reserved_next()
     assert measured < less < measured + compute, "a chunk has 512 tokens, a batch 4 rows, the context 1024 tokens"
     world.launcher.say("a", pulse(measured + MIB, largest=(512, 4, 1023)))
-    known = world.fleet.calibration.learned(costs.key)
+    known = world.fleet.learned_estimates.learned(costs.key)
     assert known is not None
     assert known.shards == (measured + MIB,), "at once: this router may be killed"
     assert await reserved_next() == measured + MIB
@@ -349,21 +351,22 @@ async def test_a_worker_looks_the_same_to_the_planner_until_something_of_it_chan
     world = Schedule({"a": GIB}, keys={"a": {"ttl": 60.0}})
     await world.ask("a")
     [worker] = world.fleet.workers()
-    before = worker.resident()
-    assert worker.resident() is before
+    before = resident_of(worker)
+    assert resident_of(worker) is before
     world.launcher.say("a", Pulse(steps=1, running=0, waiting=0, measured={"cpu": 2 * GIB}, mapped=GIB))
-    assert (worker.resident().measured[CPU], worker.resident().reserved[CPU]) == (GIB, 2 * GIB)
-    before = worker.resident()
+    assert (resident_of(worker).measured[CPU], resident_of(worker).reserved[CPU]) == (GIB, 2 * GIB)
+    before = resident_of(worker)
     for change in (
-        lambda: world.fleet.change(replace(world.presets["a"], priority=1)),
-        lambda: setattr(worker, "keep_alive", 5.0),
+        lambda: world.fleet.models.change(replace(world.presets["a"], priority=1)),
+        lambda: setattr(worker.usage, "keep_alive", 5.0),
         lambda: world.fleet.unload("a"),
     ):
         change()
-        assert worker.resident() != before
-        before = worker.resident()
-    assert (before.priority, before.expires, before.leaving) == (1, worker.last_used + 5.0, True)
-    assert worker.resident(request_interval=1.0).request_interval == 1.0
+        assert resident_of(worker) != before
+        before = resident_of(worker)
+    assert (before.priority, before.expires, before.leaving) == (1, worker.usage.last_used + 5.0, True)
+    worker.model.pauses.extend([1.0] * FEWEST_PAUSES)
+    assert resident_of(worker).request_interval == 1.0
     await world.stop()
 
 
@@ -372,9 +375,9 @@ async def test_the_planner_sees_what_a_worker_holds_now_and_what_it_saw_stays_as
     world = Schedule({"a": GIB})
     await world.ask("a")
     [worker] = world.fleet.workers()
-    before = worker.resident()
+    before = resident_of(worker)
     worker.reserved[CPU] -= GIB // 4  # of a standby that is over, say
     assert before.reserved[CPU] == GIB
-    assert worker.resident().reserved[CPU] == GIB - GIB // 4
-    assert {id: reserved for id, _, reserved in worker.resident().holds} == worker.reserved
+    assert resident_of(worker).reserved[CPU] == GIB - GIB // 4
+    assert {id: reserved for id, _, reserved in resident_of(worker).holds} == worker.reserved
     await world.stop()

@@ -77,10 +77,10 @@ async def test_what_sleeps_is_charged_and_within_its_budget_the_least_recently_u
         await settled(world)
         assert world.launcher.used(CPU) <= 2 * FILES
     assert [value(world, name) for name in "abcd"] == ["unloaded", "sleeping", "sleeping", "loaded"]
-    [host] = [device for device in world.fleet.devices if device.id == CPU]
-    assert sum(one.reserved.get(CPU, 0) for one in world.fleet._residents()) == host.used == 2 * FILES
+    [host] = [device for device in world.fleet.scheduler.devices if device.id == CPU]
+    assert sum(one.reserved.get(CPU, 0) for one in world.fleet.scheduler.residents()) == host.used == 2 * FILES
     assert host.foreign == 0
-    asleep = [one for one in world.fleet._residents() if CPU in one.measured and one.best_effort]
+    asleep = [one for one in world.fleet.scheduler.residents() if CPU in one.measured and one.best_effort]
     assert max(one.last_used for one in asleep) < -1e6, "they make way before any worker"
     await world.stop()
 
@@ -234,7 +234,7 @@ async def test_a_model_that_is_changed_or_removed_sleeps_no_longer() -> None:
         await world.ask(name)
     await settled(world)
     assert [value(world, name) for name in "abc"] == ["sleeping", "sleeping", "loaded"]
-    world.fleet.apply({"a": replace(world.presets["a"], ctx_size=64), "c": world.presets["c"]})
+    world.fleet.models.apply({"a": replace(world.presets["a"], ctx_size=64), "c": world.presets["c"]})
     await settled(world)
     assert value(world, "a") == "unloaded"
     assert world.launcher.held == {}

@@ -6,8 +6,10 @@ import pytest
 
 from router.errors import DoesNotFit, LoadFailed
 from router.fleet import worker_argv
+from router.fleet.scheduler import candidate_of, demand_of
 from router.fleet.worker import Worker
 from router.launch.interface import WorkerLost
+from router.memory.sharding import Choice
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel, run_virtual
 from tests.router.fleet.worlds import LLAMA, Schedule
 from worker.protocol.argv import Estimate
@@ -36,6 +38,11 @@ def world(total: int, *, real: int = 9 * GIB, small: int = 0, **keys: object) ->
     return scene
 
 
+def choice_of(worker: Worker) -> Choice:
+    assert worker.costs is not None
+    return worker.costs.choice
+
+
 def only(scene: Schedule) -> Worker:
     (found,) = [worker for worker in scene.fleet.workers() if worker.preset.id == "big"]
     return found
@@ -46,7 +53,7 @@ def test_a_model_that_no_device_holds_lies_on_two() -> None:
         scene = world(7 * GIB)
         await scene.ask("big")
         worker = only(scene)
-        assert (set(worker.place), sum(worker.choice.layers)) == ({GPU0, GPU1}, 4)
+        assert (set(worker.place), sum(choice_of(worker).layers)) == ({GPU0, GPU1}, 4)
         assert worker.reserved[GPU0] > 4 * GIB < worker.reserved[GPU1]
         assert "estimate big" not in scene.journal, "its weights alone say so"
         await scene.stop()
@@ -58,7 +65,7 @@ def test_a_model_that_fits_on_a_device_is_not_split() -> None:
     async def story() -> None:
         scene = world(12 * GIB)
         await scene.ask("big")
-        assert (len(only(scene).place), only(scene).choice.layers) == (1, ())
+        assert (len(only(scene).place), choice_of(only(scene)).layers) == (1, ())
         await scene.stop()
 
     run_virtual(story())
@@ -133,7 +140,7 @@ def test_tensor_split_says_which_device_has_what() -> None:
         scene = world(12 * GIB, real=12 * GIB, tensor_split=(1.0, 3.0))
         scene.launcher.models["big"].shards = (3 * GIB, 8 * GIB)
         await scene.ask("big")
-        assert (only(scene).place, only(scene).choice.layers) == ((GPU0, GPU1), (1, 3))
+        assert (only(scene).place, choice_of(only(scene)).layers) == ((GPU0, GPU1), (1, 3))
         await scene.stop()
 
     run_virtual(story())
@@ -176,11 +183,13 @@ def test_a_divided_model_lies_on_as_many_devices_as_its_preset_says_all_reserved
         await scene.ask("b")
         await scene.ask("big")
         worker = only(scene)
-        assert (set(worker.place), worker.choice.ranks) == ({GPU0, GPU1}, 2)
+        assert (set(worker.place), choice_of(worker).ranks) == ({GPU0, GPU1}, 2)
         assert worker.reserved[GPU0] == worker.reserved[GPU1] >= 4 * GIB
         command = worker_argv.options(worker, Estimate)
         assert (command.devices, command.tensor_parallel, command.layers) == (("cuda:0", "cuda:1"), 2, ())
-        assert worker.candidate(worker.demand()).runtime == 0, "its followers are told what to load before they begin"
+        assert candidate_of(worker, demand_of(worker)).runtime == 0, (
+            "its followers are told what to load before they begin"
+        )
         await scene.stop()
 
     run_virtual(story())

@@ -1,30 +1,28 @@
 """The states of a worker, forwards only."""
 
-from itertools import pairwise
+from itertools import product
 
-import pytest
-
-from router.fleet.worker import State, advance
+from router.config.presets import Preset
+from router.events import EventLog
+from router.fleet.model import Model
+from router.fleet.worker import State, Worker, enter
+from tests.fakes import virtual
 
 STATES = list(State)
 
 
-@pytest.mark.parametrize(("earlier", "later"), [(a, b) for a in STATES for b in STATES if a < b])
-def test_any_later_state_may_follow(earlier: State, later: State) -> None:
-    assert advance(earlier, later) is later
-
-
-@pytest.mark.parametrize(("current", "to"), [(a, b) for a in STATES for b in STATES if b <= a])
-def test_a_state_never_goes_back(current: State, to: State) -> None:
-    with pytest.raises(ValueError, match=f"cannot go back from {current.name} to {to.name}"):
-        advance(current, to)
-
-
-def test_the_states_come_in_the_order_of_a_life() -> None:
-    names = ["DOWNLOADING", "QUEUED", "STARTING", "READY", "STOPPING", "STOPPED"]
-    assert [state.name for state in sorted(STATES)] == names
-    assert all(earlier < later for earlier, later in pairwise(STATES))
+@virtual
+async def test_a_later_state_is_entered_with_an_event_and_a_state_never_goes_back() -> None:
+    model = Model(Preset(id="a", path="/snapshots/a"), 0)
+    for current, to in product(STATES, STATES):
+        events = EventLog()
+        worker = Worker(1, model, current, 0.0)
+        enter(worker, to, events, 5.0)
+        expected = (to, 5.0, 1) if to > current else (current, 0.0, 0)
+        assert (worker.state, worker.since, len(events.since(0) or ())) == expected
 
 
 def test_memory_is_held_from_starting_until_stopped() -> None:
+    names = ["DOWNLOADING", "QUEUED", "STARTING", "READY", "STOPPING", "STOPPED"]
+    assert [state.name for state in sorted(STATES)] == names
     assert [state for state in STATES if state.holds_memory] == [State.STARTING, State.READY, State.STOPPING]

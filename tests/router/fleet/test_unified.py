@@ -52,8 +52,8 @@ async def test_shards_and_processes_are_charged_to_the_one_memory() -> None:
     [worker] = world.fleet.workers()
     assert worker.place == (GPU0,)
     assert {id: size for id, size in worker.reserved.items() if id.index >= HOST} == {CPU: 38 * GIB}
-    world.fleet.arrange()
-    assert [(device.used, device.foreign) for device in world.fleet.devices] == [(38 * GIB, 0)] * 2
+    world.fleet.scheduler.plan_now()
+    assert [(device.used, device.foreign) for device in world.fleet.scheduler.devices] == [(38 * GIB, 0)] * 2
     await world.stop()
 
 

@@ -143,14 +143,14 @@ class Schedule:
         }
         self.fleet = Fleet(
             launcher=self.launcher,
-            calibration=LearnedEstimates(Path("/nowhere/estimates.json"), later=lambda save: None),  # in memory alone
+            learned_estimates=LearnedEstimates(Path("/nowhere/estimates.json"), later=lambda save: None),  # in memory
             events=self.events,
             files=self.files,
             ledger=Ledger(margin=lambda _: margin, limit=dict(limit or {}).get, models_max=limits.models_max),
             limits=limits,
             presets=self.presets,
         )
-        self.launcher.on_reading = self.fleet.changed
+        self.launcher.on_reading = self.fleet.scheduler.plan_soon
 
     @property
     def journal(self) -> list[str]:

@@ -95,7 +95,7 @@ async def test_gauges_are_read_off_the_fleet() -> None:
     waiting = asyncio.create_task(world.ask("b"))
     await asyncio.sleep(1)
     world.launcher.say("a", Pulse(steps=9, running=1, waiting=2, measured={"cpu": 3 * GIB}))
-    world.fleet.changed()
+    world.fleet.scheduler.plan_soon()
     await asyncio.sleep(0.01)
     found = samples(metrics)
     at = 'device="cpu",node="local"'
@@ -348,7 +348,7 @@ async def test_each_reading_with_less_free_than_the_margin_is_counted_once() -> 
     for used in (5, 7, 7.5, 3):
         world.launcher.set_foreign(CPU, int(used * GIB))
         await asyncio.sleep(1)
-        world.fleet.changed()
+        world.fleet.scheduler.plan_soon()
         await asyncio.sleep(1)
     assert samples(metrics)['router_device_margin_breaches_total{device="cpu",node="local"}'] == 2.0
     await world.stop()
