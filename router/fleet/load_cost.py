@@ -21,10 +21,10 @@ from router.fleet.worker_argv import program_of, question, threads
 from router.launch.interface import Program, WorkerLost
 from router.memory import estimate as estimates
 from router.memory import sharding
-from router.memory.best_estimate import allowed_devices, best_estimate, device_order, first_fitting, record_key
 from router.memory.checkpoint_facts import Checkpoint, UnknownArchitecture, effective_ctx
 from router.memory.estimate import Estimate, Overhead
 from router.memory.segments import compute_bytes
+from router.memory.sharding import allowed_devices, best_estimate, device_order, first_fitting, record_key
 from router.planner.ledger import HOST, DeviceId
 from worker.protocol.argv import Estimate as EstimateCommand
 
