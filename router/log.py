@@ -79,10 +79,10 @@ def _warn(
 
 def follow(events: EventLog) -> None:
     """Render every event that has a log line from now on."""
-    events.fold(_tell, mentions=False)
+    events.fold(_log_event, mentions=False)
 
 
-def _tell(event: Event) -> None:
+def _log_event(event: Event) -> None:
     data = event.data
     match event.kind:
         case "state":
@@ -133,7 +133,7 @@ def state_line(event: Event) -> str:
             digits = 1 if name == "stages" else 3
             value = ",".join(f"{stage}:{seconds:.{digits}f}s" for stage, seconds in value.items())
         elif isinstance(value, Mapping):
-            value = ",".join(f"{size(each)}@{device}" for device, each in value.items())
+            value = ",".join(f"{size(count)}@{device}" for device, count in value.items())
         elif isinstance(value, str) and (" " in value or not value):
             value = json.dumps(value, ensure_ascii=False) if value else ""
         if value != "":
@@ -163,7 +163,7 @@ def plan_line(event: Event) -> str:
     )
     needs = f" needs={size(sum(data['needs']))}({data['source']})" if "needs" in data else ""
     if data["decision"] == "evict":
-        frees = ",".join(f"{size(each)}@{device}" for device, each in data["frees"].items())
+        frees = ",".join(f"{size(count)}@{device}" for device, count in data["frees"].items())
         asker = f" for={data['for']}" if data["for"] else ""
         return f"evict {name} reason={data['reason']}{asker} idle={data['idle_seconds']}s frees={frees}{needs} {need}"
     if data["decision"] != "wait":  # A rejected request, or a dropped replica.

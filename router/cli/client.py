@@ -73,7 +73,7 @@ def _why_not(id: str, status: Mapping[str, Any], now: float) -> str:
 
 def _row(id: str, status: Mapping[str, Any]) -> tuple[str, ...]:
     memory: Mapping[str, Mapping[str, int | None]] = status.get("memory", {})
-    sizes = [f"{each['estimated_mib']}/{_or_dash(each['measured_mib'])}" for each in memory.values()]
+    sizes = [f"{device['estimated_mib']}/{_or_dash(device['measured_mib'])}" for device in memory.values()]
     spent: Mapping[str, float] = status.get("spent", {})
     load = sum(seconds for stage, seconds in spent.items() if stage not in ("standby", "first_token"))
     return (

@@ -230,7 +230,9 @@ def report(preset: Preset, loaded: LoadedPresets, machine: Machine, *, exact: bo
     left = max(machine.capacity(device, bounds) - size for device, size in needs.items())
     if not on_host:
         needs[DeviceId(LOCAL, HOST)] = estimate.host
-    devices = [machine.report(each, needs[each.id], bounds) for each in machine.readings if each.id in needs]
+    devices = [
+        machine.report(reading, needs[reading.id], bounds) for reading in machine.readings if reading.id in needs
+    ]
     return Report(
         preset=preset,
         facts=facts,
@@ -240,7 +242,7 @@ def report(preset: Preset, loaded: LoadedPresets, machine: Machine, *, exact: bo
         is_forked=machine.forks(preset),
         on_host=on_host,
         ranks=choice.ranks,
-        devices=tuple(devices),
+        devices=tuple(machine.report(reading, needs[reading.id], bounds) for reading in readings),
         beside=tuple(_beside(preset, loaded, machine, allowed, left)),
     )
 
@@ -310,7 +312,7 @@ def document(report: Report) -> dict[str, Any]:
         "fits": report.fits,
         "layers": list(estimate.layers),
         "ranks": report.ranks,
-        "devices": [{**asdict(each), "fits": each.fits, "fits_now": each.fits_now} for each in report.devices],
+        "devices": [{**asdict(device), "fits": device.fits, "fits_now": device.fits_now} for device in report.devices],
         "beside": list(report.beside),
     }
 

@@ -123,7 +123,7 @@ def _listing(answer: httpx.Response) -> tuple[str, list[str]]:
     """The commit and the file names."""
     try:
         body: Any = answer.json()
-        names = [str(each["rfilename"]) for each in body["siblings"]]
+        names = [str(file["rfilename"]) for file in body["siblings"]]
         return str(body.get("sha") or ""), [name for name in names if is_below(name)]
     except (ValueError, TypeError, KeyError, AttributeError):
         raise RemoteError(f"{answer.url.host} answers with no list of files; is it a hub?") from None

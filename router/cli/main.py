@@ -159,13 +159,13 @@ def _params_of_check() -> list[click.Parameter]:
 
 def _given(ctx: click.Context, params: Mapping[str, Any]) -> dict[str, Any]:
     """The options of the command line, before the command's name or after it."""
-    said = {name: value for name, value in params.items() if value is not None and value != ()}
+    given = {name: value for name, value in params.items() if value is not None and value != ()}
     before: dict[str, Any] = ctx.obj or {}
     unknown = [name for name in before if name not in {param.name for param in ctx.command.params}]
     if unknown:
         name = _SETTINGS[unknown[0]][0].flag if unknown[0] in _SETTINGS else _MODELS[unknown[0]][0]
         raise _misplaced(f"--{name}", ctx)
-    return {**before, **said}
+    return {**before, **given}
 
 
 def _misplaced(option: str, ctx: click.Context) -> click.UsageError:

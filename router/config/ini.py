@@ -126,7 +126,7 @@ def parse(text: str, *, file: str = "", environ: Mapping[str, str] | None = None
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` is a valid model name: allowed characters, and no empty part, `.` or `..` between slashes."""
+    """True if `text` is a valid model name: allowed characters, and no empty part, `.` or `..` between slashes."""
     return bool(NAME.fullmatch(text)) and all(part not in {"", ".", ".."} for part in text.split("/"))
 
 

@@ -376,7 +376,7 @@ def device_name(text: str) -> str:
 
 
 def sendable(text: str) -> bool:
-    """Whether `text` can be an argument of a program: valid UTF-8 without NUL."""
+    """True if `text` can be an argument of a program: valid UTF-8 without NUL."""
     return "\0" not in text and not _unsendable(text)
 
 

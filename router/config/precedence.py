@@ -62,7 +62,7 @@ Layer = dict[str, Setting]
 
 
 def _completes(layer: Layer, spelling: Spelling) -> bool:
-    """Whether `layer` has the same key by a spelling for another part of the value (cache-type-k, cache-type-v)."""
+    """True if `layer` has the same key by a spelling for another part of the value (cache-type-k, cache-type-v)."""
     before = layer.get(spelling.canonical)
     return before is not None and isinstance(spelling.word, PresetKey) and spelling.word.sets_other_part(
         before.name, spelling.name
@@ -138,8 +138,8 @@ class SettingReader:
             if isinstance(spelling.word, PresetKey) and spelling.word.own:
                 self._warn(place, "names one model, so it is not read; write a section in a file for --models-preset")
                 continue
-            for each, text in self._spelled(name, self._environ[name], place):
-                self._add(layer, each, text, place, ENVIRONMENT)
+            for meaning, text in self._spelled(name, self._environ[name], place):
+                self._add(layer, meaning, text, place, ENVIRONMENT)
         return layer
 
     def flags(self, flags: Mapping[str, str]) -> Layer:

@@ -174,7 +174,7 @@ class Spelling:
 
     @property
     def is_flag(self) -> bool:
-        """Whether it may be given without a value."""
+        """True if it may be given without a value."""
         return self.word.is_flag or (isinstance(self.word, PresetKey) and self.name in self.word.switches)
 
     def text(self, value: str) -> str:

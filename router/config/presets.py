@@ -135,7 +135,7 @@ class PresetKey:
         return isinstance(self.kind, Flag)
 
     def sets_other_part(self, one: str, other: str) -> bool:
-        """Whether the spellings are for different parts of the value, so that both may be used."""
+        """True if the spellings are for different parts of the value, so that both may be used."""
         parts = [next((part for part in self.halves if name in part), None) for name in (one, other)]
         return None not in parts and parts[0] != parts[1]
 
@@ -398,9 +398,9 @@ _OTHER_KEYS: tuple[PresetKey, ...] = (
         help="environment variables of the worker in addition to the allow-list; or one env.NAME = value each"),
 )  # fmt: skip
 _FIELD_KEYS = (
-    PresetKey(**{"field": each.name, "name": each.name.replace("_", "-"), **each.metadata})
-    for each in dataclasses.fields(Preset)
-    if each.metadata
+    PresetKey(**{"field": declared.name, "name": declared.name.replace("_", "-"), **declared.metadata})
+    for declared in dataclasses.fields(Preset)
+    if declared.metadata
 )
 # All settings of a model, in the order of the reference.
 KEYS: tuple[PresetKey, ...] = tuple(sorted((*_OTHER_KEYS, *_FIELD_KEYS), key=lambda key: GROUPS.index(key.group)))
@@ -413,7 +413,7 @@ DEFAULTS = {
 
 
 def same_load(a: Preset, b: Preset) -> bool:
-    """Whether both presets would start the same worker."""
+    """True if both presets would start the same worker."""
     return a.adapter_slots == b.adapter_slots and all(getattr(a, name) == getattr(b, name) for name in _LOAD_FIELDS)
 
 

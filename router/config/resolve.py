@@ -78,7 +78,7 @@ def _joined(document: ini.Document, registered: str) -> ini.Document:
         return document
     names = {section.name.casefold() for section in document.sections}
     further = ini.parse(registered, file=REGISTERED)
-    added = [replace(each, file=REGISTERED) for each in further.sections if each.name.casefold() not in names]
+    added = [replace(section, file=REGISTERED) for section in further.sections if section.name.casefold() not in names]
     return replace(document, sections=(*document.sections, *added), problems=(*document.problems, *further.problems))
 
 

@@ -86,10 +86,10 @@ class Access:
         return key
 
     def is_admin(self, key: ApiKey) -> bool:
-        """Whether `key` has admin rights. If no admin key is configured, all keys without `models=` have them."""
+        """True if `key` has admin rights. If no admin key is configured, all keys without `models=` have them."""
         if not self.keys:
             return True
-        return key.admin if any(each.admin for each in self.keys) else not key.models
+        return key.admin if any(configured.admin for configured in self.keys) else not key.models
 
     @staticmethod
     def may_use(key: ApiKey, model: str) -> bool:
@@ -140,7 +140,7 @@ class Access:
         if not host or not host.isascii():
             raise BadRequest("the Host header is not a host")
         if "*" in self._hosts or host in self._hosts or any(
-            each.startswith("*.") and host.endswith(each[1:]) for each in self._hosts
+            allowed.startswith("*.") and host.endswith(allowed[1:]) for allowed in self._hosts
         ):  # fmt: skip
             return
         if self.keys and not self._hosts:
@@ -210,6 +210,6 @@ def _is_loopback(host: str) -> bool:
 
 
 def _same_origin(origin: str, host: str) -> bool:
-    """Whether the page came from this server. Browsers send Origin with POSTs to the page's own server as well."""
+    """True if the page came from this server. Browsers send Origin with POSTs to the page's own server as well."""
     scheme, _, rest = origin.partition("://")
     return bool(host) and scheme.casefold() in ("http", "https") and rest.casefold() == host.strip().casefold()

@@ -43,7 +43,7 @@ class ModelOverrides:
         """Add or replace an adapter of model `id`, or remove it with None, for all `names` that share its worker."""
         current = self.adapters.get(id, {})
         if registered is None:
-            adapters = {name: each for name, each in current.items() if name != adapter}
+            adapters = {name: other for name, other in current.items() if name != adapter}
         else:
             adapters = {**current, adapter: registered}
         self.adapters |= dict.fromkeys(names, adapters)
@@ -75,7 +75,7 @@ class ModelOverrides:
             preset,
             pin=self.pinned.get(id, preset.pin),
             replicas=self.replicas.get(id, preset.replicas),
-            adapters=(*in_files, *(each.source for each in registered.values())),
+            adapters=(*in_files, *(adapter.source for adapter in registered.values())),
         )
 
 

@@ -227,7 +227,7 @@ class Pull:
 
 async def presets_using_files(registry: Registry, preset: Preset) -> list[str]:
     """The ids of models from presets or folders that need the files of a cached model."""
-    others = [each.preset for each in registry.shared_workers.listed.values() if each.preset.source != "cache"]
+    others = [listed.preset for listed in registry.shared_workers.listed.values() if listed.preset.source != "cache"]
     near = [other for other in others if other.path or other.tokenizer or other.repo == preset.repo]
     return await asyncio.to_thread(_presets_using_files, registry, preset, near) if near else []
 

@@ -281,7 +281,7 @@ class ModelNames:
 
     @staticmethod
     def _near(name: str, known: Iterable[str]) -> list[str]:
-        by_fold = {each.casefold(): each for each in known}
+        by_fold = {candidate.casefold(): candidate for candidate in known}
         return [by_fold[fold] for fold in difflib.get_close_matches(name.casefold(), by_fold, n=3, cutoff=0.6)]
 
 
@@ -327,7 +327,7 @@ def choose(
 
 
 def _is_registered(preset: Preset | None) -> bool:
-    """Whether a call has registered the model and no file defines it."""
+    """True if a call has registered the model and no file defines it."""
     origins = preset.origins if preset is not None else {}
     return origins.get("model", origins.get("hf-repo", "")).startswith(f"{REGISTERED}:")
 

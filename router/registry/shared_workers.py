@@ -151,7 +151,7 @@ class SharedWorkers:
 
         Each group shares a worker. Workers that no preset wants any more retire; all others keep running.
         """
-        before, open_before = self.listed, {name: each.model.open for name, each in self.listed.items()}
+        before, open_before = self.listed, {name: listed.model.open for name, listed in self.listed.items()}
         wanted = fleet_presets(presets, groups)
         self._reassign_ids(presets, wanted)
         fleet = self.fleet
@@ -315,7 +315,7 @@ async def send_adapters(worker: Worker, files: Files) -> dict[str, str]:
         wanted = preset.adapters, preset.default_lora
         if worker.adapters.sent == wanted:
             return {}
-        body = {"adapters": [asdict(each) for each in files.adapters(preset)], "default": preset.default_lora}
+        body = {"adapters": [asdict(adapter) for adapter in files.adapters(preset)], "default": preset.default_lora}
         status, reply = await _put(worker, ADAPTERS_PATH, body)
         try:
             if status != 200:

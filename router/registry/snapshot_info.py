@@ -101,7 +101,7 @@ def _read_texts(folder: Path) -> SnapshotTexts:
     tokenizer = _json_object(folder / "tokenizer_config.json")
     template = tokenizer.get("chat_template")
     if isinstance(template, list):  # several templates, by name
-        template = next((each.get("template") for each in template if each.get("name") == "default"), "")
+        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), "")
     if not template:  # older checkpoints of vision models have it in a file of its own
         template = _json_object(folder / "chat_template.json").get("chat_template", "")
     with contextlib.suppress(OSError, UnicodeDecodeError):

@@ -241,9 +241,9 @@ def _candidates(folder: Path, names: list[str]) -> Iterator[tuple[str, Path]]:
         if not path.is_dir() or _is_model(path):
             yield name, path
             continue
-        for each in _names(str(path), quiet=True):
-            if not (path / each).is_dir() or _is_model(path / each):
-                yield f"{name}/{each}", path / each
+        for inner in _names(str(path), quiet=True):
+            if not (path / inner).is_dir() or _is_model(path / inner):
+                yield f"{name}/{inner}", path / inner
 
 
 def _unusable(id: str, path: Path) -> str:

@@ -22,13 +22,13 @@ from worker.protocol.snapshot_files import MANIFEST, ConversionManifest, decode_
 
 log = logging.getLogger("router.store.converted")
 
-# What a folder is called that is not complete (worker/fetch/convert.py); who makes it holds a lock on it.
+# Suffix of an incomplete folder (worker/fetch/convert.py). The process that writes it holds a lock on it.
 PART = ".part"
 # Files of tokenizers that have to be converted on each load, where there is no tokenizer.json beside them.
 _SLOW_TOKENIZERS = frozenset(
     {"merges.txt", "sentencepiece.bpe.model", "spiece.model", "tokenizer.model", "vocab.json", "vocab.txt"}
 )
-_LAYOUT = 1  # raised when what is made, or how, is different
+_LAYOUT = 1  # part of the hash; raised when the result of a conversion changes
 
 
 def can_be_converted(preset: Preset) -> bool:

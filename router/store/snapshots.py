@@ -65,7 +65,7 @@ class Snapshots:
         """Return the bytes of each safetensors file of a snapshot by path; empty if it cannot be read."""
         try:
             with os.scandir(snapshot) as entries:
-                return {each.path: each.stat().st_size for each in entries if each.name.endswith(".safetensors")}
+                return {entry.path: entry.stat().st_size for entry in entries if entry.name.endswith(".safetensors")}
         except OSError:
             return {}
 
@@ -101,12 +101,12 @@ class Snapshots:
         return self.conversions.sizes
 
     def adapters(self, preset: Preset) -> list[AdapterSource]:
-        return [replace(each, path=self._adapter(each) or each.path) for each in preset.adapters]
+        return [replace(source, path=self._adapter(source) or source.path) for source in preset.adapters]
 
     def missing_adapters(self, preset: Preset) -> list[Download]:
         if self._offline or not preset.adapter_slots:
             return []
-        return [self.adapter_download(each.path) for each in preset.adapters if not self._adapter(each)]
+        return [self.adapter_download(source.path) for source in preset.adapters if not self._adapter(source)]
 
     def adapter_download(self, path: str) -> Download:
         """Return the command that downloads `hub:org/name:revision`."""
