@@ -230,9 +230,7 @@ def report(preset: Preset, loaded: LoadedPresets, machine: Machine, *, exact: bo
     left = max(machine.capacity(device, bounds) - size for device, size in needs.items())
     if not on_host:
         needs[DeviceId(LOCAL, HOST)] = estimate.host
-    devices = [
-        machine.report(reading, needs[reading.id], bounds) for reading in machine.readings if reading.id in needs
-    ]
+    readings = [reading for reading in machine.readings if reading.id in needs]
     return Report(
         preset=preset,
         facts=facts,

@@ -111,7 +111,7 @@ class Settings:
     fork_server: bool = option(True, Flag(), MODELS,
             "fork workers from a process that has imported all libraries; off: each worker imports them, 3 s")
     prepare: bool = option(True, Flag(), MODELS,
-            "convert checkpoints once, after a download, and not at each load; needs disk space for mixtures of experts")
+            "convert checkpoints once, after a download, not at each load; needs disk space for mixtures of experts")
 
     models_memory_margin: Mapping[str, int] = option({"": 1024 * MIB}, MemoryByDevice(hint="MiB"), MEMORY,
             "memory to keep free on every device, or cuda:0=2048,cpu=4096; 0: evict by count only")  # "": others
