@@ -1,16 +1,22 @@
-"""A generation loop without its thread: the test calls each step itself."""
+"""A generation loop without its thread, where the test calls each step itself, and a runner that keeps a journal."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from tests.worker.loaded import generation
+import torch
+
+from tests.worker.loaded import generation, load_with
 from worker.detokenizer import AnswerText
+from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.loop.generation_loop import Backend, GenerationLoop
 from worker.engines.transformers.loop.requests import RequestChoice, RequestStream
 from worker.engines.transformers.loop.step_loop import Outbox
+from worker.engines.transformers.run.runner import Runner
 from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
+from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
 from worker.interface import Delta
 
@@ -22,6 +28,61 @@ class Steady(PrefillBudget):
 
     def budget(self, decoding: int, chunk: int, prompts: int = 1, start: int = 0) -> int:
         return min(chunk, 16)
+
+
+Fault = Callable[[Batch, bool], Sequence[Segment] | None]
+
+
+class JournalRunner:
+    """A runner that records its calls, and fails on request.
+
+    `fault` gets each batch, and whether it is launched ahead. It raises, or returns segments whose logits become NaN.
+    """
+
+    def __init__(self, runner: Runner, fault: Fault = lambda batch, ahead: None):
+        self.runner, self.fault = runner, fault
+        self.calls: list[str] = []
+        self.batches: list[Batch] = []
+        self.prompt_tokens = 0  # computed so far
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def fork(self, source: int, target: int) -> None:
+        self.calls.append(f"fork {source} {target}")
+        self.runner.fork(source, target)
+
+    def forget(self, row: int) -> None:
+        self.calls.append(f"forget {row}")
+        self.runner.forget(row)
+
+    def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        ids = ",".join(map(str, sorted(segment.sequence.id for segment in batch)))
+        self.calls.append(f"{'ahead' if device_tokens is not None else 'run'} {ids}")
+        self.batches.append(batch)
+        self.prompt_tokens += sum(segment.length for segment in batch if not segment.is_decode)
+        broken = self.fault(batch, device_tokens is not None) or ()
+        logits = self.runner.run(batch, device_tokens)
+        first = 0
+        with torch.inference_mode():
+            for segment in batch:
+                if segment in broken:
+                    logits[first : first + segment.logits] = float("nan")
+                first += segment.logits
+        return logits
+
+
+def journaled(
+    folder: Path, fault: Fault = lambda batch, ahead: None, **changes: Any
+) -> tuple[TransformersEngine, JournalRunner]:
+    """An engine, and the journal of its runner."""
+    made: list[JournalRunner] = []
+
+    def wrap(runner: Runner) -> Any:
+        made.append(JournalRunner(runner, fault))
+        return made[0]
+
+    return load_with(folder, wrap, **changes), made[0]
 
 
 class Drive:

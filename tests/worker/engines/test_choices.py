@@ -2,15 +2,14 @@
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests import tiny
-from tests.worker.loaded import collect_choices, complete_one, generation, load_with
+from tests.worker.loaded import collect_choices, complete_one, generation
+from tests.worker.stepped import JournalRunner, journaled
 from worker.engines.transformers.engine import TransformersEngine
-from worker.engines.transformers.run.runner import Runner
 from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler
 from worker.engines.transformers.schedule.sequence import Sequence
@@ -95,55 +94,22 @@ def test_a_choice_that_is_cancelled_while_it_follows_is_forgotten() -> None:
     assert computed(scheduler) == {0: 6 + 2, 2: 2}
 
 
-class Counting:
-    """A runner that counts prompt tokens and forks."""
-
-    def __init__(self, runner: Runner):
-        self.runner = runner
-        self.tokens = self.forks = 0
-
-    @property
-    def vocab_size(self) -> int:
-        return self.runner.vocab_size
-
-    @property
-    def bytes(self) -> int:
-        return self.runner.bytes
-
-    def fork(self, source: int, target: int) -> None:
-        self.forks += 1
-        self.runner.fork(source, target)
-
-    def forget(self, row: int) -> None:
-        self.runner.forget(row)
-
-    def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
-        self.tokens += sum(segment.length for segment in batch if not segment.is_decode)
-        return self.runner.run(batch, device_tokens)
-
-
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TransformersEngine, Counting]]:
-    made: list[Counting] = []
-
-    def wrap(runner: Runner) -> Runner:
-        made.append(Counting(runner))
-        return made[0]
-
-    folder: Path = tiny.make("llama", tmp_path_factory.mktemp("llama"))
-    engine = load_with(folder, wrap, ctx_size=128, parallel=4, prefill_chunk=16)
-    yield engine, made[0]
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TransformersEngine, JournalRunner]]:
+    folder = tiny.make("llama", tmp_path_factory.mktemp("llama"))
+    engine, journal = journaled(folder, ctx_size=128, parallel=4, prefill_chunk=16)
+    yield engine, journal
     asyncio.run(engine.close())
 
 
-async def test_each_choice_answers_as_it_would_alone(counted: tuple[TransformersEngine, Counting]) -> None:
-    engine, runner = counted
-    before, forks = runner.tokens, runner.forks
+async def test_each_choice_answers_as_it_would_alone(counted: tuple[TransformersEngine, JournalRunner]) -> None:
+    engine, journal = counted
+    before, calls = journal.prompt_tokens, len(journal.calls)
     collected = await collect_choices(
         engine, generation(PROMPT, n=3, sampling=WARM, max_tokens=12, prompt_logprobs=True)
     )
-    assert runner.tokens - before == len(PROMPT), "the prompt is computed once"
-    assert runner.forks - forks == 2
+    assert journal.prompt_tokens - before == len(PROMPT), "the prompt is computed once"
+    assert sum(call.startswith("fork") for call in journal.calls[calls:]) == 2
     alone = [
         await complete_one(engine, PROMPT, sampling=SamplingParams(temperature=1.3, seed=11 + index), max_tokens=12)
         for index in range(3)
@@ -154,7 +120,7 @@ async def test_each_choice_answers_as_it_would_alone(counted: tuple[Transformers
     assert collected[0].prompt_logprobs == collected[2].prompt_logprobs
 
 
-async def test_more_choices_than_rows_are_all_answered(counted: tuple[TransformersEngine, Counting]) -> None:
+async def test_more_choices_than_rows_are_all_answered(counted: tuple[TransformersEngine, JournalRunner]) -> None:
     engine, _ = counted
     collected = await collect_choices(engine, generation(PROMPT, n=7, sampling=WARM, max_tokens=5))
     alone = await complete_one(engine, PROMPT, sampling=SamplingParams(temperature=1.3, seed=11 + 6), max_tokens=5)
@@ -162,7 +128,7 @@ async def test_more_choices_than_rows_are_all_answered(counted: tuple[Transforme
 
 
 async def test_one_token_of_each_choice_ends_them_all_in_the_step_of_the_prompt(
-    counted: tuple[TransformersEngine, Counting],
+    counted: tuple[TransformersEngine, JournalRunner],
 ) -> None:
     engine, _ = counted
     collected = await collect_choices(engine, generation(PROMPT[:5], n=4, sampling=WARM, max_tokens=1))

@@ -27,13 +27,12 @@ from tests.worker.loaded import (
     generated,
     generation,
     load,
-    load_with,
     options,
     reference,
     serving,
 )
+from tests.worker.stepped import journaled
 from worker.engines.transformers.engine import TransformersEngine
-from worker.engines.transformers.run.runner import Runner
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.errors import (
     ContextExceeded,
@@ -95,6 +94,7 @@ async def rest(stream: Any, collected: CollectedChoice) -> CollectedChoice:
         ((5, 512), {}, InvalidValue),
         ((5, -1), {}, InvalidValue),
         ((5,) * CTX, {}, ContextExceeded),
+        ((5,) * 4 * CTX, {}, ContextExceeded),
         (PROMPT, {"n": 0}, InvalidValue),
         (PROMPT, {"max_tokens": -3}, InvalidValue),
         (PROMPT, {"stop": ("",)}, InvalidValue),
@@ -106,7 +106,7 @@ async def rest(stream: Any, collected: CollectedChoice) -> CollectedChoice:
         (PROMPT, {"sampling": SamplingParams(logprobs=21)}, InvalidValue),
     ],
 )
-async def test_a_request_that_cannot_be_answered_is_refused_and_its_neighbour_goes_on(
+async def test_an_invalid_request_is_rejected_and_no_other_ends(
     engine: TransformersEngine, model: Any, prompt: Sequence[int], changes: dict[str, Any], error: type[RequestError]
 ) -> None:
     stream = engine.generate(generation(PROMPT, max_tokens=12))
@@ -164,19 +164,24 @@ async def test_no_tokens_at_all_may_be_asked_for(engine: TransformersEngine) -> 
 # Sampling
 
 
-async def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(engine: TransformersEngine) -> None:
-    alone = await complete_one(engine, PROMPT, max_tokens=24, sampling=WARM)
+async def test_an_answer_does_not_depend_on_the_rest_of_the_batch(engine: TransformersEngine) -> None:
+    """The same seed gives the same text, beside other temperatures, filters and lengths, and every time."""
     others = [replace(WARM, seed=seed, temperature=0.1 * seed, top_k=seed) for seed in range(6)]
     requests = [
-        (PROMPT, WARM),
-        *(((7, *range(2, 12 + index)), other) for index, other in enumerate(others)),
-        (PROMPT, WARM),
+        generation(PROMPT, max_tokens=24, sampling=WARM),
+        generation(PROMPT, max_tokens=24),
+        generation(PROMPT, max_tokens=24, sampling=replace(WARM, temperature=2.5, seed=12)),
+        generation(PROMPT, max_tokens=10_000, sampling=replace(WARM, temperature=0.3, ignore_eos=True)),
+        *(generation((7, *range(2, 12 + index)), max_tokens=24, sampling=how) for index, how in enumerate(others)),
+        generation(PROMPT, max_tokens=24, sampling=WARM),
     ]
-    collected = await asyncio.gather(
-        *(complete_one(engine, each, max_tokens=24, sampling=how) for each, how in requests)
-    )
-    assert collected[0].tokens == collected[-1].tokens == alone.tokens
-    assert collected[1].tokens != collected[2].tokens
+    alone = [(await collect_choices(engine, request))[0] for request in requests]
+    together = [answer for (answer,) in await asyncio.gather(*(collect_choices(engine, each) for each in requests))]
+    assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
+    assert [answer.finish for answer in together] == [answer.finish for answer in alone]
+    assert alone[0].tokens == alone[-1].tokens
+    assert (together[3].finish, len(together[3].tokens)) == ("length", CTX - len(PROMPT))
+    assert len({tuple(answer.tokens) for answer in alone}) > 6, "the settings make a difference"
 
 
 async def test_without_a_seed_every_answer_is_another_one(engine: TransformersEngine) -> None:
@@ -291,9 +296,11 @@ async def test_deltas_add_up_to_the_text_of_the_tokens(engine: TransformersEngin
         assert "".join(delta.text for delta in each.deltas) == each.text
 
 
-async def test_each_token_is_sent_once(engine: TransformersEngine) -> None:
-    collected = await complete_one(engine, PROMPT, max_tokens=60, sampling=replace(GREEDY, ignore_eos=True))
-    assert sum(len(delta.tokens) for delta in collected.deltas) == 60
+async def test_each_token_is_sent_once_and_soon(engine: TransformersEngine) -> None:
+    collected = await complete_one(engine, PROMPT, max_tokens=80, sampling=replace(GREEDY, ignore_eos=True))
+    assert sum(len(delta.tokens) for delta in collected.deltas) == 80
+    assert max(len(delta.tokens) for delta in collected.deltas) < 40, "held back for a character at most"
+    assert sum(len(delta.text) for delta in collected.deltas) == len(collected.text)
 
 
 async def test_a_stop_string_ends_the_answer_before_it(engine: TransformersEngine) -> None:
@@ -343,9 +350,11 @@ async def test_a_long_prompt_does_not_stall_a_stream(folder: Path) -> None:
         await stream.aclose()
 
 
-async def test_a_reader_that_is_cancelled_takes_its_request_along(engine: TransformersEngine) -> None:
+async def test_a_cancelled_request_ends_and_leaves_nothing(engine: TransformersEngine) -> None:
     reader = asyncio.create_task(complete_one(engine, PROMPT, sampling=replace(GREEDY, ignore_eos=True)))
-    await asyncio.sleep(0)
+    async with asyncio.timeout(DEADLINE):
+        while not engine.occupancy.running:  # noqa: ASYNC110
+            await asyncio.sleep(0)
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
@@ -404,52 +413,6 @@ async def test_closing_ends_what_runs_and_refuses_what_comes(folder: Path) -> No
 # Failures of one request, and of the engine
 
 
-class Faulty:
-    """A runner that fails on request: `fault(batch)` raises, or names segments whose logits become NaN."""
-
-    def __init__(self, runner: Runner, fault: Any):
-        self.runner, self.fault = runner, fault
-        self.batches: list[Batch] = []
-        self.forgotten: list[int] = []
-
-    @property
-    def vocab_size(self) -> int:
-        return self.runner.vocab_size
-
-    @property
-    def bytes(self) -> int:
-        return self.runner.bytes
-
-    def fork(self, source: int, target: int) -> None:
-        self.runner.fork(source, target)
-
-    def forget(self, row: int) -> None:
-        self.forgotten.append(row)
-        self.runner.forget(row)
-
-    def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
-        self.batches.append(batch)
-        broken: Sequence[Segment] = self.fault(batch) or ()
-        logits = self.runner.run(batch, device_tokens)
-        first = 0
-        with torch.inference_mode():
-            for segment in batch:
-                if segment in broken:
-                    logits[first : first + segment.logits] = float("nan")
-                first += segment.logits
-        return logits
-
-
-def faulty(folder: Path, fault: Any, **changes: Any) -> tuple[TransformersEngine, list[Faulty]]:
-    made: list[Faulty] = []
-
-    def wrap(runner: Runner) -> Runner:
-        made.append(Faulty(runner, fault))
-        return made[0]
-
-    return load_with(folder, wrap, ctx_size=CTX, **changes), made
-
-
 def is_marked(segment: Segment) -> bool:
     return segment.sequence.tokens[0] == 13
 
@@ -459,9 +422,11 @@ MARKED = (13, 5, 6)
 
 async def test_steps_are_computed_on_one_thread_with_as_many_helpers_as_the_preset_says(folder: Path) -> None:
     seen: set[tuple[str, int]] = set()
-    engine, _ = faulty(
-        folder, lambda _: seen.add((threading.current_thread().name, torch.get_num_threads())), threads=3
-    )
+
+    def fault(batch: Batch, ahead: bool) -> None:
+        seen.add((threading.current_thread().name, torch.get_num_threads()))
+
+    engine, _ = journaled(folder, fault, ctx_size=CTX, threads=3)
     async with serving(engine):
         await asyncio.gather(*(complete_one(engine, PROMPT, max_tokens=3) for _ in range(2)))
     assert seen == {("step-loop", 3)}
@@ -499,12 +464,12 @@ def unnamed_threads() -> set[int]:
 async def test_a_cancel_takes_effect_within_one_step(folder: Path) -> None:
     computing, go_on = threading.Event(), threading.Event()
 
-    def fault(batch: Batch) -> None:
+    def fault(batch: Batch, ahead: bool) -> None:
         if batch[0].sequence.answered == 3 and not computing.is_set():
             computing.set()
             assert go_on.wait(DEADLINE)
 
-    engine, (runner,) = faulty(folder, fault, parallel=1)
+    engine, runner = journaled(folder, fault, ctx_size=CTX, parallel=1)
     async with serving(engine):
         stream = engine.generate(generation(PROMPT))
         await first(stream)
@@ -521,7 +486,7 @@ async def test_the_runner_forgets_every_freed_row(folder: Path) -> None:
     computing, go_on = threading.Event(), threading.Event()
     full: list[Batch] = []
 
-    def fault(batch: Batch) -> None:
+    def fault(batch: Batch, ahead: bool) -> None:
         if not full and len(batch) == 3 and max(each.sequence.answered for each in batch) >= 2:
             full.append(batch)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
@@ -529,25 +494,29 @@ async def test_the_runner_forgets_every_freed_row(folder: Path) -> None:
             computing.set()
             assert go_on.wait(DEADLINE)
 
-    engine, (runner,) = faulty(folder, fault, parallel=3)
+    engine, runner = journaled(folder, fault, ctx_size=CTX, parallel=3)
     async with serving(engine):
         await asyncio.gather(*(complete_one(engine, (20 + index, 5, 6), max_tokens=5) for index in range(3)))
         assert len(full) == 1
-        assert sorted(runner.forgotten) in ([0, 1, 2, 2], [0, 0, 1, 2], [0, 1, 1, 2]), "three ends and a preemption"
+        freed = sorted(call for call in runner.calls if call.startswith("forget"))
+        assert set(freed) == {"forget 0", "forget 1", "forget 2"}
+        assert len(freed) == 4, "three ends and a preemption"
+        del runner.calls[:]
         stream = engine.generate(generation(MARKED))
         await first(stream)
         assert await asyncio.to_thread(computing.wait, DEADLINE)
         await stream.aclose()
         go_on.set()
         await complete_one(engine, PROMPT, max_tokens=1)
-        assert runner.forgotten[4:] == [0, 0], "a cancel, too, before somebody else gets the row"
+        freed = [call for call in runner.calls if call.startswith("forget")]
+        assert freed == ["forget 0"] * 2, "a cancelled sequence, too, before another one gets the row"
 
 
 async def test_logprobs_of_a_prompt_are_complete_of_whom_was_put_back_and_cut_otherwise(folder: Path) -> None:
     """The second prompt shares a step with the end of the first, is preempted and begins again alone."""
     asked, seen = threading.Event(), set[tuple[int, int]]()
 
-    def fault(batch: Batch) -> None:
+    def fault(batch: Batch, ahead: bool) -> None:
         assert asked.wait(DEADLINE)
         second = next((each for each in batch if is_marked(each)), None)
         if second is not None and (seen or second.start):
@@ -556,7 +525,7 @@ async def test_logprobs_of_a_prompt_are_complete_of_whom_was_put_back_and_cut_ot
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
     prompts = [tuple(range(20, 60)), (13, *range(20, 59))]
-    engine, _ = faulty(folder, fault, parallel=2, prefill_chunk=16)
+    engine, _ = journaled(folder, fault, ctx_size=CTX, parallel=2, prefill_chunk=16)
     async with serving(engine):
         tasks = [
             asyncio.create_task(complete_one(engine, each, max_tokens=4, prompt_logprobs=True)) for each in prompts
@@ -572,34 +541,42 @@ async def test_logprobs_of_a_prompt_are_complete_of_whom_was_put_back_and_cut_ot
     assert collected == pytest.approx([each.logprob for each in alone.prompt_logprobs[1:]], abs=1e-4)
 
 
-async def test_a_sequence_with_nan_logits_ends_alone(folder: Path, model: Any) -> None:
-    engine, _ = faulty(
-        folder, lambda batch: [each for each in batch if is_marked(each) and each.sequence.answered == 4]
-    )
+@pytest.mark.parametrize("choices", [1, 3])
+@pytest.mark.parametrize("breaks", [False, True], ids=["NaN logits", "an error of the model"])
+async def test_a_failing_sequence_ends_its_request_and_no_other(
+    folder: Path, model: Any, *, breaks: bool, choices: int
+) -> None:
+    def fault(batch: Batch, ahead: bool) -> list[Segment]:
+        failing = [segment for segment in batch if is_marked(segment) and segment.sequence.answered == 3]
+        failing = [segment for segment in failing if choices == 1 or segment.sequence.seed == 12]
+        if breaks and failing:
+            raise IndexError("index out of range in self")
+        return failing
+
+    engine, _ = journaled(folder, fault, ctx_size=CTX)
     async with serving(engine):
-        collected, failed, after = await asyncio.gather(
-            complete_one(engine, PROMPT, max_tokens=20), complete_one(engine, MARKED),
+        failed, *others = await asyncio.gather(
+            collect_choices(engine, generation(MARKED, n=choices, sampling=WARM)),
+            complete_one(engine, PROMPT, max_tokens=20),
             complete_one(engine, (7, 8), max_tokens=20),
             return_exceptions=True,
-        )  # fmt: skip
+        )
         assert isinstance(failed, SequenceFailed)
-        assert isinstance(collected, CollectedChoice)
-        assert isinstance(after, CollectedChoice)
-        assert collected.tokens == generated(model, PROMPT, 20)
-        assert after.tokens == generated(model, (7, 8), 20)
+        expected = [generated(model, prompt, 20) for prompt in (PROMPT, (7, 8))]
+        assert [answer.tokens for answer in others if isinstance(answer, CollectedChoice)] == expected
+        await nothing_runs(engine)
 
 
 async def test_what_is_no_number_in_the_cache_ends_with_its_request(folder: Path, model: Any) -> None:
     """A mask hides padded rows only if they hold numbers: NaN would spread."""
-    made: list[Faulty] = []
 
-    def fault(batch: Batch) -> None:
+    def fault(batch: Batch, ahead: bool) -> None:
         for segment in batch:
             if is_marked(segment) and segment.table is not None:
                 for slot, count in segment.table.spans(0, segment.end):
-                    made[0].runner._pool.values[0][slot : slot + count] = float("nan")  # type: ignore[attr-defined]
+                    runner.pool.values[0][slot : slot + count] = float("nan")
 
-    engine, made[:] = faulty(folder, fault, parallel=2)
+    engine, runner = journaled(folder, fault, ctx_size=CTX, parallel=2)
     long = (*range(20, 60), 5)
     async with serving(engine):
         collected, failed = await asyncio.gather(
@@ -614,44 +591,12 @@ async def test_what_is_no_number_in_the_cache_ends_with_its_request(folder: Path
             await complete_one(engine, (*MARKED, *long))
 
 
-async def test_a_sequence_that_breaks_the_model_ends_alone(folder: Path, model: Any) -> None:
-    def fault(batch: Batch) -> None:
-        if any(is_marked(each) and each.sequence.answered == 3 for each in batch):
-            raise IndexError("index out of range in self")
-
-    engine, _ = faulty(folder, fault)
-    async with serving(engine):
-        collected, failed = await asyncio.gather(
-            complete_one(engine, PROMPT, max_tokens=20), complete_one(engine, MARKED), return_exceptions=True
-        )
-        assert isinstance(failed, SequenceFailed)
-        assert isinstance(collected, CollectedChoice)
-        assert collected.tokens == generated(model, PROMPT, 20)
-
-
-async def test_one_choice_that_fails_ends_its_whole_request_and_no_other(folder: Path, model: Any) -> None:
-    def fault(batch: Batch) -> None:
-        if any(is_marked(each) and each.sequence.answered == 2 and each.sequence.seed == 12 for each in batch):
-            raise IndexError("index out of range in self")
-
-    engine, _ = faulty(folder, fault)
-    async with serving(engine):
-        both = collect_choices(engine, generation(MARKED, n=3, sampling=WARM))
-        collected, failed = await asyncio.gather(
-            complete_one(engine, PROMPT, max_tokens=20), both, return_exceptions=True
-        )
-        assert isinstance(failed, SequenceFailed)
-        assert isinstance(collected, CollectedChoice)
-        assert collected.tokens == generated(model, PROMPT, 20)
-        await nothing_runs(engine)
-
-
 async def test_a_step_without_memory_is_tried_again_without_the_youngest(folder: Path, model: Any) -> None:
-    def fault(batch: Batch) -> None:
+    def fault(batch: Batch, ahead: bool) -> None:
         if len(batch) > 2 and min(each.sequence.answered for each in batch) >= 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
-    engine, (runner,) = faulty(folder, fault, parallel=3)
+    engine, runner = journaled(folder, fault, ctx_size=CTX, parallel=3)
     async with serving(engine):
         prompts = [(20 + index, 5, 6) for index in range(3)]
         collected = await asyncio.gather(
@@ -666,11 +611,11 @@ async def test_without_any_memory_requests_end_and_the_worker_lives_on(folder: P
     full = threading.Event()
     full.set()
 
-    def fault(batch: Batch) -> None:
+    def fault(batch: Batch, ahead: bool) -> None:
         if full.is_set():
             raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
 
-    engine, _ = faulty(folder, fault)
+    engine, _ = journaled(folder, fault, ctx_size=CTX)
     async with serving(engine):
         collected = await asyncio.gather(
             *(complete_one(engine, PROMPT, max_tokens=9) for _ in range(3)), return_exceptions=True
@@ -684,12 +629,12 @@ async def test_without_any_memory_requests_end_and_the_worker_lives_on(folder: P
 async def test_a_sticky_device_error_ends_everything_and_says_how_the_process_must_end(folder: Path) -> None:
     raised: list[Batch] = []
 
-    def fault(batch: Batch) -> None:
+    def fault(batch: Batch, ahead: bool) -> None:
         if raised or batch[0].sequence.answered == 2:
             raised.append(batch)
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    engine, _ = faulty(folder, fault)
+    engine, _ = journaled(folder, fault, ctx_size=CTX)
     collected = await asyncio.gather(*(complete_one(engine, PROMPT) for _ in range(2)), return_exceptions=True)
     assert all(isinstance(each, Draining) for each in collected)
     assert len(raised) == 1, "the device is not touched again"

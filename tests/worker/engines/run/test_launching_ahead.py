@@ -6,7 +6,7 @@ from the device once a step.
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from tests.worker.loaded import (
     reference,
     serving,
 )
-from tests.worker.stepped import PROMPT, Drive
+from tests.worker.stepped import PROMPT, Drive, JournalRunner
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import loader
@@ -223,33 +223,7 @@ async def test_ahead_steps_of_fixed_shape_say_what_generate_says(llama: Path) ->
 
 # One step at a time, on the test's thread
 
-
-class JournalRunner:
-    """A runner that records its calls, and fails on request."""
-
-    def __init__(self, runner: Runner, fault: Callable[[Batch, bool], Any] = lambda batch, ahead: None):
-        self.runner, self.fault = runner, fault
-        self.calls: list[str] = []
-        self.batches: list[Batch] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.runner, name)
-
-    def forget(self, row: int) -> None:
-        self.calls.append(f"forget {row}")
-        self.runner.forget(row)
-
-    def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
-        ids = ",".join(str(each.sequence.id) for each in sorted(batch, key=lambda each: each.sequence.id))
-        self.calls.append(f"{'ahead' if device_tokens is not None else 'run'} {ids}")
-        self.batches.append(batch)
-        broken: Sequence[Segment] = self.fault(batch, device_tokens is not None) or ()
-        logits = self.runner.run(batch, device_tokens)
-        with torch.inference_mode():
-            for place, segment in enumerate(batch):
-                if segment in broken:
-                    logits[place] = float("nan")
-        return logits
+Paged = tuple[PagedRunner, BlockAllocator]
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +236,7 @@ def loaded(llama: Path) -> tuple[Any, Any, torch.device, torch.dtype]:
 
 
 @pytest.fixture
-def runner(loaded: Any) -> Iterator[tuple[PagedRunner, BlockAllocator]]:
+def runner(loaded: Any) -> Iterator[Paged]:
     model, config, device, dtype = loaded
     blocks = BlockAllocator(4, 4 * 4)
     yield PagedRunner(model, make_pool(config, blocks, dtype, device), blocks, device), blocks
@@ -270,9 +244,7 @@ def runner(loaded: Any) -> Iterator[tuple[PagedRunner, BlockAllocator]]:
     assert not blocks.owners
 
 
-async def test_a_step_is_launched_before_the_tokens_of_the_one_in_front_are_read(
-    runner: tuple[PagedRunner, BlockAllocator],
-) -> None:
+async def test_a_step_is_launched_before_the_results_of_the_last_one_are_read(runner: Paged) -> None:
     journal = JournalRunner(runner[0])
     drive = Drive(journal, runner[1])
     drive.ask(0, most=4)
@@ -285,7 +257,7 @@ async def test_a_step_is_launched_before_the_tokens_of_the_one_in_front_are_read
     assert journal.calls == ["run 0", "ahead 0", "ahead 0", "ahead 0", "forget 0"], "nothing runs ahead of a known end"
 
 
-async def test_prompts_are_let_in_one_step_later_at_most(runner: tuple[PagedRunner, BlockAllocator]) -> None:
+async def test_prompts_are_let_in_one_step_later_at_most(runner: Paged) -> None:
     journal = JournalRunner(runner[0])
     drive = Drive(journal, runner[1])
     drive.ask(0, most=9)
@@ -297,9 +269,7 @@ async def test_prompts_are_let_in_one_step_later_at_most(runner: tuple[PagedRunn
     drive.to_the_end()
 
 
-async def test_a_cancel_takes_effect_within_two_steps_and_gives_its_place_back(
-    runner: tuple[PagedRunner, BlockAllocator],
-) -> None:
+async def test_a_cancel_takes_effect_within_two_steps_and_gives_its_place_back(runner: Paged) -> None:
     journal = JournalRunner(runner[0])
     drive = Drive(journal, runner[1])
     stream = drive.ask(0, most=20)
@@ -315,9 +285,7 @@ async def test_a_cancel_takes_effect_within_two_steps_and_gives_its_place_back(
     assert len(await drive.collected(0)) == 1, "nothing after the cancel"
 
 
-async def test_an_unforeseen_end_is_the_end_and_other_sequences_go_on(
-    runner: tuple[PagedRunner, BlockAllocator],
-) -> None:
+async def test_an_unforeseen_end_is_the_end_and_other_sequences_go_on(runner: Paged) -> None:
     journal = JournalRunner(runner[0])
     drive = Drive(journal, runner[1])
     drive.ask(0, most=20, stop=("xxx",))
@@ -334,9 +302,7 @@ async def test_an_unforeseen_end_is_the_end_and_other_sequences_go_on(
     assert journal.calls.index("forget 0") < len(journal.calls) - 1
 
 
-async def test_a_step_that_cannot_be_launched_ahead_is_computed_in_its_turn(
-    runner: tuple[PagedRunner, BlockAllocator],
-) -> None:
+async def test_a_step_that_cannot_be_launched_ahead_is_computed_in_its_turn(runner: Paged) -> None:
     def fault(batch: Batch, ahead: bool) -> None:
         if ahead and batch[0].sequence.answered == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
@@ -354,7 +320,7 @@ async def test_a_step_that_cannot_be_launched_ahead_is_computed_in_its_turn(
     assert journal.calls.count("run 0,1") == 1 + 2, "the prompts, and after each fault"
 
 
-async def test_a_sequence_that_fails_in_every_step_ends_alone(runner: tuple[PagedRunner, BlockAllocator]) -> None:
+async def test_a_sequence_that_fails_in_every_step_ends_alone(runner: Paged) -> None:
     def fault(batch: Batch, ahead: bool) -> None:
         if any(each.sequence.id == 1 and each.start >= 8 for each in batch):
             raise ValueError("a model's own code")
@@ -368,9 +334,7 @@ async def test_a_sequence_that_fails_in_every_step_ends_alone(runner: tuple[Page
     assert await drive.collected(0) == await plain.collected(0)
 
 
-async def test_no_numbers_in_a_step_ahead_end_their_request_and_stay_nowhere(
-    runner: tuple[PagedRunner, BlockAllocator],
-) -> None:
+async def test_no_numbers_in_a_step_ahead_end_their_request_and_stay_nowhere(runner: Paged) -> None:
     """The poisoned sequence's blocks are erased, also those that the step in flight wrote when it was found."""
     pool = runner[0].pool
 
@@ -394,7 +358,7 @@ async def test_no_numbers_in_a_step_ahead_end_their_request_and_stay_nowhere(
     assert all(bool(store.isfinite().all()) for store in (*pool.keys, *pool.values))
 
 
-async def test_no_numbers_found_in_vain_stay_nowhere_either(runner: tuple[PagedRunner, BlockAllocator]) -> None:
+async def test_no_numbers_found_in_vain_stay_nowhere_either(runner: Paged) -> None:
     """The sequence ends with a stop string while the step that loses its logits is in flight."""
     pool = runner[0].pool
 
@@ -414,9 +378,7 @@ async def test_no_numbers_found_in_vain_stay_nowhere_either(runner: tuple[PagedR
     assert all(bool(store.isfinite().all()) for store in (*pool.keys, *pool.values))
 
 
-async def test_tokens_that_need_the_host_are_chosen_after_it_has_them_without_a_wait(
-    runner: tuple[PagedRunner, BlockAllocator],
-) -> None:
+async def test_tokens_that_need_the_host_are_chosen_after_it_has_them_without_a_wait(runner: Paged) -> None:
     collected = []
     for ahead, penalty in ((True, -50.0), (False, -50.0), (False, 0.0)):
         journal = JournalRunner(runner[0])
@@ -462,9 +424,7 @@ class FakeMatcher:
         self.taken.append(token)
 
 
-async def test_a_step_ahead_whose_tokens_cannot_be_chosen_is_computed_in_its_turn(
-    runner: tuple[PagedRunner, BlockAllocator],
-) -> None:
+async def test_a_step_ahead_whose_tokens_cannot_be_chosen_is_computed_in_its_turn(runner: Paged) -> None:
     collected = []
     for failing in (0, 3):
         journal, grammars = JournalRunner(runner[0]), FakeGrammars(failing)
@@ -510,7 +470,7 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.usefixtures("as_on_a_device")
-async def test_a_step_asks_the_device_once(runner: tuple[PagedRunner, BlockAllocator], ahead: bool) -> None:
+async def test_a_step_asks_the_device_once(runner: Paged, ahead: bool) -> None:
     """Chunked prompts, logprobs of prompts and answers, all kinds of sampling, ends: at most one wait a step."""
     drive = Drive(runner[0], runner[1], ahead=ahead)
     drive.ask(0, most=12, sampling=replace(GREEDY, logprobs=2))
