@@ -104,18 +104,18 @@ def generation(prompt: Sequence[int], *, sampling: SamplingParams = GREEDY, **ch
 
 async def collect_choices(engine: TransformersEngine, request: GenerationRequest) -> list[CollectedChoice]:
     """All choices by index, after the last has ended."""
-    told = [CollectedChoice() for _ in range(request.n)]
+    reported = [CollectedChoice() for _ in range(request.n)]
     async with asyncio.timeout(DEADLINE):
         async for delta in engine.generate(request):
-            told[delta.index].add(delta)
-    assert all(each.finish is not None and each.timings is not None for each in told)
-    return told
+            reported[delta.index].add(delta)
+    assert all(each.finish is not None and each.timings is not None for each in reported)
+    return reported
 
 
 async def complete_one(engine: TransformersEngine, prompt: Sequence[int], **changes: Any) -> CollectedChoice:
     """The only choice of a request."""
-    (told,) = await collect_choices(engine, generation(prompt, **changes))
-    return told
+    (reported,) = await collect_choices(engine, generation(prompt, **changes))
+    return reported
 
 
 def generated(model: Any, prompt: Sequence[int], count: int, **options: Any) -> list[int]:

@@ -114,14 +114,14 @@ class Drive:
         """All items sent to the stream of `id`: tokens, then the finish reason or the class of the error."""
         self._outbox.flush()
         await asyncio.sleep(0)
-        said: list[Any] = []
+        answers: list[Any] = []
         queue = self.streams[id].items
         while not queue.empty():
             item = queue.get_nowait()
             if isinstance(item, Delta):
-                said.extend(item.tokens)
+                answers.extend(item.tokens)
                 if item.finish is not None:
-                    said.append(item.finish)
+                    answers.append(item.finish)
             elif item is not None:
-                said.append(type(item))
-        return said
+                answers.append(type(item))
+        return answers

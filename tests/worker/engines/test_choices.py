@@ -62,7 +62,7 @@ def test_the_prompt_is_computed_for_the_first_choice_and_for_no_other() -> None:
     assert computed(scheduler) == {0: 6 + 2, 1: 2, 2: 2}
 
 
-def test_choices_that_find_no_row_run_like_anybody_else_and_lead_those_behind_them() -> None:
+def test_choices_without_a_row_run_later_and_lead_the_rest() -> None:
     scheduler = Scheduler(RowAllocator(2), chunk=4)
     for each in (*choices(4), *choices(1, first=9, prompt=2)):
         scheduler.add(each)

@@ -59,9 +59,7 @@ def unit(vector: torch.Tensor) -> list[float]:
     return numbers
 
 
-async def test_vectors_are_the_mean_of_a_plain_forward_whatever_else_is_in_the_batch(
-    engine: TransformersEngine, folder: Path
-) -> None:
+async def test_vectors_are_the_mean_of_a_plain_forward_in_any_batch(engine: TransformersEngine, folder: Path) -> None:
     assert engine.capabilities == {"embedding", "rerank"}
     together = await engine.embed(PROMPTS)
     split = await asyncio.gather(*(engine.embed([prompt]) for prompt in PROMPTS))
@@ -104,7 +102,7 @@ async def test_a_causal_layout_of_sentence_transformers_is_an_embedder_by_defaul
     assert vector == pytest.approx(unit(hidden(folder, TOKENS[1])[-1]), abs=1e-5)
 
 
-async def test_what_cannot_be_embedded_is_refused(engine: TransformersEngine) -> None:
+async def test_invalid_texts_are_rejected(engine: TransformersEngine) -> None:
     with pytest.raises(ContextExceeded):
         await engine.embed([PROMPTS[0], EncoderInput((5,) * 257)])
     with pytest.raises(InvalidValue, match="vocabulary"):
@@ -284,7 +282,7 @@ def test_a_layout_that_we_cannot_apply_is_refused_by_name(files: dict[str, Any],
         sentence_transformers_config.read(tmp_path)
 
 
-def test_what_is_asked_for_replaces_the_pooling_of_the_files(tmp_path: Path) -> None:
+def test_the_requested_pooling_replaces_that_of_the_files(tmp_path: Path) -> None:
     write(tmp_path, "modules.json", kinds("Transformer", "Pooling", "Dropout", "Normalize"))
     write(tmp_path, "1/config.json", {"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True})
     assert sentence_transformers_config.read(tmp_path).steps == (sentence_transformers_config.Pooling(("cls", "max")),)
@@ -298,7 +296,7 @@ def test_what_is_asked_for_replaces_the_pooling_of_the_files(tmp_path: Path) -> 
         sentence_transformers_config.read(tmp_path, "median")
 
 
-def test_the_longest_text_is_what_sentence_transformers_takes(tmp_path: Path) -> None:
+def test_the_longest_text_is_that_of_sentence_transformers(tmp_path: Path) -> None:
     assert sentence_transformers_config.max_tokens(tmp_path) == 0
     write(tmp_path, "tokenizer_config.json", {"model_max_length": 1000000000000000019884624838656})
     assert sentence_transformers_config.max_tokens(tmp_path) == 0

@@ -205,7 +205,9 @@ async def test_choices_use_the_following_seeds(engine: TransformersEngine) -> No
     assert len({each.text for each in choices}) > 1
 
 
-async def test_greedy_beside_sampled_is_still_greedy(engine: TransformersEngine, model: Any) -> None:
+async def test_a_greedy_request_stays_greedy_in_a_batch_with_sampled_ones(
+    engine: TransformersEngine, model: Any
+) -> None:
     collected = await asyncio.gather(
         *(complete_one(engine, PROMPT, max_tokens=20, sampling=how) for how in (WARM, GREEDY, replace(WARM, seed=3)))
     )
@@ -258,10 +260,10 @@ async def test_logprobs_are_those_of_a_plain_forward(engine: TransformersEngine,
     collected = await complete_one(engine, PROMPT, max_tokens=12, sampling=how, prompt_logprobs=True)
     with torch.inference_mode():
         exact = model(torch.tensor([[*PROMPT, *collected.tokens]])).logits[0].log_softmax(-1)
-    said = [*collected.prompt_logprobs, *collected.logprobs]
-    assert [each.token for each in said] == [*PROMPT, *collected.tokens]
-    assert said[0].logprob is None
-    for position, each in enumerate(said[1:]):
+    answers = [*collected.prompt_logprobs, *collected.logprobs]
+    assert [each.token for each in answers] == [*PROMPT, *collected.tokens]
+    assert answers[0].logprob is None
+    for position, each in enumerate(answers[1:]):
         assert each.logprob == pytest.approx(exact[position, each.token].item(), abs=1e-4)
         best = exact[position].topk(3)
         assert [top.token for top in each.top] == best.indices.tolist()
@@ -334,16 +336,16 @@ async def test_a_long_prompt_does_not_stall_a_stream(folder: Path) -> None:
     async with serving(load(folder, ctx_size=256, parallel=2, prefill_chunk=8)) as engine:
         stream = engine.generate(generation(PROMPT, sampling=replace(GREEDY, ignore_eos=True), max_tokens=200))
         await first(stream)
-        heard = 0
+        received = 0
 
         async def listen() -> None:
-            nonlocal heard
+            nonlocal received
             async for delta in stream:
-                heard += len(delta.tokens)
+                received += len(delta.tokens)
 
         listener = asyncio.create_task(listen())
         await complete_one(engine, (6,) * 200, max_tokens=1)
-        assert heard >= 20, "a prompt of 25 chunks leaves the stream a token with each"
+        assert received >= 20, "a prompt of 25 chunks leaves the stream a token with each"
         listener.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await listener
@@ -394,7 +396,7 @@ async def test_the_queue_is_bounded(folder: Path) -> None:
         assert (await complete_one(engine, PROMPT, max_tokens=2)).finish == "length", "there is room again"
 
 
-async def test_closing_ends_what_runs_and_refuses_what_comes(folder: Path) -> None:
+async def test_closing_ends_running_requests_and_rejects_new_ones(folder: Path) -> None:
     engine = load(folder, ctx_size=CTX, parallel=1)
     running, waiting = (engine.generate(generation(PROMPT, max_tokens=None)) for _ in range(2))
     await first(running)
@@ -420,7 +422,7 @@ def is_marked(segment: Segment) -> bool:
 MARKED = (13, 5, 6)
 
 
-async def test_steps_are_computed_on_one_thread_with_as_many_helpers_as_the_preset_says(folder: Path) -> None:
+async def test_steps_run_on_one_thread_with_the_presets_number_of_helpers(folder: Path) -> None:
     seen: set[tuple[str, int]] = set()
 
     def fault(batch: Batch, ahead: bool) -> None:
@@ -512,7 +514,7 @@ async def test_the_runner_forgets_every_freed_row(folder: Path) -> None:
         assert freed == ["forget 0"] * 2, "a cancelled sequence, too, before another one gets the row"
 
 
-async def test_logprobs_of_a_prompt_are_complete_of_whom_was_put_back_and_cut_otherwise(folder: Path) -> None:
+async def test_prompt_logprobs_are_complete_after_a_preemption(folder: Path) -> None:
     """The second prompt shares a step with the end of the first, is preempted and begins again alone."""
     asked, seen = threading.Event(), set[tuple[int, int]]()
 
@@ -567,7 +569,7 @@ async def test_a_failing_sequence_ends_its_request_and_no_other(
         await nothing_runs(engine)
 
 
-async def test_what_is_no_number_in_the_cache_ends_with_its_request(folder: Path, model: Any) -> None:
+async def test_nan_in_the_cache_ends_with_its_request(folder: Path, model: Any) -> None:
     """A mask hides padded rows only if they hold numbers: NaN would spread."""
 
     def fault(batch: Batch, ahead: bool) -> None:
@@ -626,7 +628,7 @@ async def test_without_any_memory_requests_end_and_the_worker_lives_on(folder: P
         assert not engine.fatal.done()
 
 
-async def test_a_sticky_device_error_ends_everything_and_says_how_the_process_must_end(folder: Path) -> None:
+async def test_a_sticky_device_error_ends_all_requests_and_the_process(folder: Path) -> None:
     raised: list[Batch] = []
 
     def fault(batch: Batch, ahead: bool) -> None:
@@ -650,11 +652,11 @@ async def test_a_sticky_device_error_ends_everything_and_says_how_the_process_mu
 
 
 async def test_pulses_come_from_the_step_loop_with_what_is_measured(folder: Path) -> None:
-    heard: list[tuple[str, Pulse]] = []
+    received: list[tuple[str, Pulse]] = []
     came = threading.Event()
 
     def pulse(event: Pulse) -> None:
-        heard.append((threading.current_thread().name, event))
+        received.append((threading.current_thread().name, event))
         came.set()
 
     stages: list[Progress] = []
@@ -664,7 +666,7 @@ async def test_pulses_come_from_the_step_loop_with_what_is_measured(folder: Path
     async with serving(engine):
         assert list(dict.fromkeys(stage_done)) == ["config", "tokenizer", "read", "build", "warmup"]
         assert await asyncio.to_thread(came.wait, DEADLINE)
-        thread, event = heard[0]
+        thread, event = received[0]
         assert thread == "step-loop"
         assert event.measured["cpu"] > 100 << 20
         assert list(dict.fromkeys(stage.stage for stage in stages)) == ["start", "weights", "warmup"]
@@ -678,8 +680,8 @@ async def test_pulses_come_from_the_step_loop_with_what_is_measured(folder: Path
 
 async def test_a_long_prompt_reports_progress_on_request(engine: TransformersEngine) -> None:
     prompt = [20 + index for index in range(40)]
-    said = await complete_one(engine, prompt, max_tokens=2, progress=True)
-    known = [each.progress for each in said.deltas]
+    answers = await complete_one(engine, prompt, max_tokens=2, progress=True)
+    known = [each.progress for each in answers.deltas]
     assert known[:4] == [PrefillProgress(done=done, total=40, cached=0) for done in (0, 16, 32, 40)]
     assert known[4:] == [None] * len(known[4:]), "then the answer begins"
     again = await complete_one(engine, prompt, max_tokens=2, progress=True)
@@ -703,8 +705,8 @@ async def test_tokens_that_are_not_shown_are_counted_all_the_same(engine: Transf
 
 
 async def test_times_and_counts_come_with_every_delta_if_asked(engine: TransformersEngine) -> None:
-    said = await complete_one(engine, PROMPT, max_tokens=6, timings=True)
-    known = [each.timings for each in said.deltas]
+    answers = await complete_one(engine, PROMPT, max_tokens=6, timings=True)
+    known = [each.timings for each in answers.deltas]
     assert all(known)
     counts = [each.completion_tokens for each in known if each is not None]
     assert counts == sorted(counts)

@@ -70,7 +70,7 @@ async def test_greedy_text_equals_generate(
         assert (await complete_one(engine, prompt, max_tokens=NEW)).tokens == answer
 
 
-async def test_greedy_text_equals_generate_whoever_joins_leaves_or_is_cancelled(
+async def test_greedy_text_equals_generate_while_others_join_end_and_are_cancelled(
     engine: TransformersEngine, expected: dict[tuple[int, ...], list[int]]
 ) -> None:
     source = random.Random(5)
@@ -96,7 +96,7 @@ async def test_greedy_text_equals_generate_whoever_joins_leaves_or_is_cancelled(
                 await asyncio.sleep(0)  # some requests join while others are running
 
 
-async def test_greedy_text_equals_generate_of_those_who_are_put_back_and_computed_again(
+async def test_greedy_text_equals_generate_after_preemptions(
     snapshot: Path, expected: dict[tuple[int, ...], list[int]]
 ) -> None:
     """Four requests in blocks for one, where there are blocks, with preemptions of the youngest."""
@@ -123,7 +123,7 @@ async def test_greedy_text_equals_generate_of_those_who_are_put_back_and_compute
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
-async def test_eager_attention_says_the_same(family: str, tmp_path: Path) -> None:
+async def test_eager_attention_gives_the_same_text(family: str, tmp_path: Path) -> None:
     folder = tiny.make(family, tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     prompts = [tuple(range(5, 5 + length)) for length in (3, 40)]
@@ -132,7 +132,7 @@ async def test_eager_attention_says_the_same(family: str, tmp_path: Path) -> Non
     assert [each.tokens for each in collected] == [generated(model, prompt, NEW) for prompt in prompts]
 
 
-def test_what_is_verified_is_what_is_tested_here() -> None:
+def test_all_verified_families_are_tested_here() -> None:
     assert set(FAST) <= FAMILIES.keys()
     assert {family for family, _ in FAMILIES.values()} >= VERIFIED
     assert {"llama", "mistral", "qwen2", "qwen3", "gpt2"} <= VERIFIED

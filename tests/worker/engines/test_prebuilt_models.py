@@ -78,7 +78,7 @@ async def test_a_prebuilt_embedder_answers_like_any_other(tmp_path: Path) -> Non
         assert await engine.embed([text]) == usual
 
 
-def test_a_model_whose_files_have_changed_is_not_taken_from_it(folder: Path, ours: PrebuiltModels) -> None:
+def test_a_prebuilt_model_with_changed_files_is_not_used(folder: Path, ours: PrebuiltModels) -> None:
     asked = options(folder)
     ours.build(asked)
     assert not ours.lacks(asked)
@@ -96,7 +96,7 @@ def test_a_model_whose_files_have_changed_is_not_taken_from_it(folder: Path, our
     [("llama", {"dtype": "bfloat16"}), ("qwen3_moe", {}), ("llama", {"quantization": "bnb-8bit"})],
     ids=["another type", "experts to be stacked", "quantised"],
 )
-def test_what_would_take_memory_for_weights_is_left_to_the_worker(
+def test_models_that_need_memory_for_weights_are_not_prebuilt(
     family: str, changes: dict[str, str], tmp_path: Path, ours: PrebuiltModels
 ) -> None:
     asked = options(tiny.make(family, tmp_path / "model"), **changes)
@@ -126,7 +126,7 @@ def test_code_of_a_snapshots_own_never_runs_in_a_nursery(folder: Path, ours: Pre
     assert not ours.lacks(options(folder, trust_remote_code=True))
 
 
-def test_what_did_harm_is_not_tried_again_until_its_files_change(folder: Path, ours: PrebuiltModels) -> None:
+def test_a_model_that_failed_is_not_built_again_until_its_files_change(folder: Path, ours: PrebuiltModels) -> None:
     asked = options(folder)
     ours.exclude(asked)
     assert not ours.lacks(asked)

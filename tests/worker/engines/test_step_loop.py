@@ -64,7 +64,7 @@ def ask(work: GenerationLoop, number: int, prompt: int, limit: int) -> RequestSt
     return stream
 
 
-async def test_a_report_says_who_runs_how_far_they_are_and_what_the_cache_holds() -> None:
+async def test_a_report_contains_running_sequences_and_the_cache() -> None:
     work = generating()
     ask(work, 7, prompt=4, limit=5)
     work.step()
@@ -87,7 +87,7 @@ async def test_a_report_says_who_runs_how_far_they_are_and_what_the_cache_holds(
     assert report.largest == (8, 2, 12 + 2), "the last token of an answer is not computed"
 
 
-def test_a_rate_is_what_came_since_the_look_before() -> None:
+def test_a_rate_is_the_increase_since_the_last_reading() -> None:
     rate = CounterRate()
     assert rate.since(1000, 5.0) == 0.0, "nothing is known of the time before"
     assert rate.since(1100, 7.0) == 50.0
@@ -125,12 +125,12 @@ class Counting:
 
 
 async def test_a_pulse_carries_the_whole_report_and_rates_in_proportion() -> None:
-    heard: list[Pulse] = []
+    received: list[Pulse] = []
     enough = threading.Event()
 
     def hear(pulse: Pulse) -> None:
-        heard.append(pulse)
-        if len(heard) == 3:
+        received.append(pulse)
+        if len(received) == 3:
             enough.set()
 
     measured = partial(memory.measured, ())
@@ -139,8 +139,8 @@ async def test_a_pulse_carries_the_whole_report_and_rates_in_proportion() -> Non
         assert await asyncio.to_thread(enough.wait, DEADLINE)
     finally:
         await asyncio.to_thread(loop.close)
-    assert (heard[0].prefill_rate, heard[0].decode_rate) == (0.0, 0.0)
-    later = heard[2]
+    assert (received[0].prefill_rate, received[0].decode_rate) == (0.0, 0.0)
+    later = received[2]
     assert later.decode_rate > 0
     assert abs(later.prefill_rate - 10 * later.decode_rate) <= 0.6, "both of the same steps and time, to a tenth"
     assert (later.running, later.waiting, later.parallel) == (2, 1, 4)
@@ -165,7 +165,7 @@ class Idle:
         pass
 
 
-def test_what_is_called_on_the_thread_is_over_when_the_call_returns() -> None:
+def test_a_call_on_the_thread_has_ended_when_it_returns() -> None:
     """Start the thread-local state of libraries before it is counted."""
     loop = StepLoop(Idle(), Outbox(), pulse=lambda _: None, measured=dict, later=lambda: 0, threads=1)
 

@@ -31,7 +31,7 @@ def formula(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("window", [0, 9])
-def test_rows_that_decode_together_get_what_each_would_get_alone(group: int, window: int, dtype: torch.dtype) -> None:
+def test_rows_that_decode_together_give_the_logits_of_each_alone(group: int, window: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     rows, stride, kv_heads, dim = 40, 3 * BLOCK_TOKENS, 2, 8
     pool = kv_pool.KvPool(
@@ -62,7 +62,7 @@ def test_rows_that_decode_together_get_what_each_would_get_alone(group: int, win
         torch.testing.assert_close(answers[place].double(), answer, atol=near, rtol=near, msg=f"row {row}")
 
 
-def test_rows_that_share_a_beginning_are_merged_with_what_each_has_of_its_own() -> None:
+def test_shared_and_own_runs_of_rows_are_merged() -> None:
     torch.manual_seed(0)
     rows, kv_heads, dim = 34, 2, 8
     pool = kv_pool.KvPool(
@@ -151,7 +151,7 @@ def test_no_more_scores_are_computed_at_once_than_a_step_has_memory_for() -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_alive_at_once_is_as_estimated(dtype: torch.dtype) -> None:
+def test_live_bytes_are_as_estimated(dtype: torch.dtype) -> None:
     rows, heads, tokens, dim = 8, 4, 64, 8
     keys, values = torch.randn(2, rows * tokens, heads, dim).to(dtype)
     query = torch.randn(rows, heads, 1, dim).to(dtype)
@@ -168,7 +168,7 @@ def test_what_is_alive_at_once_is_as_estimated(dtype: torch.dtype) -> None:
     assert (2 if widened else 3) * 4 * scores + widened < peak <= 4 * SPREAD_TENSORS * scores + widened
 
 
-async def test_many_rows_at_once_say_what_each_says_alone(tmp_path: Path) -> None:
+async def test_a_batch_of_many_rows_answers_as_each_row_alone(tmp_path: Path) -> None:
     prompts = [tuple(5 + (7 * row + 3 * place) % 200 for place in range(4 + row % 9)) for row in range(40)]
     engine = load(tiny.make("llama", tmp_path), ctx_size=64, parallel=40)
     try:

@@ -64,7 +64,7 @@ def test_no_padded_size_alone_is_cheaper(rows: int, is_reordered: bool) -> None:
 
 @pytest.mark.parametrize("inputs", [40, 400])
 @pytest.mark.parametrize("is_reordered", [False, True])
-def test_what_a_number_of_rows_takes_beside_itself_is_known(is_reordered: bool, inputs: int) -> None:
+def test_the_scratch_bytes_of_a_number_of_rows_are_known(is_reordered: bool, inputs: int) -> None:
     layer = made(nn.Linear(inputs, 200))
     ours = CpuLinears(Pair(layer), least_bytes=0)
     if is_reordered:
@@ -254,7 +254,7 @@ def test_reordering_leaves_one_copy_of_the_weights_in_memory(tmp_path: Path, is_
     assert resident_bytes() - before < 0.25 * count * size
 
 
-def test_whoever_reads_weights_that_are_gone_is_told_so() -> None:
+def test_reading_freed_weights_is_an_error() -> None:
     layer = made(nn.Linear(64, 300))
     CpuLinears(Pair(layer), least_bytes=0).reorder(FOREVER)
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):

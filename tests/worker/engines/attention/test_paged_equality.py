@@ -66,7 +66,7 @@ PROMPTS = (
 @pytest.mark.slow
 @pytest.mark.parametrize("attention_name", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_prompts_that_begin_alike_say_what_they_say_alone(
+async def test_prompts_with_a_common_prefix_answer_as_alone(
     snapshots: dict[str, Path], models: dict[str, Any], family: str, attention_name: str
 ) -> None:
     expected = [generated(models[family], prompt, NEW) for prompt in PROMPTS]
@@ -102,7 +102,7 @@ async def test_text_is_the_same_when_the_cache_is_too_small_for_all(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_choices_that_share_a_prompt_of_broken_blocks_say_what_they_say_alone(
+async def test_choices_with_a_prompt_in_several_runs_answer_as_alone(
     snapshots: dict[str, Path], models: dict[str, Any], family: str
 ) -> None:
     warm = [SamplingParams(temperature=1.2, seed=5 + index) for index in range(3)]
@@ -135,7 +135,7 @@ async def test_a_cancel_frees_blocks_that_others_share_for_them_alone(
         engine._generation._scheduler.check_integrity()
 
 
-async def test_a_conversation_finds_all_that_was_said_before(
+async def test_a_conversation_finds_its_earlier_turns_in_the_cache(
     snapshots: dict[str, Path], models: dict[str, Any]
 ) -> None:
     async with serving(load(snapshots["llama"], ctx_size=CTX, parallel=2)) as engine:
@@ -157,7 +157,7 @@ async def test_logprobs_of_a_prompt_are_whole_though_its_beginning_is_cached(sna
         assert cached(await complete_one(engine, SYSTEM, max_tokens=4)) == 2 * B
 
 
-async def test_a_prompt_tells_what_of_it_was_cached(snapshots: dict[str, Path]) -> None:
+async def test_timings_report_the_cached_tokens_of_a_prompt(snapshots: dict[str, Path]) -> None:
     async with serving(load(snapshots["llama"], ctx_size=CTX, parallel=2, prefill_chunk=16)) as engine:
         await complete_one(engine, SYSTEM, max_tokens=1)
         logsums = await complete_one(engine, (*SYSTEM, *words(40, seed=3)), max_tokens=1, progress=True)

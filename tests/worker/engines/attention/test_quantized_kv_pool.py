@@ -43,7 +43,7 @@ def filled(name: str, *, heads: int, dim: int, rows: int, blocks: int) -> tuple[
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_is_read_is_what_was_kept(name: str) -> None:
+def test_reads_return_the_stored_tokens(name: str) -> None:
     pool, both = filled(name, heads=2, dim=32, rows=3, blocks=9)
     for spans in (((5, 40),), ((64, 30), (3, 1), (16, 8))):
         slots = [place for slot, count in spans for place in range(slot, slot + count)]
@@ -75,7 +75,7 @@ def table(*blocks: int) -> BlockTable:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_attention_is_the_formula_over_what_was_kept_however_many_rows_are_read_at_once(name: str) -> None:
+def test_attention_over_quantized_tokens_follows_the_formula(name: str) -> None:
     """Rows enough for several pieces; one begins in blocks that another has, so that answers are merged."""
     pool, both = filled(name, heads=2, dim=64, rows=14, blocks=14 * 32)
     tables = [table(*range(32 * row, 32 * row + 31)) for row in range(13)]
@@ -96,7 +96,7 @@ def test_attention_is_the_formula_over_what_was_kept_however_many_rows_are_read_
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_step_of_fixed_shape_says_what_the_dynamic_one_says(name: str, tmp_path: Path) -> None:
+def test_a_step_of_fixed_shape_gives_the_logits_of_the_dynamic_one(name: str, tmp_path: Path) -> None:
     asked = options(tiny.make("llama", tmp_path), ctx_size=128, parallel=3)
     paged.register()
     config = load_config(asked)

@@ -29,7 +29,7 @@ def words(count: int, seed: int = 0) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16", *QUANTISED])
-def test_what_is_read_is_what_the_documented_formula_says(name: str, dtype: torch.dtype) -> None:
+def test_unpacked_numbers_follow_the_documented_formula(name: str, dtype: torch.dtype) -> None:
     source = torch.Generator().manual_seed(0)
     for heads, dim in ((2, 64), (1, 80), (3, 16), (1, 8)):
         given = torch.randn(5, heads, dim, generator=source).to(dtype) * 3
@@ -79,7 +79,7 @@ def test_nothing_is_further_off_than_half_a_scale(name: str) -> None:
 
 @pytest.mark.parametrize("name", QUANTISED)
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_no_number_is_none_when_it_is_read(name: str, wrong: float) -> None:
+def test_nan_stays_nan(name: str, wrong: float) -> None:
     kind = KvStorageType.of(name, 2, 32, torch.float32)
     assert kind is not None
     given = torch.randn(3, 2, 32)

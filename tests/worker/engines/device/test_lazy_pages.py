@@ -37,7 +37,7 @@ def test_memory_that_is_claimed_is_zeros_and_there_at_once() -> None:
     assert not claimed.any()
 
 
-def test_pages_that_come_later_change_nothing_of_what_was_written_meanwhile() -> None:
+def test_mapping_pages_later_keeps_their_content() -> None:
     before = resident()
     with claiming() as claims:
         claimed = claim(3, 16 * MIB, dtype=torch.uint8, device=CPU)
@@ -53,7 +53,7 @@ def test_pages_that_come_later_change_nothing_of_what_was_written_meanwhile() ->
     assert not small.any()
 
 
-def test_pages_come_behind_what_is_wanted_first() -> None:
+def test_pages_are_mapped_after_more_urgent_ones() -> None:
     with claiming() as claims:
         claim(4 * MIB, dtype=torch.uint8, device=CPU)
     seen = []
@@ -62,7 +62,7 @@ def test_pages_come_behind_what_is_wanted_first() -> None:
     assert (seen, claims.left) == ([4 * MIB], 0)
 
 
-async def test_what_a_worker_is_yet_to_take_is_told_from_its_first_pulse_on(tmp_path: Path) -> None:
+async def test_every_pulse_contains_the_memory_still_to_come(tmp_path: Path) -> None:
     """Weights that are not mapped yet, a cache whose pages have not come: whoever learns from what a fresh worker
     measures learns with these."""
     folder = tiny.make("llama", tmp_path / "model")

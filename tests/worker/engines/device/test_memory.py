@@ -19,7 +19,7 @@ WEIGHTS = Path(__file__).parents[4] / "worker" / "fetch" / "demo" / "chat" / "mo
 
 def forked(look: Inheritance, written: torch.Tensor) -> int:
     """What a child finds that it shares with us, after it has overwritten `written`."""
-    told, tell = os.pipe()
+    reported, tell = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the child does nothing that another thread's lock could hold up
         pid = os.fork()
@@ -31,13 +31,13 @@ def forked(look: Inheritance, written: torch.Tensor) -> int:
         finally:
             os._exit(0)
     os.close(tell)
-    with os.fdopen(told) as file:
-        said = file.read()
+    with os.fdopen(reported) as file:
+        answers = file.read()
     assert os.waitpid(pid, 0)[1] == 0
-    return int(said)
+    return int(answers)
 
 
-def test_a_child_counts_what_it_still_shares_and_not_what_it_has_made_its_own() -> None:
+def test_a_child_counts_shared_pages_until_it_writes_to_them() -> None:
     gc.collect()
     ours = torch.ones(64 * MIB, dtype=torch.uint8)
     look = Inheritance()
@@ -53,7 +53,7 @@ def test_a_process_that_was_not_forked_shares_nothing() -> None:
     assert look.bytes() == 0
 
 
-def test_pages_of_files_are_told_apart_as_long_as_they_are_mapped() -> None:
+def test_pages_of_mapped_files_are_counted_apart() -> None:
     before, size = mapped(), WEIGHTS.stat().st_size
     with WEIGHTS.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as area:
         assert any(area[:: mmap.PAGESIZE])

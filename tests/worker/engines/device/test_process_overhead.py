@@ -31,13 +31,13 @@ class Card:
         self.held += torch
 
 
-def begun(card: Card, devices: Sequence[str] = ("cuda:0",), told: int = 0) -> ProcessOverhead:
+def begun(card: Card, devices: Sequence[str] = ("cuda:0",), reported: int = 0) -> ProcessOverhead:
     found = ProcessOverhead(card, lambda device: card.held)
-    found.begin(devices, told)
+    found.begin(devices, reported)
     return found
 
 
-def test_what_the_driver_says_of_this_process_is_believed_whatever_others_do() -> None:
+def test_overhead_comes_from_the_drivers_figure_for_this_process() -> None:
     card = Card()
     overhead = begun(card)
     card.load(9 * GIB, 300 * MIB, listed=True, others=2 * GIB)
@@ -47,7 +47,7 @@ def test_what_the_driver_says_of_this_process_is_believed_whatever_others_do() -
     assert overhead.is_own
 
 
-def test_where_no_process_is_listed_it_is_by_how_much_more_is_in_use_and_said_to_be_so() -> None:
+def test_without_a_process_list_overhead_is_the_increase_of_use() -> None:
     card = Card()
     overhead = begun(card)
     card.load(9 * GIB, 300 * MIB, listed=False)
@@ -65,7 +65,7 @@ def test_a_difference_that_can_only_be_another_process_is_nobodys_overhead(other
     assert overhead.bytes("cuda:0") == DEVICE_PROCESS_BYTES
 
 
-def test_what_graphs_take_is_counted_for_this_model_and_not_told_of_others() -> None:
+def test_bytes_of_graphs_are_not_reported_as_overhead() -> None:
     card = Card()
     overhead = begun(card)
     card.load(9 * GIB, 300 * MIB, listed=True)
@@ -76,20 +76,20 @@ def test_what_graphs_take_is_counted_for_this_model_and_not_told_of_others() -> 
     assert (overhead.said["cuda:0"], overhead.bytes("cuda:0")) == (300 * MIB, 380 * MIB)
 
 
-def test_before_it_has_measured_it_goes_by_what_it_was_told_and_else_by_the_constant() -> None:
-    assert begun(Card(), told=200 * MIB).bytes("cuda:0") == 200 * MIB
+def test_overhead_before_a_measurement_is_the_routers_figure_or_the_constant() -> None:
+    assert begun(Card(), reported=200 * MIB).bytes("cuda:0") == 200 * MIB
     assert begun(Card()).bytes("cuda:0") == DEVICE_PROCESS_BYTES
 
 
-def test_without_a_driver_or_an_accelerator_nothing_is_said() -> None:
+def test_without_a_driver_no_overhead_is_reported() -> None:
     for card, devices in ((Card(used=None), ("cuda:0",)), (Card(), ("cpu",))):
         overhead = begun(card, devices)
         overhead.look()
         assert overhead.said == {}
 
 
-def test_the_allocator_has_what_is_reserved_less_that() -> None:
-    overhead = begun(Card(), told=200 * MIB)
+def test_the_allocator_gets_the_reservation_less_the_overhead() -> None:
+    overhead = begun(Card(), reported=200 * MIB)
     assert allocator_share(10 * GIB, overhead.bytes("cuda:0"), 40 * GIB) == (10 * GIB - 200 * MIB) / (40 * GIB)
     assert allocator_share(100 * MIB, overhead.bytes("cuda:0"), 40 * GIB) == 0.01
     assert allocator_share(90 * GIB, overhead.bytes("cuda:0"), 40 * GIB) == 1.0

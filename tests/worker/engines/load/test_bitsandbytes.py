@@ -53,7 +53,7 @@ def as_transformers_loads_it(folder: Path, method: str) -> Any:
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["on load", "before"])
 @pytest.mark.parametrize("method", METHODS)
-async def test_a_packed_model_says_what_it_says_in_transformers(tmp_path: Path, method: str, is_packed: bool) -> None:
+async def test_a_quantized_model_gives_the_text_of_transformers(tmp_path: Path, method: str, is_packed: bool) -> None:
     folder = tiny.make("llama", tmp_path / "m", **SIZES)
     model = as_transformers_loads_it(folder, method)
     if is_packed:
@@ -65,14 +65,14 @@ async def test_a_packed_model_says_what_it_says_in_transformers(tmp_path: Path, 
     expected = generated(model, PROMPT, 8)
     asked: dict[str, Any] = {} if is_packed else {"quantization": method}
     async with serving(load(folder, parallel=2, ctx_size=64, **asked)) as engine:
-        told = await complete_one(engine, PROMPT, max_tokens=8)
-    assert told.tokens == expected
+        reported = await complete_one(engine, PROMPT, max_tokens=8)
+    assert reported.tokens == expected
     assert logging.getLogger("bitsandbytes").level == logging.ERROR, "it would write a line for each layer and step"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_packed_model_takes_what_was_estimated(tmp_path: Path, method: str, dtype: str) -> None:
+def test_a_quantized_model_takes_the_estimated_bytes(tmp_path: Path, method: str, dtype: str) -> None:
     folder = tiny.make("llama", tmp_path / "m", dtype=dtype, **SIZES)
     chosen = Estimate(snapshot=str(folder), quantization=method, parallel=2, ctx_size=128, prefill_chunk=64, threads=1)
     config = load_config(chosen)

@@ -63,10 +63,10 @@ def test_each_weight_and_each_key_lies_on_one_device(tmp_path: Path) -> None:
 def test_the_exact_estimate_has_a_figure_for_each_device(tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path, **DEEP)
     devices = ("cuda:0", "cuda:1")
-    said = estimate.estimate(Estimate(snapshot=str(folder), devices=devices, layers=("1", "2"), **COMMON))
-    assert len(said.weights) == len(said.runtime) == 2
-    assert said.context[1] == 2 * said.context[0]
-    assert said.host > 0
+    answers = estimate.estimate(Estimate(snapshot=str(folder), devices=devices, layers=("1", "2"), **COMMON))
+    assert len(answers.weights) == len(answers.runtime) == 2
+    assert answers.context[1] == 2 * answers.context[0]
+    assert answers.host > 0
 
 
 # On the processor, which is one device, all that a split does happens, but for the way between two memories.
@@ -81,10 +81,12 @@ async def test_text_is_the_same_however_the_layers_lie(family: str, tmp_path: Pa
     prompts = [tuple(3 + (seed + index * 37) % 480 for index in range(length)) for seed, length in ((1, 30), (2, 9))]
     changes: dict[str, Any] = {"devices": ("cpu", "cpu"), "layers": ("1", str(count - 1)), **COMMON}
     async with serving(load(folder, ahead=family in ("llama", "gemma2"), **changes)) as engine:
-        told = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=12) for prompt in (*prompts, prompts[0])))
-        assert [each.tokens for each in told] == [generated(model, prompt, 12) for prompt in (*prompts, prompts[0])]
+        reported = await asyncio.gather(
+            *(complete_one(engine, prompt, max_tokens=12) for prompt in (*prompts, prompts[0]))
+        )
+        assert [each.tokens for each in reported] == [generated(model, prompt, 12) for prompt in (*prompts, prompts[0])]
         again = await complete_one(engine, prompts[0], max_tokens=12)
-        assert again.tokens == told[0].tokens
+        assert again.tokens == reported[0].tokens
 
 
 @pytest.mark.slow
@@ -115,7 +117,7 @@ def test_weights_go_to_all_devices_at_once_from_their_files(family: str, tmp_pat
     """`cpu:0` is no other memory, but another device by its name: what belongs there goes the way through the ring."""
     folder = tiny.make(family, tmp_path)
     expected = {name: each.clone() for name, each in reference(folder).named_parameters()}
-    model, files, told = reference(folder), [WeightFile(folder / "model.safetensors")], list[int]()
+    model, files, reported = reference(folder), [WeightFile(folder / "model.safetensors")], list[int]()
     views = dict(files[0].tensors())
     for name, parameter in model.named_parameters():
         parameter.data = views.get(name, parameter.data)
@@ -124,31 +126,31 @@ def test_weights_go_to_all_devices_at_once_from_their_files(family: str, tmp_pat
         model,
         layer_split.LayerSplit((torch.device("cpu"), there), (1, model.config.num_hidden_layers - 1)),
         files,
-        told.append,
+        reported.append,
     )
     assert all(torch.equal(each, expected[name]) for name, each in model.named_parameters())
     _, stack = layer_split.stack_of(model)
     assert all(files[0].offset(each) is None for each in stack[1:].parameters())
     assert all(files[0].offset(each) is not None for each in stack[0].parameters())
-    assert told == sorted(told)
-    assert told[-1] >= sum(each.nbytes for each in stack[1:].parameters())
+    assert reported == sorted(reported)
+    assert reported[-1] >= sum(each.nbytes for each in stack[1:].parameters())
 
 
 def test_several_devices_divide_the_ring(tmp_path: Path) -> None:
     tensors = {str(number): torch.full((5000,), float(number)) for number in range(8)}
     save_file(tensors, tmp_path / "model.safetensors")
-    file, told = WeightFile(tmp_path / "model.safetensors"), list[int]()
+    file, reported = WeightFile(tmp_path / "model.safetensors"), list[int]()
     views = dict(file.tensors())
     here, there = torch.device("cpu"), torch.device("cpu", 0)
     shares = {here: [views[each] for each in "0246"], there: [views[each] for each in "1357"]}
-    brought = staging.bring_each(shares, [file], told.append, staging.RingSize(buffer_bytes=4096))
+    brought = staging.bring_each(shares, [file], reported.append, staging.RingSize(buffer_bytes=4096))
     for device, share in shares.items():
         for view in share:
             new = brought[device](view)
             assert file.offset(new) is None
             assert torch.equal(new, view)
-    assert told == sorted(told)
-    assert told[-1] == sum(each.nbytes for each in tensors.values())
+    assert reported == sorted(reported)
+    assert reported[-1] == sum(each.nbytes for each in tensors.values())
 
 
 @pytest.mark.parametrize(

@@ -95,13 +95,13 @@ def test_a_load_ends_with_its_weights_in_memory(is_cached: bool, tmp_path: Path)
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    opened, told = safetensors.WeightFile(path), list[int]()
+    opened, reported = safetensors.WeightFile(path), list[int]()
     assert resident(path) == 0
     with safetensors.ReadAhead([opened]) as ahead:
-        ahead.finish(told.append)
+        ahead.finish(reported.append)
     assert resident(path) >= path.stat().st_size
-    assert told == sorted(told)
-    assert told[-1] == path.stat().st_size
+    assert reported == sorted(reported)
+    assert reported[-1] == path.stat().st_size
 
 
 def test_weights_in_the_page_cache_are_mapped_while_the_model_computes(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_weights_that_were_let_go_are_not_mapped_again(tmp_path: Path) -> None:
     assert resident(path) < 1 << 20
 
 
-def test_what_is_only_copied_from_is_never_all_in_memory(tmp_path: Path) -> None:
+def test_files_that_are_only_copied_from_are_not_mapped(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"big": torch.zeros(33 << 18)}, path)
     opened = safetensors.WeightFile(path)
@@ -140,7 +140,7 @@ def test_what_is_only_copied_from_is_never_all_in_memory(tmp_path: Path) -> None
     assert resident(path) == 0
 
 
-async def test_shards_of_an_index_say_the_same(folder: Path) -> None:
+async def test_sharded_weights_give_the_same_text(folder: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     shard(folder)
     async with serving(load(folder)) as engine:
@@ -175,15 +175,15 @@ def test_progress_of_a_conversion_never_goes_back(tmp_path: Path) -> None:
     """Bytes that are converted and bytes that are read ahead are counted apart, and one is behind the other."""
     folder = tiny.make("qwen3", tmp_path)
     parts = shard(folder)
-    told: list[int] = []
+    reported: list[int] = []
     asked = options(folder, dtype="bfloat16")
-    load_model(asked, load_config(asked), None, lambda event: told.append(event.done))
-    assert told == sorted(told), "it went back"
-    assert len(set(told)) > len(parts)
-    assert told[-1] == sum(part.stat().st_size for part in parts)
+    load_model(asked, load_config(asked), None, lambda event: reported.append(event.done))
+    assert reported == sorted(reported), "it went back"
+    assert len(set(reported)) > len(parts)
+    assert reported[-1] == sum(part.stat().st_size for part in parts)
 
 
-async def test_a_converted_checkpoint_says_what_generate_says(tmp_path: Path) -> None:
+async def test_a_converted_checkpoint_gives_the_text_of_generate(tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path, dtype="bfloat16")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     async with serving(load(folder, dtype="float32")) as engine:
@@ -192,12 +192,12 @@ async def test_a_converted_checkpoint_says_what_generate_says(tmp_path: Path) ->
 
 async def test_random_weights_need_no_files(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    said = []
+    answers = []
     for _ in range(2):
         async with serving(load(folder, load_format="dummy", ctx_size=64)) as engine:
-            said.append((await complete_one(engine, PROMPT, max_tokens=9)).tokens)
-    assert said[0] == said[1]
-    assert len(said[0]) > 0
+            answers.append((await complete_one(engine, PROMPT, max_tokens=9)).tokens)
+    assert answers[0] == answers[1]
+    assert len(answers[0]) > 0
 
 
 async def test_a_config_override_is_merged_into_the_configuration(folder: Path) -> None:
@@ -242,8 +242,8 @@ def test_the_pool_has_exactly_the_bytes_that_are_promised() -> None:
     assert pool.bytes == 2 * 3 * 2 * 16 * 2 * 15 * BLOCK_TOKENS
     llama = transformers.LlamaConfig(num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
     published = 128 << 10  # Llama 3 8B in bfloat16: of a token
-    said = architectures.CacheShape.of(llama)
-    assert 2 * said.layers * said.kv_heads * said.head_dim * 2 == published
+    answers = architectures.CacheShape.of(llama)
+    assert 2 * answers.layers * answers.kv_heads * answers.head_dim * 2 == published
     gpt2 = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4)
     assert architectures.CacheShape.of(gpt2) == architectures.CacheShape(layers=2, kv_heads=4, head_dim=16)
 
@@ -259,11 +259,11 @@ async def test_all_tokens_that_end_an_answer_end_it(folder: Path) -> None:
     edit(folder / "generation_config.json", eos_token_id=[1, 217])
     edit(folder / "config.json", eos_token_id=303)
     async with serving(load(folder)) as engine:
-        told = await complete_one(engine, PROMPT, max_tokens=40)
+        reported = await complete_one(engine, PROMPT, max_tokens=40)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         answer = generated(model, PROMPT, 40)
         ends = [answer.index(token) for token in (1, 217, 303) if token in answer]
-        assert told.tokens == answer[: min(ends, default=40)]
+        assert reported.tokens == answer[: min(ends, default=40)]
         assert engine._vocabulary.ends == {1, 217, 303}
 
 
@@ -300,7 +300,7 @@ async def test_code_in_a_snapshot_runs_only_when_trusted_and_never_with_our_cach
 @pytest.mark.parametrize(
     "classes", [{"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}, "evil.Model"], ids=["named", "odd"]
 )
-def test_a_native_class_is_used_where_there_is_one_whatever_code_lies_beside_it(folder: Path, classes: Any) -> None:
+def test_a_native_class_is_preferred_to_code_of_the_snapshot(folder: Path, classes: Any) -> None:
     edit(folder / "config.json", auto_map=classes)
     (folder / "evil.py").write_text("raise SystemExit('this must not run')")
     for trusted in (False, True):
@@ -315,10 +315,10 @@ def test_the_pool_is_resident_from_the_beginning() -> None:
         """Bytes of the whole pages within it that are in memory, those that were before it was made included."""
         begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         pages = (tensor.data_ptr() + tensor.nbytes - begin) // mmap.PAGESIZE
-        told = (ctypes.c_ubyte * pages)()
+        reported = (ctypes.c_ubyte * pages)()
         libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(pages * mmap.PAGESIZE), told) == 0
-        return sum(each & 1 for each in told) * mmap.PAGESIZE
+        assert libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(pages * mmap.PAGESIZE), reported) == 0
+        return sum(each & 1 for each in reported) * mmap.PAGESIZE
 
     pool = kv_pool.KvPool(
         layers=2,
@@ -510,7 +510,7 @@ def test_an_encoder_that_cannot_go_on_with_a_text_is_refused_by_name(folder: Pat
 @pytest.mark.parametrize(
     "config", [transformers.WhisperConfig(), transformers.ViTConfig(), transformers.Pix2StructConfig()]
 )
-def test_what_does_not_go_from_text_to_text_is_refused_by_name(folder: Path, config: Any) -> None:
+def test_the_error_for_a_model_without_text_output_names_it(folder: Path, config: Any) -> None:
     config.save_pretrained(folder)
     error = refused(folder, task="generate")
     assert error.exit is Exit.UNUSABLE
@@ -539,7 +539,7 @@ def test_a_family_that_transformers_dropped_names_the_way(folder: Path, kind: st
         assert word in str(error), "a copy without its code says what to look for"
 
 
-def test_a_configuration_that_names_no_family_says_so(folder: Path) -> None:
+def test_the_error_for_a_configuration_without_a_family_explains_it(folder: Path) -> None:
     edit(folder / "config.json", model_type=None)
     assert "names no model_type" in str(refused(folder))
 

@@ -92,7 +92,7 @@ def engine(snapshot: Path, adapters: dict[str, Path]) -> Iterator[TransformersEn
     asyncio.run(engine.close())
 
 
-async def test_each_sequence_of_a_batch_says_what_its_own_adapter_says_alone(
+async def test_each_sequence_of_a_batch_answers_as_its_adapter_alone(
     engine: TransformersEngine, expected: Expected
 ) -> None:
     """Base and adapters side by side, joining, leaving and coming again behind prefixes that others left."""
@@ -100,16 +100,16 @@ async def test_each_sequence_of_a_batch_says_what_its_own_adapter_says_alone(
     source = random.Random(5)
 
     async def talk(name: str, prompt: tuple[int, ...], count: int, leave_after: int | None) -> None:
-        told = CollectedChoice()
+        reported = CollectedChoice()
         stream = engine.generate(generation(prompt, max_tokens=count, adapter=AdapterChoice(name) if name else None))
         async for delta in stream:
-            told.add(delta)
-            if leave_after is not None and len(told.tokens) >= leave_after:
+            reported.add(delta)
+            if leave_after is not None and len(reported.tokens) >= leave_after:
                 break
         await stream.aclose()
         whole = expected[name, prompt]
-        assert told.tokens == whole[: len(told.tokens)]
-        assert leave_after is not None or told.tokens == whole[:count]
+        assert reported.tokens == whole[: len(reported.tokens)]
+        assert leave_after is not None or reported.tokens == whole[:count]
 
     async with asyncio.timeout(DEADLINE), asyncio.TaskGroup() as tasks:
         for name, prompt in [*expected, *random.Random(4).sample(list(expected), len(expected))]:
@@ -120,7 +120,7 @@ async def test_each_sequence_of_a_batch_says_what_its_own_adapter_says_alone(
                 await asyncio.sleep(0)
 
 
-async def test_those_who_are_put_back_say_the_same_with_one_slot_for_all(
+async def test_preempted_requests_with_adapters_answer_the_same_with_one_slot(
     snapshot: Path, adapters: dict[str, Path], expected: Expected
 ) -> None:
     async with serving(start(snapshot, adapters, max_loras=1, max_cpu_loras=1)) as engine:
@@ -128,24 +128,26 @@ async def test_those_who_are_put_back_say_the_same_with_one_slot_for_all(
         assert work is not None
 
         async def talk(name: str, prompt: tuple[int, ...]) -> list[int]:
-            told = CollectedChoice()
+            reported = CollectedChoice()
             async for delta in engine.generate(generation(prompt, max_tokens=NEW, adapter=AdapterChoice(name))):
-                told.add(delta)
-                if len(told.tokens) % 9 == 4:
+                reported.add(delta)
+                if len(reported.tokens) % 9 == 4:
                     put_back_the_youngest(engine)
-            return told.tokens
+            return reported.tokens
 
         async with asyncio.timeout(DEADLINE):
-            told = await asyncio.gather(*(talk(*each) for each in expected))
-        assert told == list(expected.values())
+            reported = await asyncio.gather(*(talk(*each) for each in expected))
+        assert reported == list(expected.values())
         work._scheduler.check_integrity()
 
 
 async def test_choices_of_one_request_share_its_adapter(engine: TransformersEngine, expected: Expected) -> None:
     for (name, prompt), answer in expected.items():
         if name:
-            told = await collect_choices(engine, generation(prompt, max_tokens=NEW, n=2, adapter=AdapterChoice(name)))
-            assert [each.tokens for each in told] == [answer, answer]
+            reported = await collect_choices(
+                engine, generation(prompt, max_tokens=NEW, n=2, adapter=AdapterChoice(name))
+            )
+            assert [each.tokens for each in reported] == [answer, answer]
 
 
 # What a name stands for
@@ -164,7 +166,7 @@ def one(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 PROMPT = tuple(range(20, 60))
 
 
-async def test_what_an_adapter_left_in_the_cache_serves_nobody_else(llama: Path, one: Path) -> None:
+async def test_cached_blocks_of_an_adapter_serve_no_other_adapter(llama: Path, one: Path) -> None:
     async with serving(load(llama, max_loras=1, adapters=encode_adapters(sources({"one": one})))) as engine:
         plain = await complete_one(engine, PROMPT, max_tokens=NEW)
         adapted = await complete_one(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("one"))
@@ -199,11 +201,11 @@ async def test_an_update_holds_from_the_next_request_on(llama: Path, one: Path, 
     async with serving(load(llama, max_loras=1, adapters=encode_adapters(sources({"a": one})))) as engine:
         before = (await complete_one(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("a"))).tokens
         runs = engine.generate(generation(PROMPT, max_tokens=NEW, adapter=AdapterChoice("a")))
-        told = [delta async for delta in _until_first(runs)]
+        reported = [delta async for delta in _until_first(runs)]
         assert await engine.set_adapters(sources({"a": other})) == {}
         after = complete_one(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("a"))
         rest = [delta async for delta in runs]
-        assert [token for delta in [*told, *rest] for token in delta.tokens] == before
+        assert [token for delta in [*reported, *rest] for token in delta.tokens] == before
         assert (await after).tokens == generated(lora.adapted(llama, other), PROMPT, NEW)
         assert await engine.set_adapters([]) == {}
         with pytest.raises(AdapterNotFound):
@@ -214,7 +216,7 @@ async def _until_first(stream: Any) -> Any:
     yield await anext(stream)
 
 
-async def test_files_that_have_changed_end_the_request_and_nobody_else(llama: Path, one: Path, tmp_path: Path) -> None:
+async def test_changed_adapter_files_end_their_request_only(llama: Path, one: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(one, tmp_path / "mine")
     known = encode_adapters(sources({"one": one, "mine": folder}))
     async with serving(load(llama, max_loras=1, max_cpu_loras=1, adapters=known)) as engine:
@@ -230,7 +232,7 @@ async def test_files_that_have_changed_end_the_request_and_nobody_else(llama: Pa
         assert isinstance(results[1], CollectedChoice)
 
 
-async def test_a_model_without_slots_says_how_to_have_some(llama: Path, one: Path) -> None:
+async def test_the_error_without_adapter_slots_names_the_option(llama: Path, one: Path) -> None:
     async with serving(load(llama)) as engine:
         assert (await complete_one(engine, PROMPT, max_tokens=1, adapter=AdapterChoice())).tokens
         with pytest.raises(UnsupportedByModel, match="enable-lora = on"):
@@ -262,7 +264,7 @@ def problem(llama: Path, folder: Path) -> str:
         ({"lora_alpha": None}, "states no r or lora_alpha"),
     ],
 )
-def test_what_is_no_plain_lora_is_refused_by_its_name(
+def test_the_error_for_other_kinds_of_adapters_names_the_kind(
     llama: Path, one: Path, tmp_path: Path, changes: dict[str, Any], says: str
 ) -> None:
     folder = shutil.copytree(one, tmp_path / "mine")
@@ -318,7 +320,7 @@ async def test_nothing_stands_in_the_way_of_steps_without_adapters(llama: Path, 
         assert adapters.stands_aside
 
 
-def test_slots_take_what_their_shapes_say(llama: Path) -> None:
+def test_the_bytes_of_slots_follow_from_their_shapes(llama: Path) -> None:
     """2 layers: q and o 64 x 64, k and v 64 x 32, gate, up and down 64 x 128; float32."""
     adapters = LoraAdapters(reference(llama), slots=3, rank=5, copies=0, device=torch.device("cpu"))
     assert adapters.bytes == 3 * 5 * 2 * (2 * 128 + 2 * 96 + 3 * 192) * 4

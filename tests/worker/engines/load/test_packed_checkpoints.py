@@ -46,18 +46,18 @@ def one_thread() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-async def test_a_packed_checkpoint_says_what_its_numbers_say(tmp_path: Path, method: str) -> None:
+async def test_a_quantized_checkpoint_gives_the_text_of_its_dequantized_weights(tmp_path: Path, method: str) -> None:
     folder = packed.make(method, tmp_path / "m")
-    told = []
+    reported = []
     for each in (packed.plain(folder), folder):
         async with serving(load(each, parallel=2, ctx_size=64, dtype="float32")) as engine:
-            told.append((await complete_one(engine, PROMPT, max_tokens=8)).tokens)
-    assert told[0] == told[1]
+            reported.append((await complete_one(engine, PROMPT, max_tokens=8)).tokens)
+    assert reported[0] == reported[1]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_packed_checkpoint_takes_what_was_estimated(tmp_path: Path, method: str, dtype: str) -> None:
+def test_a_quantized_checkpoint_takes_the_estimated_bytes(tmp_path: Path, method: str, dtype: str) -> None:
     folder = packed.make(method, tmp_path / "m")
     chosen = Estimate(snapshot=str(folder), parallel=2, ctx_size=128, prefill_chunk=64, threads=1, dtype=dtype)
     config = load_config(chosen)
@@ -91,7 +91,7 @@ def held_bytes(model: torch.nn.Module) -> int:
         ({"quant_method": "brand-new"}, ["'brand-new'", "cannot load", "not quantised"]),
     ],
 )
-def test_what_cannot_be_unpacked_here_is_refused_before_anything_is_read(
+def test_an_unsupported_quantization_is_rejected_before_any_read(
     tmp_path: Path, said: dict[str, Any], words: list[str]
 ) -> None:
     folder = packed.make("fp8", tmp_path / "m")

@@ -37,7 +37,7 @@ def snapshot(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_will_be_loaded_is_read_and_nothing_else(snapshot: Path) -> None:
+def test_only_files_that_will_be_loaded_are_read_ahead(snapshot: Path) -> None:
     reading = BackgroundReader.of(str(snapshot))
     reading.start()
     reading.finish()
@@ -53,7 +53,7 @@ def test_one_that_was_stopped_reads_no_more(snapshot: Path) -> None:
     assert here(snapshot / "a.safetensors") == 0
 
 
-def test_what_is_not_there_is_for_whoever_loads(tmp_path: Path) -> None:
+def test_missing_files_are_left_to_the_load(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text("{")
     reading = BackgroundReader.of(str(tmp_path / "nowhere"))
     reading.start()

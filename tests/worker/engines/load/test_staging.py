@@ -83,29 +83,29 @@ def test_every_byte_arrives_in_its_place_however_many_read(
     buffers: int, readers: int, stored: tuple[Path, dict[str, torch.Tensor]]
 ) -> None:
     path, tensors = stored
-    file, lane, told = WeightFile(path), Late(), list[int]()
+    file, lane, reported = WeightFile(path), Late(), list[int]()
     model = Holder(file)
-    move(model, [file], HERE, told.append, lane=lane, size=RingSize(buffers, 4096, readers))
+    move(model, [file], HERE, reported.append, lane=lane, size=RingSize(buffers, 4096, readers))
     file.keep_only(frozenset())
     assert all(torch.equal(parameter, tensors[name]) for name, parameter in model.named_parameters())
     assert all(parameter.data_ptr() % 64 == 0 for parameter in model.parameters() if parameter.numel())
     assert all(file.offset(parameter) is None for parameter in model.parameters() if parameter.numel())
-    assert told == sorted(told)
-    assert told[-1] == sum(tensor.nbytes for tensor in tensors.values())
+    assert reported == sorted(reported)
+    assert reported[-1] == sum(tensor.nbytes for tensor in tensors.values())
     assert lane.most <= buffers * 4096
 
 
-def test_what_lies_side_by_side_is_read_at_once(tmp_path: Path) -> None:
+def test_adjacent_tensors_are_read_together(tmp_path: Path) -> None:
     tensors = {f"t{number:02}": torch.full((256,), float(number)) for number in range(16)}
     save_file(tensors, tmp_path / "model.safetensors")
     file = WeightFile(tmp_path / "model.safetensors")
-    model, told = Holder(file), list[int]()
-    move(model, [file], HERE, told.append, size=RingSize(2, 8192, readers=1))
-    assert told == [8192, 16384]
+    model, reported = Holder(file), list[int]()
+    move(model, [file], HERE, reported.append, size=RingSize(2, 8192, readers=1))
+    assert reported == [8192, 16384]
     assert all(torch.equal(parameter, tensors[name]) for name, parameter in model.named_parameters())
 
 
-def test_tied_weights_stay_one_and_buffers_and_what_lies_in_memory_come_along(
+def test_tied_weights_stay_tied_and_buffers_are_moved_too(
     stored: tuple[Path, dict[str, torch.Tensor]],
 ) -> None:
     file = WeightFile(stored[0])
@@ -140,7 +140,7 @@ def test_a_file_that_became_shorter_is_refused_and_the_model_stays_as_it_was(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("staging")]
 
 
-def test_whoever_breaks_it_off_has_nothing_left_on_its_way(stored: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_an_aborted_load_leaves_no_copy_running(stored: tuple[Path, dict[str, torch.Tensor]]) -> None:
     class Enough(Exception):
         pass
 
@@ -188,18 +188,18 @@ def test_main_memory_holds_the_ring_and_no_more(tmp_path: Path) -> None:
     assert anonymous() - before < 8 << 20, "the ring is given back"
 
 
-def test_a_model_that_was_sent_says_the_same(tmp_path: Path) -> None:
+def test_a_model_copied_through_the_ring_gives_the_same_logits(tmp_path: Path) -> None:
     asked = options(tiny.make("gemma3_text", tmp_path / "model", tie_word_embeddings=True))
     config = load_config(asked)
     usual = loader.load_model(asked, config, None, lambda event: None).model
     built = loader.build(asked, config, None)
     assert built is not None
-    told: list[int] = []
+    reported: list[int] = []
     over: list[str] = []
-    load = loader.WeightLoad(asked, config, HERE, None, False, lambda event: told.append(event.done), over.append)
+    load = loader.WeightLoad(asked, config, HERE, None, False, lambda event: reported.append(event.done), over.append)
     model = load.sent(built.model, built.files)
     assert over == ["read", "copy"]
     ids = torch.tensor([[9, 41, 70, 77]])
     assert torch.equal(model(ids).logits, usual(ids).logits)
-    assert told == sorted(told)
-    assert told[-1] == sum(file.size for file in built.files)
+    assert reported == sorted(reported)
+    assert reported[-1] == sum(file.size for file in built.files)

@@ -63,7 +63,7 @@ def said(runner: AlignedRunner, row: int, asked: Sequence, count: int) -> list[i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", KINDS)
-def test_text_is_that_of_generate_whoever_joins_leaves_or_is_computed_again(family: str, tmp_path: Path) -> None:
+def test_text_equals_generate_while_requests_join_end_and_are_preempted(family: str, tmp_path: Path) -> None:
     """Segments in any order and of any length; steps repeated as a whole and one by one, as after a failure."""
     model, runner = made(family, tmp_path, seed=2 if family == "t5" else 0)
     model.generation_config.eos_token_id = None

@@ -47,7 +47,7 @@ def test_lengths_end_with_the_whole_context_and_never_more_than_double() -> None
         assert all(before < after <= 2 * before for before, after in pairwise(sizes))
 
 
-def test_what_a_recorded_step_gathers_is_bounded() -> None:
+def test_the_bytes_that_a_recorded_step_gathers_are_bounded() -> None:
     found = graph_shapes(64, 8192, 4096)
     assert (1, 512) in found
     assert (64, 16) in found
@@ -82,7 +82,7 @@ class Both:
         return logits
 
 
-async def test_a_step_of_fixed_shape_says_what_the_dynamic_one_says(
+async def test_a_step_of_fixed_shape_gives_the_logits_of_the_dynamic_one(
     snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences of many lengths join and end; some grow beyond the smallest recorded length."""
@@ -131,7 +131,7 @@ def decodes(blocks: BlockAllocator, count: int) -> Batch:
     return tuple(batch)
 
 
-def test_rows_of_padding_write_only_what_the_first_row_writes(
+def test_rows_of_padding_write_the_same_as_the_first_row(
     world: tuple[GraphRunner, KvPool, BlockAllocator],
 ) -> None:
     fixed, pool, blocks = world

@@ -86,7 +86,7 @@ def prompts(longest: int = 60) -> list[tuple[int, ...]]:
     return [tuple(source.randrange(2, 500) for _ in range(length)) for length in (1, 7, 17, longest)]
 
 
-def requests(longest: int, *, may_tell_prompts: bool) -> list[GenerationRequest]:
+def requests(longest: int, *, prompt_logprobs_too: bool) -> list[GenerationRequest]:
     """Every kind of request for which a step may have to wait, and many for which it need not."""
     first, second, third, fourth = prompts(longest)
     held = Grammar("json_schema", '{"type": "array", "items": {"type": "integer"}, "maxItems": 4}', "response_format")
@@ -101,13 +101,13 @@ def requests(longest: int, *, may_tell_prompts: bool) -> list[GenerationRequest]
         generation(second, max_tokens=0),
         generation(third, max_tokens=NEW, sampling=penalised),
         generation(third, n=3, max_tokens=11, sampling=WARM),
-        generation(fourth, max_tokens=NEW, sampling=collected, prompt_logprobs=may_tell_prompts),
+        generation(fourth, max_tokens=NEW, sampling=collected, prompt_logprobs=prompt_logprobs_too),
         generation(first, max_tokens=40, sampling=replace(WARM, seed=8), grammar=held),
         generation(first, max_tokens=NEW, sampling=replace(GREEDY, ignore_eos=True), timings=True),
     ]
 
 
-def told_of(answers: list[list[CollectedChoice]]) -> list[Any]:
+def comparable(answers: list[list[CollectedChoice]]) -> list[Any]:
     """The parts of an answer that two engines must share; logprobs to five digits, since sums differ in order."""
     return [
         [
@@ -124,7 +124,7 @@ def told_of(answers: list[list[CollectedChoice]]) -> list[Any]:
     ]
 
 
-async def all_told(engine: TransformersEngine, wanted: list[GenerationRequest]) -> list[list[CollectedChoice]]:
+async def answer_all(engine: TransformersEngine, wanted: list[GenerationRequest]) -> list[list[CollectedChoice]]:
     """All requests, joining one after another, while others are cancelled."""
 
     async def leave(prompt: tuple[int, ...], after: int) -> None:
@@ -149,14 +149,14 @@ async def all_told(engine: TransformersEngine, wanted: list[GenerationRequest]) 
 @pytest.mark.slow
 async def test_answers_are_the_same_with_and_without_launching_ahead(snapshot: Path) -> None:
     model = reference(snapshot)
-    wanted = requests(60, may_tell_prompts=True)
+    wanted = requests(60, prompt_logprobs_too=True)
     if model.config.model_type != "llama":  # the others matter for their caches only, which costs less
-        wanted = requests(20, may_tell_prompts=model.config.model_type != "t5")[::2]
+        wanted = requests(20, prompt_logprobs_too=model.config.model_type != "t5")[::2]
     found = []
     for ahead in (False, True):
         engine = load(snapshot, ahead=ahead, ctx_size=CTX, parallel=5, prefill_chunk=16)
         async with serving(engine):
-            found.append(told_of(await all_told(engine, wanted)))
+            found.append(comparable(await answer_all(engine, wanted)))
             await complete_one(engine, PROMPT, max_tokens=9, sampling=replace(GREEDY, ignore_eos=True))
             assert (work_of(engine).steps_ahead >= 8) == ahead
             work_of(engine)._scheduler.check_integrity()
@@ -202,7 +202,7 @@ async def test_ahead_prefixes_are_found_and_right(llama: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_ahead_steps_of_fixed_shape_say_what_generate_says(llama: Path) -> None:
+async def test_steps_of_fixed_shape_launched_ahead_give_the_text_of_generate(llama: Path) -> None:
     made: list[GraphRunner] = []
 
     def wrap(runner: Runner) -> Runner:
@@ -334,7 +334,7 @@ async def test_a_sequence_that_fails_in_every_step_ends_alone(runner: Paged) -> 
     assert await drive.collected(0) == await plain.collected(0)
 
 
-async def test_no_numbers_in_a_step_ahead_end_their_request_and_stay_nowhere(runner: Paged) -> None:
+async def test_nan_in_a_step_ahead_ends_its_request_and_is_erased(runner: Paged) -> None:
     """The poisoned sequence's blocks are erased, also those that the step in flight wrote when it was found."""
     pool = runner[0].pool
 
@@ -358,7 +358,7 @@ async def test_no_numbers_in_a_step_ahead_end_their_request_and_stay_nowhere(run
     assert all(bool(store.isfinite().all()) for store in (*pool.keys, *pool.values))
 
 
-async def test_no_numbers_found_in_vain_stay_nowhere_either(runner: Paged) -> None:
+async def test_nan_of_a_dropped_result_is_erased_too(runner: Paged) -> None:
     """The sequence ends with a stop string while the step that loses its logits is in flight."""
     pool = runner[0].pool
 
@@ -424,7 +424,7 @@ class FakeMatcher:
         self.taken.append(token)
 
 
-async def test_a_step_ahead_whose_tokens_cannot_be_chosen_is_computed_in_its_turn(runner: Paged) -> None:
+async def test_a_step_ahead_is_computed_again_if_its_tokens_cannot_be_chosen(runner: Paged) -> None:
     collected = []
     for failing in (0, 3):
         journal, grammars = JournalRunner(runner[0]), FakeGrammars(failing)
@@ -576,7 +576,7 @@ def test_a_token_is_drawn_with_the_number_of_its_place_however_early(loaded: Any
         max_size=9,
     ),
 )
-def test_what_is_computed_ahead_is_what_would_be_computed_in_its_turn(
+def test_steps_ahead_compute_the_same_as_steps_in_turn(
     rows: int, blocks: int, chunk: int, script: list[tuple[int, int, int, int, bool]]
 ) -> None:
     """Sequences arrive, end and are cancelled. A step ahead writes only to its own sequences' positions, and each token

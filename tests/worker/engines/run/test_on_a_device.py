@@ -126,7 +126,7 @@ async def test_a_cache_in_another_type_is_read_without_a_wait(name: str, kv_dtyp
 
 
 @pytest.mark.parametrize("name", every(("llama", "gemma2", "gpt2")))
-def test_adapters_add_what_they_do_without_a_wait(name: str, tmp_path: Path) -> None:
+def test_adapters_make_the_host_wait_for_nothing(name: str, tmp_path: Path) -> None:
     with made(name, tmp_path, max_loras=2) as (runner, capacity, watch):
         asked = options(tmp_path, ctx_size=CTX, parallel=4, prefill_chunk=32, max_loras=2)
         adapters = backends.make_adapters(runner, runner._model, asked, CUDA, copies=0)

@@ -110,7 +110,9 @@ def test_code_of_a_snapshot_names_the_way_where_it_is_not_trusted(tmp_path: Path
     [(COUNTS_FROM_THE_LEFT, "gives other text"), (KEEPS_ITS_OWN, "takes no cache")],
     ids=["wrong", "none"],
 )
-def test_what_our_cache_would_make_wrong_is_refused(code: str, why: str, tmp_path: Path, modules: None) -> None:
+def test_models_that_the_aligned_cache_gets_wrong_are_rejected(
+    code: str, why: str, tmp_path: Path, modules: None
+) -> None:
     with pytest.raises(StartError, match=why) as error:
         load(snapshot(tmp_path / "odd", code), trust_remote_code=True)
     assert error.value.exit is Exit.UNUSABLE
@@ -136,7 +138,7 @@ def test_code_that_does_not_run_any_more_is_refused_and_not_tried_again(
     assert why in str(error.value)
 
 
-def test_a_tokenizer_whose_code_does_not_run_any_more_is_refused_by_its_folder(tmp_path: Path, modules: None) -> None:
+def test_the_error_for_a_failing_tokenizer_names_its_folder(tmp_path: Path, modules: None) -> None:
     folder = tiny.make("llama", tmp_path / "odd")
     (folder / "tokenization_odd.py").write_text(
         "from transformers import PreTrainedTokenizer\n\n\nclass OddTokenizer(PreTrainedTokenizer):\n"

@@ -148,7 +148,7 @@ async def test_a_layout_gives_the_vectors_of_its_author(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-async def test_a_decoder_pools_its_last_token_whichever_side_its_tokenizer_pads(side: str, tmp_path: Path) -> None:
+async def test_a_decoder_pools_its_last_token_with_padding_on_either_side(side: str, tmp_path: Path) -> None:
     reference = save(tmp_path, [*pooling("lasttoken"), *normalize()], base="qwen3", padding_side=side)
     async with model_of(tmp_path / "saved") as model:
         assert_equal(await vectors(model, TEXTS), reference.encode(TEXTS), 1e-5)
@@ -183,7 +183,7 @@ async def test_a_prompt_is_applied_where_its_author_applies_it(includes: bool, t
             assert dict(order) == pytest.approx(dict(enumerate(expected)), abs=1e-5)
 
 
-async def test_letters_length_and_dimensions_are_as_the_files_say(tmp_path: Path) -> None:
+async def test_case_length_and_dimensions_follow_the_files(tmp_path: Path) -> None:
     save(tmp_path, pooling("mean"), max_seq_length=24, truncate_dim=10)
     settings = tmp_path / "saved" / "sentence_bert_config.json"  # the file that older versions wrote
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "do_lower_case": True, "max_seq_length": 24}))
@@ -233,7 +233,7 @@ async def test_a_real_embedder_equals_its_own_forward_and_sentence_transformers(
     assert_equal(await vectors(real, ["word " * 400], truncate=True), reference.encode(["word " * 400]))
 
 
-async def test_what_belongs_together_is_near(real: ServedModel) -> None:
+async def test_similar_texts_have_similar_vectors(real: ServedModel) -> None:
     cats, money = await vectors(real, ABOUT_CATS), await vectors(real, ABOUT_MONEY)
 
     def cosine(first: Sequence[float], second: Sequence[float]) -> float:
@@ -306,7 +306,7 @@ async def test_a_score_goes_through_the_activation_that_the_files_name(name: str
     assert dict(order) == pytest.approx(dict(enumerate(expected)), abs=1e-4)
 
 
-async def test_a_cross_encoder_embeds_when_told_to(tmp_path: Path) -> None:
+async def test_a_cross_encoder_embeds_with_task_embed(tmp_path: Path) -> None:
     folder = ranker(tmp_path, "bert")
     async with model_of(folder, task="embed", pooling="cls") as model:
         assert model.capabilities == ["embedding", "rerank"]
@@ -328,6 +328,6 @@ def test_a_head_that_gives_no_score_is_refused(tmp_path: Path) -> None:
         load(ranker(tmp_path / "odd", "bert", sentence_transformers={"activation_fn": "my.Activation"}))
 
 
-def test_the_engine_is_what_it_says(real: ServedModel) -> None:
+def test_a_real_embedder_states_its_capabilities(real: ServedModel) -> None:
     assert isinstance(real.engine, TransformersEngine)
     assert real.capabilities == ["embedding", "rerank"]

@@ -149,7 +149,7 @@ class Bound:
             os._exit(77)
 
 
-def test_what_the_leader_left_behind_is_not_destroyed_by_a_follower() -> None:
+def test_a_follower_destroys_no_object_inherited_from_its_leader() -> None:
     """Example: the process group of an earlier engine, whose destructor waits for threads of the leader."""
 
     def follow(link: Any) -> int:
@@ -171,7 +171,7 @@ def test_what_the_leader_left_behind_is_not_destroyed_by_a_follower() -> None:
         gc.enable()
 
 
-def test_a_rank_that_cannot_load_says_why_and_with_which_exit_code(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_load_reports_its_error_and_exit_code(tmp_path: Path) -> None:
     def follow(link: Any) -> int:
         link.hear()
         link.fail(Exit.DEVICE_MEMORY, "no memory for the weights on cuda:1")
@@ -233,7 +233,7 @@ def test_slices_are_the_whole_model_and_nothing_twice(family: str) -> None:
         ("llama", {}, {}, "this process was started without its ranks"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_with_the_way_out(
+def test_the_error_for_an_indivisible_model_names_the_way_out(
     family: str, changes: dict[str, Any], config: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     asked = options(tiny.make(family, tmp_path, **config), **{**COMMON, **changes})
@@ -267,9 +267,9 @@ def test_the_exact_estimate_is_of_one_rank_for_each_device(family: str, tmp_path
     half = (whole.weights - embeddings) / 2
     assert half <= weights - embeddings <= half + 4096, "vectors are on both"
     assert 0 < compute <= whole.compute
-    said = tensor_parallel.divided_estimate(each)
-    assert said.weights == [weights] * 2
-    assert len(said.runtime) == len(said.compute) == 2
+    answers = tensor_parallel.divided_estimate(each)
+    assert answers.weights == [weights] * 2
+    assert len(answers.runtime) == len(answers.compute) == 2
     on_host = tensor_parallel.divided_estimate(replace(one, tensor_parallel=2))
     assert on_host.weights == [2 * weights]
     assert on_host.host == 0

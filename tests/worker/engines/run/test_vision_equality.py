@@ -105,19 +105,21 @@ async def test_an_answer_about_images_equals_generate(
 
 
 @pytest.mark.slow
-async def test_neighbours_change_nothing_about_images(engine: TransformersEngine, reference: Reference) -> None:
+async def test_other_requests_do_not_change_the_features_of_images(
+    engine: TransformersEngine, reference: Reference
+) -> None:
     texts = list(PROMPTS.values())
     wanted = [reference.answer(text, PICTURES[:count])[1] for text, count in texts]
     plain = [tuple(range(3, 3 + length)) for length in (4, 30, 61)]
     language = [generated(reference.model, prompt, NEW) for prompt in plain]
     async with asyncio.timeout(DEADLINE):
         asked = [await request(engine, text, PICTURES[:count]) for text, count in texts]
-        collected, said = await asyncio.gather(
+        collected, answers = await asyncio.gather(
             asyncio.gather(*(collect_choices(engine, each) for each in asked)),
             asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in plain)),
         )
     assert [each.tokens for [each] in collected] == wanted
-    assert [each.tokens for each in said] == language
+    assert [each.tokens for each in answers] == language
 
 
 async def test_another_image_makes_another_text(engine: TransformersEngine) -> None:
@@ -128,7 +130,7 @@ async def test_another_image_makes_another_text(engine: TransformersEngine) -> N
     assert one.tokens == again.tokens != other.tokens
 
 
-async def test_the_engine_says_which_images_it_has_seen_at_most(engine: TransformersEngine) -> None:
+async def test_the_engine_reports_the_largest_images_so_far(engine: TransformersEngine) -> None:
     text, count = PROMPTS["one image"]
     asked = await request(engine, text, PICTURES[:count])
     await collect_choices(engine, asked)

@@ -128,9 +128,7 @@ async def test_an_answer_is_a_text_of_its_language(engine: TransformersEngine, g
     assert any(each.finish == "stop" for each in collected)
 
 
-async def test_a_grammar_beside_free_sequences_leaves_their_greedy_text_unchanged(
-    engine: TransformersEngine, model: Any
-) -> None:
+async def test_a_grammar_does_not_change_other_sequences(engine: TransformersEngine, model: Any) -> None:
     prompts = [(20 + index, 5, 6) for index in range(6)]
     constrained = [
         asyncio.create_task(
@@ -175,7 +173,7 @@ async def test_a_grammar_that_cannot_be_compiled_is_refused_by_its_field_and_not
     assert engine.occupancy.waiting == 0
 
 
-async def test_a_lenient_schema_passes_over_what_no_grammar_can_say_and_keeps_the_rest(
+async def test_a_lenient_schema_ignores_unsupported_keywords_only(
     engine: TransformersEngine,
 ) -> None:
     asked = {"type": "string", "maxLength": 3, "not": {"const": "a"}}
@@ -183,7 +181,7 @@ async def test_a_lenient_schema_passes_over_what_no_grammar_can_say_and_keeps_th
     assert len(json.loads(collected.text)) <= 3
 
 
-async def test_the_end_of_a_grammar_ends_the_answer_whatever_was_asked_about_ends(engine: TransformersEngine) -> None:
+async def test_the_end_of_a_grammar_ends_the_answer_despite_ignore_eos(engine: TransformersEngine) -> None:
     three = Grammar("regex", "[ab]{3}")
     for sampling in (GREEDY, warm(1, min_tokens=50), warm(2, ignore_eos=True)):
         collected = await complete_one(engine, PROMPT, grammar=three, max_tokens=60, sampling=sampling)
@@ -205,7 +203,7 @@ async def test_minimum_and_ignored_ends_hold_inside_a_grammar(engine: Transforme
     assert (short.finish, len(short.text)) == ("stop", 1)
 
 
-async def test_biases_and_penalties_choose_among_what_the_grammar_allows(engine: TransformersEngine) -> None:
+async def test_biases_and_penalties_choose_among_allowed_tokens(engine: TransformersEngine) -> None:
     choice = Grammar("choice", '["a", "b"]')
     a, b = 66, 67
     for liked, said in ((a, "a"), (b, "b")):
@@ -276,7 +274,7 @@ async def test_a_preempted_sequence_goes_on_in_its_grammar_where_it_was(folder: 
         found: Runner = made[0]
         return found
 
-    async def all_told(engine: TransformersEngine) -> list[str]:
+    async def answer_all(engine: TransformersEngine) -> list[str]:
         asked = (
             complete_one(engine, PROMPT, grammar=schema(SCHEMAS[6]), max_tokens=150, sampling=warm(seed))
             for seed in range(3)
@@ -284,10 +282,10 @@ async def test_a_preempted_sequence_goes_on_in_its_grammar_where_it_was(folder: 
         return [collected.text for collected in await asyncio.gather(*asked)]
 
     async with serving(load_with(folder, wrap, ctx_size=CTX, parallel=3)) as tight:
-        preempted = await all_told(tight)
+        preempted = await answer_all(tight)
     assert made[0].refused
     async with serving(load(folder, ctx_size=CTX, parallel=3)) as wide:
-        assert await all_told(wide) == preempted
+        assert await answer_all(wide) == preempted
 
 
 async def test_a_grammar_may_ask_for_a_special_token_and_its_text_is_shown_where_wanted(
@@ -334,7 +332,7 @@ def test_a_tokenizer_that_cannot_be_read_refuses_grammars_only() -> None:
         Grammars(Slow(), ends={1}, vocab_size=2).matcher(Grammar("regex", "a"))
 
 
-def test_a_model_with_more_logits_than_tokens_never_says_what_is_no_token(folder: Path) -> None:
+def test_logits_beyond_the_vocabulary_are_never_sampled(folder: Path) -> None:
     grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=600)
     bits = grammars.masks([grammars.matcher(Grammar("regex", "(?s:.*)"))]).result(DEADLINE)
     grammars.close()
@@ -443,7 +441,7 @@ def test_a_mask_holds_for_its_rows_only(vocab: int) -> None:
         (SamplingParams(temperature=1.0, logit_bias={9: 90.0}), {3, 4, 5}),  # no bias allows a forbidden token
     ],
 )
-def test_what_narrows_a_choice_narrows_what_the_grammar_left(sampling: SamplingParams, expected: set[int]) -> None:
+def test_filters_apply_to_the_tokens_that_the_grammar_allows(sampling: SamplingParams, expected: set[int]) -> None:
     logits = torch.arange(12.0)
     found = set()
     for step in range(100):

@@ -41,9 +41,9 @@ def reference(
     for token in set(window[first:]):
         penalty = sampling.repetition_penalty
         scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
-    said = window[max(first, len(prompt)) :]
-    for token in set(said):
-        scores[token] -= sampling.presence_penalty + sampling.frequency_penalty * said.count(token)
+    answers = window[max(first, len(prompt)) :]
+    for token in set(answers):
+        scores[token] -= sampling.presence_penalty + sampling.frequency_penalty * answers.count(token)
     for token, bias in sampling.logit_bias.items():
         scores[token] += bias
     if sampling.temperature == 0.0:
@@ -305,12 +305,12 @@ def test_temperature_comes_before_the_cuts_by_probability() -> None:
     assert support(FOUR, SamplingParams(min_p=0.4, temperature=2.0)) == {0, 1, 2, 3}
 
 
-def test_top_p_counts_the_probability_of_what_top_k_left() -> None:
+def test_top_p_counts_the_probability_of_tokens_left_by_top_k() -> None:
     assert support(FOUR, SamplingParams(top_p=0.5)) == {0, 1}
     assert support(FOUR, SamplingParams(top_p=0.5, top_k=2)) == {0}, "0.4 of 0.7 reach one half"
 
 
-def test_temperature_zero_is_greedy_whatever_else_is_set() -> None:
+def test_temperature_zero_is_greedy_with_any_other_setting() -> None:
     sampling = SamplingParams(temperature=0.0, top_k=3, top_p=0.1, min_p=0.9, seed=5)
     for at in (0.0, 0.5, 0.99):
         (found,) = sample(torch.tensor([LOGITS]), [RowSampling(sampling, at)])
@@ -406,7 +406,7 @@ def test_rows_may_ask_for_different_numbers_of_alternatives_or_none() -> None:
     assert [len(each.top) for each in likelihood[1:] if each is not None] == [0, 3]
 
 
-def test_logprobs_of_a_prompt_say_how_likely_its_own_tokens_were() -> None:
+def test_prompt_logprobs_are_those_of_its_own_tokens() -> None:
     logits = torch.tensor([LOGITS, LOGITS[::-1]])
     exact = logits.double().log_softmax(-1)
     found = likelihoods(logits, [4, 9], 2)

@@ -32,7 +32,7 @@ def same(mine: torch.Tensor, its: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("made", MADE)
-def test_the_highest_is_where_torch_says(made: str) -> None:
+def test_the_highest_score_is_that_of_torch(made: str) -> None:
     values, tokens = topk.highest(scores(made))
     best = scores(made).max(dim=-1)
     assert same(values, best.values)

@@ -76,9 +76,9 @@ def test_without_caching_and_where_all_logits_are_wanted_nothing_is_found() -> N
     assert (again.cached, off.reusable) == (0, 0)
     on = BlockAllocator(2, 16)
     ran(on, sequence(1, words))
-    told = sequence(2, words, prompt_logprobs=True)
-    ran(on, told)
-    assert (told.cached, on.reusable) == (0, 3 * B)
+    reported = sequence(2, words, prompt_logprobs=True)
+    ran(on, reported)
+    assert (reported.cached, on.reusable) == (0, 3 * B)
 
 
 def test_a_conversation_goes_on_where_it_lies_and_stays_in_one_run() -> None:
@@ -89,7 +89,7 @@ def test_a_conversation_goes_on_where_it_lies_and_stays_in_one_run() -> None:
     assert len(blocks.table(row).runs) == 1
 
 
-def test_those_who_share_a_beginning_share_its_blocks_and_go_on_at_homes_of_their_own() -> None:
+def test_sequences_share_prefix_blocks_and_continue_in_own_regions() -> None:
     blocks = BlockAllocator(4, 4 * 8)
     words = list(range(2 * B))
     first = sequence(1, [*words, 1])
@@ -119,7 +119,7 @@ def test_the_conversation_that_was_idle_for_longest_makes_room() -> None:
     assert found == {0: 2 * B, 2: 2 * B, 3: 2 * B, 1: 0}
 
 
-def test_a_copy_is_made_when_a_shared_block_is_written_by_one_who_borrowed_it() -> None:
+def test_writing_to_a_borrowed_block_copies_it_first() -> None:
     blocks = BlockAllocator(3, 3 * 4)
     leader = sequence(1, list(range(B + 5)))
     row, _ = blocks.admit(leader)
@@ -139,7 +139,7 @@ def test_a_copy_is_made_when_a_shared_block_is_written_by_one_who_borrowed_it() 
     blocks.check_integrity()
 
 
-def test_what_is_spoiled_is_found_by_nobody_and_told_once() -> None:
+def test_corrupt_blocks_leave_the_prefix_cache_and_are_reported_once() -> None:
     blocks = BlockAllocator(2, 8)
     words = list(range(2 * B + 1))
     broken = sequence(1, words)
@@ -154,7 +154,7 @@ def test_what_is_spoiled_is_found_by_nobody_and_told_once() -> None:
     blocks.check_integrity()
 
 
-def test_nobody_is_admitted_who_would_be_put_back_at_once() -> None:
+def test_no_sequence_is_admitted_that_would_be_preempted_at_once() -> None:
     blocks = BlockAllocator(3, 6)
     assert blocks.can_admit(sequence(1, [1] * (3 * B)))
     blocks.admit(sequence(1, [1] * (3 * B)))
@@ -168,7 +168,7 @@ def test_keys_name_all_tokens_up_to_the_end_of_a_block() -> None:
     assert len({block_key(b"", [1, 2]), block_key(b"", [2, 1]), block_key(block_key(b"", [1]), [1, 2])}) == 3
 
 
-def test_a_pool_has_room_for_every_row_unless_told_otherwise() -> None:
+def test_a_pool_has_room_for_every_row_by_default() -> None:
     assert pool_blocks(3, 100) == 3 * 7
     assert pool_blocks(3, 100, kv_tokens=101) == 7
 
@@ -335,7 +335,7 @@ TestAnyTraffic = pytest.mark.slow(AnyTraffic.TestCase)
 
 
 @pytest.mark.parametrize("caches", [True, False])
-def test_those_who_are_put_back_end_all_the_same_and_the_oldest_is_never_put_back(caches: bool) -> None:
+def test_preempted_sequences_end_and_the_oldest_is_never_preempted(caches: bool) -> None:
     """Four that need five blocks each, in seven."""
     blocks = BlockAllocator(4, 7, caches=caches)
     scheduler = Scheduler(blocks, 64)

@@ -61,7 +61,7 @@ def test_lengths_too_far_apart_are_not_mixed() -> None:
     assert not waiting
 
 
-def test_who_leaves_takes_all_texts_along() -> None:
+def test_a_cancelled_request_leaves_with_all_its_texts() -> None:
     waiting = queue([[1, 2], [3], [4, 5]])
     waiting.drop(0)
     waiting.drop(7)

@@ -32,7 +32,7 @@ def test_no_row_is_lost_or_lent_twice(count: int, moves: list[int]) -> None:
         assert rows.has_row == (len(held) < count)
 
 
-def test_giving_back_a_row_that_nobody_has_is_a_fault() -> None:
+def test_releasing_a_free_row_is_an_error() -> None:
     with pytest.raises(KeyError):
         RowAllocator(2).release(1)
 

@@ -10,7 +10,7 @@ from worker.engines.transformers.schedule.sequence import Sequence
 A, B, C = (LoraAdapter(number, name, "") for number, name in enumerate("abc"))
 
 
-def test_the_slot_of_who_was_used_least_recently_is_given_away() -> None:
+def test_the_least_recently_used_slot_is_reused_first() -> None:
     slots = LoraSlots(2)
     first, second = slots.acquire(A), slots.acquire(B)
     for each in (A, B):
@@ -39,7 +39,7 @@ def test_a_slot_in_use_is_not_given_away_nor_that_of_a_pinned_adapter() -> None:
     slots.check_integrity()
 
 
-def test_who_is_registered_no_longer_leaves_with_its_last_user() -> None:
+def test_an_unregistered_adapter_leaves_its_slot_with_the_last_user() -> None:
     slots = LoraSlots(1)
     pinned = LoraAdapter(7, "p", "", pinned=True)
     slots.acquire(pinned)
@@ -57,7 +57,7 @@ def sequence(id: int, adapter: LoraAdapter | None) -> Sequence:
 
 
 @pytest.mark.parametrize("rows", [2, 8])
-def test_who_waits_for_a_slot_lets_those_pass_who_need_none_and_nobody_else(rows: int) -> None:
+def test_only_requests_without_adapters_pass_one_that_waits_for_a_slot(rows: int) -> None:
     scheduler = Scheduler(RowAllocator(rows), 16, LoraSlots(1))
     first, waits, same, plain = sequence(0, A), sequence(1, B), sequence(2, A), sequence(3, None)
     for each in (first, waits, same, plain):

@@ -43,7 +43,7 @@ class Burst:
         for number in range(count):
             scheduler.add(sequence(number, source.randint(16, 80), source.randint(32, 64)))
         now = 0.0
-        told: dict[int, list[float]] = {number: [] for number in range(count)}
+        reported: dict[int, list[float]] = {number: [] for number in range(count)}
         self.prompt_tokens: list[int] = []
         while scheduler.has_work:
             decoding = scheduler.decoding
@@ -58,14 +58,14 @@ class Burst:
             for each in batch:
                 each.sequence.computed = each.end
                 if each.completes:
-                    told[each.sequence.id].append(now)
+                    reported[each.sequence.id].append(now)
                     if each.sequence.append(7):
                         scheduler.remove(each.sequence)
-        self.first = max(each[0] for each in told.values())
-        self.gap = max(after - before for each in told.values() for before, after in pairwise(each))
+        self.first = max(each[0] for each in reported.values())
+        self.gap = max(after - before for each in reported.values() for before, after in pairwise(each))
 
 
-def test_a_burst_of_requests_has_its_first_tokens_soon_whatever_was_timed_before() -> None:
+def test_a_burst_gets_its_first_tokens_soon_after_any_history() -> None:
     """All prompts alone would take 3.0 s; 64 decodes take 0.15 s a step."""
     for before in (0, 1, 16):
         pace = PrefillBudget()
@@ -135,14 +135,14 @@ def test_a_prompt_with_a_very_long_context_keeps_a_third_of_its_speed() -> None:
     assert parts[-2] * (MEASURED["token"] + MEASURED["pair"] * 20_000) == pytest.approx(read / 2, rel=0.25)
 
 
-def test_what_a_step_costs_is_learned_from_steps_that_mix_prompts_with_decodes() -> None:
+def test_costs_are_learned_from_steps_that_mix_prompts_and_decodes() -> None:
     cost = StepCost()
     for decodes, tokens in ((1, 0), (17, 390), (28, 200), (40, 500), (49, 16), (60, 100)):
         cost.learn(decodes, tokens, 0.03 + 0.002 * decodes + 0.001 * tokens)
     assert cost.parts == pytest.approx((0.03, 0.002, 0.001, 0.0), rel=0.05)
 
 
-def test_what_is_read_back_is_told_from_what_is_new() -> None:
+def test_context_reads_and_prompt_tokens_have_separate_costs() -> None:
     cost = StepCost()
     for decodes, tokens, start in ((1, 0, 0), (4, 0, 0), (4, 64, 0), (4, 32, 1000), (4, 16, 3000), (4, 8, 6000)):
         looked = context_reads(start, tokens)
@@ -169,7 +169,7 @@ def test_no_part_of_a_step_ever_costs_less_than_nothing(
         assert sum(cost.parts) > 0.0
 
 
-def test_what_was_learned_of_prompts_outlasts_hundreds_of_steps_without_any() -> None:
+def test_knowledge_of_prompts_outlasts_hundreds_of_decode_steps() -> None:
     pace = PrefillBudget()
     Burst(pace, 16, fixed=0.03, decode=0.0018, token=0.001)
     before = pace.budget(4, 512)
@@ -222,7 +222,7 @@ def test_one_stream_is_not_kept_waiting_as_long_as_many_at_once_would_be() -> No
     assert budgets == [pytest.approx(min(PrefillBudget.MAX_LENGTHENING * each, 512), rel=0.05) for each in alone]
 
 
-def test_after_a_burst_those_who_wait_weigh_more_than_those_who_stream() -> None:
+def test_many_waiting_prompts_outweigh_few_streams() -> None:
     pace = PrefillBudget()
     pace.learn(steps(64), 0.064)
     pace.learn(steps(256), 0.256)
@@ -242,14 +242,14 @@ def test_a_prompt_that_is_computed_apart_goes_on_in_parts_worth_a_pass() -> None
         assert pace.budget(4, 512) == fewest
 
 
-def test_a_step_of_a_slow_model_stays_short_enough_to_hear_a_cancel() -> None:
+def test_a_step_of_a_slow_model_stays_short_enough_for_cancellation() -> None:
     pace = PrefillBudget()
     for _ in range(20):
         pace.learn(steps(64), 64 * 0.02)
     assert 40 <= pace.budget(0, 512) <= 60
 
 
-def test_a_model_whose_least_step_is_longer_than_that_takes_no_prompt_by_the_drop() -> None:
+def test_a_very_slow_model_gets_no_tiny_prompt_chunks() -> None:
     """A step reads 140 GB in five seconds: then it may as well compute as many tokens as take so long."""
     pace = PrefillBudget()
     for tokens in (8, 64):

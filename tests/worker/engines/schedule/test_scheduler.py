@@ -60,7 +60,7 @@ def test_an_image_that_must_be_whole_is_never_cut() -> None:
         assert 20 in ends
 
 
-def test_a_long_prompt_is_computed_in_chunks_beside_those_who_decode() -> None:
+def test_a_long_prompt_is_computed_in_chunks_while_others_decode() -> None:
     scheduler = Scheduler(RowAllocator(2), chunk=4)
     scheduler.add(sequence(1, prompt=2, limit=9))
     advance(scheduler, scheduler.next(99))
@@ -98,7 +98,7 @@ def test_a_long_prompt_is_not_stuck_behind_a_stream_of_short_ones() -> None:
     assert long.answered, "it gets half of every step at least"
 
 
-def test_whoever_came_first_is_admitted_first() -> None:
+def test_sequences_are_admitted_in_order_of_arrival() -> None:
     scheduler = Scheduler(RowAllocator(1), chunk=8)
     for id in (3, 1, 2):
         scheduler.add(sequence(id, prompt=2, limit=1))
@@ -129,7 +129,7 @@ def test_logits_of_all_prompt_positions_come_a_few_at_a_time() -> None:
     assert not scheduler.has_work
 
 
-def test_the_preempted_wait_at_the_head_until_somebody_has_ended_and_begin_again() -> None:
+def test_preempted_sequences_restart_first_after_one_has_ended() -> None:
     scheduler = Scheduler(RowAllocator(2), chunk=8)
     old, young, late = sequence(1, prompt=2, limit=9), sequence(2, prompt=2), sequence(3, prompt=2)
     for each in (old, young, late):
@@ -141,7 +141,7 @@ def test_the_preempted_wait_at_the_head_until_somebody_has_ended_and_begin_again
     assert parts(scheduler.next(99))[0] == (2, 0, 3), "its answer so far is computed again with its prompt"
 
 
-def test_removing_whom_nobody_knows_changes_nothing() -> None:
+def test_removing_an_unknown_sequence_changes_nothing() -> None:
     scheduler = Scheduler(RowAllocator(1), chunk=8)
     scheduler.remove(sequence(1, prompt=2))
     assert not scheduler.has_work
