@@ -373,7 +373,7 @@ def make_runner(
 ) -> tuple[PagedRunner | AlignedRunner, RowAllocator]:
     """The backend of the engine, with its cache."""
     paged.register()
-    implementation = backends.implementation(options.attention, config)
+    implementation = backends.implementation(options, config)
     if implementation is not None:
         model.set_attn_implementation(implementation)
     if getattr(config, "is_encoder_decoder", False) and model.get_encoder().config._attn_implementation == "sdpa":

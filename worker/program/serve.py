@@ -89,7 +89,7 @@ async def serve(command: Serve, channel: RouterChannel, began: float, ranks: "Ra
             n_ctx=engine.ctx_size,
             seconds=times.seconds,
             processor=time.process_time(),
-            overhead=overhead.said,
+            overhead=overhead.reported,
             overhead_is_own=overhead.is_own,
             modules=_family_modules(),
         )

@@ -171,7 +171,7 @@ class TransformersEngine:
             if not cuda_errors.is_exhausted(error):
                 raise
             raise memory.start_error("one step", loaded.device, error) from error
-        overhead.look()
+        overhead.measure()
         stage_done("warmup")
         return cls(options, prepared, loaded, pulse)
 
@@ -190,7 +190,7 @@ class TransformersEngine:
             if not cuda_errors.is_exhausted(error):
                 raise
             raise memory.start_error("one step", devices[0], error) from error
-        overhead.look()
+        overhead.measure()
 
     @property
     def capabilities(self) -> frozenset[str]:

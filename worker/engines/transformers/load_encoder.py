@@ -51,7 +51,7 @@ def load(
     if scores and options.pooling not in ("", "rank"):
         raise StartError(f"pooling = {options.pooling} is not for a cross-encoder; leave it out, or set task = embed")
     found = None if scores else sentence_transformers_config.read(snapshot, options.pooling)
-    loaded = loader.load_model(options, config, implementation(options), progress, stage_done, built)
+    loaded = loader.load_model(options, config, backends.implementation(options, config), progress, stage_done, built)
     loaded.unmapped.start()
     loaded.unmapped.finish()  # the warmup reads all weights
     if not options.enforce_eager:
@@ -63,15 +63,6 @@ def load(
     limits = (architectures.positions(config), sentence_transformers_config.max_tokens(snapshot))
     ctx_size = requests.context_size(options, min(filter(None, limits), default=0))
     return LoadedEncoder(encoder, encoding, loaded.device, ctx_size)
-
-
-def implementation(options: ModelOptions) -> str | None:
-    """Transformers' name of the attention implementation; None for the model's own default.
-
-    Raises StartError if `attention` has an unknown value.
-    """
-    backends.check_attention(options.attention)
-    return None if options.attention == "auto" else options.attention
 
 
 def warm_up(encoder: Encoder, *, ctx_size: int, vocab_size: int) -> None:

@@ -80,7 +80,7 @@ def load(
     snapshot.model_class(options, config, embeds=False)
     is_parallel = tensor_parallel_plan.requested_ranks(options, config) > 1
     paged.register()
-    implementation = backends.implementation(options.attention, config)
+    implementation = backends.implementation(options, config)
     ctx_size = requests.context_size(options, architectures.positions(config))
     share = tensor_parallel.start_followers(options, ctx_size, ranks) if is_parallel else None
     loaded = loader.load_model(options, config, implementation, progress, stage_done, built, share)
@@ -190,7 +190,7 @@ def _first_steps(
         warm_up(backend, capacity, pace, chunk=chunk, ctx_size=ctx_size, progress=progress)
     if is_parallel:
         return backend
-    overhead.look()
+    overhead.measure()
     if loaded.split is not None:
         log.info(
             "%s layers on %s: steps are not recorded as CUDA graphs",
@@ -201,5 +201,5 @@ def _first_steps(
     if loaded.device.type != "cuda" or options.enforce_eager or not isinstance(backend, PagedRunner):
         return backend
     runner = record(backend, capacity, pace, ctx_size=ctx_size, progress=progress)
-    overhead.look()  # graphs belong to this model, so they must not count as overhead of any process
+    overhead.measure()  # graphs belong to this model, so they must not count as overhead of any process
     return runner

@@ -9,18 +9,17 @@ experts, quantization) or that runs code from its repository is left to the work
 import gc
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import transformers
 
-from worker.engines.transformers import load_encoder
 from worker.engines.transformers.attention import cpu_linear, paged, quantized_kv_types
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.device.process_overhead import overhead
 from worker.engines.transformers.load import layer_split, loader
-from worker.engines.transformers.load.snapshot import encodes, load_config, load_tokenizer
+from worker.engines.transformers.load.snapshot import load_config, load_tokenizer
 from worker.engines.transformers.run import backends
 from worker.errors import StartError
 from worker.protocol.argv import ModelOptions, Serve
@@ -48,7 +47,8 @@ class PreparedModel:
 
     config: Any
     tokenizer: transformers.PreTrainedTokenizerBase
-    built: loader.Built | None = None  # the model without weights, if the fork server had built it
+    # The model without weights, if the fork server has built it. It does not if the weights must be converted.
+    built: loader.Built | None = None
     imported: int = 0  # bytes of main memory that imports took; 0 if the fork server did them
 
 
@@ -61,7 +61,7 @@ def prepare(options: Serve, stage_done: Callable[[str], None]) -> PreparedModel:
     if (prebuilt := prebuilt_models.find(options)) is not None:
         stage_done("config")
         stage_done("tokenizer")
-        return PreparedModel(prebuilt.config, prebuilt.tokenizer, prebuilt.built, imported)
+        return replace(prebuilt, imported=imported)
     config = load_config(options)
     stage_done("config")
     tokenizer = load_tokenizer(options)
@@ -73,7 +73,7 @@ def check(options: Serve) -> None:
     """Raise StartError for an option whose value is not allowed."""
     if options.task not in _TASKS:
         raise StartError(f"task {options.task!r} is unknown; use one of {', '.join(_TASKS)}", Exit.USAGE)
-    backends.check_attention(options.attention)
+    backends.check_attention(options)
     if options.kv_cache_dtype not in quantized_kv_types.NAMES:
         raise StartError(
             f"kv_cache_dtype {options.kv_cache_dtype!r} is unknown; use one of {', '.join(quantized_kv_types.NAMES)}",
@@ -100,34 +100,25 @@ def open_devices(options: Serve, imported: int) -> None:
         torch.cuda.synchronize(torch.device(name))  # creates the CUDA context
     host = imported + (memory.resident() - before if accelerators else 0)
     if host > 0 and options.tensor_parallel == 1:
-        overhead.said["cpu"] = host
-
-
-@dataclass(frozen=True)
-class PrebuiltModel:
-    """All parts of one model that need no weights."""
-
-    config: Any
-    tokenizer: transformers.PreTrainedTokenizerBase
-    built: "loader.Built | None"  # None: the weights must be converted, so the worker builds the model
-    stamp: FileStamp
+        overhead.reported["cpu"] = host
 
 
 class PrebuiltModels:
     """The models that this process, or the fork server that it was forked from, has built without weights."""
 
     def __init__(self) -> None:
-        self._models: dict[tuple[Any, ...], PrebuiltModel] = {}  # by `_key`, least recently requested first
+        # By `_key`, least recently requested first: each model and the stamp of its files.
+        self._models: dict[tuple[Any, ...], tuple[PreparedModel, FileStamp]] = {}
         self._excluded: dict[tuple[Any, ...], FileStamp] = {}
         self._bytes_before = 0
 
     def __len__(self) -> int:
         return len(self._models)
 
-    def find(self, options: ModelOptions) -> PrebuiltModel | None:
+    def find(self, options: ModelOptions) -> PreparedModel | None:
         """The model for a worker with these options, if its files are still the same."""
-        model = self._models.get(_key(options))
-        return model if model is not None and model.stamp == _stamp(options) else None
+        model, stamp = self._models.get(_key(options), (None, None))
+        return model if model is not None and stamp == _stamp(options) else None
 
     def lacks(self, options: ModelOptions) -> bool:
         """True if a model for such a worker could be built and is not here. Marks a present one as recently used."""
@@ -150,19 +141,16 @@ class PrebuiltModels:
         config = load_config(options)
         tokenizer = load_tokenizer(options)
         paged.register()
-        if encodes(options, config):
-            implementation = load_encoder.implementation(options)
-        else:
-            implementation = backends.implementation(options.attention, config)
+        implementation = backends.implementation(options, config)
         built = loader.build(options, config, implementation)
         if built is not None:
             cpu_linear.read_sources(built.model)
-        self._models[_key(options)] = PrebuiltModel(config, tokenizer, built, stamp)
+        self._models[_key(options)] = PreparedModel(config, tokenizer, built), stamp
         self._enforce_limits(collect=False)
 
     def drop_stale(self) -> None:
         """Drop models whose files were deleted or replaced: mapped files would keep their space on the disk."""
-        stale = [key for key, model in self._models.items() if model.stamp != _stamp(key[0])]
+        stale = [key for key, (_, stamp) in self._models.items() if stamp != _stamp(key[0])]
         for key in stale:
             del self._models[key]
         self._enforce_limits(collect=bool(stale))

@@ -41,8 +41,8 @@ def test_overhead_comes_from_the_drivers_figure_for_this_process() -> None:
     card = Card()
     overhead = begun(card)
     card.load(9 * GIB, 300 * MIB, listed=True, others=2 * GIB)
-    overhead.look()
-    assert overhead.said == {"cuda:0": 300 * MIB}
+    overhead.measure()
+    assert overhead.reported == {"cuda:0": 300 * MIB}
     assert overhead.bytes("cuda:0") == 300 * MIB
     assert overhead.is_own
 
@@ -51,8 +51,8 @@ def test_without_a_process_list_overhead_is_the_increase_of_use() -> None:
     card = Card()
     overhead = begun(card)
     card.load(9 * GIB, 300 * MIB, listed=False)
-    overhead.look()
-    assert (overhead.said, overhead.is_own) == ({"cuda:0": 300 * MIB}, False)
+    overhead.measure()
+    assert (overhead.reported, overhead.is_own) == ({"cuda:0": 300 * MIB}, False)
 
 
 @pytest.mark.parametrize("others", [-GIB, 20 * GIB])
@@ -60,8 +60,8 @@ def test_a_difference_that_can_only_be_another_process_is_nobodys_overhead(other
     card = Card()
     overhead = begun(card)
     card.load(9 * GIB, 300 * MIB, listed=False, others=others)
-    overhead.look()
-    assert overhead.said == {}
+    overhead.measure()
+    assert overhead.reported == {}
     assert overhead.bytes("cuda:0") == DEVICE_PROCESS_BYTES
 
 
@@ -69,11 +69,11 @@ def test_bytes_of_graphs_are_not_reported_as_overhead() -> None:
     card = Card()
     overhead = begun(card)
     card.load(9 * GIB, 300 * MIB, listed=True)
-    overhead.look()
+    overhead.measure()
     card.load(0, 380 * MIB, listed=True)
     card.mine = 9 * GIB + 380 * MIB
-    overhead.look()
-    assert (overhead.said["cuda:0"], overhead.bytes("cuda:0")) == (300 * MIB, 380 * MIB)
+    overhead.measure()
+    assert (overhead.reported["cuda:0"], overhead.bytes("cuda:0")) == (300 * MIB, 380 * MIB)
 
 
 def test_overhead_before_a_measurement_is_the_routers_figure_or_the_constant() -> None:
@@ -84,8 +84,8 @@ def test_overhead_before_a_measurement_is_the_routers_figure_or_the_constant() -
 def test_without_a_driver_no_overhead_is_reported() -> None:
     for card, devices in ((Card(used=None), ("cuda:0",)), (Card(), ("cpu",))):
         overhead = begun(card, devices)
-        overhead.look()
-        assert overhead.said == {}
+        overhead.measure()
+        assert overhead.reported == {}
 
 
 def test_the_allocator_gets_the_reservation_less_the_overhead() -> None:

@@ -78,7 +78,7 @@ def test_a_quantized_model_takes_the_estimated_bytes(tmp_path: Path, method: str
     config = load_config(chosen)
     traced = estimate.trace(chosen, config)
     paged.register()
-    loaded = loader.load_model(chosen, config, backends.implementation("auto", config), lambda progress: None)
+    loaded = loader.load_model(chosen, config, backends.implementation(chosen, config), lambda progress: None)
     weights = held_bytes(loaded.model)
     # with 4 bits, kernels of some processors want scales of 16 bits instead of 32, one for 64 elements
     assert weights <= traced.weights <= 1.04 * weights

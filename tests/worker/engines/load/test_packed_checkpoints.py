@@ -63,7 +63,7 @@ def test_a_quantized_checkpoint_takes_the_estimated_bytes(tmp_path: Path, method
     config = load_config(chosen)
     traced = estimate.trace(chosen, config)
     paged.register()
-    loaded = loader.load_model(chosen, config, backends.implementation("auto", config), lambda progress: None)
+    loaded = loader.load_model(chosen, config, backends.implementation(chosen, config), lambda progress: None)
     weights = held_bytes(loaded.model)
     assert weights == traced.weights
     preset = Preset(id="m", parallel=2, ctx_size=128, prefill_chunk=64, threads=1, dtype=dtype)

@@ -494,7 +494,7 @@ async def test_a_step_of_an_aligned_cache_asks_the_device_once(tmp_path: Path) -
     """Only with torch's attention: transformers' code reads the mask to see whether it hides anything."""
     asked = options(tiny.make("gpt_oss", tmp_path), parallel=2)
     config = load_config(asked)
-    made = loader.load_model(asked, config, implementation("auto", config), lambda _: None)
+    made = loader.load_model(asked, config, implementation(asked, config), lambda _: None)
     drive = Drive(*make_runner(made.model, config, asked, 64, made.device, caches=False))
     drive.ask(0, most=9)
     drive.ask(1, PROMPT[2:], most=7)
@@ -512,7 +512,7 @@ def test_a_launch_waits_for_no_device_at_all(tmp_path: Path) -> None:
     asked = options(tiny.make("llama", tmp_path), parallel=4)
     paged.register()
     config = load_config(asked)
-    model: Any = loader.load_model(asked, config, implementation("auto", config), lambda _: None).model.to(device)
+    model: Any = loader.load_model(asked, config, implementation(asked, config), lambda _: None).model.to(device)
     made, capacity = make_runner(model, config, asked, 64, device, caches=False)
     parts = []
     for id in range(3):

@@ -58,7 +58,7 @@ def made(
     paged.register()
     with accelerator() as watch:
         model = estimate.build(snapshot.model_class(asked, config, False), config, dtype, embeds=False)
-        if (implementation := backends.implementation("auto", config)) is not None:
+        if (implementation := backends.implementation(asked, config)) is not None:
             model.set_attn_implementation(implementation)
         runner, capacity = backends.make_runner(moved(model), config, asked, CTX, CUDA, caches=True)
         watch.waits.clear()

@@ -155,7 +155,7 @@ def test_a_follower_destroys_no_object_inherited_from_its_leader() -> None:
     def follow(link: Any) -> int:
         gc.collect()
         link.ready()
-        link.hear()
+        link.receive()
         return 0
 
     gc.collect()
@@ -173,7 +173,7 @@ def test_a_follower_destroys_no_object_inherited_from_its_leader() -> None:
 
 def test_a_rank_that_cannot_load_reports_its_error_and_exit_code(tmp_path: Path) -> None:
     def follow(link: Any) -> int:
-        link.hear()
+        link.receive()
         link.fail(Exit.DEVICE_MEMORY, "no memory for the weights on cuda:1")
         return Exit.DEVICE_MEMORY
 

@@ -36,14 +36,14 @@ class NvmlMemory:
         self._environ = environ
 
     def used(self, device: str) -> int | None:
-        found: int | None = self._asked(device, lambda nvml, handle: nvml.nvmlDeviceGetMemoryInfo(handle).used)
+        found: int | None = self._query(device, lambda nvml, handle: nvml.nvmlDeviceGetMemoryInfo(handle).used)
         return found
 
     def own(self, device: str) -> int | None:
-        listed = self._asked(device, lambda nvml, handle: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+        listed = self._query(device, lambda nvml, handle: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
         return next((each.usedGpuMemory for each in listed or () if each.pid == os.getpid()), None)
 
-    def _asked(self, device: str, question: Callable[[Any, Any], Any]) -> Any:
+    def _query(self, device: str, question: Callable[[Any, Any], Any]) -> Any:
         try:
             import pynvml  # type: ignore[import-untyped]  # late: only on accelerators; another interpreter may lack it
         except ImportError:
@@ -74,19 +74,19 @@ class ProcessOverhead:
     def __init__(self, driver: DriverMemory, held: Callable[[str], int]):
         """`held`: returns the bytes of a device in torch's allocator."""
         self._driver, self._held = driver, held
-        self._told = 0
+        self._expected = 0
         self._before: dict[str, int | None] = {}
         self._found: dict[str, int] = {}
-        self.said: dict[str, int] = {}  # by device name, as in `Ready`: the first measurement
+        self.reported: dict[str, int] = {}  # by device name, as in `Ready`: the first measurement
         self.is_own = True  # as in `Ready`: all figures come from NVML's list of processes
 
-    def begin(self, devices: Sequence[str], told: int) -> None:
-        """Call before this process uses any of `devices`. `told`: the router's figure (`ModelOptions`)."""
-        self._told = told
+    def begin(self, devices: Sequence[str], expected: int) -> None:
+        """Call before this process uses any of `devices`. `expected`: the router's figure (`ModelOptions`)."""
+        self._expected = expected
         self._before = {name: self._driver.used(name) for name in devices if name != "cpu"}
 
-    def look(self) -> None:
-        """Measure. Call after kernels and libraries have been used."""
+    def measure(self) -> None:
+        """Update the figures. Call after kernels and libraries have been used."""
         for name, before in self._before.items():
             own, used, held = self._driver.own(name), self._driver.used(name), self._held(name)
             found = None
@@ -96,13 +96,13 @@ class ProcessOverhead:
                 found = used - before - held
             if found is not None and LEAST_BYTES <= found <= MOST_BYTES:
                 self._found[name] = found
-                if name not in self.said:
-                    self.said[name] = found
+                if name not in self.reported:
+                    self.reported[name] = found
                     self.is_own = self.is_own and own is not None
 
     def bytes(self, device: str) -> int:
         """Overhead on an accelerator: measured, else the router's figure, else a constant."""
-        return self._found.get(device) or self._told or DEVICE_PROCESS_BYTES
+        return self._found.get(device) or self._expected or DEVICE_PROCESS_BYTES
 
 
 overhead = ProcessOverhead(NvmlMemory(), lambda name: torch.cuda.memory_reserved(torch.device(name)))  # of this process

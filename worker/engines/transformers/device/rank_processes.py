@@ -31,28 +31,15 @@ _CAUSE_TIMEOUT = 2.0  # seconds to wait for the cause after a connection has bro
 _PROTOCOL = 5
 
 
-class RankFigures:
-    """Figures of all ranks in shared memory."""
-
-    def __init__(self, ranks: int):
-        self._figures = memoryview(mmap.mmap(-1, ranks * _FIGURES * 8)).cast("q")
-
-    def write(self, rank: int, figure: int, value: int) -> None:
-        self._figures[rank * _FIGURES + figure] = value
-
-    def read(self, rank: int, figure: int) -> int:
-        return self._figures[rank * _FIGURES + figure]
-
-
 class LeaderLink:
     """A follower's connection to the leader."""
 
-    def __init__(self, rank: int, count: int, store: int, connection: Connection, board: RankFigures):
-        """`store`: descriptor of the rendezvous file."""
+    def __init__(self, rank: int, count: int, store: int, connection: Connection, board: memoryview):
+        """`store`: descriptor of the rendezvous file; `board`: figures of all ranks in shared memory."""
         self.rank, self.count, self.store = rank, count, store
         self._connection, self._board = connection, board
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """Wait for the leader's next message. Exits if the leader is gone."""
         try:
             return pickle.loads(self._connection.recv_bytes())
@@ -67,17 +54,17 @@ class LeaderLink:
         self._send((exit, message))
 
     def note(self, figure: int, value: int) -> None:
-        self._board.write(self.rank, figure, value)
+        self._board[self.rank * _FIGURES + figure] = value
 
-    def _send(self, word: tuple[int, str]) -> None:
+    def _send(self, message: tuple[int, str]) -> None:
         with suppress(OSError):
-            self._connection.send_bytes(pickle.dumps(word, _PROTOCOL))
+            self._connection.send_bytes(pickle.dumps(message, _PROTOCOL))
 
 
 class RankProcesses:
     """The leader's connections to all followers."""
 
-    def __init__(self, store: int, connections: Sequence[Connection], pids: Sequence[int], board: RankFigures):
+    def __init__(self, store: int, connections: Sequence[Connection], pids: Sequence[int], board: memoryview):
         self.count = len(pids) + 1
         self.store = store
         self.pids = tuple(pids)  # of ranks 1, 2, ...
@@ -93,12 +80,10 @@ class RankProcesses:
     def fork(cls, count: int, follow: Callable[[LeaderLink], int], bind: Callable[[int], None]) -> "RankProcesses":
         """Fork followers 1 to `count - 1`. Each runs `follow` and exits with the code that it returns.
 
-        The leader's process id is passed to `bind`.
-        `bind` ties the new process to its leader (`worker.program.supervision.follow`).
-
+        `bind` gets the leader's process id and ties the new process to it (`worker.program.supervision.follow`).
         Must be called by the only thread of the process, or where no other one holds a lock. Raises OSError.
         """
-        parent, board = os.getpid(), RankFigures(count)
+        parent, board = os.getpid(), memoryview(mmap.mmap(-1, count * _FIGURES * 8)).cast("q")
         store = os.memfd_create("ranks")
         connections: list[Connection] = []
         pids: list[int] = []
@@ -117,9 +102,9 @@ class RankProcesses:
             pids.append(pid)
         return cls(store, connections, pids, board)
 
-    def tell(self, word: Any) -> None:
-        """Send `word` to all followers. Raises RankLost if one is gone."""
-        pickled = pickle.dumps(word, _PROTOCOL)
+    def send(self, message: Any) -> None:
+        """Send `message` to all followers. Raises RankLost if one is gone."""
+        pickled = pickle.dumps(message, _PROTOCOL)
         try:
             for connection in self._connections:
                 connection.send_bytes(pickled)
@@ -144,21 +129,21 @@ class RankProcesses:
         """Start a thread that waits for a follower's exit and then calls `abort`, before the callbacks of `on_lost`."""
         threading.Thread(target=self._watch, args=(abort,), name="ranks", daemon=True).start()
 
-    def on_lost(self, tell: Callable[[WorkerError], None]) -> None:
-        """Call `tell` when a follower is lost, from the watching thread; immediately if one is lost already."""
+    def on_lost(self, callback: Callable[[WorkerError], None]) -> None:
+        """Call `callback` when a follower is lost, from the watching thread; immediately if one is lost already."""
         with self._lock:
-            self._callbacks.append(tell)
+            self._callbacks.append(callback)
             known = self.lost
         if known is not None:
-            tell(known)
+            callback(known)
 
     def figures(self, figure: int) -> list[int]:
         """One figure of ranks 1, 2, ..."""
-        return [self._board.read(rank, figure) for rank in range(1, self.count)]
+        return [self._board[rank * _FIGURES + figure] for rank in range(1, self.count)]
 
     def why(self) -> WorkerError:
         """The loss of a follower: StartError with its exit code if it reported one, else RankLost. Waits up to
-        _LAST_WORDS until it is known."""
+        _CAUSE_TIMEOUT until it is known."""
         self._is_known.wait(_CAUSE_TIMEOUT)
         return self.lost or RankLost("the ranks of this model have lost one another")
 
@@ -178,11 +163,11 @@ class RankProcesses:
         if why is None or self._is_ending:
             return
         with self._lock:
-            self.lost, tell = why, tuple(self._callbacks)
+            self.lost, callbacks = why, tuple(self._callbacks)
         self._is_known.set()
         abort()
-        for each in tell:
-            each(why)
+        for callback in callbacks:
+            callback(why)
 
     def _read_message(self, connection: Connection, rank: int) -> WorkerError | None:
         """Read a follower's message: None if it is ready, else the error with which this process must exit."""

@@ -81,10 +81,28 @@ def device_of(options: ModelOptions, rank: int) -> torch.device:
 
 
 def split_of(options: ModelOptions, config: Any, devices: Sequence[torch.device]) -> LayerSplit | None:
-    """The layer split; None for a single device. Raises StartError if the model cannot be split."""
+    """The layer split that `options` request; None for a single device. Raises StartError if it is impossible."""
     if len(devices) > 1 and encodes(options, config):
         raise StartError("a model that embeds or scores texts cannot be split over devices; give it one device")
-    return requested_split(options, config, devices)
+    if len(devices) == 1 and not options.layers:
+        return None
+    if len(options.layers) != len(devices) or not all(word.isdecimal() and int(word) for word in options.layers):
+        raise StartError(
+            f"--layers={','.join(options.layers)} must have one number of layers for each of {len(devices)} devices",
+            Exit.USAGE,
+        )
+    layers = tuple(map(int, options.layers))
+    have = _count(config)
+    if sum(layers) != have:
+        raise StartError(f"--layers={','.join(options.layers)} are {sum(layers)} layers, the model has {have}")
+    why = reason_against_split(config)
+    if getattr(config, "quantization_config", None) or options.quantization not in ("auto", "none"):
+        why = "its weights are quantised"
+    elif options.max_loras:
+        why = "requests may name adapters (max-loras)"
+    if why:
+        raise StartError(f"architecture {config.model_type!r} cannot be split over devices: {why}; give it one device")
+    return LayerSplit(tuple(devices), layers)
 
 
 def resolve_dtype(asked: str, stored: torch.dtype | None, device: torch.device) -> torch.dtype:
@@ -108,29 +126,6 @@ def resolved(
     return resolve_dtype(options.dtype, stored, device)
 
 
-def requested_split(options: ModelOptions, config: Any, devices: Sequence[torch.device]) -> LayerSplit | None:
-    """The split that `options` request; None for one device. Raises StartError if it is impossible."""
-    if len(devices) == 1 and not options.layers:
-        return None
-    if len(options.layers) != len(devices) or not all(word.isdecimal() and int(word) for word in options.layers):
-        raise StartError(
-            f"--layers={','.join(options.layers)} must have one number of layers for each of {len(devices)} devices",
-            Exit.USAGE,
-        )
-    layers = tuple(map(int, options.layers))
-    have = _count(config)
-    if sum(layers) != have:
-        raise StartError(f"--layers={','.join(options.layers)} are {sum(layers)} layers, the model has {have}")
-    why = reason_against_split(config)
-    if getattr(config, "quantization_config", None) or options.quantization not in ("auto", "none"):
-        why = "its weights are quantised"
-    elif options.max_loras:
-        why = "requests may name adapters (max-loras)"
-    if why:
-        raise StartError(f"architecture {config.model_type!r} cannot be split over devices: {why}; give it one device")
-    return LayerSplit(tuple(devices), layers)
-
-
 def reason_against_split(config: Any) -> str:
     """Reason why a model of this configuration cannot be split; empty if it can."""
     if getattr(config, "is_encoder_decoder", False):
@@ -147,10 +142,14 @@ def _count(config: Any) -> int:
 
 def tail_of(model: Any, split: LayerSplit) -> torch.device:
     """Device of the last hidden state and the logits: the last one, or the first if the head shares the embeddings."""
+    return split.devices[0 if has_tied_head(model) else -1]
+
+
+def has_tied_head(model: Any) -> bool:
+    """True if the head shares its weights with the embeddings."""
     head = model.get_output_embeddings()
-    shared = {id(each) for each in model.get_input_embeddings().parameters()}
-    is_tied = head is not None and any(id(each) in shared for each in head.parameters())
-    return split.devices[0 if is_tied else -1]
+    shared = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
+    return head is not None and any(id(parameter) in shared for parameter in head.parameters())
 
 
 def place(

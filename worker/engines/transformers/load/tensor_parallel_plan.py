@@ -121,8 +121,7 @@ def is_divided(model: Any, count: int) -> bool:
     """True if the head is divided. It is not if it shares the embeddings, which every rank needs as a whole, or if the
     vocabulary is not divisible."""
     head = model.get_output_embeddings()
-    shared = {id(each) for each in model.get_input_embeddings().parameters()}
-    if head is None or any(id(each) in shared for each in head.parameters()):
+    if head is None or layer_split.has_tied_head(model):
         return False
     name = next(name for name, module in model.named_modules() if module is head)
     vocabulary: int = model.config.get_text_config().vocab_size

@@ -11,6 +11,7 @@ from worker.engines.transformers.attention.quantized_kv_types import KvStorageTy
 from worker.engines.transformers.load import architectures
 from worker.engines.transformers.load.layer_split import LayerSplit, SplitKvPools, tail_of
 from worker.engines.transformers.load.lora import LoraAdapters
+from worker.engines.transformers.load.snapshot import encodes
 from worker.engines.transformers.run import self_check
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.runner import PagedRunner
@@ -24,23 +25,23 @@ from worker.protocol.events import Exit
 ATTENTION = {"auto": paged.SDPA, "sdpa": paged.SDPA, "eager": paged.EAGER}
 
 
-def implementation(asked: str, config: Any) -> str | None:
+def implementation(options: ModelOptions, config: Any) -> str | None:
     """Transformers' name of the attention implementation; None for the model's own default.
 
-    Raises StartError if `asked` is not a value of `attention`.
+    Raises StartError if `attention` has an unknown value.
     """
-    check_attention(asked)
-    if architectures.backend(config) == "paged":
-        return ATTENTION[asked]
-    return None if asked == "auto" else asked
+    check_attention(options)
+    if architectures.backend(config) == "paged" and not encodes(options, config):
+        return ATTENTION[options.attention]
+    return None if options.attention == "auto" else options.attention
 
 
-def check_attention(asked: str) -> None:
-    """Raise StartError unless `asked` is a value of `attention`."""
-    if asked not in ATTENTION:
+def check_attention(options: ModelOptions) -> None:
+    """Raise StartError if `attention` has an unknown value."""
+    if options.attention not in ATTENTION:
         raise StartError(
-            f"attention = {asked} is none of {', '.join(ATTENTION)}; set attention = auto, which uses PyTorch's"
-            " FlashAttention kernel where the device has one",
+            f"attention = {options.attention} is none of {', '.join(ATTENTION)}; set attention = auto, which uses"
+            " PyTorch's FlashAttention kernel where the device has one",
             Exit.USAGE,
         )
 

@@ -103,7 +103,7 @@ class LeaderRunner(PagedRunner):
         Raises RankLost, or the StartError of a follower that names the exit code of the process.
         """
         assert device_tokens is None, "steps of a tensor-parallel model are not launched ahead"
-        self._ranks.tell(FollowerStep.of(batch, self.prepare_blocks(batch)))
+        self._ranks.send(FollowerStep.of(batch, self.prepare_blocks(batch)))
         try:
             logits = super().run(batch)
             if self.device.type == "cuda":
@@ -139,7 +139,7 @@ def start_followers(options: Serve, ctx_size: int, ranks: RankProcesses | None) 
     """Make all followers load. Return the leader's slice, and its process group, which is not connected yet."""
     if ranks is None:
         raise StartError(f"--tensor-parallel={options.tensor_parallel}: this process was started without its ranks")
-    ranks.tell((replace(options, ctx_size=ctx_size), os.environ.get("CUDA_VISIBLE_DEVICES")))
+    ranks.send((replace(options, ctx_size=ctx_size), os.environ.get("CUDA_VISIBLE_DEVICES")))
     return RankSlice(0, ranks.count), ProcessGroup(0, ranks.count, layer_split.device_of(options, 0))
 
 
@@ -160,7 +160,7 @@ def make_leader(
 
     ranks.until_ready(report)
     ranks.watch(peers.abort)
-    ranks.tell("meet")
+    ranks.send("meet")
     peers.meet(ranks.store)
     blocks = backends.make_blocks(options, ctx_size, caches=options.prefix_caching)
     kv_dtype = options.kv_cache_dtype
@@ -177,7 +177,7 @@ def follow(options: Serve, link: LeaderLink) -> None:
     torch.set_num_threads(options.threads)
     memory.keep_small()
     paged.register()
-    message: tuple[Serve, str | None] = link.hear()
+    message: tuple[Serve, str | None] = link.receive()
     options, visible = message
     if visible is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
@@ -188,7 +188,7 @@ def follow(options: Serve, link: LeaderLink) -> None:
     overhead.begin((), options.overhead)  # the leader accounts for it: NCCL's channels are counted apart
     memory.cap((str(device),), options.reserved)
     share = RankSlice(link.rank, link.count), ProcessGroup(link.rank, link.count, device)
-    implementation = backends.implementation(options.attention, config)
+    implementation = backends.implementation(options, config)
 
     def report(progress: Progress) -> None:
         link.note(LOADED_BYTES, progress.done)
@@ -202,10 +202,10 @@ def follow(options: Serve, link: LeaderLink) -> None:
     has_head_slice = tensor_parallel_plan.is_divided(loaded.model, link.count)
     _note(link, device)
     link.ready()
-    link.hear()
+    link.receive()
     share[1].meet(link.store)
     while True:
-        _compute(runner, link.hear(), has_head_slice=has_head_slice)
+        _compute(runner, link.receive(), has_head_slice=has_head_slice)
         _note(link, device)
 
 
