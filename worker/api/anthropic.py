@@ -14,6 +14,7 @@ from worker.errors import InvalidValue, UnsupportedField
 from worker.images import EncodedImage, from_base64, from_url
 from worker.interface import Delta
 from worker.prompt.body_reader import BodyFields, Json
+from worker.prompt.chat_template import USER_IMAGES_ONLY, join_content, join_texts
 from worker.prompt.response_parser import AnswerParser, AnswerPart
 from worker.protocol.dialects.anthropic import COUNT_TOKENS, MESSAGES, OUTPUT, THINKING, TOOL_CHOICE
 from worker.protocol.dialects.generation_fields import MAX_STOPS
@@ -126,7 +127,7 @@ def _message(where: str, message: Any, no_vision: str) -> list[Json]:
         else:
             shown.append(_text(place, block))
     shown = [*result_images, *shown]
-    own_message: Json = {"role": role, "content": _content(shown) if shown else None}
+    own_message: Json = {"role": role, "content": join_content(shown) if shown else None}
     if calls:
         own_message["tool_calls"] = calls
     if reasoning:
@@ -145,24 +146,17 @@ def _joined(messages: Sequence[Json]) -> list[Json]:
         is_plain = set(message) == {"role", "content"} and message["role"] != "system"
         if is_plain and joined and set(joined[-1]) == {"role", "content"} and joined[-1]["role"] == message["role"]:
             both = [*_parts(joined[-1]["content"]), *_parts(message["content"])]
-            joined[-1] = {"role": message["role"], "content": _content(both)}
+            joined[-1] = {"role": message["role"], "content": join_content(both)}
         else:
             joined.append(message)
     return joined
 
 
 def _parts(content: Any) -> list[str | EncodedImage]:
-    """Return the texts and images of content made by `_content`."""
+    """Return the texts and images of content made by `join_content`."""
     if not isinstance(content, list):
         return [content or ""]
     return [part if isinstance(part, EncodedImage) else part["text"] for part in content]
-
-
-def _content(shown: Sequence[str | EncodedImage]) -> Any:
-    """Join texts by newlines; with images, return parts of a chat completion."""
-    if not any(isinstance(part, EncodedImage) for part in shown):
-        return "\n".join(part for part in shown if isinstance(part, str))
-    return [part if isinstance(part, EncodedImage) else {"type": "text", "text": part} for part in shown]
 
 
 def _image(where: str, block: Json, no_vision: str) -> EncodedImage:
@@ -196,7 +190,7 @@ def _tool_result(where: str, block: Json, no_vision: str) -> tuple[Json, list[En
         place = f"{where}.content[{index}]"
         is_image = isinstance(part, dict) and part.get("type") == "image"
         parts.append(_image(place, part, no_vision) if is_image else _text(place, part))
-    text = "\n".join(part for part in parts if isinstance(part, str))
+    text = join_texts(parts)
     if block.get("is_error") is True:
         text = f"Error: {text}"
     images = [part for part in parts if isinstance(part, EncodedImage)]
@@ -221,7 +215,7 @@ def _text(where: str, block: Any) -> str:
     if kind == "text" and isinstance(block.get("text"), str):
         return str(block["text"])
     if kind == "image":
-        raise UnsupportedField(f"{where}: images are supported in user messages only", param=where)
+        raise UnsupportedField(f"{where}: {USER_IMAGES_ONLY}", param=where)
     if kind in ("document", "search_result", "container_upload"):
         raise UnsupportedField(f"{where}: this model takes text, not blocks of type {kind}", param=where)
     raise InvalidValue(f"{where} has an unsupported block type; send a text block", param=where)

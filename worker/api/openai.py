@@ -134,19 +134,22 @@ async def _parse_chat(
         max_calls=tooling.max_calls,
         separate_reasoning=separate_reasoning,
     )
-    if common.grammar is not None:
+    grammar = common.request.grammar
+    if grammar is not None:
         if tooling.is_required:
-            ignored = (*ignored, common.grammar.field)  # every answer is a tool call, so the grammar has no effect
-        common = replace(common, grammar=replace(common.grammar, field=client_name(names, common.grammar.field)))
-    common = replace(common, grammar=_answer_grammar(common.grammar, tooling, parse_options, model))
-    if common.grammar is None and any(tool["function"].get("strict") is True for tool in tooling.callable):
+            ignored = (*ignored, grammar.field)  # every answer is a tool call, so the grammar has no effect
+        grammar = replace(grammar, field=client_name(names, grammar.field))
+    grammar = _answer_grammar(grammar, tooling, parse_options, model)
+    if grammar is None and any(tool["function"].get("strict") is True for tool in tooling.callable):
         ignored = (*ignored, "tools[].function.strict")  # an optional call is parsed without a grammar
+    markers = marker_tokens(model.chat_format, model.special)
     generations = common.generations(
         id,
         [tokens],
-        visible_special_tokens=marker_tokens(model.chat_format, model.special),
-        prompt_images=prompt_images,
         adapters=adapters,
+        grammar=grammar,
+        prompt_images=prompt_images,
+        visible_special_tokens=common.request.visible_special_tokens | markers,
     )
     return ParsedCompletion(
         common=common,
@@ -168,15 +171,25 @@ async def parse_text(body: Json, model: ServedModel, *, id: str, suffix: str = "
     logprobs = logprob_options.alternatives(fields, "logprobs", model.options.max_logprobs)
     common = read_common_options(fields, model, logprobs=logprobs)
     common.check_max_tokens()
-    prompts, texts = await read_texts(fields, "prompt", model)
+    prompts, _ = await _read_prompts(fields, model, common, suffix)
+    ignored = fields.check_unknown(strict=model.options.strict_fields)
+    return ParsedCompletion(common=common, generations=common.generations(id, prompts), ignored=ignored)
+
+
+async def _read_prompts(
+    fields: BodyFields, model: ServedModel, common: CommonOptions, suffix: str | None, *, add_special: bool = True
+) -> tuple[list[list[int]], list[str]]:
+    """Return the tokens of each prompt of a text completion, after truncation, and their texts."""
+    prompts, texts = await read_texts(fields, "prompt", model, add_special=add_special)
     if suffix:
         prompts = await model.encode_around(prompts, texts, suffix)
-    ignored = fields.check_unknown(strict=model.options.strict_fields)
-    prompts = [common.cut(prompt) for prompt in prompts]
-    for prompt in prompts:
-        model.check_prompt(prompt, param="prompt")
-    generations = common.generations(id, prompts)
-    return ParsedCompletion(common=common, generations=generations, ignored=ignored)
+    shown = []
+    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        prompts[number] = common.cut(prompt)
+        model.check_prompt(prompts[number], param="prompt")
+        is_cut = len(prompts[number]) < len(prompt)
+        shown.append(model.decode(prompts[number]) if text is None or is_cut else text)
+    return prompts, shown
 
 
 async def input_tokens(body: Json, model: ServedModel) -> JsonAnswer:
@@ -230,41 +243,35 @@ async def completions(body: Json, model: ServedModel) -> GenerationCall:
         raise InvalidValue("suffix and echo exclude each other; send one of them", param="echo")
     logprobs = logprob_options.alternatives(fields, "logprobs", model.options.max_logprobs)
     common = read_common_options(fields, model, logprobs=logprobs)
-    is_only_echo = echo and common.max_tokens == 0
+    is_only_echo = echo and common.request.max_tokens == 0
     if not is_only_echo:
         common.check_max_tokens()
     best_of = _best_of(fields, common)
     add_special = fields.flag("add_special_tokens") is not False
-    prompts, texts = await read_texts(fields, "prompt", model, add_special=add_special)
+    prompts, texts = await _read_prompts(fields, model, common, suffix, add_special=add_special)
     adapters = adapter_choice.read(fields, "adapters", "lora", prompts=len(prompts))
-    if suffix:
-        prompts = await model.encode_around(prompts, texts, suffix)
     ignored = fields.check_unknown(strict=model.options.strict_fields)
-    untruncated, prompts = prompts, [common.cut(prompt) for prompt in prompts]
-    for prompt in prompts:
-        model.check_prompt(prompt, param="prompt")
     id = f"cmpl-{uuid.uuid4().hex}"
-    adjusted = replace(
-        common,
+    request = common.request
+    sampling = request.sampling
+    if best_of > request.n:  # the best choice is the one with the highest mean logprob, so logprobs are needed
+        sampling = replace(sampling, logprobs=sampling.logprobs or 0)
+    generations = common.generations(
+        id,
+        prompts,
+        adapters=adapters,
         n=best_of,
-        max_tokens=1 if is_only_echo else common.max_tokens,
-        # the best choice is the one with the highest mean logprob, so logprobs are needed
-        sampling=replace(common.sampling, logprobs=common.logprob_settings.engine_logprobs or 0)
-        if best_of > common.n
-        else common.sampling,
+        max_tokens=1 if is_only_echo else request.max_tokens,
+        sampling=sampling,
+        prompt_logprobs=request.prompt_logprobs or (echo and logprobs is not None),
     )
-    generations = adjusted.generations(id, prompts, prompt_logprobs=echo and logprobs is not None, adapters=adapters)
-    echoes = [
-        model.decode(prompt) if text is None or len(prompt) < len(full_prompt) else text
-        for prompt, text, full_prompt in zip(prompts, texts, untruncated, strict=True)
-    ]
     reply = TextWriter(
         _head(id, common, model),
         generations,
-        n=common.n,
+        n=request.n,
         chunk_options=common.chunk_options,
         logprob_settings=common.logprob_settings,
-        echoes=echoes if echo else None,
+        echoes=texts if echo else None,
         is_only_echo=is_only_echo,
         special_ids=model.special_ids,
     )
@@ -283,10 +290,11 @@ def _head(id: str, common: CommonOptions, model: ServedModel) -> Json:
 
 
 def _best_of(fields: BodyFields, common: CommonOptions) -> int:
-    best_of = fields.integer("best_of") or common.n
-    if best_of < common.n:
+    n = common.request.n
+    best_of = fields.integer("best_of") or n
+    if best_of < n:
         raise InvalidValue("best_of must be at least n", param="best_of")
-    if best_of > common.n and common.stream:
+    if best_of > n and common.stream:
         raise InvalidValue(
             "best_of above n cannot be streamed: the best choice is known only at the end", param="best_of"
         )

@@ -1,13 +1,14 @@
 """Options that OpenAI's chat and text completions share, and the GenerationRequests made from them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from worker.api.call import read_ping_interval, read_stream_flag
 from worker.api.served_model import ServedModel
 from worker.api.usage import ChunkOptions
 from worker.errors import InvalidValue
-from worker.interface import GenerationRequest, Grammar, PromptImages, SamplingParams
+from worker.interface import GenerationRequest
 from worker.prompt import adapter_choice, guided_decoding, logprob_options, sampling_options
 from worker.prompt.body_reader import BodyFields, to_integer
 from worker.protocol.dialects.openai import MAX_ENDS, STREAM_OPTIONS
@@ -18,26 +19,18 @@ class CommonOptions:
     """Options that chat and text completions share."""
 
     model: str
-    max_tokens: int | None
-    sampling: SamplingParams
-    grammar: Grammar | None
-    stop: tuple[str, ...]
-    n: int
     stream: bool
     chunk_options: ChunkOptions
     logprob_settings: logprob_options.LogprobOptions
-    ends: frozenset[int]
-    include_stop: bool
-    visible_special_tokens: frozenset[int]  # special tokens to show in addition to those of the chat format
+    request: GenerationRequest  # without id and prompt
     max_prompt_tokens: int | None  # truncate longer prompts to this many tokens; None: reject them
     keep_first: bool  # truncation keeps the beginning instead of the end
-    salt: str
     ping_interval: float | None
 
     def check_max_tokens(self) -> None:
-        if self.max_tokens == 0:
+        if self.request.max_tokens == 0:
             raise InvalidValue("max_tokens must be at least 1, or -1 for no limit", param="max_tokens")
-        if self.max_tokens is not None and self.sampling.min_tokens > self.max_tokens:
+        if self.request.max_tokens is not None and self.request.sampling.min_tokens > self.request.max_tokens:
             raise InvalidValue("min_tokens must not exceed max_tokens", param="min_tokens")
 
     def cut(self, prompt: list[int]) -> list[int]:
@@ -51,32 +44,17 @@ class CommonOptions:
         id: str,
         prompts: Sequence[Sequence[int]],
         *,
-        prompt_logprobs: bool = False,
-        visible_special_tokens: frozenset[int] = frozenset(),
-        prompt_images: PromptImages | None = None,
         adapters: adapter_choice.AdapterChoices = (),
+        **further: Any,
     ) -> tuple[GenerationRequest, ...]:
-        """Return one request per prompt. `adapters` has one entry per prompt or is empty; `prompt_images` belong to the
-        only prompt.
-        """
+        """Return one request per prompt. `adapters` has one entry per prompt or is empty. `further`: other fields."""
         return tuple(
-            GenerationRequest(
+            replace(
+                self.request,
                 id=f"{id}.{number}",
                 prompt=tuple(prompt),
-                prompt_images=prompt_images,
                 adapter=adapters[number] if adapters else None,
-                max_tokens=self.max_tokens,
-                stop=self.stop,
-                n=self.n,
-                sampling=self.sampling,
-                grammar=self.grammar,
-                ends=self.ends,
-                include_stop=self.include_stop,
-                visible_special_tokens=visible_special_tokens | self.visible_special_tokens,
-                salt=self.salt,
-                prompt_logprobs=prompt_logprobs or self.logprob_settings.prompt_logprobs is not None,
-                progress=self.stream,  # also needed without progress chunks: it is sent in comments
-                timings=self.chunk_options.has_timings or self.chunk_options.counts,
+                **further,
             )
             for number, prompt in enumerate(prompts)
         )
@@ -95,23 +73,32 @@ def read_common_options(fields: BodyFields, model: ServedModel, *, logprobs: int
         encode=model.encode_piece,
     )
     shows_special = fields.flag("skip_special_tokens") is False
+    chunk_options = _chunk_options(fields, stream)
+    request = GenerationRequest(
+        id="",
+        prompt=(),
+        max_tokens=_max_tokens(fields, options.n_predict),
+        stop=stop,
+        ends=_stop_token_ids(fields, model),
+        include_stop=fields.flag("include_stop_str_in_output") or False,
+        n=fields.integer("n") or 1,
+        sampling=sampling,
+        grammar=guided_decoding.read(fields),
+        visible_special_tokens=model.special_ids | frozenset(model.special.values()) if shows_special else frozenset(),
+        salt=fields.text("cache_salt") or "",
+        prompt_logprobs=logprob_settings.prompt_logprobs is not None,
+        timings=chunk_options.has_timings or chunk_options.counts,
+        progress=stream,  # also needed without progress chunks: it is sent in comments
+    )
     max_prompt_tokens = _max_prompt_tokens(fields, model)
     return CommonOptions(
         model=fields.text("model") or options.name,
-        max_tokens=_max_tokens(fields, options.n_predict),
-        sampling=sampling,
-        grammar=guided_decoding.read(fields),
-        stop=stop,
-        n=fields.integer("n") or 1,
         stream=stream,
-        chunk_options=_chunk_options(fields, stream),
+        chunk_options=chunk_options,
         logprob_settings=logprob_settings,
-        ends=_stop_token_ids(fields, model),
-        include_stop=fields.flag("include_stop_str_in_output") or False,
-        visible_special_tokens=model.special_ids | frozenset(model.special.values()) if shows_special else frozenset(),
+        request=request,
         max_prompt_tokens=max_prompt_tokens,
         keep_first=_keeps_first(fields, max_prompt_tokens),
-        salt=fields.text("cache_salt") or "",
         ping_interval=read_ping_interval(fields),
     )
 

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from worker.api.call import GenerationCall, JsonAnswer, event_frame
@@ -14,7 +14,7 @@ from worker.errors import InvalidValue, UnsupportedField
 from worker.images import EncodedImage
 from worker.interface import Delta, TokenLogprob
 from worker.prompt.body_reader import BodyFields, Json
-from worker.prompt.chat_template import read_image_url
+from worker.prompt.chat_template import USER_IMAGES_ONLY, join_content, join_texts, read_image_url
 from worker.prompt.response_parser import AnswerParser, AnswerPart, ToolCall
 from worker.protocol.dialects.responses import CHAT_FIELDS, INCLUDED, REASONING, RESPONSES, STREAM_OPTIONS, TEXT_OPTIONS
 
@@ -149,11 +149,11 @@ def _input(fields: BodyFields, no_vision: str) -> list[Json]:
             )  # templates do not render images in tool results
             result_images = []
         if kind == "reasoning":
-            reasoning_text = _text(f"{where}.content", item.get("content") or item.get("summary") or [])
+            content = item.get("content") or item.get("summary") or []
+            reasoning_text = join_texts(_parts(f"{where}.content", content, fields, USER_IMAGES_ONLY))
         elif kind == "function_call_output":
-            output = _content(f"{where}.output", item.get("output"), fields, no_vision)
-            text = output if isinstance(output, str) else _joined(output)
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+            output = _parts(f"{where}.output", item.get("output"), fields, no_vision)
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": join_texts(output)})
             result_images += [part for part in output if isinstance(part, EncodedImage)]
         elif kind == "function_call":
             last = messages[-1] if messages else {}
@@ -163,8 +163,8 @@ def _input(fields: BodyFields, no_vision: str) -> list[Json]:
             messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", ()), call]
             reasoning_text = _set_reasoning(messages[-1], reasoning_text)
         elif kind == "message":
-            content = _content(f"{where}.content", item.get("content"), fields, no_vision)
-            messages.append({"role": item.get("role"), "content": content})
+            content = _parts(f"{where}.content", item.get("content"), fields, no_vision)
+            messages.append({"role": item.get("role"), "content": join_content(content)})
             if item.get("role") == "assistant":
                 reasoning_text = _set_reasoning(messages[-1], reasoning_text)
         else:
@@ -185,49 +185,26 @@ def _function_call(where: str, item: Json) -> Json:
     return {"id": item["call_id"], "type": "function", "function": function}
 
 
-def _content(where: str, content: Any, fields: BodyFields, no_vision: str) -> str | list[Any]:
-    """Return content as text; with images, as parts of a chat completion."""
-    if not isinstance(content, list) or not any(_is_image(part) for part in content):
-        return _text(where, content)
-    parts: list[Any] = []
-    for index, part in enumerate(content):
-        place = f"{where}[{index}]"
-        if not _is_image(part):
-            parts.append({"type": "text", "text": _part(place, part)})
-        elif no_vision:
-            raise UnsupportedField(f"{place}: {no_vision}", param=place)
-        elif part.get("file_id") is not None:
-            raise UnsupportedField(f"{place}: files are not stored; send image_url with a data URL", param=place)
-        else:
-            parts.append(read_image_url(place, part.get("image_url"), part.get("detail"), fields))
-    return parts
-
-
-def _joined(parts: Sequence[Any]) -> str:
-    """Join the texts among the parts by newlines."""
-    return "\n".join(part["text"] for part in parts if not isinstance(part, EncodedImage))
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "input_image"
-
-
-def _text(where: str, content: Any) -> str:
-    """Return content as text. Text parts are joined by newlines."""
+def _parts(where: str, content: Any, fields: BodyFields, no_vision: str) -> list[str | EncodedImage]:
+    """Return the texts and images of content."""
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list):
         raise InvalidValue(f"{where} must be a string or an array of text parts", param=where)
-    return "\n".join(_part(f"{where}[{index}]", part) for index, part in enumerate(content))
+    return [_part(f"{where}[{index}]", part, fields, no_vision) for index, part in enumerate(content)]
 
 
-def _part(where: str, part: Any) -> str:
+def _part(where: str, part: Any, fields: BodyFields, no_vision: str) -> str | EncodedImage:
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
     if kind in _TEXTS and isinstance(text, str):
         return text
     if kind == "input_image":
-        raise UnsupportedField(f"{where}: images are supported in user messages only", param=where)
+        if no_vision:
+            raise UnsupportedField(f"{where}: {no_vision}", param=where)
+        if part.get("file_id") is not None:
+            raise UnsupportedField(f"{where}: files are not stored; send image_url with a data URL", param=where)
+        return read_image_url(where, part.get("image_url"), part.get("detail"), fields)
     if kind in ("input_file", "input_audio"):
         raise UnsupportedField(f"{where}: this model takes text, not parts of type {kind}", param=where)
     raise InvalidValue(f"{where} must be a text part, for example of type input_text", param=where)

@@ -27,7 +27,7 @@ _MODALITIES = {
     "file": "files",
     "input_file": "files",
 }
-_USER_IMAGES_ONLY = "images are supported in user messages only"
+USER_IMAGES_ONLY = "images are supported in user messages only"
 _PROBE, _ANSWER = "probe-7f3a", "answer-7f3a"
 _STRUCTURE = re.compile(r"""['"]type['"]\s*:""")
 # errors that a template raises for messages that it does not support
@@ -165,12 +165,16 @@ class ChatTemplate:
     def _renders(self, content: Any, *further: str) -> bool:
         """Check that a probe with this content appears in the prompt as text, and not as a dumped data structure."""
         try:
-            prompt = self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": content}], chat_template=self._text, tokenize=False, **self._variables
-            )
+            prompt = self._render_user(content)
         except (*_TEMPLATE_ERRORS, RecursionError):
             return False
-        return all(word in prompt for word in (_PROBE, *further)) and not _STRUCTURE.search(str(prompt))
+        return all(word in prompt for word in (_PROBE, *further)) and not _STRUCTURE.search(prompt)
+
+    def _render_user(self, content: Any) -> str:
+        messages = [{"role": "user", "content": content}]
+        return str(
+            self._tokenizer.apply_chat_template(messages, chat_template=self._text, tokenize=False, **self._variables)
+        )
 
     def _check_names(self, variables: Mapping[str, Any]) -> None:
         taken = self._reserved & variables.keys()
@@ -183,9 +187,7 @@ class ChatTemplate:
     def _compile(self) -> str:
         """Check that the template compiles and return its source."""
         try:
-            self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": "?"}], chat_template=self._text, tokenize=False, **self._variables
-            )
+            self._render_user("?")
         except jinja2.TemplateSyntaxError as error:
             raise StartError(
                 f"chat template, line {error.lineno}: {error.message}; set a valid one with chat-template in the preset"
@@ -202,8 +204,10 @@ def read(fields: BodyFields, template: ChatTemplate, *, no_vision: str = TEXT_ON
     Raise InvalidValue or UnsupportedField naming the field. Images are not decoded here. Tools are read but the
     caller decides whether they are shown.
     """
-    given = enumerate(_read_messages(fields))
-    messages = [_message(f"messages[{index}]", message, fields, no_vision) for index, message in given]
+    given = fields.sequence("messages")
+    if not given:
+        raise InvalidValue("messages must be an array of at least one message", param="messages")
+    messages = [_message(f"messages[{index}]", message, fields, no_vision) for index, message in enumerate(given)]
     if not template.mentions("developer"):
         messages = [
             {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
@@ -227,13 +231,6 @@ def read(fields: BodyFields, template: ChatTemplate, *, no_vision: str = TEXT_ON
         add_generation_prompt=not is_continued if adds_prompt is None else adds_prompt,
         continue_final_message=is_continued,
     )
-
-
-def _read_messages(fields: BodyFields) -> list[Any]:
-    messages = fields.sequence("messages")
-    if not messages:
-        raise InvalidValue("messages must be an array of at least one message", param="messages")
-    return messages
 
 
 def _documents(fields: BodyFields, template: ChatTemplate) -> list[Json]:
@@ -295,7 +292,7 @@ def _message(where: str, message: Any, fields: BodyFields, no_vision: str) -> Js
         if message.get(name) is not None:
             raise UnsupportedField(f"{where}.{name} is not supported; leave it out", param=f"{where}.{name}")
     if role != "user":
-        no_vision = no_vision or _USER_IMAGES_ONLY
+        no_vision = no_vision or USER_IMAGES_ONLY
     plain: Json = {"role": role, "content": _content(f"{where}.content", message.get("content"), fields, no_vision)}
     calls = _tool_calls(f"{where}.tool_calls", message.get("tool_calls")) if role == "assistant" else []
     if calls:
@@ -308,6 +305,18 @@ def _message(where: str, message: Any, fields: BodyFields, no_vision: str) -> Js
             raise InvalidValue(f"{where}.content is missing", param=f"{where}.content")
         plain["content"] = ""  # templates that concatenate contents fail on null
     return plain
+
+
+def join_content(parts: Sequence[str | EncodedImage]) -> str | list[Any]:
+    """Return message content: the texts joined by newlines, or with images a list of parts."""
+    if not any(isinstance(part, EncodedImage) for part in parts):
+        return join_texts(parts)
+    return [part if isinstance(part, EncodedImage) else {"type": "text", "text": part} for part in parts]
+
+
+def join_texts(parts: Sequence[str | EncodedImage]) -> str:
+    """Join the texts among the parts by newlines."""
+    return "\n".join(part for part in parts if isinstance(part, str))
 
 
 def _texts(where: str, message: Json, names: Iterable[str]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from worker.prompt.chat_formats import BARE_CALLS, CALLS_FIELD, REASONING_FIELDS
 
 _MARK = "mark"
 _BODY = "body"
+_RAW_TEXT: Json = {"repeats": True, "content": "text", "content_args": {"strip": False}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,25 +254,21 @@ def _region_boundaries(response: Json, kept: Sequence[str]) -> Json:
     """
     fields: dict[str, Json] = {}
     for name, given in response["fields"].items():
-        is_plain = name not in (CALLS_FIELD, *REASONING_FIELDS)
-        if not is_plain and name not in kept:
+        if name in (CALLS_FIELD, *REASONING_FIELDS) and name not in kept:
             continue
+        boundaries = {key: given[key] for key in ("close", "close_pattern") if key in given}
         opens = given.get("open_pattern") or _alternatives(given.get("open"))
-        if is_plain and opens is None:
-            fields[name] = {"repeats": True}
-            if "close" in given or "close_pattern" in given:
-                fields[name] |= {key: given[key] for key in ("close", "close_pattern") if key in given}
-        else:
-            closes = {key: given[key] for key in ("close", "close_pattern") if key in given}
-            captured = {"transform": {_MARK: "{mark}", _BODY: "{content}"}}
-            opened = {"open_pattern": f"(?P<{_MARK}>{opens})"} if name == CALLS_FIELD else {"open_pattern": opens}
-            if name != CALLS_FIELD and "open" in given:
-                opened = {"open": given["open"]}  # literals match immediately, patterns only one token later
-            fields[name] = {"repeats": True, **opened, **closes, **(captured if name == CALLS_FIELD else {})}
-        fields[name] |= {"content": "text", "content_args": {"strip": False}}
-        fields[name].setdefault("transform", {_BODY: "{content}"})
+        captured = {_BODY: "{content}"}
+        if name == CALLS_FIELD:
+            boundaries["open_pattern"] = f"(?P<{_MARK}>{opens})"
+            captured[_MARK] = "{mark}"
+        elif "open" in given:
+            boundaries["open"] = given["open"]  # literals match immediately, patterns only one token later
+        elif opens is not None:
+            boundaries["open_pattern"] = opens
+        fields[name] = {**boundaries, **_RAW_TEXT, "transform": captured}
     if not any("open" not in field and "open_pattern" not in field for field in fields.values()):
-        fields["stray"] = {"content": "text", "content_args": {"strip": False}, "repeats": True}
+        fields["stray"] = {**_RAW_TEXT}
     anchor: Json = {key: response[key] for key in ("start_anchor", "start_anchor_pattern") if key in response}
     return {**anchor, "fields": fields}
 
