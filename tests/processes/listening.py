@@ -1,4 +1,4 @@
-"""What GET /models/sse tells a client, kept for tests."""
+"""A client of GET /models/sse that keeps what it receives."""
 
 import asyncio
 import json
@@ -10,14 +10,13 @@ from tests.processes.routers import DEADLINE, Router
 
 
 class Events:
-    """What /models/sse tells, in order."""
+    """The events of /models/sse, in order."""
 
     def __init__(self, up: Router):
         self._up = up
         self.seen: list[dict[str, Any]] = []
-        self.ids: list[int | None] = []
-        """Of the events seen; None for those without."""
-        self._heard = asyncio.Condition()
+        self.ids: list[int | None] = []  # of the events seen; None for those without
+        self._arrived = asyncio.Condition()
 
     async def listen(self, opened: asyncio.Event, query: str, headers: Mapping[str, str]) -> None:
         id: int | None = None
@@ -28,39 +27,38 @@ class Events:
                 if line.startswith("id:"):
                     id = int(line[3:])
                 if line.startswith("data:"):
-                    async with self._heard:
+                    async with self._arrived:
                         self.seen.append(json.loads(line[5:]))
                         self.ids.append(id)
                         id = None
-                        self._heard.notify_all()
+                        self._arrived.notify_all()
 
     async def until(self, event: str, **data: Any) -> list[str]:
-        """Returns the kinds so far, repetitions left out, once there is an event with these data."""
-
+        """Return the kinds so far, without repetitions, once there is an event with these data."""
         await self.until_one(
-            lambda each: each["event"] == event and all(each["data"].get(key) == value for key, value in data.items())
+            lambda seen: seen["event"] == event and all(seen["data"].get(key) == value for key, value in data.items())
         )
-        kinds = [each["event"] + ":" + each["data"].get("status", "") for each in self.seen]
+        kinds = [seen["event"] + ":" + seen["data"].get("status", "") for seen in self.seen]
         return [kind for number, kind in enumerate(kinds) if number == 0 or kinds[number - 1] != kind]
 
     async def fetched(self, count: int) -> None:
-        """Returns once a download has so many bytes."""
+        """Wait until a download has so many bytes."""
         await self.until_one(
-            lambda each: (
-                each["event"] == "download_progress"
-                and sum(progress["done"] for progress in each["data"]["progress"].values()) >= count
+            lambda seen: (
+                seen["event"] == "download_progress"
+                and sum(progress["done"] for progress in seen["data"]["progress"].values()) >= count
             )
         )
 
     async def until_one(self, fits: Callable[[dict[str, Any]], bool]) -> None:
-        """Returns once there is such an event."""
-        async with asyncio.timeout(DEADLINE), self._heard:
-            await self._heard.wait_for(lambda: any(fits(each) for each in self.seen))
+        """Wait until there is such an event."""
+        async with asyncio.timeout(DEADLINE), self._arrived:
+            await self._arrived.wait_for(lambda: any(fits(each) for each in self.seen))
 
 
 @asynccontextmanager
 async def events_of(up: Router, query: str = "", **headers: str) -> AsyncIterator[Events]:
-    """Listens for the length of the block. A header's underscores are dashes."""
+    """Follow the events for the duration of the block. Underscores in names of headers are dashes."""
     opened, events = asyncio.Event(), Events(up)
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
     listening = asyncio.create_task(events.listen(opened, query, sent))

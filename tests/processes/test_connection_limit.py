@@ -1,4 +1,4 @@
-"""Clients are taken in as far as there are descriptors, and never the last ones (spec, row 44)."""
+"""Clients are accepted as long as there are file descriptors, and never get the last ones."""
 
 import asyncio
 import os
@@ -12,17 +12,16 @@ from router.http.listener import LEAST, PER_CLIENT, RESERVED
 from tests.processes.routers import DEADLINE, Router, presets, router
 from tests.processes.upstreams import Upstream, request, until, world
 
-ODD = b"Sec-Fetch-Site: none\r\n"
-"""Makes a request one of aiohttp's, and means nothing."""
-WORD = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+ODD = b"Sec-Fetch-Site: none\r\n"  # a header without effect that is not plain, so that aiohttp takes over
+RESPONSE = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 
 
 async def respond(upstream: Upstream) -> None:
-    await upstream.send(WORD)
+    await upstream.send(RESPONSE)
 
 
 async def status(reader: asyncio.StreamReader) -> int:
-    """Of the next answer, read whole."""
+    """The status of the next response, which is read whole."""
     async with asyncio.timeout(DEADLINE):
         head = await reader.readuntil(b"\r\n\r\n")
         length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
@@ -38,7 +37,7 @@ async def test_a_connection_over_the_limit_waits_until_another_closes(tmp_path: 
         for reader, writer in ((first, leaving), (second, staying)):
             writer.write(asked)
             assert await status(reader) == 200
-        third, waiting = await up.connect()  # the kernel has it
+        third, waiting = await up.connect()  # it is in the backlog
         waiting.write(asked)
         staying.write(asked)
         assert await status(second) == 200
@@ -72,7 +71,7 @@ async def _idle(up: Router, count: int) -> list[tuple[asyncio.StreamReader, asyn
 
 
 async def test_a_router_at_the_connection_limit_still_starts_workers_and_logs_once(tmp_path: Path) -> None:
-    """With a limit so low that clients that say nothing would have taken every descriptor."""
+    """The limit is so low that idle clients alone would take every descriptor."""
     limit = RESERVED + PER_CLIENT * LEAST
     file = presets(tmp_path, {"a": {}, "b": {}})
     options = ("--models-preset", str(file), "--models-memory-margin", "64")
@@ -90,17 +89,17 @@ async def test_a_router_at_the_connection_limit_still_starts_workers_and_logs_on
         last.write(request({"model": "a", "messages": [{"role": "user", "content": "x"}]}))
         clients[1][1].close()
         assert await status(late) == 200
-        # and where the kernel has none left after all, it is tried again
+        # accept() fails without a descriptor and is tried again
         before = resource.prlimit(up.process.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(up.process.pid, resource.RLIMIT_NOFILE, (8, before[1]))
-        for _, each in clients[2 : LEAST + 1]:
-            each.close()
+        for _, client in clients[2 : LEAST + 1]:
+            client.close()
         await up.says("no client can be accepted")
         resource.prlimit(up.process.pid, resource.RLIMIT_NOFILE, before)
         reader, writer = clients[-1]
-        for _, each in clients[:-1]:
-            each.close()
+        for _, client in clients[:-1]:
+            client.close()
         writer.write(request({"model": "a", "messages": [{"role": "user", "content": "x"}]}))
         assert await status(reader) == 200
         writer.close()
-        assert sum("clients are connected" in line for line in up.log) == 1, "said once a minute at most"
+        assert sum("clients are connected" in line for line in up.log) == 1, "at most one line a minute"

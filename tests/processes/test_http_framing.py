@@ -1,4 +1,4 @@
-"""Where one request ends and the next begins: what can be read in two ways is refused, and ends its connection."""
+"""The framing of requests: an ambiguous one is rejected and its connection closed."""
 
 import asyncio
 from pathlib import Path
@@ -13,8 +13,8 @@ SENT = b'{"model":"a","messages":[]}'
 CHUNKED = b"1b\r\n%b\r\n0\r\n\r\n" % SENT
 LENGTH = b"Content-Length: 27"
 TE = b"Transfer-Encoding: chunked"
+# Sent after each case: it must not be answered if the case was rejected.
 LAST = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-"""Asked behind each case: it must not be answered where the case was refused."""
 
 
 def post(*headers: bytes, body: bytes = SENT, version: str = "1.1", target: str = PATH, host: bytes = b"x") -> bytes:
@@ -22,7 +22,7 @@ def post(*headers: bytes, body: bytes = SENT, version: str = "1.1", target: str 
     return head + b"".join(header + b"\r\n" for header in headers) + b"\r\n" + body
 
 
-REFUSED = {
+REJECTED = {
     "a length and chunks": post(LENGTH, TE, body=CHUNKED),
     "chunks and a length": post(TE, LENGTH, body=CHUNKED),
     "a length and chunks behind a space": post(LENGTH, b"Transfer-Encoding : chunked", body=CHUNKED),
@@ -67,7 +67,7 @@ REFUSED = {
     "a chunk's size beyond reason": post(TE, body=b"f" * 17 + b"\r\nabc"),
     "bare line feeds between chunks": post(TE, body=CHUNKED.replace(b"\r\n", b"\n")),
 }
-TAKEN = {
+ACCEPTED = {
     "a length": post(LENGTH),
     "chunks": post(TE, body=CHUNKED),
     "chunks with an extension": post(TE, body=CHUNKED.replace(b"1b", b"1b;a=b", 1)),
@@ -85,7 +85,7 @@ TAKEN = {
 
 
 async def exchange(up: World, sent: bytes) -> list[int]:
-    """The statuses of all answers on a connection, which the router has to end."""
+    """The statuses of all responses on a connection, which the router must close."""
     reader, writer = await up.connect()
     writer.write(sent)
     data = b""
@@ -96,11 +96,11 @@ async def exchange(up: World, sent: bytes) -> list[int]:
     return [int(part[2:5]) for part in data.split(b"HTTP/1.")[1:]]
 
 
-async def test_what_can_be_read_in_two_ways_is_refused_and_nothing_behind_it_is_read(tmp_path: Path) -> None:
-    """Also behind a request that was in order, of which the router's own listener has read the head."""
+async def test_an_ambiguous_request_is_rejected_and_nothing_after_it_is_read(tmp_path: Path) -> None:
+    """The same holds after a valid request that the listener has read."""
     async with world(tmp_path, respond) as up:
-        assert await exchange(up, post(LENGTH) + LAST) == [200, 200]  # the model is there now
-        for name, sent in REFUSED.items():
+        assert await exchange(up, post(LENGTH) + LAST) == [200, 200]  # loads the model
+        for name, sent in REJECTED.items():
             before = len(up.requests)
             assert await exchange(up, sent + LAST) == [400], name
             assert len(up.requests) == before, name
@@ -108,20 +108,20 @@ async def test_what_can_be_read_in_two_ways_is_refused_and_nothing_behind_it_is_
             assert len(up.requests) == before + 1, name
 
 
-async def test_what_is_odd_and_has_one_meaning_is_answered_and_so_is_what_comes_behind_it(tmp_path: Path) -> None:
+async def test_an_unusual_but_unambiguous_request_is_answered_and_so_is_the_next_one(tmp_path: Path) -> None:
     async with world(tmp_path, respond) as up:
-        for name, sent in TAKEN.items():
+        for name, sent in ACCEPTED.items():
             assert await exchange(up, sent + LAST) == [200, 200], name
             assert up.requests[-1].body == SENT, name
             assert b"transfer-encoding" not in up.requests[-1].head.encode().lower(), name
 
 
-async def test_a_request_within_a_body_is_no_request(tmp_path: Path) -> None:
+async def test_a_request_inside_a_body_is_not_a_request(tmp_path: Path) -> None:
     inner = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     async with world(tmp_path, respond) as up:
         body = b'{"model":"a","user":"' + inner.replace(b"\r\n", b" ") + b'"}'
         assert await exchange(up, post(b"Content-Length: %d" % len(body), body=body) + LAST) == [200, 200]
-        broken = inner + SENT  # no JSON: refused as that, and still one request
+        broken = inner + SENT  # no JSON: rejected for that, and still one request
         assert await exchange(up, post(b"Content-Length: %d" % len(broken), body=broken) + LAST) == [400, 200]
 
 
@@ -162,7 +162,7 @@ async def test_head_has_no_body_and_a_content_length(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("head", [b"X-A: " + b"a" * 40_000, b"\r\n".join(b"X-%d: a" % each for each in range(400))])
-async def test_a_head_that_is_too_long_is_called_that(tmp_path: Path, head: bytes) -> None:
+async def test_the_error_for_a_head_that_is_too_long_says_so(tmp_path: Path, head: bytes) -> None:
     async with world(tmp_path, respond) as up:
         reader, writer = await up.connect()
         writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n")
@@ -173,8 +173,8 @@ async def test_a_head_that_is_too_long_is_called_that(tmp_path: Path, head: byte
     assert b"too long" in answer
 
 
-async def test_a_head_that_comes_for_ever_is_cut_off(tmp_path: Path) -> None:
-    """However often another byte of it comes."""
+async def test_a_head_that_never_ends_is_cut_off(tmp_path: Path) -> None:
+    """Further bytes do not extend the time limit."""
     async with world(tmp_path, respond) as up:
         runner = web.AppRunner(up.app.build(), handler_cancellation=True, access_log=None)
         await runner.setup()
@@ -182,14 +182,14 @@ async def test_a_head_that_comes_for_ever_is_cut_off(tmp_path: Path) -> None:
         up.listener.make_fallback = impatient.make_fallback
         reader, writer = await up.connect()
         writer.write(post(LENGTH)[:20])
-        await until(lambda: any(each._data for each in up.listener.connections))
+        await until(lambda: any(connection._data for connection in up.listener.connections))
         for connection in tuple(up.listener.connections):
             connection.check(asyncio.get_running_loop().time() + SWEEP * 1.1)
         ended = asyncio.ensure_future(reader.read())
         async with asyncio.timeout(60):
             while not ended.done():
                 writer.write(b"x")
-                await asyncio.sleep(0.02)  # what is tested is that time passes
+                await asyncio.sleep(0.02)  # time must pass
         assert ended.exception() is not None or ended.result() == b""
         writer.close()
         assert up.requests == []
@@ -197,7 +197,7 @@ async def test_a_head_that_comes_for_ever_is_cut_off(tmp_path: Path) -> None:
         await runner.cleanup()
 
 
-async def test_an_old_client_gets_its_answer_and_the_end_of_its_connection(tmp_path: Path) -> None:
+async def test_a_client_of_http_1_0_gets_its_response_and_the_connection_closes(tmp_path: Path) -> None:
     async with world(tmp_path, respond) as up:
         reader, writer = await up.connect()
         writer.write(post(LENGTH, version="1.0", host=b""))

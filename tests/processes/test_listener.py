@@ -1,4 +1,4 @@
-"""Plain calls are read and answered by the router's own listener, and nobody can tell."""
+"""The listener reads and answers plain requests itself, exactly as aiohttp does."""
 
 import asyncio
 from collections.abc import Callable
@@ -30,12 +30,11 @@ from tests.processes.upstreams import (
 )
 from worker.protocol.routes import ROUTES
 
-ODD = b"Sec-Fetch-Site: none\r\n"
-"""Makes a request one of aiohttp's, and means nothing."""
+ODD = b"Sec-Fetch-Site: none\r\n"  # a header without effect that is not plain, so that aiohttp takes over
 
 
 async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers (without what differs each time) and body of the next answer on a connection."""
+    """Status, headers (without those that differ each time) and body of the next response on a connection."""
     async with asyncio.timeout(60):
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         lines = head.split("\r\n")
@@ -70,7 +69,7 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], byt
     ],
     ids=range(11),
 )
-async def test_a_plain_call_is_answered_as_any_other(tmp_path: Path, asked: bytes) -> None:
+async def test_a_plain_request_gets_the_response_of_the_other_transport(tmp_path: Path, asked: bytes) -> None:
     async with world(tmp_path, respond) as up:
         reader, writer = await up.connect()
         writer.write(asked)
@@ -96,8 +95,8 @@ async def test_pipelined_requests_are_answered_in_order_by_any_transport(tmp_pat
         writer.close()
 
 
-async def test_one_task_answers_all_plain_calls_of_a_connection_and_ends_with_the_last(tmp_path: Path) -> None:
-    """Be it that the client leaves, that aiohttp gets the connection, or that the listener is closed."""
+async def test_one_task_answers_all_plain_requests_of_a_connection_and_ends_with_it(tmp_path: Path) -> None:
+    """The client disconnects, aiohttp takes over the connection, or the listener is closed."""
 
     def answering() -> set[asyncio.Task[Any]]:
         return {
@@ -128,7 +127,7 @@ async def test_one_task_answers_all_plain_calls_of_a_connection_and_ends_with_th
 
 
 @pytest.mark.slow
-async def test_more_calls_than_fit_wait_outside_until_the_first_is_answered(tmp_path: Path) -> None:
+async def test_pipelined_requests_beyond_the_buffer_wait_until_the_first_is_answered(tmp_path: Path) -> None:
     go = asyncio.Event()
 
     async def wait(upstream: Upstream) -> None:
@@ -150,7 +149,7 @@ async def test_more_calls_than_fit_wait_outside_until_the_first_is_answered(tmp_
         writer.close()
 
 
-async def test_a_call_that_comes_byte_by_byte_is_answered(tmp_path: Path) -> None:
+async def test_a_request_that_arrives_byte_by_byte_is_answered(tmp_path: Path) -> None:
     async with world(tmp_path, respond) as up:
         reader, writer = await up.connect()
         for byte in request({}) + request({"stream": True}):
@@ -163,11 +162,11 @@ async def test_a_call_that_comes_byte_by_byte_is_answered(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("cut", [10, 80, -5])
-async def test_a_call_that_takes_its_time_is_seen_to_by_aiohttp(tmp_path: Path, cut: int) -> None:
+async def test_a_request_that_arrives_slowly_is_handed_to_aiohttp(tmp_path: Path, cut: int) -> None:
     async with world(tmp_path, respond) as up:
         reader, writer = await up.connect()
         writer.write(request({})[:cut])
-        await until(lambda: any(each._data for each in up.listener.connections))
+        await until(lambda: any(connection._data for connection in up.listener.connections))
         for connection in tuple(up.listener.connections):
             connection.check(asyncio.get_running_loop().time() + SWEEP * 1.1)
         assert not up.listener.connections
@@ -176,7 +175,7 @@ async def test_a_call_that_takes_its_time_is_seen_to_by_aiohttp(tmp_path: Path, 
         writer.close()
 
 
-async def test_a_long_body_and_a_long_head_are_aiohttps(tmp_path: Path) -> None:
+async def test_a_long_body_and_a_long_head_are_handed_to_aiohttp(tmp_path: Path) -> None:
     async with world(tmp_path, respond) as up:
         for long in (
             request({"messages": ["x" * LONGEST_BODY]}),
@@ -189,7 +188,7 @@ async def test_a_long_body_and_a_long_head_are_aiohttps(tmp_path: Path) -> None:
             writer.close()
 
 
-async def test_a_connection_without_requests_is_closed_in_the_end(tmp_path: Path) -> None:
+async def test_an_idle_connection_is_closed_after_the_keep_alive_time(tmp_path: Path) -> None:
     async with world(tmp_path, respond) as up:
         for asked in (b"", request({})):
             reader, writer = await up.connect()
@@ -206,7 +205,7 @@ async def test_a_connection_without_requests_is_closed_in_the_end(tmp_path: Path
             writer.close()
 
 
-async def test_closing_ends_idle_connections_and_lets_answers_come_to_their_end(tmp_path: Path) -> None:
+async def test_closing_ends_idle_connections_and_finishes_running_responses(tmp_path: Path) -> None:
     go = asyncio.Event()
 
     async def wait(upstream: Upstream) -> None:
@@ -230,7 +229,7 @@ async def test_closing_ends_idle_connections_and_lets_answers_come_to_their_end(
 
 @pytest.mark.slow
 async def test_two_hundred_streams_at_once_leave_nothing_behind(tmp_path: Path) -> None:
-    """Some are read to their end, others left in the middle."""
+    """Half are read to their end, the others are reset in the middle."""
     go = asyncio.Event()
 
     async def stream(upstream: Upstream) -> None:
@@ -264,8 +263,8 @@ async def test_two_hundred_streams_at_once_leave_nothing_behind(tmp_path: Path) 
 
 
 @pytest.mark.slow
-async def test_a_slow_reader_gets_everything_and_a_reader_of_nothing_is_cut(tmp_path: Path) -> None:
-    """Through pauses of the connection, and through the pace of a write."""
+async def test_a_slow_reader_gets_everything_and_a_client_that_does_not_read_is_dropped(tmp_path: Path) -> None:
+    """The connection pauses for the slow reader; the other one exceeds the time limit of a write."""
     count = 40_000
 
     async def pour(upstream: Upstream) -> None:
@@ -284,7 +283,7 @@ async def test_a_slow_reader_gets_everything_and_a_reader_of_nothing_is_cut(tmp_
                 size = int(await reader.readline(), 16)
                 body += (await reader.readexactly(size + 2))[:-2]
                 if len(body) < 200_000:
-                    await asyncio.sleep(0.001)  # what is tested is being slow
+                    await asyncio.sleep(0.001)  # the reader must be slow
         assert body == EVENT * count + DONE
         assert (await asyncio.wait_for(_cut(up), 20)) == 499
         writer.close()
@@ -300,11 +299,11 @@ async def _cut(up: World) -> int:
     return 499
 
 
-# What is taken for plain
+# Which requests are plain
 
 
 class Sink(asyncio.Transport):
-    """Where a connection writes that is fed by hand."""
+    """The transport of a connection that a test feeds with bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,7 +320,7 @@ class Sink(asyncio.Transport):
 
 
 class Other(asyncio.Protocol):
-    """In the place of aiohttp's."""
+    """Takes the place of aiohttp's protocol."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -330,8 +329,8 @@ class Other(asyncio.Protocol):
         self.data += data
 
 
+# Requests with these headers need aiohttp, or checks of the application.
 ODD_HEADERS = {"expect", "transfer-encoding", "content-encoding", "origin", "sec-fetch-site"}
-"""What these ask for is aiohttp's to do, or the application's to judge."""
 HEAD = (
     f"POST {PATH} HTTP/1.1\r\nHost: localhost:8080\r\nUser-Agent: a/1\r\nConnection: keep-alive\r\n"
     "Authorization: Bearer k\r\nContent-Length: 14\r\n\r\n"
@@ -362,10 +361,8 @@ EDITS = st.lists(
 @example(edits=[(HEAD.index(b"POST"), 4, b"PUT")], split=0)
 @example(edits=[(HEAD.index(b"keep-alive"), 10, b"close")], split=0)
 @example(edits=[(HEAD.index(b"keep-alive"), 10, b"Close, te")], split=0)
-def test_what_is_taken_for_plain_is_what_aiohttp_would_have_read(
-    edits: list[tuple[int, int, bytes]], split: int
-) -> None:
-    """And of what is not, not a byte is lost."""
+def test_a_plain_request_is_parsed_as_aiohttp_parses_it(edits: list[tuple[int, int, bytes]], split: int) -> None:
+    """All other bytes arrive at the fallback."""
     data = HEAD
     for at, cut, put in edits:
         data = data[:at] + put + data[at + cut :]
@@ -381,13 +378,13 @@ async def _compared(data: bytes, split: int) -> None:
         asked.is_complete = True
 
     routes = {route.path.encode(): route for route in ROUTES if route.worker}
-    others: list[Other] = []
+    fallbacks: list[Other] = []
 
-    def otherwise(_: Callable[[], None]) -> Other:
-        others.append(Other())
-        return others[-1]
+    def make_fallback(_: Callable[[], None]) -> Other:
+        fallbacks.append(Other())
+        return fallbacks[-1]
 
-    listener, transport = Listener(routes, serve, otherwise), Sink()
+    listener, transport = Listener(routes, serve, make_fallback), Sink()
     connection = _PlainConnection(listener)
     connection.connection_made(transport)
     for part in (data[:split], data[split:]):
@@ -397,7 +394,7 @@ async def _compared(data: bytes, split: int) -> None:
     for _ in range(5):
         await asyncio.sleep(0)
     listener._timer.cancel()
-    rest = others[0].data if others else connection._data
+    rest = fallbacks[0].data if fallbacks else connection._data
     loop = asyncio.get_running_loop()
     parser = HttpRequestParser(BaseProtocol(loop), loop, 1 << 16)
     for asked in taken:

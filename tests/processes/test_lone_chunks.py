@@ -157,7 +157,7 @@ async def test_events_arrive_one_by_one_in_the_workers_framing_and_a_death_betwe
             await heard.get()
             await upstream.send(sent)
         await heard.get()
-        if upstream.told:
+        if upstream.fake:
             await upstream.send(chunk(EVENTS[5])[:9])
             up.launcher.die("a")
             upstream.writer.transport.abort()

@@ -1,4 +1,4 @@
-"""What clients get when workers, connections or they themselves misbehave, byte by byte."""
+"""The responses that clients get when workers, connections or other clients misbehave, byte by byte."""
 
 import asyncio
 import contextlib
@@ -6,6 +6,7 @@ import json
 import socket
 import struct
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,20 @@ BODY = json.dumps({"object": "chat.completion", "choices": [{"message": {"conten
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
 
 
+async def send_whole(upstream: Upstream) -> None:
+    await upstream.send(WHOLE)
+
+
 class Got:
-    """What a client got until the end of its connection."""
+    """The bytes that a client received until the end of its connection."""
 
     def __init__(self, data: bytes, *, reset: bool):
         head, _, self.rest = data.partition(b"\r\n\r\n")
         self.head = head.decode("latin-1").lower()
         self.status = int(self.head.split(" ")[1]) if head else 0
         self.reset = reset
+        # True if the framing shows that the response is complete, and the payload.
         self.whole, self.body = _unchunk(self.rest) if "chunked" in self.head else self._sized()
-        """Whether its framing says that this was all, and the payload."""
 
     def _sized(self) -> tuple[bool, bytes]:
         lines = [line for line in self.head.split("\r\n") if line.startswith("content-length:")]
@@ -44,7 +49,7 @@ class Got:
 
     @property
     def reason(self) -> str:
-        """Of the error that it ends with; empty if it ends with none."""
+        """The reason of the error at the end; empty if there is none."""
         last = self.body.removesuffix(b"\n\n").rpartition(b"\n\n")[2].removeprefix(b"data: ")
         try:
             return str(json.loads(last)["error"]["reason"])
@@ -65,7 +70,7 @@ def _unchunk(data: bytes) -> tuple[bool, bytes]:
 async def ask(
     up: World, body: dict[str, Any], *, version: str = "1.1", headers: bytes = b"", seen: asyncio.Event | None = None
 ) -> Got:
-    """One request on a connection of its own; `seen` is set at the first event of its answer."""
+    """Send one request on a connection of its own. `seen` is set at the first event of the response."""
     reader, writer = await up.connect()
     writer.write(request(body, version=version, headers=headers + b"Connection: close\r\n"))
     data, reset = b"", False
@@ -81,12 +86,12 @@ async def ask(
     return Got(data, reset=reset)
 
 
-# A worker's answer breaks off
+# A worker's response breaks off
 
 
-async def break_as_told(upstream: Upstream) -> None:
-    """`fake`: (stream or JSON, bytes until it breaks, how)."""
-    kind, offset, how = upstream.told
+async def break_as_instructed(upstream: Upstream) -> None:
+    """Break off the response. `fake`: (stream or JSON, bytes until it breaks, how)."""
+    kind, offset, how = upstream.fake
     await upstream.send((ANSWER if kind == "stream" else WHOLE)[:offset])
     if how == "garbage":
         await upstream.send(b"\x00\xff zz\r\nnot the protocol\r\n\r\n" * 3)
@@ -97,14 +102,14 @@ async def break_as_told(upstream: Upstream) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stream", "json"])
-async def test_an_answer_that_breaks_at_any_byte_is_never_taken_for_whole(tmp_path: Path, kind: str) -> None:
-    """Whole events, then one error frame and a broken end; or a status that says so."""
+async def test_a_response_that_breaks_at_any_byte_is_never_taken_for_complete(tmp_path: Path, kind: str) -> None:
+    """The client gets whole events, one error frame and an aborted connection, or an error status."""
     everything = ANSWER if kind == "stream" else WHOLE
     events = b"".join([*WORDS, DONE])
     cases = [(offset, how) for how in ("close", "reset", "garbage") for offset in range(0, len(everything), 5)]
-    if kind == "json":  # what stands in a body of stated length is the body, whatever it is
+    if kind == "json":  # any bytes are a valid body of stated length
         cases = [(offset, how) for offset, how in cases if how != "garbage" or offset < len(WHOLE) - len(BODY)]
-    async with world(tmp_path, break_as_told) as up:
+    async with world(tmp_path, break_as_instructed) as up:
         asked = (ask(up, {"stream": kind == "stream", "fake": (kind, *case)}) for case in cases)
         for (offset, how), got in zip(cases, await asyncio.gather(*asked), strict=True):
             case = f"{how} after {offset}: {got.head} {got.rest!r}"
@@ -113,7 +118,7 @@ async def test_an_answer_that_breaks_at_any_byte_is_never_taken_for_whole(tmp_pa
                 assert got.whole, case
                 assert got.reason == "worker_crashed", case
                 continue
-            if got.whole:  # nothing was missing but the end of the connection
+            if got.whole:  # only the end of the connection was missing
                 assert got.body == (events if kind == "stream" else BODY), case
                 continue
             assert kind == "stream", case
@@ -121,14 +126,12 @@ async def test_an_answer_that_breaks_at_any_byte_is_never_taken_for_whole(tmp_pa
             sent = got.body[: got.body.index(b'data: {"error"')]
             assert events.startswith(sent), case
             assert not sent or sent.endswith(b"\n\n"), case
-        most: dict[str, int] = {}
-        for each in up.requests:
-            most[str(each.told)] = most.get(str(each.told), 0) + 1
-        assert max(most.values()) == 2
+        attempts = Counter(str(sent.fake) for sent in up.requests)
+        assert max(attempts.values()) == 2
 
 
 @pytest.mark.parametrize("behind", ["a head", "a comment", "half an event", "half a body"])
-async def test_a_worker_that_dies_before_the_client_has_anything_of_its_answer_has_a_successor(
+async def test_a_request_is_retried_if_its_worker_dies_before_the_first_byte_of_the_response(
     tmp_path: Path, behind: str
 ) -> None:
     stream, comment = behind != "half a body", b": prefill done=1 total=2\n\n"
@@ -158,14 +161,14 @@ async def test_a_worker_that_dies_before_the_client_has_anything_of_its_answer_h
         heard.set()
         got = Got(data + await reader.read(), reset=False)
         writer.close()
-        said = [frame for frame in got.body.split(b"\n\n") if not frame.startswith(b":")]
+        frames = [frame for frame in got.body.split(b"\n\n") if not frame.startswith(b":")]
         assert (got.status, got.whole) == (200, True)
-        assert b"\n\n".join(said) == (b"".join([*WORDS, DONE]) if stream else BODY)
+        assert b"\n\n".join(frames) == (b"".join([*WORDS, DONE]) if stream else BODY)
         assert len(up.requests) == 2
         assert up.count('router_requests_total{code="200",endpoint="chat",model="a"}') == 1
 
 
-async def test_a_worker_that_dies_behind_its_first_event_has_none(tmp_path: Path) -> None:
+async def test_a_request_is_not_retried_after_the_first_event(tmp_path: Path) -> None:
     async def die(upstream: Upstream) -> None:
         await upstream.send(STREAM + chunk(WORDS[0]))
         await seen.wait()
@@ -181,7 +184,7 @@ async def test_a_worker_that_dies_behind_its_first_event_has_none(tmp_path: Path
         assert len(up.requests) == 1
 
 
-async def test_what_is_not_http_is_502_and_sent_once(tmp_path: Path) -> None:
+async def test_a_response_that_is_not_http_is_502_and_not_retried(tmp_path: Path) -> None:
     async def garbage(upstream: Upstream) -> None:
         await upstream.send(b"SMTP 220 not the protocol\r\n\r\n")
         await upstream.left()
@@ -193,7 +196,7 @@ async def test_what_is_not_http_is_502_and_sent_once(tmp_path: Path) -> None:
         assert len(up.requests) == 2
 
 
-async def test_an_event_without_an_end_is_502(tmp_path: Path) -> None:
+async def test_an_event_that_does_not_end_is_502(tmp_path: Path) -> None:
     async def talk(upstream: Upstream) -> None:
         with contextlib.suppress(ConnectionError):
             await upstream.send(STREAM + chunk(b"data: " + b"x" * (3 << 20)))
@@ -205,7 +208,7 @@ async def test_an_event_without_an_end_is_502(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_a_long_answer_that_breaks_leaves_its_length_unmet(tmp_path: Path) -> None:
+async def test_a_long_response_that_breaks_is_shorter_than_its_content_length(tmp_path: Path) -> None:
     async def half(upstream: Upstream) -> None:
         await upstream.send(b"HTTP/1.1 200 OK\r\nContent-Length: 4000000\r\n\r\n" + b"x" * 2_000_000)
         upstream.writer.close()
@@ -219,7 +222,7 @@ async def test_a_long_answer_that_breaks_leaves_its_length_unmet(tmp_path: Path)
         assert set(got.rest) == {ord("x")}
 
 
-async def test_a_workers_own_error_frame_stays_the_only_one(tmp_path: Path) -> None:
+async def test_an_error_frame_of_the_worker_is_not_repeated(tmp_path: Path) -> None:
     frame = error_frame(Dialect.OPENAI, RequestError("NaN in the logits"))
 
     async def fail(upstream: Upstream) -> None:
@@ -238,7 +241,7 @@ async def test_a_workers_own_error_frame_stays_the_only_one(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-async def test_what_comes_after_the_end_of_a_stream_does_not_spoil_it(tmp_path: Path) -> None:
+async def test_a_stream_is_complete_although_the_connection_breaks_after_its_last_event(tmp_path: Path) -> None:
     async def almost(upstream: Upstream) -> None:
         await upstream.send(STREAM + chunk(WORDS[0]))
         await seen.wait()
@@ -253,7 +256,7 @@ async def test_what_comes_after_the_end_of_a_stream_does_not_spoil_it(tmp_path: 
         assert got.body == b"".join([*WORDS, DONE])
 
 
-async def test_a_refusal_that_comes_in_pieces_is_one_frame_of_a_begun_stream(tmp_path: Path) -> None:
+async def test_an_error_body_that_arrives_in_parts_is_one_frame_of_a_stream_that_has_begun(tmp_path: Path) -> None:
     error = json.dumps({"error": {"code": 400, "reason": "invalid_value", "message": "é" * 400}}).encode()
 
     async def refuse(upstream: Upstream) -> None:
@@ -277,7 +280,7 @@ async def test_a_refusal_that_comes_in_pieces_is_one_frame_of_a_begun_stream(tmp
         writer.close()
 
 
-async def test_comments_of_a_worker_reach_the_client_and_are_no_first_token(tmp_path: Path) -> None:
+async def test_comments_of_a_worker_are_forwarded_and_do_not_count_as_first_token(tmp_path: Path) -> None:
     heard = asyncio.Event()
 
     async def patient(upstream: Upstream) -> None:
@@ -315,10 +318,7 @@ async def test_ignored_fields_are_sent_in_a_comment_once_the_head_is_sent(commit
 
 
 async def test_the_figures_of_a_pulse_appear_in_every_view(tmp_path: Path) -> None:
-    async def whole(upstream: Upstream) -> None:
-        await upstream.send(WHOLE)
-
-    async with world(tmp_path, whole, keys={"parallel": 3}) as up:
+    async with world(tmp_path, send_whole, keys={"parallel": 3}) as up:
         assert (await ask(up, {})).status == 200
         slots = [[0, 41, 0, 7, 5], [2, 44, 90, 0, 12]]
         up.launcher.say(
@@ -342,18 +342,20 @@ async def test_the_figures_of_a_pulse_appear_in_every_view(tmp_path: Path) -> No
             [entry] = (await get("/models"))["data"]
             assert entry["status"]["pulse"] == beat
             assert (await get("/router/state"))["workers"][0]["pulse"] == beat
-            told = await get("/slots")
-            assert [slot["is_processing"] for slot in told] == [True, False, True]
-            assert [slot["id_task"] for slot in told] == [41, -1, 44]
-            assert [slot["next_token"] for slot in told] == [
+            reported = await get("/slots")
+            assert [slot["is_processing"] for slot in reported] == [True, False, True]
+            assert [slot["id_task"] for slot in reported] == [41, -1, 44]
+            assert [slot["next_token"] for slot in reported] == [
                 {"n_decoded": 7, "n_remain": 5}, {"n_decoded": 0, "n_remain": 0}, {"n_decoded": 0, "n_remain": 12},
             ]  # fmt: skip
             up.launcher.say("a", Pulse(steps=71, running=1, waiting=0, measured={"cpu": 1}))
-            told = await get("/slots")
-            assert [slot["is_processing"] for slot in told] == [True, False, False], "an engine without places"
+            reported = await get("/slots")
+            assert [slot["is_processing"] for slot in reported] == [True, False, False], (
+                "an engine that does not report slots"
+            )
 
 
-async def test_a_model_that_may_not_be_loaded_again_is_502_when_its_worker_is_lost(tmp_path: Path) -> None:
+async def test_a_lost_worker_is_502_if_autoload_is_off(tmp_path: Path) -> None:
     async def die(upstream: Upstream) -> None:
         up.launcher.die("a")
         upstream.writer.close()
@@ -370,7 +372,7 @@ async def test_a_model_that_may_not_be_loaded_again_is_502_when_its_worker_is_lo
 
 
 async def wait_for_the_end(upstream: Upstream) -> None:
-    """Begin a stream if asked for one, and go on until the router hangs up."""
+    """Begin a stream if the request asks for one, and continue until the router disconnects."""
     if json.loads(upstream.body).get("stream"):
         await upstream.send(STREAM)
         with contextlib.suppress(ConnectionError):
@@ -395,7 +397,7 @@ def leave(writer: asyncio.StreamWriter, how: str) -> None:
 @pytest.mark.parametrize("size", [10, 3_000_000])
 @pytest.mark.parametrize("how", ["closes", "resets", "half-closes"])
 @pytest.mark.parametrize("phase", ["loading", "before the head", "streaming"])
-async def test_who_leaves_frees_the_worker_at_once(tmp_path: Path, phase: str, how: str, size: int) -> None:
+async def test_a_client_that_disconnects_frees_its_worker(tmp_path: Path, phase: str, how: str, size: int) -> None:
     async with world(tmp_path, wait_for_the_end, load_seconds=0.5 if phase == "loading" else 0.0) as up:
         if phase != "loading":
             await up.fleet.load("a")
@@ -405,7 +407,7 @@ async def test_who_leaves_frees_the_worker_at_once(tmp_path: Path, phase: str, h
         if phase == "streaming":
             await reader.readuntil(b"data:")
         if phase == "loading":
-            await until(lambda: any(each.leases and each.state is State.STARTING for each in up.fleet.workers()))
+            await until(lambda: any(worker.leases and worker.state is State.STARTING for worker in up.fleet.workers()))
         if phase == "before the head":
             await until(lambda: bool(up.requests))
         leave(writer, how)
@@ -416,18 +418,18 @@ async def test_who_leaves_frees_the_worker_at_once(tmp_path: Path, phase: str, h
         writer.close()
 
         assert up.count('router_requests_total{code="499",endpoint="chat",model="a"}') == 1
-        told = "starting" if phase == "loading" else "streaming"
-        assert up.count(f'router_client_disconnects_total{{phase="{told}"}}') == 1
+        counted = "starting" if phase == "loading" else "streaming"
+        assert up.count(f'router_client_disconnects_total{{phase="{counted}"}}') == 1
 
 
 @pytest.mark.slow
-async def test_who_does_not_read_the_end_of_an_answer_is_dropped(tmp_path: Path) -> None:
-    """Also when everything has been written, and only the end is still to be said."""
+async def test_a_client_that_does_not_read_the_end_of_a_response_is_dropped(tmp_path: Path) -> None:
+    """This holds even if only the end of the response is still to be written."""
 
     async def much(upstream: Upstream) -> None:
         await upstream.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         with contextlib.suppress(ConnectionError):
-            for _ in range(upstream.told):
+            for _ in range(upstream.fake):
                 await upstream.send(chunk(b"x" * 10_000))
             await upstream.send(END)
 
@@ -445,13 +447,13 @@ async def test_who_does_not_read_the_end_of_an_answer_is_dropped(tmp_path: Path)
 
 
 @pytest.mark.slow
-async def test_the_end_of_a_broken_stream_does_not_wait_for_ever_for_its_reader(tmp_path: Path) -> None:
-    """The request is over, and so is its connection, although nobody reads what is still in its buffer."""
+async def test_the_end_of_a_broken_stream_waits_for_its_reader_in_bounded_time(tmp_path: Path) -> None:
+    """Request and connection end although the client does not read the rest of the buffer."""
 
     async def fill(upstream: Upstream) -> None:
         await upstream.send(STREAM)
         with contextlib.suppress(ConnectionError):
-            for _ in range(upstream.told):
+            for _ in range(upstream.fake):
                 await upstream.send(chunk(b"data: " + b"x" * 3000 + b"\n\n"))
         upstream.writer.close()
         raise ConnectionError
@@ -471,17 +473,14 @@ async def test_the_end_of_a_broken_stream_does_not_wait_for_ever_for_its_reader(
 
 
 def connections(up: World) -> int:
-    """How many are open at the router's own socket."""
+    """The number of open connections at the router's own socket."""
     return sum(str(up.socket) in line for line in Path("/proc/net/unix").read_text().splitlines()) - 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["/models/sse", "/router/events"])
 async def test_an_event_client_that_does_not_read_is_dropped_and_blocks_nothing(tmp_path: Path, path: str) -> None:
-    async def whole(upstream: Upstream) -> None:
-        await upstream.send(WHOLE)
-
-    async with world(tmp_path, whole, pace=Pace(write_stall=0.3)) as up:
+    async with world(tmp_path, send_whole, pace=Pace(write_stall=0.3)) as up:
         reader, writer = await up.connect()
         writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         await reader.readuntil(b": open\n\n")
@@ -496,11 +495,8 @@ async def test_an_event_client_that_does_not_read_is_dropped_and_blocks_nothing(
         writer.transport.abort()
 
 
-async def test_headers_that_are_no_text_stay_behind(tmp_path: Path) -> None:
-    async def whole(upstream: Upstream) -> None:
-        await upstream.send(WHOLE)
-
-    async with world(tmp_path, whole) as up:
+async def test_headers_that_are_not_printable_ascii_are_not_forwarded(tmp_path: Path) -> None:
+    async with world(tmp_path, send_whole) as up:
         got = await ask(up, {}, headers=b"User-Agent: caf\xe9 \xff\r\ntraceparent: 00-ab-cd-01\r\nCookie: secret\r\n")
         assert (got.status, got.body) == (200, BODY)
         head = up.requests[0].head.lower()
@@ -510,11 +506,8 @@ async def test_headers_that_are_no_text_stay_behind(tmp_path: Path) -> None:
         assert "secret" not in head
 
 
-async def test_a_herd_is_served_though_the_worker_cannot_take_it_at_once(tmp_path: Path) -> None:
-    async def whole(upstream: Upstream) -> None:
-        await upstream.send(WHOLE)
-
-    async with world(tmp_path, whole, load_seconds=0.3, backlog=4) as up:
+async def test_many_requests_at_once_are_served_although_the_backlog_of_the_worker_is_short(tmp_path: Path) -> None:
+    async with world(tmp_path, send_whole, load_seconds=0.3, backlog=4) as up:
         answers = await asyncio.gather(*(ask(up, {}) for _ in range(100)))
         assert {got.status for got in answers} == {200}
         assert len(up.requests) == 100
@@ -522,11 +515,8 @@ async def test_a_herd_is_served_though_the_worker_cannot_take_it_at_once(tmp_pat
 
 
 @pytest.mark.parametrize("size", [100, 70_000, 5_000_000])
-async def test_a_body_of_any_size_arrives_as_it_was(tmp_path: Path, size: int) -> None:
-    async def whole(upstream: Upstream) -> None:
-        await upstream.send(WHOLE)
-
-    async with world(tmp_path, whole) as up:
+async def test_a_body_of_any_size_arrives_unchanged(tmp_path: Path, size: int) -> None:
+    async with world(tmp_path, send_whole) as up:
         sent = request({"x": "y" * size})
         reader, writer = await up.connect()
         writer.write(sent)
@@ -535,7 +525,7 @@ async def test_a_body_of_any_size_arrives_as_it_was(tmp_path: Path, size: int) -
         writer.close()
 
 
-async def test_a_cut_stream_ends_with_draining(tmp_path: Path) -> None:
+async def test_a_stream_that_exceeds_the_drain_timeout_ends_with_draining(tmp_path: Path) -> None:
     async with world(tmp_path, wait_for_the_end, limits=Limits(drain_timeout=0.2)) as up:
         asked = asyncio.create_task(ask(up, {"stream": True}))
         plain = asyncio.create_task(ask(up, {}))
@@ -548,7 +538,7 @@ async def test_a_cut_stream_ends_with_draining(tmp_path: Path) -> None:
         await worker.stopped.wait()
 
 
-async def test_time_spent_before_the_worker_counts_for_the_request(tmp_path: Path) -> None:
+async def test_the_wait_for_the_worker_counts_towards_the_request_timeout(tmp_path: Path) -> None:
     async with world(tmp_path, wait_for_the_end, keys={"request_timeout": 0.2}, load_seconds=0.3) as up:
         got = await ask(up, {})
         assert (got.status, got.reason) == (504, "request_timeout")

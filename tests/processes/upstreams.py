@@ -1,4 +1,4 @@
-"""A router's HTTP side in this process, over a worker whose every byte a test decides: real sockets, no programs."""
+"""The HTTP side of a router in this process, over a worker whose every byte a test decides, with real sockets."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ DEADLINE = 60.0
 
 
 class Upstream:
-    """One request as the worker got it, and its connection."""
+    """One request as the worker received it, and its connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: str, body: bytes):
         self.reader = reader
@@ -49,8 +49,8 @@ class Upstream:
         self._end: asyncio.Task[bytes] | None = None
 
     @property
-    def told(self) -> Any:
-        """What the request's member `fake` says."""
+    def fake(self) -> Any:
+        """The value of the request's member `fake`, which instructs the fake worker."""
         return json.loads(self.body).get("fake")
 
     async def send(self, data: bytes) -> None:
@@ -58,7 +58,7 @@ class Upstream:
         await self.writer.drain()
 
     async def left(self) -> None:
-        """Returns once the router has closed this connection."""
+        """Wait until the router has closed this connection."""
         self._end = self._end or asyncio.ensure_future(self.reader.read())
         with contextlib.suppress(ConnectionError):
             async with asyncio.timeout(DEADLINE):
@@ -93,14 +93,14 @@ class SocketWorker:
 
 
 class SocketLauncher(FakeLauncher):
-    """A machine without programs, whose workers all answer on one socket."""
+    """A machine without programs. All workers answer on one socket."""
 
     def __init__(self, socket: Path, models: Mapping[str, FakeModel]):
         super().__init__(models=models)
         self._socket = socket
 
     @asynccontextmanager
-    async def serve(  # type: ignore[override]  # yields a worker that has a wire
+    async def serve(  # type: ignore[override]  # yields a worker that has a client
         self, program: Program, command: Serve, place: Bytes, listen: Listen
     ) -> AsyncIterator[WorkerProcess]:
         async with FakeLauncher.serve(self, program, command, place, listen) as worker:
@@ -112,7 +112,7 @@ class SocketLauncher(FakeLauncher):
 
 
 class World:
-    """What a test sees of it all."""
+    """The parts of the router that a test sees."""
 
     def __init__(self, registry: Registry, fleet: Fleet, launcher: SocketLauncher, metrics: Metrics, socket: Path):
         self.registry = registry
@@ -122,17 +122,14 @@ class World:
         self.socket = socket
         self.app: App
         self.listener: Listener
-        """All connections of clients, but those that aiohttp has."""
-        self.requests: list[Upstream] = []
-        """Those that the worker got."""
-        self.errors: list[Mapping[str, Any]] = []
-        """What the loop could not tell anybody."""
+        self.requests: list[Upstream] = []  # those that the worker received
+        self.errors: list[Mapping[str, Any]] = []  # from the loop's exception handler
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_unix_connection(str(self.socket), limit=1 << 24)
 
     async def idle(self) -> None:
-        """Returns once no request holds a worker."""
+        """Wait until no request holds a worker."""
         async with asyncio.timeout(DEADLINE):
             for worker in self.fleet.workers():
                 while worker.leases:
@@ -162,8 +159,10 @@ async def world(
     **further: int,
 ) -> AsyncIterator[World]:
     """A router with one model, `a`, on a unix socket; each request to its worker is answered by `answer`.
+
     `backlog`: connections that may wait for the worker; `clients`: that may be connected at once; `twin`: another name
-    for the model, which shares its worker; `further`: what else its App is told."""
+    for the model, which shares its worker; `further`: arguments of the App.
+    """
     loop = asyncio.get_running_loop()
     upstream_socket, socket = folder / "up.sock", folder / "down.sock"
     names = ["a", twin] if twin else ["a"]
@@ -199,7 +198,9 @@ async def world(
     app = App(registry, Proxy(shared_workers, pace or Pace()), metrics, **further)
     made.app = app
     runner = web.AppRunner(app.build(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-    server = await asyncio.start_unix_server(_each(made, answer), upstream_socket, limit=1 << 24, backlog=backlog)
+    server = await asyncio.start_unix_server(
+        _serve_connection(made, answer), upstream_socket, limit=1 << 24, backlog=backlog
+    )
     await runner.setup()
     made.listener = listener = app.listener(runner, most=clients)
     sock = unix_socket.socket(unix_socket.AF_UNIX)
@@ -216,7 +217,9 @@ async def world(
     assert all(not worker.leases for worker in fleet.workers())
 
 
-def _each(made: World, answer: Answering) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+def _serve_connection(
+    made: World, answer: Answering
+) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
@@ -231,7 +234,7 @@ def _each(made: World, answer: Answering) -> Callable[[asyncio.StreamReader, asy
 
 
 async def until(fact: Callable[[], bool]) -> None:
-    """Returns once `fact` is so, for what nobody tells."""
+    """Wait until `fact` is true, where no event reports it."""
     async with asyncio.timeout(DEADLINE):
         while not fact():  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -258,9 +261,9 @@ STREAMED = STREAM + chunk(EVENT) + chunk(EVENT + DONE) + END
 
 
 async def respond(upstream: Upstream) -> None:
-    """`fake`: how many bytes of a body are answered; nothing: a word, or a stream if that was asked for."""
-    if upstream.told is not None:
-        data = b"x" * upstream.told
+    """Answer with `fake` bytes; without `fake`, with a short body, or a stream if the request asks for one."""
+    if upstream.fake is not None:
+        data = b"x" * upstream.fake
         await upstream.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data))
         return
     await upstream.send(STREAMED if b'"stream": true' in upstream.body else WHOLE)

@@ -1,4 +1,4 @@
-"""What happened and what is so, as Prometheus reads it: values in, text out."""
+"""The metrics as Prometheus parses them, after given events and states of the fleet."""
 
 import asyncio
 import dataclasses
@@ -34,7 +34,7 @@ def made(*models: str) -> tuple[Schedule, Metrics]:
     return world, Metrics(world.fleet, world.events)
 
 
-async def test_an_idle_router_tells_every_model_and_no_requests() -> None:
+async def test_an_idle_router_reports_every_model_and_no_requests() -> None:
     _, metrics = made("a", "b")
     found = samples(metrics)
     assert found['router_model_state{model="a",state="unloaded"}'] == 1.0
@@ -71,7 +71,7 @@ async def test_a_load_that_ended_early_is_counted_by_its_outcome(reason: str, re
     assert found[f'router_worker_exits_total{{model="a",reason="{reason or "stopped"}"}}'] == 1.0
 
 
-async def test_a_worker_that_served_counts_as_no_failed_load() -> None:
+async def test_a_worker_that_was_ready_is_not_counted_as_a_failed_load() -> None:
     world, metrics = made("a")
     world.events.append("state", "a", worker=1, state="ready", was="starting", load_seconds=3.0)
     world.events.append("state", "a", worker=1, state="ready", draining=True, reason="requested")
@@ -86,7 +86,7 @@ async def test_a_worker_that_served_counts_as_no_failed_load() -> None:
 
 
 @virtual
-async def test_gauges_are_read_off_the_fleet() -> None:
+async def test_gauges_show_the_state_of_the_fleet() -> None:
     world = Schedule({"a": 2 * GIB, "b": GIB}, margin=GIB)
     metrics = Metrics(world.fleet, world.events)
     world.launcher.set_foreign(CPU, GIB)
@@ -122,11 +122,12 @@ async def test_gauges_are_read_off_the_fleet() -> None:
 
 
 @virtual
-async def test_evictions_tell_memory_from_count() -> None:
-    for limits, reason in ((Limits(models_max=1), "count"), (Limits(), "memory")):
-        world = Schedule(
-            {"a": 5 * GIB, "b": 5 * GIB}, limits=limits, totals={CPU: 64 * GIB} if reason == "count" else None
-        )
+async def test_evictions_are_counted_by_memory_or_count() -> None:
+    for limits, totals, reason in (
+        (Limits(models_max=1), {CPU: 64 * GIB}, "count"),
+        (Limits(), None, "memory"),
+    ):
+        world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, limits=limits, totals=totals)
         metrics = Metrics(world.fleet, world.events)
         await world.ask("a")
         await asyncio.sleep(60)
@@ -136,7 +137,7 @@ async def test_evictions_tell_memory_from_count() -> None:
 
 
 @virtual
-async def test_failures_of_real_lives_are_counted() -> None:
+async def test_failures_of_real_loads_are_counted() -> None:
     fails = [
         WorkerLost("no", cause="oom", exit=6, memory="host"),
         WorkerLost("no", cause="load_failed", exit=3),
@@ -153,7 +154,7 @@ async def test_failures_of_real_lives_are_counted() -> None:
 
 
 @virtual
-async def test_one_model_is_told_alone_and_by_llama_servers_names() -> None:
+async def test_the_metrics_of_one_model_include_those_of_llama_server() -> None:
     world = Schedule({"a": GIB, "aa": GIB, 'q"\\x': GIB})
     metrics = Metrics(world.fleet, world.events)
     await world.ask("a")
@@ -188,15 +189,14 @@ PULSE = Pulse(
 
 
 @virtual
-async def test_what_engines_say_of_themselves_is_told_for_as_long_as_they_live() -> None:
+async def test_the_figures_of_a_pulse_are_shown_while_the_worker_is_ready() -> None:
     world = Schedule({"a": GIB, "b": GIB})
     metrics = Metrics(world.fleet, world.events)
     await world.ask("a")
-    assert not any(name.startswith("worker_") for name in samples(metrics)), "nothing is made up before a pulse"
+    assert not any(name.startswith("worker_") for name in samples(metrics)), "there is no figure before the first pulse"
     world.launcher.say("a", PULSE)
     found = samples(metrics)
-    told = {name: value for name, value in found.items() if name.startswith("worker_")}
-    assert told == {
+    assert {name: value for name, value in found.items() if name.startswith("worker_")} == {
         'worker_steps_total{model="a"}': 9.0,
         'worker_sequences{model="a",state="running"}': 1.0,
         'worker_sequences{model="a",state="waiting"}': 2.0,
@@ -217,7 +217,7 @@ async def test_what_engines_say_of_themselves_is_told_for_as_long_as_they_live()
 
 
 @virtual
-async def test_a_load_is_timed_by_its_stages_and_seen_on_its_way() -> None:
+async def test_a_load_is_timed_by_stage_and_its_progress_is_shown() -> None:
     model = FakeModel(shards=(GIB,), download_seconds=40.0)
     world = Schedule({"a": GIB}, models={"a": model}, missing=("a",))
     metrics = Metrics(world.fleet, world.events)
@@ -257,24 +257,24 @@ async def test_a_load_is_timed_by_its_stages_and_seen_on_its_way() -> None:
 
 
 @virtual
-async def test_where_a_start_spent_its_time_is_told_and_what_its_first_token_took() -> None:
+async def test_a_start_is_timed_by_stage_and_up_to_its_first_token() -> None:
     world = Schedule({"a": GIB})
     metrics = Metrics(world.fleet, world.events)
     spent = {"fork": 0.01, "read": 0.5, "of its own": 9.0}
     world.events.append("state", "a", worker=7, state="ready", load_seconds=0.51, spent=spent)
     counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 1}
-    for worker, ttft in ((6, 3.0), (7, 0.0), (7, 0.25), (7, 8.0)):  # another one's, one without a token, its first
+    for worker, ttft in ((6, 3.0), (7, 0.0), (7, 0.25), (7, 8.0)):  # another worker, no token, the first token
         world.events.mention("request", "a", worker=worker, id="r", ttft=ttft, **counts)
     found = samples(metrics)
-    told = {
+    seconds = {
         stage: found.get(f'router_start_seconds_sum{{model="a",stage="{stage}"}}') for stage in (*spent, "first_token")
     }
-    assert told == {"fork": 0.01, "read": 0.5, "of its own": None, "first_token": 0.25}
+    assert seconds == {"fork": 0.01, "read": 0.5, "of its own": None, "first_token": 0.25}
     await world.stop()
 
 
 @virtual
-async def test_bytes_that_a_download_finds_on_disk_are_not_fetched_again() -> None:
+async def test_bytes_that_were_on_disk_are_not_counted_as_downloaded() -> None:
     world = Schedule({"a": GIB})
     metrics = Metrics(world.fleet, world.events)
     for worker, done in ((1, 600), (1, 1000), (2, 1000), (2, 1000), (3, 0), (3, 10)):
@@ -283,7 +283,7 @@ async def test_bytes_that_a_download_finds_on_disk_are_not_fetched_again() -> No
     await world.stop()
 
 
-async def test_the_time_per_token_is_that_of_answers_with_more_than_one() -> None:
+async def test_responses_with_one_token_do_not_count_for_the_time_per_token() -> None:
     world, metrics = made("a")
     for seconds in (0.0, 0.02, 0.04):
         request = RequestEnded(id="r", completion_tokens=5, token_seconds=seconds)
@@ -294,8 +294,8 @@ async def test_the_time_per_token_is_that_of_answers_with_more_than_one() -> Non
 
 
 @virtual
-async def test_a_wait_is_told_by_what_it_was_for() -> None:
-    """The first asks for files, the second finds them coming, the third finds a worker that is ready."""
+async def test_a_wait_is_counted_by_its_cause() -> None:
+    """The first request starts the download, the second finds it running, the third finds a ready worker."""
     model = FakeModel(shards=(GIB,), download_seconds=20.0, load_seconds=3.0)
     world = Schedule({"a": GIB}, models={"a": model}, missing=("a",))
     metrics = Metrics(world.fleet, world.events)
@@ -313,7 +313,7 @@ async def test_a_wait_is_told_by_what_it_was_for() -> None:
 
 @pytest.mark.parametrize(("most", "cause"), [(0, "memory"), (1, "slot")])
 @virtual
-async def test_waits_for_memory_and_for_a_place_are_told_apart(most: int, cause: str) -> None:
+async def test_waits_for_memory_and_for_a_slot_are_counted_separately(most: int, cause: str) -> None:
     size = GIB if most else 5 * GIB
     world = Schedule({"a": size, "b": size}, limits=Limits(models_max=most, patience=4.0))
     metrics = Metrics(world.fleet, world.events)
@@ -327,7 +327,7 @@ async def test_waits_for_memory_and_for_a_place_are_told_apart(most: int, cause:
 
 
 @virtual
-async def test_how_long_the_evicted_were_there_and_their_memory_took_to_come_back_is_told() -> None:
+async def test_residency_before_an_eviction_and_settling_of_memory_are_measured() -> None:
     models = {name: FakeModel(shards=(5 * GIB,), load_seconds=2.0) for name in "ab"}
     world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, models=models)
     world.launcher.reading_lag = 0.7
@@ -342,7 +342,7 @@ async def test_how_long_the_evicted_were_there_and_their_memory_took_to_come_bac
 
 
 @virtual
-async def test_each_reading_with_less_free_than_the_margin_is_counted_once() -> None:
+async def test_a_reading_below_the_margin_is_counted_once() -> None:
     world = Schedule({"a": GIB}, margin=2 * GIB)
     metrics = Metrics(world.fleet, world.events)
     for used in (5, 7, 7.5, 3):
@@ -355,7 +355,7 @@ async def test_each_reading_with_less_free_than_the_margin_is_counted_once() -> 
 
 
 @virtual
-async def test_a_loop_that_is_late_says_by_how_much() -> None:
+async def test_the_lag_of_the_event_loop_is_measured() -> None:
     world = Schedule({"a": GIB})
     metrics = Metrics(world.fleet, world.events)
     watching = asyncio.create_task(metrics.watch_the_loop())
