@@ -9,7 +9,7 @@ from worker.protocol.architectures import DIVISIBLE, OFFSET_POSITIONS, PAGED, VI
 ROOT = Path(__file__).resolve().parents[3]
 SIZES = ("_BYTES", "_TOKENS", "_SHARE", "_LOGITS", "_SCORES", "_FACTOR", "_GROUP", "_GROUPS")
 # Limits of files and pipes that have the same name on both sides by chance.
-UNRELATED = {"MOST_BYTES", "READ_BYTES"}
+UNRELATED = {"MOST_BYTES", "READ_BYTES", "WRITE_BYTES"}
 
 
 def constants(package: str) -> Iterator[tuple[str, ast.expr]]:

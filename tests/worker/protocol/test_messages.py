@@ -1,4 +1,4 @@
-"""The border between router and worker: whatever one side says, the other understands."""
+"""The messages between router and worker: what one side encodes, the other decodes."""
 
 import dataclasses
 import json
@@ -61,7 +61,7 @@ EVENTS = (
     ForkRefused,
     Reaped,
 )
-# What the kernel takes as an argument: no NUL, nothing that UTF-8 cannot say.
+# Valid arguments of a process: no NUL, and nothing that UTF-8 cannot encode.
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 WORD = st.text(st.characters(exclude_characters="\0,", exclude_categories=["Cs"]), min_size=1)
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
@@ -101,12 +101,12 @@ def test_every_order_survives_its_packet(order: Order) -> None:
 
 
 @given(values_of((MemoryGrant,)))
-def test_the_word_to_go_survives_its_line(go: MemoryGrant) -> None:
-    line = encode_grant(go)
-    assert (decode_grant(line), line.count(b"\n")) == (go, 1)
+def test_a_memory_grant_survives_its_line(grant: MemoryGrant) -> None:
+    line = encode_grant(grant)
+    assert (decode_grant(line), line.count(b"\n")) == (grant, 1)
 
 
-def test_a_nursery_imports_only_code_of_model_families() -> None:
+def test_a_fork_server_imports_only_code_of_model_families() -> None:
     good = ["transformers.models.llama.modeling_llama", "transformers.models.qwen2"]
     bad = ["os", "transformers.models.llama.x_y", "transformers.models.a.modeling_a.b", "transformers.models.",
            "transformers_modules.x.modeling_x"]  # fmt: skip
@@ -127,11 +127,11 @@ def test_every_event_survives_its_line(event: Event) -> None:
 
 
 @given(st.one_of(st.binary(), TEXT.map(str.encode), st.recursive(st.none() | TEXT, st.lists).map(json.dumps)))
-def test_a_line_that_is_no_event_is_none(line: bytes | str) -> None:
+def test_a_line_without_an_event_is_decoded_to_none(line: bytes | str) -> None:
     assert decode(line.encode() if isinstance(line, str) else line) is None
 
 
-def test_an_event_of_a_later_version_is_understood_as_far_as_it_is_known() -> None:
+def test_unknown_members_of_an_event_are_ignored() -> None:
     assert decode(b'{"event":"failed","message":"m","colour":"red"}') == Failed(message="m")
     assert decode(b'{"event":"sang","song":"s"}') is None
     assert decode(b'{"event":"failed"}') is None
@@ -164,7 +164,7 @@ def test_a_switch_has_a_negative_form() -> None:
         (["estimate", "--snapshot=/m", "--listen=x"], "estimate: unknown option '--listen=x'"),
     ],
 )
-def test_a_wrong_command_line_is_told_so(argv: list[str], message: str) -> None:
+def test_an_invalid_command_line_is_rejected_with_its_cause(argv: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         from_argv(argv)
 
@@ -177,7 +177,7 @@ def test_a_wrong_command_line_is_told_so(argv: list[str], message: str) -> None:
         for name in ("../x", "../../etc/passwd", "/etc/passwd", "sub/x.safetensors", "..", "", "a\0b", "\ud800", "a\n")
     ],
 )
-def test_an_index_that_names_no_files_beside_it_is_refused(content: bytes) -> None:
+def test_an_index_that_names_no_files_in_its_folder_is_rejected(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"^(is not an index|names )"):
         shard_names(content)
 
@@ -187,11 +187,11 @@ def test_an_index_names_each_file_once_and_in_order() -> None:
     assert shard_names(text.encode()) == ["a.safetensors", "b.safetensors"]
 
 
-def test_only_lasting_failures_are_final() -> None:
+def test_usage_and_unusable_are_the_permanent_exit_codes() -> None:
     assert {Exit.USAGE, Exit.UNUSABLE} == PERMANENT_EXITS
 
 
-def test_the_contract_imports_only_the_standard_library() -> None:
+def test_the_protocol_imports_only_the_standard_library() -> None:
     modules = "worker.protocol.argv, worker.protocol.events, worker.protocol.orders, worker.protocol.routes"
     code = f"import sys, {modules}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     names = subprocess.run(python("-c", code), env=environment(), capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""What stands inside the objects of a body and is in no table is named by its path, and nothing else is."""
+"""Unknown members inside the objects of a body are reported by their path, and nothing else is."""
 
 from typing import Any
 
@@ -13,17 +13,17 @@ from worker.protocol.dialects.responses import RESPONSES
 from worker.protocol.schema import Body, flag, record
 from worker.protocol.unknown_fields import unknown_paths
 
-SAID = {"role": "user", "content": "hi"}
+MESSAGE = {"role": "user", "content": "hi"}
 FUNCTION = {"name": "f", "parameters": {"type": "object", "odd": 1}, "description": "?", "strict": True}
 CALL = {"id": "1", "type": "function", "index": 0, "function": {"name": "f", "arguments": {"odd": 1}}}
 
 
 @pytest.mark.parametrize(
-    ("body", "named"),
+    ("body", "paths"),
     [
-        ({"odd": {"odd": 1}, "messages": [SAID]}, []),
-        ({"messages": [SAID, {**SAID, "odd": 1}, {**SAID, "odd": 2, "even": None}]}, ["messages[].odd"]),
-        ({"messages": [{**SAID, "tool_calls": []}]}, ["messages[].tool_calls"]),
+        ({"odd": {"odd": 1}, "messages": [MESSAGE]}, []),
+        ({"messages": [MESSAGE, {**MESSAGE, "odd": 1}, {**MESSAGE, "odd": 2, "even": None}]}, ["messages[].odd"]),
+        ({"messages": [{**MESSAGE, "tool_calls": []}]}, ["messages[].tool_calls"]),
         ({"messages": [{"role": "assistant", "tool_calls": [CALL], "refusal": None, "annotations": []}]}, []),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "odd": 1}}]}]},
@@ -61,12 +61,12 @@ CALL = {"id": "1", "type": "function", "index": 0, "function": {"name": "f", "ar
         ({"logit_bias": {"5": 1}, "lora": [{"id": 0, "scale": 1}]}, []),
     ],
 )  # fmt: skip
-def test_what_no_table_knows_inside_a_chat_is_named(body: dict[str, Any], named: list[str]) -> None:
-    assert unknown_paths(CHAT, body) == named
+def test_unknown_members_inside_a_chat_are_reported(body: dict[str, Any], paths: list[str]) -> None:
+    assert unknown_paths(CHAT, body) == paths
 
 
 @pytest.mark.parametrize(
-    ("table", "body", "named"),
+    ("table", "body", "paths"),
     [
         (
             RESPONSES,
@@ -111,19 +111,19 @@ def test_what_no_table_knows_inside_a_chat_is_named(body: dict[str, Any], named:
     ],
     ids=["responses", "messages", "rerank"],
 )  # fmt: skip
-def test_other_dialects_are_looked_into_alike(table: Body, body: Any, named: list[str]) -> None:
-    assert unknown_paths(table, body) == named
+def test_unknown_members_are_reported_in_other_dialects(table: Body, body: Any, paths: list[str]) -> None:
+    assert unknown_paths(table, body) == paths
 
 
 @pytest.mark.parametrize(
     "body", [{"messages": 5}, {"messages": [5]}, {"messages": {"odd": 1}}, {"tools": [[[{}]]]}, {"response_format": []},
              {"messages": [{"role": ["user"], "content": {"odd": 1}}]}]
 )  # fmt: skip
-def test_what_has_the_wrong_type_is_left_to_those_who_read_it(body: dict[str, Any]) -> None:
+def test_values_of_a_wrong_type_are_not_reported(body: dict[str, Any]) -> None:
     assert unknown_paths(CHAT, body) == []
 
 
-def test_what_is_inside_is_reported_and_refused_where_fields_are_strict() -> None:
+def test_inner_members_are_reported_or_rejected_with_strict_fields() -> None:
     inner: Body = {"x": flag()}
 
     def read(body: dict[str, Any]) -> BodyFields:
@@ -137,7 +137,7 @@ def test_what_is_inside_is_reported_and_refused_where_fields_are_strict() -> Non
     assert caught.value.param == "a.odd"
 
 
-def test_an_object_that_has_settled_its_own_fields_is_not_reported_twice() -> None:
+def test_an_object_that_has_checked_its_own_fields_is_not_reported_twice() -> None:
     inner: Body = {"x": flag()}
     fields = BodyFields({"a": {"odd": 1}}, {"a": record(inner)})
     within = fields.within("a", inner)

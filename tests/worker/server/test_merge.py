@@ -1,4 +1,4 @@
-"""The deltas of several generations, merged: nothing lost, errors in their place, leavers noticed."""
+"""The merged deltas of several generations: complete, with errors in their order, and cancelled together."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -13,7 +13,7 @@ from worker.server.merge import MAX_CONCURRENT, MergedDeltas
 
 
 class Hasty(FakeEngine):
-    """Says two deltas and fails, all in one breath."""
+    """Yields two deltas and fails, without a suspension in between."""
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         yield Delta(text="a")
@@ -22,7 +22,7 @@ class Hasty(FakeEngine):
 
 
 class Counting(FakeEngine):
-    """Knows how many of its generations ran side by side."""
+    """Counts the generations that run at once."""
 
     running = most = 0
 
@@ -41,7 +41,7 @@ def generations(count: int, text: str = "hi") -> list[GenerationRequest]:
     return [GenerationRequest(id=str(number), prompt=prompt, max_tokens=3) for number in range(count)]
 
 
-async def test_what_came_before_an_error_is_told_before_it() -> None:
+async def test_deltas_that_arrived_before_an_error_come_before_it() -> None:
     async with MergedDeltas(Hasty(serving.tokenizer()), generations(1)) as deltas:
         await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "0"])  # all three are waiting
         assert [delta.text for _, delta in await deltas.next_batch()] == ["a", "b"]
@@ -50,7 +50,7 @@ async def test_what_came_before_an_error_is_told_before_it() -> None:
                 await deltas.next_batch()
 
 
-async def test_all_generations_are_told_and_then_nothing() -> None:
+async def test_all_generations_end_with_an_empty_batch() -> None:
     async with MergedDeltas(FakeEngine(serving.tokenizer()), generations(3)) as deltas:
         texts = ["", "", ""]
         while batch := await deltas.next_batch():
@@ -60,7 +60,7 @@ async def test_all_generations_are_told_and_then_nothing() -> None:
         assert await deltas.next_batch() == []
 
 
-async def test_a_wait_that_is_cancelled_loses_nothing() -> None:
+async def test_a_cancelled_wait_loses_nothing() -> None:
     engine = FakeEngine(serving.tokenizer())
     async with MergedDeltas(engine, generations(1, "hold")) as deltas:
         waiting = asyncio.create_task(deltas.next_batch())
@@ -74,7 +74,7 @@ async def test_a_wait_that_is_cancelled_loses_nothing() -> None:
         assert text == "0 Gr\ufffd"
 
 
-async def test_leaving_the_block_waits_until_the_engine_is_rid_of_all() -> None:
+async def test_leaving_the_block_waits_until_the_engine_has_released_all() -> None:
     engine = Counting(serving.tokenizer())
     async with MergedDeltas(engine, generations(5, "hold")):
         await engine.until("begin")
@@ -82,7 +82,7 @@ async def test_leaving_the_block_waits_until_the_engine_is_rid_of_all() -> None:
     assert engine.journal.count("cancelled") == engine.journal.count("begin")
 
 
-async def test_a_long_list_of_prompts_enters_the_engine_bit_by_bit() -> None:
+async def test_a_long_list_of_prompts_enters_the_engine_in_parts() -> None:
     engine = Counting(serving.tokenizer())
     async with MergedDeltas(engine, generations(MAX_CONCURRENT * 2)) as deltas:
         ended = 0

@@ -1,4 +1,4 @@
-"""The worker's socket: who may ask, where it listens, how errors look, what is announced."""
+"""The worker's HTTP server: authentication, addresses, errors, request events, shutdown."""
 
 import asyncio
 import json
@@ -15,9 +15,10 @@ import pytest
 from tests.worker import serving as worlds
 from tests.worker.fake_engine import DECODE, FakeEngine
 from tests.worker.serving import LOOPBACK, TOKEN, Serving, chat, serving
-from worker.errors import StartError
+from worker.errors import StartError, Unauthorized
 from worker.protocol.dialects import Dialect
-from worker.protocol.events import Exit, RequestEnded, decode, encode
+from worker.protocol.errors import error_body
+from worker.protocol.events import Exit
 from worker.protocol.routes import DIALECTS, ROUTES
 from worker.server.server import Server
 
@@ -34,7 +35,7 @@ def make(listen: str, token: str | None = TOKEN, **settings: Any) -> Server:
     return Server(engine, engine.tokenizer, options, token=token, announce=lambda event: None)
 
 
-# Who may ask
+# Authentication
 
 
 @pytest.mark.parametrize(("method", "path"), PATHS)
@@ -42,49 +43,39 @@ def make(listen: str, token: str | None = TOKEN, **settings: Any) -> Server:
     "authorization",
     [None, "", "Bearer", "Bearer ", "Bearer wrong", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}x", "Bearer \xff"],
 )
-async def test_nobody_without_the_token_is_answered(method: str, path: str, authorization: str | None) -> None:
+async def test_a_request_without_the_token_is_401(method: str, path: str, authorization: str | None) -> None:
     async with serving(bearer=None) as world:
         headers = {} if authorization is None else {"Authorization": authorization}
         async with world.client.request(method, world.url + path, data=b"{}", headers=headers) as answer:
-            body = json.loads((await answer.read()).rstrip(b"\0"))
+            body, id = json.loads((await answer.read()).rstrip(b"\0")), answer.headers["X-Request-Id"]
         assert answer.status == 401
         assert answer.headers["WWW-Authenticate"] == "Bearer"
-        told = body.get("error", body)
-        told = told if isinstance(told, dict) else {"message": told}
-        assert told.get("message", told.get("detail", told.get("text"))) == "Invalid API Key"
-        if DIALECTS.get(path, Dialect.OPENAI) in (Dialect.OPENAI, Dialect.LLAMA_SERVER):
-            assert told == {
-                "code": 401,
-                "message": "Invalid API Key",
-                "type": "authentication_error",
-                "param": None,
-                "reason": "invalid_api_key",
-            }
+        assert body == error_body(DIALECTS.get(path, Dialect.OPENAI), Unauthorized("Invalid API Key"), request_id=id)
         assert world.engine.journal == []
         assert world.events == []
 
 
-async def test_the_token_of_another_worker_is_none() -> None:
+async def test_the_token_of_another_worker_is_rejected() -> None:
     async with serving(bearer="the-token-of-that-worker") as world:
         assert (await world.post(CHAT, chat("hi")))[0] == 401
 
 
-async def test_health_is_told_to_the_router() -> None:
+async def test_health_is_reported_and_is_no_request() -> None:
     async with serving() as world, world.client.get(world.url + "/health") as answer:
         assert (answer.status, await answer.json()) == (200, {"status": "ok"})
         assert world.events == []
 
 
-async def test_without_a_token_anybody_on_this_machine_may_ask() -> None:
+async def test_without_a_token_any_client_on_this_machine_is_served() -> None:
     async with serving(token=None, bearer=None) as world:
         assert (await world.post("/tokenize", {"content": "hi"}))[0] == 200
 
 
-# Where it listens
+# Addresses
 
 
 @pytest.mark.parametrize("listen", ["tcp:127.0.0.1:0", "tcp:localhost:0"])
-async def test_the_real_port_is_told(listen: str) -> None:
+async def test_the_actual_port_is_returned(listen: str) -> None:
     server = make(listen, token=None)
     address = await server.start()
     kind, host, port = address.split(":")
@@ -110,7 +101,7 @@ async def test_with_a_token_every_address_may_be_served() -> None:
     "listen",
     ["", "tcp", "tcp:", "tcp:127.0.0.1", "tcp:127.0.0.1:x", "tcp:127.0.0.1:70000", "tcp::80", "unix:", "http://x"],
 )
-async def test_an_address_that_is_none_stops_the_start(listen: str) -> None:
+async def test_an_invalid_address_stops_the_start(listen: str) -> None:
     with pytest.raises(StartError, match="--listen") as caught:
         await make(listen).start()
     assert caught.value.exit == Exit.USAGE
@@ -123,7 +114,7 @@ async def test_a_port_in_use_stops_the_start_and_is_named() -> None:
             await make(f"tcp:127.0.0.1:{port}").start()
 
 
-async def test_a_unix_socket_is_its_owners_alone_and_goes_with_the_server(tmp_path: Path) -> None:
+async def test_a_unix_socket_is_private_and_removed_with_the_server(tmp_path: Path) -> None:
     path = tmp_path / "a.sock"
     async with serving(listen=f"unix:{path}") as world:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -131,14 +122,14 @@ async def test_a_unix_socket_is_its_owners_alone_and_goes_with_the_server(tmp_pa
     assert not path.exists()
 
 
-async def test_the_folder_of_a_routers_sockets_may_have_been_deleted_since_its_worker_was_born(tmp_path: Path) -> None:
+async def test_the_folder_of_the_socket_is_created_if_it_was_deleted(tmp_path: Path) -> None:
     path = tmp_path / "run" / "a.sock"
     async with serving(listen=f"unix:{path}") as world:
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         assert (await world.post("/tokenize", {"content": "hi"}))[0] == 200
 
 
-async def test_a_socket_path_beyond_the_kernels_limit_is_refused(tmp_path: Path) -> None:
+async def test_a_socket_path_beyond_the_kernels_limit_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="107 bytes"):
         await make(f"unix:{tmp_path / ('x' * 107)}").start()
 
@@ -152,24 +143,21 @@ async def test_a_preset_that_cannot_be_served_stops_the_start() -> None:
         make(LOOPBACK, sampling='{"temp": "hot"}')
 
 
-async def test_the_checkpoints_own_sampling_is_found(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text('{"temperature": 0.25, "do_sample": true}')
-    async with serving(snapshot=str(tmp_path)) as world:
-        await world.post(CHAT, chat("hi", max_tokens=1))
-        assert world.engine.requests[0].sampling.temperature == 0.25
-
-
-async def test_a_damaged_file_of_sampling_defaults_is_passed_over(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text("{")
+@pytest.mark.parametrize(("text", "temperature"), [('{"temperature": 0.25, "do_sample": true}', 0.25), ("{", 1.0)])
+async def test_sampling_defaults_come_from_the_checkpoint_unless_the_file_is_damaged(
+    tmp_path: Path, text: str, temperature: float
+) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
     async with serving(snapshot=str(tmp_path)) as world:
         assert (await world.post(CHAT, chat("hi", max_tokens=1)))[0] == 200
+        assert world.engine.requests[0].sampling.temperature == temperature
 
 
 async def test_capabilities_are_the_engines_and_the_templates() -> None:
     assert make(LOOPBACK).capabilities == ["chat", "completion", "embedding"]
 
 
-# How errors look
+# Errors
 
 
 async def raw(world: Serving, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, Any, Any]:
@@ -195,7 +183,7 @@ ERRORS: list[tuple[str, str, Any, int, str, str, str | None]] = [
 
 @pytest.mark.parametrize(("method", "path", "body", "status", "type", "reason", "param"), ERRORS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_every_error_is_one_json_object_of_one_shape(
+async def test_every_error_is_one_json_object_with_the_same_members(
     method: str, path: str, body: Any, status: int, type: str, reason: str, param: str | None, stream: bool
 ) -> None:
     if isinstance(body, dict):
@@ -218,13 +206,13 @@ async def test_every_error_is_one_json_object_of_one_shape(
         assert error["message"]
 
 
-async def test_a_wrong_method_names_the_right_ones() -> None:
+async def test_a_wrong_method_lists_the_allowed_ones() -> None:
     async with serving() as world:
         _, headers, _ = await raw(world, "GET", "/v1/embeddings")
         assert headers["Allow"] == "POST"
 
 
-async def test_a_prompt_over_the_context_says_by_how_much() -> None:
+async def test_a_prompt_longer_than_the_context_states_both_lengths() -> None:
     async with serving(FakeEngine(worlds.tokenizer(), ctx_size=10)) as world:
         status, _, body = await world.post("/v1/completions", {"prompt": [5] * 12})
         assert status == 400
@@ -235,13 +223,13 @@ async def test_a_prompt_over_the_context_says_by_how_much() -> None:
 
 
 @pytest.mark.parametrize(("waiting", "seconds"), [(0, "1"), (40, "11"), (4000, "60")])
-async def test_a_full_queue_says_when_to_come_again(waiting: int, seconds: str) -> None:
+async def test_a_full_queue_states_when_to_retry(waiting: int, seconds: str) -> None:
     async with serving(FakeEngine(worlds.tokenizer(), waiting=waiting), parallel=4) as world:
         status, headers, _ = await world.post(CHAT, chat("full"))
         assert (status, headers["Retry-After"]) == (429, seconds)
 
 
-async def test_what_nobody_foresaw_is_answered_without_its_words_and_logged_without_the_prompt(
+async def test_an_unexpected_error_hides_its_message_and_the_log_hides_the_prompt(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with serving() as world:
@@ -257,7 +245,7 @@ async def test_what_nobody_foresaw_is_answered_without_its_words_and_logged_with
         assert (await world.post(CHAT, chat("hi")))[0] == 200
 
 
-async def test_a_compressed_body_is_refused() -> None:
+async def test_a_compressed_body_is_rejected() -> None:
     async with serving() as world:
         status, _, body = await raw(world, "POST", "/tokenize", b"\x1f\x8b", **{"Content-Encoding": "gzip"})
         assert (status, body["error"]["reason"]) == (415, "encoding")
@@ -269,7 +257,7 @@ async def test_a_body_needs_no_content_type() -> None:
         assert (status, body) == (200, {"content": "G", "prompt": "G"})
 
 
-async def test_ignored_fields_are_named_in_a_header_in_its_own_characters() -> None:
+async def test_ignored_fields_are_listed_in_a_header_percent_encoded() -> None:
     async with serving() as world:
         body = chat("hi", max_tokens=1, wibble=1, **{"a\r\nb": 2, "ü": 3, "x" * 99: 4})
         status, headers, _ = await world.post(CHAT, body)
@@ -277,22 +265,16 @@ async def test_ignored_fields_are_named_in_a_header_in_its_own_characters() -> N
         assert headers["X-Ignored-Fields"] == f"wibble,a%0D%0Ab,%C3%BC,{'x' * 64}"
 
 
-async def test_so_are_those_of_a_stream() -> None:
+async def test_a_stream_names_ignored_fields_too_and_long_lists_are_cut() -> None:
     async with serving() as world:
-        body = chat("hi", max_tokens=1, wibble=1, stream=True)
+        many = {f"field{number}": 1 for number in range(5000)}
+        body = chat("hi", max_tokens=1, stream=True, **many)
         async with world.client.post(world.url + CHAT, json=body) as answer:
-            assert answer.headers["X-Ignored-Fields"] == "wibble"
+            assert answer.headers["X-Ignored-Fields"].endswith("field31,...")
             await answer.read()
 
 
-async def test_very_many_ignored_fields_do_not_make_a_very_long_header() -> None:
-    async with serving() as world:
-        many = {f"field{number}": 1 for number in range(5000)}
-        _, headers, _ = await world.post("/tokenize", {"content": "x", **many})
-        assert headers["X-Ignored-Fields"].endswith("field31,...")
-
-
-async def test_strict_fields_refuse_in_every_route() -> None:
+async def test_strict_fields_reject_unknown_fields_in_every_route() -> None:
     async with serving(strict_fields=True) as world:
         for path, body in [
             (CHAT, chat("hi")),
@@ -306,7 +288,7 @@ async def test_strict_fields_refuse_in_every_route() -> None:
             assert (status, answer["error"]["reason"]) == (400, "unknown_parameter")
 
 
-async def test_a_long_text_does_not_hold_up_the_loop() -> None:
+async def test_a_long_text_does_not_block_the_event_loop() -> None:
     async with serving() as world:
         work = asyncio.create_task(world.post("/tokenize", {"content": "word " * 50_000}))
         answered = 0
@@ -319,10 +301,10 @@ async def test_a_long_text_does_not_hold_up_the_loop() -> None:
         assert answered >= 5
 
 
-# What is announced
+# Request events
 
 
-async def test_each_request_is_announced_once_at_its_end() -> None:
+async def test_each_request_has_one_event_at_its_end() -> None:
     async with serving() as world:
         await world.post(CHAT, chat("hi", max_tokens=3, n=2), **{"X-Request-Id": "a.b_c-1"})
         [event] = world.events
@@ -336,18 +318,16 @@ async def test_each_request_is_announced_once_at_its_end() -> None:
         assert world.events[1].ttft == 0
 
 
-async def test_what_is_announced_is_what_the_answer_says_of_its_usage() -> None:
+async def test_the_token_counts_of_an_event_are_those_of_the_usage() -> None:
     async with serving() as world:
         for body in (chat("hi"), chat("hi", stop="世"), chat("hi", max_tokens=4, n=3)):
             _, _, answer = await world.post(CHAT, body)
-            usage, event = answer["usage"], world.events[-1]
-            assert (event.prompt_tokens, event.completion_tokens) == (
-                usage["prompt_tokens"],
-                usage["completion_tokens"],
-            )
+            event = world.events[-1]
+            counts = {"prompt_tokens": event.prompt_tokens, "completion_tokens": event.completion_tokens}
+            assert answer["usage"].items() >= counts.items()
 
 
-async def test_a_stream_is_announced_like_an_answer_in_one_piece() -> None:
+async def test_the_event_of_a_stream_counts_all_its_prompts() -> None:
     async with serving() as world:
         await world.stream("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 3})
         [event] = world.events
@@ -356,34 +336,29 @@ async def test_a_stream_is_announced_like_an_answer_in_one_piece() -> None:
 
 
 @pytest.mark.parametrize("given", ["", "a b", "x" * 129, "ü"])
-async def test_an_unfit_request_id_is_replaced(given: str) -> None:
+async def test_an_invalid_request_id_is_replaced(given: str) -> None:
     async with serving() as world:
         _, headers, _ = await world.post("/tokenize", {"content": "a"}, **{"X-Request-Id": given})
         assert headers["X-Request-Id"] == world.events[0].id != given
         assert len(world.events[0].id) == 32
 
 
-@pytest.mark.parametrize("content", ["fail", "break", "full", "fail-later"])
+@pytest.mark.parametrize("content", ["fail", "break", "full", "fail-later", None])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_failed_request_is_announced_as_one(content: str, stream: bool) -> None:
+async def test_a_failed_request_ends_with_the_outcome_error(content: str | None, stream: bool) -> None:
     async with serving() as world:
+        body = b"{" if content is None else json.dumps(chat(content, stream=stream)).encode()
         try:
-            await raw(world, "POST", CHAT, json.dumps(chat(content, stream=stream)).encode())
+            await raw(world, "POST", CHAT, body)
         except aiohttp.ClientPayloadError:
             assert (content, stream) == ("fail-later", True)
         assert [event.outcome for event in world.events] == ["error"]
 
 
-async def test_a_refused_body_is_announced_too() -> None:
-    async with serving() as world:
-        await world.post(CHAT, b"{")
-        assert [event.outcome for event in world.events] == ["error"]
+# Shutdown
 
 
-# The end
-
-
-async def test_a_server_that_closes_ends_what_runs_with_draining() -> None:
+async def test_closing_the_server_ends_running_requests_with_draining() -> None:
     async with serving() as world:
         asking = asyncio.create_task(world.post(CHAT, chat("hold")))
         await world.engine.until("begin")
@@ -395,7 +370,7 @@ async def test_a_server_that_closes_ends_what_runs_with_draining() -> None:
         assert [event.outcome for event in world.events] == ["error"]
 
 
-async def test_a_stream_that_is_cut_by_a_closing_server_ends_in_a_frame_and_a_break() -> None:
+async def test_closing_the_server_ends_a_stream_with_an_error_frame_and_an_aborted_connection() -> None:
     async with serving() as world:
         url = world.url + CHAT
         async with world.client.post(url, json=chat("hold-later", stream=True)) as answer:
@@ -406,7 +381,7 @@ async def test_a_stream_that_is_cut_by_a_closing_server_ends_in_a_frame_and_a_br
         assert b"data: [DONE]\n" not in received
 
 
-async def test_an_engine_that_is_stopping_says_so() -> None:
+async def test_a_stopping_engine_rejects_requests_with_draining() -> None:
     async with serving() as world:
         await world.engine.close()
         status, headers, body = await world.post(CHAT, chat("hi"))
@@ -414,16 +389,11 @@ async def test_an_engine_that_is_stopping_says_so() -> None:
 
 
 async def until_broken(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Lines that are not empty, up to a break; an end in peace fails."""
+    """The lines that are not empty, up to an aborted connection; an orderly end fails."""
     try:
         async for line in content:
             if line.strip():
                 yield line
     except aiohttp.ClientPayloadError:
         return
-    pytest.fail("the stream ended in peace")
-
-
-def test_events_of_requests_fit_the_contract() -> None:
-    event = RequestEnded(id="a", prompt_tokens=1, outcome="cancelled")
-    assert decode(encode(event)) == event
+    pytest.fail("the stream has an orderly end")

@@ -1,4 +1,4 @@
-"""Streaming equals non-streaming: 500 random requests of three dialects, each asked both ways of a real engine."""
+"""Streamed responses equal whole ones: 500 random requests of three dialects, each sent both ways to a real engine."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ SCHEMA = {
 
 
 def sampling(draw: random.Random) -> dict[str, Any]:
-    """Fields that all dialects share; each stated about every third time."""
+    """Fields that all dialects share; each is present about every fifth time."""
     choices: dict[str, Any] = {
         "temperature": draw.choice([0, 0.7, 1.3]), "top_p": draw.choice([0.5, 0.9]), "top_k": draw.choice([1, 5, 40]),
         "min_p": 0.05, "repeat_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repeat_last_n": 4,
@@ -67,14 +67,14 @@ def request(draw: random.Random) -> tuple[str, dict[str, Any]]:
         is_free = not {"guided_regex", "json_schema"} & body.keys()
         if is_free and draw.random() < 0.4:
             body |= {"tools": [TOOL], "parallel_tool_calls": False}
-            # o: what comes between `<t` and `ol_call>`, so that not all of them think instead, and on and on
+            # The bias towards "o", which continues `<t` to `<tool_call>`, keeps most outputs from being reasoning only.
             held = {"tool_choice": "required", "max_tokens": 70, "n": 1, "stop": [], "logit_bias": {LETTER_O: 90}}
             body |= draw.choice([{}, held])
     return kind, body
 
 
 def merged(kind: str, frames: list[Any]) -> Any:
-    """What the chunks of a stream add up to: the choices, and the usage."""
+    """The choices and the usage that the chunks of a stream add up to."""
     made: dict[int, dict[str, Any]] = {}
     usage = None
     if kind == "/completion":
@@ -98,13 +98,13 @@ def merged(kind: str, frames: list[Any]) -> Any:
                     choice[name] = choice.get(name, "") + value
             for name, listed in (each["logprobs"] or {}).items():
                 choice["logprobs"].setdefault(name, []).extend(listed)
-            assert choice["finish"] is None, "nothing follows the end of a choice"
+            assert choice["finish"] is None, "no chunk follows the end of a choice"
             choice["finish"] = each["finish_reason"]
     return [made[index] for index in sorted(made)], usage
 
 
 def whole(kind: str, body: Any) -> Any:
-    """The same of an answer in one piece."""
+    """The choices and the usage of a whole response."""
     if kind == "/completion":
         bodies = body if isinstance(body, list) else [body]
         names = ("content", "tokens", "stop_type", "stopping_word", "tokens_predicted")
@@ -123,8 +123,8 @@ def whole(kind: str, body: Any) -> Any:
 
 
 @pytest.mark.slow
-async def test_a_stream_says_what_the_answer_in_one_piece_says(tmp_path: Path) -> None:
-    folder = tiny.make("llama", tmp_path, dtype="float64")  # so that no last digit tips a draw
+async def test_a_stream_adds_up_to_the_whole_response(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path, dtype="float64")  # rounding must not change a sampled token
     engine = load(folder, ctx_size=256, parallel=16, queue_size=200)
     served = options(folder, name="tiny", chat_template=TEMPLATE)
     server = Server(engine, engine.tokenizer, served, token=None, announce=lambda event: None)
@@ -177,5 +177,5 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def _without_cache(usage: Any) -> Any:
-    """What is cached depends on who was here before."""
+    """The usage without the cached tokens, which depend on earlier requests."""
     return usage and {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
