@@ -124,6 +124,12 @@ class Resident:
         cost = self.load_seconds * sum([size for id, size in reserved.items() if id.index != SLOTS])
         object.__setattr__(self, "eviction_key", (self.busy, not self.best_effort, self.priority, since, cost))
 
+    @property
+    def shard_devices(self) -> tuple[DeviceId, ...]:
+        """The devices of the shards: accelerators, or main memory if it uses none."""
+        found = tuple(id for id in self.reserved if id.index >= 0)
+        return found or tuple(id for id in self.reserved if id.index == HOST)
+
     def occupied(self, device: DeviceId) -> int:
         """The share of this worker in the driver's figure, in bytes."""
         return self.measured.get(device, self.reserved.get(device, 0))

@@ -17,18 +17,18 @@ claimed place takes no newcomers, so that time never moves away. Memory that is 
 queue: a demand behind never starts in memory that was freed for a demand ahead.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from heapq import heapify, heappop
 from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from router.planner.availability import FreeMemory, FreeMemoryTimeline
+from router.planner.availability import FreeMemory, FreeMemoryTimeline, Occupants, Place, Places
 from router.planner.eviction import EVICTION_ORDER, NO_VICTIMS, EvictionCandidates, VictimOrder, disturbance_by
-from router.planner.ledger import HOST, SLOTS, Bytes, Device, DeviceId, Resident
-from router.planner.placement import Place, Places
-from router.planner.types import Demand, Eviction, KeepReason, Plan, Policy, Refusal, Shortage, Start, Wait, WaitCause
+from router.planner.ledger import Bytes, Device, DeviceId, Resident
+from router.planner.reasons import Reasons, scarcity
+from router.planner.types import Demand, Eviction, KeepReason, Plan, Policy, Refusal, Start, Wait, WaitCause
 
 Floor = tuple[Any, ...]
 # A lower bound of the key of an offer: the first elements of such a key (see `_Walk._least_disturbing`).
@@ -92,7 +92,7 @@ class _Walk:
         self.pools = self.places.pools
         self.now = now
         self.policy = policy
-        residents = sorted(residents, key=attrgetter("id"))
+        self.residents = residents = sorted(residents, key=attrgetter("id"))
         self.staying = {resident.id: resident for resident in residents if not resident.leaving}
         self.leaving = {resident.id: resident for resident in residents if resident.leaving}
         # Memory is promised in the order in which residents began to leave: what is free first goes to the first in the
@@ -103,13 +103,6 @@ class _Walk:
         self.keep: dict[int, KeepReason] = {
             id: "pinned" if resident.pinned else "elsewhere" for id, resident in self.staying.items()
         }
-        self.at: dict[DeviceId, list[Resident]] = {}
-        for resident in residents:
-            for id, _, _ in resident.holds:
-                if id in self.at:
-                    self.at[id].append(resident)
-                else:
-                    self.at[id] = [resident]
         # Claims and evictions take residents out of `staying`; the candidates of each device follow.
         self.victims = EvictionCandidates(self.staying, now, policy.patience)
 
@@ -121,14 +114,7 @@ class _Walk:
         self.stages = FreeMemoryTimeline(soon)
         self.emptied = soon.copy()
         self.emptied.leave_all(self.victims.evictable)
-        self.replicas_now = tuple(self.staying.values())
-        self.models = {resident.model for resident in self.replicas_now}
-        self.replica_devices: dict[str, list[DeviceId]] = {}
-        self.starting = [resident for resident in residents if resident.starting]
-        self.loading_devices = {id for resident in self.starting for id in _shard_devices(resident)}
-        self.exclusive_devices = {
-            id for resident in self.starting if resident.exclusive for id in _shard_devices(resident)
-        }
+        self.occupants = Occupants(residents, self.staying.values(), self.places)
 
         self.start: dict[int, Start] = {}
         self.evict: dict[int, Eviction] = {}
@@ -137,6 +123,10 @@ class _Walk:
         self.drop: set[int] = set()
         self.waits: dict[int, Wait] = {}
         self.moments: list[float] = []
+
+    @cached_property
+    def reasons(self) -> Reasons:
+        return Reasons(self.places, self.residents, self.now)
 
     # Steps of the walk, in order
 
@@ -182,7 +172,9 @@ class _Walk:
             else:
                 self.stages.leave(resident)
         if kept_ids:
-            self.waits = {id: self._without_kept(kept_ids, wait) for id, wait in self.waits.items()}
+            self.waits = {
+                id: self.reasons.without_kept(kept_ids, wait, self.leaving) for id, wait in self.waits.items()
+            }
 
     def result(self) -> Plan:
         return Plan(
@@ -195,7 +187,7 @@ class _Walk:
             look_again=min(self.moments, default=None),
         )
 
-    # Free memory, replicas and loads
+    # Free memory
 
     def _free_if_emptied(self, id: DeviceId) -> int:
         return self.emptied.room[self.pools[id]]
@@ -203,33 +195,6 @@ class _Walk:
     def _free(self, id: DeviceId) -> int:
         id = self.pools[id]
         return min(self.now_free.room[id], self.stages.least.room[id])
-
-    def _replica_count(self, model: str, place: Place) -> int:
-        replica_devices = self._replica_devices(model)
-        return sum(map(replica_devices.count, self.places.charged(place))) if replica_devices else 0
-
-    def _replica_devices(self, model: str) -> list[DeviceId]:
-        """Return the devices of all replicas of a model, planned ones included."""
-        if model not in self.replica_devices:
-            here = (
-                [resident for resident in self.replicas_now if resident.model == model] if model in self.models else []
-            )
-            self.replica_devices[model] = [id for resident in here for id in _shard_devices(resident)]
-        return self.replica_devices[model]
-
-    def _must_load_alone(self, demand: Demand, place: Place) -> bool:
-        """Return whether the demand may not load there now: its own engine, or that of another load there, measures the
-        device."""
-        # Such an engine would take the memory of another load for its own.
-        others = self.loading_devices if demand.exclusive else self.exclusive_devices
-        return bool(others) and not others.isdisjoint(self.places.charged(place))
-
-    def _occupy(self, demand: Demand, place: Place) -> None:
-        pools = self.places.charged(place)
-        self._replica_devices(demand.model).extend(pools)
-        self.loading_devices |= pools
-        if demand.exclusive:
-            self.exclusive_devices |= pools
 
     # 1. Start
 
@@ -246,7 +211,7 @@ class _Walk:
             if not (
                 here.short(claim := places.share(demand, place))
                 or coming.short(claim)
-                or self._must_load_alone(demand, place)
+                or self.occupants.must_load_alone(demand, place)
             )
         ]
         return min(fitting, key=lambda offer: self._preference(demand, offer.place), default=None)
@@ -254,7 +219,7 @@ class _Walk:
     def _preference(self, demand: Demand, place: Place) -> tuple[int, int, Place]:
         # Replicas of a model are spread over the devices, and the rest of the fleet too. The last element is the place
         # itself, so that the same question always gets the same answer.
-        return self._replica_count(demand.model, place), -min(map(self._free, place)), place
+        return self.occupants.replicas(demand.model, place), -min(map(self._free, place)), place
 
     def _start_at(self, demand: Demand, offer: _Offer) -> None:
         self.start[demand.id] = Start(place=offer.place, claim=offer.claim)
@@ -262,7 +227,7 @@ class _Walk:
         self.step.promise(offer.claim)
         self.stages.promise(offer.claim)
         self.emptied.promise(offer.claim)
-        self._occupy(demand, offer.place)
+        self.occupants.add(demand, offer.place)
 
     # 2. Claim
 
@@ -284,7 +249,7 @@ class _Walk:
             if best is not None and floor > best_key:
                 break
             # A device that another load measures comes after one where the load could begin at once.
-            tail = self._must_load_alone(demand, place), self._preference(demand, place)
+            tail = self.occupants.must_load_alone(demand, place), self._preference(demand, place)
             if best is not None and floor == best_key[:2] and tail > best_key[2:]:
                 continue  # its victims disturb no less, and the rest of its key is larger
             claim = self.places.share(demand, place)
@@ -329,7 +294,7 @@ class _Walk:
 
         def free(place: Place) -> Floor:
             # No victims, so the whole key is known. It is no start because a load there measures the device.
-            return -inf, NO_VICTIMS, self._must_load_alone(demand, place), self._preference(demand, place)
+            return -inf, NO_VICTIMS, self.occupants.must_load_alone(demand, place), self._preference(demand, place)
 
         with_room, shards = self.places.with_room(demand, groups, self.emptied.room), demand.shards
         if len(shards) == 1 and not demand.place:
@@ -375,8 +340,8 @@ class _Walk:
         # A part of the victims has to stay for now: inside the minimum residency, or before the end of swap patience.
         not_yet = [resident for resident in offer.victims if order.bound(resident) > -inf]
         missing = self._short_without(offer)
-        ahead = self._residents_on(missing, self.claimed)
-        is_measured = bool(offer.victims and self.exclusive_devices) and self._disturbs_a_measurement(offer)
+        ahead = self.reasons.residents_on(missing, self.claimed)
+        is_measured = bool(offer.victims and self.occupants.measured) and self._disturbs_a_measurement(offer)
         must_refine = bool(offer.victims) and not demand.is_exact
         evicts_now = not (not_yet or missing or is_measured or must_refine)
         # A static bound may be several times too high. Nobody is evicted on it: the exact estimate comes first.
@@ -387,7 +352,7 @@ class _Walk:
             self.drop.add(demand.id)
             return
 
-        shortage = self._shortage(offer.claim, self._free)
+        shortage = self.reasons.shortage(offer.claim, self._free)
         until = max([*map(order.bound, not_yet), *(self.bounds.get(id, -inf) for id in missing)], default=-inf)
         if evicts_now:
             for resident in offer.victims:
@@ -400,7 +365,7 @@ class _Walk:
             self._look_again_at(order.next_moment())
             self._claim_later(offer, order)
         self.emptied.promise(offer.claim)
-        self._occupy(demand, offer.place)
+        self.occupants.add(demand, offer.place)
 
         # The cause is the one that lasts longest: victims that may not leave yet, then a missing estimate, then demands
         # ahead, then a measurement, then exits that are under way.
@@ -414,30 +379,32 @@ class _Walk:
             )
             on = not_yet
         elif must_refine:
-            cause, on = _scarcity(shortage), offer.victims
+            cause, on = scarcity(shortage), offer.victims
         elif missing:
-            cause, on = _scarcity(shortage), ahead
+            cause, on = scarcity(shortage), ahead
         elif is_measured or not shortage:
             disturbed = self._disturbed(offer)
             cause, on = (
                 "exclusive",
-                [resident for resident in self.starting if not disturbed.isdisjoint(_shard_devices(resident))],
+                [resident for resident in self.occupants.starting if not disturbed.isdisjoint(resident.shard_devices)],
             )
         else:
-            cause, on = "stopping", self._residents_on(shortage, self.leaving)
-        self.waits[demand.id] = self._wait(cause, on, shortage, offer, until)
+            cause, on = "stopping", self.reasons.residents_on(shortage, self.leaving)
+        self.waits[demand.id] = self.reasons.wait(
+            cause, on, shortage, self._keep(shortage), place=offer.place, victims=offer.victims, until=until
+        )
 
     def _disturbed(self, offer: _Offer) -> set[DeviceId]:
         """Return the devices on which memory changes: the place, and the devices of the victims."""
         return {
             *self.places.charged(offer.place),
-            *(id for resident in offer.victims for id in _shard_devices(resident)),
+            *(id for resident in offer.victims for id in resident.shard_devices),
         }
 
     def _disturbs_a_measurement(self, offer: _Offer) -> bool:
         """Return whether memory would change on a device that a load measures, unless that load is a victim itself."""
-        measured = self.exclusive_devices.difference(
-            id for resident in offer.victims if resident.starting for id in _shard_devices(resident)
+        measured = self.occupants.measured.difference(
+            id for resident in offer.victims if resident.starting for id in resident.shard_devices
         )
         return not self._disturbed(offer).isdisjoint(measured)
 
@@ -489,7 +456,7 @@ class _Walk:
         """Refuse a demand that does not fit on an empty machine; refine a static estimate first."""
         capacity = self.places.capacity
         # The refusal reports the place that comes closest, so that the message names the smallest lack.
-        devices = self._shortage(self.places.nearest(demand, groups, capacity), capacity)
+        devices = self.reasons.shortage(self.places.nearest(demand, groups, capacity), capacity)
         if demand.best_effort:
             self.drop.add(demand.id)
         elif demand.is_exact:
@@ -497,7 +464,7 @@ class _Walk:
             self.refuse[demand.id] = Refusal(devices=devices, needs=len(demand.shards), offered=offered)
         else:
             self.refine.add(demand.id)
-            self.waits[demand.id] = self._wait(_scarcity(devices), (), devices)
+            self.waits[demand.id] = self.reasons.wait(scarcity(devices), (), devices, self._keep(devices))
 
     def _wait_unclaimed(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> None:
         """Let the demand wait without a claim: it does not fit even if all candidates had left.
@@ -506,91 +473,13 @@ class _Walk:
         """
         claim = self.places.nearest(demand, groups, self._free_if_emptied)
         missing = self.emptied.short(claim)
-        shortage = self._shortage({id: claim[id] for id in missing}, self._free)
-        on = self._residents_on(missing, self.staying) + self._residents_on(missing, self.claimed)
-        self.waits[demand.id] = self._wait(_scarcity(shortage), on, shortage)
+        shortage = self.reasons.shortage({id: claim[id] for id in missing}, self._free)
+        on = self.reasons.residents_on(missing, self.staying) + self.reasons.residents_on(missing, self.claimed)
+        self.waits[demand.id] = self.reasons.wait(scarcity(shortage), on, shortage, self._keep(shortage))
 
-    def _shortage(self, claim: Bytes, room: Callable[[DeviceId], int]) -> Mapping[DeviceId, Shortage]:
-        return {
-            id: self._arithmetic(id, needed, free)
-            for id, needed in claim.items()
-            if self.places.binds(id) and (free := room(id)) < needed
-        }
-
-    def _arithmetic(self, id: DeviceId, required: int, available: int) -> Shortage:
-        device = self.places.devices[id]
-        return Shortage(
-            required=required,
-            available=max(0, available),
-            margin=device.margin,
-            used=self.step.used(id),
-            foreign=device.foreign,
-            total=device.total,
-            limit=device.limit,
-        )
-
-    def _wait(
-        self,
-        cause: WaitCause,
-        on: Iterable[Resident],
-        shortage: Mapping[DeviceId, Shortage],
-        offer: _Offer | None = None,
-        until: float = inf,
-    ) -> Wait:
-        return Wait(
-            cause=cause,
-            on=tuple(sorted([resident.id for resident in on])),
-            shortage=shortage,
-            place=offer.place if offer else (),
-            victims=tuple(sorted([resident.id for resident in offer.victims])) if offer else (),
-            keep=self._keep_reasons(shortage),
-            until=until if self.now < until < inf else None,
-        )
-
-    def _keep_reasons(self, shortage: Collection[DeviceId]) -> Mapping[int, KeepReason]:
-        keep = self.keep.copy()
-        for resident in self._residents_on(shortage, self.staying):
-            if not resident.pinned:
-                keep[resident.id] = self._keep_reason(resident)
-        return keep
-
-    def _residents_on(self, devices: Iterable[DeviceId], among: Mapping[int, Resident]) -> list[Resident]:
-        """Return the residents `among` those given that have memory on one of the devices."""
-        found = (
-            {resident.id: resident for id in devices for resident in self.at.get(id, ()) if resident.id in among}
-            if among
-            else {}
-        )
-        return list(found.values())
-
-    def _without_kept(self, kept_ids: set[int], wait: Wait) -> Wait:
-        if kept_ids.isdisjoint(wait.on):
-            return wait
-        return replace(
-            wait,
-            on=tuple(sorted(resident.id for resident in self._residents_on(wait.shortage, self.leaving))),
-            victims=tuple(id for id in wait.victims if id not in kept_ids),
-            keep={**wait.keep, **{id: "unneeded" for id in wait.on if id in kept_ids}},
-        )
-
-    def _keep_reason(self, resident: Resident) -> KeepReason:
-        if resident.busy and resident.starting:
-            return "starting"
-        if resident.busy:
-            return "residency" if resident.residency_ends > self.now else "busy"
-        return "unneeded"
+    def _keep(self, shortage: Collection[DeviceId]) -> Mapping[int, KeepReason]:
+        return self.reasons.keep(shortage, self.staying, self.keep)
 
 
 def _may_expire(resident: Resident) -> bool:
     return not (resident.busy or resident.pinned or resident.leaving)
-
-
-def _shard_devices(resident: Resident) -> Place:
-    """Return the devices of the shards: accelerators, or main memory if it uses none."""
-    return tuple(id for id in resident.reserved if id.index >= 0) or tuple(
-        id for id in resident.reserved if id.index == HOST
-    )
-
-
-def _scarcity(shortage: Collection[DeviceId]) -> WaitCause:
-    return "slots" if shortage and all(id.index == SLOTS for id in shortage) else "memory"

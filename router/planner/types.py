@@ -26,7 +26,7 @@ class Demand:
 
     id: int
     model: str
-    # Bytes by shard. Each shard takes another device; all devices are on one node.
+    # Bytes by shard, at least one. Each shard takes another device; all devices are on one node.
     shards: tuple[int, ...]
     host: int = 0  # bytes of main memory beside the shards; 0 if the shard itself is on the host
     since: float  # the time at which it joined the queue
@@ -39,10 +39,6 @@ class Demand:
     # Its engine measures the device while it starts, so no other load may run there from its claim on.
     exclusive: bool = False
     load_seconds: float = 0.0  # expected length of its load
-
-    def __post_init__(self) -> None:
-        if not self.shards:
-            raise ValueError(f"a demand has at least one shard: {self.model}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

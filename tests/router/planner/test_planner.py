@@ -508,11 +508,6 @@ def test_a_device_that_is_not_there_cannot_be_had() -> None:
     assert (plan.refuse[9].needs, plan.refuse[9].offered) == (1, 0)
 
 
-def test_a_demand_without_shards_is_a_mistake() -> None:
-    with pytest.raises(ValueError, match="at least one shard"):
-        demand(9)
-
-
 # Static estimates
 
 
