@@ -79,18 +79,13 @@ def _row(id: str, status: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         id,
         ("failed" if status.get("failed") else status["value"]) + (" (draining)" if status.get("draining") else ""),
-        ",".join(memory) or _with(status.get("shares", ())) or "-",
+        ",".join(memory) or next((f"with {other}" for other in status.get("shares", ())), "-"),
         ",".join(sizes) or "-",
         str(status.get("in_flight", 0)),
         str(status.get("queued", 0)),
         f"{load:.2f} s" if spent else "-",
         " ".join(f"{stage} {seconds:.2f}" for stage, seconds in spent.items() if seconds >= 0.005) or "-",
     )
-
-
-def _with(shares: Sequence[str]) -> str:
-    """The model whose worker, and so whose memory, it shares."""
-    return f"with {shares[0]}" if shares else ""
 
 
 def _or_dash(value: int | None) -> str:

@@ -202,7 +202,17 @@ async def _router(
             files=files,
             ledger=_ledger(settings, devices, {reading.id for reading in launcher.readings()}),
             presets=fleet_presets(loaded.presets, group_presets(loaded.presets)),
-            limits=_limits(settings),
+            limits=Limits(
+                autoload=settings.models_autoload,
+                queue_size=settings.queue_size,
+                queue_timeout=settings.queue_timeout,
+                patience=settings.swap_patience,
+                drain_timeout=settings.drain_timeout,
+                evict_timeout=settings.evict_timeout,
+                models_max=settings.workers_at_once,
+                sleep_memory=settings.sleep_memory,
+                memory=any(settings.models_memory_margin.values()),
+            ),
         )
         holder.append(fleet)
         fleet.scheduler.plan_now()
@@ -251,20 +261,6 @@ def _ledger(settings: Settings, devices: Devices, here: Set[DeviceId]) -> Ledger
         margin=lambda id: margins.get(id, settings.models_memory_margin.get("", 0)),
         limit=limits.get,
         models_max=settings.workers_at_once,
-    )
-
-
-def _limits(settings: Settings) -> Limits:
-    return Limits(
-        autoload=settings.models_autoload,
-        queue_size=settings.queue_size,
-        queue_timeout=settings.queue_timeout,
-        patience=settings.swap_patience,
-        drain_timeout=settings.drain_timeout,
-        evict_timeout=settings.evict_timeout,
-        models_max=settings.workers_at_once,
-        sleep_memory=settings.sleep_memory,
-        memory=any(settings.models_memory_margin.values()),
     )
 
 

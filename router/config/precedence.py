@@ -97,12 +97,12 @@ class SettingReader:
     """Reader of all settings of one resolution. Invalid settings become problems."""
 
     def __init__(
-        self, collector: ProblemCollector, *, file: str, folder: str, disk: DiskReader, environ: Mapping[str, str],
-        working: str, strict: bool,
-    ):  # fmt: skip
-        self._fail, self._fault, self._warn = collector.fail, collector.fault, collector.warn
+        self, *, file: str, folder: str, disk: DiskReader, environ: Mapping[str, str], working: str, strict: bool
+    ):
+        self.collector, self.disk = ProblemCollector(), disk
+        self._fail, self._fault, self._warn = self.collector.fail, self.collector.fault, self.collector.warn
         self._file, self._folder, self._working = file, folder, working
-        self._disk, self._environ, self._strict = disk, environ, strict
+        self._environ, self._strict = environ, strict
         self._warned: set[str] = set()
 
     def section(self, section: ini.Section, rank: int) -> Layer:
@@ -168,7 +168,7 @@ class SettingReader:
         start = self._folder if place.line else self._working
         path = str(PurePosixPath(start) / text)
         fallback = str(PurePosixPath(self._working) / text)
-        if not self._disk.kind(path) and fallback != path and self._disk.kind(fallback):
+        if not self.disk.kind(path) and fallback != path and self.disk.kind(fallback):
             self._warn(place, f"{text} is not in {start} but in the working directory; write {fallback}")
             return fallback
         return path
@@ -242,11 +242,11 @@ class SettingReader:
             value = self.path(value, place)
         if key.name in ("lora", "lora-scaled"):
             value = tuple(self._adapter(item, place, scaled=key.name == "lora-scaled") for item in value)
-        if key.name == "adapters-dir" and value and self._disk.kind(value) not in {"folder", "adapter"}:
+        if key.name == "adapters-dir" and value and self.disk.kind(value) not in {"folder", "adapter"}:
             raise ValueError(f"no folder {value}")
-        if key.name == "tokenizer" and value and self._disk.kind(value) not in {"folder", "snapshot"}:
+        if key.name == "tokenizer" and value and self.disk.kind(value) not in {"folder", "snapshot"}:
             raise ValueError(f"no folder {value}; a tokenizer of the hub must be downloaded first")
-        if key.name == "python" and "/" in value and self._disk.kind(value) != "file":
+        if key.name == "python" and "/" in value and self.disk.kind(value) != "file":
             raise ValueError(f"no file {value}")
         if key.name == "n-gpu-layers" and 0 < value < ALL_LAYERS:
             raise ValueError("layers in host memory are not offered by this version: remove it, or write 0 for cpu")
@@ -266,7 +266,7 @@ class SettingReader:
             if not text or not _SCALE.fullmatch(scale):
                 raise ValueError(f"{shown(item)} is not folder:scale")
         path = self.path(text, place)
-        kind = self._disk.kind(path)
+        kind = self.disk.kind(path)
         target = path
         if not kind and REPO.fullmatch(text) and not text.startswith((".", "~", "/")):
             target = HUB + ":".join(repository(text))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from router.config import ini, preset_keys
 from router.config.ini import Problem
 from router.config.option_types import plain, shown
-from router.config.precedence import OWN, STAR, DiskReader, Layer, ProblemCollector, Setting, SettingReader
+from router.config.precedence import OWN, STAR, DiskReader, Layer, Setting, SettingReader
 from router.config.presets import ADAPTER_NAME, ALL_DEVICES, DEFAULT_LORA_RANK, GGUF, REPO, Preset, repository
 from worker.protocol.argv import AdapterSource
 
@@ -66,10 +66,9 @@ def load(
     start at `folder`, those in flags and variables at `working`. `registered` contains the sections of models that API
     calls have registered. A section of the file with the same name takes precedence over them.
     """
-    return _Resolution(
-        file=file, folder=folder, disk=disk, environ=environ or {}, working=working, strict=strict,
-        swap_patience=swap_patience, strict_fields=strict_fields,
-    ).load(_joined(ini.parse(text, file=file, environ=environ), registered), found, flags or {})  # fmt: skip
+    reader = SettingReader(file=file, folder=folder, disk=disk, environ=environ or {}, working=working, strict=strict)
+    resolution = _Resolution(reader, file, swap_patience=swap_patience, strict_fields=strict_fields)
+    return resolution.load(_joined(ini.parse(text, file=file, environ=environ), registered), found, flags or {})
 
 
 def _joined(document: ini.Document, registered: str) -> ini.Document:
@@ -85,16 +84,10 @@ def _joined(document: ini.Document, registered: str) -> ini.Document:
 class _Resolution:
     """One resolution of all presets. Problems are collected, so that the user sees all of them at once."""
 
-    def __init__(
-        self, *, file: str, folder: str, disk: DiskReader, environ: Mapping[str, str], working: str, strict: bool,
-        swap_patience: float, strict_fields: bool,
-    ):  # fmt: skip
-        self._collector = collector = ProblemCollector()
-        self._fail, self._warn = collector.fail, collector.warn
-        self._reader = SettingReader(
-            collector, file=file, folder=folder, disk=disk, environ=environ, working=working, strict=strict
-        )
-        self._file, self._disk = file, disk
+    def __init__(self, reader: SettingReader, file: str, *, swap_patience: float, strict_fields: bool):
+        self._reader, self._collector, self._disk = reader, reader.collector, reader.disk
+        self._fail, self._warn = reader.collector.fail, reader.collector.warn
+        self._file = file
         self._swap_patience, self._strict_fields = swap_patience, strict_fields
 
     def load(self, document: ini.Document, found: Sequence[FoundModel], flags: Mapping[str, str]) -> LoadedPresets:

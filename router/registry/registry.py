@@ -68,20 +68,21 @@ class Registry:
 
     def choose(self, key: ApiKey, *, path: str | None, body: str | None, query: Mapping[str, str]) -> tuple[str, str]:
         """The id of the model for a request, and the name that the request used. Raises BadRequest, ModelNotFound."""
-        return choose(
-            self.names,
+        return self.names.choose(
             path=path,
             body=body,
             query=query.get("model") or query.get("model_name"),
             default=self.settings.default_model,
             fall_back=self.settings.unknown_model == "default",
-            allowed=lambda id: id in self.shared_workers.listed and Access.may_use(key, id),
+            allowed=self._allowed(key),
         )
 
     def model(self, key: ApiKey, name: str) -> ListedModel:
         """Raises ModelNotFound."""
-        id = self.names.find(name, lambda id: id in self.shared_workers.listed and Access.may_use(key, id))
-        return self.shared_workers.find(id)
+        return self.shared_workers.find(self.names.find(name, self._allowed(key)))
+
+    def _allowed(self, key: ApiKey) -> Callable[[str], bool]:
+        return lambda id: id in self.shared_workers.listed and Access.may_use(key, id)
 
     def visible(self, key: ApiKey) -> list[ListedModel]:
         """The models that the key may use."""
@@ -274,56 +275,48 @@ class ModelNames:
         folded = {adapter for known, adapter in self._adapters.items() if known.casefold() == name.casefold()}
         return next(iter(folded)) if len(folded) == 1 else ""
 
-    def only(self, allowed: Callable[[str], bool]) -> str | None:
-        """The id of the only allowed model; None if there are none or several."""
+    def choose(
+        self,
+        *,
+        path: str | None,
+        body: str | None,
+        query: str | None,
+        default: str,
+        fall_back: bool,
+        allowed: Callable[[str], bool],
+    ) -> tuple[str, str]:
+        """The id of the model for a request and the name that it used: from path, body, query, or the default, in
+        order.
+
+        With `fall_back` an unknown name selects the default. Raises BadRequest (model_missing, model_conflict) and
+        ModelNotFound.
+        """
+
+        def find(name: str) -> str:
+            try:
+                return self.find(name, allowed)
+            except ModelNotFound:
+                if fall_back and default:
+                    return self.find(default, allowed)
+                raise
+
+        if path is None and body and query and (find(body), self.adapter(body)) != (find(query), self.adapter(query)):
+            message = "the body and the query name different models; name one"
+            raise BadRequest(message, reason="model_conflict", param="model")
+        requested = path or body or query
+        if requested:
+            return find(requested), requested
+        if default:
+            return self.find(default, allowed), default
         ids = [id for id in self._ids if allowed(id)]
-        return ids[0] if len(ids) == 1 else None
+        if len(ids) != 1:
+            raise BadRequest("model name is missing from the request", reason="model_missing", param="model")
+        return ids[0], ids[0]
 
     @staticmethod
     def _near(name: str, known: Iterable[str]) -> list[str]:
         by_fold = {candidate.casefold(): candidate for candidate in known}
         return [by_fold[fold] for fold in difflib.get_close_matches(name.casefold(), by_fold, n=3, cutoff=0.6)]
-
-
-def choose(
-    names: ModelNames,
-    *,
-    path: str | None,
-    body: str | None,
-    query: str | None,
-    default: str,
-    fall_back: bool,
-    allowed: Callable[[str], bool],
-) -> tuple[str, str]:
-    """The id of the model for a request and the name that it used: from path, body, query, or the default, in order.
-
-    With `fall_back` an unknown name selects the default. Raises BadRequest (model_missing, model_conflict) and
-    ModelNotFound.
-    """
-
-    def find(name: str) -> str:
-        try:
-            return names.find(name, allowed)
-        except ModelNotFound:
-            if fall_back and default:
-                return names.find(default, allowed)
-            raise
-
-    if path is None and body and query and (find(body), names.adapter(body)) != (find(query), names.adapter(query)):
-        raise BadRequest(
-            "the body and the query name different models; name one",
-            reason="model_conflict",
-            param="model",
-        )
-    requested = path or body or query
-    if requested:
-        return find(requested), requested
-    if default:
-        return names.find(default, allowed), default
-    only = names.only(allowed)
-    if only is None:
-        raise BadRequest("model name is missing from the request", reason="model_missing", param="model")
-    return only, only
 
 
 def _is_registered(preset: Preset | None) -> bool:
@@ -344,4 +337,4 @@ def flag(query: Mapping[str, str], name: str) -> bool | None:
     raise BadRequest(f"{name} must be true, 1, false or 0, not '{text[:40]}'", param=name)
 
 
-__all__ = ["BUILD", "ModelNames", "Registry", "choose", "flag"]
+__all__ = ["BUILD", "ModelNames", "Registry", "flag"]

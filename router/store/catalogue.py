@@ -4,6 +4,7 @@ It uses no network and writes nothing. A snapshot counts only if it is complete:
 files, without dangling links.
 """
 
+import contextlib
 import difflib
 import os
 import re
@@ -205,11 +206,9 @@ def _text(path: Path) -> tuple[str, str]:
 
 
 def _secret_text(path: Path) -> tuple[str, str]:
-    try:
+    with contextlib.suppress(OSError):  # which reading the text reports
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
             return "", f"other users may read it; chmod 600 {path}"
-    except OSError as error:
-        return "", (error.strerror or "cannot be read").lower()
     return _text(path)
 
 
@@ -262,9 +261,7 @@ def _unusable(id: str, path: Path) -> str:
 
 def _is_model(path: Path) -> bool:
     """Return whether a folder is meant to be a model, of any format."""
-    if _is_file(path / "config.json") or _is_file(path / "serving.properties"):
-        return True
-    return any(_is_gguf(Path(name)) for name in _names(str(path), quiet=True))
+    return LocalDisk().kind(str(path)) in ("snapshot", "lmi", "gguf")
 
 
 def _is_gguf(path: Path) -> bool:

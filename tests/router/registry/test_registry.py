@@ -2,7 +2,7 @@ import pytest
 
 from router.config.presets import Preset
 from router.errors import BadRequest, ModelNotFound
-from router.registry.registry import ModelNames, choose
+from router.registry.registry import ModelNames
 from worker.protocol.argv import AdapterSource
 
 PRESETS = {
@@ -15,7 +15,7 @@ NAMES = ModelNames(PRESETS)
 
 def pick(**given: object) -> tuple[str, str]:
     settings = {"path": None, "body": None, "query": None, "default": "", "fall_back": False, "allowed": lambda _: True}
-    return choose(NAMES, **{**settings, **given})  # type: ignore[arg-type]
+    return NAMES.choose(**{**settings, **given})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "qwen", "coder", "QWEN", "qwen/qwen3-8b"])
@@ -101,4 +101,4 @@ def test_a_name_with_an_adapter_means_its_model_and_an_id_with_that_spelling_sta
         names.find("m@frensh")
     settings = {"default": "", "fall_back": False, "allowed": lambda _: True}
     with pytest.raises(BadRequest, match="name one"):
-        choose(names, path=None, body="m@french", query="m", **settings)  # type: ignore[arg-type]
+        names.choose(path=None, body="m@french", query="m", **settings)  # type: ignore[arg-type]
