@@ -63,12 +63,12 @@ def presets(folder: Path, models: Mapping[str, Mapping[str, Any]], *, every: str
 class Router:
     """A router that is up. `client` has its address and no time-out of its own."""
 
-    def __init__(self, process: asyncio.subprocess.Process, client: httpx.AsyncClient, port: int, folder: Path):
+    def __init__(self, process: asyncio.subprocess.Process, client: httpx.AsyncClient, folder: Path, run: Path):
         self.process = process
         self.client = client
-        self.port = port
+        self.port = 0
         self.folder = folder
-        self.run = folder
+        self.run = run
         """Its runtime folder, which stands on the command line of its workers."""
         self.log: list[str] = []
         self._heard = asyncio.Condition()
@@ -125,6 +125,29 @@ class Router:
         state = (await self.client.get("/router/state")).json()
         return {row["model"]: row["pid"] for row in state["workers"] if row["pid"] is not None}
 
+    async def serve(self, folder: Path, models: Mapping[str, Mapping[str, Any]]) -> Path:
+        """Replace all models of a router of `shared_router`, and forget its log. Files of `models` are made in `folder`
+        as by `presets`; the return value is the file to edit."""
+        file = self.folder / "models.ini"
+        file.write_text("")
+        await self._reload()
+        await self.has_no_workers()
+        self.log.clear()
+        file.write_text(presets(folder, models).read_text())
+        await self._reload()
+        return file
+
+    async def _reload(self) -> None:
+        response = await self.client.post("/router/reload")
+        assert response.status_code == 200, response.text
+
+    async def has_no_workers(self) -> None:
+        """Return once all workers have exited."""
+        async with asyncio.timeout(DEADLINE), self.client.stream("GET", "/router/events") as events:
+            async for line in events.aiter_lines():  # the first event comes at once
+                if line.startswith("data:") and not (await self.client.get("/router/state")).json()["workers"]:
+                    return
+
     async def end(self, number: int = signal.SIGTERM) -> int:
         """Signal it; its exit code, once it has ended."""
         with contextlib.suppress(ProcessLookupError):
@@ -139,7 +162,6 @@ async def router(
 ) -> AsyncIterator[Router]:
     """A router with `options` on a free port, for the length of the block. `under`: a command that executes it."""
     with tempfile.TemporaryDirectory(prefix="router-test-") as own:
-        folder = folder or Path(own)
         env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_CACHE": f"{own}/hub", **(environ or {})}
         process = await asyncio.create_subprocess_exec(
             *under, sys.executable, "-P", "-m", "router",
@@ -149,8 +171,7 @@ async def router(
             env=env | {"PYTHONPATH": str(ROOT)}, limit=1 << 20,
         )  # fmt: skip
         client = httpx.AsyncClient(timeout=httpx.Timeout(DEADLINE))
-        up = Router(process, client, 0, folder)
-        up.run = Path(own) / "run"
+        up = Router(process, client, folder or Path(own), Path(own) / "run")
         hearing = asyncio.create_task(up.hear())
         try:
             line = await up.says(r"API http://")
@@ -164,6 +185,15 @@ async def router(
             await client.aclose()
             await up.end()
             await hearing
+
+
+@asynccontextmanager
+async def shared_router(folder: Path, *options: str) -> AsyncIterator[Router]:
+    """A router for several tests, each of which gives it its own models with `Router.serve`."""
+    file = folder / "models.ini"
+    file.touch()
+    async with router("--models-preset", str(file), *options, folder=folder) as up:
+        yield up
 
 
 async def refused(*options: str, environ: Mapping[str, str] | None = None) -> tuple[int, str]:
@@ -236,6 +266,7 @@ async def lines_written(fifo: Path) -> AsyncIterator[asyncio.StreamReader]:
     try:
         yield reader
     finally:
+        os.unlink(fifo)  # a worker that opened it without a reader would wait
         transport.close()
 
 

@@ -14,13 +14,23 @@ import pytest
 import pytest_asyncio
 
 from router.launch.page_lock import lockable
-from tests.processes.routers import Router, chat, error_of, fake_snapshot, is_alive, presets, refused, router
+from tests.processes.routers import (
+    Router,
+    chat,
+    error_of,
+    fake_snapshot,
+    is_alive,
+    presets,
+    refused,
+    router,
+    shared_router,
+)
 from worker.protocol.dialects import Dialect
 from worker.protocol.routes import ROUTES
 
 MARGIN = ("--models-memory-margin", "64")
 LIMIT = ("--device-limit", "cpu=1064")  # 1000 MiB for models
-MODULE = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -40,7 +50,14 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rout
         yield up
 
 
-@MODULE
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
+    """A router to which each test gives its own models."""
+    options = ("--cors-origins", "https://ui.example", *MARGIN, *LIMIT)
+    async with shared_router(tmp_path_factory.mktemp("up"), *options) as running:
+        yield running
+
+
 async def test_health_and_ready_need_no_model(shared: Router) -> None:
     for path in ("/health", "/v1/health"):
         response = await shared.client.get(path)
@@ -50,7 +67,6 @@ async def test_health_and_ready_need_no_model(shared: Router) -> None:
     assert (head.status_code, head.content) == (200, b"")
 
 
-@MODULE
 async def test_health_of_one_model_never_loads_it(shared: Router) -> None:
     response = await shared.client.get("/health", params={"model": "org/beta:q4"})
     assert response.status_code == 503
@@ -58,7 +74,6 @@ async def test_health_of_one_model_never_loads_it(shared: Router) -> None:
     assert (await shared.client.get("/health", params={"model": "no"})).status_code == 404
 
 
-@MODULE
 async def test_the_list_has_every_model_and_loads_none(shared: Router) -> None:
     for path in ("/v1/models", "/models"):
         body = (await shared.client.get(path)).json()
@@ -75,14 +90,12 @@ async def test_the_list_has_every_model_and_loads_none(shared: Router) -> None:
     assert entry["max_model_len"] == entry["meta"]["n_ctx"] > 0
 
 
-@MODULE
 async def test_one_model_is_found_raw_and_percent_encoded(shared: Router) -> None:
     for path in ("/v1/models/org/beta:q4", "/v1/models/org%2Fbeta%3Aq4", "/models/org/beta:q4"):
         assert (await shared.client.get(path)).json()["id"] == "org/beta:q4"
     assert error_of(await shared.client.get("/v1/models/none")) == (404, "model_not_found")
 
 
-@MODULE
 async def test_an_alias_and_any_case_name_the_model(shared: Router) -> None:
     for name in ("alpha", "first", "Erste", "ALPHA", "erste"):
         response = await shared.client.post("/v1/chat/completions", json=chat(name))
@@ -90,7 +103,6 @@ async def test_an_alias_and_any_case_name_the_model(shared: Router) -> None:
         assert response.headers["x-router-model"] == "alpha"
 
 
-@MODULE
 async def test_an_unknown_model_is_404_with_near_names(shared: Router) -> None:
     response = await shared.client.post("/v1/chat/completions", json=chat("alhpa"))
     assert error_of(response) == (404, "model_not_found")
@@ -98,7 +110,6 @@ async def test_an_unknown_model_is_404_with_near_names(shared: Router) -> None:
     assert response.headers["x-should-retry"] == "false"
 
 
-@MODULE
 async def test_the_body_goes_on_and_the_answer_comes_back_byte_for_byte(shared: Router) -> None:
     body = b'{ "model" : "alpha",\n "messages":[{"role":"user","content":"x \\u00e9 y"}], "strange":[1, 2,{"a":null}]}'
     response = await shared.client.post("/v1/chat/completions", content=body)
@@ -108,7 +119,6 @@ async def test_the_body_goes_on_and_the_answer_comes_back_byte_for_byte(shared: 
     assert response.text == direct.encode().decode()
 
 
-@MODULE
 async def test_a_known_path_that_is_not_offered_names_the_alternative(shared: Router) -> None:
     routes = [route for route in ROUTES if route.instead]
     assert len(routes) >= 10
@@ -128,7 +138,6 @@ async def test_a_known_path_that_is_not_offered_names_the_alternative(shared: Ro
     assert error_of(await shared.client.get("/v1/stream")) == (404, "not_found")
 
 
-@MODULE
 async def test_an_unknown_path_gets_the_error_format_of_its_api(shared: Router) -> None:
     for path, member in (("/api/wibble", "error"), ("/v1/messages/batches", "request_id"), ("/lmi/wibble", "message")):
         response = await shared.client.post(path, json={})
@@ -138,7 +147,6 @@ async def test_an_unknown_path_gets_the_error_format_of_its_api(shared: Router) 
         assert told == response.headers["x-request-id"] or told.startswith("File Not Found")
 
 
-@MODULE
 async def test_slots_are_those_of_loaded_models_and_load_none(shared: Router) -> None:
     await shared.client.post("/v1/chat/completions", json=chat("alpha"))
     slots = (await shared.client.get("/slots", params={"model": "alpha", "fail_on_no_slot": "1"})).json()
@@ -147,7 +155,6 @@ async def test_slots_are_those_of_loaded_models_and_load_none(shared: Router) ->
     assert error_of(await shared.client.get("/slots", params={"model": "huge"})) == (400, "model_not_loaded")
 
 
-@MODULE
 async def test_all_worker_routes_are_forwarded(shared: Router) -> None:
     client = shared.client
     assert (await client.post("/chat/completions", json=chat("alpha"))).status_code == 200
@@ -164,7 +171,6 @@ async def test_all_worker_routes_are_forwarded(shared: Router) -> None:
     assert (await client.post("/apply-template", json=chat("alpha", "hi"))).json() == {"prompt": "hi"}
 
 
-@MODULE
 async def test_the_model_may_stand_in_the_query(shared: Router) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}]}
     response = await shared.client.post("/v1/chat/completions?model=alpha", json=body)
@@ -178,7 +184,6 @@ async def test_the_model_may_stand_in_the_query(shared: Router) -> None:
     )
 
 
-@MODULE
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"[]", b'"x"', b"nul", b'{"model":"alpha","x":NaN}', b'{"a":1}}', b"\xff", b'{"model":"al\xffpha"}',
@@ -189,7 +194,6 @@ async def test_what_is_no_json_object_is_400(shared: Router, body: bytes) -> Non
     assert error_of(await shared.client.post("/v1/chat/completions", content=body)) == (400, "invalid_json")
 
 
-@MODULE
 @pytest.mark.parametrize("rest", [b'"x":"\xff"', b'"x":1e999', b'"x":"\\ud800"', b'"model":"\\udfff"'])
 async def test_what_only_the_strict_parser_refuses_is_400_too(shared: Router, rest: bytes) -> None:
     for path in ("/models/load", "/models/unload"):
@@ -197,7 +201,6 @@ async def test_what_only_the_strict_parser_refuses_is_400_too(shared: Router, re
         assert error_of(response) == (400, "invalid_json")
 
 
-@MODULE
 async def test_the_last_of_two_models_counts_in_the_router_as_in_the_worker(shared: Router) -> None:
     for first in (b'"model"', b'"mod\\u0065l"'):
         body = b"{" + first + b':"huge","model":"alpha","content":"a"}'
@@ -205,14 +208,12 @@ async def test_the_last_of_two_models_counts_in_the_router_as_in_the_worker(shar
         assert response.headers["x-router-model"] == orjson.loads(body)["model"] == "alpha"
 
 
-@MODULE
 async def test_a_name_that_cannot_be_one_is_neither_compared_nor_repeated(shared: Router) -> None:
     response = await shared.client.post("/tokenize", json={"model": "alph" * 500_000})
     assert error_of(response) == (404, "model_not_found")
     assert len(response.content) < 1000  # and a comparison would take longer than the time-out of the client
 
 
-@MODULE
 async def test_paths_methods_and_encodings(shared: Router) -> None:
     client = shared.client
     response = await client.get("/v1/nothing")
@@ -238,7 +239,6 @@ async def test_paths_methods_and_encodings(shared: Router) -> None:
     assert error_of(response) == (400, "invalid_value")
 
 
-@MODULE
 async def test_request_ids_are_kept_if_they_are_fit(shared: Router) -> None:
     response = await shared.client.get("/health", headers={"X-Request-Id": "my.id-1"})
     assert response.headers["x-request-id"] == response.headers["request-id"] == "my.id-1"
@@ -247,7 +247,6 @@ async def test_request_ids_are_kept_if_they_are_fit(shared: Router) -> None:
     assert response.headers["x-request-id"].startswith("req_")
 
 
-@MODULE
 async def test_unknown_fields_in_a_call_to_the_router_are_reported(shared: Router) -> None:
     body = {"model": "manual", "wait": True, "odd": None}
     for path in ("/models/unload", "/api/show", "/router/pin"):
@@ -260,7 +259,6 @@ async def test_unknown_fields_in_a_call_to_the_router_are_reported(shared: Route
     assert "x-ignored-fields" not in answer.headers
 
 
-@MODULE
 async def test_a_model_that_cannot_fit_is_507_at_once_with_the_arithmetic(shared: Router) -> None:
     response = await shared.client.post("/v1/chat/completions", json=chat("huge"))
     assert error_of(response) == (507, "does_not_fit")
@@ -270,7 +268,6 @@ async def test_a_model_that_cannot_fit_is_507_at_once_with_the_arithmetic(shared
     assert (await shared.status("huge"))["value"] == "unloaded"
 
 
-@MODULE
 async def test_a_model_that_would_fail_the_same_way_is_500_load_failed(shared: Router) -> None:
     for _ in range(2):
         response = await shared.client.post("/v1/chat/completions", json=chat("broken"))
@@ -283,7 +280,6 @@ async def test_a_model_that_would_fail_the_same_way_is_500_load_failed(shared: R
     assert error_of(response) == (400, "model_not_loaded")
 
 
-@MODULE
 async def test_a_model_that_crashes_at_its_start_backs_off(shared: Router) -> None:
     response = await shared.client.post("/v1/chat/completions", json=chat("crashing"))
     assert error_of(response) == (503, "load_backoff")
@@ -292,7 +288,6 @@ async def test_a_model_that_crashes_at_its_start_backs_off(shared: Router) -> No
     assert (await shared.status("crashing"))["reason"] == "crashed"
 
 
-@MODULE
 async def test_autoload_off_is_400_until_it_is_loaded(shared: Router) -> None:
     client = shared.client
     assert error_of(await client.post("/v1/chat/completions", json=chat("manual"))) == (400, "model_not_loaded")
@@ -301,14 +296,12 @@ async def test_autoload_off_is_400_until_it_is_loaded(shared: Router) -> None:
     assert (await client.post("/v1/chat/completions", json=chat("manual"))).status_code == 200
 
 
-@MODULE
 async def test_a_workers_own_errors_pass_unchanged(shared: Router) -> None:
     response = await shared.client.post("/v1/chat/completions", json=chat("answers-500"))
     assert response.status_code == 500
     assert response.json() == {"error": {"code": 500, "message": "as told", "reason": "internal"}}
 
 
-@MODULE
 async def test_props_of_the_router_and_of_a_model_that_is_not_loaded(shared: Router) -> None:
     body = (await shared.client.get("/props")).json()
     assert body["role"] == "router"
@@ -320,7 +313,6 @@ async def test_props_of_the_router_and_of_a_model_that_is_not_loaded(shared: Rou
     assert body["default_generation_settings"]["n_ctx"] == 256
 
 
-@MODULE
 async def test_metrics_name_every_model_and_load_none(shared: Router) -> None:
     await shared.client.post("/v1/chat/completions", json=chat("alpha"))
     text = (await shared.client.get("/metrics")).text
@@ -332,7 +324,6 @@ async def test_metrics_name_every_model_and_load_none(shared: Router) -> None:
     assert "org/beta" not in one
 
 
-@MODULE
 async def test_the_state_of_the_router_adds_up(shared: Router) -> None:
     await shared.client.post("/v1/chat/completions", json=chat("alpha"))
     body = (await shared.client.get("/router/state")).json()
@@ -342,7 +333,6 @@ async def test_the_state_of_the_router_adds_up(shared: Router) -> None:
     assert cpu["reserved"] == sum(worker["reserved"].get("cpu", 0) for worker in body["workers"])
 
 
-@MODULE
 async def test_a_dry_run_shows_what_a_load_would_do(shared: Router) -> None:
     body = (await shared.client.get("/router/plan", params={"model": "huge"})).json()
     assert body["decision"] == "refuse"
@@ -352,30 +342,29 @@ async def test_a_dry_run_shows_what_a_load_would_do(shared: Router) -> None:
     assert (await shared.status("org/beta:q4"))["value"] == "unloaded"
 
 
-async def test_load_unload_and_their_errors(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {}, "b": {}})
-    async with router("--models-preset", str(file), *MARGIN, *LIMIT) as up:
-        client = up.client
-        assert error_of(await client.post("/models/unload", json={"model": "a"})) == (400, "not_running")
-        assert error_of(await client.post("/models/load", json={"model": "x"})) == (404, "model_not_found")
-        assert error_of(await client.post("/models/load", json={})) == (400, "model_missing")
-        assert error_of(await client.post("/models/load", json={"model": "a", "extra_args": []})) == (
-            400,
-            "invalid_value",
-        )
-        response = await client.post("/models/load", json={"model": "a"})
-        assert (response.status_code, response.json()) == (200, {"success": True})
-        assert error_of(await client.post("/models/load", json={"model": "a"})) == (400, "already_running")
-        response = await client.post("/models/load?wait=1", json={"model": "a"})
-        body = response.json()
-        assert (body["success"], body["status"]["value"], body["evicted"]) == (True, "loaded", [])
-        assert body["load_ms"] >= 0
-        pid = (await up.workers())["a"]
-        response = await client.post("/models/unload?wait=1", json={"model": "a"})
-        assert response.json() == {"success": True}
-        status = await up.status("a")
-        assert (status["value"], status["reason"]) == ("unloaded", "requested")
-        assert not is_alive(pid)
+async def test_load_unload_and_their_errors(up: Router, tmp_path: Path) -> None:
+    await up.serve(tmp_path, {"a": {}, "b": {}})
+    client = up.client
+    assert error_of(await client.post("/models/unload", json={"model": "a"})) == (400, "not_running")
+    assert error_of(await client.post("/models/load", json={"model": "x"})) == (404, "model_not_found")
+    assert error_of(await client.post("/models/load", json={})) == (400, "model_missing")
+    assert error_of(await client.post("/models/load", json={"model": "a", "extra_args": []})) == (
+        400,
+        "invalid_value",
+    )
+    response = await client.post("/models/load", json={"model": "a"})
+    assert (response.status_code, response.json()) == (200, {"success": True})
+    assert error_of(await client.post("/models/load", json={"model": "a"})) == (400, "already_running")
+    response = await client.post("/models/load?wait=1", json={"model": "a"})
+    body = response.json()
+    assert (body["success"], body["status"]["value"], body["evicted"]) == (True, "loaded", [])
+    assert body["load_ms"] >= 0
+    pid = (await up.workers())["a"]
+    response = await client.post("/models/unload?wait=1", json={"model": "a"})
+    assert response.json() == {"success": True}
+    status = await up.status("a")
+    assert (status["value"], status["reason"]) == ("unloaded", "requested")
+    assert not is_alive(pid)
 
 
 @pytest.mark.skipif((lockable() or 1 << 60) < 8 << 20, reason="this user may not lock 8 MiB of memory")
@@ -415,15 +404,14 @@ async def test_three_models_and_two_places(tmp_path: Path) -> None:
         assert (await up.status("b"))["reason"] == "evicted"
 
 
-async def test_the_least_recently_used_makes_room_in_memory(tmp_path: Path) -> None:
-    file = presets(tmp_path, {name: {"required-memory": 400} for name in "abc"})
-    async with router("--models-preset", str(file), *MARGIN, *LIMIT) as up:
-        for name in ("a", "b", "a", "c"):
-            assert (await up.client.post("/v1/chat/completions", json=chat(name))).status_code == 200
-        assert set(await up.workers()) == {"a", "c"}
-        line = await up.says(r"evict b#")
-        assert "for=c" in line
-        assert "needs=400MiB" in line
+async def test_the_least_recently_used_makes_room_in_memory(up: Router, tmp_path: Path) -> None:
+    await up.serve(tmp_path, {name: {"required-memory": 400} for name in "abc"})
+    for name in ("a", "b", "a", "c"):
+        assert (await up.client.post("/v1/chat/completions", json=chat(name))).status_code == 200
+    assert set(await up.workers()) == {"a", "c"}
+    line = await up.says(r"evict b#")
+    assert "for=c" in line
+    assert "needs=400MiB" in line
 
 
 async def test_autoload_can_be_turned_off(tmp_path: Path) -> None:
@@ -433,23 +421,6 @@ async def test_autoload_can_be_turned_off(tmp_path: Path) -> None:
         await up.becomes("b", "loaded")
         assert (await up.client.get("/ready")).status_code == 200
         assert (await up.client.post("/v1/chat/completions", json=chat("b"))).status_code == 200
-
-
-async def test_ready_waits_for_the_models_of_the_start(tmp_path: Path) -> None:
-    go = tmp_path / "go"
-    file = presets(tmp_path, {"a": {"load-on-startup": "on", "_hold_load": str(go)}})
-    async with router("--models-preset", str(file), *MARGIN) as up:
-        response = await up.client.get("/ready")
-        assert response.status_code == 503
-        assert response.json()["waiting_for"] == ["a"]
-        assert error_of(response) == (503, "starting")
-        response = await up.client.get("/health?model=a")
-        assert error_of(response) == (503, "starting")
-        assert response.json()["error"]["message"] == "Loading model", "what llama-server's clients wait for"
-        assert (await up.client.get("/health")).status_code == 200
-        go.touch()
-        await up.becomes("a", "loaded")
-        assert (await up.client.get("/ready")).status_code == 200
 
 
 async def test_the_models_dir_and_its_presets(tmp_path: Path) -> None:
@@ -509,58 +480,54 @@ async def test_keys_and_planes(tmp_path: Path) -> None:
         assert "user-key" not in "".join(up.log)
 
 
-async def test_hosts_and_origins(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {}})
-    options = ("--models-preset", str(file), "--cors-origins", "https://ui.example", *MARGIN)
-    async with router(*options) as up:
-        client, body = up.client, chat("a")
-        response = await client.get("/v1/models", headers={"Host": "evil.example"})
-        assert error_of(response) == (403, "host_not_allowed")
-        for host in ("localhost", "127.0.0.1:80", "[::1]:9", "box", "x.localhost"):
-            assert (await client.get("/v1/models", headers={"Host": host})).status_code == 200
-        post = client.post
-        response = await post("/v1/chat/completions", json=body, headers={"Origin": "https://evil.example"})
-        assert error_of(response) == (403, "origin_not_allowed")
-        response = await post("/v1/chat/completions", json=body, headers={"Sec-Fetch-Site": "cross-site"})
-        assert error_of(response) == (403, "origin_not_allowed")
-        response = await post("/v1/chat/completions", json=body, headers={"Origin": "https://ui.example"})
-        assert response.status_code == 200
-        assert response.headers["access-control-allow-origin"] == "https://ui.example"
-        assert "access-control-allow-credentials" not in response.headers
-        response = await client.get("/v1/models", headers={"Origin": "https://evil.example"})
-        assert "access-control-allow-origin" not in response.headers
+async def test_hosts_and_origins(up: Router, tmp_path: Path) -> None:
+    await up.serve(tmp_path, {"a": {}})
+    client, body = up.client, chat("a")
+    response = await client.get("/v1/models", headers={"Host": "evil.example"})
+    assert error_of(response) == (403, "host_not_allowed")
+    for host in ("localhost", "127.0.0.1:80", "[::1]:9", "box", "x.localhost"):
+        assert (await client.get("/v1/models", headers={"Host": host})).status_code == 200
+    post = client.post
+    response = await post("/v1/chat/completions", json=body, headers={"Origin": "https://evil.example"})
+    assert error_of(response) == (403, "origin_not_allowed")
+    response = await post("/v1/chat/completions", json=body, headers={"Sec-Fetch-Site": "cross-site"})
+    assert error_of(response) == (403, "origin_not_allowed")
+    response = await post("/v1/chat/completions", json=body, headers={"Origin": "https://ui.example"})
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == "https://ui.example"
+    assert "access-control-allow-credentials" not in response.headers
+    response = await client.get("/v1/models", headers={"Origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in response.headers
 
 
-async def test_a_foreign_page_cannot_make_a_look_load_anything(tmp_path: Path) -> None:
-    async with router("--models-preset", str(presets(tmp_path, {"a": {}})), *MARGIN) as up:
-        for query in ("/props?model=a&autoload=1", "/models?reload=1"):
-            for headers in ({"Sec-Fetch-Site": "cross-site"}, {"Origin": "https://evil.example"}):
-                assert error_of(await up.client.get(query, headers=headers)) == (403, "origin_not_allowed")
-        assert (await up.status("a"))["value"] == "unloaded"
+async def test_a_foreign_page_cannot_make_a_look_load_anything(up: Router, tmp_path: Path) -> None:
+    await up.serve(tmp_path, {"a": {}})
+    for query in ("/props?model=a&autoload=1", "/models?reload=1"):
+        for headers in ({"Sec-Fetch-Site": "cross-site"}, {"Origin": "https://evil.example"}):
+            assert error_of(await up.client.get(query, headers=headers)) == (403, "origin_not_allowed")
+    assert (await up.status("a"))["value"] == "unloaded"
 
 
-async def test_a_reload_restarts_only_what_has_changed(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {}, "b": {}})
-    async with router("--models-preset", str(file), *MARGIN) as up:
-        for name in "ab":
-            await up.client.post("/v1/chat/completions", json=chat(name))
-        before = await up.workers()
-        good = file.read_text()
-        file.write_text(good + "ctx-size = 128\n")  # of b, the last section
-        body = (await up.client.get("/models?reload=1")).json()["reload"]
-        assert (body["changed"], body["restarted"]) == (["b"], ["b"])
-        await up.becomes("b", "unloaded", reason="config_changed")
-        assert await up.workers() == {"a": before["a"]}
-        file.write_text(good + "ctx-sise = 1\n")
-        response = await up.client.get("/models?reload=1")
-        assert error_of(response) == (500, "preset_invalid")
-        (row,) = response.json()["error"]["errors"]
-        assert (row["section"], row["key"], row["line"]) == ("b", "ctx-sise", len(good.splitlines()) + 1)
-        assert "ctx-size" in str(row)
-        assert (await up.client.post("/v1/chat/completions", json=chat("b"))).status_code == 200
+async def test_a_reload_restarts_only_what_has_changed(up: Router, tmp_path: Path) -> None:
+    file = await up.serve(tmp_path, {"a": {}, "b": {}})
+    for name in "ab":
+        await up.client.post("/v1/chat/completions", json=chat(name))
+    before = await up.workers()
+    good = file.read_text()
+    file.write_text(good + "ctx-size = 128\n")  # of b, the last section
+    body = (await up.client.get("/models?reload=1")).json()["reload"]
+    assert (body["changed"], body["restarted"]) == (["b"], ["b"])
+    await up.becomes("b", "unloaded", reason="config_changed")
+    assert await up.workers() == {"a": before["a"]}
+    file.write_text(good + "ctx-sise = 1\n")
+    response = await up.client.get("/models?reload=1")
+    assert error_of(response) == (500, "preset_invalid")
+    (row,) = response.json()["error"]["errors"]
+    assert (row["section"], row["key"], row["line"]) == ("b", "ctx-sise", len(good.splitlines()) + 1)
+    assert "ctx-size" in str(row)
+    assert (await up.client.post("/v1/chat/completions", json=chat("b"))).status_code == 200
 
 
-@pytest.mark.slow
 async def test_a_file_that_is_edited_is_read_again_and_a_bad_edit_changes_nothing(tmp_path: Path) -> None:
     file = presets(tmp_path, {"a": {}, "b": {}})
     async with router("--models-preset", str(file), "--models-watch", *MARGIN) as up:
@@ -580,91 +547,62 @@ async def test_a_file_that_is_edited_is_read_again_and_a_bad_edit_changes_nothin
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("options", "code", "words"),
     [
-        ("[a]\nmodel = /nowhere\nctx-sise = 5\n", ("models.ini:3", "[a]", "ctx-sise", "ctx-size")),
-        ("[a]\n", ("models.ini:1", "a")),
-        ("[a]\nmodel = x\n[a]\nmodel = x\n", ("models.ini:3",)),
-        ("what is this\n", ("models.ini:1",)),
+        (("--models-preset", "{folder}/wrong.ini"), 2, ("wrong.ini:3", "[a]", "ctx-sise", "ctx-size")),
+        (("--device-limit", "cuda:9=100"), 2, ("cuda:9",)),
+        (("--port", "{port}"), 1, ("{port}",)),
     ],
 )
-async def test_a_broken_preset_stops_the_start(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
-    file = tmp_path / "models.ini"
-    file.write_text(text)
-    code, said = await refused("--models-preset", str(file))
-    assert code == 2
-    assert all(word in said for word in words), said
-    assert "Traceback" not in said
+async def test_what_cannot_be_served_stops_the_start_with_one_message(
+    shared: Router, tmp_path: Path, options: tuple[str, ...], code: int, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "wrong.ini").write_text("[a]\nmodel = /nowhere\nctx-sise = 5\n")
+    facts = {"folder": tmp_path, "port": shared.port}
+    found, message = await refused(*(option.format(**facts) for option in options))
+    assert found == code
+    assert all(word.format(**facts) in message for word in words), message
+    assert "Traceback" not in message
 
 
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        (("--models-preset", "/nowhere.ini"), "/nowhere.ini"),
-        (("--host", "0.0.0.0"), "--api-key"),
-        (("--prot", "1"), "--port"),
-        (("--models-max", "-1"), "models-max"),
-        (("--device-limit", "cuda:9=100"), "cuda:9"),
-        (("--models-memory-margin", "some"), "models-memory-margin"),
-        (("--device-limit", "cpu=100", "--models-memory-margin", "200"), "margin"),
-    ],
-)
-async def test_bad_settings_stop_the_start_with_one_message(options: tuple[str, ...], word: str) -> None:
-    code, said = await refused(*options)
-    assert code == 2, said
-    assert word in said
-    assert "Traceback" not in said
+async def test_the_events_of_a_load_can_be_followed_and_replayed(up: Router, tmp_path: Path) -> None:
+    await up.serve(tmp_path, {"a": {"_load_steps": 3, "_load_interval": 0.12}})
+
+    async def follow(headers: dict[str, str]) -> list[tuple[int, dict[str, Any]]]:
+        seen = []
+        async with up.client.stream("GET", "/models/sse", headers=headers) as events:
+            assert events.headers["content-type"].startswith("text/event-stream")
+            assert events.headers["x-accel-buffering"] == "no"
+            id = 0
+            async for line in events.aiter_lines():
+                if line.startswith("id:"):
+                    id = int(line[3:])
+                if line.startswith(": open"):
+                    opened.set()
+                if line.startswith("data:"):
+                    seen.append((id, json.loads(line[5:])))
+                    if seen[-1][1]["data"].get("status") == "loaded":
+                        return seen
+        raise AssertionError("the stream ended")
+
+    opened = asyncio.Event()
+    following = asyncio.create_task(follow({}))
+    await opened.wait()
+    await up.client.post("/v1/chat/completions", json=chat("a"))
+    seen = await following
+    assert [body["model"] for _, body in seen] == ["a"] * len(seen)
+    assert seen[0][1]["event"] == "model_status"
+    assert seen[-1][1]["event"] == "status_change"
+    assert seen[-1][1]["data"]["info"]["n_vocab"] == 32
+    values = [body["data"]["progress"]["value"] for _, body in seen if "progress" in body["data"]]
+    assert values == sorted(values), "it went back"
+    assert any(0 < value < 1 for value in values)
+    replayed = await follow({"Last-Event-ID": str(seen[0][0])})
+    assert [id for id, _ in replayed] == [id for id, _ in seen if id > seen[0][0]]
 
 
-async def test_a_port_that_is_taken_stops_the_start(tmp_path: Path) -> None:
-    async with router("--models-preset", str(presets(tmp_path, {"a": {}}))) as up:
-        code, said = await refused("--port", str(up.port))
-        assert code == 1
-        assert str(up.port) in said
-        assert "Traceback" not in said
-
-
-async def test_the_events_of_a_load_can_be_followed_and_replayed(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {"_load_steps": 3, "_load_interval": 0.12}})
-    async with router("--models-preset", str(file), *MARGIN) as up:
-
-        async def follow(headers: dict[str, str]) -> list[tuple[int, dict[str, Any]]]:
-            seen = []
-            async with up.client.stream("GET", "/models/sse", headers=headers) as events:
-                assert events.headers["content-type"].startswith("text/event-stream")
-                assert events.headers["x-accel-buffering"] == "no"
-                id = 0
-                async for line in events.aiter_lines():
-                    if line.startswith("id:"):
-                        id = int(line[3:])
-                    if line.startswith(": open"):
-                        opened.set()
-                    if line.startswith("data:"):
-                        seen.append((id, json.loads(line[5:])))
-                        if seen[-1][1]["data"].get("status") == "loaded":
-                            return seen
-            raise AssertionError("the stream ended")
-
-        opened = asyncio.Event()
-        following = asyncio.create_task(follow({}))
-        await opened.wait()
-        await up.client.post("/v1/chat/completions", json=chat("a"))
-        seen = await following
-        assert [body["model"] for _, body in seen] == ["a"] * len(seen)
-        assert seen[0][1]["event"] == "model_status"
-        assert seen[-1][1]["event"] == "status_change"
-        assert seen[-1][1]["data"]["info"]["n_vocab"] == 32
-        values = [body["data"]["progress"]["value"] for _, body in seen if "progress" in body["data"]]
-        assert values == sorted(values), "it went back"
-        assert any(0 < value < 1 for value in values)
-        replayed = await follow({"Last-Event-ID": str(seen[0][0])})
-        assert [id for id, _ in replayed] == [id for id, _ in seen if id > seen[0][0]]
-
-
-async def test_openai_clients_see_their_own_exceptions(shared_port: tuple[Router, int]) -> None:
-    _, port = shared_port
-    client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0)
-    try:
+async def test_openai_clients_see_their_own_exceptions(shared: Router) -> None:
+    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{shared.port}/v1", api_key="x", max_retries=0) as client:
         answer = await client.chat.completions.create(model="alpha", messages=[{"role": "user", "content": "a b"}])
         assert answer.choices[0].message.content == "a b "
         with pytest.raises(openai.NotFoundError):
@@ -674,52 +612,39 @@ async def test_openai_clients_see_their_own_exceptions(shared_port: tuple[Router
         names = [model.id async for model in client.models.list()]
         assert "alpha" in names
         assert (await client.models.retrieve("org/beta:q4")).id == "org/beta:q4"
-    finally:
-        await client.close()
 
 
-@pytest_asyncio.fixture
-async def shared_port(tmp_path: Path) -> AsyncIterator[tuple[Router, int]]:
-    file = presets(tmp_path, {"alpha": {}, "org/beta:q4": {}, "huge": {"required-memory": 9000}})
-    async with router("--models-preset", str(file), *MARGIN, *LIMIT) as up:
-        yield up, up.port
+async def test_openai_clients_try_again_only_what_may_succeed(up: Router, tmp_path: Path) -> None:
+    await up.serve(tmp_path, {"huge": {"required-memory": 9000}, "dies": {"_die_at_start": 1}})
+    client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{up.port}/v1", api_key="x", max_retries=1)
+    for model, status, attempts in (("huge", 507, 1), ("dies", 503, 2)):
+        with pytest.raises(openai.InternalServerError):
+            await client.completions.create(model=model, prompt="a")
+        counted = f'router_requests_total{{code="{status}",endpoint="completions",model="{model}"}} {attempts}.0'
+        assert counted in (await up.client.get("/metrics")).text
+    await client.close()
 
 
-@pytest.mark.slow
-async def test_openai_clients_try_again_only_what_may_succeed(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"huge": {"required-memory": 9000}, "dies": {"_die_at_start": 1}})
-    async with router("--models-preset", str(file), *MARGIN, *LIMIT) as up:
-        client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{up.port}/v1", api_key="x", max_retries=1)
-        for model, status, attempts in (("huge", 507, 1), ("dies", 503, 2)):
-            with pytest.raises(openai.InternalServerError):
-                await client.completions.create(model=model, prompt="a")
-            counted = f'router_requests_total{{code="{status}",endpoint="completions",model="{model}"}} {attempts}.0'
-            assert counted in (await up.client.get("/metrics")).text
-        await client.close()
-
-
-async def test_a_request_without_host_in_http_1_1_is_refused(shared_port: tuple[Router, int]) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", shared_port[1])
+async def test_a_request_without_host_in_http_1_1_is_refused(shared: Router) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", shared.port)
     writer.write(b"GET /health HTTP/1.1\r\n\r\n")
     assert b" 400 " in await reader.readline()
     writer.close()
 
 
-async def test_many_requests_to_one_cold_model_start_one_worker(tmp_path: Path) -> None:
+async def test_many_requests_to_one_cold_model_start_one_worker(up: Router, tmp_path: Path) -> None:
     journal = tmp_path / "journal"
-    file = presets(tmp_path, {"a": {"_journal": str(journal)}})
-    async with router("--models-preset", str(file), *MARGIN) as up:
-        limits = httpx.Limits(max_connections=200)
-        async with httpx.AsyncClient(base_url=up.client.base_url, limits=limits, timeout=60) as many:
-            answers = await asyncio.gather(
-                *(many.post("/v1/chat/completions", json=chat("a", f"n{number}")) for number in range(100))
-            )
-        texts = [answer.json()["choices"][0]["message"]["content"] for answer in answers]
-        assert texts == [f"n{number} " for number in range(100)]
-        assert sum(line.startswith("started") for line in journal.read_text().splitlines()) == 1
+    await up.serve(tmp_path, {"a": {"_journal": str(journal)}})
+    limits = httpx.Limits(max_connections=200)
+    async with httpx.AsyncClient(base_url=up.client.base_url, limits=limits, timeout=60) as many:
+        answers = await asyncio.gather(
+            *(many.post("/v1/chat/completions", json=chat("a", f"n{number}")) for number in range(100))
+        )
+    texts = [answer.json()["choices"][0]["message"]["content"] for answer in answers]
+    assert texts == [f"n{number} " for number in range(100)]
+    assert sum(line.startswith("started") for line in journal.read_text().splitlines()) == 1
 
 
-@pytest.mark.slow
 async def test_a_key_at_its_limit_is_refused_while_others_wait_and_all_of_it_is_counted(tmp_path: Path) -> None:
     """Two requests wait for a load, of which one key may have only one at once; the third of it hears when to come."""
     go, keys = tmp_path / "go", tmp_path / "keys"

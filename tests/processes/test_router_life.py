@@ -6,11 +6,13 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from tests.processes.routers import (
     ROOT,
@@ -23,11 +25,22 @@ from tests.processes.routers import (
     presets,
     refused,
     router,
+    shared_router,
     until,
 )
 
 MARGIN = ("--models-memory-margin", "64")
 PATH = "/v1/chat/completions"
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
+    """A router to which each test gives its own models."""
+    async with shared_router(tmp_path_factory.mktemp("up"), *MARGIN) as running:
+        yield running
 
 
 async def streaming(up: Router, body: dict[str, Any]) -> "tuple[asyncio.Task[bytes], asyncio.Event]":
@@ -51,7 +64,6 @@ async def streaming(up: Router, body: dict[str, Any]) -> "tuple[asyncio.Task[byt
 # Signals
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_a_signal_during_the_start_takes_effect(tmp_path: Path, number: int) -> None:
     """The first line that it says may come before its devices have been read."""
@@ -73,7 +85,6 @@ async def test_a_signal_during_the_start_takes_effect(tmp_path: Path, number: in
     assert b"was to be loaded on startup" not in said
 
 
-@pytest.mark.slow
 async def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
     file = presets(tmp_path, {"a": {"_ignore_sigterm": True, "stop-timeout": 3600}})  # far beyond the deadline of `end`
     async with router("--models-preset", str(file), *MARGIN) as up:
@@ -89,7 +100,6 @@ async def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
         assert got.endswith(b"<broken>")
 
 
-@pytest.mark.slow
 async def test_a_disk_that_does_not_answer_holds_up_neither_other_models_nor_the_end(tmp_path: Path) -> None:
     file = presets(tmp_path, {"a": {}, "gone": {}})
     unanswered = tmp_path / "snapshots" / "gone" / "tokenizer_config.json"
@@ -106,25 +116,38 @@ async def test_a_disk_that_does_not_answer_holds_up_neither_other_models_nor_the
         await up.says("a disk does not answer; what was read there is not waited for")
 
 
-@pytest.mark.slow
-async def test_a_request_that_waits_for_a_load_is_rejected_when_the_router_stops(tmp_path: Path) -> None:
+async def test_a_router_that_stops_rejects_waiting_requests_and_ends_event_streams_in_good_order(
+    tmp_path: Path,
+) -> None:
+    async def follow(path: str, begun: asyncio.Event) -> str:
+        text = ""
+        async with up.client.stream("GET", path) as events:
+            async for part in events.aiter_text():
+                text += part
+                begun.set()
+        return text
+
     file = presets(tmp_path, {"a": {"_hold_load": str(tmp_path / "never"), "load-on-startup": "on"}})
     async with router("--models-preset", str(file), *MARGIN) as up:
+        opened = {path: asyncio.Event() for path in ("/models/sse", "/router/events")}
+        following = [asyncio.create_task(follow(path, begun)) for path, begun in opened.items()]
+        for begun in opened.values():
+            await begun.wait()
         asked = asyncio.create_task(up.client.post(PATH, json=chat("a")))
         loading = asyncio.create_task(up.client.post("/models/load?wait=1", json={"model": "a"}))
         await up.becomes("a", "loading", queued=3)
         assert await up.end() == 0
         assert error_of(await asked) == (503, "draining")
         assert error_of(await loading) == (503, "draining")
+        assert all(text.endswith("\n\n") for text in await asyncio.gather(*following))
         assert not any("was to be loaded on startup" in line or "Traceback" in line for line in up.log)
 
 
-@pytest.mark.slow
-async def test_a_killed_load_is_repeated_once_without_an_error(tmp_path: Path) -> None:
+async def test_a_killed_load_is_repeated_once_without_an_error(up: Router, tmp_path: Path) -> None:
     """Killed twice, it is a failure, which says by what."""
     go, journal = tmp_path / "go", tmp_path / "journal"
-    file = presets(tmp_path, {"a": {"_hold_load": str(go), "_journal": str(journal)}})
-    async with lines_written(journal) as lines, router("--models-preset", str(file), *MARGIN) as up:
+    await up.serve(tmp_path, {"a": {"_hold_load": str(go), "_journal": str(journal)}})
+    async with lines_written(journal) as lines:
 
         async def kill() -> None:
             os.kill(int((await until(lines, "started")).split()[1]), signal.SIGKILL)
@@ -142,12 +165,11 @@ async def test_a_killed_load_is_repeated_once_without_an_error(tmp_path: Path) -
         assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
 
 
-@pytest.mark.slow
-async def test_a_worker_with_a_deleted_socket_is_replaced_for_the_next_request(tmp_path: Path) -> None:
+async def test_a_worker_with_a_deleted_socket_is_replaced_for_the_next_request(up: Router, tmp_path: Path) -> None:
     """What it answers already is answered to the end."""
     go, journal = tmp_path / "go", tmp_path / "journal"
-    file = presets(tmp_path, {"a": {"_journal": str(journal)}})
-    async with lines_written(journal) as lines, router("--models-preset", str(file), *MARGIN) as up:
+    await up.serve(tmp_path, {"a": {"_journal": str(journal)}})
+    async with lines_written(journal) as lines:
         first = asyncio.create_task(up.client.post(PATH, json=chat("a", fake={"hold": str(go)})))
         await until(lines, "request")
         before = await up.workers()
@@ -157,10 +179,9 @@ async def test_a_worker_with_a_deleted_socket_is_replaced_for_the_next_request(t
         assert (await up.workers())["a"] != before["a"]
         go.touch()
         assert (await first).status_code == 200
-        await up.says(r"a#1 ready→stopping reason=unreachable")
+        await up.says(r"a#\d+ ready→stopping reason=unreachable")
 
 
-@pytest.mark.slow
 async def test_a_download_ends_with_the_router_and_with_an_unload(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     behaviour = json.dumps({"journal": str(journal), "hold_load": str(tmp_path / "never")})
@@ -184,28 +205,6 @@ async def test_a_download_ends_with_the_router_and_with_an_unload(tmp_path: Path
         assert not is_alive(second)
 
 
-@pytest.mark.slow
-async def test_event_streams_end_with_the_router_in_good_order(tmp_path: Path) -> None:
-    async with router("--models-preset", str(presets(tmp_path, {"a": {}})), *MARGIN) as up:
-        opened = [asyncio.Event(), asyncio.Event()]
-
-        async def follow(path: str, began: asyncio.Event) -> str:
-            text = ""
-            async with up.client.stream("GET", path) as events:
-                async for part in events.aiter_text():
-                    text += part
-                    began.set()
-            return text
-
-        paths = ("/models/sse", "/router/events")
-        following = [asyncio.create_task(follow(*each)) for each in zip(paths, opened, strict=True)]
-        for each in opened:
-            await each.wait()
-        assert await up.end() == 0
-        assert all(text.endswith("\n\n") for text in await asyncio.gather(*following))
-
-
-@pytest.mark.slow
 async def test_a_hangup_reads_presets_and_keys_again_and_a_bad_one_changes_nothing(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\n")
@@ -240,58 +239,66 @@ async def test_a_hangup_reads_presets_and_keys_again_and_a_bad_one_changes_nothi
 # Readiness
 
 
-@pytest.mark.slow
-async def test_ready_waits_for_the_models_to_load_on_startup(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {"_die_at_start": 1, "load-on-startup": "on"}, "b": {}})
-    async with router("--models-preset", str(file), *MARGIN) as up:
-        await up.says("a was to be loaded on startup")
+async def test_ready_waits_for_each_model_to_load_on_startup_that_is_not_removed(tmp_path: Path) -> None:
+    go, start = tmp_path / "go", {"load-on-startup": "on"}
+    models = {
+        "a": {"_hold_load": str(go), **start},
+        "dies": {"_die_at_start": 1, **start},
+        "slow": {"_hold_load": str(tmp_path / "never"), **start},
+        "b": {},
+    }
+    file = presets(tmp_path, models)
+
+    async def waiting(up: Router) -> list[str]:
         response = await up.client.get("/ready")
-        assert (response.status_code, response.json()["waiting_for"]) == (503, ["a"])
-        assert (await up.client.post(PATH, json=chat("b"))).status_code == 200
-        (tmp_path / "snapshots" / "a" / "fake.json").write_text("{}")
-        assert (await up.client.post("/models/load?wait=1", json={"model": "a"})).status_code == 200
-        assert (await up.client.get("/ready")).status_code == 200
+        assert error_of(response) == (503, "starting")
+        found: list[str] = response.json()["waiting_for"]
+        return found
 
-
-@pytest.mark.slow
-async def test_ready_waits_for_no_model_that_was_removed(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {"_hold_load": str(tmp_path / "never"), "load-on-startup": "on"}, "b": {}})
     async with router("--models-preset", str(file), *MARGIN) as up:
-        assert (await up.client.get("/ready")).status_code == 503
+        await up.says("dies was to be loaded on startup")
+        assert await waiting(up) == ["a", "dies", "slow"]
+        response = await up.client.get("/health?model=a")
+        assert error_of(response) == (503, "starting")
+        assert response.json()["error"]["message"] == "Loading model", "llama-server's clients wait for this text"
+        assert (await up.client.get("/health")).status_code == 200
+        go.touch()
+        await up.becomes("a", "loaded")
+        assert await waiting(up) == ["dies", "slow"]
+        assert (await up.client.post(PATH, json=chat("b"))).status_code == 200
+        (tmp_path / "snapshots" / "dies" / "fake.json").write_text("{}")
+        assert (await up.client.post("/models/load?wait=1", json={"model": "dies"})).status_code == 200
+        assert await waiting(up) == ["slow"]
         text = file.read_text()
-        file.write_text(text[: text.index("[a]")] + text[text.index("[b]") :])
+        file.write_text(text[: text.index("[slow]")] + text[text.index("[b]") :])
         assert (await up.client.get("/models?reload=1")).status_code == 200
         assert (await up.client.get("/ready")).status_code == 200
 
 
-@pytest.mark.slow
-async def test_a_model_that_cannot_be_loaded_is_tried_again_once_its_files_change(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {"_die_at_start": 3, "_message": "config.json names no architecture"}})
-    async with router("--models-preset", str(file), *MARGIN) as up:
-        for _ in range(2):
-            assert error_of(await up.client.post(PATH, json=chat("a"))) == (500, "load_failed")
-        (tmp_path / "snapshots" / "a" / "fake.json").write_text("{}")
-        assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
-        assert "failed" not in await up.status("a")
+async def test_a_model_that_cannot_be_loaded_is_tried_again_once_its_files_change(up: Router, tmp_path: Path) -> None:
+    await up.serve(tmp_path, {"a": {"_die_at_start": 3, "_message": "config.json names no architecture"}})
+    for _ in range(2):
+        assert error_of(await up.client.post(PATH, json=chat("a"))) == (500, "load_failed")
+    (tmp_path / "snapshots" / "a" / "fake.json").write_text("{}")
+    assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
+    assert "failed" not in await up.status("a")
 
 
-@pytest.mark.slow
-async def test_looking_at_a_model_does_not_try_again_what_has_just_failed(tmp_path: Path) -> None:
+async def test_looking_at_a_model_does_not_try_again_what_has_just_failed(up: Router, tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     keys = {"_die_at_start": 1, "_journal": str(journal), "max-restarts": 0}
-    async with router("--models-preset", str(presets(tmp_path, {"a": keys, "b": {}})), *MARGIN) as up:
-        assert error_of(await up.client.post(PATH, json=chat("a"))) == (503, "load_backoff")
-        response = await up.client.get("/props", params={"model": "a", "autoload": "true"})
-        assert error_of(response) == (503, "load_backoff")
-        assert journal.read_text().count("started") == 1
-        assert (await up.client.get("/props", params={"model": "b", "autoload": "true"})).json()["is_loaded"]
-        assert (await up.status("b"))["in_flight"] == 0
+    await up.serve(tmp_path, {"a": keys, "b": {}})
+    assert error_of(await up.client.post(PATH, json=chat("a"))) == (503, "load_backoff")
+    response = await up.client.get("/props", params={"model": "a", "autoload": "true"})
+    assert error_of(response) == (503, "load_backoff")
+    assert journal.read_text().count("started") == 1
+    assert (await up.client.get("/props", params={"model": "b", "autoload": "true"})).json()["is_loaded"]
+    assert (await up.status("b"))["in_flight"] == 0
 
 
 # Addresses
 
 
-@pytest.mark.slow
 async def test_a_unix_socket_belongs_to_one_router(tmp_path: Path) -> None:
     path = tmp_path / "router.sock"
     file = presets(tmp_path, {"a": {}})
@@ -330,7 +337,6 @@ async def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     assert path.read_text() == "notes"
 
 
-@pytest.mark.slow
 async def test_a_runtime_folder_belongs_to_one_router(tmp_path: Path) -> None:
     file = presets(tmp_path, {"a": {}})
     options = ("--models-preset", str(file), "--runtime-dir", str(tmp_path / "run"))

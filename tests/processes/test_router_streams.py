@@ -5,17 +5,50 @@ import json
 import os
 import signal
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
+import pytest_asyncio
 
 from tests.fake_worker import stream_frames
-from tests.processes.routers import Router, chat, error_of, gone, is_alive, lines_written, presets, router, until
+from tests.processes.routers import (
+    Router,
+    chat,
+    error_of,
+    gone,
+    is_alive,
+    lines_written,
+    presets,
+    router,
+    shared_router,
+    until,
+)
 
 MARGIN = ("--models-memory-margin", "64")
 PATH = "/v1/chat/completions"
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
+    """A router to which each test gives its own models."""
+    async with shared_router(tmp_path_factory.mktemp("up"), *MARGIN) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def impatient(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
+    """Another one, with short times."""
+    commit = ("--stream-commit-seconds", "0.2", "--sse-ping-interval", "0.1")
+    options = (*commit, "--write-stall", "0.5", "--drain-timeout", "0.5", *MARGIN)
+    async with shared_router(tmp_path_factory.mktemp("impatient"), *options) as running:
+        yield running
 
 
 async def raw_stream(up: Router, body: dict[str, Any], *, version: str = "1.1") -> tuple[str, bytes, bool]:
@@ -43,135 +76,129 @@ async def lines_of(up: Router, body: dict[str, Any]) -> list[str]:
         return [line async for line in response.aiter_lines() if line]
 
 
-async def test_the_answer_is_the_workers_bytes(tmp_path: Path) -> None:
-    async with router("--models-preset", str(presets(tmp_path, {"a": {}})), *MARGIN) as up:
-        body = chat("a", "one two three", stream=True)
-        async with up.client.stream("POST", PATH, json=body, headers={"X-Request-Id": "r1"}) as response:
-            got = b"".join([chunk async for chunk in response.aiter_raw()])
-            assert response.headers["content-type"] == "text/event-stream"
-            assert response.headers["cache-control"] == "no-cache, no-transform"
-            assert response.headers["x-accel-buffering"] == "no"
-            assert "server-timing" in response.headers
-        assert got == b"".join(stream_frames(PATH, body, model="a", id="r1")) + b"data: [DONE]\n\n"
+async def test_the_answer_is_the_workers_bytes(up: Router, tmp_path: Path) -> None:
+    await up.serve(tmp_path, {"a": {}})
+    body = chat("a", "one two three", stream=True)
+    async with up.client.stream("POST", PATH, json=body, headers={"X-Request-Id": "r1"}) as response:
+        got = b"".join([chunk async for chunk in response.aiter_raw()])
+        assert response.headers["content-type"] == "text/event-stream"
+        assert response.headers["cache-control"] == "no-cache, no-transform"
+        assert response.headers["x-accel-buffering"] == "no"
+        assert "server-timing" in response.headers
+    assert got == b"".join(stream_frames(PATH, body, model="a", id="r1")) + b"data: [DONE]\n\n"
 
 
-async def test_tokens_arrive_one_by_one_while_another_model_loads(tmp_path: Path) -> None:
-    go, step = tmp_path / "go", tmp_path / "step"
-    file = presets(tmp_path, {"a": {}, "slow": {"_hold_load": str(go)}})
-    async with router("--models-preset", str(file), *MARGIN) as up:
-        await up.client.post(PATH, json=chat("a"))
-        loading = asyncio.create_task(up.client.post(PATH, json=chat("slow")))
-        await up.becomes("slow", "loading")
-        body = chat("a", "w", stream=True, max_tokens=5, fake={"delay": 0.02})
-        assert len(await lines_of(up, body)) == 6
-        assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
-        assert not loading.done()
-        go.touch()
-        assert (await loading).status_code == 200
-        assert not step.exists()
-
-
-async def test_a_stream_that_waits_long_gets_its_status_and_comments(tmp_path: Path) -> None:
+async def test_tokens_arrive_one_by_one_while_another_model_loads(up: Router, tmp_path: Path) -> None:
     go = tmp_path / "go"
-    file = presets(tmp_path, {"a": {"_hold_load": str(go)}})
-    options = ("--stream-commit-seconds", "0.2", "--sse-ping-interval", "0.1")
-    async with router("--models-preset", str(file), *options, *MARGIN) as up:
-        async with up.client.stream("POST", PATH, json=chat("a", stream=True)) as response:
-            assert response.status_code == 200
-            lines = response.aiter_lines()
-            comments = [await anext(lines) for _ in range(6)]
-            assert any(line.startswith(": loading") for line in comments)
-            go.touch()
-            rest = [line async for line in lines if line.startswith("data:")]
-        assert rest[-1] == "data: [DONE]"
-        assert len(rest) == 4
+    await up.serve(tmp_path, {"a": {}, "slow": {"_hold_load": str(go)}})
+    await up.client.post(PATH, json=chat("a"))
+    loading = asyncio.create_task(up.client.post(PATH, json=chat("slow")))
+    await up.becomes("slow", "loading")
+    body = chat("a", "w", stream=True, max_tokens=5, fake={"delay": 0.02})
+    assert len(await lines_of(up, body)) == 6
+    assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
+    assert not loading.done()
+    go.touch()
+    assert (await loading).status_code == 200
 
 
-async def test_an_early_failure_keeps_its_status_and_a_late_one_becomes_a_frame(tmp_path: Path) -> None:
-    file = presets(
+async def test_a_stream_that_waits_long_gets_its_status_and_comments(impatient: Router, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    await impatient.serve(tmp_path, {"a": {"_hold_load": str(go)}})
+    async with impatient.client.stream("POST", PATH, json=chat("a", stream=True)) as response:
+        assert response.status_code == 200
+        lines = response.aiter_lines()
+        comments = [await anext(lines) for _ in range(6)]
+        assert any(line.startswith(": loading") for line in comments)
+        go.touch()
+        rest = [line async for line in lines if line.startswith("data:")]
+    assert rest[-1] == "data: [DONE]"
+    assert len(rest) == 4
+
+
+async def test_an_early_failure_keeps_its_status_and_a_late_one_becomes_a_frame(
+    impatient: Router, tmp_path: Path
+) -> None:
+    await impatient.serve(
         tmp_path, {"a": {"_die_at_start": 3, "_message": "no good"}, "b": {"_deaf": True, "start-timeout": "0.5"}}
     )
-    options = ("--stream-commit-seconds", "0.1", "--sse-ping-interval", "0.1")
-    async with router("--models-preset", str(file), *options, *MARGIN) as up:
-        await up.client.post(PATH, json=chat("a"))
-        response = await up.client.post(PATH, json=chat("a", stream=True))
-        assert error_of(response) == (500, "load_failed")
-        status, rest, _ = await raw_stream(up, chat("b", stream=True))
-        assert " 200 " in status
-        comments, _, frame = rest.partition(b"data: ")
-        assert b": loading" in comments
-        assert json.loads(frame.partition(b"\n\n")[0])["error"]["reason"] == "load_backoff"
-        assert not rest.endswith(b"0\r\n\r\n"), "no client may take that for the whole answer"
+    await impatient.client.post(PATH, json=chat("a"))
+    response = await impatient.client.post(PATH, json=chat("a", stream=True))
+    assert error_of(response) == (500, "load_failed")
+    status, rest, _ = await raw_stream(impatient, chat("b", stream=True))
+    assert " 200 " in status
+    comments, _, frame = rest.partition(b"data: ")
+    assert b": loading" in comments
+    assert json.loads(frame.partition(b"\n\n")[0])["error"]["reason"] == "load_backoff"
+    assert not rest.endswith(b"0\r\n\r\n"), "no client may take that for the whole answer"
 
 
-async def test_a_worker_killed_in_mid_stream_gives_an_error_frame_and_an_aborted_connection(tmp_path: Path) -> None:
-    async with router("--models-preset", str(presets(tmp_path, {"a": {}})), *MARGIN) as up:
-        await up.client.post(PATH, json=chat("a"))
-        (pid,) = (await up.workers()).values()
-        seen: list[str] = []
+async def test_a_worker_killed_in_mid_stream_gives_an_error_frame_and_an_aborted_connection(
+    up: Router, tmp_path: Path
+) -> None:
+    await up.serve(tmp_path, {"a": {}})
+    await up.client.post(PATH, json=chat("a"))
+    (pid,) = (await up.workers()).values()
+    seen: list[str] = []
 
-        async def listen() -> None:
-            body = chat("a", "w", stream=True, max_tokens=1000, fake={"delay": 0.01})
-            async with up.client.stream("POST", PATH, json=body) as response:
-                async for line in response.aiter_lines():
-                    seen.extend([line] if line else [])
-                    if line and len(seen) == 3:
-                        os.kill(pid, signal.SIGKILL)
+    async def listen() -> None:
+        body = chat("a", "w", stream=True, max_tokens=1000, fake={"delay": 0.01})
+        async with up.client.stream("POST", PATH, json=body) as response:
+            async for line in response.aiter_lines():
+                seen.extend([line] if line else [])
+                if line and len(seen) == 3:
+                    os.kill(pid, signal.SIGKILL)
 
-        with pytest.raises(httpx.RemoteProtocolError):
-            await listen()
-        error = json.loads(seen[-1].removeprefix("data: "))["error"]
-        assert (error["code"], error["reason"]) == (502, "worker_crashed")
-        assert "data: [DONE]" not in seen
-        assert not any('"finish_reason":"' in line for line in seen)
-        assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
-        assert (await up.workers())["a"] != pid
+    with pytest.raises(httpx.RemoteProtocolError):
+        await listen()
+    error = json.loads(seen[-1].removeprefix("data: "))["error"]
+    assert (error["code"], error["reason"]) == (502, "worker_crashed")
+    assert "data: [DONE]" not in seen
+    assert not any('"finish_reason":"' in line for line in seen)
+    assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
+    assert (await up.workers())["a"] != pid
 
 
-async def test_the_official_client_raises_when_its_stream_breaks(tmp_path: Path) -> None:
-    import openai
-
-    async with router("--models-preset", str(presets(tmp_path, {"a": {}})), *MARGIN) as up:
-        client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{up.port}/v1", api_key="x", max_retries=0)
-        body: dict[str, Any] = {"fake": {"die_after": 3, "die_code": -9, "delay": 0.01}}
+async def test_the_official_client_raises_when_its_stream_breaks(up: Router, tmp_path: Path) -> None:
+    await up.serve(tmp_path, {"a": {}})
+    body: dict[str, Any] = {"fake": {"die_after": 3, "die_code": -9, "delay": 0.01}}
+    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{up.port}/v1", api_key="x", max_retries=0) as client:
         stream = await client.chat.completions.create(
             model="a", messages=[{"role": "user", "content": "w " * 50}], stream=True, extra_body=body
         )
         with pytest.raises((openai.APIError, httpx.RemoteProtocolError)):
             async for _ in stream:
                 pass
-        await client.close()
 
 
-async def test_http_1_0_sees_a_reset_and_not_an_orderly_end(tmp_path: Path) -> None:
-    async with router("--models-preset", str(presets(tmp_path, {"a": {}})), *MARGIN) as up:
-        body = chat("a", "w " * 50, stream=True, fake={"die_after": 3, "die_code": -9, "delay": 0.01})
-        status, rest, reset = await raw_stream(up, body, version="1.0")
-        assert " 200 " in status
-        assert reset
-        assert b"worker_crashed" in rest
-        status, rest, reset = await raw_stream(up, chat("a", stream=True), version="1.0")
-        assert rest.endswith(b"data: [DONE]\n\n")
-        assert not reset
+async def test_http_1_0_sees_a_reset_and_not_an_orderly_end(up: Router, tmp_path: Path) -> None:
+    await up.serve(tmp_path, {"a": {}})
+    body = chat("a", "w " * 50, stream=True, fake={"die_after": 3, "die_code": -9, "delay": 0.01})
+    status, rest, reset = await raw_stream(up, body, version="1.0")
+    assert " 200 " in status
+    assert reset
+    assert b"worker_crashed" in rest
+    status, rest, reset = await raw_stream(up, chat("a", stream=True), version="1.0")
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert not reset
 
 
-async def test_a_death_before_the_first_byte_is_retried_once_in_silence(tmp_path: Path) -> None:
+async def test_a_death_before_the_first_byte_is_retried_once_in_silence(up: Router, tmp_path: Path) -> None:
     journal = tmp_path / "journal"
-    file = presets(tmp_path, {"a": {"_journal": str(journal)}})
-    async with router("--models-preset", str(file), *MARGIN) as up:
-        response = await up.client.post(PATH, json=chat("a", fake={"die_after": 0, "die_code": -9}))
-        assert error_of(response) == (502, "worker_crashed")
-        assert response.headers["x-should-retry"] == "true"
-        lines = journal.read_text().splitlines()
-        assert sum(line.startswith("request") for line in lines) == 2
-        assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
+    await up.serve(tmp_path, {"a": {"_journal": str(journal)}})
+    response = await up.client.post(PATH, json=chat("a", fake={"die_after": 0, "die_code": -9}))
+    assert error_of(response) == (502, "worker_crashed")
+    assert response.headers["x-should-retry"] == "true"
+    lines = journal.read_text().splitlines()
+    assert sum(line.startswith("request") for line in lines) == 2
+    assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_cancels_its_work(tmp_path: Path, stream: bool) -> None:
+async def test_a_client_that_leaves_cancels_its_work(up: Router, tmp_path: Path, stream: bool) -> None:
     journal = tmp_path / "journal"
-    file = presets(tmp_path, {"a": {"_journal": str(journal)}})
-    async with lines_written(journal) as lines, router("--models-preset", str(file), *MARGIN) as up:
+    await up.serve(tmp_path, {"a": {"_journal": str(journal)}})
+    async with lines_written(journal) as lines:
         body = chat("a", "w", stream=stream, max_tokens=3000, fake={"delay": 0.01})
         asked = asyncio.create_task(up.client.post(PATH, json=body, headers={"X-Request-Id": "leaver"}))
         await until(lines, "request leaver")
@@ -197,10 +224,10 @@ async def test_a_client_that_disconnects_before_its_model_is_ready_evicts_nothin
             assert (await up.status("a"))["value"] == "loaded"
 
 
-async def test_a_half_closed_connection_counts_as_leaving(tmp_path: Path) -> None:
+async def test_a_half_closed_connection_counts_as_leaving(up: Router, tmp_path: Path) -> None:
     journal = tmp_path / "journal"
-    file = presets(tmp_path, {"a": {"_journal": str(journal)}})
-    async with lines_written(journal) as lines, router("--models-preset", str(file), *MARGIN) as up:
+    await up.serve(tmp_path, {"a": {"_journal": str(journal)}})
+    async with lines_written(journal) as lines:
         reader, writer = await asyncio.open_connection("127.0.0.1", up.port)
         data = json.dumps(chat("a", "w", stream=True, max_tokens=3000, fake={"delay": 0.01})).encode()
         head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nX-Request-Id: half\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -211,51 +238,47 @@ async def test_a_half_closed_connection_counts_as_leaving(tmp_path: Path) -> Non
         writer.close()
 
 
-async def test_a_reader_that_stalls_is_dropped_and_holds_up_nobody(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {}})
-    async with router("--models-preset", str(file), "--write-stall", "0.5", *MARGIN) as up:
-        await up.client.post(PATH, json=chat("a"))
-        stalled = socket.create_connection(("127.0.0.1", up.port))
-        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        data = json.dumps(chat("a", "w" * 5000, stream=True, max_tokens=20_000)).encode()
-        stalled.sendall(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
-        assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
-        await up.says("the client is gone")
-        assert (await up.status("a"))["in_flight"] == 0
-        stalled.close()
+async def test_a_reader_that_stalls_is_dropped_and_holds_up_nobody(impatient: Router, tmp_path: Path) -> None:
+    await impatient.serve(tmp_path, {"a": {}})
+    await impatient.client.post(PATH, json=chat("a"))
+    stalled = socket.create_connection(("127.0.0.1", impatient.port))
+    stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    data = json.dumps(chat("a", "w" * 5000, stream=True, max_tokens=20_000)).encode()
+    stalled.sendall(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    assert (await impatient.client.post(PATH, json=chat("a"))).status_code == 200
+    await impatient.says("the client is gone")
+    assert (await impatient.status("a"))["in_flight"] == 0
+    stalled.close()
 
 
-async def test_a_wedged_worker_is_replaced_and_its_client_told(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {"stall-timeout": "0.6", "_pulse_interval": 0.1}})
-    async with router("--models-preset", str(file), *MARGIN) as up:
-        body = chat("a", "one two three", stream=True, fake={"hang_after": 1})
-        _, rest, _ = await raw_stream(up, body)
-        assert b'"reason":"stalled"' in rest
-        assert b"[DONE]" not in rest
-        assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
+async def test_a_wedged_worker_is_replaced_and_its_client_told(up: Router, tmp_path: Path) -> None:
+    await up.serve(tmp_path, {"a": {"stall-timeout": "0.6", "_pulse_interval": 0.1}})
+    body = chat("a", "one two three", stream=True, fake={"hang_after": 1})
+    _, rest, _ = await raw_stream(up, body)
+    assert b'"reason":"stalled"' in rest
+    assert b"[DONE]" not in rest
+    assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
 
 
-async def test_an_answer_that_takes_too_long_is_504(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {"request-timeout": "0.5"}})
-    async with router("--models-preset", str(file), *MARGIN) as up:
-        await up.client.post("/models/load?wait=1", json={"model": "a"})
-        response = await up.client.post(PATH, json=chat("a", fake={"delay": 30}))
-        assert error_of(response) == (504, "request_timeout")
-        _, rest, _ = await raw_stream(up, chat("a", "w", stream=True, max_tokens=1000, fake={"delay": 0.05}))
-        assert b'"reason":"request_timeout"' in rest
+async def test_an_answer_that_takes_too_long_is_504(up: Router, tmp_path: Path) -> None:
+    await up.serve(tmp_path, {"a": {"request-timeout": "0.5"}})
+    await up.client.post("/models/load?wait=1", json={"model": "a"})
+    response = await up.client.post(PATH, json=chat("a", fake={"delay": 30}))
+    assert error_of(response) == (504, "request_timeout")
+    _, rest, _ = await raw_stream(up, chat("a", "w", stream=True, max_tokens=1000, fake={"delay": 0.05}))
+    assert b'"reason":"request_timeout"' in rest
 
 
-async def test_an_unload_cuts_streams_only_after_the_drain_timeout(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {}})
-    async with router("--models-preset", str(file), "--drain-timeout", "0.5", *MARGIN) as up:
-        body = chat("a", "w", stream=True, max_tokens=3000, fake={"delay": 0.02})
-        streaming = asyncio.create_task(raw_stream(up, body))
-        await up.becomes("a", "loaded", in_flight=1)
-        assert (await up.client.post("/models/unload", json={"model": "a"})).status_code == 200
-        assert (await up.status("a"))["draining"] is True
-        _, rest, _ = await streaming
-        assert b'"reason":"draining"' in rest
-        await up.becomes("a", "unloaded", reason="requested")
+async def test_an_unload_cuts_streams_only_after_the_drain_timeout(impatient: Router, tmp_path: Path) -> None:
+    await impatient.serve(tmp_path, {"a": {}})
+    body = chat("a", "w", stream=True, max_tokens=3000, fake={"delay": 0.02})
+    streaming = asyncio.create_task(raw_stream(impatient, body))
+    await impatient.becomes("a", "loaded", in_flight=1)
+    assert (await impatient.client.post("/models/unload", json={"model": "a"})).status_code == 200
+    assert (await impatient.status("a"))["draining"] is True
+    _, rest, _ = await streaming
+    assert b'"reason":"draining"' in rest
+    await impatient.becomes("a", "unloaded", reason="requested")
 
 
 async def test_a_router_that_is_told_to_stop_lets_running_answers_end(tmp_path: Path) -> None:
