@@ -2,23 +2,30 @@
 it goes on. (Lists, properties, keys, downloads and reloads: test_router_http.py, test_model_management.py.)"""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
-from tests.processes.routers import Router, presets, refused, router
+from tests.processes.routers import Router, presets, router, shared_router
 
-pytestmark = pytest.mark.asyncio
-ONE, TWO = ("--models-max", "1"), ("--models-max", "2")
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-def three(folder: Path, **keys: Mapping[str, Any]) -> str:
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def one(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
+    """A router with room for one model, to which each test gives its own."""
+    async with shared_router(tmp_path_factory.mktemp("one"), "--models-max", "1") as running:
+        yield running
+
+
+def three(folder: Path, **keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Presets of `a`, `b` and `c`, whose workers keep one journal."""
     journal = {"_journal": str(folder / "journal")}
-    return str(presets(folder, {name: journal | {**keys.get(name, {})} for name in "abc"}))
+    return {name: journal | {**keys.get(name, {})} for name in "abc"}
 
 
 async def load(up: Router, *names: str) -> None:
@@ -49,22 +56,23 @@ async def all_answered(*asked: "asyncio.Task[httpx.Response]") -> None:
         assert [(await each).status_code for each in asked] == [200] * len(asked)
 
 
-async def test_a_busy_model_is_not_put_out_and_who_waits_for_its_place_gets_it(tmp_path: Path) -> None:
+async def test_a_busy_model_is_not_put_out_and_who_waits_for_its_place_gets_it(one: Router, tmp_path: Path) -> None:
     go = tmp_path / "go"
-    async with router("--models-preset", three(tmp_path), *ONE) as up:
-        await load(up, "a")
-        first = await busy(up, "a", go)
-        waits = tokenize(up, "b")
-        await up.becomes("b", "loading", queued=1)
-        assert (await states(up))["a"] == "loaded"
-        go.touch()
-        await all_answered(first, waits)
-        assert await states(up) == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
+    await one.serve(tmp_path, three(tmp_path))
+    await load(one, "a")
+    first = await busy(one, "a", go)
+    waits = tokenize(one, "b")
+    await one.becomes("b", "loading", queued=1)
+    assert (await states(one))["a"] == "loaded"
+    go.touch()
+    await all_answered(first, waits)
+    assert await states(one) == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
 
 
 async def test_three_requests_for_one_model_put_out_one_other(tmp_path: Path) -> None:
     go = tmp_path / "go"
-    async with router("--models-preset", three(tmp_path), *TWO) as up:
+    file = presets(tmp_path, three(tmp_path))
+    async with router("--models-preset", str(file), "--models-max", "2") as up:
         await load(up, "a", "b")
         first = await busy(up, "a", go)
         await all_answered(*(tokenize(up, "c") for _ in range(3)))
@@ -73,77 +81,64 @@ async def test_three_requests_for_one_model_put_out_one_other(tmp_path: Path) ->
         assert await states(up) == {"a": "loaded", "b": "unloaded", "c": "loaded"}
 
 
-async def test_a_disconnected_waiter_delays_no_other_request(tmp_path: Path) -> None:
+async def test_a_disconnected_waiter_delays_no_other_request(one: Router, tmp_path: Path) -> None:
     go = tmp_path / "go"
-    async with router("--models-preset", three(tmp_path), *ONE) as up:
-        await load(up, "a")
-        first = await busy(up, "a", go)
-        leaves = tokenize(up, "b")
-        await up.becomes("b", "loading", queued=1)
-        leaves.cancel()
-        await up.becomes("b", "unloaded")
-        go.touch()
-        await all_answered(first, tokenize(up, "a"))
-        assert await states(up) == {"a": "loaded", "b": "unloaded", "c": "unloaded"}
+    await one.serve(tmp_path, three(tmp_path))
+    await load(one, "a")
+    first = await busy(one, "a", go)
+    leaves = tokenize(one, "b")
+    await one.becomes("b", "loading", queued=1)
+    leaves.cancel()
+    await one.becomes("b", "unloaded")
+    go.touch()
+    await all_answered(first, tokenize(one, "a"))
+    assert await states(one) == {"a": "loaded", "b": "unloaded", "c": "unloaded"}
 
 
-async def test_the_line_is_served_as_it_came(tmp_path: Path) -> None:
+async def test_the_line_is_served_as_it_came(one: Router, tmp_path: Path) -> None:
     go = tmp_path / "go"
-    async with router("--models-preset", three(tmp_path), *ONE) as up:
-        await load(up, "a")
-        first = await busy(up, "a", go)
-        asked = []
-        for name in "bc":
-            asked.append(tokenize(up, name))
-            await up.becomes(name, "loading", queued=1)
-        go.touch()
-        await all_answered(first, *asked)
-        journal = (tmp_path / "journal").read_text().splitlines()
-        assert [line for line in journal if line.startswith("request")] == [
-            f"request of-{name} /tokenize" for name in "abc"
-        ]
+    await one.serve(tmp_path, three(tmp_path))
+    await load(one, "a")
+    first = await busy(one, "a", go)
+    asked = []
+    for name in "bc":
+        asked.append(tokenize(one, name))
+        await one.becomes(name, "loading", queued=1)
+    go.touch()
+    await all_answered(first, *asked)
+    journal = (tmp_path / "journal").read_text().splitlines()
+    assert [line for line in journal if line.startswith("request")] == [
+        f"request of-{name} /tokenize" for name in "abc"
+    ]
 
 
-async def test_the_request_that_loaded_a_model_is_answered_before_its_eviction(tmp_path: Path) -> None:
+async def test_the_request_that_loaded_a_model_is_answered_before_its_eviction(one: Router, tmp_path: Path) -> None:
     """Its request is on its way to the worker when somebody else wants the place."""
     up_to = tmp_path / "up-to"
-    async with router("--models-preset", three(tmp_path, a={"_hold_load": str(up_to)}), *ONE) as up:
-        first = tokenize(up, "a")
-        await up.becomes("a", "loading", queued=1)
-        second = tokenize(up, "b")
-        await up.becomes("b", "loading", queued=1)
-        up_to.touch()
-        await all_answered(first, second)
-        requests = [line for line in (tmp_path / "journal").read_text().splitlines() if line.startswith("request")]
-        assert requests == [f"request of-{name} /tokenize" for name in "ab"]
+    await one.serve(tmp_path, three(tmp_path, a={"_hold_load": str(up_to)}))
+    first = tokenize(one, "a")
+    await one.becomes("a", "loading", queued=1)
+    second = tokenize(one, "b")
+    await one.becomes("b", "loading", queued=1)
+    up_to.touch()
+    await all_answered(first, second)
+    requests = [line for line in (tmp_path / "journal").read_text().splitlines() if line.startswith("request")]
+    assert requests == [f"request of-{name} /tokenize" for name in "ab"]
 
 
-async def test_a_request_for_a_model_that_is_just_stopping_waits_for_its_next_worker(tmp_path: Path) -> None:
-    async with router("--models-preset", three(tmp_path, a={"_stop_seconds": 0.3}), *ONE) as up:
-        await load(up, "a")
-        assert (await up.client.post("/models/unload", json={"model": "a"})).json() == {"success": True}
-        await up.says(r"a#1 \w+→stopping")
-        await all_answered(tokenize(up, "a"))
-        assert await states(up) == {"a": "loaded", "b": "unloaded", "c": "unloaded"}
-
-
-async def test_two_who_find_the_same_idle_model_are_both_served(tmp_path: Path) -> None:
-    async with router("--models-preset", three(tmp_path), *ONE) as up:
-        await load(up, "a")
-        await all_answered(tokenize(up, "b"), tokenize(up, "c"))
-        assert (await states(up))["a"] == "unloaded"
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("-hf", "org/presets"), "-hf: names one model; write a section [id] with it in a file for --models-preset"),
-        (("--model-draft", "x"), "model-draft is not offered by this version: remove it; answers are the same without"),
-    ],
-)
-async def test_presets_from_a_repository_and_draft_models_are_refused_with_the_way(
-    words: tuple[str, ...], says: str
+async def test_a_request_for_a_model_that_is_just_stopping_waits_for_its_next_worker(
+    one: Router, tmp_path: Path
 ) -> None:
-    code, told = await refused(*words)
-    assert code == 2
-    assert says in told
+    await one.serve(tmp_path, three(tmp_path, a={"_stop_seconds": 0.3}))
+    await load(one, "a")
+    assert (await one.client.post("/models/unload", json={"model": "a"})).json() == {"success": True}
+    await one.says(r"a#\d+ \w+→stopping")
+    await all_answered(tokenize(one, "a"))
+    assert await states(one) == {"a": "loaded", "b": "unloaded", "c": "unloaded"}
+
+
+async def test_two_who_find_the_same_idle_model_are_both_served(one: Router, tmp_path: Path) -> None:
+    await one.serve(tmp_path, three(tmp_path))
+    await load(one, "a")
+    await all_answered(tokenize(one, "b"), tokenize(one, "c"))
+    assert (await states(one))["a"] == "unloaded"

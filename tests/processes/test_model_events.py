@@ -3,20 +3,29 @@
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from router.api.llama_server import NEUTRAL
 from tests.processes.listening import Events, events_of
-from tests.processes.routers import chat, error_of, presets, router
+from tests.processes.routers import Router, chat, error_of, fake_snapshot, presets, router, shared_router
 from worker.interface import SamplingParams
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 MARGIN = ("--models-memory-margin", "64")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
+    """A router to which each test gives its own models."""
+    async with shared_router(tmp_path_factory.mktemp("up"), *MARGIN) as running:
+        yield running
 
 
 def told(events: Events, model: str) -> list[tuple[str, Any]]:
@@ -37,7 +46,8 @@ async def test_a_load_an_eviction_an_unload_and_a_crash_are_reported_in_order(tm
     file = presets(tmp_path, {"a": {}, "b": {}, "broken": {"_die_at_start": 3, "_message": "no architecture"}})
     async with router("--models-preset", str(file), "--models-max", "1", *MARGIN) as up, events_of(up) as events:
         await up.client.post("/models/load?wait=1", json={"model": "a"})
-        await up.client.post("/models/load?wait=1", json={"model": "b"})
+        loaded = await up.client.post("/models/load?wait=1", json={"model": "b"})
+        assert loaded.json()["evicted"] == [{"model": "a", "reason": "evicted"}]
         await events.until_one(lambda each: each["model"] == "b" and each["data"].get("status") == "loaded")
         assert told(events, "a") == [*BEGINS, LOADED, *ENDS]
         assert told(events, "b") == [*BEGINS, LOADED]
@@ -60,56 +70,53 @@ async def test_a_load_an_eviction_an_unload_and_a_crash_are_reported_in_order(tm
         assert told(events, "broken") == [*BEGINS, ("status_change", "unloaded")]
 
 
-async def test_what_a_worker_beside_another_does_is_not_what_the_model_does(tmp_path: Path) -> None:
+async def test_what_a_worker_beside_another_does_is_not_what_the_model_does(up: Router, tmp_path: Path) -> None:
     go = tmp_path / "go"
-    file = presets(tmp_path, {"a": {"_hold": str(go)}, "twin": {"replicas": "2"}})
-    async with router("--models-preset", str(file), *MARGIN) as up:
-        async with events_of(up) as events:
-            await up.client.post("/models/load?wait=1", json={"model": "twin"})
-            asking = asyncio.create_task(up.client.post("/v1/chat/completions", json=chat("twin")))
-            await asking
-            await up.becomes("twin", "loaded", replicas={"ready": 2, "open": 2, "least": 2, "most": 2})
-            assert told(events, "twin") == [*BEGINS, LOADED]
-            slots = (await up.client.get("/slots", params={"model": "twin"})).json()
-            assert [slot["id"] for slot in slots] == list(range(8))
-            await up.client.post("/models/load?wait=1", json={"model": "a"})
-            first = asyncio.create_task(up.client.post("/v1/chat/completions", json=chat("a")))
-            await up.becomes("a", "loaded", in_flight=1)
-            file.write_text(file.read_text().replace("[a]\n", "[a]\nctx-size = 128\n"))
-            reload = (await up.client.get("/models?reload=1")).json()["reload"]
-            assert reload["restarted"] == ["a"]
-            second = asyncio.create_task(up.client.post("/v1/chat/completions", json=chat("a")))
-            await up.becomes("a", "loaded", in_flight=2)  # by two generations of it
-            go.touch()
-            assert {(await each).status_code for each in (first, second)} == {200}
-            await up.becomes("a", "loaded", in_flight=0)
-            await up.says(r"a#\d+ stopping→stopped reason=config_changed")
-            assert [each[1] for each in told(events, "a")][-1] == "loaded"
-            assert "unloaded" not in [each[1] for each in told(events, "a")]
-        async with events_of(up, "?snapshot=1") as events:
-            await events.until_one(lambda each: each["model"] == "twin")
-            assert [(each["model"], each["event"], each["data"]["status"]) for each in events.seen] == [
-                ("a", "status_change", "loaded"), ("twin", "status_change", "loaded"),
-            ]  # fmt: skip
-            assert events.seen[0]["data"]["info"]["n_ctx"] == 128
-
-
-async def test_a_reconnected_client_gets_missed_events_or_a_reset(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {}})
-    async with router("--models-preset", str(file), *MARGIN) as up:
-        async with events_of(up) as events:
-            await up.client.post("/models/load?wait=1", json={"model": "a"})
-            await events.until("status_change", status="loaded")
-            ids = [id for id in events.ids if id is not None]
-            assert ids == sorted(set(ids))
-        async with events_of(up, Last_Event_ID=str(ids[0])) as again:
-            await again.until("status_change", status="loaded")
-            assert [id for id in again.ids if id is not None] == ids[1:]
-    async with router("--models-preset", str(file), *MARGIN) as up:  # ids of another run are none of this one
+    file = await up.serve(tmp_path, {"a": {"_hold": str(go)}, "twin": {"replicas": "2"}})
+    async with events_of(up) as events:
+        await up.client.post("/models/load?wait=1", json={"model": "twin"})
+        asking = asyncio.create_task(up.client.post("/v1/chat/completions", json=chat("twin")))
+        await asking
+        await up.becomes("twin", "loaded", replicas={"ready": 2, "open": 2, "least": 2, "most": 2})
+        assert told(events, "twin") == [*BEGINS, LOADED]
+        slots = (await up.client.get("/slots", params={"model": "twin"})).json()
+        assert [slot["id"] for slot in slots] == list(range(8))
         await up.client.post("/models/load?wait=1", json={"model": "a"})
-        async with events_of(up, Last_Event_ID=str(ids[0])) as events:
-            await events.until("models_reload")
-            assert [(each["model"], each["event"]) for each in events.seen] == [("*", "models_reload")]
+        first = asyncio.create_task(up.client.post("/v1/chat/completions", json=chat("a")))
+        await up.becomes("a", "loaded", in_flight=1)
+        file.write_text(file.read_text().replace("[a]\n", "[a]\nctx-size = 128\n"))
+        reload = (await up.client.get("/models?reload=1")).json()["reload"]
+        assert reload["restarted"] == ["a"]
+        second = asyncio.create_task(up.client.post("/v1/chat/completions", json=chat("a")))
+        await up.becomes("a", "loaded", in_flight=2)  # by two generations of it
+        go.touch()
+        assert {(await each).status_code for each in (first, second)} == {200}
+        await up.becomes("a", "loaded", in_flight=0)
+        await up.says(r"a#\d+ stopping→stopped reason=config_changed")
+        assert [each[1] for each in told(events, "a")][-1] == "loaded"
+        assert "unloaded" not in [each[1] for each in told(events, "a")]
+    async with events_of(up, "?snapshot=1") as events:
+        await events.until_one(lambda each: each["model"] == "twin")
+        assert [(each["model"], each["event"], each["data"]["status"]) for each in events.seen] == [
+            ("a", "status_change", "loaded"), ("twin", "status_change", "loaded"),
+        ]  # fmt: skip
+        assert events.seen[0]["data"]["info"]["n_ctx"] == 128
+
+
+async def test_a_reconnected_client_gets_missed_events_or_a_reset(up: Router, tmp_path: Path) -> None:
+    await up.serve(tmp_path, {"a": {}})
+    async with events_of(up) as events:
+        await up.client.post("/models/load?wait=1", json={"model": "a"})
+        await events.until("status_change", status="loaded")
+        ids = [id for id in events.ids if id is not None]
+        assert ids == sorted(set(ids))
+    async with events_of(up, Last_Event_ID=str(ids[0])) as again:
+        await again.until("status_change", status="loaded")
+        assert [id for id in again.ids if id is not None] == ids[1:]
+    hour = 3_600_000  # ids count milliseconds: this is one of an earlier router
+    async with events_of(up, Last_Event_ID=str(ids[0] - hour)) as events:
+        await events.until("models_reload")
+        assert [(each["model"], each["event"]) for each in events.seen] == [("*", "models_reload")]
 
 
 async def test_everything_is_below_the_prefix_and_nothing_beside_it(tmp_path: Path) -> None:
@@ -128,23 +135,23 @@ async def test_everything_is_below_the_prefix_and_nothing_beside_it(tmp_path: Pa
         assert error_of(await up.client.get("/llm/x/slots")) == (501, "not_offered")
 
 
-async def test_props_give_the_default_sampling(tmp_path: Path) -> None:
+async def test_props_give_the_default_sampling(up: Router, tmp_path: Path) -> None:
     neutral = SamplingParams()
     renamed = {"repeat_penalty": "repetition_penalty"}
     assert {name: getattr(neutral, renamed.get(name, name)) for name in NEUTRAL} == NEUTRAL
-    file = presets(tmp_path, {"a": {"temp": "0.3", "seed": 7}, "b": {}})
     template = "{% if tools %}{{ tools }}{% endif %}{{ messages }}"
-    (tmp_path / "snapshots" / "b" / "chat_template.jinja").write_text(template)
-    (tmp_path / "snapshots" / "b" / "generation_config.json").write_text('{"top_k": 50, "temperature": 0.6}')
-    async with router("--models-preset", str(file), *MARGIN) as up:
-        a, b = [await props(up.client, name) for name in "ab"]
-        assert a["default_generation_settings"]["params"] == {
-            **NEUTRAL, "temperature": 0.3, "seed": 7, "n_predict": -1, "max_tokens": -1,
-        }  # fmt: skip
-        assert (b["default_generation_settings"]["params"]["top_k"], b["chat_template"]) == (50, template)
-        assert b["default_generation_settings"]["params"]["temperature"] == 0.6
-        assert (a["chat_template_caps"]["supports_tools"], b["chat_template_caps"]["supports_tools"]) == (False, True)
-        assert error_of(await up.client.post("/props", json={})) == (501, "not_offered")
+    snapshot = fake_snapshot(tmp_path / "snapshots" / "b")
+    (snapshot / "chat_template.jinja").write_text(template)
+    (snapshot / "generation_config.json").write_text('{"top_k": 50, "temperature": 0.6}')
+    await up.serve(tmp_path, {"a": {"temp": "0.3", "seed": 7}, "b": {}})
+    a, b = [await props(up.client, name) for name in "ab"]
+    assert a["default_generation_settings"]["params"] == {
+        **NEUTRAL, "temperature": 0.3, "seed": 7, "n_predict": -1, "max_tokens": -1,
+    }  # fmt: skip
+    assert (b["default_generation_settings"]["params"]["top_k"], b["chat_template"]) == (50, template)
+    assert b["default_generation_settings"]["params"]["temperature"] == 0.6
+    assert (a["chat_template_caps"]["supports_tools"], b["chat_template_caps"]["supports_tools"]) == (False, True)
+    assert error_of(await up.client.post("/props", json={})) == (501, "not_offered")
 
 
 async def props(client: httpx.AsyncClient, model: str) -> Any:

@@ -389,21 +389,6 @@ async def test_an_evicted_model_sleeps_in_main_memory_until_it_is_asked_for_or_u
         assert error_of(await up.client.post("/models/unload", json={"model": "b"})) == (400, "not_running")
 
 
-async def test_three_models_and_two_places(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {}, "b": {}, "c": {}})
-    async with router("--models-preset", str(file), "--models-max", "2", *MARGIN) as up:
-        for name in ("a", "b", "a"):
-            assert (await up.client.post("/v1/chat/completions", json=chat(name))).status_code == 200
-        response = await up.client.post("/models/load?wait=1", json={"model": "c"})
-        assert response.json()["evicted"] == [{"model": "b", "reason": "evicted"}]
-        assert {name: (await up.status(name))["value"] for name in "abc"} == {
-            "a": "loaded",
-            "b": "unloaded",
-            "c": "loaded",
-        }
-        assert (await up.status("b"))["reason"] == "evicted"
-
-
 async def test_the_least_recently_used_makes_room_in_memory(up: Router, tmp_path: Path) -> None:
     await up.serve(tmp_path, {name: {"required-memory": 400} for name in "abc"})
     for name in ("a", "b", "a", "c"):
