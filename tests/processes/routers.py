@@ -128,12 +128,16 @@ class Router:
     async def serve(self, folder: Path, models: Mapping[str, Mapping[str, Any]]) -> Path:
         """Replace all models of a router of `shared_router`, and forget its log. Files of `models` are made in `folder`
         as by `presets`; the return value is the file to edit."""
+        return await self.serve_presets(presets(folder, models).read_text())
+
+    async def serve_presets(self, text: str) -> Path:
+        """The same with the text of a file of presets."""
         file = self.folder / "models.ini"
         file.write_text("")
         await self._reload()
         await self.has_no_workers()
         self.log.clear()
-        file.write_text(presets(folder, models).read_text())
+        file.write_text(text)
         await self._reload()
         return file
 

@@ -2,28 +2,34 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
-from tests.processes.routers import Router, chat, error_of, fake_python, fake_snapshot, router
+from tests.processes.routers import Router, chat, error_of, fake_python, fake_snapshot, router, shared_router
 
-pytestmark = pytest.mark.asyncio
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 COLD, WARM = {"temp": 0.1}, {"temp": 0.9, "chat-template-kwargs": '{"tone": "kind"}'}
 
 
-def write(folder: Path, models: Mapping[str, Mapping[str, Any]], *, source: str = "m") -> Path:
-    """models.ini of presets that are all of one fake model, whose worker keeps a journal."""
-    snapshot = fake_snapshot(folder / source, journal=str(folder / "journal"))
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
+    """A router to which each test gives its own presets."""
+    async with shared_router(tmp_path_factory.mktemp("up")) as running:
+        yield running
+
+
+def one_model(folder: Path, models: Mapping[str, Mapping[str, Any]]) -> str:
+    """Presets that are all of one fake model, whose worker keeps a journal."""
+    snapshot = fake_snapshot(folder / "m", journal=str(folder / "journal"))
     lines = ["[*]", f"python = {fake_python(folder)}", "required-memory = 64"]
     for name, keys in models.items():
         lines += [f"[{name}]", f"model = {snapshot}", *(f"{key} = {value}" for key, value in keys.items())]
-    path = folder / "models.ini"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    return "\n".join(lines) + "\n"
 
 
 def journal(folder: Path, *kinds: str) -> list[str]:
@@ -40,81 +46,77 @@ async def ask(up: Router, name: str, **headers: str) -> str:
     return str(response.json()["model"])
 
 
-async def test_two_names_have_one_process_and_each_its_own_defaults(tmp_path: Path) -> None:
-    file = write(tmp_path, {"cold": COLD, "warm": WARM})
-    async with router("--models-preset", str(file)) as up:
-        for number, name in enumerate(("cold", "warm", "cold")):
-            assert await ask(up, name, **{"X-Request-Id": f"r{number}"}) == name
-        assert journal(tmp_path, "started", "profile", "request") == [
-            "started", 'profile cold {"temp": 0.1}', "request r0 /v1/chat/completions under cold",
-            'profile warm {"temp": 0.9}', "request r1 /v1/chat/completions under warm",
-            "request r2 /v1/chat/completions under cold",
-        ]  # fmt: skip
-        state = (await up.client.get("/router/state")).json()
-        assert [row["model"] for row in state["workers"]] == ["cold,warm"]
-        assert list(state["models"]) == ["cold", "warm"]
+async def test_two_names_have_one_process_and_each_its_own_defaults(up: Router, tmp_path: Path) -> None:
+    await up.serve_presets(one_model(tmp_path, {"cold": COLD, "warm": WARM}))
+    for number, name in enumerate(("cold", "warm", "cold")):
+        assert await ask(up, name, **{"X-Request-Id": f"r{number}"}) == name
+    assert journal(tmp_path, "started", "profile", "request") == [
+        "started", 'profile cold {"temp": 0.1}', "request r0 /v1/chat/completions under cold",
+        'profile warm {"temp": 0.9}', "request r1 /v1/chat/completions under warm",
+        "request r2 /v1/chat/completions under cold",
+    ]  # fmt: skip
+    state = (await up.client.get("/router/state")).json()
+    assert [row["model"] for row in state["workers"]] == ["cold,warm"]
+    assert list(state["models"]) == ["cold", "warm"]
 
 
-async def test_a_preset_alone_is_told_beside_its_command_line_too(tmp_path: Path) -> None:
-    file = write(tmp_path, {"cold": COLD})
-    async with router("--models-preset", str(file)) as up:
-        await ask(up, "cold", **{"X-Request-Id": "r0"})
-        (pid,) = (await up.workers()).values()
-        assert b"sampling" not in await asyncio.to_thread(Path(f"/proc/{pid}/cmdline").read_bytes)
-        assert journal(tmp_path, "request") == ["request r0 /v1/chat/completions under cold"]
+async def test_a_preset_alone_is_told_beside_its_command_line_too(up: Router, tmp_path: Path) -> None:
+    await up.serve_presets(one_model(tmp_path, {"cold": COLD}))
+    await ask(up, "cold", **{"X-Request-Id": "r0"})
+    (pid,) = (await up.workers()).values()
+    assert b"sampling" not in await asyncio.to_thread(Path(f"/proc/{pid}/cmdline").read_bytes)
+    assert journal(tmp_path, "request") == ["request r0 /v1/chat/completions under cold"]
 
 
-async def test_lists_tell_the_memory_of_a_shared_worker_once(tmp_path: Path) -> None:
-    file = write(tmp_path, {"cold": COLD, "warm": WARM | {"tags": "x", "alias": "w"}})
-    async with router("--models-preset", str(file)) as up:
-        await up.client.post("/v1/chat/completions", json=chat("w"))
-        listed = {each["id"]: each for each in (await up.client.get("/models")).json()["data"]}
-        first, second = (listed[name]["status"] for name in ("cold", "warm"))
-        assert (first["value"], second["value"]) == ("loaded", "loaded")
-        assert (first["shares"], second["shares"]) == (["warm"], ["cold"])
-        assert "memory" in first
-        assert "memory" not in second
-        assert (listed["cold"]["tags"], listed["warm"]["aliases"]) == ([], ["w"])
-        assert "--temp" in first["args"]
-        assert first["args"] != second["args"]
-        held = (await up.client.get("/api/ps")).json()["models"]
-        assert [(each["name"], each["size"] > 0) for each in held] == [("cold", True), ("warm", False)]
-        slots = (await up.client.get("/slots")).json()
-        assert {slot["model"] for slot in slots} == {"cold"}
-        props = [(await up.client.get("/props", params={"model": name})).json() for name in ("cold", "warm")]
-        assert [each["default_generation_settings"]["params"]["temperature"] for each in props] == [0.1, 0.9]
-        metrics = (await up.client.get("/metrics")).text
-        assert 'router_model_workers{model="cold,warm"} 1.0' in metrics
-        assert 'router_requests_total{code="200",endpoint="chat",model="warm"} 1.0' in metrics
-        own = (await up.client.get("/metrics", params={"model": "warm"})).text
-        assert 'router_model_workers{model="cold,warm"} 1.0' in own
-        assert "llamacpp:tokens_predicted_total" in own
-        plan = (await up.client.get("/router/plan", params={"model": "warm"})).json()
-        assert (plan["model"], plan["message"]) == ("warm", "warm is ready already")
+async def test_lists_tell_the_memory_of_a_shared_worker_once(up: Router, tmp_path: Path) -> None:
+    await up.serve_presets(one_model(tmp_path, {"cold": COLD, "hot": WARM | {"tags": "x", "alias": "w"}}))
+    await up.client.post("/v1/chat/completions", json=chat("w"))
+    listed = {each["id"]: each for each in (await up.client.get("/models")).json()["data"]}
+    first, second = (listed[name]["status"] for name in ("cold", "hot"))
+    assert (first["value"], second["value"]) == ("loaded", "loaded")
+    assert (first["shares"], second["shares"]) == (["hot"], ["cold"])
+    assert "memory" in first
+    assert "memory" not in second
+    assert (listed["cold"]["tags"], listed["hot"]["aliases"]) == ([], ["w"])
+    assert "--temp" in first["args"]
+    assert first["args"] != second["args"]
+    held = (await up.client.get("/api/ps")).json()["models"]
+    assert [(each["name"], each["size"] > 0) for each in held] == [("cold", True), ("hot", False)]
+    slots = (await up.client.get("/slots")).json()
+    assert {slot["model"] for slot in slots} == {"cold"}
+    props = [(await up.client.get("/props", params={"model": name})).json() for name in ("cold", "hot")]
+    assert [each["default_generation_settings"]["params"]["temperature"] for each in props] == [0.1, 0.9]
+    metrics = (await up.client.get("/metrics")).text
+    assert 'router_model_workers{model="cold,hot"} 1.0' in metrics
+    assert 'router_requests_total{code="200",endpoint="chat",model="hot"} 1.0' in metrics
+    own = (await up.client.get("/metrics", params={"model": "hot"})).text
+    assert 'router_model_workers{model="cold,hot"} 1.0' in own
+    assert "llamacpp:tokens_predicted_total" in own
+    plan = (await up.client.get("/router/plan", params={"model": "hot"})).json()
+    assert (plan["model"], plan["message"]) == ("hot", "hot is ready already")
 
 
-async def test_what_is_loaded_and_unloaded_is_the_worker(tmp_path: Path) -> None:
-    file = write(tmp_path, {"cold": COLD, "warm": WARM})
-    async with router("--models-preset", str(file)) as up:
-        loaded = await up.client.post("/models/load", params={"wait": "1"}, json={"model": "cold"})
-        assert loaded.json()["status"]["value"] == "loaded"
-        again = await up.client.post("/models/load", json={"model": "warm"})
-        assert (error_of(again), again.json()["error"]["message"]) == (
-            (400, "already_running"), "model 'warm' is already running",
-        )  # fmt: skip
-        (tmp_path / "hold").unlink(missing_ok=True)
-        held = asyncio.create_task(ask_held(up, "cold", tmp_path / "hold"))
-        await up.becomes("cold", "loaded", in_flight=1)
-        unloaded = await up.client.post("/models/unload", json={"model": "warm"})
-        assert unloaded.json() == {"success": True}
-        await up.becomes("cold", "loaded", draining=True)
-        (tmp_path / "hold").touch()
-        assert (await held) == 200, "running requests of the other name end in peace"
-        assert (await up.becomes("warm", "unloaded"))["reason"] == "requested"
-        assert (await up.status("cold"))["value"] == "unloaded"
-        refused = await up.client.post("/v1/chat/completions", params={"autoload": "false"}, json=chat("warm"))
-        assert error_of(refused) == (400, "model_not_loaded")
-        assert "cold" not in refused.text
+async def test_what_is_loaded_and_unloaded_is_the_worker(up: Router, tmp_path: Path) -> None:
+    await up.serve_presets(one_model(tmp_path, {"cold": COLD, "warm": WARM}))
+    loaded = await up.client.post("/models/load", params={"wait": "1"}, json={"model": "cold"})
+    assert loaded.json()["status"]["value"] == "loaded"
+    again = await up.client.post("/models/load", json={"model": "warm"})
+    assert (error_of(again), again.json()["error"]["message"]) == (
+        (400, "already_running"), "model 'warm' is already running",
+    )  # fmt: skip
+    (tmp_path / "hold").unlink(missing_ok=True)
+    held = asyncio.create_task(ask_held(up, "cold", tmp_path / "hold"))
+    await up.becomes("cold", "loaded", in_flight=1)
+    unloaded = await up.client.post("/models/unload", json={"model": "warm"})
+    assert unloaded.json() == {"success": True}
+    await up.becomes("cold", "loaded", draining=True)
+    (tmp_path / "hold").touch()
+    assert (await held) == 200, "running requests of the other name end in peace"
+    assert (await up.becomes("warm", "unloaded"))["reason"] == "requested"
+    assert (await up.status("cold"))["value"] == "unloaded"
+    refused = await up.client.post("/v1/chat/completions", params={"autoload": "false"}, json=chat("warm"))
+    assert error_of(refused) == (400, "model_not_loaded")
+    assert "cold" not in refused.text
 
 
 async def ask_held(up: Router, name: str, hold: Path) -> int:
@@ -122,19 +124,18 @@ async def ask_held(up: Router, name: str, hold: Path) -> int:
     return (await up.client.post("/v1/chat/completions", json=body)).status_code
 
 
-async def test_autoload_is_a_matter_of_names(tmp_path: Path) -> None:
-    file = write(tmp_path, {"eager": {}, "shy": {"autoload": "off"}})
-    async with router("--models-preset", str(file)) as up:
-        refused = await up.client.post("/v1/chat/completions", json=chat("shy"))
-        assert error_of(refused) == (400, "model_not_loaded")
-        assert await ask(up, "eager") == "eager"
-        assert await ask(up, "shy") == "shy"
-        assert journal(tmp_path, "started") == ["started"]
+async def test_autoload_is_a_matter_of_names(up: Router, tmp_path: Path) -> None:
+    await up.serve_presets(one_model(tmp_path, {"eager": {}, "shy": {"autoload": "off"}}))
+    refused = await up.client.post("/v1/chat/completions", json=chat("shy"))
+    assert error_of(refused) == (400, "model_not_loaded")
+    assert await ask(up, "eager") == "eager"
+    assert await ask(up, "shy") == "shy"
+    assert journal(tmp_path, "started") == ["started"]
 
 
 async def test_a_key_hears_of_its_own_names_only(tmp_path: Path) -> None:
-    file = write(tmp_path, {"cold": COLD, "warm": WARM})
-    keys = tmp_path / "keys"
+    file, keys = tmp_path / "models.ini", tmp_path / "keys"
+    file.write_text(one_model(tmp_path, {"cold": COLD, "warm": WARM}))
     keys.write_text("boss name=boss admin\nguest name=guest models=warm\n")
     keys.chmod(0o600)
     async with router("--models-preset", str(file), "--api-key-file", str(keys)) as up:
@@ -154,9 +155,9 @@ async def test_a_key_hears_of_its_own_names_only(tmp_path: Path) -> None:
         assert not any("cold" in each.text for each in answers)
 
 
-async def test_events_tell_each_name_of_the_worker_that_it_shares(tmp_path: Path) -> None:
-    file = write(tmp_path, {"cold": COLD, "warm": WARM})
-    async with router("--models-preset", str(file)) as up, up.client.stream("GET", "/models/sse") as events:
+async def test_events_tell_each_name_of_the_worker_that_it_shares(up: Router, tmp_path: Path) -> None:
+    await up.serve_presets(one_model(tmp_path, {"cold": COLD, "warm": WARM}))
+    async with up.client.stream("GET", "/models/sse") as events:
         lines = events.aiter_lines()
         await anext(lines)  # it is open
         await up.client.post("/models/load", json={"model": "warm"})
@@ -174,103 +175,97 @@ async def test_events_tell_each_name_of_the_worker_that_it_shares(tmp_path: Path
         assert len(ids) == len(set(ids)), "one event has one id, with the last of its frames"
 
 
-async def reload(up: Router) -> dict[str, Any]:
+async def reload(up: Router, folder: Path, models: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    (up.folder / "models.ini").write_text(one_model(folder, models))
     response = await up.client.post("/router/reload")
     assert response.status_code == 200, response.text
     found: dict[str, Any] = response.json()
     return found
 
 
-async def test_defaults_of_requests_change_without_a_restart(tmp_path: Path) -> None:
-    file = write(tmp_path, {"cold": COLD})
-    async with router("--models-preset", str(file)) as up:
-        await ask(up, "cold")
-        write(tmp_path, {"cold": {"temp": 0.3}})
-        assert (await reload(up))["restarted"] == []
-        await ask(up, "cold")
-        assert journal(tmp_path, "started", "profile") == [
-            "started", 'profile cold {"temp": 0.1}', 'profile cold {"temp": 0.3}',
-        ]  # fmt: skip
+async def test_defaults_of_requests_change_without_a_restart(up: Router, tmp_path: Path) -> None:
+    await up.serve_presets(one_model(tmp_path, {"cold": COLD}))
+    await ask(up, "cold")
+    assert (await reload(up, tmp_path, {"cold": {"temp": 0.3}}))["restarted"] == []
+    await ask(up, "cold")
+    assert journal(tmp_path, "started", "profile") == [
+        "started", 'profile cold {"temp": 0.1}', 'profile cold {"temp": 0.3}',
+    ]  # fmt: skip
 
 
-async def test_a_twin_that_comes_shares_the_worker_that_runs_and_one_that_goes_leaves_it_there(tmp_path: Path) -> None:
-    file = write(tmp_path, {"cold": COLD})
-    async with router("--models-preset", str(file)) as up:
-        await ask(up, "cold")
-        write(tmp_path, {"warm": WARM, "cold": COLD})
-        assert (await reload(up)) == {
-            "added": ["warm"], "changed": [], "restarted": [], "removed": [], "warnings": [],
-        }  # fmt: skip
-        assert await ask(up, "warm") == "warm"
-        assert list(await up.workers()) == ["warm,cold"]
-        write(tmp_path, {"warm": WARM})
-        assert (await reload(up))["removed"] == ["cold"]
-        assert await ask(up, "warm") == "warm"
-        assert list(await up.workers()) == ["warm"]
-        assert error_of(await up.client.post("/v1/chat/completions", json=chat("cold"))) == (404, "model_not_found")
-        assert journal(tmp_path, "started") == ["started"], "one process all the time"
+async def test_a_twin_that_comes_shares_the_worker_that_runs_and_one_that_goes_leaves_it_there(
+    up: Router, tmp_path: Path
+) -> None:
+    await up.serve_presets(one_model(tmp_path, {"cold": COLD}))
+    await ask(up, "cold")
+    assert (await reload(up, tmp_path, {"warm": WARM, "cold": COLD})) == {
+        "added": ["warm"], "changed": [], "restarted": [], "removed": [], "warnings": [],
+    }  # fmt: skip
+    assert await ask(up, "warm") == "warm"
+    assert list(await up.workers()) == ["warm,cold"]
+    assert (await reload(up, tmp_path, {"warm": WARM}))["removed"] == ["cold"]
+    assert await ask(up, "warm") == "warm"
+    assert list(await up.workers()) == ["warm"]
+    assert error_of(await up.client.post("/v1/chat/completions", json=chat("cold"))) == (404, "model_not_found")
+    assert journal(tmp_path, "started") == ["started"], "one process all the time"
 
 
-async def test_twins_part_when_one_changes_and_the_other_keeps_the_worker(tmp_path: Path) -> None:
-    file = write(tmp_path, {"cold": COLD, "warm": WARM})
-    async with router("--models-preset", str(file)) as up:
-        await ask(up, "warm")
-        (pid,) = (await up.workers()).values()
-        write(tmp_path, {"cold": COLD | {"ctx-size": 64}, "warm": WARM})
-        told = await reload(up)
-        assert (told["changed"], told["restarted"]) == (["cold"], [])
-        assert await up.workers() == {"warm": pid}
-        assert (await up.status("cold"))["value"] == "unloaded"
-        assert await ask(up, "cold") == "cold"
-        found = await up.workers()
-        assert found["warm"] == pid
-        assert found.keys() == {"cold", "warm"}
-        write(tmp_path, {"cold": COLD, "warm": WARM})
-        told = await reload(up)
-        assert (told["changed"], told["restarted"]) == (["cold"], ["cold"])
-        assert await ask(up, "cold") == "cold"
-        assert (await up.workers())["cold,warm"] in found.values()
+async def test_twins_part_when_one_changes_and_the_other_keeps_the_worker(up: Router, tmp_path: Path) -> None:
+    await up.serve_presets(one_model(tmp_path, {"cold": COLD, "warm": WARM}))
+    await ask(up, "warm")
+    (pid,) = (await up.workers()).values()
+    told = await reload(up, tmp_path, {"cold": COLD | {"ctx-size": 64}, "warm": WARM})
+    assert (told["changed"], told["restarted"]) == (["cold"], [])
+    assert await up.workers() == {"warm": pid}
+    assert (await up.status("cold"))["value"] == "unloaded"
+    assert await ask(up, "cold") == "cold"
+    found = await up.workers()
+    assert found["warm"] == pid
+    assert found.keys() == {"cold", "warm"}
+    told = await reload(up, tmp_path, {"cold": COLD, "warm": WARM})
+    assert (told["changed"], told["restarted"]) == (["cold"], ["cold"])
+    assert await ask(up, "cold") == "cold"
+    assert (await up.workers())["cold,warm"] in found.values()
 
 
-async def test_who_waits_for_a_worker_that_is_given_up_for_a_shared_one_gets_that(tmp_path: Path) -> None:
-    file = write(tmp_path, {"cold": COLD, "warm": WARM | {"ctx-size": 64, "env.FAKE_WORKER": '{"deaf": true}'}})
-    async with router("--models-preset", str(file)) as up:
-        await ask(up, "cold")
-        waiting = asyncio.create_task(ask(up, "warm"))
-        await up.becomes("warm", "loading", queued=1)
-        write(tmp_path, {"cold": COLD, "warm": WARM})
-        await reload(up)
-        async with asyncio.timeout(60):
-            assert await waiting == "warm"
+async def test_who_waits_for_a_worker_that_is_given_up_for_a_shared_one_gets_that(up: Router, tmp_path: Path) -> None:
+    await up.serve_presets(
+        one_model(tmp_path, {"cold": COLD, "warm": WARM | {"ctx-size": 64, "env.FAKE_WORKER": '{"deaf": true}'}})
+    )
+    await ask(up, "cold")
+    waiting = asyncio.create_task(ask(up, "warm"))
+    await up.becomes("warm", "loading", queued=1)
+    await reload(up, tmp_path, {"cold": COLD, "warm": WARM})
+    async with asyncio.timeout(60):
+        assert await waiting == "warm"
 
 
-async def test_calls_are_about_the_worker_and_all_its_names(tmp_path: Path) -> None:
-    file = write(tmp_path, {"cold": COLD, "warm": WARM})
-    async with router("--models-preset", str(file)) as up:
-        await ask(up, "cold")
-        pinned = await up.client.post("/router/pin", json={"model": "warm"})
-        assert pinned.json()["model"] == "warm"
-        assert [(await up.status(name))["pinned"] for name in ("cold", "warm")] == [True, True]
-        write(tmp_path, {"cold": COLD, "warm": WARM, "third": {"temp": 0.5}})
-        await reload(up)
-        assert [(await up.status(name))["pinned"] for name in ("cold", "third")] == [True, True]
-        assert journal(tmp_path, "started") == ["started"]
-        assert list(await up.workers()) == ["cold,warm,third"]
+async def test_calls_are_about_the_worker_and_all_its_names(up: Router, tmp_path: Path) -> None:
+    await up.serve_presets(one_model(tmp_path, {"cold": COLD, "warm": WARM}))
+    await ask(up, "cold")
+    pinned = await up.client.post("/router/pin", json={"model": "warm"})
+    assert pinned.json()["model"] == "warm"
+    assert [(await up.status(name))["pinned"] for name in ("cold", "warm")] == [True, True]
+    await reload(up, tmp_path, {"cold": COLD, "warm": WARM, "third": {"temp": 0.5}})
+    assert [(await up.status(name))["pinned"] for name in ("cold", "third")] == [True, True]
+    assert journal(tmp_path, "started") == ["started"]
+    assert list(await up.workers()) == ["cold,warm,third"]
+    await up.client.post("/router/pin", json={"model": "warm", "pinned": False})
 
 
-async def test_a_template_that_cannot_be_used_is_an_error_of_its_own_name_alone(tmp_path: Path) -> None:
-    file = write(tmp_path, {"good": {}, "bad": {"chat-template": "{{ broken }}"}})
-    async with router("--models-preset", str(file)) as up:
-        refused = await up.client.post("/v1/chat/completions", json=chat("bad"))
-        assert error_of(refused) == (500, "load_failed")
-        assert "bad cannot be used: chat-template: it is broken" in refused.text
-        assert await ask(up, "good") == "good"
-        waited = await up.client.post("/models/load", params={"wait": "1"}, json={"model": "bad"})
-        assert error_of(waited) == (500, "load_failed")
+async def test_a_template_that_cannot_be_used_is_an_error_of_its_own_name_alone(up: Router, tmp_path: Path) -> None:
+    await up.serve_presets(one_model(tmp_path, {"good": {}, "bad": {"chat-template": "{{ broken }}"}}))
+    refused = await up.client.post("/v1/chat/completions", json=chat("bad"))
+    assert error_of(refused) == (500, "load_failed")
+    assert "bad cannot be used: chat-template: it is broken" in refused.text
+    assert await ask(up, "good") == "good"
+    waited = await up.client.post("/models/load", params={"wait": "1"}, json={"model": "bad"})
+    assert error_of(waited) == (500, "load_failed")
 
 
 async def test_both_are_loaded_at_the_start_once(tmp_path: Path) -> None:
-    file = write(tmp_path, {"cold": COLD | {"load-on-startup": "on"}, "warm": WARM | {"load-on-startup": "on"}})
+    file, start = tmp_path / "models.ini", {"load-on-startup": "on"}
+    file.write_text(one_model(tmp_path, {"cold": COLD | start, "warm": WARM | start}))
     async with router("--models-preset", str(file)) as up:
         await up.becomes("warm", "loaded")
         assert (await up.client.get("/ready")).status_code == 200
