@@ -1,36 +1,38 @@
 """Adapters from a request to the engine: a real router, a real worker, a tiny model with adapters of PEFT's."""
 
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from tests import lora, tiny
-from tests.processes.routers import Router, error_of, router
+from tests.processes.routers import Router, error_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 SAGEMAKER = "X-Amzn-SageMaker-Adapter-Identifier"
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the model `tiny`, which has the adapter `french`; beside it others that nobody knows yet."""
-    folder = tmp_path_factory.mktemp("models")
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def models(real: Router) -> AsyncIterator[Path]:
+    """The folder of models with `tiny`, which has the adapter `french`; beside it adapters that no model has yet."""
+    folder = real.models
     snapshot = tiny.make("llama", folder / "tiny")
     lora.make(snapshot, snapshot / "adapters" / "french")
     lora.make(snapshot, folder / "more" / "german", seed=3)
     lora.make(tiny.make("llama", folder / "other", hidden_size=32), folder / "more" / "foreign")
-    return folder
+    yield folder
+    for name in ("tiny", "other", "more"):
+        shutil.rmtree(folder / name)
 
 
-@pytest.fixture
-async def up(models: Path, tmp_path: Path) -> AsyncIterator[Router]:
-    file = tmp_path / "models.ini"
-    file.write_text("[*]\nctx-size = 128\nmax-loras = 2\nparallel = 2\n[tiny]\nalias = t\n")
-    async with router("--models-preset", str(file), "--models-dir", str(models)) as running:
-        yield running
+@pytest_asyncio.fixture(loop_scope="session")
+async def up(models: Path, real: Router) -> Router:
+    await real.serve_presets("[*]\nctx-size = 128\nmax-loras = 2\nparallel = 2\n[tiny]\nalias = t\n")
+    return real
 
 
 async def text(up: Router, model: str, **fields: Any) -> str:

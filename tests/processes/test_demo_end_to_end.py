@@ -21,34 +21,74 @@ from tests.processes.routers import DEADLINE, ROOT, Router, gone, router
 from tests.tiny import make
 
 MIB = 1 << 20
-LIMIT, MARGIN = 1700, 128
-DEMO = ("--device-limit", f"cpu={LIMIT}", "--models-memory-margin", str(MARGIN))
+SIZES = dict(re.findall(r"^(DEMO_\w+)=(\d+)", (ROOT / "scripts/run.sh").read_text("utf-8"), re.MULTILINE))
+LIMIT, MARGIN = int(SIZES["DEMO_CPU_MIB"]), int(SIZES["DEMO_MARGIN_MIB"])
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
 async def demo() -> AsyncIterator[Router]:
-    """The built-in models under a limit that does not hold them all."""
-    async with router(*DEMO) as up:
+    """The built-in models, forked, under a limit that does not hold them all."""
+    sizes = ("--device-limit", f"cpu={LIMIT}", "--models-memory-margin", str(MARGIN))
+    async with router("--fork-server", *sizes) as up:
+        await up.says("is warm")
         yield up
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
 async def client(demo: Router) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{demo.port}/v1", api_key="x", timeout=300) as client:
         yield client
 
 
 def resident(up: Router) -> int:
-    """Bytes really resident in all worker processes of a router, whatever the router thinks of them."""
+    """Bytes really resident in all processes of a router, whatever it thinks of them. A page that forked workers share
+    counts once."""
     total = 0
     for entry in os.listdir("/proc"):
         folder = Path("/proc") / entry
         with contextlib.suppress(OSError, IndexError):
             if str(up.run).encode() in (folder / "cmdline").read_bytes():
-                total += int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                total += int((folder / "smaps_rollup").read_text().partition("\nPss:")[2].split()[0]) * 1024
     return total
+
+
+async def printed(*words: str) -> str:
+    """What a command of the router says on stdout."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-m", "router", *words,
+        stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    said, _ = await process.communicate()
+    assert process.returncode == 0
+    return said.decode()
+
+
+async def fork_server(up: Router) -> int:
+    """Its process id."""
+    found = re.search(r"the fork server \(process (\d+)\) is warm", await up.says("is warm"))
+    assert found is not None
+    return int(found[1])
+
+
+async def test_a_worker_is_forked_and_each_stage_of_its_start_is_measured(demo: Router) -> None:
+    answer = await demo.client.post("/v1/completions", json={"model": "demo-a", "prompt": "hello", "max_tokens": 2})
+    assert answer.status_code == 200
+    assert parent((await demo.workers())["demo-a"]) == await fork_server(demo)
+    spent = (await demo.becomes("demo-a", "loaded", spent=lambda found: "first_token" in found))["spent"]
+    assert next(iter(spent)) == "fork"
+    stages = {"fork", "imports", "config", "tokenizer", "read", "build", "warmup", "server"}
+    assert spent.keys() == stages | {"first_token"}
+    timing = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
+    assert timing.keys() == {"queue", "load", *(f"load-{stage}" for stage in stages)}
+    metrics = (await demo.client.get("/metrics")).text
+    for stage in ("fork", "config", "read", "build", "first_token"):
+        assert f'router_start_seconds_count{{model="demo-a",stage="{stage}"}} 1.0' in metrics
+    table = await printed("ps", "--url", f"http://127.0.0.1:{demo.port}")
+    [line] = [line for line in table.splitlines() if line.startswith("demo-a ")]
+    assert " loaded " in line
+    assert f"first_token {spent['first_token']:.2f}" in line or spent["first_token"] < 0.005
 
 
 async def test_the_openai_client_chats_streams_and_embeds(client: openai.AsyncOpenAI) -> None:
@@ -82,13 +122,18 @@ async def test_models_in_turn_evict_the_least_recently_used_and_stay_within_the_
             await asyncio.sleep(0.05)  # a sampler has nothing to wait for
 
     watching = asyncio.create_task(watch())
-    used: list[str] = []
-    for name in ("demo-chat", "demo-a", "demo-b", "demo-c", "demo-a", "demo-chat"):
+    used = ["demo-a"]  # by the test before
+
+    async def use(name: str) -> set[str]:
         done = await client.completions.create(model=name, prompt="hello " * 40, max_tokens=30)
         assert done.usage is not None
+        return set(await demo.workers()) - {"demo-embed"}
+
+    for name in ("demo-chat", "demo-a", "demo-b", "demo-chat", "demo-a", "demo-b"):
+        loaded = await use(name)
         used = [*[other for other in used if other != name], name]
-        loaded = set(await demo.workers()) - {"demo-embed"}
         assert loaded == set(used[-len(loaded) :]), f"{loaded} are loaded after {used}"
+    assert "demo-c" in await use("demo-c")  # it is so large that size, too, decides what leaves
     over.set()
     await watching
     assert 0 < highest <= budget, f"{highest / MIB:.0f} MiB resident, {budget / MIB:.0f} allowed"
@@ -239,61 +284,23 @@ async def test_a_real_worker_killed_in_mid_stream_is_replaced(demo: Router, clie
     assert (await demo.workers())["demo-chat"] != pid
 
 
-async def test_a_broken_model_folder_is_reported_before_any_eviction(tmp_path: Path) -> None:
-    good = make("llama", tmp_path / "models" / "good")
-    bad = make("llama", tmp_path / "models" / "bad")
-    weights = bad / "model.safetensors"
+async def test_a_broken_model_folder_is_reported_by_its_file_and_stops_no_other_model(
+    real: Router, tmp_path: Path
+) -> None:
+    for name in ("good", "bad"):
+        make("llama", tmp_path / name)
+    weights = tmp_path / "bad" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    (tmp_path / "models" / "pickled").mkdir()
-    (tmp_path / "models" / "pickled" / "config.json").write_bytes((good / "config.json").read_bytes())
-    (tmp_path / "models" / "pickled" / "pytorch_model.bin").write_bytes(b"x")
-    options = ("--models-dir", str(tmp_path / "models"), "--ctx-size", "128", "--threads", "1")
-    async with router(*options) as up:
-        response = await up.client.post("/v1/completions", json={"model": "bad", "prompt": "x"})
-        assert (response.status_code, response.json()["error"]["reason"]) == (500, "load_failed")
-        assert "model.safetensors" in response.json()["error"]["message"]
-        response = await up.client.post("/v1/completions", json={"model": "good", "prompt": "x", "max_tokens": 3})
-        assert response.status_code == 200, response.text
+    await real.serve_presets(f"[good]\nmodel = {tmp_path}/good\n[bad]\nmodel = {tmp_path}/bad\n")
+    response = await real.client.post("/v1/completions", json={"model": "bad", "prompt": "x"})
+    assert (response.status_code, response.json()["error"]["reason"]) == (500, "load_failed")
+    assert "model.safetensors" in response.json()["error"]["message"]
+    response = await real.client.post("/v1/completions", json={"model": "good", "prompt": "x", "max_tokens": 3})
+    assert response.status_code == 200, response.text
 
 
-async def printed(*words: str) -> str:
-    """What a command of the router says on stdout."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", "router", *words,
-        stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    said, _ = await process.communicate()
-    assert process.returncode == 0
-    return said.decode()
-
-
-async def test_a_router_with_a_fork_server_forks_requested_models() -> None:
-    said = dict(re.findall(r"^(DEMO_\w+)=(\d+)", (ROOT / "scripts/run.sh").read_text("utf-8"), re.MULTILINE))
-    limit, margin = said["DEMO_CPU_MIB"], said["DEMO_MARGIN_MIB"]
-    async with router("--fork-server", "--device-limit", f"cpu={limit}", "--models-memory-margin", margin) as up:
-        pid = int((await up.says(r"the fork server \(process \d+\) is warm")).split("(process ")[1].split(")")[0])
-        answer = await up.client.post("/v1/completions", json={"model": "demo-a", "prompt": "hello", "max_tokens": 2})
-        assert answer.status_code == 200
-        worker = (await up.workers())["demo-a"]
-        assert parent(worker) == pid
-        # the worker tells of a request once that has ended
-        spent = (await up.becomes("demo-a", "loaded", spent=lambda found: "first_token" in found))["spent"]
-        assert next(iter(spent)) == "fork"
-        stages = {"fork", "imports", "config", "tokenizer", "read", "build", "warmup", "server"}
-        assert spent.keys() == stages | {"first_token"}
-        timing = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
-        assert timing.keys() == {"queue", "load", *(f"load-{stage}" for stage in stages)}
-        metrics = (await up.client.get("/metrics")).text
-        for stage in ("fork", "config", "read", "build", "first_token"):
-            assert f'router_start_seconds_count{{model="demo-a",stage="{stage}"}} 1.0' in metrics
-        table = await printed("ps", "--url", f"http://127.0.0.1:{up.port}")
-        [line] = [line for line in table.splitlines() if line.startswith("demo-a ")]
-        assert " loaded " in line
-        assert f"first_token {spent['first_token']:.2f}" in line or spent["first_token"] < 0.005
-        for name in ("demo-chat", "demo-b", "demo-c"):
-            assert (await up.client.post("/v1/completions", json={"model": name, "prompt": "a"})).status_code == 200
-        entries = (await up.client.get("/models")).json()["data"]
-        reasons = {entry["status"].get("reason") for entry in entries}
-        assert "evicted" in reasons, "scripts/run.sh shows an eviction, as README says"
-        await up.end(signal.SIGKILL)
-        assert await gone([worker, pid], within=DEADLINE)
+async def test_no_process_of_the_demo_outlives_a_killed_router(demo: Router) -> None:
+    pids = [*(await demo.workers()).values(), await fork_server(demo)]
+    assert len(pids) > 1
+    await demo.end(signal.SIGKILL)
+    assert await gone(pids, within=DEADLINE)

@@ -12,10 +12,10 @@ import pytest_asyncio
 
 from tests.processes.routers import Router, presets, router, shared_router
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
 async def one(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
     """A router with room for one model, to which each test gives its own."""
     async with shared_router(tmp_path_factory.mktemp("one"), "--models-max", "1") as running:

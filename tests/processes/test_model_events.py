@@ -3,29 +3,20 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 
 from router.api.llama_server import NEUTRAL
 from tests.processes.listening import Events, events_of
-from tests.processes.routers import Router, chat, error_of, fake_snapshot, presets, router, shared_router
+from tests.processes.routers import Router, chat, error_of, fake_snapshot, presets, router
 from worker.interface import SamplingParams
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 MARGIN = ("--models-memory-margin", "64")
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
-    """A router to which each test gives its own models."""
-    async with shared_router(tmp_path_factory.mktemp("up"), *MARGIN) as running:
-        yield running
 
 
 def told(events: Events, model: str) -> list[tuple[str, Any]]:

@@ -23,17 +23,16 @@ from tests.processes.routers import (
     presets,
     refused,
     router,
-    shared_router,
 )
 from worker.protocol.dialects import Dialect
 from worker.protocol.routes import ROUTES
 
 MARGIN = ("--models-memory-margin", "64")
 LIMIT = ("--device-limit", "cpu=1064")  # 1000 MiB for models
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
     """A router whose models are asked and never put out."""
     folder = tmp_path_factory.mktemp("shared")
@@ -48,14 +47,6 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rout
     }
     async with router("--models-preset", str(presets(folder, models)), *MARGIN, *LIMIT) as up:
         yield up
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
-    """A router to which each test gives its own models."""
-    options = ("--cors-origins", "https://ui.example", *MARGIN, *LIMIT)
-    async with shared_router(tmp_path_factory.mktemp("up"), *options) as running:
-        yield running
 
 
 async def test_health_and_ready_need_no_model(shared: Router) -> None:

@@ -6,13 +6,11 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 
 from tests.processes.routers import (
     ROOT,
@@ -25,7 +23,6 @@ from tests.processes.routers import (
     presets,
     refused,
     router,
-    shared_router,
     until,
 )
 
@@ -33,14 +30,7 @@ MARGIN = ("--models-memory-margin", "64")
 PATH = "/v1/chat/completions"
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
-    """A router to which each test gives its own models."""
-    async with shared_router(tmp_path_factory.mktemp("up"), *MARGIN) as running:
-        yield running
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 
 async def streaming(up: Router, body: dict[str, Any]) -> "tuple[asyncio.Task[bytes], asyncio.Event]":

@@ -32,17 +32,10 @@ MARGIN = ("--models-memory-margin", "64")
 PATH = "/v1/chat/completions"
 
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
-    """A router to which each test gives its own models."""
-    async with shared_router(tmp_path_factory.mktemp("up"), *MARGIN) as running:
-        yield running
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
 async def impatient(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
     """Another one, with short times."""
     commit = ("--stream-commit-seconds", "0.2", "--sse-ping-interval", "0.1")

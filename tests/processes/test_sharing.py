@@ -2,25 +2,17 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
-from tests.processes.routers import Router, chat, error_of, fake_python, fake_snapshot, router, shared_router
+from tests.processes.routers import Router, chat, error_of, fake_python, fake_snapshot, router
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 COLD, WARM = {"temp": 0.1}, {"temp": 0.9, "chat-template-kwargs": '{"tone": "kind"}'}
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
-    """A router to which each test gives its own presets."""
-    async with shared_router(tmp_path_factory.mktemp("up")) as running:
-        yield running
 
 
 def one_model(folder: Path, models: Mapping[str, Mapping[str, Any]]) -> str:
