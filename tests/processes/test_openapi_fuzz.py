@@ -12,7 +12,8 @@ pytestmark = pytest.mark.slow
 
 async def test_a_router_answers_as_its_description_says(tmp_path: Path) -> None:
     presets = write_models(tmp_path)
-    async with router("--models-preset", str(presets), environ={"HF_HUB_OFFLINE": "1"}) as up:
+    async with router("--models-preset", str(presets), "--fork-server", environ={"HF_HUB_OFFLINE": "1"}) as up:
+        await up.says("is warm")
         for model in ("chat", "embed"):
             (await up.client.post("/models/load?wait=1", json={"model": model})).raise_for_status()
         url = f"http://127.0.0.1:{up.port}"

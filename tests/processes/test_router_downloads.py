@@ -1,32 +1,15 @@
 """Models of a hub through the router: a download first, then an offline load; a real worker and a fake hub."""
 
-import asyncio
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from tests import lora
-from tests.processes.routers import ROOT, error_of, router
+from tests.processes.hubs import running_hub
+from tests.processes.routers import error_of, router
 from tests.tiny import make
 
 pytestmark = pytest.mark.slow
-
-
-@asynccontextmanager
-async def hub(root: Path) -> AsyncIterator[str]:
-    """The address of a hub that serves `root`, for the length of the block."""
-    program = await asyncio.create_subprocess_exec(
-        sys.executable, str(ROOT / "tests" / "fake_hub.py"), str(root), stdout=asyncio.subprocess.PIPE, cwd=ROOT
-    )
-    assert program.stdout is not None
-    try:
-        yield (await program.stdout.readline()).decode().strip()
-    finally:
-        program.terminate()
-        await program.wait()
 
 
 async def test_a_model_of_the_hub_is_fetched_once_then_served_offline(tmp_path: Path) -> None:
@@ -35,9 +18,10 @@ async def test_a_model_of_the_hub_is_fetched_once_then_served_offline(tmp_path: 
     file.write_text("[*]\nctx-size = 64\nthreads = 1\n[tiny]\nhf-repo = org/tiny\n[gone]\nhf-repo = org/gone\n")
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
     cache = {"HF_HUB_CACHE": str(tmp_path / "cache")}
-    async with hub(tmp_path / "hub") as address:
-        environ = {**cache, "HF_ENDPOINT": address, "HF_TOKEN": "hf_secretOfThisTest"}
-        async with router("--models-preset", str(file), environ=environ) as up:
+    async with running_hub(tmp_path / "hub") as hub:
+        environ = {**cache, "HF_ENDPOINT": hub.address, "HF_TOKEN": "hf_secretOfThisTest"}
+        async with router("--models-preset", str(file), "--fork-server", environ=environ) as up:
+            await up.says("is warm")
             assert (await up.status("tiny"))["value"] == "unloaded"
             response = await up.client.post("/v1/completions", json=body)
             assert response.status_code == 200, response.text
@@ -66,9 +50,10 @@ async def test_adapters_of_the_hub_come_before_their_model_is_loaded_and_by_a_ca
     lines = f"[*]\nctx-size = 64\nthreads = 1\n[tiny]\nmodel = {snapshot}\nlora = org/french, org/gone\n"
     file.write_text(lines)
     body = {"prompt": "hello", "max_tokens": 8, "temperature": 0}
-    async with hub(tmp_path / "hub") as address:
-        environ = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_ENDPOINT": address}
-        async with router("--models-preset", str(file), environ=environ) as up:
+    async with running_hub(tmp_path / "hub") as hub:
+        environ = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_ENDPOINT": hub.address}
+        async with router("--models-preset", str(file), "--fork-server", environ=environ) as up:
+            await up.says("is warm")
             texts = []
             for name in ("tiny", "tiny@french"):
                 response = await up.client.post("/v1/completions", json={"model": name, **body})

@@ -286,29 +286,27 @@ chat-template-kwargs = {"mood": "calm"}
 
 
 @pytest.mark.slow
-async def test_a_real_worker_answers_each_name_with_its_own_defaults(tmp_path: Path) -> None:
-    file = tmp_path / "models.ini"
-    file.write_text(REAL.replace("model-threads", "threads = 1\nctx-size = 256\ndevice = cpu"))
-    async with router("--models-preset", str(file)) as up:
+async def test_a_real_worker_answers_each_name_with_its_own_defaults(real: Router) -> None:
+    await real.serve_presets(REAL.replace("model-threads", "threads = 1\nctx-size = 256\ndevice = cpu"))
 
-        async def said(name: str, **fields: Any) -> tuple[str, str, int]:
-            response = await up.client.post("/v1/chat/completions", json=chat(name, "What are you?", **fields))
-            assert response.status_code == 200, response.text
-            body = response.json()
-            return body["model"], body["choices"][0]["message"]["content"], body["usage"]["completion_tokens"]
+    async def said(name: str, **fields: Any) -> tuple[str, str, int]:
+        response = await real.client.post("/v1/chat/completions", json=chat(name, "What are you?", **fields))
+        assert response.status_code == 200, response.text
+        body = response.json()
+        return body["model"], body["choices"][0]["message"]["content"], body["usage"]["completion_tokens"]
 
-        plain, curt = await said("plain"), await said("curt")
-        assert (plain[0], plain[2], curt[0], curt[2]) == ("plain", 6, "curt", 3)
-        assert (await said("plain"), await said("curt")) == (plain, curt), "greedy, and seeded"
-        assert (await said("curt", temperature=0, max_tokens=6))[1] == plain[1], "what a request says itself holds"
-        prompts = []
-        for name in ("plain", "piped"):
-            asked = await up.client.post("/apply-template", json=chat(name, "Hello"))
-            prompts.append(asked.json()["prompt"])
-        assert prompts[1] == "|Hello|calm"
-        assert prompts[0] != prompts[1]
-        settings = await up.client.post("/completion", json={"model": "curt", "prompt": "Hello"})
-        assert settings.json()["generation_settings"]["temperature"] == 1.5
-        line = (await up.client.post("/api/generate", json={"model": "curt", "prompt": "x", "stream": False})).json()
-        assert (line["model"], line["eval_count"]) == ("curt", 3)
-        assert list(await up.workers()) == ["plain,curt,piped"]
+    plain, curt = await said("plain"), await said("curt")
+    assert (plain[0], plain[2], curt[0], curt[2]) == ("plain", 6, "curt", 3)
+    assert (await said("plain"), await said("curt")) == (plain, curt), "greedy, and seeded"
+    assert (await said("curt", temperature=0, max_tokens=6))[1] == plain[1], "what a request says itself holds"
+    prompts = []
+    for name in ("plain", "piped"):
+        asked = await real.client.post("/apply-template", json=chat(name, "Hello"))
+        prompts.append(asked.json()["prompt"])
+    assert prompts[1] == "|Hello|calm"
+    assert prompts[0] != prompts[1]
+    settings = await real.client.post("/completion", json={"model": "curt", "prompt": "Hello"})
+    assert settings.json()["generation_settings"]["temperature"] == 1.5
+    line = (await real.client.post("/api/generate", json={"model": "curt", "prompt": "x", "stream": False})).json()
+    assert (line["model"], line["eval_count"]) == ("curt", 3)
+    assert list(await real.workers()) == ["plain,curt,piped"]

@@ -3,25 +3,15 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from tests import tiny
 from tests.processes.forking import children
-from tests.processes.routers import DEADLINE, Router, router
+from tests.processes.routers import DEADLINE, Router
 
-pytestmark = pytest.mark.slow
-INI = "[*]\nctx-size = 128\nparallel = 2\n[divided]\nmodel = {0}\ntensor-parallel = 2\n"
-
-
-@pytest.fixture
-async def up(tmp_path: Path) -> AsyncIterator[Router]:
-    file = tmp_path / "models.ini"
-    file.write_text(INI.format(tiny.make("llama", tmp_path / "tiny", vocab_size=512)))
-    async with router("--models-preset", str(file)) as running:
-        yield running
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 
 async def text(up: Router, model: str) -> str:
@@ -33,16 +23,18 @@ async def text(up: Router, model: str) -> str:
 
 
 async def test_a_rank_that_dies_ends_a_stream_with_an_error_and_the_next_request_finds_a_new_worker(
-    up: Router,
+    real: Router, tmp_path: Path
 ) -> None:
-    said = await text(up, "divided")
-    leader = (await up.workers())["divided"]
+    snapshot = tiny.make("llama", tmp_path / "tiny", vocab_size=512)
+    await real.serve_presets(f"[*]\nctx-size = 128\nparallel = 2\n[divided]\nmodel = {snapshot}\ntensor-parallel = 2\n")
+    said = await text(real, "divided")
+    leader = (await real.workers())["divided"]
     (follower,) = children(leader)
     body = {"model": "divided", "prompt": "The quick", "max_tokens": 100, "ignore_eos": True, "stream": True}
     lines: list[str] = []
-    async with asyncio.timeout(2 * DEADLINE):
+    async with asyncio.timeout(DEADLINE):
         try:
-            async with up.client.stream("POST", "/v1/completions", json=body) as answer:
+            async with real.client.stream("POST", "/v1/completions", json=body) as answer:
                 async for line in answer.aiter_lines():
                     if not lines:
                         os.kill(follower, signal.SIGKILL)
@@ -51,6 +43,6 @@ async def test_a_rank_that_dies_ends_a_stream_with_an_error_and_the_next_request
             lines.append(repr(broken))
         assert any('"error"' in line for line in lines), lines[-3:]
         assert "data: [DONE]" not in lines
-        await up.says(rf"rank 1 of 2 \(process {follower}\): was killed by SIGKILL")
-        assert await text(up, "divided") == said
-    assert (await up.workers())["divided"] != leader
+        await real.says(rf"rank 1 of 2 \(process {follower}\): was killed by SIGKILL")
+        assert await text(real, "divided") == said
+    assert (await real.workers())["divided"] != leader
