@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.processes.routers import Router, shared_router
+from tests.processes.hubs import Hub, running_hub
+from tests.processes.routers import SECRET, Router, shared_router
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="session")
@@ -17,8 +18,17 @@ async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="session")
-async def real(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
-    """A router for real models. Its workers are forked: the libraries of models are imported once."""
-    async with shared_router(tmp_path_factory.mktemp("real"), "--fork-server", "--ctx-size", "256") as running:
+async def hub(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Hub]:
+    async with running_hub(tmp_path_factory.mktemp("hub")) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="session")
+async def real(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
+    """A router for real models, which may come from `hub`. Its workers are forked: the libraries of models are imported
+    once."""
+    folder = tmp_path_factory.mktemp("real")
+    environ = {"HF_ENDPOINT": hub.address, "HF_HUB_CACHE": str(folder / "cache"), "HF_TOKEN": SECRET}
+    async with shared_router(folder, "--fork-server", environ=environ) as running:
         await running.says("is warm")
         yield running

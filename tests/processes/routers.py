@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 FAKE_WORKER = ROOT / "tests" / "fake_worker.py"
 DEADLINE = 240.0
 """Seconds after which a test that waits for something has failed; far above what anything takes on a busy machine."""
+SECRET = "hf_secretOfThisTest"
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 32,
@@ -72,6 +73,7 @@ class Router:
         """Of a shared router: its --models-dir."""
         self.run = run
         """Its runtime folder, which stands on the command line of its workers."""
+        self.state = run.with_name("state")
         self.log: list[str] = []
         self._heard = asyncio.Condition()
         self.over = asyncio.Event()
@@ -195,12 +197,13 @@ async def router(
 
 
 @asynccontextmanager
-async def shared_router(folder: Path, *options: str) -> AsyncIterator[Router]:
+async def shared_router(folder: Path, *options: str, environ: Mapping[str, str] | None = None) -> AsyncIterator[Router]:
     """A router for several tests, each of which gives it its own models with `Router.serve`."""
     file, models = folder / "models.ini", folder / "models"
     file.touch()
     models.mkdir()
-    async with router("--models-preset", str(file), "--models-dir", str(models), *options, folder=folder) as up:
+    folders = ("--models-preset", str(file), "--models-dir", str(models))
+    async with router(*folders, *options, folder=folder, environ=environ) as up:
         yield up
 
 

@@ -27,10 +27,8 @@ async def test_a_real_embedder_and_a_cross_encoder_serve_through_the_router(real
     url = f"http://127.0.0.1:{real.port}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="x", timeout=300) as client:
         listed = (await real.client.get("/models")).json()["data"]
-        assert {each["id"]: each["capabilities"] for each in listed} == {
-            "minilm": ["embedding", "rerank"],
-            "scorer": ["rerank"],
-        }
+        capabilities = {entry["id"]: entry["capabilities"] for entry in listed}
+        assert capabilities.items() >= {"minilm": ["embedding", "rerank"], "scorer": ["rerank"]}.items()
         answer = await client.embeddings.create(model="minilm", input=list(SENTENCES))  # the client asks for base64
         found = torch.tensor([each.embedding for each in answer.data])
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
