@@ -231,7 +231,7 @@ async def test_a_hangup_reads_presets_and_keys_again_and_a_bad_one_changes_nothi
 
 async def test_ready_waits_for_each_model_to_load_on_startup_that_is_not_removed(tmp_path: Path) -> None:
     go, start = tmp_path / "go", {"load-on-startup": "on"}
-    models = {
+    models: dict[str, dict[str, Any]] = {
         "a": {"_hold_load": str(go), **start},
         "dies": {"_die_at_start": 1, **start},
         "slow": {"_hold_load": str(tmp_path / "never"), **start},
