@@ -16,6 +16,8 @@ THINKING = TOOLS.replace("<assistant>{% endif %}", "<assistant><think>\n{% endif
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 # reasoning, content and a call
 SAID = f"They ask for Oslo.</think>\n\nLet me look. {CALL}"
+# answers of a reasoning model: with a call, cut in the reasoning, without a call, with two calls
+ANSWERS = (SAID, "just thoughts", "</think>\n\nfour words of text", "a</think>" + SAID[26:] * 2)
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 

@@ -1,7 +1,6 @@
 """Incremental detokenization: whole characters, in order, never taken back; stop strings are never shown."""
 
 import json
-import random
 from collections.abc import Sequence
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import tiny
-from worker.detokenizer import REPLACEMENT, AnswerText, Decode, Detokenizer, TokenBytes
+from worker.detokenizer import REPLACEMENT, AnswerText, Detokenizer, TokenBytes
 
 TEXTS = (
     "The quick brown fox — jumps “over” the lazy dog.\n\n\tTwice.",
@@ -28,27 +27,8 @@ def decode(tokens: Sequence[int]) -> str:
     return str(TOKENIZER.decode(list(tokens), skip_special_tokens=True))
 
 
-def sentencepiece(tokens: Sequence[int]) -> str:
-    """Decode like Llama 2: ids below 256 are bytes, the others words; one leading space is dropped."""
-    text, run = "", b""
-    for token in [*tokens, -1]:
-        if 0 <= token < 256:
-            run += bytes([token])
-            continue
-        try:
-            text += run.decode()
-        except UnicodeDecodeError:
-            text += REPLACEMENT * len(run)
-        run = b""
-        text += WORDS[token - 256] if token >= 256 else ""
-    return text.removeprefix(" ")
-
-
-WORDS = (" Hello", " ", "lo", " 世", "界", "!", " wörld", "", "  ", " 🦊")
-
-
-def pieces(tokens: Sequence[int], context: Sequence[int] = (), by: Decode = decode) -> list[str]:
-    detokenizer = Detokenizer(by, context)
+def pieces(tokens: Sequence[int], context: Sequence[int] = ()) -> list[str]:
+    detokenizer = Detokenizer(decode, context)
     return [*(detokenizer.push(token) for token in tokens), detokenizer.finish()]
 
 
@@ -75,32 +55,11 @@ def test_any_byte_level_tokens_add_up_to_the_decoded_text(tokens: list[int], pro
     assert said == decode([*prompt, *tokens])[len(decode(prompt)) :]
 
 
-@pytest.mark.slow
-def test_ten_thousand_random_byte_level_sequences_add_up() -> None:
-    source = random.Random(7)
-    weights = [8 if len(token) == 1 else 1 for token in IDS]
-    for _ in range(10_000):
-        tokens = source.choices(list(IDS.values()), weights, k=source.randint(1, 24))
-        assert "".join(pieces(tokens)) == decode(tokens)
-
-
 def test_a_long_run_of_invalid_bytes_is_released() -> None:
     lone = IDS["Ģ"]  # byte 0x80, which continues a character that never began
     said = pieces([lone] * 500)
     assert "".join(said) == REPLACEMENT * 500
     assert any(said[:100]), "it does not wait for the end"
-
-
-def test_a_word_after_the_prompt_keeps_its_space() -> None:
-    assert "".join(pieces([256, 261], context=[256], by=sentencepiece)) == " Hello!"
-    assert "".join(pieces([256, 261], by=sentencepiece)) == "Hello!"
-
-
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.lists(st.one_of(st.integers(256, 255 + len(WORDS)), st.sampled_from("é世🦊ß")), max_size=30))
-def test_sentencepiece_with_byte_fallback_adds_up(parts: list[int | str]) -> None:
-    tokens = [token for part in parts for token in (part.encode() if isinstance(part, str) else [part])]
-    assert "".join(pieces(tokens, by=sentencepiece)) == sentencepiece(tokens)
 
 
 def shown(text: str, stops: Sequence[str], size: int = 1) -> tuple[str, str | None, int]:

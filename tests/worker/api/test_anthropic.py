@@ -11,7 +11,7 @@ import pytest
 
 from tests.worker.fake_engine import CACHED, SCRIPT
 from tests.worker.serving import TOKEN, Serving, serving
-from tests.worker.speaking import SAID, SCHEMA, THINKING, TOOLS, Speaking
+from tests.worker.speaking import ANSWERS, SAID, SCHEMA, THINKING, TOOLS, Speaking
 
 HI: Any = {"model": "m", "max_tokens": 200, "messages": [{"role": "user", "content": "hi"}]}
 WEATHER: Any = {"name": "weather", "description": "The weather.", "input_schema": SCHEMA}
@@ -63,7 +63,7 @@ async def test_the_stop_reason_is_reported() -> None:
         assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "fox")
 
 
-@pytest.mark.parametrize("said", [SAID, "just thoughts", "</think>\n\nfour words of text", "a</think>" + SAID[26:] * 2])
+@pytest.mark.parametrize("said", ANSWERS)
 async def test_a_stream_builds_the_same_message(said: str) -> None:
     async with serving(Speaking(said), chat_template=THINKING) as world, asking(world) as client:
         whole = await client.messages.create(**HI, tools=[WEATHER])

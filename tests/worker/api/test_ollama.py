@@ -11,7 +11,7 @@ import pytest
 from tests import tiny
 from tests.worker.fake_engine import SCRIPT
 from tests.worker.serving import TOKEN, Serving, bare_tokenizer, serving
-from tests.worker.speaking import SAID, SCHEMA, THINKING, TOOLS, Speaking
+from tests.worker.speaking import ANSWERS, SAID, SCHEMA, THINKING, TOOLS, Speaking
 from worker.protocol.dialects import Dialect
 from worker.protocol.routes import WAITED_HEADER
 from worker.protocol.streams import stream
@@ -73,7 +73,7 @@ async def test_the_load_duration_is_part_of_the_total(told: str, waited: float) 
         assert plain["load_duration"] == 0
 
 
-@pytest.mark.parametrize("said", [SAID, "just thoughts", "</think>\n\nfour words of text", "a</think>" + SAID[26:] * 2])
+@pytest.mark.parametrize("said", ANSWERS)
 async def test_the_lines_of_a_stream_add_up_to_the_full_answer(said: str) -> None:
     async with serving(Speaking(said), chat_template=THINKING) as world, asking(world) as client:
         whole = await client.chat("m", HI, tools=[WEATHER])

@@ -10,7 +10,7 @@ import pytest
 from tests.worker.fake_engine import CACHED, SCRIPT
 from tests.worker.openai_clients import asking, in_a_thread
 from tests.worker.serving import serving
-from tests.worker.speaking import SAID, SCHEMA, THINKING, TOOLS, Speaking
+from tests.worker.speaking import ANSWERS, SAID, SCHEMA, THINKING, TOOLS, Speaking
 
 HI: Any = {"model": "m", "input": "hi"}
 HI_THERE: Any = [{"role": "user", "content": "hi"}]
@@ -83,7 +83,7 @@ async def test_logprobs_of_a_message_are_returned_on_request(asked: dict[str, An
         assert silent.content[0].logprobs == []
 
 
-@pytest.mark.parametrize("said", [SAID, "just thoughts", "</think>\n\nfour words of text", "a</think>" + SAID[26:] * 2])
+@pytest.mark.parametrize("said", ANSWERS)
 async def test_a_stream_builds_the_same_response(said: str) -> None:
     async with serving(Speaking(said), chat_template=THINKING) as world, asking(world) as client:
         whole = await client.responses.create(**HI, tools=[WEATHER])
