@@ -15,7 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from worker.protocol.events import Event, decode
+from router.launch.process import decode_event
+from worker.protocol.events import Event
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 60.0
@@ -87,7 +88,7 @@ class Child:
         """The next event of `kind`; others are passed over. Raises AssertionError if stdout ends before."""
         deadline = time.monotonic() + timeout
         while (line := self.line(deadline - time.monotonic())) is not None:
-            event = decode(line.encode())
+            event = decode_event(line.encode())
             if isinstance(event, kind):
                 return event
         raise AssertionError(f"stdout ended without {kind.__name__}; stderr:\n{self.log}")
@@ -97,7 +98,7 @@ class Child:
         deadline = time.monotonic() + timeout
         found = []
         while (line := self.line(deadline - time.monotonic())) is not None:
-            event = decode(line.encode())
+            event = decode_event(line.encode())
             assert event is not None, f"not an event: {line!r}"
             found.append(event)
         return found

@@ -9,9 +9,10 @@ from typing import TypeVar
 from router.config.presets import Preset
 from router.errors import RouterError
 from router.launch.interface import Verb
+from router.launch.process import decode_event
 from router.launch.spawn import environment
 from worker.protocol.argv import Convert, Download, Estimate, to_argv
-from worker.protocol.events import Converted, Downloaded, Estimated, Failed, Progress, decode
+from worker.protocol.events import Converted, Downloaded, Estimated, Failed, Progress
 
 Result = TypeVar("Result", Converted, Downloaded, Estimated)
 
@@ -50,7 +51,7 @@ def run_worker(
         with process:
             try:
                 for line in process.stdout or ():
-                    match decode(line):
+                    match decode_event(line):
                         case Progress(done=done, total=total):
                             report(done, total)
                         case Failed(message=message):

@@ -107,7 +107,7 @@ class Settings:
             env=("HF_TOKEN",))
     state_dir: str = option("", _FOLDER, MODELS, "estimates, converted snapshots, weights of demo models",
             unset="the platform's")
-    runtime_dir: str = option("", _FOLDER, MODELS, "sockets and process records", unset="the platform's")
+    runtime_dir: str = option("", _FOLDER, MODELS, "sockets of the workers", unset="the platform's")
     fork_server: bool = option(True, Flag(), MODELS,
             "fork workers from a process that has imported all libraries; off: each worker imports them, 3 s")
     prepare: bool = option(True, Flag(), MODELS,

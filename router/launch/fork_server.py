@@ -32,7 +32,7 @@ from worker.protocol.orders import Fork, ForkSpec, ImportModules, Order, Reap, e
 
 log = logging.getLogger("router.launch.interface")
 
-NAME = "fork-server"  # in logs and process records
+NAME = "fork-server"  # in logs
 # Seconds for a reply. A fork takes 10 ms; the import of a model family before it, seconds at most.
 ANSWER_TIMEOUT = 20.0
 LATE = 1.0  # if our own timer is later than this, in seconds, the missing reply may be our fault and does not count

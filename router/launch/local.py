@@ -44,9 +44,9 @@ CONVERT_SILENCE = 600.0
 class LocalLauncher:
     """Runs workers on this machine, from entering the block to leaving it.
 
-    Entering takes the runtime folder (raises RunFolderError), kills what an earlier router left, and reads the devices
-    once. Leaving kills and reaps what still runs; the fleet should have stopped its workers before. Use it in the
-    program's main thread: the kernel ends workers with the thread that started them.
+    Entering takes the runtime folder (raises RunFolderError) and reads the devices once. Leaving kills and reaps what
+    still runs; the fleet should have stopped its workers before. Use it in the program's main thread: the kernel ends
+    workers with the thread that started them.
     """
 
     def __init__(
@@ -214,6 +214,7 @@ class LocalLauncher:
         began = loop.time()
         tag = self._processes.folder.tag(program.model, program.worker)
         token = secrets.token_urlsafe(32)
+        self._processes.folder.restore()
         command = replace(command, listen=f"unix:{self._processes.folder.socket(tag)}")
         visible = "" if command.prepare else self._visible(names)
         worker = None

@@ -1,23 +1,17 @@
-"""All child processes of one router: recorded on disk, registered with the guard, killed, reaped.
+"""All child processes of one router: registered with the guard, killed, reaped; and the folder of their sockets.
 
-The runtime folder of a router has mode 0700 and is locked. It contains the sockets of the workers, and a record for
-each process that was started and is not reaped yet. The router that opens the folder next kills the recorded processes,
-if they are still the same ones: a process is identified by its id, start time and boot, never by name. That matters
-only if the guard (`router.launch.reaper`) was killed too.
+A worker exits with its router by itself, and the guard kills what it started (`router.launch.reaper`). So there are no
+records on disk from which the next router could kill survivors: their process ids might have been reused.
 """
 
 import asyncio
 import contextlib
 import fcntl
 import hashlib
-import json
 import logging
 import os
 import secrets
-import select
-import signal
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from router.errors import RouterError
@@ -29,7 +23,6 @@ log = logging.getLogger("router.launch.interface")
 CLOSE_TIMEOUT = 5.0  # seconds that killed processes get to be reaped before the table is left anyway
 SOCKET_PATH_BYTES = 107  # longest path of a unix socket: `sun_path` has 108 bytes, one of them for the end (unix(7))
 _TAG_DIGITS = 12
-_SWEEP_TIMEOUT = 5.0
 
 
 class RunFolderError(RouterError):
@@ -46,13 +39,9 @@ class ProcessTable:
         self._opened = contextlib.ExitStack()
 
     def open(self) -> None:
-        """Take the runtime folder, kill what an earlier router left, start the guard.
-
-        Raises RunFolderError, OSError.
-        """
+        """Take the runtime folder and start the guard. Raises RunFolderError, OSError."""
         with contextlib.ExitStack() as stack:
-            for survivor in self.folder.open():
-                log.warning("killed %s (process %d), left by an earlier router", survivor.worker, survivor.pid)
+            self.folder.open()
             stack.callback(self.folder.close)
             had_adopted = reaper.adopt()
             stack.callback(reaper.adopt, whether=had_adopted)
@@ -70,17 +59,15 @@ class ProcessTable:
     def add(self, tag: str, child: Child, worker: str) -> None:
         """Register a new process. Call it before the process gets its token.
 
-        From then on the next router finds it on disk, and the guard knows its group. If either fails, this is logged
-        and the process runs on: it also ends by itself when the router dies.
+        From then on the guard knows its group. If that fails, this is logged and the process runs on: it also ends by
+        itself when the router dies.
         """
         self._children[tag] = child
         assert self._guard is not None, "the table is not open"
         try:
             self._guard.add(child.pid)
-            self.folder.write(tag, child.pid, worker)
-        except (OSError, RunFolderError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
-            log.warning("%s: cannot record process %d in %s: %s", worker, child.pid, self.folder.path, why)
+        except OSError as error:
+            log.warning("%s: cannot register process %d with the guard: %s", worker, child.pid, error)
 
     async def end(self, tag: str) -> None:
         """Return once the process of that tag, its group and its orphans are gone. Does nothing for an unknown tag.
@@ -98,9 +85,9 @@ class ProcessTable:
         assert self._guard is not None
         try:
             self._guard.remove(child.pid)
-            self.folder.remove(tag)
+            self.folder.socket(tag).unlink(missing_ok=True)
         except OSError as error:
-            log.warning("cannot remove the record of process %d: %s", child.pid, error)
+            log.warning("cannot remove what process %d left: %s", child.pid, error)
 
     def kill(self, besides: int = 0) -> None:
         """Send SIGKILL to all groups but that of the process `besides`. Tasks that wait in `end` then return."""
@@ -116,28 +103,17 @@ class ProcessTable:
         return [child for child in self._children.values() if child.pid != pid]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProcessRecord:
-    """One process, with what distinguishes it from a later one of the same id."""
-
-    pid: int
-    start_time: int  # in clock ticks since the boot
-    boot_id: str
-    worker: str
-
-
 class RunFolder:
-    """The runtime folder of one router, from `open` to `close`. All methods but `tag` and `socket` touch the disk."""
+    """The runtime folder of one router, from `open` to `close`: locked, private, with the sockets of its workers."""
 
     def __init__(self, path: Path):
         self.path = path.absolute()
         self._lock = -1
         self._salt = secrets.token_hex(8)
         self._tags = 0
-        self._boot_id = ""
 
-    def open(self) -> list[ProcessRecord]:
-        """Create and lock the folder, kill survivors, remove stale files. Returns the survivors that were killed.
+    def open(self) -> None:
+        """Create and lock the folder, and remove what an earlier router left in it.
 
         Raises RunFolderError if another router uses it, or if it cannot be used.
         """
@@ -150,8 +126,9 @@ class RunFolder:
         try:
             self._take()
             self.path.chmod(0o700)
-            self._boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            return self._sweep()
+            for pattern in ("*.sock", "*.json", "*.tmp"):  # earlier versions had records of processes
+                for file in self.path.glob(pattern):
+                    file.unlink(missing_ok=True)
         except OSError as error:
             self.close()
             raise RunFolderError(
@@ -174,36 +151,16 @@ class RunFolder:
         """The path on which the worker of this run listens."""
         return self.path / f"{tag}.sock"
 
-    def write(self, tag: str, pid: int, worker: str) -> None:
-        """Write the record of a process, completely or not at all. Raises OSError, RunFolderError.
-
-        A folder that was deleted, as services that clean /tmp do, is created again: the worker's socket needs it, too.
-        The records of other running processes are then lost, but the guard knows these processes.
-        """
-        if not (self.path / "lock").exists():
-            log.warning("the content of the runtime folder %s was deleted; creating it again", self.path)
-            self.close()
-            self._take()
-        record = ProcessRecord(pid=pid, start_time=start_time(pid) or 0, boot_id=self._boot_id, worker=worker)
-        draft = self.path / f"{tag}.tmp"
-        # Without fsync, which can take as long as loading a model. The kernel's copy outlives this process however it
-        # ends, and a record is of no use after a reboot.
+    def restore(self) -> None:
+        """Create the folder again if it was deleted, as services that clean /tmp do. If that fails, this is logged."""
+        if (self.path / "lock").exists():
+            return
+        log.warning("the content of the runtime folder %s was deleted; creating it again", self.path)
+        self.close()
         try:
-            draft.touch(mode=0o600)
-            draft.write_text(json.dumps(asdict(record)))
-            draft.rename(self._record(tag))
-        except OSError:
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
-            raise
-
-    def remove(self, tag: str) -> None:
-        """Remove the record and the socket of a process that is reaped."""
-        self._record(tag).unlink(missing_ok=True)
-        self.socket(tag).unlink(missing_ok=True)
-
-    def _record(self, tag: str) -> Path:
-        return self.path / f"{tag}.json"
+            self._take()
+        except (OSError, RunFolderError) as error:
+            log.warning("cannot use the runtime folder %s: %s", self.path, error)
 
     def _take(self) -> None:
         """Create the folder if it is missing, and lock it. Raises OSError, RunFolderError."""
@@ -221,50 +178,5 @@ class RunFolder:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
 
-    def _sweep(self) -> list[ProcessRecord]:
-        """Kill survivors, wait for their exit, remove what they left."""
-        records = [record for file in self.path.glob("*.json") if (record := _read(file)) is not None]
-        survivors = [
-            record
-            for record in records
-            if record.boot_id == self._boot_id and start_time(record.pid) == record.start_time
-        ]
-        for record in survivors:
-            _kill(record.pid)
-        for pattern in ("*.json", "*.tmp", "*.sock"):
-            for file in self.path.glob(pattern):
-                file.unlink(missing_ok=True)
-        return survivors
 
-
-def start_time(pid: int) -> int | None:
-    """The start of process `pid` in clock ticks since the boot; None: no such process (proc_pid_stat(5), field 22)."""
-    fields = reaper.stat(pid)
-    return int(fields[19]) if fields is not None else None
-
-
-def _read(file: Path) -> ProcessRecord | None:
-    """The record in `file`; None if it is incomplete or of another version."""
-    try:
-        return ProcessRecord(**json.loads(file.read_text()))
-    except (ValueError, TypeError):
-        return None
-
-
-def _kill(pid: int) -> None:
-    """Send SIGKILL to the group of a process that is not our child. Returns once it has exited, or after a timeout."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        poll.poll(_SWEEP_TIMEOUT * 1000)
-    finally:
-        os.close(pidfd)
-
-
-__all__ = ["ProcessTable", "RunFolder", "RunFolderError", "start_time"]
+__all__ = ["ProcessTable", "RunFolder", "RunFolderError"]

@@ -77,7 +77,7 @@ class Spawner:
         """A child process that has its token, for the length of the block.
 
         `tag`: the name of this run. `visible`: CUDA_VISIBLE_DEVICES. Raises WorkerLost, NotForked. However the block
-        ends, the process group is killed and reaped and its record is removed before the block is left.
+        ends, the process group is killed and reaped before the block is left.
         """
         try:
             # Not cancelled between fork and registration: a process without an entry in the table would be lost.

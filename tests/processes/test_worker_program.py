@@ -15,7 +15,7 @@ from tests import tiny
 from tests.children import TOKEN, Child, await_end, environment, python
 from worker.errors import StartError
 from worker.program.main import CRASHED, diagnose
-from worker.protocol.argv import VERBS, Convert, Download, Estimate, ForkServerOptions, Serve
+from worker.protocol.argv import COMMANDS, VERBS
 from worker.protocol.events import Estimated, Exit, Failed, Prepared, Progress, Pulse, Ready, RequestEnded
 from worker.protocol.orders import MemoryGrant, encode_grant
 
@@ -46,9 +46,7 @@ def by_hand(*words: str) -> tuple[int, str, str]:
 def test_help_explains_every_option_of_a_verb(verb: str) -> None:
     code, out, _ = by_hand(verb, "--help")
     assert code == 0
-    kind = {"download": Download, "convert": Convert, "estimate": Estimate,
-            "serve": Serve, "fork-server": ForkServerOptions}[verb]  # fmt: skip
-    for field in dataclasses.fields(kind):
+    for field in dataclasses.fields(COMMANDS[verb]):
         assert field.name.replace("_", "-") in out
 
 

@@ -7,13 +7,9 @@ import textwrap
 import typing
 from typing import Any
 
-from worker.protocol.argv import Convert, Download, Estimate, ForkServerOptions, Serve
+from worker.protocol.argv import COMMANDS
 
 WIDTH = 110
-_KINDS: dict[str, type[Any]] = {
-    "download": Download, "convert": Convert, "estimate": Estimate,
-    "serve": Serve, "fork-server": ForkServerOptions,
-}  # fmt: skip
 # Fields of argv.py without a text of their own.
 _TEXTS = {
     "revision": "Branch, tag or commit.",
@@ -29,7 +25,7 @@ _TEXTS = {
 
 def overview() -> str:
     """The list of verbs."""
-    verbs = "\n".join(_entry(name, inspect.getdoc(kind) or "", 12) for name, kind in _KINDS.items())
+    verbs = "\n".join(_entry(name, inspect.getdoc(kind) or "", 12) for name, kind in COMMANDS.items())
     return (
         "Usage: worker VERB [--option=value ...]\n"
         "       worker VERB --help\n\n"
@@ -42,9 +38,9 @@ def overview() -> str:
 
 def of(verb: str) -> str:
     """One verb and its options; the overview for an unknown verb."""
-    if verb not in _KINDS:
+    if verb not in COMMANDS:
         return overview()
-    kind = _KINDS[verb]
+    kind = COMMANDS[verb]
     texts = {**_TEXTS, **_field_texts(kind)}
     hints = typing.get_type_hints(kind)
     options = "\n".join(

@@ -20,7 +20,7 @@ from worker.program import supervision
 if TYPE_CHECKING:
     from worker.engines.transformers.device.rank_processes import LeaderLink, RankProcesses
     from worker.program.supervision import RouterChannel
-    from worker.protocol.argv import Command, Convert, Download, Estimate, Serve
+    from worker.protocol.argv import Convert, Download, Estimate, Serve
 
 CRASHED = 1  # exit code of an unexpected error; the router treats every unknown code as a crash
 _QUIET = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
@@ -191,10 +191,15 @@ def _run_forked(argv: list[str]) -> NoReturn:
 
 def _run_verb(argv: list[str], channel: "RouterChannel", ranks: "RankProcesses | None") -> None:
     began = time.monotonic()
-    from worker.protocol.argv import Convert, Download, Estimate, Serve
+    from worker.errors import StartError
+    from worker.protocol.argv import Convert, Download, Estimate, Serve, from_argv
+    from worker.protocol.events import Exit
 
     _log()
-    command = _parse(argv)
+    try:
+        command = from_argv(argv)
+    except ValueError as error:
+        raise StartError(f"{error}; see worker --help", Exit.USAGE) from None
     os.environ.update(_QUIET)
     hub_token = os.environ.pop("HF_TOKEN", None)  # the environment of a process is readable for other processes
     match command:
@@ -206,17 +211,6 @@ def _run_verb(argv: list[str], channel: "RouterChannel", ranks: "RankProcesses |
             _estimate(command, channel)
         case Serve():
             _serve(command, channel, began, ranks)
-
-
-def _parse(argv: list[str]) -> "Command":
-    from worker.errors import StartError
-    from worker.protocol.argv import from_argv
-    from worker.protocol.events import Exit
-
-    try:
-        return from_argv(argv)
-    except ValueError as error:
-        raise StartError(f"{error}; see worker --help", Exit.USAGE) from None
 
 
 def _download(command: "Download", channel: "RouterChannel", hub_token: str | None) -> None:

@@ -104,10 +104,7 @@ def attach(*, supervised: bool, parent_pid: int = 0) -> RouterChannel:
     if not supervised:
         return RouterChannel(events)
     die_with_parent(parent_pid)
-    # The order matters: a process that is not dumpable cannot write its own score.
-    _raise_oom_score()
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    _prctl(_PR_SET_DUMPABLE, 0)
+    _restrict()
     # A private copy of stdin: child processes and libraries of this process must not read the router's lines.
     router_input = os.dup(0)
     _detach_stdin()
@@ -127,9 +124,7 @@ def attach_rank(leader: int) -> None:
     die_with_parent(leader)
     _detach_stdin()
     os.dup2(2, 1)
-    _raise_oom_score()
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    _prctl(_PR_SET_DUMPABLE, 0)
+    _restrict()
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -169,7 +164,8 @@ def _await_end(router_input: int, channel: RouterChannel) -> None:
     os._exit(ORPHANED)
 
 
-def _raise_oom_score() -> None:
+def _restrict() -> None:
+    """Offer this process to the OOM killer, and forbid new privileges and core dumps."""
     try:
         with open("/proc/self/oom_score_adj", "r+") as file:
             score = min(1000, int(file.read()) + OOM_SCORE)
@@ -178,6 +174,8 @@ def _raise_oom_score() -> None:
     except OSError as error:
         # Not fatal: only the kernel's choice of a victim under memory pressure is worse.
         print(f"worker: cannot raise oom_score_adj: {error}", file=sys.stderr)
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    _prctl(_PR_SET_DUMPABLE, 0)  # last: a process that is not dumpable cannot write its own score
 
 
 def _prctl(option: int, value: int) -> None:

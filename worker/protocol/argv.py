@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-VERBS = ("download", "convert", "estimate", "serve", "fork-server")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Download:
@@ -211,15 +209,16 @@ class ForkServerOptions:
 
 
 Command = Download | Convert | Estimate | Serve | ForkServerOptions
-_COMMANDS: dict[str, type[Any]] = {
+COMMANDS: dict[str, type[Any]] = {
     "download": Download, "convert": Convert, "estimate": Estimate, "serve": Serve, "fork-server": ForkServerOptions,
 }  # fmt: skip
-_VERBS = {kind: verb for verb, kind in _COMMANDS.items()}
+VERBS = tuple(COMMANDS)
+_VERB_OF = {kind: verb for verb, kind in COMMANDS.items()}
 
 
 def to_argv(command: Command) -> list[str]:
     """Return verb and options, without defaults. `from_argv` parses them to an equal command."""
-    argv = [_VERBS[type(command)]]
+    argv = [_VERB_OF[type(command)]]
     for field in dataclasses.fields(command):
         value = getattr(command, field.name)
         if value == field.default:
@@ -239,10 +238,9 @@ def from_argv(argv: Sequence[str]) -> Command:
 
     Raises ValueError with a message for the user if verb, option or value is unknown.
     """
-    if not argv or argv[0] not in _COMMANDS:
-        known = ", ".join(VERBS)
-        raise ValueError(f"unknown verb {argv[0] if argv else ''!r}; one of: {known}")
-    kind = _COMMANDS[argv[0]]
+    if not argv or argv[0] not in COMMANDS:
+        raise ValueError(f"unknown verb {argv[0] if argv else ''!r}; one of: {', '.join(VERBS)}")
+    kind = COMMANDS[argv[0]]
     hints = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     values: dict[str, Any] = {}

@@ -200,7 +200,6 @@ EVENTS: dict[str, type[Any]] = {
     "reaped": Reaped,
 }
 _NAMES = {kind: name for name, kind in EVENTS.items()}
-_FIELDS = {kind: frozenset(field.name for field in dataclasses.fields(kind)) for kind in EVENTS.values()}
 
 
 def encode(event: Event) -> bytes:
@@ -208,19 +207,6 @@ def encode(event: Event) -> bytes:
     their first bytes."""
     body = {"event": _NAMES[type(event)], **dataclasses.asdict(event)}
     return json.dumps(body, separators=(",", ":")).encode() + b"\n"
-
-
-def decode(line: bytes) -> Event | None:
-    """Return the event in `line`. None if this version does not know it: such lines are logged and skipped."""
-    try:
-        body = json.loads(line)
-        kind = EVENTS[body.pop("event")]
-        if not body.keys() <= _FIELDS[kind]:  # a later version may add fields
-            body = {key: value for key, value in body.items() if key in _FIELDS[kind]}
-        event: Event = kind(**body)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
-    return event
 
 
 class Exit(IntEnum):

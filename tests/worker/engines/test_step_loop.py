@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from router.launch.process import decode_event
 from worker.detokenizer import AnswerText
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.loop.generation_loop import Backend, GenerationLoop
@@ -18,7 +19,7 @@ from worker.engines.transformers.schedule.scheduler import Batch
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.errors import Draining, RequestError
 from worker.interface import GenerationRequest, SamplingParams
-from worker.protocol.events import Pulse, decode, encode
+from worker.protocol.events import Pulse, encode
 
 DEADLINE = 60.0
 VOCAB = 16
@@ -145,7 +146,7 @@ async def test_a_pulse_carries_the_whole_report_and_rates_in_proportion() -> Non
     assert abs(later.prefill_rate - 10 * later.decode_rate) <= 0.6, "both of the same steps and time, to a tenth"
     assert (later.running, later.waiting, later.parallel) == (2, 1, 4)
     assert (later.cache_used, later.cache_reusable, later.cache_total) == (70, 20, 400)
-    assert decode(encode(later)) == later
+    assert decode_event(encode(later)) == later
     assert later.slots == [[0, 4, 0, 9, 1], [1, 5, 30, 0, 8]]
     assert later.largest == [30, 2, 44]
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.launch.process import decode_event
 from tests.children import environment, python
 from worker.protocol.argv import Command, Download, Estimate, ForkServerOptions, Serve, from_argv, to_argv
 from worker.protocol.events import (
@@ -29,7 +30,6 @@ from worker.protocol.events import (
     Ready,
     Reaped,
     RequestEnded,
-    decode,
     encode,
 )
 from worker.protocol.orders import (
@@ -121,20 +121,20 @@ def test_every_command_survives_its_argv(command: Command) -> None:
 @given(values_of(EVENTS))
 def test_every_event_survives_its_line(event: Event) -> None:
     line = encode(event)
-    assert decode(line) == event
+    assert decode_event(line) == event
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
 
 
 @given(st.one_of(st.binary(), TEXT.map(str.encode), st.recursive(st.none() | TEXT, st.lists).map(json.dumps)))
 def test_a_line_without_an_event_is_decoded_to_none(line: bytes | str) -> None:
-    assert decode(line.encode() if isinstance(line, str) else line) is None
+    assert decode_event(line.encode() if isinstance(line, str) else line) is None
 
 
 def test_unknown_members_of_an_event_are_ignored() -> None:
-    assert decode(b'{"event":"failed","message":"m","colour":"red"}') == Failed(message="m")
-    assert decode(b'{"event":"sang","song":"s"}') is None
-    assert decode(b'{"event":"failed"}') is None
+    assert decode_event(b'{"event":"failed","message":"m","colour":"red"}') == Failed(message="m")
+    assert decode_event(b'{"event":"sang","song":"s"}') is None
+    assert decode_event(b'{"event":"failed"}') is None
 
 
 def test_an_option_and_its_value_may_be_two_words() -> None:
