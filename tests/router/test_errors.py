@@ -18,6 +18,6 @@ def every(kind: type[ApiError] = ApiError) -> Iterator[type[ApiError]]:
 
 
 @pytest.mark.parametrize("kind", [*every()], ids=lambda kind: kind.__name__)
-def test_an_error_says_whether_asking_again_helps(kind: type[ApiError]) -> None:
+def test_only_errors_of_retryable_statuses_have_should_retry(kind: type[ApiError]) -> None:
     assert kind.should_retry is (kind.status in RETRIED)
     assert any((row.status, row.type) == (kind.status, kind.type) and kind.reason in row.reasons for row in ERRORS)

@@ -11,7 +11,7 @@ def test_ids_rise_and_the_ring_keeps_the_newest() -> None:
     assert log.since(5) == []
 
 
-def test_a_gap_is_told_from_nothing_new() -> None:
+def test_a_gap_differs_from_no_new_events() -> None:
     log = EventLog(size=3)
     for _ in range(5):
         log.append("state")
@@ -28,7 +28,7 @@ def test_ids_of_an_earlier_run_are_a_gap() -> None:
     assert log.since(50) is None
 
 
-def test_a_fold_sees_everything_and_the_ring_only_what_is_appended() -> None:
+def test_a_subscriber_gets_all_events_and_the_ring_only_appended_ones() -> None:
     log, seen = EventLog(), list[Event]()
     log.fold(seen.append)
     log.append("state", "a")
@@ -37,7 +37,7 @@ def test_a_fold_sees_everything_and_the_ring_only_what_is_appended() -> None:
     assert [event.kind for event in log.since(0) or []] == ["state"]
 
 
-def test_who_wants_no_mentions_sees_what_is_appended() -> None:
+def test_a_subscriber_without_mentions_gets_only_appended_events() -> None:
     log, seen = EventLog(), list[Event]()
     log.fold(seen.append, mentions=False)
     log.mention("request", "a", tokens=3)
@@ -64,7 +64,7 @@ async def test_followers_get_each_event_once_in_order() -> None:
     assert sorted(seen) == sorted([1, 2, 3, 4, 5] * 2)
 
 
-def test_one_that_cannot_render_an_event_keeps_it_from_nobody_else() -> None:
+def test_a_failing_subscriber_does_not_keep_events_from_others() -> None:
     events, seen = EventLog(), list[Event]()
 
     def fail(event: Event) -> None:

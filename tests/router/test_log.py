@@ -25,7 +25,7 @@ def test_a_transition_is_one_line_with_its_facts() -> None:
     assert state_line(Event(1, 0.0, "state", "a", data)) == 'a#7 ready→stopped reason=evicted for=b error="it died"'
 
 
-def test_an_eviction_names_who_for_and_the_numbers() -> None:
+def test_an_eviction_line_names_the_demand_and_the_numbers() -> None:
     devices = {"cpu": {"total": 8, "used": 900 * MIB, "foreign": 0, "margin": 64 * MIB, "limit": 1000 * MIB}}
     data = {"decision": "evict", "worker": 1, "reason": "evicted", "for": "c", "idle_seconds": 3.5,
             "frees": {"cpu": 400 * MIB}, "needs": [500 * MIB], "source": "exact", "devices": devices}  # fmt: skip
@@ -51,7 +51,7 @@ def test_no_input_breaks_a_line_or_colours_a_terminal() -> None:
     assert json.loads(_Json().format(record("a\nb")))["message"] == "a\nb"
 
 
-def test_what_a_library_warns_of_is_a_line_of_the_log() -> None:
+def test_a_python_warning_is_a_line_of_the_log() -> None:
     code = "import warnings; from router.log import set_up; set_up('info', 'json'); warnings.warn('two\\nlines')"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     [line] = ended.stderr.splitlines()

@@ -39,7 +39,7 @@ def model(id: str, value: str, **status: Any) -> dict[str, Any]:
     return {"id": id, "status": {"value": value, "in_flight": 0, "queued": 0, **status}}
 
 
-def test_models_are_shown_with_what_they_take_and_where_their_load_went() -> None:
+def test_models_are_shown_with_their_memory_and_the_stages_of_their_loads() -> None:
     spent = {"fork": 0.02, "config": 0.001, "standby": 3.0, "read": 0.2, "build": 0.05, "first_token": 0.03}
     memory = {"cpu": {"estimated_mib": 90, "measured_mib": 80, "reserved_mib": 90}}
     asleep = {"cpu": {"estimated_mib": 70, "measured_mib": None, "reserved_mib": 70}}
@@ -62,7 +62,7 @@ def test_models_are_shown_with_what_they_take_and_where_their_load_went() -> Non
     )
 
 
-def test_models_that_failed_are_shown_with_why_and_when_they_are_tried_again() -> None:
+def test_failed_models_are_shown_with_the_reason_and_the_next_attempt() -> None:
     lines = processes(
         [
             model("one", "unloaded", failed=True, error="out of host memory,\ntwice", retry_at=1012.2),
@@ -80,7 +80,7 @@ def test_models_that_failed_are_shown_with_why_and_when_they_are_tried_again() -
     ]
 
 
-def test_without_a_router_it_is_said_what_to_do() -> None:
+def test_the_message_without_a_router_names_the_remedy() -> None:
     with pytest.raises(
         Unreachable, match=r"no router answers at http://127\.0\.0\.1:1 .*give --url, or set ROUTER_URL"
     ):
@@ -101,7 +101,7 @@ def test_another_server_is_not_taken_for_a_router(answer: str, capsys: pytest.Ca
         assert capsys.readouterr() == ("", said)
 
 
-def test_a_router_is_asked_itself_whatever_proxy_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxies_of_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     monkeypatch.delenv("no_proxy", raising=False)

@@ -37,15 +37,6 @@ CONFIG = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in os.environ:
-        if name.startswith(("ROUTER_", "LLAMA_", "HF_", "CUDA_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "empty-cache"))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
 def write(folder: Path, *, shards: int = 1, padding: int = 0, **config: Any) -> Path:
     """A snapshot with real headers; `padding`: bytes of metadata that make each header longer."""
     folder.mkdir(parents=True)
@@ -102,9 +93,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
         yield FakeHub(url, root)
 
 
-def test_a_folder_is_weighed_and_the_segments_sum_to_the_total(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_segments_of_a_folder_sum_to_the_total(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = estimate(capsys, str(write(tmp_path / "m")), "--ctx-size", "256", "--parallel", "2")
     assert (code, said["schema"], said["source"], said["fits"], said["downloaded"]) == (0, 1, "static", True, True)
     assert said["weights"] >= (300 * 100 + 512 * 64) * 2
@@ -115,9 +104,7 @@ def test_a_folder_is_weighed_and_the_segments_sum_to_the_total(
     assert (room["device"], room["needs"], room["fits"]) == ("cpu", said["total"], True)
 
 
-def test_a_cache_in_other_numbers_is_weighed_and_explained_as_such(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_quantized_kv_cache_is_estimated_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(write(tmp_path / "m")), "--ctx-size", "256", "--parallel", "2", "-ctk", "q8_0", "-ctv", "q8_0"]
     _, said = estimate(capsys, *words)
     assert (said["kv_cache_dtype"], said["dtype"]) == ("int8", "bfloat16")
@@ -126,7 +113,7 @@ def test_a_cache_in_other_numbers_is_weighed_and_explained_as_such(
     assert "2 layers x 2 KV heads x 36 B of int8 x 512 tokens" in capsys.readouterr().out
 
 
-def test_what_was_asked_for_is_in_the_words_as_it_is_in_the_figures(
+def test_kv_tokens_and_reserved_memory_are_in_the_figures_and_the_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(write(tmp_path / "m")), "--ctx-size", "256", "--kv-tokens", "4096", "--reserved-memory", "300"]
@@ -137,7 +124,7 @@ def test_what_was_asked_for_is_in_the_words_as_it_is_in_the_figures(
     assert "and tables for grammars; reserved-memory, 300.0 MiB" in said
 
 
-def test_a_converted_snapshot_is_weighed_where_loads_take_it(
+def test_the_estimate_is_of_the_converted_snapshot_if_loads_use_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, state = write(tmp_path / "m"), tmp_path / "own"
@@ -154,7 +141,7 @@ def test_a_converted_snapshot_is_weighed_where_loads_take_it(
     assert found[0] > found[1] + 90_000
 
 
-def test_what_if_flags_change_what_they_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preset_keys_as_flags_change_the_estimate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(write(tmp_path / "m"))
     base = estimate(capsys, folder, "--ctx-size", "256", "--parallel", "1")[1]
     longer = estimate(capsys, folder, "--ctx-size", "1024", "--parallel", "1")[1]
@@ -164,9 +151,7 @@ def test_what_if_flags_change_what_they_should(tmp_path: Path, capsys: pytest.Ca
     assert (wider["context"], wider["dtype"]) == (2 * base["context"], "float32")
 
 
-def test_packing_on_load_is_a_what_if_that_says_what_stays_as_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quantization_on_load_is_estimated_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(write(tmp_path / "m", torch_dtype="bfloat16"))
     elements = 300 * 100
     plain = estimate(capsys, folder)[1]
@@ -186,7 +171,7 @@ def test_packing_on_load_is_a_what_if_that_says_what_stays_as_it_is(
     assert "the checkpoint is not quantised" in capsys.readouterr().err
 
 
-def test_where_only_the_weights_are_known_the_guess_is_called_one(
+def test_an_estimate_from_the_weights_alone_is_called_a_guess(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write(tmp_path / "m")
@@ -201,14 +186,16 @@ def test_where_only_the_weights_are_known_the_guess_is_called_one(
     assert "config.json of alien does not state its layers" in told
 
 
-def test_a_built_in_model_is_weighed_like_any_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_built_in_model_has_an_estimate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = estimate(capsys, "demo-chat", "--state-dir", str(tmp_path))
     assert (code, said["source"], said["fits"], said["downloaded"]) == (0, "static", True, True)
     assert 1 << 20 < said["weights"] < 8 << 20
     assert not (tmp_path / "demo").exists(), "it is shipped"
 
 
-def test_what_a_nursery_spares_is_part_of_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_estimate_of_a_forked_worker_lacks_the_shared_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = str(write(tmp_path / "m"))
     forked = estimate(capsys, folder)[1]
     executed = estimate(capsys, folder, "--no-fork-server")[1]
@@ -216,7 +203,7 @@ def test_what_a_nursery_spares_is_part_of_the_answer(tmp_path: Path, capsys: pyt
     assert executed["runtime"] - forked["runtime"] == RUNTIME_HOST - RUNTIME_FORKED
 
 
-def test_what_a_worker_measured_without_its_model_is_counted_with_and_said_to_be_measured(
+def test_a_measured_process_overhead_is_used_and_called_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(write(tmp_path / "m")), "--no-fork-server", "--state-dir", str(tmp_path / "own")]
@@ -237,7 +224,7 @@ def test_what_a_worker_measured_without_its_model_is_counted_with_and_said_to_be
         ("readme.txt", "has no config.json"),
     ],
 )
-def test_a_folder_that_is_no_model_is_called_what_it_is(
+def test_the_message_for_a_folder_without_a_model_says_what_it_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, message: str
 ) -> None:
     (tmp_path / file).write_text("{}")
@@ -252,7 +239,7 @@ def test_parts_without_their_index_are_named(tmp_path: Path, capsys: pytest.Capt
     assert "no index that names parts" in capsys.readouterr().err
 
 
-def test_a_name_of_the_presets_is_read_with_its_keys_and_told_who_fits_beside(
+def test_a_preset_is_estimated_with_its_keys_and_the_models_that_fit_beside_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = write(tmp_path / "one"), write(tmp_path / "two")
@@ -266,7 +253,7 @@ def test_a_name_of_the_presets_is_read_with_its_keys_and_told_who_fits_beside(
     assert (code, said["beside"]) == (0, [])
 
 
-def test_a_model_that_no_empty_device_holds_ends_with_4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_fits_no_empty_device_exits_with_4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(write(tmp_path / "m"))
     code, said = estimate(capsys, folder, "--device-limit", "cpu=1100")
     assert (code, said["fits"], said["devices"][0]["fits"]) == (4, False, False), "a limit less the margin of 1024"
@@ -274,7 +261,7 @@ def test_a_model_that_no_empty_device_holds_ends_with_4(tmp_path: Path, capsys: 
     assert "does not fit" in capsys.readouterr().out
 
 
-def test_a_margin_that_leaves_nothing_is_what_is_to_be_lowered(
+def test_the_message_for_a_model_that_does_not_fit_names_the_options_to_lower(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(write(tmp_path / "m"))
@@ -297,7 +284,7 @@ def test_a_margin_that_leaves_nothing_is_what_is_to_be_lowered(
         (["nobody", "--ctx-sise", "3"], 2, "No such option"),
     ],
 )
-def test_what_cannot_be_answered_says_why(
+def test_a_failure_has_a_message_and_an_exit_code(
     capsys: pytest.CaptureFixture[str], words: list[str], code: int, message: str
 ) -> None:
     assert main(["estimate", *words]) == code
@@ -306,18 +293,18 @@ def test_what_cannot_be_answered_says_why(
     assert said.out == ""
 
 
-def test_a_failure_is_a_json_document_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_a_json_document_with_json(capsys: pytest.CaptureFixture[str]) -> None:
     code, said = estimate(capsys, "org/absent", "--offline")
     assert (code, said["error"]["code"]) == (1, "estimate_failed")
 
 
-def test_a_required_memory_is_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_required_memory_replaces_the_estimate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = estimate(capsys, str(write(tmp_path / "m")), "--required-memory", "700")
     assert (code, said["source"], said["total"]) == (0, "preset", 700 << 20)
 
 
 @pytest.mark.parametrize(("shards", "padding"), [(1, 0), (3, 0), (1, 200_000)])
-def test_a_repository_is_weighed_like_its_files_of_which_only_headers_are_read(
+def test_the_estimate_of_a_repository_equals_that_of_its_files_and_reads_only_headers(
     hub: FakeHub,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -339,7 +326,7 @@ def test_a_repository_is_weighed_like_its_files_of_which_only_headers_are_read(
     assert not (tmp_path / "empty-cache").exists(), "nothing is kept"
 
 
-def test_of_two_layouts_of_weights_the_one_is_weighed_that_a_download_takes(hub: FakeHub, tmp_path: Path) -> None:
+def test_the_skeleton_has_the_weights_that_a_download_would_choose(hub: FakeHub, tmp_path: Path) -> None:
     folder = write(hub.root / "org" / "both", shards=2)
     (folder / "model.safetensors").write_bytes((folder / "model-00000-of-00002.safetensors").read_bytes())
     spare = tmp_path / "spare"
@@ -363,7 +350,7 @@ def test_a_skeleton_is_read_as_the_snapshot_that_it_stands_for(hub: FakeHub, tmp
         ({"token": "secret"}, "needs --hf-token"),
     ],
 )
-def test_what_the_hub_refuses_is_said(hub: FakeHub, tmp_path: Path, fault: dict[str, Any], message: str) -> None:
+def test_an_error_of_the_hub_has_a_message(hub: FakeHub, tmp_path: Path, fault: dict[str, Any], message: str) -> None:
     if not (hub.root / "org" / "refused").is_dir():
         write(hub.root / "org" / "refused")
     hub.fails(**{"org/refused": fault})
@@ -389,7 +376,7 @@ def test_what_the_hub_refuses_is_said(hub: FakeHub, tmp_path: Path, fault: dict[
         ),
     ],
 )
-def test_a_repository_that_is_no_model_is_called_what_it_is(
+def test_the_message_for_a_repository_without_a_model_says_what_it_has(
     hub: FakeHub,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -416,7 +403,7 @@ def test_a_hub_that_ignores_ranges_costs_no_more_than_a_header(hub: FakeHub, tmp
     assert checkpoint.read(tmp_path / "spare") == checkpoint.read(folder)
 
 
-def test_what_is_no_safetensors_file_and_a_silent_hub_are_named(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_broken_weight_file_and_an_unreachable_hub_have_a_message(hub: FakeHub, tmp_path: Path) -> None:
     folder = write(hub.root / "org" / "broken")
     (folder / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(RemoteError, match="no safetensors file"):
@@ -440,7 +427,7 @@ def test_an_estimate_never_imports_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_exact_figure_is_the_workers_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exact_estimate_is_that_of_the_worker_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tests import tiny
 
     folder = str(tiny.make("llama", tmp_path / "m"))

@@ -19,14 +19,6 @@ ROOT = Path(__file__).parents[3]
 ENVIRON = {"PATH": os.environ["PATH"], "HF_HUB_CACHE": "/nowhere", "PYTHONPATH": str(ROOT)}
 
 
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in os.environ:
-        if name.startswith(("ROUTER_", "LLAMA_", "HF_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HUB_CACHE", "/nowhere")
-
-
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of `router WORDS`."""
     code = main(words)
@@ -66,7 +58,7 @@ BAD = "[a]\nmodel = demo:a\nctx-sise = 512\n[b]\n"
         (["--strict-presets", "--numa", "x"], '--numa: "numa" has no meaning here; remove it\n'),
     ],
 )
-def test_what_cannot_be_served_is_one_line_and_exit_code_2(
+def test_a_configuration_error_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     code, out, err = run(capsys, *words)
@@ -86,7 +78,7 @@ def test_all_faults_of_a_preset_are_printed_before_anything_starts(
     ]
 
 
-def test_garbage_is_collected_again_after_what_could_not_be_served(
+def test_garbage_collection_is_enabled_again_after_a_failed_start(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run(capsys, "--models-preset", preset(tmp_path, BAD))
@@ -158,7 +150,7 @@ def test_every_fault_is_reported_with_its_line_and_exit_code_1(
 SHARED = "[exact]\nmodel = demo:a\ntemp = 0\n[alone]\nmodel = demo:a\nctx-size = 512\n[poet]\nmodel = demo:a\n"
 
 
-def test_check_says_which_presets_share_a_worker(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_check_shows_which_presets_share_a_worker(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = preset(tmp_path, SHARED)
     assert run(capsys, "check", path) == (0, "one worker for exact poet\n3 models, no fault: exact alone poet\n", "")
     code, out, _ = run(capsys, "check", "--json", path)
@@ -169,7 +161,7 @@ def test_check_says_which_presets_share_a_worker(capsys: pytest.CaptureFixture[s
     ], "flags win over sections"  # fmt: skip
 
 
-def test_check_without_a_file_reads_what_serving_would(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_without_a_file_reads_the_same_presets_as_serve(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "check")
     assert code == 0
     assert "demo-chat" in out
@@ -186,7 +178,7 @@ def test_check_reads_the_very_command_line_that_would_serve(capsys: pytest.Captu
     )
 
 
-def test_what_cannot_be_written_is_said_and_nothing_else() -> None:
+def test_a_full_disk_is_reported_in_one_line() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "router", "check"], env=ENVIRON, stdout=full, stderr=subprocess.PIPE, check=False
@@ -250,7 +242,7 @@ def test_help_shows_every_option_in_its_group(capsys: pytest.CaptureFixture[str]
     assert "tensor-parallel" not in out
 
 
-def test_help_shows_what_a_command_makes_use_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_a_command_shows_the_options_that_it_uses(capsys: pytest.CaptureFixture[str]) -> None:
     check, estimate = (run(capsys, command, "--help")[1] for command in ("check", "estimate"))
     assert all(flag in check for flag in ("--models-preset", "--default-model", "--swap-patience"))
     assert not any(flag in check for flag in ("--port", "fork-server", "--state-dir"))
@@ -279,7 +271,7 @@ def test_a_command_line_needs_neither_server_nor_gpu_libraries() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_an_interrupted_start_says_so_and_nothing_else(tmp_path: Path) -> None:
+def test_an_interrupted_start_is_reported_in_one_line(tmp_path: Path) -> None:
     """The preset is a pipe that nobody writes to, so the start waits for it until it is interrupted."""
     pipe = tmp_path / "models.ini"
     os.mkfifo(pipe)
@@ -298,6 +290,6 @@ def test_an_interrupted_start_says_so_and_nothing_else(tmp_path: Path) -> None:
     assert (process.returncode, out, err.strip()) == (130, b"", b"router: interrupted")
 
 
-def test_all_words_that_a_preset_knows_are_flags() -> None:
+def test_every_spelling_of_a_key_is_a_flag() -> None:
     known = {name for _, (name, _) in cli._MODELS.items()}
     assert known == set(preset_keys.WORDS) - {"queue-size"}

@@ -1,7 +1,6 @@
 """`router prepare`: a folder is converted once, by the worker's program; what needs no conversion is left alone."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +8,6 @@ import pytest
 
 from router.cli.main import main
 from tests.router.cli.test_estimate import write
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in os.environ:
-        if name.startswith(("ROUTER_", "LLAMA_", "HF_", "CUDA_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "empty-cache"))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 def prepare(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]:

@@ -34,7 +34,7 @@ async def dies(name: str) -> _Stop:
     return stop
 
 
-def test_what_is_there_when_a_router_begins_to_serve_is_searched_for_garbage_no_more_and_all_else_is() -> None:
+def test_objects_from_before_serving_are_exempt_from_garbage_collection() -> None:
     before = gc.get_threshold()
     gc.disable()
     try:
@@ -47,7 +47,7 @@ def test_what_is_there_when_a_router_begins_to_serve_is_searched_for_garbage_no_
         gc.enable()
 
 
-def test_memory_that_this_user_may_not_lock_cannot_be_slept_in() -> None:
+def test_sleep_memory_above_the_lock_limit_is_rejected() -> None:
     _check_locking(64 << 20, None)
     _check_locking(64 << 20, 64 << 20)
     _check_locking(0, 0)
@@ -58,12 +58,12 @@ def test_memory_that_this_user_may_not_lock_cannot_be_slept_in() -> None:
     )
 
 
-def test_a_state_folder_that_cannot_be_is_told_with_the_way_out() -> None:
+def test_an_unusable_state_folder_is_reported_with_the_option() -> None:
     with pytest.raises(OSError, match=r"cannot use the state folder /dev/null/x: .*; give another --state-dir"):
         _state_folder(Settings(state_dir="/dev/null/x"))
 
 
-def test_a_log_on_a_full_disk_keeps_no_router_from_starting() -> None:
+def test_a_full_disk_for_stderr_does_not_prevent_the_start() -> None:
     with open("/dev/full", "w") as full, contextlib.redirect_stderr(full):
         _say("router 0.0.0")
         with pytest.raises(OSError, match="No space left"):
@@ -72,12 +72,12 @@ def test_a_log_on_a_full_disk_keeps_no_router_from_starting() -> None:
             os.dup2(nothing.fileno(), full.fileno())  # so that it can be closed
 
 
-async def test_a_router_does_not_live_on_without_readings() -> None:
+async def test_the_end_of_the_device_task_ends_the_router() -> None:
     assert {"devices"} == ESSENTIAL
     assert (await dies("devices")).failed.is_set()
 
 
-async def test_a_router_lives_on_without_a_task_that_serves_one_request() -> None:
+async def test_the_end_of_a_request_task_does_not_end_the_router() -> None:
     stop = await dies("a request")
     assert not stop.failed.is_set()
     assert not stop.wanted.is_set()
@@ -98,7 +98,7 @@ class Slow:
             raise self.failures.pop(0)
 
 
-async def test_hangups_while_presets_are_read_are_one_more_reload_and_no_failure_is_the_last() -> None:
+async def test_signals_during_a_reload_cause_one_further_reload_and_failures_do_not_end_the_loop() -> None:
     registry, wanted = Slow(), asyncio.Event()
     reloading = asyncio.create_task(reload_when_set(wanted, registry.reload))
     async with asyncio.timeout(60):

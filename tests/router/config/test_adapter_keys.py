@@ -34,7 +34,7 @@ def test_an_adapter_is_a_folder_or_a_repository_with_a_name_and_perhaps_a_scale(
     ]
 
 
-def test_adapters_in_the_models_own_folder_are_found_and_named_ones_stand_before_them() -> None:
+def test_adapters_in_the_models_folder_are_found_and_named_ones_take_precedence() -> None:
     found = read("[m]\nmodel = models/qwen", disk=FILES).presets["m"]
     assert [each.name for each in found.adapters] == ["old"]
     assert (found.adapters_dir, found.adapter_slots) == ("/etc/llm/models/qwen/adapters", 4)
@@ -42,7 +42,7 @@ def test_adapters_in_the_models_own_folder_are_found_and_named_ones_stand_before
     assert named.adapters == (AdapterSource(name="old", path="/etc/llm/french"),)
 
 
-def test_memory_is_kept_for_adapters_where_there_are_some_or_it_is_asked_for() -> None:
+def test_adapter_slots_are_reserved_if_there_are_adapters_or_if_enabled() -> None:
     assert one("").adapter_slots == 0
     assert one("enable-lora = on\nmax-loras = 2").adapter_slots == 2
     assert one("lora = org/german").adapter_slots == 4
@@ -63,7 +63,7 @@ def test_memory_is_kept_for_adapters_where_there_are_some_or_it_is_asked_for() -
         ("max-loras = 0", "max-loras"),
     ],
 )
-def test_what_names_no_adapter_is_refused(body: str, message: str) -> None:
+def test_a_value_that_names_no_adapter_is_rejected(body: str, message: str) -> None:
     assert message in complaint(body, disk=FILES)
 
 
@@ -95,7 +95,7 @@ def test_slots_are_as_large_as_the_largest_adapter_that_is_here() -> None:
     assert one("lora = a, b, c, d, e", disk=odd).max_lora_rank == 16
 
 
-def test_an_adapter_that_is_larger_than_the_stated_rank_is_told_at_the_start() -> None:
+def test_an_adapter_of_a_larger_rank_than_the_preset_allows_causes_a_warning() -> None:
     disk = ranked(("a", '{"r": 8}'), ("b", '{"r": 64}'))
     loaded = read("[m]\nmodel = demo:a\nlora = a, b\nmax-lora-rank = 32", disk=disk)
     assert loaded.presets["m"].max_lora_rank == 32

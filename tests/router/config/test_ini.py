@@ -136,7 +136,7 @@ def quote(value: str) -> str:
 
 @steady
 @given(st.dictionaries(NAME, st.lists(st.tuples(KEY, VALUE), max_size=3), max_size=2))
-def test_what_is_quoted_comes_back_as_it_was(sections: dict[str, list[tuple[str, str]]]) -> None:
+def test_a_quoted_value_is_read_unchanged(sections: dict[str, list[tuple[str, str]]]) -> None:
     text = "".join(
         f"[{name}]  # {name}\n" + "".join(f"  {key} = {quote(value)} ; {key}\n" for key, value in entries)
         for name, entries in sections.items()

@@ -68,7 +68,7 @@ TIME = Seconds(off=-1.0, words={"auto": -2.0})
         (JsonObject(), " ", ""),
     ],
 )
-def test_what_is_written_is_read(kind: Kind, text: str, value: Any) -> None:
+def test_a_text_is_converted(kind: Kind, text: str, value: Any) -> None:
     assert kind(text) == value
 
 
@@ -116,7 +116,7 @@ def test_what_is_written_is_read(kind: Kind, text: str, value: Any) -> None:
         (JsonObject(), '{"a":' * 100_000, "not JSON"),
     ],
 )
-def test_what_cannot_be_read_is_explained(kind: Kind, text: str, message: str) -> None:
+def test_an_invalid_text_is_explained_in_a_short_message(kind: Kind, text: str, message: str) -> None:
     with pytest.raises(click.BadParameter, match=message) as caught:
         kind(text)
     assert len(caught.value.message) < 200
@@ -130,7 +130,7 @@ KINDS = [
 
 @steady
 @given(st.sampled_from(KINDS), st.text(max_size=30) | st.from_regex(r"[-0-9.a-z=,:{}\[\]\"]{0,12}", fullmatch=True))
-def test_any_text_is_read_or_refused_and_what_was_read_can_be_written(kind: Kind, text: str) -> None:
+def test_any_text_is_rejected_or_converted_and_a_value_can_be_written(kind: Kind, text: str) -> None:
     try:
         value = kind(text)
     except click.BadParameter:

@@ -135,7 +135,7 @@ def test_a_key_sets_its_field_in_any_spelling(line: str, field: str, value: Any)
         "reasoning-format = none", "stream-interval = 1", "pipeline-parallel = 1",
     ],
 )  # fmt: skip
-def test_a_key_that_is_not_built_may_say_what_happens_anyway(line: str) -> None:
+def test_a_value_that_matches_the_behaviour_is_accepted_for_a_key_that_is_not_offered(line: str) -> None:
     assert warnings(f"[m]\nmodel = demo:a\n{line}") == []
 
 
@@ -165,7 +165,7 @@ def test_a_key_that_is_not_built_may_say_what_happens_anyway(line: str) -> None:
         ("conv-template = vicuna", "chat-template"),
     ],
 )
-def test_a_key_that_is_not_built_is_refused_with_what_to_do_instead(line: str, message: str) -> None:
+def test_a_key_that_is_not_offered_is_rejected_with_the_remedy(line: str, message: str) -> None:
     problem = complaint(line)
     assert problem.startswith("models.ini:3: [m] ")
     assert message in problem
@@ -273,7 +273,7 @@ def test_types_of_keys_and_of_values_agree_wherever_both_are_written() -> None:
     ]
 
 
-def test_all_faults_of_all_sections_are_told() -> None:
+def test_all_faults_of_all_sections_are_reported() -> None:
     text = "x = 1\n[a]\nmodel = demo:q\nctx = 1\n[b]\n[c]\nparallel = no\n[a]\n"
     assert [line.split(":")[1] for line in complaints(text)] == ["1", "8", "4", "3", "5", "7", "6", "8"]
 
@@ -342,7 +342,7 @@ def test_a_relative_path_starts_at_the_file_and_is_found_in_the_working_director
     assert "snap is not in /etc/llm but in the working directory; write /home/me/snap" in str(warning)
 
 
-def test_what_is_on_disk_is_listed_and_sections_configure_it() -> None:
+def test_models_on_disk_are_listed_and_sections_configure_them() -> None:
     found = [
         FoundModel("phi", "models_dir", path="/m/phi"),
         FoundModel("Qwen/Qwen3", "cache", repo="Qwen/Qwen3", revision="main"),
@@ -363,7 +363,7 @@ def test_a_section_may_hide_the_cached_repository_it_uses() -> None:
     assert list(read(text + "dedup-cache-models = on", found=found).presets) == ["m"]
 
 
-def test_a_section_with_a_source_of_its_own_wins_over_what_is_on_disk() -> None:
+def test_the_source_of_a_section_takes_precedence_over_a_model_on_disk() -> None:
     loaded = read("[phi]\nmodel = demo:a", found=[FoundModel("phi", "models_dir", path="/m/phi")])
     assert loaded.presets["phi"].demo == "a"
     assert loaded.presets["phi"].path == ""
@@ -387,7 +387,7 @@ def test_a_model_on_disk_gives_way_to_an_alias() -> None:
 
 
 @pytest.mark.parametrize("line", ["model = demo:a", "hf-repo = a/b", "alias = x", "revision = v1"])
-def test_what_belongs_to_one_model_stands_neither_in_the_defaults_nor_among_flags(line: str) -> None:
+def test_a_key_of_one_model_is_rejected_in_the_defaults_and_as_a_flag(line: str) -> None:
     key, _, value = line.partition(" = ")
     (problem,) = complaints(f"[*]\n{line}\n[m]\nmodel = demo:a")
     assert problem == f"models.ini:2: [*] {key}: names one model, so it cannot stand in [*]; write it into [id]"
@@ -431,7 +431,7 @@ def test_variables_of_the_router_itself_are_left_to_it() -> None:
     assert one("", environ={"ROUTER_QUEUE_SIZE": "5", "LLAMA_ARG_PORT": "9", "ROUTER_URL": "x"}).queue_size == 1000
 
 
-def test_variables_that_mean_nothing_or_one_model_are_told_of() -> None:
+def test_unknown_variables_and_those_of_one_model_cause_a_warning() -> None:
     environ = {"ROUTER_CTX_SISE": "1", "ROUTER_PARALLEL": "", "LLAMA_ARG_MODEL": "/m", "OPTION_FOO": "1", "PATH": "/"}
     assert warnings("[m]\nmodel = demo:a", environ=environ) == [
         'ROUTER_CTX_SISE: is not a variable of this router; did you mean "ROUTER_CTX_SIZE"?',
@@ -439,7 +439,7 @@ def test_variables_that_mean_nothing_or_one_model_are_told_of() -> None:
     ]
 
 
-def test_a_wrong_flag_is_told_once_however_many_models_there_are() -> None:
+def test_a_wrong_flag_is_reported_once_for_all_models() -> None:
     text = "[a]\nmodel = demo:a\n[b]\nmodel = demo:b"
     assert complaints(text, flags={"ctx-size": "x"}) == [
         "--ctx-size: 'x' is not a valid whole number from 0 to 2147483648."
@@ -490,7 +490,7 @@ def test_the_effective_settings_name_every_key_and_mask_secrets() -> None:
     assert all(isinstance(part, str) for row in rows for part in row)
 
 
-def test_flags_show_what_differs_from_the_built_in() -> None:
+def test_flags_contain_only_values_that_differ_from_the_defaults() -> None:
     assert args(one("c = 100\nautoload = off\npin = off\nstop = a\nenv.X = 1")) == [
         "--model", "demo:a", "--ctx-size", "100", "--stop", '["a"]', "--no-autoload", "--env", "X=***",
     ]  # fmt: skip
@@ -582,7 +582,7 @@ def test_every_key_has_a_field_that_exists() -> None:
     assert fields == {key.field for key in KEYS if key.field} | read_by_the_loader
 
 
-def test_no_word_is_written_twice_and_none_is_also_an_option_of_the_router() -> None:
+def test_only_queue_size_is_a_key_and_an_option_of_the_router() -> None:
     from router.config.settings import BY_FLAG, LATER
 
     assert set(preset_keys.WORDS) & {*BY_FLAG, *LATER} == {"queue-size"}
@@ -616,12 +616,12 @@ def test_a_number_may_have_as_many_places_as_a_float_is_written_with() -> None:
     assert one("temp = 0.0034277451171562676").sampling["temp"] == 0.0034277451171562676
 
 
-def test_llama_servers_word_for_idle_time_is_a_time_of_its_own() -> None:
+def test_sleep_idle_seconds_and_ttl_are_different_times() -> None:
     found = read("[a]\nmodel = demo:a\nsleep-idle-seconds = 5m\nttl = 1h").presets["a"]
     assert (found.sleep_idle, found.ttl) == (300.0, 3600.0)
 
 
-def test_companions_are_models_that_there_are() -> None:
+def test_prefetch_names_existing_models() -> None:
     body = "[a]\nmodel = demo:a\nalias = one\n[b]\nmodel = demo:b\nprefetch = "
     assert read(body + "a, one").presets["b"].prefetch == ("a", "one")
     assert 'prefetch names "aa", and there is no such model' in complaints(body + "a, aa")[0]
@@ -648,7 +648,7 @@ def test_companions_are_models_that_there_are() -> None:
         ("ts = 1/0/2.5", "tensor_split", (1.0, 0.0, 2.5)),
     ],
 )
-def test_a_split_is_said_in_the_words_of_many_servers(line: str, field: str, value: object) -> None:
+def test_a_split_can_be_set_by_the_keys_of_several_servers(line: str, field: str, value: object) -> None:
     preset = one(line)
     assert getattr(preset, field) == value
     key = next(key for key in KEYS if key.field == field)

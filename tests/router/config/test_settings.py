@@ -45,7 +45,7 @@ def test_each_option_is_written_once_and_has_its_field() -> None:
     assert {option.group for option in OPTIONS} == set(GROUPS)
 
 
-def test_nothing_said_means_the_defaults() -> None:
+def test_without_flags_the_defaults_apply() -> None:
     assert parsed() == Settings(hub_cache="/.cache/huggingface/hub")
     for option in OPTIONS:
         default = getattr(Settings(), option.field)
@@ -146,7 +146,7 @@ def test_a_public_address_is_allowed_with_any_kind_of_key(key: str) -> None:
     assert parsed({"host": "0.0.0.0", key: "k"}).host == "0.0.0.0"
 
 
-def test_a_public_address_is_allowed_without_a_key_if_that_is_said() -> None:
+def test_allow_unauthenticated_allows_a_public_address_without_a_key() -> None:
     assert parsed({"host": "0.0.0.0", "allow-unauthenticated": "on"}).allow_unauthenticated
 
 
@@ -194,7 +194,7 @@ def sha(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def test_a_key_file_holds_a_key_a_line_and_what_it_may_do() -> None:
+def test_a_line_of_a_key_file_has_a_key_and_its_rights() -> None:
     text = f"""# keys
 sk-one name=alice models=qwen*,demo-? max-concurrent=2   # a comment
 sk#two
@@ -222,7 +222,7 @@ sha256:{sha("three").hex()} admin name=root
         ("secret1 secret2", "keys:1: after the key only name=, admin, models= and max-concurrent= may stand"),
     ],
 )
-def test_a_wrong_line_of_a_key_file_is_told_without_the_key(text: str, message: str) -> None:
+def test_a_message_about_a_key_file_does_not_contain_the_key(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_keys(text, False, file="keys")
     (problem,) = caught.value.problems

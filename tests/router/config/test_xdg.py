@@ -9,7 +9,7 @@ from router.config import xdg
 from router.errors import ConfigError
 
 
-def test_a_user_without_a_home_is_told_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_message_for_a_user_without_a_home_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(user: int) -> pwd.struct_passwd:
         raise KeyError(user)  # as in a container whose user is a bare number
 

@@ -68,7 +68,7 @@ def test_a_key_runs_no_more_at_once_than_it_may() -> None:
         pass
 
 
-def test_metrics_are_open_only_if_said_so() -> None:
+def test_metrics_are_public_only_if_configured() -> None:
     with pytest.raises(Unauthorized):
         keys(USER).authorize(request({}), AccessLevel.METRICS)
     open_ = Access(parse_keys(USER, False), metrics_public=True)
@@ -146,7 +146,7 @@ def test_a_preflight_repeats_only_names_of_headers() -> None:
         assert (allowed == asked) is answered
 
 
-def test_a_page_that_is_let_in_may_read_what_the_head_of_an_answer_says() -> None:
+def test_an_allowed_page_may_read_the_response_headers() -> None:
     access = Access((), cors_origins=("localhost",))
     asked = {"Origin": "http://localhost:3000"}
     readable = access.cors_headers(request(asked, "POST"))["Access-Control-Expose-Headers"].split(", ")

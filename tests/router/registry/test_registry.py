@@ -47,7 +47,7 @@ def test_near_names_are_suggested_and_hidden_ones_are_not() -> None:
     assert "qwen" not in found.value.message
 
 
-def test_a_model_that_may_not_be_seen_does_not_exist() -> None:
+def test_a_model_that_the_key_may_not_use_is_unknown() -> None:
     with pytest.raises(ModelNotFound):
         NAMES.find("small", lambda id: id != "small")
 

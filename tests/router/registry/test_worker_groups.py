@@ -98,7 +98,7 @@ def test_a_template_out_of_a_file_is_one_as_well(tmp_path: Any) -> None:
     assert request_profile(found["two"]) == Profile(name="two", chat_template="{{ messages }}")
 
 
-def test_what_is_shared_is_known_by_all_its_names() -> None:
+def test_a_shared_model_has_the_names_of_all_its_presets() -> None:
     found = presets("[a]\nmodel = demo:a\nalias = x\n[b]\nmodel = demo:b\n[c]\nmodel = demo:a\ntemp = 0\nalias = y\n")
     fleet = fleet_presets(found, group_presets(found))
     assert list(fleet) == ["a,c", "b"]
@@ -114,5 +114,5 @@ def test_a_preset_that_shares_nothing_and_has_nothing_of_its_own_is_in_memory_on
     assert fleet["b"] is not found["b"]
 
 
-def test_what_a_worker_is_started_with_keeps_presets_apart_on_purpose() -> None:
+def test_presets_with_different_worker_options_do_not_share_a_worker() -> None:
     assert group_presets(pair("env.OWN = 1")) == [("one",), ("two",)]

@@ -67,7 +67,7 @@ def test_a_snapshot_is_complete_with_all_its_weights(tmp_path: Path, files: list
     assert missing(snapshot(tmp_path / "m", *files)) == lacks
 
 
-def test_the_index_says_which_files_belong_to_a_snapshot(tmp_path: Path) -> None:
+def test_the_files_in_the_index_belong_to_a_snapshot(tmp_path: Path) -> None:
     folder = snapshot(tmp_path / "m", "a.safetensors")
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
@@ -128,7 +128,7 @@ def test_complete_repositories_of_the_cache_are_listed(tmp_path: Path) -> None:
 # The models folder
 
 
-def test_each_complete_folder_is_a_model_and_the_rest_is_told(tmp_path: Path) -> None:
+def test_each_complete_folder_is_a_model_and_the_rest_causes_warnings(tmp_path: Path) -> None:
     snapshot(tmp_path / "phi")
     snapshot(tmp_path / "org" / "nested")
     snapshot(tmp_path / "half", "model-00001-of-00002.safetensors")
@@ -209,7 +209,7 @@ def test_a_folder_is_no_preset(tmp_path: Path) -> None:
     ]
 
 
-def test_reading_again_sees_what_has_changed(tmp_path: Path) -> None:
+def test_a_second_read_finds_changes(tmp_path: Path) -> None:
     path = tmp_path / "m.ini"
     path.write_text("[a]\nmodel = demo:a\n")
     found = Settings(models_preset=str(path), models_cache=False)
@@ -222,7 +222,7 @@ def test_reading_again_sees_what_has_changed(tmp_path: Path) -> None:
     assert str(broken.problems[0]) == f'{path}:2: [b] unknown key "modle"; did you mean "model"?'
 
 
-def test_without_any_model_named_the_built_in_ones_are_served() -> None:
+def test_without_presets_the_built_in_models_are_listed() -> None:
     loaded = read()
     assert lines(loaded) == ([], [])
     assert list(loaded.presets) == ["demo-chat", "demo-embed", "demo-a", "demo-b", "demo-c"]
@@ -255,7 +255,7 @@ def test_settings_reach_the_presets(tmp_path: Path) -> None:
     assert lines(read(models_preset=str(path), strict_presets="on"))[0]
 
 
-def test_what_is_at_a_path_is_told_without_an_exception(tmp_path: Path) -> None:
+def test_the_kind_of_any_path_is_determined_without_an_exception(tmp_path: Path) -> None:
     disk = LocalDisk()
     snapshot(tmp_path / "s")
     (tmp_path / "lmi").mkdir()

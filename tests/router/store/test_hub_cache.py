@@ -56,7 +56,7 @@ def test_a_commit_with_two_names_stays_for_the_other(tmp_path: Path) -> None:
     assert [path.name for path in (folder / "refs").iterdir()] == ["main"]
 
 
-def test_a_commit_that_somebody_uses_without_a_name_stays(tmp_path: Path) -> None:
+def test_a_commit_that_another_model_uses_is_kept(tmp_path: Path) -> None:
     cached(tmp_path, OLD, model="old")
     folder = cached(tmp_path, NEW, "main", model="new")
     remove(str(tmp_path), "org/name", "main", keep={OLD})
@@ -64,7 +64,7 @@ def test_a_commit_that_somebody_uses_without_a_name_stays(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_what_another_download_brings_stays(tmp_path: Path, alone: bool) -> None:
+def test_files_of_a_running_download_are_kept(tmp_path: Path, alone: bool) -> None:
     folder = cached(tmp_path, OLD, "main")
     cached(tmp_path, NEW)
     (folder / "snapshots" / NEW / "model.safetensors").unlink()  # on its way

@@ -48,7 +48,7 @@ def test_a_look_follows_links_as_they_stand_in_the_hub_cache(tmp_path: Path) -> 
     assert files.look(preset) != before
 
 
-def test_what_is_not_here_looks_the_same_until_it_is(tmp_path: Path) -> None:
+def test_a_missing_snapshot_looks_the_same_until_it_exists(tmp_path: Path) -> None:
     files, preset = snapshots(tmp_path), Preset(id="m", path=str(tmp_path / "model"))
     before = files.look(preset)
     assert files.look(preset) == before
