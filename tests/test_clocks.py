@@ -10,7 +10,7 @@ SHOWN = {
     "router/cli/main.py": "how long it is until a failed model is tried again, for ps",
     "router/events.py": "when it happened, of an event; its order is its number",
     "router/fleet/failures.py": "until when a model that failed is not tried again, of an event",
-    "router/api/anthropic.py": "when a model was listed",
+    "router/api/llama_server.py": "when a model was listed",
     "router/api/lmi.py": "when a worker was ready",
     "router/api/ollama.py": "when a model was listed, and will leave",
     "router/api/status.py": "moments of the fleet's clock, as a time of day",

@@ -32,12 +32,12 @@ async def details(call: ApiCall) -> ApiResult:
 async def token_check(call: ApiCall) -> ApiResult:
     """Check for each prompt whether it and its answer fit into the model's context."""
     prompts = (await call.body()).get("prompts")
-    if not isinstance(prompts, list) or not all(isinstance(each, dict) for each in prompts):
+    if not isinstance(prompts, list) or not all(isinstance(item, dict) for item in prompts):
         raise BadRequest("prompts must be an array of objects", param="prompts")
     if len(prompts) > MAX_PROMPTS:
         raise BadRequest(f"prompts must have at most {MAX_PROMPTS} entries", param="prompts")
     registry, key = call.registry, call.key
-    return {"prompts": [await _check(registry, key, each, f"prompts[{index}]") for index, each in enumerate(prompts)]}
+    return {"prompts": [await _check(registry, key, item, f"prompts[{index}]") for index, item in enumerate(prompts)]}
 
 
 async def _check(registry: Registry, key: ApiKey, item: dict[str, Any], where: str) -> dict[str, Any]:

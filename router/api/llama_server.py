@@ -1,11 +1,14 @@
-"""The API of llama-server's router mode: lists of models, loads, health, metrics, slots and properties."""
+"""The API of llama-server's router mode: lists of models, loads, health, metrics, slots and properties.
+
+Lists of models also have the members of Anthropic's API, for clients that send its version header.
+"""
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from aiohttp import web
 
-from router.api import anthropic
 from router.api.call import ApiCall, ApiResult, JsonReply, model_name
 from router.api.status import MIB, capabilities, status_of, value_of
 from router.config.presets import Preset
@@ -21,6 +24,7 @@ from router.registry.worker_groups import preset_ids
 from worker.protocol.dialects import Dialect
 from worker.protocol.errors import error_body
 
+_ANTHROPIC_VERSION = "anthropic-version"  # a request header of all Anthropic clients
 # llama-server's names of sampling options that have another name in presets or checkpoints.
 SAMPLING_NAMES = {"temp": "temperature", "repetition_penalty": "repeat_penalty"}
 # The sampling options of a request if neither it, its preset nor the model sets them: the defaults of the worker's
@@ -35,7 +39,7 @@ async def entry(registry: Registry, key: ApiKey, listed: ListedModel) -> dict[st
     """A model's entry in the list of models."""
     preset = listed.preset
     facts, meta, _ = await registry.snapshots.describe(preset)
-    able = capabilities(listed, facts)
+    features = capabilities(listed, facts)
     return {
         "id": preset.id,
         "aliases": list(preset.aliases),
@@ -44,10 +48,10 @@ async def entry(registry: Registry, key: ApiKey, listed: ListedModel) -> dict[st
         "owned_by": "llamacpp",
         "created": listed.created,
         "status": status_of(registry, key, listed),
-        "architecture": modalities(able),
+        "architecture": modalities(features),
         "source": preset.source,
         "can_remove": preset.source == "cache" and not await presets_using_files(registry, preset),
-        "capabilities": able,
+        "capabilities": features,
         "meta": meta,
         **({"max_model_len": meta["n_ctx"]} if meta.get("n_ctx") else {}),  # read by clients of vLLM and SGLang
     }
@@ -69,13 +73,16 @@ async def models(call: ApiCall) -> ApiResult:
     extra: dict[str, Any] = {}
     if query.get("reload"):
         extra["reload"] = await registry.reload()
-    data = []
+    data: list[dict[str, Any]] = []
     for listed in registry.visible(key):
         shown = await entry(registry, key, listed)
         data.append(shown)
-        data += [_adapter_entry(shown, each.name) for each in listed.preset.adapters if has_adapters]
-    found = {"object": "list", "data": data, **extra}
-    return anthropic.model_list(found) if anthropic.VERSION in call.request.headers else found
+        data += [_adapter_entry(shown, adapter.name) for adapter in listed.preset.adapters if has_adapters]
+    if _ANTHROPIC_VERSION in call.request.headers:
+        data = [_with_anthropic_members(shown) for shown in data]
+        ids = [shown["id"] for shown in data] or [None]
+        extra |= {"has_more": False, "first_id": ids[0], "last_id": ids[-1]}  # one page contains all models
+    return {"object": "list", "data": data, **extra}
 
 
 async def model(call: ApiCall) -> ApiResult:
@@ -84,7 +91,13 @@ async def model(call: ApiCall) -> ApiResult:
     shown = await entry(registry, call.key, registry.model(call.key, name))
     adapter = registry.names.adapter(name)
     found = _adapter_entry(shown, adapter) if adapter else shown
-    return anthropic.model_entry(found) if anthropic.VERSION in call.request.headers else found
+    return _with_anthropic_members(found) if _ANTHROPIC_VERSION in call.request.headers else found
+
+
+def _with_anthropic_members(shown: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry with the members that clients of Anthropic's API show: the display name and the date."""
+    created = datetime.fromtimestamp(shown["created"], UTC).isoformat().replace("+00:00", "Z")
+    return {**shown, "type": "model", "display_name": shown["id"], "created_at": created}
 
 
 async def lora_adapters(call: ApiCall) -> ApiResult:
@@ -99,8 +112,8 @@ async def lora_adapters(call: ApiCall) -> ApiResult:
         return []
     admin = registry.access.is_admin(key)
     return [
-        {"id": number, "path": each.path if admin else each.name, "scale": each.scale}
-        for number, each in enumerate(models[0].preset.adapters)
+        {"id": number, "path": adapter.path if admin else adapter.name, "scale": adapter.scale}
+        for number, adapter in enumerate(models[0].preset.adapters)
     ]
 
 
@@ -223,7 +236,7 @@ async def slots(call: ApiCall) -> ApiResult:
     loaded = [
         (listed, worker, number)
         for listed in chosen
-        for number, worker in enumerate(each for each in listed.model.all_open if each.state is State.READY)
+        for number, worker in enumerate(worker for worker in listed.model.all_open if worker.state is State.READY)
     ]
     if name and not loaded:
         raise ModelNotLoaded(f"model '{chosen[0].id}' is not loaded; load it with POST /models/load")
@@ -237,9 +250,9 @@ async def slots(call: ApiCall) -> ApiResult:
     return found
 
 
-def _one_per_worker(every: Sequence[ListedModel]) -> list[ListedModel]:
+def _one_per_worker(models: Sequence[ListedModel]) -> list[ListedModel]:
     """One listed model per fleet model: the first of those that share a worker."""
-    return list({id(listed.model): listed for listed in reversed(every)}.values())[::-1]
+    return list({id(listed.model): listed for listed in reversed(models)}.values())[::-1]
 
 
 def _slots(worker: Worker, first: int) -> list[dict[str, Any]]:
@@ -291,7 +304,7 @@ async def props(call: ApiCall) -> ApiResult:
     texts = await registry.snapshots.texts(preset)
     if facts is None:
         raise NotOffered(f"the files of {preset.id} are not downloaded yet; load it once and repeat the request")
-    worker, able = chosen.model.shown, capabilities(chosen, facts)
+    worker, features = chosen.model.shown, capabilities(chosen, facts)
     return {
         "default_generation_settings": {"n_ctx": meta.get("n_ctx", 0), "params": params(preset, texts)},
         "total_slots": preset.parallel,
@@ -299,12 +312,12 @@ async def props(call: ApiCall) -> ApiResult:
         "model_path": (preset.path or preset.repo or f"demo:{preset.demo}")
         if registry.access.is_admin(key)
         else preset.id,
-        "modalities": {"vision": "vision" in able, "audio": False, "video": False},
+        "modalities": {"vision": "vision" in features, "audio": False, "video": False},
         "chat_template": preset.chat_template or texts.chat_template,
         "chat_template_caps": template_caps(preset.chat_template or texts.chat_template),
         "bos_token": texts.bos_token,
         "eos_token": texts.eos_token,
-        "capabilities": able,
+        "capabilities": features,
         "build_info": BUILD,
         "is_sleeping": chosen.model.sleeps,
         "is_loaded": worker is not None and worker.state is State.READY,

@@ -270,7 +270,7 @@ async def describe_model(call: ApiCall) -> ApiResult:
                     "maxBatchDelayMillis": 0,
                     "maxIdleSeconds": round(preset.replica_idle),
                     "queueSize": preset.queue_size,
-                    "requestInQueue": sum(len(each.leases) for each in model.workers if each.state < State.READY),
+                    "requestInQueue": sum(len(worker.leases) for worker in model.workers if worker.state < State.READY),
                     "status": shown,
                     "loadedAtStartup": preset.load_on_startup,
                     "workerGroups": [

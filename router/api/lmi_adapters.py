@@ -87,7 +87,9 @@ async def describe_adapter(call: ApiCall) -> ApiResult:
     registry, key, id, name = call.registry, call.key, call.model_id(), call.path["adapter"]
     registry.check_adapter(id, name)
     return [
-        _row(registry, key, id, each) for each in registry.shared_workers.find(id).preset.adapters if each.name == name
+        _row(registry, key, id, source)
+        for source in registry.shared_workers.find(id).preset.adapters
+        if source.name == name
     ]
 
 
@@ -116,7 +118,7 @@ def _registered(registry: Registry, id: str, name: str) -> RegisteredAdapter:
 
 
 def _must_be_new(preset: Preset, name: str) -> None:
-    if any(each.name == name for each in preset.adapters):
+    if any(source.name == name for source in preset.adapters):
         raise Duplicate(f"{preset.id} already has an adapter '{name}'; update it, or choose another name", param="name")
 
 
@@ -126,8 +128,8 @@ async def _put(registry: Registry, id: str, name: str, registered: RegisteredAda
     Raises DoesNotFit, BadRequest.
     """
     preset = registry.shared_workers.find(id).preset
-    others = [each for each in preset.adapters if each.name != name]
-    pinned = registered.source.pinned + sum(each.pinned for each in others)
+    others = [source for source in preset.adapters if source.name != name]
+    pinned = registered.source.pinned + sum(source.pinned for source in others)
     unpinned = len(others) + 1 - pinned  # they need at least one slot that no pinned adapter occupies
     if pinned > preset.adapter_slots or (pinned == preset.adapter_slots and unpinned):
         raise DoesNotFit(

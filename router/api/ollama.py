@@ -78,9 +78,9 @@ async def show(call: ApiCall) -> ApiResult:
     listed = registry.model(key, known(registry, key, _model_name(await call.body())))
     facts, meta, _ = await registry.snapshots.describe(listed.preset)
     texts = await registry.snapshots.texts(listed.preset)
-    able = {_CAPABILITIES[each] for each in capabilities(listed, facts) if each in _CAPABILITIES}
-    if "completion" in able and any(each in texts.chat_template for each in ("<think>", "enable_thinking")):
-        able.add("thinking")
+    features = {_CAPABILITIES[name] for name in capabilities(listed, facts) if name in _CAPABILITIES}
+    if "completion" in features and any(mark in texts.chat_template for mark in ("<think>", "enable_thinking")):
+        features.add("thinking")
     family = facts.model_type if facts is not None else ""
     info: dict[str, Any] = {"general.architecture": family, "general.basename": listed.id}
     if meta:
@@ -93,7 +93,7 @@ async def show(call: ApiCall) -> ApiResult:
         "details": entry["details"],
         "model_info": info,
         "template": texts.chat_template,
-        "capabilities": sorted(able),
+        "capabilities": sorted(features),
     }
 
 

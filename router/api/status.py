@@ -77,12 +77,11 @@ def status(fleet: Fleet, model: Model, *, admin: bool, preset: Preset | None = N
     if admin:
         result["args"] = args(preset or model.preset)
         result["preset"] = preset_text(preset or model.preset)
-    leases = [len(each.leases) for each in model.workers if each.state >= State.READY]
-    queued = [len(each.leases) for each in model.workers if each.state < State.READY]
-    result["in_flight"], result["queued"] = sum(leases), sum(queued)
+    result["in_flight"] = sum(len(other.leases) for other in model.workers if other.state >= State.READY)
+    result["queued"] = sum(len(other.leases) for other in model.workers if other.state < State.READY)
     least, most = model.preset.replicas
     if most > 1:
-        ready = sum(each.state is State.READY and each.open for each in model.workers)
+        ready = sum(other.state is State.READY and other.open for other in model.workers)
         result["replicas"] = {"ready": ready, "open": len(model.all_open), "least": least, "most": most}
     if worker is not None:
         result["since"] = wall_clock(fleet, worker.since)

@@ -77,10 +77,6 @@ class PlainRequest:
     is_old: ClassVar[bool] = False
 
     @property
-    def client(self) -> str:
-        return self.connection.client
-
-    @property
     def transport(self) -> asyncio.Transport | None:
         return self.connection.transport
 
@@ -111,7 +107,9 @@ class PlainRequest:
         self, status: int, headers: Mapping[str, str], data: bytes = b"", *, is_whole: bool = False
     ) -> Awaitable[None] | None:
         if is_whole:
-            return self._write(self._whole(status, headers, data))
+            head = self._head(status, headers, b"" if status == 204 else b"Content-Length: %d\r\n" % len(data))
+            self.is_complete = True
+            return self._write(head + data)
         self._chunked = "Content-Length" not in headers
         head = self._head(status, headers, b"Transfer-Encoding: chunked\r\n" if self._chunked else b"")
         return self._write(head + self._framed(data) if data else head)
@@ -124,11 +122,6 @@ class PlainRequest:
     def end(self) -> Awaitable[None] | None:
         self.is_complete = True
         return self._write(b"0\r\n\r\n") if self._chunked else None
-
-    def _whole(self, status: int, headers: Mapping[str, str], body: bytes) -> bytes:
-        head = self._head(status, headers, b"" if status == 204 else b"Content-Length: %d\r\n" % len(body))
-        self.is_complete = True
-        return head + body
 
     def _framed(self, data: bytes) -> bytes:
         return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data

@@ -149,7 +149,7 @@ class Pipeline:
             outlet=plain,
             method="POST",
             path=plain.path,
-            client=plain.client,
+            client=plain.connection.client,
             id=request_id(plain.headers),
             arrived=plain.arrived,
             route=plain.route,
@@ -210,7 +210,7 @@ class Pipeline:
         id, name, named = self._find_model(incoming, seen)
         incoming.model = id
         adapter = self._choose_adapter(incoming, id, name)
-        request = self._forwarded(incoming, seen, id, adapter, read=read, asked="" if named else name)
+        request = self._forwarded(incoming, seen, id, adapter, read=read, outside_name="" if named else name)
         shown = f"{id}@{adapter}" if adapter else id
         headers = {"X-Router-Model": shown, **own_headers(incoming.id)}
         return await self._proxied(incoming, self._proxy.response(incoming.outlet, request, headers))
@@ -252,7 +252,7 @@ class Pipeline:
         return other
 
     def _forwarded(
-        self, incoming: Incoming, seen: Peek, id: str, adapter: str, *, read: float, asked: str
+        self, incoming: Incoming, seen: Peek, id: str, adapter: str, *, read: float, outside_name: str
     ) -> ForwardedRequest:
         """The request as the proxy forwards it."""
         route = incoming.route
@@ -273,7 +273,7 @@ class Pipeline:
             read=read,
             timeout=max(0.0, timeout),
             adapter=adapter,
-            asked=asked,
+            outside_name=outside_name,
             stream_dialect=Dialect.OPENAI if is_openai else None,
         )
 
@@ -355,8 +355,8 @@ class Pipeline:
 
 def request_id(headers: Mapping[str, str]) -> str:
     """The client's X-Request-Id if it is well-formed, else a new one."""
-    asked = headers.get("x-request-id")
-    return asked if asked and REQUEST_ID.fullmatch(asked) else f"req_{getrandbits(96):024x}"
+    given = headers.get("x-request-id")
+    return given if given and REQUEST_ID.fullmatch(given) else f"req_{getrandbits(96):024x}"
 
 
 def printable(text: str) -> str:

@@ -386,9 +386,11 @@ _FORWARDED_REQUEST = tuple((name, name.lower()) for name in REQUEST_HEADERS)
 
 def _response_headers(exchange: Exchange) -> dict[str, str]:
     """The headers of a worker's response that are forwarded."""
-    theirs = exchange.headers
+    received = exchange.headers
     return {
-        name: theirs[lower] for name, lower in _FORWARDED_RESPONSE if lower in theirs and _is_forwardable(theirs[lower])
+        name: received[lower]
+        for name, lower in _FORWARDED_RESPONSE
+        if lower in received and _is_forwardable(received[lower])
     }
 
 
@@ -453,9 +455,11 @@ async def _read_up_to(exchange: Exchange, limit: int) -> bytes:
 
 
 def _request_headers(response: ProxiedResponse, token: str) -> dict[str, str]:
-    asked = response.outlet.headers
+    received = response.outlet.headers
     headers = {
-        name: asked[lower] for name, lower in _FORWARDED_REQUEST if lower in asked and _is_forwardable(asked[lower])
+        name: received[lower]
+        for name, lower in _FORWARDED_REQUEST
+        if lower in received and _is_forwardable(received[lower])
     }
     headers[REQUEST_ID_HEADER] = response.request.request_id
     headers[TOKEN_HEADER] = f"Bearer {token}"
@@ -463,8 +467,8 @@ def _request_headers(response: ProxiedResponse, token: str) -> dict[str, str]:
         headers[ADAPTER_HEADER] = quote(response.request.adapter, safe="")
     if response.profile:
         headers[PROFILE_HEADER] = quote(response.profile, safe="")
-    if response.request.asked:
-        headers[MODEL_HEADER] = quote(response.request.asked, safe="")
+    if response.request.outside_name:
+        headers[MODEL_HEADER] = quote(response.request.outside_name, safe="")
     if response.loaded and response.request.route.dialect is Dialect.OLLAMA:
         headers[WAITED_HEADER] = f"{response.waited:.6f}"
     headers["Accept-Encoding"] = "identity"

@@ -85,7 +85,7 @@ class ForwardedRequest:
     read: float  # when the last byte had arrived, by the clock of `arrived`
     timeout: float  # seconds for the whole request; 0.0: no limit
     adapter: str = ""  # the adapter that is named outside the body
-    asked: str = ""  # the model's name as the client wrote it, if the body does not contain it
+    outside_name: str = ""  # the model's name as the client wrote it, if the body does not contain it
     stream_dialect: Dialect | None = None  # the API whose frames the stream has; None: that of the path
 
 

@@ -110,7 +110,7 @@ def kinds(schema: Schema) -> set[str]:
     """Return the names of the types that the schema allows."""
     named = schema.get("type", ())
     own = {named} if isinstance(named, str) else set(named)
-    return own.union(*(kinds(each) for each in schema.get("anyOf", ())))
+    return own.union(*(kinds(option) for option in schema.get("anyOf", ())))
 
 
 def bounds(schema: Schema) -> tuple[float | None, float | None]:

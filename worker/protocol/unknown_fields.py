@@ -106,9 +106,9 @@ def _shapes(table: Body) -> Mapping[str, _Shape]:
 
 def _shape(schema: Schema) -> _Shape:
     if "anyOf" in schema:
-        return _merged([_shape(each) for each in schema["anyOf"]])
+        return _merged([_shape(option) for option in schema["anyOf"]])
     if "properties" in schema:
-        members = {name: _shape(each) for name, each in schema["properties"].items()}
+        members = {name: _shape(member) for name, member in schema["properties"].items()}
         fixed = {
             name: _values(member)
             for name, member in schema["properties"].items()

@@ -213,7 +213,7 @@ class Server:
         """Replace the list of adapters that requests may name."""
         body = parse(await _read(request))
         try:
-            sources = [AdapterSource(**each) for each in body["adapters"]]
+            sources = [AdapterSource(**fields) for fields in body["adapters"]]
             problems = await self._model.engine.set_adapters(sources, str(body.get("default", "")))
         except (KeyError, TypeError):
             raise InvalidValue("adapters must be an array of {name, path, scale, pinned}", param="adapters") from None
