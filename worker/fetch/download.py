@@ -132,7 +132,8 @@ def _fetch(cache: RepoCache, command: Download, emit: Emit, token: str | None) -
             transfer.get_all(weights)
     except OSError as error:
         if error.errno in _FULL:
-            cache.remove_partials(files)
+            for file in files:
+                cache.partial(file).unlink(missing_ok=True)
         raise
     snapshot = cache.snapshot(commit)
     faults = cache.faults(snapshot, adapter=command.adapter)

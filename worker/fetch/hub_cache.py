@@ -18,7 +18,7 @@ from pathlib import Path
 from huggingface_hub.file_download import repo_folder_name
 
 from worker.errors import StartError
-from worker.fetch.disk_reservation import PARTIAL, bytes_present, reserved
+from worker.fetch.disk_reservation import PARTIAL, reserved
 from worker.protocol.events import Exit
 from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, WEIGHTS, shard_names
 
@@ -61,10 +61,6 @@ class RepoCache:
     def has(self, file: RemoteFile) -> bool:
         blob = self.blob(file)
         return blob.exists() and blob.stat().st_size == file.size
-
-    def present(self, file: RemoteFile) -> int:
-        """The bytes of this file on the disk, finished or not."""
-        return bytes_present(self.blob(file), file.size)
 
     def latest_snapshot(self, revision: str) -> Path | None:
         """The folder of the commit that `revision` meant at the last download. None: there was no download."""
@@ -114,11 +110,6 @@ class RepoCache:
                 blob = self.folder / "blobs" / os.path.basename(os.readlink(link)) if link.is_symlink() else link
                 blob.unlink(missing_ok=True)
                 link.unlink(missing_ok=True)
-
-    def remove_partials(self, files: Iterable[RemoteFile]) -> None:
-        """Free the disk space of unfinished files."""
-        for file in files:
-            self.partial(file).unlink(missing_ok=True)
 
     def link(self, file: RemoteFile, commit: str) -> None:
         """Link the blob into the snapshot under its path."""

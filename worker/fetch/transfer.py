@@ -26,6 +26,7 @@ from huggingface_hub import constants, get_session, hf_hub_url
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
 from worker.errors import StartError
+from worker.fetch.disk_reservation import bytes_present
 from worker.fetch.hub_cache import RemoteFile, RepoCache
 from worker.protocol.events import Event, Exit, Progress
 
@@ -99,7 +100,7 @@ class Transfer:
 
         The sizes are read from the disk, so the bytes that another process writes count too.
         """
-        present = {file: self._cache.present(file) for file in self._files}
+        present = {file: bytes_present(self._cache.blob(file), file.size) for file in self._files}
         done = sum(present.values())
         if self._reported != (done, self._handled):
             self._reported = (done, self._handled)

@@ -1,5 +1,6 @@
 """Grammar fields of every API: accepted or rejected by name."""
 
+import copy
 import json
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from worker.errors import InvalidValue, RequestError
 from worker.interface import Grammar
 from worker.prompt.body_reader import BodyFields
-from worker.prompt.guided_decoding import read
+from worker.prompt.guided_decoding import close_schema, read
 from worker.protocol.dialects.generation_fields import GRAMMAR
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
@@ -124,3 +125,75 @@ def test_a_grammar_names_its_field() -> None:
 def test_a_schema_in_a_string_has_the_nesting_limit_of_bodies() -> None:
     with pytest.raises(InvalidValue, match="guided_json is nested too deeply: at most 200 levels"):
         read(BodyFields({"guided_json": '{"a":' * 260 + "{}" + "}" * 260}, GRAMMAR))
+
+
+# Closing of schemas
+
+STRING = {"type": "string"}
+LISTED = {"type": "object", "properties": {"a": STRING}}
+SHUT = {**LISTED, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("stated", "meant"),
+    [
+        (LISTED, SHUT),
+        ({"type": "object", "properties": {}}, {"type": "object", "properties": {}, "additionalProperties": False}),
+        ({"type": "array", "items": LISTED}, {"type": "array", "items": SHUT}),
+        ({"type": "array", "prefixItems": [LISTED]}, {"type": "array", "prefixItems": [SHUT]}),
+        ({"anyOf": [LISTED, {"type": "null"}]}, {"anyOf": [SHUT, {"type": "null"}]}),
+        ({"oneOf": [LISTED], "discriminator": {}}, {"oneOf": [SHUT], "discriminator": {}}),
+        ({"$ref": "#/$defs/x", "$defs": {"x": LISTED}}, {"$ref": "#/$defs/x", "$defs": {"x": SHUT}}),
+        ({"allOf": [LISTED]}, {"allOf": [SHUT]}),
+        ({"type": "object", "additionalProperties": LISTED}, {"type": "object", "additionalProperties": SHUT}),
+    ],
+)
+def test_an_object_with_listed_properties_is_closed_at_every_level(stated: Any, meant: Any) -> None:
+    before = copy.deepcopy(stated)
+    assert close_schema(stated) == meant
+    assert stated == before, "what was given is as it was"
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"type": "object"},
+        SHUT,
+        {**LISTED, "additionalProperties": True},
+        {**LISTED, "additionalProperties": STRING},
+        {**LISTED, "patternProperties": {"^x": STRING}},
+        {**LISTED, "minProperties": 2},
+        {**LISTED, "required": ["a", "b"]},
+        {"enum": [{"b": 1}], "properties": {"a": STRING}},
+    ],
+)
+def test_schemas_that_restrict_further_members_are_unchanged(stated: Any) -> None:
+    assert close_schema(stated) == stated
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"allOf": [LISTED, {"properties": {"b": STRING}, "required": ["b"]}]},
+        {**LISTED, "anyOf": [{"properties": {"b": STRING}}, {"properties": {"c": STRING}}]},
+        {"$ref": "#/$defs/x", "properties": {"b": STRING}, "$defs": {"x": LISTED}},
+        {**LISTED, "if": {"properties": {"b": STRING}}},
+        {"properties": {"deep": {"not": LISTED}}},
+        {"oneOf": [LISTED, {"properties": {"b": STRING}, "required": ["b"]}]},
+    ],
+)
+def test_combined_schemas_of_one_object_are_unchanged(stated: Any) -> None:
+    assert close_schema(stated) == stated
+
+
+def test_properties_may_have_the_names_of_keywords() -> None:
+    stated = {"type": "object", "properties": {"not": STRING, "allOf": LISTED, "required": {"type": "boolean"}}}
+    assert close_schema(stated)["additionalProperties"] is False
+    assert close_schema(stated)["properties"]["allOf"] == SHUT
+
+
+def test_deep_schemas_are_closed() -> None:
+    stated: dict[str, Any] = LISTED
+    for _ in range(60):
+        stated = {"type": "object", "properties": {"a": {"type": "array", "items": stated}}}
+    assert close_schema(stated)["properties"]["a"]["items"]["additionalProperties"] is False
