@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any, Literal
 
 from router.config.option_types import (
@@ -361,7 +362,7 @@ class Preset:
         """The most tokens of prompts in one step."""
         return min(self.prefill_chunk, self.max_prefill_tokens or self.prefill_chunk)
 
-    @property
+    @cached_property  # read for each request
     def adapter_slots(self) -> int:
         """The number of adapters with reserved memory; 0: the worker cannot use adapters."""
         is_auto = self.enable_lora == "auto"
