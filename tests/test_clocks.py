@@ -14,7 +14,7 @@ SHOWN = {
     "router/api/lmi.py": "when a worker was ready",
     "router/api/ollama.py": "when a model was listed, and will leave",
     "router/api/status.py": "moments of the fleet's clock, as a time of day",
-    "router/fleet/fleet.py": "when a model was listed",
+    "router/fleet/model.py": "when a model was listed",
     "router/http/listener.py": "the header Date",
     "router/log.py": "the time of a line",
     "router/registry/shared_workers.py": "when a preset was first listed",

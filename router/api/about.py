@@ -2,8 +2,6 @@
 
 import asyncio
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -70,35 +68,24 @@ def _document(prefix: str) -> bytes:
     return orjson.dumps(document(prefix=prefix))
 
 
-@dataclass(frozen=True, slots=True)
-class PageFile:
-    """A file of the web page and its response headers."""
-
-    body: bytes
-    headers: Mapping[str, str]
-
-
 @cache
-def _read_page_file(name: str) -> PageFile:
+def _read_page_file(name: str) -> tuple[bytes, dict[str, str]]:
+    """A file of the web page and its response headers."""
     body = (PAGE_FOLDER / name).read_bytes()
-    return PageFile(
-        body,
-        {
-            "Content-Type": MEDIA_TYPES[Path(name).suffix],
-            "Content-Security-Policy": SECURITY_POLICY,
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
-            "Cache-Control": "no-cache",
-            "ETag": f'"{hashlib.sha256(body).hexdigest()[:32]}"',
-            "Vary": "Accept",
-        },
-    )
+    return body, {
+        "Content-Type": MEDIA_TYPES[Path(name).suffix],
+        "Content-Security-Policy": SECURITY_POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+        "ETag": f'"{hashlib.sha256(body).hexdigest()[:32]}"',
+        "Vary": "Accept",
+    }
 
 
 def _page_file(call: ApiCall, name: str) -> web.Response:
     """The file, or status 304 if the browser has the current version."""
-    file = _read_page_file(name)
-    if call.request.headers.get("If-None-Match") == file.headers["ETag"]:
-        kept = ("ETag", "Cache-Control", "Vary")
-        return web.Response(status=304, headers={name: file.headers[name] for name in kept})
-    return web.Response(body=file.body, headers=file.headers)
+    body, headers = _read_page_file(name)
+    if call.request.headers.get("If-None-Match") == headers["ETag"]:
+        return web.Response(status=304, headers={name: headers[name] for name in ("ETag", "Cache-Control", "Vary")})
+    return web.Response(body=body, headers=headers)

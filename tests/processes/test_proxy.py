@@ -184,27 +184,27 @@ async def test_a_request_is_not_retried_after_the_first_event(tmp_path: Path) ->
         assert len(up.requests) == 1
 
 
-async def test_a_response_that_is_not_http_is_502_and_not_retried(tmp_path: Path) -> None:
-    async def garbage(upstream: Upstream) -> None:
-        await upstream.send(b"SMTP 220 not the protocol\r\n\r\n")
-        await upstream.left()
-
-    async with world(tmp_path, garbage) as up:
-        for stream in (False, True):
-            got = await ask(up, {"stream": stream})
-            assert (got.status, got.reason) == (502, "worker_crashed")
-        assert len(up.requests) == 2
-
-
-async def test_an_event_that_does_not_end_is_502(tmp_path: Path) -> None:
-    async def talk(upstream: Upstream) -> None:
+@pytest.mark.parametrize(
+    ("sent", "streams"),
+    [
+        (b"SMTP 220 not the protocol\r\n\r\n", (False, True)),
+        (STREAM + chunk(b"data: " + b"x" * (3 << 20)), (True,)),
+    ],
+    ids=["not HTTP", "an event that does not end"],
+)
+async def test_an_unreadable_response_is_502_and_not_retried(
+    tmp_path: Path, sent: bytes, streams: tuple[bool, ...]
+) -> None:
+    async def send(upstream: Upstream) -> None:
         with contextlib.suppress(ConnectionError):
-            await upstream.send(STREAM + chunk(b"data: " + b"x" * (3 << 20)))
+            await upstream.send(sent)
             await upstream.left()
 
-    async with world(tmp_path, talk) as up:
-        got = await ask(up, {"stream": True})
-        assert (got.status, got.reason) == (502, "worker_crashed")
+    async with world(tmp_path, send) as up:
+        for stream in streams:
+            got = await ask(up, {"stream": stream})
+            assert (got.status, got.reason) == (502, "worker_crashed")
+        assert len(up.requests) == len(streams)
 
 
 @pytest.mark.slow

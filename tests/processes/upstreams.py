@@ -7,7 +7,7 @@ import socket as unix_socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -22,7 +22,7 @@ from router.http.listener import Listener
 from router.http.metrics import Metrics
 from router.http.proxy import Proxy
 from router.http.response import Pace
-from router.launch.interface import Listen, Program, WorkerLost, WorkerProcess
+from router.launch.interface import Listen, Program, WorkerProcess
 from router.launch.worker_client import WorkerClient
 from router.memory.learned import LearnedEstimates
 from router.planner.ledger import Bytes, Ledger
@@ -69,27 +69,17 @@ Answering = Callable[[Upstream], Awaitable[None]]
 
 
 class SocketWorker:
-    """A fake worker with a socket."""
+    """A fake worker with a socket. Everything else is the fake worker's."""
 
     def __init__(self, worker: FakeWorker, worker_client: WorkerClient):
         self._worker = worker
         self.worker_client = worker_client
-        self.token, self.pid, self.ready = worker.token, worker.pid, worker.ready
-        self.forked = worker.forked
-
-    @property
-    def measured(self) -> Bytes:
-        return self._worker.measured
-
-    @property
-    def settle_seconds(self) -> float:
-        return self._worker.settle_seconds
-
-    async def lost(self) -> WorkerLost:
-        return await self._worker.lost()
 
     async def unreachable(self) -> None:
         await self.worker_client.unreachable.wait()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
 
 
 class SocketLauncher(FakeLauncher):
@@ -106,7 +96,7 @@ class SocketLauncher(FakeLauncher):
         async with FakeLauncher.serve(self, program, command, place, listen) as worker:
             worker_client = WorkerClient(f"unix:{self._socket}")
             try:
-                yield SocketWorker(worker, worker_client)
+                yield cast("WorkerProcess", SocketWorker(worker, worker_client))
             finally:
                 worker_client.close()
 

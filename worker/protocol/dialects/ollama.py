@@ -2,18 +2,8 @@
 
 from collections.abc import Mapping
 
+from worker.protocol.dialects import openai
 from worker.protocol.dialects.generation_fields import NEUTRAL, ROLES, SAMPLING, STOP, TUNING
-from worker.protocol.dialects.openai import (
-    BASE64,
-    CONTENT,
-    IMAGES,
-    MODEL,
-    PING_INTERVAL,
-    TEXTS,
-    TOOL_CALL,
-    TOOLS,
-    VISION_ONLY,
-)
 from worker.protocol.schema import (
     ANY_OBJECT,
     COUNT,
@@ -62,12 +52,12 @@ OPTIONS: Body = {
     "num_ctx": integer(1, None, "Tokens of prompt and answer together, at most; never above the model's context."),
     **members({"description": "Reported as ignored: set in the preset."}, *LOAD_OPTIONS),
 }
-_NAMES: Body = {"model": MODEL, "name": text("Name of the model in older clients.")}
+_NAMES: Body = {"model": openai.MODEL, "name": text("Name of the model in older clients.")}
 GENERATION: Body = {
     **_NAMES,
     "options": record(OPTIONS),
     "stream": flag("true unless stated."),
-    "sse_ping_interval": PING_INTERVAL,
+    "sse_ping_interval": openai.PING_INTERVAL,
     "format": any_of(enum(None, "", "json"), ANY_OBJECT, about="json, or a JSON schema."),
     "think": any_of(flag(), enum("low", "medium", "high", "max")),
     "truncate": flag("Reported as ignored: a prompt that is too long is rejected."),
@@ -81,28 +71,28 @@ _CHAT_MESSAGE = any_of(
     described(
         {
             "role": required(choice(ROLES)),
-            "content": CONTENT,
+            "content": openai.CONTENT,
             **members(text(), "thinking", "tool_name", "tool_call_id"),
-            "images": IMAGES,
+            "images": openai.IMAGES,
         }
     ),
     described(
         {
             "role": const("assistant"),
-            "tool_calls": required(array(TOOL_CALL, least=1)),
-            "content": or_null(CONTENT),
-            "images": IMAGES,
+            "tool_calls": required(array(openai.TOOL_CALL, least=1)),
+            "content": or_null(openai.CONTENT),
+            "images": openai.IMAGES,
         },
         "role",
     ),
 )
-CHAT: Body = {**GENERATION, "messages": array(_CHAT_MESSAGE), "tools": TOOLS}
+CHAT: Body = {**GENERATION, "messages": array(_CHAT_MESSAGE), "tools": openai.TOOLS}
 GENERATE: Body = {
     **GENERATION,
     "prompt": text("None: the model is loaded, or with keep_alive 0 unloaded."),
     "system": text(),
     "raw": flag(),
-    "images": array(BASE64, about=f"{VISION_ONLY} They stand before the prompt."),
+    "images": array(openai.BASE64, about=f"{openai.VISION_ONLY} They stand before the prompt."),
     "context": array(COUNT, about="The `context` of an earlier response, which the prompt continues."),
     "template": one_of([""]),
     "suffix": text("What follows the gap, for models that can fill one in; the prompt is what goes before it."),
@@ -110,7 +100,7 @@ GENERATE: Body = {
 _EMBEDDING: Body = {**_NAMES, "keep_alive": KEEP_ALIVE, "options": record(OPTIONS)}
 EMBED: Body = {
     **_EMBEDDING,
-    "input": any_of(*TEXTS["anyOf"], enum(None, [])),
+    "input": any_of(*openai.TEXTS["anyOf"], enum(None, [])),
     "truncate": flag("true unless stated."),
     "dimensions": integer(0, None, "0 is all."),
 }
