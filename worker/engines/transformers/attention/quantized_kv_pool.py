@@ -47,7 +47,7 @@ class QuantizedKvPool(KvPool):
         shape, strides = (rows, tokens, width), (stride * width, width, 1)
         both = (self.keys[layer], self.values[layer])
         records = [each.as_strided(shape, strides, each.storage_offset() + begin * width) for each in both]
-        return [self._kind.unpack(each).transpose(1, 2) for each in records]
+        return [self._kind.unpack(record).transpose(1, 2) for record in records]
 
     def rows_at_once(self, rows: int, tokens: int) -> int:
         most = UNPACKED_BYTES.get(self._store.device.type, UNPACKED_BYTES["cuda"])

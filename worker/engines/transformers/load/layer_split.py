@@ -198,7 +198,7 @@ def stack_of(model: Any) -> tuple[nn.Module, nn.ModuleList]:
 def _after(parent: nn.Module, stack: nn.Module) -> list[nn.Module]:
     """Modules with weights behind the layers: usually the final norm."""
     children = list(parent.children())
-    return [each for each in children[children.index(stack) + 1 :] if next(each.parameters(), None) is not None]
+    return [child for child in children[children.index(stack) + 1 :] if next(child.parameters(), None) is not None]
 
 
 def _outside(model: nn.Module, stack: nn.Module) -> list[nn.Module]:
@@ -207,7 +207,7 @@ def _outside(model: nn.Module, stack: nn.Module) -> list[nn.Module]:
     for child in model.children():
         if child is stack:
             continue
-        if any(each is stack for each in child.modules()):
+        if any(module is stack for module in child.modules()):
             found += _outside(child, stack)
         elif next(child.parameters(), None) is not None or next(child.buffers(), None) is not None:
             found.append(child)
@@ -265,7 +265,7 @@ class _ForwardTransfers:
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
             # The first argument is the hidden state. It changes with every layer, so it is not kept.
-            hidden = tuple(each.to(home) if isinstance(each, torch.Tensor) else each for each in args[:1])
+            hidden = tuple(arg.to(home) if isinstance(arg, torch.Tensor) else arg for arg in args[:1])
             return (*hidden, *self._moved_to(args[1:], home)), self._moved_to(kwargs, home)
 
         return hook

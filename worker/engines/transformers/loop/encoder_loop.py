@@ -87,7 +87,7 @@ class EncoderLoop:
             if cuda_errors.is_sticky(error):
                 raise
             if len(batch) > 1:
-                return [found for each in batch for found in self._compute([each])]
+                return [found for text in batch for found in self._compute([text])]
             log.exception("a text failed in its step")
             self._fail(batch[0][0], SequenceFailed(f"the model failed on this text: {type(error).__name__}"))
             return []

@@ -54,7 +54,9 @@ class StepLauncher:
         parts = self._active.parts(batch)
         # Grammars and penalties depend on the newest token, which the host does not have yet. So only the forward is
         # launched; `choose` follows when the step in front has finished.
-        waits = any(each.matcher is not None or each.repeats is not None for part in parts for each in part.choosers)
+        waits = any(
+            chooser.matcher is not None or chooser.repeats is not None for part in parts for chooser in part.choosers
+        )
         try:
             device_tokens = step.device_tokens(batch)
             forward = (
@@ -74,7 +76,7 @@ class StepLauncher:
 
     def choose(self, step: InFlightStep) -> bool:
         """Choose the tokens of `flight`, after the step in front has finished. False if it must be computed again."""
-        here = [self._active.of(each.sequence) for each in step.batch if each.sequence in self._active]
+        here = [self._active.of(segment.sequence) for segment in step.batch if segment.sequence in self._active]
         try:
             step.choose(PendingMasks(self._grammars, here))
         except Exception as error:

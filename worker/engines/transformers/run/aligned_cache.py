@@ -227,7 +227,7 @@ class AlignedCache:
         return claim(self._slots, *size, dtype=dtype, device=device)
 
     def _pair(self, shapes: tuple[TensorShape, TensorShape], device: torch.device) -> list[_KeyValueBuffer]:
-        return [self._buffer(*each.size, dtype=each.dtype, device=device) for each in shapes]
+        return [self._buffer(*shape.size, dtype=shape.dtype, device=device) for shape in shapes]
 
     def _buffer(self, heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> _KeyValueBuffer:
         kind = KvStorageType.of(self._kv_dtype, 1, head_dim, dtype)

@@ -70,7 +70,7 @@ def read_layer_shapes(config: Any, run: Callable[[Cache], None]) -> list[LayerSh
         shapes = [
             replace(each, cross_keys=_key_value_shapes(layer)) for each, layer in zip(shapes, other.layers, strict=True)
         ]
-    if not any(each.keys or each.has_states for each in shapes):
+    if not any(shape.keys or shape.has_states for shape in shapes):
         raise UnsupportedCache("it stores nothing in transformers' cache")
     return shapes
 

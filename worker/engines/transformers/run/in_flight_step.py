@@ -135,7 +135,7 @@ class LaunchedForward:
         found = []
         for part, likelihoods in zip(self._parts, self._prompts, strict=True):
             sampled = next(chosen) if part.choosers else None
-            forks = tuple((each.sequence, next(chosen)) for each in part.choosers[1:])
+            forks = tuple((chooser.sequence, next(chosen)) for chooser in part.choosers[1:])
             prompt = tuple(likelihoods.read()) if likelihoods is not None else ()
             found.append(SegmentResult(part.segment, bool(part.choosers), prompt, sampled, forks))
         return found
@@ -190,7 +190,7 @@ def launch(
 ) -> LaunchedForward:
     """Launch forward and sampling of `parts`. `device_tokens`: the inputs of a step that is launched ahead."""
     # The masks are started before the forward: both are computed at the same time.
-    masking = PendingMasks(grammars, (each for part in parts for each in part.choosers))
+    masking = PendingMasks(grammars, (chooser for part in parts for chooser in part.choosers))
     forward = launch_forward(runner, parts, device_tokens)
     forward.choose(masking)
     return forward

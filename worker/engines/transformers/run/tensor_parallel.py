@@ -59,7 +59,7 @@ class FollowerSegment(NamedTuple):
 
     @property
     def table(self) -> BlockTable:
-        return BlockTable(runs=[BlockRun(*each) for each in self.runs])
+        return BlockTable(runs=[BlockRun(*run) for run in self.runs])
 
 
 class FollowerStep(NamedTuple):
@@ -153,7 +153,7 @@ def make_leader(
     progress: Callable[[Progress], None],
 ) -> tuple[LeaderRunner, BlockAllocator]:
     """The leader's runner, after all ranks have loaded and connected. Raises StartError or RankLost."""
-    own = sum(each.nbytes for each in loaded.model.parameters())
+    own = sum(parameter.nbytes for parameter in loaded.model.parameters())
 
     def report(done: int) -> None:
         progress(Progress(stage="weights", done=own + done, total=max(own * ranks.count, own + done)))

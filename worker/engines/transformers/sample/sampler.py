@@ -260,7 +260,7 @@ def _draw(scores: torch.Tensor, picks: Sequence[RowSampling]) -> torch.Tensor:
 
 def _temper(scores: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor | None:
     """Divide by the temperatures in place. Return the lowest score that stays, `[rows]`; None if all stay."""
-    heats = [(max(each.temperature, MIN_TEMPERATURE), each.temperature_last) for each in samplings]
+    heats = [(max(sampling.temperature, MIN_TEMPERATURE), sampling.temperature_last) for sampling in samplings]
     scores /= _numbers([1.0 if is_last else heat for heat, is_last in heats], scores.device)[:, None]
     floor = _floor(scores, samplings)
     if not any(is_last for _, is_last in heats):
@@ -293,9 +293,9 @@ def _write_drawn_logprobs(
 def _floor(scores: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor | None:
     """The lowest score that stays, `[rows]`, after top-k, top-p among those, and min-p. None if all stay."""
     vocab = scores.shape[-1]
-    counts = [min(each.top_k, vocab) if each.top_k > 0 else vocab for each in samplings]
+    counts = [min(sampling.top_k, vocab) if sampling.top_k > 0 else vocab for sampling in samplings]
     cut = [row for row, each in enumerate(samplings) if counts[row] < vocab or each.top_p < 1.0]
-    least = [math.log(each.min_p) if each.min_p > 0.0 else -math.inf for each in samplings]
+    least = [math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf for sampling in samplings]
     if not cut and max(least) == -math.inf:
         return None
     floor = _numbers(least, scores.device).clamp_(max=0.0)

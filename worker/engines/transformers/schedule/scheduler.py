@@ -107,7 +107,7 @@ class Scheduler:
     def prefill_context(self) -> int:
         """Context length behind the prompts of the next step: the largest number of computed tokens of any of them."""
         prompts = (each for each, _ in self._running.values() if not each.is_decoding)
-        return max((each.computed for each in prompts if each.id not in self._following), default=0)
+        return max((prompt.computed for prompt in prompts if prompt.id not in self._following), default=0)
 
     @property
     def has_work(self) -> bool:
@@ -361,10 +361,10 @@ def _unbudgeted_tokens(prompts: list[Sequence]) -> dict[int, int]:
     Logits at every position cost vocabulary x 4 bytes a token, so prompts with logprobs share PROMPT_LOGITS positions.
     """
     wanted, logits = {}, PROMPT_LOGITS
-    for each in prompts:
-        if each.prompt_logprobs and each.computed < each.prompt_tokens:
-            wanted[each.id] = min(logits, each.prompt_tokens - each.computed)
-            logits -= wanted[each.id]
+    for prompt in prompts:
+        if prompt.prompt_logprobs and prompt.computed < prompt.prompt_tokens:
+            wanted[prompt.id] = min(logits, prompt.prompt_tokens - prompt.computed)
+            logits -= wanted[prompt.id]
         else:
-            wanted[each.id] = each.pending
+            wanted[prompt.id] = prompt.pending
     return wanted
