@@ -83,7 +83,7 @@ class PromptImage:
 class PromptImages:
     """All images of a prompt, in prompt order."""
 
-    each: tuple[PromptImage, ...]
+    images: tuple[PromptImage, ...]
 
     def cut(self, start: int, end: int) -> int:
         """Return the end of a step that starts at `start` and should end at `end`.
@@ -91,7 +91,7 @@ class PromptImages:
         An image with `is_whole` must not be cut: the step ends before it, or after it if the step starts at its
         beginning.
         """
-        for picture in self.each:
+        for picture in self.images:
             if picture.is_whole and picture.begin < end < picture.end:
                 return picture.begin if start < picture.begin else picture.end
         return end
@@ -154,9 +154,8 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token in `tokens`, if requested
     finish: FinishReason | None = None  # set on the last delta of this choice
     stop: str | None = None  # the stop string that ended the answer
-    hidden_tokens: tuple[
-        int, ...
-    ] = ()  # on the last delta: the tokens of a stop string, or the token that ended the answer
+    # on the last delta: the tokens of a stop string, or the token that ended the answer
+    hidden_tokens: tuple[int, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # on the first delta, if requested: one per prompt token
     # on the last delta of each choice; if requested, on every delta with text or tokens
     timings: "ChoiceTimings | None" = None

@@ -398,7 +398,7 @@ async def test_images_of_all_requests_are_limited_but_one_request_always_proceed
         with pytest.raises(QueueFull):
             await eyes.read("<image>", [image])
         del first
-        assert len((await eyes.read("<image>", [image]))[1].each) == 1, "room comes back with the request's end"
+        assert len((await eyes.read("<image>", [image]))[1].images) == 1, "room comes back with the request's end"
     finally:
         eyes.close()
 

@@ -137,7 +137,7 @@ async def test_the_engine_reports_the_largest_images_so_far(engine: Transformers
     assert asked.prompt_images is not None
     assert engine._generation is not None
     tokens, images = engine._generation.report().seen
-    assert tokens >= asked.prompt_images.each[0].tokens > 1
+    assert tokens >= asked.prompt_images.images[0].tokens > 1
     assert 1 <= images <= 3, "there are three rows"
 
 

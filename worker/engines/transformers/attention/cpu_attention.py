@@ -173,13 +173,15 @@ def pair_heads(
     """
     rows, heads, queries, dim = query.shape
     suits = query.dtype == torch.bfloat16 and query.device.type == "cpu" and queries == 1 and heads % 2 == 0
-    if not suits or any(each.stride(1) != dim or each.stride(3) != 1 for each in (keys, values)):
+    if not suits or any(tensor.stride(1) != dim or tensor.stride(3) != 1 for tensor in (keys, values)):
         return None
     wide = query.new_zeros(rows, heads // 2, 2, 2, dim)
     wide.diagonal(dim1=2, dim2=3).copy_(query.view(rows, heads // 2, 2, dim).transpose(2, 3))
     keys, values = (
-        each.as_strided((rows, heads // 2, each.shape[2], 2 * dim), (each.stride(0), 2 * dim, each.stride(2), 1))
-        for each in (keys, values)
+        tensor.as_strided(
+            (rows, heads // 2, tensor.shape[2], 2 * dim), (tensor.stride(0), 2 * dim, tensor.stride(2), 1)
+        )
+        for tensor in (keys, values)
     )
     return wide.view(rows, heads // 2, 2, 2 * dim), keys, values
 

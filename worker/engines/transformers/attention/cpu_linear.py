@@ -294,7 +294,7 @@ class CpuLinears:
         The candidates are `most` itself and smaller numbers that must be padded or divided into chunks.
         """
         found = {most: 0}
-        for layer in {(each.weight.shape, bool(each.slices)): each for each in self._all}.values():
+        for layer in {(candidate.weight.shape, bool(candidate.slices)): candidate for candidate in self._all}.values():
             width, highest = sum(layer.weight.shape), 0
             for rows in range(most, 0, -1):
                 beside = layer.beside(rows)

@@ -82,7 +82,7 @@ class KvPool:
         # Overlapping rows are allowed in a view that is only read: the last tokens of a row may be another row's first.
         shape, strides = (rows, heads, tokens, dim), (stride * wide, dim, wide, 1)
         both = (self.keys[layer], self.values[layer])
-        return [each.as_strided(shape, strides, each.storage_offset() + begin * wide) for each in both]
+        return [store.as_strided(shape, strides, store.storage_offset() + begin * wide) for store in both]
 
     def rows_at_once(self, rows: int, tokens: int) -> int:
         """Number of rows of `tokens` tokens to read at once, at most `rows`."""

@@ -46,7 +46,7 @@ class QuantizedKvPool(KvPool):
         width = self._kind.width
         shape, strides = (rows, tokens, width), (stride * width, width, 1)
         both = (self.keys[layer], self.values[layer])
-        records = [each.as_strided(shape, strides, each.storage_offset() + begin * width) for each in both]
+        records = [store.as_strided(shape, strides, store.storage_offset() + begin * width) for store in both]
         return [self._kind.unpack(record).transpose(1, 2) for record in records]
 
     def rows_at_once(self, rows: int, tokens: int) -> int:

@@ -101,7 +101,7 @@ class Inheritance:
                     area = (begin, end - begin)
                 elif first == "Anonymous:":
                     sizes[area] = int(rest.split()[0]) * 1024
-        largest = sorted(sizes, key=lambda each: sizes[each], reverse=True)[:_MAX_AREAS]
+        largest = sorted(sizes, key=lambda area: sizes[area], reverse=True)[:_MAX_AREAS]
         self._areas = [area for area in largest if sizes[area]]
 
     def take(self) -> None:

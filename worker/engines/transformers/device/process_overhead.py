@@ -41,7 +41,7 @@ class NvmlMemory:
 
     def own(self, device: str) -> int | None:
         listed = self._query(device, lambda nvml, handle: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
-        return next((each.usedGpuMemory for each in listed or () if each.pid == os.getpid()), None)
+        return next((process.usedGpuMemory for process in listed or () if process.pid == os.getpid()), None)
 
     def _query(self, device: str, question: Callable[[Any, Any], Any]) -> Any:
         try:
@@ -61,7 +61,7 @@ class NvmlMemory:
         """Handle of a device by its number in CUDA_VISIBLE_DEVICES, which lists UUIDs, or indices in PCI bus order
         (CUDA_DEVICE_ORDER is set for every worker)."""
         shown = self._environ.get("CUDA_VISIBLE_DEVICES")
-        names = list(map(str, range(index + 1))) if shown is None else [each.strip() for each in shown.split(",")]
+        names = list(map(str, range(index + 1))) if shown is None else [name.strip() for name in shown.split(",")]
         if index >= len(names):
             raise nvml.NVMLError(nvml.NVML_ERROR_NOT_FOUND)
         name = names[index]

@@ -93,8 +93,8 @@ class RankProcesses:
             ours, theirs = Pipe()
             pid = os.fork()
             if pid == 0:
-                for each in (*connections, ours):
-                    each.close()
+                for connection in (*connections, ours):
+                    connection.close()
                 link = LeaderLink(rank, count, store, theirs, board)
                 _become(partial(bind, parent), partial(follow, link))
             theirs.close()

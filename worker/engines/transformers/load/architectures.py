@@ -86,7 +86,7 @@ def positions(config: Any) -> int:
     """
     config = config.get_text_config()
     stated = (getattr(config, name, None) for name in POSITION_KEYS)
-    limit = next((int(each) for each in stated if isinstance(each, int) and each > 0), 0)
+    limit = next((int(number) for number in stated if isinstance(number, int) and number > 0), 0)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings

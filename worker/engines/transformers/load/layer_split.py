@@ -173,8 +173,8 @@ def place(
     _move(model, homes, first, files, report)
     transfers = _ForwardTransfers()
     parent.register_forward_pre_hook(transfers.begin)
-    for each in (*stack, *_outside(model, stack)):
-        each.register_forward_pre_hook(transfers.bring(homes.get(each, first)), with_kwargs=True)
+    for module in (*stack, *_outside(model, stack)):
+        module.register_forward_pre_hook(transfers.bring(homes.get(module, first)), with_kwargs=True)
     parent.register_forward_hook(transfers.end(tail))
 
 
@@ -286,9 +286,9 @@ class _ForwardTransfers:
         if isinstance(value, torch.Tensor):
             return value if value.device == home else self._copy(value, home)
         if type(value) in (tuple, list):
-            return type(value)([self._moved_to(each, home) for each in value])
+            return type(value)([self._moved_to(item, home) for item in value])
         if type(value) is dict:
-            return {name: self._moved_to(each, home) for name, each in value.items()}
+            return {name: self._moved_to(item, home) for name, item in value.items()}
         return value
 
     def _copy(self, tensor: torch.Tensor, home: torch.device) -> torch.Tensor:

@@ -139,7 +139,7 @@ def build(options: ModelOptions, config: Any, attention: str | None) -> Built | 
     prefix = f"{cls.base_model_prefix}."
     for name, tensor in tensors.items():
         names = (name, prefix + name, name.removeprefix(prefix))
-        if all(each not in expected or expected[each].shape != tensor.shape for each in names):
+        if all(candidate not in expected or expected[candidate].shape != tensor.shape for candidate in names):
             return None
     with quiet():
         model = _set_up(build_around(cls, config, tensors, dtype, embeds), attention)

@@ -150,7 +150,7 @@ class LoraAdapters:
                     known[source.name] = self._read(source)
             self._known, self._default = known, default
             self._sources = {source.name: source for source in sources}
-            return {name: each for name, each in known.items() if isinstance(each, str)}
+            return {name: adapter for name, adapter in known.items() if isinstance(adapter, str)}
 
     def _read(self, source: AdapterSource) -> LoraAdapter | str:
         adapter = LoraAdapter(next(self._numbers), source.name, source.path, source.scale, source.pinned)
@@ -163,7 +163,7 @@ class LoraAdapters:
     def forget_gone(self) -> None:
         """Free the slots of unregistered adapters as soon as no sequence uses them."""
         with self._lock:
-            known = {each.number for each in self._known.values() if isinstance(each, LoraAdapter)}
+            known = {adapter.number for adapter in self._known.values() if isinstance(adapter, LoraAdapter)}
             for number in [number for number in self._files if number not in known]:
                 del self._files[number]
         for adapter in self._held:
@@ -222,10 +222,10 @@ class LoraAdapters:
     def _named(self, adapter: LoraAdapter, name: str) -> str:
         """The layer with an adapter's layer name, which may have or lack the base model's prefix."""
         names = (name, self._prefix + name, name.removeprefix(self._prefix))
-        found = next((each for each in names if each in self._layers), None)
+        found = next((layer for layer in names if layer in self._layers), None)
         if found is not None:
             return found
-        if any(each in self._modules for each in names):
+        if any(module in self._modules for module in names):
             raise UnusableAdapter(
                 f"{adapter.folder}: {name} is a layer that does not support adapters (a head, an embedding, experts,"
                 " a vision tower, or one whose weights the model's code reads directly); merge it into a checkpoint"

@@ -97,7 +97,7 @@ def stamp(folder: str) -> tuple[int, ...]:
         facts = [os.stat(os.path.join(folder, name)) for name in (CONFIG, WEIGHTS)]
     except OSError as error:
         raise UnusableAdapter(f"{folder}: {error.strerror}") from None
-    return tuple(each for fact in facts for each in (fact.st_ino, fact.st_size, fact.st_mtime_ns))
+    return tuple(number for fact in facts for number in (fact.st_ino, fact.st_size, fact.st_mtime_ns))
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _pairs(folder: str, config: Mapping[str, Any], tensors: Mapping[str, torch.T
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
         if match is None:
-            has_embeddings = any("lora_embedding" in each for each in tensors)
+            has_embeddings = any("lora_embedding" in other for other in tensors)
             what = "embeddings" if has_embeddings else "no LoRA weights of linear layers"
             raise UnusableAdapter(f"{folder}: {key[:120]} are {what}, which is not supported; {_OUT}")
         halves.setdefault(match[1], {})[match[2]] = tensor

@@ -111,7 +111,7 @@ class ActiveChoices:
         if not (segment.completes and sequence.limit > 0):
             return []
         followers = self.scheduler.followers(sequence) if not sequence.answered else []
-        return [self._choices[each.id] for each in (sequence, *followers)]
+        return [self._choices[chooser.id] for chooser in (sequence, *followers)]
 
     def _going(self, step: InFlightStep) -> set[int]:
         """Ids of the sequences that continue after `flight` unless it ends them.

@@ -148,8 +148,14 @@ class GenerationLoop:
             cache_reusable=capacity.reusable,
             cache_total=capacity.tokens,
             slots=tuple(
-                (row, each.id, max(0, each.prompt_tokens - each.computed), each.answered, each.limit - each.answered)
-                for row, each in places
+                (
+                    row,
+                    sequence.id,
+                    max(0, sequence.prompt_tokens - sequence.computed),
+                    sequence.answered,
+                    sequence.limit - sequence.answered,
+                )
+                for row, sequence in places
             ),
         )
 
@@ -220,9 +226,9 @@ class GenerationLoop:
         if not result.chooses:
             self._finish(choice, TextPiece(), "length", now)
             return
-        for each, sampled in ((sequence, result.sampled), *result.forks):
-            if each in self._active:  # a choice that fails has ended the others
-                self._answer(self._active.of(each), sampled, now)
+        for chosen, sampled in ((sequence, result.sampled), *result.forks):
+            if chosen in self._active:  # a choice that fails has ended the others
+                self._answer(self._active.of(chosen), sampled, now)
 
     def _answer(self, choice: RequestChoice, sampled: Sampled | None, now: float) -> None:
         """Add the next token to a choice."""

@@ -204,24 +204,24 @@ class AlignedCache:
         ]
         self.cache: Cache = EncoderDecoderCache(own, Cache(layers=[*self._cross])) if self._cross else own
         largest = dict.fromkeys(devices, 0)
-        for each in self._all():
-            largest[each.device] = max(largest[each.device], each[0].nbytes)
+        for buffer in self._all():
+            largest[buffer.device] = max(largest[buffer.device], buffer[0].nbytes)
         # For each device, room for one row of one buffer: a move within a slot may overlap itself.
         self._scratch = {device: claim(size, dtype=torch.uint8, device=device) for device, size in largest.items()}
 
     @property
     def bytes(self) -> int:
-        return sum(each.nbytes for each in (*self._all(), *self._scratch.values()))
+        return sum(buffer.nbytes for buffer in (*self._all(), *self._scratch.values()))
 
     def bytes_on(self, device: torch.device) -> int:
-        return sum(each.nbytes for each in (*self._all(), *self._scratch.values()) if each.device == device)
+        return sum(buffer.nbytes for buffer in (*self._all(), *self._scratch.values()) if buffer.device == device)
 
     @property
     def has_states(self) -> bool:
         return bool(self._states)
 
     def _all(self) -> list[torch.Tensor]:
-        return [*self._timed, *self._across, *(each for pair in self._states for each in pair)]
+        return [*self._timed, *self._across, *(buffer for pair in self._states for buffer in pair)]
 
     def _empty(self, *size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return claim(self._slots, *size, dtype=dtype, device=device)
@@ -252,8 +252,8 @@ class AlignedCache:
             if pair
             else LinearAttentionLayer(number_of_states=count)
         )
-        convolutions = {index: self._state(each, device) for index, each in shape.convolutions.items()}
-        recurrences = {index: self._state(each, device) for index, each in shape.recurrences.items()}
+        convolutions = {index: self._state(state, device) for index, state in shape.convolutions.items()}
+        recurrences = {index: self._state(state, device) for index, state in shape.recurrences.items()}
         for index, buffer in convolutions.items():
             layer.conv_kernel_size[index] = buffer.shape[-1]
             layer.is_conv_states_initialized[index] = True
@@ -324,8 +324,8 @@ class AlignedCache:
         one = slice(slot, slot + 1)
         if start == 0:
             for pair in self._states:
-                for each in pair:
-                    each[one].zero_()
+                for buffer in pair:
+                    buffer[one].zero_()
         elif self._now[slot] == start:
             self._copy(one, to_now=False)
         elif self._before[slot] == start:
@@ -379,8 +379,8 @@ class AlignedCache:
         for buffer in self._across:
             buffer[move.target, :, :columns] = buffer[move.source, :, :columns]
         for pair in self._states:
-            for each in pair:
-                each[move.target] = each[move.source]
+            for buffer in pair:
+                buffer[move.target] = buffer[move.source]
         for numbers in (self._now, self._before, self._cross_columns):
             numbers[move.target] = numbers[move.source]
 

@@ -115,8 +115,8 @@ def make_runner(
         pool_of = partial(make_pool, config, blocks, model.dtype, kv_dtype=options.kv_cache_dtype)
         if split is None:
             return PagedRunner(model, pool_of(device, ranks=ranks), blocks, device), blocks
-        each = zip(split.devices, split.layers, strict=True)
-        pools = SplitKvPools([pool_of(at, layers=count) for at, count in each], split)
+        parts = zip(split.devices, split.layers, strict=True)
+        pools = SplitKvPools([pool_of(at, layers=count) for at, count in parts], split)
         return PagedRunner(model, pools, blocks, device, tail_of(model, split)), blocks
     rows = min(options.parallel, options.kv_tokens // ctx_size) if options.kv_tokens else options.parallel
     chunk = min(options.prefill_chunk, ctx_size)

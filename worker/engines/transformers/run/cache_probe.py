@@ -68,7 +68,8 @@ def read_layer_shapes(config: Any, run: Callable[[Cache], None]) -> list[LayerSh
     shapes = [_shape(layer) for layer in own.layers]
     if other is not None:
         shapes = [
-            replace(each, cross_keys=_key_value_shapes(layer)) for each, layer in zip(shapes, other.layers, strict=True)
+            replace(shape, cross_keys=_key_value_shapes(layer))
+            for shape, layer in zip(shapes, other.layers, strict=True)
         ]
     if not any(shape.keys or shape.has_states for shape in shapes):
         raise UnsupportedCache("it stores nothing in transformers' cache")

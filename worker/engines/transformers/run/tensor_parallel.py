@@ -219,7 +219,8 @@ def _compute(runner: PagedRunner, step: FollowerStep, *, has_head_slice: bool) -
         positions.extend(range(segment.start, segment.end))
         wanted.extend(range(len(positions) - segment.logits, len(positions)))
     tokens, places, logits = (
-        upload(each, torch.int64, runner.device) for each in (step.tokens, positions, wanted if has_head_slice else ())
+        upload(numbers, torch.int64, runner.device)
+        for numbers in (step.tokens, positions, wanted if has_head_slice else ())
     )
     runner.forward(tokens, places, logits, PackedBatch.of(step.segments, runner.pool))
 

@@ -53,7 +53,7 @@ class PreparedImage:
 
     @property
     def bytes(self) -> int:
-        return sum(each.nbytes for each in self.inputs.values())
+        return sum(tensor.nbytes for tensor in self.inputs.values())
 
 
 def load_image_processor(
@@ -110,8 +110,10 @@ class ImageProcessor:
             input_data_format="channels_last",
         )
         ((replaced,),) = made["text_replacement_offsets"]
-        inputs = {name: each for name, each in made.items() if name not in _NOT_FOR_TOWERS}
-        return PreparedImage(replaced["replacement"], {name: _cast(name, each, dtype) for name, each in inputs.items()})
+        inputs = {name: tensor for name, tensor in made.items() if name not in _NOT_FOR_TOWERS}
+        return PreparedImage(
+            replaced["replacement"], {name: _cast(name, tensor, dtype) for name, tensor in inputs.items()}
+        )
 
     def largest(self, dtype: torch.dtype, ctx_size: int) -> tuple[PromptImage, int] | None:
         """The image that costs the tower most and fits into the context, and the bytes of all images of a request.
@@ -130,7 +132,7 @@ class ImageProcessor:
                 found.append((prepared.bytes, picture))
         if not found:
             return None
-        most, picture = max(found, key=lambda each: each[0])
+        most, picture = max(found, key=lambda entry: entry[0])
         return picture, most * min(self._most, max(ctx_size // picture.tokens, 1))
 
     def lay_out(self, prompt: str, prepared: Sequence[PreparedImage]) -> tuple[list[int], tuple[PromptImage, ...]]:
@@ -160,7 +162,7 @@ class ImageProcessor:
             if left:
                 break
             prompt_images.append(PromptImage(tuple(mine), image.inputs, self.sight.is_whole))
-        if runs or len(prompt_images) != len(prepared) or not all(each.runs for each in prompt_images):
+        if runs or len(prompt_images) != len(prepared) or not all(image.runs for image in prompt_images):
             raise InvalidValue(f"messages must not contain {self._text}, which stands for images", param="messages")
         return tokens, tuple(prompt_images)
 
@@ -214,8 +216,8 @@ class ImageReader:
                     f"{image.where}: this model's processor cannot use the image ({cuda_errors.one_line(error)})",
                     param=image.where,
                 ) from None
-        tokens, each = self._processor.lay_out(prompt, prepared)
-        prompt_images = PromptImages(each)
+        tokens, placed = self._processor.lay_out(prompt, prepared)
+        prompt_images = PromptImages(placed)
         self._hold(prompt_images, sum(image.bytes for image in prepared))
         return tokens, prompt_images
 
@@ -244,7 +246,7 @@ class VisionTower:
 
     def features(self, picture: PromptImage) -> torch.Tensor:
         """Features of an image, `[tokens, hidden]`: the embeddings of its tokens."""
-        inputs = {name: each.to(self._device) for name, each in picture.inputs.items()}
+        inputs = {name: tensor.to(self._device) for name, tensor in picture.inputs.items()}
         found = self._model.get_image_features(**inputs, return_dict=True).pooler_output
         whole = torch.cat(list(found)) if isinstance(found, list | tuple) else found
         return whole.reshape(-1, whole.shape[-1])
@@ -252,16 +254,16 @@ class VisionTower:
     def embed_prompt(self, tokens: Sequence[int], start: int, prompt_images: PromptImages) -> PromptEmbeddings:
         """Embeddings of the prompt's `tokens`, the first of which has position `start`."""
         kinds = None
-        if any(picture.is_whole for picture in prompt_images.each):
+        if any(picture.is_whole for picture in prompt_images.images):
             kinds = torch.zeros(1, start + len(tokens), dtype=torch.int64, device=self._device)
-            for begin, length in (run for picture in prompt_images.each for run in picture.runs):
+            for begin, length in (run for picture in prompt_images.images for run in picture.runs):
                 kinds[0, begin : begin + length] = 1
         return PromptEmbeddings(self._embed(tokens, start, prompt_images), kinds)
 
     def _embed(self, tokens: Sequence[int], start: int, prompt_images: PromptImages) -> torch.Tensor | None:
         """`[1, tokens, hidden]`; None if no image has one of these tokens."""
         end = start + len(tokens)
-        due = [picture for picture in prompt_images.each if _overlaps(picture, start, end)]
+        due = [picture for picture in prompt_images.images if _overlaps(picture, start, end)]
         if not due:
             return None
         ids = memory.upload([0 if token == self._token else token for token in tokens], torch.int64, self._device)
@@ -288,7 +290,7 @@ class VisionTower:
 
     def forget(self, prompt_images: PromptImages) -> None:
         """Drop the features of a prompt that is not computed any further."""
-        for picture in prompt_images.each:
+        for picture in prompt_images.images:
             self._seen.pop(picture, None)
 
 
@@ -306,10 +308,10 @@ def _overlaps(picture: PromptImage, start: int, end: int) -> bool:
 def _runs(tokens: Sequence[int], token: int) -> Iterator[tuple[int, int]]:
     """Position and length of each unbroken run of `token`."""
     begin = None
-    for place, each in enumerate((*tokens, None)):
-        if each == token and begin is None:
+    for place, current in enumerate((*tokens, None)):
+        if current == token and begin is None:
             begin = place
-        elif each != token and begin is not None:
+        elif current != token and begin is not None:
             yield begin, place - begin
             begin = None
 

@@ -223,8 +223,8 @@ def _mask(logits: torch.Tensor, masks: TokenMasks) -> None:
     elif logits.device.type != "cpu":
         logits.index_add_(0, _indices(masks.rows, logits.device), bias)
     else:  # on the CPU row by row is three times as fast as index_add_
-        for row, each in zip(masks.rows, bias, strict=True):
-            logits[row].add_(each)
+        for row, row_bias in zip(masks.rows, bias, strict=True):
+            logits[row].add_(row_bias)
 
 
 def mask_bias(bits: NDArray[np.uint8], device: torch.device) -> torch.Tensor:
@@ -294,7 +294,7 @@ def _floor(scores: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.T
     """The lowest score that stays, `[rows]`, after top-k, top-p among those, and min-p. None if all stay."""
     vocab = scores.shape[-1]
     counts = [min(sampling.top_k, vocab) if sampling.top_k > 0 else vocab for sampling in samplings]
-    cut = [row for row, each in enumerate(samplings) if counts[row] < vocab or each.top_p < 1.0]
+    cut = [row for row, sampling in enumerate(samplings) if counts[row] < vocab or sampling.top_p < 1.0]
     least = [math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf for sampling in samplings]
     if not cut and max(least) == -math.inf:
         return None

@@ -55,13 +55,13 @@ def _ends(config: Any, snapshot: Path, tokenizer: transformers.PreTrainedTokeniz
             raise StartError(f"{path} is damaged: {error}", Exit.DAMAGED) from error
     tokens: set[int] = set()
     for value in found:
-        tokens.update(each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int))
+        tokens.update(token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int))
     return frozenset(tokens)
 
 
 def _special(tokenizer: transformers.PreTrainedTokenizerBase) -> frozenset[int]:
     """Special tokens, which the text of an answer leaves out."""
-    added = {token for token, each in tokenizer.added_tokens_decoder.items() if each.special}
+    added = {token for token, entry in tokenizer.added_tokens_decoder.items() if entry.special}
     return frozenset(added.union(tokenizer.all_special_ids))
 
 
@@ -70,6 +70,6 @@ def _token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
     if not tokenizer.is_fast:
         return lambda token: str(tokenizer.decode([token])).encode()
     decoder = tokenizer.backend_tokenizer.decoder
-    added = {token: str(each.content) for token, each in tokenizer.added_tokens_decoder.items()}
+    added = {token: str(entry.content) for token, entry in tokenizer.added_tokens_decoder.items()}
     state = decoder.__getstate__().decode() if decoder is not None else ""
     return TokenBytes(state, tokenizer.backend_tokenizer.id_to_token, added)

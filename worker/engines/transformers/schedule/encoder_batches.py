@@ -75,7 +75,9 @@ class EncoderQueue(Generic[Job]):
         # Candidates come in order of their distance to the first text's length. Once a shorter one is rejected, all
         # further shorter ones would be, too (more padding); likewise for longer ones (a larger product).
         takes_shorter = takes_longer = True
-        near = merge(*(texts.nearest(longest) for texts in self._waiting), key=lambda each: abs(each[0] - longest))
+        near = merge(
+            *(texts.nearest(longest) for texts in self._waiting), key=lambda candidate: abs(candidate[0] - longest)
+        )
         for length, index, texts in near:
             if (index, texts) == chosen[0]:
                 continue
@@ -92,7 +94,7 @@ class EncoderQueue(Generic[Job]):
                 break
         batch = [(texts.job, texts.entries[index][1]) for index, texts in chosen]
         # Delete from the back, so that positions of earlier entries stay valid.
-        for index, texts in sorted(chosen, key=lambda each: -each[0]):
+        for index, texts in sorted(chosen, key=lambda entry: -entry[0]):
             del texts.entries[index]
         self._waiting.rotate(-1)
         self._waiting = deque(texts for texts in self._waiting if texts.entries)

@@ -84,7 +84,9 @@ class LoraSlots:
         return self._slots[adapter.number][0]
 
     def _victim(self) -> int | None:
-        idle = (number for number, (_, each) in self._slots.items() if number not in self._users and not each.pinned)
+        idle = (
+            number for number, (_, adapter) in self._slots.items() if number not in self._users and not adapter.pinned
+        )
         return next(idle, None)
 
     def _free_slot(self, number: int) -> None:

@@ -48,7 +48,7 @@ class Segment:
         """True if some of its tokens are placeholders of an image."""
         prompt_images = self.sequence.prompt_images
         return prompt_images is not None and any(
-            each.begin < self.end and self.start < each.end for each in prompt_images.each
+            image.begin < self.end and self.start < image.end for image in prompt_images.images
         )
 
     @property
@@ -96,7 +96,7 @@ class Scheduler:
     @property
     def places(self) -> list[tuple[int, Sequence]]:
         """Running sequences with their rows, sorted by row."""
-        return sorted(((row, each) for each, row in self._running.values()), key=lambda place: place[0])
+        return sorted(((row, sequence) for sequence, row in self._running.values()), key=lambda place: place[0])
 
     @property
     def decoding(self) -> int:
@@ -106,7 +106,7 @@ class Scheduler:
     @property
     def prefill_context(self) -> int:
         """Context length behind the prompts of the next step: the largest number of computed tokens of any of them."""
-        prompts = (each for each, _ in self._running.values() if not each.is_decoding)
+        prompts = (sequence for sequence, _ in self._running.values() if not sequence.is_decoding)
         return max((prompt.computed for prompt in prompts if prompt.id not in self._following), default=0)
 
     @property
@@ -182,7 +182,7 @@ class Scheduler:
         if has_run:
             sequence.restart()
         key = (not sequence.preempted, sequence.id)
-        before = sum((not each.preempted, each.id) < key for each in self._waiting)
+        before = sum((not waiting.preempted, waiting.id) < key for waiting in self._waiting)
         self._waiting.insert(before, sequence)
 
     def next(self, prompt_budget: int | Callable[[], int]) -> Batch:
@@ -219,7 +219,7 @@ class Scheduler:
             return ()
         segments = []
         # Blocks go to the oldest sequence first, as in `_decodes`.
-        for segment in sorted(batch, key=lambda each: each.sequence.id):
+        for segment in sorted(batch, key=lambda part: part.sequence.id):
             sequence, row, start = segment.sequence, segment.row, segment.end
             if sequence.id in continuing:
                 # Room is only taken here, never made: to preempt a sequence of the step in flight would free blocks
@@ -247,9 +247,9 @@ class Scheduler:
         """True if `next` would admit a sequence now. Mirrors `_admit_all` without side effects."""
         if len(self._running) < self._max_running:
             # Only the first candidate counts: if it does not fit, `_admit_all` stops there, too.
-            for passed, each in enumerate(self._waiting):
-                if each.adapter is None or (not passed and self._has_slot(each)):
-                    return self._capacity.can_admit(each)
+            for passed, sequence in enumerate(self._waiting):
+                if sequence.adapter is None or (not passed and self._has_slot(sequence)):
+                    return self._capacity.can_admit(sequence)
         return False
 
     def _has_slot(self, sequence: Sequence) -> bool:
@@ -290,7 +290,7 @@ class Scheduler:
         Preemption recomputes instead of swapping to main memory: the prefix cache still has most of it, where it is on,
         and swapping would need a second pool. The oldest is never preempted, so some sequence always ends.
         """
-        decoding = [(each, row) for each, row in self._running.values() if each.is_decoding]
+        decoding = [(sequence, row) for sequence, row in self._running.values() if sequence.is_decoding]
         for sequence, row in sorted(decoding, key=_age):
             end = len(sequence.tokens)
             while sequence.id in self._running and not self._capacity.grow(row, sequence.computed, end):
@@ -305,25 +305,27 @@ class Scheduler:
 
     def _prefill(self, budget: int) -> list[Segment]:
         prompts = [
-            (each, row)
-            for each, row in self._running.values()
-            if not each.is_decoding and each.id not in self._following
+            (prompt, row)
+            for prompt, row in self._running.values()
+            if not prompt.is_decoding and prompt.id not in self._following
         ]
         if not prompts:
             return []
         # Half of the budget for the oldest, the rest for the shortest. All of it for the oldest would block short
         # questions behind a long document; all of it for the shortest would starve the document.
-        wanted = _unbudgeted_tokens([each for each, _ in prompts])
+        wanted = _unbudgeted_tokens([prompt for prompt, _ in prompts])
         # The dict keeps order of admission, so the first prompt is the oldest.
         oldest = prompts[0][0].id
-        shares = {each.id: 0 for each, _ in prompts} | {oldest: min(wanted[oldest], (budget + 1) // 2)}
+        shares = {prompt.id: 0 for prompt, _ in prompts} | {oldest: min(wanted[oldest], (budget + 1) // 2)}
         left = budget - shares[oldest]
-        for each, _ in sorted(prompts, key=lambda pair: pair[0].pending):
-            more = min(wanted[each.id] - shares[each.id], left)
-            shares[each.id] += more
+        for prompt, _ in sorted(prompts, key=lambda pair: pair[0].pending):
+            more = min(wanted[prompt.id] - shares[prompt.id], left)
+            shares[prompt.id] += more
             left -= more
         return [
-            self._segment(each, row, _whole_images(each, shares[each.id])) for each, row in prompts if shares[each.id]
+            self._segment(prompt, row, _whole_images(prompt, shares[prompt.id]))
+            for prompt, row in prompts
+            if shares[prompt.id]
         ]
 
     def check_integrity(self) -> None:
