@@ -50,7 +50,7 @@ async def serve(command: Serve, channel: RouterChannel, began: float, ranks: "Ra
     from worker.engines.transformers.device import memory
     from worker.engines.transformers.device.process_overhead import overhead
     from worker.engines.transformers.engine import TransformersEngine
-    from worker.engines.transformers.preparation import prebuilt_models
+    from worker.engines.transformers.preparation import prebuilt_models, prepare
     from worker.server.server import Server, stop_requested
 
     times = LoadTimes(began)
@@ -60,7 +60,7 @@ async def serve(command: Serve, channel: RouterChannel, began: float, ranks: "Ra
 
     if command.prepare and not channel.supervised:
         raise StartError("--prepare waits for a memory grant on stdin, so it needs --supervised", Exit.USAGE)
-    prepared = TransformersEngine.prepare(command, stage_done=times.end)
+    prepared = prepare(command, times.end)
     if command.prepare:
         channel.send(Prepared(measured=memory.measured(("cpu",))))
         command = _wait_for_grant(command, channel)

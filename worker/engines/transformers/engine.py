@@ -102,11 +102,6 @@ class TransformersEngine:
         if self._leader is not None:
             self._leader.on_lost(self._loop.fail)
 
-    @staticmethod
-    def prepare(options: Serve, *, stage_done: Callable[[str], None] = lambda stage: None) -> PreparedModel:
-        """Do everything that needs neither memory for weights nor a device. Raises StartError."""
-        return preparation.prepare(options, stage_done)
-
     @classmethod
     def load(
         cls,
@@ -125,12 +120,12 @@ class TransformersEngine:
         pulse: called each second on the step loop's thread.
         stage_done: called with the name of each stage that has ended (config, tokenizer, read, copy, build, warmup).
             Stages overlap, so one may end several times.
-        prepared: the result of `prepare` for the same options except those that `Go` changes; None: prepare now.
+        prepared: from `preparation.prepare` for the same options except those that `Go` changes; None: prepare now.
         ahead: launch each step before the one in front of it has finished; None: on accelerators only.
         ranks: the rank processes of a tensor-parallel model.
         """
         progress(Progress(stage="start"))
-        prepared = prepared or cls.prepare(options, stage_done=stage_done)
+        prepared = prepared or preparation.prepare(options, stage_done)
         preparation.open_devices(options, prepared.imported)
         try:
             own = snapshot.is_own_code(options, prepared.config)

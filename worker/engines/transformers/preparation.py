@@ -53,7 +53,7 @@ class PreparedModel:
 
 
 def prepare(options: Serve, stage_done: Callable[[str], None]) -> PreparedModel:
-    """Do everything that needs neither memory for weights nor a device."""
+    """Do everything that needs neither memory for weights nor a device. Raises StartError."""
     check(options)
     torch.set_num_threads(options.threads)
     memory.keep_small()

@@ -315,9 +315,9 @@ async def test_nothing_stands_in_the_way_of_steps_without_adapters(llama: Path, 
         adapters = engine._adapters
         assert adapters is not None
         await complete_one(engine, PROMPT, max_tokens=2, adapter=AdapterChoice("one"))
-        assert not adapters.stands_aside
+        assert adapters._active
         await complete_one(engine, PROMPT, max_tokens=2)
-        assert adapters.stands_aside
+        assert not adapters._active
 
 
 def test_the_bytes_of_slots_follow_from_their_shapes(llama: Path) -> None:

@@ -44,7 +44,7 @@ def measured(devices: Sequence[str]) -> dict[str, int]:
     `cpu` is the resident memory including mapped files, but without pages that a forked process shares with its fork
     server, because they are not freed when it exits.
     """
-    peaks = {"cpu": max(0, _peak_resident() - inheritance.bytes())}
+    peaks = {"cpu": max(0, _status("VmHWM") - inheritance.bytes())}
     for name in devices:
         if name != "cpu":
             peaks[name] = torch.cuda.max_memory_reserved(torch.device(name)) + overhead.bytes(name)
@@ -59,10 +59,6 @@ def resident() -> int:
 def mapped() -> int:
     """Resident bytes of mapped files: weights and libraries."""
     return _status("RssFile")
-
-
-def _peak_resident() -> int:
-    return _status("VmHWM")
 
 
 def _status(name: str) -> int:

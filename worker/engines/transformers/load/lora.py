@@ -72,15 +72,11 @@ class _LoraLayer:
     def _add(self, rows: torch.Tensor, out: torch.Tensor, group: _LoraGroup, rank: int) -> None:
         a, b = self.a[group.slot, :rank], self.b[group.slot, :, :rank]
         inner = rows[group.rows].to(a.dtype) @ a.t()  # [rows of the group, lora_rank]
-        if out.dtype != a.dtype:
-            # Different types: compute in the adapter's type, then add in the layer's.
-            self._put(out, group, (inner @ b.t()).to(out.dtype))
-        elif isinstance(group.rows, slice):
+        if isinstance(group.rows, slice) and out.dtype == a.dtype:
             out[group.rows].addmm_(inner, b.t(), alpha=group.scale)
-        else:
-            out.index_add_(0, group.rows, inner @ b.t(), alpha=group.scale)
-
-    def _put(self, out: torch.Tensor, group: _LoraGroup, more: torch.Tensor) -> None:
+            return
+        # Different types: compute in the adapter's type, then add in the layer's.
+        more = (inner @ b.t()).to(out.dtype)
         if isinstance(group.rows, slice):
             out[group.rows].add_(more, alpha=group.scale)
         else:
@@ -305,11 +301,6 @@ class LoraAdapters:
             layer.plain = layer.own = None
         self._active.clear()
 
-    @property
-    def stands_aside(self) -> bool:
-        """True if the model's original forward functions run."""
-        return not self._active
-
     def pretend(self) -> AppliedAdapter:
         """Put an adapter of the largest LoRA rank for every layer into slot 0, for memory estimates."""
         adapter = LoraAdapter(0, "", "")
@@ -343,18 +334,12 @@ def linear_layers(model: Any) -> Mapping[str, tuple[nn.Module, int, int]]:
 
 def _linears(model: Any) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
     """Full name, parent, name in the parent, and layer; of vision-language models those of the text part only."""
-    seen = {id(module) for text in _texts(model) for module in text.modules()}
+    is_multimodal = any(getattr(model.config, name, None) is not None for name in ("vision_config", "audio_config"))
+    text = set((model.get_decoder() if is_multimodal else model).modules())
     for path, parent in model.named_modules():
         for own, module in parent.named_children():
-            if isinstance(module, nn.Linear | Conv1D) and (not seen or id(module) in seen):
+            if isinstance(module, nn.Linear | Conv1D) and module in text:
                 yield f"{path}.{own}" if path else own, parent, own, module
-
-
-def _texts(model: Any) -> list[nn.Module]:
-    """The text parts of a multimodal model; empty for text models."""
-    if getattr(model.config, "vision_config", None) is None and getattr(model.config, "audio_config", None) is None:
-        return []
-    return [model.get_decoder()]
 
 
 def _shape(module: nn.Module) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from worker.errors import StartError
 from worker.protocol.events import Exit
@@ -26,6 +26,7 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "last",
 }
+_Json = TypeVar("_Json", dict[str, Any], list[Any])
 _VECTOR = "sentence_embedding"  # name of the vector that modules pass on
 
 
@@ -81,7 +82,7 @@ def is_layout(snapshot: Path) -> bool:
 
 def has_pooling(snapshot: Path) -> bool:
     """True if that layout includes pooling."""
-    return any(str(module.get("type", "")).endswith(".Pooling") for module in read_list(snapshot / MODULES))
+    return any(str(module.get("type", "")).endswith(".Pooling") for module in read_json(snapshot / MODULES, list))
 
 
 def read(snapshot: Path, asked: str = "") -> EmbedderConfig:
@@ -176,7 +177,7 @@ def _check_transformer(path: Path, config: Mapping[str, Any], *tasks: str) -> No
 def _modules(snapshot: Path) -> list[tuple[dict[str, Any], str]]:
     """Entries of modules.json with their kinds. Raises StartError for modules outside of sentence-transformers."""
     found = []
-    for module in read_list(snapshot / MODULES):
+    for module in read_json(snapshot / MODULES, list):
         if not isinstance(module, dict):
             raise StartError(f"{snapshot / MODULES} is damaged: {module!r} is not a module", Exit.DAMAGED)
         if not is_below(str(module.get("path") or "")):
@@ -247,24 +248,14 @@ def _modes(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
     return modes
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; empty without such a file. Raises StartError if it is damaged."""
-    value = _read(path, {})
-    return value if isinstance(value, dict) else {}
-
-
-def read_list(path: Path) -> list[Any]:
-    value = _read(path, [])
-    return value if isinstance(value, list) else []
-
-
-def _read(path: Path, default: Any) -> Any:
+def read_json(path: Path, kind: type[_Json] = dict) -> _Json:  # type: ignore[assignment]
+    """The JSON object (or list) in `path`; empty without such a file. Raises StartError if it is damaged."""
     if not path.is_file():
-        return default
+        return kind()
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise StartError(f"{path} is damaged: {error}", Exit.DAMAGED) from error
-    if not isinstance(value, type(default)):
-        raise StartError(f"{path} is damaged: it holds no {type(default).__name__}", Exit.DAMAGED)
+    if not isinstance(value, kind):
+        raise StartError(f"{path} is damaged: it holds no {kind.__name__}", Exit.DAMAGED)
     return value

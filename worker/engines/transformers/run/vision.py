@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -307,13 +308,10 @@ def _overlaps(picture: PromptImage, start: int, end: int) -> bool:
 
 def _runs(tokens: Sequence[int], token: int) -> Iterator[tuple[int, int]]:
     """Position and length of each unbroken run of `token`."""
-    begin = None
-    for place, current in enumerate((*tokens, None)):
-        if current == token and begin is None:
-            begin = place
-        elif current != token and begin is not None:
-            yield begin, place - begin
-            begin = None
+    for is_token, group in groupby(enumerate(tokens), key=lambda entry: entry[1] == token):
+        if is_token:
+            positions = [position for position, _ in group]
+            yield positions[0], len(positions)
 
 
 def _load(folder: Path, config: Any, tokenizer: transformers.PreTrainedTokenizerBase) -> Any:

@@ -83,35 +83,27 @@ def has_penalties(sampling: SamplingParams) -> bool:
     return bool(changes) and sampling.repeat_last_n != 0
 
 
+@dataclass(frozen=True, slots=True)
 class DrawnTokens:
     """The next tokens of some rows, on the device. Their values reach the host with the step's `DeviceToHost`."""
 
-    def __init__(
-        self,
-        tokens: torch.Tensor,
-        picks: Sequence[RowSampling],
-        asking: Sequence[int],
-        to_host: DeviceToHost,
-        place: int,
-    ):
-        self.tokens = tokens  # [rows], int64; an arbitrary token of the vocabulary for a row without any to choose
-        self._picks, self._asking, self._to_host, self._place = picks, asking, to_host, place
+    tokens: torch.Tensor  # [rows], int64; an arbitrary token of the vocabulary for a row without any to choose
+    picks: Sequence[RowSampling]
+    asking: Sequence[int]  # rows that want logprobs
+    to_host: DeviceToHost
+    place: int  # index of the tokens in `to_host`; the flags of rows with a token and the logprobs follow
 
     def read(self) -> list[Sampled | None]:
         """The sampled tokens, as from `sample`, after the copy to the host has been waited for."""
-        picks, asking = self._picks, self._asking
-        chosen, fits = list(map(int, self._to_host[self._place])), self._to_host[self._place + 1]
-        logprobs: dict[int, list[float]] = {}
-        if asking:
-            values = self._to_host[self._place + 2]
-            width = len(values) // len(asking)
-            logprobs = {row: values[place * width : (place + 1) * width] for place, row in enumerate(asking)}
-        return [
-            Sampled(chosen[row], _read(logprobs[row], chosen[row], pick.sampling.logprobs) if row in logprobs else None)
-            if fits[row]
-            else None
-            for row, pick in enumerate(picks)
-        ]
+        chosen, fits = list(map(int, self.to_host[self.place])), self.to_host[self.place + 1]
+        likelihoods: dict[int, Likelihood] = {}
+        if self.asking:
+            values = self.to_host[self.place + 2]
+            width = len(values) // len(self.asking)
+            for place, row in enumerate(self.asking):
+                numbers = values[place * width : (place + 1) * width]
+                likelihoods[row] = _read(numbers, chosen[row], self.picks[row].sampling.logprobs)
+        return [Sampled(token, likelihoods.get(row)) if fits[row] else None for row, token in enumerate(chosen)]
 
 
 @torch.inference_mode()
@@ -155,18 +147,22 @@ def sample(logits: torch.Tensor, picks: Sequence[RowSampling], masks: TokenMasks
     return drawn.read()
 
 
+@dataclass(frozen=True, slots=True)
 class TokenLikelihoods:
     """Likelihoods of given tokens. Their values reach the host with the step's `DeviceToHost`."""
 
-    def __init__(self, tokens: Sequence[int], top: int, to_host: DeviceToHost, place: int):
-        self._tokens, self._top, self._to_host, self._place = tokens, top, to_host, place
+    tokens: Sequence[int]
+    top: int
+    to_host: DeviceToHost
+    place: int
 
     def read(self) -> list[Likelihood]:
         """One likelihood for each token."""
-        values, count = self._to_host[self._place], len(self._tokens)
-        width = len(values) // max(count, 1)
-        rows = (values[row * width : (row + 1) * width] for row in range(count))
-        return [_read(row, token, self._top) for row, token in zip(rows, self._tokens, strict=True)]
+        values = self.to_host[self.place]
+        width = len(values) // max(len(self.tokens), 1)
+        return [
+            _read(values[row * width : (row + 1) * width], token, self.top) for row, token in enumerate(self.tokens)
+        ]
 
 
 @torch.inference_mode()
