@@ -26,6 +26,7 @@ from worker.errors import StartError
 from worker.interface import EncoderInput
 from worker.protocol.events import Exit
 from worker.protocol.memory import BLOCK_TOKENS
+from worker.protocol.snapshot_files import WEIGHTS
 
 torch.set_num_threads(1)
 PROMPT = (9, 41, 70, 77, 80)
@@ -52,14 +53,14 @@ def refused(folder: Path, **changes: Any) -> StartError:
 
 def shard(folder: Path) -> list[Path]:
     """Split the weights over two files with an index."""
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load_file(folder / WEIGHTS)
     names = sorted(tensors)
     parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
     for file, members in parts.items():
         save_file({name: tensors[name] for name in members}, folder / file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {name: file for file, members in parts.items() for name in members}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "model.safetensors").unlink()
+    (folder / WEIGHTS).unlink()
     return [folder / file for file in parts]
 
 
@@ -71,12 +72,12 @@ def test_weights_on_the_cpu_are_the_mapped_file_itself(folder: Path) -> None:
     stages: list[int] = []
     loaded = load_model(asked, load_config(asked), None, lambda event: stages.append(event.done))
     maps = Path("/proc/self/maps").read_text().splitlines()
-    mapped = [line.split()[0].split("-") for line in maps if line.endswith(str(folder / "model.safetensors"))]
+    mapped = [line.split()[0].split("-") for line in maps if line.endswith(str(folder / WEIGHTS))]
     ranges = [(int(low, 16), int(high, 16)) for low, high in mapped]
     for name, parameter in loaded.model.named_parameters():
         assert any(low <= parameter.data_ptr() < high for low, high in ranges), f"{name} was copied"
     assert stages == sorted(stages)
-    assert stages[-1] == (folder / "model.safetensors").stat().st_size
+    assert stages[-1] == (folder / WEIGHTS).stat().st_size
 
 
 def resident(path: Path) -> int:
@@ -89,7 +90,7 @@ def resident(path: Path) -> int:
 @pytest.mark.parametrize("is_cached", [True, False])
 def test_a_load_ends_with_its_weights_in_memory(is_cached: bool, tmp_path: Path) -> None:
     """So that no first request waits for a disk, and what is measured then is what the model takes."""
-    path = tmp_path / "model.safetensors"
+    path = tmp_path / WEIGHTS
     save_file({"big": torch.zeros(33 << 18), "small": torch.zeros(8)}, path)
     if not is_cached:
         with path.open("rb") as file:
@@ -107,7 +108,7 @@ def test_a_load_ends_with_its_weights_in_memory(is_cached: bool, tmp_path: Path)
 def test_weights_in_the_page_cache_are_mapped_while_the_model_computes(tmp_path: Path) -> None:
     """Nobody waits for that, and what is not mapped yet is known to come."""
     folder = tiny.make("llama", tmp_path, hidden_size=512, intermediate_size=2048, vocab_size=4096)
-    path, asked = folder / "model.safetensors", options(folder)
+    path, asked = folder / WEIGHTS, options(folder)
     loaded = load_model(asked, load_config(asked), None, lambda event: None)
     weight = sum(weight.nbytes for weight in loaded.model.parameters())
     assert resident(path) < loaded.unmapped.left == weight
@@ -118,7 +119,7 @@ def test_weights_in_the_page_cache_are_mapped_while_the_model_computes(tmp_path:
 
 
 def test_weights_that_were_let_go_are_not_mapped_again(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
+    path = tmp_path / WEIGHTS
     save_file({str(number): torch.zeros(1 << 20) for number in range(4)}, path)
     opened = safetensors.WeightFile(path)
     views = [view for _, view in opened.tensors()]
@@ -132,7 +133,7 @@ def test_weights_that_were_let_go_are_not_mapped_again(tmp_path: Path) -> None:
 
 
 def test_files_that_are_only_copied_from_are_not_mapped(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
+    path = tmp_path / WEIGHTS
     save_file({"big": torch.zeros(33 << 18)}, path)
     opened = safetensors.WeightFile(path)
     with safetensors.ReadAhead([opened], {opened}) as ahead:
@@ -164,8 +165,8 @@ def test_the_dtype_is_as_asked_or_the_checkpoints(stored: str, asked: str, used:
     loaded = load_model(options(folder, dtype=asked), config, None, lambda event: stages.append(event.done))
     assert loaded.dtype == used
     assert stages == sorted(stages), "it went back"
-    assert stages[-1] == (folder / "model.safetensors").stat().st_size
-    exact = load_file(folder / "model.safetensors")
+    assert stages[-1] == (folder / WEIGHTS).stat().st_size
+    exact = load_file(folder / WEIGHTS)
     found = dict(loaded.model.named_parameters())
     assert {parameter.dtype for parameter in found.values()} == {used}
     assert torch.equal(found["model.embed_tokens.weight"], exact["model.embed_tokens.weight"].to(used))
@@ -191,7 +192,7 @@ async def test_a_converted_checkpoint_gives_the_text_of_generate(tmp_path: Path)
 
 
 async def test_random_weights_need_no_files(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
+    (folder / WEIGHTS).unlink()
     answers = []
     for _ in range(2):
         async with serving(load(folder, load_format="dummy", ctx_size=64)) as engine:
@@ -338,10 +339,10 @@ def test_pages_of_the_file_that_the_model_does_not_use_are_let_go(tmp_path: Path
     folder = tiny.make("mixtral", tmp_path, hidden_size=256, intermediate_size=1024, vocab_size=512)
     asked = options(folder)
     loaded = load_model(asked, load_config(asked), None, lambda event: None)
-    smaps = Path("/proc/self/smaps").read_text().split(str(folder / "model.safetensors"))[1]
+    smaps = Path("/proc/self/smaps").read_text().split(str(folder / WEIGHTS))[1]
     kept = next(int(line.split()[1]) << 10 for line in smaps.splitlines() if line.startswith("Rss:"))
     experts = sum(each.nbytes for name, each in loaded.model.named_parameters() if "experts" in name)
-    assert kept <= (folder / "model.safetensors").stat().st_size - 0.9 * experts
+    assert kept <= (folder / WEIGHTS).stat().st_size - 0.9 * experts
 
 
 # What is refused
@@ -371,77 +372,70 @@ def test_devices_that_are_not_here_are_named(folder: Path) -> None:
     assert "for each of 2 devices" in str(refused(folder, devices=("cpu", "cpu")))
 
 
-def _without_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
+Damage = Callable[[Path], object]
 
 
-def _without_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
+def changed(**changes: Any) -> Damage:
+    """Changes config.json."""
+    return lambda folder: edit(folder / "config.json", **changes)
+
+
+def without(*names: str) -> Damage:
+    """Deletes files."""
+
+    def damage(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return damage
+
+
+def weights(change: Callable[[bytes], bytes]) -> Damage:
+    """Changes the content of the weight file."""
+    return lambda folder: (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
 
 
 def _pickled(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
-def _without_tokenizer(folder: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).unlink()
-
-
-def _unknown(folder: Path) -> None:
-    edit(folder / "config.json", model_type="brandnew", architectures=["BrandnewForCausalLM"])
-
-
-def _with_code(folder: Path) -> None:
-    edit(folder / "config.json", model_type="brandnew", auto_map={"AutoConfig": "code.BrandnewConfig"})
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
 
 
 def _without_a_tensor(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load_file(folder / WEIGHTS)
     del tensors["model.layers.1.self_attn.q_proj.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def _of_another_shape(folder: Path) -> None:
-    edit(folder / "config.json", intermediate_size=96)
-
-
-def _invalid(folder: Path) -> None:
-    edit(folder / "config.json", num_attention_heads="many")
-
-
-def _of_another_version(folder: Path) -> None:
-    edit(folder / "config.json", rope_parameters={"rope_type": "spiral", "rope_theta": 1e4})
-
-
-def _of_another_vocabulary(folder: Path) -> None:
-    edit(folder / "config.json", pad_token_id=99999)
-
-
-def _quantised(folder: Path) -> None:
-    edit(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+_quantised = changed(quantization_config={"quant_method": "gptq", "bits": 4})
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (_without_config, ["config.json"]),
-        (_without_weights, ["model.safetensors"]),
+        (without("config.json"), ["config.json"]),
+        (without(WEIGHTS), [WEIGHTS]),
         (_pickled, ["pickled", "safetensors"]),
-        (_without_tokenizer, ["tokenizer"]),
-        (_unknown, ["brandnew"]),
-        (_with_code, ["brandnew", "trust-remote-code"]),
+        (without("tokenizer.json", "tokenizer_config.json"), ["tokenizer"]),
+        (changed(model_type="brandnew", architectures=["BrandnewForCausalLM"]), ["brandnew"]),
+        (
+            changed(model_type="brandnew", auto_map={"AutoConfig": "code.BrandnewConfig"}),
+            ["brandnew", "trust-remote-code"],
+        ),
+        (changed(model_type=None), ["names no model_type"]),
         (_without_a_tensor, ["model.layers.1.self_attn.q_proj.weight", "fetch the snapshot again"]),
-        (_of_another_shape, ["mlp.down_proj.weight is [64, 128] in the file, [64, 96] by config.json"]),
-        (_invalid, ["config.json", "llama"]),
-        (_of_another_version, ["config.json", "llama", "KeyError: 'spiral'"]),
-        (_of_another_vocabulary, ["config.json", "llama", "Padding_idx must be within num_embeddings"]),
+        (
+            changed(intermediate_size=96),
+            ["mlp.down_proj.weight is [64, 128] in the file, [64, 96] by config.json"],
+        ),
+        (changed(num_attention_heads="many"), ["config.json", "llama"]),
+        (
+            changed(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),
+            ["config.json", "llama", "KeyError: 'spiral'"],
+        ),
+        (changed(pad_token_id=99999), ["config.json", "llama", "Padding_idx must be within num_embeddings"]),
         (_quantised, ["gptq", "pip install"]),
     ],
 )
-def test_a_snapshot_that_cannot_be_used_is_refused_with_the_reason(
-    folder: Path, damage: Callable[[Path], None], words: list[str]
-) -> None:
+def test_the_error_for_an_unusable_snapshot_names_the_reason(folder: Path, damage: Damage, words: list[str]) -> None:
     damage(folder)
     error = refused(folder)
     assert error.exit is Exit.UNUSABLE
@@ -449,27 +443,7 @@ def test_a_snapshot_that_cannot_be_used_is_refused_with_the_reason(
         assert word in str(error)
 
 
-def _truncated(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1000])
-
-
-def _header_only(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"\x10\0\0")
-
-
-def _absurd_header(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
-
-
-def _garbled_header(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[9:12] = b"\xff\xff\xff"
-    path.write_bytes(content)
-
-
-def _shard_missing(folder: Path) -> None:
+def _without_a_shard(folder: Path) -> None:
     shard(folder)[1].unlink()
 
 
@@ -478,49 +452,46 @@ def _shard_elsewhere(folder: Path) -> None:
     edit(folder / "model.safetensors.index.json", weight_map={"a": "../../etc/passwd"})
 
 
-def _garbled_config(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "lla')
-
-
 @pytest.mark.parametrize(
     "damage",
     [
-        _truncated,
-        _header_only,
-        _absurd_header,
-        _garbled_header,
-        _shard_missing,
+        weights(lambda content: content[:-1000]),
+        weights(lambda content: b"\x10\0\0"),
+        weights(lambda content: struct.pack("<Q", 1 << 60) + b"{}"),
+        weights(lambda content: content[:9] + b"\xff\xff\xff" + content[12:]),
+        _without_a_shard,
         _shard_elsewhere,
-        _garbled_config,
+        lambda folder: (folder / "config.json").write_text('{"model_type": "lla'),
     ],
+    ids=["cut short", "header cut", "absurd header", "garbled header", "missing shard", "shard elsewhere", "config"],
 )
-def test_files_cut_short_are_damaged_and_may_be_fetched_again(folder: Path, damage: Callable[[Path], None]) -> None:
+def test_damaged_files_may_be_fetched_again(folder: Path, damage: Damage) -> None:
     damage(folder)
     assert refused(folder).exit is Exit.DAMAGED
 
 
-def test_an_encoder_that_cannot_go_on_with_a_text_is_refused_by_name(folder: Path) -> None:
-    transformers.BertConfig(vocab_size=512, hidden_size=32, num_hidden_layers=1).save_pretrained(folder)
-    error = refused(folder, task="generate")
-    assert error.exit is Exit.UNUSABLE
-    assert "'bert' is an encoder" in str(error)
-    assert "task = embed" in str(error), "and it says what to do"
-
-
 @pytest.mark.parametrize(
-    "config", [transformers.WhisperConfig(), transformers.ViTConfig(), transformers.Pix2StructConfig()]
+    ("model", "task", "words"),
+    [
+        (
+            transformers.BertConfig(vocab_size=512, hidden_size=32, num_hidden_layers=1),
+            "generate",
+            ["'bert' is an encoder", "task = embed"],
+        ),
+        (transformers.WhisperConfig(), "generate", ["whisper", "text"]),
+        (transformers.ViTConfig(), "generate", ["vit", "text"]),
+        (transformers.Pix2StructConfig(), "generate", ["pix2struct", "text"]),
+        (transformers.T5Config(vocab_size=512), "embed", ["t5"]),
+    ],
 )
-def test_the_error_for_a_model_without_text_output_names_it(folder: Path, config: Any) -> None:
-    config.save_pretrained(folder)
-    error = refused(folder, task="generate")
+def test_the_error_for_a_task_that_a_family_lacks_names_the_family(
+    folder: Path, model: Any, task: str, words: list[str]
+) -> None:
+    model.save_pretrained(folder)
+    error = refused(folder, task=task)
     assert error.exit is Exit.UNUSABLE
-    assert config.model_type in str(error)
-    assert "text" in str(error)
-
-
-def test_an_encoder_with_a_decoder_does_not_embed(folder: Path) -> None:
-    transformers.T5Config(vocab_size=512).save_pretrained(folder)
-    assert "t5" in str(refused(folder, task="embed"))
+    for word in words:
+        assert word in str(error)
 
 
 @pytest.mark.parametrize("kind", ["aquila", "baichuan", "qwen", "chatglm"])
@@ -537,11 +508,6 @@ def test_a_family_that_transformers_dropped_names_the_way(folder: Path, kind: st
     assert error.exit is Exit.UNUSABLE
     for word in (repr(kind), "auto_map", "trust-remote-code = on"):
         assert word in str(error), "a copy without its code says what to look for"
-
-
-def test_the_error_for_a_configuration_without_a_family_explains_it(folder: Path) -> None:
-    edit(folder / "config.json", model_type=None)
-    assert "names no model_type" in str(refused(folder))
 
 
 def test_a_quantisation_that_contradicts_the_checkpoint_is_refused(folder: Path) -> None:

@@ -26,13 +26,12 @@ from tests.worker.loaded import (
     generated,
     generation,
     load,
-    load_with,
     serving,
 )
 from tests.worker.serving import options
+from tests.worker.stepped import journaled
 from worker.api.served_model import ServedModel
 from worker.engines.transformers.engine import TransformersEngine
-from worker.engines.transformers.run.runner import Runner
 from worker.engines.transformers.sample.grammar import MAX_COMPILED, Grammars
 from worker.engines.transformers.sample.sampler import RowSampling, TokenMasks, mask_bias, sample
 from worker.engines.transformers.schedule.scheduler import Batch
@@ -251,28 +250,13 @@ async def test_a_text_too_complex_for_its_grammar_ends_alone_with_an_error(
 
 
 async def test_a_preempted_sequence_goes_on_in_its_grammar_where_it_was(folder: Path) -> None:
-    class Short:
-        """A runner without memory for a third sequence once all have begun to answer."""
+    failures: list[Batch] = []
 
-        def __init__(self, runner: Runner):
-            self._runner = runner
-            self.refused = 0
-
-        def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
-            if len(batch) > 2 and min(each.sequence.answered for each in batch) >= 2:
-                self.refused += 1
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-            return self._runner.run(batch, device_tokens)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._runner, name)
-
-    made: list[Any] = []
-
-    def wrap(runner: Runner) -> Runner:
-        made.append(Short(runner))
-        found: Runner = made[0]
-        return found
+    def fault(batch: Batch, ahead: bool) -> None:
+        """No memory for a third sequence once all have begun to answer."""
+        if len(batch) > 2 and min(segment.sequence.answered for segment in batch) >= 2:
+            failures.append(batch)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
     async def answer_all(engine: TransformersEngine) -> list[str]:
         asked = (
@@ -281,9 +265,10 @@ async def test_a_preempted_sequence_goes_on_in_its_grammar_where_it_was(folder: 
         )
         return [collected.text for collected in await asyncio.gather(*asked)]
 
-    async with serving(load_with(folder, wrap, ctx_size=CTX, parallel=3)) as tight:
+    tight, _ = journaled(folder, fault, ctx_size=CTX, parallel=3)
+    async with serving(tight):
         preempted = await answer_all(tight)
-    assert made[0].refused
+    assert failures
     async with serving(load(folder, ctx_size=CTX, parallel=3)) as wide:
         assert await answer_all(wide) == preempted
 
