@@ -385,7 +385,7 @@ def _better(error: click.NoSuchOption) -> click.UsageError:
         return click.NoSuchOption(name, f"{name} is not offered by this version; remove it.", ctx=error.ctx)
     if name.lstrip("-").removeprefix("no-") in settings.BY_FLAG and error.ctx is not None:
         return _misplaced(name, error.ctx)
-    near = preset_keys.nearest(name, settings.BY_FLAG)
+    near = preset_keys.nearest_key(name, settings.BY_FLAG)
     return click.NoSuchOption(name, possibilities=[f"--{near}"] if near else [], ctx=error.ctx)
 
 

@@ -6,10 +6,11 @@ the text at most. Flags are not converted by click's parser: it would stop at th
 variables and files.
 """
 
+import difflib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,11 @@ def shown(text: str) -> str:
 
 def _brief(text: str) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+def nearest(text: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """The element of `known` that is most similar to `text`; empty if none is similar."""
+    return next(iter(difflib.get_close_matches(text, sorted(known), n=1, cutoff=cutoff)), "")
 
 
 def plain(value: float) -> str:

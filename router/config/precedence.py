@@ -3,7 +3,6 @@
 Pure functions; the disk (does this path exist?) is read through `DiskReader`.
 """
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ import click
 
 from router.config import ini, preset_keys
 from router.config.ini import Problem
-from router.config.option_types import Strings, sendable, shown
+from router.config.option_types import Strings, nearest, sendable, shown
 from router.config.preset_keys import MeaninglessOption, RefusedOption, Spelling
 from router.config.presets import ADAPTER_NAME, HUB, KEYS, REPO, PresetKey, repository
 from router.config.settings import BY_FLAG, BY_VARIABLE, LATER
@@ -288,8 +287,8 @@ class SettingReader:
         elif flag in LATER:
             self._fail(place, f'"{flag}" is an option of the router that this version does not offer: remove it')
         else:
-            self._fail(place, f'unknown key "{written.lstrip("-")}"', preset_keys.nearest(written))
+            self._fail(place, f'unknown key "{written.lstrip("-")}"', preset_keys.nearest_key(written))
 
     def _unknown_variable(self, name: str) -> None:
-        near = difflib.get_close_matches(name, [*BY_VARIABLE, *_KEY_VARIABLES], n=1, cutoff=0.75)
-        self._warn(Problem(name, 0, "", name, ""), "is not a variable of this router", next(iter(near), ""))
+        near = nearest(name, [*BY_VARIABLE, *_KEY_VARIABLES], cutoff=0.75)
+        self._warn(Problem(name, 0, "", name, ""), "is not a variable of this router", near)

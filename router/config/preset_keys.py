@@ -4,12 +4,11 @@ A name is one of four kinds: a key (`presets.KEYS`), an option that this version
 of llama-server or LMI without a meaning here (`MEANINGLESS`), or unknown. Pure functions.
 """
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from router.config.option_types import Flag
+from router.config.option_types import Flag, nearest
 from router.config.presets import KEYS, PresetKey
 
 DEMOS = ("chat", "embed", "a", "b", "c")  # names in `model = demo:NAME`
@@ -214,8 +213,8 @@ def _of_variable(word: KnownOption, variable: str) -> Spelling:
     return Spelling(word, switch, negated=variable == "ENABLE_CUDA_GRAPHS")
 
 
-def nearest(written: str, further: Iterable[str] = ()) -> str:
+def nearest_key(written: str, further: Iterable[str] = ()) -> str:
     """The key or element of `further` that is most similar to an unknown name; empty if none is similar."""
     bare = written.lstrip("-").replace("_", "-")
     known = [name for name in WORDS if len(name) > 2 and not isinstance(WORDS[name], MeaninglessOption)]
-    return next(iter(difflib.get_close_matches(bare, [*known, *further], n=1, cutoff=0.6)), "")
+    return nearest(bare, [*known, *further])

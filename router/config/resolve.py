@@ -3,7 +3,6 @@
 Also rejects settings that contradict each other. Pure functions; the disk is read through `DiskReader`.
 """
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import Any, Literal
 
 from router.config import ini, preset_keys
 from router.config.ini import Problem
-from router.config.option_types import plain, shown
+from router.config.option_types import nearest, plain, shown
 from router.config.precedence import OWN, STAR, DiskReader, Layer, Setting, SettingReader
 from router.config.presets import ADAPTER_NAME, ALL_DEVICES, DEFAULT_LORA_RANK, GGUF, REPO, Preset, repository
 from worker.protocol.argv import AdapterSource
@@ -99,25 +98,20 @@ class _Resolution:
                 star |= self._reader.section(section, STAR)
         general = under | star
         presets: dict[str, Preset] = {}
-        aliases: list[tuple[str, Problem]] = []
-        prefetch: list[tuple[str, Problem]] = []
+        layers: dict[str, Layer] = {}
         for section in document.sections:
             if section.name == "*":
                 continue
             settings = general | self._reader.section(section, OWN) | over
             preset = self._preset(section, settings, found)
             if preset is not None:
-                presets[preset.id] = preset
-                if "alias" in settings:
-                    aliases.append((preset.id, settings["alias"].place))
-                if "prefetch" in settings:
-                    prefetch.append((preset.id, settings["prefetch"].place))
-        self._check_aliases(presets, aliases)
+                presets[preset.id], layers[preset.id] = preset, settings
+        self._check_aliases(presets, layers)
         for entry in self._unconfigured(found, presets):
             preset = self._preset(ini.Section(entry.id, 0), general | over, [entry])
             if preset is not None:
                 presets[preset.id] = preset
-        self._check_companions(presets, prefetch)
+        self._check_prefetch(presets, layers)
         problems, warnings = tuple(self._collector.problems), tuple(self._collector.warnings)
         return LoadedPresets({} if problems else presets, problems, warnings)
 
@@ -189,7 +183,7 @@ class _Resolution:
         if text.startswith("demo:") and not is_repo:
             if text[5:] in preset_keys.DEMOS:
                 return {"demo": text[5:]}
-            near = next(iter(difflib.get_close_matches(text[5:], preset_keys.DEMOS, n=1)), "")
+            near = nearest(text[5:], preset_keys.DEMOS)
             known = ", ".join(preset_keys.DEMOS)
             self._fail(place, f"{shown(text)} is no built-in model; there are {known}", f"demo:{near}" if near else "")
             return None
@@ -297,8 +291,8 @@ class _Resolution:
         self._lora_rank(settings, fields)
         default = fields.get("default_lora", "")
         if default and default not in found:
-            near = next(iter(difflib.get_close_matches(default, sorted(found), n=1)), "")
-            self._fail(settings["default-lora"].place, f"default-lora: there is no adapter {shown(default)}", near)
+            message = f"default-lora: there is no adapter {shown(default)}"
+            self._fail(settings["default-lora"].place, message, nearest(default, found))
 
     def _lora_rank(self, settings: Layer, fields: dict[str, Any]) -> None:
         """Set max_lora_rank to the largest rank among the adapters on disk, unless the preset sets it."""
@@ -319,24 +313,24 @@ class _Resolution:
         except (OSError, ValueError):
             return 0
 
-    def _check_aliases(self, presets: Mapping[str, Preset], aliases: Sequence[tuple[str, Problem]]) -> None:
+    def _check_aliases(self, presets: Mapping[str, Preset], layers: Mapping[str, Layer]) -> None:
         """Reject an alias that is an id or an alias of another model."""
         owners = {id: id for id in presets}
-        for id, place in aliases:
+        for id, layer in layers.items():
             for alias in presets[id].aliases:
                 owner = owners.setdefault(alias, id)
                 if owner != id:
                     what = "the id of another model" if owner == alias else f"already an alias of {owner}"
-                    self._fail(place, f'alias "{alias}" is {what}; choose another')
+                    self._fail(layer["alias"].place, f'alias "{alias}" is {what}; choose another')
 
-    def _check_companions(self, presets: Mapping[str, Preset], prefetch: Sequence[tuple[str, Problem]]) -> None:
-        """Reject companions that do not exist."""
+    def _check_prefetch(self, presets: Mapping[str, Preset], layers: Mapping[str, Layer]) -> None:
+        """Reject models to prefetch that do not exist."""
         names = {name for preset in presets.values() for name in (preset.id, *preset.aliases)}
-        for id, place in prefetch:
+        for id, layer in layers.items():
             for name in presets[id].prefetch:
                 if name not in names:
-                    near = next(iter(difflib.get_close_matches(name, sorted(names), n=1)), "")
-                    self._fail(place, f"prefetch names {shown(name)}, and there is no such model", near)
+                    message = f"prefetch names {shown(name)}, and there is no such model"
+                    self._fail(layer["prefetch"].place, message, nearest(name, names))
 
     def _unconfigured(self, found: Sequence[FoundModel], presets: Mapping[str, Preset]) -> Iterator[FoundModel]:
         """The models on disk without a section. If two have the same name, the first one counts."""

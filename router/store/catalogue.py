@@ -5,7 +5,6 @@ files, without dangling links.
 """
 
 import contextlib
-import difflib
 import os
 import re
 import stat
@@ -16,6 +15,7 @@ from typing import Literal
 
 from router.config import ini, resolve
 from router.config.ini import Problem
+from router.config.option_types import nearest
 from router.config.presets import Preset
 from router.config.resolve import FoundModel, LoadedPresets
 from router.config.settings import ApiKey, Settings, configured_keys, hub_cache
@@ -87,7 +87,7 @@ def find_preset(name: str, loaded: LoadedPresets, model_flags: Mapping[str, str]
         if name == preset.id or name in preset.aliases:
             return preset
     if "/" not in name and not name.startswith("demo:") and not (name and Path(name).exists()):
-        near = next(iter(difflib.get_close_matches(name, sorted(_names_of(loaded)), n=1)), "")
+        near = nearest(name, _names_of(loaded))
         hint = f"did you mean {near}?" if near else f"models are: {', '.join(loaded.presets) or 'none'}"
         raise ConfigError([f"{name!r} is no model, no folder and no repository (org/name); {hint}"])
     if any(char in name for char in "\n\r") or name != name.strip():  # such a name would be another one in the INI text
@@ -310,9 +310,8 @@ def _default_model(name: str, loaded: LoadedPresets) -> list[Problem]:
     names = _names_of(loaded)
     if not name or name in names:
         return []
-    near = next(iter(difflib.get_close_matches(name, sorted(names), n=1)), "")
-    problem = Problem("--default-model", 0, "", "default-model", f'there is no model "{name}"')
-    return [replace(problem, suggestion=near)]
+    message = f'there is no model "{name}"'
+    return [Problem("--default-model", 0, "", "default-model", message, nearest(name, names))]
 
 
 def _names_of(loaded: LoadedPresets) -> set[str]:
