@@ -13,6 +13,7 @@ from worker.api.usage import UsageTotals, progress_field
 from worker.errors import InvalidValue, UnsupportedField
 from worker.images import EncodedImage
 from worker.interface import Delta, TokenLogprob
+from worker.prompt import logprob_options
 from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.chat_template import USER_IMAGES_ONLY, join_content, join_texts, read_image_url
 from worker.prompt.response_parser import AnswerParser, AnswerPart, ToolCall
@@ -75,7 +76,7 @@ def _read(fields: BodyFields, model: ServedModel) -> tuple[Json, Json]:
             raise UnsupportedField(f"include supports only {' and '.join(INCLUDED)}", param="include")
         if name == _ENCRYPTED:
             fields.mark_unused(f"include[{name}]")  # no effect: reasoning is not encrypted
-    top = fields.integer("top_logprobs", high=model.options.max_logprobs) or 0
+    top = logprob_options.alternatives(fields, "top_logprobs", model.options.max_logprobs) or 0
     instructions = fields.text("instructions")
     before = [{"role": "system", "content": instructions}] if instructions else []
     tools, choice = _tools(fields), _tool_choice(fields)

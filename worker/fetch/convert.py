@@ -93,6 +93,7 @@ def _turn(folder: Path, emit: Emit) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _opened(folder) as descriptor:
+        reported = -1
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,7 +101,10 @@ def _turn(folder: Path, emit: Emit) -> Iterator[None]:
             except BlockingIOError:
                 # The router ends a process whose events do not change. The bytes of the running conversion change while
                 # it advances, so this process waits as long as that one is alive, and no longer.
-                emit(Progress(stage="convert", done=_unfinished_bytes(folder)))
+                done = _unfinished_bytes(folder)
+                if done != reported:
+                    emit(Progress(stage="convert", done=done))
+                    reported = done
                 time.sleep(_WAIT_INTERVAL)
         yield
 

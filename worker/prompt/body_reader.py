@@ -64,10 +64,9 @@ class BodyFields:
     type.
     """
 
-    def __init__(self, body: Mapping[str, Any], table: Body | None = None, *, path: str = ""):
-        """`table`: the schema of the supported fields; all of them must be read before `check_unknown`. None: any field
-        may be read, and readers get their ranges as arguments. `path`: prefix of field names in messages, such as
-        `stream_options.`.
+    def __init__(self, body: Mapping[str, Any], table: Body, *, path: str = ""):
+        """`table`: the schema of the supported fields; all of them must be read before `check_unknown`. `path`: prefix of
+        field names in messages, such as `stream_options.`.
         """
         self._body = body
         self._table = table
@@ -85,90 +84,74 @@ class BodyFields:
 
     def take(self, *names: str) -> Any:
         """Return the value of the first of `names` that is neither absent nor null. All of them count as known."""
-        assert self._table is None or self._table.keys() >= set(names), (
-            f"{names} are missing in the schema of this call"
-        )
+        assert self._table.keys() >= set(names), f"{names} are missing in the schema of this call"
         self.known.update(names)
         return next((value for name in names if (value := self._body.get(name)) is not None), None)
 
     def _schema_of(self, name: str, kind: str) -> Schema:
-        """Return the schema of a field of this type; without a table a schema without constraints."""
-        schema = self._table[name] if self._table is not None else {"type": kind}
+        schema = self._table[name]
         assert kind in kinds(schema), f"{name} has types {kinds(schema)} in the schema but is read as {kind}"
         return schema
 
-    def number(self, name: str, low: float | None = None, high: float | None = None) -> float | None:
-        """Read a number within the bounds of the table. `low` and `high` are needed if there is no table."""
+    def _typed(self, name: str, kind: str, type_: type[Value], expected: str) -> Value | None:
+        """Read a value of one JSON type. `expected`: the type in words, for the error."""
         value = self.take(name)
-        schema = self._schema_of(name, "number")
-        least, most = bounds(schema)
-        low, high = least if low is None else low, most if high is None else high
+        self._schema_of(name, kind)
+        if value is not None and type(value) is not type_:
+            raise self._invalid(name, expected)
+        return value
+
+    def _invalid(self, name: str, expected: str) -> InvalidValue:
+        return InvalidValue(f"{self.path}{name} must be {expected}", param=self.path + name)
+
+    def number(self, name: str) -> float | None:
+        """Read a number within the bounds of the table."""
+        value = self.take(name)
+        low, high = bounds(self._schema_of(name, "number"))
         assert low is not None
         assert high is not None
         if value is not None and (type(value) not in (int, float) or not low <= value <= high):
-            raise InvalidValue(
-                f"{self.path}{name} must be a number between {low:g} and {high:g}", param=self.path + name
-            )
+            raise self._invalid(name, f"a number between {low:g} and {high:g}")
         return None if value is None else float(value)
 
-    def integer(self, name: str, low: int | None = None, high: int | None = None) -> int | None:
-        """Read an integer within the bounds of the table. `low` and `high` are needed if there is no table; `high` may
-        also tighten the table's bound to a limit of the model.
-        """
+    def integer(self, name: str) -> int | None:
+        """Read an integer within the bounds of the table."""
         value = self.take(name)
-        schema = self._schema_of(name, "integer")
-        least, most = bounds(schema)
-        lowest, highest = least if low is None else low, most if high is None else high
-        assert lowest is not None
+        low, high = bounds(self._schema_of(name, "integer"))
+        assert low is not None
         if value is None:
             return None
         whole = to_integer(value)
-        if whole is None or whole < lowest or (highest is not None and whole > highest):
-            within = f"of at least {lowest}" if highest is None else f"between {lowest} and {highest}"
-            raise InvalidValue(f"{self.path}{name} must be an integer {within}", param=self.path + name)
+        if whole is None or whole < low or (high is not None and whole > high):
+            raise self._invalid(
+                name, f"an integer {f'of at least {low}' if high is None else f'between {low} and {high}'}"
+            )
         return whole
 
     def flag(self, name: str) -> bool | None:
-        value = self.take(name)
-        self._schema_of(name, "boolean")
-        if value is not None and type(value) is not bool:
-            raise InvalidValue(f"{self.path}{name} must be true or false", param=self.path + name)
-        return value
+        return self._typed(name, "boolean", bool, "true or false")
 
     def text(self, name: str) -> str | None:
-        value = self.take(name)
-        self._schema_of(name, "string")
-        if value is not None and not isinstance(value, str):
-            raise InvalidValue(f"{self.path}{name} must be a string", param=self.path + name)
-        return value
-
-    def choice(self, name: str, allowed: Collection[str] = ()) -> str | None:
-        """Read one of the values in the table; one of `allowed` if there is no table."""
-        value = self.text(name)
-        allowed = allowed or [known for known in self._schema_of(name, "string")["enum"] if known is not None]
-        if value is not None and value not in allowed:
-            raise InvalidValue(f"{self.path}{name} must be one of {', '.join(allowed)}", param=self.path + name)
-        return value
+        return self._typed(name, "string", str, "a string")
 
     def mapping(self, name: str) -> Json | None:
-        value = self.take(name)
-        self._schema_of(name, "object")
-        if value is not None and not isinstance(value, dict):
-            raise InvalidValue(f"{self.path}{name} must be an object", param=self.path + name)
-        return value
+        return self._typed(name, "object", dict, "an object")
 
     def sequence(self, name: str) -> list[Any] | None:
-        value = self.take(name)
-        self._schema_of(name, "array")
-        if value is not None and not isinstance(value, list):
-            raise InvalidValue(f"{self.path}{name} must be an array", param=self.path + name)
+        return self._typed(name, "array", list, "an array")
+
+    def choice(self, name: str) -> str | None:
+        """Read one of the values in the table."""
+        value = self.text(name)
+        allowed = [known for known in self._table[name]["enum"] if known is not None]
+        if value is not None and value not in allowed:
+            raise self._invalid(name, f"one of {', '.join(allowed)}")
         return value
 
     def checked(self, name: str) -> Any:
         """Return the value of a field that becomes part of another dialect's body. It is validated here, so that errors
         use the name that the client sent.
         """
-        assert self._table is not None, "a schema is needed"
         match sorted(kinds(self._table[name]) - {"null"}):
             case ["integer"]:
                 self.integer(name)
@@ -192,7 +175,6 @@ class BodyFields:
         the table accepts.
         """
         value = self.take(name)
-        assert self._table is not None, "a schema is needed"
         if value is not None and not allows(self._table[name], value):
             raise UnsupportedField(message, param=self.path + name, extra=extra)
 
@@ -210,7 +192,7 @@ class BodyFields:
         Raise UnsupportedField for a known field that is not supported, and, if `strict`, UnknownField for an unknown
         one.
         """
-        unread = () if self._table is None else self._table.keys() - self.known
+        unread = self._table.keys() - self.known
         assert not unread, f"{sorted(unread)} are in the schema of this call but are not read"
         if self._parent is not None:
             parent, name = self._parent
@@ -224,8 +206,7 @@ class BodyFields:
                 unknown_names.append(name)
             elif not allows(neutral, value):
                 raise UnsupportedField(f"{name} is not supported; leave it out", param=self.path + name)
-        if self._table is not None:
-            unknown_names += unknown_paths(self._table, self._body, but=self._checked_objects)
+        unknown_names += unknown_paths(self._table, self._body, but=self._checked_objects)
         if strict and unknown_names:
             raise UnknownField(
                 "this field is unknown; leave it out, or turn strict-fields off to have it ignored",
