@@ -175,7 +175,7 @@ class VictimOrder:
                 if resident.best_effort and not resident.busy and resident.last_used < self.demand.since
             ]
         # The sort is stable, so residents that may leave at the same time stay in eviction order.
-        return sorted(evictable, key=self.bound) if len(evictable) > 1 else list(evictable)
+        return sorted(evictable, key=self.bound)
 
     def bound(self, resident: Resident) -> float:
         """Return the time at which it may leave at the latest; -inf: now."""

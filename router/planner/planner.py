@@ -289,7 +289,7 @@ class _Walk:
                 floor = (latest if latest > now else -inf), floor[1]
             if missing <= 0:  # it can also wait for victims of a demand ahead, and needs none of its own
                 # Without this, a place whose own residents stay long would be skipped although it is free soon.
-                return min(floor, (max(now, bounds.get(pool, -inf)), ()))
+                return min(floor, (max(now, bounds[pool]), ()))
             return floor
 
         def free(place: Place) -> Floor:
@@ -323,7 +323,8 @@ class _Walk:
         ahead if it needs their memory."""
         bound = max([order.bound(resident) for resident in offer.victims], default=-inf)
         if self.claimed and (short := self._short_without(offer)):
-            bound = max(bound, self.now, *(self.bounds.get(id, -inf) for id in short))
+            # A device has less memory at an earlier stage only if claimed residents leave it, so it has a bound.
+            bound = max(bound, self.now, *(self.bounds[id] for id in short))
         return bound
 
     def _short_without(self, offer: _Offer) -> list[DeviceId]:
@@ -353,7 +354,7 @@ class _Walk:
             return
 
         shortage = self.reasons.shortage(offer.claim, self._free)
-        until = max([*map(order.bound, not_yet), *(self.bounds.get(id, -inf) for id in missing)], default=-inf)
+        until = max([*map(order.bound, not_yet), *(self.bounds[id] for id in missing)], default=-inf)
         if evicts_now:
             for resident in offer.victims:
                 self._send_away(resident, Eviction(reason="evicted", for_demand=demand.id, idle=not resident.busy))

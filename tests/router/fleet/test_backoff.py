@@ -28,11 +28,11 @@ def test_pauses_end_at_five_minutes_and_never_fall_while_it_crashes() -> None:
     assert found[-1] == LONGEST_PAUSE
 
 
-def test_models_that_failed_together_part() -> None:
+def test_models_that_failed_together_retry_at_different_times() -> None:
     assert pauses(1, allowed=0, spread=0.8) < pauses(1, allowed=0, spread=1.2)
 
 
-def test_good_service_wipes_the_slate() -> None:
+def test_good_service_resets_the_crash_count() -> None:
     crashes = Crashes()
     for _ in range(9):
         crashes.pause(0.0, allowed=1, served=False, spread=1.0)

@@ -39,7 +39,7 @@ async def load_of(world: Schedule, count: int, seconds: float = 30.0) -> list[as
 
 
 @virtual
-async def test_a_model_with_more_to_do_than_one_worker_can_gets_another_on_the_emptier_device() -> None:
+async def test_a_crowded_model_gets_a_replica_on_the_emptier_device() -> None:
     scene = world({"a": 3 * GIB})
     await scene.ask("a")
     asking = await load_of(scene, 3)
@@ -50,7 +50,7 @@ async def test_a_model_with_more_to_do_than_one_worker_can_gets_another_on_the_e
 
 
 @virtual
-async def test_there_are_never_more_than_the_most() -> None:
+async def test_the_maximum_of_replicas_is_never_exceeded() -> None:
     scene = world({"a": GIB}, (1, 3))
     await scene.ask("a")
     asking = await load_of(scene, 12)
@@ -64,7 +64,7 @@ async def test_there_are_never_more_than_the_most() -> None:
 
 
 @virtual
-async def test_leases_go_to_the_least_loaded() -> None:
+async def test_leases_go_to_the_least_loaded_worker() -> None:
     scene = world({"a": 3 * GIB})
     await scene.ask("a")
     asking = await load_of(scene, 3)
@@ -76,7 +76,7 @@ async def test_leases_go_to_the_least_loaded() -> None:
 
 
 @virtual
-async def test_a_copy_that_idles_ends_and_the_first_worker_stays() -> None:
+async def test_an_idle_replica_ends_and_the_required_worker_stays() -> None:
     scene = world({"a": 3 * GIB})
     await scene.ask("a")
     await asyncio.gather(*await load_of(scene, 3, 15.0))
@@ -88,7 +88,7 @@ async def test_a_copy_that_idles_ends_and_the_first_worker_stays() -> None:
 
 
 @virtual
-async def test_the_least_number_begins_with_the_first_use_and_stays() -> None:
+async def test_the_minimum_of_replicas_starts_with_the_first_request_and_stays() -> None:
     scene = world({"a": GIB}, (3, 3))
     await scene.ask("a")
     await asyncio.sleep(120)
@@ -97,7 +97,7 @@ async def test_the_least_number_begins_with_the_first_use_and_stays() -> None:
 
 
 @virtual
-async def test_a_copy_makes_room_for_another_models_need() -> None:
+async def test_a_replica_is_evicted_for_a_required_demand() -> None:
     """Though it is in constant use itself once patience is over, and at once while it idles."""
     scene = world({"a": 5 * GIB, "b": 5 * GIB}, (2, 2))
     await scene.ask("a")
@@ -111,7 +111,7 @@ async def test_a_copy_makes_room_for_another_models_need() -> None:
 
 
 @virtual
-async def test_models_that_cannot_all_have_their_least_number_do_not_take_copies_from_each_other() -> None:
+async def test_models_short_of_their_minimum_do_not_evict_each_others_replicas() -> None:
     """Three devices for four workers. Whoever came into use last has two; and takes another one's copy, which idles,
     once it has more to do than that."""
     keys = {name: {"replicas": (2, 3), "parallel": 1} for name in "ab"}
@@ -135,7 +135,7 @@ async def test_models_that_cannot_all_have_their_least_number_do_not_take_copies
 
 
 @virtual
-async def test_a_copy_takes_the_room_of_weights_that_sleep_whenever_they_were_used_last() -> None:
+async def test_a_replica_evicts_sleeping_weights_however_recently_used() -> None:
     """`b` is used after `a` has come into use, and falls asleep: a copy of `a` fits without its weights only."""
     keys: dict[str, dict[str, Any]] = {
         "a": {"replicas": (2, 2)}, "b": {"sleep_idle": 5.0, "required_memory": {"": 3 * GIB // 2}}
@@ -161,7 +161,7 @@ async def test_a_copy_takes_the_room_of_weights_that_sleep_whenever_they_were_us
 
 
 @virtual
-async def test_where_there_is_no_room_a_copy_is_dropped_and_not_tried_with_every_request() -> None:
+async def test_a_replica_without_memory_is_dropped_and_not_tried_with_each_request() -> None:
     scene = world({"a": 5 * GIB, "b": 5 * GIB})
     await scene.ask("b")
     await scene.ask("a")
@@ -175,7 +175,7 @@ async def test_where_there_is_no_room_a_copy_is_dropped_and_not_tried_with_every
 
 
 @virtual
-async def test_when_room_appears_a_model_that_is_still_crowded_gets_its_copy() -> None:
+async def test_a_crowded_model_gets_its_replica_once_memory_is_free() -> None:
     scene = world({"a": 5 * GIB, "b": 5 * GIB})
     await scene.ask("b")
     await scene.ask("a")
@@ -190,7 +190,7 @@ async def test_when_room_appears_a_model_that_is_still_crowded_gets_its_copy() -
 
 
 @virtual
-async def test_a_copy_that_fails_harms_nobody() -> None:
+async def test_a_failed_replica_harms_no_request() -> None:
     models = {"a": FakeModel(shards=(3 * GIB,))}
     scene = world({"a": 3 * GIB}, models=models)
     await scene.ask("a")
@@ -203,7 +203,7 @@ async def test_a_copy_that_fails_harms_nobody() -> None:
 
 
 @virtual
-async def test_when_the_first_worker_dies_the_copy_takes_its_place() -> None:
+async def test_a_replica_becomes_required_when_the_required_worker_dies() -> None:
     scene = world({"a": 3 * GIB, "b": 8 * GIB}, (2, 2))
     await scene.ask("a")
     await asyncio.sleep(10)
@@ -215,7 +215,7 @@ async def test_when_the_first_worker_dies_the_copy_takes_its_place() -> None:
 
 
 @virtual
-async def test_copies_of_a_model_that_nobody_uses_are_not_begun_again() -> None:
+async def test_replicas_of_an_unused_model_are_not_started_again() -> None:
     """Neither by the time to live of the first one, nor by crashes."""
     scene = world({"a": GIB}, (2, 3), a={"ttl": 5.0}, models={"a": FakeModel(shards=(GIB,), dies_after=7.0)})
     await scene.ask("a")
@@ -227,7 +227,7 @@ async def test_copies_of_a_model_that_nobody_uses_are_not_begun_again() -> None:
 
 
 @virtual
-async def test_an_unload_ends_all_of_them() -> None:
+async def test_an_unload_ends_all_replicas() -> None:
     scene = world({"a": 3 * GIB}, (2, 2))
     await scene.ask("a")
     await asyncio.sleep(10)
@@ -251,7 +251,7 @@ async def test_fewer_replicas_take_effect_without_a_restart() -> None:
 
 
 @virtual
-async def test_a_status_counts_them() -> None:
+async def test_a_status_counts_replicas() -> None:
     scene = world({"a": 3 * GIB}, (2, 4))
     await scene.ask("a")
     await asyncio.sleep(10)
@@ -265,7 +265,7 @@ async def test_a_status_counts_them() -> None:
 
 
 @virtual
-async def test_a_model_takes_so_many_requests_at_once_and_says_when_to_come_back() -> None:
+async def test_max_concurrent_refuses_with_the_time_to_retry() -> None:
     scene = Schedule({"a": GIB}, keys={"a": {"max_concurrent": 2}})
     await scene.ask("a", 8.0)
     both = [asyncio.create_task(scene.ask("a", 8.0)) for _ in range(2)]
@@ -279,7 +279,7 @@ async def test_a_model_takes_so_many_requests_at_once_and_says_when_to_come_back
 
 
 @virtual
-async def test_who_is_turned_away_hears_how_long_loads_take() -> None:
+async def test_a_refusal_contains_the_expected_load_time() -> None:
     scene = Schedule(
         {"a": 8 * GIB, "b": 8 * GIB},
         models={name: FakeModel(shards=(8 * GIB,), load_seconds=20.0) for name in "ab"},

@@ -33,23 +33,23 @@ def asked(waiting: list[Any], residents: list[Any], totals: Any, **facts: Any) -
     return decide(found, candidates, residents, devices)
 
 
-def test_only_the_first_who_lacks_main_memory_is_prepared() -> None:
+def test_only_the_first_demand_that_lacks_main_memory_starts_early() -> None:
     residents = [resident(1, {CPU: 45}), resident(2, {CPU: 45})]
     decision = asked([host(10, 40), host(11, 40, since=NOW + 1)], residents, {CPU: TOTAL})
     assert (dict(decision.begin), decision.end) == ({10: RUNTIME}, frozenset())
 
 
-def test_who_waits_for_more_than_those_who_leave_is_not_prepared() -> None:
+def test_a_demand_that_waits_for_more_than_leaving_workers_does_not_start_early() -> None:
     busy = resident(1, {CPU: 85}, busy=True, residency_ends=NOW + 9)
     assert not asked([host(10, 40)], [busy], {CPU: TOTAL}).begin
 
 
-def test_a_process_that_does_not_fit_beside_its_victim_is_not_prepared() -> None:
+def test_a_process_that_does_not_fit_beside_its_victim_does_not_start_early() -> None:
     assert not asked([host(10, 40)], [resident(1, {CPU: 91})], {CPU: TOTAL}).begin
     assert asked([host(10, 40)], [resident(1, {CPU: 90})], {CPU: TOTAL}).begin
 
 
-def test_main_memory_that_somebody_ahead_is_going_to_take_is_not_given_to_a_standby() -> None:
+def test_an_early_start_gets_no_main_memory_of_a_demand_ahead() -> None:
     """Both wait for an accelerator; of main memory there is enough for what each needs, but not for more."""
     residents = [resident(1, {GPU[0]: 100}), resident(2, {GPU[1]: 100})]
     ahead = demand(10, 50, on=[GPU[0]], host=60)
@@ -59,25 +59,25 @@ def test_main_memory_that_somebody_ahead_is_going_to_take_is_not_given_to_a_stan
     assert asked([ahead, behind], residents, totals, foreign={CPU: 35}).begin == {10: RUNTIME}
 
 
-def test_a_standby_goes_as_soon_as_somebody_ahead_lacks_main_memory() -> None:
+def test_an_early_start_ends_once_a_demand_ahead_lacks_main_memory() -> None:
     residents = [resident(1, {CPU: 60}, leaving=True), resident(11, {CPU: 10}, pinned=True)]
     behind, ahead = host(11, 50), host(12, 95, priority=1)
     assert asked([behind], residents, {CPU: TOTAL}, standing=[11]).end == frozenset()
     assert asked([behind, ahead], residents, {CPU: TOTAL}, standing=[11]).end == {11}
 
 
-def test_what_a_standby_holds_and_what_it_still_lacks_are_what_its_worker_takes() -> None:
+def test_an_early_start_and_the_rest_of_its_demand_add_up_to_the_demand() -> None:
     assert less(host(1, 50), 10).shards == (40,)
     assert less(demand(1, 50, host=20), 10) == demand(1, 50, host=10)
     assert less(host(1, 50), 0) == host(1, 50)
 
 
-def test_memory_that_a_standby_may_still_take_counts_as_used() -> None:
+def test_memory_that_an_early_start_may_still_allocate_counts_as_used() -> None:
     devices = machine([resident(1, {CPU: 30, GPU[0]: 40})], {CPU: TOTAL, GPU[0]: TOTAL})
     assert {each.id: each.used for each in cautious(devices, 7)} == {CPU: 37, GPU[0]: 40}
 
 
-def test_a_standby_is_not_begun_behind_a_demand_that_lacks_main_memory() -> None:
+def test_no_early_start_begins_behind_a_demand_that_lacks_main_memory() -> None:
     """There is memory for the process, but the first in line waits for main memory and is not to be prepared."""
     residents = [resident(1, {CPU: 60}), resident(2, {GPU[0]: 100}, leaving=True)]
     ahead, behind = host(10, 80, priority=1), demand(11, 50, on=[GPU[0]], host=5)
@@ -86,17 +86,17 @@ def test_a_standby_is_not_begun_behind_a_demand_that_lacks_main_memory() -> None
     assert asked([ahead, behind], residents, totals, runtime={10: 0}).begin == {}
 
 
-def test_a_demand_that_lacks_main_memory_may_have_its_own_standby() -> None:
+def test_a_demand_that_lacks_main_memory_may_start_early_itself() -> None:
     residents = [resident(1, {CPU: 60}, leaving=True), resident(11, {CPU: 10}, pinned=True)]
     assert asked([host(11, 80)], residents, {CPU: TOTAL}, standing=[11]).end == frozenset()
 
 
-def test_without_a_demand_that_may_begin_or_stands_by_there_is_nothing_to_decide() -> None:
+def test_without_candidates_nothing_is_decided() -> None:
     residents = [resident(1, {CPU: 45})]
     assert asked([host(10, 80)], residents, {CPU: TOTAL}, runtime={10: 0}) == Decision()
 
 
-def test_the_most_of_a_standby_and_its_shards_is_taken_off_what_those_behind_may_have() -> None:
+def test_the_larger_of_process_and_demand_is_kept_from_demands_behind() -> None:
     """The first takes 0 bytes of main memory for its worker, but RUNTIME for its process."""
     residents = [resident(1, {GPU[0]: 100}, leaving=True), resident(2, {GPU[1]: 100}, leaving=True)]
     waiting = [demand(10, 50, on=[GPU[0]]), demand(11, 50, on=[GPU[1]], since=NOW + 1)]
@@ -105,7 +105,7 @@ def test_the_most_of_a_standby_and_its_shards_is_taken_off_what_those_behind_may
     assert asked(waiting, residents, totals, foreign={CPU: 1}).begin == {10: RUNTIME}
 
 
-def test_what_starts_in_a_plan_is_not_given_to_a_standby() -> None:
+def test_memory_of_started_demands_is_not_given_to_an_early_start() -> None:
     residents = [resident(1, {GPU[0]: 100}, leaving=True)]
     waiting = [host(9, 91, priority=1), demand(10, 50, on=[GPU[0]])]
     totals = {CPU: TOTAL, GPU[0]: TOTAL}
@@ -120,7 +120,7 @@ def test_an_early_start_stays_within_the_margin() -> None:
     assert asked([demand(10, 50)], residents, totals, margin=RUNTIME + 1).begin == {}
 
 
-def test_those_who_wait_are_met_in_the_order_of_the_planner() -> None:
+def test_candidates_are_considered_in_queue_order() -> None:
     waiting = [
         host(1, 5, best_effort=True, priority=9, since=NOW - 9),
         host(2, 5, since=NOW - 1),
@@ -131,7 +131,7 @@ def test_those_who_wait_are_met_in_the_order_of_the_planner() -> None:
     assert [one.id for one in sorted(waiting, key=queue_order)] == [5, 4, 2, 3, 1]
 
 
-def test_memory_that_nobody_has_seen_is_added_to_main_memory_alone() -> None:
+def test_unseen_memory_is_added_to_main_memory_only() -> None:
     devices = machine([], {CPU: TOTAL, GPU[0]: TOTAL})
     assert cautious(devices, 0) == devices
     assert [each.used for each in cautious(devices, 7)] == [7, 0]
@@ -165,7 +165,7 @@ def left(waiting: list[Any], residents: list[Any], totals: Any, **facts: Any) ->
     return spare(plan(waiting, residents, devices, NOW, Policy(patience=0.0)), waiting, residents, devices)
 
 
-def test_what_starts_and_what_waits_is_not_left_for_weights_that_sleep() -> None:
+def test_memory_of_started_and_waiting_demands_is_not_spare() -> None:
     there = [resident(1, {CPU: 20}), resident(2, {GPU[0]: 90}, leaving=True)]
     totals = {CPU: TOTAL, GPU[0]: TOTAL}
     assert left([], there, totals, margin=5) == 75

@@ -33,7 +33,7 @@ def told(world: Schedule) -> list[str]:
 
 
 @virtual
-async def test_a_newcomer_prepares_itself_while_its_victim_stops() -> None:
+async def test_a_worker_starts_early_while_its_victim_stops() -> None:
     world = two(prepare_seconds=2.0)
     await world.ask("a")
     waited = await world.ask("b")
@@ -45,7 +45,7 @@ async def test_a_newcomer_prepares_itself_while_its_victim_stops() -> None:
 
 
 @virtual
-async def test_a_newcomer_that_prepares_itself_for_longer_than_its_victim_stops_goes_on_where_it_is() -> None:
+async def test_an_early_start_slower_than_its_victim_continues_as_the_worker() -> None:
     world = two(prepare_seconds=5.0)
     await world.ask("a")
     assert await world.ask("b") == pytest.approx(5.0 + 2.0, abs=0.1)
@@ -54,7 +54,7 @@ async def test_a_newcomer_that_prepares_itself_for_longer_than_its_victim_stops_
 
 
 @virtual
-async def test_what_a_standby_holds_is_reserved_and_then_part_of_its_worker() -> None:
+async def test_memory_of_an_early_start_becomes_part_of_its_worker() -> None:
     world = two(prepare_seconds=1.0)
     await world.ask("a")
     request = asyncio.create_task(world.ask("b"))
@@ -82,7 +82,7 @@ async def test_no_weights_are_loaded_before_the_memory_is_back() -> None:
 
 
 @virtual
-async def test_a_process_that_has_no_room_by_itself_waits_with_its_weights() -> None:
+async def test_a_process_without_memory_of_its_own_is_not_started_early() -> None:
     world = two()
     world.launcher.set_foreign(CPU, 2 * GIB - 100 * MIB)
     await world.ask("a")
@@ -92,7 +92,7 @@ async def test_a_process_that_has_no_room_by_itself_waits_with_its_weights() -> 
 
 
 @virtual
-async def test_a_standby_whose_client_has_left_goes_and_gives_everything_back() -> None:
+async def test_an_early_start_without_clients_ends_and_returns_its_memory() -> None:
     world = two()
     await world.ask("a")
     request = asyncio.create_task(world.ask("b"))
@@ -108,7 +108,7 @@ async def test_a_standby_whose_client_has_left_goes_and_gives_everything_back() 
 
 
 @virtual
-async def test_a_standby_that_crashes_costs_the_request_nothing() -> None:
+async def test_a_crashed_early_start_does_not_fail_the_request() -> None:
     world = two(prepare_fails=[WorkerLost("b: ended by signal 9", cause="crashed", exit=-9)])
     await world.ask("a")
     assert await world.ask("b") == pytest.approx(3.0 + 2.0, abs=0.1)
@@ -118,7 +118,7 @@ async def test_a_standby_that_crashes_costs_the_request_nothing() -> None:
 
 
 @virtual
-async def test_a_model_that_cannot_even_be_prepared_fails_before_there_is_room() -> None:
+async def test_a_final_error_of_an_early_start_fails_the_load_at_once() -> None:
     world = two(prepare_fails=[WorkerLost("b: config.json names no architecture", cause="load_failed", exit=3)])
     await world.ask("a")
     with pytest.raises(LoadFailed, match=r"^b cannot be loaded: config\.json names no architecture$"):
@@ -128,7 +128,7 @@ async def test_a_model_that_cannot_even_be_prepared_fails_before_there_is_room()
 
 
 @virtual
-async def test_a_victim_that_is_asked_for_again_waits_behind_the_newcomer() -> None:
+async def test_a_new_request_for_a_victim_waits_behind_the_demand() -> None:
     world = two()
     await world.ask("a")
     newcomer = asyncio.create_task(world.ask("b"))
@@ -140,7 +140,7 @@ async def test_a_victim_that_is_asked_for_again_waits_behind_the_newcomer() -> N
 
 
 @virtual
-async def test_a_standby_that_takes_more_than_it_was_given_goes() -> None:
+async def test_an_early_start_that_exceeds_its_reservation_ends() -> None:
     world = two(prepared=GIB)
     await world.ask("a")
     await world.ask("b")
@@ -149,7 +149,7 @@ async def test_a_standby_that_takes_more_than_it_was_given_goes() -> None:
 
 
 @virtual
-async def test_a_standby_makes_way_for_whoever_comes_before_it() -> None:
+async def test_an_early_start_ends_for_a_demand_ahead() -> None:
     """`first` has priority and needs what `b` holds: it does not have to wait for b's whole life."""
     sizes = {"a": 4 * GIB, "b": 4 * GIB, "first": 6 * GIB - 100 * MIB}
     models = {name: FakeModel(shards=(size,), stop_seconds=3.0, prepared=200 * MIB) for name, size in sizes.items()}
@@ -167,7 +167,7 @@ async def test_a_standby_makes_way_for_whoever_comes_before_it() -> None:
 
 
 @virtual
-async def test_whoever_is_to_leave_with_a_standby_does_not_wait_for_its_end() -> None:
+async def test_victims_do_not_wait_for_the_end_of_an_early_start() -> None:
     """`first` needs the room of `idle` and that of b's standby: both stop at once, and not one behind the other."""
     sizes = {"a": 4 * GIB, "b": 4 * GIB, "idle": GIB, "first": 6 * GIB - 100 * MIB}
     models = {name: FakeModel(shards=(size,), stop_seconds=3.0, prepared=200 * MIB) for name, size in sizes.items()}
@@ -187,7 +187,7 @@ async def test_whoever_is_to_leave_with_a_standby_does_not_wait_for_its_end() ->
 
 
 @virtual
-async def test_a_newcomer_on_an_accelerator_is_prepared_in_main_memory_alone() -> None:
+async def test_an_early_start_for_an_accelerator_uses_main_memory_only() -> None:
     models = {name: FakeModel(shards=(6 * GIB,), host=GIB, stop_seconds=3.0, prepared=HELD) for name in "ab"}
     keys = {name: {"min_residency": 0.0, "required_memory": {"": 6 * GIB, "cpu": GIB}} for name in "ab"}
     totals = {GPU0: 8 * GIB, CPU: 8 * GIB}
@@ -203,7 +203,7 @@ async def test_a_newcomer_on_an_accelerator_is_prepared_in_main_memory_alone() -
 
 
 @virtual
-async def test_a_router_that_closes_leaves_no_standby() -> None:
+async def test_a_closing_router_leaves_no_early_start() -> None:
     world = two()
     await world.ask("a")
     request = asyncio.create_task(world.ask("b"))

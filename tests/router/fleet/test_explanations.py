@@ -28,7 +28,7 @@ def plans(world: Schedule) -> list[tuple[str, str]]:
 
 
 @virtual
-async def test_who_waits_hears_its_place_why_and_for_how_long() -> None:
+async def test_a_waiting_request_gets_its_position_cause_and_time() -> None:
     models = {name: FakeModel(shards=(size,), load_seconds=6.0) for name, size in BUSY.items()}
     world = Schedule(BUSY, models=models)
     asking = [asyncio.create_task(world.ask("a", 60.0))]
@@ -43,7 +43,7 @@ async def test_who_waits_hears_its_place_why_and_for_how_long() -> None:
 
 
 @virtual
-async def test_who_waits_for_a_load_hears_how_far_it_is() -> None:
+async def test_a_request_that_waits_for_a_load_gets_its_progress() -> None:
     world = Schedule({"a": GIB}, models={"a": FakeModel(shards=(GIB,), load_seconds=6.0)})
     with world.fleet.lease("a") as lease:
         await asyncio.sleep(1)
@@ -56,7 +56,7 @@ async def test_who_waits_for_a_load_hears_how_far_it_is() -> None:
 
 
 @virtual
-async def test_a_plan_asked_for_says_who_would_leave_and_changes_nothing() -> None:
+async def test_a_preview_names_the_victims_and_changes_nothing() -> None:
     world = Schedule({"a": 4 * GIB, "b": 3 * GIB, "c": 5 * GIB})
     await world.ask("a")
     await world.ask("b")
@@ -71,7 +71,7 @@ async def test_a_plan_asked_for_says_who_would_leave_and_changes_nothing() -> No
 
 
 @virtual
-async def test_a_plan_asked_for_stands_in_line_as_its_request_would() -> None:
+async def test_a_preview_has_the_queue_position_of_its_request() -> None:
     """There is room for `c`, and `b` is going to take it."""
     world = Schedule({"a": 5 * GIB, "b": 6 * GIB, "c": 3 * GIB}, keys={"b": {"priority": -1}})
     using = asyncio.create_task(world.ask("a", 20.0))
@@ -94,7 +94,7 @@ async def test_a_plan_asked_for_stands_in_line_as_its_request_would() -> None:
 
 
 @virtual
-async def test_a_plan_asked_for_of_a_model_that_has_failed_is_what_its_request_hears() -> None:
+async def test_a_preview_of_a_failed_model_is_the_error_of_its_request() -> None:
     world = Schedule({"a": GIB, "b": GIB})
     crash, unusable = WorkerLost("died", cause="crashed", exit=1), WorkerLost("odd", cause="load_failed", exit=3)
     for name, lost in (("a", crash), ("b", unusable)):
@@ -118,7 +118,7 @@ async def test_a_plan_asked_for_of_a_model_that_has_failed_is_what_its_request_h
 
 
 @virtual
-async def test_a_model_that_is_being_fetched_is_expected_when_its_files_will_have_come_and_it_is_loaded() -> None:
+async def test_the_eta_of_a_download_includes_the_load() -> None:
     models = {"a": FakeModel(shards=(GIB,), download_seconds=100.0, load_seconds=6.0)}
     world = Schedule({"a": GIB}, models=models, missing=("a",), limits=Limits(queue_size=2))
     assert "not here yet" in (await world.fleet.scheduler.preview("a"))["message"]
@@ -161,7 +161,7 @@ async def test_every_decision_is_an_event_with_its_numbers() -> None:
 
 
 @virtual
-async def test_a_key_at_its_limit_hears_how_long_requests_take() -> None:
+async def test_a_key_at_its_limit_gets_the_duration_of_requests() -> None:
     world = Schedule({"a": GIB})
     await world.ask("a", 6.0)
     key, access = ApiKey(name="k", digest=b"k", admin=False, models=(), max_concurrent=1), Access(())
@@ -177,7 +177,7 @@ async def test_a_key_at_its_limit_hears_how_long_requests_take() -> None:
 
 
 @virtual
-async def test_copies_and_reloads_are_counted() -> None:
+async def test_replicas_and_reloads_are_counted() -> None:
     world: Any = Schedule({"a": GIB}, keys={"a": {"replicas": (2, 2)}})
     metrics = Metrics(world.fleet, world.events)
     await world.ask("a")

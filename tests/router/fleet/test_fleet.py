@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ async def gather(*requests: Awaitable[Any]) -> list[Any]:
 
 
 @virtual
-async def test_a_request_begins_a_life_and_the_next_one_finds_it_ready() -> None:
+async def test_a_request_loads_its_model_and_the_next_one_finds_it_ready() -> None:
     world = Schedule({"a": GIB})
     assert await world.ask("a") == pytest.approx(2.0, abs=0.1)
     assert await world.ask("a") == 0.0
@@ -47,7 +48,7 @@ async def test_a_request_begins_a_life_and_the_next_one_finds_it_ready() -> None
 
 
 @virtual
-async def test_requests_that_come_and_go_cost_no_plan_each_while_nobody_waits() -> None:
+async def test_ending_requests_share_a_plan_while_no_demand_waits() -> None:
     world = Schedule({"a": GIB})
     await world.ask("a")
     plans, began = [world.fleet.scheduler.last_plan], world.now
@@ -60,7 +61,7 @@ async def test_requests_that_come_and_go_cost_no_plan_each_while_nobody_waits() 
 
 
 @virtual
-async def test_who_falls_idle_leaves_at_once_if_somebody_waits_and_on_time_if_nobody_does() -> None:
+async def test_an_idle_worker_leaves_at_once_for_a_demand_and_else_at_its_ttl() -> None:
     world = Schedule(
         {"a": GIB, "b": GIB}, keys={"a": {"min_residency": 0}, "b": {"ttl": 1.0}}, limits=Limits(models_max=1)
     )
@@ -88,7 +89,7 @@ async def test_many_cold_requests_begin_one_load() -> None:
 
 
 @virtual
-async def test_a_download_that_nobody_waits_for_takes_no_place_and_goes_on_to_a_load_if_somebody_comes() -> None:
+async def test_a_fetch_takes_no_memory_and_becomes_a_load_with_a_request() -> None:
     models = {name: FakeModel(shards=(GIB,), download_seconds=5.0) for name in "bc"}
     world = Schedule({"a": GIB, "b": GIB, "c": GIB}, limits=Limits(models_max=1), models=models, missing=("b", "c"))
     await world.ask("a")
@@ -103,7 +104,7 @@ async def test_a_download_that_nobody_waits_for_takes_no_place_and_goes_on_to_a_
 
 
 @virtual
-async def test_one_that_gives_up_stops_nothing() -> None:
+async def test_a_client_that_disconnects_stops_no_load_of_others() -> None:
     world = Schedule({"a": GIB})
     leaver = asyncio.create_task(world.ask("a"))
     stayer = asyncio.create_task(world.ask("a"))
@@ -113,12 +114,21 @@ async def test_one_that_gives_up_stops_nothing() -> None:
     await world.stop()
 
 
+@pytest.mark.parametrize(
+    ("size", "limits"),
+    [
+        (3 * GIB, Limits()),
+        (1, Limits(models_max=2)),
+        (6 * GIB, Limits(models_max=2, memory=False)),
+    ],
+    ids=["by memory", "by the count of workers", "by the count alone if no memory is limited"],
+)
 @virtual
-async def test_the_least_recently_used_is_evicted() -> None:
-    world = Schedule({"a": 3 * GIB, "b": 3 * GIB, "c": 3 * GIB})
-    await world.ask("a")
-    await world.ask("b")
-    await world.ask("a")
+async def test_the_least_recently_used_is_evicted(size: int, limits: Limits) -> None:
+    models = {name: FakeModel(shards=(1,)) for name in "abc"}
+    world = Schedule(dict.fromkeys("abc", size), limits=limits, models=models)
+    for name in "aba":
+        await world.ask(name)
     await asyncio.sleep(60)
     await world.ask("c")
     assert world.journal == ["start a", "start b", "stop b", "start c"]
@@ -193,29 +203,7 @@ async def test_loads_run_in_parallel_when_both_fit() -> None:
 
 
 @virtual
-async def test_models_max_counts_workers() -> None:
-    world = Schedule({"a": 1, "b": 1, "c": 1}, limits=Limits(models_max=2))
-    await world.ask("a")
-    await world.ask("b")
-    await asyncio.sleep(60)
-    await world.ask("c")
-    assert world.journal == ["start a", "start b", "stop a", "start c"]
-    await world.stop()
-
-
-@virtual
-async def test_without_a_margin_only_the_count_decides() -> None:
-    world = Schedule({"a": 3 * GIB, "b": 3 * GIB, "c": GIB}, limits=Limits(models_max=2, memory=False))
-    await world.ask("a")
-    await world.ask("b")
-    await asyncio.sleep(60)
-    await world.ask("c")
-    assert world.journal == ["start a", "start b", "stop a", "start c"]
-    await world.stop()
-
-
-@virtual
-async def test_what_can_never_fit_is_refused_with_the_arithmetic_and_evicts_nobody() -> None:
+async def test_a_model_that_can_never_fit_is_refused_with_the_arithmetic_and_evicts_nothing() -> None:
     world = Schedule({"a": GIB, "huge": 20 * GIB}, margin=GIB)
     await world.ask("a")
     with pytest.raises(DoesNotFit) as refused:
@@ -294,7 +282,7 @@ async def test_autoload_off_loads_nothing() -> None:
 
 
 @virtual
-async def test_a_preset_says_for_itself_whether_it_loads_on_demand() -> None:
+async def test_autoload_of_a_preset_overrides_the_general_setting() -> None:
     world = Schedule({"a": GIB, "b": GIB}, keys={"a": {"autoload": False}})
     with pytest.raises(ModelNotLoaded):
         await world.ask("a")
@@ -311,7 +299,7 @@ async def test_an_unknown_model_is_not_found() -> None:
 
 
 @virtual
-async def test_load_and_unload_say_what_is_already_so() -> None:
+async def test_load_and_unload_reject_what_is_already_done() -> None:
     world = Schedule({"a": GIB})
     with pytest.raises(NotRunning):
         world.fleet.unload("a")
@@ -357,7 +345,7 @@ async def test_an_unload_drains_and_cuts_only_after_the_drain_timeout() -> None:
 
 
 @virtual
-async def test_a_model_unloaded_while_it_drains_is_loaded_again_for_newcomers() -> None:
+async def test_a_draining_model_is_loaded_again_for_new_requests() -> None:
     world = Schedule({"a": GIB})
     long = asyncio.create_task(world.ask("a", 20.0))
     await asyncio.sleep(5)
@@ -369,7 +357,7 @@ async def test_a_model_unloaded_while_it_drains_is_loaded_again_for_newcomers() 
 
 
 @virtual
-async def test_a_start_that_fails_backs_off_and_says_why() -> None:
+async def test_a_failed_start_backs_off_with_its_cause() -> None:
     world = Schedule({"a": GIB})
     world.launcher.models["a"].start_fails = [crash("no luck")]
     with pytest.raises(LoadBackoff, match="no luck"):
@@ -383,7 +371,7 @@ async def test_a_start_that_fails_backs_off_and_says_why() -> None:
 
 
 @virtual
-async def test_what_would_fail_the_same_way_again_is_not_retried_by_itself() -> None:
+async def test_a_final_failure_is_not_retried_without_a_load_command() -> None:
     world = Schedule({"a": GIB})
     world.launcher.models["a"].start_fails = [WorkerLost("no such architecture", cause="load_failed", exit=3)]
     for _ in range(3):
@@ -409,7 +397,7 @@ async def test_a_load_that_runs_out_of_memory_is_tried_once_more_with_a_raised_e
 
 
 @virtual
-async def test_a_load_that_runs_out_of_memory_sends_one_more_away_and_is_tried_once_more() -> None:
+async def test_a_load_that_runs_out_of_memory_evicts_one_more_and_is_retried() -> None:
     """It was said to need less than it does: beside `b` there is room for the one figure and not for the other."""
     sizes = {"c": 32 * GIB, "b": 48 * GIB, "a": 33 * GIB}
     said = Estimated(weights=[31 * GIB], context=[0], compute=[0], runtime=[0], host=0)
@@ -442,7 +430,7 @@ async def test_a_worker_that_dies_in_service_is_replaced_by_the_next_request() -
 
 
 @virtual
-async def test_who_idles_past_its_time_to_live_leaves() -> None:
+async def test_an_idle_worker_leaves_after_its_time_to_live() -> None:
     world = Schedule({"a": GIB}, keys={"a": {"ttl": 20.0}})
     await world.ask("a")
     await asyncio.sleep(19)
@@ -466,7 +454,7 @@ async def test_a_pinned_model_is_never_evicted() -> None:
 
 
 @virtual
-async def test_the_own_load_does_not_count_as_time_in_the_queue() -> None:
+async def test_the_load_itself_does_not_count_as_time_in_the_queue() -> None:
     world = Schedule({"a": GIB}, limits=Limits(queue_timeout=5.0),
                      models={"a": FakeModel(shards=(GIB,), load_seconds=50.0)})  # fmt: skip
     assert await world.ask("a") == pytest.approx(50.0, abs=0.1)
@@ -501,7 +489,7 @@ async def test_foreign_memory_is_respected() -> None:
 
 
 @virtual
-async def test_a_long_queue_leaves_the_loop_to_those_who_are_served() -> None:
+async def test_a_long_queue_is_planned_less_often() -> None:
     """However often something changes: with forty who wait there are not more than a few dozen plans a second, and a
     change that comes meanwhile is not forgotten."""
     names = [f"m{number}" for number in range(41)]
@@ -520,7 +508,7 @@ async def test_a_long_queue_leaves_the_loop_to_those_who_are_served() -> None:
 
 
 @virtual
-async def test_nobody_starts_in_memory_that_another_program_has_taken_since_the_last_reading() -> None:
+async def test_devices_are_read_again_before_a_start() -> None:
     """As routers do that share a machine: the driver is asked again before each start."""
     world = Schedule({"a": 4 * GIB})
     world.launcher.reading_lag = 1000.0
@@ -571,8 +559,6 @@ async def test_a_changed_preset_restarts_its_worker_and_a_live_key_does_not() ->
     world = Schedule({"a": GIB, "b": GIB})
     await world.ask("a")
     await world.ask("b")
-    from dataclasses import replace
-
     changed = {"a": replace(world.presets["a"], ctx_size=128), "b": replace(world.presets["b"], ttl=1000.0)}
     result = world.fleet.models.apply(changed)
     assert result == {"added": [], "changed": ["a", "b"], "restarted": ["a"], "removed": []}
@@ -597,7 +583,7 @@ async def test_a_removed_model_drains_and_is_not_found() -> None:
 
 
 @virtual
-async def test_a_closing_fleet_takes_no_requests_and_leaves_nobody() -> None:
+async def test_a_closing_fleet_takes_no_requests_and_leaves_no_worker() -> None:
     world = Schedule({"a": GIB, "b": GIB})
     await world.ask("a")
     loading = asyncio.create_task(world.ask("b"))
@@ -629,7 +615,7 @@ async def test_a_state_never_goes_back() -> None:
 
 
 @virtual
-async def test_alternating_clients_of_two_models_are_served_in_turns() -> None:
+async def test_alternating_clients_of_two_models_share_the_memory_by_minimum_residency() -> None:
     """Not one swap a request: a model just loaded keeps its place for its turn while it is in use."""
     world = Schedule({"a": 5 * GIB, "b": 5 * GIB})
 
@@ -644,7 +630,7 @@ async def test_alternating_clients_of_two_models_are_served_in_turns() -> None:
 
 
 @virtual
-async def test_a_model_is_kept_for_clients_that_used_to_come_back_soon_and_for_no_others() -> None:
+async def test_the_idle_grace_holds_only_for_clients_that_return_soon() -> None:
     """`b` waits for `a`, which has just become idle inside its turn."""
     waited = {}
     for pause in (0.5, 6.0):
@@ -661,7 +647,7 @@ async def test_a_model_is_kept_for_clients_that_used_to_come_back_soon_and_for_n
 
 
 @virtual
-async def test_a_load_that_is_refused_says_so_and_never_that_it_is_queued() -> None:
+async def test_a_refused_load_is_never_reported_as_queued() -> None:
     world = Schedule({"a": GIB, "huge": 900 * GIB})
     await world.ask("a")
     for passes in range(12):  # whatever the loop does in between

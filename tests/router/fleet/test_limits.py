@@ -23,7 +23,7 @@ def told(world: Schedule, kind: str) -> Sequence[Event]:
 
 
 @virtual
-async def test_a_load_that_asks_nothing_takes_no_place_of_a_request() -> None:
+async def test_a_load_command_counts_towards_no_request_limit() -> None:
     """Neither in the model's queue, nor in that of all, nor among those that it answers at once."""
     for keys, limits in (
         ({"queue_size": 1}, Limits()),
@@ -44,7 +44,7 @@ async def test_a_load_that_asks_nothing_takes_no_place_of_a_request() -> None:
 
 
 @virtual
-async def test_a_queue_of_one_holds_up_nobody_who_need_not_wait() -> None:
+async def test_a_full_queue_does_not_stop_requests_of_a_ready_model() -> None:
     world = Schedule({"a": GIB, "b": GIB, "c": GIB}, limits=Limits(queue_size=1))
     await world.ask("a")
     first = asyncio.create_task(world.ask("b"))
@@ -58,7 +58,7 @@ async def test_a_queue_of_one_holds_up_nobody_who_need_not_wait() -> None:
 
 
 @virtual
-async def test_who_is_refused_by_one_limit_is_not_counted_by_another() -> None:
+async def test_a_request_refused_by_one_limit_is_not_counted_by_another() -> None:
     """One at once, and one in the queue: whoever comes next is told of the first of them, and changes nothing."""
     world = Schedule({"a": GIB}, keys={"a": {"max_concurrent": 1, "queue_size": 1}})
     first = asyncio.create_task(world.ask("a", 3.0))
@@ -96,7 +96,7 @@ async def test_a_storm_of_refusals_is_an_event_each_second_with_its_numbers() ->
 
 
 @virtual
-async def test_whose_time_in_the_queue_is_up_is_an_event_with_its_numbers() -> None:
+async def test_a_queue_timeout_is_an_event_with_its_numbers() -> None:
     world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"pin": True}}, limits=Limits(queue_timeout=0.5))
     await world.ask("a")
     with pytest.raises(QueueTimeout):
@@ -113,12 +113,12 @@ async def test_whose_time_in_the_queue_is_up_is_an_event_with_its_numbers() -> N
 @pytest.mark.parametrize(
     ("seconds", "said"), [(0.0, 1), (1.0, 1), (1.2, 2), (2.5, 3), (4.0000001, 4), (59.4, 60), (300.0, 300)]
 )
-def test_seconds_until_one_may_come_back_are_never_too_few(seconds: float, said: int) -> None:
+def test_retry_after_is_never_too_short(seconds: float, said: int) -> None:
     assert whole_seconds(seconds) == said
 
 
 @virtual
-async def test_who_comes_back_when_it_was_told_to_is_tried_again() -> None:
+async def test_a_request_after_retry_after_is_tried_again() -> None:
     """However the pauses of a model that keeps failing fall between two seconds."""
     world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 0}})
     world.launcher.models["a"].start_fails = [WorkerLost("died", cause="crashed", exit=1) for _ in range(6)]
@@ -137,7 +137,7 @@ async def test_who_comes_back_when_it_was_told_to_is_tried_again() -> None:
 
 
 @virtual
-async def test_a_load_that_takes_longer_than_ever_is_expected_by_its_rate() -> None:
+async def test_the_eta_of_a_slow_load_uses_its_own_rate() -> None:
     world = Schedule({"a": GIB}, models={"a": FakeModel(load_seconds=2.0)}, keys={"a": {"queue_size": 1}})
     await world.ask("a")
     await world.fleet.unload("a")[0].stopped.wait()
@@ -159,7 +159,7 @@ async def test_a_load_that_takes_longer_than_ever_is_expected_by_its_rate() -> N
 
 
 @virtual
-async def test_a_plan_asked_for_never_does_anything_whatever_it_is_asked_of() -> None:
+async def test_a_preview_never_changes_anything() -> None:
     """Of a model that is here, starts, is too large, has no room beside what is pinned, waits; and of none."""
     world = Schedule(
         {"pinned": 5 * GIB, "small": GIB, "large": 9 * GIB, "out": 5 * GIB},
@@ -195,7 +195,7 @@ async def test_a_plan_asked_for_never_does_anything_whatever_it_is_asked_of() ->
 
 
 @virtual
-async def test_a_plan_asked_for_of_a_model_that_takes_no_more_requests_is_what_one_more_hears() -> None:
+async def test_a_preview_of_a_full_model_is_the_error_of_one_more_request() -> None:
     world = Schedule({"a": GIB, "b": GIB}, keys={"a": {"max_concurrent": 1}, "b": {"queue_size": 1}})
     running = [asyncio.create_task(world.ask(name, 9.0)) for name in "ab"]
     await asyncio.sleep(1)
@@ -226,7 +226,7 @@ async def test_models_max_of_zero_is_no_limit() -> None:
 
 
 @virtual
-async def test_of_two_times_to_idle_the_shorter_one_holds_and_a_request_may_say_another() -> None:
+async def test_the_shorter_idle_time_holds_unless_a_request_sets_another() -> None:
     """`sleep-idle-seconds` 20 s, `ttl` 60 s; what requests wish as keep-alive stands in place of `ttl`."""
     for request, leaves_after in ((None, 20.0), (5.0, 5.0), (0.0, 0.0), (40.0, 20.0), (-1.0, 20.0)):
         world = Schedule({"a": GIB}, keys={"a": {"ttl": 60.0, "sleep_idle": 20.0}})
@@ -242,7 +242,7 @@ async def test_of_two_times_to_idle_the_shorter_one_holds_and_a_request_may_say_
 
 
 @virtual
-async def test_neither_a_turn_nor_a_linger_keeps_whom_its_client_keeps_for_no_time() -> None:
+async def test_keep_alive_zero_ends_minimum_residency_and_idle_grace() -> None:
     world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"idle_grace": 60.0}}, limits=Limits(patience=60.0))
     with world.fleet.lease("a") as lease:
         await lease.ready()
@@ -254,7 +254,7 @@ async def test_neither_a_turn_nor_a_linger_keeps_whom_its_client_keeps_for_no_ti
 
 
 @virtual
-async def test_the_copies_of_a_pinned_model_end_when_they_idle_and_what_is_pinned_stays() -> None:
+async def test_idle_replicas_of_a_pinned_model_end_and_its_required_worker_stays() -> None:
     keys = {"a": {"pin": True, "replicas": (1, 3), "replica_idle": 10.0, "parallel": 1, "ttl": 5.0}}
     world = Schedule({"a": GIB}, keys=keys)
     await world.ask("a")

@@ -44,7 +44,7 @@ def test_the_rate_is_of_what_was_done_since_the_stage_began() -> None:
     assert (progress.as_dict()["rate"], progress.as_dict()["eta"], progress.share) == (None, None, 0.0)
 
 
-def test_an_unknown_total_is_never_a_share_nor_an_eta() -> None:
+def test_an_unknown_total_gives_no_share_and_no_eta() -> None:
     progress = LoadProgress()
     progress.update("download", 0, 0, 1.0)
     progress.update("download", 700, 0, 2.0)

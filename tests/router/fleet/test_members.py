@@ -62,7 +62,7 @@ WARM: dict[str, Any] = {"sampling": {"temp": 0.9}}
 
 
 @virtual
-async def test_names_that_part_by_how_long_it_lives_leave_the_worker_to_the_one_that_is_as_it_was() -> None:
+async def test_names_that_part_by_ttl_leave_the_worker_to_the_unchanged_one() -> None:
     world = World(a={}, b=WARM)
     first = await world.ask("a")
     assert world.reload(a={"ttl": 5.0}, b=WARM) == {"added": [], "changed": ["a"], "restarted": [], "removed": []}
@@ -73,7 +73,7 @@ async def test_names_that_part_by_how_long_it_lives_leave_the_worker_to_the_one_
 
 
 @virtual
-async def test_who_comes_to_be_alike_shares_the_worker_that_runs_and_the_other_one_ends() -> None:
+async def test_presets_that_become_equal_share_the_running_worker() -> None:
     world = World(a={"ctx_size": 64}, b=WARM)
     one, two = await world.ask("a"), await world.ask("b")
     assert world.reload(a={}, b=WARM)["restarted"] == ["a"]
@@ -88,7 +88,7 @@ async def test_who_comes_to_be_alike_shares_the_worker_that_runs_and_the_other_o
 
 
 @virtual
-async def test_of_three_the_two_that_stay_alike_keep_the_worker() -> None:
+async def test_of_three_names_the_two_equal_ones_keep_the_worker() -> None:
     world = World(a={}, b={}, c=WARM)
     first = await world.ask("c")
     told = world.reload(a={"ctx_size": 64}, b={}, c=WARM)
@@ -99,7 +99,7 @@ async def test_of_three_the_two_that_stay_alike_keep_the_worker() -> None:
 
 
 @virtual
-async def test_all_that_change_alike_restart_once() -> None:
+async def test_names_with_the_same_change_restart_once() -> None:
     world = World(a={}, b=WARM)
     first = await world.ask("a")
     told = world.reload(a={"ctx_size": 64}, b={"ctx_size": 64, **WARM})
@@ -111,7 +111,7 @@ async def test_all_that_change_alike_restart_once() -> None:
 
 
 @virtual
-async def test_a_pinned_one_that_loses_its_worker_to_its_twin_is_loaded_at_once() -> None:
+async def test_a_pinned_name_that_loses_its_worker_is_loaded_at_once() -> None:
     world = World(a={"pin": True}, b={"pin": True})
     first = await world.ask("b")
     world.reload(a={"pin": True, "ctx_size": 64}, b={"pin": True})
@@ -122,7 +122,7 @@ async def test_a_pinned_one_that_loses_its_worker_to_its_twin_is_loaded_at_once(
 
 
 @virtual
-async def test_one_name_goes_and_the_other_stays_or_both_go() -> None:
+async def test_removing_one_name_keeps_the_worker_and_removing_both_ends_it() -> None:
     world = World(a={}, b=WARM)
     first = await world.ask("a")
     assert world.reload(b=WARM)["removed"] == ["a"]
@@ -146,7 +146,7 @@ async def test_names_in_another_order_are_the_same_worker() -> None:
 
 
 @virtual
-async def test_those_who_share_speak_of_a_model_by_the_name_that_was_asked_for() -> None:
+async def test_errors_of_shared_workers_contain_the_requested_name() -> None:
     world = World(a={"autoload": False}, b={"autoload": False})
     for name in "ab":
         with pytest.raises(ModelNotLoaded, match=f"^model '{name}' is not loaded"):
@@ -160,7 +160,7 @@ async def test_those_who_share_speak_of_a_model_by_the_name_that_was_asked_for()
 
 
 @virtual
-async def test_a_preset_that_is_renamed_serves_by_its_new_name_and_who_runs_by_the_old_one_is_not_disturbed() -> None:
+async def test_a_renamed_preset_keeps_running_requests_of_the_old_name() -> None:
     world = World(a={})
     first = await world.ask("a")
     with world.shared_workers.lease("a") as running:

@@ -65,7 +65,7 @@ def states_told(world: Schedule) -> dict[int, list[str]]:
 
 
 @virtual
-async def test_a_crash_loop_is_seen_however_long_each_load_takes() -> None:
+async def test_a_crash_loop_is_detected_with_slow_loads() -> None:
     """Only seconds of service, and a complete answer, wipe the slate; not seconds of loading."""
     world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 2}},
                      models={"a": FakeModel(load_seconds=90.0, dies_after=0.5)})  # fmt: skip
@@ -78,7 +78,7 @@ async def test_a_crash_loop_is_seen_however_long_each_load_takes() -> None:
 
 
 @virtual
-async def test_service_and_a_complete_answer_wipe_the_slate() -> None:
+async def test_service_and_a_complete_answer_reset_the_crash_count() -> None:
     world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 1}}, models={"a": FakeModel(dies_after=70.0)})
     for _ in range(5):
         await world.ask("a", 1.0)
@@ -107,7 +107,7 @@ async def test_the_pause_doubles_up_to_five_minutes_and_stays_there() -> None:
 
 
 @virtual
-async def test_who_waited_is_told_the_real_pause() -> None:
+async def test_waiting_requests_get_the_real_pause() -> None:
     world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 0}})
     world.launcher.models["a"].start_fails = [crash() for _ in range(8)]
     for _ in range(8):
@@ -121,7 +121,7 @@ async def test_who_waited_is_told_the_real_pause() -> None:
 
 
 @virtual
-async def test_a_pause_is_told_with_why_and_until_when_by_events_lists_and_log() -> None:
+async def test_events_lists_and_log_show_the_cause_and_end_of_a_pause() -> None:
     world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 0}})
     world.launcher.models["a"].start_fails = [crash("no such kernel"), unusable()]
     for final, least, most in ((False, 1.6, 2.4), (True, 600.0, 600.0)):
@@ -158,7 +158,7 @@ async def test_a_model_whose_old_worker_still_drains_shows_why_its_new_one_faile
 
 
 @virtual
-async def test_a_worker_that_had_served_and_died_pauses_nobody_and_tells_no_pause() -> None:
+async def test_a_worker_that_dies_after_service_causes_no_pause() -> None:
     world = Schedule({"a": GIB}, models={"a": FakeModel(shards=(GIB,), dies_after=0.5)})
     await world.ask("a", 1.0)
     assert not [event for event in world.events.since(0) or [] if event.kind == "back_off"]
@@ -167,7 +167,7 @@ async def test_a_worker_that_had_served_and_died_pauses_nobody_and_tells_no_paus
 
 
 @virtual
-async def test_an_old_worker_that_ends_in_good_order_does_not_excuse_a_newer_failure() -> None:
+async def test_an_older_worker_that_stops_does_not_clear_a_newer_failure() -> None:
     world = Schedule({"a": GIB})
     long = asyncio.create_task(world.ask("a", 10.0))
     await asyncio.sleep(5)
@@ -199,7 +199,7 @@ async def test_a_final_failure_is_forgotten_when_the_files_change() -> None:
 
 
 @virtual
-async def test_a_load_that_cannot_even_begin_shows_why() -> None:
+async def test_a_load_that_cannot_begin_shows_the_cause() -> None:
     world = Schedule({"a": GIB}, keys={"a": {"device": ("cuda:7",)}})
     for _ in range(2):
         with pytest.raises(LoadFailed, match="cuda:7"):
@@ -211,7 +211,7 @@ async def test_a_load_that_cannot_even_begin_shows_why() -> None:
 
 
 @virtual
-async def test_a_status_says_what_became_of_a_worker_and_since_when() -> None:
+async def test_a_status_shows_the_end_of_a_worker_and_its_time() -> None:
     world = Schedule({"a": GIB})
     world.launcher.reading_lag = 2.0
 
@@ -243,7 +243,7 @@ async def test_a_status_says_what_became_of_a_worker_and_since_when() -> None:
 
 
 @virtual
-async def test_newcomers_grant_no_further_lives_to_a_load_that_ran_out_of_memory() -> None:
+async def test_new_requests_cause_no_further_retry_of_a_load_that_ran_out_of_memory() -> None:
     world = Schedule({"a": GIB}, keys={"a": {"required_memory": {}}})
     world.launcher.models["a"].start_fails = [out_of_memory() for _ in range(6)]
     asked: list[asyncio.Task[float]] = []
@@ -263,7 +263,7 @@ async def test_newcomers_grant_no_further_lives_to_a_load_that_ran_out_of_memory
 
 
 @virtual
-async def test_a_removed_model_is_not_loaded_again_for_those_who_waited() -> None:
+async def test_a_removed_model_is_not_loaded_again_for_waiting_requests() -> None:
     world = Schedule({"a": GIB})
     world.launcher.models["a"].start_fails = [out_of_memory()]
 
@@ -285,7 +285,7 @@ async def test_a_removed_model_is_not_loaded_again_for_those_who_waited() -> Non
 
 @pytest.mark.parametrize("exit", [-9, -15, 0])
 @virtual
-async def test_a_load_that_somebody_kills_is_begun_once_more_for_all_who_wait(exit: int) -> None:
+async def test_a_load_killed_from_outside_is_retried_once_for_all_waiting_requests(exit: int) -> None:
     world = Schedule({"a": GIB})
     world.launcher.models["a"].start_fails = [killed(exit)]
     await asyncio.gather(*(world.ask("a") for _ in range(3)))
@@ -295,7 +295,7 @@ async def test_a_load_that_somebody_kills_is_begun_once_more_for_all_who_wait(ex
 
 
 @virtual
-async def test_a_load_that_is_killed_twice_is_a_failure_and_the_next_one_has_two_lives_again() -> None:
+async def test_a_load_killed_twice_fails_and_the_next_one_is_retried_again() -> None:
     world = Schedule({"a": GIB})
     world.launcher.models["a"].start_fails = [killed() for _ in range(3)]
     with pytest.raises(LoadBackoff, match="somebody killed it"):
@@ -308,7 +308,7 @@ async def test_a_load_that_is_killed_twice_is_a_failure_and_the_next_one_has_two
 
 
 @virtual
-async def test_a_load_that_ends_by_itself_is_not_begun_again_at_once() -> None:
+async def test_a_load_that_exits_by_itself_is_not_retried_at_once() -> None:
     for exit in (1, 5, -11, None):
         world = Schedule({"a": GIB})
         world.launcher.models["a"].start_fails = [crash(exit=exit)]
@@ -319,7 +319,7 @@ async def test_a_load_that_ends_by_itself_is_not_begun_again_at_once() -> None:
 
 
 @virtual
-async def test_nobody_is_loaded_again_whom_nobody_waits_for() -> None:
+async def test_a_killed_load_without_requests_is_not_retried() -> None:
     world = Schedule({"a": GIB})
     world.launcher.models["a"].start_fails = [killed()]
     asked = asyncio.create_task(world.ask("a"))
@@ -337,7 +337,7 @@ async def test_nobody_is_loaded_again_whom_nobody_waits_for() -> None:
 
 
 @virtual
-async def test_who_waits_for_a_changed_preset_is_served_by_its_new_worker() -> None:
+async def test_waiting_requests_of_a_changed_preset_get_its_new_worker() -> None:
     world = Schedule({"a": GIB})
     asked = [asyncio.create_task(world.ask("a")) for _ in range(3)]
     await asyncio.sleep(1)
@@ -361,7 +361,7 @@ async def test_a_pinned_model_is_loaded_again_at_once_and_once() -> None:
 
 
 @virtual
-async def test_a_reload_is_whole_even_if_nobody_may_wait_any_more() -> None:
+async def test_a_reload_is_complete_even_if_the_queue_is_full() -> None:
     sizes = {"a": GIB, "b": GIB, "c": GIB}
     world = Schedule(sizes, keys={"a": {"pin": True}}, limits=Limits(queue_size=1))
     await world.ask("a")
@@ -378,7 +378,7 @@ async def test_a_reload_is_whole_even_if_nobody_may_wait_any_more() -> None:
 
 
 @virtual
-async def test_a_removed_model_is_told_once_and_only_if_it_is_gone() -> None:
+async def test_a_removed_model_has_one_event_after_its_last_worker() -> None:
     world = Schedule({"a": GIB, "b": GIB})
     long = asyncio.create_task(world.ask("a", 10.0))
     await asyncio.sleep(3)
@@ -398,7 +398,7 @@ async def test_a_removed_model_is_told_once_and_only_if_it_is_gone() -> None:
 
 
 @virtual
-async def test_what_ends_before_its_first_step_is_told_too() -> None:
+async def test_a_worker_that_ends_before_its_first_step_has_an_event() -> None:
     world = Schedule({"a": GIB})
     loading = world.fleet.load("a")
     (worker,) = world.fleet.unload("a")
@@ -410,7 +410,7 @@ async def test_what_ends_before_its_first_step_is_told_too() -> None:
 
 
 @virtual
-async def test_a_load_beside_something_else_that_changes_begins_one_life() -> None:
+async def test_a_load_command_during_a_change_begins_one_worker() -> None:
     """A plan in the same breath must not take the load for one that nobody waits for."""
     world = Schedule({"a": GIB})
     world.fleet.scheduler.plan_soon()
@@ -420,7 +420,7 @@ async def test_a_load_beside_something_else_that_changes_begins_one_life() -> No
 
 
 @virtual
-async def test_an_unload_limits_an_eviction_that_would_wait_for_ever() -> None:
+async def test_an_unload_sets_a_deadline_for_an_eviction_without_one() -> None:
     world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, limits=Limits(drain_timeout=30.0))
     long = asyncio.create_task(world.ask("a", 1000.0))
     await asyncio.sleep(20)
@@ -440,7 +440,7 @@ async def test_an_unload_limits_an_eviction_that_would_wait_for_ever() -> None:
 
 
 @virtual
-async def test_explicit_loads_hear_that_the_router_stops() -> None:
+async def test_load_commands_fail_when_the_router_stops() -> None:
     world = Schedule({"a": GIB, "b": GIB})
     loading = world.fleet.load("a")
     await asyncio.sleep(1)
@@ -453,7 +453,7 @@ async def test_explicit_loads_hear_that_the_router_stops() -> None:
 
 
 @virtual
-async def test_a_queue_timeout_names_the_memory_of_others() -> None:
+async def test_a_queue_timeout_names_foreign_memory() -> None:
     world = Schedule({"a": 3 * GIB}, limits=Limits(queue_timeout=20.0))
     world.launcher.set_foreign(CPU, 6 * GIB)
     await asyncio.sleep(0.1)
@@ -478,7 +478,7 @@ async def test_progress_of_a_download_is_not_shown_while_queued() -> None:
 
 
 @virtual
-async def test_a_chatty_load_leaves_room_for_other_events() -> None:
+async def test_many_progress_reports_do_not_crowd_out_other_events() -> None:
     world = Schedule({"a": GIB})
     world.launcher.hold("start a")
     asked = asyncio.create_task(world.ask("a"))
@@ -499,7 +499,7 @@ async def test_a_chatty_load_leaves_room_for_other_events() -> None:
 
 
 @virtual
-async def test_who_leaves_is_known_by_when_it_was_told_to() -> None:
+async def test_leaving_since_is_the_time_of_retirement() -> None:
     world = Schedule({"a": GIB, "b": GIB})
     requests = [asyncio.create_task(world.ask(name, 100.0)) for name in "ab"]
     await asyncio.sleep(10)
@@ -560,7 +560,7 @@ async def test_a_planner_that_keeps_failing_ends_the_router() -> None:
 
 
 @virtual
-async def test_a_listener_that_fails_harms_no_life() -> None:
+async def test_a_failing_event_listener_harms_no_lifecycle() -> None:
     world = Schedule({"a": GIB})
 
     def fail(event: Event) -> None:
@@ -572,7 +572,7 @@ async def test_a_listener_that_fails_harms_no_life() -> None:
 
 
 @virtual
-async def test_sizes_that_fit_no_device_are_refused_in_words() -> None:
+async def test_a_refusal_explains_sizes_that_fit_no_device() -> None:
     world = Schedule({"a": 9 * GIB})
     with pytest.raises(DoesNotFit, match=r"9216 MiB on cpu where 8192 MiB"):
         await world.ask("a")
@@ -599,7 +599,7 @@ async def test_content_that_is_damaged_twice_is_not_fetched_a_third_time() -> No
 
 @virtual
 @pytest.mark.parametrize("exit", [10, -7])
-async def test_files_that_a_worker_could_not_use_are_looked_at_by_a_download_before_they_are_used_again(
+async def test_damaged_files_are_verified_by_a_download_before_the_next_load(
     exit: int,
 ) -> None:
     """Cut short in the cache, or under the feet of who had mapped them (SIGBUS)."""
@@ -618,7 +618,7 @@ async def test_files_that_a_worker_could_not_use_are_looked_at_by_a_download_bef
 
 
 @virtual
-async def test_files_of_a_folder_are_nobodys_to_mend() -> None:
+async def test_damaged_files_of_a_local_folder_are_not_downloaded() -> None:
     damaged = WorkerLost("model.safetensors is damaged", cause="crashed", exit=10)
     world = Schedule({"a": GIB}, models={"a": FakeModel(start_fails=[damaged] * 2)})
     with pytest.raises(LoadBackoff, match="damaged"):
@@ -631,7 +631,7 @@ async def test_files_of_a_folder_are_nobodys_to_mend() -> None:
 
 
 @virtual
-async def test_room_that_appears_meanwhile_needs_no_better_estimate() -> None:
+async def test_memory_freed_meanwhile_ends_the_exact_estimate() -> None:
     world = Schedule({"a": 5 * GIB, "b": GIB}, totals={CPU: 5 * GIB + 300}, stated=False,
                      keys={"a": {"required_memory": {"": 5 * GIB}}},
                      models={"b": FakeModel(shards=(GIB,), estimate_seconds=60.0)})  # fmt: skip

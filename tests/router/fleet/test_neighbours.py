@@ -41,7 +41,7 @@ def routers(host: int, *models: dict[str, int]) -> list[Schedule]:
 
 
 @virtual
-async def test_what_a_neighbour_has_is_waited_for_and_nobody_is_evicted_in_vain() -> None:
+async def test_memory_of_another_router_is_waited_for_without_an_eviction() -> None:
     ours, theirs = routers(20 * GIB, {"small": GIB, "large": 12 * GIB}, {"theirs": 12 * GIB})
     await theirs.ask("theirs")
     left = theirs.now + 5.0
@@ -60,7 +60,7 @@ async def test_what_a_neighbour_has_is_waited_for_and_nobody_is_evicted_in_vain(
 
 
 @virtual
-async def test_two_routers_that_swap_side_by_side_never_take_what_the_other_has() -> None:
+async def test_two_routers_never_take_the_memory_of_each_other() -> None:
     """Main memory has room for one worker of each; with what leaves still there, for no more."""
     pair = routers(12 * GIB, {"a": 5 * GIB, "b": 5 * GIB}, {"a": 5 * GIB, "b": 5 * GIB})
     dice = random.Random(6)
@@ -78,7 +78,7 @@ async def test_two_routers_that_swap_side_by_side_never_take_what_the_other_has(
 
 
 @virtual
-async def test_memory_of_others_is_not_taken_for_files_that_our_workers_have_mapped() -> None:
+async def test_foreign_memory_is_not_mistaken_for_mapped_files() -> None:
     """Which our workers measure, and the driver counts as available: what is left of its figure is all the others'."""
     sizes = {"a": 32 * GIB, "b": 30 * GIB}
     models = {name: FakeModel(shards=(size,), mapped=size - GIB) for name, size in sizes.items()}
@@ -94,7 +94,7 @@ async def test_memory_of_others_is_not_taken_for_files_that_our_workers_have_map
 
 
 @virtual
-async def test_nobody_leaves_for_memory_that_a_neighbour_has_just_given_back() -> None:
+async def test_memory_freed_by_another_router_prevents_an_eviction() -> None:
     world = Schedule(dict.fromkeys("ab", 6 * GIB), totals={CPU: 16 * GIB}, limits=Limits(patience=0.0))
     await world.ask("a")
     world.launcher.set_foreign(CPU, 6 * GIB)

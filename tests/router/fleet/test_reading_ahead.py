@@ -27,7 +27,7 @@ def told(world: Schedule, *kinds: str) -> list[str]:
 
 
 @virtual
-async def test_the_files_of_a_model_that_waits_for_room_are_read_ahead() -> None:
+async def test_the_files_of_a_queued_model_are_prefetched() -> None:
     world = world_of("a", "b", "c")
     await world.ask("a")
     await world.ask("b")
@@ -39,7 +39,7 @@ async def test_the_files_of_a_model_that_waits_for_room_are_read_ahead() -> None
 
 
 @virtual
-async def test_the_files_of_who_waits_are_looked_up_once_however_many_plans_are_made() -> None:
+async def test_file_sizes_of_a_queued_worker_are_looked_up_once() -> None:
     world = world_of("a", "b", "c", host=FILES - 1)
     using = [asyncio.create_task(world.ask(name, 60.0)) for name in "ab"]
     await asyncio.sleep(5)
@@ -54,7 +54,7 @@ async def test_the_files_of_who_waits_are_looked_up_once_however_many_plans_are_
 
 
 @virtual
-async def test_reading_ahead_ends_when_there_is_room() -> None:
+async def test_a_prefetch_ends_when_the_worker_has_its_place() -> None:
     world = world_of("a", "b", "c")
     world.launcher.hold_seconds = 100.0
     for name in "abc":
@@ -64,7 +64,7 @@ async def test_reading_ahead_ends_when_there_is_room() -> None:
 
 
 @virtual
-async def test_nothing_is_read_ahead_that_free_memory_has_no_room_for() -> None:
+async def test_files_larger_than_free_memory_are_not_prefetched() -> None:
     world = world_of("a", "b", "c", host=FILES - 1)
     for name in "abc":
         await world.ask(name)
@@ -73,7 +73,7 @@ async def test_nothing_is_read_ahead_that_free_memory_has_no_room_for() -> None:
 
 
 @virtual
-async def test_a_companion_is_read_ahead_with_who_is_asked_for_and_loaded_where_memory_is_free() -> None:
+async def test_a_model_under_prefetch_is_read_with_the_requested_one_and_loaded_into_free_memory() -> None:
     world = world_of("a", "b", keys={"a": {"prefetch": ("b",)}})
     await world.ask("a")
     await asyncio.sleep(5.0)
@@ -83,7 +83,7 @@ async def test_a_companion_is_read_ahead_with_who_is_asked_for_and_loaded_where_
 
 
 @virtual
-async def test_a_companion_evicts_nobody_and_makes_way_for_everybody() -> None:
+async def test_a_prefetched_model_evicts_no_worker_and_is_evicted_first() -> None:
     world = world_of("a", "b", "c", keys={"a": {"prefetch": ("b",)}})
     await world.ask("c")
     await world.ask("a")
@@ -101,7 +101,7 @@ async def test_a_companion_evicts_nobody_and_makes_way_for_everybody() -> None:
 
 
 @virtual
-async def test_a_companion_that_somebody_asks_for_is_a_need_like_any_other() -> None:
+async def test_a_prefetched_model_becomes_required_with_its_first_request() -> None:
     world = world_of("a", "b", "c", keys={"a": {"prefetch": ("b",)}})
     await world.ask("a")
     await asyncio.sleep(5.0)
@@ -112,7 +112,7 @@ async def test_a_companion_that_somebody_asks_for_is_a_need_like_any_other() -> 
 
 
 @virtual
-async def test_companions_of_each_other_do_not_call_each_other_for_ever() -> None:
+async def test_models_that_prefetch_each_other_do_not_loop() -> None:
     world = world_of("a", "b", "c", keys={"a": {"prefetch": ("b",)}, "b": {"prefetch": ("a", "b")}})
     await world.ask("a")
     for _ in range(10):

@@ -57,7 +57,7 @@ async def leave(world: Schedule, name: str) -> None:
 
 
 @virtual
-async def test_a_forked_worker_is_charged_without_what_it_shares_with_its_nursery() -> None:
+async def test_the_reservation_of_a_forked_worker_excludes_pages_of_the_fork_server() -> None:
     world = forking(a=model())
     await world.ask("a")
     forked = only(world, "a").reserved[CPU]
@@ -70,7 +70,7 @@ async def test_a_forked_worker_is_charged_without_what_it_shares_with_its_nurser
 
 
 @virtual
-async def test_what_a_forked_worker_taught_is_not_believed_of_an_executed_one() -> None:
+async def test_learned_estimates_of_forked_workers_do_not_hold_for_executed_ones() -> None:
     world = forking(a=model())
     await world.ask("a")
     assert only(world, "a").measured == {CPU: NEEDS - SHARED}
@@ -91,7 +91,7 @@ async def test_what_a_forked_worker_taught_is_not_believed_of_an_executed_one() 
 
 
 @virtual
-async def test_a_worker_for_whom_a_fork_was_reserved_is_never_executed_instead() -> None:
+async def test_a_worker_reserved_as_forked_is_never_executed_instead() -> None:
     world = forking(a=model(), b=model())
     world.launcher.set_foreign(CPU, 8 * GIB - needs(forked=True) - 100 * MIB)  # a forked one fits, no other
     world.launcher.hold("start a")
@@ -114,7 +114,7 @@ async def test_a_worker_for_whom_a_fork_was_reserved_is_never_executed_instead()
 
 
 @virtual
-async def test_a_measurement_is_kept_for_the_way_in_which_the_worker_was_really_born() -> None:
+async def test_a_measurement_is_stored_for_the_actual_way_of_starting() -> None:
     world = forking(a=model(), b=model())
     world.launcher.fork_server = False
     world.launcher.hold("start a")
@@ -338,7 +338,7 @@ async def test_a_guess_from_the_weights_is_never_unlimited() -> None:
 
 
 @virtual
-async def test_a_model_that_never_fits_names_the_keys_that_say_what_it_needs() -> None:
+async def test_a_refusal_names_the_keys_that_lower_the_estimate() -> None:
     for stated, keys in ((True, "required-memory"), (False, "ctx-size or parallel")):
         world = Schedule({"a": GIB}, totals={CPU: GIB // 2}, models={"a": FakeModel(shards=(GIB,))}, stated=stated)
         with pytest.raises(DoesNotFit, match=rf"MiB\); lower {keys}, or the margin$"):
@@ -347,7 +347,7 @@ async def test_a_model_that_never_fits_names_the_keys_that_say_what_it_needs() -
 
 
 @virtual
-async def test_a_worker_looks_the_same_to_the_planner_until_something_of_it_changes() -> None:
+async def test_the_planners_view_of_a_worker_is_cached_until_it_changes() -> None:
     world = Schedule({"a": GIB}, keys={"a": {"ttl": 60.0}})
     await world.ask("a")
     [worker] = world.fleet.workers()
@@ -371,7 +371,7 @@ async def test_a_worker_looks_the_same_to_the_planner_until_something_of_it_chan
 
 
 @virtual
-async def test_the_planner_sees_what_a_worker_holds_now_and_what_it_saw_stays_as_it_was() -> None:
+async def test_the_planners_view_shows_the_present_reservation_and_is_a_copy() -> None:
     world = Schedule({"a": GIB})
     await world.ask("a")
     [worker] = world.fleet.workers()

@@ -50,7 +50,7 @@ def value(world: Schedule, name: str) -> str:
 
 
 @virtual
-async def test_an_evicted_model_sleeps_and_wakes_by_a_planned_load() -> None:
+async def test_an_evicted_model_sleeps_and_wakes_through_a_planned_load() -> None:
     world = gpu("a", "b")
     await world.ask("a")
     await world.ask("b")
@@ -70,7 +70,7 @@ async def test_an_evicted_model_sleeps_and_wakes_by_a_planned_load() -> None:
 
 
 @virtual
-async def test_what_sleeps_is_charged_and_within_its_budget_the_least_recently_used_first() -> None:
+async def test_sleeping_weights_are_reserved_and_the_least_recently_used_leave_for_the_budget() -> None:
     world = gpu("a", "b", "c", "d", sleep=2 * FILES)
     for name in "abcd":
         await world.ask(name)
@@ -113,7 +113,7 @@ async def test_nothing_sleeps_without_a_budget_or_beyond_it() -> None:
 
 
 @virtual
-async def test_what_sleeps_makes_way_for_whoever_needs_the_memory() -> None:
+async def test_sleeping_weights_are_evicted_for_a_demand() -> None:
     """On main memory, where room for weights is room for models."""
     sizes = {"a": 4 * GIB, "b": 4 * GIB, "c": 6 * GIB - FILES // 2}
     world = Schedule(
@@ -165,7 +165,7 @@ async def test_a_model_that_sleeps_wakes_for_requests_whatever_autoload_says() -
 
 
 @virtual
-async def test_a_model_that_idles_for_long_sleeps_and_is_let_go_after_its_ttl() -> None:
+async def test_an_idle_model_sleeps_and_its_weights_are_released_after_its_ttl() -> None:
     world = gpu("a", keys={"a": {"sleep_idle": 10.0, "ttl": 60.0}})
     await world.ask("a")
     await settled(world)
@@ -195,7 +195,7 @@ async def test_a_model_that_idles_past_its_ttl_and_one_that_was_unloaded_do_not_
 
 
 @virtual
-async def test_a_holding_that_is_lost_leaves_an_unloaded_model() -> None:
+async def test_lost_sleeping_weights_leave_an_unloaded_model() -> None:
     world = gpu("a", "b")
     await world.ask("a")
     await world.ask("b")

@@ -48,7 +48,7 @@ def only(scene: Schedule) -> Worker:
     return found
 
 
-def test_a_model_that_no_device_holds_lies_on_two() -> None:
+def test_a_model_that_fits_on_no_device_is_split_over_two() -> None:
     async def story() -> None:
         scene = world(7 * GIB)
         await scene.ask("big")
@@ -72,7 +72,7 @@ def test_a_model_that_fits_on_a_device_is_not_split() -> None:
 
 
 @pytest.mark.parametrize(("real", "devices"), [(8 * GIB + GIB // 8, 1), (9 * GIB, 2)])
-def test_where_a_first_guess_is_too_much_for_a_device_the_exact_figure_decides(real: int, devices: int) -> None:
+def test_the_exact_estimate_decides_if_the_first_exceeds_a_device(real: int, devices: int) -> None:
     async def story() -> None:
         scene = world(8 * GIB + GIB // 4, real=real)  # its weights would fit
         await scene.ask("big")
@@ -83,7 +83,7 @@ def test_where_a_first_guess_is_too_much_for_a_device_the_exact_figure_decides(r
     run_virtual(story())
 
 
-def test_a_split_is_made_though_no_exact_figure_can_be_had() -> None:
+def test_a_split_is_made_without_an_exact_estimate() -> None:
     async def story() -> None:
         scene = world(8 * GIB + GIB // 4)
         scene.launcher.models["big"].estimate_fails = [WorkerLost("broke", cause="crashed", exit=1)]
@@ -94,7 +94,7 @@ def test_a_split_is_made_though_no_exact_figure_can_be_had() -> None:
     run_virtual(story())
 
 
-def test_what_all_devices_together_cannot_hold_is_refused_with_the_figures_of_each() -> None:
+def test_a_model_larger_than_all_devices_is_refused_with_the_figures_of_each() -> None:
     async def story() -> None:
         scene = world(4 * GIB)
         with pytest.raises(DoesNotFit) as refused:
@@ -106,7 +106,7 @@ def test_what_all_devices_together_cannot_hold_is_refused_with_the_figures_of_ea
     run_virtual(story())
 
 
-def test_room_is_made_on_both_devices_at_once_or_on_none() -> None:
+def test_victims_on_both_devices_leave_together_or_not_at_all() -> None:
     async def story() -> None:
         scene = world(7 * GIB, small=4 * GIB)
         await scene.ask("a")
@@ -125,7 +125,7 @@ def only_models(scene: Schedule) -> set[str]:
     return {worker.preset.id for worker in scene.fleet.workers() if worker.open}
 
 
-def test_split_mode_none_refuses_what_one_device_cannot_hold() -> None:
+def test_split_mode_none_refuses_a_model_larger_than_one_device() -> None:
     async def story() -> None:
         scene = world(7 * GIB, split_mode="none")
         with pytest.raises(DoesNotFit, match="does not fit on empty devices: it needs"):
@@ -135,7 +135,7 @@ def test_split_mode_none_refuses_what_one_device_cannot_hold() -> None:
     run_virtual(story())
 
 
-def test_tensor_split_says_which_device_has_what() -> None:
+def test_tensor_split_sets_the_layers_of_each_device() -> None:
     async def story() -> None:
         scene = world(12 * GIB, real=12 * GIB, tensor_split=(1.0, 3.0))
         scene.launcher.models["big"].shards = (3 * GIB, 8 * GIB)
@@ -146,7 +146,7 @@ def test_tensor_split_says_which_device_has_what() -> None:
     run_virtual(story())
 
 
-def test_gpu_split_is_never_gone_beyond() -> None:
+def test_gpu_split_is_never_exceeded() -> None:
     async def story() -> None:
         scene = world(12 * GIB, gpu_split=(3 * GIB, 7 * GIB + GIB // 2))
         scene.launcher.models["big"].shards = (2 * GIB, 7 * GIB)
@@ -164,7 +164,7 @@ def test_gpu_split_is_never_gone_beyond() -> None:
 
 
 @pytest.mark.parametrize("gpu_split", [(3 * GIB, 4 * GIB), (4 * GIB + GIB // 8,)])
-def test_what_gpu_split_does_not_leave_room_for_is_refused_though_there_is_room(gpu_split: tuple[int, ...]) -> None:
+def test_a_model_that_exceeds_gpu_split_is_refused_although_memory_is_free(gpu_split: tuple[int, ...]) -> None:
     async def story() -> None:
         scene = world(12 * GIB, gpu_split=gpu_split)
         with pytest.raises(LoadFailed, match=r"but gpu-split and the device sizes allow .* raise gpu-split"):
@@ -175,7 +175,7 @@ def test_what_gpu_split_does_not_leave_room_for_is_refused_though_there_is_room(
     run_virtual(story())
 
 
-def test_a_divided_model_lies_on_as_many_devices_as_its_preset_says_all_reserved_at_once() -> None:
+def test_tensor_parallelism_reserves_all_devices_of_the_preset_at_once() -> None:
     async def story() -> None:
         scene = world(12 * GIB, small=6 * GIB, tensor_parallel=2)
         scene.files.facts = replace(FOUR_GIB, matrices=4 * GIB, heads=4, kv_heads=2, intermediate=64)
@@ -195,7 +195,7 @@ def test_a_divided_model_lies_on_as_many_devices_as_its_preset_says_all_reserved
     run_virtual(story())
 
 
-def test_a_model_that_cannot_be_divided_as_its_preset_says_is_refused_with_the_way_out() -> None:
+def test_impossible_tensor_parallelism_is_refused_with_the_way_out() -> None:
     async def story() -> None:
         scene = world(12 * GIB, tensor_parallel=2)
         scene.files.facts = replace(FOUR_GIB, matrices=4 * GIB, heads=3)

@@ -37,7 +37,7 @@ class Machine(Schedule):
 
 
 @virtual
-async def test_the_embedder_and_the_middle_model_live_side_by_side_in_one_memory() -> None:
+async def test_the_embedder_and_the_middle_model_fit_beside_each_other_in_one_memory() -> None:
     world = Machine()
     await asyncio.gather(world.ask("embedder"), world.ask("middle"))
     await world.ask("embedder")
@@ -58,7 +58,7 @@ async def test_shards_and_processes_are_charged_to_the_one_memory() -> None:
 
 
 @virtual
-async def test_the_large_model_evicts_what_it_must_and_no_more_from_one_memory() -> None:
+async def test_the_large_model_evicts_only_what_it_needs_from_one_memory() -> None:
     world = Machine()
     await world.ask("middle")
     await world.ask("embedder")
@@ -99,7 +99,7 @@ async def test_agents_that_go_back_and_forth_do_not_thrash() -> None:
 
 
 @virtual
-async def test_what_others_use_of_the_one_memory_is_respected() -> None:
+async def test_foreign_memory_in_unified_memory_is_respected() -> None:
     world = Machine()
     world.launcher.set_foreign(CPU, 50 * GIB)
     asking = asyncio.create_task(world.ask("large"))

@@ -22,17 +22,17 @@ def foreign(ledger: Ledger, used: int, residents: Sequence[Resident]) -> int:
 # The foreign row
 
 
-def test_foreign_is_what_the_driver_sees_beyond_our_ready_workers() -> None:
+def test_foreign_memory_is_the_driver_figure_less_our_ready_workers() -> None:
     ours = [resident(1, {GPU[0]: 30}), resident(2, {GPU[0]: 20})]
     assert foreign(Ledger(), 57, ours) == 7
 
 
-def test_with_nobody_of_ours_all_memory_is_foreign() -> None:
+def test_without_workers_all_used_memory_is_foreign() -> None:
     assert foreign(Ledger(), 12, []) == 12
 
 
 @pytest.mark.parametrize("unquiet", [{"starting": True}, {"leaving": True}], ids=["starting", "leaving"])
-def test_in_between_the_last_quiet_value_stands(unquiet: dict[str, bool]) -> None:
+def test_the_last_quiet_value_stands_while_workers_start_or_leave(unquiet: dict[str, bool]) -> None:
     ledger = Ledger()
     assert foreign(ledger, 12, []) == 12
     assert foreign(ledger, 35, [resident(1, {GPU[0]: 40}, **unquiet)]) == 12
@@ -40,7 +40,7 @@ def test_in_between_the_last_quiet_value_stands(unquiet: dict[str, bool]) -> Non
     assert foreign(ledger, 60, [resident(1, {GPU[0]: 40})]) == 20
 
 
-def test_before_any_quiet_value_the_row_errs_on_the_safe_side() -> None:
+def test_before_any_quiet_value_all_used_memory_is_foreign() -> None:
     assert foreign(Ledger(), 35, [resident(1, {GPU[0]: 40}, starting=True)]) == 35
 
 
@@ -60,7 +60,7 @@ def test_foreign_memory_is_never_negative() -> None:
 
 @settings(derandomize=True, deadline=None)
 @given(st.integers(0, 40), st.lists(st.integers(1, 10), max_size=5))
-def test_what_the_driver_sees_is_foreign_or_ours(others: int, ours: list[int]) -> None:
+def test_the_driver_figure_is_foreign_or_ours(others: int, ours: list[int]) -> None:
     residents = [resident(id, {GPU[0]: size}) for id, size in enumerate(ours)]
     assert foreign(Ledger(), others + sum(ours), residents) == others
 
@@ -95,11 +95,11 @@ def test_models_max_is_a_device_of_slots_on_each_node() -> None:
     assert slots == {COUNT: (3, 1), DeviceId("far", SLOTS): (3, 0)}
 
 
-def test_without_models_max_nobody_counts_workers() -> None:
+def test_without_models_max_there_are_no_slots() -> None:
     assert [device.id for device in Ledger().observe([Reading(GPU[0], 100, 0)], [])] == [GPU[0]]
 
 
-def test_a_device_is_named_as_people_name_it() -> None:
+def test_a_device_has_its_usual_name() -> None:
     assert [str(id) for id in (GPU[3], CPU, COUNT, DeviceId("far", 0))] == ["cuda:3", "cpu", "slots", "far/cuda:0"]
     assert GPU[0].node == LOCAL
 
@@ -128,13 +128,13 @@ def test_two_loads_beside_a_foreign_process_do_not_over_commit() -> None:
     assert free([loading], foreign={GPU[0]: 20}) == 40
 
 
-def test_who_leaves_takes_its_memory_off_both_figures() -> None:
+def test_a_leaving_resident_frees_both_figures() -> None:
     a, b = resident(1, {GPU[0]: 40}), resident(2, {GPU[0]: 30}, measured={GPU[0]: 25})
     assert free([a, b], gone=[a], foreign={GPU[0]: 10}) == 100 - 10 - 30
     assert free([a, b], gone=[a, b], foreign={GPU[0]: 10}) == 90
 
 
-def test_only_what_it_occupies_comes_back_when_one_leaves() -> None:
+def test_a_leaving_resident_frees_only_what_it_occupies() -> None:
     """10 foreign bytes are too new to be in the row: the driver alone knows of them."""
     one = resident(1, {GPU[0]: 40}, measured={GPU[0]: 30})
     view = FreeMemory([Device(id=GPU[0], total=100, used=30 + 10, foreign=0)], [one])
@@ -149,11 +149,11 @@ def test_foreign_memory_counts_against_the_device_but_not_against_the_limit() ->
     assert free([a], foreign={GPU[0]: 30}, limit={GPU[0]: 40}, margin=5) == 40 - 5 - 10
 
 
-def test_a_promise_is_seen_by_nobody_else() -> None:
+def test_a_promise_does_not_change_a_copy() -> None:
     assert free([resident(1, {GPU[0]: 40})], promised=25) == 35
 
 
-def test_a_view_forgets_nothing_when_someone_stays_after_all() -> None:
+def test_stay_undoes_leave() -> None:
     one = resident(1, {GPU[0]: 40}, measured={GPU[0]: 30, CPU: 5})
     view = FreeMemory(machine([one], {GPU[0]: WORLD, CPU: WORLD}), [one])
     before = view.free(GPU[0]), view.free(CPU)
@@ -172,7 +172,7 @@ def test_without_memory_only_slots_can_be_short() -> None:
     assert FreeMemory(devices, [one], memory=False).short(claim) == [COUNT]
 
 
-def test_an_unknown_device_is_not_looked_at() -> None:
+def test_an_unknown_device_is_ignored() -> None:
     assert FreeMemory(machine([], {GPU[0]: WORLD}), []).short({GPU[0]: 1, COUNT: 1, GPU[1]: 5}) == []
 
 
@@ -181,7 +181,7 @@ def test_an_unknown_device_is_not_looked_at() -> None:
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(st.integers(0, 1 << 40))
-def test_stages_say_the_least_of_many_views(seed: int) -> None:
+def test_the_timeline_keeps_the_minimum_of_its_views(seed: int) -> None:
     """Kept as three views, they say what a list of all of them would."""
     random = Random(seed)
     here = [

@@ -1,20 +1,21 @@
-"""Who starts where, who leaves: small worlds. Sizes are in any unit, times in seconds around NOW."""
+"""Plans of small fleets: starts, evictions, waits and refusals. Sizes are in any unit, times in seconds around NOW."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import pytest
 
 from router.planner.ledger import HOST, Device, DeviceId, Resident
 from router.planner.planner import plan
-from router.planner.types import Demand, Eviction, Plan, Policy
+from router.planner.types import Eviction, Plan, Policy
 from tests.router.planner.fleets import COUNT, CPU, GPU, NOW, PATIENCE, decide, demand, machine, resident
 
 ONE = {GPU[0]: 100}
 TWO = {GPU[0]: 100, GPU[1]: 100}
 LATE = NOW - PATIENCE
-"""Since when somebody has waited whose patience is over."""
+"""The arrival of a demand whose swap patience is over."""
 FRESH = {"residency_ends": NOW + 5}
 
 
@@ -71,7 +72,7 @@ def test_starts_of_one_plan_spread_out() -> None:
     assert places(decide([demand(id, 10, on=GPU[:2]) for id in (1, 2)], [], TWO)) == {1: (GPU[0],), 2: (GPU[1],)}
 
 
-def test_a_copy_goes_where_the_fewest_copies_are() -> None:
+def test_a_replica_goes_where_the_fewest_replicas_are() -> None:
     residents = [resident(1, {GPU[0]: 10}, model="m"), resident(2, {GPU[1]: 50})]
     assert places(decide([demand(3, 10, on=GPU[:2], model="m")], residents, TWO)) == {3: (GPU[1],)}
 
@@ -118,7 +119,7 @@ def test_on_many_devices_a_split_takes_an_aligned_run() -> None:
     assert places(plan) == {99: (GPU[12], GPU[13])}
 
 
-# 2. It fits without some: claim
+# 2. It fits without some residents: claim
 
 
 def test_the_least_recently_used_leaves_first() -> None:
@@ -128,13 +129,13 @@ def test_the_least_recently_used_leaves_first() -> None:
     assert evicted(decide([demand(9, 90)], residents, ONE)) == [1, 2, 3]
 
 
-def test_nobody_leaves_who_would_make_no_difference() -> None:
+def test_a_superfluous_victim_stays() -> None:
     """1 is the oldest, but too small to matter once 2, who must leave anyway, is gone."""
     residents = [resident(1, {GPU[0]: 10}), resident(2, {GPU[0]: 80})]
     assert evicted(decide([demand(9, 60)], residents, ONE)) == [2]
 
 
-def test_nobody_leaves_who_is_not_in_the_way() -> None:
+def test_a_resident_elsewhere_stays() -> None:
     residents = [resident(1, {GPU[1]: 90}), resident(2, {GPU[0]: 90})]
     plan = decide([demand(9, 60, on=[GPU[0]])], residents, TWO)
     assert evicted(plan) == [2]
@@ -150,7 +151,7 @@ def test_of_two_demands_the_second_can_make_a_victim_of_the_first_superfluous() 
     assert plan.waits[8].keep[1] == "unneeded"
 
 
-def test_nobody_waits_for_a_busy_ones_end_so_that_an_idle_one_may_stay() -> None:
+def test_no_demand_waits_for_a_busy_worker_so_that_an_idle_one_may_stay() -> None:
     residents = [resident(1, {GPU[0]: 20}), resident(2, {GPU[0]: 80}, busy=True)]
     plan = decide([demand(8, 20, since=LATE), demand(9, 60, since=LATE)], residents, ONE)
     assert plan.evict == {
@@ -166,24 +167,19 @@ def test_the_smallest_sufficient_set_is_taken_on_every_device_at_once() -> None:
     assert evicted(decide([demand(9, 40, 40, on=GPU[:2])], residents, TWO)) == [1, 2]
 
 
-def test_idle_leave_before_busy_ones() -> None:
-    residents = [resident(1, {GPU[0]: 50}, busy=True), resident(2, {GPU[0]: 50})]
+@pytest.mark.parametrize(
+    ("stays", "leaves"),
+    [
+        ({"busy": True}, {}),
+        ({}, {"best_effort": True}),
+        ({"priority": 1}, {}),
+        ({"load_seconds": 7.0}, {"load_seconds": 6.0}),
+    ],
+    ids=["idle before busy", "best-effort before required", "lower priority", "cheaper to load again"],
+)
+def test_of_two_residents_the_less_valuable_leaves(stays: dict[str, Any], leaves: dict[str, Any]) -> None:
+    residents = [resident(1, {GPU[0]: 50}, last_used=5.0, **stays), resident(2, {GPU[0]: 50}, last_used=5.0, **leaves)]
     assert evicted(decide([demand(9, 50, since=LATE)], residents, ONE)) == [2]
-
-
-def test_luxuries_leave_before_needs() -> None:
-    residents = [resident(1, {GPU[0]: 50}), resident(2, {GPU[0]: 50}, best_effort=True)]
-    assert evicted(decide([demand(9, 50)], residents, ONE)) == [2]
-
-
-def test_lower_priority_leaves_first() -> None:
-    residents = [resident(1, {GPU[0]: 50}, priority=1), resident(2, {GPU[0]: 50})]
-    assert evicted(decide([demand(9, 50)], residents, ONE)) == [2]
-
-
-def test_among_equals_the_one_cheaper_to_bring_back_leaves() -> None:
-    residents = [resident(id, {GPU[0]: 50}, last_used=5.0, load_seconds=8.0 - id) for id in (1, 2)]
-    assert evicted(decide([demand(9, 50)], residents, ONE)) == [2]
 
 
 def test_a_pinned_worker_never_leaves() -> None:
@@ -212,24 +208,24 @@ def test_the_place_that_disturbs_least_is_claimed() -> None:
     assert choice(best_effort=True, priority=1) == [1]
 
 
-def test_one_leaves_rather_than_two() -> None:
+def test_one_victim_is_preferred_to_two() -> None:
     residents = [resident(1, {GPU[0]: 45}), resident(2, {GPU[0]: 45}), resident(3, {GPU[1]: 90})]
     assert evicted(decide([demand(9, 60, on=GPU[:2])], residents, TWO)) == [3]
 
 
-def test_memory_of_those_who_leave_counts_until_they_are_gone() -> None:
+def test_memory_of_leaving_workers_counts_until_they_are_stopped() -> None:
     plan = decide([demand(9, 60)], [resident(1, {GPU[0]: 90}, leaving=True)], ONE)
     assert (plan.start, plan.evict) == ({}, {})
     assert (plan.waits[9].cause, plan.waits[9].on, plan.waits[9].victims) == ("stopping", (1,), ())
 
 
-def test_a_second_plan_evicts_nobody_more() -> None:
+def test_a_second_plan_evicts_no_further_resident() -> None:
     residents = [resident(1, {GPU[0]: 50}), resident(2, {GPU[0]: 50})]
     assert evicted(decide([demand(9, 30)], residents, ONE)) == [1]
     assert evicted(decide([demand(9, 30)], [replace(residents[0], leaving=True), residents[1]], ONE)) == []
 
 
-def test_what_leaves_for_one_is_not_taken_by_another() -> None:
+def test_memory_freed_for_a_demand_is_not_taken_by_another() -> None:
     leaving = resident(1, {GPU[0]: 90}, leaving=True)
     plan = decide([demand(8, 60, since=NOW - 1), demand(9, 30)], [leaving], ONE)
     assert plan.waits[9].cause == "stopping"
@@ -241,7 +237,7 @@ def test_what_leaves_for_one_is_not_taken_by_another() -> None:
     assert plan.waits[9].shortage[GPU[0]].available == 5
 
 
-def test_nobody_behind_overtakes_with_memory_that_is_free_by_now() -> None:
+def test_a_demand_behind_does_not_take_memory_that_is_free_by_now() -> None:
     """8 lacks 4 that 1 will give back soon. If 9 took what is free, 8 would have to wait for 2, who drains longer."""
     first = resident(1, {GPU[0]: 15}, leaving=True, leaving_since=NOW - 9)
     second = resident(2, {GPU[0]: 51}, leaving=True, leaving_since=NOW - 1)
@@ -258,7 +254,7 @@ def test_two_demands_do_not_count_on_the_same_victim() -> None:
     assert {id: eviction.for_demand for id, eviction in plan.evict.items()} == {1: 8, 2: 9}
 
 
-def test_eviction_tells_the_numbers() -> None:
+def test_an_eviction_reports_its_numbers() -> None:
     residents = [resident(1, {GPU[0]: 50}, measured={GPU[0]: 45}), resident(2, {GPU[0]: 20}, pinned=True)]
     plan = decide([demand(9, 30)], residents, ONE, foreign={GPU[0]: 10}, margin=5)
     wait = plan.waits[9]
@@ -268,7 +264,7 @@ def test_eviction_tells_the_numbers() -> None:
     assert wait.keep == {2: "pinned"}
 
 
-def test_each_of_those_who_stay_has_a_reason() -> None:
+def test_each_resident_that_stays_has_its_reason() -> None:
     residents = [
         resident(1, {GPU[0]: 20}, pinned=True),
         resident(2, {GPU[0]: 10}, busy=True),
@@ -286,10 +282,10 @@ def test_each_of_those_who_stay_has_a_reason() -> None:
     }  # fmt: skip
 
 
-# Turn, linger, patience
+# Minimum residency, idle grace, swap patience
 
 
-def test_a_busy_worker_is_spared_until_patience_is_over() -> None:
+def test_a_busy_worker_stays_until_swap_patience_is_over() -> None:
     residents = [resident(1, {GPU[0]: 90}, busy=True)]
     plan = decide([demand(9, 60)], residents, ONE)
     assert (plan.evict, plan.look_again) == ({}, NOW + PATIENCE)
@@ -299,7 +295,7 @@ def test_a_busy_worker_is_spared_until_patience_is_over() -> None:
     assert plan.evict == {1: Eviction(reason="evicted", for_demand=9, idle=False)}
 
 
-def test_a_busy_worker_keeps_its_place_until_its_turn_ends_though_patience_is_over() -> None:
+def test_a_busy_worker_stays_until_its_minimum_residency_is_over() -> None:
     residents = [resident(1, {GPU[0]: 90}, busy=True, residency_ends=NOW + 5)]
     plan = decide([demand(9, 60, since=LATE)], residents, ONE)
     assert (plan.evict, plan.look_again, plan.waits[9].cause) == ({}, NOW + 5, "residency")
@@ -310,7 +306,7 @@ def test_a_busy_worker_keeps_its_place_until_its_turn_ends_though_patience_is_ov
     ("preset", "load_seconds", "expected"),
     [(None, 0.0, 0.2), (None, 1.0, 0.5), (None, 60.0, 2.0), (0.0, 60.0, 0.0), (4.0, 1.0, 4.0), (9.0, 1.0, 5.0)],
 )
-def test_an_idle_worker_inside_its_turn_is_kept_for_the_linger(
+def test_an_idle_worker_inside_its_minimum_residency_is_kept_for_the_idle_grace(
     preset: float | None, load_seconds: float, expected: float
 ) -> None:
     residents = [resident(1, {GPU[0]: 90}, last_used=NOW, idle_grace=preset, **FRESH)]
@@ -323,16 +319,14 @@ def test_an_idle_worker_inside_its_turn_is_kept_for_the_linger(
 
 
 @pytest.mark.parametrize(("request_interval", "lingers"), [(0.5, True), (0.6, False)])
-def test_an_idle_worker_does_not_linger_for_clients_that_come_back_later(
-    request_interval: float, lingers: bool
-) -> None:
+def test_there_is_no_idle_grace_for_clients_that_return_later(request_interval: float, lingers: bool) -> None:
     waiting = [demand(9, 60, load_seconds=1.0)]
     one = resident(1, {GPU[0]: 90}, last_used=NOW, request_interval=request_interval, **FRESH)
     assert evicted(decide(waiting, [one], ONE)) == ([] if lingers else [1])
     assert evicted(decide(waiting, [replace(one, idle_grace=4.0)], ONE)) == [], "its preset's word counts more"
 
 
-def test_past_its_turn_an_idle_worker_does_not_linger() -> None:
+def test_there_is_no_idle_grace_after_the_minimum_residency() -> None:
     assert evicted(decide([demand(9, 60)], [resident(1, {GPU[0]: 90}, last_used=NOW, residency_ends=NOW)], ONE)) == [1]
 
 
@@ -357,6 +351,18 @@ def test_a_place_that_a_claim_ahead_frees_sooner_is_preferred_to_victims_of_its_
     assert (plan.waits[9].place, plan.waits[9].victims, plan.waits[9].until) == ((GPU[0],), (), NOW + 5)
 
 
+def test_of_equal_sets_of_victims_the_one_beside_the_claims_ahead_is_taken() -> None:
+    """Once 1 has left for the first demand, 2 is enough for the second. Without that it would be 3."""
+    residents = [
+        resident(1, {GPU[0]: 40}, busy=True, residency_ends=NOW + 2),
+        resident(2, {GPU[0]: 10}, busy=True, residency_ends=NOW + 9),
+        resident(3, {GPU[0]: 30}, busy=True, residency_ends=NOW + 9),
+        resident(4, {GPU[0]: 20}, pinned=True),
+    ]
+    plan = decide([demand(8, 20, since=LATE - 1), demand(9, 30, since=LATE)], residents, ONE)
+    assert (plan.waits[8].victims, plan.waits[9].victims, plan.waits[9].until) == ((1,), (2,), NOW + 9)
+
+
 def test_the_least_disturbing_place_is_found_among_candidates_of_mixed_priority() -> None:
     """On the first device, 1 and 3 are enough. The residency of 3 ends before that of 5 on the second device.
 
@@ -373,7 +379,7 @@ def test_the_least_disturbing_place_is_found_among_candidates_of_mixed_priority(
     assert (plan.waits[9].place, plan.waits[9].victims) == ((GPU[0],), (1, 3))
 
 
-def test_a_demand_rather_waits_for_a_measurement_than_evicts() -> None:
+def test_waiting_for_a_measurement_is_preferred_to_an_eviction() -> None:
     residents = [
         resident(1, {GPU[0]: 10}, starting=True, busy=True, exclusive=True),
         resident(2, {GPU[1]: 90}, best_effort=True),
@@ -394,7 +400,7 @@ def test_a_refusal_reports_the_place_where_least_is_missing() -> None:
     assert set(plan.refuse[9].devices) == {GPU[1], GPU[2]}
 
 
-def test_of_busy_workers_the_one_that_had_its_turn_first_leaves_whichever_request_ended_last() -> None:
+def test_of_busy_workers_the_first_to_end_its_minimum_residency_leaves() -> None:
     """Each request that ends says anew when a worker was last used: who has to leave must not change with it."""
     first, then = {"busy": True, "residency_ends": NOW - 9}, {"busy": True, "residency_ends": NOW - 1}
     for last_used in (NOW - 8, NOW):
@@ -403,12 +409,12 @@ def test_of_busy_workers_the_one_that_had_its_turn_first_leaves_whichever_reques
         assert evicted(decide([demand(9, 50, since=LATE)], residents, ONE)) == [2]
 
 
-def test_of_busy_workers_the_one_whose_turn_is_over_leaves() -> None:
+def test_of_busy_workers_the_one_past_its_minimum_residency_leaves() -> None:
     residents = [resident(1, {GPU[0]: 50}, busy=True, **FRESH), resident(2, {GPU[0]: 50}, busy=True)]
     assert evicted(decide([demand(9, 50, since=LATE)], residents, ONE)) == [2]
 
 
-def test_a_load_that_somebody_awaits_is_spared() -> None:
+def test_a_load_with_requests_is_not_evicted() -> None:
     residents = [resident(1, {GPU[0]: 90}, starting=True, busy=True)]
     plan = decide([demand(9, 60, since=LATE)], residents, ONE, now=NOW + 100)
     assert (plan.evict, plan.look_again, plan.waits[9].cause) == ({}, None, "residency")
@@ -430,7 +436,7 @@ def test_a_claim_protects_its_place_from_those_behind() -> None:
     assert decide([demand(9, 30)], residents, ONE).start
 
 
-def test_nobody_leaves_for_a_place_that_is_not_to_be_had_yet() -> None:
+def test_no_victim_leaves_for_a_place_that_is_not_available_yet() -> None:
     """9 counts on what 8 leaves over of 1's memory. To send 2 away before 1 may leave would help nobody."""
     residents = [resident(1, {GPU[0]: 60}, busy=True), resident(2, {GPU[0]: 40})]
     plan = decide([demand(8, 50, since=NOW - 1), demand(9, 45)], residents, ONE)
@@ -439,14 +445,14 @@ def test_nobody_leaves_for_a_place_that_is_not_to_be_had_yet() -> None:
     assert evicted(decide([demand(8, 50, since=NOW - 1), demand(9, 40)], residents, ONE)) == [2], "beside 1 and 8"
 
 
-def test_one_behind_takes_another_idle_place_rather_than_wait_for_leavings() -> None:
+def test_an_idle_place_is_preferred_to_the_rest_of_a_claim_ahead() -> None:
     """After 8 there would be room for 9 beside it; but 2 is idle, and 9 need not wait that long."""
     residents = [resident(1, {GPU[0]: 100}, busy=True), resident(2, {GPU[1]: 100})]
     plan = decide([demand(8, 50, since=NOW - 1, on=[GPU[0]]), demand(9, 50, on=GPU[:2])], residents, TWO)
     assert {id: eviction.for_demand for id, eviction in plan.evict.items()} == {2: 9}
 
 
-def test_one_behind_rather_sends_an_idle_one_away_than_wait_for_what_is_left_over() -> None:
+def test_evicting_an_idle_worker_is_preferred_to_waiting_for_a_claim_ahead() -> None:
     """When 1 goes, at the latest when 8 has waited long enough, there is room for 9 too. But 2 is idle now."""
     residents = [resident(1, {GPU[0]: 60}, busy=True), resident(2, {GPU[0]: 40})]
     plan = decide([demand(8, 50, since=NOW - 1), demand(9, 10)], residents, ONE)
@@ -484,7 +490,7 @@ def test_foreign_memory_makes_a_demand_wait_not_fail() -> None:
     assert plan.waits[9].shortage[GPU[0]].foreign == 80
 
 
-def test_a_demand_without_a_chance_is_in_nobodys_way() -> None:
+def test_a_demand_that_cannot_fit_now_blocks_no_other() -> None:
     waiting = [demand(8, 60, since=NOW - 50), demand(9, 10)]
     assert set(decide(waiting, [], ONE, foreign={GPU[0]: 80}).start) == {9}
 
@@ -503,7 +509,7 @@ def test_a_limit_is_a_budget_for_our_workers_alone() -> None:
     assert (refusal.devices[CPU].available, refusal.devices[CPU].limit) == (180, 200)
 
 
-def test_a_device_that_is_not_there_cannot_be_had() -> None:
+def test_a_demand_for_an_absent_device_is_refused() -> None:
     plan = decide([demand(9, 10, on=[GPU[5]])], [], ONE)
     assert (plan.refuse[9].needs, plan.refuse[9].offered) == (1, 0)
 
@@ -516,7 +522,7 @@ def test_a_static_estimate_may_start() -> None:
     assert (set(plan.start), plan.refine) == ({9}, frozenset())
 
 
-def test_a_static_estimate_is_refined_before_anybody_leaves() -> None:
+def test_a_static_estimate_is_refined_before_an_eviction() -> None:
     residents = [resident(1, {GPU[0]: 90})]
     plan = decide([demand(9, 60, is_exact=False)], residents, ONE)
     assert (set(plan.refine), plan.evict) == ({9}, {})
@@ -536,20 +542,20 @@ def test_while_it_is_refined_a_demand_keeps_its_place() -> None:
     assert (plan.start, plan.evict, set(plan.refine)) == ({}, {}, {8})
 
 
-# Luxuries
+# Best-effort demands
 
 
-def test_a_luxury_starts_at_once_or_is_dropped() -> None:
+def test_a_best_effort_demand_starts_at_once_or_is_dropped() -> None:
     assert set(decide([demand(9, 60, best_effort=True)], [], ONE).start) == {9}
     plan = decide([demand(9, 60, best_effort=True, since=LATE)], [resident(1, {GPU[0]: 50})], ONE)
     assert (set(plan.drop), plan.evict, plan.waits) == ({9}, {}, {})
 
 
-def test_a_luxury_that_fits_nowhere_is_dropped_not_refused() -> None:
+def test_a_best_effort_demand_that_fits_nowhere_is_dropped() -> None:
     assert decide([demand(9, 101, best_effort=True, is_exact=False)], [], ONE).drop == {9}
 
 
-def test_a_luxury_displaces_an_idle_older_luxury() -> None:
+def test_a_best_effort_demand_evicts_an_older_idle_best_effort_resident() -> None:
     old = resident(1, {GPU[0]: 90}, best_effort=True)
     assert evicted(decide([demand(9, 60, best_effort=True)], [old], ONE)) == [1]
     assert decide([demand(9, 60, best_effort=True, since=LATE)], [replace(old, busy=True)], ONE).drop == {9}
@@ -561,13 +567,13 @@ def test_a_luxury_displaces_an_idle_older_luxury() -> None:
     assert waits[9].cause == "stopping", "having displaced one it is not dropped"
 
 
-def test_a_luxury_stands_behind_every_need() -> None:
+def test_best_effort_demands_come_after_required_ones() -> None:
     waiting = [demand(8, 60, best_effort=True, since=LATE, priority=5), demand(9, 60)]
     plan = decide(waiting, [], ONE)
     assert (set(plan.start), set(plan.drop)) == ({9}, {8})
 
 
-def test_a_luxury_does_not_wait_for_what_may_be_left_over() -> None:
+def test_a_best_effort_demand_does_not_wait_for_a_claim_ahead() -> None:
     residents = [resident(1, {GPU[0]: 100}, busy=True)]
     plan = decide([demand(8, 50, since=NOW - 1), demand(9, 50, best_effort=True)], residents, ONE)
     assert plan.drop == {9}
@@ -576,7 +582,7 @@ def test_a_luxury_does_not_wait_for_what_may_be_left_over() -> None:
 # Time to live
 
 
-def test_who_idles_past_its_time_to_live_leaves() -> None:
+def test_an_idle_worker_leaves_after_its_time_to_live() -> None:
     one = resident(1, {GPU[0]: 90}, expires=NOW)
     assert decide([], [one], ONE).evict == {1: Eviction(reason="idle", for_demand=None, idle=True)}
     assert decide([], [one], ONE, now=NOW - 3).look_again == NOW
@@ -585,20 +591,20 @@ def test_who_idles_past_its_time_to_live_leaves() -> None:
     assert decide([], [replace(one, leaving=True)], ONE).evict == {}
 
 
-def test_what_an_expired_worker_leaves_is_had_before_anybody_else_goes() -> None:
+def test_memory_of_an_expired_worker_is_used_before_an_eviction() -> None:
     residents = [resident(1, {GPU[0]: 50}), resident(2, {GPU[0]: 50}, expires=NOW)]
     plan = decide([demand(9, 50)], residents, ONE)
     assert {id: eviction.reason for id, eviction in plan.evict.items()} == {2: "idle"}
     assert plan.waits[9].cause == "stopping"
 
 
-def test_what_an_expired_worker_leaves_is_promised_in_line() -> None:
+def test_memory_of_an_expired_worker_is_promised_in_queue_order() -> None:
     residents = [resident(1, {GPU[0]: 60}, expires=NOW)]
     assert set(decide([demand(8, 70, since=NOW - 1), demand(9, 30)], residents, ONE).start) == {9}
     assert set(decide([demand(8, 70, since=NOW - 1), demand(9, 31)], residents, ONE).start) == set()
 
 
-# Engines that need quiet
+# Engines that load alone
 
 
 def test_an_engine_that_measures_the_device_shares_it_with_no_other_load() -> None:
@@ -613,31 +619,31 @@ def test_an_engine_that_measures_the_device_shares_it_with_no_other_load() -> No
     assert (plan.start, plan.waits[9].cause, plan.waits[9].on) == ({}, "exclusive", (1,))
 
 
-def test_quiet_reigns_from_the_claim_on() -> None:
+def test_an_exclusive_load_blocks_others_from_its_claim_on() -> None:
     """Else small loads, one after the other, could keep it out for ever."""
     residents = [resident(1, {GPU[0]: 50}, busy=True)]
     plan = decide([demand(8, 60, exclusive=True, since=NOW - 1), demand(9, 10)], residents, ONE)
     assert (plan.start, plan.waits[9].cause) == ({}, "exclusive")
 
 
-def test_elsewhere_there_is_no_need_for_quiet() -> None:
+def test_an_exclusive_load_blocks_no_other_device() -> None:
     loading = resident(1, {GPU[0]: 10, CPU: 5}, starting=True, busy=True, exclusive=True)
     plan = decide([demand(9, 10, host=5, on=GPU[:2])], [loading], {**TWO, CPU: 100})
     assert places(plan) == {9: (GPU[1],)}
 
 
-def test_nobody_leaves_a_device_while_it_is_measured() -> None:
+def test_no_resident_leaves_a_device_while_it_is_measured() -> None:
     residents = [resident(1, {GPU[0]: 20}, starting=True, busy=True, exclusive=True), resident(2, {GPU[0]: 80})]
     plan = decide([demand(9, 50)], residents, ONE)
     assert (plan.evict, plan.waits[9].cause, plan.waits[9].on) == ({}, "exclusive", (1,))
 
 
-def test_a_quiet_load_whose_clients_have_left_may_leave_like_any_other() -> None:
+def test_an_exclusive_load_without_clients_may_be_evicted() -> None:
     residents = [resident(1, {GPU[0]: 80}, starting=True, exclusive=True, last_used=NOW - 5)]
     assert evicted(decide([demand(9, 50)], residents, ONE)) == [1]
 
 
-# One currency: the count of workers
+# The count of workers
 
 
 def test_models_max_evicts_the_least_recently_used() -> None:
@@ -660,7 +666,7 @@ def test_the_count_of_pinned_workers_makes_others_wait_for_a_slot() -> None:
     assert (plan.waits[9].cause, plan.waits[9].on, plan.refuse) == ("slots", (1,), {})
 
 
-# The host of the seed proposal: 120 GiB of unified memory; an embedder of 6 GiB, models of 37 and 81
+# 120 GiB of unified memory; an embedder of 6 GiB, models of 37 and 81 GiB
 
 
 POOL = {GPU[0]: 120}
@@ -670,30 +676,13 @@ def seed(id: int, size: int, **facts: object) -> Resident:
     return resident(id, {GPU[0]: size}, **facts)
 
 
-def test_the_embedder_and_the_middle_model_live_side_by_side() -> None:
-    assert set(decide([demand(2, 35, host=2)], [seed(1, 6)], POOL, margin=1).start) == {2}
-
-
-def test_the_large_model_evicts_what_it_must_and_no_more() -> None:
+def test_the_large_model_evicts_only_what_it_needs() -> None:
     waiting = [demand(3, 79, host=2)]
     embedder, middle = seed(1, 6, last_used=NOW - 50), seed(2, 37, last_used=NOW - 20)
     assert evicted(decide(waiting, [embedder, middle], POOL, margin=1)) == [1], "81 + 37 + 1 of margin are 119"
     assert evicted(decide(waiting, [replace(embedder, last_used=NOW), middle], POOL, margin=1)) == [2]
     assert evicted(decide(waiting, [embedder, middle], POOL, margin=3)) == [2], "6 would not do: 81 + 37 + 3 are 121"
     assert evicted(decide(waiting, [embedder, middle], POOL, margin=3, foreign={GPU[0]: 33})) == [1, 2]
-
-
-def test_going_back_and_forth_between_two_models_that_exclude_each_other_goes_by_turns() -> None:
-    """Both are in constant use. What was just loaded keeps its place for its turn, however long the other waited."""
-    residents = [seed(1, 6), seed(3, 81, busy=True, residency_ends=NOW + 10)]
-    plan = decide([demand(2, 37, since=LATE)], residents, POOL, margin=3)
-    assert (plan.evict, plan.look_again) == ({}, NOW + 10), "the embedder does not leave in vain"
-    plan = decide([demand(2, 37, since=LATE)], residents, POOL, margin=3, now=NOW + 10)
-    assert evicted(plan) == [3]
-
-
-def test_a_demand_can_be_written_by_hand() -> None:
-    assert demand(1, 5) == Demand(id=1, model="m1", shards=(5,), since=NOW, devices=frozenset({GPU[0]}))
 
 
 # One memory under two names
@@ -724,6 +713,6 @@ def test_one_memory_is_not_given_out_twice_in_one_plan() -> None:
     assert (set(found.start), set(found.waits)) == ({1}, {2})
 
 
-def test_a_busy_worker_whose_minimum_residency_just_ended_is_in_the_way_as_it_is_busy() -> None:
+def test_a_busy_worker_whose_minimum_residency_just_ended_is_waited_for_as_busy() -> None:
     plan = decide([demand(9, 60)], [resident(1, {GPU[0]: 90}, busy=True, residency_ends=NOW)], ONE)
     assert plan.waits[9].cause == "busy"

@@ -165,7 +165,7 @@ def test_a_plan_that_evicts_makes_room(fleet: Fleet) -> None:
 
 
 @law
-def test_who_waits_for_memory_of_those_who_leave_will_have_it(fleet: Fleet) -> None:
+def test_a_demand_that_waits_for_leaving_workers_will_fit(fleet: Fleet) -> None:
     plan = fleet.ask()
     served = set(plan.start) | {id for id, wait in plan.waits.items() if wait.cause == "stopping"}
     claims = fleet.claims(plan, [one for one in fleet.waiting if one.id in served])
@@ -192,13 +192,13 @@ def test_no_idle_victim_is_superfluous_in_the_plan_as_a_whole(fleet: Fleet) -> N
 
 
 @law
-def test_nobody_takes_the_place_of_somebody_ahead(fleet: Fleet) -> None:
+def test_no_demand_takes_the_place_of_one_ahead(fleet: Fleet) -> None:
     """As each that has to wait gets its place, in the order of the line, there is room for all that was promised."""
     assert overtaken(fleet, fleet.ask()) == []
 
 
 @law
-def test_nobody_leaves_before_its_time(fleet: Fleet) -> None:
+def test_no_resident_leaves_before_its_time(fleet: Fleet) -> None:
     """Pinned never; busy only past turn and patience; idle inside its turn after the linger."""
     plan = fleet.ask()
     demands = {one.id: one for one in fleet.waiting}
@@ -256,7 +256,7 @@ def test_no_victim_could_be_swapped_for_an_older_one_of_its_kind(fleet: Fleet) -
 
 
 @law
-def test_an_infeasible_demand_touches_nobody(fleet: Fleet) -> None:
+def test_an_infeasible_demand_evicts_nothing(fleet: Fleet) -> None:
     """It is refused with the arithmetic exactly if no empty machine could hold it; all else is as without it."""
     plan = fleet.ask()
     capacity = {device.id: device.capacity for device in fleet.devices}
@@ -319,7 +319,7 @@ def test_the_order_of_the_arguments_does_not_matter(fleet: Fleet, seed: int) -> 
 
 
 @law
-def test_those_who_stay_have_a_reason(fleet: Fleet) -> None:
+def test_residents_that_stay_have_a_reason(fleet: Fleet) -> None:
     plan = fleet.ask()
     residents = {one.id: one for one in fleet.residents}
     for id, wait in plan.waits.items():
@@ -342,7 +342,7 @@ def test_time_alone_changes_nothing_before_the_moment_to_look_again(fleet: Fleet
 
 
 @law
-def test_the_first_in_line_has_whatever_can_be_had(fleet: Fleet) -> None:
+def test_the_first_in_the_queue_gets_any_place_that_exists(fleet: Fleet) -> None:
     """It starts if it fits anywhere, and has a place if it would fit with everybody gone who may ever leave."""
     first = fleet.line[0]
     if first.best_effort:
@@ -364,7 +364,7 @@ def test_the_first_in_line_has_whatever_can_be_had(fleet: Fleet) -> None:
 
 
 @law
-def test_who_waits_waits_for_something(fleet: Fleet) -> None:
+def test_a_waiting_demand_has_a_cause(fleet: Fleet) -> None:
     """For those who leave or load, for those in use past patience, for a moment, or for an exact estimate."""
     plan = fleet.ask()
     loading = plan.start or any(one.starting for one in fleet.residents)
@@ -430,7 +430,7 @@ def test_a_hot_model_cannot_starve_a_cold_one_in_plans_alone() -> None:
     assert longest_wait(simulation.served) <= 1
 
 
-def test_models_that_exclude_each_other_are_served_in_turns() -> None:
+def test_models_that_exclude_each_other_alternate() -> None:
     """All in constant use: each keeps its place for its turn, and none is passed over."""
     simulation = Simulation({GPU[0]: 100}, excluding("a", "b", "c", hot=True), Random(1))
     simulation.run(until=1000.0)
