@@ -65,8 +65,9 @@ class BodyFields:
     """
 
     def __init__(self, body: Mapping[str, Any], table: Body, *, path: str = ""):
-        """`table`: the schema of the supported fields; all of them must be read before `check_unknown`. `path`: prefix of
-        field names in messages, such as `stream_options.`.
+        """`table`: the schema of the supported fields; all of them must be read before `check_unknown`.
+
+        `path`: prefix of field names in messages, such as `stream_options.`.
         """
         self._body = body
         self._table = table
@@ -123,9 +124,8 @@ class BodyFields:
             return None
         whole = to_integer(value)
         if whole is None or whole < low or (high is not None and whole > high):
-            raise self._invalid(
-                name, f"an integer {f'of at least {low}' if high is None else f'between {low} and {high}'}"
-            )
+            within = f"of at least {low}" if high is None else f"between {low} and {high}"
+            raise self._invalid(name, f"an integer {within}")
         return whole
 
     def flag(self, name: str) -> bool | None:
