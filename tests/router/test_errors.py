@@ -1,4 +1,4 @@
-"""What a client may do about an error: the table of the contract, row by row."""
+"""The errors of the router agree with the table of errors in worker/protocol/errors.py."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from router.errors import ApiError
 from worker.protocol.errors import ERRORS
 
 RETRIED = {408, 429, 502, 503}
-"""Asking again may help; for all others the same request fails in the same way, or has cost too much already."""
+"""Statuses of errors for which a retry may help. Others fail again in the same way, or have cost too much already."""
 
 
 def every(kind: type[ApiError] = ApiError) -> Iterator[type[ApiError]]:

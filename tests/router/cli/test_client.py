@@ -1,4 +1,4 @@
-"""What `router ps` shows of a router's answer."""
+"""The table of `router ps`, and its errors."""
 
 import contextlib
 import http.server
@@ -14,7 +14,7 @@ from router.cli.main import main
 
 @contextlib.contextmanager
 def answering(text: str) -> Iterator[str]:
-    """The URL of a server that answers everything so."""
+    """The URL of a server whose response to every request is `text`."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

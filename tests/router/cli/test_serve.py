@@ -1,4 +1,4 @@
-"""What ends a router, beside its signals (those: tests/processes/test_router_life.py)."""
+"""The start and the end of a router. Its signals: tests/processes/test_router_life.py."""
 
 import asyncio
 import contextlib
@@ -20,8 +20,8 @@ from router.config.settings import Settings
 from router.errors import ConfigError, PresetInvalid
 
 
-async def dies(name: str) -> _Stop:
-    """Why a router ends whose task of that name has ended in an error, told as its owner tells it."""
+async def stop_after_failure_of(name: str) -> _Stop:
+    """The state of a router in which the task of this name has ended in an error."""
     stop = _Stop()
 
     async def fail() -> None:
@@ -74,17 +74,17 @@ def test_a_full_disk_for_stderr_does_not_prevent_the_start() -> None:
 
 async def test_the_end_of_the_device_task_ends_the_router() -> None:
     assert {"devices"} == ESSENTIAL
-    assert (await dies("devices")).failed.is_set()
+    assert (await stop_after_failure_of("devices")).failed.is_set()
 
 
 async def test_the_end_of_a_request_task_does_not_end_the_router() -> None:
-    stop = await dies("a request")
+    stop = await stop_after_failure_of("a request")
     assert not stop.failed.is_set()
     assert not stop.wanted.is_set()
 
 
 class Slow:
-    """A site that takes its time to read presets, and fails at that first in one way, then in another."""
+    """A registry whose reloads end when the test says so. The first two fail."""
 
     def __init__(self) -> None:
         self.failures = [PresetInvalid("a bad edit"), RuntimeError("a bug")]

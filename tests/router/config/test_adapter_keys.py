@@ -1,4 +1,4 @@
-"""The keys of adapters: what they name, what they cost, what they refuse."""
+"""The keys of LoRA adapters."""
 
 from typing import Any
 

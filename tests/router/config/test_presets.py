@@ -1,4 +1,4 @@
-"""Sections to presets: meaning, precedence, complaints."""
+"""Resolution of presets: keys, precedence, problems."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Which presets share a worker, key by key."""
+"""Presets that share a worker, key by key."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ SAMPLES = {
     "alias": "x", "tags": "x", "dedup-cache-models": "on", "request-timeout": "7", "load-on-startup": "on",
     "autoload": "off",
 }  # fmt: skip
-"""A value of each key that is not the built-in one."""
+"""A value of each key that differs from its default."""
 ELSEWHERE = {"model", "hf-repo", "engine", "chat-template-file", "default-lora"}
 """Keys with a test of their own; of `engine` there is only one."""
 
@@ -53,7 +53,7 @@ def test_every_key_is_sampled() -> None:
 
 
 @pytest.mark.parametrize("key", sorted(SAMPLES))
-def test_presets_that_differ_in_one_key_share_a_worker_if_that_is_a_matter_of_requests(key: str) -> None:
+def test_presets_that_differ_in_a_key_share_a_worker_only_if_the_key_concerns_requests(key: str) -> None:
     both = pair(f"{key} = {SAMPLES[key]}")
     free = SCOPES[key] is not Scope.WORKER
     assert both["one"] != both["two"]
@@ -62,7 +62,7 @@ def test_presets_that_differ_in_one_key_share_a_worker_if_that_is_a_matter_of_re
 
 
 @pytest.mark.parametrize("key", sorted(key for key in SAMPLES if SCOPES[key] is not Scope.WORKER))
-def test_nothing_of_one_name_reaches_the_fleet(key: str) -> None:
+def test_keys_of_one_name_do_not_reach_the_fleet(key: str) -> None:
     plain, changed = pair(f"{key} = {SAMPLES[key]}").values()
     first, second = fleet_preset([plain]), fleet_preset([changed])
     aliases: tuple[str, ...] = ("x",) if key == "alias" else ()
@@ -77,7 +77,7 @@ def test_another_source_is_another_worker() -> None:
     assert group_presets(presets(text)) == [("a", "b"), ("c",), ("d", "e")]
 
 
-def test_another_default_adapter_is_a_matter_of_requests_and_other_adapters_are_not() -> None:
+def test_a_default_adapter_concerns_requests_and_other_adapters_need_another_worker() -> None:
     lora = "lora = org/french, org/german"
     text = "".join(
         f"[{name}]\nhf-repo = org/m\n{lines}\n"
@@ -91,7 +91,7 @@ def test_another_default_adapter_is_a_matter_of_requests_and_other_adapters_are_
     assert [request_profile(found[name]) for name in "ab"] == [None, Profile(name="b", default_adapter="french")]
 
 
-def test_a_template_out_of_a_file_is_one_as_well(tmp_path: Any) -> None:
+def test_a_template_file_concerns_requests(tmp_path: Any) -> None:
     (tmp_path / "t.jinja").write_text("{{ messages }}")
     found = pair(f"chat-template-file = {tmp_path / 't.jinja'}")
     assert group_presets(found) == [("one", "two")]
@@ -107,7 +107,7 @@ def test_a_shared_model_has_the_names_of_all_its_presets() -> None:
     assert fleet["b"] == found["b"]
 
 
-def test_a_preset_that_shares_nothing_and_has_nothing_of_its_own_is_in_memory_once() -> None:
+def test_the_fleet_uses_the_same_object_for_a_preset_without_keys_of_its_name() -> None:
     found = presets("[a]\nmodel = demo:a\nalias = x\n[b]\nmodel = demo:b\nseed = 3\n")
     fleet = fleet_presets(found, group_presets(found))
     assert fleet["a"] is found["a"]
