@@ -41,8 +41,8 @@ class EventLog:
         self._first = self._next = first
         self._changed: asyncio.Future[None] | None = None
         self._folds: list[Callable[[Event], None]] = []
+        # Subscribers that also get events without a place in the ring.
         self._also_mentioned: list[Callable[[Event], None]] = []
-        """Subscribers that also get events without a place in the ring."""
 
     @property
     def last_id(self) -> int:

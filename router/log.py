@@ -27,14 +27,11 @@ from router.events import Event, EventLog
 
 log = logging.getLogger("router.fleet.fleet")
 
-KEPT = 2000
-"""Lines in the ring behind /router/logs."""
-LONGEST = 2000
-"""Characters of a line in the ring."""
-QUEUE_SIZE = 4000
-"""Lines that wait to be written. Further ones are dropped and counted."""
+KEPT = 2000  # lines in the ring behind /router/logs
+LONGEST = 2000  # characters of a line in the ring
+QUEUE_SIZE = 4000  # lines that wait to be written. Further ones are dropped and counted.
+# Seconds at exit to write the lines that wait. A reader that does not read must not keep the router from ending.
 EXIT_TIMEOUT = 1.0
-"""Seconds at exit to write the lines that wait. A reader that does not read must not keep the router from ending."""
 GIB, MIB = 1 << 30, 1 << 20
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
 

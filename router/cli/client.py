@@ -11,8 +11,8 @@ TIMEOUT = 10.0
 _HEAD = ("NAME", "STATE", "DEVICE", "EST/MEAS MiB", "ACTIVE", "QUEUE", "LOAD", "WHERE IT WENT")
 
 
+# An HTTP client for a router, which ignores proxies of the environment.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""An HTTP client for a router, which ignores proxies of the environment."""
 
 
 class Unreachable(Exception):

@@ -15,12 +15,9 @@ from router.errors import RouterError
 from worker.protocol.snapshot_files import INDEX, WEIGHTS, is_below, shard_names
 
 HUB = "https://huggingface.co"
-TIMEOUT = 30.0
-"""Seconds without a byte."""
-FIRST = 1 << 16
-"""Bytes of a weight file in the first request. Most headers are shorter, so one request is enough."""
-MAX_HEADER = 100 << 20
-"""Bytes; the limit of the safetensors format."""
+TIMEOUT = 30.0  # seconds without a byte
+FIRST = 1 << 16  # bytes of a weight file in the first request. Most headers are shorter, so one request is enough.
+MAX_HEADER = 100 << 20  # bytes; the limit of the safetensors format
 MAX_SMALL = 64 << 20
 
 _SMALL = frozenset({

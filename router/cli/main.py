@@ -32,8 +32,7 @@ from router.registry import worker_groups
 from router.store.catalogue import Further, find_preset, load_catalogue, read_keys
 
 OK, FAULTS, USAGE, UNREACHABLE, TOO_LARGE, INTERRUPTED = 0, 1, 2, 3, 4, 130
-SCHEMA = 1
-"""Version of JSON documents on stdout."""
+SCHEMA = 1  # version of JSON documents on stdout
 _ABOUT = """\
 Serve many language models from one address, one worker process per model, and evict models by memory.
 
@@ -50,15 +49,14 @@ Keys of a model: in a section [id] of a preset file, in [*] for all models, as a
 """
 
 
+# Options that decide which presets exist and whether they are valid.
 READ = frozenset({"models-preset", "models-dir", "models-cache", "strict-presets", "swap-patience"})
-"""Options that decide which presets exist and whether they are valid."""
 CHECKED = READ | {"default-model"}
+# Options that decide an estimate.
 WEIGHED = READ | {"offline", "hf-token", "state-dir", "fork-server", "prepare", "models-memory-margin", "device-limit"}
-"""Options that decide an estimate."""
+# Options that decide which snapshot is converted, and where the converted copy is stored.
 PREPARED = READ | {"offline", "hf-token", "state-dir"}
-"""Options that decide which snapshot is converted, and where the converted copy is stored."""
-NARROW = 70
-"""Columns from which names and texts of options stand side by side."""
+NARROW = 70  # columns from which names and texts of options stand side by side
 
 
 def _as_option(option: Option, *, hidden: bool = False) -> click.Option:

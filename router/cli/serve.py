@@ -49,17 +49,14 @@ from router.store.catalogue import NOTHING, Further
 from router.store.snapshots import Snapshots
 
 log = logging.getLogger("router.cli.serve")
+# New objects between two collections of the youngest generation. Python's default of 700 suits small programs.
 GARBAGE = 10_000
-"""New objects between two collections of the youngest generation. Python's default of 700 suits small programs."""
 
-READERS, MOST_READERS = "disk", 32
-"""Threads that read files: prefix of their names, and their number."""
-LAST_READ = 2.0
-"""Seconds that they get after everything else has ended."""
-LAST_MOMENT = 2.0
-"""Seconds to send the last answers after all workers have exited."""
+READERS, MOST_READERS = "disk", 32  # threads that read files: prefix of their names, and their number
+LAST_READ = 2.0  # seconds that they get after everything else has ended
+LAST_MOMENT = 2.0  # seconds to send the last answers after all workers have exited
+# Tasks, by name, without which the router must not go on: without readings every plan is a guess.
 ESSENTIAL = frozenset({"devices"})
-"""Tasks, by name, without which the router must not go on: without readings every plan is a guess."""
 GIB = 1 << 30
 MIB = 1 << 20
 

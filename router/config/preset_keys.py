@@ -151,10 +151,10 @@ def _spellings(words: Iterable[KnownOption]) -> dict[str, KnownOption]:
     return table
 
 
+# By all spellings except variables, case-sensitive (`C` is not `c`).
 WORDS: Mapping[str, KnownOption] = _spellings((*KEYS, *REFUSED, *MEANINGLESS))
-"""By all spellings except variables, case-sensitive (`C` is not `c`)."""
+# Variables whose names cannot be derived from a spelling.
 VARIABLES: Mapping[str, KnownOption] = {name: word for words in (KEYS, REFUSED) for word in words for name in word.env}
-"""Variables whose names cannot be derived from a spelling."""
 _PREFIXES = ("LLAMA_ARG_", "ROUTER_", "OPTION_", "SERVING_")
 
 

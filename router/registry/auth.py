@@ -21,8 +21,8 @@ from router.config.settings import ApiKey, is_address
 from router.errors import BadRequest, Forbidden, QueueFull, Unauthorized
 from worker.protocol.routes import AccessLevel
 
+# The identity of all requests of a router without keys: full access.
 NO_KEY = ApiKey(name="", digest=b"", admin=True, models=(), max_concurrent=0)
-"""The identity of all requests of a router without keys: full access."""
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 MAX_CACHED_HOSTS = 256  # bounded because clients choose the header; the number is a guess
 UNLIMITED = nullcontext()  # shared by all requests of keys without a limit

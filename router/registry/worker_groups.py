@@ -15,8 +15,7 @@ from typing import Any
 from router.config.presets import DEFAULTS, KEYS, Preset, Scope
 from worker.protocol.argv import Profile
 
-PresetGroup = tuple[str, ...]
-"""The ids of the presets that share a worker, in the order of the list of models."""
+PresetGroup = tuple[str, ...]  # the ids of the presets that share a worker, in the order of the list of models
 ID_SEPARATOR = ","  # between preset ids in the id of a group; no preset id contains it
 
 

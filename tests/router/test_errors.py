@@ -7,8 +7,8 @@ import pytest
 from router.errors import ApiError
 from worker.protocol.errors import ERRORS
 
+# Statuses of errors for which a retry may help. Others fail again in the same way, or have cost too much already.
 RETRIED = {408, 429, 502, 503}
-"""Statuses of errors for which a retry may help. Others fail again in the same way, or have cost too much already."""
 
 
 def every(kind: type[ApiError] = ApiError) -> Iterator[type[ApiError]]:

@@ -30,8 +30,8 @@ SAMPLES = {
     "autoload": "off",
 }  # fmt: skip
 """A value of each key that differs from its default."""
+# Keys with a test of their own; of `engine` there is only one.
 ELSEWHERE = {"model", "hf-repo", "engine", "chat-template-file", "default-lora"}
-"""Keys with a test of their own; of `engine` there is only one."""
 
 SCOPES = {key.name: key.scope for key in KEYS}
 
