@@ -134,7 +134,7 @@ def statuses(route: Route) -> tuple[int, ...]:
     found = {*_ALWAYS, *route.errors, *(_WORKER if route.worker else ())}
     if route.requests:
         found |= set(_BODY)
-    if route.plane is AccessLevel.PUBLIC:
+    if route.access is AccessLevel.PUBLIC:
         found -= {401}
     return tuple(sorted(found))
 
@@ -157,7 +157,7 @@ def _operation(route: Route) -> dict[str, Any]:
         operation["parameters"] = parameters
     if route.requests:
         operation["requestBody"] = {"required": True, "content": _json(ref(_body_name(route)))}
-    if route.plane is AccessLevel.PUBLIC:
+    if route.access is AccessLevel.PUBLIC:
         operation["security"] = []
     return operation
 

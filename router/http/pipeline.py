@@ -195,8 +195,8 @@ class Pipeline:
         route, query = incoming.route, incoming.query
         if route is None:  # the 404 or 405 that follows needs no key
             return
-        plane = AccessLevel.ADMIN if any(query.get(name) for name in route.admin_query) else route.plane
-        incoming.key = self._registry.access.authorize(incoming.outlet, plane)
+        level = AccessLevel.ADMIN if any(query.get(name) for name in route.admin_query) else route.access
+        incoming.key = self._registry.access.authorize(incoming.outlet, level)
         for name in FLAGS if query else ():
             flag(query, name)  # rejected even where the route does not use it
 

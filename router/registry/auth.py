@@ -73,15 +73,15 @@ class Access:
                 found = key
         return found
 
-    def authorize(self, request: HasHeaders, plane: AccessLevel) -> ApiKey:
-        """Return the key of a request if it may use `plane`. Raises Unauthorized, Forbidden."""
-        public = plane is AccessLevel.PUBLIC or (plane is AccessLevel.METRICS and self._metrics_public)
+    def authorize(self, request: HasHeaders, level: AccessLevel) -> ApiKey:
+        """Return the key of a request if it may use routes of `level`. Raises Unauthorized, Forbidden."""
+        public = level is AccessLevel.PUBLIC or (level is AccessLevel.METRICS and self._metrics_public)
         key = self.identify(request)
         if key is None:
             if public:
                 return ApiKey(name="", digest=b"", admin=False, models=(), max_concurrent=0)
             raise Unauthorized
-        if plane is AccessLevel.ADMIN and not self.is_admin(key):
+        if level is AccessLevel.ADMIN and not self.is_admin(key):
             raise Forbidden("this needs an admin key")
         return key
 
