@@ -69,7 +69,7 @@ def _completion(fields: BodyFields, model: ServedModel, prompts: list[list[int]]
         seed=options.seed if options.seed >= 0 else None,
         encode=model.encode_piece,
     )
-    shown = _field_names(fields, "response_fields")
+    shown = _response_fields(fields)
     grammar = guided_decoding.read(fields)
     stream = fields.flag("stream") or False
     name = fields.text("model") or options.name
@@ -167,10 +167,12 @@ def _is_file(given: Any) -> bool:
     )
 
 
-def _field_names(fields: BodyFields, name: str) -> list[str]:
-    listed = fields.sequence(name) or []
+def _response_fields(fields: BodyFields) -> list[str]:
+    listed = fields.sequence("response_fields") or []
     if not all(isinstance(field, str) for field in listed) or len(listed) > MAX_SHOWN:
-        raise InvalidValue(f"{name} must be an array of at most {MAX_SHOWN} field names", param=name)
+        raise InvalidValue(
+            f"response_fields must be an array of at most {MAX_SHOWN} field names", param="response_fields"
+        )
     return listed
 
 

@@ -156,7 +156,7 @@ async def test_a_template_that_separators_cannot_express_is_rejected() -> None:
         assert "/v1/chat/completions" in answer["text"]
     async with serving(chat_template=THINKING) as world:
         status, _, answer = await world.post("/worker_get_conv_template", {})
-        assert status == 501, "what begins an answer is not what stands before it later"
+        assert status == 501, "the prompt of an answer differs from the text before a past answer"
     async with serving(FakeEngine(bare_tokenizer())) as world:
         status, _, answer = await world.post("/worker_get_conv_template", {})
         assert status == 501

@@ -294,15 +294,15 @@ async def test_a_load_rejects_invalid_fields(body: dict[str, Any], param: str) -
 
 
 @pytest.mark.parametrize(
-    ("stated", "seconds"),
+    ("value", "seconds"),
     [(0, 0.0), (90, 90.0), ("5m", 300.0), ("1h30m", 5400.0), (-1, -1.0), ("-1m", -1.0), ("7", 7.0)],
 )
-async def test_keep_alive_is_reported_in_seconds(stated: Any, seconds: float) -> None:
+async def test_keep_alive_is_reported_in_seconds(value: Any, seconds: float) -> None:
     async with serving() as world, asking(world) as client:
-        await client.generate("m", "hi", keep_alive=stated, options={"num_predict": 1})
+        await client.generate("m", "hi", keep_alive=value, options={"num_predict": 1})
         await world.announced.wait()
         assert world.events[-1].keep_alive == seconds
-        await client.embed("m", "hi", keep_alive=stated)
+        await client.embed("m", "hi", keep_alive=value)
         assert world.events[-1].keep_alive == seconds
 
 

@@ -16,7 +16,7 @@ from worker.api.served_model import ServedModel
 from worker.errors import ContextExceeded, InvalidValue, RequestError, UnsupportedByModel
 from worker.interface import SamplingParams
 
-# What a body means
+# Parsing of bodies
 
 
 async def test_a_chat_becomes_one_generation_of_its_rendered_prompt() -> None:
@@ -235,11 +235,11 @@ async def test_a_suffix_uses_the_fill_in_the_middle_layout(marks: list[str], exp
 
 
 @pytest.mark.parametrize(
-    "stated", [5, {}, {"fields": {"content": {}}}, {"start_anchor": "x", "fields": {"a": {"open": 5}}}]
+    "template", [5, {}, {"fields": {"content": {}}}, {"start_anchor": "x", "fields": {"a": {"open": 5}}}]
 )
-def test_an_invalid_response_template_is_ignored(stated: Any) -> None:
+def test_an_invalid_response_template_is_ignored(template: Any) -> None:
     tokenizer = tiny.make_tokenizer("llama")
-    tokenizer.response_template = stated
+    tokenizer.response_template = template
     assert ServedModel(FakeEngine(tokenizer), tokenizer, serving.options()).chat_format is None
 
 
@@ -300,7 +300,7 @@ async def test_functions_outside_allowed_tools_are_hidden_and_not_callable(mode:
     if generation.grammar is not None:
         text = generation.grammar.text
         assert [json.dumps(json.dumps({"name": name}))[1:-2] in text for name in "fgh"] == [True, False, True]
-        assert ")*" in text, "as often as it likes, unless parallel_tool_calls says otherwise"
+        assert ")*" in text, "parallel calls are allowed by default"
 
 
 @pytest.mark.parametrize(
@@ -489,7 +489,7 @@ async def test_a_model_without_a_template_does_not_chat() -> None:
         await openai.chat(CHAT, made)
 
 
-# What the answer looks like
+# Serialization of answers
 
 
 async def test_the_answer_of_a_chat_has_the_format_of_the_api() -> None:
@@ -578,7 +578,7 @@ async def test_a_stream_reports_prefill_progress_on_request(path: str) -> None:
         assert [each["timings"]["prompt_ms"] for each in timed] == [125.0, 500.0]
         plain = await world.stream(path, body)
         assert not any("prompt_progress" in frame for frame in plain)
-        assert len(plain) == len(frames) - 2, "nothing else is different"
+        assert len(plain) == len(frames) - 2, "all other frames are equal"
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
@@ -589,7 +589,7 @@ async def test_each_chunk_of_text_has_the_timings_so_far_on_request(path: str) -
         said = [frame for frame in frames if _text_of(frame)]
         counts = [frame["timings"]["predicted_n"] for frame in said]
         assert counts == sorted(counts)
-        assert counts[0] == 1, "only what has been said counts"
+        assert counts[0] == 1, "only sent tokens count"
         assert frames[-1]["timings"]["predicted_n"] > counts[0]
         whole = (await world.post(path, {**body, "n": 2}))[2]
         assert frames[-1]["timings"] == whole["timings"]

@@ -134,7 +134,7 @@ async def test_images_of_tool_results_follow_the_results(engine: TransformersEng
         results[0]["content"] = [{"type": "text", "text": "seen"}, *parts]
         return [{"role": "assistant", "content": calls}, {"role": "user", "content": results}]
 
-    def put_out(*parts: Any) -> list[Any]:
+    def outputs(*parts: Any) -> list[Any]:
         calls = [{"type": "function_call", "call_id": id, "name": "look", "arguments": "{}"} for id in "ab"]
         results: list[Any] = [{"type": "function_call_output", "call_id": id, "output": "seen"} for id in "ab"]
         results[0]["output"] = [{"type": "input_text", "text": "seen"}, *parts]
@@ -143,7 +143,7 @@ async def test_images_of_tool_results_follow_the_results(engine: TransformersEng
     begun: Any = {"role": "user", "content": WORDS}
     async with serving(engine) as world:
 
-        async def heard(path: str, messages: list[Any]) -> tuple[int, str]:
+        async def answered(path: str, messages: list[Any]) -> tuple[int, str]:
             ours = {"messages": messages, "max_tokens": MOST} if "messages" in path else {"input": messages}
             status, _, received = await world.post(path, {"temperature": 0, "max_output_tokens": MOST, **ours})
             assert status == 200, received
@@ -152,14 +152,14 @@ async def test_images_of_tool_results_follow_the_results(engine: TransformersEng
 
         blocks = [begun, *returned()]
         blocks[-1] = {**blocks[-1], "content": [*blocks[-1]["content"], image]}
-        beside = await heard("/v1/messages", blocks)
-        assert await heard("/v1/messages", [begun, *returned(image)]) == beside
+        beside = await answered("/v1/messages", blocks)
+        assert await answered("/v1/messages", [begun, *returned(image)]) == beside
         shown_by_hand: Any = {"role": "user", "content": [{"type": "input_image", "image_url": url}]}
-        behind = await heard("/v1/responses", [begun, *put_out(), shown_by_hand])
-        assert await heard("/v1/responses", [begun, *put_out({"type": "input_image", "image_url": url})]) == behind
+        behind = await answered("/v1/responses", [begun, *outputs(), shown_by_hand])
+        assert await answered("/v1/responses", [begun, *outputs({"type": "input_image", "image_url": url})]) == behind
         assert behind == beside
-        further = [*put_out({"type": "input_image", "image_url": url}), begun]
-        assert (await heard("/v1/responses", [begun, *further]))[0] > behind[0]
+        further = [*outputs({"type": "input_image", "image_url": url}), begun]
+        assert (await answered("/v1/responses", [begun, *further]))[0] > behind[0]
 
 
 async def test_image_tokens_count_in_usage(engine: TransformersEngine) -> None:

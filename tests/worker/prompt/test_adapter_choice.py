@@ -24,7 +24,7 @@ async def chosen(world: Serving, path: str, body: Any, **headers: str) -> list[A
 
 
 @pytest.mark.parametrize(
-    ("stated", "means"),
+    ("given", "expected"),
     [
         (None, None),
         ("french", FRENCH),
@@ -37,12 +37,12 @@ async def chosen(world: Serving, path: str, body: Any, **headers: str) -> list[A
         ([{"name": "french"}], FRENCH),
     ],
 )
-async def test_an_adapter_is_selected_in_every_form_of_the_clients(stated: Any, means: AdapterChoice | None) -> None:
+async def test_an_adapter_is_selected_in_every_form_of_the_clients(given: Any, expected: AdapterChoice | None) -> None:
     async with serving() as world:
         for name in ("adapters", "lora"):
-            assert await chosen(world, "/v1/chat/completions", {**CHAT, name: stated}) == [means]
-            assert await chosen(world, "/completion", {"prompt": "hi", "n_predict": 1, name: stated}) == [means]
-        assert await chosen(world, "/invocations", {"inputs": "hi", "adapters": stated}) == [means]
+            assert await chosen(world, "/v1/chat/completions", {**CHAT, name: given}) == [expected]
+            assert await chosen(world, "/completion", {"prompt": "hi", "n_predict": 1, name: given}) == [expected]
+        assert await chosen(world, "/invocations", {"inputs": "hi", "adapters": given}) == [expected]
 
 
 async def test_each_of_several_inputs_may_have_its_own_adapter() -> None:

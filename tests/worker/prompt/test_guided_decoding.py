@@ -135,7 +135,7 @@ SHUT = {**LISTED, "additionalProperties": False}
 
 
 @pytest.mark.parametrize(
-    ("stated", "meant"),
+    ("schema", "closed"),
     [
         (LISTED, SHUT),
         ({"type": "object", "properties": {}}, {"type": "object", "properties": {}, "additionalProperties": False}),
@@ -148,14 +148,14 @@ SHUT = {**LISTED, "additionalProperties": False}
         ({"type": "object", "additionalProperties": LISTED}, {"type": "object", "additionalProperties": SHUT}),
     ],
 )
-def test_an_object_with_listed_properties_is_closed_at_every_level(stated: Any, meant: Any) -> None:
-    before = copy.deepcopy(stated)
-    assert close_schema(stated) == meant
-    assert stated == before, "what was given is as it was"
+def test_an_object_with_listed_properties_is_closed_at_every_level(schema: Any, closed: Any) -> None:
+    before = copy.deepcopy(schema)
+    assert close_schema(schema) == closed
+    assert schema == before, "the argument is unchanged"
 
 
 @pytest.mark.parametrize(
-    "stated",
+    "schema",
     [
         {"type": "object"},
         SHUT,
@@ -167,12 +167,12 @@ def test_an_object_with_listed_properties_is_closed_at_every_level(stated: Any, 
         {"enum": [{"b": 1}], "properties": {"a": STRING}},
     ],
 )
-def test_schemas_that_restrict_further_members_are_unchanged(stated: Any) -> None:
-    assert close_schema(stated) == stated
+def test_schemas_that_restrict_further_members_are_unchanged(schema: Any) -> None:
+    assert close_schema(schema) == schema
 
 
 @pytest.mark.parametrize(
-    "stated",
+    "schema",
     [
         {"allOf": [LISTED, {"properties": {"b": STRING}, "required": ["b"]}]},
         {**LISTED, "anyOf": [{"properties": {"b": STRING}}, {"properties": {"c": STRING}}]},
@@ -182,18 +182,18 @@ def test_schemas_that_restrict_further_members_are_unchanged(stated: Any) -> Non
         {"oneOf": [LISTED, {"properties": {"b": STRING}, "required": ["b"]}]},
     ],
 )
-def test_combined_schemas_of_one_object_are_unchanged(stated: Any) -> None:
-    assert close_schema(stated) == stated
+def test_combined_schemas_of_one_object_are_unchanged(schema: Any) -> None:
+    assert close_schema(schema) == schema
 
 
 def test_properties_may_have_the_names_of_keywords() -> None:
-    stated = {"type": "object", "properties": {"not": STRING, "allOf": LISTED, "required": {"type": "boolean"}}}
-    assert close_schema(stated)["additionalProperties"] is False
-    assert close_schema(stated)["properties"]["allOf"] == SHUT
+    schema = {"type": "object", "properties": {"not": STRING, "allOf": LISTED, "required": {"type": "boolean"}}}
+    assert close_schema(schema)["additionalProperties"] is False
+    assert close_schema(schema)["properties"]["allOf"] == SHUT
 
 
 def test_deep_schemas_are_closed() -> None:
-    stated: dict[str, Any] = LISTED
+    schema: dict[str, Any] = LISTED
     for _ in range(60):
-        stated = {"type": "object", "properties": {"a": {"type": "array", "items": stated}}}
-    assert close_schema(stated)["properties"]["a"]["items"]["additionalProperties"] is False
+        schema = {"type": "object", "properties": {"a": {"type": "array", "items": schema}}}
+    assert close_schema(schema)["properties"]["a"]["items"]["additionalProperties"] is False

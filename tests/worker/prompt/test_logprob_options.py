@@ -26,7 +26,7 @@ async def test_logprobs_of_a_prompt_are_by_token_id_with_ranks() -> None:
     assert others[0][str(g)] == {"logprob": -0.5, "rank": None, "decoded_token": "G"}
     ranks = [each["rank"] for id, each in others[0].items() if id != str(g)]
     assert ranks == [1, 2], "the fake's alternatives are never the token itself"
-    assert choice["logprobs"] is None, "nobody asked for those of the answer"
+    assert choice["logprobs"] is None, "logprobs of the answer were not requested"
 
 
 async def test_answer_and_prompt_have_their_own_numbers_of_alternatives() -> None:
@@ -84,10 +84,12 @@ async def test_every_chunk_has_the_usage_so_far_on_request() -> None:
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert (counts[0], counts[-1], usage["usage"]["completion_tokens"]) == (0, 4, 4), "the role is no token"
-    assert not any("timings" in chunk for chunk in chunks[:-1]), "which nobody asked for"
+    assert not any("timings" in chunk for chunk in chunks[:-1]), "timings were not requested"
     body["stream_options"] = {"continuous_usage_stats": True}
     *chunks, _ = await streamed(await openai.chat({**CHAT, **body}, made), made.engine)
-    assert not any("usage" in chunk for chunk in chunks), "without include_usage it says nothing, as at vLLM"
+    assert not any("usage" in chunk for chunk in chunks), (
+        "continuous_usage_stats has no effect without include_usage, as in vLLM"
+    )
 
 
 async def test_the_stop_is_part_of_the_answer_only_on_request() -> None:
@@ -143,7 +145,7 @@ async def test_the_cache_salt_reaches_the_engine() -> None:
     assert (await only({"cache_salt": "mine"})).salt == "mine"
 
 
-@pytest.mark.parametrize("stated", [-1, 21])
+@pytest.mark.parametrize("count", [-1, 21])
 @pytest.mark.parametrize(
     ("path", "name", "body"),
     [
@@ -154,10 +156,10 @@ async def test_the_cache_salt_reaches_the_engine() -> None:
     ],
 )
 async def test_too_many_alternatives_are_rejected_with_the_remedy(
-    path: str, name: str, body: dict[str, Any], stated: int
+    path: str, name: str, body: dict[str, Any], count: int
 ) -> None:
     async with serving() as world:
-        status, _, received = await world.post(path, {**body, name: stated})
+        status, _, received = await world.post(path, {**body, name: count})
         assert (status, received["error"]["param"]) == (400, name)
         assert received["error"]["message"] == (
             f"{name} must be between 0 and 20, the model's max-logprobs; its preset may allow more"

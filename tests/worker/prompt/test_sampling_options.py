@@ -246,10 +246,10 @@ def test_an_unsupported_order_is_rejected(body: dict[str, Any]) -> None:
     assert caught.value.param == "samplers"
 
 
-@pytest.mark.parametrize("stated", [["top_q"], ["top_k", "top_k"], "kk", "kq", [5], {"top_k": 1}, 5], ids=str)
-def test_an_unknown_sampler_is_rejected(stated: Any) -> None:
+@pytest.mark.parametrize("samplers", [["top_q"], ["top_k", "top_k"], "kk", "kq", [5], {"top_k": 1}, 5], ids=str)
+def test_an_unknown_sampler_is_rejected(samplers: Any) -> None:
     with pytest.raises(InvalidValue) as caught:
-        read({"samplers": stated})
+        read({"samplers": samplers})
     assert caught.value.param == "samplers"
 
 
