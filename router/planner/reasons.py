@@ -18,10 +18,14 @@ class Reasons:
     def __init__(self, places: Places, residents: Sequence[Resident], now: float):
         self._places = places
         self._now = now
+        self._used: dict[DeviceId, int] = {}  # by device, before any change
         self._at: dict[DeviceId, list[Resident]] = {}
         for resident in residents:
             for id, _, _ in resident.holds:
-                self._at.setdefault(id, []).append(resident)
+                if id in self._at:  # faster than setdefault, which makes a list each time
+                    self._at[id].append(resident)
+                else:
+                    self._at[id] = [resident]
 
     def shortage(self, claim: Bytes, room: Callable[[DeviceId], int]) -> Mapping[DeviceId, Shortage]:
         """Return the arithmetic of the devices on which `claim` does not fit into `room`."""
@@ -33,12 +37,15 @@ class Reasons:
 
     def _arithmetic(self, id: DeviceId, required: int, available: int) -> Shortage:
         device = self._places.devices[id]
-        ours = sum(resident.reserved.get(id, 0) for resident in self._at.get(id, ()))
+        used = self._used.get(id)
+        if used is None:
+            ours = sum([resident.reserved.get(id, 0) for resident in self._at.get(id, ())])
+            used = self._used[id] = max(device.used, device.foreign + ours)
         return Shortage(
             required=required,
             available=max(0, available),
             margin=device.margin,
-            used=max(device.used, device.foreign + ours),
+            used=used,
             foreign=device.foreign,
             total=device.total,
             limit=device.limit,
@@ -77,7 +84,7 @@ class Reasons:
         self, shortage: Collection[DeviceId], staying: Mapping[int, Resident], elsewhere: Mapping[int, KeepReason]
     ) -> Mapping[int, KeepReason]:
         """Return the reasons for which the residents in `staying` stay. `elsewhere`: those on other devices."""
-        reasons = {**elsewhere}
+        reasons = dict(elsewhere)
         for resident in self.residents_on(shortage, staying):
             if not resident.pinned:
                 reasons[resident.id] = self._keep_reason(resident)
