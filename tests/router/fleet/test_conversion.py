@@ -6,8 +6,8 @@ from typing import Any
 from router.events import Event
 from router.fleet.admission import Limits
 from router.launch.interface import WorkerLost
-from tests.fakes import GIB, FakeModel, virtual
-from tests.router.fleet.worlds import Schedule
+from tests.fakes import GIB, FakeModel
+from tests.router.fleet.worlds import Schedule, virtual
 from worker.protocol.events import Exit
 
 

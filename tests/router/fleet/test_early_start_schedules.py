@@ -8,8 +8,8 @@ from router.errors import LoadFailed
 from router.fleet.admission import Limits
 from router.fleet.worker import State
 from router.launch.interface import WorkerLost
-from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel, virtual
-from tests.router.fleet.worlds import Schedule
+from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel
+from tests.router.fleet.worlds import Schedule, virtual
 
 HELD = 64 * MIB
 
@@ -41,7 +41,6 @@ async def test_a_worker_starts_early_while_its_victim_stops() -> None:
     assert at(world, "prepared b") < at(world, "stopped a") <= at(world, "start b")
     assert waited == pytest.approx(3.0 + 2.0, abs=0.1), "stop and load, and nothing for preparing"
     assert "dismissed b" not in told(world)
-    await world.stop()
 
 
 @virtual
@@ -50,7 +49,6 @@ async def test_an_early_start_slower_than_its_victim_continues_as_the_worker() -
     await world.ask("a")
     assert await world.ask("b") == pytest.approx(5.0 + 2.0, abs=0.1)
     assert told(world).count("prepare b") == 1
-    await world.stop()
 
 
 @virtual
@@ -68,7 +66,6 @@ async def test_memory_of_an_early_start_becomes_part_of_its_worker() -> None:
     starts = [event for event in world.events.since(0) or () if event.data.get("state") == "starting"]
     assert starts[-1].data["reserved"] == {"cpu": 4 * GIB}, "from its start on, and not only what it measures"
     assert worker.reserved[CPU] == 4 * GIB
-    await world.stop()
 
 
 @virtual
@@ -78,7 +75,6 @@ async def test_no_weights_are_loaded_before_the_memory_is_back() -> None:
     await world.ask("a")
     await world.ask("b")
     assert at(world, "start b") >= at(world, "stopped a") + 2.0
-    await world.stop()
 
 
 @virtual
@@ -88,7 +84,6 @@ async def test_a_process_without_memory_of_its_own_is_not_started_early() -> Non
     await world.ask("a")
     await world.ask("b")
     assert not any(entry.startswith("prepare") for entry in told(world))
-    await world.stop()
 
 
 @virtual
@@ -104,7 +99,6 @@ async def test_an_early_start_without_clients_ends_and_returns_its_memory() -> N
     assert "dismissed b" in told(world)
     assert world.fleet.workers() == []
     assert world.launcher.used(CPU) == 0
-    await world.stop()
 
 
 @virtual
@@ -114,7 +108,6 @@ async def test_a_crashed_early_start_does_not_fail_the_request() -> None:
     assert await world.ask("b") == pytest.approx(3.0 + 2.0, abs=0.1)
     assert told(world).count("prepare b") == 1, "once in a life"
     assert world.fleet.models["b"].failure is None
-    await world.stop()
 
 
 @virtual
@@ -124,7 +117,6 @@ async def test_a_final_error_of_an_early_start_fails_the_load_at_once() -> None:
     with pytest.raises(LoadFailed, match=r"^b cannot be loaded: config\.json names no architecture$"):
         await world.ask("b")
     assert at(world, "dismissed b") < at(world, "stop a") + 1.0
-    await world.stop()
 
 
 @virtual
@@ -136,7 +128,6 @@ async def test_a_new_request_for_a_victim_waits_behind_the_demand() -> None:
     again = asyncio.create_task(world.ask("a"))
     await asyncio.gather(newcomer, again)
     assert [entry for entry in told(world) if entry.startswith("ready")] == ["ready a", "ready b", "ready a"]
-    await world.stop()
 
 
 @virtual
@@ -145,7 +136,6 @@ async def test_an_early_start_that_exceeds_its_reservation_ends() -> None:
     await world.ask("a")
     await world.ask("b")
     assert at(world, "dismissed b") < at(world, "start b")
-    await world.stop()
 
 
 @virtual
@@ -163,7 +153,6 @@ async def test_an_early_start_ends_for_a_demand_ahead() -> None:
     assert [entry for entry in told(world) if entry.startswith("ready")] == ["ready a", "ready first"]
     assert at(world, "dismissed b") < at(world, "start first")
     await behind
-    await world.stop()
 
 
 @virtual
@@ -183,7 +172,6 @@ async def test_victims_do_not_wait_for_the_end_of_an_early_start() -> None:
     await world.ask("first")
     assert at(world, "stop idle") == arrived
     await behind
-    await world.stop()
 
 
 @virtual
@@ -199,7 +187,6 @@ async def test_an_early_start_for_an_accelerator_uses_main_memory_only() -> None
     worker = world.fleet.models["b"].open
     assert worker is not None
     assert (worker.reserved[GPU0], worker.reserved[CPU]) == (6 * GIB, GIB)
-    await world.stop()
 
 
 @virtual
@@ -212,4 +199,3 @@ async def test_a_closing_router_leaves_no_early_start() -> None:
     await asyncio.gather(request, closing, return_exceptions=True)
     assert told(world)[-1] in ("dismissed b", "stopped a")
     assert world.launcher.used(CPU) == 0
-    await world.stop()

@@ -7,8 +7,8 @@ import pytest
 
 from router.errors import ApiError
 from router.fleet.admission import Limits
-from tests.fakes import GIB, virtual
-from tests.router.fleet.worlds import Schedule
+from tests.fakes import GIB
+from tests.router.fleet.worlds import Schedule, virtual
 
 STOP, LOAD = 0.5, 2.0
 """Seconds of any fake model."""
@@ -46,7 +46,6 @@ async def test_an_eviction_waits_for_running_answers_however_long_they_are_and_f
     assert await cold == pytest.approx(300.0 + LOAD - 10 + STOP + LOAD, abs=0.1)
     assert await later > 300.0 - 10, "it stands behind b"
     assert world.journal == ["start a", "stop a", "start b", "stop b", "start a"]
-    await world.stop()
 
 
 @virtual
@@ -60,7 +59,6 @@ async def test_with_an_evict_timeout_a_running_answer_is_cut_when_that_is_over_a
     assert why is not None
     assert (why.reason, why.status) == ("draining", 503)
     assert waited == pytest.approx(5.0 + 20.0 + STOP + LOAD, abs=0.1)
-    await world.stop()
 
 
 @virtual
@@ -70,4 +68,3 @@ async def test_an_answer_that_ends_within_the_evict_timeout_is_whole() -> None:
     await asyncio.sleep(10)
     await world.ask("b")
     assert await short == (20.0, None)
-    await world.stop()

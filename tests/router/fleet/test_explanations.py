@@ -15,8 +15,8 @@ from router.http.metrics import Metrics
 from router.http.proxy import status_comment
 from router.launch.interface import WorkerLost
 from router.registry.auth import Access
-from tests.fakes import GIB, FakeModel, virtual
-from tests.router.fleet.worlds import Schedule
+from tests.fakes import GIB, FakeModel
+from tests.router.fleet.worlds import Schedule, virtual
 from worker.protocol.events import Progress
 
 BUSY = {"a": 8 * GIB, "b": 8 * GIB, "c": 8 * GIB}
@@ -39,7 +39,6 @@ async def test_a_waiting_request_gets_its_position_cause_and_time() -> None:
         assert status_comment(world.fleet, first) == f"queued position=1 waiting_for=residency eta_s={patience + 6}"
         assert status_comment(world.fleet, second) == f"queued position=2 waiting_for=memory eta_s={patience + 6 + 6}"
     await asyncio.gather(*asking)
-    await world.stop()
 
 
 @virtual
@@ -52,7 +51,6 @@ async def test_a_request_that_waits_for_a_load_gets_its_progress() -> None:
         assert status_comment(world.fleet, lease) == "loading percent=43 stage=weights"
         await lease.ready()
         assert status_comment(world.fleet, lease) == "ping"
-    await world.stop()
 
 
 @virtual
@@ -67,7 +65,6 @@ async def test_a_preview_names_the_victims_and_changes_nothing() -> None:
     assert told["shortage"]["cpu"] == {"required": 5 * GIB, "available": GIB, "margin": 0, "used": 7 * GIB}
     assert len(world.fleet.workers()) == 2
     assert ("c", "evict") not in plans(world)
-    await world.stop()
 
 
 @virtual
@@ -90,7 +87,6 @@ async def test_a_preview_has_the_queue_position_of_its_request() -> None:
     assert {**told, "devices": ()} == {**again, "devices": ()}, "as it was told before"
     assert (await world.fleet.scheduler.preview("b"))["ahead"] == []
     await asyncio.gather(using, first, second)
-    await world.stop()
 
 
 @virtual
@@ -114,7 +110,6 @@ async def test_a_preview_of_a_failed_model_is_the_error_of_its_request() -> None
     assert (await world.fleet.scheduler.preview("b"))["decision"] == "start"
     assert world.fleet.models["b"].failure is not None, "looking at it changes nothing"
     await world.ask("b")
-    await world.stop()
 
 
 @virtual
@@ -135,7 +130,6 @@ async def test_the_eta_of_a_download_includes_the_load() -> None:
     assert refused.value.retry_after == 60.0, "as much as anybody is told"
     assert world.fleet.queue.eta(world.fleet.models["a"]) == pytest.approx(80 + FIRST_LOAD_SECONDS)
     await asyncio.gather(first, second)
-    await world.stop()
 
 
 @virtual
@@ -157,7 +151,6 @@ async def test_every_decision_is_an_event_with_its_numbers() -> None:
             assert event.data["needs"]
             assert event.data["devices"]["cpu"]["total"] == 8 * GIB
             assert log.plan_line(event) if event.data["decision"] != "start" else True
-    await world.stop()
 
 
 @virtual
@@ -173,7 +166,6 @@ async def test_a_key_at_its_limit_gets_the_duration_of_requests() -> None:
             pass
         assert refused.value.retry_after == pytest.approx(6.0)
     await running
-    await world.stop()
 
 
 @virtual
@@ -188,4 +180,3 @@ async def test_replicas_and_reloads_are_counted() -> None:
     assert 'router_model_workers{model="a"} 2.0' in told
     assert 'router_reloads_total{result="applied"} 1.0' in told
     assert 'router_reloads_total{result="refused"} 1.0' in told
-    await world.stop()

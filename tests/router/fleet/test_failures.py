@@ -26,8 +26,8 @@ from router.fleet.scheduler import resident_of
 from router.fleet.worker import State
 from router.launch.interface import WorkerLost
 from router.planner.ledger import Reading
-from tests.fakes import CPU, GIB, MIB, FakeLauncher, FakeModel, virtual
-from tests.router.fleet.worlds import Schedule
+from tests.fakes import CPU, GIB, MIB, FakeLauncher, FakeModel
+from tests.router.fleet.worlds import Schedule, virtual
 from worker.protocol.events import Progress, RequestEnded
 
 
@@ -74,7 +74,6 @@ async def test_a_crash_loop_is_detected_with_slow_loads() -> None:
         await asyncio.sleep(0.2)
     with pytest.raises(LoadBackoff):
         await world.ask("a")
-    await world.stop()
 
 
 @virtual
@@ -85,7 +84,6 @@ async def test_service_and_a_complete_answer_reset_the_crash_count() -> None:
         world.launcher.say("a", RequestEnded(id="r", completion_tokens=3))
         await asyncio.sleep(80)
     assert world.journal == ["start a"] * 5
-    await world.stop()
 
 
 @virtual
@@ -103,7 +101,6 @@ async def test_the_pause_doubles_up_to_five_minutes_and_stays_there() -> None:
     assert pauses[:2] == [1.0, 1.0]
     assert all(later > earlier for earlier, later in itertools.pairwise(pauses[1:9]))
     assert all(240.0 <= pause <= 360.0 for pause in pauses[-4:])
-    await world.stop()
 
 
 @virtual
@@ -117,7 +114,6 @@ async def test_waiting_requests_get_the_real_pause() -> None:
         assert failure is not None
         assert told.value.retry_after == pytest.approx(min(60.0, max(1.0, failure.until - world.now)))
         await asyncio.sleep(failure.until - world.now + 0.01)
-    await world.stop()
 
 
 @virtual
@@ -138,7 +134,6 @@ async def test_events_lists_and_log_show_the_cause_and_end_of_a_pause() -> None:
         assert (shown["failed"], shown["error"]) == (True, failure.message)
         assert f"next attempt in {told.data['seconds']:.1f} s" in log.pause_line(told)
         await asyncio.sleep(3)
-    await world.stop()
 
 
 @virtual
@@ -154,7 +149,6 @@ async def test_a_model_whose_old_worker_still_drains_shows_why_its_new_one_faile
     assert (shown["value"], shown["draining"], shown["error"]) == ("loaded", True, "no such kernel")
     assert shown["retry_at"] > 0
     await long
-    await world.stop()
 
 
 @virtual
@@ -163,7 +157,6 @@ async def test_a_worker_that_dies_after_service_causes_no_pause() -> None:
     await world.ask("a", 1.0)
     assert not [event for event in world.events.since(0) or [] if event.kind == "back_off"]
     await world.ask("a", 0.1)
-    await world.stop()
 
 
 @virtual
@@ -180,7 +173,6 @@ async def test_an_older_worker_that_stops_does_not_clear_a_newer_failure() -> No
     with pytest.raises(LoadFailed):
         await world.ask("a")
     assert world.journal.count("start a") == 2
-    await world.stop()
 
 
 @virtual
@@ -195,7 +187,6 @@ async def test_a_final_failure_is_forgotten_when_the_files_change() -> None:
     world.files.change("a")
     await world.ask("a")
     assert world.journal == ["start a", "start a"]
-    await world.stop()
 
 
 @virtual
@@ -207,7 +198,6 @@ async def test_a_load_that_cannot_begin_shows_the_cause() -> None:
     shown = status(world.fleet, world.fleet.models["a"], admin=False)
     assert (shown["value"], shown["failed"], shown["reason"]) == ("unloaded", True, "load_failed")
     assert "cuda:7" in shown["error"]
-    await world.stop()
 
 
 @virtual
@@ -236,7 +226,6 @@ async def test_a_status_shows_the_end_of_a_worker_and_its_time() -> None:
     await worker.stopped.wait()
     stopped = shown()
     assert (stopped["value"], stopped["reason"], "failed" in stopped) == ("unloaded", "requested", False)
-    await world.stop()
 
 
 # Memory that runs out
@@ -259,7 +248,6 @@ async def test_new_requests_cause_no_further_retry_of_a_load_that_ran_out_of_mem
     assert world.journal == ["start a", "start a"]
     for request in asked:
         assert isinstance(await outcome(request), ApiError)
-    await world.stop()
 
 
 @virtual
@@ -277,7 +265,6 @@ async def test_a_removed_model_is_not_loaded_again_for_waiting_requests() -> Non
     await asyncio.sleep(5)
     assert world.journal == ["start a"]
     assert world.fleet.workers() == []
-    await world.stop()
 
 
 # Loads that somebody kills
@@ -291,7 +278,6 @@ async def test_a_load_killed_from_outside_is_retried_once_for_all_waiting_reques
     await asyncio.gather(*(world.ask("a") for _ in range(3)))
     assert world.journal == ["start a", "start a"]
     assert world.fleet.models["a"].failure is None
-    await world.stop()
 
 
 @virtual
@@ -304,7 +290,6 @@ async def test_a_load_killed_twice_fails_and_the_next_one_is_retried_again() -> 
     await asyncio.sleep(2)
     await world.ask("a")
     assert world.journal == ["start a"] * 4
-    await world.stop()
 
 
 @virtual
@@ -330,7 +315,6 @@ async def test_a_killed_load_without_requests_is_not_retried() -> None:
     world.launcher.release("start a")
     await asyncio.sleep(10)
     assert world.journal == ["start a"]
-    await world.stop()
 
 
 # Reloads
@@ -346,7 +330,6 @@ async def test_waiting_requests_of_a_changed_preset_get_its_new_worker() -> None
     assert world.journal == ["start a", "start a"]
     (worker,) = world.fleet.models["a"].workers
     assert worker.preset.ctx_size == 128
-    await world.stop()
 
 
 @virtual
@@ -357,7 +340,6 @@ async def test_a_pinned_model_is_loaded_again_at_once_and_once() -> None:
     await asyncio.sleep(10)
     assert sorted(world.journal) == ["start a", "start a", "stop a"]
     assert len(states_told(world)) == 2
-    await world.stop()
 
 
 @virtual
@@ -374,7 +356,6 @@ async def test_a_reload_is_complete_even_if_the_queue_is_full() -> None:
     assert {name: model.preset for name, model in world.fleet.models.items()} == changed
     world.launcher.release("start c")
     await waiting
-    await world.stop()
 
 
 @virtual
@@ -391,7 +372,6 @@ async def test_a_removed_model_has_one_event_after_its_last_worker() -> None:
     assert told.count("b") == 1
     last = [event for event in world.events.since(0) or [] if event.model == "a"][-1]
     assert last.kind == "state"
-    await world.stop()
 
 
 # Explicit control
@@ -406,7 +386,6 @@ async def test_a_worker_that_ends_before_its_first_step_has_an_event() -> None:
     await worker.stopped.wait()
     assert states_told(world) == {worker.id: ["queued", "stopped"]}
     assert world.fleet.models["a"].reason == "requested"
-    await world.stop()
 
 
 @virtual
@@ -416,7 +395,6 @@ async def test_a_load_command_during_a_change_begins_one_worker() -> None:
     world.fleet.scheduler.plan_soon()
     await world.fleet.load("a")
     assert list(states_told(world).values()) == [["queued", "starting", "ready"]]
-    await world.stop()
 
 
 @virtual
@@ -436,7 +414,6 @@ async def test_an_unload_sets_a_deadline_for_an_eviction_without_one() -> None:
     long.cancel()
     await outcome(long)
     await other
-    await world.stop()
 
 
 @virtual
@@ -459,7 +436,6 @@ async def test_a_queue_timeout_names_foreign_memory() -> None:
     await asyncio.sleep(0.1)
     with pytest.raises(QueueTimeout, match=r"6144 MiB .*cpu"):
         await world.ask("a")
-    await world.stop()
 
 
 @virtual
@@ -474,7 +450,6 @@ async def test_progress_of_a_download_is_not_shown_while_queued() -> None:
     assert "progress" not in status(world.fleet, world.fleet.models["b"], admin=False)
     await busy
     await waiting
-    await world.stop()
 
 
 @virtual
@@ -495,7 +470,6 @@ async def test_many_progress_reports_do_not_crowd_out_other_events() -> None:
     assert told[-1] == 5000
     world.launcher.release("start a")
     await asked
-    await world.stop()
 
 
 @virtual
@@ -511,7 +485,6 @@ async def test_leaving_since_is_the_time_of_retirement() -> None:
     for request in requests:
         request.cancel()
     await asyncio.gather(*requests, return_exceptions=True)
-    await world.stop()
 
 
 # The router's own faults
@@ -543,7 +516,6 @@ async def test_a_plan_that_fails_is_made_again() -> None:
     await asyncio.sleep(30)
     assert "stop a" in world.journal
     assert not world.fleet.scheduler.broken.is_set()
-    await world.stop()
 
 
 @virtual
@@ -568,7 +540,6 @@ async def test_a_failing_event_listener_harms_no_lifecycle() -> None:
 
     world.events.fold(fail)
     await world.ask("a")
-    await world.stop()
 
 
 @virtual
@@ -578,7 +549,6 @@ async def test_a_refusal_explains_sizes_that_fit_no_device() -> None:
         await world.ask("a")
     assert status(world.fleet, world.fleet.models["a"], admin=False)["reason"] == "does_not_fit"
     assert world.launcher.used(CPU) < MIB
-    await world.stop()
 
 
 @virtual
@@ -594,7 +564,6 @@ async def test_content_that_is_damaged_twice_is_not_fetched_a_third_time() -> No
         await asyncio.sleep(100)
     assert world.journal == ["download a", "download a"]
     await world.fleet.load("a")
-    await world.stop()
 
 
 @virtual
@@ -614,7 +583,6 @@ async def test_damaged_files_are_verified_by_a_download_before_the_next_load(
     await world.fleet.unload("a")[0].stopped.wait()
     await world.ask("a")
     assert world.journal[3:] == ["stop a", "start a"], "they are as good as any others"
-    await world.stop()
 
 
 @virtual
@@ -627,7 +595,6 @@ async def test_damaged_files_of_a_local_folder_are_not_downloaded() -> None:
     with pytest.raises(LoadFailed, match="damaged"):
         await world.ask("a")
     assert world.journal == ["start a", "start a"]
-    await world.stop()
 
 
 @virtual
@@ -643,4 +610,3 @@ async def test_memory_freed_meanwhile_ends_the_exact_estimate() -> None:
     assert await asked < 10.0
     assert world.journal == ["start a", "estimate b", "stop a", "start b"]
     assert [entry for _, entry in world.launcher.timeline if entry.startswith("cancelled")] == ["cancelled b"]
-    await world.stop()

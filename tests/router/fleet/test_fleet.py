@@ -24,8 +24,8 @@ from router.fleet.admission import Limits
 from router.fleet.fleet import IDLE_LOOK
 from router.fleet.worker import State
 from router.launch.interface import WorkerLost
-from tests.fakes import CPU, GIB, GPU0, GPU1, MIB, FakeModel, virtual
-from tests.router.fleet.worlds import Schedule
+from tests.fakes import CPU, GIB, GPU0, GPU1, MIB, FakeModel
+from tests.router.fleet.worlds import Schedule, virtual
 from worker.protocol.events import Estimated
 
 
@@ -57,7 +57,6 @@ async def test_ending_requests_share_a_plan_while_no_demand_waits() -> None:
         if world.fleet.scheduler.last_plan is not plans[-1]:
             plans.append(world.fleet.scheduler.last_plan)
     assert 2 < len(plans) <= (world.now - began) / IDLE_LOOK + 2
-    await world.stop()
 
 
 @virtual
@@ -77,7 +76,6 @@ async def test_an_idle_worker_leaves_at_once_for_a_demand_and_else_at_its_ttl() 
     await worker.retired.wait()
     assert worker.reason == "idle"
     assert 1.0 <= world.now - idle_since <= 1.0 + 2 * IDLE_LOOK
-    await world.stop()
 
 
 @virtual
@@ -85,7 +83,6 @@ async def test_many_cold_requests_begin_one_load() -> None:
     world = Schedule({"a": GIB})
     await gather(*(world.ask("a") for _ in range(500)))
     assert world.journal == ["start a"]
-    await world.stop()
 
 
 @virtual
@@ -100,7 +97,6 @@ async def test_a_fetch_takes_no_memory_and_becomes_a_load_with_a_request() -> No
     world.fleet.fetch("c")
     assert await world.ask("c") > 5.0
     assert world.journal[2:] == ["download c", "stop a", "start c"]
-    await world.stop()
 
 
 @virtual
@@ -111,7 +107,6 @@ async def test_a_client_that_disconnects_stops_no_load_of_others() -> None:
     await asyncio.sleep(1.0)
     leaver.cancel()
     assert await stayer == pytest.approx(2.0, abs=0.1)
-    await world.stop()
 
 
 @pytest.mark.parametrize(
@@ -133,7 +128,6 @@ async def test_the_least_recently_used_is_evicted(size: int, limits: Limits) -> 
     await world.ask("c")
     assert world.journal == ["start a", "start b", "stop b", "start c"]
     assert world.fleet.models["b"].reason == "evicted"
-    await world.stop()
 
 
 @virtual
@@ -147,7 +141,6 @@ async def test_memory_is_reserved_before_spawn_and_returned_after_settling() -> 
     stopped = next(at for at, entry in world.launcher.timeline if entry == "stopped a")
     started = next(at for at, entry in world.launcher.timeline if entry == "start b")
     assert started >= stopped + 1.5
-    await world.stop()
 
 
 @virtual
@@ -159,7 +152,6 @@ async def test_a_leased_worker_is_not_stopped() -> None:
     assert long.done()
     assert waited > 90
     assert world.journal == ["start a", "stop a", "start b"]
-    await world.stop()
 
 
 @virtual
@@ -178,7 +170,6 @@ async def test_a_retired_worker_takes_no_new_leases() -> None:
     for heater in heaters:
         heater.cancel()
     await gather(*heaters)
-    await world.stop()
 
 
 @virtual
@@ -191,7 +182,6 @@ async def test_a_ready_model_waits_for_nobody() -> None:
     assert not loading.done()
     loading.cancel()
     await gather(loading)
-    await world.stop()
 
 
 @virtual
@@ -199,7 +189,6 @@ async def test_loads_run_in_parallel_when_both_fit() -> None:
     world = Schedule({"a": GIB, "b": GIB})
     waits = await gather(world.ask("a"), world.ask("b"))
     assert max(waits) < 2.5
-    await world.stop()
 
 
 @virtual
@@ -212,7 +201,6 @@ async def test_a_model_that_can_never_fit_is_refused_with_the_arithmetic_and_evi
     assert row == {"required_mib": 20480, "available_mib": 7168, "margin_mib": 1024}
     assert world.journal == ["start a"]
     assert world.fleet.models["huge"].open is None
-    await world.stop()
 
 
 @virtual
@@ -224,7 +212,6 @@ async def test_no_eviction_or_refusal_on_a_static_estimate() -> None:
     await asyncio.sleep(60)
     await world.ask("b")
     assert world.journal == ["start a", "estimate b", "stop a", "start b"]
-    await world.stop()
 
 
 @virtual
@@ -239,7 +226,6 @@ async def test_an_exact_estimate_is_made_once() -> None:
     await asyncio.sleep(60)
     await world.ask("b")
     assert world.journal.count("estimate b") == 1
-    await world.stop()
 
 
 @virtual
@@ -252,7 +238,6 @@ async def test_a_download_comes_before_the_queue_and_takes_no_memory() -> None:
     assert await world.ask("a") == 0.0
     await coming
     assert world.journal == ["start a", "download b", "stop a", "start b"]
-    await world.stop()
 
 
 @virtual
@@ -268,7 +253,6 @@ async def test_no_eviction_for_a_client_that_left() -> None:
     assert busy.done()
     assert world.journal == ["start a"]
     assert world.fleet.models["b"].workers == []
-    await world.stop()
 
 
 @virtual
@@ -278,7 +262,6 @@ async def test_autoload_off_loads_nothing() -> None:
         await world.ask("a")
     await world.fleet.load("a")
     assert await world.ask("a") == 0.0
-    await world.stop()
 
 
 @virtual
@@ -287,7 +270,6 @@ async def test_autoload_of_a_preset_overrides_the_general_setting() -> None:
     with pytest.raises(ModelNotLoaded):
         await world.ask("a")
     await world.ask("b")
-    await world.stop()
 
 
 @virtual
@@ -295,7 +277,6 @@ async def test_an_unknown_model_is_not_found() -> None:
     world = Schedule({"a": GIB})
     with pytest.raises(ModelNotFound):
         await world.ask("b")
-    await world.stop()
 
 
 @virtual
@@ -314,7 +295,6 @@ async def test_load_and_unload_reject_what_is_already_done() -> None:
         world.fleet.unload("a")
     await worker.stopped.wait()
     assert world.fleet.models["a"].reason == "requested"
-    await world.stop()
 
 
 @virtual
@@ -341,7 +321,6 @@ async def test_an_unload_drains_and_cuts_only_after_the_drain_timeout() -> None:
     assert isinstance(error, Draining)
     await worker.stopped.wait()
     await newcomer
-    await world.stop()
 
 
 @virtual
@@ -353,7 +332,6 @@ async def test_a_draining_model_is_loaded_again_for_new_requests() -> None:
     assert await world.ask("a") == pytest.approx(2.0, abs=0.1)
     assert not long.done()
     await long
-    await world.stop()
 
 
 @virtual
@@ -367,7 +345,6 @@ async def test_a_failed_start_backs_off_with_its_cause() -> None:
     assert world.journal == ["start a"]
     await asyncio.sleep(1.1)
     await world.ask("a")
-    await world.stop()
 
 
 @virtual
@@ -381,7 +358,6 @@ async def test_a_final_failure_is_not_retried_without_a_load_command() -> None:
     assert world.journal == ["start a"]
     await world.fleet.load("a")
     assert await world.ask("a") == 0.0
-    await world.stop()
 
 
 @virtual
@@ -393,7 +369,6 @@ async def test_a_load_that_runs_out_of_memory_is_tried_once_more_with_a_raised_e
     costs = world.fleet.models["a"].workers[0].costs
     assert costs is not None
     assert costs.estimate.source == "learned"
-    await world.stop()
 
 
 @virtual
@@ -426,7 +401,6 @@ async def test_a_worker_that_dies_in_service_is_replaced_by_the_next_request() -
     assert world.fleet.models["a"].reason == "crashed"
     assert await world.ask("a") > 0
     assert world.journal == ["start a", "start a"]
-    await world.stop()
 
 
 @virtual
@@ -440,7 +414,6 @@ async def test_an_idle_worker_leaves_after_its_time_to_live() -> None:
     await asyncio.sleep(2)
     assert world.journal == ["start a", "stop a"]
     assert world.fleet.models["a"].reason == "idle"
-    await world.stop()
 
 
 @virtual
@@ -450,7 +423,6 @@ async def test_a_pinned_model_is_never_evicted() -> None:
     with pytest.raises(QueueTimeout):
         await world.ask("b")
     assert world.journal == ["start a"]
-    await world.stop()
 
 
 @virtual
@@ -458,7 +430,6 @@ async def test_the_load_itself_does_not_count_as_time_in_the_queue() -> None:
     world = Schedule({"a": GIB}, limits=Limits(queue_timeout=5.0),
                      models={"a": FakeModel(shards=(GIB,), load_seconds=50.0)})  # fmt: skip
     assert await world.ask("a") == pytest.approx(50.0, abs=0.1)
-    await world.stop()
 
 
 @virtual
@@ -473,7 +444,6 @@ async def test_queues_are_bounded() -> None:
     with pytest.raises(QueueFull):
         await world.ask("b")
     assert all(isinstance(wait, float) for wait in await gather(*asked))
-    await world.stop()
 
 
 @virtual
@@ -485,7 +455,6 @@ async def test_foreign_memory_is_respected() -> None:
         await world.ask("a")
     world.launcher.set_foreign(CPU, GIB)
     await world.ask("a")
-    await world.stop()
 
 
 @virtual
@@ -504,7 +473,6 @@ async def test_a_long_queue_is_planned_less_often() -> None:
             plans.append(world.fleet.scheduler.last_plan)
     assert 10 <= len(plans) <= 40
     await asyncio.gather(*asking)
-    await world.stop()
 
 
 @virtual
@@ -521,7 +489,6 @@ async def test_devices_are_read_again_before_a_start() -> None:
     world.launcher.set_foreign(CPU, 0)
     await asking
     assert world.journal == ["start a"]
-    await world.stop()
 
 
 @virtual
@@ -533,7 +500,6 @@ async def test_a_device_limit_is_a_budget_for_our_workers() -> None:
     await asyncio.sleep(60)
     await world.ask("b")
     assert world.journal == ["start a", "stop a", "start b"]
-    await world.stop()
 
 
 @virtual
@@ -543,7 +509,6 @@ async def test_models_go_to_the_emptier_device() -> None:
     await gather(world.ask("a"), world.ask("b"))
     places = {world.fleet.models[name].workers[0].place for name in "ab"}
     assert places == {(GPU0,), (GPU1,)}
-    await world.stop()
 
 
 @virtual
@@ -551,7 +516,6 @@ async def test_a_named_device_that_is_not_here_is_refused() -> None:
     world = Schedule({"a": GIB}, keys={"a": {"device": ("cuda:7",)}})
     with pytest.raises(LoadFailed, match="cuda:7"):
         await world.ask("a")
-    await world.stop()
 
 
 @virtual
@@ -565,7 +529,6 @@ async def test_a_changed_preset_restarts_its_worker_and_a_live_key_does_not() ->
     await asyncio.sleep(5)
     assert world.journal == ["start a", "start b", "stop a"]
     assert world.fleet.models["a"].reason == "config_changed"
-    await world.stop()
 
 
 @virtual
@@ -579,7 +542,6 @@ async def test_a_removed_model_drains_and_is_not_found() -> None:
     await long
     await asyncio.sleep(5)
     assert world.fleet.workers() == []
-    await world.stop()
 
 
 @virtual
@@ -626,7 +588,6 @@ async def test_alternating_clients_of_two_models_share_the_memory_by_minimum_res
     await gather(client("a", 60), client("b", 60))
     starts = [entry for entry in world.journal if entry.startswith("start")]
     assert len(starts) <= 12
-    await world.stop()
 
 
 @virtual
@@ -657,4 +618,3 @@ async def test_a_refused_load_is_never_reported_as_queued() -> None:
         world.fleet.scheduler.plan_soon()
         with pytest.raises(DoesNotFit):
             await loading
-    await world.stop()

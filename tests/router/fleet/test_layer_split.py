@@ -10,8 +10,8 @@ from router.fleet.scheduler import candidate_of, demand_of
 from router.fleet.worker import Worker
 from router.launch.interface import WorkerLost
 from router.memory.sharding import Choice
-from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel, run_virtual
-from tests.router.fleet.worlds import LLAMA, Schedule
+from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel
+from tests.router.fleet.worlds import LLAMA, Schedule, virtual
 from worker.protocol.argv import Estimate
 
 FOUR_GIB = replace(LLAMA, by_layer=(GIB,) * 4)
@@ -48,159 +48,121 @@ def only(scene: Schedule) -> Worker:
     return found
 
 
-def test_a_model_that_fits_on_no_device_is_split_over_two() -> None:
-    async def story() -> None:
-        scene = world(7 * GIB)
-        await scene.ask("big")
-        worker = only(scene)
-        assert (set(worker.place), sum(choice_of(worker).layers)) == ({GPU0, GPU1}, 4)
-        assert worker.reserved[GPU0] > 4 * GIB < worker.reserved[GPU1]
-        assert "estimate big" not in scene.journal, "its weights alone say so"
-        await scene.stop()
-
-    run_virtual(story())
+@virtual
+async def test_a_model_that_fits_on_no_device_is_split_over_two() -> None:
+    scene = world(7 * GIB)
+    await scene.ask("big")
+    worker = only(scene)
+    assert (set(worker.place), sum(choice_of(worker).layers)) == ({GPU0, GPU1}, 4)
+    assert worker.reserved[GPU0] > 4 * GIB < worker.reserved[GPU1]
+    assert "estimate big" not in scene.journal, "its weights alone say so"
 
 
-def test_a_model_that_fits_on_a_device_is_not_split() -> None:
-    async def story() -> None:
-        scene = world(12 * GIB)
-        await scene.ask("big")
-        assert (len(only(scene).place), choice_of(only(scene)).layers) == (1, ())
-        await scene.stop()
-
-    run_virtual(story())
+@virtual
+async def test_a_model_that_fits_on_a_device_is_not_split() -> None:
+    scene = world(12 * GIB)
+    await scene.ask("big")
+    assert (len(only(scene).place), choice_of(only(scene)).layers) == (1, ())
 
 
 @pytest.mark.parametrize(("real", "devices"), [(8 * GIB + GIB // 8, 1), (9 * GIB, 2)])
-def test_the_exact_estimate_decides_if_the_first_exceeds_a_device(real: int, devices: int) -> None:
-    async def story() -> None:
-        scene = world(8 * GIB + GIB // 4, real=real)  # its weights would fit
+@virtual
+async def test_the_exact_estimate_decides_if_the_first_exceeds_a_device(real: int, devices: int) -> None:
+    scene = world(8 * GIB + GIB // 4, real=real)  # its weights would fit
+    await scene.ask("big")
+    assert len(only(scene).place) == devices
+    assert scene.journal[0] == "estimate big"
+
+
+@virtual
+async def test_a_split_is_made_without_an_exact_estimate() -> None:
+    scene = world(8 * GIB + GIB // 4)
+    scene.launcher.models["big"].estimate_fails = [WorkerLost("broke", cause="crashed", exit=1)]
+    await scene.ask("big")
+    assert len(only(scene).place) == 2
+
+
+@virtual
+async def test_a_model_larger_than_all_devices_is_refused_with_the_figures_of_each() -> None:
+    scene = world(4 * GIB)
+    with pytest.raises(DoesNotFit) as refused:
         await scene.ask("big")
-        assert len(only(scene).place) == devices
-        assert scene.journal[0] == "estimate big"
-        await scene.stop()
-
-    run_virtual(story())
+    assert "split over 2 devices" in refused.value.message
+    assert set(refused.value.extra["devices"]) == {"cuda:0", "cuda:1"}
 
 
-def test_a_split_is_made_without_an_exact_estimate() -> None:
-    async def story() -> None:
-        scene = world(8 * GIB + GIB // 4)
-        scene.launcher.models["big"].estimate_fails = [WorkerLost("broke", cause="crashed", exit=1)]
-        await scene.ask("big")
-        assert len(only(scene).place) == 2
-        await scene.stop()
-
-    run_virtual(story())
-
-
-def test_a_model_larger_than_all_devices_is_refused_with_the_figures_of_each() -> None:
-    async def story() -> None:
-        scene = world(4 * GIB)
-        with pytest.raises(DoesNotFit) as refused:
-            await scene.ask("big")
-        assert "split over 2 devices" in refused.value.message
-        assert set(refused.value.extra["devices"]) == {"cuda:0", "cuda:1"}
-        await scene.stop()
-
-    run_virtual(story())
-
-
-def test_victims_on_both_devices_leave_together_or_not_at_all() -> None:
-    async def story() -> None:
-        scene = world(7 * GIB, small=4 * GIB)
-        await scene.ask("a")
-        await scene.ask("b")
-        assert await scene.ask("big") < 30.0
-        stopped = [line for line in scene.journal if line.startswith("stop ")]
-        assert sorted(stopped) == ["stop a", "stop b"]
-        await scene.ask("a")  # and it leaves both for a small one
-        assert only_models(scene) == {"a"}
-        await scene.stop()
-
-    run_virtual(story())
+@virtual
+async def test_victims_on_both_devices_leave_together_or_not_at_all() -> None:
+    scene = world(7 * GIB, small=4 * GIB)
+    await scene.ask("a")
+    await scene.ask("b")
+    assert await scene.ask("big") < 30.0
+    stopped = [line for line in scene.journal if line.startswith("stop ")]
+    assert sorted(stopped) == ["stop a", "stop b"]
+    await scene.ask("a")  # and it leaves both for a small one
+    assert only_models(scene) == {"a"}
 
 
 def only_models(scene: Schedule) -> set[str]:
     return {worker.preset.id for worker in scene.fleet.workers() if worker.open}
 
 
-def test_split_mode_none_refuses_a_model_larger_than_one_device() -> None:
-    async def story() -> None:
-        scene = world(7 * GIB, split_mode="none")
-        with pytest.raises(DoesNotFit, match="does not fit on empty devices: it needs"):
-            await scene.ask("big")
-        await scene.stop()
-
-    run_virtual(story())
-
-
-def test_tensor_split_sets_the_layers_of_each_device() -> None:
-    async def story() -> None:
-        scene = world(12 * GIB, real=12 * GIB, tensor_split=(1.0, 3.0))
-        scene.launcher.models["big"].shards = (3 * GIB, 8 * GIB)
+@virtual
+async def test_split_mode_none_refuses_a_model_larger_than_one_device() -> None:
+    scene = world(7 * GIB, split_mode="none")
+    with pytest.raises(DoesNotFit, match="does not fit on empty devices: it needs"):
         await scene.ask("big")
-        assert (only(scene).place, choice_of(only(scene)).layers) == ((GPU0, GPU1), (1, 3))
-        await scene.stop()
-
-    run_virtual(story())
 
 
-def test_gpu_split_is_never_exceeded() -> None:
-    async def story() -> None:
-        scene = world(12 * GIB, gpu_split=(3 * GIB, 7 * GIB + GIB // 2))
-        scene.launcher.models["big"].shards = (2 * GIB, 7 * GIB)
-        await scene.ask("big")
-        assert only(scene).place == (GPU0, GPU1)
-        assert only(scene).reserved[GPU0] <= 3 * GIB
-        await scene.stop()
+@virtual
+async def test_tensor_split_sets_the_layers_of_each_device() -> None:
+    scene = world(12 * GIB, real=12 * GIB, tensor_split=(1.0, 3.0))
+    scene.launcher.models["big"].shards = (3 * GIB, 8 * GIB)
+    await scene.ask("big")
+    assert (only(scene).place, choice_of(only(scene)).layers) == ((GPU0, GPU1), (1, 3))
 
-        scene = world(12 * GIB, gpu_split=(3 * GIB, 10 * GIB))
-        await scene.ask("big")
-        assert only(scene).place == (GPU1,), "where it may have as much as it needs"
-        await scene.stop()
 
-    run_virtual(story())
+@virtual
+async def test_gpu_split_is_never_exceeded() -> None:
+    scene = world(12 * GIB, gpu_split=(3 * GIB, 7 * GIB + GIB // 2))
+    scene.launcher.models["big"].shards = (2 * GIB, 7 * GIB)
+    await scene.ask("big")
+    assert only(scene).place == (GPU0, GPU1)
+    assert only(scene).reserved[GPU0] <= 3 * GIB
+    await scene.stop()
+
+    scene = world(12 * GIB, gpu_split=(3 * GIB, 10 * GIB))
+    await scene.ask("big")
+    assert only(scene).place == (GPU1,), "where it may have as much as it needs"
 
 
 @pytest.mark.parametrize("gpu_split", [(3 * GIB, 4 * GIB), (4 * GIB + GIB // 8,)])
-def test_a_model_that_exceeds_gpu_split_is_refused_although_memory_is_free(gpu_split: tuple[int, ...]) -> None:
-    async def story() -> None:
-        scene = world(12 * GIB, gpu_split=gpu_split)
-        with pytest.raises(LoadFailed, match=r"but gpu-split and the device sizes allow .* raise gpu-split"):
-            await scene.ask("big")
-        assert scene.launcher.over_commits == []
-        await scene.stop()
-
-    run_virtual(story())
-
-
-def test_tensor_parallelism_reserves_all_devices_of_the_preset_at_once() -> None:
-    async def story() -> None:
-        scene = world(12 * GIB, small=6 * GIB, tensor_parallel=2)
-        scene.files.facts = replace(FOUR_GIB, matrices=4 * GIB, heads=4, kv_heads=2, intermediate=64)
-        await scene.ask("a")
-        await scene.ask("b")
+@virtual
+async def test_a_model_that_exceeds_gpu_split_is_refused_although_memory_is_free(gpu_split: tuple[int, ...]) -> None:
+    scene = world(12 * GIB, gpu_split=gpu_split)
+    with pytest.raises(LoadFailed, match=r"but gpu-split and the device sizes allow .* raise gpu-split"):
         await scene.ask("big")
-        worker = only(scene)
-        assert (set(worker.place), choice_of(worker).ranks) == ({GPU0, GPU1}, 2)
-        assert worker.reserved[GPU0] == worker.reserved[GPU1] >= 4 * GIB
-        command = worker_argv.options(worker, Estimate)
-        assert (command.devices, command.tensor_parallel, command.layers) == (("cuda:0", "cuda:1"), 2, ())
-        assert candidate_of(worker, demand_of(worker)).runtime == 0, (
-            "its followers are told what to load before they begin"
-        )
-        await scene.stop()
-
-    run_virtual(story())
+    assert scene.launcher.over_commits == []
 
 
-def test_impossible_tensor_parallelism_is_refused_with_the_way_out() -> None:
-    async def story() -> None:
-        scene = world(12 * GIB, tensor_parallel=2)
-        scene.files.facts = replace(FOUR_GIB, matrices=4 * GIB, heads=3)
-        with pytest.raises(LoadFailed, match="it has 3 attention heads, which 2 does not divide; remove it, or write"):
-            await scene.ask("big")
-        await scene.stop()
+@virtual
+async def test_tensor_parallelism_reserves_all_devices_of_the_preset_at_once() -> None:
+    scene = world(12 * GIB, small=6 * GIB, tensor_parallel=2)
+    scene.files.facts = replace(FOUR_GIB, matrices=4 * GIB, heads=4, kv_heads=2, intermediate=64)
+    await scene.ask("a")
+    await scene.ask("b")
+    await scene.ask("big")
+    worker = only(scene)
+    assert (set(worker.place), choice_of(worker).ranks) == ({GPU0, GPU1}, 2)
+    assert worker.reserved[GPU0] == worker.reserved[GPU1] >= 4 * GIB
+    command = worker_argv.options(worker, Estimate)
+    assert (command.devices, command.tensor_parallel, command.layers) == (("cuda:0", "cuda:1"), 2, ())
+    assert candidate_of(worker, demand_of(worker)).runtime == 0, "its followers are told what to load before they begin"
 
-    run_virtual(story())
+
+@virtual
+async def test_impossible_tensor_parallelism_is_refused_with_the_way_out() -> None:
+    scene = world(12 * GIB, tensor_parallel=2)
+    scene.files.facts = replace(FOUR_GIB, matrices=4 * GIB, heads=3)
+    with pytest.raises(LoadFailed, match="it has 3 attention heads, which 2 does not divide; remove it, or write"):
+        await scene.ask("big")

@@ -13,8 +13,8 @@ from router.fleet.admission import Limits
 from router.fleet.worker import State
 from router.http.response import whole_seconds
 from router.launch.interface import WorkerLost
-from tests.fakes import GIB, FakeModel, virtual
-from tests.router.fleet.worlds import Schedule
+from tests.fakes import GIB, FakeModel
+from tests.router.fleet.worlds import Schedule, virtual
 from worker.protocol.events import Progress, RequestEnded
 
 
@@ -54,7 +54,6 @@ async def test_a_full_queue_does_not_stop_requests_of_a_ready_model() -> None:
     assert await world.ask("a") == 0.0
     await first
     assert await world.ask("c") > 0.0
-    await world.stop()
 
 
 @virtual
@@ -69,7 +68,6 @@ async def test_a_request_refused_by_one_limit_is_not_counted_by_another() -> Non
     assert len(world.fleet.models["a"].workers[0].leases) == 1
     await first
     await world.ask("a")
-    await world.stop()
 
 
 @virtual
@@ -92,7 +90,6 @@ async def test_a_storm_of_refusals_is_an_event_each_second_with_its_numbers() ->
     assert (first.data["waiting"], first.data["limit"], first.data["limit_of_all"]) == (2, 2, Limits().queue_size)
     assert first.data["retry_after"] >= 1.0
     await asyncio.gather(*waiting)
-    await world.stop()
 
 
 @virtual
@@ -104,7 +101,6 @@ async def test_a_queue_timeout_is_an_event_with_its_numbers() -> None:
     (event,) = told(world, "refused")
     numbers = {name: event.data[name] for name in ("reason", "cause", "position", "limit_seconds")}
     assert numbers == {"reason": "queue_timeout", "cause": "memory", "position": 1, "limit_seconds": 0.5}
-    await world.stop()
 
 
 # When to come back
@@ -133,7 +129,6 @@ async def test_a_request_after_retry_after_is_tried_again() -> None:
         if refused.value.retry_after == 60.0:
             break
         await asyncio.sleep(whole_seconds(refused.value.retry_after))
-    await world.stop()
 
 
 @virtual
@@ -152,7 +147,6 @@ async def test_the_eta_of_a_slow_load_uses_its_own_rate() -> None:
         await world.ask("a")
     assert refused.value.retry_after == pytest.approx(28.0), "seven tenths are left, of four seconds each"
     await waiting
-    await world.stop()
 
 
 # What would happen
@@ -191,7 +185,6 @@ async def test_a_preview_never_changes_anything() -> None:
     assert again["out"]["cause"] == "memory"
     world.fleet.unload("pinned")
     await waiting
-    await world.stop()
 
 
 @virtual
@@ -210,7 +203,6 @@ async def test_a_preview_of_a_full_model_is_the_error_of_one_more_request() -> N
     await asyncio.sleep(5)
     assert (await world.fleet.scheduler.preview("b"))["decision"] == "none", "it is ready, so that nobody waits"
     await asyncio.gather(*running)
-    await world.stop()
 
 
 # How long an idle one stays
@@ -222,7 +214,6 @@ async def test_models_max_of_zero_is_no_limit() -> None:
     world = Schedule(dict.fromkeys(names, GIB // 8), limits=Limits(models_max=0))
     assert max(await asyncio.gather(*map(world.ask, names))) < 3.0
     assert len(world.fleet.workers()) == 30
-    await world.stop()
 
 
 @virtual
@@ -250,7 +241,6 @@ async def test_keep_alive_zero_ends_minimum_residency_and_idle_grace() -> None:
         waiting = asyncio.create_task(world.ask("b"))
         await asyncio.sleep(1.0)
     assert await waiting < 5.0
-    await world.stop()
 
 
 @virtual
@@ -265,4 +255,3 @@ async def test_idle_replicas_of_a_pinned_model_end_and_its_required_worker_stays
     await asyncio.sleep(30)
     (worker,) = world.fleet.workers()
     assert (worker.state, worker.best_effort) == (State.READY, False)
-    await world.stop()

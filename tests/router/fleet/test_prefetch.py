@@ -3,8 +3,8 @@
 import asyncio
 
 from router.fleet.admission import Limits
-from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel, virtual
-from tests.router.fleet.worlds import Schedule
+from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel
+from tests.router.fleet.worlds import Schedule, virtual
 
 FILES = 128 * MIB
 
@@ -35,7 +35,6 @@ async def test_the_files_of_a_queued_model_are_prefetched() -> None:
     assert told(world, "read ", "stopped a", "start c") == ["read c", "stopped a", "start c"]
     [said] = [event for event in world.events.since(0) or () if event.kind == "read_ahead"]
     assert (said.model, said.data["bytes"]) == ("c", FILES)
-    await world.stop()
 
 
 @virtual
@@ -50,7 +49,6 @@ async def test_file_sizes_of_a_queued_worker_are_looked_up_once() -> None:
         world.fleet.scheduler.plan_now()
     assert world.files.looks == looks
     await asyncio.gather(*using)
-    await world.stop()
 
 
 @virtual
@@ -60,7 +58,6 @@ async def test_a_prefetch_ends_when_the_worker_has_its_place() -> None:
     for name in "abc":
         await world.ask(name)
     assert "stopped reading c" in told(world, "stopped reading")
-    await world.stop()
 
 
 @virtual
@@ -69,7 +66,6 @@ async def test_files_larger_than_free_memory_are_not_prefetched() -> None:
     for name in "abc":
         await world.ask(name)
     assert told(world, "read ") == []
-    await world.stop()
 
 
 @virtual
@@ -79,7 +75,6 @@ async def test_a_model_under_prefetch_is_read_with_the_requested_one_and_loaded_
     await asyncio.sleep(5.0)
     assert told(world, "read ", "ready") == ["read b", "ready a", "ready b"]
     assert await world.ask("b") == 0.0
-    await world.stop()
 
 
 @virtual
@@ -97,7 +92,6 @@ async def test_a_prefetched_model_evicts_no_worker_and_is_evicted_first() -> Non
     assert told(world, "ready")[-1] == "ready b"
     await world.ask("c")
     assert told(world, "stop ")[-1] == "stop b", "which nobody asked for, rather than a"
-    await world.stop()
 
 
 @virtual
@@ -108,7 +102,6 @@ async def test_a_prefetched_model_becomes_required_with_its_first_request() -> N
     await world.ask("b")
     await world.ask("c")
     assert told(world, "stop ") == ["stop a"], "the least recently used"
-    await world.stop()
 
 
 @virtual
@@ -123,4 +116,3 @@ async def test_models_that_prefetch_each_other_do_not_loop() -> None:
     await world.ask("c")
     await asyncio.sleep(20.0)
     assert told(world, "ready").count("ready a") == 1
-    await world.stop()

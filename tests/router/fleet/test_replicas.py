@@ -13,8 +13,8 @@ from router.fleet.admission import Limits
 from router.fleet.model import REPLICA_PAUSE
 from router.fleet.worker import State, Worker
 from router.launch.interface import WorkerLost
-from tests.fakes import CPU, GIB, GPU0, GPU1, GPU2, MIB, FakeModel, virtual
-from tests.router.fleet.worlds import Schedule
+from tests.fakes import CPU, GIB, GPU0, GPU1, GPU2, MIB, FakeModel
+from tests.router.fleet.worlds import Schedule, virtual
 
 TWO = {GPU0: 8 * GIB, GPU1: 8 * GIB, CPU: 64 * GIB}
 
@@ -46,7 +46,6 @@ async def test_a_crowded_model_gets_a_replica_on_the_emptier_device() -> None:
     await asyncio.sleep(5)
     assert [(worker.place, worker.best_effort) for worker in workers(scene)] == [((GPU0,), False), ((GPU1,), True)]
     await asyncio.gather(*asking)
-    await scene.stop()
 
 
 @virtual
@@ -60,7 +59,6 @@ async def test_the_maximum_of_replicas_is_never_exceeded() -> None:
         assert len(workers(scene)) <= 3
     assert len(workers(scene)) == 3
     await asyncio.gather(*asking)
-    await scene.stop()
 
 
 @virtual
@@ -72,7 +70,6 @@ async def test_leases_go_to_the_least_loaded_worker() -> None:
     asking += await load_of(scene, 3)
     assert [len(worker.leases) for worker in workers(scene)] == [3, 3]
     await asyncio.gather(*asking)
-    await scene.stop()
 
 
 @virtual
@@ -84,7 +81,6 @@ async def test_an_idle_replica_ends_and_the_required_worker_stays() -> None:
     await asyncio.sleep(25)
     [left] = workers(scene)
     assert (left.best_effort, left.state) == (False, State.READY)
-    await scene.stop()
 
 
 @virtual
@@ -93,7 +89,6 @@ async def test_the_minimum_of_replicas_starts_with_the_first_request_and_stays()
     await scene.ask("a")
     await asyncio.sleep(120)
     assert [worker.state for worker in workers(scene)] == [State.READY] * 3
-    await scene.stop()
 
 
 @virtual
@@ -107,7 +102,6 @@ async def test_a_replica_is_evicted_for_a_required_demand() -> None:
     assert copy.usage.last_used > need.usage.last_used
     assert await scene.ask("b") < 5
     assert (workers(scene), copy.reason) == ([need], "evicted")
-    await scene.stop()
 
 
 @virtual
@@ -131,7 +125,6 @@ async def test_models_short_of_their_minimum_do_not_evict_each_others_replicas()
     await asyncio.sleep(30)
     assert len(workers(scene)) == 2
     await asyncio.gather(first, second, *crowd)
-    await scene.stop()
 
 
 @virtual
@@ -157,7 +150,6 @@ async def test_a_replica_evicts_sleeping_weights_however_recently_used() -> None
     await asyncio.sleep(30)
     assert (scene.fleet.models["b"].sleeps, len(workers(scene))) == (False, 2)
     await using
-    await scene.stop()
 
 
 @virtual
@@ -171,7 +163,6 @@ async def test_a_replica_without_memory_is_dropped_and_not_tried_with_each_reque
     assert {worker.preset.id for worker in scene.fleet.workers()} == {"a", "b"}
     await asyncio.gather(*asking)
     assert scene.fleet.models["a"].failure is None
-    await scene.stop()
 
 
 @virtual
@@ -186,7 +177,6 @@ async def test_a_crowded_model_gets_its_replica_once_memory_is_free() -> None:
     await asyncio.sleep(5)
     assert len(workers(scene)) == 2
     await asyncio.gather(*asking)
-    await scene.stop()
 
 
 @virtual
@@ -199,7 +189,6 @@ async def test_a_failed_replica_harms_no_request() -> None:
     await asyncio.gather(*asking)
     assert scene.fleet.models["a"].failure is None
     assert await scene.ask("a") == 0.0
-    await scene.stop()
 
 
 @virtual
@@ -211,7 +200,6 @@ async def test_a_replica_becomes_required_when_the_required_worker_dies() -> Non
     await asyncio.sleep(0.1)
     assert await scene.ask("a", 0.1) == 0.0
     assert next(worker.best_effort for worker in workers(scene) if worker.open) is False
-    await scene.stop()
 
 
 @virtual
@@ -223,7 +211,6 @@ async def test_replicas_of_an_unused_model_are_not_started_again() -> None:
     begun = len(scene.journal)
     await asyncio.sleep(600)
     assert (workers(scene), len(scene.journal)) == ([], begun)
-    await scene.stop()
 
 
 @virtual
@@ -234,7 +221,6 @@ async def test_an_unload_ends_all_replicas() -> None:
     ended = scene.fleet.unload("a")
     await asyncio.gather(*(worker.stopped.wait() for worker in ended))
     assert (len(ended), scene.launcher.running) == (2, {})
-    await scene.stop()
 
 
 @virtual
@@ -247,7 +233,6 @@ async def test_fewer_replicas_take_effect_without_a_restart() -> None:
     await asyncio.sleep(25)
     assert len(workers(scene)) == 1
     assert scene.journal == ["start a", "start a", "stop a"]
-    await scene.stop()
 
 
 @virtual
@@ -258,7 +243,6 @@ async def test_a_status_counts_replicas() -> None:
     told = status(scene.fleet, scene.fleet.models["a"], admin=False)
     assert told["replicas"] == {"ready": 2, "open": 2, "least": 2, "most": 4}
     assert {told["memory"][device]["reserved_mib"] for device in ("cuda:0", "cuda:1")} == {3072}
-    await scene.stop()
 
 
 # Limits of one model
@@ -275,7 +259,6 @@ async def test_max_concurrent_refuses_with_the_time_to_retry() -> None:
     assert refused.value.retry_after == pytest.approx(4.0)  # two at a time, eight seconds each
     await asyncio.gather(*both)
     await scene.ask("a")
-    await scene.stop()
 
 
 @virtual
@@ -292,4 +275,3 @@ async def test_a_refusal_contains_the_expected_load_time() -> None:
     with pytest.raises(QueueFull) as refused:
         await scene.ask("a")
     assert await first - 10 == pytest.approx(refused.value.retry_after, abs=0.1)
-    await scene.stop()

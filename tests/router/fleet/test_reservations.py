@@ -16,8 +16,8 @@ from router.fleet.worker_argv import options, question, serve_fields, threads
 from router.launch.interface import WorkerLost
 from router.memory.estimate import SAFETY_FACTOR, SERVING_HOST, beside_steps, estimate
 from router.planner.ledger import LOCAL, DeviceId
-from tests.fakes import CPU, GIB, FakeLauncher, FakeModel, virtual
-from tests.router.fleet.worlds import LLAMA, Schedule
+from tests.fakes import CPU, GIB, FakeLauncher, FakeModel
+from tests.router.fleet.worlds import LLAMA, Schedule, virtual
 from worker.protocol.argv import Serve
 from worker.protocol.events import Pulse
 from worker.protocol.memory import DEVICE_PROCESS_BYTES, DEVICE_PROCESS_HOST_BYTES
@@ -66,7 +66,6 @@ async def test_the_reservation_of_a_forked_worker_excludes_pages_of_the_fork_ser
     await world.ask("a")
     assert (forked, only(world, "a").reserved[CPU]) == (needs(forked=True), needs(forked=False))
     assert needs(forked=False) - needs(forked=True) > SHARED
-    await world.stop()
 
 
 @virtual
@@ -87,7 +86,6 @@ async def test_learned_estimates_of_forked_workers_do_not_hold_for_executed_ones
     assert costs is not None
     assert costs.estimate.source == "static", "nothing is known of this way yet"
     assert only(world, "a").reserved[CPU] >= NEEDS
-    await world.stop()
 
 
 @virtual
@@ -110,7 +108,6 @@ async def test_a_worker_reserved_as_forked_is_never_executed_instead() -> None:
     await waiting
     assert only(world, "b").reserved[CPU] >= NEEDS
     assert world.fleet.models["b"].failure is None
-    await world.stop()
 
 
 @virtual
@@ -137,7 +134,6 @@ async def test_a_measurement_is_stored_for_the_actual_way_of_starting() -> None:
     assert costs is not None
     assert costs.estimate.source == "exact", "nothing was learned of this way"
     assert costs.estimate.total >= NEEDS
-    await world.stop()
 
 
 def pulse(measured: int, *, largest: tuple[int, int, int]) -> Pulse:
@@ -168,7 +164,6 @@ async def test_a_model_is_reserved_what_it_measured_once_a_worker_has_had_its_la
     assert await reserved_next() == measured + MIB
     world.launcher.say("a", pulse(measured, largest=(10, 1, 20)))
     assert await reserved_next() == measured + MIB, "it was hardly used"
-    await world.stop()
 
 
 @virtual
@@ -182,7 +177,6 @@ async def test_a_model_whose_context_is_no_longer_than_a_chunk_has_been_at_its_p
     costs = only(world, "a").costs
     assert costs is not None
     assert costs.estimate.total == NEEDS
-    await world.stop()
 
 
 @virtual
@@ -208,7 +202,6 @@ async def test_a_model_that_sees_has_been_at_its_peak_once_it_has_seen_its_large
     assert no_image > small > 20 * MIB, "what the tower computes with is to come"
     assert small > one_at_a_time > 4 * MIB, "and the features of three more"
     assert all_at_once == 0
-    await world.stop()
 
 
 GPU = DeviceId(LOCAL, 0)
@@ -234,7 +227,6 @@ async def test_what_the_first_worker_on_a_device_measures_counts_for_all_models_
     asked = question(worker)
     assert asked.overhead == options(worker, Serve, listen="").overhead == 300 * MIB, "its cap is made of it"
     assert asked.host_overhead == 700 * MIB + SERVING_HOST, "the exact figure counts with the same as the static one"
-    await world.stop()
 
 
 @virtual
@@ -245,7 +237,6 @@ async def test_the_largest_step_is_tried_at_a_start_only_until_what_it_takes_is_
     await leave(world, "a")
     await world.ask("a")
     assert not serve_fields(only(world, "a"), world.fleet)["warm_up"]
-    await world.stop()
 
 
 @virtual
@@ -260,7 +251,6 @@ async def test_what_a_worker_may_yet_take_of_main_memory_stays_reserved_and_is_l
     costs = only(world, "a").costs
     assert costs is not None
     assert costs.estimate.total == 3 * GIB + 200 * MIB
-    await world.stop()
 
 
 @virtual
@@ -286,7 +276,6 @@ async def test_a_worker_that_drains_or_dies_stays_charged_until_its_memory_is_ba
     assert "start c" not in launcher.journal
     await last
     assert launcher.over_commits == []
-    await world.stop()
 
 
 @virtual
@@ -297,7 +286,6 @@ async def test_where_only_the_weights_are_known_the_exact_figure_is_asked_for_be
     assert world.journal == ["estimate a", "start a"]
     shown = status(world.fleet, world.fleet.models["a"], admin=False)
     assert shown["estimate"] == {"source": "exact"}
-    await world.stop()
 
 
 @virtual
@@ -321,7 +309,6 @@ async def test_without_an_exact_figure_the_weights_are_multiplied_and_everybody_
     assert f"weights x {SAFETY_FACTOR}" in shown["note"]
     told = [event.data for event in world.events.since(0) or () if event.kind == "estimate"]
     assert told[-1]["source"] == "weights"
-    await world.stop()
 
 
 @virtual
@@ -334,7 +321,6 @@ async def test_a_guess_from_the_weights_is_never_unlimited() -> None:
     with pytest.raises(Exception, match="does not fit on empty devices"):
         await world.ask("a")
     assert world.journal == ["estimate a"]
-    await world.stop()
 
 
 @virtual
@@ -367,7 +353,6 @@ async def test_the_planners_view_of_a_worker_is_cached_until_it_changes() -> Non
     assert (before.priority, before.expires, before.leaving) == (1, worker.usage.last_used + 5.0, True)
     worker.model.pauses.extend([1.0] * FEWEST_PAUSES)
     assert resident_of(worker).request_interval == 1.0
-    await world.stop()
 
 
 @virtual
@@ -380,4 +365,3 @@ async def test_the_planners_view_shows_the_present_reservation_and_is_a_copy() -
     assert before.reserved[CPU] == GIB
     assert resident_of(worker).reserved[CPU] == GIB - GIB // 4
     assert {id: reserved for id, _, reserved in resident_of(worker).holds} == worker.reserved
-    await world.stop()

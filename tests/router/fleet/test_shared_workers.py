@@ -11,8 +11,8 @@ from router.config.presets import Preset
 from router.errors import LoadBackoff, ModelNotFound, ModelNotLoaded
 from router.registry import worker_groups
 from router.registry.shared_workers import SharedWorkers, with_name
-from tests.fakes import GIB, FakeModel, virtual
-from tests.router.fleet.worlds import Schedule
+from tests.fakes import GIB, FakeModel
+from tests.router.fleet.worlds import Schedule, virtual
 
 BASE = Preset(id="", path="/snapshots/m", required_memory={"": GIB}, replica_idle=1.0)
 NAMES = ("a", "b", "c", "a,b", "b,a", "a,b,c", "b,c")

@@ -10,8 +10,8 @@ from router.errors import AlreadyRunning, LoadFailed, NotRunning
 from router.events import Event
 from router.fleet.admission import Limits
 from router.launch.interface import WorkerLost
-from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel, virtual
-from tests.router.fleet.worlds import Schedule
+from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel
+from tests.router.fleet.worlds import Schedule, virtual
 
 FILES = 128 * MIB
 """What the fake snapshots' files are said to take."""
@@ -82,7 +82,6 @@ async def test_sleeping_weights_are_reserved_and_the_least_recently_used_leave_f
     assert host.foreign == 0
     asleep = [one for one in world.fleet.scheduler.residents() if CPU in one.measured and one.best_effort]
     assert max(one.last_used for one in asleep) < -1e6, "they make way before any worker"
-    await world.stop()
 
 
 @virtual
@@ -97,7 +96,6 @@ async def test_a_pinned_model_that_sleeps_stays() -> None:
     await world.ask("c")
     await settled(world)
     assert [value(world, name) for name in "abc"] == ["sleeping", "unloaded", "loaded"]
-    await world.stop()
 
 
 @virtual
@@ -132,7 +130,6 @@ async def test_sleeping_weights_are_evicted_for_a_demand() -> None:
     await settled(world)
     assert [value(world, name) for name in "abc"] == ["unloaded", "unloaded", "loaded"]
     assert told(world, "hold", "let go") == ["hold a", "let go a"], "and there was no room for b's"
-    await world.stop()
 
 
 @virtual
@@ -150,7 +147,6 @@ async def test_unloading_a_model_that_sleeps_gives_its_memory_back() -> None:
     assert world.launcher.used(CPU) == 0
     with pytest.raises(NotRunning):
         world.fleet.unload("a")
-    await world.stop()
 
 
 @virtual
@@ -161,7 +157,6 @@ async def test_a_model_that_sleeps_wakes_for_requests_whatever_autoload_says() -
     await settled(world)
     with world.fleet.lease("a", autoload=False) as lease:
         await lease.ready()
-    await world.stop()
 
 
 @virtual
@@ -178,7 +173,6 @@ async def test_an_idle_model_sleeps_and_its_weights_are_released_after_its_ttl()
         await settled(world)
     assert value(world, "a") == "unloaded"
     assert world.launcher.used(CPU) == 0
-    await world.stop()
 
 
 @virtual
@@ -191,7 +185,6 @@ async def test_a_model_that_idles_past_its_ttl_and_one_that_was_unloaded_do_not_
     await settled(world)
     assert [value(world, name) for name in "ab"] == ["unloaded", "unloaded"]
     assert told(world, "hold") == []
-    await world.stop()
 
 
 @virtual
@@ -206,7 +199,6 @@ async def test_lost_sleeping_weights_leave_an_unloaded_model() -> None:
     assert value(world, "a") == "unloaded"
     assert world.launcher.used(CPU) == 0
     await world.ask("a")
-    await world.stop()
 
 
 @virtual
@@ -224,7 +216,6 @@ async def test_a_model_that_cannot_be_woken_sleeps_no_longer() -> None:
     await settled(world)
     assert value(world, "a") == "unloaded"
     assert "a" not in world.launcher.held
-    await world.stop()
 
 
 @virtual
@@ -238,4 +229,3 @@ async def test_a_model_that_is_changed_or_removed_sleeps_no_longer() -> None:
     await settled(world)
     assert value(world, "a") == "unloaded"
     assert world.launcher.held == {}
-    await world.stop()

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from router.fleet.admission import Limits
-from tests.fakes import CPU, GIB, GPU0, FakeLauncher, FakeModel, virtual
-from tests.router.fleet.worlds import Schedule
+from tests.fakes import CPU, GIB, GPU0, FakeLauncher, FakeModel
+from tests.router.fleet.worlds import Schedule, virtual
 
 
 class Half(FakeLauncher):
@@ -90,7 +90,6 @@ async def test_foreign_memory_is_not_mistaken_for_mapped_files() -> None:
     assert [(device.used, device.foreign) for device in world.fleet.scheduler.devices] == [(21 * GIB, 20 * GIB)]
     await world.ask("b")
     assert world.journal == ["start a", "stop a", "start b"], "there is no room for both beside the others"
-    await world.stop()
 
 
 @virtual
@@ -103,4 +102,3 @@ async def test_memory_freed_by_another_router_prevents_an_eviction() -> None:
     world.launcher.set_foreign(CPU, 0)
     await world.ask("b")
     assert world.journal == ["start a", "start b"]
-    await world.stop()

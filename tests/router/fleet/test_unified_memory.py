@@ -7,8 +7,8 @@ import pytest
 
 from router.errors import DoesNotFit
 from router.planner.ledger import HOST
-from tests.fakes import CPU, GIB, GPU0, FakeLauncher, FakeModel, virtual
-from tests.router.fleet.worlds import Schedule
+from tests.fakes import CPU, GIB, GPU0, FakeLauncher, FakeModel
+from tests.router.fleet.worlds import Schedule, virtual
 
 SIZES = {"embedder": 6 * GIB, "middle": 37 * GIB, "large": 81 * GIB}
 SECONDS = {"embedder": 1.0, "middle": 6.0, "large": 14.0}
@@ -42,7 +42,6 @@ async def test_the_embedder_and_the_middle_model_fit_beside_each_other_in_one_me
     await asyncio.gather(world.ask("embedder"), world.ask("middle"))
     await world.ask("embedder")
     assert world.journal == ["start embedder", "start middle"]
-    await world.stop()
 
 
 @virtual
@@ -54,7 +53,6 @@ async def test_shards_and_processes_are_charged_to_the_one_memory() -> None:
     assert {id: size for id, size in worker.reserved.items() if id.index >= HOST} == {CPU: 38 * GIB}
     world.fleet.scheduler.plan_now()
     assert [(device.used, device.foreign) for device in world.fleet.scheduler.devices] == [(38 * GIB, 0)] * 2
-    await world.stop()
 
 
 @virtual
@@ -66,7 +64,6 @@ async def test_the_large_model_evicts_only_what_it_needs_from_one_memory() -> No
     await world.ask("large")
     assert world.journal == ["start middle", "start embedder", "stop middle", "start large"]
     assert world.launcher.used(CPU) <= 119 * GIB
-    await world.stop()
 
 
 @virtual
@@ -77,7 +74,6 @@ async def test_going_back_costs_one_swap_and_the_embedder_stays() -> None:
         await asyncio.sleep(30)
         await world.ask("embedder")
     assert world.loads == ["embedder", "middle", "large", "middle"]
-    await world.stop()
 
 
 @virtual
@@ -95,7 +91,6 @@ async def test_agents_that_go_back_and_forth_do_not_thrash() -> None:
     requests, swaps = 600, world.journal.count("stop middle") + world.journal.count("stop large")
     assert swaps <= requests / 10
     assert world.loads.count("embedder") == 1
-    await world.stop()
 
 
 @virtual
@@ -107,7 +102,6 @@ async def test_foreign_memory_in_unified_memory_is_respected() -> None:
     assert world.journal == []
     world.launcher.set_foreign(CPU, 0)
     assert await asking == pytest.approx(44.0, abs=0.5)
-    await world.stop()
 
 
 @virtual
@@ -117,4 +111,3 @@ async def test_a_model_that_fits_only_without_its_process_is_refused() -> None:
     with pytest.raises(DoesNotFit, match="121"):
         await world.ask("giant")
     assert world.journal == []
-    await world.stop()

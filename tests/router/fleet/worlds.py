@@ -1,10 +1,11 @@
 """Small worlds for schedule tests: a real fleet and planner over a launcher without processes, in virtual time."""
 
 import asyncio
+import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, ParamSpec
 
 from router.config.presets import Preset
 from router.events import EventLog
@@ -13,7 +14,7 @@ from router.fleet.fleet import Fleet
 from router.memory.checkpoint_facts import Checkpoint, Tally, UnknownCheckpoint
 from router.memory.learned import LearnedEstimates
 from router.planner.ledger import DeviceId, Ledger
-from tests.fakes import CPU, GIB, FakeLauncher, FakeModel
+from tests.fakes import CPU, GIB, FakeLauncher, FakeModel, run_virtual
 from worker.protocol.argv import AdapterSource, Convert, Download
 
 LLAMA = Checkpoint(
@@ -33,6 +34,26 @@ LLAMA = Checkpoint(
     by_layer=(16 << 20,) * 4,
     capabilities=("chat", "completion"),
 )
+
+
+P = ParamSpec("P")
+
+
+def virtual(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Decorate an async test: it runs in virtual time, and then all its worlds are stopped and checked."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        async def run_then_stop() -> None:
+            Schedule.made.clear()
+            await test(*args, **kwargs)
+            for world in Schedule.made:
+                if not world.fleet.closing:
+                    await world.stop()
+
+        run_virtual(run_then_stop())
+
+    return run
 
 
 class FakeFiles:
@@ -115,6 +136,8 @@ class FakeFiles:
 class Schedule:
     """One fleet of models with stated sizes (bytes) on devices with stated totals."""
 
+    made: ClassVar[list["Schedule"]] = []  # by the test that runs
+
     def __init__(
         self,
         sizes: Mapping[str, int],
@@ -151,6 +174,7 @@ class Schedule:
             presets=self.presets,
         )
         self.launcher.on_reading = self.fleet.scheduler.plan_soon
+        self.made.append(self)
 
     @property
     def journal(self) -> list[str]:
