@@ -391,7 +391,7 @@ async def test_images_of_all_requests_are_limited_but_one_request_always_proceed
     settings = options(tiny_vision.make("llava", tmp_path))
     tokenizer = load_tokenizer(settings)
     processor = vision.ImageProcessor(settings, load_config(settings), tokenizer)
-    eyes = vision.ImageReader(processor, torch.float32, most=4, held=1)
+    eyes = vision.ImageReader(processor, torch.float32, most=4, max_bytes=1)
     image = EncodedImage("here", encoded(IMAGE))
     try:
         first = await eyes.read("<image><image>", [image, image])

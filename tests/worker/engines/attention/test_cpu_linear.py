@@ -74,7 +74,7 @@ def test_the_scratch_bytes_of_a_number_of_rows_are_known(is_reordered: bool, inp
         x = torch.randn(rows, inputs)
         with torch.inference_mode():
             alive = peak_bytes(partial(layer, x)) // 4
-        assert rows * 200 + mine.beside(rows) <= alive <= 1.02 * (rows * 200 + mine.beside(rows)) + 64 * inputs, rows
+        assert rows * 200 + mine.scratch(rows) <= alive <= 1.02 * (rows * 200 + mine.scratch(rows)) + 64 * inputs, rows
 
 
 def test_the_costliest_numbers_of_rows_leave_out_none_that_costs_more() -> None:
@@ -83,13 +83,13 @@ def test_the_costliest_numbers_of_rows_leave_out_none_that_costs_more() -> None:
     (mine,) = ours._all
 
     def cost(rows: int) -> int:
-        return rows * 500 + mine.beside(rows)
+        return rows * 500 + mine.scratch(rows)
 
     for most in (1, 7, 64, 255, 259, 1000):
         found = ours.peak_row_counts(most)
         assert most in found
         assert max(map(cost, range(1, most + 1))) == max(map(cost, found))
-        assert all(extra == 4 * mine.beside(rows) for rows, extra in found.items())
+        assert all(extra == 4 * mine.scratch(rows) for rows, extra in found.items())
 
 
 @pytest.mark.parametrize(

@@ -164,15 +164,15 @@ def test_numbers_that_are_none_end_with_their_row(family: str, tmp_path: Path) -
     _, runner = made(family, tmp_path)
     expected = said(runner, 0, sequence(0, prompt(9)), 6)
     runner.forget(0)
-    for row in range(ROWS):  # so that any slot that is given next has been written
+    for row in range(ROWS):  # so that any buffer row that is given next has been written
         runner.run((Segment(sequence(row, prompt(40)), row, 0, 40),))
-        slot, begin = runner._alignment.slot(row), runner._alignment.begin(row)
+        buffer_row, begin = runner._alignment.buffer_row(row), runner._alignment.begin(row)
         for buffer in runner._cache._timed:
-            buffer[slot, :, begin : begin + runner._lengths[row]] = torch.nan
+            buffer[buffer_row, :, begin : begin + runner._lengths[row]] = torch.nan
         for buffer in runner._cache._across:
-            buffer[slot, :, :40] = torch.nan
+            buffer[buffer_row, :, :40] = torch.nan
         for pair in runner._cache._states:
-            pair[0][slot] = torch.nan
+            pair[0][buffer_row] = torch.nan
     for row in range(ROWS):
         runner.forget(row)
     long, short = sequence(0, prompt(50)), sequence(1, prompt(9))

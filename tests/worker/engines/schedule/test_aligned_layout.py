@@ -36,9 +36,9 @@ class Rows(RuleBasedStateMachine):
         if not length:
             return
         self.carry_out(self.alignment.alone(row, start, length))
-        slot, begin = self.alignment.slot(row), self.alignment.begin(row)
+        buffer_row, begin = self.alignment.buffer_row(row), self.alignment.begin(row)
         for token in range(start, start + length):
-            self.columns[slot][begin + token] = f"{row}.{token}"
+            self.columns[buffer_row][begin + token] = f"{row}.{token}"
         self.lengths[row] = start + length
 
     @rule(chosen=st.sets(st.integers(0, SLOTS - 1), min_size=1))
@@ -48,15 +48,15 @@ class Rows(RuleBasedStateMachine):
             return
         plan = self.alignment.together(starts)
         self.carry_out(plan.moves)
-        assert plan.slots.stop - plan.slots.start == len(starts)
+        assert plan.buffer_rows.stop - plan.buffer_rows.start == len(starts)
         assert plan.time < WIDTH, "there is a column for the next token"
         lengths = dict(starts)
         assert sorted(plan.rows) == sorted(lengths)
         assert plan.low == min(plan.time - start for start in lengths.values()) >= 0
-        for slot, row in zip(range(plan.slots.start, plan.slots.stop), plan.rows, strict=True):
-            assert self.alignment.slot(row) == slot
+        for buffer_row, row in zip(range(plan.buffer_rows.start, plan.buffer_rows.stop), plan.rows, strict=True):
+            assert self.alignment.buffer_row(row) == buffer_row
             assert self.alignment.begin(row) + lengths[row] == plan.time
-            self.columns[slot][plan.time] = f"{row}.{lengths[row]}"
+            self.columns[buffer_row][plan.time] = f"{row}.{lengths[row]}"
             self.lengths[row] += 1
 
     @rule(row=st.integers(0, SLOTS - 1))
@@ -71,18 +71,18 @@ class Rows(RuleBasedStateMachine):
         target = next(row for row in range(SLOTS) if row not in self.lengths)
         move = self.alignment.fork(source, target, self.lengths[source])
         self.carry_out((move,))
-        slot, begin = self.alignment.slot(target), self.alignment.begin(target)
+        buffer_row, begin = self.alignment.buffer_row(target), self.alignment.begin(target)
         for token in range(self.lengths[source]):
-            assert self.columns[slot][begin + token] == f"{source}.{token}"
-            self.columns[slot][begin + token] = f"{target}.{token}"
+            assert self.columns[buffer_row][begin + token] == f"{source}.{token}"
+            self.columns[buffer_row][begin + token] = f"{target}.{token}"
         self.lengths[target] = self.lengths[source]
 
     @invariant()
     def every_row_has_its_tokens_in_order(self) -> None:
         self.alignment.check_integrity()
         for row, length in self.lengths.items():
-            slot, begin = self.alignment.slot(row), self.alignment.begin(row)
-            assert self.columns[slot][begin : begin + length] == [f"{row}.{token}" for token in range(length)]
+            buffer_row, begin = self.alignment.buffer_row(row), self.alignment.begin(row)
+            assert self.columns[buffer_row][begin : begin + length] == [f"{row}.{token}" for token in range(length)]
 
 
 TestRows = Rows.TestCase

@@ -182,7 +182,7 @@ class _Linear:
         _multiply(torch.ones(size, self.weight.shape[1], dtype=self.weight.dtype), self.slices[0][1], self.bias)
         return self.weight.nbytes
 
-    def beside(self, rows: int) -> int:
+    def scratch(self, rows: int) -> int:
         """Scratch elements besides input and output of `rows` rows: padding, and chunk outputs before concatenation."""
         outputs, inputs = self.weight.shape
         chunks = self._chunks(rows, bool(self.slices))
@@ -297,10 +297,10 @@ class CpuLinears:
         for layer in {(candidate.weight.shape, bool(candidate.slices)): candidate for candidate in self._all}.values():
             width, highest = sum(layer.weight.shape), 0
             for rows in range(most, 0, -1):
-                beside = layer.beside(rows)
-                if rows * width + beside > highest:
-                    highest = rows * width + beside
-                    found[rows] = max(found.get(rows, 0), beside * layer.weight.itemsize)
+                scratch = layer.scratch(rows)
+                if rows * width + scratch > highest:
+                    highest = rows * width + scratch
+                    found[rows] = max(found.get(rows, 0), scratch * layer.weight.itemsize)
         return found
 
 

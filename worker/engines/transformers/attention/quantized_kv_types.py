@@ -63,7 +63,7 @@ class KvStorageType:
         """Bytes of a record. Even, so that its parts can be viewed as 16-bit numbers."""
         if self.name in _CASTS:
             return self._elements * _CASTS[self.name].itemsize
-        width = self._beside + self._elements // (1 if self.name == "int8" else 2)
+        width = self._header_bytes + self._elements // (1 if self.name == "int8" else 2)
         return width + width % 2
 
     @property
@@ -77,7 +77,7 @@ class KvStorageType:
         return self._elements // size, size
 
     @property
-    def _beside(self) -> int:
+    def _header_bytes(self) -> int:
         """Bytes of scales and minima, at the start of a record."""
         return self._grouped[0] * _SCALE.itemsize * (2 if self.name == "int4" else 1)
 
@@ -132,7 +132,7 @@ class KvStorageType:
     def _codes(self, records: torch.Tensor) -> torch.Tensor:
         """View of the codes, `[..., bytes]`."""
         count = self._elements // (1 if self.name == "int8" else 2)
-        return records[..., self._beside : self._beside + count]
+        return records[..., self._header_bytes : self._header_bytes + count]
 
     def _numbers(self, records: torch.Tensor, which: int) -> torch.Tensor:
         """View of the scales (0) or the minima (1), `[..., groups]`."""

@@ -210,10 +210,10 @@ def cap(devices: Sequence[str], reserved: str) -> None:
             torch.cuda.set_per_process_memory_fraction(share, device)
 
 
-def allocator_share(reserved: int, beside: int, total: int) -> float:
-    """Share of a device of `total` bytes for torch's allocator, so that the process keeps to `reserved` including
-    `beside`, its memory outside the allocator. At least 1 %: with nothing a worker could not even report the error."""
-    return min(max((reserved - beside) / total, 0.01), 1.0)
+def allocator_share(reserved: int, overhead_bytes: int, total: int) -> float:
+    """Share of a device of `total` bytes for torch's allocator, so that the process keeps to `reserved` including its
+    memory outside the allocator. At least 1 %: with nothing a worker could not even report the error."""
+    return min(max((reserved - overhead_bytes) / total, 0.01), 1.0)
 
 
 def start_error(what: str, device: torch.device, error: BaseException) -> StartError:

@@ -71,9 +71,9 @@ class NvmlMemory:
 class ProcessOverhead:
     """Overhead of one process on its devices."""
 
-    def __init__(self, driver: DriverMemory, held: Callable[[str], int]):
-        """`held`: returns the bytes of a device in torch's allocator."""
-        self._driver, self._held = driver, held
+    def __init__(self, driver: DriverMemory, allocated: Callable[[str], int]):
+        """`allocated`: returns the bytes of a device in torch's allocator."""
+        self._driver, self._allocated = driver, allocated
         self._expected = 0
         self._before: dict[str, int | None] = {}
         self._found: dict[str, int] = {}
@@ -88,12 +88,12 @@ class ProcessOverhead:
     def measure(self) -> None:
         """Update the figures. Call after kernels and libraries have been used."""
         for name, before in self._before.items():
-            own, used, held = self._driver.own(name), self._driver.used(name), self._held(name)
+            own, used, allocated = self._driver.own(name), self._driver.used(name), self._allocated(name)
             found = None
             if own is not None:
-                found = own - held
+                found = own - allocated
             elif used is not None and before is not None:
-                found = used - before - held
+                found = used - before - allocated
             if found is not None and LEAST_BYTES <= found <= MOST_BYTES:
                 self._found[name] = found
                 if name not in self.reported:

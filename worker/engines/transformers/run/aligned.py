@@ -89,7 +89,7 @@ class AlignedRunner:
         shapes = read_layer_shapes(model.config, self._probe)
         self._forward.masks_past = any(shape.keys is not None for shape in shapes)
         self._cache = AlignedCache(
-            shapes, slots=rows, width=ctx_size, devices=layer_devices or [device] * len(shapes), kv_dtype=kv_dtype
+            shapes, buffer_rows=rows, width=ctx_size, devices=layer_devices or [device] * len(shapes), kv_dtype=kv_dtype
         )
         # True if the model can continue a state with several tokens at once. The self-check finds out. Code that cannot
         # (Mamba's begins anew) gets the first chunk of a prompt as a whole, and each token after it alone.
@@ -184,7 +184,7 @@ class AlignedRunner:
         """See `Runner.forget`. Erases the row's columns."""
         # Other rows may reach into these columns, and a masked column still takes part in sums: 0 * NaN is NaN.
         if self._alignment.has(row):
-            self._cache.erase(self._alignment.slot(row), self._alignment.begin(row), self._lengths.get(row, 0))
+            self._cache.erase(self._alignment.buffer_row(row), self._alignment.begin(row), self._lengths.get(row, 0))
         self._alignment.forget(row)
         self._lengths.pop(row, None)
         prompt_images = self._images_by_row.pop(row, None)
@@ -221,23 +221,23 @@ class AlignedRunner:
         return _DecoderPart(segment, start, answer[start:])
 
     def _admit(self, part: _DecoderPart) -> None:
-        """Give the part's row a slot if it has none. Clear the slot of a row that begins."""
+        """Give the part's row a buffer row if it has none. Clear the buffer row of a row that begins."""
         row, is_new = part.row, not self._alignment.has(part.row)
         self._lengths[row] = part.end
         self._cache.carry_out(self._alignment.alone(row, part.start, len(part.tokens) if is_new else 0))
         if not is_new and part.start:
             return
-        slot = self._alignment.slot(row)
-        self._cache.clear(slot)
+        buffer_row = self._alignment.buffer_row(row)
+        self._cache.clear(buffer_row)
         if part.start:  # a warmup step: its past was never computed
-            self._cache.assume_states(slot, part.start)
-            self._cache.set_cross_columns(slot, part.segment.sequence.prompt_tokens)
+            self._cache.assume_states(buffer_row, part.start)
+            self._cache.set_cross_columns(buffer_row, part.segment.sequence.prompt_tokens)
 
     def _decodes(self, part: _DecoderPart) -> bool:
         is_next = part.start > 0 and len(part.tokens) == 1 and part.segment.completes
         # With states, a token can be computed in a batch only if the states before it are stored.
         if is_next and self._cache.has_states:
-            return self._cache.has_states_at(self._alignment.slot(part.row), part.start)
+            return self._cache.has_states_at(self._alignment.buffer_row(part.row), part.start)
         return is_next
 
     def _groups(self, parts: dict[int, _DecoderPart]) -> list[dict[int, _DecoderPart]]:
@@ -255,18 +255,20 @@ class AlignedRunner:
     def _decode(self, parts: dict[int, _DecoderPart], device_tokens: torch.Tensor | None) -> dict[int, torch.Tensor]:
         """Compute one token of each part in one forward. `device_tokens` by index in the batch."""
         plan = self._alignment.together([(part.row, part.start) for part in parts.values()])
-        # Rows may have to move so that their slots are adjacent and all rows end at one column.
+        # Rows may have to move so that their buffer rows are adjacent and all rows end at one column.
         self._cache.carry_out(plan.moves)
         by_row = {part.row: (index, part) for index, part in parts.items()}
         order = [by_row[row] for row in plan.rows]
         starts = [part.start for _, part in order]
-        cross_columns = [self._cache.cross_columns(slot) for slot in range(plan.slots.start, plan.slots.stop)]
-        self._cache.prepare(plan.slots, starts)
+        cross_columns = [
+            self._cache.cross_columns(buffer_row) for buffer_row in range(plan.buffer_rows.start, plan.buffer_rows.stop)
+        ]
+        self._cache.prepare(plan.buffer_rows, starts)
         self._adapt([part for _, part in order])
         logits = self._forward(
             [part.tokens for _, part in order],
             starts,
-            self._cache.show(plan.slots, plan.low, plan.time, has_past=True, cross_columns=max(cross_columns)),
+            self._cache.show(plan.buffer_rows, plan.low, plan.time, has_past=True, cross_columns=max(cross_columns)),
             kept=1,
             past=plan.time - plan.low,
             cross_columns=cross_columns,
@@ -274,15 +276,15 @@ class AlignedRunner:
             if device_tokens is not None
             else None,
         )
-        self._done(plan.slots, [part for _, part in order])
+        self._done(plan.buffer_rows, [part for _, part in order])
         return {index: logits[place, : part.wanted] for place, (index, part) in enumerate(order)}
 
     def _alone(self, part: _DecoderPart) -> torch.Tensor:
         """Compute the tokens of one row; logits `[wanted, vocab]`."""
-        slot = self._alignment.slot(part.row)
+        buffer_row = self._alignment.buffer_row(part.row)
         whole = part.tokens
         if not self.continues_states and self._cache.has_states:
-            known = part.start > 0 and self._cache.has_states_at(slot, part.start)
+            known = part.start > 0 and self._cache.has_states_at(buffer_row, part.start)
             first = min(len(part.segment.sequence.tokens), self._chunk)
             if part.segment.sequence.prompt_logprobs and part.start == 0:
                 first = part.end
@@ -300,21 +302,25 @@ class AlignedRunner:
     def _pieces(self, part: _DecoderPart, pieces: Iterable[list[int]]) -> torch.Tensor:
         """Compute `part` in one forward for each of `pieces`; logits `[wanted, vocab]`."""
         self._cache.carry_out(self._alignment.alone(part.row, part.start, len(part.tokens)))
-        slot, begin = self._alignment.slot(part.row), self._alignment.begin(part.row)
-        slots = slice(slot, slot + 1)
+        buffer_row, begin = self._alignment.buffer_row(part.row), self._alignment.begin(part.row)
+        buffer_rows = slice(buffer_row, buffer_row + 1)
         self._adapt([part])
         encoded = self._encode(part) if self._forward.is_encoder_decoder and part.encodes else None
         cross_columns = (
-            [] if encoded is not None or not self._forward.is_encoder_decoder else [self._cache.cross_columns(slot)]
+            []
+            if encoded is not None or not self._forward.is_encoder_decoder
+            else [self._cache.cross_columns(buffer_row)]
         )
-        self._cache.prepare(slots, [part.start])
+        self._cache.prepare(buffer_rows, [part.start])
         found: list[torch.Tensor] = []
         start = part.start
         for piece in pieces:
             end = start + len(piece)
             kept = max(1, end - max(start, part.end - part.wanted))  # transformers takes 0 for all
             time = begin + start
-            view = self._cache.show(slots, begin, time, has_past=start > 0, cross_columns=max(cross_columns, default=0))
+            view = self._cache.show(
+                buffer_rows, begin, time, has_past=start > 0, cross_columns=max(cross_columns, default=0)
+            )
             logits = self._forward(
                 [piece],
                 [start],
@@ -329,8 +335,8 @@ class AlignedRunner:
                 found.append(logits[0])
             start = end
         if encoded is not None:
-            self._cache.set_cross_columns(slot, encoded.shape[1])
-        self._done(slots, [part])
+            self._cache.set_cross_columns(buffer_row, encoded.shape[1])
+        self._done(buffer_rows, [part])
         return torch.cat(found) if len(found) > 1 else found[0] if found else torch.empty(0, 0)
 
     def _adapt(self, parts: Sequence[_DecoderPart]) -> None:
@@ -351,8 +357,8 @@ class AlignedRunner:
         self._images_by_row[part.row] = prompt_images
         return self._tower.embed_prompt(piece, start, prompt_images)
 
-    def _done(self, slots: slice, parts: Sequence[_DecoderPart]) -> None:
-        self._cache.done(slots, [part.end for part in parts])
+    def _done(self, buffer_rows: slice, parts: Sequence[_DecoderPart]) -> None:
+        self._cache.done(buffer_rows, [part.end for part in parts])
 
     def _probe(self, cache: Cache) -> None:
         """Two tokens of one row, to see what the model stores."""

@@ -2,13 +2,13 @@
 
 One buffer for each tensor that a layer stores, for all rows, allocated at load:
 
-    keys, values    [slots, heads, width, head_dim]; columns as in `aligned_layout`. A layer with a window stores all
-                    columns and shows the model those in the window. If quantized, the last dimension is a record
+    keys, values    [buffer_rows, heads, width, head_dim]; columns as in `aligned_layout`. A layer with a window stores
+                    all columns and shows the model those in the window. If quantized, the last dimension is a record
                     (`quantized_kv_types`).
     cross keys,     the same for keys and values of an encoder's output; they begin at column 0
     values
-    states          [slots, ...] of state-space, convolution and linear-attention layers, twice: the current ones, and
-                    those before the newest step, which may have to be repeated
+    states          [buffer_rows, ...] of state-space, convolution and linear-attention layers, twice: the current ones,
+                    and those before the newest step, which may have to be repeated
 
 A forward sees views of these buffers, or unpacked copies of quantized ones.
 """
@@ -35,9 +35,9 @@ from worker.engines.transformers.schedule.aligned_layout import ColumnMove, RowS
 
 @dataclass(slots=True)
 class CacheView:
-    """The part of the buffers that a forward sees: `slots`, and of their past the columns `low` to `time`."""
+    """The part of the buffers that a forward sees: `buffer_rows`, and of their past the columns `low` to `time`."""
 
-    slots: slice = field(default_factory=lambda: slice(0, 1))
+    buffer_rows: slice = field(default_factory=lambda: slice(0, 1))
     low: int = 0
     time: int = 0
     cross_columns: int = 0  # columns of the encoder's output
@@ -49,18 +49,18 @@ class CacheView:
 
 @dataclass(frozen=True, slots=True)
 class _KeyValueBuffer:
-    """Keys or values of all slots: `[slots, heads, width, head_dim]`, or records in place of `head_dim`."""
+    """Keys or values of all buffer rows: `[buffer_rows, heads, width, head_dim]`, or records in place of `head_dim`."""
 
     tensor: torch.Tensor
     kind: KvStorageType | None = None  # the type of the records; None: not quantized
 
-    def write(self, slots: slice, columns: slice, given: torch.Tensor) -> None:
+    def write(self, buffer_rows: slice, columns: slice, given: torch.Tensor) -> None:
         """`given`: `[rows, heads, columns, head_dim]`."""
-        self.tensor[slots, :, columns] = given if self.kind is None else self.kind.pack(given[..., None, :])
+        self.tensor[buffer_rows, :, columns] = given if self.kind is None else self.kind.pack(given[..., None, :])
 
-    def read(self, slots: slice, columns: slice) -> torch.Tensor:
+    def read(self, buffer_rows: slice, columns: slice) -> torch.Tensor:
         """`[rows, heads, columns, head_dim]`: a view, or a copy if quantized."""
-        found = self.tensor[slots, :, columns]
+        found = self.tensor[buffer_rows, :, columns]
         return found if self.kind is None else self.kind.unpack(found).squeeze(-2)
 
 
@@ -86,9 +86,9 @@ class _KeyValueLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         seen = slice(view.low + self._hidden(), end)
         keys, values = self._buffers
         new = slice(view.time, end)
-        keys.write(view.slots, new, key_states)
-        values.write(view.slots, new, value_states)
-        found = keys.read(view.slots, seen), values.read(view.slots, seen)
+        keys.write(view.buffer_rows, new, key_states)
+        values.write(view.buffer_rows, new, value_states)
+        found = keys.read(view.buffer_rows, seen), values.read(view.buffer_rows, seen)
         if keys.kind is None:  # an unpacked copy must not stay referenced here: it would undo the memory saved
             self.keys, self.values = found
         return found
@@ -138,17 +138,17 @@ class _CrossAttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Ignored, as for `keys`."""
 
     def _read(self, which: int) -> torch.Tensor:
-        return self._buffers[which].read(self._view.slots, slice(0, self._view.cross_columns))
+        return self._buffers[which].read(self._view.buffer_rows, slice(0, self._view.cross_columns))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         columns = slice(0, key_states.shape[2])
         for buffer, given in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer.write(self._view.slots, columns, given)
+            buffer.write(self._view.buffer_rows, columns, given)
         if self._buffers[0].kind is None:
             return key_states, value_states
-        keys, values = (buffer.read(self._view.slots, columns) for buffer in self._buffers)
+        keys, values = (buffer.read(self._view.buffer_rows, columns) for buffer in self._buffers)
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -180,7 +180,7 @@ class AlignedCache:
         self,
         shapes: Sequence[LayerShape],
         *,
-        slots: int,
+        buffer_rows: int,
         width: int,
         devices: Sequence[torch.device],
         kv_dtype: str = "auto",
@@ -192,10 +192,10 @@ class AlignedCache:
         self._across: list[torch.Tensor] = []  # buffers of cross attention
         self._states: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._stateful: list[tuple[LinearAttentionLayer, dict[int, torch.Tensor], dict[int, torch.Tensor]]] = []
-        self._slots, self._width = slots, width
-        self._now = [0] * slots  # by slot: number of tokens in its current states
-        self._before = [0] * slots  # the same of the states before the newest step
-        self._cross_columns = [0] * slots
+        self._buffer_rows, self._width = buffer_rows, width
+        self._now = [0] * buffer_rows  # by buffer row: number of tokens in its current states
+        self._before = [0] * buffer_rows  # the same of the states before the newest step
+        self._cross_columns = [0] * buffer_rows
         own = Cache(layers=[self._layer(*each) for each in zip(shapes, devices, strict=True)])
         self._cross = [
             self._cross_layer(shape.cross_keys, device)
@@ -206,7 +206,7 @@ class AlignedCache:
         largest = dict.fromkeys(devices, 0)
         for buffer in self._all():
             largest[buffer.device] = max(largest[buffer.device], buffer[0].nbytes)
-        # For each device, room for one row of one buffer: a move within a slot may overlap itself.
+        # For each device, room for one row of one buffer: a move within a buffer row may overlap itself.
         self._scratch = {device: claim(size, dtype=torch.uint8, device=device) for device, size in largest.items()}
 
     @property
@@ -224,7 +224,7 @@ class AlignedCache:
         return [*self._timed, *self._across, *(buffer for pair in self._states for buffer in pair)]
 
     def _empty(self, *size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return claim(self._slots, *size, dtype=dtype, device=device)
+        return claim(self._buffer_rows, *size, dtype=dtype, device=device)
 
     def _pair(self, shapes: tuple[TensorShape, TensorShape], device: torch.device) -> list[_KeyValueBuffer]:
         return [self._buffer(*shape.size, dtype=shape.dtype, device=device) for shape in shapes]
@@ -270,19 +270,19 @@ class AlignedCache:
 
     # What a forward sees
 
-    def show(self, slots: slice, low: int, time: int, *, has_past: bool, cross_columns: int = 0) -> Cache:
-        """Transformers' cache, showing `slots` with their past in the columns `low` to `time`.
+    def show(self, buffer_rows: slice, low: int, time: int, *, has_past: bool, cross_columns: int = 0) -> Cache:
+        """Transformers' cache, showing `buffer_rows` with their past in the columns `low` to `time`.
 
         `has_past`: the states are those of earlier tokens, not empty. `crossed`: columns of the encoder's output to
         show; 0 if the forward is to write them.
         """
         view = self._view
-        view.slots, view.low, view.time, view.cross_columns = slots, low, time, cross_columns
+        view.buffer_rows, view.low, view.time, view.cross_columns = buffer_rows, low, time, cross_columns
         for layer, convolutions, recurrences in self._stateful:
             for index, buffer in convolutions.items():
-                layer.conv_states[index] = buffer[slots]
+                layer.conv_states[index] = buffer[buffer_rows]
             for index, buffer in recurrences.items():
-                layer.recurrent_states[index] = buffer[slots]
+                layer.recurrent_states[index] = buffer[buffer_rows]
             for index in layer.has_previous_state:
                 layer.has_previous_state[index] = has_past
         if isinstance(self.cache, EncoderDecoderCache):
@@ -290,73 +290,73 @@ class AlignedCache:
                 self.cache.is_updated[index] = cross_columns > 0
         return self.cache
 
-    def cross_columns(self, slot: int) -> int:
-        """Columns of the encoder's output in that slot."""
-        return self._cross_columns[slot]
+    def cross_columns(self, buffer_row: int) -> int:
+        """Columns of the encoder's output in that buffer row."""
+        return self._cross_columns[buffer_row]
 
-    def set_cross_columns(self, slot: int, columns: int) -> None:
-        self._cross_columns[slot] = columns
+    def set_cross_columns(self, buffer_row: int, columns: int) -> None:
+        self._cross_columns[buffer_row] = columns
 
     # States
 
-    def has_states_at(self, slot: int, tokens: int) -> bool:
+    def has_states_at(self, buffer_row: int, tokens: int) -> bool:
         """True if the states after the first `tokens` tokens are stored, as current ones or from before that step."""
-        return tokens in (self._now[slot], self._before[slot])
+        return tokens in (self._now[buffer_row], self._before[buffer_row])
 
-    def prepare(self, slots: slice, starts: Sequence[int]) -> None:
-        """Make the states of `slots` those after `starts` tokens, and store a copy until `done`.
+    def prepare(self, buffer_rows: slice, starts: Sequence[int]) -> None:
+        """Make the states of `buffer_rows` those after `starts` tokens, and store a copy until `done`.
 
         Raises LookupError if they are not stored any more.
         """
         if not self._states:
             return
-        numbers = range(slots.start, slots.stop)
-        # The usual case, one copy for all slots: every row continues where it is.
-        if all(self._now[slot] == start for slot, start in zip(numbers, starts, strict=True)):
-            self._copy(slots, to_now=False)
+        numbers = range(buffer_rows.start, buffer_rows.stop)
+        # The usual case, one copy for all buffer rows: every row continues where it is.
+        if all(self._now[buffer_row] == start for buffer_row, start in zip(numbers, starts, strict=True)):
+            self._copy(buffer_rows, to_now=False)
         else:
-            for slot, start in zip(numbers, starts, strict=True):
-                self._rewind(slot, start)
-        for slot, start in zip(numbers, starts, strict=True):
-            self._before[slot], self._now[slot] = start, -1  # unknown until the forward has ended
+            for buffer_row, start in zip(numbers, starts, strict=True):
+                self._rewind(buffer_row, start)
+        for buffer_row, start in zip(numbers, starts, strict=True):
+            self._before[buffer_row], self._now[buffer_row] = start, -1  # unknown until the forward has ended
 
-    def _rewind(self, slot: int, start: int) -> None:
-        one = slice(slot, slot + 1)
+    def _rewind(self, buffer_row: int, start: int) -> None:
+        one = slice(buffer_row, buffer_row + 1)
         if start == 0:
             for pair in self._states:
                 for buffer in pair:
                     buffer[one].zero_()
-        elif self._now[slot] == start:
+        elif self._now[buffer_row] == start:
             self._copy(one, to_now=False)
-        elif self._before[slot] == start:
+        elif self._before[buffer_row] == start:
             self._copy(one, to_now=True)
         else:
             raise LookupError(f"the states after {start} tokens are not stored any more")
 
-    def _copy(self, slots: slice, *, to_now: bool) -> None:
+    def _copy(self, buffer_rows: slice, *, to_now: bool) -> None:
         for now, before in self._states:
             source, target = (before, now) if to_now else (now, before)
-            target[slots] = source[slots]
+            target[buffer_rows] = source[buffer_rows]
 
-    def done(self, slots: slice, ends: Sequence[int]) -> None:
-        """Record that the forward has ended: the states of `slots` are those after `ends` tokens."""
-        self._now[slots] = ends
+    def done(self, buffer_rows: slice, ends: Sequence[int]) -> None:
+        """Record that the forward has ended: the states of `buffer_rows` are those after `ends` tokens."""
+        self._now[buffer_rows] = ends
 
-    def clear(self, slot: int) -> None:
-        """Forget the states of a slot, for a new row."""
-        self._now[slot] = self._before[slot] = -1
-        self._cross_columns[slot] = 0
+    def clear(self, buffer_row: int) -> None:
+        """Forget the states of a buffer row, for a new row."""
+        self._now[buffer_row] = self._before[buffer_row] = -1
+        self._cross_columns[buffer_row] = 0
 
-    def erase(self, slot: int, begin: int, length: int) -> None:
-        """Zero `length` columns of a slot, and its encoder's output."""
+    def erase(self, buffer_row: int, begin: int, length: int) -> None:
+        """Zero `length` columns of a buffer row, and its encoder's output."""
         for buffer in self._timed:
-            buffer[slot, :, begin : begin + length].zero_()
+            buffer[buffer_row, :, begin : begin + length].zero_()
         for buffer in self._across:
-            buffer[slot, :, : self._cross_columns[slot]].zero_()
+            buffer[buffer_row, :, : self._cross_columns[buffer_row]].zero_()
 
-    def assume_states(self, slot: int, tokens: int) -> None:
+    def assume_states(self, buffer_row: int, tokens: int) -> None:
         """Take the states of a new row for those after `tokens` tokens. For warmup steps only."""
-        self._now[slot] = tokens
+        self._now[buffer_row] = tokens
 
     # Moves
 
@@ -371,7 +371,7 @@ class AlignedCache:
         for buffer in self._timed:
             source = buffer[move.source, :, move.begin : move.begin + move.length]
             target = buffer[move.target, :, move.to : move.to + move.length]
-            # Overlapping ranges of one slot must go through a copy.
+            # Overlapping ranges of one buffer row must go through a copy.
             target.copy_(self._kept(source) if move.source == move.target else source)
         if move.source == move.target:
             return

@@ -121,7 +121,7 @@ class PoolingHead(nn.Module):
         `skipped`: leading tokens of each text (the instruction) that may be left out of pooling.
         """
         if self._pooling is None:
-            return [row[held] for row, held in zip(hidden.cpu(), mask.cpu(), strict=True)]
+            return [row[tokens] for row, tokens in zip(hidden.cpu(), mask.cpu(), strict=True)]
         left_out = torch.tensor(skipped if self._pooling.skips_prompt else [0] * len(skipped), device=hidden.device)
         vectors = torch.cat([pool(hidden, mask, mode, left_out) for mode in self._pooling.modes], dim=-1)
         for layer in self.layers:

@@ -177,14 +177,14 @@ class ImageReader:
         dtype: torch.dtype,
         *,
         most: int,
-        held: int = HELD_BYTES,
+        max_bytes: int = HELD_BYTES,
     ):
-        """`most`: images in one prompt; `held`: bytes of prepared images of all requests together."""
-        self._processor, self._dtype, self._most, self._max_held = processor, dtype, most, held
+        """`most`: images in one prompt; `max_bytes`: of prepared images of all requests together."""
+        self._processor, self._dtype, self._most, self._max_bytes = processor, dtype, most, max_bytes
         # One thread and no OpenMP helpers: these would slow the step loop's threads down (`memory.end_helpers`).
         self._thread = ThreadPoolExecutor(1, "images", initializer=torch.set_num_threads, initargs=(1,))
         self._lock = threading.RLock()  # a finalizer takes it, and may run on this thread while it is held
-        self._held = 0
+        self._bytes = 0
 
     @property
     def placeholder(self) -> str:
@@ -219,20 +219,20 @@ class ImageReader:
                 ) from None
         tokens, placed = self._processor.lay_out(prompt, prepared)
         prompt_images = PromptImages(placed)
-        self._hold(prompt_images, sum(image.bytes for image in prepared))
+        self._count(prompt_images, sum(image.bytes for image in prepared))
         return tokens, prompt_images
 
-    def _hold(self, prompt_images: PromptImages, size: int) -> None:
-        """Count the bytes of `pictures` until they are garbage collected. Raises QueueFull."""
+    def _count(self, prompt_images: PromptImages, size: int) -> None:
+        """Count the bytes of `prompt_images` until they are garbage collected. Raises QueueFull."""
         with self._lock:
-            if self._held and self._held + size > self._max_held:
+            if self._bytes and self._bytes + size > self._max_bytes:
                 raise QueueFull("requests with images are waiting for this model already; try again later")
-            self._held += size
-        weakref.finalize(prompt_images, self._let_go, size)
+            self._bytes += size
+        weakref.finalize(prompt_images, self._uncount, size)
 
-    def _let_go(self, size: int) -> None:
+    def _uncount(self, size: int) -> None:
         with self._lock:
-            self._held -= size
+            self._bytes -= size
 
 
 class VisionTower:

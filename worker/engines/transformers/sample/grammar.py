@@ -215,9 +215,9 @@ def _after(preamble: str, source: str) -> str:
     """A grammar that begins with the rules of `preamble`, in Lark, and continues with `source`."""
     if not preamble:
         return source
-    held = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
-    whole = {"name": "whole", "lark_grammar": f"start: preamble @held\n{preamble}"}
-    return json.dumps({"grammars": [whole, {**held[0], "name": "held"}, *held[1:]]})
+    language = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+    whole = {"name": "whole", "lark_grammar": f"start: preamble @language\n{preamble}"}
+    return json.dumps({"grammars": [whole, {**language[0], "name": "language"}, *language[1:]]})
 
 
 def _uncompilable(grammar: Grammar, why: str) -> InvalidValue:

@@ -1,7 +1,7 @@
 """Layout of the aligned cache: the buffer row of each sequence and the column where it begins.
 
 The cache is one buffer `[rows, columns]` per layer, `width` columns long, with one buffer row for each running
-sequence. Sequences that decode together must end at one column (`end_column`) and lie in neighbouring buffer rows, so
+sequence. Sequences that decode together must end at one column (`time`) and lie in neighbouring buffer rows, so
 that a step needs plain views of the buffers. The attention mask hides the columns before a sequence's first token (left
 padding).
 
@@ -37,17 +37,17 @@ class RowSwap:
 
 @dataclass(slots=True)
 class _RowPlacement:
-    slot: int
+    buffer_row: int
     begin: int  # column of the first token
 
 
 @dataclass(frozen=True, slots=True)
 class AlignedDecodes:
-    """Sequences that decode in one forward pass, in buffer rows `slots`. Their cached tokens end before column
+    """Sequences that decode in one forward pass, in neighbouring buffer rows. Their cached tokens end before column
     `time`."""
 
     rows: tuple[int, ...]  # sorted by buffer row
-    slots: slice
+    buffer_rows: slice
     low: int  # first column that any of them uses
     time: int
     moves: tuple[ColumnMove | RowSwap, ...]  # to be carried out first
@@ -56,16 +56,16 @@ class AlignedDecodes:
 class AlignedLayout:
     """Buffer row and first column by row of the scheduler."""
 
-    def __init__(self, slots: int, width: int):
+    def __init__(self, buffer_rows: int, width: int):
         self._placements: dict[int, _RowPlacement] = {}
-        self._slots = slots
+        self._buffer_rows = buffer_rows
         self._width = width
 
     def has(self, row: int) -> bool:
         return row in self._placements
 
-    def slot(self, row: int) -> int:
-        return self._placements[row].slot
+    def buffer_row(self, row: int) -> int:
+        return self._placements[row].buffer_row
 
     def begin(self, row: int) -> int:
         return self._placements[row].begin
@@ -79,7 +79,7 @@ class AlignedLayout:
         self.forget(target)
         origin = self._placements[source]
         copy = self._placements[target] = _RowPlacement(self._free()[0], origin.begin)
-        return ColumnMove(origin.slot, origin.begin, copy.slot, copy.begin, length)
+        return ColumnMove(origin.buffer_row, origin.begin, copy.buffer_row, copy.begin, length)
 
     def alone(self, row: int, start: int, length: int) -> tuple[ColumnMove, ...]:
         """Make room for `length` columns behind the `start` first ones of `row`. A new row gets a buffer row.
@@ -96,7 +96,7 @@ class AlignedLayout:
         # Left padding that decodes caused is given up when the prompt would not fit otherwise.
         if placement.begin + start + length <= self._width:
             return ()
-        move = ColumnMove(placement.slot, placement.begin, placement.slot, 0, start)
+        move = ColumnMove(placement.buffer_row, placement.begin, placement.buffer_row, 0, start)
         placement.begin = 0
         return (move,)
 
@@ -107,12 +107,14 @@ class AlignedLayout:
         for row, start in starts:
             placement = self._placements[row]
             if placement.begin != time - start:
-                moves.append(ColumnMove(placement.slot, placement.begin, placement.slot, time - start, start))
+                moves.append(
+                    ColumnMove(placement.buffer_row, placement.begin, placement.buffer_row, time - start, start)
+                )
                 placement.begin = time - start
-        order = sorted((self._placements[row].slot, row) for row, _ in starts)
+        order = sorted((self._placements[row].buffer_row, row) for row, _ in starts)
         return AlignedDecodes(
             rows=tuple(row for _, row in order),
-            slots=slice(order[0][0], order[-1][0] + 1),
+            buffer_rows=slice(order[0][0], order[-1][0] + 1),
             low=min(time - start for _, start in starts),
             time=time,
             moves=tuple(moves),
@@ -134,38 +136,41 @@ class AlignedLayout:
 
     def _gather(self, starts: Sequence[tuple[int, int]], time: int) -> list[ColumnMove | RowSwap]:
         """Close the gaps between the buffer rows of these sequences, towards buffer row 0."""
-        held = {self._placements[row].slot: row for row, _ in starts}
-        if max(held) - min(held) + 1 == len(held):
+        members = {self._placements[row].buffer_row: row for row, _ in starts}
+        if max(members) - min(members) + 1 == len(members):
             return []
         length = dict(starts)
         # Free buffer rows are used before occupied ones: a move copies one row, a swap two.
-        owners = {placement.slot: row for row, placement in self._placements.items()}
-        gaps = sorted((slot for slot in range(len(held)) if slot not in held), key=lambda slot: slot in owners)
-        outside = sorted(slot for slot in held if slot >= len(held))
+        owners = {placement.buffer_row: row for row, placement in self._placements.items()}
+        gaps = sorted(
+            (buffer_row for buffer_row in range(len(members)) if buffer_row not in members),
+            key=lambda buffer_row: buffer_row in owners,
+        )
+        outside = sorted(buffer_row for buffer_row in members if buffer_row >= len(members))
         moves: list[ColumnMove | RowSwap] = []
-        for slot, gap in zip(outside, gaps, strict=True):
-            row = held[slot]
+        for buffer_row, gap in zip(outside, gaps, strict=True):
+            row = members[buffer_row]
             placement = self._placements[row]
             if gap in owners:
                 # The occupant is a prompt that is still being computed. It takes the vacated buffer row.
-                moves.append(RowSwap(slot, gap))
-                self._placements[owners[gap]].slot = slot
+                moves.append(RowSwap(buffer_row, gap))
+                self._placements[owners[gap]].buffer_row = buffer_row
             else:
                 # Moving to another buffer row aligns the end column in the same copy.
-                moves.append(ColumnMove(slot, placement.begin, gap, time - length[row], length[row]))
+                moves.append(ColumnMove(buffer_row, placement.begin, gap, time - length[row], length[row]))
                 placement.begin = time - length[row]
-            placement.slot = gap
+            placement.buffer_row = gap
         return moves
 
     def _free(self) -> list[int]:
-        taken = {placement.slot for placement in self._placements.values()}
-        return [slot for slot in range(self._slots) if slot not in taken]
+        taken = {placement.buffer_row for placement in self._placements.values()}
+        return [buffer_row for buffer_row in range(self._buffer_rows) if buffer_row not in taken]
 
     def check_integrity(self) -> None:
         """Assert that no two rows share a buffer row. For tests, and when idle."""
-        slots = [placement.slot for placement in self._placements.values()]
-        assert len(set(slots)) == len(slots), "a buffer row is used twice"
-        assert all(0 <= slot < self._slots for slot in slots), "a buffer row does not exist"
+        buffer_rows = [placement.buffer_row for placement in self._placements.values()]
+        assert len(set(buffer_rows)) == len(buffer_rows), "a buffer row is used twice"
+        assert all(0 <= buffer_row < self._buffer_rows for buffer_row in buffer_rows), "a buffer row does not exist"
         assert all(0 <= placement.begin <= self._width for placement in self._placements.values()), (
             "a row begins outside the width"
         )
