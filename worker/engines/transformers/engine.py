@@ -18,7 +18,6 @@ from worker.engines.transformers.device.process_overhead import overhead
 from worker.engines.transformers.device.rank_processes import RankProcesses
 from worker.engines.transformers.load import layer_split, snapshot
 from worker.engines.transformers.load.lora import LoraAdapters
-from worker.engines.transformers.loop import requests
 from worker.engines.transformers.loop.encoder_loop import EncoderJob, EncoderLoop
 from worker.engines.transformers.loop.generation_loop import GenerationLoop
 from worker.engines.transformers.loop.requests import RequestStream, StreamFactory
@@ -66,7 +65,6 @@ class TransformersEngine:
         # An encoder-decoder's answer is a text of its own: it does not continue the text of the prompt.
         has_encoder = bool(getattr(config, "is_encoder_decoder", False))
         self._vocabulary = vocabulary = Vocabulary(tokenizer, config, Path(options.snapshot))
-        self._limits = requests.RequestLimits(options, vocabulary, self.ctx_size, has_encoder=has_encoder)
         self._grammars = Grammars(tokenizer, ends=vocabulary.ends, vocab_size=vocabulary.size)
         self._streams = StreamFactory(options, vocabulary, self.ctx_size, has_encoder=has_encoder)
         self._generation: GenerationLoop | None = None
@@ -244,7 +242,7 @@ class TransformersEngine:
         work = self._generation
         if work is None:
             raise UnsupportedByModel("this model embeds or scores texts, so it cannot generate text")
-        prompt = self._limits.check(request)
+        prompt = self._streams.check(request)
         adapter = self._adapter(request)
         matcher = None
         if request.grammar is not None:
@@ -316,7 +314,7 @@ class TransformersEngine:
         for text in texts:
             if not text.tokens:
                 raise InvalidValue("an input is empty", param="input")
-            self._limits.check_tokens(text.tokens)
+            self._streams.check_tokens(text.tokens)
             if len(text.tokens) > limit:
                 raise ContextExceeded(len(text.tokens), limit)
         if not texts:

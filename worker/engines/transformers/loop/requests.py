@@ -1,8 +1,7 @@
 """Requests inside the engine: limits that they are checked against, their choices, and the deltas that they receive.
 
-`RequestLimits` rejects a request before it costs anything. `StreamFactory` turns it into a `RequestStream` with one
-`RequestChoice` for each of the `n` choices. `DeltaWriter` sends tokens to the asyncio side.
-It never waits for a client.
+`StreamFactory` rejects a request before it costs anything, or turns it into a `RequestStream` with one `RequestChoice`
+for each of the `n` choices. `DeltaWriter` sends tokens to the asyncio side. It never waits for a client.
 """
 
 import asyncio
@@ -29,84 +28,6 @@ from worker.interface import ChoiceTimings, Delta, FinishReason, GenerationReque
 from worker.protocol.argv import ModelOptions, Serve
 
 log = logging.getLogger(__name__)
-
-
-class RequestLimits:
-    """Checks of requests against the model's context, its vocabulary and its options."""
-
-    def __init__(self, options: Serve, vocabulary: Vocabulary, ctx_size: int, *, has_encoder: bool):
-        """`has_encoder`: an encoder reads the prompt, so the model gives no logits for prompt tokens."""
-        self._options = options
-        self._vocabulary = vocabulary
-        self._ctx_size = ctx_size
-        self._has_encoder = has_encoder
-
-    def check(self, request: GenerationRequest) -> tuple[int, ...]:
-        """Return the prompt to compute. Raise ContextExceeded, InvalidValue or UnsupportedByModel."""
-        prompt = request.prompt
-        if not prompt:
-            first = self._vocabulary.first
-            if first is None:
-                raise InvalidValue("the prompt is empty, and this model has no token to begin with", param="prompt")
-            prompt = (first,)
-        self.check_tokens(prompt)
-        if len(prompt) >= self._ctx_size:  # at least one token of the answer must fit as well
-            raise ContextExceeded(len(prompt), self._ctx_size)
-        if 0 < self._options.max_input_tokens < len(prompt):
-            raise ContextExceeded(len(prompt), self._options.max_input_tokens)
-        if request.n < 1:
-            raise InvalidValue(f"n is {request.n}; it must be at least 1", param="n")
-        if request.max_tokens is not None and request.max_tokens < 0:
-            raise InvalidValue(f"max_tokens is {request.max_tokens}; it must not be negative", param="max_tokens")
-        if not all(request.stop):
-            raise InvalidValue("a stop string is empty", param="stop")
-        if request.prompt_logprobs and self._has_encoder:
-            raise UnsupportedByModel("prompt logprobs are not available: this model reads the prompt with an encoder")
-        if not all(0 <= token < self._vocabulary.size for token in request.ends):
-            raise InvalidValue(
-                f"stop_token_ids must be tokens of this model, from 0 to {self._vocabulary.size - 1}",
-                param="stop_token_ids",
-            )
-        self._check_sampling(request)
-        return prompt
-
-    def check_tokens(self, tokens: Sequence[int]) -> None:
-        """Raise InvalidValue for a token id outside the vocabulary."""
-        if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocabulary.size):
-            wrong = next(token for token in tokens if not 0 <= token < self._vocabulary.size)
-            raise InvalidValue(
-                f"token {wrong} is outside this model's vocabulary of {self._vocabulary.size} tokens", param="prompt"
-            )
-
-    def _check_sampling(self, request: GenerationRequest) -> None:
-        sampling = request.sampling
-        numbers = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "logit_bias": sum(sampling.logit_bias.values()),  # NaN or infinite if any bias is
-        }
-        for name, value in numbers.items():
-            if not math.isfinite(value):
-                raise InvalidValue(f"{name} is {value}; it must be a finite number", param=name)
-        if sampling.temperature < 0.0:
-            raise InvalidValue(f"temperature is {sampling.temperature}; it must not be negative", param="temperature")
-        if sampling.repetition_penalty <= 0.0:
-            raise InvalidValue("repetition_penalty must be greater than 0", param="repetition_penalty")
-        for token in sampling.logit_bias:
-            if not 0 <= token < self._vocabulary.size:
-                raise InvalidValue(
-                    f"token {token} is outside this model's vocabulary of {self._vocabulary.size} tokens",
-                    param="logit_bias",
-                )
-        most = min(self._options.max_logprobs, self._vocabulary.size)
-        if sampling.logprobs is not None and not 0 <= sampling.logprobs <= most:
-            raise InvalidValue(
-                f"logprobs is {sampling.logprobs}; this model returns 0 to {most} of them", param="logprobs"
-            )
 
 
 def context_size(options: ModelOptions, positions: int) -> int:
@@ -176,13 +97,81 @@ class RequestChoice:
 
 
 class StreamFactory:
-    """Makes the stream of a request, with a sequence for each of its choices."""
+    """Checks requests against the model's context, its vocabulary and its options, and makes their streams."""
 
     def __init__(self, options: Serve, vocabulary: Vocabulary, ctx_size: int, *, has_encoder: bool):
-        """`has_encoder`: an encoder reads the prompt, so the answer does not continue the prompt's text."""
+        """`has_encoder`: an encoder reads the prompt. So prompt tokens have no logits, and the answer does not continue
+        the prompt's text."""
         self._options, self._vocabulary, self._ctx_size = options, vocabulary, ctx_size
         self._has_encoder = has_encoder
         self._ids = count()
+
+    def check(self, request: GenerationRequest) -> tuple[int, ...]:
+        """Return the prompt to compute. Raise ContextExceeded, InvalidValue or UnsupportedByModel."""
+        prompt = request.prompt
+        if not prompt:
+            first = self._vocabulary.first
+            if first is None:
+                raise InvalidValue("the prompt is empty, and this model has no token to begin with", param="prompt")
+            prompt = (first,)
+        self.check_tokens(prompt)
+        if len(prompt) >= self._ctx_size:  # at least one token of the answer must fit as well
+            raise ContextExceeded(len(prompt), self._ctx_size)
+        if 0 < self._options.max_input_tokens < len(prompt):
+            raise ContextExceeded(len(prompt), self._options.max_input_tokens)
+        if request.n < 1:
+            raise InvalidValue(f"n is {request.n}; it must be at least 1", param="n")
+        if request.max_tokens is not None and request.max_tokens < 0:
+            raise InvalidValue(f"max_tokens is {request.max_tokens}; it must not be negative", param="max_tokens")
+        if not all(request.stop):
+            raise InvalidValue("a stop string is empty", param="stop")
+        if request.prompt_logprobs and self._has_encoder:
+            raise UnsupportedByModel("prompt logprobs are not available: this model reads the prompt with an encoder")
+        if not all(0 <= token < self._vocabulary.size for token in request.ends):
+            raise InvalidValue(
+                f"stop_token_ids must be tokens of this model, from 0 to {self._vocabulary.size - 1}",
+                param="stop_token_ids",
+            )
+        self._check_sampling(request)
+        return prompt
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raise InvalidValue for a token id outside the vocabulary."""
+        if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocabulary.size):
+            wrong = next(token for token in tokens if not 0 <= token < self._vocabulary.size)
+            raise InvalidValue(
+                f"token {wrong} is outside this model's vocabulary of {self._vocabulary.size} tokens", param="prompt"
+            )
+
+    def _check_sampling(self, request: GenerationRequest) -> None:
+        sampling = request.sampling
+        numbers = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "logit_bias": sum(sampling.logit_bias.values()),  # NaN or infinite if any bias is
+        }
+        for name, value in numbers.items():
+            if not math.isfinite(value):
+                raise InvalidValue(f"{name} is {value}; it must be a finite number", param=name)
+        if sampling.temperature < 0.0:
+            raise InvalidValue(f"temperature is {sampling.temperature}; it must not be negative", param="temperature")
+        if sampling.repetition_penalty <= 0.0:
+            raise InvalidValue("repetition_penalty must be greater than 0", param="repetition_penalty")
+        for token in sampling.logit_bias:
+            if not 0 <= token < self._vocabulary.size:
+                raise InvalidValue(
+                    f"token {token} is outside this model's vocabulary of {self._vocabulary.size} tokens",
+                    param="logit_bias",
+                )
+        most = min(self._options.max_logprobs, self._vocabulary.size)
+        if sampling.logprobs is not None and not 0 <= sampling.logprobs <= most:
+            raise InvalidValue(
+                f"logprobs is {sampling.logprobs}; this model returns 0 to {most} of them", param="logprobs"
+            )
 
     def make(
         self,

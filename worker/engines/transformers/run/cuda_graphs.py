@@ -135,7 +135,7 @@ class GraphRunner:
         """Allocate the buffers. `record` makes the graphs."""
         self._runner = runner
         pool, device = runner.pool, runner.device
-        self._shapes = graph_shapes(rows, ctx_size, pool.token_bytes)
+        self.shapes = graph_shapes(rows, ctx_size, pool.token_bytes)  # batch sizes and lengths in blocks, rising
         width = _BLOCKS + blocks_for(ctx_size)
         self._numbers = torch.zeros(rows, width, dtype=torch.int64, device=device)
         # Two, used in turn: the copy of the step in front may still be running. The copy of the step before that has
@@ -152,11 +152,6 @@ class GraphRunner:
     @property
     def bytes(self) -> int:
         return self._runner.bytes
-
-    @property
-    def shapes(self) -> tuple[tuple[int, int], ...]:
-        """Batch sizes and lengths in blocks, rising."""
-        return self._shapes
 
     @property
     def buffer_bytes(self) -> int:
@@ -196,7 +191,7 @@ class GraphRunner:
         if any(segment.sequence.adapter is not None for segment in batch):
             return None  # which layers add an adapter differs between steps; a graph cannot
         rows, blocks = len(batch), max(blocks_for(segment.end) for segment in batch)
-        fitting = (shape for shape in self._shapes if shape[0] >= rows and shape[1] >= blocks)
+        fitting = (shape for shape in self.shapes if shape[0] >= rows and shape[1] >= blocks)
         return next(fitting, None)
 
     def _fill(self, batch: Batch, rows: int, device_tokens: torch.Tensor | None) -> None:
@@ -236,7 +231,7 @@ class GraphRunner:
             self._record_all(report)
         except Exception as error:  # noqa: BLE001 - logged; steps are then computed kernel by kernel
             self._graphs.clear()
-            self._shapes = ()
+            self.shapes = ()
             log.warning("this model's steps cannot be recorded as CUDA graphs: %s", cuda_errors.one_line(error))
             device = self._runner.device
             torch.cuda.set_stream(torch.cuda.default_stream(device))  # a failed recording leaves its own stream set
@@ -248,7 +243,7 @@ class GraphRunner:
         shared = torch.cuda.graph_pool_handle()
         side = _stream(device)
         # Largest first: smaller graphs then fit into the memory that the pool already has.
-        largest_first = sorted(self._shapes, key=lambda shape: shape[0] * shape[1], reverse=True)
+        largest_first = sorted(self.shapes, key=lambda shape: shape[0] * shape[1], reverse=True)
         for shape in largest_first:
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):
