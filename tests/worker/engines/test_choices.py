@@ -52,7 +52,7 @@ def computed(scheduler: Scheduler) -> dict[int, int]:
             spent[segment.sequence.id] = spent.get(segment.sequence.id, 0) + segment.length
         advance(scheduler, batch)
         scheduler.check_integrity()
-    raise AssertionError("somebody never comes to an end")
+    raise AssertionError("a sequence never ends")
 
 
 def test_the_prompt_is_computed_for_the_first_choice_and_for_no_other() -> None:

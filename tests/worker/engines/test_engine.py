@@ -432,7 +432,7 @@ async def test_steps_run_on_one_thread_with_the_presets_number_of_helpers(folder
     async with serving(engine):
         await asyncio.gather(*(complete_one(engine, PROMPT, max_tokens=3) for _ in range(2)))
     assert seen == {("step-loop", 3)}
-    assert torch.get_num_threads() == 1, "nobody else's"
+    assert torch.get_num_threads() == 1, "other threads are unchanged"
 
 
 async def test_the_threads_that_a_load_computed_with_are_gone_when_it_is_done(folder: Path) -> None:
@@ -605,7 +605,7 @@ async def test_a_step_without_memory_is_tried_again_without_the_youngest(folder:
             *(complete_one(engine, each, max_tokens=12, prompt_logprobs=True) for each in prompts)
         )
         assert [each.tokens for each in collected] == [generated(model, prompt, 12) for prompt in prompts]
-        assert [len(each.prompt_logprobs) for each in collected] == [3, 3, 3], "told once, although computed twice"
+        assert [len(each.prompt_logprobs) for each in collected] == [3, 3, 3], "reported once, although computed twice"
         assert any(len(batch) > 2 for batch in runner.batches)
 
 

@@ -118,7 +118,7 @@ async def test_greedy_text_equals_generate_after_preemptions(
         async with asyncio.timeout(DEADLINE):
             collected = await asyncio.gather(*map(talk, expected))
         assert collected == list(expected.values())
-        assert work.report().prefill_tokens > sum(map(len, expected)), "somebody was computed again"
+        assert work.report().prefill_tokens > sum(map(len, expected)), "some tokens were computed again"
         work._scheduler.check_integrity()
 
 

@@ -36,7 +36,7 @@ class Flat:
         return logits
 
     def fork(self, source: int, target: int) -> None:
-        raise AssertionError("nobody asked for a second choice")
+        raise AssertionError("no request has a second choice")
 
     def forget(self, row: int) -> None:
         pass
@@ -129,13 +129,13 @@ async def test_a_pulse_carries_the_whole_report_and_rates_in_proportion() -> Non
     received: list[Pulse] = []
     enough = threading.Event()
 
-    def hear(pulse: Pulse) -> None:
+    def receive(pulse: Pulse) -> None:
         received.append(pulse)
         if len(received) == 3:
             enough.set()
 
     measured = partial(memory.measured, ())
-    loop = StepLoop(Counting(), Outbox(), pulse=hear, measured=measured, later=lambda: 7, threads=1, interval=0.02)
+    loop = StepLoop(Counting(), Outbox(), pulse=receive, measured=measured, later=lambda: 7, threads=1, interval=0.02)
     try:
         assert await asyncio.to_thread(enough.wait, DEADLINE)
     finally:

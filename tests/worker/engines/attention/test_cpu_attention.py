@@ -39,7 +39,7 @@ def test_rows_that_decode_together_give_the_logits_of_each_alone(group: int, win
     )
     pool.keys[0].normal_()
     pool.values[0].fill_(float("nan"))
-    ends = {0: 48, 2: 1, 3: 17, 5: 30, 6: 47}  # three rows are nobody's
+    ends = {0: 48, 2: 1, 3: 17, 5: 30, 6: 47}  # three rows belong to no sequence
     ends |= {row: 20 + row % 28 for row in range(8, rows)}
     decodes = []
     for row, end in ends.items():

@@ -144,7 +144,7 @@ async def test_a_conversation_finds_its_earlier_turns_in_the_cache(
             logsums = await complete_one(engine, talk, max_tokens=10)
             assert logsums.tokens == generated(models["llama"], talk, 10)
             assert cached(logsums) == computed // B * B
-            computed = len(talk) + len(logsums.tokens) - 1  # nobody needed the last one's keys
+            computed = len(talk) + len(logsums.tokens) - 1  # the keys of the last one were never needed
             talk += [*logsums.tokens, *words(7, seed=turn)]
 
 

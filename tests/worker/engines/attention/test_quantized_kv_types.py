@@ -151,4 +151,4 @@ async def test_so_it_is_where_a_model_runs_by_its_own_forward(family: str, name:
         assert [each.tokens for each in logsums] == texts
         choices = await collect_choices(engine, generation(PROMPTS[0], n=2, max_tokens=NEW))
         assert [each.tokens for each in choices] == [texts[0]] * 2
-    assert len({token for text in texts for token in text}) > 10, "the text is varied enough to tell"
+    assert len({token for text in texts for token in text}) > 10, "the text is varied enough for the comparison"

@@ -1,4 +1,4 @@
-"""Memory that is taken at once and comes later: what is written to it stays, and what is told of it is true."""
+"""Memory with pages that are mapped later: content stays, and the reported bytes are right."""
 
 import asyncio
 import ctypes
@@ -63,8 +63,7 @@ def test_pages_are_mapped_after_more_urgent_ones() -> None:
 
 
 async def test_every_pulse_contains_the_memory_still_to_come(tmp_path: Path) -> None:
-    """Weights that are not mapped yet, a cache whose pages have not come: whoever learns from what a fresh worker
-    measures learns with these."""
+    """Weights and cache pages that are not mapped yet count: estimates are learned from these figures."""
     folder = tiny.make("llama", tmp_path / "model")
     pulses: queue.SimpleQueue[Pulse] = queue.SimpleQueue()
     asked = options(folder, ctx_size=512, parallel=64)
@@ -80,4 +79,4 @@ async def test_every_pulse_contains_the_memory_still_to_come(tmp_path: Path) -> 
         weights = sum(each.nbytes for each in load_file(folder / "model.safetensors").values())
         assert came == weights + engine._unmapped.cache.taken > weights + 2 * MIB
     async with serving(load(folder, ctx_size=512, parallel=64)) as other:
-        assert (await complete_one(other, (9, 41, 70), max_tokens=4)).finish == "length", "nobody has to have them come"
+        assert (await complete_one(other, (9, 41, 70), max_tokens=4)).finish == "length", "mapping is optional"

@@ -1,4 +1,4 @@
-"""What a process says that it occupies."""
+"""Memory that a process reports."""
 
 import gc
 import mmap
@@ -18,7 +18,7 @@ WEIGHTS = Path(__file__).parents[4] / "worker" / "fetch" / "demo" / "chat" / "mo
 
 
 def forked(look: Inheritance, written: torch.Tensor) -> int:
-    """What a child finds that it shares with us, after it has overwritten `written`."""
+    """Bytes that a child shares with its parent, after it has overwritten `written`."""
     reported, tell = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the child does nothing that another thread's lock could hold up

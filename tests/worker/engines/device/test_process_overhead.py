@@ -1,4 +1,4 @@
-"""What a process takes of an accelerator beyond what torch's allocator holds: measured as far as the driver tells."""
+"""Memory of a process on an accelerator outside of torch's allocator, as far as the driver reports it."""
 
 from collections.abc import Sequence
 
@@ -56,7 +56,7 @@ def test_without_a_process_list_overhead_is_the_increase_of_use() -> None:
 
 
 @pytest.mark.parametrize("others", [-GIB, 20 * GIB])
-def test_a_difference_that_can_only_be_another_process_is_nobodys_overhead(others: int) -> None:
+def test_an_implausible_difference_is_not_overhead(others: int) -> None:
     card = Card()
     overhead = begun(card)
     card.load(9 * GIB, 300 * MIB, listed=False, others=others)

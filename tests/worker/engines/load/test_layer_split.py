@@ -1,4 +1,4 @@
-"""A model whose layers lie on several devices: what has to move moves, and the text is the same."""
+"""A model with layers on several devices: inputs are moved where needed, and the text is the same."""
 
 import asyncio
 from pathlib import Path
@@ -25,7 +25,7 @@ DEEP = {"num_hidden_layers": 3}
 
 def traced(folder: Path, layers: tuple[str, ...], **changes: Any) -> list[estimate.Shard]:
     """The steps of a model on devices that exist in name only: an operator that is given tensors of two of them, or a
-    tensor that nobody moved, is an error."""
+    tensor that was not moved, is an error."""
     devices = tuple(f"cuda:{index}" for index in range(len(layers)))
     options = Estimate(snapshot=str(folder), devices=devices, layers=layers, **{**COMMON, **changes})
     return estimate.trace_split(options, load_config(options))[0]

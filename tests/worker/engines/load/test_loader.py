@@ -106,7 +106,7 @@ def test_a_load_ends_with_its_weights_in_memory(is_cached: bool, tmp_path: Path)
 
 
 def test_weights_in_the_page_cache_are_mapped_while_the_model_computes(tmp_path: Path) -> None:
-    """Nobody waits for that, and what is not mapped yet is known to come."""
+    """The load does not wait for it, and the bytes still to be mapped are known."""
     folder = tiny.make("llama", tmp_path, hidden_size=512, intermediate_size=2048, vocab_size=4096)
     path, asked = folder / WEIGHTS, options(folder)
     loaded = load_model(asked, load_config(asked), None, lambda event: None)
@@ -507,7 +507,7 @@ def test_a_family_that_transformers_dropped_names_the_way(folder: Path, kind: st
     error = refused(folder)
     assert error.exit is Exit.UNUSABLE
     for word in (repr(kind), "auto_map", "trust-remote-code = on"):
-        assert word in str(error), "a copy without its code says what to look for"
+        assert word in str(error), "the error for a copy without its code names the missing key"
 
 
 def test_a_quantisation_that_contradicts_the_checkpoint_is_refused(folder: Path) -> None:

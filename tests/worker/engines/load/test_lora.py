@@ -1,4 +1,4 @@
-"""Adapters in a running batch: each sequence's greedy text is what PEFT's model says alone, whoever is beside it."""
+"""Adapters in a running batch: each sequence's greedy text is that of PEFT's model, in any batch."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Checkpoints that are packed before they come here, really loaded, on the CPU: what they say and what they take."""
+"""Checkpoints with quantized weights, loaded on the CPU: their text and their memory."""
 
 import importlib.util
 import json

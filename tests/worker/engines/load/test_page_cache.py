@@ -28,7 +28,7 @@ def here(path: Path) -> int:
 
 @pytest.fixture
 def snapshot(tmp_path: Path) -> Path:
-    """In two files by an index, with a second copy of the weights beside it that nobody loads."""
+    """In two files by an index, with a second copy of the weights that is not loaded."""
     for name in ("a.safetensors", "b.safetensors", WEIGHTS):
         cold(tmp_path / name, STRETCH + 3 * MIB + 5)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "a.safetensors"}}))

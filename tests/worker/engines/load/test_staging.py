@@ -1,5 +1,5 @@
 """Promises of weights on their way to a device, kept within main memory by the same code: all bytes, each in its place,
-through a few buffers that nobody fills too early."""
+through a few buffers, none of which is filled too early."""
 
 import gc
 import os
@@ -25,7 +25,7 @@ HERE = torch.device("cpu")
 
 
 class Late:
-    """A lane on which nothing arrives before somebody waits for it: what is filled again too early arrives wrong."""
+    """Copies that finish only when they are waited for, so that a buffer filled again too early gives wrong bytes."""
 
     def __init__(self, depth: int = 1 << 30):
         self.on_the_way: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -25,7 +25,7 @@ KINDS = {
     "jamba": "states that cannot be carried on by several tokens",
     "falcon_h1": "states beside keys",
     "t5": "an encoder",
-    "bart": "an encoder, and positions that nobody can state",
+    "bart": "an encoder, and positions that cannot be passed",
 }
 
 
@@ -53,7 +53,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def said(runner: AlignedRunner, row: int, asked: Sequence, count: int) -> list[int]:
-    """That many greedy tokens of `asked`, alone in its row."""
+    """Greedy tokens of `asked`, alone in its row."""
     for _ in range(count):
         segment = Segment(asked, row, asked.computed, asked.pending)
         asked.tokens.append(int(runner.run((segment,))[-1].argmax()))
@@ -107,7 +107,7 @@ def test_text_equals_generate_while_requests_join_end_and_are_preempted(family: 
                 del running[segment.row]
         assert next(rows, None) is None
     assert finished >= 4
-    assert len({token for answer in expected for token in answer}) > 10, "the text is varied enough to tell"
+    assert len({token for answer in expected for token in answer}) > 10, "the text is varied enough for the comparison"
 
 
 @pytest.mark.parametrize("family", ["llama", "jamba", "t5"])

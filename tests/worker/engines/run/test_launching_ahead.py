@@ -176,7 +176,7 @@ async def test_answers_are_the_same_in_a_cache_too_small_for_all(llama: Path, mo
     async with serving(engine):
         collected = await asyncio.gather(*(complete_one(engine, each, max_tokens=NEW) for each in asked))
         work = work_of(engine)
-        assert work.report().prefill_tokens > sum(map(len, asked)), "somebody was computed again"
+        assert work.report().prefill_tokens > sum(map(len, asked)), "some tokens were computed again"
         work._scheduler.check_integrity()
     assert [each.tokens for each in collected] == [generated(model, each, NEW) for each in asked]
 
@@ -298,7 +298,7 @@ async def test_an_unforeseen_end_is_the_end_and_other_sequences_go_on(runner: Pa
     assert await drive.collected(0) == (said := await alone.collected(0))
     assert said[-1] == "stop"
     assert await drive.collected(1) == await alone.collected(1)
-    assert journal.calls.count("ahead 0,1") == 3, "the last of these was in vain for one of them"
+    assert journal.calls.count("ahead 0,1") == 3, "the result of the last of these is dropped for one sequence"
     assert journal.calls.index("forget 0") < len(journal.calls) - 1
 
 
@@ -519,7 +519,7 @@ def test_a_launch_waits_for_no_device_at_all(tmp_path: Path) -> None:
         sampling = (GREEDY, replace(WARM, top_p=0.9, logprobs=2), replace(WARM, min_p=0.1, logit_bias={5: 1.0}))[id]
         sequence = TokenSequence.of(generation(PROMPT, sampling=sampling), id=id, limit=9, ends={1}, seed=id)
         row, _ = capacity.admit(sequence)
-        choice = RequestChoice(0, sequence, None, None)  # type: ignore[arg-type]  # nobody reads
+        choice = RequestChoice(0, sequence, None, None)  # type: ignore[arg-type]  # not read here
         parts.append(SegmentChoosers(Segment(sequence, row, 0, len(PROMPT), capacity.table(row)), [choice]))
     for fixed in (None, GraphRunner(made, rows=4, ctx_size=64) if isinstance(made, PagedRunner) else None):
         flown = launch(made, None, parts)
@@ -542,7 +542,7 @@ def test_a_launch_waits_for_no_device_at_all(tmp_path: Path) -> None:
 
 def test_a_token_is_drawn_with_the_number_of_its_place_however_early(loaded: Any) -> None:
     sequence = TokenSequence.of(generation(PROMPT, sampling=WARM), id=0, limit=9, ends={1}, seed=4)
-    choice = RequestChoice(0, sequence, None, None)  # type: ignore[arg-type]  # nobody reads
+    choice = RequestChoice(0, sequence, None, None)  # type: ignore[arg-type]  # not read here
     sequence.append(50)
 
     class Even:
@@ -650,7 +650,7 @@ class SchedulerDrive:
                 else:
                     id, at = self.held[slot]
                     assert at == position, "another token lies there"
-                    assert id == sequence.id or position < sequence.cached, "somebody else's token"
+                    assert id == sequence.id or position < sequence.cached, "a token of another sequence"
             assert segment.ahead == (segment.start == len(sequence.tokens))
         return batch
 

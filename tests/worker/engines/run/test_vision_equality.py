@@ -101,7 +101,7 @@ async def test_an_answer_about_images_equals_generate(
     assert list(asked.prompt) == tokens, "the processor's own tokens"
     [collected] = await collect_choices(engine, asked)
     assert collected.tokens == answer
-    assert len(set(answer)) > 3, "no text that says one thing again and again"
+    assert len(set(answer)) > 3, "the text is no repetition of a few tokens"
 
 
 @pytest.mark.slow

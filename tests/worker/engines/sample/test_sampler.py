@@ -161,7 +161,7 @@ def test_the_numbers_of_one_sequence_are_spread_evenly_and_follow_no_pattern() -
         assert ((counts - 200) ** 2 / 200).sum() < 19 + 4 * math.sqrt(2 * 19), "chi-square, four standard deviations"
     pairs = np.histogram2d(values[:-1], values[1:], bins=5, range=[[0, 1], [0, 1]])[0].ravel()
     expected = len(values[1:]) / 25
-    assert ((pairs - expected) ** 2 / expected).sum() < 24 + 4 * math.sqrt(2 * 24), "a number says nothing of the next"
+    assert ((pairs - expected) ** 2 / expected).sum() < 24 + 4 * math.sqrt(2 * 24), "successive numbers are independent"
 
 
 TOKENS = st.integers(0, VOCAB - 1)

@@ -99,7 +99,7 @@ def test_sequences_share_prefix_blocks_and_continue_in_own_regions() -> None:
     other, cached = blocks.admit(sequence(2, [*words, 2]))
     assert cached == 2 * B
     assert blocks.table(other).blocks[:2] == blocks.table(row).blocks[:2]
-    assert blocks.table(other).blocks[2] % 8 == 0, "a home"
+    assert blocks.table(other).blocks[2] % 8 == 0, "the start of a region"
     assert blocks.shared == 2 * B
     blocks.release(row)
     blocks.check_integrity()
@@ -129,7 +129,7 @@ def test_writing_to_a_borrowed_block_copies_it_first() -> None:
     for target in (one, two):
         blocks.fork(row, target, B + 5)
     assert blocks.grow(row, B + 5, B + 6)
-    assert blocks.table(row).copy is None, "whose it is writes in place"
+    assert blocks.table(row).copy is None, "the owner writes in place"
     shared = blocks.table(row).blocks[1]
     for target in (one, two):
         assert blocks.grow(target, B + 5, B + 6)
@@ -158,7 +158,7 @@ def test_no_sequence_is_admitted_that_would_be_preempted_at_once() -> None:
     blocks = BlockAllocator(3, 6)
     assert blocks.can_admit(sequence(1, [1] * (3 * B)))
     blocks.admit(sequence(1, [1] * (3 * B)))
-    assert not blocks.can_admit(sequence(2, [2] * (3 * B))), "one block is left for who runs already"
+    assert not blocks.can_admit(sequence(2, [2] * (3 * B))), "one block is left for the running sequence"
     assert blocks.can_admit(sequence(2, [2] * (2 * B)))
     assert not blocks.grow(0, 3 * B, 7 * B)
 
@@ -174,7 +174,7 @@ def test_a_pool_has_room_for_every_row_by_default() -> None:
 
 
 def values(each: Sequence) -> list[int]:
-    """What is computed for each of its tokens."""
+    """The value that is stored for each of its tokens."""
     return list(itertools.accumulate(each.tokens, lambda before, token: hash((before, token))))
 
 
@@ -256,7 +256,7 @@ class AnyTraffic(RuleBasedStateMachine):
     def check(self, batch: Batch, budget: int) -> None:
         prompts = [segment for segment in batch if not segment.is_decode]
         assert sum(segment.length for segment in prompts) <= max(1, min(budget, self.chunk)), "the budget is kept"
-        assert bool(batch) == bool(self.live), "whoever has work gets on"
+        assert bool(batch) == bool(self.live), "there is a batch while there is work"
         assert len({segment.row for segment in batch}) == len(batch)
         written: set[int] = set()
         for segment in batch:
@@ -266,10 +266,10 @@ class AnyTraffic(RuleBasedStateMachine):
             written.update(places)
         for segment in batch:
             each = segment.sequence
-            assert written.isdisjoint(self.places(each, 0, segment.start)), "somebody writes where another one reads"
+            assert written.isdisjoint(self.places(each, 0, segment.start)), "a sequence writes where another one reads"
 
     def compute(self, batch: Batch) -> None:
-        """Copy, write, then read all that is seen: it must be what the sequence says."""
+        """Copy, write, then read all that is seen: it must be the sequence's own tokens."""
         pairs = [segment.table.copy for segment in batch if segment.table is not None and segment.table.copy]
         for target, content in [(target, list(self.pool[source])) for source, target in pairs]:
             self.pool[target] = content
@@ -320,15 +320,15 @@ class AnyTraffic(RuleBasedStateMachine):
         assert held + self.blocks.free == self.blocks.count
         waiting = list(self.scheduler)[self.scheduler.running :]
         order = [(not each.preempted, each.id) for each in waiting]
-        assert order == sorted(order), "first come, first served; those who were put back came before all who wait"
+        assert order == sorted(order), "first come, first served; preempted sequences before new ones"
 
     def teardown(self) -> None:
         for _ in range(20_000):
             if not self.live:
                 break
             self.step(60)
-        assert not self.live, "somebody never comes to an end"
-        assert self.blocks.free == self.blocks.count, "blocks are held by nobody"
+        assert not self.live, "a sequence never ends"
+        assert self.blocks.free == self.blocks.count, "blocks are held without a sequence"
 
 
 TestAnyTraffic = pytest.mark.slow(AnyTraffic.TestCase)

@@ -1,4 +1,4 @@
-"""Slots for adapters: lent, pinned, taken back; and who waits for one."""
+"""Slots for adapters: assignment, pins, reuse, and sequences that wait for one."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Promises of `worker.engines.transformers.schedule.prefill_budget`: prompts are quick while nobody streams, and no
+"""Promises of `worker.engines.transformers.schedule.prefill_budget`: prompts are quick without streams, and no
 stream stutters for them."""
 
 import random
@@ -209,7 +209,7 @@ def test_prompts_do_not_make_streams_stutter(token_seconds: float, decode_second
         tokens in (512, PrefillBudget.MIN_TOKENS)
         or tokens * token_seconds <= 1.1 * PrefillBudget.MAX_LENGTHENING * decode_seconds
     )
-    assert pace.budget(0, 512) >= tokens, "with nobody to disturb, prompts get more"
+    assert pace.budget(0, 512) >= tokens, "without streams, prompts get more"
 
 
 def test_one_stream_is_not_kept_waiting_as_long_as_many_at_once_would_be() -> None:

@@ -1,4 +1,4 @@
-"""Promises of `worker.engines.transformers.schedule.scheduler`: budget kept, nobody starves, first come first served,
+"""Promises of `worker.engines.transformers.schedule.scheduler`: budget kept, no starvation, first come first served,
 nothing leaks."""
 
 from hypothesis import settings
@@ -20,7 +20,7 @@ def sequence(id: int, prompt: int, limit: int = 3, *, prompt_logprobs: bool = Fa
 
 
 def advance(scheduler: Scheduler, batch: Batch) -> list[int]:
-    """What an engine does after a step; the ids of those who ended."""
+    """Record a step as an engine does. Return the ids of the sequences that ended."""
     ended: list[int] = []
     for segment in batch:
         segment.sequence.computed = segment.end
@@ -31,13 +31,13 @@ def advance(scheduler: Scheduler, batch: Batch) -> list[int]:
 
 
 def drain(scheduler: Scheduler) -> list[int]:
-    """The ids of those who are left, in the order in which they end."""
+    """Run to the end. Return the ids of the sequences in the order in which they end."""
     ended: list[int] = []
     for _ in range(10_000):
         if not scheduler.has_work:
             return ended
         ended += advance(scheduler, scheduler.next(99))
-    raise AssertionError("somebody never comes to an end")
+    raise AssertionError("a sequence never ends")
 
 
 def parts(batch: Batch) -> list[tuple[int, int, int]]:
@@ -187,12 +187,12 @@ class AnyTraffic(RuleBasedStateMachine):
     def check(self, batch: Batch, budget: int) -> Batch:
         prompts = [segment for segment in batch if not segment.is_decode]
         assert sum(segment.length for segment in prompts) <= max(1, min(budget, self.chunk)), "the budget is kept"
-        assert bool(batch) == bool(self.live), "whoever has work gets on"
+        assert bool(batch) == bool(self.live), "there is a batch while there is work"
         assert len({segment.row for segment in batch}) == len(batch), "no two share a row"
         running = {segment.sequence.id for segment in batch}
         for each in self.live.values():
             if each.is_decoding:
-                assert each.id in running, "nobody who decodes is left out"
+                assert each.id in running, "every decoding sequence is in the batch"
         for segment in batch:
             assert segment.start == segment.sequence.computed
             assert 0 < segment.length <= segment.sequence.pending
@@ -207,7 +207,7 @@ class AnyTraffic(RuleBasedStateMachine):
         assert self.scheduler.running <= self.rows
         waiting = list(self.scheduler)[self.scheduler.running :]
         order = [(not each.preempted, each.id) for each in waiting]
-        assert order == sorted(order), "first come, first served; the preempted came before all who wait"
+        assert order == sorted(order), "first come, first served; preempted sequences before new ones"
 
     def teardown(self) -> None:
         drain(self.scheduler)
