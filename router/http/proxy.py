@@ -21,7 +21,6 @@ from router.fleet.admission import Lease
 from router.fleet.failures import lost_error
 from router.fleet.fleet import Fleet
 from router.fleet.worker import State
-from router.http.request import ForwardedRequest, Outlet
 from router.http.response import ClientGone, Pace, ProxiedResponse
 from router.launch.interface import WorkerProcess
 from router.launch.worker_client import Exchange, NotHttp, WorkerClientError
@@ -93,13 +92,9 @@ class Proxy:
         self._loop = asyncio.get_running_loop()
         self._shared_workers = shared_workers
         self._fleet = shared_workers.fleet
-        self._pace = pace
+        self.pace = pace
         self._limits: dict[_Limit, float] = {}  # long time limits: when each expires, by the loop's clock
         self._limit_timer: asyncio.TimerHandle | None = None
-
-    def response(self, outlet: Outlet, request: ForwardedRequest, headers: Mapping[str, str]) -> ProxiedResponse:
-        """A new response for `forward`. `headers`: those that the router adds to the worker's."""
-        return ProxiedResponse(outlet, request, self._pace, headers)
 
     async def forward(self, response: ProxiedResponse) -> None:
         """Return when the response is complete, or broken off with an error frame.
@@ -204,11 +199,11 @@ class Proxy:
             if not response.request.stream:
                 return await waiting
             if not response.committed:
-                left = response.request.arrived + self._pace.commit - time.monotonic()
+                left = response.request.arrived + self.pace.commit - time.monotonic()
                 await asyncio.wait({waiting}, timeout=max(0.0, left))
             while not waiting.done():
                 await response.comment(status_comment(self._fleet, lease))
-                await asyncio.wait({waiting}, timeout=self._pace.ping if self._pace.ping > 0 else None)
+                await asyncio.wait({waiting}, timeout=self.pace.ping if self.pace.ping > 0 else None)
             return waiting.result()
         finally:
             if not waiting.done():
@@ -262,10 +257,8 @@ class Proxy:
 
     async def _head_with_comments(self, exchange: Exchange, lease: Lease, response: ProxiedResponse) -> None:
         """Wait for the head like `_wait_with_comments`, with a timeout instead of a task, which is cheaper."""
-        pause = self._pace.ping if self._pace.ping > 0 else None
-        wait = (
-            pause if response.committed else max(0.0, response.request.arrived + self._pace.commit - time.monotonic())
-        )
+        pause = self.pace.ping if self.pace.ping > 0 else None
+        wait = pause if response.committed else max(0.0, response.request.arrived + self.pace.commit - time.monotonic())
         while not exchange.has_head:
             try:
                 async with asyncio.timeout(wait):

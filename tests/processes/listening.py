@@ -53,7 +53,7 @@ class Events:
     async def until_one(self, fits: Callable[[dict[str, Any]], bool]) -> None:
         """Wait until there is such an event."""
         async with asyncio.timeout(DEADLINE), self._arrived:
-            await self._arrived.wait_for(lambda: any(fits(each) for each in self.seen))
+            await self._arrived.wait_for(lambda: any(map(fits, self.seen)))
 
 
 @asynccontextmanager

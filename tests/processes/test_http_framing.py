@@ -161,7 +161,7 @@ async def test_head_has_no_body_and_a_content_length(tmp_path: Path) -> None:
         assert b"Allow: OPTIONS, POST\r\n" in heads[1]
 
 
-@pytest.mark.parametrize("head", [b"X-A: " + b"a" * 40_000, b"\r\n".join(b"X-%d: a" % each for each in range(400))])
+@pytest.mark.parametrize("head", [b"X-A: " + b"a" * 40_000, b"\r\n".join(b"X-%d: a" % number for number in range(400))])
 async def test_the_error_for_a_head_that_is_too_long_says_so(tmp_path: Path, head: bytes) -> None:
     async with world(tmp_path, respond) as up:
         reader, writer = await up.connect()

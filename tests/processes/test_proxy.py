@@ -148,17 +148,17 @@ async def test_a_request_is_retried_if_its_worker_dies_before_the_first_byte_of_
             return
         await upstream.send(begun)
         if behind == "a comment":
-            await heard.wait()
+            await received.wait()
         up.launcher.die("a")
         upstream.writer.close()
         raise ConnectionError
 
-    heard = asyncio.Event()
+    received = asyncio.Event()
     async with world(tmp_path, die_once) as up:
         reader, writer = await up.connect()
         writer.write(request({"stream": stream}, headers=b"Connection: close\r\n"))
         data = await reader.readuntil(comment) if behind == "a comment" else b""
-        heard.set()
+        received.set()
         got = Got(data + await reader.read(), reset=False)
         writer.close()
         frames = [frame for frame in got.body.split(b"\n\n") if not frame.startswith(b":")]
@@ -281,11 +281,11 @@ async def test_an_error_body_that_arrives_in_parts_is_one_frame_of_a_stream_that
 
 
 async def test_comments_of_a_worker_are_forwarded_and_do_not_count_as_first_token(tmp_path: Path) -> None:
-    heard = asyncio.Event()
+    received = asyncio.Event()
 
     async def patient(upstream: Upstream) -> None:
         await upstream.send(STREAM + chunk(b": prefill done=5 total=20\n\n"))
-        await heard.wait()
+        await received.wait()
         await upstream.send(b"".join(map(chunk, [*WORDS, DONE])) + END)
 
     async with world(tmp_path, patient) as up:
@@ -295,7 +295,7 @@ async def test_comments_of_a_worker_are_forwarded_and_do_not_count_as_first_toke
         await reader.readuntil(b": prefill done=5 total=20\n\n")
         before = time.monotonic() - begin
         await until(lambda: time.monotonic() > begin + 2 * before)
-        heard.set()
+        received.set()
         await reader.readuntil(DONE)
         await up.idle()
         await until(lambda: up.count('router_ttft_seconds_count{model="a"}') == 1)

@@ -28,11 +28,11 @@ KINDS = [*tree(ApiError), *tree(RequestError)]  # all errors that have a status
 
 def references(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
-        yield from (each for name, each in value.items() if name == "$ref")
+        yield from (target for name, target in value.items() if name == "$ref")
         value = list(value.values())
     if isinstance(value, list):
-        for each in value:
-            yield from references(each)
+        for entry in value:
+            yield from references(entry)
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_it_is_valid_openapi() -> None:
 def test_every_route_is_described_and_nothing_else() -> None:
     described = {(method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods}
     assert described == {(route.method, route.path) for route in ROUTES}
-    names = [each["operationId"] for methods in DOCUMENT["paths"].values() for each in methods.values()]
+    names = [operation["operationId"] for methods in DOCUMENT["paths"].values() for operation in methods.values()]
     assert len(set(names)) == len(names)
 
 

@@ -79,27 +79,27 @@ def merged(kind: str, frames: list[Any]) -> Any:
     usage = None
     if kind == "/completion":
         for frame in frames:
-            choice = made.setdefault(frame["index"], {"content": "", "tokens": [], "told": []})
+            choice = made.setdefault(frame["index"], {"content": "", "tokens": [], "probabilities": []})
             choice["content"] += frame["content"]
             choice["tokens"] += frame["tokens"]
-            choice["told"] += frame.get("completion_probabilities", [])
+            choice["probabilities"] += frame.get("completion_probabilities", [])
             if frame["stop"]:
                 choice |= {name: frame[name] for name in ("stop_type", "stopping_word", "tokens_predicted")}
         return [made[index] for index in sorted(made)], None
     assert frames.pop() == "[DONE]"
     for frame in frames:
         usage = frame["usage"] or usage
-        for each in frame["choices"]:
-            choice = made.setdefault(each["index"], {"logprobs": {}, "finish": None, "calls": []})
-            for name, value in each.get("delta", {"text": each.get("text")}).items():
+        for part in frame["choices"]:
+            choice = made.setdefault(part["index"], {"logprobs": {}, "finish": None, "calls": []})
+            for name, value in part.get("delta", {"text": part.get("text")}).items():
                 if name == "tool_calls":
                     choice["calls"] += [call["function"] for call in value]
                 elif name != "role" and value:
                     choice[name] = choice.get(name, "") + value
-            for name, listed in (each["logprobs"] or {}).items():
+            for name, listed in (part["logprobs"] or {}).items():
                 choice["logprobs"].setdefault(name, []).extend(listed)
             assert choice["finish"] is None, "no chunk follows the end of a choice"
-            choice["finish"] = each["finish_reason"]
+            choice["finish"] = part["finish_reason"]
     return [made[index] for index in sorted(made)], usage
 
 
@@ -109,16 +109,16 @@ def whole(kind: str, body: Any) -> Any:
         bodies = body if isinstance(body, list) else [body]
         names = ("content", "tokens", "stop_type", "stopping_word", "tokens_predicted")
         return [
-            {**{name: each[name] for name in names}, "told": each.get("completion_probabilities", [])}
-            for each in bodies
+            {**{name: answer[name] for name in names}, "probabilities": answer.get("completion_probabilities", [])}
+            for answer in bodies
         ], None
     made = []
-    for each in body["choices"]:
-        message = each.get("message", {"text": each.get("text")})
+    for choice in body["choices"]:
+        message = choice.get("message", {"text": choice.get("text")})
         texts = {name: value for name, value in message.items() if name not in ("role", "tool_calls") and value}
         calls = [call["function"] for call in message.get("tool_calls", [])]
-        logprobs = {name: listed for name, listed in (each["logprobs"] or {}).items() if listed}
-        made.append({**texts, "calls": calls, "logprobs": logprobs, "finish": each["finish_reason"]})
+        logprobs = {name: listed for name, listed in (choice["logprobs"] or {}).items() if listed}
+        made.append({**texts, "calls": calls, "logprobs": logprobs, "finish": choice["finish_reason"]})
     return made, body["usage"]
 
 
@@ -144,12 +144,12 @@ async def test_a_stream_adds_up_to_the_whole_response(tmp_path: Path) -> None:
                 assert stream.status == 200, await stream.text()
                 frames = chunks((await stream.text()).removesuffix("\n\n").split("\n\n"))
         in_one, usage = whole(kind, json.loads(text))
-        in_many, told = merged(kind, frames)
+        in_many, streamed_usage = merged(kind, frames)
         for choice in in_many:
             if "logprobs" in choice:
                 choice["logprobs"] = {name: listed for name, listed in choice["logprobs"].items() if listed}
         assert is_same(in_many, in_one), (body, in_many, in_one)
-        assert _without_cache(told) == _without_cache(usage), body
+        assert _without_cache(streamed_usage) == _without_cache(usage), body
         for choice in in_one:
             seen["calls"] += bool(choice.get("calls"))
             seen["reasoning_content"] += "reasoning_content" in choice
