@@ -185,7 +185,7 @@ class Launcher(Protocol):
 
         Entering returns once the worker is ready; raises WorkerLost, or NotForked with `program.must_fork`. Leaving
         returns once the process is reaped and the driver's readings have settled (two agree; bounded), and cannot be
-        cancelled half-way. The launcher fills in `devices`, `listen`, `leashed` and `spawner` of `command`.
+        cancelled half-way. The launcher fills in `devices`, `listen`, `supervised` and `parent_pid` of `command`.
         """
 
     def prepare(self, program: Program, command: Serve, listen: Listen) -> AbstractAsyncContextManager[EarlyProcess]:

@@ -1,8 +1,8 @@
-"""A worker program that only tells how it finds the world: run as `fork_server_program.py VERB ...`, it is executed;
-its verb `nursery` is the real fork server, whose children run the same.
+"""A worker program that only reports its process state. Its verb `fork-server` is the real fork server, whose children
+run the same program as `fork_server_program.py VERB ...`.
 
-It says one `progress` event whose stage is a JSON object. The environment variable NURSERY_HAS names what is wrong with
-its nursery: `thread`, or `loaded` or `started`, that of the CUDA driver in NURSERY_CUDA.
+It sends one `progress` event whose stage is a JSON object. The environment variable FORK_SERVER_HAS adds a fault to the
+fork server: `thread`, or `loaded` or `started`, the state of the CUDA driver in FORK_SERVER_CUDA.
 """
 
 import ctypes
@@ -24,11 +24,11 @@ from worker.protocol.argv import Download, Estimate, ForkServerOptions, from_arg
 from worker.protocol.events import Estimated, Progress
 
 STAY = "stay"
-"""As --config-override: end only with the leash."""
+"""As --config-override: exit only with the router."""
 
 
 def facts() -> dict[str, Any]:
-    """Of this process, all that a parent could have left its mark on."""
+    """All properties of this process that depend on how it was started."""
     status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
     masks = {name: status[name].strip() for name in ("SigBlk", "SigIgn", "NoNewPrivs", "Threads", "Umask")}
     numbers = [int(name) for name in os.listdir("/proc/self/fd")]
@@ -46,8 +46,8 @@ def facts() -> dict[str, Any]:
     }
 
 
-def luck() -> list[float]:
-    """The next numbers of every generator that libraries draw from."""
+def random_numbers() -> list[float]:
+    """The next numbers of the random generators that libraries use."""
     return [random.random(), float(numpy.random.random())]
 
 
@@ -62,26 +62,26 @@ def run(argv: list[str]) -> NoReturn:
     command = from_argv(argv)
     assert not isinstance(command, Download | ForkServerOptions)
     found = facts()
-    tied = supervision.attach(supervised=command.supervised, parent_pid=command.parent_pid)
+    channel = supervision.attach(supervised=command.supervised, parent_pid=command.parent_pid)
     found["oom after"] = int(Path("/proc/self/oom_score_adj").read_text())
     found["cmdline"] = Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-    found["luck"] = luck()
-    tied.send(Progress(stage=json.dumps(found)))
+    found["random_numbers"] = random_numbers()
+    channel.send(Progress(stage=json.dumps(found)))
     if isinstance(command, Estimate) and command.config_override == STAY:
         threading.Event().wait()
-    tied.send(Estimated(weights=[1], context=[], compute=[], runtime=[]))
+    channel.send(Estimated(weights=[1], context=[], compute=[], runtime=[]))
     os._exit(0)
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    order = from_argv(words)
-    if isinstance(order, ForkServerOptions):
-        if os.environ.get("NURSERY_HAS") == "thread":
+    argv = sys.argv[1:]
+    command = from_argv(argv)
+    if isinstance(command, ForkServerOptions):
+        if os.environ.get("FORK_SERVER_HAS") == "thread":
             threading.Thread(target=threading.Event().wait, daemon=True).start()
-        if "NURSERY_CUDA" in os.environ:
-            driver = ctypes.CDLL(os.environ["NURSERY_CUDA"])
-            if os.environ["NURSERY_HAS"] == "started":
+        if "FORK_SERVER_CUDA" in os.environ:
+            driver = ctypes.CDLL(os.environ["FORK_SERVER_CUDA"])
+            if os.environ["FORK_SERVER_HAS"] == "started":
                 driver.cuInit(0)
-        os._exit(fork_server.serve(order, run, modules=("json", "worker.no_such_module")))
-    run(words)
+        os._exit(fork_server.serve(command, run, modules=("json", "worker.no_such_module")))
+    run(argv)

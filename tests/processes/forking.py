@@ -1,6 +1,6 @@
-"""A launcher whose fake workers are forked: what they are told to do wrong lies in their snapshots.
+"""A launcher whose fake workers are forked: their behaviour is in their snapshots.
 
-A preset's environment makes its workers be executed, and tells fake ones how to behave. So it is moved out of the way.
+A worker whose preset has an environment is executed, and fake workers get their behaviour from there. So it is moved.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ class ForkingLauncher(LocalLauncher):
 
     def __init__(self, *, runtime_dir: Path, **options: Any):
         super().__init__(runtime_dir=runtime_dir, fork_server=True, **options)
-        self._snapshots = runtime_dir.parent / "told"
-        self._told = 0
+        self._snapshots = runtime_dir.parent / "behaviour"
+        self._count = 0
         self._warm = asyncio.Event()
         self.fork_servers.on_warm = self._warm.set
 
@@ -49,8 +49,8 @@ class ForkingLauncher(LocalLauncher):
 
     @asynccontextmanager
     async def prepare(self, program: Program, command: Serve, listen: Listen) -> AsyncIterator[LocalWorker]:
-        async with super().prepare(*self._moved(program, command), listen) as standby:
-            yield standby
+        async with super().prepare(*self._moved(program, command), listen) as early:
+            yield early
 
     async def estimate(self, program: Program, command: Estimate) -> Estimated:
         return await super().estimate(*self._moved(program, command))
@@ -59,21 +59,21 @@ class ForkingLauncher(LocalLauncher):
         if set(program.env) != {"FAKE_WORKER"} or program.python:
             return program, command
         file = Path(command.snapshot, "fake.json")
-        told = json.loads(file.read_text()) if file.is_file() else {}
-        self._told += 1
-        folder = self._snapshots / str(self._told)
+        behaviour = json.loads(file.read_text()) if file.is_file() else {}
+        self._count += 1
+        folder = self._snapshots / str(self._count)
         folder.mkdir(parents=True)
-        (folder / "fake.json").write_text(json.dumps(told | json.loads(program.env["FAKE_WORKER"])))
+        (folder / "fake.json").write_text(json.dumps(behaviour | json.loads(program.env["FAKE_WORKER"])))
         return replace(program, env={}), replace(command, snapshot=str(folder))
 
 
 def parent(pid: int) -> int:
-    """Of a process that is there."""
+    """The parent of a process."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def children(pid: int) -> list[int]:
-    """Processes whose parent is that one."""
+    """The children of a process."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():

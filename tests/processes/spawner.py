@@ -1,8 +1,8 @@
 """A router reduced to its launcher, to be killed: runs one fake program, `python spawner.py RUN_FOLDER JSON`.
 
-The JSON object has `verb`, `told` (the behaviour of the program), and what else to do: `request` (a body to post once
-ready), `leave` (leave the block once ready), `birth` (the program kills its parent as its first act), `forks` (it is
-forked by a nursery). Says on stdout, a word a line, how far it got: `nursery PID`, `ready`, `answering`, `leaving`.
+The JSON object has `verb`, `behaviour` (of the program), and optionally `request` (a body to post once ready), `leave`
+(leave the block once ready), `kills_parent` (the program kills its parent as its first act), `forks` (it is forked).
+The stages are printed: `fork-server PID`, `ready`, `answering`, `leaving`.
 """
 
 import asyncio
@@ -26,17 +26,17 @@ KILLS_ITS_PARENT = (
 )
 
 
-def say(word: str) -> None:
+def report(word: str) -> None:
     print(word, flush=True)
 
 
 async def main(folder: Path, plan: dict[str, Any]) -> None:
-    argv = (sys.executable, "-P", "-c", KILLS_ITS_PARENT) if plan.get("birth") else FAKE_ARGV
-    program = fake_program("m", stop_timeout=1000.0, **plan["told"])
+    argv = (sys.executable, "-P", "-c", KILLS_ITS_PARENT) if plan.get("kills_parent") else FAKE_ARGV
+    program = fake_program("m", stop_timeout=1000.0, **plan["behaviour"])
     kind = ForkingLauncher if plan.get("forks") else LocalLauncher
     async with kind(devices=FixedDevices(), runtime_dir=folder, environ=os.environ, python_argv=argv) as launcher:
         if isinstance(launcher, ForkingLauncher):
-            say(f"nursery {(await launcher.warmed()).pid}")
+            report(f"fork-server {(await launcher.warmed()).pid}")
         if plan["verb"] == "download":
             await launcher.download(program, Download(repo="org/m"), lambda event: None)
         elif plan["verb"] == "estimate":
@@ -48,14 +48,14 @@ async def main(folder: Path, plan: dict[str, Any]) -> None:
 async def serve(launcher: LocalLauncher, program: Any, plan: dict[str, Any]) -> None:
     command = Serve(snapshot="/", listen="", name="m")
     async with launcher.serve(program, command, {CPU: GIB}, lambda event: None) as worker:
-        say("ready")
+        report("ready")
         if "request" in plan:
             async with asked(worker, "/v1/chat/completions", plan["request"]) as exchange:
                 await exchange.read()
-                say("answering")
+                report("answering")
                 await worker.lost()
         elif plan.get("leave"):
-            say("leaving")
+            report("leaving")
         else:
             await worker.lost()
 

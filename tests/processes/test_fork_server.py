@@ -1,4 +1,4 @@
-"""The nursery with real processes: what it forks cannot be told from what is executed, and nobody outlives anybody."""
+"""The fork server with real processes: forked and executed workers look the same, and nothing is left behind."""
 
 import asyncio
 import json
@@ -28,12 +28,12 @@ from worker.protocol.events import Event, Exit, Progress
 PROGRAM = (sys.executable, "-P", str(Path(__file__).with_name("fork_server_program.py")))
 ROOT = str(Path(__file__).resolve().parents[2])
 WITHIN = 60.0
-"""Seconds after a kill within which everybody who must die is dead."""
+"""Seconds after a kill within which the other processes exit."""
 
 
 @pytest.fixture(autouse=True)
 async def _nothing_is_left() -> AsyncIterator[None]:
-    """Adopts, as a router does; whoever ends has closed what he opened, and left no child."""
+    """Become a subreaper, like a router. In the end all descriptors are closed, and no child is left."""
     before = set(os.listdir("/proc/self/fd"))
     had = reaper.adopt()
     yield
@@ -45,7 +45,7 @@ async def _nothing_is_left() -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def nursing(*, answer: float = DEADLINE, **environ: str) -> AsyncIterator[ForkServerProcess]:
+async def warm_fork_server(*, answer: float = DEADLINE, **environ: str) -> AsyncIterator[ForkServerProcess]:
     """A warm fork server of `fork_server_program`. `answer`: its `answer_timeout`."""
     warm = asyncio.Event()
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": ROOT, "OPENBLAS_NUM_THREADS": "1", **environ}
@@ -59,13 +59,13 @@ async def nursing(*, answer: float = DEADLINE, **environ: str) -> AsyncIterator[
         await uncancelled(fork_server.child.end())
 
 
-async def told(child: Child, token: str = "a-token-of-this-test") -> dict[str, Any]:
-    """What the program says of itself, once it has ended well."""
-    said: asyncio.Queue[Event] = asyncio.Queue()
-    child.on_event = said.put_nowait
+async def facts(child: Child, token: str = "a-token-of-this-test") -> dict[str, Any]:
+    """The report of the program about itself, once it has exited."""
+    events: asyncio.Queue[Event] = asyncio.Queue()
+    child.on_event = events.put_nowait
     child.send_token(token)
     async with asyncio.timeout(DEADLINE):
-        event = await said.get()
+        event = await events.get()
         assert isinstance(event, Progress)
         assert await child.exited == 0
     found: dict[str, Any] = json.loads(event.stage)
@@ -90,13 +90,13 @@ async def forked(fork_server: ForkServerProcess) -> Child:
 
 
 async def staying(fork_server: ForkServerProcess) -> Child:
-    """A forked one that has its token, has said something and goes on."""
+    """A forked process that has its token, has sent an event and goes on."""
     argv = [*estimate(fork_server.pid), f"--config-override={STAY}"]
     child = await fork_server.spawn(argv, ENV, name="m#1", log=Log("m", "m#1"))
-    said: asyncio.Queue[Event] = asyncio.Queue()
-    child.on_event = said.put_nowait
+    events: asyncio.Queue[Event] = asyncio.Queue()
+    child.on_event = events.put_nowait
     child.send_token("a-token-of-this-test")
-    await said.get()
+    await events.get()
     return child
 
 
@@ -105,18 +105,18 @@ def executed() -> Child:
 
 
 def cut(child: Child) -> None:
-    """It finds the end of its stdin."""
+    """End its stdin."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, child._stdin)
     os.close(nothing)
 
 
-# A birth
+# Forks
 
 
 @pytest.fixture
 def hanging_up() -> Iterator[None]:
-    """SIGHUP is handled, as by a router: what is ignored, as nohup has it, would be handed on to what is executed."""
+    """Handle SIGHUP, as a router does. An executed process would inherit an ignored signal, as with nohup."""
     before = signal.signal(signal.SIGHUP, signal.default_int_handler)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -125,14 +125,14 @@ def hanging_up() -> Iterator[None]:
 @pytest.mark.usefixtures("hanging_up")
 async def test_exec_and_fork_look_the_same() -> None:
     """Environment, descriptors, folder, mask of modes, signals, session, OOM score, privileges, arguments."""
-    async with nursing(NURSERYS_OWN="secret") as fork_server:
-        by_fork, by_exec = await told(await forked(fork_server)), await told(executed())
+    async with warm_fork_server(OWN_VARIABLE="secret") as fork_server:
+        by_fork, by_exec = await facts(await forked(fork_server)), await facts(executed())
     parent_pid = f"--parent-pid={fork_server.pid}"
     assert by_fork["argv"] == ["estimate", "--snapshot=/a b", "--supervised", parent_pid]
     assert parent_pid in by_fork["cmdline"]
     assert "--orders" not in by_fork["cmdline"]
     for each in (by_fork, by_exec):
-        del each["argv"], each["cmdline"], each["luck"]
+        del each["argv"], each["cmdline"], each["random_numbers"]
 
     assert by_fork == by_exec
     assert by_fork["descriptors"] == ["pipe", "pipe", "pipe"]
@@ -140,22 +140,22 @@ async def test_exec_and_fork_look_the_same() -> None:
     assert by_fork["oom after"] > by_fork["oom"]
 
 
-async def test_no_two_workers_share_a_random_number() -> None:
-    async with nursing() as fork_server:
-        drawn = [number for _ in range(3) for number in (await told(await forked(fork_server)))["luck"]]
+async def test_workers_draw_different_random_numbers() -> None:
+    async with warm_fork_server() as fork_server:
+        drawn = [number for _ in range(3) for number in (await facts(await forked(fork_server)))["random_numbers"]]
     assert len(set(drawn)) == 6
 
 
-async def test_a_birth_larger_than_a_packet_arrives_whole() -> None:
-    async with nursing() as fork_server:
+async def test_a_command_line_larger_than_a_packet_arrives_whole() -> None:
+    async with warm_fork_server() as fork_server:
         argv = [*estimate(fork_server.pid), f"--config-override={'x' * 900_000}"]
         child = await fork_server.spawn(argv, ENV, name="m#1", log=Log("m", "m#1"))
-        assert (await told(child))["argv"] == argv
+        assert (await facts(child))["argv"] == argv
 
 
 async def test_the_end_of_stdin_alone_ends_a_forked_worker_as_orphaned() -> None:
-    """Its nursery lives on, so that no signal of the kernel does it."""
-    async with nursing() as fork_server:
+    """The fork server lives on, so no signal of the kernel ends the worker."""
+    async with warm_fork_server() as fork_server:
         async with asyncio.timeout(DEADLINE):
             child = await staying(fork_server)
             cut(child)
@@ -163,11 +163,11 @@ async def test_the_end_of_stdin_alone_ends_a_forked_worker_as_orphaned() -> None
         assert not fork_server.child.exited.done()
 
 
-async def test_a_fork_server_with_a_second_thread_forks_nothing() -> None:
-    async with nursing(NURSERY_HAS="thread") as fork_server:
+async def test_a_fork_server_with_a_second_thread_refuses_to_fork() -> None:
+    async with warm_fork_server(FORK_SERVER_HAS="thread") as fork_server:
         with pytest.raises(ForkFailed, match="2 threads"):
             await forked(fork_server)
-        assert fork_server.can_fork, "it says so each time, and may be asked again"
+        assert fork_server.can_fork, "it refuses each time, and may be asked again"
 
 
 CUDA = """
@@ -178,7 +178,7 @@ int cuCtxGetCurrent(void **context) { *context = 0; return started ? 0 : 3; }
 
 
 @pytest.mark.parametrize("is_started", [False, True])
-async def test_a_driver_that_is_only_loaded_prevents_no_fork_and_a_started_one_does(
+async def test_an_initialized_driver_prevents_a_fork_and_a_loaded_one_does_not(
     is_started: bool, tmp_path: Path
 ) -> None:
     source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
@@ -187,15 +187,17 @@ async def test_a_driver_that_is_only_loaded_prevents_no_fork_and_a_started_one_d
         "cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source
     )
     assert await built.wait() == 0
-    async with nursing(NURSERY_HAS="started" if is_started else "loaded", NURSERY_CUDA=str(library)) as fork_server:
+    async with warm_fork_server(
+        FORK_SERVER_HAS="started" if is_started else "loaded", FORK_SERVER_CUDA=str(library)
+    ) as fork_server:
         if is_started:
             with pytest.raises(ForkFailed, match="CUDA driver is initialized"):
                 await forked(fork_server)
         else:
-            assert (await told(await forked(fork_server)))["path"]
+            assert (await facts(await forked(fork_server)))["path"]
 
 
-async def test_only_what_is_the_same_is_forked() -> None:
+async def test_only_processes_that_behave_the_same_are_forked() -> None:
     plain = Program(model="m", worker="m#1")
     assert may_fork(plain, "serve")
     assert may_fork(plain, "estimate")
@@ -205,7 +207,7 @@ async def test_only_what_is_the_same_is_forked() -> None:
     assert not may_fork(Program(model="m", worker="m#1", forks=False), "serve")
 
 
-# A launcher with a nursery
+# A launcher with a fork server
 
 
 @pytest.fixture
@@ -259,7 +261,7 @@ async def test_workers_die_with_their_fork_server_and_later_ones_run(launcher: F
 
 
 async def test_a_worker_of_a_stopped_fork_server_is_reaped(launcher: ForkingLauncher) -> None:
-    """A nursery that does not answer is killed, and its children are then ours."""
+    """A fork server that does not answer is killed, and its children pass to this process."""
     fork_server = await launcher.warmed()
     fork_server.answer_timeout = 0.3
     async with serving(launcher) as worker:
@@ -269,37 +271,37 @@ async def test_a_worker_of_a_stopped_fork_server_is_reaped(launcher: ForkingLaun
     await ended(fork_server.pid, within=WITHIN)
 
 
-async def test_a_fork_server_stopped_before_a_reap_costs_no_other_worker() -> None:
-    """How its child ended is seen without it, at once from then on; it reaps whoever died when it goes on."""
-    async with nursing(answer=0.3) as fork_server, asyncio.timeout(DEADLINE):
-        healthy, one, other = await staying(fork_server), await staying(fork_server), await staying(fork_server)
+async def test_a_stopped_fork_server_costs_no_healthy_worker() -> None:
+    """Exits of its children are seen without it. It reaps them when it goes on."""
+    async with warm_fork_server(answer=0.3) as fork_server, asyncio.timeout(DEADLINE):
+        healthy, killed, orphaned = await staying(fork_server), await staying(fork_server), await staying(fork_server)
         os.kill(fork_server.pid, signal.SIGSTOP)
-        one.kill()
-        assert await one.exited == -signal.SIGKILL
-        cut(other)
-        assert await other.exited == Exit.ORPHANED
+        killed.kill()
+        assert await killed.exited == -signal.SIGKILL
+        cut(orphaned)
+        assert await orphaned.exited == Exit.ORPHANED
         assert not healthy.exited.done()
         assert not fork_server.child.exited.done()
         os.kill(fork_server.pid, signal.SIGCONT)
         while not fork_server.can_fork or _children(fork_server.pid).split() != [str(healthy.pid)]:  # noqa: ASYNC110 - see below
             await asyncio.sleep(0.01)
-        assert (await told(await forked(fork_server)))["path"]
+        assert (await facts(await forked(fork_server)))["path"]
         assert not healthy.exited.done()
     await healthy.exited
 
 
 async def test_a_worker_that_died_while_its_fork_server_was_stopped_is_reaped() -> None:
-    async with nursing(answer=0.3) as fork_server, asyncio.timeout(DEADLINE):
-        healthy, one = await staying(fork_server), await staying(fork_server)
+    async with warm_fork_server(answer=0.3) as fork_server, asyncio.timeout(DEADLINE):
+        healthy, killed = await staying(fork_server), await staying(fork_server)
         os.kill(fork_server.pid, signal.SIGSTOP)
-        one.kill()
-        assert await one.exited == -signal.SIGKILL
+        killed.kill()
+        assert await killed.exited == -signal.SIGKILL
     assert await healthy.exited == -signal.SIGKILL
 
 
 async def test_a_hanging_fork_server_is_kept_while_its_workers_live_and_reused_if_it_answers() -> None:
-    """What it was ordered meanwhile is nobody's then: it ends by itself, and is reaped."""
-    async with nursing(answer=0.3) as fork_server:
+    """A worker that it forks too late has no owner: it exits by itself, and is reaped."""
+    async with warm_fork_server(answer=0.3) as fork_server:
         worker = await forked(fork_server)  # it waits for its token
         os.kill(fork_server.pid, signal.SIGSTOP)
         with pytest.raises(ForkFailed, match="does not answer"):
@@ -309,18 +311,18 @@ async def test_a_hanging_fork_server_is_kept_while_its_workers_live_and_reused_i
         assert not worker.exited.done()
         os.kill(fork_server.pid, signal.SIGCONT)
         async with asyncio.timeout(DEADLINE):
-            while not fork_server.can_fork or len(_children(fork_server.pid).split()) > 1:  # noqa: ASYNC110 - /proc tells nobody
+            while not fork_server.can_fork or len(_children(fork_server.pid).split()) > 1:  # noqa: ASYNC110 - /proc cannot be awaited
                 await asyncio.sleep(0.01)
-        assert (await told(await forked(fork_server)))["path"]
-        assert (await told(worker))["path"]
+        assert (await facts(await forked(fork_server)))["path"]
+        assert (await facts(worker))["path"]
 
 
-async def test_a_worker_that_sees_its_fork_server_gone_first_counts_as_killed() -> None:
-    """Whoever waits for it is given another one, as if it had died with the nursery."""
-    async with nursing() as fork_server:
+async def test_a_worker_that_notices_the_loss_of_its_fork_server_counts_as_killed() -> None:
+    """So its requests get another worker, as if it had died with the fork server."""
+    async with warm_fork_server() as fork_server:
         async with asyncio.timeout(DEADLINE):
             worker = await staying(fork_server)
-            os.kill(fork_server.pid, signal.SIGSTOP)  # it reaps nobody
+            os.kill(fork_server.pid, signal.SIGSTOP)  # it reaps no child
             cut(worker)
             await ended(worker.pid, within=WITHIN)
             os.kill(fork_server.pid, signal.SIGKILL)
@@ -341,7 +343,7 @@ async def test_a_stopped_fork_server_is_killed_and_waiting_workers_are_executed(
 
 
 async def test_a_descriptor_of_one_worker_is_not_held_by_the_next(launcher: ForkingLauncher) -> None:
-    """Else its end would not be seen: the router waits for the end of its pipes."""
+    """Otherwise the end of its pipes would not be seen, for which the router waits."""
     await launcher.warmed()
     async with serving(launcher) as first, serving(launcher, 2) as second:
         streams = [_inodes(worker.pid) for worker in (first, second)]
@@ -361,7 +363,7 @@ def _inodes(pid: int) -> set[str]:
 
 @pytest.mark.slow
 async def test_fifty_swaps_leave_nothing_behind(launcher: ForkingLauncher, tmp_path: Path) -> None:
-    """No process, descriptor or socket of ours or of the nursery's, and no memory of the nursery's."""
+    """No process, descriptor or socket here or in the fork server, and no memory of the fork server."""
     fork_server = await launcher.warmed()
 
     def state() -> tuple[set[str], set[str], list[str], str]:
@@ -384,7 +386,7 @@ async def test_fifty_swaps_leave_nothing_behind(launcher: ForkingLauncher, tmp_p
     for batch in range(10):
         await asyncio.gather(*(swap(5 * batch + number) for number in range(5)))
     assert state() == before
-    assert _resident(fork_server.pid) - pages < 64, "pages of the nursery"
+    assert _resident(fork_server.pid) - pages < 64, "pages of the fork server"
 
 
 def _resident(pid: int) -> int:
@@ -393,7 +395,7 @@ def _resident(pid: int) -> int:
 
 @pytest.mark.slow
 async def test_a_kill_at_any_moment_leaves_nothing_behind(launcher: ForkingLauncher, journal: Journal) -> None:
-    """Workers and nurseries, at moments of a load that differ by fractions of a millisecond; the next load works."""
+    """Fork servers are killed at moments of a load that differ by milliseconds; the next load works."""
     for number in range(8):
         loop, victim = asyncio.get_running_loop(), (await launcher.warmed()).pid
         timer = loop.call_later(0.003 * number, os.kill, victim, signal.SIGKILL)

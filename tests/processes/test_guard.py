@@ -1,4 +1,4 @@
-"""The guard kills what its router leaves behind, and nothing that the router has already buried."""
+"""The guard kills the process groups that its router leaves behind, and no group that the router has removed."""
 
 import os
 import select
@@ -17,7 +17,7 @@ WITHIN = 60.0
 
 @pytest.fixture
 def group() -> Iterator["subprocess.Popen[bytes]"]:
-    """A process that heeds nothing, in a group of its own."""
+    """A process in a group of its own."""
     yield from _group()
 
 
@@ -32,7 +32,7 @@ def _group() -> Iterator["subprocess.Popen[bytes]"]:
         process.kill()
 
 
-def test_its_end_is_the_end_of_all_groups_that_it_knows(
+def test_a_closed_guard_kills_all_groups_that_it_knows(
     group: "subprocess.Popen[bytes]", other: "subprocess.Popen[bytes]"
 ) -> None:
     guard = Guard()
@@ -56,9 +56,7 @@ def test_a_router_that_is_killed_leaves_no_group(group: "subprocess.Popen[bytes]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
-def test_it_heeds_no_signal_that_is_meant_for_the_router(
-    number: signal.Signals, group: "subprocess.Popen[bytes]"
-) -> None:
+def test_the_guard_ignores_signals_for_the_router(number: signal.Signals, group: "subprocess.Popen[bytes]") -> None:
     guard = Guard()
     guard.add(group.pid)
     os.kill(guard.pid, number)
@@ -66,7 +64,7 @@ def test_it_heeds_no_signal_that_is_meant_for_the_router(
     assert group.wait(WITHIN) == -signal.SIGKILL
 
 
-def test_a_dead_guard_is_replaced_by_one_that_knows_as_much(
+def test_a_dead_guard_is_replaced_and_the_new_one_knows_all_groups(
     group: "subprocess.Popen[bytes]", other: "subprocess.Popen[bytes]"
 ) -> None:
     guard = Guard()
@@ -80,13 +78,13 @@ def test_a_dead_guard_is_replaced_by_one_that_knows_as_much(
     assert group.wait(WITHIN) == other.wait(WITHIN) == -signal.SIGKILL
 
 
-def test_a_stopped_guard_does_not_hold_up_the_routers_end() -> None:
+def test_a_stopped_guard_does_not_delay_the_routers_exit() -> None:
     guard = Guard()
     os.kill(guard.pid, signal.SIGSTOP)
     guard.close()
 
 
-def test_a_stopped_guard_blocks_nothing_and_is_replaced_when_far_behind(
+def test_a_stopped_guard_blocks_nothing_and_is_replaced_when_its_pipe_is_full(
     group: "subprocess.Popen[bytes]",
 ) -> None:
     guard = Guard()

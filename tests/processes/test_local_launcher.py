@@ -1,4 +1,4 @@
-"""This machine's launcher with real processes: whatever a worker does, its block ends, and nothing is left of it."""
+"""The launcher of this machine with real processes: each block ends, and nothing is left of its worker."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ SECRETS = {"HF_TOKEN": "hf_planted", "ROUTER_API_KEY": "sk-planted", "AWS_SECRET
 PLACE: Bytes = {CPU: 64 * MIB}
 PROMPT = {"messages": [{"role": "user", "content": "one two three four"}]}
 WITHIN = 60.0
-"""Seconds after a kill of the router within which its workers are gone."""
+"""Seconds after a kill of the router within which its workers exit."""
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ async def launcher(request: pytest.FixtureRequest, folder: Path, devices: FixedD
 
 
 EXECUTED = pytest.mark.parametrize("launcher", [LocalLauncher], indirect=True, ids=["exec"])
-"""For what takes seconds and is the same whoever the parent is."""
+"""For tests that take seconds and do not depend on the parent."""
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def traces(folder: Path) -> list[str]:
 
 
 def modes(folder: Path) -> dict[str, int]:
-    """Permissions in the folder and of it, by the end of the name."""
+    """The permissions of the folder and its files, by the end of the name."""
     return {file.name.rpartition(".")[2]: stat.S_IMODE(file.stat().st_mode) for file in (folder, *folder.iterdir())}
 
 
@@ -98,7 +98,7 @@ def ignore(event: Event) -> None:
 
 
 def as_launcher(launcher: LocalLauncher) -> Launcher:
-    """For the type checker: it has the shape that the fleet expects, and so has what `serve` yields."""
+    """The launcher as the fleet expects it, for the type checker."""
     return launcher
 
 
@@ -216,12 +216,12 @@ async def test_leaving_waits_until_the_driver_has_settled(launcher: LocalLaunche
 async def test_a_failed_start_gives_the_reason(
     launcher: LocalLauncher, code: int, cause: str, memory: str, final: bool
 ) -> None:
-    lost = await lost_at_start(launcher, fake_program("m", die_at_start=code, message="as told by a test"))
+    lost = await lost_at_start(launcher, fake_program("m", die_at_start=code, message="cause of this test"))
     assert (lost.cause, lost.memory, lost.final, lost.exit) == (cause, memory, final, code)
     number = "SIGSEGV" if code < 0 else f"exit code {code}"
     assert lost.message.startswith("m: the worker ")
     assert number in lost.message
-    assert lost.message.endswith(": as told by a test")
+    assert lost.message.endswith(": cause of this test")
 
 
 async def test_without_a_cause_the_last_log_lines_are_reported(launcher: LocalLauncher) -> None:
@@ -236,9 +236,9 @@ async def test_an_interpreter_that_is_missing_is_named(launcher: LocalLauncher) 
 
 
 async def test_garbage_on_stdout_is_skipped(launcher: LocalLauncher, caplog: pytest.LogCaptureFixture) -> None:
-    heard: asyncio.Queue[Event] = asyncio.Queue()
-    async with serve(launcher, fake_program("noisy"), listen=heard.put_nowait) as worker:
-        assert [type(await heard.get()) for _ in range(2)] == [Ready, Pulse]
+    events: asyncio.Queue[Event] = asyncio.Queue()
+    async with serve(launcher, fake_program("noisy"), listen=events.put_nowait) as worker:
+        assert [type(await events.get()) for _ in range(2)] == [Ready, Pulse]
         assert worker.ready.address.startswith("unix:")
         assert worker.ready.n_ctx == 8192
     for part in ("more than 1048576 bytes", "unheard_of", "which is not its socket", "a second ready"):
@@ -246,11 +246,13 @@ async def test_garbage_on_stdout_is_skipped(launcher: LocalLauncher, caplog: pyt
 
 
 @pytest.mark.parametrize(
-    ("told", "problem"),
+    ("behaviour", "problem"),
     [({"wrong_address": True}, "its socket does not answer"), ({"health": 500}, "its /health answered 500")],
 )
-async def test_ready_counts_only_once_it_answers(launcher: LocalLauncher, told: dict[str, Any], problem: str) -> None:
-    lost = await lost_at_start(launcher, fake_program("m", **told))
+async def test_ready_counts_only_once_it_answers(
+    launcher: LocalLauncher, behaviour: dict[str, Any], problem: str
+) -> None:
+    lost = await lost_at_start(launcher, fake_program("m", **behaviour))
     assert problem in lost.message
 
 
@@ -285,7 +287,7 @@ async def test_a_cancelled_start_is_killed_at_once(launcher: LocalLauncher, jour
 # Ending
 
 
-async def test_a_worker_that_is_killed_is_lost_and_gets_no_goodbye(launcher: LocalLauncher, journal: Journal) -> None:
+async def test_a_killed_worker_is_lost_and_not_stopped_in_order(launcher: LocalLauncher, journal: Journal) -> None:
     async with serve(launcher, fake_program("m", journal=journal.path)) as worker:
         os.kill(worker.pid, signal.SIGKILL)
         lost = await worker.lost()
@@ -293,7 +295,7 @@ async def test_a_worker_that_is_killed_is_lost_and_gets_no_goodbye(launcher: Loc
     assert "stopped" not in journal.lines
 
 
-async def test_a_worker_without_its_socket_finishes_answers_and_is_reported_unreachable(
+async def test_a_worker_without_its_socket_finishes_responses_and_is_unreachable(
     launcher: LocalLauncher,
 ) -> None:
     slowly = PROMPT | {"stream": True, "fake": {"delay": 0.1}}
@@ -310,7 +312,7 @@ async def test_a_worker_without_its_socket_finishes_answers_and_is_reported_unre
         assert (await everything(answer)).endswith(b"data: [DONE]\n\n")
 
 
-async def test_a_worker_that_has_ended_is_lost_and_not_out_of_reach(launcher: LocalLauncher) -> None:
+async def test_a_worker_that_has_exited_is_lost_and_not_unreachable(launcher: LocalLauncher) -> None:
     async with serve(launcher, fake_program("m")) as worker, asyncio.timeout(DEADLINE):
         os.kill(worker.pid, signal.SIGKILL)
         worker.worker_client.unreachable.set()
@@ -321,7 +323,7 @@ async def test_a_worker_that_has_ended_is_lost_and_not_out_of_reach(launcher: Lo
         out.cancel()
 
 
-async def test_its_death_breaks_the_answer_that_it_was_giving(launcher: LocalLauncher) -> None:
+async def test_the_death_of_a_worker_breaks_its_response(launcher: LocalLauncher) -> None:
     async with serve(launcher, fake_program("dies-mid-stream")) as worker:
         async with post(worker, PROMPT | {"stream": True}) as response:
             with pytest.raises(WorkerClientError):
@@ -329,21 +331,21 @@ async def test_its_death_breaks_the_answer_that_it_was_giving(launcher: LocalLau
         assert (await worker.lost()).exit == -9
 
 
-async def test_leaving_stops_it_in_good_order(launcher: LocalLauncher, journal: Journal) -> None:
+async def test_leaving_the_block_stops_the_worker_in_order(launcher: LocalLauncher, journal: Journal) -> None:
     async with serve(launcher, fake_program("m", journal=journal.path)) as worker:
         pass
     await journal.line("stopped")
     assert (await worker.lost()).exit == 0
 
 
-async def test_a_body_that_fails_stops_it_as_well(launcher: LocalLauncher, journal: Journal) -> None:
+async def test_an_error_in_the_block_stops_the_worker_in_order(launcher: LocalLauncher, journal: Journal) -> None:
     with pytest.raises(ZeroDivisionError):
         async with serve(launcher, fake_program("m", journal=journal.path)):
             raise ZeroDivisionError
     await journal.line("stopped")
 
 
-async def test_who_ignores_sigterm_is_killed(launcher: LocalLauncher) -> None:
+async def test_a_worker_that_ignores_sigterm_is_killed(launcher: LocalLauncher) -> None:
     async with serve(launcher, fake_program("ignores-sigterm", stop_timeout=0.2)) as worker:
         pass
     assert (await worker.lost()).exit == -9
@@ -373,13 +375,13 @@ async def test_leaving_cannot_be_cancelled_half_way(launcher: LocalLauncher, jou
 @pytest.mark.slow
 @EXECUTED
 async def test_a_wedged_worker_is_killed(launcher: LocalLauncher) -> None:
-    async def wedge(number: int, says: str, **told: Any) -> None:
-        program = fake_program("m", number=number, stall_timeout=1.0, pulse_interval=0.05, hang_after=1, **told)
+    async def wedge(number: int, reason: str, **behaviour: Any) -> None:
+        program = fake_program("m", number=number, stall_timeout=1.0, pulse_interval=0.05, hang_after=1, **behaviour)
         async with serve(launcher, program) as worker:
             asking = asyncio.ensure_future(_read(worker, PROMPT | {"stream": True}))
             lost = await worker.lost()
             assert (lost.cause, lost.exit) == ("stalled", None)
-            assert lost.message.startswith(f"m: the worker {says} for 1 s")
+            assert lost.message.startswith(f"m: the worker {reason} for 1 s")
             with pytest.raises(WorkerClientError):
                 await asking
         assert not is_there(worker.pid)
@@ -416,11 +418,11 @@ async def test_a_pause_of_the_router_itself_kills_no_worker(launcher: LocalLaunc
 
 
 async def test_a_download_reports_progress_and_its_folder(launcher: LocalLauncher, tmp_path: Path) -> None:
-    heard: list[Event] = []
+    events: list[Event] = []
     command = Download(repo="org/m", cache=str(tmp_path))
-    found = await launcher.download(fake_program("m", load_steps=3), command, heard.append)
+    found = await launcher.download(fake_program("m", load_steps=3), command, events.append)
     assert found == str(tmp_path / "org--m")
-    assert [event.done for event in heard if isinstance(event, Progress)] == [0, 1, 2]
+    assert [event.done for event in events if isinstance(event, Progress)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("code", [Exit.UNUSABLE, Exit.NETWORK, Exit.DISK_FULL, 1])
@@ -463,14 +465,14 @@ async def test_silence_ends_a_download_and_time_an_estimate(folder: Path) -> Non
         assert silent.value.cause == "download_failed"
 
 
-async def test_an_estimate_is_what_the_worker_says(launcher: LocalLauncher, tmp_path: Path) -> None:
+async def test_an_estimate_is_the_workers_event(launcher: LocalLauncher, tmp_path: Path) -> None:
     snapshot = fake_snapshot(tmp_path / "s", estimated={"weights": [7], "host": 5})
     answer = await launcher.estimate(fake_program("m"), Estimate(snapshot=str(snapshot)))
     assert (answer.weights, answer.host) == ([7], 5)
 
 
 async def test_estimates_are_made_one_at_a_time(launcher: LocalLauncher, journal: Journal) -> None:
-    """Their memory is charged to nobody, so there may not be much of it."""
+    """Their memory is not reserved, so there may not be much of it."""
     endless = fake_program("first", deaf=True, journal=journal.path)
     first = asyncio.create_task(launcher.estimate(endless, Estimate(snapshot="/")))
     await journal.pid()
@@ -525,10 +527,10 @@ async def test_closing_ends_what_still_runs(folder: Path, journal: Journal) -> N
         pid = await journal.pid()
     assert not is_there(pid)
     assert (await starting).exit == -9
-    assert reaper.known == set(), "leaving its block late starts no guard"
+    assert reaper.known == set(), "a block that is left late starts no guard"
 
 
-async def test_kill_all_ends_everybody_at_once(launcher: LocalLauncher) -> None:
+async def test_kill_all_ends_all_processes_at_once(launcher: LocalLauncher) -> None:
     program = fake_program("ignores-sigterm", stop_timeout=1000.0)
     async with serve(launcher, program) as worker:
         launcher.kill_all()
@@ -537,15 +539,15 @@ async def test_kill_all_ends_everybody_at_once(launcher: LocalLauncher) -> None:
 
 @pytest.mark.slow
 async def test_fifty_workers_leave_no_descriptor_and_no_zombie(launcher: LocalLauncher) -> None:
-    async def one(number: int) -> None:
+    async def run_worker(number: int) -> None:
         program = fake_program("m", number=number, grandchild="group" if number % 10 == 0 else "")
         async with serve(launcher, program) as worker, post(worker, PROMPT) as response:
             assert response.status == 200
 
-    await one(0)
+    await run_worker(0)
     before = set(os.listdir("/proc/self/fd"))
     for batch in range(10):
-        await asyncio.gather(*(one(1 + 5 * batch + number) for number in range(5)))
+        await asyncio.gather(*(run_worker(1 + 5 * batch + number) for number in range(5)))
     assert set(os.listdir("/proc/self/fd")) == before
 
 
@@ -557,15 +559,15 @@ def test_an_oom_kill_is_distinguished_from_a_crash() -> None:
 
 
 def test_log_lines_before_a_kill_are_not_the_reason() -> None:
-    said = "WARNING: adapter x cannot be used"
+    line = "WARNING: adapter x cannot be used"
     messages = [
-        lost_by_exit(fake_program("m"), "serve", code, said, oom_killed=oom_killed).message
+        lost_by_exit(fake_program("m"), "serve", code, line, oom_killed=oom_killed).message
         for code, oom_killed in ((-9, False), (-9, True), (3, False))
     ]
     assert messages == [
-        f"m: the worker was killed by SIGKILL; it last said: {said}",
-        f"m: the worker was killed by the kernel because main memory ran out (SIGKILL); it last said: {said}",
-        f"m: the worker ended with exit code 3 (the model cannot be used): {said}",
+        f"m: the worker was killed by SIGKILL; it last said: {line}",
+        f"m: the worker was killed by the kernel because main memory ran out (SIGKILL); it last said: {line}",
+        f"m: the worker ended with exit code 3 (the model cannot be used): {line}",
     ]
 
 
@@ -578,10 +580,10 @@ class Spawner:
     def __init__(self, process: asyncio.subprocess.Process):
         self.process = process
 
-    async def says(self, word: str) -> None:
+    async def reached(self, stage: str) -> None:
         assert self.process.stdout is not None
-        while (line := (await self.process.stdout.readline()).decode().strip()) != word:
-            assert line, f"it ended before it said {word!r}"
+        while (line := (await self.process.stdout.readline()).decode().strip()) != stage:
+            assert line, f"it exited before {stage!r}"
 
     async def killed(self) -> None:
         self.process.kill()
@@ -592,9 +594,9 @@ class Spawner:
 async def spawn(folder: Path) -> AsyncIterator[Callable[..., Any]]:
     spawners: list[Spawner] = []
 
-    async def start(verb: str, told: dict[str, Any], **plan: Any) -> Spawner:
+    async def start(verb: str, behaviour: dict[str, Any], **plan: Any) -> Spawner:
         program = str(Path(__file__).with_name("spawner.py"))
-        argument = json.dumps({"verb": verb, "told": told, **plan})
+        argument = json.dumps({"verb": verb, "behaviour": behaviour, **plan})
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", program, str(folder), argument, stdout=asyncio.subprocess.PIPE
         )
@@ -608,17 +610,17 @@ async def spawn(folder: Path) -> AsyncIterator[Callable[..., Any]]:
 
 
 PHASES: dict[str, dict[str, Any]] = {
-    "loading": {"verb": "serve", "told": {"deaf": True}},
-    "idle": {"verb": "serve", "told": {}, "until": "ready"},
+    "loading": {"verb": "serve", "behaviour": {"deaf": True}},
+    "idle": {"verb": "serve", "behaviour": {}, "until": "ready"},
     "answering": {
         "verb": "serve",
-        "told": {"hang_after": 1},
+        "behaviour": {"hang_after": 1},
         "request": PROMPT | {"stream": True},
         "until": "answering",
     },
-    "stopping": {"verb": "serve", "told": {"ignore_sigterm": True}, "leave": True, "until": "leaving"},
-    "downloading": {"verb": "download", "told": {"deaf": True}},
-    "estimating": {"verb": "estimate", "told": {"deaf": True}},
+    "stopping": {"verb": "serve", "behaviour": {"ignore_sigterm": True}, "leave": True, "until": "leaving"},
+    "downloading": {"verb": "download", "behaviour": {"deaf": True}},
+    "estimating": {"verb": "estimate", "behaviour": {"deaf": True}},
 }
 
 
@@ -632,11 +634,11 @@ async def test_no_child_outlives_the_router(
 ) -> None:
     plan = PHASES[phase] | {"forks": forks}
     until = plan.pop("until", "")
-    plan["told"] = plan["told"] | {"journal": journal.path, "grandchild": "group", "ignore_sigterm": True}
+    plan["behaviour"] = plan["behaviour"] | {"journal": journal.path, "grandchild": "group", "ignore_sigterm": True}
     router = await spawn(**plan)
     worker, grandchild = await journal.pid(), await journal.pid("grandchild")
     if until:
-        await router.says(until)
+        await router.reached(until)
     await router.killed()
     await ended(worker, within=WITHIN)
     await ended(grandchild, within=WITHIN)
@@ -645,11 +647,11 @@ async def test_no_child_outlives_the_router(
 
 
 @pytest.mark.slow
-async def test_a_router_that_dies_as_its_worker_is_born_leaves_nothing(
+async def test_a_router_that_dies_while_its_worker_starts_leaves_nothing(
     spawn: Callable[..., Any], journal: Journal
 ) -> None:
-    """The program kills its parent before it takes the leash, so nothing but the leash's own look can tell it."""
-    router = await spawn("serve", {"journal": journal.path}, birth=True)
+    """The program kills its parent before it attaches, so only its own check of the parent ends it."""
+    router = await spawn("serve", {"journal": journal.path}, kills_parent=True)
     assert await router.process.wait() == -signal.SIGKILL
     with pytest.raises(TimeoutError):
         await journal.line("started", within=1.0)  # a busy machine only misses a failure
@@ -676,50 +678,50 @@ GO = Serve(snapshot="/", listen="", reserved='{"cuda:0": 1}')
 
 async def test_an_early_process_gets_its_devices_only_when_it_starts(launcher: LocalLauncher, journal: Journal) -> None:
     program = fake_program("m", journal=journal.path, prepared_mib=7, measured={"cuda:0": 3})
-    async with prepare(launcher, program) as standby:
-        await standby.prepared()
-        assert standby.measured == {CPU: 7 * MIB}
-        assert f"started {standby.pid}" in journal.lines
+    async with prepare(launcher, program) as early:
+        await early.prepared()
+        assert early.measured == {CPU: 7 * MIB}
+        assert f"started {early.pid}" in journal.lines
         assert "told to go" not in journal.lines
-        worker = await standby.go(GO, {GPU1: GIB, CPU: GIB})
-        assert worker.pid == standby.pid
-        assert worker.measured == {GPU1: 3}, "of what it held before nothing counts any more"
+        worker = await early.go(GO, {GPU1: GIB, CPU: GIB})
+        assert worker.pid == early.pid
+        assert worker.measured == {GPU1: 3}, "its measurement from before does not count any more"
         async with asked(worker, "/fake/environ") as response:
             assert json.loads(await everything(response))["CUDA_VISIBLE_DEVICES"] == "GPU-fake-1"
         async with post(worker, PROMPT) as response:
             assert response.status == 200
     assert not is_there(worker.pid)
-    assert journal.lines[-1] == "stopped", "in good order, like any worker that served"
+    assert journal.lines[-1] == "stopped", "in order, like any worker that served"
 
 
-async def test_a_word_to_go_may_come_before_it_is_prepared(launcher: LocalLauncher) -> None:
-    async with prepare(launcher, fake_program("m")) as standby:
-        worker = await standby.go(GO, PLACE)
+async def test_the_grant_may_come_before_the_process_is_prepared(launcher: LocalLauncher) -> None:
+    async with prepare(launcher, fake_program("m")) as early:
+        worker = await early.go(GO, PLACE)
         assert worker.ready.capabilities
 
 
-async def test_a_standby_that_is_dismissed_leaves_nothing(launcher: LocalLauncher) -> None:
-    async with prepare(launcher, fake_program("m", grandchild="session")) as standby:
-        await standby.prepared()
-    assert not is_there(standby.pid)
+async def test_an_early_process_that_is_not_needed_leaves_nothing(launcher: LocalLauncher) -> None:
+    async with prepare(launcher, fake_program("m", grandchild="session")) as early:
+        await early.prepared()
+    assert not is_there(early.pid)
 
 
 async def test_an_early_process_that_dies_gives_the_reason(launcher: LocalLauncher) -> None:
-    async with prepare(launcher, fake_program("unusable")) as standby:
+    async with prepare(launcher, fake_program("unusable")) as early:
         with pytest.raises(WorkerLost, match="names no architecture") as lost:
-            await standby.prepared()
+            await early.prepared()
         assert lost.value.final
         with pytest.raises(WorkerLost, match="names no architecture"):
-            await standby.go(GO, PLACE)
+            await early.go(GO, PLACE)
 
 
-async def test_preparing_for_ever_is_ended(launcher: LocalLauncher) -> None:
-    async with prepare(launcher, fake_program("deaf", start_timeout=0.2)) as standby:
+async def test_an_early_process_without_progress_is_killed(launcher: LocalLauncher) -> None:
+    async with prepare(launcher, fake_program("deaf", start_timeout=0.2)) as early:
         with pytest.raises(WorkerLost, match="made no progress"):
-            await standby.prepared()
+            await early.prepared()
 
 
-async def test_what_a_load_is_going_to_take_is_used_for_a_router_beside_it(tmp_path: Path, journal: Journal) -> None:
+async def test_the_reservation_of_a_load_counts_as_used_for_another_router(tmp_path: Path, journal: Journal) -> None:
     totals, go = {CPU: 16 * GIB}, tmp_path / "go"
     environ = {"PATH": os.environ["PATH"]}
     ours, theirs = [
@@ -748,6 +750,6 @@ async def test_what_a_load_is_going_to_take_is_used_for_a_router_beside_it(tmp_p
             assert await used() == 3 * GIB
             go.touch()
             await ready.wait()
-            assert await used() == GIB, "what it has taken by now is the driver's affair"
+            assert await used() == GIB, "the driver shows what it has taken by now"
             over.set()
         assert await used() == 0

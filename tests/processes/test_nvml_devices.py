@@ -71,21 +71,21 @@ async def probing(driver: Driver, env: Mapping[str, str] | None = None) -> Async
 async def seen(driver: Driver, setting: str | None) -> tuple[list[str], list[str]]:
     """UUIDs of the accelerators that a router sees under CUDA_VISIBLE_DEVICES, and its notes."""
     async with probing(driver, {} if setting is None else {"CUDA_VISIBLE_DEVICES": setting}) as probe:
-        said = await probe.read()
-    return [each["uuid"] for name, each in said["readings"].items() if name != "cpu"], said["notes"]
+        state = await probe.read()
+    return [reading["uuid"] for name, reading in state["readings"].items() if name != "cpu"], state["notes"]
 
 
 async def test_every_card_is_read_with_its_name_and_main_memory_comes_last(driver: Driver) -> None:
     async with probing(driver) as probe:
-        said = await probe.read()
-    assert list(said["readings"]) == ["cuda:0", "cuda:1", "cuda:2", "cpu"]
-    assert said["readings"]["cuda:1"] == {"total": 24 * GIB, "used": 3 * GIB, "uuid": B.uuid}
-    assert said["names"] == ["NVIDIA Fake A", "NVIDIA Fake B", "NVIDIA Fake C", "main memory"]
-    assert said["problems"] == {}
-    assert said["notes"] == []
+        state = await probe.read()
+    assert list(state["readings"]) == ["cuda:0", "cuda:1", "cuda:2", "cpu"]
+    assert state["readings"]["cuda:1"] == {"total": 24 * GIB, "used": 3 * GIB, "uuid": B.uuid}
+    assert state["names"] == ["NVIDIA Fake A", "NVIDIA Fake B", "NVIDIA Fake C", "main memory"]
+    assert state["problems"] == {}
+    assert state["notes"] == []
 
 
-async def test_the_drivers_own_share_is_neither_used_nor_to_be_had(driver: Driver) -> None:
+async def test_the_drivers_own_share_counts_neither_as_used_nor_as_total(driver: Driver) -> None:
     async with probing(driver) as probe:
         assert (await probe.read())["readings"]["cuda:0"] == {"total": 79 * GIB, "used": 2 * GIB, "uuid": A.uuid}
 
@@ -103,7 +103,7 @@ async def test_cuda_visible_devices_chooses_and_orders(driver: Driver) -> None:
     assert "'7'" in note
 
 
-async def test_names_of_people_find_their_device(driver: Driver) -> None:
+async def test_a_device_is_found_by_the_names_that_people_use(driver: Driver) -> None:
     async with probing(driver, {"CUDA_VISIBLE_DEVICES": "2,0"}) as probe:
         assert [await probe.ask(f"name {word}") for word in ("cuda:0", "1", "gpu0", A.uuid, "GPU-bbcc", "cpu")] == [
             "cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:0", "cpu",
@@ -113,13 +113,13 @@ async def test_names_of_people_find_their_device(driver: Driver) -> None:
     assert C.uuid in refusal
 
 
-async def test_a_card_cut_into_instances_is_each_of_them(driver: Driver) -> None:
+async def test_a_card_in_mig_mode_is_its_instances(driver: Driver) -> None:
     halves = [Card(uuid=f"MIG-{n}", total=10 * GIB, used=n * GIB, name="NVIDIA Fake MIG 3g.10gb") for n in (1, 2)]
     driver.show([Card(uuid="GPU-cut", total=20 * GIB, instances=halves), B])
     async with probing(driver) as probe:
-        said = await probe.read()
-    assert [said["readings"][name]["uuid"] for name in ("cuda:0", "cuda:1", "cuda:2")] == ["MIG-1", "MIG-2", B.uuid]
-    assert said["readings"]["cuda:1"]["used"] == 2 * GIB
+        state = await probe.read()
+    assert [state["readings"][name]["uuid"] for name in ("cuda:0", "cuda:1", "cuda:2")] == ["MIG-1", "MIG-2", B.uuid]
+    assert state["readings"]["cuda:1"]["used"] == 2 * GIB
     assert await seen(driver, "MIG-2") == (["MIG-2"], [])
     assert await seen(driver, "1,0") == ([B.uuid, "MIG-1", "MIG-2"], [])
 
@@ -127,49 +127,49 @@ async def test_a_card_cut_into_instances_is_each_of_them(driver: Driver) -> None
 async def test_without_a_driver_there_is_main_memory_and_a_note(driver: Driver) -> None:
     driver.show([], init=fake_nvml.DRIVER_NOT_LOADED)
     async with probing(driver) as probe:
-        said = await probe.read()
-    assert list(said["readings"]) == ["cpu"]
-    assert "Driver Not Loaded" in said["notes"][0]
+        state = await probe.read()
+    assert list(state["readings"]) == ["cpu"]
+    assert "Driver Not Loaded" in state["notes"][0]
 
 
-async def test_a_card_that_fails_in_mid_flight_keeps_its_reading_and_is_named_until_it_is_back(driver: Driver) -> None:
+async def test_a_failing_card_keeps_its_reading_and_is_a_problem_until_it_is_back(driver: Driver) -> None:
     async with probing(driver) as probe:
         healthy = await probe.read()
         driver.show([A, Card(uuid=B.uuid, total=24 * GIB, error=fake_nvml.GPU_IS_LOST), C])
         broken = [await probe.read(), await probe.read()]
         driver.show([A, Card(uuid=B.uuid, total=24 * GIB, used=5 * GIB), C])
         again = await probe.read()
-    for said in broken:
-        assert said["readings"]["cuda:1"] == healthy["readings"]["cuda:1"]
-        assert list(said["problems"]) == ["cuda:1"]
-        assert "GPU is lost" in said["problems"]["cuda:1"]
-        assert said["readings"]["cuda:2"]["used"] == GIB
+    for state in broken:
+        assert state["readings"]["cuda:1"] == healthy["readings"]["cuda:1"]
+        assert list(state["problems"]) == ["cuda:1"]
+        assert "GPU is lost" in state["problems"]["cuda:1"]
+        assert state["readings"]["cuda:2"]["used"] == GIB
     assert again["problems"] == {}
     assert again["readings"]["cuda:1"]["used"] == 5 * GIB
 
 
-async def test_a_card_that_vanishes_leaves_the_others_their_names(driver: Driver) -> None:
+async def test_other_cards_keep_their_names_when_one_vanishes(driver: Driver) -> None:
     async with probing(driver) as probe:
         await probe.read()
         driver.show(
             [A, Card(uuid=B.uuid, total=24 * GIB, lookup=fake_nvml.GPU_IS_LOST, error=fake_nvml.GPU_IS_LOST), C]
         )
         await probe.read()
-        said = await probe.read()
-    assert list(said["problems"]) == ["cuda:1"]
-    assert said["readings"]["cuda:2"] == {"total": 16 * GIB, "used": GIB, "uuid": C.uuid}
+        state = await probe.read()
+    assert list(state["problems"]) == ["cuda:1"]
+    assert state["readings"]["cuda:2"] == {"total": 16 * GIB, "used": GIB, "uuid": C.uuid}
 
 
-async def test_a_driver_that_was_reloaded_is_opened_anew(driver: Driver) -> None:
+async def test_a_reloaded_driver_is_opened_again(driver: Driver) -> None:
     async with probing(driver) as probe:
         healthy = await probe.read()
         driver.show([A, B, C], boot=1, init=fake_nvml.DRIVER_NOT_LOADED)
         gone = [await probe.read(), await probe.read()]
         driver.show([C, A, B], boot=2)  # and found its cards in another order
         again = await probe.read()
-    for said in gone:
-        assert list(said["problems"]) == ["cuda:0", "cuda:1", "cuda:2"]
-        assert said["readings"]["cuda:0"] == healthy["readings"]["cuda:0"]
+    for state in gone:
+        assert list(state["problems"]) == ["cuda:0", "cuda:1", "cuda:2"]
+        assert state["readings"]["cuda:0"] == healthy["readings"]["cuda:0"]
     assert again["problems"] == {}
     assert again["readings"]["cuda:2"] == {"total": 16 * GIB, "used": GIB, "uuid": C.uuid}
 
@@ -181,30 +181,30 @@ async def test_a_card_that_is_lost_at_the_start_is_left_out_with_a_note(driver: 
     assert "card 1 is left out: GPU is lost" in note
 
 
-async def test_a_card_without_memory_of_its_own_is_main_memory(driver: Driver) -> None:
+async def test_a_card_with_unified_memory_has_the_reading_of_main_memory(driver: Driver) -> None:
     driver.show([Card(uuid="GPU-unified", total=0, error=fake_nvml.NOT_SUPPORTED, name="NVIDIA Fake GB10")])
     async with probing(driver) as probe:
-        said = await probe.read()
-    shared, host = said["readings"]["cuda:0"], said["readings"]["cpu"]
+        state = await probe.read()
+    shared, host = state["readings"]["cuda:0"], state["readings"]["cpu"]
     assert (shared["total"], shared["used"]) == (host["total"], host["used"])
-    assert said["pools"] == {"cuda:0": "cpu", "cpu": "cpu"}
-    assert said["problems"] == {}
+    assert state["pools"] == {"cuda:0": "cpu", "cpu": "cpu"}
+    assert state["problems"] == {}
 
 
-async def test_a_card_that_had_memory_of_its_own_never_passes_for_one_that_has_none(driver: Driver) -> None:
+async def test_a_card_that_had_its_own_memory_never_counts_as_unified(driver: Driver) -> None:
     async with probing(driver) as probe:
         healthy = await probe.read()
         driver.show([A, Card(uuid=B.uuid, total=0, error=fake_nvml.NOT_SUPPORTED), C])
-        said = await probe.read()
+        state = await probe.read()
         driver.show([A, B, C])
         again = await probe.read()
-    assert said["readings"]["cuda:1"] == healthy["readings"]["cuda:1"] == again["readings"]["cuda:1"]
-    assert list(said["problems"]) == ["cuda:1"]
-    assert said["pools"]["cuda:1"] == "cuda:1"
+    assert state["readings"]["cuda:1"] == healthy["readings"]["cuda:1"] == again["readings"]["cuda:1"]
+    assert list(state["problems"]) == ["cuda:1"]
+    assert state["pools"]["cuda:1"] == "cuda:1"
     assert again["problems"] == {}
 
 
-async def test_memory_of_a_killed_process_comes_back_late(driver: Driver) -> None:
+async def test_memory_of_a_killed_process_is_freed_late(driver: Driver) -> None:
     driver.show([Card(uuid=A.uuid, total=80 * GIB, used=GIB, late=2)])
     async with probing(driver) as router:
         async with probing(driver) as worker:
@@ -217,14 +217,14 @@ async def test_memory_of_a_killed_process_comes_back_late(driver: Driver) -> Non
     assert after == [6 * GIB, 6 * GIB, GIB, GIB]
 
 
-async def test_a_slow_driver_is_waited_for_and_readings_follow_its_words(driver: Driver) -> None:
+async def test_readings_wait_for_a_slow_driver(driver: Driver) -> None:
     driver.show([Card(uuid=A.uuid, total=80 * GIB, used=(9 * GIB, 4 * GIB), delay=0.05)])
     async with probing(driver) as probe:
         used = [(await probe.read())["readings"]["cuda:0"]["used"] for _ in range(3)]
     assert used == [9 * GIB, 4 * GIB, 4 * GIB]
 
 
-async def test_a_worker_learns_from_the_driver_what_it_holds_itself_under_whatever_name_it_has_the_card(
+async def test_a_worker_reads_its_own_memory_whatever_name_the_card_has_for_it(
     driver: Driver,
 ) -> None:
     async with probing(driver, {"CUDA_VISIBLE_DEVICES": f"{C.uuid},0"}) as worker:

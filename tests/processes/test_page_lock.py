@@ -1,4 +1,4 @@
-"""The keeper, with real files: what it holds is in memory and locked, what it reads is there, and it leaves nothing."""
+"""The page locker with real files: it reads and locks them, is replaced when it dies, and leaves nothing."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ LOCKS = pytest.mark.skipif((lockable() or 1 << 60) < 40 * MIB, reason="this user
 
 
 @pytest.fixture
-async def keeper() -> AsyncIterator[PageLocker]:
+async def locker() -> AsyncIterator[PageLocker]:
     before = _children()
     found = PageLocker()
     yield found
@@ -31,7 +31,7 @@ async def keeper() -> AsyncIterator[PageLocker]:
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
-    """Of 33 MiB and a bit, and not in memory."""
+    """A file of 33 MiB and three bytes that is not in the page cache."""
     path = tmp_path / "weights"
     path.write_bytes(os.urandom(MIB) * 33 + b"end")
     with path.open("rb") as opened:
@@ -53,85 +53,87 @@ def _children() -> str:
 
 
 def opened(pid: int) -> list[str]:
-    return [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()]
+    return [os.readlink(item) for item in Path(f"/proc/{pid}/fd").iterdir()]
 
 
 @LOCKS
-async def test_what_is_held_is_locked_in_memory_until_the_block_is_left(keeper: PageLocker, file: str) -> None:
-    async with asyncio.timeout(DEADLINE), keeper.lock([file]):
-        assert keeper.pid is not None
-        assert locked(keeper.pid) >= 33 * MIB
-    assert await asyncio.wait_for(keeper.read([file]), DEADLINE) == 33 * MIB + 3, "by then it has heard of the end"
-    assert locked(keeper.pid) == 0
+async def test_files_are_locked_in_memory_for_the_length_of_the_block(locker: PageLocker, file: str) -> None:
+    async with asyncio.timeout(DEADLINE), locker.lock([file]):
+        assert locker.pid is not None
+        assert locked(locker.pid) >= 33 * MIB
+    assert await asyncio.wait_for(locker.read([file]), DEADLINE) == 33 * MIB + 3, (
+        "by then it has read the order to unlock"
+    )
+    assert locked(locker.pid) == 0
 
 
-async def test_prefetch_locks_nothing_and_reports_its_bytes(keeper: PageLocker, file: str) -> None:
-    assert await asyncio.wait_for(keeper.read([file, file]), DEADLINE) == 2 * (33 * MIB + 3)
-    assert keeper.pid is not None
-    assert locked(keeper.pid) == 0
-    assert not any("weights" in name for name in opened(keeper.pid))
+async def test_prefetch_locks_nothing_and_reports_its_bytes(locker: PageLocker, file: str) -> None:
+    assert await asyncio.wait_for(locker.read([file, file]), DEADLINE) == 2 * (33 * MIB + 3)
+    assert locker.pid is not None
+    assert locked(locker.pid) == 0
+    assert not any("weights" in name for name in opened(locker.pid))
 
 
-async def test_an_unreadable_file_is_reported(keeper: PageLocker, file: str) -> None:
+async def test_an_unreadable_file_is_reported(locker: PageLocker, file: str) -> None:
     with pytest.raises(NotLocked, match="No such file"):
-        await asyncio.wait_for(keeper.read([file, file + "-not"]), DEADLINE)
+        await asyncio.wait_for(locker.read([file, file + "-not"]), DEADLINE)
     with pytest.raises(NotLocked, match="No such file"):
-        async with keeper.lock([file + "-not"]):
+        async with locker.lock([file + "-not"]):
             raise AssertionError("it was held")
 
 
-async def test_a_cancelled_caller_stops_the_read(keeper: PageLocker, file: str) -> None:
-    reading = asyncio.create_task(keeper.read([file] * 200))
-    await asyncio.wait_for(keeper.read([file]), DEADLINE)
+async def test_a_cancelled_caller_stops_the_read(locker: PageLocker, file: str) -> None:
+    reading = asyncio.create_task(locker.read([file] * 200))
+    await asyncio.wait_for(locker.read([file]), DEADLINE)
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
-    assert await asyncio.wait_for(keeper.read([file]), DEADLINE) == 33 * MIB + 3
+    assert await asyncio.wait_for(locker.read([file]), DEADLINE) == 33 * MIB + 3
 
 
 @LOCKS
-async def test_a_killed_page_locker_is_replaced_and_its_users_are_notified(keeper: PageLocker, file: str) -> None:
+async def test_a_killed_page_locker_is_replaced_and_its_users_are_notified(locker: PageLocker, file: str) -> None:
     async with asyncio.timeout(DEADLINE):
-        async with keeper.lock([file]) as files:
-            assert keeper.pid is not None
-            os.kill(keeper.pid, signal.SIGKILL)
+        async with locker.lock([file]) as files:
+            assert locker.pid is not None
+            os.kill(locker.pid, signal.SIGKILL)
             assert str(await files.lost()) == "the process that locked the files has ended"
-        async with keeper.lock([file]):
-            assert locked(keeper.pid) >= 33 * MIB
+        async with locker.lock([file]):
+            assert locked(locker.pid) >= 33 * MIB
 
 
-async def test_a_stopped_page_locker_blocks_nothing_and_is_replaced(keeper: PageLocker, file: str) -> None:
+async def test_a_stopped_page_locker_blocks_nothing_and_is_replaced(locker: PageLocker, file: str) -> None:
     """Stopped, or waiting for a disk that does not answer."""
-    await asyncio.wait_for(keeper.read([file]), DEADLINE)
-    deaf = keeper.pid
-    assert deaf is not None
-    os.kill(deaf, signal.SIGSTOP)
-    waiting = [asyncio.create_task(keeper.read([file + "-not"] * 1000)) for _ in range(30)]
+    await asyncio.wait_for(locker.read([file]), DEADLINE)
+    stopped = locker.pid
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)
+    waiting = [asyncio.create_task(locker.read([file + "-not"] * 1000)) for _ in range(30)]
     failures = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), DEADLINE)
-    assert "the page locker cannot be used: it does not answer" in {str(each) for each in failures}
-    assert await asyncio.wait_for(keeper.read([file]), DEADLINE) == 33 * MIB + 3
-    assert keeper.pid != deaf
+    assert "the page locker cannot be used: it does not answer" in {str(item) for item in failures}
+    assert await asyncio.wait_for(locker.read([file]), DEADLINE) == 33 * MIB + 3
+    assert locker.pid != stopped
 
 
-async def test_orders_that_do_not_fit_the_pipe_arrive_in_the_end(keeper: PageLocker, file: str) -> None:
-    await asyncio.wait_for(keeper.read([file]), DEADLINE)
-    assert keeper.pid is not None
-    os.kill(keeper.pid, signal.SIGSTOP)
-    waiting = [asyncio.create_task(keeper.read([f"{file}-{number}-{'not' * 30}"] * 40)) for number in range(100)]
-    waiting.append(asyncio.create_task(keeper.read([file])))
+async def test_orders_that_do_not_fit_the_pipe_arrive_later(locker: PageLocker, file: str) -> None:
+    await asyncio.wait_for(locker.read([file]), DEADLINE)
+    assert locker.pid is not None
+    os.kill(locker.pid, signal.SIGSTOP)
+    waiting = [asyncio.create_task(locker.read([f"{file}-{number}-{'not' * 30}"] * 40)) for number in range(100)]
+    waiting.append(asyncio.create_task(locker.read([file])))
     await asyncio.sleep(0)
-    os.kill(keeper.pid, signal.SIGCONT)
+    os.kill(locker.pid, signal.SIGCONT)
     *failures, size = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), DEADLINE)
-    assert {str(each) for each in failures} == {"No such file or directory"}
+    assert {str(item) for item in failures} == {"No such file or directory"}
     assert size == 33 * MIB + 3
 
 
-def test_a_keeper_ends_with_its_router(file: str) -> None:
+def test_a_page_locker_ends_with_its_router(file: str) -> None:
     code = (
         "import asyncio, os, sys; from router.launch.page_lock import PageLocker\n"
         "async def main():\n"
-        "    keeper = PageLocker()\n"
-        "    await keeper.read([sys.argv[1]])\n"
-        "    print(keeper.pid, flush=True)\n"
+        "    locker = PageLocker()\n"
+        "    await locker.read([sys.argv[1]])\n"
+        "    print(locker.pid, flush=True)\n"
         "    os.kill(os.getpid(), 9)\n"
         "asyncio.run(main())"
     )

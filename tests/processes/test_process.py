@@ -1,4 +1,4 @@
-"""One child: what it says is heard whatever it says, and it ends with everybody whom it started."""
+"""One child process: its events, log and exit, and the end of all processes that it started."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ from worker.protocol.events import MAX_EVENT_BYTES, Event, Failed, Progress, Pul
 ROOT = str(Path(__file__).resolve().parents[2])
 SUPERVISED = (
     "import os, sys; from worker.program import supervision; from worker.protocol import events\n"
-    "tied = supervision.attach(supervised=True, parent_pid=os.getppid())\n"
+    "channel = supervision.attach(supervised=True, parent_pid=os.getppid())\n"
 )
 WAIT = "import signal; signal.pause()\n"
 TOKEN = "a-token-of-this-test"
@@ -32,36 +32,36 @@ TAG = "0123456789ab"
 async def running(
     code: str, *, secrets: tuple[str, ...] = (), tag: str = TAG, pause: float = ROUND
 ) -> AsyncIterator[tuple[Child, asyncio.Queue[Event]]]:
-    """A child that runs `code` and has its token; yields it and what it says."""
+    """A child that runs `code` and has its token, and its events."""
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": ROOT, "FLEET_WORKER": tag}
-    cause: asyncio.Queue[Event] = asyncio.Queue()
-    words = Log("m", "m#1", secrets=secrets)
+    events: asyncio.Queue[Event] = asyncio.Queue()
+    output = Log("m", "m#1", secrets=secrets)
     argv = [sys.executable, "-P", "-c", code, f"--listen=unix:/run/{tag}.sock"]
-    child = Child.spawn(argv, env, name="m#1", log=words, private=True, pause=pause)
+    child = Child.spawn(argv, env, name="m#1", log=output, private=True, pause=pause)
     try:
-        child.on_event = cause.put_nowait
+        child.on_event = events.put_nowait
         child.send_token(TOKEN)
         async with asyncio.timeout(DEADLINE):
-            yield child, cause
+            yield child, events
     finally:
         await uncancelled(child.end())
         assert await reaper.end(child.pid, tag) == []
 
 
 def is_there(pid: int) -> bool:
-    """Whether there is such a process, if only as a zombie."""
+    """True if there is such a process, if only as a zombie."""
     return Path(f"/proc/{pid}").exists()
 
 
-async def number(cause: "asyncio.Queue[Event]") -> int:
+async def number(events: "asyncio.Queue[Event]") -> int:
     """The number in the next progress event."""
-    event = await cause.get()
+    event = await events.get()
     assert isinstance(event, Progress)
     return event.done
 
 
 @given(st.lists(st.binary(max_size=12).map(lambda line: line.replace(b"\n", b".")), max_size=8), st.data())
-def test_lines_are_the_same_however_they_are_cut(lines: list[bytes], data: st.DataObject) -> None:
+def test_lines_do_not_depend_on_how_the_bytes_are_split(lines: list[bytes], data: st.DataObject) -> None:
     text = b"\n".join(lines)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     splitter = Lines(8)
@@ -74,13 +74,13 @@ def test_lines_are_the_same_however_they_are_cut(lines: list[bytes], data: st.Da
 
 
 @pytest.mark.parametrize(("code", "exit"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 11)", -11), ("pass", 0)])
-async def test_its_exit_is_reported(code: str, exit: int) -> None:
+async def test_the_exit_code_of_a_child_is_reported(code: str, exit: int) -> None:
     async with running(f"import os, sys; {code}") as (child, _):
         assert await child.exited == exit
         assert not is_there(child.pid)
 
 
-async def test_it_starts_in_our_folder_or_where_that_was_deleted_in_the_root(
+async def test_a_child_starts_in_the_routers_folder_or_if_that_was_deleted_in_the_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = tmp_path / "ours"
@@ -96,7 +96,7 @@ async def test_it_starts_in_our_folder_or_where_that_was_deleted_in_the_root(
         assert child.cause == "/"
 
 
-async def test_its_last_words_are_the_cause() -> None:
+async def test_the_last_log_line_is_the_cause_of_an_exit() -> None:
     async with running(
         "import sys; print('first', file=sys.stderr); sys.stderr.write('cannot read x\\n\\n'); sys.exit(1)"
     ) as (
@@ -107,42 +107,44 @@ async def test_its_last_words_are_the_cause() -> None:
         assert child.cause == "cannot read x"
 
 
-async def test_the_cause_that_it_names_goes_before_its_last_words() -> None:
-    code = SUPERVISED + "print('Traceback', file=sys.stderr); tied.send(events.Failed(message='no room')); sys.exit(4)"
+async def test_a_failed_event_takes_precedence_over_the_last_log_line() -> None:
+    code = (
+        SUPERVISED + "print('Traceback', file=sys.stderr); channel.send(events.Failed(message='no room')); sys.exit(4)"
+    )
     async with running(code) as (child, _):
         assert await child.exited == 4
         assert child.cause == "no room"
 
 
-async def test_what_is_no_event_is_skipped() -> None:
+async def test_a_line_that_is_no_event_is_skipped() -> None:
     noise = [b"x" * (MAX_EVENT_BYTES + 1), b"Loading: 100%", b'{"event":"unheard_of"}', b"\xff", b"[" * 5000]
     noise += [b'{"event":"pulse","steps":"many","running":0,"waiting":0,"measured":{}}', b'{"event":"ready"}', b""]
     code = (
         "import os\n"
-        "def say(line):\n"
+        "def write(line):\n"
         "    while line: line = line[os.write(1, line):]\n"
         f"for line in {[line if len(line) < 9999 else len(line) for line in noise]!r}:\n"
-        "    say(b'x' * line if isinstance(line, int) else line); say(b'\\n')\n"
-        'say(b\'{"event":"progress","stage":"weights","done":7}\')'
+        "    write(b'x' * line if isinstance(line, int) else line); write(b'\\n')\n"
+        'write(b\'{"event":"progress","stage":"weights","done":7}\')'
     )
-    async with running(code) as (child, cause):
-        assert await number(cause) == 7
+    async with running(code) as (child, events):
+        assert await number(events) == 7
         assert await child.exited == 0
-        assert cause.empty()
+        assert events.empty()
 
 
 async def test_every_event_is_received_with_any_optional_field_missing() -> None:
-    events: list[Event] = [
+    sent: list[Event] = [
         RequestEnded(id="plain"),
         RequestEnded(id="kept", ttft=1, keep_alive=5.0),
         Pulse(steps=1, running=0, waiting=0, measured={"cpu": 1}, slots=[[0, 1, 2, 3, 4]]),
     ]
     wrong = b'{"event":"request","id":"wrong","keep_alive":"5m"}'
-    lines = [wrong, *(encode(event).strip() for event in events)]
-    async with running(f"import os\nfor line in {lines!r}: os.write(1, line + b'\\n')") as (child, cause):
-        assert [await cause.get() for _ in events] == events
+    lines = [wrong, *(encode(event).strip() for event in sent)]
+    async with running(f"import os\nfor line in {lines!r}: os.write(1, line + b'\\n')") as (child, events):
+        assert [await events.get() for _ in sent] == sent
         await child.exited
-        assert cause.empty()
+        assert events.empty()
 
 
 ENDING = """
@@ -151,36 +153,36 @@ def end(*ids):
     for id in ids: os.write(1, b'{"event":"request","id":"%d"}\\n' % id)
 sys.stdin.readline()
 """
-"""Reads the token; `end` says that requests are over."""
+"""Reads the token; `end` sends events of requests that ended."""
 
 
 async def test_request_events_close_together_are_received_together() -> None:
-    """The second tells that there are many; none is lost, be it that the worker ends before it is asked again."""
+    """The second one begins rounds. None is lost, even if the worker exits before the next round."""
     code = ENDING + (
         "end(1); sys.stdin.readline(); end(2); sys.stdin.readline(); end(3); end(4); end(5)\n"
-        "print('said', file=sys.stderr, flush=True); sys.stdin.readline()"
+        "print('done', file=sys.stderr, flush=True); sys.stdin.readline()"
     )
-    async with running(code, pause=3600.0) as (child, cause):
+    async with running(code, pause=3600.0) as (child, events):
         for id in ("1", "2"):
-            assert await cause.get() == RequestEnded(id=id)
+            assert await events.get() == RequestEnded(id=id)
             child.send(b"go on\n")
-        while child.cause != "said":  # noqa: ASYNC110
+        while child.cause != "done":  # noqa: ASYNC110
             await asyncio.sleep(0)
-        assert cause.empty()
+        assert events.empty()
         child.send(b"go on\n")
         assert await child.exited == 0
-        assert [cause.get_nowait() for _ in range(cause.qsize())] == [RequestEnded(id=id) for id in ("3", "4", "5")]
+        assert [events.get_nowait() for _ in range(events.qsize())] == [RequestEnded(id=id) for id in ("3", "4", "5")]
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.001, ROUND])
-async def test_every_end_of_a_request_is_received_at_any_rate(pause: float) -> None:
+async def test_every_request_event_is_received_at_any_rate(pause: float) -> None:
     code = ENDING + "for id in range(100): end(id, -id); sys.stdin.readline()"
-    async with running(code, pause=pause) as (child, cause):
+    async with running(code, pause=pause) as (child, events):
         for id in range(100):
-            assert [await cause.get(), await cause.get()] == [RequestEnded(id=f"{sign * id}") for sign in (1, -1)]
+            assert [await events.get(), await events.get()] == [RequestEnded(id=f"{sign * id}") for sign in (1, -1)]
             child.send(b"go on\n")
         assert await child.exited == 0
-        assert cause.empty()
+        assert events.empty()
 
 
 async def test_a_line_of_the_maximum_length_is_received() -> None:
@@ -191,8 +193,8 @@ async def test_a_line_of_the_maximum_length_is_received() -> None:
         "text += b'\\n'\n"
         "while text: text = text[os.write(1, text):]\n"
     )
-    async with running(code) as (child, cause):
-        event = await cause.get()
+    async with running(code) as (child, events):
+        event = await events.get()
         assert isinstance(event, Failed)
         assert await child.exited == 0
 
@@ -207,7 +209,9 @@ async def test_no_secret_and_no_control_character_is_logged(caplog: pytest.LogCa
     assert TOKEN not in caplog.text
 
 
-async def test_a_flood_of_log_lines_is_counted_and_its_end_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_lines_beyond_the_rate_limit_are_counted_and_the_last_one_is_kept(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     code = "import sys; [print('line', n, file=sys.stderr) for n in range(20_000)]"
     with caplog.at_level(logging.INFO, "worker.m"):
         async with running(code) as (child, _):
@@ -222,33 +226,33 @@ async def test_events_of_an_orderly_stop_are_received() -> None:
         "import signal\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before there is a thread that does not know\n"
         f"{SUPERVISED}"
-        "tied.send(events.Progress(stage='here', done=1))\n"
+        "channel.send(events.Progress(stage='here', done=1))\n"
         "signal.sigwait({signal.SIGTERM})\n"
-        "tied.send(events.Progress(stage='bye', done=2))\n"
+        "channel.send(events.Progress(stage='bye', done=2))\n"
     )
-    async with running(code) as (child, cause):
-        assert await number(cause) == 1
+    async with running(code) as (child, events):
+        assert await number(events) == 1
         await child.stop(DEADLINE)
         assert child.exited.result() == 0
-        assert await number(cause) == 2
+        assert await number(events) == 2
 
 
-async def test_who_was_stopped_by_a_signal_dies_of_sigkill() -> None:
+async def test_a_child_stopped_by_sigstop_is_killed() -> None:
     polite = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
-    async with running(SUPERVISED + polite + "tied.send(events.Progress(stage='up'))\n" + WAIT) as (child, cause):
-        await cause.get()
+    async with running(SUPERVISED + polite + "channel.send(events.Progress(stage='up'))\n" + WAIT) as (child, events):
+        await events.get()
         os.kill(child.pid, signal.SIGSTOP)
         await child.stop(0.1)
         assert child.exited.result() == -signal.SIGKILL
 
 
-async def test_a_cancelled_stop_stops_all_the_same() -> None:
+async def test_a_cancelled_stop_still_kills_the_child() -> None:
     code = (
         SUPERVISED
-        + "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); tied.send(events.Progress(stage='up'))\n"
+        + "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); channel.send(events.Progress(stage='up'))\n"
     )
-    async with running(code + WAIT) as (child, cause):
-        await cause.get()
+    async with running(code + WAIT) as (child, events):
+        await events.get()
         stopping = asyncio.create_task(uncancelled(child.stop(0.2)))
         await asyncio.sleep(0)
         stopping.cancel()
@@ -263,7 +267,7 @@ GRANDCHILD = (
     "import os, subprocess, sys\n"
     "deaf = 'import signal, sys; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()'\n"
     "child = subprocess.Popen([sys.executable, '-ISc', deaf], stdout=subprocess.PIPE, {how})\n"
-    "child.stdout.readline(); tied.send(events.Progress(stage='grandchild', done=child.pid))\n"
+    "child.stdout.readline(); channel.send(events.Progress(stage='grandchild', done=child.pid))\n"
 )
 DAEMON = (
     "reader, writer = os.pipe()\n"
@@ -275,7 +279,7 @@ DAEMON = (
     "        import signal; signal.pause()\n"
     "    os._exit(0)\n"
     "os.wait()\n"
-    "for pid in os.read(reader, 100).split(): tied.send(events.Progress(stage='daemon', done=int(pid)))\n"
+    "for pid in os.read(reader, 100).split(): channel.send(events.Progress(stage='daemon', done=int(pid)))\n"
 )
 """Forked twice, in a session of its own, with a child of its own: nothing links it to the worker but descent."""
 
@@ -290,10 +294,10 @@ def _adopting() -> Iterator[None]:
 @pytest.mark.usefixtures("_adopting")
 @pytest.mark.parametrize("end", ["exit", "crash", "stop"])
 @pytest.mark.parametrize("how", ["", "start_new_session=True", "process_group=0, env={}"])
-async def test_whom_it_started_ends_with_it(how: str, end: str) -> None:
+async def test_grandchildren_end_with_the_child(how: str, end: str) -> None:
     last = {"exit": "sys.exit(0)", "crash": "os.kill(os.getpid(), 11)", "stop": WAIT}[end]
-    async with running(SUPERVISED + GRANDCHILD.replace("{how}", how) + last) as (child, cause):
-        grandchild = await number(cause)
+    async with running(SUPERVISED + GRANDCHILD.replace("{how}", how) + last) as (child, events):
+        grandchild = await number(events)
         if end == "stop":
             await child.stop(DEADLINE)
         await child.exited
@@ -302,20 +306,20 @@ async def test_whom_it_started_ends_with_it(how: str, end: str) -> None:
 
 
 @pytest.mark.usefixtures("_adopting")
-async def test_a_daemon_that_left_its_parent_is_found() -> None:
-    async with running(SUPERVISED + DAEMON + WAIT) as (child, cause):
-        daemons = [await number(cause), await number(cause)]
+async def test_a_daemon_that_left_its_parent_is_killed() -> None:
+    async with running(SUPERVISED + DAEMON + WAIT) as (child, events):
+        daemons = [await number(events), await number(events)]
         await child.stop(DEADLINE)
         await reaper.end(child.pid, TAG)
         assert not any(is_there(pid) for pid in daemons)
 
 
 @pytest.mark.usefixtures("_adopting")
-async def test_another_workers_orphans_and_strangers_are_left_alone() -> None:
+async def test_orphans_of_other_workers_and_foreign_processes_are_not_killed() -> None:
     stranger = await asyncio.create_subprocess_exec("sleep", "1000", start_new_session=True)
     try:
-        async with running(SUPERVISED + DAEMON + WAIT) as (other, cause):
-            daemons = [await number(cause), await number(cause)]
+        async with running(SUPERVISED + DAEMON + WAIT) as (other, events):
+            daemons = [await number(events), await number(events)]
             async with running("pass", tag="fedcba987654") as (child, _):
                 await child.exited
             assert all(is_there(pid) for pid in daemons)
@@ -328,12 +332,12 @@ async def test_another_workers_orphans_and_strangers_are_left_alone() -> None:
 
 
 async def test_an_unreaped_ended_process_is_not_reported_as_stuck(caplog: pytest.LogCaptureFixture) -> None:
-    """Its nursery does not answer: whoever reads that at night looks for the nursery, and not for a driver."""
+    """The message names the fork server, which does not answer, and not a driver."""
     process = os.posix_spawn("/bin/sleep", ["sleep", "600"], {}, setsid=True)  # noqa: ASYNC221 - returns at once
-    has_ended, tell = asyncio.Event(), []
+    has_ended, reports = asyncio.Event(), []
 
-    def reap(pid: int, told: Callable[[int], None]) -> None:
-        tell.append(told)
+    def reap(pid: int, report: Callable[[int], None]) -> None:
+        reports.append(report)
         has_ended.set()
 
     child = Child(process, Pipes(), "m#1", Log("m", "m#1"), reap)
@@ -343,7 +347,7 @@ async def test_an_unreaped_ended_process_is_not_reported_as_stuck(caplog: pytest
         ending = asyncio.create_task(child.end(0.01))
         while "m#1: process" not in caplog.text:
             await asyncio.wait({ending}, timeout=0.01)
-        tell[0](os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))  # noqa: ASYNC222 - it has ended
+        reports[0](os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))  # noqa: ASYNC222 - it has ended
         await ending
     assert "has ended, but the fork server that forked it has not reaped it" in caplog.text
     assert "stuck" not in caplog.text

@@ -1,4 +1,4 @@
-"""The router's own HTTP client, and workers whose every byte a test decides."""
+"""The HTTP client for workers, against workers that send exactly the bytes of a test."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ Answering = Callable[["Worker", asyncio.StreamReader, asyncio.StreamWriter, byte
 
 
 class Worker:
-    """What came to a worker's socket."""
+    """The requests that arrived at a worker's socket."""
 
     def __init__(self) -> None:
         self.connections = 0
@@ -40,7 +40,7 @@ class Worker:
 
 @asynccontextmanager
 async def worker(folder: Path, answer: Answering | bytes) -> AsyncIterator[tuple[WorkerClient, Worker]]:
-    """A wire to a worker that answers each request with these bytes, or by itself."""
+    """A client of a worker that answers each request with these bytes, or by a function."""
     seen = Worker()
 
     tasks: set[asyncio.Task[None]] = set()
@@ -86,7 +86,7 @@ def ask(worker_client: WorkerClient, body: bytes = b"{}") -> Exchange:
 
 
 async def whole(exchange: Exchange) -> bytes:
-    """All of an answer."""
+    """The whole body of a response."""
     try:
         await exchange.head()
         return await everything(exchange)
@@ -123,7 +123,7 @@ NOT_HTTP = {
 
 
 @pytest.mark.parametrize("sent", NOT_HTTP.values(), ids=list(NOT_HTTP))
-async def test_what_is_no_answer_in_http_is_told_at_once_and_ends_the_connection(tmp_path: Path, sent: bytes) -> None:
+async def test_a_response_that_is_not_http_fails_at_once_and_ends_the_connection(tmp_path: Path, sent: bytes) -> None:
     async with worker(tmp_path, sent) as (worker_client, seen):
         with pytest.raises(NotHttp):
             await whole(ask(worker_client))
@@ -139,7 +139,7 @@ BROKEN_LATER = {
 
 
 @pytest.mark.parametrize("sent", BROKEN_LATER.values(), ids=list(BROKEN_LATER))
-async def test_what_came_before_a_fault_is_heard_and_then_the_fault(tmp_path: Path, sent: bytes) -> None:
+async def test_bytes_before_a_framing_error_are_read_before_the_error(tmp_path: Path, sent: bytes) -> None:
     async with worker(tmp_path, sent) as (worker_client, seen):
         exchange = ask(worker_client)
         await exchange.head()
@@ -153,7 +153,7 @@ async def test_what_came_before_a_fault_is_heard_and_then_the_fault(tmp_path: Pa
 @pytest.mark.parametrize(
     "sent", [b"", b"HTTP/1.1 2", OK[:-4], OK[:-1], CHUNKED, CHUNKED + b"5\r\nab", CHUNKED + b"2\r\nab\r\n0"]
 )
-async def test_an_answer_that_breaks_off_never_ends_well(tmp_path: Path, sent: bytes, how: str) -> None:
+async def test_a_cut_response_always_fails(tmp_path: Path, sent: bytes, how: str) -> None:
     async def answer(seen: Worker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
         writer.write(sent)
         writer.transport.abort() if how == "reset" else writer.transport.close()
@@ -164,7 +164,7 @@ async def test_an_answer_that_breaks_off_never_ends_well(tmp_path: Path, sent: b
             await whole(ask(worker_client))
 
 
-async def test_an_answer_may_come_byte_by_byte(tmp_path: Path) -> None:
+async def test_a_response_may_arrive_byte_by_byte(tmp_path: Path) -> None:
     sent = b"HTTP/1.1 100 Continue\r\n\r\n" + CHUNKED + b"3;a=b\r\nabc\r\n1\r\nd\r\n0\r\nX-Late: 1\r\n\r\n"
 
     async def answer(seen: Worker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
@@ -182,39 +182,39 @@ async def test_an_answer_may_come_byte_by_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("extra", [OK, b"zz", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nstolen"])
-async def test_bytes_behind_an_answer_reach_nobody(tmp_path: Path, extra: bytes) -> None:
+async def test_bytes_after_a_response_reach_no_other_exchange(tmp_path: Path, extra: bytes) -> None:
     async with worker(tmp_path, OK + extra) as (worker_client, seen):
         for _ in range(2):
             assert await whole(ask(worker_client)) == b"ok"
         assert seen.connections == 2
 
 
-async def test_a_connection_that_speaks_unasked_is_not_used_again(tmp_path: Path) -> None:
+async def test_a_connection_with_unexpected_bytes_is_not_used_again(tmp_path: Path) -> None:
     async def answer(seen: Worker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
         await reader.readexactly(2)
         writer.write(OK)
-        await told.wait()
+        await is_due.wait()
         writer.write(OK.replace(b"ok", b"no"))
-        told.clear()
+        is_due.clear()
 
-    told = asyncio.Event()
+    is_due = asyncio.Event()
     async with worker(tmp_path, answer) as (worker_client, seen):
         assert await whole(ask(worker_client)) == b"ok"
-        told.set()
+        is_due.set()
         await seen.left.wait()
         assert await whole(ask(worker_client)) == b"ok"
         assert seen.connections == 2
 
 
-@pytest.mark.parametrize("said", [b"Connection: close", b"Connection: x, close"])
-async def test_a_worker_that_wants_no_more_gets_no_more(tmp_path: Path, said: bytes) -> None:
-    async with worker(tmp_path, OK.replace(b"\r\n\r\n", b"\r\n" + said + b"\r\n\r\n")) as (worker_client, seen):
+@pytest.mark.parametrize("header", [b"Connection: close", b"Connection: x, close"])
+async def test_connection_close_is_obeyed(tmp_path: Path, header: bytes) -> None:
+    async with worker(tmp_path, OK.replace(b"\r\n\r\n", b"\r\n" + header + b"\r\n\r\n")) as (worker_client, seen):
         for _ in range(2):
             assert await whole(ask(worker_client)) == b"ok"
         assert seen.connections == 2
 
 
-async def test_a_large_answer_waits_for_its_reader(tmp_path: Path) -> None:
+async def test_a_large_response_waits_for_its_reader(tmp_path: Path) -> None:
     size = 8 << 20
 
     async def answer(seen: Worker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
@@ -246,7 +246,7 @@ async def test_a_large_body_arrives_whole(tmp_path: Path) -> None:
         assert seen.connections == 1
 
 
-async def test_a_worker_that_answers_before_it_has_heard_all_is_heard(tmp_path: Path) -> None:
+async def test_a_response_before_the_end_of_the_request_is_received(tmp_path: Path) -> None:
     async def answer(seen: Worker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(OK.replace(b"200 OK", b"413 Too much"))
@@ -262,7 +262,7 @@ async def test_a_worker_that_answers_before_it_has_heard_all_is_heard(tmp_path: 
 
 
 @pytest.mark.parametrize("sent", [b"", OK[:-1]])
-async def test_closing_an_exchange_ends_its_connection_and_whoever_waits(tmp_path: Path, sent: bytes) -> None:
+async def test_closing_an_exchange_ends_its_connection_and_its_reader(tmp_path: Path, sent: bytes) -> None:
     async with worker(tmp_path, sent) as (worker_client, seen):
         exchange = ask(worker_client)
         waiting = asyncio.create_task(everything(exchange))
@@ -273,7 +273,7 @@ async def test_closing_an_exchange_ends_its_connection_and_whoever_waits(tmp_pat
         await seen.left.wait()
 
 
-async def test_a_closed_wire_ends_everything_and_begins_nothing(tmp_path: Path) -> None:
+async def test_a_closed_client_ends_all_exchanges_and_begins_none(tmp_path: Path) -> None:
     async with worker(tmp_path, b"") as (worker_client, seen):
         running, fresh = ask(worker_client), None
         await until(lambda: bool(seen.bodies))
@@ -285,7 +285,7 @@ async def test_a_closed_wire_ends_everything_and_begins_nothing(tmp_path: Path) 
         await seen.left.wait()
 
 
-async def test_nobody_there_is_broken_at_once(tmp_path: Path) -> None:
+async def test_an_address_without_a_listener_fails_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(tmp_path / "left"))

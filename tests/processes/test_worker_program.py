@@ -1,4 +1,4 @@
-"""The worker program as people and routers start it: words, exit codes, one real model served, and its end."""
+"""The worker program as people and routers start it: command line, exit codes, a real model, and its exit."""
 
 import dataclasses
 import json
@@ -26,20 +26,20 @@ SUPERVISED = ("--supervised", f"--parent-pid={os.getpid()}")
 
 @pytest.fixture(scope="module")
 def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a context long enough for an answer that does not end by itself meanwhile."""
+    """A tiny Llama with a context long enough for a response that does not end during a test."""
     return tiny.make("llama", tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=32768)
 
 
-def by_hand(*words: str) -> tuple[int, str, str]:
+def by_hand(*options: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a short run."""
-    with Child([*WORKER, *words]) as child:
+    with Child([*WORKER, *options]) as child:
         out = ""
         while (line := child.line()) is not None:
             out += line + "\n"
         return child.exit(), out, child.log
 
 
-# Words
+# Command line
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -57,7 +57,7 @@ def test_help_names_the_verbs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "message"),
     [
         ((), "worker: no verb; one of download, convert, estimate, serve; see worker --help"),
         (
@@ -68,17 +68,17 @@ def test_help_names_the_verbs() -> None:
         (("download", "--supervised"), "worker: --supervised needs --parent-pid=PID, the process id of the parent"),
     ],
 )
-def test_a_wrong_command_line_exits_2_and_says_why(words: tuple[str, ...], message: str) -> None:
-    assert by_hand(*words) == (Exit.USAGE, "", message + "\n")
+def test_a_wrong_command_line_exits_2_with_a_message(options: tuple[str, ...], message: str) -> None:
+    assert by_hand(*options) == (Exit.USAGE, "", message + "\n")
 
 
-def test_a_leashed_worker_says_why_it_fails() -> None:
+def test_a_supervised_worker_reports_the_cause_of_its_failure() -> None:
     with Child([*WORKER, "serve", "--snapshot=/m", *SUPERVISED], stdin=STDIN) as child:
         assert child.events() == [Failed(message="serve: missing --listen; see worker --help")]
         assert child.exit() == Exit.USAGE
 
 
-def test_a_worker_without_a_token_serves_nobody() -> None:
+def test_a_worker_without_a_token_refuses_to_serve() -> None:
     argv = [*WORKER, "serve", "--snapshot=/m", "--listen=unix:/nowhere", *SUPERVISED]
     with Child(argv, stdin=b"\n") as child:
         assert "token" in child.event(Failed).message
@@ -106,7 +106,7 @@ def test_a_worker_without_a_token_serves_nobody() -> None:
         (KeyError("surprise"), CRASHED),
     ],
 )
-def test_what_went_wrong_decides_the_exit_code(error: Exception, code: int) -> None:
+def test_the_kind_of_error_decides_the_exit_code(error: Exception, code: int) -> None:
     found, message = diagnose(error)
     assert found == code
     assert message
@@ -123,7 +123,7 @@ def test_the_cause_of_an_error_counts() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_served_by_hand_answers_and_stops_politely(snapshot: Path) -> None:
+def test_a_worker_started_by_hand_answers_and_drains_on_sigterm(snapshot: Path) -> None:
     argv = [*WORKER, "serve", f"--snapshot={snapshot}", "--listen=tcp:127.0.0.1:0", "--ctx-size=32768", "--parallel=1"]
     with Child(argv) as child:
         ready = child.event(Ready)
@@ -157,7 +157,7 @@ def _stopped_after_the_first(client: httpx.Client, body: dict[str, object], chil
 
 
 @pytest.mark.slow
-def test_a_worker_that_prepares_itself_reads_no_weights_before_it_is_told_to_go(tmp_path: Path) -> None:
+def test_a_preparing_worker_reads_no_weights_before_the_grant(tmp_path: Path) -> None:
     snapshot = tiny.make("llama", tmp_path / "m")
     weights, away = snapshot / "model.safetensors", tmp_path / "away"
     weights.rename(away)  # whatever looks for them now fails
@@ -183,8 +183,8 @@ def test_the_exact_estimate_is_what_a_worker_occupies(tmp_path: Path) -> None:
     snapshot = tiny.make("llama", tmp_path / "m", **shape, max_position_embeddings=2048)
     model = [f"--snapshot={snapshot}", "--parallel=2"]
     with Child([*WORKER, "estimate", *model]) as child:
-        [said] = child.events()
-        assert isinstance(said, Estimated)
+        [estimated] = child.events()
+        assert isinstance(estimated, Estimated)
         assert child.exit() == Exit.OK
     listen = f"unix:{tmp_path}/s"
     with Child([*WORKER, "serve", *model, f"--listen={listen}", *SUPERVISED], stdin=STDIN) as child:
@@ -202,7 +202,7 @@ def test_the_exact_estimate_is_what_a_worker_occupies(tmp_path: Path) -> None:
         assert pulse.cache_total >= 2 * 2048
         child.close_stdin()
         assert child.exit() == Exit.ORPHANED
-    total = said.weights[0] + said.context[0] + said.compute[0] + said.runtime[0]
+    total = estimated.weights[0] + estimated.context[0] + estimated.compute[0] + estimated.runtime[0]
     # beside what it took there is room for grammars, and for code that other numbers of rows would need
     assert 0.8 * total < used < 1.04 * total
 

@@ -383,8 +383,8 @@ def test_only_pickles_are_refused_by_name(hub: Hub, tmp_path: Path) -> None:
     assert "only pytorch_model.bin, and pickled weights are never loaded" in message
 
 
-def test_a_leashed_download_says_why_it_failed_and_dies_with_its_router(hub: Hub, tmp_path: Path) -> None:
-    repo = hub.repo("leashed")
+def test_a_supervised_download_reports_its_failure_and_dies_with_its_router(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("supervised")
     argv = python("-m", "worker", "download", f"--repo={repo}", f"--cache={tmp_path}", "--supervised")
     env = environment(HF_ENDPOINT=hub.url)
     hub.fails(**{repo: {"status": 503}})

@@ -1,4 +1,4 @@
-"""The worker program, forked by the real nursery: it loads, answers, measures and fails as an executed one does."""
+"""The worker program, forked by the real fork server: it behaves like an executed one."""
 
 import asyncio
 import json
@@ -49,25 +49,25 @@ async def launcher(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fo
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def traced(launcher: ForkingLauncher, snapshot: Path) -> dict[bool, Estimated]:
-    """What the real program estimates, forked (True) and executed."""
+    """Estimates of the real program, forked (True) and executed."""
     command = argv.Estimate(snapshot=str(snapshot), ctx_size=CTX, parallel=ROWS)
     return {way.forks: await launcher.estimate(way, command) for way in (FORKED, EXECUTED)}
 
 
 async def post(worker: LocalWorker, **body: Any) -> Any:
     async with asked(worker, "/v1/completions", body) as exchange:
-        told: Any = json.loads(await everything(exchange))
-        assert exchange.status == 200, told
-        return told
+        response: Any = json.loads(await everything(exchange))
+        assert exchange.status == 200, response
+        return response
 
 
 async def answer(worker: LocalWorker) -> list[int]:
-    told = await post(worker, prompt="One model", max_tokens=12, temperature=0, ignore_eos=True, logprobs=0)
-    return [told["choices"][0]["text"], told["usage"]]
+    response = await post(worker, prompt="One model", max_tokens=12, temperature=0, ignore_eos=True, logprobs=0)
+    return [response["choices"][0]["text"], response["usage"]]
 
 
 async def fill(worker: LocalWorker) -> None:
-    """A full batch at full context with every option that costs memory, and answers held to grammars."""
+    """Send a full batch at full context with all options that cost memory, and responses with grammars."""
     full = {"prompt": [5 + at % 300 for at in range(CTX - 24)], "max_tokens": 24, "temperature": 1.0, "top_p": 0.9,
             "logprobs": 5, "ignore_eos": True}  # fmt: skip
     for _ in range(2):
@@ -77,9 +77,8 @@ async def fill(worker: LocalWorker) -> None:
         await post(worker, prompt="a", max_tokens=16, guided_json=listed)
 
 
-async def test_exec_and_nursery_look_the_same_to_a_client(launcher: ForkingLauncher, snapshot: Path) -> None:
-    """One answer, stages that account for the load; and a forked one does not count what it shares
-    with the nursery as its own memory."""
+async def test_exec_and_fork_look_the_same_to_a_client(launcher: ForkingLauncher, snapshot: Path) -> None:
+    """The response is the same. A forked worker does not count memory that it shares with the fork server."""
     answers, measured, spent = [], [], []
     command = Serve(snapshot=str(snapshot), listen="", name="m", threads=2, ctx_size=64)
     for program in (FORKED, EXECUTED):
@@ -98,10 +97,10 @@ async def test_exec_and_nursery_look_the_same_to_a_client(launcher: ForkingLaunc
     assert [list(each) for each in spent] == [["fork", *stages], ["exec", *stages]]
 
 
-async def test_a_model_that_was_served_once_is_ready_for_the_next_time(
+async def test_a_model_that_was_served_once_is_prebuilt_for_the_next_worker(
     launcher: ForkingLauncher, tmp_path: Path
 ) -> None:
-    """Weights are mapped from the nursery, and the answer is the same."""
+    """Weights are mapped from the fork server, and the response is the same."""
     folder = tiny.make("qwen3", tmp_path / "tiny")
     command = Serve(snapshot=str(folder), listen="", name="m", ctx_size=64)
     answers = []
@@ -120,22 +119,21 @@ async def test_a_model_that_was_served_once_is_ready_for_the_next_time(
     async with launcher.serve(FORKED, command, {CPU: GIB}, lambda event: None) as worker:
         assert parent(worker.pid) == fork_server.pid
         answers.append(await answer(worker))
-        assert len(_mapped(worker.pid, folder / "model.safetensors")) == 1, "the nursery's, and no other"
+        assert len(_mapped(worker.pid, folder / "model.safetensors")) == 1, "that of the fork server, and no other"
     assert answers[0] == answers[1]
     assert _mapped(fork_server.pid, folder / "model.safetensors") == [0], "it read weights"
 
 
 def _mapped(pid: int, path: Path) -> list[int]:
-    """Of each place where the file is mapped into that process, the bytes that are in memory."""
+    """Resident bytes of each mapping of the file in that process."""
     areas = Path(f"/proc/{pid}/smaps").read_text().split("VmFlags:")
     return [int(area.partition("Rss:")[2].split()[0]) << 10 for area in areas if str(path) in area]
 
 
-async def test_each_forked_worker_computes_with_as_many_threads_as_its_preset_says(
+async def test_a_forked_worker_computes_with_the_threads_of_its_preset(
     launcher: ForkingLauncher, snapshot: Path
 ) -> None:
-    """Its nursery has one, and tells its libraries so. Whoever computes has a pool of its own: the step loop, and the
-    thread that loads if its model is large enough."""
+    """The fork server has one thread. In a worker, the step loop and the thread that loads have a pool each."""
     there = []
     for threads in (1, 4):
         command = Serve(snapshot=str(snapshot), listen="", name="m", threads=threads, ctx_size=CTX)
@@ -158,8 +156,8 @@ async def test_a_ready_worker_never_grows_past_its_reservation_grammars_included
 ) -> None:
     forked = program.forks
     assert launcher.forks(program) == forked
-    said = Preset(id="m", ctx_size=CTX, parallel=ROWS, threads=1)
-    static = estimate(checkpoint.read(snapshot), said, on_host=True, forked=forked)
+    preset = Preset(id="m", ctx_size=CTX, parallel=ROWS, threads=1)
+    static = estimate(checkpoint.read(snapshot), preset, on_host=True, forked=forked)
     pulses: asyncio.Queue[Pulse] = asyncio.Queue()
 
     def listen(event: Event) -> None:
@@ -178,8 +176,8 @@ async def test_a_ready_worker_never_grows_past_its_reservation_grammars_included
     assert at_ready < peak, "something was really used"
     assert set(overhead) == (set() if forked else {"cpu"}), "a forked one shares its imports"
     remembered = Overhead(host=overhead.get("cpu", 0))
-    known = estimate(checkpoint.read(snapshot), said, on_host=True, forked=forked, overhead=remembered)
-    for each in (static, known, from_trace(traced[forked], said, forked=forked)):
+    known = estimate(checkpoint.read(snapshot), preset, on_host=True, forked=forked, overhead=remembered)
+    for each in (static, known, from_trace(traced[forked], preset, forked=forked)):
         most = peak + last.later
         assert most <= each.total, f"{each.source}: {most >> 20} MiB of {segments(each)}"
         # The static figure has a conservative bound for activations and may be far above.
@@ -191,9 +189,7 @@ def segments(found: Estimate) -> str:
     return f"{[sum(each) >> 20 for each in (found.weights, found.context, found.compute, found.runtime)]} MiB"
 
 
-async def test_what_was_reserved_for_a_fork_is_never_used_for_an_executed_worker(
-    launcher: ForkingLauncher, snapshot: Path
-) -> None:
+async def test_a_worker_that_must_be_forked_is_never_executed(launcher: ForkingLauncher, snapshot: Path) -> None:
     command = Serve(snapshot=str(snapshot), listen="", name="m", ctx_size=CTX)
     program = Program(model="m", worker="m#3", env={"A": "b"}, must_fork=True)
     with pytest.raises(NotForked, match="m#3: no fork server can fork it"):
@@ -201,7 +197,7 @@ async def test_what_was_reserved_for_a_fork_is_never_used_for_an_executed_worker
             raise AssertionError("it got ready")
 
 
-async def test_a_forked_worker_says_why_it_fails(launcher: ForkingLauncher, tmp_path: Path) -> None:
+async def test_a_forked_worker_reports_the_cause_of_its_failure(launcher: ForkingLauncher, tmp_path: Path) -> None:
     with pytest.raises(WorkerLost, match=r"config\.json") as lost:
         async with launcher.serve(
             FORKED, Serve(snapshot=str(tmp_path), listen="", name="m"), {CPU: GIB}, lambda event: None
@@ -210,20 +206,20 @@ async def test_a_forked_worker_says_why_it_fails(launcher: ForkingLauncher, tmp_
     assert lost.value.exit == Exit.UNUSABLE
 
 
-async def test_a_divided_model_stays_within_its_estimate_and_ends_as_a_whole(
+async def test_a_tensor_parallel_model_stays_within_its_estimate_and_ends_as_a_whole(
     launcher: ForkingLauncher, snapshot: Path
 ) -> None:
-    """What all its processes take together is what is measured; both figures of it are no less."""
+    """The memory of all its processes together is measured, and is within both estimates."""
     pulses: asyncio.Queue[Pulse] = asyncio.Queue()
 
     def listen(event: Event) -> None:
         if isinstance(event, Pulse):
             pulses.put_nowait(event)
 
-    said = Preset(id="m", ctx_size=CTX, parallel=ROWS, threads=1, tensor_parallel=2)
+    preset = Preset(id="m", ctx_size=CTX, parallel=ROWS, threads=1, tensor_parallel=2)
     shared: dict[str, Any] = {"snapshot": str(snapshot), "ctx_size": CTX, "parallel": ROWS, "tensor_parallel": 2}
     traced = await launcher.estimate(FORKED, argv.Estimate(**shared))
-    static = tensor_parallel.estimate(checkpoint.read(snapshot), said, 2, on_host=True, forked=True)
+    static = tensor_parallel.estimate(checkpoint.read(snapshot), preset, 2, on_host=True, forked=True)
     async with launcher.serve(FORKED, Serve(**shared, listen="", name="m"), {CPU: GIB}, listen) as worker:
         (follower,) = children(worker.pid)
         assert os.getpgid(follower) == os.getpgid(worker.pid)
@@ -233,12 +229,12 @@ async def test_a_divided_model_stays_within_its_estimate_and_ends_as_a_whole(
         last = await asyncio.wait_for(pulses.get(), DEADLINE)
     await_end(follower, 1.0)
     most = last.measured["cpu"] + last.later
-    for each in (static, from_trace(traced, said, forked=True)):
+    for each in (static, from_trace(traced, preset, forked=True)):
         assert most <= each.total, f"{each.source}: {most >> 20} MiB of {segments(each)}"
         assert each.source == "static" or each.total <= 1.4 * most, f"{most >> 20} MiB of {segments(each)}"
 
 
-async def test_followers_die_with_a_leader_that_is_killed(launcher: ForkingLauncher, snapshot: Path) -> None:
+async def test_ranks_die_with_a_killed_leader(launcher: ForkingLauncher, snapshot: Path) -> None:
     command = Serve(snapshot=str(snapshot), listen="", name="m", ctx_size=CTX, tensor_parallel=4)
     with pytest.raises(WorkerLost, match=r"2 heads of keys and values, which 4 does not divide"):
         async with launcher.serve(FORKED, command, {CPU: GIB}, lambda event: None):

@@ -1,6 +1,6 @@
-"""The leash, with real processes: whoever dies first, nothing is left behind.
+"""Supervision with real processes: a worker ends with its router, however either of them ends.
 
-Each child is a few lines that take the leash first and then do what the test is about.
+Each child is a few lines that attach first and then do what the test is about.
 """
 
 import contextlib
@@ -14,29 +14,32 @@ from worker.program import supervision
 from worker.protocol.events import Exit, Failed, Progress, Pulse
 
 STDIN = f"{TOKEN}\n".encode()
-TAKE = (
+ATTACH = (
     "import os, sys\n"
-    "from worker.program import supervision\ntied = supervision.attach(supervised=True, parent_pid=int(sys.argv[1]))\n"
+    "from worker.program import supervision\n"
+    "channel = supervision.attach(supervised=True, parent_pid=int(sys.argv[1]))\n"
 )
-SAY_PID = "from worker.protocol import events\ntied.send(events.Progress(stage='pid', done=os.getpid()))\n"
+SEND_PID = "from worker.protocol import events\nchannel.send(events.Progress(stage='pid', done=os.getpid()))\n"
 WAIT = "import threading\nthreading.Event().wait()\n"
 WAIT_IN_C = "import ctypes\nwhile True: ctypes.PyDLL(None).pause()\n"  # PyDLL: the interpreter lock stays held
 
 
 def supervised(code: str, *, spawner: int | None = None, stdin: bytes = STDIN, pass_fds: Sequence[int] = ()) -> Child:
-    argv = python("-c", TAKE + code, str(os.getpid() if spawner is None else spawner))
+    argv = python("-c", ATTACH + code, str(os.getpid() if spawner is None else spawner))
     return Child(argv, stdin=stdin, pass_fds=pass_fds)
 
 
 @contextlib.contextmanager
-def spawned_by_another(code: str) -> Iterator[tuple[Child, int]]:
-    """A spawner, and the pid of its leashed child, which runs `code`. The child's stdin stays open whatever happens to
-    the spawner, so that only the parent's death itself can end it."""
+def child_of_another(code: str) -> Iterator[tuple[Child, int]]:
+    """A spawner, and the pid of its supervised child, which runs `code`.
+
+    The child's stdin stays open when the spawner dies, so that only the parent's death itself can end it.
+    """
     reader, writer = os.pipe()
     os.write(writer, STDIN)
     program = (
         "import os, subprocess, sys, threading\n"
-        f"code = {TAKE + SAY_PID + code!r}\n"
+        f"code = {ATTACH + SEND_PID + code!r}\n"
         f"subprocess.Popen([sys.executable, '-P', '-c', code, str(os.getpid())], stdin={reader})\n"
         "threading.Event().wait()\n"
     )
@@ -51,34 +54,34 @@ def spawned_by_another(code: str) -> Iterator[tuple[Child, int]]:
 
 
 def test_a_worker_dies_with_its_spawner() -> None:
-    with spawned_by_another(WAIT) as (spawner, pid):
+    with child_of_another(WAIT) as (spawner, pid):
         spawner.signal(signal.SIGKILL)
         await_end(pid)
 
 
 def test_a_worker_dies_with_its_spawner_even_while_c_code_holds_the_interpreter() -> None:
-    with spawned_by_another(WAIT_IN_C) as (spawner, pid):
+    with child_of_another(WAIT_IN_C) as (spawner, pid):
         spawner.signal(signal.SIGKILL)
         await_end(pid)
 
 
 def test_the_end_of_stdin_ends_a_worker_as_orphaned() -> None:
-    with supervised(SAY_PID + WAIT) as child:
+    with supervised(SEND_PID + WAIT) as child:
         child.event(Progress)
         child.close_stdin()
         assert child.exit() == Exit.ORPHANED
 
 
-def test_a_worker_hears_the_first_line_after_the_token_and_no_other() -> None:
-    say = "tied.send(events.Failed(message=tied.receive_line().decode()))\n"
-    with supervised(SAY_PID + say + say, stdin=STDIN + b"go") as child:
+def test_a_worker_receives_the_first_line_after_the_token_and_no_other() -> None:
+    send_line = "channel.send(events.Failed(message=channel.receive_line().decode()))\n"
+    with supervised(SEND_PID + send_line + send_line, stdin=STDIN + b"go") as child:
         child.event(Progress)
         child.send(b" on\nnoise\n")
         assert [child.event(Failed).message for _ in range(2)] == ["go on", "go on"]
 
 
-def test_words_after_the_token_change_nothing() -> None:
-    with supervised(SAY_PID + WAIT, stdin=STDIN + b"noise\n" * 9) as child:
+def test_lines_after_the_token_change_nothing() -> None:
+    with supervised(SEND_PID + WAIT, stdin=STDIN + b"noise\n" * 9) as child:
         child.event(Progress)
         child.close_stdin()
         assert child.exit() == Exit.ORPHANED
@@ -96,15 +99,17 @@ def test_stdin_that_ends_before_the_token_ends_the_worker() -> None:
 
 
 def test_the_token_is_the_first_line_of_stdin() -> None:
-    with supervised("from worker.protocol import events\ntied.send(events.Failed(message=tied.token))\n") as child:
+    with supervised(
+        "from worker.protocol import events\nchannel.send(events.Failed(message=channel.token))\n"
+    ) as child:
         assert child.event(Failed).message == TOKEN
         assert child.exit() == 0
 
 
-def test_no_library_can_speak_on_the_event_channel() -> None:
+def test_output_of_libraries_does_not_reach_the_event_channel() -> None:
     code = (
         "print('from print', flush=True); os.write(1, b'from C\\n'); os.system('echo from a child; cat')\n"
-        "from worker.protocol import events\ntied.send(events.Failed(message='ours'))\n"
+        "from worker.protocol import events\nchannel.send(events.Failed(message='ours'))\n"
     )
     with supervised(code) as child:
         assert child.events() == [Failed(message="ours")]
@@ -112,31 +117,31 @@ def test_no_library_can_speak_on_the_event_channel() -> None:
         assert child.log.split("\n")[:3] == ["from print", "from C", "from a child"]
 
 
-def test_a_leashed_process_volunteers_for_the_oom_killer_and_leaves_no_core() -> None:
+def test_a_supervised_process_raises_its_oom_score_and_leaves_no_core() -> None:
     code = (
         "import ctypes\nfrom worker.protocol import events\n"
         "score = int(open('/proc/self/oom_score_adj').read())\n"
         "read = ctypes.CDLL(None).prctl\n"
-        "tied.send(events.Progress(stage=f'{read(3)} {read(39, 0, 0, 0, 0)}', done=score))\n" + WAIT
+        "channel.send(events.Progress(stage=f'{read(3)} {read(39, 0, 0, 0, 0)}', done=score))\n" + WAIT
     )
     before = int(Path("/proc/self/oom_score_adj").read_text())
     with supervised(code) as child:
-        said = child.event(Progress)
-        assert said.done == min(1000, before + supervision.OOM_SCORE)
-        assert said.stage == "0 1", "PR_GET_DUMPABLE, PR_GET_NO_NEW_PRIVS"
+        event = child.event(Progress)
+        assert event.done == min(1000, before + supervision.OOM_SCORE)
+        assert event.stage == "0 1", "PR_GET_DUMPABLE, PR_GET_NO_NEW_PRIVS"
 
 
-def test_resident_memory_of_a_leashed_process_stays_readable() -> None:
+def test_resident_memory_of_a_supervised_process_stays_readable() -> None:
     code = (
         "from worker.protocol import events\n"
         "own = [line for line in open('/proc/self/status') if line.startswith('VmHWM')]\n"
         "pages = int(open('/proc/self/statm').read().split()[1])\n"
-        "tied.send(events.Progress(stage=own[0], done=pages))\n" + WAIT
+        "channel.send(events.Progress(stage=own[0], done=pages))\n" + WAIT
     )
     with supervised(code) as child:
-        said = child.event(Progress)
-        assert said.done > 0
-        assert said.stage.startswith("VmHWM")
+        event = child.event(Progress)
+        assert event.done > 0
+        assert event.stage.startswith("VmHWM")
         assert int(Path(f"/proc/{child.pid}/statm").read_text().split()[1]) > 0
 
 
@@ -146,14 +151,14 @@ def test_a_full_pipe_drops_pulses_and_delays_everything_else() -> None:
     code = (
         "from worker.protocol import events\n"
         f"for step in range({pulses}):\n"
-        "    tied.send(events.Pulse(steps=step, running=0, waiting=0, measured={'cpu': 1}))\n"
+        "    channel.send(events.Pulse(steps=step, running=0, waiting=0, measured={'cpu': 1}))\n"
         f"os.close({writer})\n"
-        "tied.send(events.Failed(message='x' * 300_000))\n"
-        "tied.send(events.Failed(message='the end'))\n"
+        "channel.send(events.Failed(message='x' * 300_000))\n"
+        "channel.send(events.Failed(message='the end'))\n"
     )
     with supervised(code, pass_fds=[writer]) as child:
         os.close(writer)
-        assert os.read(reader, 1) == b"", "end of file: all pulses are said, though nobody has read one"
+        assert os.read(reader, 1) == b"", "end of file: all pulses were sent, and none was read"
         os.close(reader)
         events = child.events()  # each one decodes: no line is cut
         assert child.exit() == 0
@@ -167,8 +172,8 @@ def test_a_pulse_too_long_for_one_write_is_whole_all_the_same() -> None:
     code = (
         "from worker.protocol import events\n"
         "measured = {f'device {number}': number for number in range(10_000)}\n"  # 270 KB: a pipe holds 64
-        "for step in range(5): tied.send(events.Pulse(steps=step, running=0, waiting=0, measured=measured))\n"
-        "tied.send(events.Failed(message='the end'))\n"
+        "for step in range(5): channel.send(events.Pulse(steps=step, running=0, waiting=0, measured=measured))\n"
+        "channel.send(events.Failed(message='the end'))\n"
     )
     with supervised(code) as child:
         assert Failed(message="the end") in child.events()  # each one decodes
@@ -178,41 +183,39 @@ def test_a_pulse_too_long_for_one_write_is_whole_all_the_same() -> None:
 def test_lines_of_many_threads_stay_whole() -> None:
     code = (
         "import threading\nfrom worker.protocol import events\n"
-        "def speak(name):\n"
-        "    for step in range(50): tied.send(events.Progress(stage=name * 3000, done=step))\n"
-        "threads = [threading.Thread(target=speak, args=(name,)) for name in 'abcd']\n"
+        "def send(name):\n"
+        "    for step in range(50): channel.send(events.Progress(stage=name * 3000, done=step))\n"
+        "threads = [threading.Thread(target=send, args=(name,)) for name in 'abcd']\n"
         "[thread.start() for thread in threads]; [thread.join() for thread in threads]\n"
     )
     with supervised(code) as child:
         events = child.events()
         assert child.exit() == 0
-    said = [(event.stage[0], event.done) for event in events if isinstance(event, Progress)]
-    assert sorted(said) == [(name, step) for name in "abcd" for step in range(50)]
+    received = [(event.stage[0], event.done) for event in events if isinstance(event, Progress)]
+    assert sorted(received) == [(name, step) for name in "abcd" for step in range(50)]
 
 
 def test_a_router_that_stops_reading_for_good_ends_the_worker() -> None:
-    code = "from worker.protocol import events\nwhile True: tied.send(events.Progress(stage='x'))\n"
+    code = "from worker.protocol import events\nwhile True: channel.send(events.Progress(stage='x'))\n"
     with supervised(code) as child:
         child.event(Progress)
         child.close_stdout()
         assert child.exit() == Exit.ORPHANED
 
 
-def test_by_hand_no_leash_binds_and_events_still_come() -> None:
+def test_an_unsupervised_worker_sends_events() -> None:
     code = (
         "import os\nfrom worker.program import supervision\nfrom worker.protocol import events\n"
-        "tied = supervision.attach(supervised=False)\nprint('noise', flush=True)\n"
-        "tied.send(events.Failed(message=tied.token))\n"
+        "channel = supervision.attach(supervised=False)\nprint('noise', flush=True)\n"
+        "channel.send(events.Failed(message=channel.token))\n"
     )
     with Child(python("-c", code)) as child:
         assert child.events() == [Failed(message="")]
         assert child.exit() == 0
 
 
-def test_the_leash_is_taken_before_the_contract_is_imported() -> None:
-    code = (
-        "tied.send.__func__; os.write(2, repr(sorted({'json', 'dataclasses', 'inspect'} & set(sys.modules))).encode())"
-    )
+def test_attaching_comes_before_large_imports() -> None:
+    code = "os.write(2, repr(sorted({'json', 'dataclasses', 'inspect'} & set(sys.modules))).encode())"
     with supervised(code) as child:
         assert child.exit() == 0
         assert child.log == "[]"

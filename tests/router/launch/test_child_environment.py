@@ -1,4 +1,4 @@
-"""What a worker sees of the router's environment."""
+"""The environment of worker processes: an allow-list of the router's own."""
 
 import pytest
 
@@ -43,12 +43,12 @@ def test_no_planted_secret_reaches_a_child(verb: Verb) -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_what_a_program_needs_is_handed_on(verb: Verb) -> None:
+def test_ordinary_variables_are_passed_on(verb: Verb) -> None:
     assert ORDINARY.items() <= of(verb).items()
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_it_sees_its_place_and_no_other_device(verb: Verb) -> None:
+def test_a_worker_sees_its_own_devices_and_no_others(verb: Verb) -> None:
     env = of(verb, extra={"CUDA_VISIBLE_DEVICES": "7", "CUDA_DEVICE_ORDER": "FASTEST_FIRST", "FLEET_WORKER": "x"})
     assert env["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
     assert env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
@@ -75,5 +75,5 @@ def test_a_preset_may_change_limits_and_bring_its_own_token_for_the_download() -
     assert of("serve", extra=extra)["HF_HUB_OFFLINE"] == "1"
 
 
-def test_secrets_in_it_are_known_to_the_log() -> None:
+def test_secrets_of_the_environment_are_found() -> None:
     assert set(secrets(of("download", token="hf_given"))) == {"hf_given", NETWORK["HTTPS_PROXY"]}

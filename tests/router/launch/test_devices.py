@@ -1,10 +1,10 @@
-"""Which accelerators an environment shows, and what main memory has to give. The driver: tests/processes."""
+"""Visible accelerators, main memory and the counter of OOM kills. The driver is tested in tests/processes."""
 
 from pathlib import Path
 
 import pytest
 
-from router.launch.devices import CPU, Devices, Found, parse_index, visible
+from router.launch.devices import CPU, Devices, Found, OomKills, count_oom_kills, parse_index, visible
 from router.planner.ledger import LOCAL, DeviceId
 
 GIB = 1 << 30
@@ -14,7 +14,7 @@ MEMINFO = f"MemTotal: {16 * GIB // 1024} kB\nMemFree: {GIB // 1024} kB\nMemAvail
 
 
 def uuids(setting: str | None, found: list[Found] = CARDS) -> str:
-    return " ".join(each.uuid for each in visible(found, setting)[0])
+    return " ".join(device.uuid for device in visible(found, setting)[0])
 
 
 @pytest.mark.parametrize(
@@ -47,12 +47,12 @@ def test_a_visible_device_setting_is_read_as_cuda_reads_it(setting: str | None, 
         ("0,GPU-a1", "", "twice"),
     ],
 )
-def test_a_setting_that_hides_more_than_it_says_is_reported(setting: str, expected: str, named: str) -> None:
+def test_an_invalid_entry_hides_what_follows_it_and_is_reported(setting: str, expected: str, named: str) -> None:
     assert uuids(setting) == expected
     assert named in visible(CARDS, setting)[1]
 
 
-def test_an_instance_goes_by_its_own_uuid_and_its_card_stands_for_all_of_its() -> None:
+def test_an_instance_is_chosen_by_its_uuid_and_its_card_chooses_all_instances() -> None:
     assert uuids("MIG-y", CUT) == "MIG-y"
     assert uuids("1,0", CUT) == "GPU-b1 MIG-x MIG-y"
     assert uuids("GPU-a1", CUT) == "MIG-x MIG-y"
@@ -72,7 +72,7 @@ def test_an_instance_goes_by_its_own_uuid_and_its_card_stands_for_all_of_its() -
         ("GPU-1", None),
     ],
 )
-def test_an_index_is_found_in_what_people_write(text: str, index: int | None) -> None:
+def test_a_device_index_may_be_written_in_several_ways(text: str, index: int | None) -> None:
     assert parse_index(text) == index
 
 
@@ -118,7 +118,7 @@ def test_a_control_group_of_version_2_limits_the_host_without_its_reclaimable_ca
 def test_the_tightest_of_nested_groups_counts(machine: Machine) -> None:
     machine.write("proc/self/cgroup", "0::/box/inner\n")
     machine.write("cgroup/box/memory.max", f"{8 * GIB}\n")
-    machine.write("cgroup/box/memory.current", f"{7 * GIB}\n")  # neighbours use it
+    machine.write("cgroup/box/memory.current", f"{7 * GIB}\n")  # other groups use it
     machine.write("cgroup/box/inner/memory.max", f"{6 * GIB}\n")
     machine.write("cgroup/box/inner/memory.current", f"{1 * GIB}\n")
     assert machine.host() == (6, 5)  # one GiB is left
@@ -156,3 +156,35 @@ def test_an_unsupported_accelerator_is_named_and_not_used(tmp_path: Path, file: 
     note = "the AMD accelerator (/dev/kfd) is not supported by this version: it is not used"
     assert devices.notes.count(note) == count
     assert [reading.id for reading in devices.read()] == [CPU]
+
+
+def test_a_rise_of_the_counter_explains_a_kill_for_some_seconds() -> None:
+    count = 3
+    kills = OomKills(lambda: count)
+    kills.sample(0.0)
+    assert not kills.happened(1.0)
+    count = 4
+    assert kills.happened(2.0)
+    assert kills.happened(5.0)
+    for second in range(6, 12):
+        kills.sample(float(second))
+    assert not kills.happened(12.0), "an old kill explains nothing"
+
+
+def test_the_counter_of_the_own_control_group_takes_precedence(machine: Machine) -> None:
+    proc, cgroup = machine.proc, machine.cgroup
+    assert count_oom_kills(proc=proc, cgroup=cgroup) == 0
+    machine.write("proc/vmstat", "nr_free_pages 5\noom_kill 9\n")
+    assert count_oom_kills(proc=proc, cgroup=cgroup) == 9
+    machine.write("proc/self/cgroup", "4:memory:/box\n1:cpu:/\n")
+    machine.write("cgroup/memory/box/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    assert count_oom_kills(proc=proc, cgroup=cgroup) == 2
+    machine.write("proc/self/cgroup", "0::/pod/box\n")
+    machine.write("cgroup/memory.events", "oom 1\noom_kill 5\noom_group_kill 0\n")
+    assert count_oom_kills(proc=proc, cgroup=cgroup) == 5
+    machine.write("cgroup/pod/box/memory.events", "oom 1\noom_kill 1\n")
+    assert count_oom_kills(proc=proc, cgroup=cgroup) == 1
+
+
+def test_the_counter_of_this_kernel_is_readable() -> None:
+    assert count_oom_kills() >= 0
