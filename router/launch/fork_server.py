@@ -50,8 +50,23 @@ class ForkFailed(RouterError):
 class ForkServerProcess:
     """One fork server process, from its start to its exit."""
 
-    def __init__(self, child: Child, orders: socket.socket, on_warm: Callable[[], None]):
-        """Takes over `orders` and the events of `child`. `on_warm`: called each time it has done imports."""
+    def __init__(self, program: Sequence[str], env: Mapping[str, str], *, log: Log, on_warm: Callable[[], None]):
+        """Start a fork server.
+
+        `program`: the worker command up to the verb. `env`: what its workers have in common. `on_warm`: called each
+        time it has done imports. Raises OSError if it cannot be started.
+        """
+        # SEQPACKET: orders keep their borders, and a broken one cannot shift the following ones.
+        orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        orders.setblocking(False)
+        try:
+            with theirs:
+                command = ForkServerOptions(orders=theirs.fileno(), supervised=True, parent_pid=os.getpid())
+                argv, passed = [*program, *to_argv(command)], [theirs.fileno()]
+                child = Child.spawn(argv, env, name=NAME, log=log, private=True, pass_fds=passed)
+        except OSError:
+            orders.close()
+            raise
         self.child = child
         self.pid = child.pid
         self.is_warm = False  # its imports are done
@@ -69,27 +84,6 @@ class ForkServerProcess:
         self._timer: asyncio.TimerHandle | None = None  # runs while it owes a reply
         child.on_event = self._on_event
         child.exited.add_done_callback(self._on_exited)
-
-    @classmethod
-    def start(
-        cls, program: Sequence[str], env: Mapping[str, str], *, log: Log, on_warm: Callable[[], None]
-    ) -> "ForkServerProcess":
-        """Start a fork server. `program`: the worker command up to the verb; `env`: what its workers have in common.
-
-        Raises OSError if it cannot be started.
-        """
-        # SEQPACKET: orders keep their borders, and a broken one cannot shift the following ones.
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        try:
-            with theirs:
-                command = ForkServerOptions(orders=theirs.fileno(), supervised=True, parent_pid=os.getpid())
-                argv, passed = [*program, *to_argv(command)], [theirs.fileno()]
-                child = Child.spawn(argv, env, name=NAME, log=log, private=True, pass_fds=passed)
-        except OSError:
-            ours.close()
-            raise
-        return cls(child, ours, on_warm)
 
     @property
     def can_fork(self) -> bool:
@@ -373,7 +367,7 @@ class ForkServerSupervisor:
         """Run one fork server from its start to its exit. Raises OSError if it cannot be started."""
         tag = self._processes.folder.tag("", NAME)
         env = self._environment(tag)
-        self.server = ForkServerProcess.start(self._program, env, log=Log(NAME, NAME), on_warm=lambda: self.on_warm())
+        self.server = ForkServerProcess(self._program, env, log=Log(NAME, NAME), on_warm=lambda: self.on_warm())
         child = self.server.child
         try:
             self._processes.add(tag, child, NAME)

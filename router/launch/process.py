@@ -195,12 +195,12 @@ class Pipes:
 class Child:
     """One process in a session and group of its own, from its start until it is reaped."""
 
-    def __init__(self, pid: int, pipes: Pipes, name: str, log: Log, reap: Reap, *, pause: float = ROUND):
-        """Takes over the process `pid`, running or a zombie, and our ends of its pipes. `pause`: seconds, see ROUND.
+    def __init__(self, pid: int, pipes: Pipes, name: str, log: Log, reap: Reap):
+        """Takes over the process `pid`, running or a zombie, and our ends of its pipes.
 
         Must be called in the loop's thread. Raises OSError if no descriptor is left; then nothing was taken over.
         """
-        self._pause = pause
+        self.pause = ROUND
         self._pipes = pipes
         self._name = name
         self._log = log
@@ -239,12 +239,11 @@ class Child:
         log: Log,
         private: bool,
         pass_fds: Sequence[int] = (),
-        pause: float = ROUND,
     ) -> "Child":
         """Start a process by exec.
 
         `name`: for messages. `private`: only its user may read the files that it creates. `pass_fds`: descriptors that
-        it inherits besides its pipes, under the same numbers. `pause`: see ROUND.
+        it inherits besides its pipes, under the same numbers.
 
         Raises OSError if there is no such program, or no room for another process.
         """
@@ -274,7 +273,7 @@ class Child:
             report(code)
 
         try:
-            return cls(process.pid, pipes, name, log, reap, pause=pause)
+            return cls(process.pid, pipes, name, log, reap)
         except OSError:
             process.kill()
             process.wait()
@@ -389,7 +388,7 @@ class Child:
         self._had_request = False
         self._read(self._events, 1)
         if self._had_request:
-            self._loop.call_later(self._pause, self._read_round)
+            self._loop.call_later(self.pause, self._read_round)
         elif self._events in self._reads:
             self._in_rounds = False
             self._loop.add_reader(self._events, self._read, self._events, 1)
@@ -409,10 +408,10 @@ class Child:
         if self._had_request and not self._in_rounds:
             # Two such events within ROUND: requests end quickly one after the other, so begin rounds.
             before, self._request_at = self._request_at, self._loop.time()
-            if self._request_at - before < self._pause:
+            if self._request_at - before < self.pause:
                 self._in_rounds = True
                 self._loop.remove_reader(self._events)
-                self._loop.call_later(self._pause, self._read_round)
+                self._loop.call_later(self.pause, self._read_round)
 
     def _on_stderr(self, data: bytes) -> None:
         for line in self._text.feed(data.replace(b"\r", b"\n")):  # progress bars overwrite their line

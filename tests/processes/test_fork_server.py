@@ -49,7 +49,7 @@ async def warm_fork_server(*, answer: float = DEADLINE, **environ: str) -> Async
     """A warm fork server of `fork_server_program`. `answer`: its `answer_timeout`."""
     warm = asyncio.Event()
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": ROOT, "OPENBLAS_NUM_THREADS": "1", **environ}
-    fork_server = ForkServerProcess.start(PROGRAM, env, log=Log("fork-server", "fork-server"), on_warm=warm.set)
+    fork_server = ForkServerProcess(PROGRAM, env, log=Log("fork-server", "fork-server"), on_warm=warm.set)
     fork_server.answer_timeout = answer
     try:
         async with asyncio.timeout(DEADLINE):

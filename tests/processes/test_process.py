@@ -37,7 +37,8 @@ async def running(
     events: asyncio.Queue[Event] = asyncio.Queue()
     output = Log("m", "m#1", secrets=secrets)
     argv = [sys.executable, "-P", "-c", code, f"--listen=unix:/run/{tag}.sock"]
-    child = Child.spawn(argv, env, name="m#1", log=output, private=True, pause=pause)
+    child = Child.spawn(argv, env, name="m#1", log=output, private=True)
+    child.pause = pause
     try:
         child.on_event = events.put_nowait
         child.send_token(TOKEN)

@@ -93,7 +93,7 @@ class ForkServerLoop:
         self._channel = channel
         self._run = run
         self._prebuilt: PrebuiltModels | None = None
-        # Models to prebuild, by snapshot: the time from which on (monotonic clock), and the options.
+        # Models to prebuild, by snapshot, the earliest first: from when on (monotonic clock), and the options.
         self._to_prebuild: dict[str, tuple[float, Serve]] = {}
         self._trial: PrebuildTrial | None = None
 
@@ -138,7 +138,7 @@ class ForkServerLoop:
         if self._trial is not None:
             due = self._trial.deadline
         elif self._to_prebuild:
-            due = min(due for due, _ in self._to_prebuild.values())
+            due = next(iter(self._to_prebuild.values()))[0]
         elif self._prebuilt:
             due = now + TIDY_INTERVAL
         else:
@@ -174,9 +174,9 @@ class ForkServerLoop:
             self._survey()
             self._channel.send(ModulesImported())
         elif self._to_prebuild:
-            snapshot, (due, command) = min(self._to_prebuild.items(), key=lambda entry: entry[1][0])
+            due, command = next(iter(self._to_prebuild.values()))
             if due <= now:
-                del self._to_prebuild[snapshot]
+                del self._to_prebuild[command.snapshot]
                 self._trial = PrebuildTrial(command, self._prebuilt)
         else:
             self._prebuilt.drop_stale()
