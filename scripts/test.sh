@@ -32,7 +32,7 @@ step ruff check .
 step ruff format --check .
 step mypy
 export OMP_NUM_THREADS=1
-# Two processes, since half of the tests wait for child processes. Files run in tree order: the longest come first.
+# Two processes. A file runs in one of them; tests/conftest.py puts the longest files first.
 step pytest -n 2 --dist loadfile --no-loadscope-reorder ${tests[@]+"${tests[@]}"}
 
 if [ ${#failed[@]} -gt 0 ]; then

@@ -1,4 +1,4 @@
-"""The `slow` mark: tests with real processes, and files that take more than a second in all."""
+"""The `slow` mark (tests with real processes, files that take more than a second in all) and the order of files."""
 
 import signal
 from pathlib import Path
@@ -24,6 +24,17 @@ SLOW = (
     "worker/test_detokenizer_families.py",
 )
 
+LONGEST = (
+    "worker/estimate/test_exact_estimate.py",
+    "worker/engines/run/test_on_a_device.py",
+    "worker/engines/test_engine_equality.py",
+    "test_bench_engine.py",
+    "test_gpu_check.py",
+    "processes/test_demo_end_to_end.py",
+    "processes/test_worker_program.py",
+)
+"""Files that run first. pytest-xdist gives a whole file to one process, so a long file at the end would run alone."""
+
 settings.register_profile("busy", deadline=None)  # the time that one example takes depends on the machine
 settings.load_profile("busy")
 
@@ -33,6 +44,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {TESTS / name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
     for item in items:
         if any(item.path.is_relative_to(TESTS / name) for name in SLOW):
             item.add_marker("slow")
