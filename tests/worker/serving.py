@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests import tiny
@@ -66,6 +67,15 @@ class Serving:
             text = (await answer.read()).decode()
         assert text.endswith("\n\n")
         return text[:-2].split("\n\n")
+
+    async def failed_stream(self, path: str, body: Any) -> bytes:
+        """Return the data of a stream before its connection is aborted."""
+        data = b""
+        with pytest.raises(aiohttp.ClientError):  # noqa: PT012 - the end of the connection comes last
+            async with self.client.post(self.url + path, json=body) as answer:
+                async for part in answer.content.iter_any():
+                    data += part
+        return data
 
 
 @contextlib.asynccontextmanager

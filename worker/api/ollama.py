@@ -101,6 +101,7 @@ async def generate(body: Json, model: ServedModel, *, waited: float = 0.0) -> Ge
         other = "raw" if raw else "suffix" if suffix else "images"
         raise InvalidValue(f"context and {other} exclude each other; send one of them", param="context")
     if raw or suffix or not model.template.exists:
+        # A text completion. Its schema has no fields of the template; unknown ones would be reported as ignored.
         chat_body.pop("chat_template_kwargs", None), chat_body.pop("reasoning_effort", None)
         top = logprobs.get("top_logprobs") or 0 if logprobs.get("logprobs") else None
         joined = f"{system}\n{prompt}" if system and not raw else prompt
@@ -110,6 +111,7 @@ async def generate(body: Json, model: ServedModel, *, waited: float = 0.0) -> Ge
         before = [{"role": "system", "content": system}] if system else []
         chat_body["messages"] = [*before, {"role": "user", "content": _content(images, prompt)}]
         parsed = await parse_chat({**chat_body, **logprobs}, model, id=id, names=_NAMES, before=context)
+    # a context continues a conversation; token ids cannot represent images
     has_context = not (raw or suffix or images)
     return _call(parsed, num_ctx, keep_alive, ignored, is_chat=False, waited=waited, has_context=has_context)
 
@@ -122,12 +124,13 @@ async def embed(body: Json, model: ServedModel, *, waited: float = 0.0) -> JsonA
     _ignore_options(fields, model)
     texts = fields.take("input")
     truncate = fields.flag("truncate")
-    chat_body = {"input": texts, "dimensions": fields.integer("dimensions") or None, "truncate": truncate is not False}
+    dimensions = fields.integer("dimensions") or None  # 0 means all dimensions
+    openai_body = {"input": texts, "dimensions": dimensions, "truncate": truncate is not False}
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     if texts in (None, "", []):
         model.require("embedding")
         return JsonAnswer(body={"model": name, "embeddings": []}, ignored=ignored, keep_alive=keep_alive)
-    embedded = await vectors.embeddings(chat_body, model)
+    embedded = await vectors.embeddings(openai_body, model)
     answer = {
         "model": name,
         "embeddings": [item["embedding"] for item in embedded.body["data"]],
