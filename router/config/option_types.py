@@ -74,6 +74,12 @@ class Flag(Kind, click.types.BoolParamType):
         return "on" if value else "off"
 
 
+def switch_words(on: str, off: str) -> dict[str, str]:
+    """The words for on and off as other spellings of two values of a `Choice`."""
+    words = {"on": on, "yes": on, "true": on, "1": on, "enabled": on}
+    return words | {"off": off, "no": off, "false": off, "0": off, "disabled": off}
+
+
 class Integer(Kind, click.IntRange):
     """A whole number between `low` and `high`, or one of `words`."""
 

@@ -29,6 +29,7 @@ from router.config.option_types import (
     Strings,
     Text,
     shown,
+    switch_words,
 )  # fmt: skip
 from worker.protocol.argv import ENGINES, AdapterSource
 
@@ -78,22 +79,13 @@ _QUANTIZATION = Choice(
 )
 _ATTENTION = Choice(
     ("auto", "eager", "sdpa"),
-    {
-        **dict.fromkeys(("off", "0", "false", "disabled"), "eager"),
-        **dict.fromkeys(("on", "1", "true", "enabled", "-1"), "auto"),
-    },
+    {**switch_words("auto", "eager"), "-1": "auto"},
     dict.fromkeys(
         ("flash", "flash_attention_2", "flash_attention_3"),
         "leave attention at auto, which uses PyTorch's FlashAttention kernel where the device has one",
     ),
 )
-_ENABLE_LORA = Choice(
-    ("auto", "on", "off"),
-    {
-        **dict.fromkeys(("true", "1", "yes", "enabled"), "on"),
-        **dict.fromkeys(("false", "0", "no", "disabled"), "off"),
-    },
-)
+_ENABLE_LORA = Choice(("auto", "on", "off"), switch_words("on", "off"))
 _ENGINE = Choice(
     tuple(ENGINES),
     {"python": "transformers"},
