@@ -1,9 +1,9 @@
-"""Random fleets, clients and misfortunes in virtual time: one world by its seed, and what must hold at every step.
+"""Random fleets, clients and failures in virtual time: one world per seed, and the invariants of every step.
 
-A world is *wild* or *calm*. In a wild one workers crash, run out of memory and hang on to it, clients leave, operators
-load, unload, rewrite presets, neighbours take memory. In a calm one nobody does, so that the bound of a wait is known
-as soon as somebody joins the queue, and is held to. Some worlds are *crowded*: most clients want the same model and
-hardly think, so that it never idles by itself.
+A world is *wild* or *calm*. In a wild one workers crash and run out of memory, clients disconnect, operators load,
+unload and rewrite presets, and other programs take memory. In a calm one none of this happens, so the bound of a wait
+is known when a request joins the queue, and is checked. Some worlds are *crowded*: most clients request the same model
+in quick succession, so that it is never idle by itself.
 """
 
 import asyncio
@@ -28,15 +28,15 @@ from tests.router.planner.questions import overtaken, starts_too_much, superfluo
 
 MARGIN = GIB // 2
 CALM = 3
-"""Every so manyth seed is a calm world."""
+"""Every third seed is a calm world."""
 CROWDED = (1, 3, 4, 6)
-"""Of every eight seeds those are crowded worlds."""
-LONGEST, LOAD, STOP, TURN = 8.0, 8.0, 3.0, 10.0
-"""Seconds: of a request in a calm world, of a load, of stopping and settling; the turn."""
+"""The crowded worlds, by the remainder of the seed by 8."""
+LONGEST, LOAD, STOP, RESIDENCY = 8.0, 8.0, 3.0, 10.0
+"""Seconds: of a request in a calm world, of a load, of stopping and settling; the minimum residency."""
 
 
 class Exploration:
-    """One random world and what is to be true of it."""
+    """One random world and its invariants."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
@@ -84,15 +84,15 @@ class Exploration:
         self.states: dict[int, State] = {}
         self.answers = 0
         self.prepared = 0
-        """How often a newcomer was prepared while it waited."""
+        """The number of early starts."""
         self.refusals = 0
         self.longest = 0.0
-        """Of all waits in a calm world, as a share of what it might have been."""
+        """The longest wait of a calm world, as a share of its bound."""
         self._looking = False
         self._broken: list[str] = []
 
     def parted(self, names: list[str]) -> dict[str, tuple[int, int]]:
-        """Some models of a world with two accelerators lie on both, seldom as much on one as on the other."""
+        """Return the shards of models that are split over two accelerators, seldom evenly."""
         if GPU1 not in self.totals:
             return {}
         pick = random.Random(self.random.getstate()[1][0])
@@ -113,15 +113,15 @@ class Exploration:
             estimate_seconds=pick.uniform(0.1, 2.0),
             prepare_seconds=pick.uniform(0.0, 4.0),
             prepared=pick.choice([GIB // 16, GIB // 4, GIB // 2]),
-            prepare_fails=[self.misfortune() for _ in range(pick.choice([0, 0, 0, 1]) if wild else 0)],
-            start_fails=[self.misfortune() for _ in range(pick.choice([0, 0, 0, 1, 2]) if wild else 0)],
+            prepare_fails=[self.failure() for _ in range(pick.choice([0, 0, 0, 1]) if wild else 0)],
+            start_fails=[self.failure() for _ in range(pick.choice([0, 0, 0, 1, 2]) if wild else 0)],
             dies_after=pick.choice([None, None, None, pick.uniform(1.0, 60.0)]) if wild else None,
         )
 
     def keys(self, limits: Limits) -> dict[str, Any]:
         pick = self.random
         if self.calm:
-            return {"min_residency": min(TURN, limits.patience)}
+            return {"min_residency": min(RESIDENCY, limits.patience)}
         return {
             "ttl": pick.choice([-1.0, -1.0, 5.0]),
             "priority": pick.choice([0, 0, 1]),
@@ -132,7 +132,7 @@ class Exploration:
             "max_concurrent": pick.choice([0, 0, 3]),
         }
 
-    def misfortune(self) -> WorkerLost:
+    def failure(self) -> WorkerLost:
         return self.random.choice(
             [
                 WorkerLost("crash", cause="crashed", exit=1),
@@ -141,10 +141,10 @@ class Exploration:
             ]
         )
 
-    # What must hold
+    # Invariants
 
     def check(self, event: Event) -> None:
-        """After every event; an event log swallows what its listeners raise, so it is kept for the end."""
+        """Check after every event. The event log swallows exceptions of listeners, so they are kept for the end."""
         try:
             self._check(event)
         except AssertionError as broken:
@@ -154,7 +154,7 @@ class Exploration:
         fleet = self.world.fleet
         for device, total in self.totals.items():
             reserved = sum(worker.reserved.get(device, 0) for worker in fleet.workers())
-            reserved += sum(each.request.size for each in fleet.sleepers.all.values() if device == CPU)
+            reserved += sum(weights.request.size for weights in fleet.sleepers.all.values() if device == CPU)
             assert reserved <= total - MARGIN, f"{device}: {reserved} reserved"
         if fleet.limits.models_max:
             assert sum(worker.state.holds_memory for worker in fleet.workers()) <= fleet.limits.models_max
@@ -174,21 +174,21 @@ class Exploration:
             asyncio.get_running_loop().call_soon(self._look)
 
     def _margins(self) -> None:
-        """By driver and by ledger, what the plan starts fits beside all who are here."""
+        """Check that the started demands fit beside all residents, by driver and by ledger."""
         fleet = self.world.fleet
         assert fleet.scheduler.last_plan is not None
         start = fleet.scheduler.last_plan.start
-        here = [one for one in fleet.scheduler.residents() if one.id not in start]
-        # a standby is in the driver's figure already; in the ledger, it is what its worker has beside the claim
+        here = [resident for resident in fleet.scheduler.residents() if resident.id not in start]
+        # An early start is in the driver's figure already. In the ledger it is what its worker has beside the claim.
         for worker in (worker for worker in fleet.workers() if worker.id in start):
             claim = start[worker.id].claim
             held = {id: size - claim.get(id, 0) for id, size in worker.reserved.items() if size > claim.get(id, 0)}
             here.append(Resident(id=-worker.id, model="", reserved=held, starting=True))
-        over = overdrawn(fleet.scheduler.devices, here, [], [each.claim for each in start.values()])
+        over = overdrawn(fleet.scheduler.devices, here, [], [found.claim for found in start.values()])
         assert over == [], f"margin exceeded on {over}"
 
     def _look(self) -> None:
-        """Ask the planner once more as things stand, and hold its answer to its laws."""
+        """Plan once more with the present state, and check the invariants of the plan."""
         self._looking = False
         fleet = self.world.fleet
         if fleet.closing:
@@ -203,17 +203,17 @@ class Exploration:
                 ours = model.all_open
                 assert len(ours) <= self.most[model.preset.id], "too many are open"
                 presets = [worker.preset for worker in ours if worker.preset is not model.preset]
-                assert all(same_load(preset, model.preset) for preset in presets), "two generations admit"
-                assert sum(not worker.best_effort for worker in ours) <= 1, "two needs of one model"
+                assert all(same_load(preset, model.preset) for preset in presets), "workers of two presets are open"
+                assert sum(not worker.best_effort for worker in ours) <= 1, "two required workers of one model"
             if not waiting:
                 return
             answer = question.ask()
             assert starts_too_much(question, answer) == [], "a plan exceeds the margin"
             assert superfluous(question, answer) == [], "a victim is superfluous"
-            assert overtaken(question, answer) == [], "somebody takes the place of somebody ahead"
+            assert overtaken(question, answer) == [], "a demand takes the place of one ahead"
             if not self._is_about_to_plan():
-                assert not answer.start, "room that nobody looked at"
-                assert not answer.evict, "victims that nobody looked at"
+                assert not answer.start, "memory was free and no plan was made"
+                assert not answer.evict, "victims could leave and no plan was made"
         except AssertionError as broken:
             self._broken.append(str(broken))
 
@@ -225,15 +225,15 @@ class Exploration:
         return scheduler._is_requested or looks or (again is not None and again <= fleet.now())
 
     def bound(self, model: str) -> float:
-        """Seconds that a request for `model` may wait that asks now, in a calm world."""
+        """Return the longest wait in seconds of a request for `model` that arrives now, in a calm world."""
         fleet, patience = self.world.fleet, self.world.fleet.limits.patience
         mine = fleet.models[model].open
         queue = [w for w in fleet.workers() if w.state is State.QUEUED]
         ahead = [w for w in queue if mine is None or w.state is not mine.state or w.since < mine.since]
         k = 1 + sum(w is not mine for w in ahead) + sum(w.state is State.STARTING for w in fleet.workers())
-        return patience + k * (LONGEST + LOAD + STOP) + (k - 1) * min(TURN, patience) + 0.1
+        return patience + k * (LONGEST + LOAD + STOP) + (k - 1) * min(RESIDENCY, patience) + 0.1
 
-    # What happens
+    # Clients and operators
 
     async def client(self) -> None:
         pick, names = self.random, list(self.world.presets)
@@ -261,13 +261,13 @@ class Exploration:
                 raise AssertionError(f"a calm world refused: {refused}") from refused
             return
         self.answers += 1
-        assert not ready or waited == 0.0 or not self.calm, f"{model} was ready, and waited {waited}"
+        assert not ready or waited == 0.0 or not self.calm, f"{model} was ready, but waited {waited}"
         if self.calm:
             self.longest = max(self.longest, waited / bound)
-            assert waited <= bound, f"{model} waited {waited:.1f} s where {bound:.1f} are stated"
+            assert waited <= bound, f"{model} waited {waited:.1f} s, the bound is {bound:.1f} s"
 
     async def ask(self, model: str, seconds: float) -> float:
-        """Like `Schedule.ask`; and nobody may have ended the worker meanwhile who had no right to."""
+        """As `Schedule.ask`; also check that the worker was not ended under its lease without a reason."""
         fleet = self.world.fleet
         arrived = fleet.now()
         with fleet.lease(model) as lease:
@@ -276,15 +276,15 @@ class Exploration:
             await asyncio.sleep(seconds)
             worker, over = lease.worker, fleet.now()
             if lease.aborted is None and worker.lost is None:
-                assert worker.process is process, "the lease is another worker's by now"
+                assert worker.process is process, "the lease has moved to another worker"
                 assert worker.state is State.READY, f"{worker} was stopped under its lease: {worker.reason}"
             elif lease.aborted is not None and worker.lost is None:
-                assert worker.deadline is not None, f"{worker} was cut, and nobody had said when: {worker.reason}"
+                assert worker.deadline is not None, f"{worker} was cut without a deadline: {worker.reason}"
                 assert over >= worker.deadline, f"{worker} was cut too early: {worker.reason}"
         return began - arrived
 
     async def meddle(self) -> None:
-        """Operators and neighbours."""
+        """Act as operators and as other programs."""
         pick, names, fleet = self.random, list(self.world.presets), self.world.fleet
         for _ in range(0 if self.calm else pick.randint(0, 6)):
             await asyncio.sleep(pick.expovariate(0.1))
@@ -310,7 +310,7 @@ class Exploration:
                 continue
 
     def edited(self) -> dict[str, Preset]:
-        """Presets as somebody may have rewritten them: one removed, one changed, all of them back, ..."""
+        """Return changed presets: some removed, some changed, some as at the beginning."""
         pick, presets = self.random, dict(self.world.presets)
         for name in tuple(presets):
             match pick.choice(["keep", "keep", "keep", "remove", "restart", "pin", "live"]):
@@ -322,7 +322,7 @@ class Exploration:
                     presets[name] = replace(presets[name], ctx_size=512, pin=True, ttl=5.0)
                 case "live":
                     most = pick.choice([1, 2])
-                    self.most[name] = max(most, self.most[name])  # those beyond end when they idle
+                    self.most[name] = max(most, self.most[name])  # replicas beyond it end when idle
                     presets[name] = replace(presets[name], priority=pick.choice([0, 1]), replicas=(1, most))
         return presets
 
@@ -330,16 +330,16 @@ class Exploration:
         if any(worker.program.model == name and not worker.is_lost for worker in self.world.launcher.running.values()):
             self.world.launcher.die(name)
 
-    # One world from its beginning to its end
+    # The run of a world
 
     async def run(self) -> None:
-        """Returns once everything is over and nobody is left; AssertionError if something did not hold."""
+        """Run the world to its end. Raises AssertionError if an invariant was broken."""
         clients = [asyncio.create_task(self.client()) for _ in range(self.random.randint(2, 12))]
         meddler = asyncio.create_task(self.meddle())
         async with asyncio.timeout(20_000):
             await asyncio.gather(*clients, meddler)
         fleet = self.world.fleet
-        await asyncio.sleep(700)  # explicit loads have found room or given up, too
+        await asyncio.sleep(700)  # until load commands have started or timed out
         assert self._broken == [], self._broken[:3]
         assert all(not worker.leases for worker in fleet.workers())
         assert {worker.state for worker in fleet.workers()} <= {State.READY}
@@ -358,8 +358,8 @@ def worker_of(fleet: Fleet, event: Event) -> Worker:
 
 
 def explore(seed: int) -> Exploration:
-    """One world, lived through, the same each time. Raises AssertionError that names the seed."""
-    random.seed(seed)  # what the router draws of its own: how long it backs off
+    """Run the world of a seed, the same each time. Raises AssertionError with the seed."""
+    random.seed(seed)  # the router draws the length of pauses
 
     async def live() -> Exploration:
         exploration = Exploration(seed)

@@ -22,7 +22,7 @@ def schedule_of(*, missing: bool = True, model: FakeModel | None = None, **field
 
 
 def events_of(schedule: Schedule, kind: str) -> list[Event]:
-    return [event for event in schedule.events.since(0) or () if event.kind == kind]
+    return schedule.events_of(kind)
 
 
 @virtual

@@ -1,4 +1,4 @@
-"""Overlap: a newcomer prepares itself while its victim drains and stops, and is charged for what it holds."""
+"""Early start: a process starts while its victims drain and stop, and its memory is reserved."""
 
 import asyncio
 
@@ -28,10 +28,6 @@ def at(world: Schedule, entry: str) -> float:
     return max(seconds for seconds, noted in world.launcher.timeline if noted == entry)
 
 
-def told(world: Schedule) -> list[str]:
-    return [entry for _, entry in world.launcher.timeline]
-
-
 @virtual
 async def test_a_worker_starts_early_while_its_victim_stops() -> None:
     world = two(prepare_seconds=2.0)
@@ -40,7 +36,7 @@ async def test_a_worker_starts_early_while_its_victim_stops() -> None:
     assert at(world, "prepare b") == at(world, "stop a")
     assert at(world, "prepared b") < at(world, "stopped a") <= at(world, "start b")
     assert waited == pytest.approx(3.0 + 2.0, abs=0.1), "stop and load, and nothing for preparing"
-    assert "dismissed b" not in told(world)
+    assert "dismissed b" not in world.entries("")
 
 
 @virtual
@@ -48,7 +44,7 @@ async def test_an_early_start_slower_than_its_victim_continues_as_the_worker() -
     world = two(prepare_seconds=5.0)
     await world.ask("a")
     assert await world.ask("b") == pytest.approx(5.0 + 2.0, abs=0.1)
-    assert told(world).count("prepare b") == 1
+    assert world.entries("").count("prepare b") == 1
 
 
 @virtual
@@ -59,7 +55,7 @@ async def test_memory_of_an_early_start_becomes_part_of_its_worker() -> None:
     await asyncio.sleep(0.5)
     worker = next(each for each in world.fleet.workers() if each.preset.id == "b")
     assert worker.state is State.QUEUED
-    assert worker.reserved[CPU] > 400 * MIB, "as much as such a process may take, until it says"
+    assert worker.reserved[CPU] > 400 * MIB, "the most that such a process may take, until it is measured"
     await asyncio.sleep(1.0)
     assert worker.reserved == {CPU: HELD}
     await request
@@ -83,7 +79,7 @@ async def test_a_process_without_memory_of_its_own_is_not_started_early() -> Non
     world.launcher.set_foreign(CPU, 2 * GIB - 100 * MIB)
     await world.ask("a")
     await world.ask("b")
-    assert not any(entry.startswith("prepare") for entry in told(world))
+    assert not any(entry.startswith("prepare") for entry in world.entries(""))
 
 
 @virtual
@@ -92,11 +88,11 @@ async def test_an_early_start_without_clients_ends_and_returns_its_memory() -> N
     await world.ask("a")
     request = asyncio.create_task(world.ask("b"))
     await asyncio.sleep(1.0)
-    assert "prepared b" in told(world)
+    assert "prepared b" in world.entries("")
     request.cancel()
     await asyncio.gather(request, return_exceptions=True)
     await asyncio.sleep(10.0)
-    assert "dismissed b" in told(world)
+    assert "dismissed b" in world.entries("")
     assert world.fleet.workers() == []
     assert world.launcher.used(CPU) == 0
 
@@ -106,7 +102,7 @@ async def test_a_crashed_early_start_does_not_fail_the_request() -> None:
     world = two(prepare_fails=[WorkerLost("b: ended by signal 9", cause="crashed", exit=-9)])
     await world.ask("a")
     assert await world.ask("b") == pytest.approx(3.0 + 2.0, abs=0.1)
-    assert told(world).count("prepare b") == 1, "once in a life"
+    assert world.entries("").count("prepare b") == 1, "at most once per worker"
     assert world.fleet.models["b"].failure is None
 
 
@@ -127,7 +123,7 @@ async def test_a_new_request_for_a_victim_waits_behind_the_demand() -> None:
     await asyncio.sleep(1.0)
     again = asyncio.create_task(world.ask("a"))
     await asyncio.gather(newcomer, again)
-    assert [entry for entry in told(world) if entry.startswith("ready")] == ["ready a", "ready b", "ready a"]
+    assert [entry for entry in world.entries("") if entry.startswith("ready")] == ["ready a", "ready b", "ready a"]
 
 
 @virtual
@@ -148,16 +144,16 @@ async def test_an_early_start_ends_for_a_demand_ahead() -> None:
     await world.ask("a")
     behind = asyncio.create_task(world.ask("b"))
     await asyncio.sleep(1.0)
-    assert "prepared b" in told(world)
+    assert "prepared b" in world.entries("")
     await world.ask("first")
-    assert [entry for entry in told(world) if entry.startswith("ready")] == ["ready a", "ready first"]
+    assert [entry for entry in world.entries("") if entry.startswith("ready")] == ["ready a", "ready first"]
     assert at(world, "dismissed b") < at(world, "start first")
     await behind
 
 
 @virtual
 async def test_victims_do_not_wait_for_the_end_of_an_early_start() -> None:
-    """`first` needs the room of `idle` and that of b's standby: both stop at once, and not one behind the other."""
+    """`first` needs the room of `idle` and that of b's early start. Both stop at the same time."""
     sizes = {"a": 4 * GIB, "b": 4 * GIB, "idle": GIB, "first": 6 * GIB - 100 * MIB}
     models = {name: FakeModel(shards=(size,), stop_seconds=3.0, prepared=200 * MIB) for name, size in sizes.items()}
     keys = {name: {"min_residency": 0.0} for name in sizes} | {"first": {"priority": 1}}
@@ -166,7 +162,7 @@ async def test_victims_do_not_wait_for_the_end_of_an_early_start() -> None:
     await world.ask("idle")
     behind = asyncio.create_task(world.ask("b"))
     await asyncio.sleep(1.0)
-    assert "prepared b" in told(world)
+    assert "prepared b" in world.entries("")
     world.launcher.reading_lag = 1.5
     arrived = world.now
     await world.ask("first")
@@ -197,5 +193,5 @@ async def test_a_closing_router_leaves_no_early_start() -> None:
     await asyncio.sleep(1.0)
     closing = asyncio.create_task(world.fleet.close())
     await asyncio.gather(request, closing, return_exceptions=True)
-    assert told(world)[-1] in ("dismissed b", "stopped a")
+    assert world.entries("")[-1] in ("dismissed b", "stopped a")
     assert world.launcher.used(CPU) == 0

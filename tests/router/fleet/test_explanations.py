@@ -1,4 +1,4 @@
-"""What people are told of decisions: while they wait, beforehand, and afterwards."""
+"""Reports of decisions: while a request waits, in previews, and in events."""
 
 import asyncio
 from dataclasses import replace
@@ -59,10 +59,10 @@ async def test_a_preview_names_the_victims_and_changes_nothing() -> None:
     await world.ask("a")
     await world.ask("b")
     await asyncio.sleep(60)
-    told = await world.fleet.scheduler.preview("c")
-    assert (told["decision"], told["evict"]) == ("evict", [{"model": "a", "reason": "evicted", "idle": True}])
-    assert told["keep"] == {"b": "unneeded"}
-    assert told["shortage"]["cpu"] == {"required": 5 * GIB, "available": GIB, "margin": 0, "used": 7 * GIB}
+    shown = await world.fleet.scheduler.preview("c")
+    assert (shown["decision"], shown["evict"]) == ("evict", [{"model": "a", "reason": "evicted", "idle": True}])
+    assert shown["keep"] == {"b": "unneeded"}
+    assert shown["shortage"]["cpu"] == {"required": 5 * GIB, "available": GIB, "margin": 0, "used": 7 * GIB}
     assert len(world.fleet.workers()) == 2
     assert ("c", "evict") not in plans(world)
 
@@ -78,13 +78,13 @@ async def test_a_preview_has_the_queue_position_of_its_request() -> None:
     await asyncio.sleep(1)
     assert (await world.fleet.scheduler.preview("c"))["decision"] == "start", "by its priority it comes before `b`"
     world.fleet.models.change(replace(world.presets["b"], priority=0))
-    told = await world.fleet.scheduler.preview("c")
-    assert (told["decision"], told["cause"], told["ahead"]) == ("wait", "memory", ["b"])
+    shown = await world.fleet.scheduler.preview("c")
+    assert (shown["decision"], shown["cause"], shown["ahead"]) == ("wait", "memory", ["b"])
     second = asyncio.create_task(world.ask("c"))
     await asyncio.sleep(1)
     assert "start c" not in world.journal
     again = await world.fleet.scheduler.preview("c")
-    assert {**told, "devices": ()} == {**again, "devices": ()}, "as it was told before"
+    assert {**shown, "devices": ()} == {**again, "devices": ()}, "as in the preview"
     assert (await world.fleet.scheduler.preview("b"))["ahead"] == []
     await asyncio.gather(using, first, second)
 
@@ -97,12 +97,12 @@ async def test_a_preview_of_a_failed_model_is_the_error_of_its_request() -> None
         world.launcher.models[name].start_fails = [lost]
         with pytest.raises(ApiError):
             await world.ask(name)
-        with pytest.raises(ApiError) as heard:
+        with pytest.raises(ApiError) as refused:
             await world.ask(name)
-        told = await world.fleet.scheduler.preview(name)
-        assert told == {
-            "decision": "refuse", "reason": heard.value.reason, "message": heard.value.message,
-            "retry_after": heard.value.retry_after,
+        shown = await world.fleet.scheduler.preview(name)
+        assert shown == {
+            "decision": "refuse", "reason": refused.value.reason, "message": refused.value.message,
+            "retry_after": refused.value.retry_after,
         }  # fmt: skip
     await asyncio.sleep(2)
     assert (await world.fleet.scheduler.preview("a"))["decision"] == "start"
@@ -127,7 +127,7 @@ async def test_the_eta_of_a_download_includes_the_load() -> None:
     await asyncio.sleep(0)
     with pytest.raises(QueueFull) as refused:
         await world.ask("a")
-    assert refused.value.retry_after == 60.0, "as much as anybody is told"
+    assert refused.value.retry_after == 60.0, "the most that is reported"
     assert world.fleet.queue.eta(world.fleet.models["a"]) == pytest.approx(80 + FIRST_LOAD_SECONDS)
     await asyncio.gather(first, second)
 
@@ -176,7 +176,7 @@ async def test_replicas_and_reloads_are_counted() -> None:
     await asyncio.sleep(10)
     world.fleet.models.apply(world.presets)
     world.events.append("config_refused", "*", errors=["models.ini:3: x"])
-    told = metrics.render().decode()
-    assert 'router_model_workers{model="a"} 2.0' in told
-    assert 'router_reloads_total{result="applied"} 1.0' in told
-    assert 'router_reloads_total{result="refused"} 1.0' in told
+    shown = metrics.render().decode()
+    assert 'router_model_workers{model="a"} 2.0' in shown
+    assert 'router_reloads_total{result="applied"} 1.0' in shown
+    assert 'router_reloads_total{result="refused"} 1.0' in shown

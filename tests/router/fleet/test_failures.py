@@ -1,4 +1,4 @@
-"""What goes wrong in a fleet, and what everybody hears of it; in virtual time."""
+"""Failures of a fleet and their reports, in virtual time."""
 
 import asyncio
 import itertools
@@ -36,7 +36,7 @@ def crash(message: str = "died", exit: int | None = 1) -> WorkerLost:
 
 
 def killed(exit: int = -9) -> WorkerLost:
-    return WorkerLost("somebody killed it", cause="crashed", exit=exit)
+    return WorkerLost("killed from outside", cause="crashed", exit=exit)
 
 
 def out_of_memory() -> WorkerLost:
@@ -52,13 +52,13 @@ async def outcome(request: "asyncio.Future[Any]") -> Any:
     return (await asyncio.gather(request, return_exceptions=True))[0]
 
 
-def states_told(world: Schedule) -> dict[int, list[str]]:
-    """What the event log says of each worker, in order."""
-    told: dict[int, list[str]] = {}
+def states_by_worker(world: Schedule) -> dict[int, list[str]]:
+    """Return the states of the event log by worker, in order."""
+    states: dict[int, list[str]] = {}
     for event in world.events.since(0) or []:
         if event.kind == "state":
-            told.setdefault(event.data["worker"], []).append(event.data["state"])
-    return told
+            states.setdefault(event.data["worker"], []).append(event.data["state"])
+    return states
 
 
 # Back-off
@@ -66,7 +66,7 @@ def states_told(world: Schedule) -> dict[int, list[str]]:
 
 @virtual
 async def test_a_crash_loop_is_detected_with_slow_loads() -> None:
-    """Only seconds of service, and a complete answer, wipe the slate; not seconds of loading."""
+    """The crash count is reset by time in service and a complete answer, not by time spent loading."""
     world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 2}},
                      models={"a": FakeModel(load_seconds=90.0, dies_after=0.5)})  # fmt: skip
     for _ in range(3):
@@ -108,11 +108,11 @@ async def test_waiting_requests_get_the_real_pause() -> None:
     world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 0}})
     world.launcher.models["a"].start_fails = [crash() for _ in range(8)]
     for _ in range(8):
-        with pytest.raises(LoadBackoff) as told:
+        with pytest.raises(LoadBackoff) as refused:
             await world.ask("a")
         failure = world.fleet.models["a"].failure
         assert failure is not None
-        assert told.value.retry_after == pytest.approx(min(60.0, max(1.0, failure.until - world.now)))
+        assert refused.value.retry_after == pytest.approx(min(60.0, max(1.0, failure.until - world.now)))
         await asyncio.sleep(failure.until - world.now + 0.01)
 
 
@@ -123,16 +123,16 @@ async def test_events_lists_and_log_show_the_cause_and_end_of_a_pause() -> None:
     for final, least, most in ((False, 1.6, 2.4), (True, 600.0, 600.0)):
         with pytest.raises(ApiError):
             await world.ask("a")
-        told = [event for event in world.events.since(0) or [] if event.kind == "back_off"][-1]
+        event = world.events_of("back_off")[-1]
         failure = world.fleet.models["a"].failure
         assert failure is not None
-        assert (told.model, told.data["error"], told.data["final"]) == ("a", failure.message, final)
-        assert least <= told.data["seconds"] <= most
-        assert told.data["seconds"] == pytest.approx(failure.until - world.now, abs=0.1)
-        assert told.data["until"] == pytest.approx(told.time + told.data["seconds"], abs=0.1)
+        assert (event.model, event.data["error"], event.data["final"]) == ("a", failure.message, final)
+        assert least <= event.data["seconds"] <= most
+        assert event.data["seconds"] == pytest.approx(failure.until - world.now, abs=0.1)
+        assert event.data["until"] == pytest.approx(event.time + event.data["seconds"], abs=0.1)
         shown = status(world.fleet, world.fleet.models["a"], admin=False)
         assert (shown["failed"], shown["error"]) == (True, failure.message)
-        assert f"next attempt in {told.data['seconds']:.1f} s" in log.pause_line(told)
+        assert f"next attempt in {event.data['seconds']:.1f} s" in log.pause_line(event)
         await asyncio.sleep(3)
 
 
@@ -155,7 +155,7 @@ async def test_a_model_whose_old_worker_still_drains_shows_why_its_new_one_faile
 async def test_a_worker_that_dies_after_service_causes_no_pause() -> None:
     world = Schedule({"a": GIB}, models={"a": FakeModel(shards=(GIB,), dies_after=0.5)})
     await world.ask("a", 1.0)
-    assert not [event for event in world.events.since(0) or [] if event.kind == "back_off"]
+    assert not world.events_of("back_off")
     await world.ask("a", 0.1)
 
 
@@ -238,7 +238,7 @@ async def test_new_requests_cause_no_further_retry_of_a_load_that_ran_out_of_mem
     asked: list[asyncio.Task[float]] = []
 
     def arrive(event: Event) -> None:
-        """Somebody asks in the moment between a life's end and its waiters' waking."""
+        """Send a request between the end of a worker and the outcome of its leases."""
         if event.kind == "state" and event.data["state"] == "stopped" and len(asked) < 6:
             asyncio.get_running_loop().call_soon(lambda: asked.append(asyncio.create_task(world.ask("a"))))
 
@@ -267,7 +267,7 @@ async def test_a_removed_model_is_not_loaded_again_for_waiting_requests() -> Non
     assert world.fleet.workers() == []
 
 
-# Loads that somebody kills
+# Loads that are killed from outside
 
 
 @pytest.mark.parametrize("exit", [-9, -15, 0])
@@ -284,7 +284,7 @@ async def test_a_load_killed_from_outside_is_retried_once_for_all_waiting_reques
 async def test_a_load_killed_twice_fails_and_the_next_one_is_retried_again() -> None:
     world = Schedule({"a": GIB})
     world.launcher.models["a"].start_fails = [killed() for _ in range(3)]
-    with pytest.raises(LoadBackoff, match="somebody killed it"):
+    with pytest.raises(LoadBackoff, match="killed from outside"):
         await world.ask("a")
     assert world.journal == ["start a", "start a"]
     await asyncio.sleep(2)
@@ -339,7 +339,7 @@ async def test_a_pinned_model_is_loaded_again_at_once_and_once() -> None:
     world.fleet.models.apply({"a": replace(world.presets["a"], ctx_size=128)})
     await asyncio.sleep(10)
     assert sorted(world.journal) == ["start a", "start a", "stop a"]
-    assert len(states_told(world)) == 2
+    assert len(states_by_worker(world)) == 2
 
 
 @virtual
@@ -367,9 +367,9 @@ async def test_a_removed_model_has_one_event_after_its_last_worker() -> None:
     world.fleet.models.apply({"a": world.presets["a"]})
     await long
     await asyncio.sleep(5)
-    told = [event.model for event in world.events.since(0) or [] if event.kind == "removed"]
-    assert told == ["a", "b"] or told == ["b"]
-    assert told.count("b") == 1
+    removed = [event.model for event in world.events_of("removed")]
+    assert removed in (["a", "b"], ["b"])
+    assert removed.count("b") == 1
     last = [event for event in world.events.since(0) or [] if event.model == "a"][-1]
     assert last.kind == "state"
 
@@ -384,17 +384,17 @@ async def test_a_worker_that_ends_before_its_first_step_has_an_event() -> None:
     (worker,) = world.fleet.unload("a")
     assert isinstance(await outcome(loading), Draining)
     await worker.stopped.wait()
-    assert states_told(world) == {worker.id: ["queued", "stopped"]}
+    assert states_by_worker(world) == {worker.id: ["queued", "stopped"]}
     assert world.fleet.models["a"].reason == "requested"
 
 
 @virtual
 async def test_a_load_command_during_a_change_begins_one_worker() -> None:
-    """A plan in the same breath must not take the load for one that nobody waits for."""
+    """A plan in the same pass must not retire the load as one without requests."""
     world = Schedule({"a": GIB})
     world.fleet.scheduler.plan_soon()
     await world.fleet.load("a")
-    assert list(states_told(world).values()) == [["queued", "starting", "ready"]]
+    assert list(states_by_worker(world).values()) == [["queued", "starting", "ready"]]
 
 
 @virtual
@@ -465,9 +465,9 @@ async def test_many_progress_reports_do_not_crowd_out_other_events() -> None:
         await asyncio.sleep(0.001)
     for _ in range(1000):
         listen(Progress(stage="weights", done=5000, total=5000))
-    told = [event.data["done"] for event in world.events.since(0) or [] if event.kind == "progress"]
-    assert len(told) < 100
-    assert told[-1] == 5000
+    reports = [event.data["done"] for event in world.events_of("progress")]
+    assert len(reports) < 100
+    assert reports[-1] == 5000
     world.launcher.release("start a")
     await asked
 
@@ -536,7 +536,7 @@ async def test_a_failing_event_listener_harms_no_lifecycle() -> None:
     world = Schedule({"a": GIB})
 
     def fail(event: Event) -> None:
-        raise ValueError("a bug in whoever renders events")
+        raise ValueError("a bug in an event listener")
 
     world.events.fold(fail)
     await world.ask("a")

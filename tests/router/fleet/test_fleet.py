@@ -314,13 +314,13 @@ async def test_an_unload_drains_and_cuts_only_after_the_drain_timeout() -> None:
     await asyncio.sleep(5)
     began = world.now
     (worker,) = world.fleet.unload("a")
-    newcomer = asyncio.create_task(world.ask("a"))
+    again = asyncio.create_task(world.ask("a"))
     await asked
     ((at, error),) = outcome
     assert at - began == pytest.approx(30.0)
     assert isinstance(error, Draining)
     await worker.stopped.wait()
-    await newcomer
+    await again
 
 
 @virtual
@@ -373,10 +373,10 @@ async def test_a_load_that_runs_out_of_memory_is_tried_once_more_with_a_raised_e
 
 @virtual
 async def test_a_load_that_runs_out_of_memory_evicts_one_more_and_is_retried() -> None:
-    """It was said to need less than it does: beside `b` there is room for the one figure and not for the other."""
+    """The estimate is too low: beside `b` there is room for the estimate, not for the model."""
     sizes = {"c": 32 * GIB, "b": 48 * GIB, "a": 33 * GIB}
-    said = Estimated(weights=[31 * GIB], context=[0], compute=[0], runtime=[0], host=0)
-    models = {"a": FakeModel(shards=(33 * GIB,), estimated=said)}
+    exact = Estimated(weights=[31 * GIB], context=[0], compute=[0], runtime=[0], host=0)
+    models = {"a": FakeModel(shards=(33 * GIB,), estimated=exact)}
     keys: dict[str, dict[str, Any]] = {"a": {"required_memory": {}}}
     world = Schedule(sizes, totals={CPU: 80 * GIB + 300 * MIB}, models=models, keys=keys)
     for name in ("c", "b"):
@@ -578,7 +578,7 @@ async def test_a_state_never_goes_back() -> None:
 
 @virtual
 async def test_alternating_clients_of_two_models_share_the_memory_by_minimum_residency() -> None:
-    """Not one swap a request: a model just loaded keeps its place for its turn while it is in use."""
+    """A loaded model in use keeps its place for its minimum residency, so there is not a swap per request."""
     world = Schedule({"a": 5 * GIB, "b": 5 * GIB})
 
     async def client(model: str, count: int) -> None:
@@ -592,7 +592,7 @@ async def test_alternating_clients_of_two_models_share_the_memory_by_minimum_res
 
 @virtual
 async def test_the_idle_grace_holds_only_for_clients_that_return_soon() -> None:
-    """`b` waits for `a`, which has just become idle inside its turn."""
+    """`b` waits for `a`, which has just become idle inside its minimum residency."""
     waited = {}
     for pause in (0.5, 6.0):
         world = Schedule({"a": 5 * GIB, "b": 5 * GIB})
@@ -603,7 +603,7 @@ async def test_the_idle_grace_holds_only_for_clients_that_return_soon() -> None:
         world.fleet.models["a"].workers[0].usage.residency_ends = world.now + 5.0
         waited[pause] = await world.ask("b")
         await world.stop()
-    assert waited[0.5] == pytest.approx(1.0 + 0.5 + 2.0, abs=0.05), "linger, stop, load"
+    assert waited[0.5] == pytest.approx(1.0 + 0.5 + 2.0, abs=0.05), "idle grace, stop, load"
     assert waited[6.0] == pytest.approx(0.5 + 2.0, abs=0.05)
 
 

@@ -1,14 +1,11 @@
-"""Who is turned away, at the least that limits can be; what it hears, and what everybody else is told; in virtual
-time."""
+"""Limits at their smallest values: refusals, their errors and their events, in virtual time."""
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from router.errors import ApiError, LoadBackoff, ModelNotFound, QueueFull, QueueTimeout
-from router.events import Event
 from router.fleet.admission import Limits
 from router.fleet.worker import State
 from router.http.response import whole_seconds
@@ -16,10 +13,6 @@ from router.launch.interface import WorkerLost
 from tests.fakes import GIB, FakeModel
 from tests.router.fleet.worlds import Schedule, virtual
 from worker.protocol.events import Progress, RequestEnded
-
-
-def told(world: Schedule, kind: str) -> Sequence[Event]:
-    return [event for event in world.events.since(0) or [] if event.kind == kind]
 
 
 @virtual
@@ -58,7 +51,7 @@ async def test_a_full_queue_does_not_stop_requests_of_a_ready_model() -> None:
 
 @virtual
 async def test_a_request_refused_by_one_limit_is_not_counted_by_another() -> None:
-    """One at once, and one in the queue: whoever comes next is told of the first of them, and changes nothing."""
+    """One request may run and one may wait. A further one gets the error of the first limit and changes nothing."""
     world = Schedule({"a": GIB}, keys={"a": {"max_concurrent": 1, "queue_size": 1}})
     first = asyncio.create_task(world.ask("a", 3.0))
     await asyncio.sleep(0.1)
@@ -79,11 +72,11 @@ async def test_a_storm_of_refusals_is_an_event_each_second_with_its_numbers() ->
         with pytest.raises(QueueFull):
             await world.ask("a")
         await asyncio.sleep(0.01)
-    found = told(world, "refused")
+    found = world.events_of("refused")
     assert [event.data["count"] for event in found] == [1, *[pytest.approx(100, abs=2)] * (len(found) - 1)]
     assert len(found) in (3, 4)
     await asyncio.sleep(2.0)
-    found = told(world, "refused")
+    found = world.events_of("refused")
     assert sum(event.data["count"] for event in found) == 300, "nor are the last ones forgotten"
     first = found[0]
     assert (first.model, first.data["reason"]) == ("a", "queue_full")
@@ -98,7 +91,7 @@ async def test_a_queue_timeout_is_an_event_with_its_numbers() -> None:
     await world.ask("a")
     with pytest.raises(QueueTimeout):
         await world.ask("b")
-    (event,) = told(world, "refused")
+    (event,) = world.events_of("refused")
     numbers = {name: event.data[name] for name in ("reason", "cause", "position", "limit_seconds")}
     assert numbers == {"reason": "queue_timeout", "cause": "memory", "position": 1, "limit_seconds": 0.5}
 
@@ -107,10 +100,10 @@ async def test_a_queue_timeout_is_an_event_with_its_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(0.0, 1), (1.0, 1), (1.2, 2), (2.5, 3), (4.0000001, 4), (59.4, 60), (300.0, 300)]
+    ("seconds", "header"), [(0.0, 1), (1.0, 1), (1.2, 2), (2.5, 3), (4.0000001, 4), (59.4, 60), (300.0, 300)]
 )
-def test_retry_after_is_never_too_short(seconds: float, said: int) -> None:
-    assert whole_seconds(seconds) == said
+def test_retry_after_is_never_too_short(seconds: float, header: int) -> None:
+    assert whole_seconds(seconds) == header
 
 
 @virtual
@@ -193,12 +186,12 @@ async def test_a_preview_of_a_full_model_is_the_error_of_one_more_request() -> N
     running = [asyncio.create_task(world.ask(name, 9.0)) for name in "ab"]
     await asyncio.sleep(1)
     for name in "ab":
-        said = await world.fleet.scheduler.preview(name)
-        with pytest.raises(ApiError) as heard:
+        shown = await world.fleet.scheduler.preview(name)
+        with pytest.raises(ApiError) as refused:
             await world.ask(name)
-        assert said == {
-            "decision": "refuse", "reason": "queue_full", "message": heard.value.message,
-            "retry_after": heard.value.retry_after,
+        assert shown == {
+            "decision": "refuse", "reason": "queue_full", "message": refused.value.message,
+            "retry_after": refused.value.retry_after,
         }  # fmt: skip
     await asyncio.sleep(5)
     assert (await world.fleet.scheduler.preview("b"))["decision"] == "none", "it is ready, so that nobody waits"

@@ -22,19 +22,15 @@ def world_of(*names: str, host: int = 8 * GIB, keys: dict[str, dict[str, object]
     )  # fmt: skip
 
 
-def told(world: Schedule, *kinds: str) -> list[str]:
-    return [entry for _, entry in world.launcher.timeline if entry.startswith(kinds)]
-
-
 @virtual
 async def test_the_files_of_a_queued_model_are_prefetched() -> None:
     world = world_of("a", "b", "c")
     await world.ask("a")
     await world.ask("b")
     await world.ask("c")
-    assert told(world, "read ", "stopped a", "start c") == ["read c", "stopped a", "start c"]
-    [said] = [event for event in world.events.since(0) or () if event.kind == "read_ahead"]
-    assert (said.model, said.data["bytes"]) == ("c", FILES)
+    assert world.entries("read ", "stopped a", "start c") == ["read c", "stopped a", "start c"]
+    [event] = world.events_of("read_ahead")
+    assert (event.model, event.data["bytes"]) == ("c", FILES)
 
 
 @virtual
@@ -57,7 +53,7 @@ async def test_a_prefetch_ends_when_the_worker_has_its_place() -> None:
     world.launcher.hold_seconds = 100.0
     for name in "abc":
         await world.ask(name)
-    assert "stopped reading c" in told(world, "stopped reading")
+    assert "stopped reading c" in world.entries("stopped reading")
 
 
 @virtual
@@ -65,7 +61,7 @@ async def test_files_larger_than_free_memory_are_not_prefetched() -> None:
     world = world_of("a", "b", "c", host=FILES - 1)
     for name in "abc":
         await world.ask(name)
-    assert told(world, "read ") == []
+    assert world.entries("read ") == []
 
 
 @virtual
@@ -73,7 +69,7 @@ async def test_a_model_under_prefetch_is_read_with_the_requested_one_and_loaded_
     world = world_of("a", "b", keys={"a": {"prefetch": ("b",)}})
     await world.ask("a")
     await asyncio.sleep(5.0)
-    assert told(world, "read ", "ready") == ["read b", "ready a", "ready b"]
+    assert world.entries("read ", "ready") == ["read b", "ready a", "ready b"]
     assert await world.ask("b") == 0.0
 
 
@@ -83,15 +79,15 @@ async def test_a_prefetched_model_evicts_no_worker_and_is_evicted_first() -> Non
     await world.ask("c")
     await world.ask("a")
     await asyncio.sleep(5.0)
-    assert told(world, "ready", "stop ") == ["ready c", "ready a"], "there is no room for b"
+    assert world.entries("ready", "stop ") == ["ready c", "ready a"], "there is no room for b"
     world.fleet.unload("c")
     world.fleet.unload("a")
     await asyncio.sleep(40.0)
     await world.ask("a")
     await asyncio.sleep(5.0)
-    assert told(world, "ready")[-1] == "ready b"
+    assert world.entries("ready")[-1] == "ready b"
     await world.ask("c")
-    assert told(world, "stop ")[-1] == "stop b", "which nobody asked for, rather than a"
+    assert world.entries("stop ")[-1] == "stop b", "the prefetched model, rather than a"
 
 
 @virtual
@@ -101,7 +97,7 @@ async def test_a_prefetched_model_becomes_required_with_its_first_request() -> N
     await asyncio.sleep(5.0)
     await world.ask("b")
     await world.ask("c")
-    assert told(world, "stop ") == ["stop a"], "the least recently used"
+    assert world.entries("stop ") == ["stop a"], "the least recently used"
 
 
 @virtual
@@ -110,9 +106,9 @@ async def test_models_that_prefetch_each_other_do_not_loop() -> None:
     await world.ask("a")
     for _ in range(10):
         await asyncio.sleep(20.0)
-    assert told(world, "ready", "stop ") == ["ready a", "ready b"]
+    assert world.entries("ready", "stop ") == ["ready a", "ready b"]
     world.fleet.unload("a")
     await asyncio.sleep(20.0)
     await world.ask("c")
     await asyncio.sleep(20.0)
-    assert told(world, "ready").count("ready a") == 1
+    assert world.entries("ready").count("ready a") == 1

@@ -1,5 +1,4 @@
-"""Further workers of one model: they come when there is more to do than one can, where memory is free, and go when
-there is not; they are nobody's need."""
+"""Replicas: further workers of a crowded model. They start where memory is free, and are evicted for any demand."""
 
 import asyncio
 from dataclasses import replace
@@ -20,7 +19,7 @@ TWO = {GPU0: 8 * GIB, GPU1: 8 * GIB, CPU: 64 * GIB}
 
 
 def world(sizes: dict[str, int], replicas: tuple[int, int] = (1, 2), **more: Any) -> Schedule:
-    """Model `a` may have copies, and takes one request at a time well."""
+    """Model `a` may have replicas, and runs one request at a time."""
     keys = {"a": {"replicas": replicas, "parallel": 1, "replica_idle": 20.0, **more.pop("a", {})}}
     return Schedule(sizes, **{"totals": TWO, "keys": keys, **more})
 
@@ -97,17 +96,17 @@ async def test_a_replica_is_evicted_for_a_required_demand() -> None:
     scene = world({"a": 5 * GIB, "b": 5 * GIB}, (2, 2))
     await scene.ask("a")
     await asyncio.sleep(10)
-    need, copy = workers(scene)
-    await asyncio.gather(scene.ask("a", 0.1), scene.ask("a", 3.0))  # the copy is the one that was used last
-    assert copy.usage.last_used > need.usage.last_used
+    required, replica = workers(scene)
+    await asyncio.gather(scene.ask("a", 0.1), scene.ask("a", 3.0))  # the replica was used last
+    assert replica.usage.last_used > required.usage.last_used
     assert await scene.ask("b") < 5
-    assert (workers(scene), copy.reason) == ([need], "evicted")
+    assert (workers(scene), replica.reason) == ([required], "evicted")
 
 
 @virtual
 async def test_models_short_of_their_minimum_do_not_evict_each_others_replicas() -> None:
-    """Three devices for four workers. Whoever came into use last has two; and takes another one's copy, which idles,
-    once it has more to do than that."""
+    """Three devices for four workers. The model that came into use last has two. It evicts an idle replica of the other
+    model once it is crowded."""
     keys = {name: {"replicas": (2, 3), "parallel": 1} for name in "ab"}
     scene = Schedule({"a": 5 * GIB, "b": 5 * GIB}, totals=TWO | {GPU2: 8 * GIB}, keys=keys)
 
@@ -129,7 +128,7 @@ async def test_models_short_of_their_minimum_do_not_evict_each_others_replicas()
 
 @virtual
 async def test_a_replica_evicts_sleeping_weights_however_recently_used() -> None:
-    """`b` is used after `a` has come into use, and falls asleep: a copy of `a` fits without its weights only."""
+    """`b` is used after `a` has come into use, and falls asleep: a replica of `a` fits without its weights only."""
     keys: dict[str, dict[str, Any]] = {
         "a": {"replicas": (2, 2)}, "b": {"sleep_idle": 5.0, "required_memory": {"": 3 * GIB // 2}}
     }  # fmt: skip
@@ -240,9 +239,9 @@ async def test_a_status_counts_replicas() -> None:
     scene = world({"a": 3 * GIB}, (2, 4))
     await scene.ask("a")
     await asyncio.sleep(10)
-    told = status(scene.fleet, scene.fleet.models["a"], admin=False)
-    assert told["replicas"] == {"ready": 2, "open": 2, "least": 2, "most": 4}
-    assert {told["memory"][device]["reserved_mib"] for device in ("cuda:0", "cuda:1")} == {3072}
+    shown = status(scene.fleet, scene.fleet.models["a"], admin=False)
+    assert shown["replicas"] == {"ready": 2, "open": 2, "least": 2, "most": 4}
+    assert {shown["memory"][device]["reserved_mib"] for device in ("cuda:0", "cuda:1")} == {3072}
 
 
 # Limits of one model

@@ -30,7 +30,7 @@ NEEDS = 500 * MIB
 
 def forking(**models: FakeModel) -> Schedule:
     """One model or more, whose workers are forked as long as `launcher.nursery` is True."""
-    others = {name: {"parallel": 3} for name in models if name != "a"}  # what one teaches says nothing of another
+    others = {name: {"parallel": 3} for name in models if name != "a"}  # estimates of one do not hold for another
     world = Schedule(dict.fromkeys(models, NEEDS), totals=TOTALS, models=models, keys=others, stated=False)
     world.launcher.fork_server = True
     return world
@@ -46,8 +46,8 @@ def only(world: Schedule, name: str) -> Worker:
 
 def needs(*, forked: bool) -> int:
     """What is reserved for one of these models before anything was learned."""
-    said = Preset(id="a")
-    return estimate(LLAMA, said, on_host=True, threads=threads(said, on_host=True), forked=forked).total
+    preset = Preset(id="a")
+    return estimate(LLAMA, preset, on_host=True, threads=threads(preset, on_host=True), forked=forked).total
 
 
 async def leave(world: Schedule, name: str) -> None:
@@ -209,8 +209,8 @@ GPU = DeviceId(LOCAL, 0)
 
 @virtual
 async def test_what_the_first_worker_on_a_device_measures_counts_for_all_models_there_and_for_their_caps() -> None:
-    said = {"cuda:0": 300 * MIB, "cpu": 700 * MIB}
-    models = {name: FakeModel(shards=(5 * GIB,), host=GIB, overhead=said) for name in "ab"}
+    overhead = {"cuda:0": 300 * MIB, "cpu": 700 * MIB}
+    models = {name: FakeModel(shards=(5 * GIB,), host=GIB, overhead=overhead) for name in "ab"}
     world = Schedule(dict.fromkeys("ab", 0), totals={GPU: 24 * GIB, CPU: 8 * GIB}, models=models, stated=False,
                      keys={"b": {"parallel": 3}})  # fmt: skip
     await world.ask("a")
@@ -243,8 +243,8 @@ async def test_the_largest_step_is_tried_at_a_start_only_until_what_it_takes_is_
 async def test_what_a_worker_may_yet_take_of_main_memory_stays_reserved_and_is_learned() -> None:
     world = forking(a=model())
     await world.ask("a")
-    told = Pulse(steps=1, running=0, waiting=0, measured={"cpu": 3 * GIB}, later=200 * MIB, largest=[512, 4, 1023])
-    world.launcher.say("a", told)
+    pulse = Pulse(steps=1, running=0, waiting=0, measured={"cpu": 3 * GIB}, later=200 * MIB, largest=[512, 4, 1023])
+    world.launcher.say("a", pulse)
     assert only(world, "a").reserved[CPU] == 3 * GIB + 200 * MIB
     await leave(world, "a")
     await world.ask("a")
@@ -307,8 +307,8 @@ async def test_without_an_exact_figure_the_weights_are_multiplied_and_everybody_
     shown = status(world.fleet, world.fleet.models["a"], admin=False)["estimate"]
     assert shown["source"] == "weights"
     assert f"weights x {SAFETY_FACTOR}" in shown["note"]
-    told = [event.data for event in world.events.since(0) or () if event.kind == "estimate"]
-    assert told[-1]["source"] == "weights"
+    estimates = [event.data for event in world.events_of("estimate")]
+    assert estimates[-1]["source"] == "weights"
 
 
 @virtual
@@ -361,7 +361,7 @@ async def test_the_planners_view_shows_the_present_reservation_and_is_a_copy() -
     await world.ask("a")
     [worker] = world.fleet.workers()
     before = resident_of(worker)
-    worker.reserved[CPU] -= GIB // 4  # of a standby that is over, say
+    worker.reserved[CPU] -= GIB // 4  # as after an early start has ended
     assert before.reserved[CPU] == GIB
     assert resident_of(worker).reserved[CPU] == GIB - GIB // 4
     assert {id: reserved for id, _, reserved in resident_of(worker).holds} == worker.reserved

@@ -46,7 +46,7 @@ class World:
 
     @property
     def shared(self) -> list[str]:
-        """Ids of all members; each is what its names are told."""
+        """Ids of all members; events carry them."""
         assert {each.model.preset.id for each in self.shared_workers.listed.values()} == self.fleet.models.keys()
         assert all(
             name in worker_groups.preset_ids(each.model.preset.id) for name, each in self.shared_workers.listed.items()
@@ -55,7 +55,7 @@ class World:
         return list(self.fleet.models)
 
     def removed(self) -> list[str]:
-        return [event.model for event in self.schedule.events.since(0) or () if event.kind == "removed"]
+        return [event.model for event in self.schedule.events_of("removed")]
 
 
 WARM: dict[str, Any] = {"sampling": {"temp": 0.9}}
@@ -83,7 +83,7 @@ async def test_presets_that_become_equal_share_the_running_worker() -> None:
     assert world.removed() == [], "both names are still listed"
     await asyncio.sleep(5.0)
     assert [worker.id for worker in world.fleet.workers()] == [two]
-    assert world.shared_workers.names_of("a") == (), "what is told of the old worker is about none of them"
+    assert world.shared_workers.names_of("a") == (), "events of the old worker concern none of them"
     await world.schedule.stop()
 
 
@@ -91,8 +91,8 @@ async def test_presets_that_become_equal_share_the_running_worker() -> None:
 async def test_of_three_names_the_two_equal_ones_keep_the_worker() -> None:
     world = World(a={}, b={}, c=WARM)
     first = await world.ask("c")
-    told = world.reload(a={"ctx_size": 64}, b={}, c=WARM)
-    assert (told["changed"], told["restarted"]) == (["a"], [])
+    result = world.reload(a={"ctx_size": 64}, b={}, c=WARM)
+    assert (result["changed"], result["restarted"]) == (["a"], [])
     assert [await world.ask(name) for name in "bc"] == [first, first]
     assert sorted(world.shared) == ["a", "b,c"]
     await world.schedule.stop()
@@ -102,8 +102,8 @@ async def test_of_three_names_the_two_equal_ones_keep_the_worker() -> None:
 async def test_names_with_the_same_change_restart_once() -> None:
     world = World(a={}, b=WARM)
     first = await world.ask("a")
-    told = world.reload(a={"ctx_size": 64}, b={"ctx_size": 64, **WARM})
-    assert (told["changed"], told["restarted"]) == (["a", "b"], ["a", "b"])
+    result = world.reload(a={"ctx_size": 64}, b={"ctx_size": 64, **WARM})
+    assert (result["changed"], result["restarted"]) == (["a", "b"], ["a", "b"])
     again = await world.ask("b")
     assert again != first
     assert await world.ask("a") == again
@@ -154,7 +154,7 @@ async def test_errors_of_shared_workers_contain_the_requested_name() -> None:
     error = LoadBackoff("a,b failed: a,b: it ended", retry_after=7)
     other = with_name(error, "a,b", "b")
     assert (other.message, other.retry_after, other.reason) == ("b failed: b: it ended", 7, "load_backoff")
-    assert error.message == "a,b failed: a,b: it ended", "others are told the same one"
+    assert error.message == "a,b failed: a,b: it ended", "all get the same error"
     assert with_name(LoadBackoff("a failed"), "a", "a").message == "a failed"
     await world.schedule.stop()
 

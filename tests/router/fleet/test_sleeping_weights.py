@@ -1,4 +1,4 @@
-"""Sleeping: weights of those who had to leave stay in main memory, in nobody's way."""
+"""Sleeping weights: weights of evicted models stay in main memory until a demand needs it."""
 
 import asyncio
 from dataclasses import replace
@@ -14,7 +14,7 @@ from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel
 from tests.router.fleet.worlds import Schedule, virtual
 
 FILES = 128 * MIB
-"""What the fake snapshots' files are said to take."""
+"""Bytes of the files of a fake snapshot."""
 
 
 def gpu(
@@ -32,12 +32,8 @@ def gpu(
     )  # fmt: skip
 
 
-def told(world: Schedule, *kinds: str) -> list[str]:
-    return [entry for _, entry in world.launcher.timeline if entry.startswith(kinds)]
-
-
 def sleeping_weights(world: Schedule, state: str) -> list[Event]:
-    return [event for event in world.events.since(0) or () if event.kind == "holding" and event.data["state"] == state]
+    return [event for event in world.events_of("holding") if event.data["state"] == state]
 
 
 async def settled(world: Schedule) -> None:
@@ -62,7 +58,7 @@ async def test_an_evicted_model_sleeps_and_wakes_through_a_planned_load() -> Non
     await world.ask("a")
     await settled(world)
     assert (value(world, "a"), value(world, "b")) == ("loaded", "sleeping")
-    assert told(world, "hold", "held", "let go", "ready") == [
+    assert world.entries("hold", "held", "let go", "ready") == [
         "ready a", "hold a", "held a", "ready b", "hold b", "held b", "ready a", "let go a"
     ]  # fmt: skip
     await world.stop()
@@ -106,7 +102,7 @@ async def test_nothing_sleeps_without_a_budget_or_beyond_it() -> None:
         await world.ask("b")
         await settled(world)
         assert value(world, "a") == "unloaded"
-        assert told(world, "hold") == []
+        assert world.entries("hold") == []
         await world.stop()
 
 
@@ -129,7 +125,7 @@ async def test_sleeping_weights_are_evicted_for_a_demand() -> None:
     assert world.launcher.over_commits == []
     await settled(world)
     assert [value(world, name) for name in "abc"] == ["unloaded", "unloaded", "loaded"]
-    assert told(world, "hold", "let go") == ["hold a", "let go a"], "and there was no room for b's"
+    assert world.entries("hold", "let go") == ["hold a", "let go a"], "and there was no room for b's"
 
 
 @virtual
@@ -184,7 +180,7 @@ async def test_a_model_that_idles_past_its_ttl_and_one_that_was_unloaded_do_not_
     world.fleet.unload("b")
     await settled(world)
     assert [value(world, name) for name in "ab"] == ["unloaded", "unloaded"]
-    assert told(world, "hold") == []
+    assert world.entries("hold") == []
 
 
 @virtual
@@ -203,7 +199,7 @@ async def test_lost_sleeping_weights_leave_an_unloaded_model() -> None:
 
 @virtual
 async def test_a_model_that_cannot_be_woken_sleeps_no_longer() -> None:
-    """Its files are gone, for one: what is held of them is of no use to anybody."""
+    """Its files are gone, for example. Then the locked weights are of no use."""
     world = gpu("a", "b")
     await world.ask("a")
     await world.ask("b")

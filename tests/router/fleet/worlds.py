@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, ParamSpec
 
 from router.config.presets import Preset
-from router.events import EventLog
+from router.events import Event, EventLog
 from router.fleet.admission import Limits
 from router.fleet.fleet import Fleet
 from router.memory.checkpoint_facts import Checkpoint, Tally, UnknownCheckpoint
@@ -57,27 +57,27 @@ def virtual(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
 
 
 class FakeFiles:
-    """Snapshots that are all there, except those `missing`."""
+    """Snapshots of all models except those in `missing`."""
 
     def __init__(self, missing: tuple[str, ...] = ()):
         self.missing = set(missing)
         self.facts = LLAMA
-        """In each of them."""
+        """The facts of every snapshot."""
         self.conversions: dict[str, str] = {}
-        """Folders of converted snapshots, by those of what they were made of."""
+        """Folders of converted snapshots by the folder of the original."""
         self.convertible: set[str] = set()
         """Folders of snapshots that are converted after their download."""
         self.damaged: set[str] = set()
-        """Folders of which nothing can be read."""
+        """Folders that cannot be read."""
         self.is_on_hub = False
-        """They may be fetched anew."""
+        """The models can be downloaded again."""
         self.swept = 0
         self.looks = 0
-        """How often somebody wanted to know how large weights are."""
+        """The number of calls that looked up the size of weights."""
         self._changes: Counter[str] = Counter()
 
     def change(self, name: str) -> None:
-        """Somebody has written into the files of this model."""
+        """Change the files of this model."""
         self._changes[name] += 1
 
     def look(self, preset: Preset) -> object:
@@ -180,12 +180,19 @@ class Schedule:
     def journal(self) -> list[str]:
         return self.launcher.journal
 
+    def entries(self, *kinds: str) -> list[str]:
+        """Return the entries of the launcher's timeline that begin with one of `kinds`."""
+        return [entry for _, entry in self.launcher.timeline if entry.startswith(kinds)]
+
+    def events_of(self, kind: str) -> list[Event]:
+        return [event for event in self.events.since(0) or () if event.kind == kind]
+
     @property
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
     async def ask(self, model: str, seconds: float = 1.0) -> float:
-        """One request that is answered for `seconds`; returns the seconds that it waited first."""
+        """Send a request that is answered for `seconds`; return the seconds that it waited before."""
         arrived = self.now
         with self.fleet.lease(model) as lease:
             await lease.ready()
