@@ -210,9 +210,6 @@ class FastChatWriter:
     def _body(self) -> Json:
         total = self._prompt_tokens + self._tokens
         usage = {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._tokens, "total_tokens": total}
+        # the order matters: see `worker.protocol.streams.stream`
         answer: Json = {"text": self._text, "usage": usage, "logprobs": self._logprobs}
-        return {
-            **answer,
-            "error_code": 0,
-            "finish_reason": self._finish,
-        }  # the order matters: see `worker.protocol.streams.stream`
+        return {**answer, "error_code": 0, "finish_reason": self._finish}

@@ -102,9 +102,7 @@ def _read(fields: BodyFields, model: ServedModel) -> tuple[Json, Json]:
     text = fields.within("text", TEXT_OPTIONS)
     chat_body["verbosity"] = text.choice("verbosity")
     format_ = text.mapping("format")
-    chat_body |= {
-        name: fields.take(name) for name in CHAT_FIELDS
-    }  # same names in both APIs, so errors name the right field
+    chat_body |= {name: fields.take(name) for name in CHAT_FIELDS}  # same names in both APIs
     if format_ is not None:
         if chat_body["response_format"] is not None:
             raise InvalidValue(
@@ -145,9 +143,8 @@ def _input(fields: BodyFields, no_vision: str) -> list[Json]:
             raise InvalidValue(f"{where} must be an object", param=where)
         kind = item.get("type") or "message"
         if result_images and kind != "function_call_output":
-            messages.append(
-                {"role": "user", "content": result_images}
-            )  # templates do not render images in tool results
+            # templates do not render images in tool results
+            messages.append({"role": "user", "content": result_images})
             result_images = []
         if kind == "reasoning":
             content = item.get("content") or item.get("summary") or []

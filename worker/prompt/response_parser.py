@@ -170,8 +170,8 @@ class AnswerParser:
 
     def _parse_region(self, region: Mapping[str, str]) -> list[AnswerPart]:
         """Return the calls in a region, or the region's text as content if they cannot be parsed."""
-        # The parser returns the region's mark and body but not its position, and the end mark may be part of neither. The
-        # text is needed as a whole, because a call that cannot be parsed becomes content unchanged.
+        # The parser returns the region's mark and body but not its position, and the end mark may be part of neither.
+        # The text is needed as a whole, because a call that cannot be parsed becomes content unchanged.
         begin = max(self._raw_text.find(region[_MARK] + region[_BODY], self._read_end), self._read_end)
         end = begin + len(region[_MARK]) + len(region[_BODY])
         close = self._region_template.fields[CALLS_FIELD].close_re

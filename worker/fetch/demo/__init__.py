@@ -33,10 +33,9 @@ class Shape:
     layers: int = 8
 
 
+# 64, 128 and 256 MiB in bfloat16, less about 0.1 %
 SHAPES = {
-    "a": Shape(
-        hidden=512, intermediate=2184
-    ),  # 64 MiB in bfloat16, less 0.1 %; the other two are as close to 128 and 256
+    "a": Shape(hidden=512, intermediate=2184),
     "b": Shape(hidden=768, intermediate=2920),
     "c": Shape(hidden=1024, intermediate=4568),
 }
@@ -182,12 +181,8 @@ def _pattern() -> bytes:
     the rest of the exponent) is mapped by a table that gives each pair of binades about its share of a normal
     distribution.
     """
-    shares = (
-        (0x3A, 8),
-        (0x3B, 30),
-        (0x3C, 84),
-        (0x3D, 6),
-    )  # share of 128 with a magnitude below 0.002, 0.008, 0.031 and 0.125
+    # shares of 128 with a magnitude below 0.002, 0.008, 0.031 and 0.125
+    shares = ((0x3A, 8), (0x3B, 30), (0x3C, 84), (0x3D, 6))
     halves = b"".join(bytes([high]) * share for high, share in shares)
     table = halves + bytes(high | 0x80 for high in halves)
     numbers = bytearray(random.Random(SEED).randbytes(2 * PATTERN))
