@@ -17,7 +17,7 @@ from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.pooling import CrossEncoder, Embedder, Encoder, PoolingHead, activation
 from worker.errors import StartError
 from worker.interface import EncoderInput, EncodingConfig
-from worker.protocol.argv import ModelOptions, Serve
+from worker.protocol.argv import Serve
 from worker.protocol.events import Progress
 
 # Largest difference of a text's vector alone and in a batch, relative to its norm. A guess, far above the rounding of
@@ -58,7 +58,8 @@ def load(
         CpuLinears(loaded.model)
     stated = getattr(config, "pad_token_id", None)  # custom code may have no such attribute
     pad = int((tokenizer.pad_token_id if stated is None else stated) or 0)
-    encoder, encoding = make_encoder(loaded.model, loaded.device, snapshot, found, pad=pad, is_dummy=is_dummy(options))
+    is_dummy = options.load_format == "dummy"
+    encoder, encoding = make_encoder(loaded.model, loaded.device, snapshot, found, pad=pad, is_dummy=is_dummy)
     settle(tokenizer, snapshot)
     limits = (architectures.positions(config), sentence_transformers_config.max_tokens(snapshot))
     ctx_size = requests.context_size(options, min(filter(None, limits), default=0))
@@ -79,10 +80,6 @@ def warm_up(encoder: Encoder, *, ctx_size: int, vocab_size: int) -> None:
         raise StartError(f"this architecture cannot be served: {cuda_errors.one_line(error)}") from error
     if (alone - batched).norm() > BATCH_TOLERANCE * alone.norm() + 1e-6:
         raise StartError("this architecture cannot be served: a text gives other numbers in a batch with a longer one")
-
-
-def is_dummy(options: ModelOptions) -> bool:
-    return options.load_format == "dummy"
 
 
 def make_encoder(

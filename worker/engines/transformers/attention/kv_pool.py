@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
+from worker.engines.transformers.attention.quantized_kv_types import KvStorageType
 from worker.engines.transformers.device.lazy_pages import claim
 from worker.engines.transformers.device.memory import upload
 from worker.engines.transformers.schedule.kv_cache import region_blocks
-from worker.protocol.memory import BLOCK_TOKENS
+from worker.protocol.memory import BLOCK_TOKENS, UNPACKED_BYTES
 
 KvSpan = tuple[int, int]  # first position in the pool and number of tokens that lie next to each other
 
@@ -33,7 +34,7 @@ class KvPool:
         """`rows`: sequences that may run at once; that many regions divide the pool (`kv_cache.BlockAllocator`)."""
         self.rows, self.blocks = rows, blocks
         self.kv_heads, self.head_dim, self.dtype = kv_heads, head_dim, dtype  # as read, after dequantization
-        self.kv_dtype = ""  # storage type, if it differs from `dtype` (quantized_kv_pool)
+        self.kv_dtype = ""  # storage type, if it differs from `dtype` (`QuantizedKvPool`)
         self.positions = blocks * BLOCK_TOKENS
         self.stride = region_blocks(rows, blocks) * BLOCK_TOKENS  # positions from one region start to the next
         # One allocation with the layer first: [layers, keys and values, positions, kv_heads, head_dim]. Blocks are then
@@ -114,3 +115,53 @@ class KvPool:
         """View `[layers, 2, blocks, BLOCK_TOKENS, kv_heads, head_dim]`."""
         layers, _, _, heads, dim = self._store.shape
         return self._store.view(layers, 2, self.blocks, BLOCK_TOKENS, heads, dim)
+
+
+class QuantizedKvPool(KvPool):
+    """A pool in another storage type than the model's: `keys[layer]` and `values[layer]` are records
+    `[positions, 1, bytes]`.
+
+    A record contains everything needed to read it, so blocks are moved, shared and erased as in a plain pool. Attention
+    reads dequantized copies: the tokens of one sequence, or as many rows of a decode call as a byte limit allows.
+    """
+
+    def __init__(self, kind: KvStorageType, *, layers: int, rows: int, blocks: int, device: torch.device):
+        # To the base class a record is one head of `width` bytes.
+        super().__init__(
+            layers=layers, kv_heads=1, head_dim=kind.width, rows=rows, blocks=blocks, dtype=torch.uint8, device=device
+        )
+        self.kv_heads, self.head_dim, self.dtype = kind.heads, kind.head_dim, kind.dtype
+        self.kv_dtype = kind.name
+        self._kind = kind
+
+    def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        pack = self._kind.pack
+        super().write(layer, positions, pack(keys)[:, None], pack(values)[:, None])
+
+    def read(self, layer: int, spans: Sequence[KvSpan]) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = (self._read(store[layer], spans) for store in (self.keys, self.values))
+        return keys, values
+
+    def _read(self, store: torch.Tensor, spans: Sequence[KvSpan]) -> torch.Tensor:
+        total = sum(tokens for _, tokens in spans)
+        out = torch.empty(total, self.kv_heads, self.head_dim, dtype=self.dtype, device=store.device)
+        done = 0
+        for first, tokens in spans:
+            self._kind.unpack_to(out[done : done + tokens], store[first : first + tokens, 0])
+            done += tokens
+        return out.transpose(0, 1)[None]
+
+    def read_rows(self, layer: int, begin: int, stride: int, rows: int, tokens: int) -> list[torch.Tensor]:
+        width = self._kind.width
+        shape, strides = (rows, tokens, width), (stride * width, width, 1)
+        both = (self.keys[layer], self.values[layer])
+        records = [store.as_strided(shape, strides, store.storage_offset() + begin * width) for store in both]
+        return [self._kind.unpack(record).transpose(1, 2) for record in records]
+
+    def rows_at_once(self, rows: int, tokens: int) -> int:
+        most = UNPACKED_BYTES.get(self._store.device.type, UNPACKED_BYTES["cuda"])
+        # At least one row, even if a long context exceeds the limit.
+        return max(1, min(rows, most // (tokens * self.token_bytes)))
+
+    def _gather(self, store: torch.Tensor, blocks: torch.Tensor, rows: int) -> torch.Tensor:
+        return self._kind.unpack(super()._gather(store, blocks, rows)[:, :, 0])

@@ -9,8 +9,7 @@ PURE. A configuration is an object with the attributes of config.json.
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from worker.images import TEXT_ONLY
-from worker.protocol.architectures import OFFSET_POSITIONS, PAGED, POSITION_KEYS, VISION
+from worker.protocol.architectures import OFFSET_POSITIONS, PAGED, POSITION_KEYS
 
 # `model_type` of the verified families that use the aligned backend.
 ALIGNED = frozenset(
@@ -94,13 +93,3 @@ def positions(config: Any) -> int:
     if limit and config.model_type in OFFSET_POSITIONS:
         return limit - int(config.pad_token_id or 0) - 1
     return limit
-
-
-def why_blind(config: Any) -> str:
-    """Message with the reason why this model accepts no images."""
-    if getattr(config, "vision_config", None) is None:
-        return TEXT_ONLY
-    return (
-        f"images for architecture {config.model_type!r} are not supported by this version: the model is served for"
-        f" text; those of {', '.join(sorted(VISION))} are"
-    )

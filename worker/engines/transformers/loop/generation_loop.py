@@ -193,7 +193,7 @@ class GenerationLoop:
         seconds, self._finished_at = now - max(step.begun, self._finished_at), now
         # Steps with images and steps that were repeated for some sequences do not teach the prefill budget: their time
         # does not follow from the number of tokens.
-        if len(results) == len(step.batch) and not any(segment.sees for segment in step.batch):
+        if len(results) == len(step.batch) and not any(segment.has_image_tokens for segment in step.batch):
             self._backend.pace.learn(step.batch, seconds)
         self._counts.most_rows = max(self._counts.most_rows, len(results))
         spoiled = set()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from worker.engines.transformers.attention import kv_pool, paged
-from worker.engines.transformers.attention.quantized_kv_pool import QuantizedKvPool
+from worker.engines.transformers.attention.kv_pool import QuantizedKvPool
 from worker.engines.transformers.attention.quantized_kv_types import KvStorageType
 from worker.engines.transformers.load import architectures
 from worker.engines.transformers.load.layer_split import LayerSplit, SplitKvPools, tail_of

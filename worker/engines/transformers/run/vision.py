@@ -23,7 +23,6 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from worker import images
 from worker.engines.transformers.device import cuda_errors, memory
-from worker.engines.transformers.load import architectures
 from worker.engines.transformers.run.forward import PromptEmbeddings
 from worker.errors import InvalidValue, QueueFull, UnsupportedField
 from worker.images import EncodedImage
@@ -74,14 +73,19 @@ class ImageProcessor:
 
     def __init__(self, options: ModelOptions, config: Any, tokenizer: transformers.PreTrainedTokenizerBase):
         """Raises NoVision with the reason if images cannot be served."""
-        sight = VISION.get(config.model_type)
-        if sight is None:
-            raise NoVision(architectures.why_blind(config))
+        traits = VISION.get(config.model_type)
+        if traits is None and getattr(config, "vision_config", None) is None:
+            raise NoVision(images.TEXT_ONLY)
+        if traits is None:
+            raise NoVision(
+                f"images for architecture {config.model_type!r} are not supported by this version: the model is served"
+                f" for text; those of {', '.join(sorted(VISION))} are"
+            )
         if not options.limit_images:
             raise NoVision("this model is served without images; set limit-images in its preset")
         if importlib.util.find_spec("PIL") is None:
             raise NoVision("Pillow, the library that opens images, is not installed: pip install pillow")
-        self.sight: VisionTraits = sight
+        self._traits: VisionTraits = traits
         self._most = options.limit_images
         self._tokenizer = tokenizer
         try:
@@ -91,7 +95,7 @@ class ImageProcessor:
         self.placeholder: str = self._processor.image_token
         self.token: int = config.image_token_id
         self._text = str(tokenizer.convert_ids_to_tokens(self.token))
-        if sight.is_whole:
+        if traits.is_whole:
             import PIL.Image  # late: only for models with vision
 
             tokens = self.prepare(PIL.Image.new("RGB", (64, 64)), torch.float32).text.count(self._text)
@@ -162,7 +166,7 @@ class ImageProcessor:
                 left -= mine[-1][1]
             if left:
                 break
-            prompt_images.append(PromptImage(tuple(mine), image.inputs, self.sight.is_whole))
+            prompt_images.append(PromptImage(tuple(mine), image.inputs, self._traits.is_whole))
         if runs or len(prompt_images) != len(prepared) or not all(image.runs for image in prompt_images):
             raise InvalidValue(f"messages must not contain {self._text}, which stands for images", param="messages")
         return tokens, tuple(prompt_images)

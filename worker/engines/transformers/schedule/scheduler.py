@@ -44,8 +44,8 @@ class Segment:
         return 1 if self.completes else 0
 
     @property
-    def sees(self) -> bool:
-        """True if some of its tokens are placeholders of an image."""
+    def has_image_tokens(self) -> bool:
+        """True if some of its tokens stand for an image."""
         prompt_images = self.sequence.prompt_images
         return prompt_images is not None and any(
             image.begin < self.end and self.start < image.end for image in prompt_images.images

@@ -10,7 +10,7 @@ from tests import tiny
 from tests.worker import kept
 from tests.worker.loaded import options, reference
 from worker.engines.transformers.attention import dense, kv_pool, paged
-from worker.engines.transformers.attention.quantized_kv_pool import QuantizedKvPool
+from worker.engines.transformers.attention.kv_pool import QuantizedKvPool
 from worker.engines.transformers.attention.quantized_kv_types import KvStorageType
 from worker.engines.transformers.load import loader
 from worker.engines.transformers.load.snapshot import load_config
