@@ -240,7 +240,7 @@ def test_logprobs_of_any_logits_are_the_raw_log_softmax_in_float64(
     logits: list[float], sampling: SamplingParams, top: int, at: float
 ) -> None:
     logits[3] = 0.0  # at least one token is possible
-    (found,) = sample(torch.tensor([logits]), [RowSampling(replace(sampling, logprobs=top), at)])
+    (found,) = sample(torch.tensor([logits]), [pick_of((logits, replace(sampling, logprobs=top), [1, 3], [3], at))])
     assert found is not None
     assert found.likelihood is not None
     scores = np.array(logits)
@@ -263,10 +263,29 @@ def support(probabilities: Sequence[float], sampling: SamplingParams, **further:
 FOUR = (0.4, 0.3, 0.2, 0.1)
 
 
-def test_penalties_come_before_every_cut() -> None:
-    assert support(FOUR, SamplingParams(top_k=1)) == {0}
-    assert support(FOUR, SamplingParams(top_k=1, presence_penalty=2.0), repeats=repeats([], [0])) == {1}
-    assert support(FOUR, SamplingParams(top_k=1, repetition_penalty=2.0), repeats=repeats([0, 1], [])) == {2}
+@pytest.mark.parametrize(
+    ("sampling", "further", "tokens"),
+    [
+        # penalties, biases and forbidden tokens come before every cut
+        (SamplingParams(top_k=1), {}, {0}),
+        (SamplingParams(top_k=1, presence_penalty=2.0), {"repeats": repeats([], [0])}, {1}),
+        (SamplingParams(top_k=1, repetition_penalty=2.0), {"repeats": repeats([0, 1], [])}, {2}),
+        (SamplingParams(top_k=1, logit_bias={3: 5.0}), {}, {3}),
+        (SamplingParams(top_p=0.3, logit_bias={3: 5.0}), {}, {3}),
+        (SamplingParams(top_k=2), {"forbidden": [0]}, {1, 2}),
+        (SamplingParams(min_p=0.6), {"forbidden": [0]}, {1, 2}),  # of the likeliest token that is allowed
+        # temperature comes before the cuts by probability
+        (SamplingParams(top_p=0.65), {}, {0, 1}),
+        (SamplingParams(top_p=0.65, temperature=10.0), {}, {0, 1, 2}),
+        (SamplingParams(min_p=0.4), {}, {0, 1, 2}),
+        (SamplingParams(min_p=0.4, temperature=2.0), {}, {0, 1, 2, 3}),
+        # top_p counts the probability of tokens left by top_k
+        (SamplingParams(top_p=0.5), {}, {0, 1}),
+        (SamplingParams(top_p=0.5, top_k=2), {}, {0}),  # 0.4 of 0.7 reach one half
+    ],
+)
+def test_rules_apply_in_their_order(sampling: SamplingParams, further: dict[str, Any], tokens: set[int]) -> None:
+    assert support(FOUR, sampling, **further) == tokens
 
 
 def test_a_repetition_penalty_makes_a_token_less_likely_on_either_side_of_zero() -> None:
@@ -289,45 +308,20 @@ def test_a_repetition_is_scaled_before_anything_is_subtracted() -> None:
     assert sample(torch.tensor([[4.0, 4.0]]), picks) == [Sampled(0)]
 
 
-def test_biases_and_forbidden_tokens_come_before_every_cut() -> None:
-    assert support(FOUR, SamplingParams(top_k=1, logit_bias={3: 5.0})) == {3}
-    assert support(FOUR, SamplingParams(top_p=0.3, logit_bias={3: 5.0})) == {3}
-    assert support(FOUR, SamplingParams(top_k=2), forbidden=[0]) == {1, 2}
-    assert support(FOUR, SamplingParams(min_p=0.6), forbidden=[0]) == {1, 2}, (
-        "measured against the likeliest that may come"
-    )
-
-
-def test_temperature_comes_before_the_cuts_by_probability() -> None:
-    assert support(FOUR, SamplingParams(top_p=0.65)) == {0, 1}
-    assert support(FOUR, SamplingParams(top_p=0.65, temperature=10.0)) == {0, 1, 2}
-    assert support(FOUR, SamplingParams(min_p=0.4)) == {0, 1, 2}
-    assert support(FOUR, SamplingParams(min_p=0.4, temperature=2.0)) == {0, 1, 2, 3}
-
-
-def test_top_p_counts_the_probability_of_tokens_left_by_top_k() -> None:
-    assert support(FOUR, SamplingParams(top_p=0.5)) == {0, 1}
-    assert support(FOUR, SamplingParams(top_p=0.5, top_k=2)) == {0}, "0.4 of 0.7 reach one half"
-
-
-def test_temperature_zero_is_greedy_with_any_other_setting() -> None:
-    sampling = SamplingParams(temperature=0.0, top_k=3, top_p=0.1, min_p=0.9, seed=5)
-    for at in (0.0, 0.5, 0.99):
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0.0, top_k=3, top_p=0.1, min_p=0.9, seed=5),
+        SamplingParams(temperature=1e-45),
+        SamplingParams(top_p=0.0),
+    ],
+    ids=["temperature 0 with other settings", "a temperature too small for float32", "top_p 0"],
+)
+def test_the_likeliest_token_is_drawn(sampling: SamplingParams) -> None:
+    for at in (0.0, 0.5, 0.7, 0.999):
         (found,) = sample(torch.tensor([LOGITS]), [RowSampling(sampling, at)])
         assert found is not None
         assert found.token == int(np.argmax(LOGITS))
-
-
-def test_a_tiny_temperature_is_no_division_by_zero() -> None:
-    (found,) = sample(torch.tensor([LOGITS]), [RowSampling(SamplingParams(temperature=1e-45), 0.999)])
-    assert found is not None
-    assert found.token == int(np.argmax(LOGITS))
-
-
-def test_top_p_of_zero_keeps_the_likeliest_token() -> None:
-    (found,) = sample(torch.tensor([LOGITS]), [RowSampling(SamplingParams(top_p=0.0), 0.7)])
-    assert found is not None
-    assert found.token == int(np.argmax(LOGITS))
 
 
 def test_a_flat_nucleus_over_a_large_vocabulary_is_exact() -> None:
@@ -362,40 +356,11 @@ def test_a_nucleus_is_the_one_that_sorting_the_whole_vocabulary_finds(spread: fl
         assert place == 19_999 or sums[row, place + 1] >= share - 2e-5
 
 
-def test_every_row_has_rules_of_its_own() -> None:
-    ways = [
-        SamplingParams(temperature=0.0),
-        SamplingParams(top_k=2),
-        SamplingParams(temperature=3.0, top_p=0.5, logprobs=2),
-        SamplingParams(repetition_penalty=2.0),
-        SamplingParams(min_p=0.3, logit_bias={5: 9.0}),
-    ]
-    picks = [
-        RowSampling(way, uniform(7, row), repeats([1, 2], [14, 14]) if has_penalties(way) else None)
-        for row, way in enumerate(ways)
-    ]
-    together = sample(torch.tensor([LOGITS] * len(ways)), picks)
-    assert together == [sample(torch.tensor([LOGITS]), [pick])[0] for pick in picks]
-
-
 def test_the_number_that_decides_depends_on_seed_and_position_alone() -> None:
     assert uniform(1, 0) == uniform(1, 0) == uniform(1 + 2**64, 0)
     values = {uniform(seed, position) for seed in (0, 1, -1, 2**63) for position in range(50)}
     assert len(values) == 200
     assert all(0.0 <= value < 1.0 for value in values)
-
-
-def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
-    sampling = SamplingParams(temperature=0.3, top_k=2, repetition_penalty=1.9, logit_bias={3: 50.0}, logprobs=4)
-    (found,) = sample(torch.tensor([LOGITS]), [RowSampling(sampling, 0.5, repeats([1], [3]))])
-    assert found is not None
-    assert found.token == 3
-    assert found.likelihood is not None
-    exact = np.array(LOGITS) - np.log(np.exp(np.array(LOGITS)).sum())
-    assert found.likelihood.logprob == pytest.approx(exact[3], abs=1e-5)
-    best = np.argsort(-exact)[:4]
-    assert [token for token, _ in found.likelihood.top] == best.tolist()
-    assert [value for _, value in found.likelihood.top] == pytest.approx(exact[best].tolist(), abs=1e-5)
 
 
 def test_rows_may_ask_for_different_numbers_of_alternatives_or_none() -> None:
