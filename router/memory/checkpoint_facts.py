@@ -1,14 +1,31 @@
-"""The facts of a checkpoint that determine its memory and its description, and their meaning under a preset. PURE."""
+"""The facts of a checkpoint that determine its memory and its description: what config.json states, and what it means
+under a preset. PURE."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from router.config.presets import Preset
 from router.errors import RouterError
+from worker.protocol.architectures import OFFSET_POSITIONS, PAGED, POSITION_KEYS
 
 AUTO_CTX = 8192  # tokens that a preset without ctx-size gets at most
 
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+MOST_LAYERS = 1 << 16
+LARGEST_NUMBER = 1 << 48  # in a config; a larger number describes no model
+
+# Sizes of a vision tower that the config does not state: those of the largest published models.
+_TOWERS: Mapping[str, Mapping[str, int]] = {
+    "gemma3": {"hidden_size": 1152, "intermediate_size": 4304, "image_size": 896, "patch_size": 14},
+    "idefics3": {"hidden_size": 1152, "intermediate_size": 4304, "image_size": 364, "patch_size": 14},
+    "llava": {"hidden_size": 1024, "intermediate_size": 4096, "image_size": 336, "patch_size": 14},
+}  # fmt: skip
+
+_BOTH = "hybrid"  # in the name of a kind of layer: it has a state beside keys and values
+_STATE_KINDS = ("mamba", "linear_attention", "recurrent", "conv", "ssm", "rwkv", _BOTH)
+_HYBRIDS = frozenset({"falcon_h1"})  # architectures whose layers are all of that kind, even if the config is silent
 
 
 class EstimateError(RouterError):
@@ -64,7 +81,6 @@ class Checkpoint:
 
     identity: str = ""  # hash of file names, sizes and config: the same for the same snapshot wherever it lies
     model_type: str = ""
-    architectures: tuple[str, ...] = ()
     layers: int = 0
     hidden: int = 0
     heads: int = 0
@@ -82,7 +98,6 @@ class Checkpoint:
     # attention).
     state_layers: int = 0
     state_elements: int = 0  # elements of that state, of one layer for one sequence
-    state_steps: int = 1  # tokens that share one such state while many are computed at once
     hybrids: int = 0  # of its state layers, those that keep keys and values, too
     # The worker runs it by the model's own forward, on the cache that any model can use
     # (worker/engines/transformers/run/aligned.py).
@@ -101,8 +116,7 @@ class Checkpoint:
     head_elements: int = 0  # parameters of layers behind an embedder's model, which the worker keeps in float32
     largest: int = 0  # bytes of the largest stored tensor
     stacked: int = 0  # elements of tensors that are put together into larger ones while the model is loaded
-    # Elements alive at once in the vision tower while it sees the largest image; 0: there is none that is used.
-    tower: int = 0
+    tower: int = 0  # bound on the elements of one step of the vision tower, on the largest image; 0: no images
     picture_tokens: int = 0  # of that image in a prompt
     picture_elements: int = 0  # of that image as the tower takes it
     quantization: str = ""  # method that the config states: gptq, awq, fp8,
@@ -114,7 +128,6 @@ class Checkpoint:
     linears: Linears = Linears()
     # Of chat, completion, tools, vision, embedding, rerank, as far as the files show.
     capabilities: tuple[str, ...] = ()
-    chat_template: bool = False
     vocab_type: int = 0  # as llama.cpp numbers them: 0 none, 1 SentencePiece, 2 byte pairs, 3 word pieces, 4 unigrams
 
     @property
@@ -166,3 +179,247 @@ def packed_numbers(stored: str, bits: int) -> int:
     """Return how many numbers of `bits` bits one element of the stored type holds."""
     word = {"int32": 32, "uint32": 32, "uint8": 8, "int8": 8}.get(stored, 0)
     return max(1, word // bits) if word and bits else 1
+
+
+# Facts that config.json states. Its keys differ by family.
+
+
+def from_config(
+    config: Mapping[str, Any], *, embedding: tuple[int, ...], key_rows: int, query_rows: int, stored_dtype: str
+) -> Checkpoint:
+    """Return the facts that `config` states, or that follow from the shapes of tensors if it does not.
+
+    `embedding`: the shape of the input embedding; `key_rows`, `query_rows`: rows of the projections of one layer;
+    `stored_dtype`: of the first floating-point tensor. Raises ValueError for numbers that no model can have.
+    """
+    text = _text(config)
+    model_type = str(config.get("model_type", ""))
+    hidden = _size(text, "hidden_size", "n_embd", "d_model", "dim") or embedding[-1]
+    layers = _size(
+        text, "num_decoder_layers", "decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers"
+    )
+    if layers > MOST_LAYERS:
+        raise ValueError(f"{layers} layers")
+    states = min(max(_state_layers(text, layers), 0), layers)
+    method, bits, group = _quantization(config)
+    is_encoder_decoder = bool(config.get("is_encoder_decoder"))
+    return Checkpoint(
+        model_type=model_type,
+        layers=layers,
+        hidden=hidden,
+        **_heads(text, model_type, hidden, key_rows, query_rows),
+        intermediate=_intermediate(text, hidden),
+        vocab_size=_size(text, "vocab_size") or embedding[0],
+        max_positions=_positions(text, model_type),
+        state_layers=states,
+        state_elements=_state_elements(text, hidden) if states else 0,
+        hybrids=states if model_type in _HYBRIDS else min(sum(_BOTH in kind for kind in _layer_kinds(text)), states),
+        aligned=model_type not in PAGED or is_encoder_decoder,
+        cross_attention=is_encoder_decoder,
+        dtype=_dtype(text, config) or stored_dtype,
+        quantization=method,
+        bits=bits,
+        group=group,
+    )
+
+
+def is_tied(config: Mapping[str, Any], *, has_head: bool) -> bool:
+    """Return whether the output head is the input embedding. `has_head`: the files have a tensor for it."""
+    return bool(_text(config).get("tie_word_embeddings", config.get("tie_word_embeddings", not has_head)))
+
+
+def vision_facts(config: Mapping[str, Any], processor: Mapping[str, Any]) -> dict[str, int]:
+    """Return the memory facts of the largest image. `processor`: config of the image processor.
+
+    The vision tower processes each image at `image_size`. The processor of Idefics3 divides an image into tiles of this
+    size, and adds the whole image once more.
+    """
+    family = str(config.get("model_type", ""))
+    stated = config.get("vision_config")
+    vision = {**_TOWERS[family], **(stated if isinstance(stated, dict) else {})}
+    side, patch = _first(vision, "image_size"), max(_first(vision, "patch_size"), 1)
+    patches = (side // patch) ** 2 + 1
+    images, tokens = 1, patches
+    if family == "gemma3":
+        tokens = _first(config, "mm_tokens_per_image") or 256
+    if family == "idefics3":
+        longest = _longest_edge(processor.get("size")) or 4 * side
+        images = (-(-longest // (_longest_edge(processor.get("max_image_size")) or side))) ** 2 + 1
+        tokens = images * -(-patches // max(_first(config, "scale_factor"), 1) ** 2)
+    widths = 2 * _first(vision, "hidden_size") + _first(vision, "intermediate_size")
+    return {
+        "tower": images * patches * 8 * widths,  # eight tensors of each width, as in any other layer (segments.COPIES)
+        "picture_tokens": tokens,
+        "picture_elements": images * 4 * side**2,
+    }
+
+
+def longest_text(config: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> int:
+    """Return the tokens to which sentence-transformers truncates a text; 0 if neither of its config (
+    sentence_bert_config.json) and the tokenizer's states it."""
+    usual = tokenizer.get("model_max_length")  # 10**30 means: no maximum
+    return _first(config, "max_seq_length") or (
+        int(usual) if isinstance(usual, (int, float)) and 0 < usual < 1 << 31 else 0
+    )
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a config that describes the language model; multimodal configs nest it."""
+    for key in ("text_config", "llm_config", "language_config", "thinker_config"):
+        nested = config.get(key)
+        if isinstance(nested, dict):
+            return _text({**config, key: None, **nested})
+    return config
+
+
+def _first(config: Any, *names: str) -> int:
+    """Return the first of these keys with a positive number, or the largest of a list by layer; 0 if there is none, or
+    if `config` is no object. Raises ValueError if the number is too large for any model."""
+    for name in names if isinstance(config, dict) else ():
+        value = config.get(name)
+        if isinstance(value, list):
+            value = max((each for each in value if isinstance(each, int)), default=0)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+            if value > LARGEST_NUMBER:
+                raise ValueError(f"{name} is {value}")
+            return int(value)
+    return 0
+
+
+def _size(config: Mapping[str, Any], *names: str, least: int = 1) -> int:
+    """Like `_first`. Also raises ValueError if one of the keys is negative or the result is below `least`."""
+    found = _first(config, *names)
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, (int, float)) and value < (0 if found else least):
+            raise ValueError(f"{name} is {value}")
+    return found
+
+
+def _longest_edge(size: Any) -> int:
+    return _first(size, "longest_edge")
+
+
+def _heads(config: Mapping[str, Any], model_type: str, hidden: int, key_rows: int, query_rows: int) -> dict[str, int]:
+    """Return query heads, key-value heads, elements of one cached key and value of a head, and elements of all keys and
+    values of one token as attention reads them."""
+    heads = _size(config, "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", least=0)
+    stated = _first(config, "head_dim", "attention_head_dim", "d_kv", "kv_channels")
+    head_dim = stated or (hidden // heads if heads else key_rows)
+    heads = heads or (query_rows // head_dim if head_dim else 0)
+    rank, rope = _first(config, "kv_lora_rank"), _first(config, "qk_rope_head_dim")
+    if rank and rope:  # multi-head latent attention (DeepSeek-V2, section 2.1): one compressed row, one rotary key
+        value_dim = _first(config, "v_head_dim") or head_dim
+        expanded = heads * (_first(config, "qk_nope_head_dim") + rope + value_dim)
+        return {"heads": heads, "kv_heads": 1, "head_dim": rank, "value_dim": rope, "expanded": expanded}
+    kv_heads = _first(config, "num_key_value_heads", "n_head_kv", "num_kv_heads", "n_kv_heads")
+    kv_heads = kv_heads or _first(config.get("attn_config"), "kv_n_heads")  # MPT
+    is_new_falcon = model_type == "falcon" and config.get("new_decoder_architecture")
+    if is_new_falcon:
+        kv_heads = heads  # transformers repeats them before it caches them
+    elif model_type in ("falcon", "gpt_bigcode"):
+        kv_heads = 1 if config.get("multi_query", True) else heads
+    kv_heads = kv_heads or (-(-key_rows // head_dim) if head_dim else 0) or heads
+    return {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "value_dim": head_dim,
+        "expanded": 2 * heads * head_dim,
+    }
+
+
+def _intermediate(config: Mapping[str, Any], hidden: int) -> int:
+    """Return the width of the MLP for one token; with experts, of all that are active for it."""
+    dense = _first(config, "intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size") or 4 * hidden
+    active = _first(config, "num_experts_per_tok", "num_experts_per_token", "top_k_experts")
+    expert = _first(config, "moe_intermediate_size") or dense
+    shared = _first(config, "shared_expert_intermediate_size") or expert * _first(config, "n_shared_experts")
+    return max(dense, active * expert + shared)
+
+
+def _positions(config: Mapping[str, Any], model_type: str) -> int:
+    """Return the tokens that one sequence may have, by the same rule as the worker (load/architectures.py)."""
+    most = _first(config, *POSITION_KEYS)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) in ("longrope", "su"):
+        key = "original_max_position_embeddings"
+        return at_most(most, _first(rope, key) or _first(config, key))
+    if most and model_type in OFFSET_POSITIONS:
+        padding = config.get("pad_token_id")
+        return most - 1 - (padding if isinstance(padding, int) else 1)
+    return most
+
+
+def at_most(*limits: int) -> int:
+    """Return the least of the limits that are stated (not 0)."""
+    return min(filter(None, limits), default=0)
+
+
+def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
+    kinds = config.get("layer_types") or config.get("layers_block_type") or []
+    return [str(kind) for kind in kinds] if isinstance(kinds, list) else []
+
+
+def _state_layers(config: Mapping[str, Any], layers: int) -> int:
+    """Return the number of layers with a state of constant size, most of them instead of keys and values."""
+    if config.get("model_type") in _HYBRIDS:
+        return layers
+    if kinds := _layer_kinds(config):
+        return sum(any(word in kind for word in _STATE_KINDS) for kind in kinds)
+    if period := _first(config, "attn_layer_period"):  # Jamba
+        offset = _first(config, "attn_layer_offset")
+        return layers - sum(layer % period == offset for layer in range(layers))
+    if isinstance(config.get("attn_layer_indices"), list):  # Bamba
+        return layers - len(config["attn_layer_indices"])
+    if interval := _first(config, "full_attention_interval"):  # Qwen3-Next
+        return layers - layers // interval
+    is_pure = "state_size" in config and not _first(config, "num_attention_heads")  # Mamba
+    return layers if is_pure else 0
+
+
+def _state_elements(config: Mapping[str, Any], hidden: int) -> int:
+    """Return the elements of the state of one layer for one sequence: recurrence and short convolution."""
+    kernel = _first(config, "conv_kernel", "mamba_d_conv", "linear_conv_kernel_dim", "conv_L_cache") or 4
+    if values := _first(config, "linear_num_value_heads"):
+        key, value = _first(config, "linear_key_head_dim"), _first(config, "linear_value_head_dim")
+        keys = _first(config, "linear_num_key_heads")
+        return values * key * value + (2 * keys * key + values * value) * kernel
+    if window := _first(config, "conv_L_cache"):  # nothing but a convolution
+        return hidden * window
+    state = _first(config, "state_size", "mamba_d_state", "ssm_state_size") or 16
+    inner = _first(config, "mamba_intermediate", "mamba_d_ssm")
+    inner = inner or hidden * (_first(config, "expand", "mamba_expand") or 2)
+    groups = _first(config, "n_groups", "mamba_n_groups") or 1
+    return inner * state + (inner + 2 * groups * state) * kernel
+
+
+def _quantization(config: Mapping[str, Any]) -> tuple[str, int, int]:
+    """Return the method, its bits, and the inputs that share a scale (gptq and awq; -1: all of a layer; 0: not
+    stated). Without quantization: "", 0, 0."""
+    stated = config.get("quantization_config") or config.get("compression_config")
+    if not isinstance(stated, dict) or not stated:
+        return "", 0, 0
+    # Old files of bitsandbytes do not name the method.
+    unnamed = "bitsandbytes" if stated.get("load_in_4bit") or stated.get("load_in_8bit") else "unknown"
+    method = str(stated.get("quant_method") or unnamed)
+    if method == "bitsandbytes":
+        method = "bnb-4bit" if stated.get("load_in_4bit") else "bnb-8bit"
+    bits = _first(stated, "bits", "w_bit") or _group_bits(stated.get("config_groups"))
+    group = next((size for name in ("group_size", "q_group_size") if type(size := stated.get(name)) is int and size), 0)
+    return method, bits or (4 if method in ("bnb-4bit", "gptq", "awq", "mxfp4") else 8), group
+
+
+def _group_bits(groups: Any) -> int:
+    """Return the fewest bits of any group of layers of compressed-tensors; 0: not stated."""
+    stated = groups.values() if isinstance(groups, dict) else ()
+    return at_most(*(_first(group.get("weights"), "num_bits") for group in stated if isinstance(group, dict)))
+
+
+def _dtype(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Return the dtype that the config states, by the same rule as the worker; "" if it states none."""
+    for source in (text, config):
+        stated = source.get("dtype") or source.get("torch_dtype")
+        if isinstance(stated, str):
+            return stated.removeprefix("torch.")
+    return ""

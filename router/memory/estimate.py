@@ -382,11 +382,11 @@ def kept_bytes(facts: Checkpoint, preset: Preset, compute: int, context: int) ->
     refreshed += max(preset.threads, 1) * ATTENTION_TILE_BYTES
     itemsize = DTYPE_BYTES[compute_dtype(facts, preset, on_host=True)]
     loading = 0 if is_mapped(facts, preset) else facts.largest  # tensors are converted one at a time
-    if bits_on_load(facts, preset):  # all plain tensors stay until the last one is packed
-        loading = max(loading, sum(tally.elements for tally in facts.tensors.values()) * itemsize)
-    stacking = 0 if facts.quantization else facts.stacked * itemsize
-    # Tensors of single experts exist twice while those of a layer are stacked, and those of one layer once more.
-    loading = max(loading, stacking + stacking // max(facts.layers, 1))
+    if bits_on_load(facts, preset) or (facts.stacked and not facts.quantization):
+        # All plain tensors stay until the last one is packed. Tensors of single experts stay until those of all layers
+        # are stacked, and those of one layer exist once more.
+        elements = sum(tally.elements for tally in facts.tensors.values())
+        loading = max(loading, (elements + elements // max(facts.layers, 1)) * itemsize)
     return max(refreshed, loading - context)
 
 

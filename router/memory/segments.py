@@ -28,11 +28,8 @@ from worker.protocol.memory import (
     MOST_GROUPED,
     PROMPT_LOGITS,
     SLICE_BYTES,
-    SPREAD_SCORES,
-    SPREAD_TENSORS,
     UNPACKED_BYTES,
     UNPACKED_ELEMENT_BYTES,
-    WIDENED_BYTES,
 )
 
 # Bits of an element, where a checkpoint that is not quantised is packed while it is loaded.
@@ -52,38 +49,30 @@ WIDENED = 2.4
 KV_ELEMENT_BYTES: Mapping[str, int] = {"f32": 4, "f16": 2, "bf16": 2}  # by `kv-cache-dtype`
 KV_GROUP_BYTES: Mapping[str, int] = {"int8": 2, "int4": 4}  # of a group's scale and, for int4, its minimum
 
-# Tensors of each width (hidden, attention, MLP) that a layer is counted with at once, in the model's type but of 4
-# bytes at least where weights are packed. Traced layers of the verified families have at most four copies of the
-# hidden size, five of the queries and five of the MLP's width, and never the last two at the same moment.
-COPIES = 6
+# Activations. The exact estimate (`worker estimate`) alone decides evictions and refusals; the bound stands in until it
+# is there. It is a product of a few numbers of model and preset, not a copy of how transformers computes a layer: such
+# formulas had to be changed with each release of the library. Each factor is above the largest traced value.
 
-NORM_BYTES = 8  # for each element of the hidden size: a norm computes its square and its result in float32
+# Tensors of each width (hidden, queries, MLP, state) that a layer has at once. They have the type of the model, but 4
+# bytes at least in a quantized model and for states. Traced: at most 4 of the hidden size, 5 of the queries and 5 of
+# the MLP's width, and never the last two at once; 5 states (Mamba).
+COPIES = 8
 
-# For each score where attention keeps all of them: four float32 tensors. Traced: at most four (BLOOM, gpt-oss).
-SCORE_BYTES = 16
-
-# For each pair of a token in the step and a position that it may see: two masks (a model may have windows in some of
-# its layers) in float32, and the comparisons that they are made from.
+# Bytes for each pair of a token in the step and a position that it may see: two masks (a model may have windows in some
+# layers) in float32, and the comparisons that they are made from.
 MASK_BYTES = 12
 
-# For each element of a state, for each token that has one of its own: six float32 tensors. Traced: 2.8 on Mamba and
-# Jamba, 5 where several tokens share a state.
-STATE_BYTES = 24
+# Bytes for each score where attention keeps all of them: four float32 tensors. Traced: at most 4 (BLOOM, gpt-oss).
+SCORE_BYTES = 16
 
-# For each pair of tokens while an encoder works out how far apart they are, in whole numbers of 64 bits. Traced: 49
-# (T5).
-DISTANCE_BYTES = 64
-
-# For each entry of a row of logits while its token is drawn: the logits, in the model's type and in float32, and what
-# sorting them for top-p needs, when every row wants it of a flat distribution. Traced: 52
+# Bytes for each entry of a row of logits while its token is drawn: the logits, in the model's type and in float32, and
+# the sort for top-p, if every row asks for it on a flat distribution. Traced: 52
 # (worker/engines/transformers/sample/sampler.py).
 DRAW_BYTES = 64
 
-# For each entry of a row of logits whose logprobs a prompt asks for. Traced: 16.
-LIKELIHOOD_BYTES = 24
-
-# Added to every bound for positions, tables and indices, which only matter in the smallest models.
-LEAST_BYTES = 1 * MIB
+# Added to each bound: positions, tables and indices, and on main memory the scores of short rows that attend together
+# and the keys that they widen (SPREAD_SCORES, WIDENED_BYTES). It matters only in the smallest models.
+LEAST_BYTES = 16 * MIB
 
 
 def weight_bytes(facts: Checkpoint, preset: Preset, *, on_host: bool) -> int:
@@ -234,89 +223,6 @@ def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
     return blocks * BLOCK_TOKENS * per_token + preset.parallel * facts.state_layers * state
 
 
-def compute_bytes(
-    facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool, part: Literal["whole", "layers", "head"] = "whole"
-) -> int:
-    """Return the bound for a worker of `preset` with `tokens` of context per request.
-
-    `part` of "layers" or "head": a device with some of the layers, or with some of them and the head, without CUDA
-    graphs. Raises UnknownArchitecture if the config does not state hidden size and vocabulary.
-    """
-    if not facts.hidden or not facts.vocab_size:
-        raise UnknownArchitecture(
-            preset.id,
-            f"config.json of {facts.model_type or 'this model'} does not state its hidden size and vocabulary",
-        )
-    each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
-    rows, only_encodes = preset.parallel, serves_embeddings(facts, preset)
-    if only_encodes or facts.cross_attention:  # an encoder gets the whole prompt in one step
-        step = max(preset.chunk, tokens) + rows
-    else:
-        step = min(preset.chunk, rows * tokens) + rows
-    layer = _layer_bytes(facts, preset, step, each) + _attention_bytes(facts, preset, step, tokens, each, on_host)
-    if takes_images(facts, preset):  # activations of the vision tower, and the features of one image for each row
-        layer += (facts.tower + rows * facts.picture_tokens * facts.hidden) * each
-    if only_encodes or part == "layers":
-        return LEAST_BYTES + layer
-    largest = layer + facts.vocab_size * (rows * DRAW_BYTES + PROMPT_LOGITS * LIKELIHOOD_BYTES)
-    if on_host and not preset.enforce_eager:  # the CPU kernel reorders linear layers between steps, by slices
-        largest += min(facts.hidden * max(facts.vocab_size, facts.intermediate) * each, SLICE_BYTES)
-    if not (on_host or preset.enforce_eager or facts.aligned or part == "head"):
-        largest += _graph_bytes(facts, preset, tokens, each)
-    return LEAST_BYTES + largest
-
-
-def _layer_bytes(facts: Checkpoint, preset: Preset, step: int, each: int) -> int:
-    """Return the bytes of the tensors of one layer for a step of `step` tokens."""
-    queries = max(facts.expanded // 2, facts.hidden)
-    is_packed = bool(facts.quantization or bits_on_load(facts, preset))
-    widths = facts.hidden + queries + facts.intermediate
-    found = step * (COPIES * widths * (max(each, 4) if is_packed else each) + NORM_BYTES * facts.hidden)
-    if is_packed:  # one matrix is unpacked at a time
-        found += facts.hidden * max(facts.intermediate, queries) * UNPACKED_ELEMENT_BYTES
-    if facts.state_elements:  # with heads, a block of tokens shares one state
-        found += (-(-step // facts.state_steps) + 1) * facts.state_elements * STATE_BYTES
-    return found
-
-
-def _attention_bytes(facts: Checkpoint, preset: Preset, step: int, tokens: int, each: int, on_host: bool) -> int:
-    """Return the bytes of masks, scores and gathered keys and values, for `step` tokens that attend to `tokens`
-    positions at most."""
-    if serves_embeddings(facts, preset):  # texts of one step are padded to one chunk; a single text has no mask
-        seen = tokens if preset.attention == "eager" else min(tokens, preset.chunk)
-        pairs = max(preset.chunk, seen) * seen
-    else:
-        pairs = step * (tokens + step)  # a window is widened by the step
-    found = pairs * MASK_BYTES
-    if preset.attention == "eager" or (facts.aligned and not serves_embeddings(facts, preset)):
-        found += pairs * facts.heads * SCORE_BYTES
-    if facts.cross_attention:
-        found += tokens * tokens * DISTANCE_BYTES
-    # Keys and values of one row in one piece, and once more repeated for each query head.
-    row = tokens * max(facts.expanded, facts.kv_heads * (facts.head_dim + facts.value_dim)) * each
-    found += 2 * row + preset.parallel * tokens * each
-    if facts.aligned:  # each decoding row repeats its keys and values for all query heads
-        found += 2 * preset.parallel * row
-    is_kept_so = is_compact(preset.kv_cache_dtype, compute_dtype(facts, preset, on_host=on_host))
-    if is_kept_so and not serves_embeddings(facts, preset):  # a quantized cache is unpacked for all rows of a step
-        cached = tokens * facts.kv_heads * (facts.head_dim + facts.value_dim) * each
-        found += 2 * min(preset.parallel * cached, UNPACKED_BYTES["cpu" if on_host else "cuda"])
-    if on_host:
-        found += SPREAD_SCORES * SPREAD_TENSORS * 4 + WIDENED_BYTES
-    return found
-
-
-def _graph_bytes(facts: Checkpoint, preset: Preset, tokens: int, each: int) -> int:
-    """Return the bytes that CUDA graphs of decode steps keep: one step of all rows, gathered keys and values, and the
-    graphs themselves, one for each power of two of rows and of context."""
-    rows = preset.parallel
-    row = tokens * facts.kv_heads * (facts.head_dim + facts.value_dim) * each
-    gathered = min(rows * row, GATHERED_BYTES)
-    step = _layer_bytes(facts, preset, rows, each) + rows * facts.vocab_size * (each + 8)
-    graphs = (rows.bit_length() + 1) * ((tokens // 256).bit_length() + 1)
-    return step + gathered + rows * tokens * MASK_BYTES + graphs * GRAPH_BYTES
-
-
 def head_bytes(name: str, elements: int, each: int) -> int:
     """Return the bytes of the keys (or values) of one head and one token, as the worker stores them
     (worker/engines/transformers/attention/quantized_kv_types.py). `name`: the kv-cache-dtype; `each`: bytes of an
@@ -335,3 +241,74 @@ def head_bytes(name: str, elements: int, each: int) -> int:
 def is_compact(name: str, dtype: str) -> bool:
     """Return whether the KV cache has another type than the model, whose `dtype` is a name of torch."""
     return name != "auto" and {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}.get(name) != dtype
+
+
+def compute_bytes(
+    facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool, part: Literal["whole", "layers", "head"] = "whole"
+) -> int:
+    """Return an upper bound on the bytes of one step beside weights and KV cache, with `tokens` of context per request.
+
+    `part` of "layers" or "head": a device with some of the layers, or with some of them and the head, without CUDA
+    graphs. Raises UnknownArchitecture if the config does not state hidden size and vocabulary.
+    """
+    if not facts.hidden or not facts.vocab_size:
+        raise UnknownArchitecture(
+            preset.id,
+            f"config.json of {facts.model_type or 'this model'} does not state its hidden size and vocabulary",
+        )
+    size = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
+    rows, only_encodes = preset.parallel, serves_embeddings(facts, preset)
+    is_whole_prompt = only_encodes or facts.cross_attention  # encoders do not compute prompts in chunks
+    step = (max(preset.chunk, tokens) if is_whole_prompt else min(preset.chunk, rows * tokens)) + rows
+    bound = LEAST_BYTES + _layer_bytes(facts, preset, step, size)
+    bound += _attention_bytes(facts, preset, step, tokens, size, on_host)
+    if takes_images(facts, preset):  # one layer of the vision tower, and the features of one image for each row
+        bound += (facts.tower + rows * facts.picture_tokens * facts.hidden) * size
+    if only_encodes or part == "layers":
+        return bound
+    bound += facts.vocab_size * (rows + PROMPT_LOGITS) * DRAW_BYTES
+    if on_host and not preset.enforce_eager:  # the CPU kernel reorders linear layers between steps, by slices
+        bound += min(facts.hidden * max(facts.vocab_size, facts.intermediate) * size, SLICE_BYTES)
+    if not (on_host or preset.enforce_eager or facts.aligned or part == "head"):
+        bound += _graph_bytes(facts, preset, tokens, size)
+    return bound
+
+
+def _layer_bytes(facts: Checkpoint, preset: Preset, step: int, size: int) -> int:
+    """Return the bytes of the tensors of one layer for a step of `step` tokens. `size`: bytes of an element."""
+    queries = max(facts.expanded // 2, facts.hidden)
+    widths = facts.hidden + queries + facts.intermediate
+    is_quantized = bool(facts.quantization or bits_on_load(facts, preset))
+    # Each token counts a state of its own. Models whose tokens share one in blocks have products of tokens instead.
+    per_token = widths * (max(size, 4) if is_quantized else size) + facts.state_elements * 4
+    # A quantized model unpacks one matrix at a time.
+    unpacked = facts.hidden * max(facts.intermediate, queries) * UNPACKED_ELEMENT_BYTES if is_quantized else 0
+    return step * COPIES * per_token + unpacked
+
+
+def _attention_bytes(facts: Checkpoint, preset: Preset, step: int, tokens: int, size: int, on_host: bool) -> int:
+    """Return the bytes of masks, scores and gathered keys and values, for `step` tokens that attend to `tokens`
+    positions at most."""
+    only_encodes = serves_embeddings(facts, preset)
+    pairs = step * (tokens + step)  # a window is widened by the step
+    bound = pairs * MASK_BYTES
+    if preset.attention == "eager" or (facts.aligned and not only_encodes):
+        bound += pairs * facts.heads * SCORE_BYTES
+    # Keys and values of one row in one piece, and once more repeated for each query head. On the aligned backend each
+    # decoding row repeats its own.
+    cached = tokens * facts.kv_heads * (facts.head_dim + facts.value_dim) * size
+    bound += 2 * (1 + preset.parallel * facts.aligned) * max(tokens * facts.expanded * size, cached)
+    is_converted = is_compact(preset.kv_cache_dtype, compute_dtype(facts, preset, on_host=on_host))
+    if is_converted and not only_encodes:  # a step converts the cache of all its rows, in parts
+        bound += 2 * min(preset.parallel * cached, UNPACKED_BYTES["cpu" if on_host else "cuda"])
+    return bound
+
+
+def _graph_bytes(facts: Checkpoint, preset: Preset, tokens: int, size: int) -> int:
+    """Return the bytes that CUDA graphs of decode steps keep: one step of all rows, gathered keys and values, and the
+    graphs themselves, one for each power of two of rows and of context."""
+    rows = preset.parallel
+    cached = tokens * facts.kv_heads * (facts.head_dim + facts.value_dim) * size
+    step = _layer_bytes(facts, preset, rows, size) + rows * facts.vocab_size * (size + 8)
+    graphs = (rows.bit_length() + 1) * ((tokens // 256).bit_length() + 1)
+    return step + min(rows * cached, GATHERED_BYTES) + rows * tokens * MASK_BYTES + graphs * GRAPH_BYTES

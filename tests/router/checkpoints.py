@@ -34,7 +34,6 @@ checkpoints = st.builds(
     aligned=st.booleans(),
     cross_attention=st.booleans(),
     state_elements=st.sampled_from([0, 5000]),
-    state_steps=st.sampled_from([1, 64]),
 )
 presets = st.builds(
     preset,
