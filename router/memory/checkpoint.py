@@ -23,9 +23,9 @@ from router.memory.checkpoint_facts import (
     at_most,
     from_config,
     is_tied,
+    largest_image,
     longest_text,
     packed_numbers,
-    vision_facts,
 )
 from worker.protocol.architectures import EXPERT, GENERATES, SCALE, VISION
 from worker.protocol.snapshot_files import INDEX, WEIGHTS, is_below, merge_config, shard_names
@@ -94,7 +94,8 @@ def read(folder: Path, *, override: str = "", needs_weights: bool = True) -> Che
         if _sees(folder, config):
             nested = _json(folder / "processor_config.json").get("image_processor")
             processor = {**_json(folder / "preprocessor_config.json"), **(nested if isinstance(nested, dict) else {})}
-            facts = replace(facts, **vision_facts(config, processor))
+            tower, tokens, elements = largest_image(config, processor)
+            facts = replace(facts, tower=tower, picture_tokens=tokens, picture_elements=elements)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # any key may hold anything
         raise UnknownCheckpoint(f"{folder / 'config.json'} describes no model ({error}); fetch it again") from None
     return facts

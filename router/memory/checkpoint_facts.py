@@ -201,13 +201,18 @@ def from_config(
     if layers > MOST_LAYERS:
         raise ValueError(f"{layers} layers")
     states = min(max(_state_layers(text, layers), 0), layers)
+    heads, kv_heads, head_dim, value_dim, expanded = _heads(text, model_type, hidden, key_rows, query_rows)
     method, bits, group = _quantization(config)
     is_encoder_decoder = bool(config.get("is_encoder_decoder"))
     return Checkpoint(
         model_type=model_type,
         layers=layers,
         hidden=hidden,
-        **_heads(text, model_type, hidden, key_rows, query_rows),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        expanded=expanded,
         intermediate=_intermediate(text, hidden),
         vocab_size=_size(text, "vocab_size") or embedding[0],
         max_positions=_positions(text, model_type),
@@ -228,8 +233,9 @@ def is_tied(config: Mapping[str, Any], *, has_head: bool) -> bool:
     return bool(_text(config).get("tie_word_embeddings", config.get("tie_word_embeddings", not has_head)))
 
 
-def vision_facts(config: Mapping[str, Any], processor: Mapping[str, Any]) -> dict[str, int]:
-    """Return the memory facts of the largest image. `processor`: config of the image processor.
+def largest_image(config: Mapping[str, Any], processor: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the memory facts of the largest image: a bound on the elements of one step of the vision tower, tokens in
+    a prompt, and elements of the image as the tower takes it. `processor`: config of the image processor.
 
     The vision tower processes each image at `image_size`. The processor of Idefics3 divides an image into tiles of this
     size, and adds the whole image once more.
@@ -247,11 +253,8 @@ def vision_facts(config: Mapping[str, Any], processor: Mapping[str, Any]) -> dic
         images = (-(-longest // (_longest_edge(processor.get("max_image_size")) or side))) ** 2 + 1
         tokens = images * -(-patches // max(_first(config, "scale_factor"), 1) ** 2)
     widths = 2 * _first(vision, "hidden_size") + _first(vision, "intermediate_size")
-    return {
-        "tower": images * patches * 8 * widths,  # eight tensors of each width, as in any other layer (segments.COPIES)
-        "picture_tokens": tokens,
-        "picture_elements": images * 4 * side**2,
-    }
+    # Eight tensors of each width, as in any other layer (segments.COPIES).
+    return images * patches * 8 * widths, tokens, images * 4 * side**2
 
 
 def longest_text(config: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> int:
@@ -300,7 +303,9 @@ def _longest_edge(size: Any) -> int:
     return _first(size, "longest_edge")
 
 
-def _heads(config: Mapping[str, Any], model_type: str, hidden: int, key_rows: int, query_rows: int) -> dict[str, int]:
+def _heads(
+    config: Mapping[str, Any], model_type: str, hidden: int, key_rows: int, query_rows: int
+) -> tuple[int, int, int, int, int]:
     """Return query heads, key-value heads, elements of one cached key and value of a head, and elements of all keys and
     values of one token as attention reads them."""
     heads = _size(config, "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", least=0)
@@ -311,7 +316,7 @@ def _heads(config: Mapping[str, Any], model_type: str, hidden: int, key_rows: in
     if rank and rope:  # multi-head latent attention (DeepSeek-V2, section 2.1): one compressed row, one rotary key
         value_dim = _first(config, "v_head_dim") or head_dim
         expanded = heads * (_first(config, "qk_nope_head_dim") + rope + value_dim)
-        return {"heads": heads, "kv_heads": 1, "head_dim": rank, "value_dim": rope, "expanded": expanded}
+        return heads, 1, rank, rope, expanded
     kv_heads = _first(config, "num_key_value_heads", "n_head_kv", "num_kv_heads", "n_kv_heads")
     kv_heads = kv_heads or _first(config.get("attn_config"), "kv_n_heads")  # MPT
     is_new_falcon = model_type == "falcon" and config.get("new_decoder_architecture")
@@ -320,13 +325,7 @@ def _heads(config: Mapping[str, Any], model_type: str, hidden: int, key_rows: in
     elif model_type in ("falcon", "gpt_bigcode"):
         kv_heads = 1 if config.get("multi_query", True) else heads
     kv_heads = kv_heads or (-(-key_rows // head_dim) if head_dim else 0) or heads
-    return {
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "value_dim": head_dim,
-        "expanded": 2 * heads * head_dim,
-    }
+    return heads, kv_heads, head_dim, head_dim, 2 * heads * head_dim
 
 
 def _intermediate(config: Mapping[str, Any], hidden: int) -> int:

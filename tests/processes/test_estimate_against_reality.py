@@ -130,7 +130,7 @@ def test_router_and_worker_read_a_snapshot_alike(family: str, snapshots: dict[st
 
     from worker.engines.transformers.load import architectures, layer_split, loader
     from worker.engines.transformers.load.snapshot import is_embedder, load_config
-    from worker.estimate import estimate as exact
+    from worker.estimate import meta_model
 
     folder, preset = snapshots[family], Preset(id="m", ctx_size=100, parallel=3)
     facts = checkpoint.read(folder)
@@ -144,7 +144,7 @@ def test_router_and_worker_read_a_snapshot_alike(family: str, snapshots: dict[st
         assert facts.aligned == (architectures.backend(config) == "aligned")
         model = loader.load_model(options, config, None, lambda event: None).model
         asked = Estimate(snapshot=str(folder), parallel=3)
-        cache = exact.make_runner(model, config, asked, 100)[0].bytes
+        cache = meta_model.make_runner(model, config, asked, 100)[0].bytes
         estimated = context_bytes(facts, preset, 100, on_host=True)
         # of states it knows the outer sizes, and not every model's convolution
         assert estimated == cache if not facts.state_layers else cache <= estimated <= 1.1 * cache

@@ -1,7 +1,8 @@
-"""How many bytes are alive at once while code of torch's runs, on real tensors or on fake ones.
+"""The memory tracer: the most bytes that are alive at once while torch code runs, on real or fake tensors.
 
-A dispatch mode sees every storage come and go, so the largest sum is what an allocator would be asked for. Of fake
-tensors, which have no content, it answers what depends on numbers with the largest result that could be.
+A dispatch mode sees each storage when it is made and when it is freed, so the peak is what an allocator would have to
+provide. Fake tensors have no content. Where an operator depends on numbers, the tracer returns the largest result that
+is possible.
 """
 
 import weakref
@@ -18,33 +19,30 @@ Step = Callable[[], object]
 
 
 def peak_bytes(step: Step) -> int:
-    """The most bytes that are alive at once while `step` runs, beside those that were there before."""
+    """Return the most bytes that are alive at once while `step` runs, beside those from before."""
     return live_bytes(step).peak
 
 
 def live_bytes(step: Step) -> "LiveBytes":
-    """What was alive while `step` ran."""
+    """Run `step` and return its record of live bytes."""
     live = LiveBytes()
-    # the end: fake tensors have no numbers to hand out
+    # A step ends where it needs a number of a fake tensor.
     with live, suppress(DataDependentOutputException):
         step()
     return live
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of all storages that come to be while it is active, and are still alive.
-
-    Each storage counts once, whatever views of it there are. Works on real tensors as on fake ones.
-    """
+    """Counts the bytes of all storages that are made while it is active and are still alive. A storage counts once,
+    however many views it has."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._sizes: dict[int, tuple[torch.device, int]] = {}
         self.now = 0
         self.peak = 0
-        self.peaks: dict[torch.device, int] = {}
-        """By device."""
-        self._on: dict[torch.device, int] = {}
+        self.peaks: dict[torch.device, int] = {}  # by device
+        self._on: dict[torch.device, int] = {}  # live bytes by device
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -58,12 +56,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._count(result)
                 return result
         if func is torch.ops.aten.split_with_sizes.default and sum(args[1]) != args[0].shape[0] and len(args[1]) == 1:
-            return [args[0]]  # of a size that nobody knows: all of it
+            return [args[0]]  # the size is a number that is not known: all of it
         if func in _AS_COMPILED:
             with self:
                 return _AS_COMPILED[func](*args, **kwargs)
         if func.namespace == "aten":
-            # In inference mode composite operators arrive whole; what they allocate inside counts, too.
+            # In inference mode composite operators arrive whole. Their own allocations have to count, too.
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -73,11 +71,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and storage_key(leaf) not in given:
                 self._count(leaf)
-        self._pass_by(_cast_bytes(func, args, kwargs))
+        self._count_briefly(_cast_bytes(func, args, kwargs))
         return result
 
-    def _pass_by(self, size: int) -> None:
-        """So many bytes of main memory were alive beside all others, and are not any more."""
+    def _count_briefly(self, size: int) -> None:
+        """Count `size` bytes of main memory that were alive beside all others during an operator."""
         if size:
             self.peak = max(self.peak, self.now + size)
             self.peaks[_CPU] = max(self.peaks.get(_CPU, 0), self._on.get(_CPU, 0) + size)
@@ -104,8 +102,8 @@ _CPU = torch.device("cpu")
 
 
 def _cast_bytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Of copies in another type that an operator makes for itself on the processor, and that nobody sees come or go: of
-    what is added up in a wider one, and of the narrower of two operands (seen in torch 2.13)."""
+    """Return the bytes of copies in another dtype that an operator makes internally on the CPU: of a summed tensor in a
+    wider dtype, and of the narrower of two operands (torch 2.13)."""
     if func in _SUMS:
         summed = args[0]
         wide = kwargs.get("dtype") or (summed.dtype if summed.dtype.is_floating_point else torch.int64)
@@ -113,14 +111,14 @@ def _cast_bytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     operands = args[1:] if func is torch.ops.aten.where.self else args
     if torch.Tag.pointwise not in func.tags or len(operands) != 2:
         return 0
-    if not all(isinstance(each, torch.Tensor) for each in operands):
+    if not all(isinstance(operand, torch.Tensor) for operand in operands):
         return 0
     wide = torch.result_type(*operands)
-    return sum(_size_as(wide, each) for each in operands)
+    return sum(_size_as(wide, operand) for operand in operands)
 
 
 def _size_as(dtype: torch.dtype, tensor: torch.Tensor) -> int:
-    """Bytes of a copy of that type; 0 if `tensor` has it."""
+    """Return the bytes of a copy in `dtype`; 0 if `tensor` has this dtype."""
     if tensor.dtype == dtype or tensor.device.type != "cpu":
         return 0
     return tensor.numel() * dtype.itemsize
@@ -130,24 +128,24 @@ _SUMS = frozenset({torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList, t
 
 
 def _worst(dtype: torch.dtype) -> bool | int | float:
-    """What to take for a number that nobody knows. A condition that ends early fails: the code goes the longer way."""
+    """Return a stand-in for an unknown number. Conditions are false, so that the code does not return early."""
     if dtype == torch.bool:
         return False
     return 0.0 if dtype.is_floating_point else 0
 
 
 def _grouped_product(tokens: torch.Tensor, experts: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Fake tensors know this product in bfloat16 only."""
+    """Return a grouped matrix product, which fake tensors implement in bfloat16 only."""
     return tokens.new_empty(*tokens.shape[:-1], experts.shape[-1])
 
 
 def _every_index(tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """All tokens go to one expert: nobody knows which ones will."""
+    """Return all indices: any number of tokens may go to one expert."""
     return tensor.new_zeros(tensor.numel(), tensor.ndim, dtype=torch.int64)
 
 
 def _every_row(tensor: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """A mask of rows lets all of them through."""
+    """Return all rows for an index that is a mask; None for any other index."""
     (mask,) = indices if len(indices) == 1 else (None,)
     if mask is None or mask.dtype != torch.bool:
         return None
@@ -155,34 +153,33 @@ def _every_row(tensor: torch.Tensor, indices: list[torch.Tensor | None]) -> torc
 
 
 def _dropout(tensor: torch.Tensor, share: float, train: bool) -> torch.Tensor:
-    """Out of training it is its input; the one written in Python copies it."""
+    """Return the input itself outside of training; the decomposition in Python copies it."""
     return torch.native_dropout(tensor, share, train)[0] if train else tensor
 
 
 def _safe_softmax(tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Looks for rows that are masked as a whole, which fake tensors leave out."""
+    """Return a softmax with the search for wholly masked rows, which fake tensors omit."""
     result = torch.softmax(tensor, dim, dtype=dtype)
     is_masked = tensor.eq(float("-inf"))
     return result.masked_fill_(is_masked.all(dim, keepdim=True), 0.0)
 
 
+# Operators that allocate other tensors as compiled code than in their decomposition (torch 2.13).
 _AS_COMPILED: Mapping[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten.dropout.default: _dropout,
     torch.ops.aten._safe_softmax.default: _safe_softmax,
 }
-"""Operators that allocate something else as compiled code than as they are traced (seen in torch 2.13)."""
 
-
+# Results of operators whose shape depends on numbers, or that fake tensors do not implement.
 _WORST_SHAPES: Mapping[Any, Callable[..., torch.Tensor | None]] = {
     torch.ops.aten._grouped_mm.default: _grouped_product,
     torch.ops.aten.nonzero.default: _every_index,
     torch.ops.aten.index.Tensor: _every_row,
 }
-"""What to take for the result of operators whose shape depends on numbers, or that fake tensors refuse."""
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The same for all views of one storage, for as long as that lives."""
+    """Return an identifier of the tensor's storage, valid while the storage lives."""
     key: int = tensor.untyped_storage()._cdata
     return key
 

@@ -1,5 +1,4 @@
-"""What packed weights take: in memory, in a step, and while they are loaded. Of files the headers are read, and of the
-model, which has no memory, its layers (worker/estimate/estimate.py)."""
+"""Bytes of quantized weights: in memory, in a step, and while they are loaded."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -17,27 +16,26 @@ from worker.protocol.architectures import SCALE
 from worker.protocol.argv import ModelOptions
 from worker.protocol.memory import PACKING_BYTES
 
+# One in so many inputs of a linear layer is an outlier that bitsandbytes multiplies unquantized. Published models have
+# less than one in a hundred (Dettmers et al. 2022, section 4).
 OUTLIERS = 8
-"""One in so many inputs of a linear layer may stand out, so that bitsandbytes multiplies it in full. Published models
-have less than one in a hundred (Dettmers et al. 2022, section 4)."""
+
 _GPTQ = frozenset({"gptq", "awq"})
 
-
-def unpacking_bytes(bits: int) -> int:
-    """Of each element of a matrix that gptqmodel unpacks in each step, the result in the model's type included: 7.0 in
-    float32 and 7.5 in 16 bits for 4 bits, 5.0 and 3.5 for 8. Measured with 7.6."""
-    return 5 if bits == 8 else 8
+# Bytes for each element of a matrix that gptqmodel unpacks in each step, including the result, by bits. Measured with
+# 7.6: 7.0 in float32 and 7.5 in 16 bits for 4 bits, 5.0 and 3.5 for 8.
+_UNPACKING_BYTES = {4: 8, 8: 5}
 
 
 def stored_bytes(options: ModelOptions, config: Any, dtype: torch.dtype) -> int:
-    """Bytes of a quantised checkpoint in memory: packed tensors and their scales as they are stored, other floats in
-    the type of the model; all of it in that type if it is unpacked, and then without scales."""
-    said = quantization.quantization_config(config)
+    """Return the bytes of a quantized checkpoint in memory: packed tensors and their scales as stored, other floats in
+    the dtype of the model. If loading unpacks the weights, all tensors have that dtype, and there are no scales."""
+    stated = quantization.quantization_config(config)
     device = torch.device(options.devices[0])
     unpacks = quantization.dequantizes(quantization.named(config), device)
     arranged = _as_stored
-    if options.devices[0] == "cpu" and said.get("quant_method") in _GPTQ:
-        arranged = _side_by_side if quantization.is_fused(said) else partial(_widened, bits=said.get("bits", 4))
+    if options.devices[0] == "cpu" and stated.get("quant_method") in _GPTQ:
+        arranged = _side_by_side if quantization.is_fused(stated) else partial(_widened, bits=stated.get("bits", 4))
     total = 0
     for file in map(safetensors.WeightFile, safetensors.files(Path(options.snapshot))):
         for name, stored, count in file.listed():
@@ -45,21 +43,21 @@ def stored_bytes(options: ModelOptions, config: Any, dtype: torch.dtype) -> int:
             if SCALE.search(name):
                 total += 0 if unpacks else arranged(name, stored, count)
             elif is_plain or unpacks:
-                total += count * (1 if is_plain else quantization.numbers(stored, said)) * dtype.itemsize
+                total += count * (1 if is_plain else quantization.numbers(stored, stated)) * dtype.itemsize
             else:
                 total += count * stored.itemsize
     return total
 
 
 def _as_stored(name: str, stored: torch.dtype, count: int) -> int:
-    """Bytes of `count` scales or the like."""
+    """Return the bytes of a tensor of scales or the like with `count` elements."""
     return count * stored.itemsize
 
 
 def _side_by_side(name: str, stored: torch.dtype, count: int) -> int:
-    """Of those of a layer once they are as the CPU's own kernel for 4 bits wants them (gptqmodel 7.6:
-    torch_aten_kernel.py): scales and zero points in 16 bits, and both once more side by side; the order of inputs and
-    its inverse, with a table of eight shifts."""
+    """Like `_as_stored`, in the layout of the CPU's 4-bit kernel (gptqmodel 7.6: torch_aten_kernel.py): scales and zero
+    points in 16 bits, and both once more side by side; the order of inputs and its inverse, with a table of eight
+    shifts."""
     if name.endswith("qzeros"):
         return 0
     if name.endswith("scales"):
@@ -68,15 +66,15 @@ def _side_by_side(name: str, stored: torch.dtype, count: int) -> int:
 
 
 def _widened(name: str, stored: torch.dtype, count: int, *, bits: int) -> int:
-    """Of those of a layer that is unpacked in each step (gptqmodel 7.6: torch.py): the order of inputs once more in 64
-    bits, zero points in numbers of their own, and a table of shifts."""
+    """Like `_as_stored`, of a layer that is unpacked in each step (gptqmodel 7.6: torch.py): the order of inputs once
+    more in 64 bits, zero points as single numbers, and a table of shifts."""
     if name.endswith("scales"):
         return count * stored.itemsize
     return 3 * count * stored.itemsize + (4 * (32 // bits) if name.endswith("g_idx") else 0)
 
 
 def _packed_layers(model: Any) -> Iterator[Any]:
-    """The layers that transformers has bitsandbytes pack, by transformers' own rules."""
+    """Yield the layers that bitsandbytes quantizes, by the rules of transformers."""
     kept = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
     for name, module in model.named_modules():
         is_linear = isinstance(module, Conv1D) or type(module) is torch.nn.Linear
@@ -85,11 +83,11 @@ def _packed_layers(model: Any) -> Iterator[Any]:
 
 
 def saved_by_bitsandbytes(model: Any, dtype: torch.dtype, *, bits: int) -> int:
-    """Bytes by which quantising on load shrinks the model.
+    """Return the bytes by which quantization on load shrinks the model.
 
-    8 bits: one byte each, and a float32 scale for each row (Dettmers et al. 2022, section 3). 4 bits: half a byte, a
-    float32 for each block of 64, and a table of 16 for each layer (Dettmers et al. 2023, section 3; bitsandbytes'
-    defaults, without double quantisation).
+    8 bits: a byte for each element, and a float32 scale for each row (Dettmers et al. 2022, section 3). 4 bits: half a
+    byte, a float32 for each block of 64, and a table of 16 for each layer (Dettmers et al. 2023, section 3; defaults of
+    bitsandbytes, without double quantization).
     """
     saved = 0
     for module in _packed_layers(model):
@@ -101,13 +99,14 @@ def saved_by_bitsandbytes(model: Any, dtype: torch.dtype, *, bits: int) -> int:
 
 
 def pretend(options: ModelOptions, config: Any, model: Any) -> int:
-    """Have layers that are or will be packed take in a step what they will; returns the bytes that it takes to put one
-    into order."""
-    bits, on_cpu, said = _bits(options, config), options.devices[0] == "cpu", quantization.quantization_config(config)
-    is_gptq = on_cpu and said.get("quant_method") in _GPTQ
+    """Replace quantized layers by ones that allocate in a step what the real ones do. Returns the bytes that it takes
+    to arrange the largest one for its kernel."""
+    bits, on_cpu = _bits(options, config), options.devices[0] == "cpu"
+    stated = quantization.quantization_config(config)
+    is_gptq = on_cpu and stated.get("quant_method") in _GPTQ
     if not bits and not is_gptq:
         return 0
-    fused, packed_bits = quantization.is_fused(said), said.get("bits", 4)
+    fused, packed_bits = quantization.is_fused(stated), stated.get("bits", 4)
     layers = set(_packed_layers(model))
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
@@ -119,12 +118,12 @@ def pretend(options: ModelOptions, config: Any, model: Any) -> int:
 
 
 class _Bitsandbytes(torch.nn.Linear):
-    """What a step has alive of a linear layer that bitsandbytes has packed (0.50: autograd/_functions.py, and
-    backends/default/ops.py); only sizes matter.
+    """The tensors of a step in a linear layer of bitsandbytes (0.50: autograd/_functions.py, backends/default/ops.py).
+    Only their sizes are right.
 
-    4 bits are unpacked into a matrix of the inputs' type, where there is no kernel that does without. With 8 bits the
-    inputs are quantised row by row, by way of float16; inputs that stand out are multiplied as they are, with the
-    weights that they meet unpacked.
+    4 bits are unpacked into a matrix of the dtype of the inputs, if there is no kernel that does not need it. With 8
+    bits the inputs are quantized row by row, through float16; outliers are multiplied unquantized, with their weights
+    unpacked.
     """
 
     def __init__(self, layer: Any, bits: int):
@@ -140,18 +139,18 @@ class _Bitsandbytes(torch.nn.Linear):
             return F.linear(x, torch.empty(outputs, inputs, dtype=x.dtype), self.bias)
         rows = x.reshape(-1, inputs)
         half = rows.to(torch.float16)
-        stands_out = half.abs() >= 0
+        is_outlier = half.abs() >= 0
         scales = half.abs().amax(dim=1, keepdim=True).float()
         packed = torch.round(half * (127.0 / scales)).to(torch.int8)
-        del half, stands_out
+        del half, is_outlier
         few = -(-inputs // OUTLIERS)
-        met = torch.empty(outputs, few, dtype=torch.int8)
+        met = torch.empty(outputs, few, dtype=torch.int8)  # the weights of the outliers
         unpacked = met.float().to(x.dtype)
         if torch.backends.cpu.get_cpu_capability() == "AVX512":
             sums = torch.empty(len(rows), outputs, dtype=torch.int32)
-        else:  # without kernels for bytes both are unpacked
+        else:  # a CPU without kernels for bytes unpacks both
             sums = F.linear(packed.float(), torch.empty(outputs, inputs)).to(torch.int32)
-        out = sums.float() * (scales * torch.empty(1, outputs))  # on the CPU whole numbers are converted by a copy
+        out = sums.float() * (scales * torch.empty(1, outputs))  # the CPU converts integers by a copy
         if self.bias is not None:
             out += self.bias
         out = out.to(x.dtype).addmm(rows[:, :few], unpacked.t())
@@ -159,8 +158,8 @@ class _Bitsandbytes(torch.nn.Linear):
 
 
 class _Gptq(torch.nn.Linear):
-    """The same of one that gptqmodel computes on the CPU (7.6: torch_aten_kernel.py, torch.py): inputs in 16 bits and
-    in their order, or a whole matrix that is unpacked."""
+    """Like `_Bitsandbytes`, of gptqmodel on the CPU (7.6: torch_aten_kernel.py, torch.py): ordered inputs in 16 bits,
+    or a whole unpacked matrix."""
 
     def __init__(self, layer: Any, *, bits: int, fused: bool):
         super().__init__(layer.in_features, layer.out_features, device="meta")
@@ -176,7 +175,7 @@ class _Gptq(torch.nn.Linear):
                 x = x.to(torch.bfloat16)
             out = torch.empty(len(x), self.out_features, dtype=torch.bfloat16).to(dtype)
         else:
-            more = unpacking_bytes(self._bits) - dtype.itemsize
+            more = _UNPACKING_BYTES.get(self._bits, 8) - dtype.itemsize
             beside = torch.empty(self.in_features, self.out_features, more, dtype=torch.uint8)
             out = torch.matmul(x, torch.empty(self.in_features, self.out_features, dtype=dtype))
             del beside
@@ -186,10 +185,10 @@ class _Gptq(torch.nn.Linear):
 
 
 def _bits(options: ModelOptions, config: Any) -> int:
-    """Bits to which bitsandbytes packs linear layers, or has packed them; 0: it does not."""
-    said = quantization.quantization_config(config)
-    if not said:
+    """Return the bits to which bitsandbytes quantizes linear layers, on load or before; 0 if it does not."""
+    stated = quantization.quantization_config(config)
+    if not stated:
         return {"bnb-8bit": 8, "bnb-4bit": 4}.get(options.quantization, 0)
     if quantization.family(quantization.named(config)) != "bitsandbytes":
         return 0
-    return 4 if said.get("load_in_4bit") or said.get("_load_in_4bit") else 8
+    return 4 if stated.get("load_in_4bit") or stated.get("_load_in_4bit") else 8

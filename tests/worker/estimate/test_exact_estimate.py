@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,8 @@ from worker.engines.transformers.loop import requests
 from worker.engines.transformers.run.cuda_graphs import graph_shapes
 from worker.engines.transformers.sample import sampler
 from worker.errors import StartError
-from worker.estimate import estimate, quantized, tensor_parallel
+from worker.estimate import estimate, largest_steps, meta_model, quantized, tensor_parallel
+from worker.estimate.largest_steps import GenerationSteps
 from worker.estimate.memory_tracer import LiveBytes, Step, peak_bytes
 from worker.interface import EncoderInput
 from worker.protocol.argv import Estimate
@@ -54,7 +54,7 @@ MEDIUM = {
     "initializer_range": 0.02,
 }
 """About 30 MB in float32."""
-CPU = estimate.CPU
+CPU = largest_steps.CPU
 MIB = 1 << 20
 
 
@@ -74,16 +74,16 @@ def really(chosen: Estimate) -> tuple[int, int, int]:
     embeds = scores or is_embedder(chosen, config)
     loaded = loader.load_model(chosen, config, None, lambda progress: None)
     ctx_size = requests.context_size(chosen, architectures.positions(config))
-    weights = estimate.tensor_bytes(loaded.model)
+    weights = meta_model.tensor_bytes(loaded.model)
     if embeds:
         folder = Path(chosen.snapshot)
         found = None if scores else sentence_transformers_config.read(folder)
         encoder, _ = load_encoder.make_encoder(loaded.model, CPU, folder, found, pad=0, is_dummy=False)
         whole = peak_bytes(lambda: encoder.run([EncoderInput([0] * ctx_size)]))
-        steps = estimate.encoding_steps(loaded.model, encoder, chosen, [ctx_size])
+        steps = largest_steps.encoding_steps(loaded.model, encoder, chosen, [ctx_size])
         return weights + estimate.head_bytes(encoder), 0, max(whole, largest(steps))
-    runner, capacity = estimate.make_runner(loaded.model, config, chosen, ctx_size)
-    return weights, runner.bytes, largest(estimate.generation_steps(runner, capacity, chosen, ctx_size))
+    runner, capacity = meta_model.make_runner(loaded.model, config, chosen, ctx_size)
+    return weights, runner.bytes, largest(GenerationSteps(runner, capacity, chosen, ctx_size).largest())
 
 
 def largest(steps: Iterator[Step] | Sequence[Step]) -> int:
@@ -230,7 +230,7 @@ def test_what_bitsandbytes_would_pack_is_the_same_by_headers_and_by_transformers
         config = load_config(chosen)
         cls = model_class(chosen, config, is_embedder(chosen, config))
         with FakeTensorMode():
-            model = estimate.build(cls, config, torch.float32, embeds=family == "bert-embed")
+            model = meta_model.build(cls, config, torch.float32, embeds=family == "bert-embed")
             saved = quantized.saved_by_bitsandbytes(model, torch.float32, bits=bits)
         plain, small = (
             weight_bytes(facts, Preset(id="m", quantization=each), on_host=False) for each in ("auto", method)
@@ -290,11 +290,11 @@ def test_a_step_takes_the_same_in_a_model_of_any_depth(tmp_path: Path, family: s
     peaks = []
     for is_short in (False, True):
         with FakeTensorMode():
-            model = estimate.build(model_class(chosen, config, False), config, torch.float32, embeds=False)
-            runner, capacity = estimate.make_runner(model, config, chosen, 128)
+            model = meta_model.build(model_class(chosen, config, False), config, torch.float32, embeds=False)
+            runner, capacity = meta_model.make_runner(model, config, chosen, 128)
             if is_short:
-                estimate.shorten(model)
-            peaks.append(largest(estimate.generation_steps(runner, capacity, chosen, 128)))
+                meta_model.shorten(model)
+            peaks.append(largest(GenerationSteps(runner, capacity, chosen, 128).largest()))
     assert peaks[0] == peaks[1]
 
 
@@ -339,7 +339,7 @@ def test_what_is_packed_or_converted_on_the_way_to_an_accelerator_passes_through
         chosen = options(snapshot, devices=("cuda:0",), ctx_size=64, **changes)
         return estimate.trace(chosen, load_config(chosen)).staged
 
-    elements = sum(count for _, count in estimate.stored_tensors(options(snapshot)))
+    elements = sum(count for _, count in meta_model.StoredTensors(options(snapshot)).sizes)
     assert staged() == 0
     assert 0 <= staged(load_format="dummy") - 4 * elements < 1000, "drawn there"
     assert 0 <= staged(dtype="bfloat16") - 2 * elements < 1000, "with the buffers that a model makes itself"
@@ -446,7 +446,7 @@ def test_reordering_takes_room_for_the_largest_matrix_that_nobody_shares(tmp_pat
     snapshot = tiny.make("llama", tmp_path / "m", vocab_size=16000, tie_word_embeddings=is_tied)
     chosen = options(snapshot, parallel=1)
     with FakeTensorMode():
-        model = estimate.build(transformers.LlamaForCausalLM, load_config(chosen), torch.float32, embeds=False)
+        model = meta_model.build(transformers.LlamaForCausalLM, load_config(chosen), torch.float32, embeds=False)
         _, reordering = cpu_linear.onednn_bytes(model)
     assert reordering == (0 if is_tied else 16000 * 64 * 4), "the others are small enough to be left alone"
     compute = compute_bytes(checkpoint.read(snapshot), Preset(id="m", parallel=1, ctx_size=16), 16, on_host=True)
@@ -462,13 +462,13 @@ def test_no_length_of_a_chunk_takes_more_than_was_traced(tmp_path: Path) -> None
     plain = estimate.trace(dataclasses.replace(chosen, enforce_eager=True), config).compute
     said = estimate.trace(chosen, config).compute
     loaded = loader.load_model(chosen, config, None, lambda progress: None)
-    runner, capacity = estimate.make_runner(loaded.model, config, chosen, 512)
+    runner, capacity = meta_model.make_runner(loaded.model, config, chosen, 512)
+    steps = GenerationSteps(runner, capacity, chosen, 512)
     layers = cpu_linear.CpuLinears(loaded.model, release_pages=loaded.release_pages)
     peaks = []
     for _ in range(2):
         for length in (65, 95, 96, 97, 111, 112, 126, 127, 128):
-            chunk = estimate._segment(capacity, 1, 512 - length, length)
-            batch = (*estimate._decodes(capacity, 1, ctx_size=512), chunk)
-            peaks.append(peak_bytes(partial(estimate._generate, runner, batch)))
+            chunk = steps.segment(1, 512 - length, length)
+            peaks.append(peak_bytes(steps.step(*steps.decodes(1), chunk)))
         layers.pretend()
     assert plain < max(peaks) <= said <= max(peaks) * 1.01

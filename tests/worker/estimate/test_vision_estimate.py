@@ -18,6 +18,8 @@ from worker.engines.transformers.load import loader
 from worker.engines.transformers.load.snapshot import load_config, load_tokenizer
 from worker.engines.transformers.run import vision
 from worker.estimate import estimate as exact
+from worker.estimate import meta_model
+from worker.estimate.largest_steps import GenerationSteps
 from worker.estimate.memory_tracer import peak_bytes
 from worker.protocol.argv import Estimate
 from worker.protocol.memory import HELD_BYTES, OPENING_BYTES
@@ -75,14 +77,14 @@ def test_what_lives_while_an_image_is_seen_is_counted_exactly(snapshot: Path, tr
     chosen = options(snapshot)
     config = load_config(chosen)
     loaded = loader.load_model(chosen, config, None, lambda progress: None)
-    assert traced.weights == exact.tensor_bytes(loaded.model)
+    assert traced.weights == meta_model.tensor_bytes(loaded.model)
     processor = vision.ImageProcessor(chosen, config, load_tokenizer(chosen))
     tower = vision.VisionTower(loaded.model, processor.token, loaded.device)
-    runner, capacity = exact.make_runner(loaded.model, config, chosen, CTX, tower)
+    runner, capacity = meta_model.make_runner(loaded.model, config, chosen, CTX, tower)
     largest = processor.largest(loaded.dtype, CTX)
     assert largest is not None
-    [step] = exact.seeing_steps(runner, capacity, chosen, CTX, largest)
-    plain = max(peak_bytes(each) for each in exact.generation_steps(runner, capacity, chosen, CTX))
+    [step] = GenerationSteps(runner, capacity, chosen, CTX).with_image(largest)
+    plain = max(peak_bytes(each) for each in GenerationSteps(runner, capacity, chosen, CTX).largest())
     assert plain < 0.5 * traced.compute, "the tower is what costs most"
     really = peak_bytes(step)
     assert 0.98 * really <= traced.compute <= 1.1 * really

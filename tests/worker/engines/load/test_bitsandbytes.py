@@ -21,6 +21,7 @@ from worker.engines.transformers.load import loader
 from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.run import backends
 from worker.estimate import estimate
+from worker.estimate.largest_steps import GenerationSteps
 from worker.protocol.argv import Estimate
 
 pytestmark = [
@@ -86,7 +87,7 @@ def test_a_quantized_model_takes_the_estimated_bytes(tmp_path: Path, method: str
     facts = checkpoint.read(folder)
     assert weights <= 1.001 * weight_bytes(facts, preset, on_host=True) <= 1.05 * weights
     runner, capacity = backends.make_runner(loaded.model, config, chosen, 128, loaded.device, caches=True)
-    peak = max(allocated(step) for step in estimate.generation_steps(runner, capacity, chosen, 128))
+    peak = max(allocated(step) for step in GenerationSteps(runner, capacity, chosen, 128).largest())
     total = weights + runner.bytes + peak
     assert total <= traced.weights + traced.context + traced.compute <= 1.2 * total
     assert peak <= compute_bytes(facts, preset, 128, on_host=True)

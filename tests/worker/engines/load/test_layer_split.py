@@ -23,7 +23,7 @@ COMMON: dict[str, Any] = {"ctx_size": 64, "parallel": 2, "prefill_chunk": 16}
 DEEP = {"num_hidden_layers": 3}
 
 
-def traced(folder: Path, layers: tuple[str, ...], **changes: Any) -> list[estimate.Shard]:
+def traced(folder: Path, layers: tuple[str, ...], **changes: Any) -> list[estimate.Traced]:
     """The steps of a model on devices that exist in name only: an operator that is given tensors of two of them, or a
     tensor that was not moved, is an error."""
     devices = tuple(f"cuda:{index}" for index in range(len(layers)))

@@ -20,6 +20,7 @@ from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.run import backends
 from worker.errors import StartError
 from worker.estimate import estimate
+from worker.estimate.largest_steps import GenerationSteps
 from worker.protocol.argv import Estimate
 
 
@@ -70,7 +71,7 @@ def test_a_quantized_checkpoint_takes_the_estimated_bytes(tmp_path: Path, method
     facts = checkpoint.read(folder)
     assert weights <= 1.001 * weight_bytes(facts, preset, on_host=True) <= 1.06 * weights
     runner, capacity = backends.make_runner(loaded.model, config, chosen, 128, loaded.device, caches=True)
-    peak = max(allocated(step) for step in estimate.generation_steps(runner, capacity, chosen, 128))
+    peak = max(allocated(step) for step in GenerationSteps(runner, capacity, chosen, 128).largest())
     assert peak <= 1.02 * traced.compute <= 1.2 * peak + (1 << 18)
     assert peak <= compute_bytes(facts, preset, 128, on_host=True)
     assert held_bytes(loaded.model) == weights, "no request has anything unpacked or put into order"

@@ -28,7 +28,8 @@ from worker.engines.transformers.sample import sampler
 from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.scheduler import Batch
-from worker.estimate import estimate
+from worker.estimate import meta_model
+from worker.estimate.largest_steps import GenerationSteps
 from worker.interface import SamplingParams
 
 torch.set_num_threads(1)
@@ -57,7 +58,7 @@ def made(
     config = snapshot.load_config(asked)
     paged.register()
     with accelerator() as watch:
-        model = estimate.build(snapshot.model_class(asked, config, False), config, dtype, embeds=False)
+        model = meta_model.build(snapshot.model_class(asked, config, False), config, dtype, embeds=False)
         if (implementation := backends.implementation(asked, config)) is not None:
             model.set_attn_implementation(implementation)
         runner, capacity = backends.make_runner(moved(model), config, asked, CTX, CUDA, caches=True)
@@ -132,7 +133,7 @@ def test_adapters_make_the_host_wait_for_nothing(name: str, tmp_path: Path) -> N
         adapters = backends.make_adapters(runner, runner._model, asked, CUDA, copies=0)
         assert adapters is not None
         watch.waits.clear()
-        steps: list[Any] = list(estimate.generation_steps(runner, capacity, asked, CTX, adapters.pretend()))
+        steps: list[Any] = list(GenerationSteps(runner, capacity, asked, CTX, adapters.pretend()).largest())
         for _, batch in (step.args for step in steps):
             for segment in batch:
                 runner.forget(segment.row)

@@ -202,7 +202,7 @@ def test_slices_are_the_whole_model_and_nothing_twice(family: str) -> None:
     parted = 0
     for rank, part in enumerate(parts):
         part.load_state_dict(whole.state_dict())
-        tensor_parallel_plan.divide(part, RankSlice(rank, count), tensor_parallel.Pretended(count))
+        tensor_parallel_plan.divide(part, RankSlice(rank, count), tensor_parallel.FakeGroup(count))
     for name, parameter in whole.named_parameters():
         mine = [dict(part.named_parameters()).get(name) for part in parts]
         first = mine[0]
@@ -248,7 +248,7 @@ def test_a_matrix_that_the_plan_does_not_name_is_refused(tmp_path: Path) -> None
     config = load_config(asked)
     with pytest.raises(StartError, match=r"its plan says nothing of .*norm.weight, which is a matrix"):
         loader.load_model(
-            asked, config, None, lambda progress: None, share=(RankSlice(0, 2), tensor_parallel.Pretended(2))
+            asked, config, None, lambda progress: None, share=(RankSlice(0, 2), tensor_parallel.FakeGroup(2))
         )
 
 
@@ -261,15 +261,15 @@ def test_the_exact_estimate_is_of_one_rank_for_each_device(family: str, tmp_path
     config = load_config(one)
     whole = estimate.trace(one, config)
     each = replace(one, tensor_parallel=2, devices=("cuda:0", "cuda:1"))
-    weights, context, compute, _ = tensor_parallel.trace(each, config, torch.float32, 2)
-    assert context == whole.context // 2
+    rank = tensor_parallel.trace(each, config, torch.float32, 2)
+    assert rank.context == whole.context // 2
     embeddings = 512 * 64 * 4
     half = (whole.weights - embeddings) / 2
-    assert half <= weights - embeddings <= half + 4096, "vectors are on both"
-    assert 0 < compute <= whole.compute
+    assert half <= rank.weights - embeddings <= half + 4096, "vectors are on both"
+    assert 0 < rank.compute <= whole.compute
     answers = tensor_parallel.divided_estimate(each)
-    assert answers.weights == [weights] * 2
+    assert answers.weights == [rank.weights] * 2
     assert len(answers.runtime) == len(answers.compute) == 2
     on_host = tensor_parallel.divided_estimate(replace(one, tensor_parallel=2))
-    assert on_host.weights == [2 * weights]
+    assert on_host.weights == [2 * rank.weights]
     assert on_host.host == 0

@@ -1,0 +1,174 @@
+"""Models without memory: built on fake tensors, with the engine's own cache, and the bytes of their tensors."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.initialization import no_init_weights
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from worker.engines.transformers.attention import paged
+from worker.engines.transformers.load import architectures, layer_split, quantization, safetensors, snapshot
+from worker.engines.transformers.run import backends
+from worker.engines.transformers.run.aligned import AlignedRunner
+from worker.engines.transformers.run.cache_probe import UnsupportedCache
+from worker.engines.transformers.run.runner import PagedRunner
+from worker.engines.transformers.run.vision import VisionTower
+from worker.engines.transformers.schedule.kv_cache import RowAllocator
+from worker.errors import StartError
+from worker.estimate import quantized
+from worker.estimate.largest_steps import CPU, UNMASKED
+from worker.estimate.memory_tracer import LiveBytes, storage_key
+from worker.protocol.architectures import EXPERT
+from worker.protocol.argv import ModelOptions
+
+
+def build(cls: Any, config: Any, dtype: torch.dtype, *, embeds: bool) -> Any:
+    """Return the model as the loader makes it, with unfilled parameters. Under a FakeTensorMode it takes no memory."""
+    extra = {"add_pooling_layer": False} if embeds and snapshot.has_pooler(cls) else {}
+    with no_init_weights():
+        model = cls._from_config(config, dtype=dtype, **extra)
+    model.tie_weights()
+    return model.eval().requires_grad_(False)
+
+
+def make_runner(
+    model: Any,
+    config: Any,
+    options: ModelOptions,
+    ctx_size: int,
+    tower: VisionTower | None = None,
+    parts: layer_split.LayerSplit | None = None,
+    ranks: int = 1,
+) -> tuple[PagedRunner | AlignedRunner, RowAllocator]:
+    """Return the engine's runner with its cache. Raises StartError for an architecture that it cannot serve."""
+    paged.register()
+    implementation = backends.implementation(options, config)
+    if implementation is not None:
+        model.set_attn_implementation(implementation)
+    if getattr(config, "is_encoder_decoder", False) and model.get_encoder().config._attn_implementation == "sdpa":
+        # The encoder reads one prompt at a time, without padding.
+        ALL_ATTENTION_FUNCTIONS.register(UNMASKED, ALL_ATTENTION_FUNCTIONS["sdpa"])
+        model.get_encoder().config._attn_implementation = UNMASKED
+    with LiveBytes():  # answers for numbers that the forward asks of fake tensors while it shows the cache's shapes
+        try:
+            return backends.make_runner(
+                model, config, options, ctx_size, CPU, caches=False, tower=tower, split=parts, ranks=ranks
+            )
+        except UnsupportedCache as error:
+            raise StartError(f"architecture {config.model_type!r} cannot be served by this engine: {error}") from error
+
+
+def shorten(model: Any) -> None:
+    """Leave one layer of each kind, and two at least: the peak of a step does not depend on the number of layers.
+
+    Keys and values are in the cache, and the tensors of a layer are freed before the next layer runs. (Checked to the
+    byte on 2, 32 and 80 layers.) A deep model would take seconds on fake tensors. Layers are of one kind if they have
+    the same type and the same parameters.
+    """
+    config = model.config.get_text_config(decoder=True)
+    count = config.num_hidden_layers
+    types = list(getattr(config, "layer_types", None) or ["all"] * count)
+    for path, module in list(model.named_modules()):
+        if "vision" in path or "visual" in path:
+            continue  # a vision tower may keep the output of each layer
+        for name, child in list(module.named_children()):
+            if isinstance(child, torch.nn.ModuleList) and len(child) == count:
+                kinds = [(kind, _shapes(layer)) for kind, layer in zip(types, child, strict=True)]
+                needed = 1 + max(kinds.index(kind) for kind in set(kinds))
+                setattr(module, name, child[: max(needed, 2)])
+
+
+def shorten_parts(model: Any, parts: layer_split.LayerSplit) -> None:
+    """Leave two layers on each device, as `shorten` does, if all layers are of one kind; otherwise leave all."""
+    parent, stack = layer_split.stack_of(model)
+    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [""]
+    if len(set(types)) > 1 or len({_shapes(layer) for layer in stack}) > 1:
+        return
+    name = next(name for name, child in parent.named_children() if child is stack)
+    starts = zip(parts.starts, parts.layers, strict=True)
+    kept = [layer for start, count in starts for layer in stack[start : start + min(count, 2)]]
+    setattr(parent, name, torch.nn.ModuleList(kept))
+
+
+def _shapes(layer: torch.nn.Module) -> tuple[tuple[str, torch.Size], ...]:
+    return tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
+
+
+def device_of(options: ModelOptions) -> torch.device:
+    """Return the first device of the model. It need not exist on this machine."""
+    return torch.device(options.devices[0])
+
+
+class StoredTensors:
+    """The tensors in the files of a snapshot, from their headers: none for random weights."""
+
+    def __init__(self, options: ModelOptions):
+        files = [] if options.load_format == "dummy" else safetensors.files(Path(options.snapshot))
+        listed = [entry for file in map(safetensors.WeightFile, files) for entry in file.listed()]
+        self.sizes: list[tuple[torch.dtype, int]] = [(dtype, count) for _, dtype, count in listed]  # with elements
+        self.elements = sum(count for _, count in self.sizes)
+        self.bytes = sum(dtype.itemsize * count for dtype, count in self.sizes)
+        self._experts = sum(count for name, _, count in listed if EXPERT.search(name))
+
+    def dtype(self, options: ModelOptions, config: Any) -> torch.dtype:
+        """Return the dtype of the model in memory."""
+        first = next((dtype for dtype, _ in self.sizes if dtype.is_floating_point), None)
+        return layer_split.resolve_dtype(options.dtype, getattr(config, "dtype", None) or first, device_of(options))
+
+    def are_converted(self, dtype: torch.dtype) -> bool:
+        """Return whether loading converts any of them to the `dtype` of the model."""
+        return any(stored != dtype for stored, _ in self.sizes if stored.is_floating_point)
+
+    def stacked(self, config: Any) -> int:
+        """Return the elements that are in memory beside the model while transformers stacks single experts: all of
+        them, and those of one layer once more."""
+        if getattr(config, "quantization_config", None):
+            return 0
+        return self._experts + self._experts // int(config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def weight_bytes(options: ModelOptions, config: Any, model: Any, dtype: torch.dtype) -> int:
+    """Return the bytes of the weights in memory, and of the buffers that the model makes itself."""
+    if quantization.quantization_config(config):
+        saved = model.state_dict()
+        own: int = sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in saved)
+        return own + quantized.stored_bytes(options, config, dtype)
+    if options.quantization.startswith("bnb"):
+        bits = 4 if options.quantization == "bnb-4bit" else 8
+        return tensor_bytes(model) - quantized.saved_by_bitsandbytes(model, dtype, bits=bits)
+    if options.load_format == "dummy":
+        return tensor_bytes(model)
+    return sum(bytes_by_device(model, dtype).values())
+
+
+def tensor_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of all parameters and buffers. Tied tensors count once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    sizes: dict[int, int] = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(sizes.values())
+
+
+def bytes_by_device(model: Any, dtype: torch.dtype) -> dict[torch.device, int]:
+    """Return the bytes of all parameters and buffers, with the parts that transformers keeps in float32 in a model of a
+    smaller dtype. Tied tensors count once."""
+    in_float32 = tuple(model._get_dtype_plan(dtype))
+    found: dict[int, tuple[torch.device, int]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        size = tensor.untyped_storage().nbytes()
+        if isinstance(tensor, torch.nn.Parameter) and any(part in name for part in in_float32):
+            size = tensor.numel() * torch.float32.itemsize
+        found[storage_key(tensor)] = tensor.device, size
+    sizes: dict[torch.device, int] = {}
+    for device, size in found.values():
+        sizes[device] = sizes.get(device, 0) + size
+    return sizes
+
+
+def repeated_bytes(config: Any, ctx_size: int, dtype: torch.dtype) -> int:
+    """Return the bytes of keys and values of one row, repeated for all heads, as CUDA's kernels need them with a mask.
+    0 on the aligned backend, whose steps are traced with the repeated ones."""
+    if architectures.backend(config) != "paged":
+        return 0
+    heads: int = config.num_attention_heads
+    return 2 * heads * architectures.CacheShape.of(config).head_dim * ctx_size * dtype.itemsize
