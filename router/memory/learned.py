@@ -24,16 +24,14 @@ from router.config.presets import Preset
 from router.memory.checkpoint_facts import Checkpoint, effective_ctx
 from router.memory.estimate import UNKNOWN, Estimate, Overhead, from_measurement
 
-# Of the way down that a learned figure goes with each measurement below it. Upwards it goes at once.
-DECAY = 0.25
-RAISE = 1.15  # what a figure is multiplied with after its worker ran out of memory
-MOST_RECORDS = 1000  # of each kind; those not written for longest are forgotten
-MOST_SECONDS = 5  # load times remembered of one model
-# A figure beyond it is none: no machine has so much, and JSON's writer takes none of more than 64 bits.
-MOST_BYTES = 1 << 60
-AGREE_BYTES = 64 << 20  # two loads agree on what a process takes of a device if they differ by no more
+DECAY = 0.25  # part of the difference by which a learned figure falls with a lower measurement; it rises at once
+RAISE = 1.15  # factor for a figure whose worker ran out of memory
+MOST_RECORDS = 1000  # of each kind; the one written longest ago is dropped
+MOST_SECONDS = 5  # load times kept of one model
+MOST_BYTES = 1 << 60  # a larger figure is invalid
+AGREE_BYTES = 64 << 20  # largest difference between two loads that agree on the overhead of a process
 
-# What computes packed weights beside torch and transformers, by method.
+# Libraries that compute quantized weights beside torch and transformers, by method.
 _LIBRARIES = {
     "awq": ("gptqmodel",), "bnb-4bit": ("bitsandbytes",), "bnb-8bit": ("bitsandbytes",),
     "compressed-tensors": ("compressed-tensors",), "gptq": ("gptqmodel", "optimum"),
@@ -42,7 +40,8 @@ _LIBRARIES = {
 _VERSION = 1
 _Kind = Literal["learned", "exact", "seconds", "overhead"]
 _Records = dict[str, dict[str, Any]]
-# Of one record: its value before (None: there was none) to its value after. Made again when the file has changed.
+# Kind and key of a record, and a function from its value before (None: no record) to its value after. It is applied
+# again when the file has changed.
 _Change = tuple[_Kind, str, Callable[[Any], Any]]
 _log = logging.getLogger(__name__)
 
@@ -89,8 +88,8 @@ class _Lesson:
     """The learned record of one key."""
 
     estimate: Estimate
-    measured: tuple[int, ...]  # bytes by shard, without what the preset adds and what is still to come
-    share: float = 0.0  # of its largest step: what was not shown yet
+    measured: tuple[int, ...]  # bytes by shard, without `reserved-memory` and steps that have not occurred yet
+    share: float = 0.0  # part of the largest step that has not occurred yet
 
 
 class LearnedEstimates:
@@ -111,13 +110,11 @@ class LearnedEstimates:
         self._path = path
         self._driver = driver
         self._later = later
-        self._stamp: tuple[int, int] | None = None
-        self._filed: _Records = _empty()  # as the file has them
+        self._stamp: tuple[int, int] | None = None  # of the file as it was last read or written
         self._unsaved: list[_Change] = []
-        self._records: _Records = self._filed  # as the file will have them
-        self._cannot_save = False  # the last try to write the file has failed
-        # Held for the four above, and never while a disk is waited for longer than a look takes.
-        self._mine = threading.RLock()
+        self._records = _empty()  # those of the file, with all unsaved changes
+        self._cannot_save = False  # the last attempt to write the file failed
+        self._mutex = threading.RLock()  # held for the four above, never while the file is written
         self._refresh()
 
     def learned(self, key: str) -> Estimate | None:
@@ -189,11 +186,11 @@ class LearnedEstimates:
             if measured.host:
                 record["host"] = _decayed(known.host or measured.host, measured.host)
             if measured.device:
-                rumour = record.get("rumour")
-                agrees = isinstance(rumour, int) and abs(rumour - measured.device) <= AGREE_BYTES
+                last = record.get("last")
+                agrees = isinstance(last, int) and abs(last - measured.device) <= AGREE_BYTES
                 if is_own or agrees:
                     record["device"] = _decayed(known.device or measured.device, measured.device)
-                record["rumour"] = measured.device
+                record["last"] = measured.device
             return record
 
         self._change("overhead", self._process(device, forked), change)
@@ -230,22 +227,38 @@ class LearnedEstimates:
 
     def _change(self, kind: _Kind, key: str, change: Callable[[Any], Any]) -> None:
         self._refresh()
-        with self._mine:
+        with self._mutex:
             self._unsaved.append((kind, key, change))
-            self._records = _changed(self._records, [(kind, key, change)])
+            self._records = _changed(self._records, self._unsaved[-1:])
         self._later(self._save)
 
+    def _refresh(self) -> None:
+        """Read the file if another router has changed it."""
+        with self._mutex:
+            stamp = _stamp(self._path)
+            if stamp is not None and stamp != self._stamp:
+                self._records = _changed(self._read(), self._unsaved)
+                self._stamp = stamp
+
+    def _read(self) -> _Records:
+        try:
+            return _parse(self._path.read_bytes())
+        except FileNotFoundError:
+            return _empty()
+        except (OSError, ValueError, RecursionError) as error:
+            _log.warning("estimates in %s cannot be read (%s); learning begins anew", self._path, error)
+            return _empty()
+
     def _save(self) -> None:
-        """Read, change and replace the file under the lock of all routers. Without a disk, only the records in memory
-        change."""
+        """Apply the unsaved changes to the file under the lock of all routers. If that fails, they stay in memory and
+        are part of the next attempt."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.with_suffix(".lock").open("a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                self._refresh()
                 changes = self._unsaved.copy()
                 if changes:
-                    self._replace(self._write(_changed(self._filed, changes)), len(changes))
+                    self._replace(_changed(self._read(), changes), len(changes))
         except OSError as error:
             if not self._cannot_save:  # one warning until a write succeeds again
                 _log.warning(
@@ -255,63 +268,34 @@ class LearnedEstimates:
                     error.strerror or error,
                 )
             self._cannot_save = True
-            with self._mine:
-                self._settle(len(self._unsaved))
 
-    def _replace(self, draft: str, saved: int) -> None:
-        """Make `draft` the file. It contains the first `saved` changes."""
-        with self._mine:
-            try:
-                os.replace(draft, self._path)
-            except OSError:
-                os.unlink(draft)
-                raise
-            self._stamp = _stamp(self._path)
-            self._cannot_save = False
-            self._settle(saved)
-
-    def _settle(self, saved: int) -> None:
-        """Drop the first `saved` changes: they are in the file, or never will be."""
-        self._filed = _changed(self._filed, self._unsaved[:saved])
-        del self._unsaved[:saved]
-
-    def _write(self, records: _Records) -> str:
-        """Write `records` to a draft beside the file, flush it to disk and return its path. Only the owner of the lock
-        writes it; a draft of a killed router is overwritten."""
-        body = json.dumps({"version": _VERSION, **records})
+    def _replace(self, records: _Records, saved: int) -> None:
+        """Replace the file by `records`, which contain the first `saved` changes. Only the owner of the lock writes the
+        draft; a draft of a killed router is overwritten."""
         draft = f"{self._path}.draft"
         try:
             with open(draft, "w", opener=_private) as file:
-                file.write(body)
+                json.dump({"version": _VERSION, **records}, file)
                 file.flush()
                 os.fsync(file.fileno())
+            # Together, or a reader would see the new file and apply the saved changes to it once more.
+            with self._mutex:
+                os.replace(draft, self._path)
+                self._stamp = _stamp(self._path)
+                del self._unsaved[:saved]
+                self._records = _changed(records, self._unsaved)
+                self._cannot_save = False
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(draft)
             raise
-        return draft
-
-    def _refresh(self) -> None:
-        """Read the file if another router has changed it."""
-        with self._mine:
-            stamp = _stamp(self._path)
-            if stamp is None or stamp == self._stamp:
-                return
-            try:
-                self._filed = _parse(self._path.read_bytes())
-            except (OSError, ValueError, RecursionError) as error:
-                _log.warning("estimates in %s cannot be read (%s); learning begins anew", self._path, error)
-                self._filed = _empty()
-            self._stamp = stamp
-            self._records = _changed(self._filed, self._unsaved)
 
 
 def _changed(records: _Records, changes: Sequence[_Change]) -> _Records:
     """Return `records` with all `changes` applied in order."""
     for kind, key, change in changes:
         kept = dict(records[kind])
-        value = change(kept.pop(key, None))  # taken out first, so that it moves to the end: the newest
-        kept[key] = value
+        kept[key] = change(kept.pop(key, None))  # popped, so that it moves to the end: the newest
         records = {**records, kind: dict(list(kept.items())[-MOST_RECORDS:])}
     return records
 
@@ -323,15 +307,12 @@ def _empty() -> _Records:
 def _parse(text: bytes) -> _Records:
     """Parse the file. Raises ValueError if it is not of this format."""
     body = json.loads(text)
-    if not isinstance(body, dict) or body.get("version") != _VERSION:
+    if not isinstance(body, dict) or body.pop("version", None) != _VERSION:
         raise ValueError("not a file of this version")
-    records = _empty()
-    body.setdefault("overhead", {})  # files of older versions have none
-    for kind in records:
+    for kind in _empty():
         if not isinstance(body.get(kind), dict):
             raise ValueError(f"{kind} is missing")
-        records[kind] = body[kind]
-    return records
+    return body
 
 
 def _to_estimate(record: Any, source: Literal["learned", "exact"]) -> Estimate | None:
@@ -339,30 +320,24 @@ def _to_estimate(record: Any, source: Literal["learned", "exact"]) -> Estimate |
     if not isinstance(record, Mapping):
         return None
     segments = [record.get(name) for name in ("weights", "context", "compute", "runtime")]
-    host, reserved, process = sizes = [record.get("host"), record.get("reserved"), record.get("process", 0)]
-    if not all(_is_sizes(each) for each in (sizes, *segments)):
+    sizes = [record.get(name) for name in ("host", "reserved", "process")]
+    if not all(map(_is_sizes, (sizes, *segments))) or len({len(segment or ()) for segment in segments}) > 1:
         return None
     weights, context, compute, runtime = (tuple(segment or ()) for segment in segments)
-    if not len(weights) == len(context) == len(compute) == len(runtime) > 0:
-        return None
-    return Estimate(weights, context, compute, runtime, host, source, reserved, process=process)
+    host, reserved, process = sizes
+    return Estimate(weights, context, compute, runtime, host, source, reserved, process=process) if weights else None
 
 
 def _to_lesson(record: Any) -> _Lesson | None:
-    """Return the lesson in a record. A record of a version without shares has no step to come."""
     estimate = _to_estimate(record, "learned")
-    if estimate is None:
+    measured, share = (record.get("measured"), record.get("share")) if estimate is not None else (None, None)
+    if estimate is None or not _is_sizes(measured) or len(measured) != len(estimate.shards):
         return None
-    measured, share = record.get("measured"), record.get("share")
-    if _is_sizes(measured) and len(measured) == len(estimate.shards) and isinstance(share, (int, float)):
-        return _Lesson(estimate, tuple(measured), share)
-    return _Lesson(estimate, tuple(each - estimate.reserved for each in estimate.shards))
+    return _Lesson(estimate, tuple(measured), share) if isinstance(share, (int, float)) else None
 
 
-def _is_sizes(segment: Any) -> bool:
-    return isinstance(segment, (list, tuple)) and all(
-        isinstance(each, int) and 0 <= each <= MOST_BYTES for each in segment
-    )
+def _is_sizes(sizes: Any) -> bool:
+    return isinstance(sizes, (list, tuple)) and all(isinstance(size, int) and 0 <= size <= MOST_BYTES for size in sizes)
 
 
 def _to_overhead(record: Any) -> Overhead:

@@ -78,16 +78,6 @@ def test_who_showed_less_leaves_what_is_still_to_come_as_it_is(file: Path) -> No
     assert calibration.record("a", GUESS, [155], share_to_come=0.5).shards == (170,)
 
 
-def test_a_record_from_before_there_were_shares_stands_as_measured(file: Path) -> None:
-    LearnedEstimates(file).record("a", GUESS, [190])
-    body = json.loads(file.read_text())
-    for name in ("measured", "share"):
-        del body["learned"]["a"][name]
-    file.write_text(json.dumps(body))
-    assert LearnedEstimates(file).record("a", GUESS, [100], share_to_come=1.0).shards == (190,)
-    assert LearnedEstimates(file).record("a", GUESS, [150]).shards == (180,)
-
-
 def test_each_shard_and_the_host_learn_by_themselves(file: Path) -> None:
     calibration = LearnedEstimates(file)
     calibration.record("a", SPLIT, [110, 90], 600)
@@ -247,7 +237,7 @@ def test_the_draft_of_a_router_that_was_killed_is_written_over(file: Path) -> No
 def test_what_was_not_used_for_longest_is_forgotten(file: Path) -> None:
     file.parent.mkdir()
     seconds = {str(number): [1.0] for number in range(1000)}
-    file.write_text(json.dumps({"version": 1, "learned": {}, "exact": {}, "seconds": seconds}))
+    file.write_text(json.dumps({"version": 1, "learned": {}, "exact": {}, "seconds": seconds, "overhead": {}}))
     calibration = LearnedEstimates(file)
     calibration.record_load("new", 1.0)
     assert calibration.load_seconds("0") is None
