@@ -319,8 +319,8 @@ def _to_estimate(record: Any, source: Literal["learned", "exact"]) -> Estimate |
     """Return the estimate in a record; None if it is invalid, as in a file that was edited by hand."""
     if not isinstance(record, Mapping):
         return None
-    segments = [record.get(name) for name in ("weights", "context", "compute", "runtime")]
-    sizes = [record.get(name) for name in ("host", "reserved", "process")]
+    segments: list[Any] = [record.get(name) for name in ("weights", "context", "compute", "runtime")]
+    sizes: list[Any] = [record.get(name) for name in ("host", "reserved", "process")]
     if not all(map(_is_sizes, (sizes, *segments))) or len({len(segment or ()) for segment in segments}) > 1:
         return None
     weights, context, compute, runtime = (tuple(segment or ()) for segment in segments)
@@ -330,10 +330,12 @@ def _to_estimate(record: Any, source: Literal["learned", "exact"]) -> Estimate |
 
 def _to_lesson(record: Any) -> _Lesson | None:
     estimate = _to_estimate(record, "learned")
-    measured, share = (record.get("measured"), record.get("share")) if estimate is not None else (None, None)
-    if estimate is None or not _is_sizes(measured) or len(measured) != len(estimate.shards):
+    if estimate is None:
         return None
-    return _Lesson(estimate, tuple(measured), share) if isinstance(share, (int, float)) else None
+    measured, share = record.get("measured"), record.get("share")
+    if not (_is_sizes(measured) and len(measured) == len(estimate.shards) and isinstance(share, (int, float))):
+        return None
+    return _Lesson(estimate, tuple(measured), share)
 
 
 def _is_sizes(sizes: Any) -> bool:
