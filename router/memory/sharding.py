@@ -1,8 +1,12 @@
-"""Sharding: the number of devices of a model, and the layers or the part of each matrix on each of them. PURE.
+"""Sharding: the devices of a model, the layers or the part of each matrix on each of them, and the best estimate.
 
 A model that fits on one device is not split, unless its preset asks for it. Otherwise its layers go to the fewest
 devices that hold them: those with the most memory, all equally full. Tensor parallelism is used only if the preset asks
 for it. A preset with figures for single devices (gpu-split, tensor-split) also selects these devices.
+
+Live loads (router.fleet.load_cost) and the command `router estimate` share these functions, so both place a model on
+the same devices and show the same figure. They differ in one rule only: a live worker may wait for an exact estimate,
+which `first_fitting` gets as an argument.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +20,7 @@ from router.memory.checkpoint_facts import Checkpoint, EstimateError, UnknownArc
 from router.memory.estimate import UNKNOWN, Estimate, Overhead, estimate, indivisible, layer_costs, refreshed
 from router.planner.ledger import HOST, DeviceId, Ledger, Reading
 
-STEPS = 60  # of a search by halves: as exact as a float
+STEPS = 60  # of a binary search: as exact as a float
 
 
 class Indivisible(EstimateError):
@@ -146,21 +150,20 @@ def _check_divided(facts: Checkpoint, preset: Preset, ranks: int) -> None:
         raise Indivisible(f"{preset.id}: {key} cannot be: {why}; remove it{instead}")
 
 
-def cost(
+def static_estimate(
     choice: Choice,
     facts: Checkpoint,
     preset: Preset,
     *,
-    on_host: bool,
     threads: int,
     forked: bool,
     overhead: Overhead = UNKNOWN,
 ) -> Estimate:
     """Return the static estimate of a model that is placed by `choice`; see `router.memory.estimate.estimate`."""
-    ways: dict[str, Any] = {"on_host": on_host, "threads": threads, "forked": forked, "overhead": overhead}
+    process: dict[str, Any] = {"on_host": choice.on_host, "threads": threads, "forked": forked, "overhead": overhead}
     if choice.ranks > 1:
-        return tensor_parallel.estimate(facts, preset, choice.ranks, **ways)
-    return estimate(facts, preset, layers=choice.layers, **ways)
+        return tensor_parallel.estimate(facts, preset, choice.ranks, **process)
+    return estimate(facts, preset, layers=choice.layers, **process)
 
 
 def bounded(preset: Preset, order: Sequence[DeviceId], room: Mapping[DeviceId, int]) -> dict[DeviceId, int]:
@@ -352,7 +355,7 @@ def best_estimate(
     they are higher. `threads`: torch threads of the worker. Raises EstimateError.
     """
     overhead = records.overhead(device_type(choice, readings), forked=forked) if records is not None else UNKNOWN
-    static = cost(choice, facts, preset, on_host=choice.on_host, threads=threads, forked=forked, overhead=overhead)
+    static = static_estimate(choice, facts, preset, threads=threads, forked=forked, overhead=overhead)
     if static.source == "preset" or records is None:  # the figure of the preset holds for every way to start
         return static
     for way in (True, False) if forked and or_executed else (forked,):

@@ -1,4 +1,4 @@
-"""`router estimate` of a model that no accelerator holds, on cards that a fake driver tells of."""
+"""`router estimate` of a model that no single accelerator holds, on the cards of a fake driver."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(library: Path, folder: Path, cards: list[Card], *words: str) -> str:
-    """What `router estimate` says."""
+    """The output of `router estimate`."""
     snapshot = folder / "model"
     snapshot.mkdir(exist_ok=True)
     (snapshot / "config.json").write_text(json.dumps(CONFIG))
@@ -58,7 +58,7 @@ def document(*args: Any) -> Any:
     return json.loads(asked(*args, "--json"))
 
 
-def test_what_lies_where_is_shown_device_by_device(library: Path, tmp_path: Path) -> None:
+def test_each_device_is_shown_with_its_part(library: Path, tmp_path: Path) -> None:
     found, text = document(library, tmp_path, [SMALL, LARGE]), asked(library, tmp_path, [SMALL, LARGE])
     assert found["fits"]
     assert sum(found["layers"]) == 40
@@ -73,9 +73,7 @@ def test_what_lies_where_is_shown_device_by_device(library: Path, tmp_path: Path
     assert "over 2 devices; no CUDA graphs" in text
 
 
-def test_where_one_card_has_room_nothing_is_split_and_where_all_have_not_each_says_what_is_missing(
-    library: Path, tmp_path: Path
-) -> None:
+def test_a_model_that_fits_one_card_is_not_split_and_missing_memory_is_shown(library: Path, tmp_path: Path) -> None:
     whole = document(library, tmp_path, [SMALL, Card(uuid="GPU-dddd4444", total=80 * GIB, used=0)])
     assert (whole["fits"], whole["layers"]) == (True, [])
     none = document(library, tmp_path, [SMALL, SMALL], "--split-mode", "none")
@@ -84,7 +82,7 @@ def test_where_one_card_has_room_nothing_is_split_and_where_all_have_not_each_sa
     assert text.count("does not fit: ") == 2
 
 
-def test_what_each_of_several_devices_takes_of_a_divided_model_is_shown(library: Path, tmp_path: Path) -> None:
+def test_the_parts_of_a_tensor_parallel_model_are_shown(library: Path, tmp_path: Path) -> None:
     text = asked(library, tmp_path, [LARGE, LARGE, SMALL], "--tensor-parallel", "2", "--load-format", "dummy")
     assert "2 devices: " in text
     assert "each matrix divided among 2 processes; no CUDA graphs" in text

@@ -1,4 +1,4 @@
-"""What a folder says of its model, and what is wrong with a damaged one."""
+"""The checkpoint reader: facts of a snapshot, and errors for damaged ones."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def test_the_head_size_of_the_config_counts_not_hidden_by_heads(tmp_path: Path) 
     assert read(snapshot(tmp_path, head_dim=32)).head_dim == 32
 
 
-def test_a_config_in_the_words_of_gpt_2_is_understood(tmp_path: Path) -> None:
+def test_the_keys_of_gpt_2_are_known(tmp_path: Path) -> None:
     gpt2 = {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4,
         "n_positions": 128, "n_inner": None, "vocab_size": 50,
@@ -68,7 +68,7 @@ def test_a_nested_text_config_is_the_language_models(tmp_path: Path) -> None:
     assert (facts.model_type, facts.hidden, facts.layers) == ("x", 64, 2)
 
 
-def test_where_the_config_is_silent_the_tensors_speak(tmp_path: Path) -> None:
+def test_sizes_that_the_config_does_not_state_follow_from_tensors(tmp_path: Path) -> None:
     silent = {"architectures": ["XForCausalLM"], "model_type": "x", "num_hidden_layers": 2, "head_dim": 16}
     tensors = {
         "vision_model.layers.0.k_proj.weight": ("BF16", [999, 9]),
@@ -98,7 +98,7 @@ def test_latent_attention_caches_one_compressed_row(tmp_path: Path) -> None:
         ({"num_key_value_heads": None}, 4),
     ],
 )
-def test_key_value_heads_are_found_under_every_name(tmp_path: Path, changes: dict[str, Any], kv_heads: int) -> None:
+def test_key_value_heads_are_found_under_all_names(tmp_path: Path, changes: dict[str, Any], kv_heads: int) -> None:
     assert read(snapshot(tmp_path, **changes)).kv_heads == kv_heads
 
 
@@ -114,15 +114,13 @@ def test_key_value_heads_are_found_under_every_name(tmp_path: Path, changes: dic
         ({}, 0),
     ],
 )
-def test_layers_with_a_state_are_told_from_those_with_keys(
-    tmp_path: Path, changes: dict[str, Any], layers: int
-) -> None:
+def test_layers_with_a_state_are_counted(tmp_path: Path, changes: dict[str, Any], layers: int) -> None:
     facts = read(snapshot(tmp_path, num_hidden_layers=4, **changes))
     assert facts.state_layers == layers
     assert (facts.state_elements > 0) == (layers > 0)
 
 
-def test_experts_count_by_those_that_a_token_visits(tmp_path: Path) -> None:
+def test_the_mlp_width_counts_active_experts(tmp_path: Path) -> None:
     facts = read(snapshot(tmp_path, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=96))
     assert facts.intermediate == 8 * 96
 
@@ -132,7 +130,7 @@ def test_a_tied_head_is_counted_once_even_if_stored_twice(tmp_path: Path) -> Non
     assert read(snapshot(tmp_path, tie_word_embeddings=False)).params == 12800
 
 
-def test_packed_weights_are_bytes_as_stored_and_parameters_unpacked(tmp_path: Path) -> None:
+def test_quantized_weights_have_stored_bytes_and_unpacked_parameters(tmp_path: Path) -> None:
     tensors = {**TENSORS, "model.layers.0.mlp.qweight": ("I32", [8, 128])}
     facts = read(snapshot(tmp_path, tensors=tensors, quantization_config={"quant_method": "gptq", "bits": 4}))
     assert facts.quantization == "gptq"
@@ -143,7 +141,7 @@ def test_packed_weights_are_bytes_as_stored_and_parameters_unpacked(tmp_path: Pa
 @pytest.mark.parametrize(
     ("said", "group"), [({"group_size": 64}, 64), ({"group_size": -1}, -1), ({"q_group_size": 32}, 32), ({}, 0)]
 )
-def test_inputs_that_share_a_scale_are_as_stated(tmp_path: Path, said: dict[str, Any], group: int) -> None:
+def test_the_group_size_is_read(tmp_path: Path, said: dict[str, Any], group: int) -> None:
     assert read(snapshot(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4, **said})).group == group
 
 
@@ -165,7 +163,7 @@ def test_inputs_that_share_a_scale_are_as_stated(tmp_path: Path, said: dict[str,
     ],
     ids=["gptq", "awq", "fp8", "bnb-4bit", "bnb-8bit", "mxfp4"],
 )  # fmt: skip
-def test_scales_of_packed_tensors_are_no_parameters_and_stay_as_they_are_stored(
+def test_scales_are_no_parameters_and_keep_their_stored_size(
     tmp_path: Path, method: dict[str, Any], packed: Tensors, scales: Tensors, parameters: int
 ) -> None:
     layer = {f"model.layers.0.mlp.up_proj.{name}": each for name, each in {**packed, **scales}.items()}
@@ -180,7 +178,7 @@ def header_bytes(folder: Path) -> int:
     return 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
 
 
-def test_linear_layers_are_told_from_what_no_quantiser_touches(tmp_path: Path) -> None:
+def test_only_matrices_that_are_quantized_count_as_linear_layers(tmp_path: Path) -> None:
     linear = {
         "model.layers.0.self_attn.q_proj.weight": ("BF16", [64, 60]),
         "model.layers.0.mlp.shared_expert_gate.weight": ("BF16", [1, 64]),
@@ -209,7 +207,7 @@ def test_shards_of_an_index_are_read_together(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_nothing_is_opened_that_lies_outside_of_the_snapshot(tmp_path: Path) -> None:
+def test_files_outside_the_snapshot_are_not_opened(tmp_path: Path) -> None:
     folder = tmp_path / "snapshot"
     folder.mkdir()
     snapshot(folder)
@@ -234,7 +232,7 @@ def test_nothing_is_opened_that_lies_outside_of_the_snapshot(tmp_path: Path) -> 
         ({"modules.json": "[]", "chat_template.jinja": "{{ messages }}"}, ("embedding", "rerank")),
     ],
 )
-def test_the_files_tell_what_a_model_is_for(
+def test_capabilities_follow_from_the_files(
     tmp_path: Path, files: dict[str, str], capabilities: tuple[str, ...]
 ) -> None:
     folder = snapshot(tmp_path)
@@ -256,7 +254,7 @@ def test_a_head_that_scores_pairs_reranks_and_does_not_embed(tmp_path: Path) -> 
     assert read(folder).capabilities == ("embedding", "rerank")
 
 
-def test_an_encoder_takes_as_many_tokens_as_its_files_say(tmp_path: Path) -> None:
+def test_an_encoder_has_the_shortest_stated_limit(tmp_path: Path) -> None:
     folder = snapshot(tmp_path, architectures=["BertModel"], max_position_embeddings=512)
     assert read(folder).max_positions == 512
     (folder / "tokenizer_config.json").write_text('{"model_max_length": 1000000000000000019884624838656}')
@@ -281,17 +279,11 @@ def test_layers_behind_an_embedder_are_counted(tmp_path: Path) -> None:
     assert (facts.params, facts.file_bytes) == (before.params, before.file_bytes)
 
 
-def test_an_encoder_whose_positions_begin_late_has_fewer_of_them(tmp_path: Path) -> None:
+def test_an_encoder_with_offset_positions_has_fewer_tokens(tmp_path: Path) -> None:
     assert read(snapshot(tmp_path, model_type="xlm-roberta", max_position_embeddings=514)).max_positions == 512
 
 
-def test_an_embedder_takes_no_more_than_its_layout_allows(tmp_path: Path) -> None:
-    folder = snapshot(tmp_path, architectures=["BertModel"])
-    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 128}')
-    assert read(folder).max_positions == 128
-
-
-def test_a_model_that_changes_its_frequencies_when_long_is_kept_short(tmp_path: Path) -> None:
+def test_longrope_is_limited_to_the_original_positions(tmp_path: Path) -> None:
     rope = {"type": "longrope", "long_factor": [1.0]}
     folder = snapshot(
         tmp_path, max_position_embeddings=131072, original_max_position_embeddings=4096, rope_scaling=rope
@@ -307,14 +299,14 @@ def test_an_override_is_merged_into_the_config(tmp_path: Path) -> None:
         read(folder, override="[1")
 
 
-def test_the_same_snapshot_has_the_same_identity_wherever_it_lies(tmp_path: Path) -> None:
+def test_the_identity_does_not_depend_on_the_folder(tmp_path: Path) -> None:
     one, other = snapshot(tmp_path / "one"), snapshot(tmp_path / "other")
     assert read(one).identity == read(other).identity
     write_weights(other / "model.safetensors", {**TENSORS, "more": ("BF16", [1])})
     assert read(one).identity != read(other).identity
 
 
-def test_without_weights_what_the_config_implies_is_counted(tmp_path: Path) -> None:
+def test_random_weights_count_the_tensors_that_the_config_implies(tmp_path: Path) -> None:
     folder = snapshot(tmp_path)
     (folder / "model.safetensors").unlink()
     with pytest.raises(UnknownCheckpoint, match="load-format = dummy"):
@@ -325,7 +317,7 @@ def test_without_weights_what_the_config_implies_is_counted(tmp_path: Path) -> N
     assert facts.tensors["bfloat16"].bytes == 2 * facts.params
 
 
-def test_meta_is_what_llama_server_says_of_a_model(tmp_path: Path) -> None:
+def test_meta_has_the_fields_of_llama_server(tmp_path: Path) -> None:
     folder = snapshot(tmp_path)
     (folder / "tokenizer.json").write_text('{"added_tokens": [], "model": {"type": "BPE", "byte_fallback": false}}')
     assert meta(read(folder), 128) == {
@@ -357,7 +349,7 @@ TOOLS = "{% if tools %}{{ tools }}{% endif %}{{ messages }}"
          ["chat", "completion"]),
     ],
 )  # fmt: skip
-def test_files_and_preset_tell_what_a_model_will_be_able_to_do(
+def test_offered_capabilities_follow_from_files_and_preset(
     tmp_path: Path, config: dict[str, Any], files: dict[str, str], settings: dict[str, Any], capabilities: list[str]
 ) -> None:
     folder = snapshot(tmp_path, **config)
@@ -379,13 +371,13 @@ def test_files_and_preset_tell_what_a_model_will_be_able_to_do(
         ({"type": "Other"}, 0),
     ],
 )
-def test_the_kind_of_vocabulary_is_found(tmp_path: Path, model: dict[str, Any], kind: int) -> None:
+def test_the_kind_of_vocabulary_is_read(tmp_path: Path, model: dict[str, Any], kind: int) -> None:
     folder = snapshot(tmp_path)
     (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}, indent=2))
     assert read(folder).vocab_type == kind
 
 
-def test_a_file_shorter_than_its_header_promises_is_named(tmp_path: Path) -> None:
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     folder = snapshot(tmp_path)
     write_weights(folder / "model.safetensors", TENSORS, missing=1)
     with pytest.raises(
@@ -440,20 +432,18 @@ def test_a_damaged_config_is_named(tmp_path: Path, config: str) -> None:
     ],
     ids=str,
 )
-def test_a_config_that_describes_no_model_is_refused_at_once_whatever_it_holds(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_an_impossible_config_is_rejected_at_once(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(UnknownCheckpoint, match=r"config\.json describes no model .*fetch it again"):
         read(snapshot(tmp_path, **changes))
 
 
-def test_what_is_stated_twice_may_be_none_in_one_place(tmp_path: Path) -> None:
+def test_a_zero_under_one_name_does_not_hide_another_name(tmp_path: Path) -> None:
     facts = read(snapshot(tmp_path, decoder_layers=0, num_attention_heads=0, n_head=2))
     assert (facts.layers, facts.heads) == (2, 2)
 
 
 @pytest.mark.parametrize("kinds", [{"layer_types": ["mamba"] * 9}, {"attn_layer_indices": [0, 1, 2, 3]}], ids=str)
-def test_no_more_layers_have_a_state_than_there_are(tmp_path: Path, kinds: dict[str, Any]) -> None:
+def test_state_layers_are_at_most_all_layers(tmp_path: Path, kinds: dict[str, Any]) -> None:
     assert 0 <= read(snapshot(tmp_path, **kinds)).state_layers <= 2
 
 
@@ -467,7 +457,7 @@ def test_no_more_layers_have_a_state_than_there_are(tmp_path: Path, kinds: dict[
     ],
     ids=str,
 )
-def test_a_tensor_that_lies_nowhere_is_no_header(tmp_path: Path, entry: dict[str, Any]) -> None:
+def test_impossible_tensor_offsets_are_rejected(tmp_path: Path, entry: dict[str, Any]) -> None:
     folder = snapshot(tmp_path)
     good = {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}
     text = json.dumps({"good": good, "odd": entry}).encode()
@@ -476,7 +466,7 @@ def test_a_tensor_that_lies_nowhere_is_no_header(tmp_path: Path, entry: dict[str
         read(folder)
 
 
-def test_what_is_no_snapshot_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_a_folder_without_a_snapshot_is_rejected_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(UnknownCheckpoint, match="is no folder"):
         read(tmp_path / "missing")
     with pytest.raises(UnknownCheckpoint, match=r"has no config\.json"):
@@ -494,9 +484,9 @@ def test_what_is_no_snapshot_is_refused_with_the_way_out(tmp_path: Path) -> None
         read(folder)
 
 
-def test_the_work_of_reading_a_snapshot_grows_with_the_number_of_its_tensors_only_linearly(tmp_path: Path) -> None:
+def test_reading_time_is_linear_in_the_number_of_tensors(tmp_path: Path) -> None:
     def calls(layers: int) -> int:
-        """The calls of functions while a snapshot of so many layers is read."""
+        """Count function calls while a snapshot of so many layers is read."""
         shapes = {f"model.layers.{at}.{part}.weight": ("BF16", [1024, 1024]) for at in range(layers) for part in "abcd"}
         folder = snapshot(tmp_path / str(layers), tensors=shapes)
         counted = 0

@@ -1,7 +1,4 @@
-"""What a model will occupy, from its facts alone.
-
-Against real processes: tests/processes/test_estimate_against_reality.py.
-"""
+"""The static estimate, from facts alone. tests/processes/test_estimate_against_reality.py has real processes."""
 
 from dataclasses import replace
 from typing import Any
@@ -59,7 +56,7 @@ TOKENIZER = 151936 * TOKENIZER_BYTES
 BESIDE = DEVICE_PROCESS_HOST_BYTES + TOKENIZER + GRAMMARS + STAGING_BYTES
 
 
-def test_keys_and_values_count_by_their_own_heads_and_the_stated_head_size() -> None:
+def test_the_kv_cache_counts_kv_heads_and_the_stated_head_size() -> None:
     assert context_bytes(QWEN3_4B, preset(), 4096, on_host=False) == 4 * 4096 * 36 * 2 * 8 * 128 * 2
     assert context_bytes(QWEN3_4B, preset(dtype="float32"), 4096, on_host=False) == 4 * 4096 * 36 * 2 * 8 * 128 * 4
 
@@ -70,7 +67,7 @@ def test_latent_attention_counts_one_compressed_row_for_all_heads() -> None:
     assert blocks == 61 * (512 + 64) * 1008 * 2, "whole blocks of 16 tokens"
 
 
-def test_the_cache_is_as_large_as_was_asked_for_but_never_too_small_for_one_request() -> None:
+def test_kv_tokens_limit_the_cache_but_not_below_one_request() -> None:
     whole = context_bytes(QWEN3_4B, preset(), 4096, on_host=False)
     assert context_bytes(QWEN3_4B, preset(kv_tokens=8192), 4096, on_host=False) * 2 == whole
     assert effective_ctx(QWEN3_4B, preset(ctx_size=-1, kv_tokens=5000)) == 5000
@@ -78,7 +75,7 @@ def test_the_cache_is_as_large_as_was_asked_for_but_never_too_small_for_one_requ
         estimate(QWEN3_4B, preset(kv_tokens=4000), on_host=False)
 
 
-def test_a_state_costs_the_same_whatever_the_length() -> None:
+def test_a_state_has_the_same_size_at_any_length() -> None:
     without_heads = replace(QWEN3_4B, heads=0, kv_heads=0, head_dim=0)
     mamba = replace(without_heads, layers=8, state_layers=8, state_elements=1000, aligned=True)
     twice_in_float32, one_on_its_way = 4 * 8 * 1000 * 2 * 4, 1000 * 4
@@ -86,14 +83,14 @@ def test_a_state_costs_the_same_whatever_the_length() -> None:
     assert context_bytes(mamba, preset(), 4096, on_host=False) == twice_in_float32 + one_on_its_way
 
 
-def test_a_state_beside_keys_and_values_costs_both() -> None:
+def test_a_hybrid_layer_has_state_and_keys() -> None:
     keys = replace(QWEN3_4B, layers=8, state_elements=1000, aligned=True)
     both = replace(keys, state_layers=8, hybrids=8)
     states = 4 * 8 * 1000 * 2 * 4
     assert context_bytes(both, preset(), 96, on_host=False) == context_bytes(keys, preset(), 96, on_host=False) + states
 
 
-def test_the_aligned_cache_moves_rows_through_a_buffer_of_one() -> None:
+def test_the_aligned_cache_has_a_buffer_for_one_row_of_a_layer() -> None:
     packed = replace(QWEN3_4B, layers=8)
     more = context_bytes(replace(packed, aligned=True), preset(), 96, on_host=False) - context_bytes(
         packed, preset(), 96, on_host=False
@@ -101,22 +98,22 @@ def test_the_aligned_cache_moves_rows_through_a_buffer_of_one() -> None:
     assert more == 96 * packed.kv_heads * packed.head_dim * 2
 
 
-def test_an_aligned_cache_has_as_many_rows_as_its_tokens_make() -> None:
+def test_kv_tokens_limit_the_rows_of_the_aligned_cache() -> None:
     aligned = replace(QWEN3_4B, layers=8, aligned=True)
     two = context_bytes(aligned, preset(parallel=2), 96, on_host=False)
     assert context_bytes(aligned, preset(parallel=4, kv_tokens=200), 96, on_host=False) == two
 
 
-def test_a_step_of_the_aligned_backend_is_not_below_that_of_the_packed_one() -> None:
+def test_the_aligned_backend_needs_more_than_the_paged_one() -> None:
     packed = compute_bytes(QWEN3_4B, preset(), 4096, on_host=True)
     assert compute_bytes(replace(QWEN3_4B, aligned=True), preset(), 4096, on_host=True) > packed
 
 
-def test_an_embedder_has_no_pool() -> None:
-    embedder = replace(QWEN3_4B, capabilities=("embedding",))
-    assert context_bytes(embedder, preset(), 4096, on_host=True) == 0
+def test_a_model_that_embeds_or_scores_has_no_cache() -> None:
+    embedder, ranker = (replace(QWEN3_4B, capabilities=(name,)) for name in ("embedding", "rerank"))
+    for facts, task in ((embedder, "auto"), (ranker, "auto"), (QWEN3_4B, "embed"), (QWEN3_4B, "rerank")):
+        assert context_bytes(facts, preset(task=task), 4096, on_host=True) == 0
     assert context_bytes(embedder, preset(task="generate"), 4096, on_host=True) > 0
-    assert context_bytes(QWEN3_4B, preset(task="embed"), 4096, on_host=True) == 0
 
 
 @pytest.mark.parametrize(
@@ -130,13 +127,13 @@ def test_an_embedder_has_no_pool() -> None:
         ("bfloat16", "float32", False, 4),
     ],
 )
-def test_weights_count_in_the_dtype_that_they_will_have(stored: str, dtype: str, on_host: bool, factor: int) -> None:
+def test_weights_count_in_the_dtype_of_the_computation(stored: str, dtype: str, on_host: bool, factor: int) -> None:
     size = 4 if stored == "float32" else 2
     facts = replace(QWEN3_4B, dtype=stored, tensors={stored: Tally(1000, 1000 * size)}, file_bytes=1000 * size)
     assert weight_bytes(facts, preset(dtype=dtype), on_host=on_host) == 1000 * factor
 
 
-def test_packed_weights_stay_as_they_are_stored() -> None:
+def test_quantized_weights_keep_their_stored_size() -> None:
     packed = {"int32": Tally(1000, 4000), "float8_e4m3fn": Tally(100, 100), "float16": Tally(10, 20)}
     gptq = replace(QWEN3_4B, dtype="float16", tensors=packed, quantization="gptq", file_bytes=5000)
     assert weight_bytes(gptq, preset(), on_host=False) == 4000 + 100 + 20
@@ -146,9 +143,7 @@ def test_packed_weights_stay_as_they_are_stored() -> None:
 
 
 @pytest.mark.parametrize(("bits", "group", "scales"), [(4, 32, 160), (4, 0, 160), (4, -1, 120), (8, 32, 120)])
-def test_scales_are_arranged_on_main_memory_for_the_kernel_that_it_has_else_widened(
-    bits: int, group: int, scales: int
-) -> None:
+def test_scales_grow_on_main_memory_with_and_without_a_kernel(bits: int, group: int, scales: int) -> None:
     tensors = {"int32": Tally(1000, 4000)}
     facts = replace(
         QWEN3_4B, quantization="gptq", bits=bits, group=group, tensors=tensors, scale_bytes=50, file_bytes=0
@@ -160,7 +155,7 @@ def test_scales_are_arranged_on_main_memory_for_the_kernel_that_it_has_else_wide
 LINEARS = Linears(count=252, elements=3_600_000_000, rows=1_000_000, blocks=56_250_000)
 
 
-def test_linear_layers_are_packed_on_load_and_the_rest_stays_as_it_is() -> None:
+def test_quantization_on_load_shrinks_linear_layers_only() -> None:
     facts = replace(QWEN3_4B, linears=LINEARS)
     rest = (QWEN3_4B.params - LINEARS.elements) * 2
     assert weight_bytes(facts, preset(quantization="bnb-8bit"), on_host=False) == rest + 3_600_000_000 + 4 * 1_000_000
@@ -181,12 +176,12 @@ def test_linear_layers_are_packed_on_load_and_the_rest_stays_as_it_is() -> None:
         ("auto", "torchao", "quantised with torchao, which this version cannot load; take .* or quantised with awq"),
     ],
 )
-def test_a_quantisation_that_the_checkpoint_does_not_have_is_refused(asked: str, stored: str, message: str) -> None:
+def test_another_quantization_than_the_checkpoints_is_rejected(asked: str, stored: str, message: str) -> None:
     with pytest.raises(WrongQuantization, match=message):
         estimate(replace(QWEN3_4B, quantization=stored), preset(quantization=asked), on_host=True)
 
 
-def test_groups_that_main_memory_has_no_kernel_for_are_refused_there_and_only_there() -> None:
+def test_groups_without_a_cpu_kernel_are_rejected_on_main_memory_only() -> None:
     def of(group: int, bits: int = 4) -> Checkpoint:
         return replace(QWEN3_4B, quantization="awq", bits=bits, group=group)
 
@@ -200,7 +195,7 @@ def test_groups_that_main_memory_has_no_kernel_for_are_refused_there_and_only_th
 @pytest.mark.parametrize(
     ("asked", "stored"), [("auto", "gptq"), ("gptq", "gptq"), ("none", ""), ("bnb-8bit", ""), ("bnb-8bit", "bnb-4bit")]
 )
-def test_a_quantisation_that_is_there_or_can_be_had_is_not(asked: str, stored: str) -> None:
+def test_the_quantization_of_the_checkpoint_or_on_load_is_accepted(asked: str, stored: str) -> None:
     assert estimate(replace(QWEN3_4B, quantization=stored), preset(quantization=asked), on_host=False).total > 0
 
 
@@ -213,7 +208,7 @@ def test_a_quantisation_that_is_there_or_can_be_had_is_not(asked: str, stored: s
         ("compressed-tensors", 8, "int8", 1, 2000),
     ],
 )
-def test_weights_of_some_methods_are_unpacked_and_then_need_no_scales(
+def test_methods_without_kernels_unpack_weights_and_drop_scales(
     method: str, bits: int, stored: str, each: int, on_device: int
 ) -> None:
     packed = {stored: Tally(1000, 1000)}
@@ -222,12 +217,12 @@ def test_weights_of_some_methods_are_unpacked_and_then_need_no_scales(
     assert weight_bytes(facts, preset(), on_host=True) == 1000 * each * 2
 
 
-def test_a_mapped_file_is_resident_whole() -> None:
+def test_a_mapped_file_counts_whole() -> None:
     assert weight_bytes(QWEN3_4B, preset(), on_host=True) == QWEN3_4B.file_bytes
     assert weight_bytes(QWEN3_4B, preset(), on_host=False) == 8_044_936_192
 
 
-def test_converting_on_the_way_to_an_accelerator_needs_main_memory_for_a_copy() -> None:
+def test_converting_for_an_accelerator_needs_main_memory_for_a_copy() -> None:
     straight = estimate(QWEN3_4B, preset(), on_host=False)
     converted = estimate(QWEN3_4B, preset(dtype="float16"), on_host=False)
     assert straight.host == BESIDE
@@ -254,12 +249,12 @@ def test_segments_and_source_are_stated_by_shard() -> None:
     assert (two.layers, len(two.shards)) == ((16, 20), 2)
 
 
-def test_the_step_of_a_4b_model_is_between_what_its_logits_and_what_a_careless_engine_need() -> None:
+def test_a_step_of_a_4b_model_is_above_its_logits_and_below_a_gibibyte() -> None:
     compute = estimate(QWEN3_4B, preset(), on_host=False).compute[0]
     assert 4 * 151936 * 4 < 30 * MIB < compute < 1024 * MIB
 
 
-def test_layers_behind_an_embedder_take_float32_whatever_it_computes_in() -> None:
+def test_layers_behind_an_embedder_are_float32() -> None:
     plain = replace(QWEN3_4B, capabilities=("embedding", "rerank"))
     projected = replace(plain, head_elements=1000)
     for dtype in ("bfloat16", "float32"):
@@ -267,32 +262,26 @@ def test_layers_behind_an_embedder_take_float32_whatever_it_computes_in() -> Non
         assert said - bare == 4000
 
 
-def test_a_cross_encoder_has_no_pool() -> None:
-    ranker = replace(QWEN3_4B, capabilities=("rerank",))
-    assert context_bytes(ranker, preset(), 4096, on_host=True) == 0
-    assert context_bytes(QWEN3_4B, preset(task="rerank"), 4096, on_host=True) == 0
-
-
-def test_an_embedder_computes_its_longest_prompt_in_one_piece() -> None:
+def test_an_embedder_computes_its_longest_prompt_in_one_step() -> None:
     embedder = replace(QWEN3_4B, capabilities=("embedding",))
     short, long = (estimate(embedder, preset(ctx_size=tokens), on_host=False).compute[0] for tokens in (512, 8192))
     assert long > 15 * short
 
 
-def test_each_thread_needs_a_workspace() -> None:
+def test_each_thread_has_a_workspace() -> None:
     long = preset(prefill_chunk=2048)
     one, many = (estimate(QWEN3_4B, long, on_host=True, threads=threads) for threads in (0, 32))
     assert many.total - one.total >= 31 * ATTENTION_TILE_BYTES
     assert estimate(QWEN3_4B, replace(long, threads=32), on_host=True, threads=1) == many
 
 
-def test_converting_holds_the_largest_tensor_twice_before_there_is_a_pool() -> None:
+def test_converting_holds_the_largest_tensor_twice_before_the_cache_exists() -> None:
     converted = preset(dtype="float32", ctx_size=1, parallel=1, prefill_chunk=1)
     found = estimate(replace(QWEN3_4B, largest=1 << 30), converted, on_host=True)
     assert found.compute[0] + found.context[0] == 1 << 30
 
 
-def test_recorded_steps_take_room_on_an_accelerator_unless_they_are_turned_off() -> None:
+def test_cuda_graphs_count_unless_they_are_turned_off() -> None:
     def compute(**changes: Any) -> int:
         return estimate(QWEN3_4B, preset(**changes), on_host=False).compute[0]
 
@@ -301,7 +290,7 @@ def test_recorded_steps_take_room_on_an_accelerator_unless_they_are_turned_off()
     assert GATHERED_BYTES < most < 4 * GATHERED_BYTES, "what is gathered is bounded, however long the context"
 
 
-def test_kernels_are_kept_on_main_memory_alone() -> None:
+def test_compiled_kernels_count_on_main_memory_only() -> None:
     small = replace(QWEN3_4B, hidden=64, heads=4, head_dim=16, expanded=128, intermediate=128, vocab_size=512)
     host, device = (
         estimate(small, preset(ctx_size=64, parallel=1, enforce_eager=True), on_host=way).compute[0]
@@ -310,7 +299,7 @@ def test_kernels_are_kept_on_main_memory_alone() -> None:
     assert host > KERNEL_CODE_BYTES * KERNEL_CODES > device
 
 
-def test_eager_attention_needs_the_whole_table_of_scores() -> None:
+def test_eager_attention_keeps_all_scores() -> None:
     plain, eager = (
         estimate(QWEN3_4B, preset(), on_host=True),
         estimate(QWEN3_4B, preset(attention="eager"), on_host=True),
@@ -322,16 +311,16 @@ def test_eager_attention_needs_the_whole_table_of_scores() -> None:
     ("ctx_size", "most", "tokens"),
     [(-1, 40960, 8192), (-1, 2048, 2048), (-1, 0, 8192), (0, 40960, 40960), (100, 40960, 100), (100, 0, 100)],
 )
-def test_the_context_is_what_was_asked_for_up_to_what_the_model_has(ctx_size: int, most: int, tokens: int) -> None:
+def test_the_context_is_the_stated_one_within_the_models_limit(ctx_size: int, most: int, tokens: int) -> None:
     assert effective_ctx(replace(QWEN3_4B, max_positions=most), preset(ctx_size=ctx_size)) == tokens
 
 
-def test_a_context_beyond_the_models_is_refused_with_both_numbers() -> None:
+def test_a_context_beyond_the_models_is_rejected_with_both_numbers() -> None:
     with pytest.raises(ContextTooLarge, match=r"a: ctx-size 50000 is more than the model's maximum of 40960 tokens"):
         estimate(QWEN3_4B, preset(ctx_size=50000), on_host=True)
 
 
-def test_where_not_even_the_weights_are_known_it_is_refused_with_the_way_out() -> None:
+def test_a_model_without_known_weights_is_rejected_with_the_way_out() -> None:
     for unknown in (replace(QWEN3_4B, kv_heads=0), replace(QWEN3_4B, layers=0), replace(QWEN3_4B, hidden=0)):
         with pytest.raises(UnknownArchitecture, match="set required-memory in MiB"):
             estimate(replace(unknown, tensors={}, file_bytes=0), preset(), on_host=True)
@@ -359,16 +348,12 @@ def test_required_memory_replaces_the_estimate(
     assert (found.shards, found.host, found.source, found.is_exact) == (expected, host, "preset", True)
 
 
-def test_required_memory_admits_a_model_that_nobody_can_estimate() -> None:
+def test_required_memory_admits_an_unknown_model_and_ignores_other_devices() -> None:
     assert estimate(Checkpoint(), preset(required_memory={"": 900}), on_host=True).total == 900
+    assert estimate(QWEN3_4B, preset(required_memory={"cuda:0": 900}), on_host=True).source == "static"
 
 
-def test_required_memory_of_another_device_says_nothing_here() -> None:
-    found = estimate(QWEN3_4B, preset(required_memory={"cuda:0": 900}), on_host=True)
-    assert found.source == "static"
-
-
-def test_reserved_memory_is_added_on_each_device_to_whatever_is_known() -> None:
+def test_reserved_memory_is_added_on_each_device_to_any_estimate() -> None:
     more = preset(reserved_memory=1000)
     plain, added = (
         estimate(QWEN3_4B, preset(), layers=(18, 18), on_host=False),
@@ -383,7 +368,7 @@ def test_reserved_memory_is_added_on_each_device_to_whatever_is_known() -> None:
     assert estimates.from_measurement(added, (20_000_000_000, 20_000_000_000), 7).shards == (20_000_001_000,) * 2
 
 
-def test_the_context_of_an_accelerator_is_charged_there_and_its_process_on_main_memory() -> None:
+def test_an_accelerator_has_its_context_and_main_memory_the_process() -> None:
     found = estimate(QWEN3_4B, preset(), on_host=False)
     assert found.runtime == (DEVICE_PROCESS_BYTES + beside_steps(found.compute[0]),)
     assert found.total == found.shards[0] + BESIDE
@@ -414,11 +399,11 @@ def test_an_estimate_never_falls_when_anything_grows(facts: Checkpoint, said: Pr
         [("gptq", "int32", 8), ("awq", "int32", 8), ("fp8", "float8_e4m3fn", 1), ("bnb-4bit", "uint8", 2)]
     ),
 )
-def test_quantizing_never_enlarges(
+def test_quantization_never_enlarges(
     facts: Checkpoint, said: Preset, on_host: bool, elements: int, kept: int, form: tuple[str, str, int]
 ) -> None:
-    """The same parameters packed, a 16-bit scale for each 64 of them beside, and some left as they were. A step may
-    take more, where it unpacks a matrix: of a model with but a few, that is all that was saved."""
+    """The same parameters quantized, with a 16-bit scale for 64 of them, and some plain ones. A step may need more,
+    because it unpacks a matrix: in a model with few matrices that is all that was saved."""
     method, stored, each = form
     size = {"int32": 4}.get(stored, 1)
     number = -(-elements // each)
@@ -437,7 +422,7 @@ def at_rest(found: Estimate) -> int:
     return sum((*found.weights, *found.context))
 
 
-def test_a_model_of_real_size_takes_less_when_it_is_packed_steps_included() -> None:
+def test_a_model_of_real_size_needs_less_when_quantized_steps_included() -> None:
     sizes = [
         estimate(LARGE_LAYERS, preset(quantization=method), on_host=False).shards[0]
         for method in ("auto", "bnb-8bit", "bnb-4bit")
@@ -455,7 +440,7 @@ def test_a_model_of_real_size_takes_less_when_it_is_packed_steps_included() -> N
     columns=st.integers(64, 8192),
     method=st.sampled_from(["bnb-8bit", "bnb-4bit"]),
 )
-def test_packing_on_load_never_enlarges_what_a_device_holds(
+def test_quantization_on_load_never_enlarges_a_model_at_rest(
     facts: Checkpoint, said: Preset, on_host: bool, count: int, rows: int, columns: int, method: str
 ) -> None:
     each = rows * columns
@@ -481,7 +466,7 @@ def test_packing_on_load_never_enlarges_what_a_device_holds(
         replace(QWEN3_4B, vocab_size=0),
     ],
 )
-def test_what_cannot_be_estimated_is_never_unlimited_but_a_multiple_of_its_weights_or_stated(facts: Checkpoint) -> None:
+def test_an_unknown_architecture_is_a_multiple_of_its_weights_or_stated(facts: Checkpoint) -> None:
     guess = estimate(facts, preset(), on_host=True)
     assert (guess.source, guess.is_exact) == ("weights", False)
     assert guess.weights[0] == weight_bytes(facts, preset(), on_host=True)
@@ -509,15 +494,10 @@ def shaped(
 
 
 PUBLISHED = {
-    "Llama 2 7B": shaped(32, 4096, 32, 32, 128, 11008, 32000, 4096, 6.74),
     "CodeLlama 7B": shaped(32, 4096, 32, 32, 128, 11008, 32016, 16384, 6.74),
     "Llama 3 8B": shaped(32, 4096, 32, 8, 128, 14336, 128256, 8192, 8.03),
     "Llama 3.2 1B": shaped(16, 2048, 32, 8, 64, 8192, 128256, 131072, 1.24),
-    "Qwen3 0.6B": shaped(28, 1024, 16, 8, 128, 3072, 151936, 40960, 0.6),
-    "Gemma 2 9B": shaped(42, 3584, 16, 8, 256, 14336, 256000, 8192, 9.24),
     "Gemma 3 270M": shaped(18, 640, 4, 1, 256, 2048, 262144, 32768, 0.27),
-    "Phi-2": shaped(32, 2560, 32, 32, 80, 10240, 51200, 2048, 2.78),
-    "MPT 7B 8k": shaped(32, 4096, 32, 32, 128, 16384, 50432, 8192, 6.65),
     "Falcon 7B": shaped(32, 4544, 71, 1, 64, 18176, 65024, 2048, 7.2),
     "GPT-2": shaped(12, 768, 12, 12, 64, 3072, 50257, 1024, 0.124),
     "SmolLM2 135M": shaped(30, 576, 9, 3, 64, 1536, 49152, 8192, 0.135),
@@ -527,7 +507,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("way", [{"ctx_size": -1}, {"ctx_size": 0, "parallel": 1}, {"ctx_size": -1, "parallel": 32}])
 @pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_guess_from_the_weights_is_never_below_what_the_same_model_takes(
+def test_a_guess_from_the_weights_is_never_below_the_static_estimate(
     name: str, on_host: bool, way: dict[str, int]
 ) -> None:
     known = estimate(PUBLISHED[name], preset(**way), on_host=on_host)
@@ -537,7 +517,7 @@ def test_a_guess_from_the_weights_is_never_below_what_the_same_model_takes(
         assert guess.total >= known.total
 
 
-def test_a_forked_worker_takes_less_than_an_executed_one() -> None:
+def test_a_forked_worker_needs_less_than_an_executed_one() -> None:
     forked, executed = (estimate(QWEN3_4B, preset(), on_host=True, forked=way) for way in (True, False))
     assert executed.total - forked.total == RUNTIME_HOST - RUNTIME_FORKED
     assert (
@@ -546,16 +526,18 @@ def test_a_forked_worker_takes_less_than_an_executed_one() -> None:
     ), "a device's context is each worker's own"
 
 
-def test_what_an_estimating_process_shares_with_its_nursery_counts_for_forked_workers_alone() -> None:
+def test_memory_shared_with_the_fork_server_is_subtracted_for_forked_workers_only() -> None:
     said = Estimated(weights=[9], context=[9], compute=[9], runtime=[1000], inherited=700)
     shared = int(INHERITED_SHARE * 700)
     assert estimates.from_trace(said, preset()).runtime == (1000,)
     assert estimates.from_trace(said, preset(), forked=True).runtime == (1000 - shared,)
     beside = replace(said, host=2000, inherited=0)
-    assert estimates.from_trace(beside, preset(), forked=True).host == 2000, "it was told of a process on accelerators"
+    assert estimates.from_trace(beside, preset(), forked=True).host == 2000, (
+        "the figure is of a process on accelerators"
+    )
 
 
-def test_whoever_generates_may_be_asked_to_follow_a_grammar() -> None:
+def test_a_model_that_generates_has_memory_for_grammars() -> None:
     embedder = replace(QWEN3_4B, capabilities=("embedding",))
     assert estimates.grammar_bytes(QWEN3_4B, preset()) == GRAMMARS
     assert estimates.grammar_bytes(embedder, preset()) == 0
@@ -576,7 +558,7 @@ def test_splitting_loses_nothing(facts: Checkpoint, said: Preset, counts: list[i
 
 @settings(deadline=None)
 @given(facts=checkpoints, said=presets, measured=st.integers(0, 1 << 40), host=st.integers(0, 1 << 40))
-def test_what_was_learned_sums_to_what_was_measured(facts: Checkpoint, said: Preset, measured: int, host: int) -> None:
+def test_a_learned_estimate_sums_to_the_measurement(facts: Checkpoint, said: Preset, measured: int, host: int) -> None:
     found = estimates.from_measurement(estimate(facts, said, on_host=False), (measured,), host)
     assert found.shards == (measured,)
     assert found.host == host

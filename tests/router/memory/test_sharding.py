@@ -1,4 +1,4 @@
-"""A model on several devices: never where one holds it; else on the fewest, each as full as the others."""
+"""Layer split: one device if it holds the model, else the fewest devices, equally full."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,7 +22,7 @@ def preset(**changes: Any) -> Preset:
 
 
 def first_fit(facts: Checkpoint, said: Preset, room: Mapping[DeviceId, int]) -> Choice | None:
-    """What is chosen if estimates are taken at their word."""
+    """The first choice whose static estimate fits."""
     order = sorted(room)
     for choice in choices(facts, said, order, order, room):
         if fits(choice, estimate(facts, said, layers=choice.layers, on_host=False).shards, bounded(said, order, room)):
@@ -33,7 +33,7 @@ def first_fit(facts: Checkpoint, said: Preset, room: Mapping[DeviceId, int]) -> 
 @pytest.mark.parametrize(
     ("sizes", "shards"), [((180, 180, 180), 1), ((80, 180), 1), ((100, 100, 100, 100), 2), ((40, 40, 40, 40), 4)]
 )
-def test_a_model_lies_on_the_fewest_devices_that_hold_it(sizes: tuple[int, ...], shards: int) -> None:
+def test_a_model_is_on_the_fewest_devices_that_hold_it(sizes: tuple[int, ...], shards: int) -> None:
     found = first_fit(BIG, preset(), {id: size * GIB for id, size in zip(GPU, sizes, strict=False)})
     assert found is not None
     assert found.shards == shards
@@ -45,7 +45,7 @@ def test_all_devices_together_may_be_too_small() -> None:
     assert first_fit(BIG, preset(), dict.fromkeys(GPU, 34 * GIB)) is None
 
 
-def test_a_larger_device_gets_more_layers_and_all_are_as_full_as_one_another() -> None:
+def test_a_larger_device_gets_more_layers_and_all_are_equally_full() -> None:
     room = {GPU[0]: 60 * GIB, GPU[1]: 120 * GIB}
     found = first_fit(BIG, preset(), room)
     assert found is not None
@@ -54,7 +54,7 @@ def test_a_larger_device_gets_more_layers_and_all_are_as_full_as_one_another() -
     assert abs(shares[0] - shares[1]) < 0.04, "of a layer each"
 
 
-def test_split_mode_none_keeps_it_whole_and_layer_splits_it_wherever_there_are_two() -> None:
+def test_split_mode_none_keeps_a_model_whole_and_layer_splits_it() -> None:
     room = dict.fromkeys(GPU, 180 * GIB)
     layer = preset(split_mode="layer")
     assert [each.shards for each in choices(BIG, preset(split_mode="none"), GPU, GPU, room)] == [1]
@@ -63,7 +63,7 @@ def test_split_mode_none_keeps_it_whole_and_layer_splits_it_wherever_there_are_t
     assert [each.shards for each in choices(BIG, layer, [CPU], [CPU], {CPU: 1})] == [1]
 
 
-def test_pipeline_parallel_is_a_number_of_devices_that_holds() -> None:
+def test_pipeline_parallel_is_the_number_of_devices() -> None:
     room = dict.fromkeys(GPU, 180 * GIB)
     assert [each.shards for each in choices(BIG, preset(pipeline_parallel=3), GPU, GPU, room)] == [3]
     assert [each.shards for each in choices(BIG, preset(pipeline_parallel=ALL_DEVICES), GPU, GPU, room)] == [4]
@@ -75,7 +75,7 @@ def test_pipeline_parallel_is_a_number_of_devices_that_holds() -> None:
         list(choices(BIG, preset(pipeline_parallel=2), [CPU], [CPU], {CPU: 1}))
 
 
-def test_gpu_split_is_the_most_that_it_may_have_of_each_and_says_which_is_which() -> None:
+def test_gpu_split_limits_and_selects_devices() -> None:
     room = dict.fromkeys(GPU, 180 * GIB)
     found = first_fit(BIG, preset(gpu_split=(60 * GIB, 0, 110 * GIB)), room)
     assert found is not None
@@ -89,13 +89,13 @@ def test_gpu_split_is_the_most_that_it_may_have_of_each_and_says_which_is_which(
     assert first_fit(BIG, preset(gpu_split=(30 * GIB,)), room) is None
 
 
-def test_tensor_split_shares_the_layers_out_and_says_which_is_which() -> None:
+def test_tensor_split_divides_layers_and_selects_devices() -> None:
     room = dict.fromkeys(GPU, 180 * GIB)
     (found,) = choices(BIG, preset(tensor_split=(0.0, 3.0, 1.0)), GPU, GPU, room)
     assert (found.layers, found.place) == ((60, 20), (GPU[1], GPU[2]))
 
 
-def test_devices_are_counted_in_the_order_in_which_the_preset_names_them() -> None:
+def test_lists_count_devices_in_the_order_of_the_preset() -> None:
     order = [GPU[2], GPU[0]]
     (found,) = choices(BIG, preset(tensor_split=(3.0, 1.0)), order, order, dict.fromkeys(GPU, GIB))
     assert found.place == (GPU[2], GPU[0])
@@ -111,14 +111,14 @@ def test_devices_are_counted_in_the_order_in_which_the_preset_names_them() -> No
         (replace(BIG, by_layer=()), "its tensor names do not identify the layers"),
     ],
 )
-def test_what_cannot_be_split_stays_whole_and_says_why_if_it_is_told_to(facts: Checkpoint, why: str) -> None:
+def test_an_indivisible_model_stays_whole_or_is_rejected_with_the_reason(facts: Checkpoint, why: str) -> None:
     room = dict.fromkeys(GPU, 10 * GIB)
     assert [each.shards for each in choices(facts, preset(), GPU, GPU, room)] == [1]
     with pytest.raises(EstimateError, match=f"{why}; remove pipeline-parallel"):
         list(choices(facts, preset(pipeline_parallel=2), GPU, GPU, room))
 
 
-def test_whoever_says_what_it_takes_on_one_device_means_one() -> None:
+def test_required_memory_means_one_device() -> None:
     room = dict.fromkeys(GPU, 10 * GIB)
     assert [each.shards for each in choices(BIG, preset(required_memory={"": 90 * GIB}), GPU, GPU, room)] == [1]
 
@@ -127,7 +127,7 @@ costs = st.lists(st.integers(1, 1000), min_size=4, max_size=30)
 
 
 @given(costs=costs, rooms=st.lists(st.tuples(st.integers(0, 500), st.integers(1, 5000)), min_size=1, max_size=4))
-def test_the_fullest_device_is_as_little_full_as_can_be(costs: list[int], rooms: list[tuple[int, int]]) -> None:
+def test_the_fullest_device_is_as_empty_as_possible(costs: list[int], rooms: list[tuple[int, int]]) -> None:
     beside, room = [each for each, _ in rooms], [each for _, each in rooms]
     found = boundaries(costs, beside, room)
     assert sum(found) == len(costs)
@@ -150,7 +150,7 @@ def fullest(costs: list[int], beside: list[int], room: list[int], counts: tuple[
     return worst
 
 
-def test_shards_fit_devices_whatever_their_order_unless_the_place_is_given() -> None:
+def test_shards_fit_devices_in_any_order_unless_the_place_is_given() -> None:
     room = {GPU[0]: 10, GPU[1]: 30}
     assert fits(Choice((1, 1), frozenset(GPU[:2])), (30, 10), room)
     assert not fits(Choice((1, 1), frozenset(GPU[:2]), (GPU[0], GPU[1])), (30, 10), room)

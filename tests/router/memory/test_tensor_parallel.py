@@ -1,4 +1,4 @@
-"""A model whose matrices are divided: among as many as the preset says, equal parts that make up the whole."""
+"""Tensor parallelism: conditions, and the estimate of equal parts."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,7 +30,7 @@ def ways(facts: Checkpoint, said: Preset, devices: list[DeviceId], room: Mapping
     return list(choices(facts, said, devices, devices, room))
 
 
-def test_tensor_parallel_is_a_number_of_devices_that_holds() -> None:
+def test_tensor_parallel_is_the_number_of_devices() -> None:
     (found,) = ways(LARGE, preset(tensor_parallel=2), GPU, ROOM)
     assert (found.ranks, found.shards, found.devices, found.place) == (2, 2, frozenset(GPU), ())
     (found,) = ways(LARGE, preset(tensor_parallel=ALL_DEVICES), GPU, ROOM)
@@ -42,17 +42,17 @@ def test_tensor_parallel_is_a_number_of_devices_that_holds() -> None:
             ways(LARGE, preset(tensor_parallel=wanted), GPU if wanted == 8 else [CPU], ROOM)
 
 
-def test_split_mode_tensor_takes_the_fewest_that_it_can_be_divided_among() -> None:
+def test_split_mode_tensor_uses_the_fewest_possible_devices() -> None:
     said = preset(split_mode="tensor")
     assert [each.shards for each in ways(LARGE, said, GPU, ROOM)] == [2, 4], "3 divides no heads"
     assert [each.shards for each in ways(LARGE, said, GPU[:1], ROOM)] == [1]
     assert [each.shards for each in ways(LARGE, said, [CPU], {CPU: GIB})] == [1]
 
 
-def test_on_main_memory_ranks_are_processes_side_by_side() -> None:
+def test_ranks_on_main_memory_share_one_shard() -> None:
     (found,) = ways(LARGE, preset(tensor_parallel=2), [CPU], {CPU: GIB})
     assert (found.ranks, found.shards) == (2, 1)
-    cost = sharding.cost(found, LARGE, preset(), on_host=True, threads=1, forked=False)
+    cost = sharding.static_estimate(found, LARGE, preset(), threads=1, forked=False)
     one = estimate_whole(LARGE, preset(), on_host=True, threads=1)
     assert len(cost.shards) == 1
     assert cost.context == one.context, "each has the keys of its own heads"
@@ -60,7 +60,7 @@ def test_on_main_memory_ranks_are_processes_side_by_side() -> None:
     assert cost.host == 0
 
 
-def test_gpu_split_says_which_devices_they_are() -> None:
+def test_gpu_split_selects_the_devices() -> None:
     (found,) = ways(LARGE, preset(tensor_parallel=2, gpu_split=(90 * GIB, 0, 90 * GIB)), GPU, ROOM)
     assert found.place == (GPU[0], GPU[2])
 
@@ -81,14 +81,14 @@ def test_gpu_split_says_which_devices_they_are() -> None:
         (replace(LARGE, matrices=0), {"tensor_parallel": 2}, "its tensor names do not identify the layers"),
     ],
 )
-def test_what_cannot_be_divided_says_why_and_what_to_do(facts: Checkpoint, said: dict[str, Any], why: str) -> None:
+def test_an_indivisible_model_is_rejected_with_the_way_out(facts: Checkpoint, said: dict[str, Any], why: str) -> None:
     for devices in (GPU, [CPU]):
         if "split_mode" not in said or devices is GPU:
             with pytest.raises(Indivisible, match=why):
                 ways(facts, preset(**said), devices, ROOM)
 
 
-def test_a_divided_model_stays_below_one_device_that_holds_the_whole() -> None:
+def test_each_part_is_smaller_than_the_whole_model() -> None:
     whole = estimate_whole(LARGE, preset(), on_host=False)
     for ranks in (2, 4):
         parts = tensor_parallel.estimate(LARGE, preset(), ranks, on_host=False)
@@ -98,7 +98,7 @@ def test_a_divided_model_stays_below_one_device_that_holds_the_whole() -> None:
         assert parts.host > whole.host, "each process has libraries of its own"
 
 
-def test_what_the_preset_says_that_each_takes_stands() -> None:
+def test_required_memory_counts_for_each_rank() -> None:
     said = tensor_parallel.estimate(LARGE, preset(required_memory={"": 70 * GIB, "cpu": GIB}), 2, on_host=False)
     assert (said.weights, said.host, said.source, said.layers) == ((70 * GIB,) * 2, GIB, "preset", ())
 
@@ -114,7 +114,7 @@ def test_what_the_preset_says_that_each_takes_stands() -> None:
 def test_dividing_conserves_weights_and_keys(
     ranks: int, matrices: int, rest: int, tied: bool, vocab: int, tokens: int
 ) -> None:
-    """Parts of what is divided make it up, give or take the bytes that round; the rest is on each."""
+    """The divided parts sum to the whole, up to rounding; the rest is on each rank."""
     head = 0 if tied else vocab * 8192
     elements = matrices + rest + head
     tally = replace(LARGE.tensors["bfloat16"], elements=elements, bytes=2 * elements)

@@ -1,5 +1,4 @@
-"""What images cost is part of both estimates: the tower's weights, what lives while it sees the largest image, and main
-memory for images on their way to it."""
+"""Both estimates include images: weights and activations of the vision tower, and main memory for incoming images."""
 
 import json
 from dataclasses import replace
@@ -73,7 +72,7 @@ def traced(snapshot: Path) -> exact.Traced:
     return exact.trace(options(snapshot), load_config(options(snapshot)))
 
 
-def test_what_lives_while_an_image_is_seen_is_counted_exactly(snapshot: Path, traced: exact.Traced) -> None:
+def test_the_step_with_the_largest_image_is_exact(snapshot: Path, traced: exact.Traced) -> None:
     chosen = options(snapshot)
     config = load_config(chosen)
     loaded = loader.load_model(chosen, config, None, lambda progress: None)
@@ -90,9 +89,7 @@ def test_what_lives_while_an_image_is_seen_is_counted_exactly(snapshot: Path, tr
     assert 0.98 * really <= traced.compute <= 1.1 * really
 
 
-def test_the_static_estimate_of_a_model_that_sees_is_never_below_the_exact_one(
-    snapshot: Path, traced: exact.Traced
-) -> None:
+def test_the_static_estimate_with_images_is_never_below_the_exact_one(snapshot: Path, traced: exact.Traced) -> None:
     facts = checkpoint.read(snapshot)
     preset = Preset(id="a", path=str(snapshot), ctx_size=CTX, parallel=2, prefill_chunk=32, threads=1)
     [compute] = static(facts, preset, on_host=False).compute
@@ -102,7 +99,7 @@ def test_the_static_estimate_of_a_model_that_sees_is_never_below_the_exact_one(
     assert static(facts, preset, on_host=True).runtime == (without + traced.images,)
 
 
-def test_the_tower_of_a_model_of_real_size_is_foreseen(tmp_path: Path) -> None:
+def test_the_static_estimate_covers_a_tower_of_published_size(tmp_path: Path) -> None:
     """LLaVA 1.5's: 577 patches, a width of 1,024."""
     folder = tiny_vision.make("llava", tmp_path)
     large = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 16}
@@ -120,6 +117,6 @@ def test_the_tower_of_a_model_of_real_size_is_foreseen(tmp_path: Path) -> None:
     assert traced.compute <= compute
 
 
-def test_images_that_never_fit_into_the_context_cost_no_tower(snapshot: Path, traced: exact.Traced) -> None:
+def test_images_beyond_the_context_need_no_tower(snapshot: Path, traced: exact.Traced) -> None:
     small = options(snapshot, ctx_size=8)
     assert exact.trace(small, load_config(small)).compute < 0.5 * traced.compute

@@ -1,4 +1,4 @@
-"""What a process takes whatever its model: measured once for a type of device, remembered, and counted with since."""
+"""Process overhead: measured once for each type of device, kept, and used by later estimates."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from router.memory import estimate, tensor_parallel
 from router.memory.estimate import RUNTIME_FORKED, RUNTIME_HOST, SERVING_HOST, UNKNOWN, Overhead
 from router.memory.learned import LearnedEstimates
 from tests.router.fleet.worlds import LLAMA
-from worker.estimate import estimate as worked_out
+from worker.estimate import estimate as exact
 from worker.protocol.argv import Estimate
 from worker.protocol.events import Estimated
 from worker.protocol.memory import CUBLAS_WORKSPACE_BYTES, DEVICE_PROCESS_BYTES, DEVICE_PROCESS_HOST_BYTES, NCCL_BYTES
@@ -19,19 +19,19 @@ MEASURED = Overhead(device=300 * MIB, host=900 * MIB)
 PRESET = Preset(id="a")
 
 
-def test_until_somebody_has_measured_constants_stand_for_it_and_both_sides_have_the_same() -> None:
+def test_constants_stand_in_until_it_is_measured() -> None:
     assert UNKNOWN.on_device == DEVICE_PROCESS_BYTES
     assert (UNKNOWN.on_host(forked=False), UNKNOWN.on_host(forked=True)) == (RUNTIME_HOST, RUNTIME_FORKED)
     assert UNKNOWN.beside_device(forked=False) == DEVICE_PROCESS_HOST_BYTES
 
 
-def test_an_accelerator_has_workspaces_and_pieces_that_fit_nobody_by_both_sides() -> None:
+def test_router_and_worker_count_workspaces_and_fragmentation_alike() -> None:
     assert estimate.beside_steps(400 * MIB) == CUBLAS_WORKSPACE_BYTES + 100 * MIB
     asked = Estimate(snapshot="", overhead=7 * MIB)
-    assert worked_out.device_overhead(asked, 400 * MIB) == 7 * MIB + estimate.beside_steps(400 * MIB)
+    assert exact.device_overhead(asked, 400 * MIB) == 7 * MIB + estimate.beside_steps(400 * MIB)
 
 
-def test_what_was_measured_is_what_the_static_estimate_counts_with() -> None:
+def test_the_static_estimate_uses_the_measurement() -> None:
     guessed = estimate.estimate(LLAMA, PRESET, on_host=False)
     known = estimate.estimate(LLAMA, PRESET, on_host=False, overhead=MEASURED)
     beside = estimate.beside_steps(guessed.compute[0])
@@ -45,7 +45,7 @@ def test_what_was_measured_is_what_the_static_estimate_counts_with() -> None:
     assert on_host[0].runtime[0] - on_host[1].runtime[0] == RUNTIME_HOST - MIB - SERVING_HOST
 
 
-def test_ranks_count_with_it_beside_their_way_to_each_other() -> None:
+def test_each_rank_has_it_beside_its_communication() -> None:
     found = tensor_parallel.estimate(LLAMA, PRESET, 2, on_host=False, overhead=MEASURED)
     beside = estimate.beside_steps(found.compute[0])
     assert found.runtime == (300 * MIB + NCCL_BYTES + beside,) * 2
@@ -53,7 +53,7 @@ def test_ranks_count_with_it_beside_their_way_to_each_other() -> None:
     assert guessed.host - found.host == 2 * (DEVICE_PROCESS_HOST_BYTES - (900 * MIB + SERVING_HOST))
 
 
-def test_an_exact_figure_from_before_has_what_is_known_by_now() -> None:
+def test_an_earlier_exact_estimate_gets_the_current_overhead() -> None:
     own = 5 * MIB
     said = Estimated(
         weights=[9], context=[8], compute=[7], runtime=[DEVICE_PROCESS_BYTES], host=DEVICE_PROCESS_HOST_BYTES + own
@@ -69,7 +69,7 @@ def test_an_exact_figure_from_before_has_what_is_known_by_now() -> None:
     assert estimate.refreshed(measured, first).host == own, "likewise"
 
 
-def test_what_an_exact_figure_knew_of_its_process_is_kept_with_it(tmp_path: Path) -> None:
+def test_the_process_figure_of_an_exact_estimate_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "estimates.json"
     guessed, first = (estimate.estimate(LLAMA, PRESET, on_host=False, overhead=each) for each in (UNKNOWN, MEASURED))
     said = Estimated(weights=[9], context=[8], compute=[7], runtime=[DEVICE_PROCESS_BYTES], host=guessed.process + 5)
@@ -79,7 +79,7 @@ def test_what_an_exact_figure_knew_of_its_process_is_kept_with_it(tmp_path: Path
     assert estimate.refreshed(again, first).host == first.process + 5
 
 
-def test_it_is_remembered_by_type_of_device_driver_and_birth(tmp_path: Path) -> None:
+def test_it_is_kept_by_device_type_driver_and_start(tmp_path: Path) -> None:
     file = tmp_path / "estimates.json"
     LearnedEstimates(file, driver="550.54").record_overhead(CARD, MEASURED, forked=False)
     again = LearnedEstimates(file, driver="550.54")
@@ -98,16 +98,16 @@ def test_it_rises_at_once_and_falls_slowly(tmp_path: Path) -> None:
     assert known.overhead(CARD, forked=False).device == 375 * MIB
 
 
-def test_a_difference_is_believed_once_two_loads_agree_on_it(tmp_path: Path) -> None:
+def test_a_growth_of_device_memory_counts_once_two_loads_agree(tmp_path: Path) -> None:
     known = LearnedEstimates(tmp_path / "estimates.json")
 
-    def say(device: int) -> int:
+    def record(device: int) -> int:
         known.record_overhead(CARD, Overhead(device * MIB, 900 * MIB), forked=False, is_own=False)
         return known.overhead(CARD, forked=False).device // MIB
 
-    assert [say(300), say(1500), say(310), say(320)] == [0, 0, 0, 320]
-    assert say(3000) == 320, "somebody else came meanwhile"
-    assert known.overhead(CARD, forked=False).host == 900 * MIB, "that is this process's own figure in any case"
+    assert [record(300), record(1500), record(310), record(320)] == [0, 0, 0, 320]
+    assert record(3000) == 320, "another process grew meanwhile"
+    assert known.overhead(CARD, forked=False).host == 900 * MIB, "main memory is measured by the process itself"
 
 
 def test_an_invalid_overhead_is_ignored(tmp_path: Path) -> None:
