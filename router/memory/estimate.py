@@ -52,34 +52,32 @@ from worker.protocol.memory import (
     UNUSABLE_SHARE,
 )
 
-# Resident bytes of a worker process on main memory beside its model: 395 MiB are imports (torch 2.13 for the CPU,
-# transformers 5.23, Python 3.11; a third of it mapped libraries), and 15 come until it is ready. With its tokenizer
-# and what kernels take, which are counted apart, one with a model of 1.8 MiB was seen at 410 MiB once ready and at
-# 433 in service, where 484 were expected.
+# Resident bytes of a worker process on main memory beside its model. Measured: 395 MiB of imports (torch 2.13 for the
+# CPU, transformers 5.23, Python 3.11; a third of it mapped libraries) and 15 more until it is ready. A worker with a
+# model of 1.8 MiB had 410 MiB when ready and 433 in service; with tokenizer and kernels, the estimate was 484.
 RUNTIME_HOST = 420 * MIB
 
-# Of one that was forked, without what it shares with its nursery: 67 MiB once ready and 72 in service with a model of
-# half a MiB, and a tenth of the 250 MiB that it shares at first, for pages that are written to as time goes by.
+# The same for a forked worker, without the pages that it shares with its fork server. Measured: 67 MiB when ready and
+# 72 in service with a model of half a MiB. A tenth of the 250 MiB shared at first is added for pages written to later.
 RUNTIME_FORKED = 96 * MIB
 
-# What is not there yet when a process has its imports: 15 MiB come until it is ready with a small model (395 MiB were
-# imports, by its own word), 10 to 45 with service.
+# Growth of a process after its imports. Measured: 15 MiB until it is ready with a small model, 10 to 45 in service.
 SERVING_HOST = 64 * MIB
 
-# Of what a forked process shares with its nursery while it estimates, what a worker will share for good.
+# Part of the pages shared with the fork server during an estimate that a worker shares permanently.
 INHERITED_SHARE = 0.85
 
-# Of each entry of the vocabulary in a loaded tokenizer; measured on byte-pair tokenizers of 32,000 and 128,000
-# entries with tokenizers 0.23: 32 and 124 MiB.
+# Bytes of a loaded tokenizer for each entry of the vocabulary. Measured with tokenizers 0.23 on byte-pair tokenizers of
+# 32,000 and 128,000 entries: 32 and 124 MiB.
 TOKENIZER_BYTES = 1100
 
-# What the bytes of weights are multiplied with where nothing else of a model is known. A guess, and stated as such.
+# Factor for the bytes of the weights if nothing else of a model is known. A guess, which the note of the estimate says.
 SAFETY_FACTOR = 2
 
-# Added to weights and cache at least in that case, with an eighth of that cache: steps take some of either.
+# Least bytes beside weights and cache in that case; an eighth of the cache is added.
 LEAST_BESIDE = 512 * MIB
 
-# Where a figure comes from. `weights`: their bytes times a factor, as nothing else is known.
+# The source of an estimate. `weights`: the bytes of the weights times a factor, because nothing else is known.
 Source = Literal["static", "weights", "exact", "learned", "preset"]
 
 # Resident bytes of a method's library once it is imported. Measured: gptqmodel 7.6 100 MiB, bitsandbytes 0.50 39,
@@ -94,8 +92,8 @@ class Overhead:
     """Measured bytes of a process without a model; 0: not measured yet."""
 
     device: int = 0  # of each accelerator, beyond what torch's allocator holds: context and libraries
-    # Of main memory, once a process has its imports and its way to its device; of one that was forked only the
-    # latter, as it shares the imports with its nursery.
+    # Of main memory, once a process has its imports and its device; of a forked process only the latter, because it
+    # shares the imports with its fork server.
     host: int = 0
 
     @property
@@ -130,11 +128,10 @@ class Estimate:
     host: int = 0  # bytes of main memory beside the shards; 0 for a model whose shard is main memory
     source: Source = "static"
     reserved: int = 0  # bytes of each shard's runtime that only the preset asked for (`reserved-memory`)
-    note: str = ""  # what a person should know of how the figure came about
-    layers: tuple[int, ...] = ()  # how many each shard has; empty: there is one shard, which has them all
-    overhead: Overhead = UNKNOWN  # what of it had been measured before on this type of device, whatever the model
-    # Bytes of `host` that are the process's, or all ranks', whatever the model: measured before, or assumed.
-    process: int = 0
+    note: str = ""  # how the figure was made, for users
+    layers: tuple[int, ...] = ()  # number of layers of each shard; empty: not split by layers
+    overhead: Overhead = UNKNOWN  # process overhead measured before on this type of device
+    process: int = 0  # bytes of `host` for the process, or for all ranks, for any model: measured before, or assumed
 
     @property
     def shards(self) -> tuple[int, ...]:
@@ -157,17 +154,17 @@ class Estimate:
         return self.source not in ("static", "weights")
 
 
-def from_trace(said: Estimated, preset: Preset, *, forked: bool = False, first: Estimate | None = None) -> Estimate:
+def from_trace(traced: Estimated, preset: Preset, *, forked: bool = False, first: Estimate | None = None) -> Estimate:
     """Return the estimate of a trace by `worker estimate`, with `reserved-memory` of the preset on top.
 
     `forked`: subtract memory that a forked worker shares with its fork server, as far as the estimating process was
     forked and could measure it. `first`: the previous estimate; its layers, overhead and process figure stay valid.
     """
     extra = preset.reserved_memory
-    shared = int(INHERITED_SHARE * said.inherited) if forked else 0
-    runtime = tuple(max(0, each - shared) + extra for each in said.runtime)
-    segments = tuple(said.weights), tuple(said.context), tuple(said.compute), runtime
-    found = Estimate(*segments, said.host, "exact", extra)
+    shared = int(INHERITED_SHARE * traced.inherited) if forked else 0
+    runtime = tuple(max(0, size - shared) + extra for size in traced.runtime)
+    segments = tuple(traced.weights), tuple(traced.context), tuple(traced.compute), runtime
+    found = Estimate(*segments, traced.host, "exact", extra)
     return replace(found, layers=first.layers, overhead=first.overhead, process=first.process) if first else found
 
 
@@ -239,57 +236,54 @@ def estimate(
         own = (extra,) * shards
         return Estimate(required, none, none, own, host, "preset", extra, layers=layers, overhead=overhead)
     tokens = effective_ctx(facts, preset)
-    weights = weight_bytes(facts, preset, on_host=on_host)
-    if layers:
-        head = head_shard(facts, layers)
-        steps = [
-            compute_bytes(facts, preset, tokens, on_host=False, part="head" if shard == head else "layers")
-            for shard in range(shards)
-        ]
-        return Estimate(
-            weights=_weights_by_shard(facts, preset, weights, layers),
-            context=tuple(context_bytes(_part(facts, count), preset, tokens, on_host=False) for count in layers),
-            compute=tuple(steps),
-            runtime=tuple(runtime + beside_steps(each) + extra for each in steps),
-            host=beside,
-            reserved=extra,
-            layers=layers,
-            overhead=overhead,
-            process=process,
-        )
+    whole = weight_bytes(facts, preset, on_host=on_host)
     source: Source = "static"
     note = ""
-    try:
-        context = context_bytes(facts, preset, tokens, on_host=on_host)
-        compute = compute_bytes(facts, preset, tokens, on_host=on_host)
-    except UnknownArchitecture as unknown:
-        if not weights:
-            raise
-        source, context = "weights", _widest_context(facts, preset, tokens, on_host=on_host)
-        compute = max((SAFETY_FACTOR - 1) * weights - context, LEAST_BESIDE + context // 8)
-        if facts.hidden and facts.vocab_size:  # the bound on steps holds although the cache is not known
-            widest = replace(facts, kv_heads=facts.kv_heads or facts.heads)
-            largest = compute_bytes(widest, preset, tokens, on_host=on_host)
-            compute = max(compute, kept_bytes(facts, preset, largest, context) if on_host else largest)
-        note = (
-            f"weights x {SAFETY_FACTOR}, or more where a cache of hidden size would need it, and"
-            f" {LEAST_BESIDE // MIB} MiB beside them at least: {unknown.fact}; required-memory would replace this"
+    if layers:
+        weights = _weights_by_shard(facts, preset, whole, layers)
+        context = tuple(context_bytes(_part(facts, count), preset, tokens, on_host=False) for count in layers)
+        head = head_shard(facts, layers)
+        compute = tuple(
+            compute_bytes(facts, preset, tokens, on_host=False, part="head" if shard == head else "layers")
+            for shard in range(shards)
         )
     else:
-        compute = kept_bytes(facts, preset, compute, context) if on_host else compute
-    runtime += 0 if on_host else beside_steps(compute)
+        try:
+            cache = context_bytes(facts, preset, tokens, on_host=on_host)
+            step = compute_bytes(facts, preset, tokens, on_host=on_host)
+            step = kept_bytes(facts, preset, step, cache) if on_host else step
+        except UnknownArchitecture as unknown:
+            if not whole:
+                raise
+            source, (cache, step) = "weights", _guess(facts, preset, whole, tokens, on_host=on_host)
+            note = (
+                f"weights x {SAFETY_FACTOR}, or more where a cache of hidden size would need it, and"
+                f" {LEAST_BESIDE // MIB} MiB beside them at least: {unknown.fact}; required-memory would replace this"
+            )
+        weights, context, compute = (whole,), (cache,), (step,)
     return Estimate(
-        weights=(weights,),
-        context=(context,),
-        compute=(compute,),
-        runtime=(runtime + extra,),
+        weights=weights,
+        context=context,
+        compute=compute,
+        runtime=tuple(runtime + (0 if on_host else beside_steps(step)) + extra for step in compute),
         host=beside,
         source=source,
         reserved=extra,
         note=note,
+        layers=layers,
         overhead=overhead,
         process=process,
     )
+
+
+def _guess(facts: Checkpoint, preset: Preset, weights: int, tokens: int, *, on_host: bool) -> tuple[int, int]:
+    """Return the bytes of KV cache and activations of an unknown architecture, from the bytes of its `weights`."""
+    cache = _widest_context(facts, preset, tokens, on_host=on_host)
+    compute = max((SAFETY_FACTOR - 1) * weights - cache, LEAST_BESIDE + cache // 8)
+    if facts.hidden and facts.vocab_size:  # the bound on activations holds although the cache is unknown
+        step = compute_bytes(replace(facts, kv_heads=facts.kv_heads or facts.heads), preset, tokens, on_host=on_host)
+        compute = max(compute, kept_bytes(facts, preset, step, cache) if on_host else step)
+    return cache, compute
 
 
 def beside_steps(compute: int) -> int:
@@ -419,15 +413,15 @@ def _staged_bytes(facts: Checkpoint, preset: Preset) -> int:
 
 def required_shards(preset: Preset, *, shards: int, on_host: bool) -> tuple[int, ...] | None:
     """Return the figures of `required-memory` by shard; None unless the preset states them for all shards."""
-    said = preset.required_memory
-    if not said:
+    stated = preset.required_memory
+    if not stated:
         return None
     if on_host:
         names = ["cpu"]
     elif preset.device:
         names = list(preset.device[:shards])
     else:
-        names = [name for name in said if name not in ("", "cpu")][:shards]
+        names = [name for name in stated if name not in ("", "cpu")][:shards]
     names += [""] * (shards - len(names))
-    values = [said.get(name, said.get("")) for name in names]
+    values = [stated.get(name, stated.get("")) for name in names]
     return None if None in values else tuple(value for value in values if value is not None)

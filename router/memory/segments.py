@@ -32,18 +32,18 @@ from worker.protocol.memory import (
     UNPACKED_ELEMENT_BYTES,
 )
 
-# Bits of an element, where a checkpoint that is not quantised is packed while it is loaded.
+# Bits of an element of a checkpoint that is quantized while it is loaded.
 ON_LOAD: Mapping[str, int] = {"bnb-8bit": 8, "bnb-4bit": 4}
 
 # Methods that the worker loads (worker/engines/transformers/load/quantization.py).
 SERVED = ("awq", "bnb-4bit", "bnb-8bit", "compressed-tensors", "fp8", "gptq", "mxfp4")
 
-# Times their stored bytes that scales, zero points and orders take on main memory, whose kernel has them in 16 bits
-# and side by side (worker/estimate/quantized.py): 8 bytes in place of 2.5.
+# Growth of scales, zero points and orders on main memory, whose kernel has them in 16 bits and side by side
+# (worker/estimate/quantized.py): 8 bytes in place of 2.5.
 ARRANGED: Mapping[str, float] = {"gptq": 3.2, "awq": 3.2}
 
-# The same without that kernel, which keeps orders and zero points once more, in wider numbers: 1.7 times with a scale
-# for each 128 inputs, 2.4 with one for all of them.
+# The same without that kernel: orders and zero points are kept once more, in wider numbers. 1.7 with a scale for each
+# 128 inputs, 2.4 with one for all inputs.
 WIDENED = 2.4
 
 KV_ELEMENT_BYTES: Mapping[str, int] = {"f32": 4, "f16": 2, "bf16": 2}  # by `kv-cache-dtype`
@@ -138,11 +138,6 @@ def is_unpacked(facts: Checkpoint, *, on_host: bool) -> bool:
 def bits_on_load(facts: Checkpoint, preset: Preset) -> int:
     """Return the bits to which linear layers are quantized on load; 0 if they are not."""
     return 0 if facts.quantization else ON_LOAD.get(preset.quantization, 0)
-
-
-def packed_bits(facts: Checkpoint, preset: Preset) -> int:
-    """Return the bits of linear layers that bitsandbytes packs on load or has packed; 0 if it does not."""
-    return bits_on_load(facts, preset) or ON_LOAD.get(facts.quantization, 0)
 
 
 def check_quantization(facts: Checkpoint, preset: Preset, *, on_host: bool) -> None:

@@ -59,8 +59,8 @@ def estimate(
     shards = 1 if on_host else ranks
     if required_shards(preset, shards=shards, on_host=on_host) is not None:
         parts = () if on_host else (1,) * ranks
-        said = estimate_whole(facts, preset, layers=parts, on_host=on_host, forked=forked, overhead=overhead)
-        return replace(said, layers=())
+        stated = estimate_whole(facts, preset, layers=parts, on_host=on_host, forked=forked, overhead=overhead)
+        return replace(stated, layers=())
     # Tensor parallelism has neither CUDA graphs nor reordered weights.
     preset = replace(preset, threads=preset.threads or threads, enforce_eager=True)
     tokens = effective_ctx(facts, preset)
