@@ -188,8 +188,8 @@ def test_a_cache_of_another_dtype_is_exact_with_its_unpacked_part(tmp_path: Path
 
 
 def assert_static_covers(chosen: Estimate, facts: Checkpoint) -> None:
-    """Assert that no segment of the static estimate is below the exact one. The buffers that a model makes itself
-    (rotary frequencies) are not in its files, so the static weights are allowed to lack a thousandth."""
+    """Assert that the static estimate is not below the exact one, as a whole and in each segment. Buffers that a model
+    makes itself (rotary frequencies) are not in its files, so up to 1 % of the weights may be in the other segments."""
     found, on_host = estimate.trace(chosen, load_config(chosen)), chosen.devices == ("cpu",)
     preset = Preset(
         id="m",
@@ -198,10 +198,14 @@ def assert_static_covers(chosen: Estimate, facts: Checkpoint) -> None:
         prefill_chunk=chosen.prefill_chunk,
         load_format=chosen.load_format,
     )
-    assert found.compute + found.on_device <= compute_bytes(facts, preset, chosen.ctx_size, on_host=on_host)
-    assert found.context <= context_bytes(facts, preset, chosen.ctx_size, on_host=on_host)
-    if chosen.load_format != "dummy":
-        assert found.weights <= 1.001 * weight_bytes(facts, preset, on_host=on_host)
+    compute = compute_bytes(facts, preset, chosen.ctx_size, on_host=on_host)
+    context = context_bytes(facts, preset, chosen.ctx_size, on_host=on_host)
+    assert found.compute + found.on_device <= compute
+    assert found.context <= context
+    if chosen.load_format != "dummy":  # the tensors that a config implies are those of a Llama
+        weights = weight_bytes(facts, preset, on_host=on_host)
+        assert found.weights <= 1.01 * weights
+        assert found.weights + found.context + found.compute + found.on_device <= weights + context + compute
 
 
 @pytest.mark.parametrize("name", EVERY)
