@@ -24,7 +24,7 @@ from dataclasses import asdict, replace
 from router.errors import RouterError
 from router.launch import reaper
 from router.launch.exit_causes import describe_exit
-from router.launch.process import Child, Log, Pipes, uncancelled
+from router.launch.process import LATE, Child, Log, Pipes, uncancelled
 from router.launch.process_table import ProcessTable
 from worker.protocol.argv import Command, ForkServerOptions, to_argv
 from worker.protocol.events import Event, Exit, Forked, ForkRefused, ModulesImported, Reaped
@@ -35,7 +35,6 @@ log = logging.getLogger("router.launch.interface")
 NAME = "fork-server"  # in logs
 # Seconds for a reply. A fork takes 10 ms; the import of a model family before it, seconds at most.
 ANSWER_TIMEOUT = 20.0
-LATE = 1.0  # if our own timer is later than this, in seconds, the missing reply may be our fault and does not count
 MAX_MODULES = 100  # modules of one worker that are imported; a family has a handful
 KILLED = -9  # exit code of a worker that died with its fork server, so that its own code is unknown
 FIRST_PAUSE = 1.0  # seconds until a fork server that has exited is replaced; doubles each time

@@ -30,6 +30,7 @@ MAX_LOG_BYTES = 8192  # of one line of stderr; the rest of the line is cut
 # Lines of one child that are logged at once, and per second. Further ones are only counted. Both are guesses.
 LOG_BURST = 100
 LOG_RATE = 20.0
+LATE = 1.0  # a check that is later than this, in seconds, proves no silence: events may not have been read either
 # Seconds for which `request` events are collected while they follow each other closely. Waking for each of them would
 # be one more wake-up per request than its response needs. A pipe has room for the events of this time.
 ROUND = 0.005

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from router.launch.exit_causes import Verdict, lost_by_exit, lost_by_verdict
 from router.launch.interface import Listen, Program, WorkerLost
-from router.launch.process import Child
+from router.launch.process import LATE, Child
 from router.launch.readings import Claim
 from router.launch.worker_client import WorkerClient, WorkerClientError
 from router.planner.ledger import HOST, Bytes, DeviceId
@@ -26,7 +26,6 @@ T = TypeVar("T")
 
 HEALTH_TIMEOUT = 30.0
 CHECK_INTERVAL = 1.0  # seconds between two checks of a heartbeat
-LATE = 1.0  # a check that is later than this, in seconds, is not trusted: events may not have been read either
 # Seconds within which the exit of a process is known after its socket has failed. The socket closes first.
 EXIT_WAIT = 0.2
 

@@ -131,18 +131,18 @@ def test_a_model_is_fetched_verified_and_named(hub: Hub, tmp_path: Path) -> None
     assert [event.done for event in progress] == sorted(event.done for event in progress)
 
 
-def test_of_an_adapter_its_two_files_are_fetched_and_nothing_else(hub: Hub, tmp_path: Path) -> None:
+def test_only_the_two_files_of_an_adapter_are_fetched(hub: Hub, tmp_path: Path) -> None:
     files = {"adapter_config.json": b'{"peft_type": "LORA"}', "adapter_model.safetensors": safetensors(5000, seed=7)}
     repo = hub.repo("adapter", **files)
     snapshot, _ = succeed(hub, tmp_path, repo, "--adapter")
     assert {path.name: path.read_bytes() for path in snapshot.iterdir()} == files
     before = hub.journal(repo)
     assert succeed(hub, tmp_path, repo, "--adapter")[0] == snapshot
-    assert hub.journal(repo) == before, "what is here is not asked for again"
+    assert hub.journal(repo) == before, "a complete adapter is not requested again"
     assert find_snapshot(repo, "main", str(tmp_path), adapter=True) == str(snapshot)
     assert find_snapshot(repo, "main", str(tmp_path)) is None, "it is no model"
-    code, said = refused(hub, tmp_path, hub.repo("no-adapter"), "--adapter")
-    assert (code, "has no adapter_config.json" in said) == (Exit.UNUSABLE, True)
+    code, message = refused(hub, tmp_path, hub.repo("no-adapter"), "--adapter")
+    assert (code, "has no adapter_config.json" in message) == (Exit.UNUSABLE, True)
 
 
 def test_a_complete_snapshot_needs_no_network(hub: Hub, tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_shards_are_those_of_the_index(hub: Hub, tmp_path: Path) -> None:
     assert names[1] in message
 
 
-def test_a_broken_line_is_taken_up_where_it_broke(hub: Hub, tmp_path: Path) -> None:
+def test_a_broken_connection_is_resumed_at_its_last_byte(hub: Hub, tmp_path: Path) -> None:
     repo = hub.repo("broken-line")
     hub.fails(**{f"{repo}/model.safetensors": [{"drop": 100_000}, {"drop": 200_000}]})
     succeed(hub, tmp_path, repo)
@@ -202,7 +202,7 @@ def test_a_broken_line_is_taken_up_where_it_broke(hub: Hub, tmp_path: Path) -> N
     assert asked == [f"model.safetensors{part}" for part in ("", " bytes=100000-", " bytes=200000-")]
 
 
-def test_a_killed_download_is_taken_up_where_it_was(hub: Hub, tmp_path: Path) -> None:
+def test_a_killed_download_is_resumed_at_its_last_byte(hub: Hub, tmp_path: Path) -> None:
     repo = hub.repo("killed")
     hub.fails(**{f"{repo}/model.safetensors": {"stall": 100_000}})
     with download(hub, tmp_path, repo, HF_HUB_DOWNLOAD_TIMEOUT="60") as child:
@@ -213,11 +213,11 @@ def test_a_killed_download_is_taken_up_where_it_was(hub: Hub, tmp_path: Path) ->
     succeed(hub, tmp_path, repo)
     asked = [line for line in hub.fetched(repo) if line.startswith("model.")]
     assert asked == ["model.safetensors", "model.safetensors bytes=100000-"]
-    assert hub.fetched(repo).count("tokenizer.json") == 1, "what was there is not fetched twice"
+    assert hub.fetched(repo).count("tokenizer.json") == 1, "a complete file is not fetched twice"
     assert partials(tmp_path) == []
 
 
-def test_a_server_that_ignores_ranges_costs_time_and_nothing_else(hub: Hub, tmp_path: Path) -> None:
+def test_a_server_that_ignores_ranges_sends_the_file_again(hub: Hub, tmp_path: Path) -> None:
     repo = hub.repo("no-ranges")
     hub.fails(**{f"{repo}/model.safetensors": [{"drop": 100_000}, {"ranges": False}]})
     snapshot, _ = succeed(hub, tmp_path, repo)
@@ -237,7 +237,7 @@ def test_a_server_that_ignores_ranges_costs_time_and_nothing_else(hub: Hub, tmp_
         ("/model.safetensors", {"status": 503}, Exit.NETWORK, "answers 503"),
     ],
 )
-def test_a_refusing_hub_is_told_apart_from_a_failing_one(
+def test_a_refusing_hub_differs_from_a_failing_one(
     hub: Hub, tmp_path: Path, place: str, fault: dict[str, Any], exit: Exit, words: str
 ) -> None:
     repo = hub.repo(f"refused.{fault['status']}{fault.get('code', '')}{len(place)}")
@@ -256,13 +256,13 @@ def test_names_that_do_not_exist_are_unusable(hub: Hub, tmp_path: Path) -> None:
     assert (code, message) == (Exit.UNUSABLE, f"worker: {repo} has no revision 'v9'")
 
 
-def test_a_hub_that_is_not_there_is_a_network_failure(hub: Hub, tmp_path: Path) -> None:
+def test_a_hub_that_cannot_be_reached_is_a_network_failure(hub: Hub, tmp_path: Path) -> None:
     code, message = refused(hub, tmp_path, "org/any", HF_ENDPOINT="http://127.0.0.1:9")
     assert code == Exit.NETWORK
     assert "http://127.0.0.1:9 cannot be reached" in message
 
 
-def test_a_hub_that_is_switched_off_is_not_asked(hub: Hub, tmp_path: Path) -> None:
+def test_an_offline_download_sends_no_request(hub: Hub, tmp_path: Path) -> None:
     repo = hub.repo("offline")
     code, message = refused(hub, tmp_path, repo, HF_HUB_OFFLINE="1")
     assert code == Exit.UNUSABLE
@@ -271,7 +271,7 @@ def test_a_hub_that_is_switched_off_is_not_asked(hub: Hub, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_stalled_hub_is_a_network_failure_and_keeps_what_came(hub: Hub, tmp_path: Path) -> None:
+def test_a_stalled_hub_is_a_network_failure_and_keeps_the_partial_file(hub: Hub, tmp_path: Path) -> None:
     repo = hub.repo("stalled")
     hub.fails(**{f"{repo}/model.safetensors": {"stall": 1000}})
     code, message = refused(hub, tmp_path, repo)
@@ -280,23 +280,23 @@ def test_a_stalled_hub_is_a_network_failure_and_keeps_what_came(hub: Hub, tmp_pa
     assert [path.stat().st_size for path in partials(tmp_path)] == [1000]
 
 
-@pytest.mark.parametrize("fault", [{"flip": 200_000}, {"short": 200_000}], ids=["wrong bytes", "too few bytes"])
-def test_damaged_content_is_removed_and_fetched_anew(hub: Hub, tmp_path: Path, fault: dict[str, int]) -> None:
-    repo = hub.repo("damaged-" + next(iter(fault)))
-    hub.fails(**{f"{repo}/model.safetensors": fault})
+@pytest.mark.parametrize(
+    ("file", "fault"),
+    [("model.safetensors", {"flip": 200_000}), ("model.safetensors", {"short": 200_000}), ("config.json", {"flip": 3})],
+    ids=["wrong bytes", "too few bytes", "a small file"],
+)
+def test_damaged_content_is_removed_and_fetched_again(
+    hub: Hub, tmp_path: Path, file: str, fault: dict[str, int]
+) -> None:
+    repo = hub.repo(f"damaged-{file}-{next(iter(fault))}")
+    hub.fails(**{f"{repo}/{file}": fault})
     code, message = refused(hub, tmp_path, repo)
     assert code == Exit.DAMAGED
-    assert "model.safetensors" in message
+    assert file in message
     assert partials(tmp_path) == []
     hub.fails()
     snapshot, _ = succeed(hub, tmp_path, repo)
-    assert (snapshot / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
-
-
-def test_a_wrong_small_file_is_noticed_too(hub: Hub, tmp_path: Path) -> None:
-    repo = hub.repo("damaged-small")
-    hub.fails(**{f"{repo}/config.json": {"flip": 3}})
-    assert refused(hub, tmp_path, repo)[0] == Exit.DAMAGED
+    assert (snapshot / file).read_bytes() == MODEL[file]
 
 
 def test_weights_that_contradict_their_header_are_damaged(hub: Hub, tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_a_file_damaged_in_the_cache_is_fetched_again(hub: Hub, tmp_path: Path) 
     assert hub.fetched(repo).count("tokenizer.json") == 1
 
 
-def test_a_full_disk_is_noticed_before_it_is_filled(hub: Hub, tmp_path: Path) -> None:
+def test_a_download_that_does_not_fit_the_disk_is_refused_at_once(hub: Hub, tmp_path: Path) -> None:
     repo = hub.repo("huge")
     hub.fails(**{f"{repo}/model.safetensors": {"size": 10**15}})
     code, message = refused(hub, tmp_path, repo)
@@ -327,7 +327,7 @@ def test_a_full_disk_is_noticed_before_it_is_filled(hub: Hub, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_up_meanwhile_gets_its_room_back(hub: Hub, tmp_path: Path) -> None:
+def test_a_download_that_fills_the_disk_removes_its_partial_files(hub: Hub, tmp_path: Path) -> None:
     repo = hub.repo("filling")
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -347,18 +347,18 @@ def test_a_disk_that_fills_up_meanwhile_gets_its_room_back(hub: Hub, tmp_path: P
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_the_token_goes_to_the_hub_alone(hub: Hub, tmp_path: Path) -> None:
+def test_the_token_is_sent_to_the_hub_only(hub: Hub, tmp_path: Path) -> None:
     repo = hub.repo("private")
     with Child(python(str(ROOT / "tests" / "fake_hub.py"), str(hub.root))) as program:
         elsewhere = Hub(hub.root, program.line() or "")
         hub.fails(**{repo: {"token": SECRET}, f"{repo}/model.safetensors": {"redirect": elsewhere.url}})
         assert refused(hub, tmp_path, repo)[0] == Exit.UNUSABLE
         with download(hub, tmp_path, repo, HF_TOKEN=SECRET) as child:
-            said = child.events()
+            events = child.events()
             assert child.exit() == Exit.OK, child.log
-            assert SECRET not in child.log + repr(said)
+            assert SECRET not in child.log + repr(events)
         assert any(line.endswith(" token") for line in hub.journal(repo))
-        assert elsewhere.fetched(repo) == ["model.safetensors"], "and no token with it"
+        assert elsewhere.fetched(repo) == ["model.safetensors"], "without the token"
 
 
 @pytest.mark.slow
@@ -412,7 +412,7 @@ def test_a_download_never_imports_torch(hub: Hub, tmp_path: Path) -> None:
         assert child.log == "0\n"
 
 
-def test_a_demo_model_is_made_without_any_hub(tmp_path: Path) -> None:
+def test_a_demo_model_needs_no_hub(tmp_path: Path) -> None:
     command = python("-m", "worker", "download", f"--target={tmp_path}")
     env = environment(HF_HUB_OFFLINE="1")
     with Child([*command, "--demo=a"], env=env) as child:
