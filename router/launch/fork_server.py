@@ -284,10 +284,10 @@ class ForkServerSupervisor:
         self,
         processes: ProcessTable,
         program: Sequence[str],
-        environment: Callable[[str], Mapping[str, str]],
+        environment: Callable[..., Mapping[str, str]],
         first_pause: float = FIRST_PAUSE,
     ):
-        """`program`: the worker command up to the verb. `environment`: that of a fork server, by its tag."""
+        """`program`: the worker command up to the verb. `environment`: that of a fork server, by its `tag`."""
         self.server: ForkServerProcess | None = None  # the one that runs now; it may not be warm yet
         self.on_warm: Callable[[], None] = lambda: None
         self._processes = processes
@@ -365,7 +365,7 @@ class ForkServerSupervisor:
     async def _run_one(self) -> None:
         """Run one fork server from its start to its exit. Raises OSError if it cannot be started."""
         tag = self._processes.folder.tag("", NAME)
-        env = self._environment(tag)
+        env = self._environment(tag=tag)
         self.server = ForkServerProcess(self._program, env, log=Log(NAME, NAME), on_warm=lambda: self.on_warm())
         child = self.server.child
         try:

@@ -105,8 +105,7 @@ class LocalLauncher:
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else the kernel reaps, and exit codes are lost
         async with contextlib.AsyncExitStack() as stack:
-            self._processes.open()
-            stack.callback(self._processes.close)
+            stack.enter_context(self._processes.opened())
             self._shared.open()
             stack.callback(self._shared.close)
             stack.push_async_callback(self._page_locker.close)

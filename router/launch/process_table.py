@@ -11,7 +11,8 @@ import hashlib
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from router.errors import RouterError
@@ -30,28 +31,23 @@ class RunFolderError(RouterError):
 
 
 class ProcessTable:
-    """The running child processes, from `open` to `close`."""
+    """The running child processes."""
 
     def __init__(self, runtime_dir: Path):
         self.folder = RunFolder(runtime_dir)
         self._children: dict[str, Child] = {}
         self._guard: reaper.Guard | None = None
-        self._opened = contextlib.ExitStack()
 
-    def open(self) -> None:
-        """Take the runtime folder and start the guard. Raises RunFolderError, OSError."""
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Take the runtime folder and run the guard, for the length of the block. Raises RunFolderError, OSError."""
         with contextlib.ExitStack() as stack:
             self.folder.open()
             stack.callback(self.folder.close)
-            had_adopted = reaper.adopt()
-            stack.callback(reaper.adopt, whether=had_adopted)
+            stack.callback(reaper.adopt, whether=reaper.adopt())
             self._guard = reaper.Guard()
             stack.callback(self._guard.close)
-            self._opened = stack.pop_all()
-
-    def close(self) -> None:
-        """End the guard and give up the folder."""
-        self._opened.close()
+            yield
 
     def child(self, tag: str) -> Child:
         return self._children[tag]

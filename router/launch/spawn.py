@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 from router.launch.exit_causes import lost_at_spawn
 from router.launch.fork_server import FIRST_PAUSE, ForkServerSupervisor
@@ -59,13 +60,11 @@ class Spawner:
         fork_server_pause: float = FIRST_PAUSE,
     ):
         self._processes = processes
-        self._environ = dict(environ)
-        self._offline = offline
-        self._hf_token = hf_token
+        self._environment = partial(environment, dict(environ), offline=offline, hf_token=hf_token)
         self._argv = tuple(python_argv)
-        self.fork_servers = ForkServerSupervisor(
-            processes, self._argv, lambda tag: self._environment("serve", tag, "", {}, 1), fork_server_pause
-        )
+        # A worker gets its own environment with its fork; this one belongs to the fork server.
+        fork_server_environment = partial(self._environment, "serve", visible="", threads=1, extra={})
+        self.fork_servers = ForkServerSupervisor(processes, self._argv, fork_server_environment, fork_server_pause)
 
     def can_fork(self, program: Program, verb: Verb) -> bool:
         return self.fork_servers.can_fork and may_fork(program, verb)
@@ -91,7 +90,7 @@ class Spawner:
     async def _spawn(self, program: Program, command: Command, verb: Verb, tag: str, token: str, visible: str) -> None:
         """Start a process by fork if possible, else by exec, and register it. Raises WorkerLost, NotForked."""
         threads = command.threads if isinstance(command, ModelOptions) else 1
-        env = self._environment(verb, tag, visible, program.env, threads)
+        env = self._environment(verb, tag=tag, visible=visible, threads=threads, extra=program.env)
         name = program.worker if verb == "serve" else f"{program.worker} ({verb})"
         output = Log(program.model, name, secrets=(token, *secrets(env)))
         child = None
@@ -108,20 +107,6 @@ class Spawner:
             except OSError as error:
                 raise lost_at_spawn(program, verb, argv[0], error) from error
         self._processes.add(tag, child, program.worker)
-
-    def _environment(
-        self, verb: Verb, tag: str, visible: str, extra: Mapping[str, str], threads: int
-    ) -> dict[str, str]:
-        return environment(
-            self._environ,
-            verb,
-            tag=tag,
-            visible=visible,
-            threads=threads,
-            extra=extra,
-            offline=self._offline,
-            hf_token=self._hf_token,
-        )
 
 
 def may_fork(program: Program, verb: Verb) -> bool:
