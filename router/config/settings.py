@@ -231,7 +231,7 @@ def _contradictions(settings: Settings, origins: Mapping[str, str]) -> Iterator[
     public = [host for host in hosts if not is_local(host)]
     if not all(hosts):
         yield fault("host", "an address is empty; write one, or several with commas")
-    elif wrong := next(filter(_QUADS.fullmatch, (host for host in public if not is_address(host))), None):
+    elif wrong := next(filter(_QUADS.fullmatch, (host for host in public if not _is_address(host))), None):
         yield fault("host", f"{wrong} is no address; write four numbers up to 255, or a name")
     elif public and not has_keys and not settings.allow_unauthenticated:
         message = f"{public[0]} is open to other machines; give --api-key-file, or --allow-unauthenticated"
@@ -258,8 +258,7 @@ def _contradictions(settings: Settings, origins: Mapping[str, str]) -> Iterator[
             )
 
 
-def is_address(host: str) -> bool:
-    """True if `host` is an IP address and not a name."""
+def _is_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from router.config.settings import ApiKey, is_address
+from router.config.settings import ApiKey
 from router.errors import BadRequest, Forbidden, QueueFull, Unauthorized
 from worker.protocol.routes import AccessLevel
 
@@ -145,7 +145,7 @@ class Access:
             return
         if self.keys and not self._hosts:
             return
-        if is_address(host) or "." not in host or host.endswith(".localhost"):
+        if _is_address(host) or "." not in host or host.endswith(".localhost"):
             return
         raise Forbidden(
             f"host '{host}' is not allowed; start the router with --allowed-hosts {host}", reason="host_not_allowed"
@@ -195,10 +195,18 @@ def _hostname(url: str) -> str:
         return ""
 
 
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def _is_loopback(host: str) -> bool:
     if host == "localhost" or host.endswith(".localhost"):
         return True
-    return "%" not in host and is_address(host) and ipaddress.ip_address(host).is_loopback
+    return "%" not in host and _is_address(host) and ipaddress.ip_address(host).is_loopback
 
 
 def _same_origin(origin: str, host: str) -> bool:
