@@ -160,9 +160,7 @@ class Fleet:
         verify = model.maybe_damaged and self.files.can_download_again(model.preset)
         is_here = self.files.find(model.preset) is not None and not verify
         state = State.QUEUED if is_here else State.DOWNLOADING
-        worker = Worker(
-            next(self.ids), model, state, self.now(), attempt=model.failed_attempts, best_effort=best_effort
-        )
+        worker = Worker(next(self.ids), model, state, self.now(), best_effort=best_effort)
         model.workers.append(worker)
         self.running[worker.id] = worker
         append_state(worker, self.events, was=None)

@@ -198,12 +198,12 @@ class LoadProgress:
 class Worker:
     """One worker as fleet and planner see it. Times are seconds of the fleet's clock."""
 
-    def __init__(self, id: int, model: Model, state: State, now: float, *, attempt: int = 0, best_effort: bool = False):
+    def __init__(self, id: int, model: Model, state: State, now: float, *, best_effort: bool = False):
         # Identity
         self.id = id
         self.model = model
         self.preset: Preset = model.preset  # stays when the model gets settings that need another load
-        self.attempt = attempt  # workers in a row before it that failed in a way that a retry may cure: 0 or 1
+        self.attempt = model.failed_attempts  # at its creation
         self.best_effort = best_effort
         self.is_excess = False  # a replica beyond the minimum of `replicas`: it stops when idle
         self.prefetched = False  # started because another model lists this one under `prefetch`
