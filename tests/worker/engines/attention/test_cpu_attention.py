@@ -83,8 +83,8 @@ def test_shared_and_own_runs_of_rows_are_merged() -> None:
     query = torch.randn(rows - 1, kv_heads, dim)
     answers = packed.decode(paged.LayerAttention(dense.sdpa, 0, 0), query)
     for place, (table, end) in enumerate(decodes):
-        slots = [slot for first, count in table.spans(0, end) for slot in range(first, first + count)]
-        answer, _ = formula(query[place], pool.keys[0][slots], pool.values[0][slots], 0, end)
+        positions = [slot for first, count in table.spans(0, end) for slot in range(first, first + count)]
+        answer, _ = formula(query[place], pool.keys[0][positions], pool.values[0][positions], 0, end)
         torch.testing.assert_close(answers[place].double(), answer, atol=1e-5, rtol=1e-4)
 
 
@@ -126,12 +126,12 @@ def test_heads_are_taken_two_by_two_only_where_it_helps_and_they_lie_so() -> Non
 def test_keys_of_many_rows_are_widened_a_few_rows_at_a_time() -> None:
     torch.manual_seed(0)
     rows, tokens, heads, dim = 20, 3000, 1, 64
-    slots = torch.arange(tokens).expand(rows, tokens).int()
+    positions = torch.arange(tokens).expand(rows, tokens).int()
     assert 1 < WIDENED_BYTES // (4 * tokens * heads * dim) < rows
     keys, values = torch.randn(2, rows * tokens, heads, dim).bfloat16()
     query = torch.randn(rows, heads, 1, dim).bfloat16()
     logsums: list[torch.Tensor] = []
-    places = cpu_attention.RowPositions(0, tokens, slots)
+    places = cpu_attention.RowPositions(0, tokens, positions)
     answer = cpu_attention.decode_attention(query, keys, values, places, None, scaling=None, logsums=logsums)
     for row in range(rows):
         lying = slice(row * tokens, (row + 1) * tokens)
@@ -156,8 +156,8 @@ def test_live_bytes_are_as_estimated(dtype: torch.dtype) -> None:
     keys, values = torch.randn(2, rows * tokens, heads, dim).to(dtype)
     query = torch.randn(rows, heads, 1, dim).to(dtype)
     mask = torch.zeros(rows, 1, 1, tokens, dtype=dtype)
-    slots = torch.arange(tokens).expand(rows, tokens).int()
-    places = cpu_attention.RowPositions(0, tokens, slots)
+    positions = torch.arange(tokens).expand(rows, tokens).int()
+    places = cpu_attention.RowPositions(0, tokens, positions)
     peak = peak_bytes(
         lambda: [
             cpu_attention.decode_attention(query, keys, values, places, mask, scaling=None, logsums=[])

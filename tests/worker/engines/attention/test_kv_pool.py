@@ -46,7 +46,7 @@ def filled(name: str, *, heads: int, dim: int, rows: int, blocks: int) -> tuple[
 def test_reads_return_the_stored_tokens(name: str) -> None:
     pool, both = filled(name, heads=2, dim=32, rows=3, blocks=9)
     for spans in (((5, 40),), ((64, 30), (3, 1), (16, 8))):
-        slots = [place for slot, count in spans for place in range(slot, slot + count)]
+        slots = [place for first, count in spans for place in range(first, first + count)]
         for found, whole in zip(pool.read(1, spans), both, strict=True):
             assert torch.equal(found, whole[slots].transpose(0, 1)[None])
     for found, whole in zip(pool.read_rows(1, 7, 48, 2, 20), both, strict=True):
@@ -88,7 +88,7 @@ def test_attention_over_quantized_tokens_follows_the_formula(name: str) -> None:
     for kernel in (dense.sdpa, dense.eager):
         answers = packed.decode(paged.LayerAttention(kernel, 1, 0), query)
         for each, (blocks, end) in enumerate(decodes):
-            slots = [place for slot, count in blocks.spans(0, end) for place in range(slot, slot + count)]
+            slots = [place for first, count in blocks.spans(0, end) for place in range(first, first + count)]
             keys, values = (whole[slots].double().repeat_interleave(2, 1) for whole in both)
             scores = torch.einsum("hd,phd->hp", query[each].double(), keys) / 8.0
             answer = torch.einsum("hp,phd->hd", scores.softmax(-1), values)

@@ -201,9 +201,9 @@ def test_runs_merged_are_the_formula_over_all_of_them(dtype: torch.dtype) -> Non
         exact = packed.decode(paged.LayerAttention(dense.eager, 0, window), query)
         torch.testing.assert_close(answers, exact, atol=tolerance, rtol=1e-2)
         for each, (table, end) in enumerate(decodes):
-            slots = [place for slot, count in table.spans(0, end) for place in range(slot, slot + count)]
-            slots = slots[-window:] if window else slots
-            keys, values = (part[0][slots].double().repeat_interleave(2, 1) for part in (pool.keys, pool.values))
+            positions = [place for first, count in table.spans(0, end) for place in range(first, first + count)]
+            positions = positions[-window:] if window else positions
+            keys, values = (part[0][positions].double().repeat_interleave(2, 1) for part in (pool.keys, pool.values))
             scores = torch.einsum("hd,phd->hp", query[each].double(), keys) / 8**0.5
             answer = torch.einsum("hp,phd->hd", scores.softmax(-1), values)
             torch.testing.assert_close(answers[each].double(), answer, atol=tolerance, rtol=1e-2)

@@ -140,9 +140,9 @@ def test_rows_of_padding_write_the_same_as_the_first_row(
     assert fixed.shape_of(batch) == (4, 8)
     fixed.run(batch)
     written = {
-        slot
+        position
         for old, new in zip(before, (*pool.keys, *pool.values), strict=True)
-        for slot in (old != new).flatten(1).any(1).nonzero()[:, 0].tolist()
+        for position in (old != new).flatten(1).any(1).nonzero()[:, 0].tolist()
     }
     assert written == {next(iter(each.table.spans(5, 6)))[0] for each in batch if each.table is not None}
 

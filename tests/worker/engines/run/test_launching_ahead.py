@@ -342,9 +342,9 @@ async def test_nan_in_a_step_ahead_ends_its_request_and_is_erased(runner: Paged)
         poisoned = [each for each in batch if each.sequence.id == 1 and each.start >= 8]
         for segment in poisoned:
             assert segment.table is not None
-            for slot, count in segment.table.spans(0, segment.end):
+            for position, count in segment.table.spans(0, segment.end):
                 for store in pool.values:
-                    store[slot : slot + count] = float("nan")
+                    store[position : position + count] = float("nan")
         return []
 
     journal = JournalRunner(runner[0], fault)
@@ -366,8 +366,8 @@ async def test_nan_of_a_dropped_result_is_erased_too(runner: Paged) -> None:
         lost = [each for each in batch if ahead and each.sequence.id == 1 and each.sequence.answered == 2]
         for segment in lost:
             assert segment.table is not None
-            ((slot, _),) = segment.table.spans(segment.start, segment.end)
-            pool.values[0][slot + 1] = float("nan")  # in the same block, at a slot that is not written yet
+            ((position, _),) = segment.table.spans(segment.start, segment.end)
+            pool.values[0][position + 1] = float("nan")  # in the same block, at a position that is not written yet
         return lost
 
     drive = Drive(JournalRunner(runner[0], fault), runner[1])
@@ -607,8 +607,8 @@ class SchedulerDrive:
         self.scheduler, self.capacity = scheduler, capacity
         self.flight: Batch = ()
         self.leaving: list[TokenSequence] = []
-        # By slot: sequence and position, or the row if there are no blocks.
-        self.held: dict[int, tuple[int, int]] = {}
+        # By position in the pool: sequence and position in it.
+        self.written: dict[int, tuple[int, int]] = {}
         self.ends: dict[int, tuple[int, bool]] = {}
         self.ended: dict[int, int] = {}
         self.alive: dict[int, TokenSequence] = {}
@@ -644,11 +644,11 @@ class SchedulerDrive:
             if segment.table is None:
                 continue
             for position in range(segment.end):
-                ((slot, _),) = segment.table.spans(position, position + 1)
+                ((place, _),) = segment.table.spans(position, position + 1)
                 if position >= segment.start:
-                    self.held[slot] = sequence.id, position
+                    self.written[place] = sequence.id, position
                 else:
-                    id, at = self.held[slot]
+                    id, at = self.written[place]
                     assert at == position, "another token lies there"
                     assert id == sequence.id or position < sequence.cached, "a token of another sequence"
             assert segment.ahead == (segment.start == len(sequence.tokens))
