@@ -242,7 +242,7 @@ def estimate(
     if layers:
         weights = _weights_by_shard(facts, preset, whole, layers)
         context = tuple(context_bytes(_part(facts, count), preset, tokens, on_host=False) for count in layers)
-        head = head_shard(facts, layers)
+        head = 0 if facts.tied else len(layers) - 1  # the shard with the output head, and so with the logits
         compute = tuple(
             compute_bytes(facts, preset, tokens, on_host=False, part="head" if shard == head else "layers")
             for shard in range(shards)
@@ -300,12 +300,6 @@ def _widest_context(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: 
     layers = facts.layers or facts.named_layers
     cached = preset.kv_tokens or preset.parallel * tokens
     return 2 * facts.hidden * layers * cached * DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
-
-
-def head_shard(facts: Checkpoint, layers: tuple[int, ...]) -> int:
-    """Return the shard with the output head, and so with the logits: the last; the first if the head is tied to the
-    embeddings."""
-    return 0 if facts.tied else len(layers) - 1
 
 
 def _weights_by_shard(facts: Checkpoint, preset: Preset, total: int, layers: tuple[int, ...]) -> tuple[int, ...]:

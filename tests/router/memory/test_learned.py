@@ -196,6 +196,8 @@ def test_estimates_stay_in_memory_while_the_file_cannot_be_written(
     caplog.clear()
     (tmp_path / "file").unlink()
     known.record_load("a", 2.0)
+    again = LearnedEstimates(tmp_path / "file" / "estimates.json")
+    assert (again.learned("a"), again.load_seconds("a")) == (learned, 1.5), "the next write has all of them"
     (tmp_path / "file" / "estimates.json").unlink()
     (tmp_path / "file" / "estimates.json").mkdir()
     with caplog.at_level(logging.WARNING):
