@@ -173,7 +173,7 @@ def from_measurement(about: Estimate, shards: tuple[int, ...], host: int) -> Est
 
     Weights and context are known best, so the difference goes to compute and runtime.
     """
-    shards = tuple(each + about.reserved for each in shards)
+    shards = tuple(size + about.reserved for size in shards)
     weights = tuple(map(min, about.weights, shards))
     context = tuple(map(min, about.context, _minus(shards, weights)))
     compute = tuple(map(min, about.compute, _minus(shards, weights, context)))
@@ -305,12 +305,12 @@ def _widest_context(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: 
 def _weights_by_shard(facts: Checkpoint, preset: Preset, total: int, layers: tuple[int, ...]) -> tuple[int, ...]:
     """Split `total` bytes of weights: each shard has its layers, the last one also what follows them, the first one the
     rest."""
-    each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=False)]
+    size = DTYPE_BYTES[compute_dtype(facts, preset, on_host=False)]
     first, sizes = 0, []
     for count in layers:
-        sizes.append(sum(facts.by_layer[first : first + count]) * each)
+        sizes.append(sum(facts.by_layer[first : first + count]) * size)
         first += count
-    sizes[-1] += facts.behind * each
+    sizes[-1] += facts.behind * size
     sizes[0] += max(0, total - sum(sizes))
     return tuple(sizes)
 
@@ -327,10 +327,10 @@ def _part(facts: Checkpoint, layers: int) -> Checkpoint:
 
 def layer_costs(facts: Checkpoint, preset: Preset) -> tuple[int, ...]:
     """Return the bytes of weights and context of each layer on an accelerator. Raises EstimateError."""
-    each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=False)]
+    size = DTYPE_BYTES[compute_dtype(facts, preset, on_host=False)]
     context = context_bytes(facts, preset, effective_ctx(facts, preset), on_host=False)
     share = -(-context // max(1, len(facts.by_layer)))
-    return tuple(elements * each + share for elements in facts.by_layer)
+    return tuple(elements * size + share for elements in facts.by_layer)
 
 
 def reason_not_to_divide(facts: Checkpoint, preset: Preset) -> str:

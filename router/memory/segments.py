@@ -83,24 +83,24 @@ def weight_bytes(facts: Checkpoint, preset: Preset, *, on_host: bool) -> int:
     on load. On main memory, a file whose tensors all have the dtype of the computation is mapped and made resident as a
     whole, with tensors that the model does not use. Layers behind an embedder are float32.
     """
-    each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
+    size = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
     packed, kept = packing(facts, preset, on_host=on_host)
     unpacks = is_unpacked(facts, on_host=on_host)
     total = packed + kept
     for stored, tally in facts.tensors.items():
         if _is_plain(stored, facts):
             continue
-        total += tally.elements * packed_numbers(stored, facts.bits) * each if unpacks else tally.bytes
+        total += tally.elements * packed_numbers(stored, facts.bits) * size if unpacks else tally.bytes
     total = max(total, facts.file_bytes) if on_host and is_mapped(facts, preset) else total
     if facts.model_type == "gpt_bigcode":  # its model builds a causal mask of all positions, a byte each
         total += facts.max_positions**2
-    return total + facts.head_elements * DTYPE_BYTES["float32"] + adapter_bytes(facts, preset, each)
+    return total + facts.head_elements * DTYPE_BYTES["float32"] + adapter_bytes(facts, preset, size)
 
 
-def adapter_bytes(facts: Checkpoint, preset: Preset, each: int) -> int:
-    """Return the bytes of the LoRA slots with elements of `each` bytes: A and B of every linear layer (Hu et al. 2021,
+def adapter_bytes(facts: Checkpoint, preset: Preset, size: int) -> int:
+    """Return the bytes of the LoRA slots with elements of `size` bytes: A and B of every linear layer (Hu et al. 2021,
     section 4.1)."""
-    return preset.adapter_slots * preset.max_lora_rank * facts.linears.ends * each
+    return preset.adapter_slots * preset.max_lora_rank * facts.linears.ends * size
 
 
 def packing(facts: Checkpoint, preset: Preset, *, on_host: bool) -> tuple[int, int]:
@@ -111,8 +111,8 @@ def packing(facts: Checkpoint, preset: Preset, *, on_host: bool) -> tuple[int, i
     float32 for each 64 elements, and a table of 16 for each layer (Dettmers et al. 2023, section 3; the default of
     bitsandbytes, without double quantisation).
     """
-    each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
-    plain = sum(tally.elements * each for stored, tally in facts.tensors.items() if _is_plain(stored, facts))
+    size = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
+    plain = sum(tally.elements * size for stored, tally in facts.tensors.items() if _is_plain(stored, facts))
     linears, bits = facts.linears, bits_on_load(facts, preset)
     if not bits:  # unpacked weights have no scales any more
         times = 1.0
@@ -122,7 +122,7 @@ def packing(facts: Checkpoint, preset: Preset, *, on_host: bool) -> tuple[int, i
     packed = linears.elements + 4 * linears.rows
     if bits == 4:
         packed = -(-linears.elements // 2) + 4 * linears.blocks + 64 * linears.count
-    return packed, max(0, plain - linears.elements * each)
+    return packed, max(0, plain - linears.elements * size)
 
 
 def is_fused(facts: Checkpoint) -> bool:
@@ -202,14 +202,14 @@ def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
             f"config.json of {facts.model_type or 'this model'} does not state its layers, key-value heads and head"
             " size",
         )
-    each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
+    element = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
     attending *= 2 if facts.cross_attention else 1
     sizes = [
-        facts.kv_heads * head_bytes(preset.kv_cache_dtype, elements, each)
+        facts.kv_heads * head_bytes(preset.kv_cache_dtype, elements, element)
         for elements in (facts.head_dim, facts.value_dim or facts.head_dim)
     ]
     per_token = attending * sum(sizes)
-    state = facts.state_elements * max(each, 4)
+    state = facts.state_elements * max(element, 4)
     if facts.aligned:
         rows = min(preset.parallel, preset.kv_tokens // tokens) if preset.kv_tokens else preset.parallel
         one = tokens * max(sizes) if attending else 0
@@ -218,12 +218,12 @@ def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
     return blocks * BLOCK_TOKENS * per_token + preset.parallel * facts.state_layers * state
 
 
-def head_bytes(name: str, elements: int, each: int) -> int:
+def head_bytes(name: str, elements: int, element: int) -> int:
     """Return the bytes of the keys (or values) of one head and one token, as the worker stores them
-    (worker/engines/transformers/attention/quantized_kv_types.py). `name`: the kv-cache-dtype; `each`: bytes of an
+    (worker/engines/transformers/attention/quantized_kv_types.py). `name`: the kv-cache-dtype; `element`: bytes of an
     element of the model's own type."""
     if name == "auto" or not elements:
-        return elements * each
+        return elements * element
     if name in KV_ELEMENT_BYTES:
         return elements * KV_ELEMENT_BYTES[name]
     sizes = range(min(MOST_GROUPED, elements), LEAST_GROUPED - 1, -1)
