@@ -172,6 +172,8 @@ def test_memory_of_started_and_waiting_demands_is_not_spare() -> None:
     assert left([host(9, 30)], there, totals, margin=5) == 45, "it starts"
     assert left([demand(9, 50, host=7)], there, totals, margin=5) == 68, "it waits for the accelerator"
     assert left([demand(9, 50, host=7), host(10, 30)], there, totals, margin=5) == 38
+    loads_alone = resident(1, {CPU: 20}, starting=True, busy=True, exclusive=True)
+    assert left([host(9, 30)], [loads_alone], {CPU: TOTAL}) == 50, "it waits for the load, and memory is free"
 
 
 def test_no_weights_are_put_to_sleep_while_a_demand_lacks_main_memory() -> None:
