@@ -188,8 +188,8 @@ def test_a_cache_of_another_dtype_is_exact_with_its_unpacked_part(tmp_path: Path
 
 
 def assert_static_covers(chosen: Estimate, facts: Checkpoint) -> None:
-    """Assert that the static estimate is not below the exact one, as a whole and in each segment. Buffers that a model
-    makes itself (rotary frequencies) are not in its files, so up to 1 % of the weights may be in the other segments."""
+    """Assert that the static estimate is not below the exact one: as a whole, and in KV cache and activations. Buffers
+    that a model makes itself (rotary frequencies, causal masks) are not in its files, so only the whole covers them."""
     found, on_host = estimate.trace(chosen, load_config(chosen)), chosen.devices == ("cpu",)
     preset = Preset(
         id="m",
@@ -204,7 +204,6 @@ def assert_static_covers(chosen: Estimate, facts: Checkpoint) -> None:
     assert found.context <= context
     if chosen.load_format != "dummy":  # the tensors that a config implies are those of a Llama
         weights = weight_bytes(facts, preset, on_host=on_host)
-        assert found.weights <= 1.01 * weights
         assert found.weights + found.context + found.compute + found.on_device <= weights + context + compute
 
 
