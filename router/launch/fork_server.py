@@ -22,10 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 
 from router.errors import RouterError
-from router.launch import reaper
 from router.launch.exit_causes import describe_exit
 from router.launch.process import LATE, Child, Log, Pipes, uncancelled
-from router.launch.process_table import ProcessTable
+from router.launch.process_table import ProcessTable, process_stat, reap
 from worker.protocol.argv import Command, ForkServerOptions, to_argv
 from worker.protocol.events import Event, Exit, Forked, ForkRefused, ModulesImported, Reaped
 from worker.protocol.orders import Fork, ForkSpec, ImportModules, Order, Reap, encode_order, is_family_module
@@ -261,7 +260,7 @@ class ForkServerProcess:
                 reply.set_exception(ForkFailed("it has ended"))
         for pid in tuple(self._reaps):
             self._reap_adopted(pid)
-        reaper.reap(self._zombies)
+        reap(self._zombies)
 
     def _reap_adopted(self, pid: int) -> None:
         report = self._reaps.pop(pid)
@@ -380,7 +379,7 @@ class ForkServerSupervisor:
 def _exit_code(pid: int) -> int:
     """The exit code of a zombie that is not our child (proc_pid_stat(5), field 52)."""
     try:
-        fields = reaper.stat(pid)
+        fields = process_stat(pid)
     except OSError:  # no descriptor left
         fields = None
     return KILLED if fields is None else os.waitstatus_to_exitcode(int(fields[49]))

@@ -17,14 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from router.launch import reaper
 from router.launch.devices import OomKills, count_oom_kills
 from router.launch.exit_causes import Verdict, lost_by_exit, lost_by_verdict
 from router.launch.fork_server import FIRST_PAUSE
 from router.launch.interface import Listen, LockedFiles, Program, Verb
 from router.launch.page_lock import PageLocker
 from router.launch.process import uncancelled
-from router.launch.process_table import ProcessTable
+from router.launch.process_table import ProcessTable, reap_ended_orphans
 from router.launch.readings import Claim, DeviceSampler, ReadableDevices, SharedReservations
 from router.launch.spawn import PYTHON_ARGV, Spawner
 from router.launch.worker_process import Heartbeat, LocalWorker, Watchdog, device_names, model_devices
@@ -157,7 +156,7 @@ class LocalLauncher:
             await self._sampler.sample()
             self._ooms.sample(asyncio.get_running_loop().time())
             try:
-                reaper.reap_ended()
+                reap_ended_orphans()
             except OSError as error:  # no descriptor left; tried again next time
                 log.warning("cannot look for orphans: %s", error)
 

@@ -61,7 +61,7 @@ class Order:
 class PageLocker:
     """Controls one page locker process, which is started when it is first needed, and again if it died.
 
-    The process is in the router's session, so the reaper leaves it to asyncio. It ends with its parent.
+    The process is in the router's session, so it counts as no orphan and asyncio reaps it. It ends with its parent.
     """
 
     def __init__(self) -> None:

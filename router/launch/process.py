@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from router.launch import reaper
 from worker.protocol.events import EVENTS, MAX_EVENT_BYTES, Event, Failed, RequestEnded
 
 T = TypeVar("T")
@@ -30,12 +29,16 @@ MAX_LOG_BYTES = 8192  # of one line of stderr; the rest of the line is cut
 # Lines of one child that are logged at once, and per second. Further ones are only counted. Both are guesses.
 LOG_BURST = 100
 LOG_RATE = 20.0
+KILL_TIMEOUT = 5.0  # seconds from SIGKILL until a process counts as stuck
 LATE = 1.0  # a check that is later than this, in seconds, proves no silence: events may not have been read either
 # Seconds for which `request` events are collected while they follow each other closely. Waking for each of them would
 # be one more wake-up per request than its response needs. A pipe has room for the events of this time.
 ROUND = 0.005
 # A pipe holds 64 KiB, so its content arrives with one or two reads. More are needed only while a process keeps writing.
 _READS_AT_ONCE = 32
+
+# Children of this process that the router started and reaps elsewhere. Global, as children belong to the process.
+known: set[int] = set()
 
 
 async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
@@ -224,7 +227,7 @@ class Child:
         self._request_at = -inf  # when such an event last arrived outside of a round
         self._in_rounds = False  # stdout is read once per ROUND instead of whenever it is readable
         self._pidfd = os.pidfd_open(pid)
-        reaper.known.add(pid)
+        known.add(pid)
         self._loop.add_reader(self._pidfd, self._on_exit)
         for pipe in self._reads:
             os.set_blocking(pipe, False)
@@ -316,7 +319,7 @@ class Child:
             self._log.note(f"did not stop within {stop_timeout:g} s of SIGTERM; killed", self._loop.time())
             await self.end()
 
-    async def end(self, kill_timeout: float = reaper.KILL_TIMEOUT) -> None:
+    async def end(self, kill_timeout: float = KILL_TIMEOUT) -> None:
         """Send SIGKILL to its group. Returns once it is reaped.
 
         A process that survives SIGKILL (a system call that never returns) is logged as stuck after `kill_timeout`
@@ -363,7 +366,7 @@ class Child:
 
     def _on_reaped(self, code: int) -> None:
         """It is gone: read what it wrote last, and close its pipes."""
-        reaper.known.discard(self.pid)
+        known.discard(self.pid)
         self.read()
         for pipe in tuple(self._reads):
             self._close(pipe)

@@ -1,29 +1,55 @@
-"""All child processes of one router: registered with the guard, killed, reaped; and the folder of their sockets.
+"""All child processes of one router, and what they leave: nothing outlives the router.
 
-A worker exits with its router by itself, and the guard kills what it started (`router.launch.reaper`). So there are no
+A worker exits with its router by itself, but its own children do not. After a crash of the router, the guard kills
+them: a process that gets the number of every process group before that group's worker may begin. So there are no
 records on disk from which the next router could kill survivors: their process ids might have been reused.
+
+When a process dies, its children pass to the nearest ancestor that is a subreaper (prctl(2)). The router is one, so
+that no process of a worker's can live on unseen, not even in a session of its own, which a signal to the worker's group
+misses.
+
+Only descendants of the worker that ended are killed. A child of ours counts as one if it lives in the worker's session,
+or names the worker's run (in the environment variable `TAG` or the socket on its command line), or cannot be examined:
+it is then some worker's fork, as these are unreadable. Children that the router itself started are `known` and never
+touched, nor is any process in the router's session. Of a zombie only the session is known: it is reaped if it was
+examined while it lived, or if no process started by the router could look like it.
 """
 
 import asyncio
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import logging
 import os
+import re
 import secrets
-from collections.abc import Iterator, Sequence
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from router.errors import RouterError
-from router.launch import reaper
-from router.launch.process import Child
+from router.launch.process import KILL_TIMEOUT, Child, known
 
 log = logging.getLogger("router.launch.interface")
 
 CLOSE_TIMEOUT = 5.0  # seconds that killed processes get to be reaped before the table is left anyway
 SOCKET_PATH_BYTES = 107  # longest path of a unix socket: `sun_path` has 108 bytes, one of them for the end (unix(7))
 _TAG_DIGITS = 12
+TAG = "FLEET_WORKER"  # the variable that names the run that a process belongs to; its descendants inherit it
+_GUARD_PROGRAM = Path(__file__).with_name("programs") / "guard.py"
+_GUARD_TIMEOUT = 1.0
+
+# Orphans that were identified, while they lived, by more than their session.
+_adopted: set[int] = set()
+
+# include/uapi/linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 
 
 class RunFolderError(RouterError):
@@ -36,7 +62,7 @@ class ProcessTable:
     def __init__(self, runtime_dir: Path):
         self.folder = RunFolder(runtime_dir)
         self._children: dict[str, Child] = {}
-        self._guard: reaper.Guard | None = None
+        self._guard: Guard | None = None
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -44,8 +70,8 @@ class ProcessTable:
         with contextlib.ExitStack() as stack:
             self.folder.open()
             stack.callback(self.folder.close)
-            stack.callback(reaper.adopt, whether=reaper.adopt())
-            self._guard = reaper.Guard()
+            stack.callback(adopt_orphans, whether=adopt_orphans())
+            self._guard = Guard()
             stack.callback(self._guard.close)
             yield
 
@@ -75,7 +101,7 @@ class ProcessTable:
             return
         await child.end()
         # Only now: orphans pass to this process when their parent has ended.
-        for pid in await reaper.end(child.pid, tag):
+        for pid in await end_orphans(child.pid, tag):
             log.error("process %d, left by a worker, is stuck: SIGKILL did not end it", pid)
         del self._children[tag]
         assert self._guard is not None
@@ -175,4 +201,228 @@ class RunFolder:
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
 
 
-__all__ = ["ProcessTable", "RunFolder", "RunFolderError"]
+# Orphans
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """A child of ours that we did not start."""
+
+    pid: int
+    session: int
+    is_zombie: bool
+    tag: str | None  # the run that it belongs to; empty: none; None: it cannot be read
+
+    @property
+    def is_adopted(self) -> bool:
+        """True if it came from a worker, as far as can be seen.
+
+        A process that a library in this program started in a session of its own leads that session.
+        """
+        return self.session != self.pid or self.pid in _adopted
+
+    def is_of(self, leader: int, tag: str) -> bool:
+        """True if it descends from the worker whose process was `leader` and whose run is `tag`."""
+        if self.session == leader:
+            return True
+        return self.session not in known and self.tag in (tag, None) and self.is_adopted
+
+
+def adopt_orphans(*, whether: bool = True) -> bool:
+    """Become a subreaper, or stop being one. Returns the setting before. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    before = ctypes.c_int()
+    for option, value in ((_PR_GET_CHILD_SUBREAPER, ctypes.byref(before)), (_PR_SET_CHILD_SUBREAPER, int(whether))):
+        if libc.prctl(option, value, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"prctl({option}): {os.strerror(ctypes.get_errno())}")
+    return bool(before.value)
+
+
+def process_stat(pid: int) -> list[str] | None:
+    """Fields 3 (state), 4 (parent), 5 (group), 6 (session), ... of `/proc/PID/stat` (proc_pid_stat(5)).
+
+    None if there is no such process. Field 2 is the name in parentheses, which may itself contain blanks and
+    parentheses.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+async def end_orphans(leader: int, tag: str) -> list[int]:
+    """Kill and reap what is left of the worker whose process, reaped by now, was `leader`.
+
+    Returns the processes that did not die within `KILL_TIMEOUT` (usually none). Killing a process may orphan its own
+    children, so the search is repeated until it finds nothing.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + KILL_TIMEOUT
+    while left := [orphan for orphan in find_orphans() if orphan.is_of(leader, tag)]:
+        for orphan in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(orphan.pid, signal.SIGKILL)
+        await asyncio.gather(*(_wait_for_exit(orphan.pid, deadline - loop.time()) for orphan in left))
+        if reap(orphan.pid for orphan in left) == 0 and loop.time() >= deadline:
+            return [orphan.pid for orphan in left]
+    return []
+
+
+def reap(pids: Iterable[int]) -> int:
+    """Reap those of these children that have exited, and return their number. Never waits."""
+    reaped = 0
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG)[0] == pid:
+                _adopted.discard(pid)
+                reaped += 1
+    return reaped
+
+
+def reap_ended_orphans() -> int:
+    """Reap every orphan that has exited by itself, and return their number."""
+    return reap(orphan.pid for orphan in find_orphans() if orphan.is_zombie and orphan.is_adopted)
+
+
+def find_orphans() -> list[Orphan]:
+    """All orphans that are children of this process now."""
+    own_session = os.getsid(0)
+    found = (_examine(pid) for pid in _children() if pid not in known)
+    return [orphan for orphan in found if orphan is not None and orphan.session != own_session]
+
+
+def _children() -> Iterator[int]:
+    """Our children, from the kernel's list. A kernel without CONFIG_PROC_CHILDREN has none; then from all processes."""
+    tasks = Path("/proc/self/task")
+    try:
+        for task in tasks.iterdir():
+            with contextlib.suppress(ProcessLookupError):
+                yield from map(int, (task / "children").read_text().split())
+    except FileNotFoundError:
+        own = os.getpid()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and (fields := process_stat(int(entry.name))) and int(fields[1]) == own:
+                yield int(entry.name)
+
+
+def _examine(pid: int) -> Orphan | None:
+    fields = process_stat(pid)
+    if fields is None:
+        return None
+    if fields[0] == "Z":
+        return Orphan(pid, int(fields[3]), True, None)
+    tag = _tag(pid)
+    if tag != "":
+        _adopted.add(pid)
+    return Orphan(pid, int(fields[3]), False, tag)
+
+
+def _tag(pid: int) -> str | None:
+    """The run that process `pid` belongs to, by its environment, or by its command line if that cannot be read.
+
+    A fork of a worker has the worker's command line, with the socket that is named after the run.
+    """
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return _tag_of_socket(pid)
+    mark = f"{TAG}=".encode()
+    return next((entry[len(mark) :].decode() for entry in environ.split(b"\0") if entry.startswith(mark)), "")
+
+
+def _tag_of_socket(pid: int) -> str | None:
+    try:
+        found = re.search(rb"/([0-9a-f]{12})\.sock", Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return None
+    return found[1].decode() if found else None
+
+
+async def _wait_for_exit(pid: int, seconds: float) -> None:
+    """Return once child `pid` has exited, or after `seconds`."""
+    loop = asyncio.get_running_loop()
+    exited = asyncio.Event()
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop.add_reader(pidfd, exited.set)
+    try:
+        async with asyncio.timeout(max(0.0, seconds)):
+            await exited.wait()
+    except TimeoutError:
+        pass
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+
+
+class Guard:
+    """The guard process. It is replaced if it dies. Signals to the router's group do not reach it."""
+
+    def __init__(self) -> None:
+        self._groups: set[int] = set()
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def add(self, group: int) -> None:
+        """Have `group` killed when this process exits. Raises OSError if no guard can be started."""
+        self._groups.add(group)
+        self._send(f"+{group}\n")
+
+    def remove(self, group: int) -> None:
+        """Forget `group`, which is gone: its number may be reused. Ignores unknown groups. Raises OSError."""
+        if group in self._groups:
+            self._groups.remove(group)
+            self._send(f"-{group}\n")
+
+    def close(self) -> None:
+        """End the guard. Returns once it has killed what is left and is reaped, after a second at most."""
+        self._end()
+        self._groups.clear()  # a block that is left after this has nothing to remove
+
+    def _end(self) -> None:
+        self._orders.close()
+        try:
+            self._process.wait(_GUARD_TIMEOUT)
+        except subprocess.TimeoutExpired:  # it is stopped (SIGSTOP)
+            self._process.kill()
+            self._process.wait()
+        known.discard(self.pid)
+
+    def _send(self, line: str) -> None:
+        try:
+            is_sent = self._orders.write(line.encode()) is not None
+        except (BrokenPipeError, ValueError):  # it died, or the last attempt to replace it failed
+            is_sent = False
+        # The pipe is full only if the guard has been stopped for thousands of lines. Waiting for it would block the
+        # loop.
+        if not is_sent:
+            self._process.kill()
+            self._end()
+            self._start()
+            self._orders.write("".join(f"+{group}\n" for group in self._groups).encode())
+
+    def _start(self) -> None:
+        """Start a guard. Returns once it is ready (about 15 ms). Raises OSError if it cannot be started."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_GUARD_PROGRAM)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            env={"PATH": os.environ.get("PATH", "")},
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._orders = self._process.stdin
+        os.set_blocking(self._orders.fileno(), False)
+        with self._process.stdout as reply:
+            if not reply.read(1):
+                self._orders.close()
+                raise OSError(f"the guard process exited with code {self._process.wait()} at its start")
+        known.add(self.pid)

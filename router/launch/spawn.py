@@ -15,8 +15,7 @@ from router.launch.exit_causes import lost_at_spawn
 from router.launch.fork_server import FIRST_PAUSE, ForkServerSupervisor
 from router.launch.interface import NotForked, Program, Verb
 from router.launch.process import Child, Log, uncancelled
-from router.launch.process_table import ProcessTable
-from router.launch.reaper import TAG
+from router.launch.process_table import TAG, ProcessTable
 from worker.protocol.argv import Command, ModelOptions, to_argv
 
 # The command of a worker. `-P` keeps the current folder out of its imports.

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from router.launch import reaper
 from router.launch.fork_server import ForkFailed, ForkServerProcess
 from router.launch.interface import Program, WorkerLost
 from router.launch.local import LocalLauncher
-from router.launch.process import Child, Log, uncancelled
+from router.launch.process import Child, Log, known, uncancelled
+from router.launch.process_table import adopt_orphans, find_orphans
 from router.launch.spawn import may_fork
 from router.launch.worker_process import LocalWorker
 from tests.fakes import CPU, DEADLINE, FAKE_ARGV, GIB, FixedDevices, Journal, ended, fake_program
@@ -35,12 +35,12 @@ WITHIN = 60.0
 async def _nothing_is_left() -> AsyncIterator[None]:
     """Become a subreaper, like a router. In the end all descriptors are closed, and no child is left."""
     before = set(os.listdir("/proc/self/fd"))
-    had = reaper.adopt()
+    had = adopt_orphans()
     yield
-    reaper.adopt(whether=had)
+    adopt_orphans(whether=had)
     assert set(os.listdir("/proc/self/fd")) == before
-    assert reaper.known == set()
-    assert reaper.find() == []
+    assert known == set()
+    assert find_orphans() == []
     assert _children(os.getpid()) == ""
 
 
@@ -405,4 +405,4 @@ async def test_a_kill_at_any_moment_leaves_nothing_behind(launcher: ForkingLaunc
                     await worker.lost()
         timer.cancel()
         await ended(victim, within=WITHIN)
-        assert reaper.find() == []
+        assert find_orphans() == []

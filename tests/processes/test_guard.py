@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from router.launch.reaper import Guard
+from router.launch.process_table import Guard
 
 WITHIN = 60.0
 
@@ -47,7 +47,7 @@ def test_a_closed_guard_kills_all_groups_that_it_knows(
 
 def test_a_router_that_is_killed_leaves_no_group(group: "subprocess.Popen[bytes]") -> None:
     code = (
-        "import os, sys; from router.launch.reaper import Guard\n"
+        "import os, sys; from router.launch.process_table import Guard\n"
         "guard = Guard(); guard.add(int(sys.argv[1])); os.kill(os.getpid(), 9)"
     )
     env = {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "PATH": os.environ["PATH"]}

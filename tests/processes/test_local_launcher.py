@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from router.launch import reaper
 from router.launch.exit_causes import lost_by_exit
 from router.launch.interface import Launcher, Listen, Program, Verb, WorkerLost
 from router.launch.local import LocalLauncher
-from router.launch.process_table import RunFolderError
+from router.launch.process import known
+from router.launch.process_table import RunFolderError, adopt_orphans, find_orphans
 from router.launch.worker_client import Exchange, Unreachable, WorkerClientError
 from router.launch.worker_process import EXIT_WAIT, LocalWorker, device_names
 from router.planner.ledger import Bytes
@@ -70,8 +70,8 @@ async def launcher(request: pytest.FixtureRequest, folder: Path, devices: FixedD
             await found.warmed()
         yield found
     assert traces(folder) == []
-    assert reaper.find() == []
-    assert reaper.known == set()
+    assert find_orphans() == []
+    assert known == set()
 
 
 EXECUTED = pytest.mark.parametrize("launcher", [LocalLauncher], indirect=True, ids=["exec"])
@@ -527,7 +527,7 @@ async def test_closing_ends_what_still_runs(folder: Path, journal: Journal) -> N
         pid = await journal.pid()
     assert not is_there(pid)
     assert (await starting).exit == -9
-    assert reaper.known == set(), "a block that is left late starts no guard"
+    assert known == set(), "a block that is left late starts no guard"
 
 
 async def test_kill_all_ends_all_processes_at_once(launcher: LocalLauncher) -> None:
@@ -659,10 +659,10 @@ async def test_a_router_that_dies_while_its_worker_starts_leaves_nothing(
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
-    before = reaper.adopt(whether=False)
-    reaper.adopt(whether=before)
+    before = adopt_orphans(whether=False)
+    adopt_orphans(whether=before)
     yield
-    after = reaper.adopt(whether=before)
+    after = adopt_orphans(whether=before)
     assert after == before, "a launcher gives back what it changed of this process"
 
 

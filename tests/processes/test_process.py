@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.launch import reaper
 from router.launch.process import LOG_BURST, ROUND, Child, Lines, Log, Pipes, uncancelled
+from router.launch.process_table import adopt_orphans, end_orphans
 from tests.fakes import DEADLINE
 from worker.protocol.events import MAX_EVENT_BYTES, Event, Failed, Progress, Pulse, RequestEnded, encode
 
@@ -46,7 +46,7 @@ async def running(
             yield child, events
     finally:
         await uncancelled(child.end())
-        assert await reaper.end(child.pid, tag) == []
+        assert await end_orphans(child.pid, tag) == []
 
 
 def is_there(pid: int) -> bool:
@@ -287,9 +287,9 @@ DAEMON = (
 
 @pytest.fixture
 def _adopting() -> Iterator[None]:
-    had = reaper.adopt()
+    had = adopt_orphans()
     yield
-    reaper.adopt(whether=had)
+    adopt_orphans(whether=had)
 
 
 @pytest.mark.usefixtures("_adopting")
@@ -302,7 +302,7 @@ async def test_grandchildren_end_with_the_child(how: str, end: str) -> None:
         if end == "stop":
             await child.stop(DEADLINE)
         await child.exited
-        await reaper.end(child.pid, TAG)
+        await end_orphans(child.pid, TAG)
         assert not is_there(grandchild)
 
 
@@ -311,7 +311,7 @@ async def test_a_daemon_that_left_its_parent_is_killed() -> None:
     async with running(SUPERVISED + DAEMON + WAIT) as (child, events):
         daemons = [await number(events), await number(events)]
         await child.stop(DEADLINE)
-        await reaper.end(child.pid, TAG)
+        await end_orphans(child.pid, TAG)
         assert not any(is_there(pid) for pid in daemons)
 
 

@@ -1,7 +1,7 @@
 """The guard's program: outlives the router by a moment and kills the process groups that it leaves behind.
 
-See `router.launch.reaper.Guard`. It reads `+PID` and `-PID`, one per line, until the pipe closes because the router has
-exited. Then it kills every group that is left.
+See `router.launch.process_table.Guard`. It reads `+PID` and `-PID`, one per line, until the pipe closes because the
+router has exited. Then it kills every group that is left.
 """
 
 import contextlib
