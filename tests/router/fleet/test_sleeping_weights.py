@@ -225,3 +225,12 @@ async def test_a_model_that_is_changed_or_removed_sleeps_no_longer() -> None:
     await settled(world)
     assert value(world, "a") == "unloaded"
     assert world.launcher.held == {}
+
+
+@virtual
+async def test_weights_sleep_in_exactly_the_main_memory_that_is_free() -> None:
+    for missing, entries in ((0, ["hold a"]), (1, [])):
+        world = gpu("a", host=FILES - missing, keys={"a": {"sleep_idle": 1.0}})
+        await world.ask("a")
+        await asyncio.sleep(20)
+        assert world.entries("hold") == entries
