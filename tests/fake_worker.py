@@ -82,7 +82,6 @@ class Behaviour(Answer):
     last_words: str = ""
     """Written to stderr at its start."""
     die_at_start: int | None = None
-    die_after_ready: int | None = None
     deaf: bool = False
     """Never gets ready and says nothing."""
     load_steps: int = 0
@@ -94,12 +93,8 @@ class Behaviour(Answer):
     """Path; it is not ready before this file exists."""
     noise: bool = False
     """Writes to its event pipe: no JSON, an unknown event, a line that is too long, a foreign ready; later a second."""
-    flood: int = 0
-    """Lines to stderr at its start."""
     prepared_mib: int = 0
     """What it says that it holds once it is prepared; 0: its resident set."""
-    allocate_mib: int = 0
-    """Really occupied, from the load on."""
     measured: dict[str, int] = field(default_factory=dict)
     """What it says that it measures; empty: its resident set on `cpu`, its reservation elsewhere."""
     grandchild: str = ""
@@ -123,15 +118,9 @@ class Behaviour(Answer):
 NAMED: Mapping[str, Mapping[str, Any]] = {
     "dies-at-start": {"die_at_start": 1, "last_words": "fake: told to die at start"},
     "unusable": {"die_at_start": Exit.UNUSABLE, "message": "config.json names no architecture"},
-    "out-of-memory": {"die_at_start": Exit.DEVICE_MEMORY, "message": "16 MiB more than there is"},
     "deaf": {"deaf": True},
-    "stalls": {"silent": True, "pulse_interval": 0.05},
-    "hangs": {"hang_after": 1, "pulse_interval": 0.05},
     "ignores-sigterm": {"ignore_sigterm": True},
-    "lies-about-memory": {"measured": {"cpu": 1}, "allocate_mib": 256},
     "dies-mid-stream": {"die_after": 3, "die_code": -signal.SIGKILL},
-    "dies-before-first-byte": {"die_after": 0, "die_code": -signal.SIGKILL},
-    "answers-500": {"status": 500},
     "noisy": {"noise": True},
 }
 """Behaviour by the model's name, up to its last `@` if it has one: `deaf`, `deaf@2`."""
@@ -227,7 +216,6 @@ class FakeWorker:
         self.steps = 0
         self.running = 0
         self.hanging = 0
-        self._ballast = b""
 
     def note(self, line: str) -> None:
         if self.wrong.journal:
@@ -247,8 +235,6 @@ class FakeWorker:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if wrong.grandchild:
             self._start_grandchild()
-        for number in range(wrong.flood):
-            print(f"fake: line {number}", file=sys.stderr)
         if wrong.last_words:
             print(wrong.last_words, file=sys.stderr, flush=True)
         if wrong.noise:
@@ -293,7 +279,6 @@ class FakeWorker:
         while wrong.stuck_progress:
             self.tied.send(Progress(stage="weights", done=0, total=total))
             time.sleep(wrong.load_interval)
-        self._ballast = b"\1" * (wrong.allocate_mib * MIB)
         while wrong.hold_load and not os.path.exists(wrong.hold_load):
             time.sleep(0.005)
 
@@ -351,8 +336,6 @@ class FakeWorker:
         self.tied.send(ready)
         if self.wrong.noise:
             self.tied.send(dataclasses.replace(ready, n_ctx=1))
-        if self.wrong.die_after_ready is not None:
-            die(self.wrong.die_after_ready)
         if self.wrong.freezes:
             loop.call_later(0.05, os.kill, os.getpid(), signal.SIGSTOP)
         pulse = asyncio.create_task(self._pulse())

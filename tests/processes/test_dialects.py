@@ -34,6 +34,16 @@ def claude(socket: Path) -> anthropic.AsyncAnthropic:
     )
 
 
+def plain(up: World, **headers: str) -> httpx.AsyncClient:
+    transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers)
+
+
+async def send_json(upstream: Upstream, body: bytes, status: str = "200 OK") -> None:
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    await upstream.send(head.encode() + body)
+
+
 async def silent(upstream: Upstream) -> None:
     """A worker that is never asked."""
     raise AssertionError
@@ -108,8 +118,7 @@ async def test_a_refusal_after_the_status_line_is_an_error_of_anthropics_client(
         asyncio.get_running_loop().call_later(0.15, waiting.set)
         await waiting.wait()
         body = b'{"type":"error","error":{"type":"invalid_request_error","message":"too odd"},"request_id":"r"}'
-        head = f"HTTP/1.1 400 Bad\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        await upstream.send(head.encode() + body)
+        await send_json(upstream, body, "400 Bad")
 
     async with world(tmp_path, refuse, pace=Pace(commit=0.05)) as up, claude(up.socket) as client:
         with pytest.raises(anthropic.APIStatusError, match="too odd"):
@@ -172,10 +181,8 @@ async def test_ollamas_client_waits_through_a_load_and_gets_its_lines(tmp_path: 
         await upstream.send(LINES + b"".join(map(chunk, [line(response="w", done=False), last])) + b"0\r\n\r\n")
 
     pace = Pace(commit=0.02, ping=0.02)
-    async with world(tmp_path, answer, pace=pace, load_seconds=0.2) as up:
-        transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            body = (await client.post("/api/generate", json={"name": "a", "prompt": "x"})).content
+    async with world(tmp_path, answer, pace=pace, load_seconds=0.2) as up, plain(up) as client:
+        body = (await client.post("/api/generate", json={"name": "a", "prompt": "x"})).content
         told = [json.loads(each) for each in body.splitlines()]
         assert len(told) > 3
         assert "".join(each["response"] for each in told) == "w"
@@ -184,16 +191,14 @@ async def test_ollamas_client_waits_through_a_load_and_gets_its_lines(tmp_path: 
 
 async def test_only_an_ollama_request_carries_its_load_time_to_the_worker(tmp_path: Path) -> None:
     async def answer(upstream: Upstream) -> None:
-        await upstream.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+        await send_json(upstream, b"{}")
 
     def told(upstream: Upstream) -> list[float]:
         lines = [each.split(": ") for each in upstream.head.split("\r\n")]
         return [float(value) for name, *rest in lines if name.lower() == "x-router-waited" for value in rest]
 
     async with world(tmp_path, answer, load_seconds=0.2) as up:
-        transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
-        liar = {"X-Router-Waited": "99"}
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=liar) as client:
+        async with plain(up, **{"X-Router-Waited": "99"}) as client:
             body = {"model": "a", "messages": HI["messages"], "stream": False}
             both = (client.post("/api/chat", json=body), client.post("/v1/chat/completions", json=body))
             for answered in await asyncio.gather(*both):
@@ -208,8 +213,7 @@ async def test_only_an_ollama_request_carries_its_load_time_to_the_worker(tmp_pa
 async def test_ollamas_client_lists_and_describes_models(tmp_path: Path) -> None:
     async def answer(upstream: Upstream) -> None:
         body = line(message={"role": "assistant", "content": "w"}, done=True)
-        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        await upstream.send(head.encode() + body)
+        await send_json(upstream, body)
 
     async with world(tmp_path, answer) as up, llama(up.socket) as client:
         assert [model.model for model in (await client.list()).models] == ["a"]
@@ -240,10 +244,7 @@ async def test_ollamas_client_lists_and_describes_models(tmp_path: Path) -> None
 async def test_keep_alive_of_a_shared_worker_is_the_latest_value_by_any_name(
     tmp_path: Path,
 ) -> None:
-    async def answer(upstream: Upstream) -> None:
-        raise AssertionError
-
-    async with world(tmp_path, answer, keys={"ttl": 600.0}, twin="b") as up, llama(up.socket) as client:
+    async with world(tmp_path, silent, keys={"ttl": 600.0}, twin="b") as up, llama(up.socket) as client:
         await up.fleet.load("a,b")
         for keep_alive, wanted in ((None, 600.0), (3600.0, 3600.0), (None, 3600.0), (1800.0, 1800.0)):
             up.launcher.say("a,b", RequestEnded(id="r", keep_alive=keep_alive))
@@ -261,8 +262,7 @@ async def test_keep_alive_of_a_shared_worker_is_the_latest_value_by_any_name(
 async def test_a_model_that_is_kept_for_no_time_leaves_after_its_reply(tmp_path: Path) -> None:
     async def answer(upstream: Upstream) -> None:
         body = line(response="", done=True)
-        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        await upstream.send(head.encode() + body)
+        await send_json(upstream, body)
         up.launcher.say("a", RequestEnded(id="r", keep_alive=0.0))
 
     async with world(tmp_path, answer) as up, llama(up.socket) as client:
@@ -279,19 +279,17 @@ async def test_a_model_that_is_kept_for_no_time_leaves_after_its_reply(tmp_path:
 async def test_lmis_stream_ends_with_an_error_line_when_a_worker_is_lost(tmp_path: Path) -> None:
     first = b'{"token":{"id":5,"text":"w","log_prob":-0.5}}\n'
     headers = STREAM.replace(b"text/event-stream", b"application/jsonlines")
-    async with dying(tmp_path, first, headers) as (up, seen):
-        transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            lines = []
-            with pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012 - the end of the connection comes last
-                async with client.stream("POST", "/invocations", json={"inputs": "hi", "stream": True}) as answer:
-                    async for each in answer.aiter_lines():
-                        lines.append(json.loads(each))
-                        seen.set()
-            assert lines[0]["token"]["text"] == "w"
-            assert lines[1]["token"]["id"] == -1
-            assert "worker" in lines[1]["token"]["error_msg"]
-            assert lines[1]["details"] == {"finish_reason": "error"}
+    async with dying(tmp_path, first, headers) as (up, seen), plain(up) as client:
+        lines = []
+        with pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012 - the end of the connection comes last
+            async with client.stream("POST", "/invocations", json={"inputs": "hi", "stream": True}) as answer:
+                async for each in answer.aiter_lines():
+                    lines.append(json.loads(each))
+                    seen.set()
+        assert lines[0]["token"]["text"] == "w"
+        assert lines[1]["token"]["id"] == -1
+        assert "worker" in lines[1]["token"]["error_msg"]
+        assert lines[1]["details"] == {"finish_reason": "error"}
 
 
 SAID = b'data: {"id":"c","object":"chat.completion.chunk","created":1,"model":"a","choices":[]}\n\n'
@@ -299,9 +297,8 @@ SAID = b'data: {"id":"c","object":"chat.completion.chunk","created":1,"model":"a
 
 async def frames_of(up: World, path: str, **body: Any) -> AsyncIterator[str]:
     """The lines of a stream that are not empty, until it ends or breaks off."""
-    transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
     async with (
-        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+        plain(up) as client,
         client.stream("POST", path, json={"model": "a", "stream": True, **body}) as answer,
     ):
         assert answer.headers["content-type"] == "text/event-stream"
@@ -341,8 +338,7 @@ async def test_a_late_error_on_an_lmi_path_has_openais_format_for_openai_clients
         asyncio.get_running_loop().call_later(0.15, waiting.set)
         await waiting.wait()
         body = b'{"code":400,"type":"invalid_request_error","message":"too odd"}'
-        head = f"HTTP/1.1 400 Bad\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        await upstream.send(head.encode() + body)
+        await send_json(upstream, body, "400 Bad")
 
     async with world(tmp_path, refuse, pace=Pace(commit=0.05)) as up:
         lines = []
@@ -358,53 +354,44 @@ async def test_a_model_named_in_lmis_path_is_asked_for_its_invocation(tmp_path: 
     async def answer(upstream: Upstream) -> None:
         assert upstream.head.startswith("POST /invocations ")
         body = b'{"generated_text":"w"}'
-        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        await upstream.send(head.encode() + body)
+        await send_json(upstream, body)
 
-    async with world(tmp_path, answer) as up:
-        transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            told = await client.post(path, json={"inputs": "hi"})
-            assert told.json() == {"generated_text": "w"}
-            unknown = await client.post(path.replace("/a", "/org%2Fb").replace("/A", "/b"), json={"inputs": "hi"})
-            assert (unknown.status_code, set(unknown.json())) == (404, {"code", "type", "message"})
+    async with world(tmp_path, answer) as up, plain(up) as client:
+        told = await client.post(path, json={"inputs": "hi"})
+        assert told.json() == {"generated_text": "w"}
+        unknown = await client.post(path.replace("/a", "/org%2Fb").replace("/A", "/b"), json={"inputs": "hi"})
+        assert (unknown.status_code, set(unknown.json())) == (404, {"code", "type", "message"})
 
 
 async def test_a_name_that_is_none_is_refused_as_its_dialect_does(tmp_path: Path) -> None:
-    async with world(tmp_path, silent) as up:
-        transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            for path in ("/v1/models/%0A", "/lmi/models/%0A"):
-                answer = await client.get(path)
-                assert (answer.status_code, "model" in answer.text) == (404, True), answer.text
-            shown = await client.post("/api/show", json={"model": "a", "name": 5})
-            assert (shown.status_code, shown.json()) == (400, {"error": "name must be a string"})
+    async with world(tmp_path, silent) as up, plain(up) as client:
+        for path in ("/v1/models/%0A", "/lmi/models/%0A"):
+            answer = await client.get(path)
+            assert (answer.status_code, "model" in answer.text) == (404, True), answer.text
+        shown = await client.post("/api/show", json={"model": "a", "name": 5})
+        assert (shown.status_code, shown.json()) == (400, {"error": "name must be a string"})
 
 
 @pytest.mark.parametrize("path", ["/v1/completions?model=A", "/models/A/invoke", "/v1/completions?model_name=%41"])
 async def test_an_answer_can_repeat_the_name_that_was_not_in_its_body(tmp_path: Path, path: str) -> None:
     async def answer(upstream: Upstream) -> None:
-        await upstream.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+        await send_json(upstream, b"{}")
 
-    async with world(tmp_path, answer) as up:
-        transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            assert (await client.post(path, json={"inputs": "x"})).headers["x-router-model"] == "a"
-            assert "\r\nx-router-asked: a\r\n" in up.requests[-1].head.lower()
-            assert "X-Router-Asked: A" in up.requests[-1].head
-            await client.post(path.replace("=A", "=a").replace("/A/", "/a/").replace("%41", "a"), json={"model": "a"})
-            assert "router-asked" not in up.requests[-1].head.lower()
+    async with world(tmp_path, answer) as up, plain(up) as client:
+        assert (await client.post(path, json={"inputs": "x"})).headers["x-router-model"] == "a"
+        assert "\r\nx-router-asked: a\r\n" in up.requests[-1].head.lower()
+        assert "X-Router-Asked: A" in up.requests[-1].head
+        await client.post(path.replace("=A", "=a").replace("/A/", "/a/").replace("%41", "a"), json={"model": "a"})
+        assert "router-asked" not in up.requests[-1].head.lower()
 
 
 async def test_ping_is_well_until_a_model_of_the_start_fails(tmp_path: Path) -> None:
-    async with world(tmp_path, silent) as up:
-        transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            answer = await client.get("/ping")
-            assert (answer.status_code, answer.json()) == (200, {"status": "healthy"})
-            up.registry.startup_pending = frozenset({"a"})
-            assert (await client.get("/ping")).json() == {"status": "pending"}
-            up.launcher.models["a"].start_fails = [WorkerLost("no", cause="load_failed", exit=3)]
-            await client.post("/models/load?wait=1", json={"model": "a"})
-            answer = await client.get("/ping")
-            assert (answer.status_code, answer.json()["code"]) == (500, 500)
+    async with world(tmp_path, silent) as up, plain(up) as client:
+        answer = await client.get("/ping")
+        assert (answer.status_code, answer.json()) == (200, {"status": "healthy"})
+        up.registry.startup_pending = frozenset({"a"})
+        assert (await client.get("/ping")).json() == {"status": "pending"}
+        up.launcher.models["a"].start_fails = [WorkerLost("no", cause="load_failed", exit=3)]
+        await client.post("/models/load?wait=1", json={"model": "a"})
+        answer = await client.get("/ping")
+        assert (answer.status_code, answer.json()["code"]) == (500, 500)
