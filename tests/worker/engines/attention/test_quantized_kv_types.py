@@ -62,6 +62,16 @@ def test_bytes_of_a_record() -> None:
         KvStorageType.of("int4", 1, 37, torch.float32)
 
 
+@pytest.mark.parametrize("name", [*QUANTISED, "f16"])
+def test_tensors_that_are_not_contiguous_are_stored_alike(name: str) -> None:
+    """Keys of families with partial rotary positions arrive as transposed views."""
+    given = torch.randn(2, 3, 5, 32, generator=torch.Generator().manual_seed(0)).transpose(1, 2)  # [2, 5, 3, 32]
+    storage = KvStorageType.of(name, 3, 32, torch.float32)
+    assert storage is not None
+    assert not given.is_contiguous()
+    assert torch.equal(storage.pack(given), storage.pack(given.contiguous()))
+
+
 @pytest.mark.parametrize("name", QUANTISED)
 def test_nothing_is_further_off_than_half_a_scale(name: str) -> None:
     source = torch.Generator().manual_seed(1)
@@ -110,7 +120,7 @@ def expected(model: Any, name: str) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "name"), [("llama", "int4"), ("mistral", "int8"), ("gpt2", "int8"), ("qwen3", "bf16")]
+    ("family", "name"), [("llama", "int4"), ("mistral", "int8"), ("gpt2", "int8"), ("phi3", "int8"), ("qwen3", "bf16")]
 )
 async def test_text_is_that_of_generate_over_such_a_cache(family: str, name: str, tmp_path: Path) -> None:
     """Prefixes that are found, a pool too small for all, so that some are put back, and choices that share a prompt."""

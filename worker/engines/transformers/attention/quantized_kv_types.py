@@ -92,14 +92,14 @@ class KvStorageType:
             # Round the scale before dividing by it: codes must match the scale that is stored.
             scales = (x.abs().amax(-1, keepdim=True) / 127).to(_SCALE)
             codes = (x / scales.float().clamp_min(_TINY)).round_().clamp_(-127, 127).to(torch.int8)
-            self._codes(records).copy_(codes.view(*shape, self._elements).view(torch.uint8))
+            self._codes(records).copy_(codes.reshape(*shape, self._elements).view(torch.uint8))
         else:
             minima = x.amin(-1, keepdim=True).to(_SCALE)
             x = x - minima.float()
             scales = (x.amax(-1, keepdim=True) / 15).to(_SCALE)
             codes = (x / scales.float().clamp_min(_TINY)).round_().clamp_(0, 15).to(torch.uint8)
             # First half of the elements in the low four bits, second half in the high ones.
-            low, high = codes.view(*shape, self._elements).chunk(2, -1)
+            low, high = codes.reshape(*shape, self._elements).chunk(2, -1)
             self._codes(records).copy_(low | high << 4)
             self._numbers(records, 1).copy_(minima[..., 0])
         self._numbers(records, 0).copy_(scales[..., 0])
