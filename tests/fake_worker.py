@@ -514,7 +514,7 @@ def sleep_for_ever() -> None:
 
 
 def forked(argv: list[str]) -> NoReturn:
-    """What a child of its nursery does."""
+    """What a child of its fork server does."""
     main(argv)
     os._exit(0)
 

@@ -209,7 +209,7 @@ class FakeWorker:
             self._lost.set_result(error)
 
 
-class FakeStandby:
+class FakeEarlyProcess:
     """A worker process without weights, as far as a fleet can see."""
 
     def __init__(self, launcher: "FakeLauncher", program: Program, model: FakeModel, listen: Listen):
@@ -276,7 +276,7 @@ class FakeLauncher:
     `journal` lists what the fleet asked for, in order: `download M`, `estimate M`, `start M`, `stop M`. `timeline` has
     (virtual seconds, entry) with the outcomes as well: `downloaded M`, `estimated M`, `ready M`, `stopped M`, `lost M`
     (died or failed), `abandoned M` (cancelled before it was ready), `cancelled M` (a download or an estimate); and, of
-    a standby, `prepare M`, `prepared M`, `dismissed M` (ended without having been told to go); of files `hold M`,
+    an early start, `prepare M`, `prepared M`, `dismissed M` (ended without having been told to go); of files `hold M`,
     `held M`, `let go M`, `read M`, `stopped reading M`.
     """
 
@@ -424,7 +424,7 @@ class FakeLauncher:
             await uncancelled(self._end(program, model, worker))
 
     @asynccontextmanager
-    async def prepare(self, program: Program, command: Serve, listen: Listen) -> AsyncIterator[FakeStandby]:
+    async def prepare(self, program: Program, command: Serve, listen: Listen) -> AsyncIterator[FakeEarlyProcess]:
         model = self._model(program)
         if program.must_fork and not self.forks(program):
             raise NotForked(f"{program.worker}: there is no fork server")
@@ -432,15 +432,15 @@ class FakeLauncher:
         self._note(f"prepare {program.model}")
         self._listeners[program.worker] = listen
         self._occupy(program, {})
-        standby = FakeStandby(self, program, model, listen)
+        early = FakeEarlyProcess(self, program, model, listen)
         try:
-            yield standby
+            yield early
         finally:
-            standby.preparing.cancel()
-            await asyncio.wait({standby.preparing})
-            if not standby.told:
+            early.preparing.cancel()
+            await asyncio.wait({early.preparing})
+            if not early.told:
                 self._note(f"dismissed {program.model}")
-            await uncancelled(self._end(program, model, standby.worker))
+            await uncancelled(self._end(program, model, early.worker))
 
     async def _load(
         self, program: Program, model: FakeModel, sizes: dict[DeviceId, int], listen: Listen, *, forked: bool

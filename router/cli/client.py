@@ -75,7 +75,7 @@ def _row(id: str, status: Mapping[str, Any]) -> tuple[str, ...]:
     memory: Mapping[str, Mapping[str, int | None]] = status.get("memory", {})
     sizes = [f"{device['estimated_mib']}/{_or_dash(device['measured_mib'])}" for device in memory.values()]
     spent: Mapping[str, float] = status.get("spent", {})
-    load = sum(seconds for stage, seconds in spent.items() if stage not in ("standby", "first_token"))
+    load = sum(seconds for stage, seconds in spent.items() if stage not in ("early_start", "first_token"))
     return (
         id,
         ("failed" if status.get("failed") else status["value"]) + (" (draining)" if status.get("draining") else ""),

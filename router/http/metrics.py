@@ -29,7 +29,7 @@ LAG_INTERVAL = 1.0  # seconds between two measurements of the event loop's lag
 STATES = ("unloaded", "sleeping", "downloading", "loading", "loaded")
 NO_PULSE = Pulse(steps=0, running=0, waiting=0, measured={})
 # Parts of a worker's start, as the worker reports them.
-SPENT = {"fork", "exec", "imports", "config", "tokenizer", "standby", "read", "copy", "build", "warmup", "server"}
+SPENT = {"fork", "exec", "imports", "config", "tokenizer", "early_start", "read", "copy", "build", "warmup", "server"}
 STAGES = {"download", "wait", "start", "weights", "warmup"}
 TOKEN_WAITS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 # Reasons for which a load may end without having failed.

@@ -168,7 +168,7 @@ def test_a_preparing_worker_reads_no_weights_before_the_grant(tmp_path: Path) ->
         away.rename(weights)
         child.send(encode_grant(MemoryGrant(devices=["cpu"])))
         ready = child.event(Ready)
-        assert list(ready.seconds)[:4] == ["imports", "config", "tokenizer", "standby"]
+        assert list(ready.seconds)[:4] == ["imports", "config", "tokenizer", "early_start"]
         child.close_stdin()
         assert child.exit() == Exit.ORPHANED
     with Child(argv, stdin=STDIN + b"come\n") as child:

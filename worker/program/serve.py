@@ -64,7 +64,7 @@ async def serve(command: Serve, channel: RouterChannel, began: float, ranks: "Ra
     if command.prepare:
         channel.send(Prepared(measured=memory.measured(("cpu",))))
         command = _wait_for_grant(command, channel)
-        times.end("standby")
+        times.end("early_start")
     prefetch.stop()
     # Without a router a line per second on stdout would only hide the other events.
     pulse: Callable[[Pulse], None] = channel.send if channel.supervised else lambda _: None

@@ -40,7 +40,7 @@ def model(id: str, value: str, **status: Any) -> dict[str, Any]:
 
 
 def test_models_are_shown_with_their_memory_and_the_stages_of_their_loads() -> None:
-    spent = {"fork": 0.02, "config": 0.001, "standby": 3.0, "read": 0.2, "build": 0.05, "first_token": 0.03}
+    spent = {"fork": 0.02, "config": 0.001, "early_start": 3.0, "read": 0.2, "build": 0.05, "first_token": 0.03}
     memory = {"cpu": {"estimated_mib": 90, "measured_mib": 80, "reserved_mib": 90}}
     asleep = {"cpu": {"estimated_mib": 70, "measured_mib": None, "reserved_mib": 70}}
     lines = processes(
@@ -54,7 +54,7 @@ def test_models_are_shown_with_their_memory_and_the_stages_of_their_loads() -> N
     assert [line.split() for line in lines] == [
         ["NAME", "STATE", "DEVICE", "EST/MEAS", "MiB", "ACTIVE", "QUEUE", "LOAD", "WHERE", "IT", "WENT"],
         ["one", "loaded", "(draining)", "cpu", "90/80", "2", "0", "0.27", "s",
-         "fork", "0.02", "standby", "3.00", "read", "0.20", "build", "0.05", "first_token", "0.03"],
+         "fork", "0.02", "early_start", "3.00", "read", "0.20", "build", "0.05", "first_token", "0.03"],
         ["two", "sleeping", "cpu", "70/-", "0", "0", "-", "-"],
     ]  # fmt: skip
     assert (

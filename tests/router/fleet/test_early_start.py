@@ -18,7 +18,7 @@ def host(id: int, size: int, **facts: Any) -> Any:
 
 def asked(waiting: list[Any], residents: list[Any], totals: Any, **facts: Any) -> Any:
     """The decision about these demands, each of which would hold RUNTIME, or what `runtime` says by its id; `standing`
-    names those that have a standby."""
+    names those that have an early start."""
     standing, runtime = facts.pop("standing", ()), facts.pop("runtime", {})
     devices = machine(residents, totals, **facts)
     found = plan(waiting, residents, devices, NOW, Policy(patience=0.0))

@@ -29,7 +29,7 @@ NEEDS = 500 * MIB
 
 
 def forking(**models: FakeModel) -> Schedule:
-    """One model or more, whose workers are forked as long as `launcher.nursery` is True."""
+    """One model or more, whose workers are forked as long as `launcher.fork_server` is True."""
     others = {name: {"parallel": 3} for name in models if name != "a"}  # estimates of one do not hold for another
     world = Schedule(dict.fromkeys(models, NEEDS), totals=TOTALS, models=models, keys=others, stated=False)
     world.launcher.fork_server = True

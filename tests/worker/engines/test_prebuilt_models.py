@@ -122,7 +122,7 @@ def test_weights_that_do_not_lie_where_kernels_expect_them_are_left_to_the_worke
     assert mapped(folder) == (0, 0)
 
 
-def test_code_of_a_snapshots_own_never_runs_in_a_nursery(folder: Path, ours: PrebuiltModels) -> None:
+def test_code_of_a_snapshots_own_never_runs_in_a_fork_server(folder: Path, ours: PrebuiltModels) -> None:
     assert not ours.lacks(options(folder, trust_remote_code=True))
 
 
