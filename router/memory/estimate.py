@@ -132,6 +132,11 @@ class Estimate:
     layers: tuple[int, ...] = ()  # number of layers of each shard; empty: not split by layers
     overhead: Overhead = UNKNOWN  # process overhead measured before on this type of device
     process: int = 0  # bytes of `host` for the process, or for all ranks, for any model: measured before, or assumed
+    # The range of the KV cache. `context` is the least one; the most is `kv_steps` steps larger. 0 steps: it is fixed.
+    kv_step: tuple[int, ...] = ()  # bytes of one step, by shard; empty: fixed
+    kv_steps: int = 0
+    kv_tokens: int = 0  # tokens of the least cache; 0: not stated
+    step_tokens: int = 0  # tokens of one step: a block, or one row of `ctx_size` of the aligned cache
 
     @property
     def shards(self) -> tuple[int, ...]:
@@ -142,6 +147,14 @@ class Estimate:
     def total(self) -> int:
         """All shards and main memory together."""
         return sum(self.shards) + self.host
+
+    def granted(self, steps: int) -> "Estimate":
+        """Return the estimate of a worker whose KV cache is `steps` larger than the least: a fixed estimate."""
+        context = self.context
+        if steps:
+            context = tuple(size + steps * step for size, step in zip(self.context, self.kv_step, strict=True))
+        tokens = self.kv_tokens + steps * self.step_tokens
+        return replace(self, context=context, kv_step=(), kv_steps=0, kv_tokens=tokens, step_tokens=0)
 
     @property
     def lowered_by(self) -> str:

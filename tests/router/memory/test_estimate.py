@@ -563,3 +563,12 @@ def test_a_learned_estimate_sums_to_the_measurement(facts: Checkpoint, said: Pre
     assert found.shards == (measured,)
     assert found.host == host
     assert min(found.weights + found.context + found.compute + found.runtime) >= 0
+
+
+def test_a_grant_grows_the_cache_of_each_shard_by_whole_steps_and_fixes_it() -> None:
+    ranged = Estimate((9, 9), (64, 32), (1, 1), (2, 2), kv_step=(16, 8), kv_steps=5, kv_tokens=64, step_tokens=16)
+    assert ranged.shards == (76, 44), "the least"
+    granted = ranged.granted(3)
+    assert (granted.context, granted.kv_tokens, granted.kv_steps) == ((112, 56), 112, 0)
+    assert granted.granted(0) == granted, "a fixed estimate stays as it is"
+    assert ranged.granted(0).shards == ranged.shards
