@@ -37,6 +37,14 @@ def make(listen: str, token: str | None = TOKEN, **settings: Any) -> Server:
 
 # Authentication
 
+UNAUTHORIZED = {
+    "code": 401,
+    "message": "Invalid API Key",
+    "type": "authentication_error",
+    "param": None,
+    "reason": "invalid_api_key",
+}
+
 
 @pytest.mark.parametrize(("method", "path"), PATHS)
 @pytest.mark.parametrize(
@@ -50,7 +58,10 @@ async def test_a_request_without_the_token_is_401(method: str, path: str, author
             body, id = json.loads((await answer.read()).rstrip(b"\0")), answer.headers["X-Request-Id"]
         assert answer.status == 401
         assert answer.headers["WWW-Authenticate"] == "Bearer"
-        assert body == error_body(DIALECTS.get(path, Dialect.OPENAI), Unauthorized("Invalid API Key"), request_id=id)
+        dialect = DIALECTS.get(path, Dialect.OPENAI)
+        assert body == error_body(dialect, Unauthorized("Invalid API Key"), request_id=id)
+        if dialect in (Dialect.OPENAI, Dialect.LLAMA_SERVER):  # once literally, without the code under test
+            assert body == {"error": UNAUTHORIZED}
         assert world.engine.journal == []
         assert world.events == []
 

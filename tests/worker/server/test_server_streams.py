@@ -15,6 +15,9 @@ import pytest
 from tests.worker import serving as worlds
 from tests.worker.fake_engine import SCRIPT, FakeEngine
 from tests.worker.serving import TOKEN, Serving, chat, chunks, serving
+from worker.errors import ContextExceeded, UnsupportedField
+from worker.protocol.dialects import Dialect
+from worker.protocol.streams import error_frame
 
 CHAT = "/v1/chat/completions"
 DEADLINE = 60.0
@@ -143,6 +146,19 @@ async def test_a_failure_after_the_first_byte_is_one_frame_and_an_aborted_connec
             }
         }
         await ended(world, "error")
+
+
+@pytest.mark.parametrize("dialect", [Dialect.OPENAI, Dialect.LLAMA_SERVER, Dialect.RESPONSES])
+def test_an_error_frame_has_the_further_members_of_the_error(dialect: Dialect) -> None:
+    frame = error_frame(dialect, ContextExceeded(12, 10, param="prompt"))
+    error = json.loads(frame.partition(b"data: ")[2])["error"]
+    assert (error["param"], error["n_prompt_tokens"], error["n_ctx"]) == ("prompt", 12, 10)
+
+
+def test_an_error_frame_of_anthropic_has_the_details_of_the_error() -> None:
+    error = UnsupportedField("no threads", param="thread", extra={"details": {"error_code": "x"}})
+    frame = error_frame(Dialect.ANTHROPIC, error, request_id="r")
+    assert json.loads(frame.partition(b"data: ")[2])["error"]["details"] == {"error_code": "x"}
 
 
 async def test_one_failing_prompt_of_several_breaks_the_stream_and_cancels_the_others() -> None:
