@@ -495,6 +495,15 @@ async def test_an_event_client_that_does_not_read_is_dropped_and_blocks_nothing(
         writer.transport.abort()
 
 
+async def test_a_disconnect_from_an_event_stream_has_a_phase_of_its_own(tmp_path: Path) -> None:
+    async with world(tmp_path, send_whole) as up:
+        reader, writer = await up.connect()
+        writer.write(b"GET /router/events HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b": open\n\n")
+        writer.transport.abort()
+        await until(lambda: up.count('router_client_disconnects_total{phase="events"}') == 1)
+
+
 async def test_headers_that_are_not_printable_ascii_are_not_forwarded(tmp_path: Path) -> None:
     async with world(tmp_path, send_whole) as up:
         got = await ask(up, {}, headers=b"User-Agent: caf\xe9 \xff\r\ntraceparent: 00-ab-cd-01\r\nCookie: secret\r\n")
