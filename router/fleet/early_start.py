@@ -113,7 +113,8 @@ def less(demand: Demand, held: int) -> Demand:
         return demand
     if demand.host:
         return replace(demand, host=max(0, demand.host - held))
-    return replace(demand, shards=tuple(max(0, shard - held) for shard in demand.shards))
+    most = {id: max(0, size - held) for id, size in demand.most.items()}
+    return replace(demand, shards=tuple(max(0, shard - held) for shard in demand.shards), most=most)
 
 
 def cautious(devices: Iterable[Device], unseen: int) -> list[Device]:

@@ -136,7 +136,7 @@ class EarlyProcess(Protocol):
     async def go(self, command: Serve, place: Bytes) -> WorkerProcess:
         """Load on the devices of `place`. Returns once the worker is ready; raises WorkerLost. Call it once.
 
-        Only `reserved` of `command` is used: the process has the rest from `prepare`.
+        Only `reserved` and `kv_tokens` of `command` are used: the process has the rest from `prepare`.
         """
 
 

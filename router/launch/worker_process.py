@@ -229,7 +229,10 @@ class LocalWorker:
         self.measured.clear()  # measured before it had devices
         self._heartbeat.go(self._loop.time())
         grant = MemoryGrant(
-            devices=list(model_devices(self.names)), reserved=command.reserved, visible=self._visible(self.names)
+            devices=list(model_devices(self.names)),
+            reserved=command.reserved,
+            kv_tokens=command.kv_tokens,
+            visible=self._visible(self.names),
         )
         self._child.send(encode_grant(grant))
         await self.start()

@@ -349,6 +349,15 @@ class Places:
         claim[slots] = 1
         return claim
 
+    def growth(self, demand: Demand, place: Place) -> dict[DeviceId, int]:
+        """Return the bytes of one step of its range there, by the device that has the memory."""
+        growth: dict[DeviceId, int] = {}
+        for id, size in zip(place, demand.growth, strict=True):
+            if size:
+                pool = self.pools[id]
+                growth[pool] = growth.get(pool, 0) + size
+        return growth
+
     def charged(self, place: Place) -> set[DeviceId]:
         """Return the devices whose memory it takes."""
         return {self.pools[id] for id in place}

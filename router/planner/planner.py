@@ -7,6 +7,9 @@ The queue is walked once: required before best-effort demands, then by priority,
    demands behind it. Its victims leave together, as soon as all of them may.
 3. Else it waits without a claim. If it could not fit on an empty machine, it is refused and nothing is evicted.
 
+A demand with a range of KV cache is placed by the least of it, and evicts for the least only. After the whole queue is
+placed, the demands that start are granted what is left of the range, in the order of the queue (see `_Walk.grant`).
+
 `router.planner.eviction` defines which residents may leave, when and in which order. The order of places is: victims
 that may all leave first; fewest busy victims; the least valuable worst victim; fewest required victims; least recently
 used.
@@ -56,6 +59,7 @@ def plan(
     for demand in sorted(waiting, key=queue_order):
         walk.decide(demand)
     walk.keep_unneeded()
+    walk.grant()
     return walk.result()
 
 
@@ -117,6 +121,7 @@ class _Walk:
         self.occupants = Occupants(residents, self.staying.values(), self.places)
 
         self.start: dict[int, Start] = {}
+        self.starting: list[tuple[Demand, Place]] = []  # those of `start` with a range, in the order of the queue
         self.evict: dict[int, Eviction] = {}
         self.refine: set[int] = set()
         self.refuse: dict[int, Refusal] = {}
@@ -176,6 +181,31 @@ class _Walk:
                 id: self.reasons.without_kept(kept_ids, wait, self.leaving) for id, wait in self.waits.items()
             }
 
+    def grant(self) -> None:
+        """Grant each demand that starts as many steps of its range as are free, in the order of the queue.
+
+        This comes after all decisions, so that no grant causes an eviction or takes memory that is promised: the free
+        memory is that of every step and stage, with the victims that are kept after all. One demand gets all that is
+        free: a share for each would leave memory unused, because a ready worker does not grow.
+        """
+        for demand, place in self.starting:
+            growth = self.places.growth(demand, place)
+            steps = demand.steps
+            if self.policy.memory:
+                for id, size in growth.items():
+                    steps = min(steps, max(0, self._free(id)) // size)
+            for id, shard, size in zip(place, demand.shards, demand.growth, strict=True):
+                if size and id in demand.most:
+                    steps = min(steps, max(0, demand.most[id] - shard) // size)
+            if not steps:
+                continue
+            granted = {id: steps * size for id, size in growth.items()}
+            claim = self.start[demand.id].claim
+            claim = {id: size + granted.get(id, 0) for id, size in claim.items()}
+            self.start[demand.id] = Start(place=place, claim=claim, steps=steps)
+            self.now_free.promise(granted)
+            self.stages.promise(granted)
+
     def result(self) -> Plan:
         return Plan(
             start=self.start,
@@ -223,6 +253,8 @@ class _Walk:
 
     def _start_at(self, demand: Demand, offer: _Offer) -> None:
         self.start[demand.id] = Start(place=offer.place, claim=offer.claim)
+        if demand.steps:
+            self.starting.append((demand, offer.place))
         self.now_free.promise(offer.claim)
         self.step.promise(offer.claim)
         self.stages.promise(offer.claim)

@@ -29,6 +29,10 @@ class Demand:
     # Bytes by shard, at least one. Each shard takes another device; all devices are on one node.
     shards: tuple[int, ...]
     host: int = 0  # bytes of main memory beside the shards; 0 if the shard itself is on the host
+    # The KV cache as a range: `shards` contain the least of it, and it may grow by up to `steps` equal steps.
+    growth: tuple[int, ...] = ()  # bytes of one step, by shard; empty without a range
+    steps: int = 0
+    most: Bytes = field(default_factory=dict)  # bytes that a shard may take at most on a device; no entry: no limit
     since: float  # the time at which it joined the queue
     devices: frozenset[DeviceId]  # the devices that its shards may use: accelerators, or main memory
     place: tuple[DeviceId, ...] = ()  # the device of each shard, if it is fixed; empty: any of `devices`
@@ -70,7 +74,8 @@ class Start:
     """Memory for a demand, from now on."""
 
     place: tuple[DeviceId, ...]  # the device of each shard, in the order of shards
-    claim: Bytes  # bytes to reserve: the shards, and the HOST and SLOTS shares
+    claim: Bytes  # bytes to reserve: the shards with their granted steps, and the HOST and SLOTS shares
+    steps: int = 0  # granted steps of the range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

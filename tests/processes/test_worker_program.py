@@ -166,9 +166,10 @@ def test_a_preparing_worker_reads_no_weights_before_the_grant(tmp_path: Path) ->
     with Child(argv, stdin=STDIN) as child:
         assert 0 < child.event(Prepared).measured["cpu"] < 2 << 30
         away.rename(weights)
-        child.send(encode_grant(MemoryGrant(devices=["cpu"])))
+        child.send(encode_grant(MemoryGrant(devices=["cpu"], kv_tokens=96)))
         ready = child.event(Ready)
         assert list(ready.seconds)[:4] == ["imports", "config", "tokenizer", "early_start"]
+        assert child.event(Pulse).cache_total == 96, "the pool has the granted tokens"
         child.close_stdin()
         assert child.exit() == Exit.ORPHANED
     with Child(argv, stdin=STDIN + b"come\n") as child:

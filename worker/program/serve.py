@@ -107,12 +107,14 @@ async def serve(command: Serve, channel: RouterChannel, began: float, ranks: "Ra
 
 
 def _wait_for_grant(command: Serve, channel: RouterChannel) -> Serve:
-    """Wait until memory is reserved. Returns the command with the devices. No library has looked at devices so far."""
+    """Wait until memory is reserved. Returns the command with the grant. No library has looked at devices so far."""
     line = channel.receive_line()
     try:
         grant = decode_grant(line)
         os.environ["CUDA_VISIBLE_DEVICES"] = grant.visible
-        return dataclasses.replace(command, devices=tuple(grant.devices), reserved=grant.reserved)
+        return dataclasses.replace(
+            command, devices=tuple(grant.devices), reserved=grant.reserved, kv_tokens=grant.kv_tokens
+        )
     except (ValueError, TypeError) as error:
         raise StartError(f"the line on stdin is not a memory grant: {error}", Exit.USAGE) from None
 

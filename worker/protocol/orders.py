@@ -16,6 +16,7 @@ class MemoryGrant:
 
     devices: list[str]  # as in `Serve`
     reserved: str = ""  # as in `Serve`
+    kv_tokens: int = 0  # as in `Serve`
     visible: str = ""  # value of CUDA_VISIBLE_DEVICES
 
 

@@ -70,6 +70,7 @@ def test_an_early_start_and_the_rest_of_its_demand_add_up_to_the_demand() -> Non
     assert less(host(1, 50), 10).shards == (40,)
     assert less(demand(1, 50, host=20), 10) == demand(1, 50, host=10)
     assert less(host(1, 50), 0) == host(1, 50)
+    assert less(host(1, 50, most={CPU: 70}), 10).most == {CPU: 60}
 
 
 def test_memory_that_an_early_start_may_still_allocate_counts_as_used() -> None:

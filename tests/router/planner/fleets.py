@@ -63,13 +63,15 @@ def decide(
     return plan(waiting, residents, machine(residents, totals, **facts), now, policy)
 
 
-def claim_of(demand: Demand, place: Sequence[DeviceId], devices: Sequence[Device]) -> dict[DeviceId, int]:
-    """What `demand` takes at `place`, worked out anew."""
+def claim_of(
+    demand: Demand, place: Sequence[DeviceId], devices: Sequence[Device], steps: int = 0
+) -> dict[DeviceId, int]:
+    """Return the bytes that `demand` takes at `place` with so many steps of its range, worked out anew."""
     claim = {COUNT: 1}
     pools = {device.id: device.pool for device in devices}
-    for id, shard in zip(place, demand.shards, strict=True):
+    for id, shard, step in zip(place, demand.shards, demand.growth or [0] * len(place), strict=True):
         pool = pools.get(id) or id
-        claim[pool] = claim.get(pool, 0) + shard
+        claim[pool] = claim.get(pool, 0) + shard + steps * step
     if demand.host:
         home = CPU if any(device.id == CPU for device in devices) else place[0]
         claim[home] = claim.get(home, 0) + demand.host

@@ -29,6 +29,8 @@ class Expected:
     """The answer that the rules give; demands and residents by id."""
 
     start: dict[int, Place] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    """The granted steps of each demand that starts."""
     wait: dict[int, tuple[Place, tuple[int, ...]]] = field(default_factory=dict)
     """The place and the victims of each demand that waits; both are empty if it has no place."""
     until: dict[int, float | None] = field(default_factory=dict)
@@ -79,6 +81,9 @@ class Oracle:
         for demand in self.fleet.line:
             self.meet(demand)
         self.let_off()
+        for demand in self.fleet.line:
+            if demand.id in self.answer.start:
+                self.grant(demand, self.answer.start[demand.id])
         return self.answer
 
     # Memory
@@ -199,6 +204,22 @@ class Oracle:
         for moment in [*self.steps, *self.stages, self.bare]:
             moment.claims.append(offer.claim)
         self.settle(demand, offer)
+
+    def grant(self, demand: Demand, place: Place) -> None:
+        """The most steps that fit at every step and stage as they are now, with all promises and nobody else gone."""
+        moments = [*self.steps, *self.stages]
+        for steps in range(demand.steps, -1, -1):
+            claim: dict[DeviceId, int] = {}
+            is_allowed = True
+            for id, shard, step in zip(place, demand.shards, demand.growth or (0,) * len(place), strict=True):
+                if steps and step:
+                    claim[self.pool(id)] = claim.get(self.pool(id), 0) + steps * step
+                    is_allowed &= shard + steps * step <= demand.most.get(id, inf)
+            if is_allowed and not self.short(claim, moments):
+                break
+        self.answer.steps[demand.id] = steps
+        for moment in moments:
+            moment.claims.append(claim)
 
     def settle(self, demand: Demand, offer: Offer) -> None:
         """Those behind see it there."""

@@ -29,16 +29,19 @@ class Fleet:
         """Who is asked first."""
         return sorted(self.waiting, key=lambda one: (one.best_effort, -one.priority, one.since, one.id))
 
-    def claims(self, plan: Plan, among: Sequence[Demand]) -> dict[int, Bytes]:
-        """What those who start or keep a place will take there."""
-        start = {id: start.place for id, start in plan.start.items()}
-        kept = {id: wait.place for id, wait in plan.waits.items() if wait.place}
-        places = {**start, **kept}
-        return {one.id: claim_of(one, places[one.id], self.devices) for one in among if one.id in places}
+    def claims(self, plan: Plan, among: Sequence[Demand], *, granted: bool = True) -> dict[int, Bytes]:
+        """Return the bytes that those who start or keep a place will take there, with or without granted steps."""
+        places = {id: wait.place for id, wait in plan.waits.items() if wait.place}
+        places |= {id: start.place for id, start in plan.start.items()}
+        steps = {id: start.steps for id, start in plan.start.items() if granted}
+        found = [one for one in among if one.id in places]
+        return {one.id: claim_of(one, places[one.id], self.devices, steps.get(one.id, 0)) for one in found}
 
-    def stages(self, plan: Plan, among: Sequence[Demand]) -> Iterator[tuple[set[int], list[Bytes]]]:
+    def stages(
+        self, plan: Plan, among: Sequence[Demand], *, granted: bool = True
+    ) -> Iterator[tuple[set[int], list[Bytes]]]:
         """Who is gone and what is taken: first as told now, then as each that has to wait gets its place, in line."""
-        claims = self.claims(plan, among)
+        claims = self.claims(plan, among, granted=granted)
         asked = {one.id for one in among} | {None}
         gone = {one.id for one in self.residents if one.leaving}
         gone |= {id for id, eviction in plan.evict.items() if eviction.for_demand in asked}
@@ -81,12 +84,15 @@ def overtaken(fleet: Fleet, plan: Plan) -> list[DeviceId]:
 
 
 def superfluous(fleet: Fleet, plan: Plan) -> list[int]:
-    """Victims without whose leaving the one they leave for, and everybody ahead of it, would have its place as soon."""
+    """Victims without whose leaving the one they leave for, and everybody ahead of it, would have its place as soon.
+
+    No victim leaves for more than the least of a range.
+    """
     line = fleet.line
     found = []
     for id, eviction in plan.evict.items():
         if eviction.reason == "evicted":
             ahead = line[: 1 + [one.id for one in line].index(eviction.for_demand or 0)]
-            if not any(fleet.over(gone - {id}, taken) for gone, taken in fleet.stages(plan, ahead)):
+            if not any(fleet.over(gone - {id}, taken) for gone, taken in fleet.stages(plan, ahead, granted=False)):
                 found.append(id)
     return found

@@ -9,7 +9,7 @@ import pytest
 
 from router.planner.ledger import HOST, Device, DeviceId, Resident
 from router.planner.planner import plan
-from router.planner.types import Eviction, Plan, Policy
+from router.planner.types import Demand, Eviction, Plan, Policy
 from tests.router.planner.fleets import COUNT, CPU, GPU, NOW, PATIENCE, decide, demand, machine, resident
 
 ONE = {GPU[0]: 100}
@@ -55,6 +55,74 @@ def test_main_memory_can_be_what_is_short() -> None:
 def test_with_unified_memory_the_host_share_comes_from_the_one_pool() -> None:
     assert decide([demand(1, 60, host=41)], [], ONE).refuse[1].devices[GPU[0]].required == 101
     assert decide([demand(1, 60, host=40)], [], ONE).start[1].claim == {GPU[0]: 100, COUNT: 1}
+
+
+def with_range(one: Demand, *growth: int, steps: int, **most: int) -> Demand:
+    """The same demand with a range; `most` as bytes by `cuda0`, `cuda1`."""
+    limits = {GPU[int(name.removeprefix("cuda"))]: size for name, size in most.items()}
+    return replace(one, growth=growth, steps=steps, most=limits)
+
+
+def test_a_range_gets_what_is_free_in_whole_steps() -> None:
+    plan = decide([with_range(demand(1, 30), 9, steps=100)], [resident(2, {GPU[0]: 40})], ONE)
+    assert (plan.start[1].steps, plan.start[1].claim) == (3, {GPU[0]: 57, COUNT: 1})
+
+
+def test_a_range_ends_at_its_most() -> None:
+    assert decide([with_range(demand(1, 30), 9, steps=2)], [], ONE).start[1].claim[GPU[0]] == 48
+
+
+def test_a_split_grows_on_all_of_its_devices_together() -> None:
+    """The second device has room for two steps, so the first one gets two as well."""
+    split = with_range(demand(1, 30, 30, on=GPU[:2]), 5, 10, steps=9)
+    plan = decide([split], [resident(2, {GPU[1]: 45})], TWO)
+    assert plan.start[1].claim == {GPU[0]: 40, GPU[1]: 50, COUNT: 1}
+
+
+def test_the_margin_and_a_device_limit_hold_for_a_grant() -> None:
+    plan = decide([with_range(demand(1, 30), 1, steps=100)], [], ONE, margin=5, limit={GPU[0]: 80})
+    assert plan.start[1].claim[GPU[0]] == 75
+
+
+def test_a_model_gets_no_more_than_its_own_share_of_the_device() -> None:
+    assert decide([with_range(demand(1, 30), 9, steps=9, cuda0=50)], [], ONE).start[1].claim[GPU[0]] == 48
+
+
+def test_a_limit_below_the_least_grants_nothing() -> None:
+    assert decide([with_range(demand(1, 30), 9, steps=9, cuda0=20)], [], ONE).start[1].steps == 0
+
+
+def test_the_first_in_the_queue_is_granted_first_once_all_are_placed() -> None:
+    """The least of the second comes before the range of the first."""
+    queue = [with_range(demand(id, 30, since=NOW - 10 + id), 10, steps=3) for id in (1, 2)]
+    plan = decide(queue, [], ONE)
+    assert (plan.start[1].steps, plan.start[2].steps) == (3, 1)
+
+
+def test_no_resident_leaves_for_a_range() -> None:
+    plan = decide([with_range(demand(1, 60), 10, steps=9)], [resident(2, {GPU[0]: 40})], ONE)
+    assert (plan.start[1].steps, plan.evict) == (0, {})
+
+
+def test_a_grant_leaves_memory_that_is_promised_to_a_waiting_demand() -> None:
+    """Demand 1 waits for a busy worker inside its residency and for the 20 units that are free beside it."""
+    busy = resident(3, {GPU[0]: 60}, busy=True, **FRESH)
+    queue = [demand(1, 70, since=NOW - 1), with_range(demand(2, 5), 1, steps=100)]
+    plan = decide(queue, [busy], ONE)
+    assert plan.waits[1].victims == (3,)
+    assert plan.start[2].steps == 25  # of 100: 70 of demand 1, and 5 of its own least
+
+
+def test_a_grant_leaves_memory_that_is_promised_while_workers_leave() -> None:
+    """60 units are promised to demand 1: 30 that are free now, and 30 that resident 3 frees when it has left."""
+    queue = [demand(1, 60, since=NOW - 1), with_range(demand(2, 5), 1, steps=100)]
+    plan = decide(queue, [resident(3, {GPU[0]: 30}, leaving=True), resident(4, {GPU[0]: 30}, pinned=True)], ONE)
+    assert (plan.waits[1].cause, plan.start[2].steps) == ("stopping", 5)
+
+
+def test_a_range_without_a_memory_policy_is_granted_as_a_whole() -> None:
+    plan = decide([with_range(demand(1, 30), 9, steps=100)], [], ONE, memory=False)
+    assert plan.start[1].steps == 100
 
 
 def test_loads_run_in_parallel_when_they_fit() -> None:

@@ -103,11 +103,22 @@ def random_fleet(seed: int) -> Fleet:
                 load_seconds=one_of([0.0, 1.0, 9.0]),
             )
         )
+    ranges = Random(seed + 1)  # of its own: the rest stays as it was
+    waiting = [with_range(ranges, one) for one in waiting]
     slots = {COUNT: number(1, 8)} if rarely() else {}
     limit = {id: number(20, 80) for id in totals if rarely()}
     return Fleet(
         waiting, residents, machine(residents, {**totals, **slots}, foreign=foreign, margin=margin, limit=limit)
     )
+
+
+def with_range(random: Random, one: Demand) -> Demand:
+    """The same demand, mostly with a range of KV cache and seldom with a limit on it."""
+    if random.random() < 0.3:
+        return one
+    growth = tuple(random.choice([0, 1, 3, 10]) for _ in one.shards)
+    most = {id: random.randint(10, 100) for id in sorted(one.devices) if random.random() < 0.15}
+    return replace(one, growth=growth, steps=random.randint(1, 20), most=most)
 
 
 def fleets() -> st.SearchStrategy[Fleet]:
@@ -150,7 +161,8 @@ def test_a_start_reserves_all_that_was_demanded(fleet: Fleet) -> None:
     plan = fleet.ask()
     for one in fleet.waiting:
         if start := plan.start.get(one.id):
-            assert start.claim == claim_of(one, start.place, fleet.devices)
+            assert start.claim == claim_of(one, start.place, fleet.devices, start.steps)
+            assert 0 <= start.steps <= one.steps
             assert set(start.place) <= one.devices
             assert len(set(start.place)) == len(one.shards)
 
@@ -172,6 +184,33 @@ def test_a_demand_that_waits_for_leaving_workers_will_fit(fleet: Fleet) -> None:
     assert overdrawn(fleet.devices, fleet.residents, fleet.leaving(plan), list(claims.values())) == []
 
 
+# Ranges
+
+
+@law
+def test_a_range_changes_nothing_but_the_grant(fleet: Fleet) -> None:
+    """Place, victims, waits and refusals are those of the least."""
+    plan = fleet.ask()
+    fixed = replace(fleet, waiting=[replace(one, growth=(), steps=0, most={}) for one in fleet.waiting])
+    least = fleet.claims(plan, fleet.waiting, granted=False)
+    start = {id: replace(start, claim=least[id], steps=0) for id, start in plan.start.items()}
+    assert replace(plan, start=start) == fixed.ask()
+
+
+@law
+def test_a_further_step_would_exceed_the_margin_a_promise_or_a_limit(fleet: Fleet) -> None:
+    """For the first of the queue alone, where no demand behind has taken what it left."""
+    plan = replace(fleet, waiting=fleet.line[:1]).ask()
+    for one in fleet.line[:1]:
+        start = plan.start.get(one.id)
+        if start is None or start.steps == one.steps:
+            continue
+        claim = claim_of(one, start.place, fleet.devices, start.steps + 1)
+        parts = zip(start.place, one.shards, one.growth, strict=True)
+        above = [id for id, size, step in parts if step and size + (start.steps + 1) * step > one.most.get(id, inf)]
+        assert above or overdrawn(fleet.devices, fleet.residents, [], [claim])
+
+
 # Victims
 
 
@@ -188,7 +227,8 @@ def test_no_idle_victim_is_superfluous_in_the_plan_as_a_whole(fleet: Fleet) -> N
         return  # nobody is to wait for a busy one's end so that an idle one may stay
     for id, eviction in plan.evict.items():
         if eviction.reason == "evicted":
-            assert any(fleet.over(gone - {id}, taken) for gone, taken in fleet.stages(plan, fleet.line))
+            stages = fleet.stages(plan, fleet.line, granted=False)
+            assert any(fleet.over(gone - {id}, taken) for gone, taken in stages)
 
 
 @law
@@ -293,7 +333,10 @@ def test_best_effort_never_displaces_required(fleet: Fleet) -> None:
             assert residents[id].best_effort
             assert not residents[id].busy
     without = replace(fleet, waiting=[one for one in fleet.waiting if not one.best_effort]).ask()
-    assert {id: start for id, start in plan.start.items() if id not in luxuries} == without.start
+    # Its least may come before the range of a required demand: the whole queue is placed before anything is granted.
+    assert {id: start.place for id, start in plan.start.items() if id not in luxuries} == {
+        id: start.place for id, start in without.start.items()
+    }
     assert {id: wait.place for id, wait in plan.waits.items() if id not in luxuries} == {
         id: wait.place for id, wait in without.waits.items()
     }
