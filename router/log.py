@@ -6,6 +6,7 @@ terminal, a pager, a stuck log collector). So records go into a bounded queue, a
 
 import asyncio
 import contextlib
+import copy
 import functools
 import itertools
 import json
@@ -30,6 +31,7 @@ log = logging.getLogger("router.fleet.fleet")
 KEPT = 2000  # lines in the ring behind /router/logs
 LONGEST = 2000  # characters of a line in the ring
 QUEUE_SIZE = 4000  # lines that wait to be written. Further ones are dropped and counted.
+GATHER = 0.05  # seconds for which lines below the level WARNING are gathered, to be written together. A guess.
 # Seconds at exit to write the lines that wait. A reader that does not read must not keep the router from ending.
 EXIT_TIMEOUT = 1.0
 GIB, MIB = 1 << 30, 1 << 20
@@ -53,9 +55,8 @@ class Line:
 
 def set_up(level: str, form: str) -> None:
     """Send all log records and Python warnings to stderr, as text or one JSON object per line."""
-    writer = Writer(sys.stderr.fileno())
-    writer.setFormatter(_Json() if form == "json" else _Text())
-    handler = LogQueue(writer)
+    handler = LogQueue(sys.stderr.fileno())
+    handler.setFormatter(_Json() if form == "json" else _Text())
     # No line shows these fields, and every request makes a record: see "Optimization" in the documentation of logging.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
@@ -65,6 +66,19 @@ def set_up(level: str, form: str) -> None:
     for noisy in ("asyncio", "aiohttp.access", "aiohttp.server", "aiohttp.web", "watchfiles.main"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))
     warnings.showwarning = _warn
+
+
+def request_line(logger: logging.Logger, message: str) -> None:
+    """Do as `logger.info(message)`. Our own handlers get the text without a LogRecord: to make and pass on a record
+    for every request took a fifth of its CPU."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    now, shown = time.time(), _shown(message)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, Ring | LogQueue):
+            handler.take(now, logger.name, shown)
+        else:
+            handler.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, message, (), None))
 
 
 def _warn(
@@ -187,10 +201,17 @@ class Ring(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            text = record.getMessage().translate(CONTROL)[:LONGEST]
+            text = _shown(record.getMessage())[:LONGEST]
         except (TypeError, ValueError):
             return  # The other handler reports this.
-        self.lines.append(Line(next(self._ids), record.created, record.levelname.lower(), record.name, text))
+        self._append(record.created, record.levelname.lower(), record.name, text)
+
+    def take(self, now: float, name: str, message: str) -> None:
+        """Append a line of level INFO from logger `name`, without control characters."""
+        self._append(now, "info", name, message[:LONGEST])
+
+    def _append(self, now: float, level: str, name: str, text: str) -> None:
+        self.lines.append(Line(next(self._ids), now, level, name, text))
         for news, loop in tuple(self._followers.items()):
             loop.call_soon_threadsafe(news.set)  # Records come from any thread.
 
@@ -210,24 +231,31 @@ class Ring(logging.Handler):
 
 
 class LogQueue(logging.handlers.QueueHandler):
-    """The bounded queue in front of a `writer`, which runs in a thread of its own. Dropped lines are counted, and the
-    count is a line of the log."""
+    """The bounded queue in front of a file descriptor, which a thread of its own writes to. Dropped lines are counted,
+    and the count is a line of the log."""
 
-    def __init__(self, writer: logging.Handler, *, size: int = QUEUE_SIZE):
-        self._waiting: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
+    def __init__(self, descriptor: int, *, size: int = QUEUE_SIZE):
+        self._waiting: queue.SimpleQueue[logging.LogRecord | str | None] = queue.SimpleQueue()
         super().__init__(self._waiting)
         self._size = size
         self._dropped = 0
-        self._writing = _Listener(self._waiting, writer)
+        self._writing = _Writer(self._waiting, descriptor)
         self._writing.start()
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Render the message now, since its arguments may change. The base class also merges the traceback into it,
-        for a queue between processes."""
-        record.msg, record.args = record.getMessage(), None
-        return record
+        """Render the line now, since its arguments may change. A thread that renders would take the interpreter from
+        the event loop for up to its switch interval of 5 ms."""
+        line = copy.copy(record)  # other handlers get the record, too
+        line.msg, line.args = self.format(record), None
+        return line
 
-    def enqueue(self, record: logging.LogRecord) -> None:
+    def take(self, now: float, name: str, message: str) -> None:
+        """Queue a line of level INFO from logger `name`, without control characters."""
+        form = self.formatter
+        assert isinstance(form, _Text | _Json)
+        self.enqueue(form.line(now, "INFO", name, message))
+
+    def enqueue(self, record: logging.LogRecord | str) -> None:
         if self._waiting.qsize() >= self._size:
             self._dropped += 1
             return
@@ -244,42 +272,39 @@ class LogQueue(logging.handlers.QueueHandler):
         if self._dropped:
             message = f"{self._dropped} log lines were dropped here: the log was not read in time"
             self._dropped = 0
-            self._waiting.put(logging.LogRecord(__name__, logging.WARNING, "", 0, message, None, None))
+            self._waiting.put(self.prepare(logging.LogRecord(__name__, logging.WARNING, "", 0, message, None, None)))
 
 
-class _Listener(logging.handlers.QueueListener):
-    """A listener whose end does not wait for a blocked write."""
+class _Writer(logging.handlers.QueueListener):
+    """The thread that writes lines to a descriptor, all that wait at once. Its end does not wait for a blocked write.
+
+    A StreamHandler would not do: the interpreter aborts at its end if a thread is blocked inside the lock of
+    `sys.stderr`.
+    """
 
     _thread: threading.Thread | None
 
-    def stop(self, timeout: float | None = None) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self.enqueue_sentinel()
-            thread.join(timeout)
-
-
-class Writer(logging.Handler):
-    """Writes each line to a file descriptor. Only the thread of the queue may call it, since it blocks.
-
-    Not a StreamHandler: the interpreter aborts at its end if a thread is blocked inside the lock of `sys.stderr`.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        super().__init__()
+    def __init__(self, waiting: "queue.SimpleQueue[logging.LogRecord | str | None]", descriptor: int) -> None:
+        super().__init__(waiting)
+        self._waiting = waiting
         self._descriptor = descriptor
 
-    def createLock(self) -> None:
-        """No lock: one thread uses it, and `logging.shutdown` would wait for the lock of a blocked write."""
-        self.lock = None
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            data = (self.format(record) + "\n").encode("utf-8", "backslashreplace")
-            with contextlib.suppress(OSError):  # The reader has closed its end, or the disk is full.
-                self._write(data)
-        except Exception:  # noqa: BLE001  # as in every handler: a line that cannot be rendered is reported
-            self.handleError(record)
+    def handle(self, record: logging.LogRecord | str) -> None:
+        """Write the line with all that follow soon: a wake-up and a write for each line would cost more than its
+        text."""
+        if isinstance(record, str) or record.levelno < logging.WARNING:
+            time.sleep(GATHER)
+        following: logging.LogRecord | str | None = record
+        lines = []
+        while following is not None:
+            lines.append(following if isinstance(following, str) else following.msg)
+            if self._waiting.empty():
+                break
+            following = self._waiting.get()
+        else:
+            self._waiting.put(None)  # the end
+        with contextlib.suppress(OSError):  # The reader has closed its end, or the disk is full.
+            self._write(("\n".join(lines) + "\n").encode("utf-8", "backslashreplace"))
 
     def _write(self, data: bytes) -> None:
         while data:
@@ -288,23 +313,31 @@ class Writer(logging.Handler):
             except BlockingIOError:  # Another process has made the terminal non-blocking.
                 select.select((), (self._descriptor,), ())
 
+    def stop(self, timeout: float | None = None) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self.enqueue_sentinel()
+            thread.join(timeout)
+
 
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{_stamp(record.created)} {record.levelname} {record.name} {_shown(record.getMessage())}"
+        line = self.line(record.created, record.levelname, record.name, _shown(record.getMessage()))
         return line + "\n" + self.formatException(record.exc_info) if record.exc_info else line
+
+    def line(self, now: float, level: str, name: str, message: str) -> str:
+        return f"{_stamp(now)} {level} {name} {message}"
 
 
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        body = {
-            "time": _stamp(record.created),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            body["traceback"] = self.formatException(record.exc_info)
+        traceback = self.formatException(record.exc_info) if record.exc_info else ""
+        return self.line(record.created, record.levelname, record.name, record.getMessage(), traceback)
+
+    def line(self, now: float, level: str, name: str, message: str, traceback: str = "") -> str:
+        body = {"time": _stamp(now), "level": level, "logger": name, "message": message}
+        if traceback:
+            body["traceback"] = traceback
         return json.dumps(body, ensure_ascii=False)
 
 

@@ -39,13 +39,14 @@ from router.http.metrics import Metrics
 from router.http.proxy import Proxy
 from router.http.request import CLOSE, ForwardedRequest, Incoming
 from router.http.response import ProxiedResponse, own_headers, render_error
+from router.log import request_line
 from router.registry.registry import Registry, flag
 from worker.protocol.dialects import Dialect
 from worker.protocol.dialects.lmi import OPENAI_FIELDS
 from worker.protocol.routes import FLAGS, AccessLevel, Route, dialect_of, error_response
 
 log = logging.getLogger("router.http.app")
-access_log = logging.getLogger("router.registry.auth")
+access_log = logging.getLogger("router.http.access")
 
 # Answers an admitted request and returns the status to log, which can differ from the status line of a stream. Raises
 # ApiError while nothing has been sent.
@@ -350,7 +351,8 @@ class Pipeline:
         if logged == "all" or (logged == "errors" and status >= 400):
             client, took = incoming.client or "-", time.monotonic() - incoming.arrived
             path = printable(incoming.path)
-            access_log.info(f"{client} {incoming.method} {path} {status} {took:.3f}s model={model} rid={incoming.id}")
+            line = f"{client} {incoming.method} {path} {status} {took:.3f}s model={model} rid={incoming.id}"
+            request_line(access_log, line)
 
 
 def request_id(headers: Mapping[str, str]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from router.events import Event
-from router.log import LogQueue, Writer, _Json, _Text, plan_line, size, state_line
+from router.log import LogQueue, Ring, _Json, _Text, plan_line, request_line, size, state_line
 
 MIB = 1 << 20
 
@@ -79,10 +79,10 @@ def full_pipe() -> Iterator[tuple[int, int]]:
         os.close(end)
 
 
-def log_queue(descriptor: int, **options: int) -> LogQueue:
-    writer = Writer(descriptor)
-    writer.setFormatter(_Text())
-    return LogQueue(writer, **options)
+def log_queue(descriptor: int, form: type[logging.Formatter] = _Text, **options: int) -> LogQueue:
+    queue = LogQueue(descriptor, **options)
+    queue.setFormatter(form())
+    return queue
 
 
 def lines(source: int) -> list[str]:
@@ -120,27 +120,55 @@ def test_a_log_that_is_not_read_blocks_nothing_and_dropped_lines_are_counted() -
 
 
 def test_the_count_of_dropped_lines_stands_where_they_are_missing() -> None:
-    gate = threading.Event()
-    shown: list[str] = []
-
-    class Slow(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            gate.wait()
-            shown.append(record.getMessage())
-
-    queue = LogQueue(Slow(), size=2)
-    for number in range(10):
-        queue.handle(record(str(number)))
-    gate.set()
-    queue.flush()
-    while queue.queue.qsize():  # type: ignore[attr-defined]
-        os.sched_yield()
-    queue.handle(record("later"))
-    queue.close()
+    with full_pipe() as (source, end):
+        queue = log_queue(end, size=2)
+        queue.handle(record("first"))
+        while queue.queue.qsize():  # type: ignore[attr-defined]  # its thread has taken it
+            os.sched_yield()
+        for number in range(10):
+            queue.handle(record(str(number)))  # two wait at least; the thread may have gathered further ones
+        os.set_blocking(source, False)
+        emptied = os.read(source, 1 << 20).count(b"x")  # the thread writes from now on
+        assert emptied
+        while queue.queue.qsize():  # type: ignore[attr-defined]
+            os.sched_yield()
+        queue.handle(record("later"))
+        os.set_blocking(source, True)
+        found: list[str] = []
+        reading = threading.Thread(target=lambda: found.extend(lines(os.dup(source))))
+        reading.start()
+        queue.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), end)  # the end of the pipe
+        reading.join()
+    shown = [line.rpartition(" ")[2] if "dropped" not in line else line for line in found]
     position = next(index for index, text in enumerate(shown) if "dropped" in text)
-    assert shown[:position] == [str(number) for number in range(position)]
-    assert shown[position].startswith(f"{10 - position} log lines")
+    assert shown[:position] == ["first", *(str(number) for number in range(position - 1))]
+    assert f"{11 - position} log lines were dropped here" in shown[position]
     assert shown[position + 1 :] == ["later"]
+
+
+def test_a_request_has_the_line_of_a_record_without_one(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("router.http.access")
+    source, end = os.pipe()
+    queue, ring, root = log_queue(end), Ring(), logging.getLogger()
+    root.addHandler(queue)
+    root.addHandler(ring)
+    try:
+        with caplog.at_level(logging.INFO):
+            logger.info("GET /x\x1b 200")
+            request_line(logger, "GET /x\x1b 200")
+        with caplog.at_level(logging.WARNING):
+            request_line(logger, "below the level")
+    finally:
+        root.removeHandler(queue)
+        root.removeHandler(ring)
+    queue.close()
+    os.close(end)
+    one, other = (line.split(" ", 1)[1] for line in lines(source))
+    assert one == other == "INFO router.http.access GET /x\\x1b 200"
+    first, second = ring.lines
+    assert (first.level, first.logger, first.message) == (second.level, second.logger, second.message)
+    assert len(caplog.records) == 2
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
@@ -175,9 +203,7 @@ def test_a_log_whose_reader_has_gone_harms_nothing() -> None:
 
 def test_a_traceback_is_a_field_of_a_json_line() -> None:
     source, end = os.pipe()
-    writer = Writer(end)
-    writer.setFormatter(_Json())
-    queue = LogQueue(writer)
+    queue = log_queue(end, _Json)
     try:
         raise ValueError("wrong")
     except ValueError:
