@@ -7,7 +7,7 @@ and values do, and each sequence is read back from there in every step, as atten
 import itertools
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -106,17 +106,105 @@ def test_sequences_share_prefix_blocks_and_continue_in_own_regions() -> None:
     assert list(blocks.table(other).spans(0, 2 * B + 1)) == [(0, 2 * B), (8 * B, 1)]
 
 
-def test_the_conversation_that_was_idle_for_longest_makes_room() -> None:
-    blocks = BlockAllocator(3, 3 * 4)
-    talks = [[each] * (2 * B) for each in range(4)]
-    for each in (0, 1, 2, 0, 3):  # 1 is the oldest when 3 comes
+def test_the_conversation_that_was_idle_for_longest_makes_room_from_its_end() -> None:
+    blocks = BlockAllocator(3, 64)
+    talks = [[each] * (8 * B) + [99] for each in range(8)]
+    for each in (0, 1, 2, 3, 4, 5, 6, 0, 7):  # 1 is the oldest when 7 comes, and the pool has room for seven
         ran(blocks, sequence(10 + each, talks[each]))
-    found = {}
-    for each in (0, 2, 3, 1):
-        probe = sequence(20 + each, [*talks[each], 99])
-        row, found[each] = blocks.admit(probe)
+    found = {each: len(blocks._find_prefix(sequence(20 + each, talks[each]))) for each in range(8)}
+    assert [found[each] for each in (0, 3, 4, 5, 6, 7)] == [8] * 6
+    assert found[1] < 8
+    assert found[1] <= found[2]
+
+
+def test_prompts_asked_in_turn_are_all_found_as_long_as_the_pool_has_room_for_them() -> None:
+    """More prompts than rows: twelve of 500 tokens, and then as many as fill nine tenths of the pool."""
+    for count in (12, 58):
+        blocks = BlockAllocator(8, pool_blocks(8, 4096, kv_tokens=32_768))
+        for turn in range(2):
+            for id in range(count):
+                prompt = sequence(id, [id] * 500, limit=64)
+                ran(blocks, prompt)
+                assert prompt.cached == (turn and 500 // B * B)
+
+
+def test_conversations_of_more_clients_than_rows_stay_in_few_runs() -> None:
+    """Forty conversations that grow in turn, with a common beginning. In the end they fill a third of the pool."""
+    blocks = BlockAllocator(8, 2048)
+    talks = {client: [*range(20 * B), *([client] * B)] for client in range(40)}
+    for _ in range(8):
+        for client, words in talks.items():
+            words += [client] * 2 * B
+            ran(blocks, sequence(client, words, limit=B))
+    tables = []
+    for client, words in talks.items():
+        row, cached = blocks.admit(sequence(client, [*words, 1]))
+        assert cached == len(words)
+        tables.append(len(blocks.table(row).runs))
         blocks.release(row)
-    assert found == {0: 2 * B, 2: 2 * B, 3: 2 * B, 1: 0}
+    assert sum(tables) / len(tables) < 6, "one run for the common beginning, and hardly one for every second turn"
+
+
+def test_a_sequence_that_grows_in_a_full_pool_evicts_whole_runs_and_not_block_by_block() -> None:
+    blocks = BlockAllocator(4, 256)
+    for id in range(16):
+        ran(blocks, sequence(id, [id] * (16 * B)))
+    assert blocks.reusable == 256 * B
+    row, _ = blocks.admit(sequence(99, [99], limit=200 * B))
+    for end in range(2, 200 * B):
+        assert blocks.grow(row, end - 1, end)
+    blocks.check_integrity()
+    assert len(blocks.table(row).runs) < 20
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(1, 4),
+    room=st.integers(4, 40),
+    moves=st.lists(
+        st.tuples(st.sampled_from("aaagre"), st.integers(0, 3), st.integers(1, 60), st.integers(0, 80)), max_size=60
+    ),
+)
+def test_only_the_least_recently_used_block_is_evicted_and_only_in_need(
+    rows: int, room: int, moves: list[tuple[str, int, int, int]]
+) -> None:
+    """An oracle keeps the last use of every key: the end of the last sequence that held it, heads after tails."""
+    blocks, running = BlockAllocator(rows, room), dict[int, Sequence]()
+    used: dict[bytes, tuple[int, int]] = {}
+    for now, (move, seed, length, turn) in enumerate(moves):
+        before, empty = set(blocks._block_of), blocks.free - blocks.reusable // B
+        is_corrupt, needed = False, 0
+        if move == "a":
+            prompt = [seed + (index == turn) for index in range(min(length, room * B - 1))]
+            each = sequence(now, prompt, limit=min(turn, room * B - len(prompt)))
+            if not blocks.can_admit(each):
+                continue
+            row, each.computed = blocks.admit(each)
+            needed = blocks_for(len(prompt)) - each.computed // B
+            running[row] = each
+        elif running:
+            row = sorted(running)[turn % len(running)]
+            each = running[row]
+            if move == "g":
+                if len(each.tokens) + 1 <= room * B and blocks.grow(row, len(each.tokens), len(each.tokens) + 1):
+                    each.tokens.append(seed)
+                    needed = 1
+                each.computed = len(each.tokens)
+                blocks.cache_blocks(row, each)
+            else:
+                is_corrupt = move == "e" and not turn % 4
+                keys = list(blocks.table(row).keys)
+                del running[row]
+                blocks.release(row, is_corrupt=is_corrupt)
+                if not is_corrupt:
+                    used |= {key: (now, -index) for index, key in enumerate(keys)}
+        blocks.check_integrity()
+        evicted = before - set(blocks._block_of)
+        if not is_corrupt:
+            kept = [used[key] for key, block in blocks._block_of.items() if block in blocks._cached]
+            assert not evicted or not kept or max(used[key] for key in evicted) < min(kept)
+            assert not evicted or needed, "only a sequence that gets blocks evicts any"
+            assert not evicted or len(evicted) + empty <= 2 * max(needed, room), "early eviction is bounded"
 
 
 def test_writing_to_a_borrowed_block_copies_it_first() -> None:
@@ -148,7 +236,7 @@ def test_corrupt_blocks_leave_the_prefix_cache_and_are_reported_once() -> None:
     blocks.cache_blocks(row, broken)
     held = list(blocks.table(row).blocks)
     blocks.release(row, is_corrupt=True)
-    assert blocks.take_corrupt() == held
+    assert sorted(blocks.take_corrupt()) == held
     assert blocks.take_corrupt() == []
     assert blocks.admit(sequence(2, words))[1] == 0
     blocks.check_integrity()

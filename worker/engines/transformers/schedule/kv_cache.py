@@ -3,12 +3,15 @@
 The cache has one *row* for each sequence that may run at once. A row has either room for a whole context
 (`RowAllocator`) or a table of blocks (`BlockAllocator`). A block holds BLOCK_TOKENS tokens. Sequences that begin with
 the same tokens share blocks (prefix caching), and a block keeps its content after its last sequence has ended until the
-room is needed.
+room is needed. The least recently used block of the whole pool is evicted first. Of the blocks of one sequence the last
+one is evicted first, because a block is found only behind all blocks before it.
 
 The location of blocks matters, because blocks that are neighbours in the pool (a run) are read as a view, without a
-copy. A sequence therefore grows into the block behind its last one. The pool is divided into as many equal *regions* as
-there are rows, and a new sequence begins at the start of the least recently used region. If the pool has room for the
-full context of every row, each sequence is one run. In a smaller pool runs break where sequences meet.
+copy. A sequence therefore grows into the block behind its last one, if that holds nothing. Eviction never chooses
+blocks by location, and location never chooses what is evicted: a sequence that begins a run evicts in order of last use
+until a run of empty blocks is long enough (`_begin_run`), and then chooses a place in it. The pool is divided into as
+many equal *regions* as there are rows. As long as a region is empty, a new sequence begins there. Without cached
+content, in a pool with room for the full context of every row, each sequence is therefore one run.
 
 This module handles numbers only; the tensors belong to `attention.kv_pool`.
 """
@@ -16,10 +19,12 @@ This module handles numbers only; the tensors belong to `attention.kv_pool`.
 import hashlib
 import heapq
 from array import array
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
+from worker.engines.transformers.schedule.free_runs import SHORT_RUN, FreeRuns
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.protocol.memory import BLOCK_TOKENS
 
@@ -58,7 +63,7 @@ class BlockTable:
     runs: list[BlockRun] = field(default_factory=list)  # the same blocks, grouped by neighbourhood in the pool
     # Prefix-cache keys of the leading blocks that are full and computed.
     keys: list[bytes] = field(default_factory=list)
-    next_block: int | None = None  # preferred next block; None before the first one
+    most: int = 0  # blocks that the sequence holds at its longest
     # The last block is shared and its owner may still append to it, so copy before writing.
     shares_last_block: bool = False
     # Source and target block of a copy to make before the next forward pass. The runner sets it to None afterwards.
@@ -181,10 +186,10 @@ class BlockAllocator(RowAllocator):
         self._key_of: list[bytes | None] = [None] * count
         self._block_of: dict[bytes, int] = {}
         self._tables: dict[int, BlockTable] = {}
+        # Cached blocks without references, the least recently used one first; and blocks that hold nothing.
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._empty = FreeRuns(count)
         self._region_size = region_blocks(rows, count)
-        # Last use of each region in ticks. LRU by region instead of by block: an eviction then frees neighbours.
-        self._region_used = [0] * len(range(0, count, self._region_size))
-        self._tick = 0
         self._corrupt: list[int] = []
         # Id and length of the last sequence looked up, with its block keys: a waiting one is looked up in every step.
         self._last_lookup: tuple[int, int, list[bytes]] = (-1, 0, [])
@@ -195,7 +200,7 @@ class BlockAllocator(RowAllocator):
 
     @property
     def reusable(self) -> int:
-        return sum(not self._references[block] for block in self._block_of.values()) * BLOCK_TOKENS
+        return len(self._cached) * BLOCK_TOKENS
 
     def can_admit(self, sequence: Sequence) -> bool:
         """See `RowAllocator`. One block is left for each running sequence, so that admission causes no preemption."""
@@ -210,22 +215,20 @@ class BlockAllocator(RowAllocator):
         found = self._find_prefix(sequence)
         row = self.attach(sequence)
         table = self._tables[row]
-        table.next_block = self._continuation(found)
         for block in found:
             self._add_reference(block)
             table.append(block)
             key = self._key_of[block]
             assert key is not None
             table.keys.append(key)
-        self._touch(found)
-        # Touch first: regions of the prefix must not look least recently used when `grow` selects one.
+        # The prefix is referenced first, so that `grow` cannot evict it.
         has_room = self.grow(row, len(found) * BLOCK_TOKENS, len(sequence.tokens))
         assert has_room, "can_admit was not called first"
         return row, len(found) * BLOCK_TOKENS
 
     def attach(self, sequence: Sequence) -> int:
         row = super().attach(sequence)
-        self._tables[row] = BlockTable()
+        self._tables[row] = BlockTable(most=blocks_for(sequence.prompt_tokens + max(sequence.limit, 0)))
         return row
 
     def fork(self, source: int, target: int, tokens: int) -> None:
@@ -252,10 +255,10 @@ class BlockAllocator(RowAllocator):
             assert start // BLOCK_TOKENS == len(table.blocks) - 1, "only the last block is not full"
             block = table.drop_last()
             self._references[block] -= 1
-            self._append(table)
+            self._append(table, blocks_for(end))
             table.copy = block, table.blocks[-1]
         while len(table.blocks) < blocks_for(end):
-            self._append(table)
+            self._append(table, blocks_for(end))
         return True
 
     def cache_blocks(self, row: int, sequence: Sequence) -> None:
@@ -274,17 +277,33 @@ class BlockAllocator(RowAllocator):
     def release(self, row: int, *, is_corrupt: bool = False) -> None:
         super().release(row)
         table = self._tables.pop(row)
-        self._touch(table.blocks)
-        for block in table.blocks:
-            # Free blocks keep their key and content; that is the prefix cache.
+        # From the last block to the first, so that a block is evicted before the blocks that it is found behind.
+        for index in reversed(range(len(table.blocks))):
+            block = table.blocks[index]
             self._references[block] -= 1
             if is_corrupt:
                 self._drop_key(block)
+            elif index < len(table.keys):
+                self._keep(block, table.keys[index])
             if not self._references[block]:
                 self.free += 1
+                # Cached blocks keep their content; that is the prefix cache.
+                if self._key_of[block] is None:
+                    self._empty.add(block)
+                else:
+                    self._cached[block] = None
                 # Others may still hold a shared block. It is reported only when it is free.
                 if is_corrupt:
                     self._corrupt.append(block)
+
+    def _keep(self, block: int, key: bytes) -> None:
+        """Count the end of a sequence as a use of the block that is cached as `key`, which may be another one with
+        equal content. If that has been evicted meanwhile, `block` takes its place."""
+        cached = self._block_of.setdefault(key, block)
+        if cached == block:
+            self._key_of[block] = key
+        elif cached in self._cached:
+            self._cached.move_to_end(cached)
 
     def table(self, row: int) -> BlockTable:
         return self._tables[row]
@@ -340,61 +359,48 @@ class BlockAllocator(RowAllocator):
 
     # Location of new blocks
 
-    def _continuation(self, found: list[int]) -> int | None:
-        """Block right behind the prefix `found`, as preferred continuation.
-
-        None if it is in use, or if it was used more recently than the least recently used region: continuing there
-        would evict the wrong cached content.
-        """
-        if not found or found[-1] + 1 >= self.count or self._references[found[-1] + 1]:
-            return None
-        next_block, region = found[-1] + 1, self._oldest_region()
-        if self._key_of[next_block] is None or region is None:
-            return next_block
-        is_older = self._region_used[self._region_of(next_block)] <= self._region_used[self._region_of(region)]
-        return next_block if is_older else None
-
-    def _oldest_region(self) -> int | None:
-        """First block of the least recently used region whose first block is free; None if there is none."""
-        regions = (
-            region for region in range(len(self._region_used)) if not self._references[region * self._region_size]
-        )
-        best = min(regions, key=lambda region: (self._region_used[region], region), default=None)
-        return None if best is None else best * self._region_size
-
-    def _region_of(self, block: int) -> int:
-        return block // self._region_size
-
-    def _longest_free_run(self) -> int:
-        """First block of the longest run of free blocks."""
-        best, most, length = 0, 0, 0
-        for block, references in enumerate(self._references):
-            length = 0 if references else length + 1
-            if length > most:
-                best, most = block - length + 1, length
-        return best
-
-    def _append(self, table: BlockTable) -> None:
-        """Append one block: the preferred one if it is free. The caller has checked that a block is free."""
-        block = self._oldest_region() if table.next_block is None else table.next_block
-        if block is None or block >= self.count or self._references[block]:
-            # The longest run leaves most room to grow without another break.
-            block = self._longest_free_run()
-        self._drop_key(block)
+    def _append(self, table: BlockTable, target: int) -> None:
+        """Append one block of those up to `target`: the one behind the last block if that is empty. The caller has
+        checked that a block is free."""
+        block = table.blocks[-1] + 1 if table.blocks else self.count
+        if block not in self._empty:
+            # A cached block here is not overwritten: it may be the beginning of somebody's prompt. Or another sequence
+            # holds the block.
+            block = self._begin_run(len(table.blocks), target, table.most)
+        self._empty.take(block)
         self._add_reference(block)
         table.append(block)
-        table.next_block = block + 1
-        self._touch((block,))
+
+    def _begin_run(self, held: int, target: int, most: int) -> int:
+        """First block of a new run for a sequence that holds `held` blocks, needs `target` now, and `most` at last.
+
+        Blocks are evicted only if all empty runs are short. Then more than one block is evicted, so that a sequence
+        that grows token by token does not get a run for each block. A sequence of n blocks gets O(log n) runs, and it
+        evicts at most twice as much as the longest run that it could fill.
+        """
+        needed = max(target - held, 1)
+        wanted = max(needed, min(most - held, max(SHORT_RUN, held // 2)))
+        longest = self._empty.longest()
+        if longest < min(wanted, max(SHORT_RUN, needed // 4)):
+            for _ in range(min(2 * wanted, len(self._cached))):
+                if longest >= wanted:
+                    break
+                longest = max(longest, self._evict())
+        block = self._empty.place(wanted, self._region_size)
+        assert block is not None, "no block is free"
+        return block
+
+    def _evict(self) -> int:
+        """Evict the least recently used block. Return the length of its run of empty blocks."""
+        block, _ = self._cached.popitem(last=False)
+        self._drop_key(block)
+        return self._empty.add(block)
 
     def _add_reference(self, block: int) -> None:
-        self.free -= not self._references[block]
+        if not self._references[block]:
+            self.free -= 1
+            self._cached.pop(block, None)
         self._references[block] += 1
-
-    def _touch(self, blocks: Iterable[int]) -> None:
-        if self._caches:
-            self._tick += 1
-            for region in {self._region_of(block) for block in blocks}:
-                self._region_used[region] = self._tick
 
     def check_integrity(self) -> None:
         super().check_integrity()
@@ -410,6 +416,9 @@ class BlockAllocator(RowAllocator):
         assert references.count(0) == self.free, "free blocks were miscounted"
         keyed = {key: block for block, key in enumerate(self._key_of) if key is not None}
         assert keyed == self._block_of, "a key without its block"
+        unused = {block for block in range(self.count) if not references[block]}
+        assert set(self._cached) == unused & set(keyed.values()), "a cached block is not in the order of eviction"
+        assert self._empty.blocks() == unused - set(keyed.values()), "an empty block was lost"
         for index, (block, tables) in self._shared():
             assert all(table.blocks[index] == block for table in tables), "a block is shared at different places"
             assert len({tuple(table.keys[:index]) for table in tables}) == 1, "shared behind different tokens"
