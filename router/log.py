@@ -68,19 +68,6 @@ def set_up(level: str, form: str) -> None:
     warnings.showwarning = _warn
 
 
-def request_line(logger: logging.Logger, message: str) -> None:
-    """Do as `logger.info(message)`. Our own handlers get the text without a LogRecord: to make and pass on a record
-    for every request took a fifth of its CPU."""
-    if not logger.isEnabledFor(logging.INFO):
-        return
-    now, shown = time.time(), _shown(message)
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, Ring | LogQueue):
-            handler.take(now, logger.name, shown)
-        else:
-            handler.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, message, (), None))
-
-
 def _warn(
     message: Warning | str, category: type[Warning], filename: str, lineno: int,
     file: TextIO | None = None, line: str | None = None,
@@ -201,7 +188,7 @@ class Ring(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            text = _shown(record.getMessage())[:LONGEST]
+            text = escaped(record.getMessage())[:LONGEST]
         except (TypeError, ValueError):
             return  # The other handler reports this.
         self._append(record.created, record.levelname.lower(), record.name, text)
@@ -322,7 +309,7 @@ class _Writer(logging.handlers.QueueListener):
 
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        line = self.line(record.created, record.levelname, record.name, _shown(record.getMessage()))
+        line = self.line(record.created, record.levelname, record.name, escaped(record.getMessage()))
         return line + "\n" + self.formatException(record.exc_info) if record.exc_info else line
 
     def line(self, now: float, level: str, name: str, message: str) -> str:
@@ -341,7 +328,7 @@ class _Json(logging.Formatter):
         return json.dumps(body, ensure_ascii=False)
 
 
-def _shown(message: str) -> str:
+def escaped(message: str) -> str:
     """`message` with control characters escaped."""
     return message if message.isprintable() else message.translate(CONTROL)
 

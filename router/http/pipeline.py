@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from router.api import ollama
-from router.api.request_log import RequestLog, RequestRecord
+from router.api.request_log import RequestLog, RequestRecord, request_line
 from router.errors import (
     ApiError,
     BadRequest,
@@ -39,7 +39,6 @@ from router.http.metrics import Metrics
 from router.http.proxy import Proxy
 from router.http.request import CLOSE, ForwardedRequest, Incoming
 from router.http.response import ProxiedResponse, own_headers, render_error
-from router.log import request_line
 from router.registry.registry import Registry, flag
 from worker.protocol.dialects import Dialect
 from worker.protocol.dialects.lmi import OPENAI_FIELDS
