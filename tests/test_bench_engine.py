@@ -1,16 +1,23 @@
 """scripts/bench_engine: what it computes from what it measured, and that everybody really takes part."""
 
 import json
+import os
+import pickle
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from scripts.apart import Apart
 
 PROGRAM = Path(__file__).resolve().parent.parent / "scripts" / "bench_engine"
 
@@ -97,15 +104,40 @@ def test_what_a_random_model_says_is_text_and_comes_back_as_the_same_tokens(benc
     assert all(tokenizer(tokenizer.decode([token]), add_special_tokens=False).input_ids == [token] for token in tokens)
 
 
+class InProcess:
+    """`Apart` without its process, which would import torch and transformers once more for each contestant."""
+
+    def __init__(self, make: Callable[[], dict[str, Any]]):
+        self._objects: dict[str, Any] = pickle.loads(pickle.dumps(make))()
+        self.names = list(self._objects)
+
+    def call(self, name: str, method: str, *given: Any) -> Any:
+        return pickle.loads(pickle.dumps(getattr(self._objects[name], method)(*pickle.loads(pickle.dumps(given)))))
+
+    def close(self) -> None:
+        for each in self._objects.values():
+            if hasattr(each, "close"):
+                each.close()
+
+
 @pytest.mark.slow
-def test_all_contestants_run_and_the_table_has_a_line_for_each(tmp_path: Path) -> None:
-    command = [sys.executable, str(PROGRAM), "--shape", "tiny", "--levels", "1,3", "--rounds", "1", "--threads", "1"]
-    command += ["--dtype", "bfloat16"]
-    done = subprocess.run(
-        [*command, "--no-http", "--no-long-prompt", "--no-host", "--out", str(tmp_path / "engine")],
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def test_all_contestants_run_and_the_table_has_a_line_for_each(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bandwidth, threads = bench.bandwidth, torch.get_num_threads()
+    monkeypatch.setattr(bench, "Apart", InProcess)
+    monkeypatch.setattr(bench, "begin_process", lambda args: None)  # it would change this process for later tests
+    monkeypatch.setattr(bench, "bandwidth", lambda device, threads, size: bandwidth(device, threads, size >> 5))
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # the program sets them
+        monkeypatch.setenv(name, "1")
+    words = ["--shape", "tiny", "--levels", "1,3", "--rounds", "1", "--threads", "1", "--dtype", "bfloat16"]
+    words += ["--no-http", "--no-long-prompt", "--no-host", "--out", str(tmp_path / "engine")]
+    monkeypatch.setattr(sys, "argv", [str(PROGRAM), *words])
+    try:
+        with warnings.catch_warnings():
+            assert bench.main() == 0
+    finally:
+        torch.set_num_threads(threads)
     report = json.loads((tmp_path / "engine.json").read_text())
     for rows in report["levels"].values():
         assert {"ours, paged", "ours, aligned", "one at a time", "static batch", "continuous batch"} <= rows.keys()
@@ -118,3 +150,23 @@ def test_all_contestants_run_and_the_table_has_a_line_for_each(tmp_path: Path) -
     table = (tmp_path / "engine.md").read_text()
     assert table.count("| ours, paged |") == 2
     assert str(tmp_path) in table
+
+
+def test_a_contestant_apart_is_called_in_its_own_process() -> None:
+    """Results and exceptions come back, and the process ends with its contestant."""
+    apart = Apart(partial(json.loads, '{"letters": ["a", "b"]}'))
+    process = apart._process
+    assert process.pid not in (None, os.getpid())
+    assert apart.names == ["letters"]
+    assert apart.call("letters", "index", "b") == 1
+    with pytest.raises(RuntimeError, match="ValueError: "):
+        apart.call("letters", "index", "c")
+    apart.close()
+    assert process.exitcode == 0
+    with pytest.raises(RuntimeError, match="JSONDecodeError: "):
+        Apart(partial(json.loads, "letters"))
+
+
+def test_the_program_starts_by_its_path() -> None:
+    done = subprocess.run([sys.executable, str(PROGRAM), "--help"], capture_output=True, text=True, check=True)
+    assert "--no-long-prompt" in done.stdout

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests import tiny
+from tests.gpu import running_ahead
 
 PROGRAM = Path(__file__).resolve().parent.parent / "scripts" / "gpu_check"
 
@@ -47,14 +48,14 @@ def test_a_check_that_fails_is_reported_and_the_rest_go_on(program: Any) -> None
 
 
 @pytest.mark.slow
-def test_what_running_ahead_is_worth_is_measured_and_judged(program: Any) -> None:
+def test_what_running_ahead_is_worth_is_measured_and_judged(
+    program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The measurement itself runs on any device; a minute of a card is a second of a small model here."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.running_ahead", "--device=cpu", "--hidden=128", "--layers=1", "--requests=2",
-         "--tokens=12"],
-        cwd=PROGRAM.parent.parent, capture_output=True, text=True, check=True, timeout=120,
-    )  # fmt: skip
-    found = json.loads(done.stdout)
+    words = ["--device=cpu", "--hidden=128", "--layers=1", "--requests=2", "--tokens=12"]
+    monkeypatch.setattr(sys, "argv", ["running_ahead", *words])
+    running_ahead.main()
+    found = json.loads(capsys.readouterr().out)
     assert {name: each["steps_ahead"] > 20 for name, each in found.items()} == {
         "step by step": False, "ahead": True, "step by step, no graphs": False, "ahead, no graphs": True,
     }  # fmt: skip

@@ -51,3 +51,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for fami
     ),
     "llama with a head for each query": ("llama", {"num_key_value_heads": 4}),
 }
+
+# Changes of a family with more than two layers, so that it has one layer of each kind: for tests to which the number of
+# layers adds nothing.
+SHALLOW: dict[str, dict[str, Any]] = {
+    "bamba": {"num_hidden_layers": 2},
+    "cohere2": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "deepseek_v3": {"num_hidden_layers": 2},
+    "exaone4": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "jamba": {"num_hidden_layers": 2},
+    "lfm2": {"num_hidden_layers": 2},
+    "llama4_text": {
+        "num_hidden_layers": 2,
+        "no_rope_layers": [1, 0],
+        "layer_types": ["chunked_attention", "full_attention"],
+    },
+    "olmo3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen2 with windows in some layers": {"num_hidden_layers": 2},
+    "qwen3 with windows in some layers": {"num_hidden_layers": 2},
+    "qwen3_next": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "smollm3": {"num_hidden_layers": 2},
+    "zamba2": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"]},
+}

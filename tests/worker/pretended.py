@@ -7,17 +7,15 @@ all subscripts, are replaced by operators that do not.
 
 import contextlib
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from worker.estimate.memory_tracer import LiveBytes
+from worker.estimate import memory_tracer
 
 CUDA = torch.device("cuda:0")
 TOLD = 3  # the value of every number that the host reads from its own memory
@@ -32,11 +30,14 @@ _SIZED_BY_NUMBERS = frozenset(
 _BY_INDEX = frozenset({_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default})
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records in `waits` each operator for which the host waits, with the line that called it."""
+class Watch(memory_tracer.LiveBytes):  # type: ignore[no-untyped-call]
+    """Records in `waits` each operator for which the host waits, with the line that called it.
+
+    It is one mode with the memory tracer, because each further mode decomposes all operators again.
+    """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.waits: list[str] = []
         # For each call of torch's attention: query, keys, mask, and a flag for heads that share keys.
         self.attended: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool]] = []
@@ -45,26 +46,29 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = any(isinstance(each, torch.Tensor) and each.is_cuda for each in tree_leaves((args, kwargs)))
-        if given or kwargs.get("device") == CUDA:
+        if kwargs.get("device") == CUDA or _on_cuda(args) or _on_cuda(kwargs.values()):
             if _waits(func, args, kwargs):
                 self._note(func)
             if func is _aten.convolution.default:
                 return _convolved(*args)
         elif func is _aten._local_scalar_dense.default:
             return float(TOLD) if args[0].is_floating_point() else TOLD
-        if func.namespace == "aten":
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _note(self, func: Any) -> None:
+        own = (__file__, memory_tracer.__file__)
         frames = [
-            each for each in traceback.extract_stack() if "/torch/" not in each.filename and each.filename != __file__
+            each for each in traceback.extract_stack() if "/torch/" not in each.filename and each.filename not in own
         ]
         self.waits.append(f"{func} at {'/'.join(frames[-1].filename.split('/')[-3:])}:{frames[-1].lineno}")
+
+
+def _on_cuda(values: Iterable[Any]) -> bool:
+    """Return whether one of `values` is on the device, or is a list with a tensor that is."""
+    return any(
+        value.is_cuda if isinstance(value, torch.Tensor) else isinstance(value, (list, tuple)) and _on_cuda(value)
+        for value in values
+    )
 
 
 def _waits(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -197,7 +201,7 @@ def accelerator() -> Iterator[Watch]:
         setattr(torch.cuda, name, instead)
     try:
         watch = Watch()
-        with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes(), watch, _Bindings(watch):
+        with FakeTensorMode(allow_non_fake_inputs=True), watch, _Bindings(watch):
             yield watch
     finally:
         for name, own in before.items():
