@@ -23,7 +23,7 @@ from router.launch.spawn import may_fork
 from router.memory import checkpoint, sharding
 from router.memory import estimate as estimates
 from router.memory.checkpoint_facts import DTYPE_BYTES, Checkpoint, compute_dtype, effective_ctx, serves_embeddings
-from router.memory.estimate import RUNTIME_FORKED, RUNTIME_HOST, Estimate
+from router.memory.estimate import RUNTIME_FORKED, RUNTIME_HOST, UNKNOWN, Estimate
 from router.memory.learned import LearnedEstimates
 from router.memory.segments import bits_on_load, head_bytes, packing, weight_bytes
 from router.memory.sharding import allowed_devices, best_estimate, capacities, device_order, first_fitting
@@ -76,7 +76,8 @@ class Report:
     facts: Checkpoint
     files: str  # the folder of the snapshot, or its address on the hub
     is_downloaded: bool
-    estimate: Estimate
+    estimate: Estimate  # with the least KV cache
+    steps: int  # of the range of the KV cache that the devices would grant if they were empty
     is_forked: bool  # of a worker that is forked from the fork server, not executed
     on_host: bool  # the model runs on main memory
     ranks: int  # of tensor parallelism
@@ -166,9 +167,17 @@ class Machine:
             or_executed=True,
         )
 
+    def static(self, preset: Preset, facts: Checkpoint, choice: sharding.Choice) -> Estimate:
+        """The static estimate, with the process overhead that was measured on this machine. Raises EstimateError."""
+        forked, overhead = self.forks(preset), UNKNOWN
+        if self._records is not None:
+            overhead = self._records.overhead(sharding.device_type(choice, self.readings), forked=forked)
+        threads = worker_argv.threads(preset, on_host=choice.on_host, ranks=choice.ranks)
+        return sharding.static_estimate(choice, facts, preset, threads=threads, forked=forked, overhead=overhead)
+
     def exact(self, preset: Preset, facts: Checkpoint, choice: sharding.Choice, folder: Path) -> Estimate:
         """The estimate of the worker program; that of the preset if it has its own. Raises RouterError."""
-        first, forked = self.estimate(preset, facts, choice), self.forks(preset)
+        first, forked = self.static(preset, facts, choice), self.forks(preset)
         if first.source == "preset":
             return first
         command = worker_argv.model_options(
@@ -237,6 +246,7 @@ def report(preset: Preset, loaded: LoadedPresets, machine: Machine, *, exact: bo
         files=files,
         is_downloaded=is_downloaded,
         estimate=estimate,
+        steps=sharding.grantable(choice, estimate, bounds),
         is_forked=machine.forks(preset),
         on_host=on_host,
         ranks=choice.ranks,
@@ -307,12 +317,21 @@ def document(report: Report) -> dict[str, Any]:
         "runtime_source": "measured" if report.runtime_is_measured else "assumed",
         "host": estimate.host,
         "total": estimate.total,
+        "kv_cache": _kv_cache(report),
         "fits": report.fits,
         "layers": list(estimate.layers),
         "ranks": report.ranks,
         "devices": [{**asdict(device), "fits": device.fits, "fits_now": device.fits_now} for device in report.devices],
         "beside": list(report.beside),
     }
+
+
+def _kv_cache(report: Report) -> dict[str, dict[str, int]]:
+    """The least and the most KV cache, and what the devices of the model would grant if they were empty."""
+    estimate = report.estimate
+    sizes = {"least": 0, "granted": report.steps, "most": estimate.kv_steps}
+    caches = {name: estimate.granted(steps) for name, steps in sizes.items()}
+    return {name: {"tokens": cache.kv_tokens, "bytes": sum(cache.context)} for name, cache in caches.items()}
 
 
 def text(report: Report) -> str:
@@ -335,6 +354,7 @@ def text(report: Report) -> str:
     if estimate.host:
         lines.append(_line("host", estimate.host, "main memory beside the device"))
     lines.append(_line("total", estimate.total, _SOURCES[estimate.source]))
+    lines += _range_lines(report)
     if estimate.note:
         lines.append(f"{'note':9} {estimate.note}")
     lines += _shard_lines(report)
@@ -375,6 +395,18 @@ def _shard_lines(report: Report) -> Iterator[str]:
         yield _line("split", None, f"over {len(report.main_devices)} devices; no CUDA graphs")
 
 
+def _range_lines(report: Report) -> Iterator[str]:
+    """The KV cache above the least, if its size is not fixed."""
+    if not report.estimate.kv_steps:
+        return
+    cache = _kv_cache(report)
+    if report.fits:
+        words = f"KV cache of {cache['granted']['tokens']} tokens, if nothing else is loaded"
+        yield _line("granted", cache["granted"]["bytes"], words)
+    words = f"KV cache of {cache['most']['tokens']} tokens, the full context of {report.preset.parallel} sequences"
+    yield _line("most", cache["most"]["bytes"], words)
+
+
 def _context_formula(report: Report) -> str:
     facts, preset = report.facts, report.preset
     if not report.tokens:
@@ -388,12 +420,13 @@ def _context_formula(report: Report) -> str:
         head = sum(head_bytes(preset.kv_cache_dtype, dim, element) for dim in dims)
         dtype = report.dtype if preset.kv_cache_dtype == "auto" else preset.kv_cache_dtype
         heads = f"{_count(facts.attending, 'layer')} x {_count(facts.kv_heads, 'KV head')}"
-        tokens = preset.kv_tokens or report.tokens * preset.parallel
-        parts.append(f"{heads} x {head} B of {dtype} x {tokens} tokens")
+        least = ", for one request" if report.estimate.kv_steps else ""
+        parts.append(f"{heads} x {head} B of {dtype} x {report.estimate.kv_tokens} tokens{least}")
     if facts.cross_attention:
         parts.append("as much for what the encoder read")
     if facts.state_layers:
-        parts.append(f"{_count(facts.state_layers, 'layer')} with states of {preset.parallel} sequences")
+        sequences = report.estimate.kv_tokens // report.tokens if facts.aligned else preset.parallel
+        parts.append(f"{_count(facts.state_layers, 'layer')} with states of {_count(sequences, 'sequence')}")
     return ", and ".join(parts)
 
 

@@ -67,7 +67,7 @@ def _estimate(worker: Worker, fleet: Fleet, *, is_last: bool = False) -> None:
 
     choice, found = first_fitting(
         sharding.choices(facts, preset, worker.devices, order, room),
-        estimate_of,
+        lambda choice: _largest(estimate_of(choice)),
         bounds,
         can_wait=lambda estimate: not (is_last or estimate.is_exact),
     )
@@ -84,6 +84,11 @@ def _estimate(worker: Worker, fleet: Fleet, *, is_last: bool = False) -> None:
         _check_bounds(worker, costs, bounds)
     if not costs.is_exact and fleet.scheduler.never_fits(worker):
         worker.costs = replace(worker.costs, is_exact=True)
+
+
+def _largest(estimate: Estimate) -> Estimate:
+    """Return the estimate with the most of its KV cache. Less of the range is not granted yet."""
+    return estimate.granted(estimate.kv_steps)
 
 
 def _check_bounds(worker: Worker, costs: Costs, bounds: Mapping[DeviceId, int]) -> None:
@@ -146,6 +151,7 @@ async def _make_exact(worker: Worker, fleet: Fleet, program: Program, command: E
         _estimate(worker, fleet, is_last=True)
         return False
     estimate = estimates.from_trace(exact, worker.preset, forked=costs.forked, first=costs.estimate)
+    estimate = _largest(estimate)
     fleet.learned_estimates.store_exact(costs.key, estimate)
     worker.costs = replace(costs, estimate=estimate, is_exact=True)
     if not sharding.fits(costs.choice, estimate.shards, _bounds(worker, fleet)):

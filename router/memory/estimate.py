@@ -1,7 +1,7 @@
 """The static estimate: bytes by shard and segment, from checkpoint and preset, in milliseconds and without torch. PURE.
 
     weights   parameters in memory, in the dtype of the computation
-    context   the KV cache, allocated at load for `parallel` sequences of `ctx_size` tokens
+    context   the KV cache, allocated at load: the least one, for one request of `ctx_size` tokens (see `granted`)
     compute   a bound on the activations of one prefill chunk or one decode step
     runtime   process overhead: the process itself on main memory; context and libraries of the device on an accelerator
 
@@ -10,9 +10,9 @@ weights are known, they are multiplied by a stated factor, and the estimate has 
 `UnknownArchitecture` is raised; the way out is the key `required-memory`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from router.config.presets import Preset
 from router.memory.checkpoint_facts import (
@@ -26,11 +26,12 @@ from router.memory.checkpoint_facts import (
     takes_images,
 )
 from router.memory.segments import (
+    KvRange,
     bits_on_load,
     check_quantization,
     compute_bytes,
-    context_bytes,
     is_mapped,
+    kv_range,
     weight_bytes,
 )
 from worker.protocol.events import Estimated
@@ -171,14 +172,39 @@ def from_trace(traced: Estimated, preset: Preset, *, forked: bool = False, first
     """Return the estimate of a trace by `worker estimate`, with `reserved-memory` of the preset on top.
 
     `forked`: subtract memory that a forked worker shares with its fork server, as far as the estimating process was
-    forked and could measure it. `first`: the previous estimate; its layers, overhead and process figure stay valid.
+    forked and could measure it. `first`: the static estimate; its layers, overhead and process figure stay valid, and
+    it states the range of the KV cache. The trace is of the largest cache, because the largest step needs that.
     """
     extra = preset.reserved_memory
     shared = int(INHERITED_SHARE * traced.inherited) if forked else 0
     runtime = tuple(max(0, size - shared) + extra for size in traced.runtime)
     segments = tuple(traced.weights), tuple(traced.context), tuple(traced.compute), runtime
     found = Estimate(*segments, traced.host, "exact", extra)
-    return replace(found, layers=first.layers, overhead=first.overhead, process=first.process) if first else found
+    if first is None:
+        return found
+    found = replace(found, layers=first.layers, overhead=first.overhead, process=first.process)
+    return _with_range(found, first) if first.kv_steps else replace(found, kv_tokens=first.kv_tokens)
+
+
+def _with_range(largest: Estimate, static: Estimate) -> Estimate:
+    """Return the estimate with the range of `static`, in which the most is the cache of `largest`.
+
+    The cache grows by equal steps above what does not grow (buffers, states of all sequences). The trace has their sum
+    and the static estimate the other part, so the bytes of a step follow. They differ from the static ones only where a
+    split model has layers of two kinds, whose order no file states.
+    """
+    present = static.kv_tokens // static.step_tokens  # steps in the least cache
+    caches = zip(largest.context, static.context, static.kv_step, strict=True)
+    step = tuple(max(0, most - (least - present * size)) // (present + static.kv_steps) for most, least, size in caches)
+    context = tuple(most - static.kv_steps * size for most, size in zip(largest.context, step, strict=True))
+    return replace(
+        largest,
+        context=context,
+        kv_step=step,
+        kv_steps=static.kv_steps,
+        kv_tokens=static.kv_tokens,
+        step_tokens=static.step_tokens,
+    )
 
 
 def from_measurement(about: Estimate, shards: tuple[int, ...], host: int) -> Estimate:
@@ -204,9 +230,11 @@ def from_measurement(about: Estimate, shards: tuple[int, ...], host: int) -> Est
 
 
 def refreshed(known: Estimate, first: Estimate) -> Estimate:
-    """Return a `known` estimate from before with the layers and the process overhead of the `first` one, which may be
-    measured better by now."""
+    """Return a `known` estimate from before with the layers, the range of the KV cache and the process overhead of the
+    static one (`first`), which may be measured better by now. Exact estimates are kept with the largest cache."""
     known = replace(known, layers=first.layers, overhead=first.overhead)
+    if known.source == "exact" and first.kv_steps and not known.kv_steps:
+        known = _with_range(known, first)
     if known.source != "exact" or not first.host:
         return known
     host = known.host - known.process + first.process if known.process else known.host
@@ -252,9 +280,11 @@ def estimate(
     whole = weight_bytes(facts, preset, on_host=on_host)
     source: Source = "static"
     note = ""
+    caches = (KvRange(),)
     if layers:
         weights = _weights_by_shard(facts, preset, whole, layers)
-        context = tuple(context_bytes(_part(facts, count), preset, tokens, on_host=False) for count in layers)
+        caches = tuple(kv_range(_part(facts, count), preset, tokens, on_host=False) for count in layers)
+        context = tuple(cache.least for cache in caches)
         head = 0 if facts.tied else len(layers) - 1  # the shard with the output head, and so with the logits
         compute = tuple(
             compute_bytes(facts, preset, tokens, on_host=False, part="head" if shard == head else "layers")
@@ -262,12 +292,15 @@ def estimate(
         )
     else:
         try:
-            cache = context_bytes(facts, preset, tokens, on_host=on_host)
+            caches = (kv_range(facts, preset, tokens, on_host=on_host),)
             step = compute_bytes(facts, preset, tokens, on_host=on_host)
+            cache = caches[0].least
             step = kept_bytes(facts, preset, step, cache) if on_host else step
         except UnknownArchitecture as unknown:
             if not whole:
                 raise
+            # The guess is for all of the cache. Without facts there are no bytes of a step, so it has no range.
+            caches = (KvRange(),)
             source, (cache, step) = "weights", _guess(facts, preset, whole, tokens, on_host=on_host)
             note = (
                 f"weights x {SAFETY_FACTOR}, or more where a cache of hidden size would need it, and"
@@ -286,7 +319,21 @@ def estimate(
         layers=layers,
         overhead=overhead,
         process=process,
+        **range_fields(caches),
     )
+
+
+def range_fields(caches: Sequence[KvRange]) -> dict[str, Any]:
+    """Return the fields of an estimate that state the range of its KV cache. `caches`: by shard."""
+    first = caches[0]
+    if not first.steps or not any(cache.step for cache in caches):
+        return {"kv_tokens": first.tokens}
+    return {
+        "kv_step": tuple(cache.step for cache in caches),
+        "kv_steps": first.steps,
+        "kv_tokens": first.tokens,
+        "step_tokens": first.step_tokens,
+    }
 
 
 def _guess(facts: Checkpoint, preset: Preset, weights: int, tokens: int, *, on_host: bool) -> tuple[int, int]:
@@ -339,9 +386,9 @@ def _part(facts: Checkpoint, layers: int) -> Checkpoint:
 
 
 def layer_costs(facts: Checkpoint, preset: Preset) -> tuple[int, ...]:
-    """Return the bytes of weights and context of each layer on an accelerator. Raises EstimateError."""
+    """Return the bytes of weights and least context of each layer on an accelerator. Raises EstimateError."""
     size = DTYPE_BYTES[compute_dtype(facts, preset, on_host=False)]
-    context = context_bytes(facts, preset, effective_ctx(facts, preset), on_host=False)
+    context = kv_range(facts, preset, effective_ctx(facts, preset), on_host=False).least
     share = -(-context // max(1, len(facts.by_layer)))
     return tuple(elements * size + share for elements in facts.by_layer)
 

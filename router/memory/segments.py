@@ -4,6 +4,7 @@ Weights and KV cache are exact. Activations are one upper bound for the largest 
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from router.config.presets import Preset
@@ -177,8 +178,24 @@ def is_mapped(facts: Checkpoint, preset: Preset) -> bool:
     return bool(facts.file_bytes) and all(stored == dtype for stored in facts.tensors if stored in DTYPE_BYTES)
 
 
-def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -> int:
-    """Return the bytes of the KV cache: blocks for `kv_tokens`, or for `parallel` sequences of `tokens` each.
+@dataclass(frozen=True, slots=True)
+class KvRange:
+    """The KV cache of one device, from the least to the most: `least` + 0 to `steps` times `step` bytes."""
+
+    least: int = 0
+    step: int = 0
+    steps: int = 0  # 0: the size is fixed
+    tokens: int = 0  # of the least cache
+    step_tokens: int = 0
+
+    @property
+    def most(self) -> int:
+        return self.least + self.steps * self.step
+
+
+def kv_range(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -> KvRange:
+    """Return the range of the KV cache: the least is one request of `tokens`, the most is `parallel` of them, and a
+    step is one block, or one row of the aligned cache. `kv-tokens` and `parallel` = 1 fix the size.
 
     Sum over layers of kv_heads x (key + value elements of a head) x dtype bytes (Kwon et al. 2023, section 3), with the
     dtype of `kv-cache-dtype`. The engine does not limit a layer to its attention window. A state layer has a constant
@@ -189,7 +206,7 @@ def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
     Raises UnknownArchitecture if the layers are not stated, ContextTooLarge if one request would not fit.
     """
     if serves_embeddings(facts, preset):
-        return 0
+        return KvRange()
     if 0 < preset.kv_tokens < tokens:
         raise ContextTooLarge(
             f"{preset.id}: kv-tokens {preset.kv_tokens} is less than the {tokens} tokens that one request may have"
@@ -211,11 +228,21 @@ def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
     per_token = attending * sum(sizes)
     state = facts.state_elements * max(element, 4)
     if facts.aligned:
-        rows = min(preset.parallel, preset.kv_tokens // tokens) if preset.kv_tokens else preset.parallel
-        one = tokens * max(sizes) if attending else 0
-        return rows * (tokens * per_token + 2 * facts.state_layers * state) + max(one, state)
-    blocks = -(-preset.kv_tokens // BLOCK_TOKENS) if preset.kv_tokens else preset.parallel * -(-tokens // BLOCK_TOKENS)
-    return blocks * BLOCK_TOKENS * per_token + preset.parallel * facts.state_layers * state
+        unit, units = tokens, 1
+        step = tokens * per_token + 2 * facts.state_layers * state
+        one_layer = tokens * max(sizes) if attending else 0
+        base = max(one_layer, state)
+        most = preset.parallel
+        stated = min(preset.parallel, preset.kv_tokens // tokens)
+    else:
+        unit, units = BLOCK_TOKENS, -(-tokens // BLOCK_TOKENS)
+        step = BLOCK_TOKENS * per_token
+        base = preset.parallel * facts.state_layers * state  # each sequence that may run at once has its states
+        most = preset.parallel * units
+        stated = -(-preset.kv_tokens // BLOCK_TOKENS)
+    if preset.kv_tokens:
+        units = most = stated
+    return KvRange(base + units * step, step, most - units, units * unit, unit)
 
 
 def head_bytes(name: str, elements: int, element: int) -> int:

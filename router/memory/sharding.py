@@ -269,6 +269,14 @@ def assigned(choice: Choice, shards: Sequence[int], room: Mapping[DeviceId, int]
     return tuple(placed[shard] for shard in range(len(shards)))
 
 
+def grantable(choice: Choice, found: Estimate, room: Mapping[DeviceId, int]) -> int:
+    """Return the steps of the range of the KV cache for which devices with so much `room` have memory."""
+    places = assigned(choice, found.shards, room)
+    sizes = zip(places, found.shards, found.kv_step, strict=False)  # without a range there is no step
+    steps = ((room.get(device, 0) - shard) // step for device, shard, step in sizes if step)
+    return max(0, min((found.kv_steps, *steps)))
+
+
 def floor(found: Estimate) -> tuple[int, ...]:
     """Return the least that each shard takes: its weights."""
     return found.weights if any(found.weights) else found.shards

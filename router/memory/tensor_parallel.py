@@ -17,11 +17,12 @@ from router.memory.estimate import (
     beside_steps,
     grammar_bytes,
     kept_bytes,
+    range_fields,
     reason_not_to_divide,
     required_shards,
 )
 from router.memory.estimate import estimate as estimate_whole
-from router.memory.segments import compute_bytes, context_bytes, is_mapped, weight_bytes
+from router.memory.segments import compute_bytes, is_mapped, kv_range, weight_bytes
 from worker.protocol.architectures import DIVISIBLE
 from worker.protocol.memory import GLOO_BYTES, NCCL_BYTES, STAGING_BYTES
 
@@ -75,7 +76,8 @@ def estimate(
     whole = weight_bytes(facts, preset, on_host=on_host)
     divided = divided_elements(facts, ranks) * each
     weights = whole - divided + -(-divided // ranks)
-    context = context_bytes(part, preset, tokens, on_host=on_host)
+    cache = kv_range(part, preset, tokens, on_host=on_host)
+    context = cache.least
     logits = 2 * (preset.parallel + 16) * facts.vocab_size * each  # parts of the ranks, and the gathered ones
     compute = compute_bytes(part, preset, tokens, on_host=on_host) + logits
     libraries = facts.vocab_size * TOKENIZER_BYTES + grammar_bytes(facts, preset)
@@ -87,7 +89,13 @@ def estimate(
             kept = max(kept, 2 * facts.largest - context)
         runtime = ranks * (overhead.on_host(forked=forked) + GLOO_BYTES) + libraries + extra
         return Estimate(
-            (ranks * weights,), (ranks * context,), (ranks * kept,), (runtime,), reserved=extra, overhead=overhead
+            (ranks * weights,),
+            (ranks * context,),
+            (ranks * kept,),
+            (runtime,),
+            reserved=extra,
+            overhead=overhead,
+            **range_fields([replace(cache, step=ranks * cache.step)]),
         )
     process = overhead.beside_device(forked=forked)
     return Estimate(
@@ -99,6 +107,7 @@ def estimate(
         reserved=extra,
         overhead=overhead,
         process=ranks * process,
+        **range_fields([cache] * ranks),
     )
 
 

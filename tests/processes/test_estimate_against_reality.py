@@ -14,9 +14,9 @@ from router.config.presets import Preset
 from router.memory import checkpoint
 from router.memory.checkpoint_facts import Checkpoint, compute_dtype, effective_ctx, serves_embeddings
 from router.memory.estimate import estimate
-from router.memory.segments import context_bytes
 from tests import tiny
 from tests.children import Child, python
+from tests.router.checkpoints import most_context
 from worker.protocol.argv import Estimate, Serve, to_argv
 from worker.protocol.events import Ready
 
@@ -145,7 +145,7 @@ def test_router_and_worker_read_a_snapshot_alike(family: str, snapshots: dict[st
         model = loader.load_model(options, config, None, lambda event: None).model
         asked = Estimate(snapshot=str(folder), parallel=3)
         cache = meta_model.make_runner(model, config, asked, 100)[0].bytes
-        estimated = context_bytes(facts, preset, 100, on_host=True)
+        estimated = most_context(facts, preset, 100, on_host=True)
         # of states it knows the outer sizes, and not every model's convolution
         assert estimated == cache if not facts.state_layers else cache <= estimated <= 1.1 * cache
 

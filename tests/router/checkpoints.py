@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from router.config.presets import Preset
 from router.memory.checkpoint_facts import Checkpoint, Tally
+from router.memory.segments import kv_range
 
 QWEN3_4B = Checkpoint(
     model_type="qwen3", layers=36, hidden=2560, heads=32, kv_heads=8, head_dim=128, value_dim=128, expanded=8192,
@@ -20,6 +21,11 @@ QWEN3_4B = Checkpoint(
 
 def preset(**changes: Any) -> Preset:
     return Preset(id="a", **{"ctx_size": 4096, "parallel": 4, **changes})
+
+
+def most_context(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -> int:
+    """Return the bytes of the largest KV cache of a range."""
+    return kv_range(facts, preset, tokens, on_host=on_host).most
 
 
 checkpoints = st.builds(

@@ -99,7 +99,7 @@ def estimate(options: Estimate) -> Estimated:
         return Estimated(
             weights=[traced.weights],
             context=[traced.context],
-            compute=[max(compute, traced.loading - traced.context)],  # loading is over before the cache is made
+            compute=[max(compute, traced.loading - least_context(options, traced.context))],
             runtime=[runtime + FIRST_STEPS_BYTES + traced.kernels + traced.images],
             inherited=inherited,
         )
@@ -111,6 +111,12 @@ def estimate(options: Estimate) -> Estimated:
         runtime=[device_overhead(options, step) for step in steps],
         host=runtime + STAGING_BYTES + shards[0].images + staged,
     )
+
+
+def least_context(options: Estimate, context: int) -> int:
+    """Return the bytes of the KV cache that the load of a worker may count on: loading is over before the cache is
+    made. The router may grant less than the `context` of all rows, but that of one row at least."""
+    return context if options.kv_tokens else context // options.parallel
 
 
 def device_overhead(options: Estimate, compute: int) -> int:

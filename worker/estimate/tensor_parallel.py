@@ -69,7 +69,7 @@ def divided_estimate(options: Estimate) -> Estimated:
         return Estimated(
             weights=[ranks * traced.weights],
             context=[ranks * traced.context],
-            compute=[ranks * max(kept, traced.loading - traced.context)],
+            compute=[ranks * max(kept, traced.loading - estimate.least_context(options, traced.context))],
             runtime=[ranks * (process + FIRST_STEPS_BYTES + GLOO_BYTES) + grammars],
             inherited=inherited,
         )

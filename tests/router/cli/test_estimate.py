@@ -97,7 +97,10 @@ def test_the_segments_of_a_folder_sum_to_the_total(tmp_path: Path, capsys: pytes
     code, said = estimate(capsys, str(write(tmp_path / "m")), "--ctx-size", "256", "--parallel", "2")
     assert (code, said["schema"], said["source"], said["fits"], said["downloaded"]) == (0, 1, "static", True, True)
     assert said["weights"] >= (300 * 100 + 512 * 64) * 2
-    assert said["context"] == 2 * 2 * 2 * 16 * 2 * 512, "layers, keys and values, heads, elements, bytes, tokens"
+    token = 2 * 2 * 2 * 16 * 2  # layers, keys and values, heads, elements, bytes
+    assert said["context"] == token * 256, "of one request"
+    most = {"tokens": 512, "bytes": token * 512}
+    assert said["kv_cache"] == {"least": {"tokens": 256, "bytes": token * 256}, "granted": most, "most": most}
     parts = sum(said[segment] for segment in ("weights", "context", "compute", "runtime", "host"))
     assert parts == said["total"]
     [room] = said["devices"]
@@ -108,9 +111,28 @@ def test_a_quantized_kv_cache_is_estimated_and_explained(tmp_path: Path, capsys:
     words = [str(write(tmp_path / "m")), "--ctx-size", "256", "--parallel", "2", "-ctk", "q8_0", "-ctv", "q8_0"]
     _, said = estimate(capsys, *words)
     assert (said["kv_cache_dtype"], said["dtype"]) == ("int8", "bfloat16")
-    assert said["context"] == 2 * 2 * 2 * (16 + 2) * 512, "layers, keys and values, heads, a head's bytes, tokens"
+    assert said["context"] == 2 * 2 * 2 * (16 + 2) * 256, "layers, keys and values, heads, a head's bytes, tokens"
     main(["estimate", *words])
-    assert "2 layers x 2 KV heads x 36 B of int8 x 512 tokens" in capsys.readouterr().out
+    assert "2 layers x 2 KV heads x 36 B of int8 x 256 tokens, for one request" in capsys.readouterr().out
+
+
+def test_less_than_the_most_kv_cache_is_granted_where_less_is_free(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(write(tmp_path / "m")), "--models-memory-margin", "0", "--parallel", "64"]
+    base = estimate(capsys, *words)[1]
+    least, step = base["kv_cache"]["least"]["bytes"], 16 * 2 * 2 * 2 * 16 * 2
+    limit = (base["total"] >> 20) + 5
+    code, said = estimate(capsys, *words, "--device-limit", f"cpu={limit}")
+    room = (limit << 20) - base["total"]
+    assert (code, said["total"]) == (0, base["total"])
+    assert said["kv_cache"]["granted"]["bytes"] == least + room // step * step
+    assert said["kv_cache"]["least"] == base["kv_cache"]["least"]
+    assert said["kv_cache"]["most"] == base["kv_cache"]["granted"] == base["kv_cache"]["most"]
+    assert main(["estimate", *words, "--device-limit", f"cpu={limit}"]) == 0
+    lines = capsys.readouterr().out
+    assert f"KV cache of {said['kv_cache']['granted']['tokens']} tokens, if nothing else is loaded" in lines
+    assert f"KV cache of {base['kv_cache']['most']['tokens']} tokens, the full context of 64 sequences" in lines
 
 
 def test_kv_tokens_and_reserved_memory_are_in_the_figures_and_the_text(
@@ -147,7 +169,7 @@ def test_preset_keys_as_flags_change_the_estimate(tmp_path: Path, capsys: pytest
     longer = estimate(capsys, folder, "--ctx-size", "1024", "--parallel", "1")[1]
     more = estimate(capsys, folder, "--ctx-size", "256", "--parallel", "4")[1]
     wider = estimate(capsys, folder, "--ctx-size", "256", "--parallel", "1", "--dtype", "float32")[1]
-    assert longer["context"] == more["context"] == 4 * base["context"]
+    assert longer["context"] == more["kv_cache"]["most"]["bytes"] == 4 * base["context"]
     assert (wider["context"], wider["dtype"]) == (2 * base["context"], "float32")
 
 

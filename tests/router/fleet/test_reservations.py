@@ -47,7 +47,8 @@ def only(world: Schedule, name: str) -> Worker:
 def needs(*, forked: bool) -> int:
     """What is reserved for one of these models before anything was learned."""
     preset = Preset(id="a")
-    return estimate(LLAMA, preset, on_host=True, threads=threads(preset, on_host=True), forked=forked).total
+    found = estimate(LLAMA, preset, on_host=True, threads=threads(preset, on_host=True), forked=forked)
+    return found.granted(found.kv_steps).total
 
 
 async def leave(world: Schedule, name: str) -> None:

@@ -31,8 +31,8 @@ from router.memory.estimate import (
     beside_steps,
     estimate,
 )
-from router.memory.segments import compute_bytes, context_bytes, weight_bytes
-from tests.router.checkpoints import QWEN3_4B, checkpoints, preset, presets
+from router.memory.segments import compute_bytes, weight_bytes
+from tests.router.checkpoints import QWEN3_4B, checkpoints, most_context, preset, presets
 from worker.protocol.events import Estimated
 from worker.protocol.memory import (
     ATTENTION_TILE_BYTES,
@@ -57,19 +57,19 @@ BESIDE = DEVICE_PROCESS_HOST_BYTES + TOKENIZER + GRAMMARS + STAGING_BYTES
 
 
 def test_the_kv_cache_counts_kv_heads_and_the_stated_head_size() -> None:
-    assert context_bytes(QWEN3_4B, preset(), 4096, on_host=False) == 4 * 4096 * 36 * 2 * 8 * 128 * 2
-    assert context_bytes(QWEN3_4B, preset(dtype="float32"), 4096, on_host=False) == 4 * 4096 * 36 * 2 * 8 * 128 * 4
+    assert most_context(QWEN3_4B, preset(), 4096, on_host=False) == 4 * 4096 * 36 * 2 * 8 * 128 * 2
+    assert most_context(QWEN3_4B, preset(dtype="float32"), 4096, on_host=False) == 4 * 4096 * 36 * 2 * 8 * 128 * 4
 
 
 def test_latent_attention_counts_one_compressed_row_for_all_heads() -> None:
     deepseek = replace(QWEN3_4B, layers=61, heads=128, kv_heads=1, head_dim=512, value_dim=64)
-    blocks = context_bytes(deepseek, preset(parallel=1), 1000, on_host=False)
+    blocks = most_context(deepseek, preset(parallel=1), 1000, on_host=False)
     assert blocks == 61 * (512 + 64) * 1008 * 2, "whole blocks of 16 tokens"
 
 
 def test_kv_tokens_limit_the_cache_but_not_below_one_request() -> None:
-    whole = context_bytes(QWEN3_4B, preset(), 4096, on_host=False)
-    assert context_bytes(QWEN3_4B, preset(kv_tokens=8192), 4096, on_host=False) * 2 == whole
+    whole = most_context(QWEN3_4B, preset(), 4096, on_host=False)
+    assert most_context(QWEN3_4B, preset(kv_tokens=8192), 4096, on_host=False) * 2 == whole
     assert effective_ctx(QWEN3_4B, preset(ctx_size=-1, kv_tokens=5000)) == 5000
     with pytest.raises(ContextTooLarge, match="kv-tokens 4000 is less than the 4096 tokens"):
         estimate(QWEN3_4B, preset(kv_tokens=4000), on_host=False)
@@ -79,20 +79,20 @@ def test_a_state_has_the_same_size_at_any_length() -> None:
     without_heads = replace(QWEN3_4B, heads=0, kv_heads=0, head_dim=0)
     mamba = replace(without_heads, layers=8, state_layers=8, state_elements=1000, aligned=True)
     twice_in_float32, one_on_its_way = 4 * 8 * 1000 * 2 * 4, 1000 * 4
-    assert context_bytes(mamba, preset(), 10, on_host=False) == twice_in_float32 + one_on_its_way
-    assert context_bytes(mamba, preset(), 4096, on_host=False) == twice_in_float32 + one_on_its_way
+    assert most_context(mamba, preset(), 10, on_host=False) == twice_in_float32 + one_on_its_way
+    assert most_context(mamba, preset(), 4096, on_host=False) == twice_in_float32 + one_on_its_way
 
 
 def test_a_hybrid_layer_has_state_and_keys() -> None:
     keys = replace(QWEN3_4B, layers=8, state_elements=1000, aligned=True)
     both = replace(keys, state_layers=8, hybrids=8)
     states = 4 * 8 * 1000 * 2 * 4
-    assert context_bytes(both, preset(), 96, on_host=False) == context_bytes(keys, preset(), 96, on_host=False) + states
+    assert most_context(both, preset(), 96, on_host=False) == most_context(keys, preset(), 96, on_host=False) + states
 
 
 def test_the_aligned_cache_has_a_buffer_for_one_row_of_a_layer() -> None:
     packed = replace(QWEN3_4B, layers=8)
-    more = context_bytes(replace(packed, aligned=True), preset(), 96, on_host=False) - context_bytes(
+    more = most_context(replace(packed, aligned=True), preset(), 96, on_host=False) - most_context(
         packed, preset(), 96, on_host=False
     )
     assert more == 96 * packed.kv_heads * packed.head_dim * 2
@@ -100,8 +100,8 @@ def test_the_aligned_cache_has_a_buffer_for_one_row_of_a_layer() -> None:
 
 def test_kv_tokens_limit_the_rows_of_the_aligned_cache() -> None:
     aligned = replace(QWEN3_4B, layers=8, aligned=True)
-    two = context_bytes(aligned, preset(parallel=2), 96, on_host=False)
-    assert context_bytes(aligned, preset(parallel=4, kv_tokens=200), 96, on_host=False) == two
+    two = most_context(aligned, preset(parallel=2), 96, on_host=False)
+    assert most_context(aligned, preset(parallel=4, kv_tokens=200), 96, on_host=False) == two
 
 
 def test_the_aligned_backend_needs_more_than_the_paged_one() -> None:
@@ -112,8 +112,8 @@ def test_the_aligned_backend_needs_more_than_the_paged_one() -> None:
 def test_a_model_that_embeds_or_scores_has_no_cache() -> None:
     embedder, ranker = (replace(QWEN3_4B, capabilities=(name,)) for name in ("embedding", "rerank"))
     for facts, task in ((embedder, "auto"), (ranker, "auto"), (QWEN3_4B, "embed"), (QWEN3_4B, "rerank")):
-        assert context_bytes(facts, preset(task=task), 4096, on_host=True) == 0
-    assert context_bytes(embedder, preset(task="generate"), 4096, on_host=True) > 0
+        assert most_context(facts, preset(task=task), 4096, on_host=True) == 0
+    assert most_context(embedder, preset(task="generate"), 4096, on_host=True) > 0
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,8 @@ def test_segments_and_source_are_stated_by_shard() -> None:
     assert two.runtime == tuple(7 * MIB + beside_steps(each) for each in two.compute)
     assert sum(two.weights) == 8_044_936_192
     assert two.weights[1] == (20 * 100_930_816 + 2560) * 2, "the embeddings, and so the head, are on the first"
-    assert two.context == tuple(each * 4 * 4096 * 2 * 8 * 128 * 2 for each in (16, 20))
+    assert two.context == tuple(each * 4096 * 2 * 8 * 128 * 2 for each in (16, 20)), "of one request"
+    assert two.granted(two.kv_steps).context == tuple(4 * size for size in two.context)
     short = preset(prefill_chunk=16, ctx_size=256)
     tied, own = (estimate(replace(QWEN3_4B, tied=way), short, layers=(16, 20), on_host=False) for way in (True, False))
     assert tied.compute[0] > tied.compute[1], "logits are where the head is"
@@ -572,3 +573,69 @@ def test_a_grant_grows_the_cache_of_each_shard_by_whole_steps_and_fixes_it() -> 
     assert (granted.context, granted.kv_tokens, granted.kv_steps) == ((112, 56), 112, 0)
     assert granted.granted(0) == granted, "a fixed estimate stays as it is"
     assert ranged.granted(0).shards == ranged.shards
+
+
+PER_TOKEN = 36 * 2 * 8 * 128 * 2  # bytes of QWEN3_4B
+
+
+def test_the_least_cache_is_one_request_and_the_most_is_that_of_all_sequences() -> None:
+    found = estimate(QWEN3_4B, preset(ctx_size=1000, parallel=5), on_host=False)
+    assert found.context == (1008 * PER_TOKEN,), "whole blocks"
+    assert (found.kv_tokens, found.step_tokens, found.kv_step) == (1008, 16, (16 * PER_TOKEN,))
+    assert found.granted(found.kv_steps).kv_tokens == 5 * 1008
+    rows = estimate(replace(QWEN3_4B, aligned=True), preset(ctx_size=1000, parallel=5), on_host=False)
+    assert (rows.kv_tokens, rows.step_tokens, rows.kv_steps, rows.kv_step) == (1000, 1000, 4, (1000 * PER_TOKEN,))
+
+
+@pytest.mark.parametrize(
+    ("facts", "changes", "tokens"),
+    [
+        (QWEN3_4B, {"parallel": 1}, 4096),
+        (QWEN3_4B, {"kv_tokens": 9000}, 9008),
+        (replace(QWEN3_4B, aligned=True), {"kv_tokens": 9000}, 8192),
+        (QWEN3_4B, {"required_memory": {"": 900}}, 0),
+        (QWEN3_4B, {"task": "embed"}, 0),
+        (Checkpoint(tensors=QWEN3_4B.tensors, file_bytes=1), {}, 0),
+    ],
+)
+def test_a_cache_without_a_range_is_fixed(facts: Checkpoint, changes: dict[str, Any], tokens: int) -> None:
+    found = estimate(facts, preset(**changes), on_host=False)
+    assert (found.kv_steps, found.kv_step, found.kv_tokens) == (0, (), tokens)
+
+
+def test_states_of_all_sequences_are_in_the_least_cache_of_blocks() -> None:
+    facts = replace(QWEN3_4B, layers=8, state_layers=4, state_elements=1000)
+    found = estimate(facts, preset(parallel=3), on_host=False)
+    per_token = 4 * 2 * 8 * 128 * 2
+    assert found.context == (4096 * per_token + 3 * 4 * 4000,)
+    assert found.kv_step == (16 * per_token,)
+
+
+@settings(deadline=None)
+@given(facts=checkpoints, said=presets, rows=st.integers(1, 32))
+def test_the_range_is_the_cache_of_as_many_kv_tokens(facts: Checkpoint, said: Preset, rows: int) -> None:
+    """A worker gets its grant as kv-tokens, so each size of the range must be that of a preset with this key."""
+    found = estimate(facts, said, on_host=False)
+    steps = min(rows - 1, said.parallel - 1) * (found.kv_steps // max(1, said.parallel - 1))
+    granted = found.granted(steps)
+    assert granted.context == estimate(facts, replace(said, kv_tokens=granted.kv_tokens), on_host=False).context
+
+
+def test_a_trace_of_the_largest_cache_shows_the_bytes_of_its_steps() -> None:
+    """Static bytes of states are a bound, so the traced least and step may be less than the static ones."""
+    first = replace(estimate(QWEN3_4B, preset(), on_host=False), context=(1000,), kv_step=(400,), kv_steps=3)
+    first = replace(first, kv_tokens=4096, step_tokens=4096)  # 600 bytes do not grow
+    found = estimates.from_trace(
+        Estimated(weights=[5], context=[1801], compute=[3], runtime=[2]), preset(), first=first
+    )
+    assert (found.context, found.kv_step) == ((901,), (300,))
+    assert found.granted(3).context == (1801,), "the most is exact"
+    assert (found.kv_tokens, found.step_tokens, found.kv_steps) == (4096, 4096, 3)
+
+
+def test_an_exact_estimate_from_before_has_the_range_of_the_static_one() -> None:
+    first = estimate(QWEN3_4B, preset(), on_host=False)
+    known = replace(first.granted(first.kv_steps), source="exact", weights=(7,))
+    assert estimates.refreshed(known, first) == replace(first, source="exact", weights=(7,))
+    fixed = estimate(QWEN3_4B, preset(kv_tokens=9000), on_host=False)
+    assert estimates.refreshed(replace(fixed, source="exact"), fixed) == replace(fixed, source="exact")

@@ -13,9 +13,10 @@ from router.memory import sharding, tensor_parallel
 from router.memory.checkpoint_facts import Checkpoint, effective_ctx
 from router.memory.estimate import Estimate
 from router.memory.estimate import estimate as estimate_whole
-from router.memory.segments import context_bytes, weight_bytes
+from router.memory.segments import weight_bytes
 from router.memory.sharding import Choice, Indivisible, choices
 from router.planner.ledger import DeviceId
+from tests.router.checkpoints import most_context
 from tests.router.large import BIG, CPU, GIB, GPU, LAYER
 
 LARGE = replace(BIG, matrices=80 * (LAYER - 2 * 8192), kv_heads=8)
@@ -125,4 +126,6 @@ def test_dividing_conserves_weights_and_keys(
     parted = 2 * tensor_parallel.divided_elements(facts, ranks)
     assert 2 * matrices <= parted <= 2 * (matrices + head)
     assert whole <= sum(found.weights) - (ranks - 1) * (whole - parted) < whole + ranks
-    assert sum(found.context) == context_bytes(facts, said, effective_ctx(facts, said), on_host=False)
+    assert sum(found.granted(found.kv_steps).context) == most_context(
+        facts, said, effective_ctx(facts, said), on_host=False
+    )

@@ -16,9 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from router.config.presets import Preset
 from router.memory import checkpoint
 from router.memory.checkpoint_facts import Checkpoint
-from router.memory.estimate import beside_steps
-from router.memory.segments import compute_bytes, context_bytes, weight_bytes
+from router.memory.estimate import beside_steps, from_trace
+from router.memory.segments import compute_bytes, weight_bytes
+from router.memory.sharding import Choice, static_estimate
+from router.planner.ledger import HOST, LOCAL, DeviceId
 from tests import tiny
+from tests.router.checkpoints import most_context
 from tests.worker.families import FAMILIES
 from worker.engines.transformers import load_encoder
 from worker.engines.transformers.attention import cpu_linear
@@ -187,6 +190,48 @@ def test_a_cache_of_another_dtype_is_exact_with_its_unpacked_part(tmp_path: Path
     assert found.compute <= compute_bytes(checkpoint.read(snapshot), preset, 800, on_host=True)
 
 
+@pytest.mark.parametrize(
+    ("family", "settings", "changes"),
+    [
+        ("llama", {}, {}),
+        ("llama", {}, {"kv_cache_dtype": "int4"}),
+        ("llama", {"num_hidden_layers": 5}, {"devices": ("cuda:0", "cuda:1"), "layers": ("2", "3")}),
+        ("llama", {}, {"tensor_parallel": 2}),
+        ("gemma2", {}, {}),  # the aligned cache
+        ("gemma2", {}, {"kv_cache_dtype": "int8"}),
+        ("deepseek_v3", {}, {}),
+        ("t5", {}, {}),
+        ("mamba", {}, {}),  # states only
+        ("qwen3_next", {}, {}),  # states in some layers, keys in others
+        ("jamba", {}, {"devices": ("cuda:0", "cuda:1"), "layers": ("1", "3")}),
+    ],
+)
+def test_each_size_of_the_range_is_the_cache_of_so_many_tokens(
+    tmp_path: Path, family: str, settings: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    """One trace, of the largest cache, shows the least cache and the bytes of a step."""
+    snapshot = tiny.make(family, tmp_path / "m", **settings)
+    chosen = options(snapshot, parallel=3, ctx_size=100, prefill_chunk=32, **changes)
+    facts = checkpoint.read(snapshot)
+    preset = Preset(id="m", ctx_size=100, parallel=3, prefill_chunk=32, kv_cache_dtype=chosen.kv_cache_dtype)
+    choice = Choice(
+        layers=tuple(map(int, chosen.layers)),
+        ranks=chosen.tensor_parallel,
+        devices=frozenset(DeviceId(LOCAL, HOST if name == "cpu" else int(name[-1])) for name in chosen.devices),
+    )
+    make = tensor_parallel.divided_estimate if choice.ranks > 1 else estimate.estimate
+    found = from_trace(make(chosen), preset, first=static_estimate(choice, facts, preset, threads=1, forked=False))
+    assert found.kv_steps == (2 if facts.aligned else 14)
+    for steps in {int(family == "jamba"), 1, found.kv_steps // 2, found.kv_steps}:  # split, its trace needs two rows
+        granted = found.granted(steps)
+        exact = make(dataclasses.replace(chosen, kv_tokens=granted.kv_tokens))
+        if facts.state_layers and steps < found.kv_steps:  # the static bound on what does not grow is above the truth
+            pairs = zip(exact.context, granted.context, strict=True)
+            assert all(context <= size <= 1.1 * context for context, size in pairs)
+        else:
+            assert granted.context == tuple(exact.context)
+
+
 def assert_static_covers(chosen: Estimate, facts: Checkpoint) -> None:
     """Assert that the static estimate is not below the exact one: as a whole, and in KV cache and activations. Buffers
     that a model makes itself (rotary frequencies, causal masks) are not in its files, so only the whole covers them."""
@@ -199,7 +244,7 @@ def assert_static_covers(chosen: Estimate, facts: Checkpoint) -> None:
         load_format=chosen.load_format,
     )
     compute = compute_bytes(facts, preset, chosen.ctx_size, on_host=on_host)
-    context = context_bytes(facts, preset, chosen.ctx_size, on_host=on_host)
+    context = most_context(facts, preset, chosen.ctx_size, on_host=on_host)
     assert found.compute + found.on_device <= compute
     assert found.context <= context
     if chosen.load_format != "dummy":  # the tensors that a config implies are those of a Llama
