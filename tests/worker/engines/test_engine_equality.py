@@ -30,7 +30,7 @@ from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load.architectures import VERIFIED, backend
 
 torch.set_num_threads(1)
-NEW = 36
+NEW = 20  # each answer crosses a border of KV blocks
 LENGTHS = (1, 7, 23, 60)
 
 
@@ -89,7 +89,7 @@ async def test_greedy_text_equals_generate_while_others_join_end_and_are_cancell
 
     async with asyncio.timeout(DEADLINE), asyncio.TaskGroup() as tasks:
         for _ in range(10):
-            count = source.choice((3, 9, 20, NEW))
+            count = source.choice((3, 9, NEW))
             leave = source.choice((None, None, source.randrange(1, count + 1)))
             tasks.create_task(talk(source.choice(prompts), count, leave))
             for _ in range(source.randrange(40)):

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from tests import tiny
 from tests.worker import kept
+from tests.worker.families import SHALLOW
 from tests.worker.loaded import complete_one, generated, load, reference, serving
 from worker.engines.transformers.load import layer_split, staging
 from worker.engines.transformers.load.safetensors import WeightFile
@@ -38,7 +39,7 @@ KINDS = ("llama", "gpt2", "opt", "mistral", "gemma2", "falcon-alibi", "mpt", "ma
 @pytest.mark.slow
 @pytest.mark.parametrize("family", KINDS)
 def test_no_operator_is_given_tensors_of_two_devices(family: str, tmp_path: Path) -> None:
-    folder = tiny.make(family, tmp_path)
+    folder = tiny.make(family, tmp_path, **SHALLOW.get(family, {}))
     config = load_config(Estimate(snapshot=str(folder)))
     count: int = config.get_text_config(decoder=True).num_hidden_layers
     shards = traced(folder, ("1", str(count - 1)), prefill_chunk=8, parallel=2)
