@@ -9,9 +9,6 @@ look expensive, get small budgets, and continue to look expensive.
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from worker.engines.transformers.schedule.scheduler import Batch
 
 CostParts = tuple[float, float, float, float]
@@ -50,8 +47,10 @@ class StepCost:
 
     # All constants of this class are guesses, checked with simulated steps in tests/worker/engines/schedule.
     _NEWEST_WEIGHT = 0.3  # minimum weight of the newest step in the means of its kind
-    # Weight of a kind: _DECAY to the power of the steps since the last one, at least _MIN_WEIGHT.
-    _DECAY, _MIN_WEIGHT = 0.9, 0.01
+    _DECAY, _MIN_WEIGHT = (
+        0.9,
+        0.01,
+    )  # weight of a kind: _DECAY to the power of the steps since the last one, at least _MIN_WEIGHT
     _PRIOR = 1e-4  # weight of the prior, which decides parts without measurements
     # The prior: numbers of steps, decodes, prompt tokens and context reads that take as long as the fixed part.
     _PRIOR_PARTS: CostParts = (1.0, 16.0, 32.0, 4096.0)
@@ -59,7 +58,9 @@ class StepCost:
     # Maximum of kinds with prompts, and of kinds without. Every kind costs time in each fit, and many old ones together
     # would outweigh the present.
     _MAX_KINDS = 32
-    _MAX_OUTLIER = 4.0  # a duration above this multiple of the expected one is cut: the machine was busy
+    _MAX_OUTLIER = (
+        4.0  # a duration above this multiple of the expected one is cut: the machine was busy with other work
+    )
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[int, int, int], _StepKind] = {}
@@ -107,32 +108,48 @@ class StepCost:
         """Solve the weighted normal equations. The prior keeps them regular."""
         if not self._kinds:
             return 0.0, 0.0, 0.0, 0.0
-        kinds = self._kinds.values()
-        seconds = np.array([max(kind.seconds, 1e-9) for kind in kinds])
-        ages = [self._steps[kind.tokens > 0] - kind.seen for kind in kinds]
-        weights = np.maximum(self._DECAY ** np.array(ages), self._MIN_WEIGHT)
-        sizes = np.array([(1.0, kind.decodes, kind.tokens, kind.context_reads) for kind in kinds])
-        # Division by the measured seconds makes errors relative. The fit would else follow long steps only.
-        sizes /= seconds[:, None]  # [kinds, parts]; each row times the parts should be 1
-        prior = self._PRIOR * (np.array(self._PRIOR_PARTS) / seconds.mean()) ** 2
-        return _solve(sizes.T @ (sizes * weights[:, None]) + np.diag(prior), sizes.T @ weights)
+        mean = sum(kind.seconds for kind in self._kinds.values()) / len(self._kinds) + 1e-9
+        count = len(self._PRIOR_PARTS)
+        rows = [[0.0] * (count + 1) for _ in range(count)]
+        for place, size in enumerate(self._PRIOR_PARTS):
+            rows[place][place] = self._PRIOR * (size / mean) ** 2
+        for kind in self._kinds.values():
+            weight = max(self._DECAY ** (self._steps[kind.tokens > 0] - kind.seen), self._MIN_WEIGHT)
+            # Division by the measured seconds makes errors relative. The fit would else follow long steps only.
+            scale = 1.0 / max(kind.seconds, 1e-9)
+            row = (scale, kind.decodes * scale, kind.tokens * scale, kind.context_reads * scale, 1.0)
+            for place in range(count):
+                for column in range(count + 1):
+                    rows[place][column] += weight * row[place] * row[column]
+        fixed, decode, token, back = _solve(rows)
+        return fixed, decode, token, back
 
 
-def _solve(matrix: NDArray[np.float64], right: NDArray[np.float64]) -> CostParts:
-    """Non-negative solution of equations with a symmetric positive definite `matrix` `[parts, parts]`.
+def _solve(rows: list[list[float]]) -> list[float]:
+    """Non-negative solution of equations `[n][n + 1]`, symmetric and positive definite.
 
     The most negative variable is fixed at 0 and the others are solved again. Clipping alone would leave the others with
     values whose sum no longer matches the measurements.
     """
-    found, left = np.zeros(len(right)), list(range(len(right)))
+    left, last = list(range(len(rows))), len(rows)
     while left:
-        values = np.linalg.solve(matrix[np.ix_(left, left)], right[left])
-        if values.min() >= 0.0:
-            found[left] = values
-            break
-        left.pop(int(values.argmin()))
-    fixed, decode, token, back = found.tolist()
-    return fixed, decode, token, back
+        found = _eliminate([[rows[place][column] for column in (*left, last)] for place in left])
+        if min(found) >= 0.0:
+            parts = dict(zip(left, found, strict=True))
+            return [parts.get(place, 0.0) for place in range(last)]
+        left.pop(found.index(min(found)))
+    return [0.0] * last
+
+
+def _eliminate(rows: list[list[float]]) -> list[float]:
+    """Solution of equations `[n][n + 1]` by Gauss-Jordan elimination; positive definite, so no pivoting is needed."""
+    count = len(rows)
+    for place in range(count):
+        for other in range(count):
+            if other != place:
+                factor = rows[other][place] / rows[place][place]
+                rows[other] = [own - factor * pivot for own, pivot in zip(rows[other], rows[place], strict=True)]
+    return [row[count] / row[place] for place, row in enumerate(rows)]
 
 
 class PrefillBudget:
@@ -157,8 +174,9 @@ class PrefillBudget:
     # as long as all weights and four decodes (12 heads of 64 in float32, two cores of Zen 5).
     CONTEXT_SHARE = 1.5
     MIN_TOKENS = 4  # minimum budget; a guess
-    # Minimum where each part of a prompt is its own forward pass and reads all weights; a guess.
-    MIN_SEPARATE_TOKENS = 64
+    MIN_SEPARATE_TOKENS = (
+        64  # minimum where each part of a prompt is its own forward pass and reads all weights; a guess
+    )
     _INITIAL_TOKENS = 64  # budget before any prompt was timed; a guess
 
     def __init__(self, *, apart: bool = False) -> None:

@@ -23,8 +23,9 @@ class Segment:
     row: int
     start: int
     length: int
-    # The row's blocks, covering the tokens up to `end`; None for a cache without blocks.
-    table: BlockTable | None = None
+    table: BlockTable | None = (
+        None  # the row's blocks, covering the tokens up to `end`; None for a cache without blocks
+    )
     ahead: bool = False  # scheduled before the previous step finished: its one token is not in `sequence.tokens` yet
 
     @property
