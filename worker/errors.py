@@ -62,9 +62,11 @@ class UnknownField(RequestError):
 class ContextExceeded(RequestError):
     status, type, reason = 400, "exceed_context_size_error", "context_length_exceeded"
 
-    def __init__(self, prompt_tokens: int, limit: int, *, param: str | None = None):
+    def __init__(self, prompt_tokens: int, limit: int, *, param: str | None = None, is_exact: bool = True):
+        """`is_exact`: the tokens were counted. Otherwise the prompt has at least that many, by its length."""
+        least = "" if is_exact else "at least "
         super().__init__(
-            f"the prompt has {prompt_tokens} tokens, but this model's maximum context length is {limit} tokens;"
+            f"the prompt has {least}{prompt_tokens} tokens, but this model's maximum context length is {limit} tokens;"
             " shorten the prompt or raise ctx-size in the preset",
             param=param,
             extra={"n_prompt_tokens": prompt_tokens, "n_ctx": limit},

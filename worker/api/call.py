@@ -10,10 +10,12 @@ from worker.api.served_model import ServedModel
 from worker.errors import ContextExceeded, InvalidValue, UnsupportedField
 from worker.interface import Delta, GenerationRequest
 from worker.prompt.body_reader import BodyFields, Json
+from worker.prompt.text_limits import TextLimit
 from worker.protocol.dialects import Dialect
 from worker.protocol.dialects.generation_fields import MAX_TEXTS
 
 DEFAULT_PING_INTERVAL = 15.0
+MAX_CUT_IDS = 1 << 20  # maximum token ids of one text that is to be truncated
 
 
 class ReplyWriter(Protocol):
@@ -59,17 +61,18 @@ async def read_texts(
     name: str,
     model: ServedModel,
     *,
+    limit: TextLimit | None = None,
     prefix: str = "",
-    longest: int | None = None,
     add_special: bool = True,
 ) -> tuple[list[list[int]], list[str | None]]:
     """Return the token ids of each text in field `name`, and the texts themselves (None for token ids).
 
     The field holds one text or several. Each text is a string, token ids, a mixed list of strings and token ids, or
     an object that llama-server accepts. `prefix` is prepended to each string but not to token ids. `add_special`: add
-    the tokens that the tokenizer puts around a text. Raise InvalidValue or UnsupportedField naming the field, and
-    ContextExceeded for more than `longest` token ids (None: the context size).
+    the tokens that the tokenizer puts around a text. `limit`: that of each text, by default that of a prompt. Raise
+    InvalidValue or UnsupportedField naming the field, and ContextExceeded for texts or ids above the limit.
     """
+    limit = limit or model.prompt_limit(name)
     value = fields.take(name)
     items = value if isinstance(value, list) and value and not any(map(_is_number, value)) else [value]
     if len(items) > MAX_TEXTS:
@@ -79,14 +82,15 @@ async def read_texts(
         if not (isinstance(item, str) or (isinstance(item, list) and item)):
             raise InvalidValue(f"{name} must be a string, an array of strings, token ids or arrays of them", param=name)
         # checked before the ids themselves, to bound the work
-        if isinstance(item, list) and len(item) > (longest or model.engine.ctx_size):
+        longest = MAX_CUT_IDS if limit.keep else model.engine.ctx_size
+        if isinstance(item, list) and len(item) > longest:
             raise ContextExceeded(len(item), model.engine.ctx_size, param=name)
     strings = [item for item in items if isinstance(item, str)]
     encoded = iter(
-        await model.encode([prefix + text for text in strings] if prefix else strings, add_special=add_special)
+        await model.encode([prefix + text for text in strings] if prefix else strings, limit, add_special=add_special)
     )
     prompts = [
-        next(encoded) if isinstance(item, str) else await _ids(item, name, model, add_special=add_special)
+        next(encoded) if isinstance(item, str) else await _ids(item, model, limit, add_special=add_special)
         for item in items
     ]
     if not all(prompts):
@@ -114,10 +118,10 @@ def _without_media(item: Json, name: str) -> Any:
     return content if isinstance(content, str) else text
 
 
-async def _ids(pieces: list[Any], name: str, model: ServedModel, *, add_special: bool) -> list[int]:
+async def _ids(pieces: list[Any], model: ServedModel, limit: TextLimit, *, add_special: bool) -> list[int]:
     if all(type(piece) is int and 0 <= piece < model.vocab_size for piece in pieces):
         return pieces
-    return await model.encode_pieces(pieces, param=name, add_special=add_special)
+    return await model.encode_pieces(pieces, limit, add_special=add_special)
 
 
 def read_ping_interval(fields: BodyFields) -> float | None:

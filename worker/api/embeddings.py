@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import hypot
 from operator import mul
 from typing import Any
@@ -17,13 +18,13 @@ from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel
 from worker.interface import EncoderInput, EncodingConfig
 from worker.prompt import chat_template as chats
 from worker.prompt.body_reader import BodyFields, Json
+from worker.prompt.text_limits import TextLimit
 from worker.protocol.dialects.generation_fields import MAX_TEXTS
 from worker.protocol.dialects.llama_server import EMBEDDING, RERANK
 from worker.protocol.dialects.openai import EMBEDDINGS
 from worker.protocol.dialects.vllm import EMBED_CHAT, SCORE, SCORE_FIELDS
 
 MAX_INLINE_PRODUCTS = 1 << 18  # Multiplications that run in the event loop's thread; about 10 ms.
-MAX_INPUT_IDS = 1 << 20  # maximum token ids of one text that is to be truncated
 
 
 async def embeddings(body: Json, model: ServedModel) -> JsonAnswer:
@@ -128,9 +129,11 @@ async def _relevance(
     `names`: the fields of both, for errors.
     """
     if model.engine.encoding is None:
+        limit = _limit(model, names[1], truncate=truncate)
+        encode_group = partial(model.encode_pairs, limit=limit, truncate=truncate)
         others = [seconds] if len(firsts) == 1 else [[text] for text in seconds]
         groups = zip(firsts, others, strict=True)
-        pairs = [pair for first, group in groups for pair in await model.encode_pairs(first, group, truncate=truncate)]
+        pairs = [pair for first, group in groups for pair in await encode_group(first, group)]
         return await model.engine.score(_checked(pairs, model, names[1])), pairs
     queries = await _encode(firsts, model, names[0], "query", truncate=truncate)
     texts = [*queries, *await _encode(seconds, model, names[1], "document", truncate=truncate)]
@@ -186,7 +189,8 @@ async def _read_inputs(fields: BodyFields, names: tuple[str, ...], model: Served
     if len(given) > 1:
         raise InvalidValue(f"{' and '.join(given)} mean the same; send one of them", param=given[1])
     name = given[0] if given else names[0]
-    rows, texts = await read_texts(fields, name, model, prefix=prompt, longest=MAX_INPUT_IDS if truncate else None)
+    limit = _limit(model, name, truncate=truncate)
+    rows, texts = await read_texts(fields, name, model, limit=limit, prefix=prompt)
     written = [text for text in texts if text is not None]
     if written:
         return await _prepare(rows, written, model, encoding, prompt, name, truncate=truncate)
@@ -212,7 +216,8 @@ async def _read_chat(fields: BodyFields, model: ServedModel) -> EncoderInput:
         fields.mark_unused("tools")
     truncate = _read_truncate(fields)
     add_special = fields.flag("add_special_tokens") or False
-    [tokens] = await model.encode([await model.render(chat)], add_special=add_special)
+    limit = _limit(model, "messages", truncate=truncate)
+    [tokens] = await model.encode([await model.render(chat, limit)], limit, add_special=add_special)
     if not tokens:
         raise InvalidValue("this model's chat template renders the messages to an empty text", param="messages")
     return _checked([EncoderInput(tokens[: model.max_text] if truncate else tokens)], model, "messages")[0]
@@ -224,7 +229,7 @@ async def _encode(
     """Tokenize `texts` with the instruction named `prompt` before each. Raise ContextExceeded."""
     encoding = _encoding(model)
     instruction = encoding.prompts.get(prompt, "")
-    rows = await model.encode([instruction + text for text in texts])
+    rows = await model.encode([instruction + text for text in texts], _limit(model, name, truncate=truncate))
     rows = [row or model.start_of_text(name) for row in rows]
     return await _prepare(rows, texts, model, encoding, instruction, name, truncate=truncate)
 
@@ -244,11 +249,11 @@ async def _prepare(
     """
     skipped = 0
     if prompt and encoding.skips_prompt:
-        [alone] = await model.encode([prompt])
+        [alone] = await model.encode([prompt], _limit(model, "prompt_name", truncate=False))
         skipped = len(alone) - (bool(alone) and alone[-1] in model.special_ids)
     if truncate:
         long = [index for index, row in enumerate(rows) if len(row) > model.max_text]
-        shorter = await model.encode_cut([prompt + texts[index] for index in long])
+        shorter = await model.encode_cut([prompt + texts[index] for index in long], _limit(model, name, truncate=True))
         for index, row in zip(long, shorter, strict=True):
             rows[index] = row
     return _checked([EncoderInput(row, skipped=skipped) for row in rows], model, name)
@@ -260,6 +265,11 @@ def _checked(texts: list[EncoderInput], model: ServedModel, name: str) -> list[E
         if len(text.tokens) > model.max_text:
             raise ContextExceeded(len(text.tokens), model.max_text, param=name)
     return texts
+
+
+def _limit(model: ServedModel, name: str, *, truncate: bool) -> TextLimit:
+    """The limit of a text in field `name`."""
+    return TextLimit(model.max_text, name, keep="start" if truncate else "")
 
 
 def _encoding(model: ServedModel) -> EncodingConfig:

@@ -82,7 +82,7 @@ async def count_token(body: Json, model: ServedModel) -> JsonAnswer:
     if prompt is None:
         raise InvalidValue("prompt must be a string", param="prompt")
     ignored = fields.check_unknown(strict=model.options.strict_fields)
-    [tokens] = await model.encode([prompt])
+    [tokens] = await model.encode([prompt], model.count_limit("prompt"))
     return JsonAnswer(body={"count": len(tokens), "error_code": 0}, ignored=ignored, prompt_tokens=len(tokens))
 
 

@@ -138,7 +138,9 @@ async def _infill_prompt(fields: BodyFields, model: ServedModel) -> list[int]:
             param="input_extra",
         )
     prefix, suffix, start = await model.encode(
-        [text or "" for text in (prefix_text, suffix_text, start_text)], add_special=False
+        [text or "" for text in (prefix_text, suffix_text, start_text)],
+        model.prompt_limit("input_prefix"),
+        add_special=False,
     )
     return [*model.start, *await _extra_file_tokens(files, layout, model), *layout.around(prefix, suffix), *start]
 
@@ -154,7 +156,7 @@ async def _extra_file_tokens(files: Sequence[Json], layout: FillInTheMiddle, mod
         pieces += [(layout.repository, "myproject\n")] if layout.repository is not None else []
         pieces += [(layout.file, f"{file.get('filename') or 'tmp'}\n{file['text']}") for file in files]
         pieces += [(layout.file, "filename\n")]
-    encoded = await model.encode([text for _, text in pieces], add_special=False)
+    encoded = await model.encode([text for _, text in pieces], model.prompt_limit("input_extra"), add_special=False)
     marked = zip([mark for mark, _ in pieces], encoded, strict=True)
     return [id for mark, tokens in marked for id in ([] if mark is None else [mark]) + tokens]
 
@@ -194,7 +196,7 @@ async def apply_template(body: Json, model: ServedModel) -> JsonAnswer:
     conversation = chat_template.read(fields, model.template)
     fields.skip(TEMPLATE)
     ignored = fields.check_unknown(strict=model.options.strict_fields)
-    return JsonAnswer(body={"prompt": await model.render(conversation)}, ignored=ignored)
+    return JsonAnswer(body={"prompt": await model.render(conversation, model.count_limit("messages"))}, ignored=ignored)
 
 
 class LlamaServerWriter:

@@ -18,6 +18,7 @@ from worker.prompt import chat_template as chats
 from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.chat_formats import ChatFormat
 from worker.prompt.response_parser import AnswerParser, ParseOptions, call_syntax, marker_tokens
+from worker.prompt.text_limits import TextLimit
 from worker.protocol.dialects.openai import CHAT, CHAT_TOKENS, COMPLETIONS, TEXT_COMPLETION
 
 _OWN_NAMES: Mapping[str, str] = {}
@@ -118,7 +119,8 @@ async def _parse_chat(
     common = read_common_options(fields, model, logprobs=(top or 0) if has_logprobs else None)
     common.check_max_tokens()
     ignored = fields.check_unknown(strict=model.options.strict_fields)
-    prompt, tokens, prompt_images = await _prompt_tokens(conversation, tooling, model)
+    limit = common.limit(model, "messages")
+    prompt, tokens, prompt_images = await _prompt_tokens(conversation, tooling, model, limit)
     if common.max_prompt_tokens is not None and prompt_images is not None:
         raise UnsupportedField(
             "truncate_prompt_tokens is not supported for prompts with images; leave it out",
@@ -180,9 +182,10 @@ async def _read_prompts(
     fields: BodyFields, model: ServedModel, common: CommonOptions, suffix: str | None, *, add_special: bool = True
 ) -> tuple[list[list[int]], list[str]]:
     """Return the tokens of each prompt of a text completion, after truncation, and their texts."""
-    prompts, texts = await read_texts(fields, "prompt", model, add_special=add_special)
+    limit = common.limit(model, "prompt")
+    prompts, texts = await read_texts(fields, "prompt", model, limit=limit, add_special=add_special)
     if suffix:
-        prompts = await model.encode_around(prompts, texts, suffix)
+        prompts = await model.encode_around(prompts, texts, suffix, limit)
     shown = []
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         prompts[number] = common.cut(prompt)
@@ -217,17 +220,18 @@ async def chat_prompt_tokens(
             )
         fields.skip(CHAT_TOKENS)
         ignored = fields.check_unknown(strict=model.options.strict_fields)
-        prompt, tokens, _ = await _prompt_tokens(conversation, tooling, model)
-    if add_special:
-        [tokens] = await model.encode([prompt])
+        limit = model.count_limit("messages")
+        prompt, tokens, _ = await _prompt_tokens(conversation, tooling, model, limit)
+        if add_special:
+            [tokens] = await model.encode([prompt], limit)
     return tokens, tuple(client_name(names, name) for name in ignored)
 
 
 async def _prompt_tokens(
-    conversation: chats.Conversation, tooling: tools.ToolOptions, model: ServedModel
+    conversation: chats.Conversation, tooling: tools.ToolOptions, model: ServedModel, limit: TextLimit
 ) -> tuple[str, list[int], PromptImages | None]:
     """Return the prompt as text, its tokens and its images."""
-    prompt, tokens, prompt_images = await model.read(replace(conversation, tools=tooling.shown))
+    prompt, tokens, prompt_images = await model.read(replace(conversation, tools=tooling.shown), limit)
     if not tokens:
         raise InvalidValue("this model's chat template renders the messages to an empty prompt", param="messages")
     return prompt, tokens, prompt_images

@@ -11,6 +11,7 @@ from worker.errors import InvalidValue
 from worker.interface import GenerationRequest
 from worker.prompt import adapter_choice, guided_decoding, logprob_options, sampling_options
 from worker.prompt.body_reader import BodyFields, to_integer
+from worker.prompt.text_limits import TextLimit
 from worker.protocol.dialects.openai import MAX_ENDS, STREAM_OPTIONS
 
 
@@ -38,6 +39,15 @@ class CommonOptions:
         if self.max_prompt_tokens is None:
             return prompt
         return prompt[: self.max_prompt_tokens] if self.keep_first else prompt[-self.max_prompt_tokens :]
+
+    def limit(self, model: ServedModel, param: str) -> TextLimit:
+        """The limit of a prompt in field `param`."""
+        whole = model.prompt_limit(param)
+        if self.max_prompt_tokens is None:
+            return whole
+        # One token too many is kept of a prompt that is truncated to more than the context, so that it is rejected.
+        tokens = min(self.max_prompt_tokens, whole.tokens + 1)
+        return replace(whole, tokens=tokens, keep="start" if self.keep_first else "end")
 
     def generations(
         self,

@@ -5,25 +5,37 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from worker.detokenizer import TokenBytes
-from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel, UnsupportedField
+from worker.errors import InvalidValue, UnsupportedByModel, UnsupportedField
 from worker.interface import EncoderInput, Engine, PromptImages
 from worker.prompt import chat_formats, sampling_options
 from worker.prompt.chat_template import ChatTemplate, Conversation
 from worker.prompt.response_parser import AnswerParser, ParseOptions
+from worker.prompt.text_limits import PIECE, TextLimit, bound_of, groups, shorten
 from worker.protocol.argv import ModelOptions, Profile, Serve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
-# Characters above which a text is tokenized in a thread. Below it, tokenizing takes about 10 ms of the event loop.
-LONG_TEXT = 64 * 1024
+# Characters above which a text is tokenized in a thread. Below it, tokenizing takes at most about 10 ms of the event
+# loop: a microsecond per byte is the slowest that was measured.
+LONG_TEXT = 8 * 1024
+LONG_CHAT = 64 * 1024  # characters above which a chat is rendered in a thread; rendering is faster than tokenizing
+# Texts that are tokenized or rendered in threads at once. It bounds their memory.
+MAX_TOKENIZING = 2
+MAX_REQUEST_TOKENS = 1 << 20  # tokens of all texts of one request, 40 MB of numbers
+# Tokens that a call which only counts or lists them accepts. Clients use it to cut texts that are too long.
+COUNTED_CONTEXTS, COUNTED_TOKENS = 2, 64 * 1024
+# Characters of a chat beyond those that its tokens could have. Templates drop parts of chats, such as old reasoning.
+CHAT_GRACE = 1 << 20
 
 
 class ServedModel:
@@ -42,6 +54,8 @@ class ServedModel:
         self.special_ids = frozenset(tokenizer.all_special_ids)
         self.fingerprint = _fingerprint(options)
         self.token_bytes = _token_bytes(tokenizer)  # the bytes of a single token
+        self.text_bound = bound_of(tokenizer)
+        self._threads = ThreadPoolExecutor(MAX_TOKENIZING, "tokenizer")  # shared by all profiles
         # Copies of the tokenizer with other settings, by purpose. Shared by all profiles.
         self._copies: dict[str, PreTrainedTokenizerBase] = {}
         # warm-up: the first call changes the tokenizer's state, and later calls run in threads
@@ -100,51 +114,124 @@ class ServedModel:
     def check_prompt(self, prompt: Sequence[int], *, param: str) -> None:
         """Raise ContextExceeded if the prompt leaves no room for an answer."""
         if len(prompt) > self.max_prompt:
-            is_full = self.max_prompt == self.engine.ctx_size - 1
-            raise ContextExceeded(len(prompt), self.engine.ctx_size if is_full else self.max_prompt, param=param)
+            raise self.prompt_limit(param).error(len(prompt), is_exact=True)
+
+    def prompt_limit(self, param: str) -> TextLimit:
+        """The limit of a prompt in field `param`."""
+        is_full = self.max_prompt == self.engine.ctx_size - 1
+        return TextLimit(self.max_prompt, param, shown=self.engine.ctx_size if is_full else 0)
+
+    def count_limit(self, param: str) -> TextLimit:
+        """The limit of a text in field `param` that is only tokenized."""
+        return TextLimit(max(COUNTED_CONTEXTS * self.engine.ctx_size, COUNTED_TOKENS), param)
 
     async def encode(
-        self, texts: Sequence[str], *, add_special: bool = True, parse_special: bool = True
+        self, texts: Sequence[str], limit: TextLimit, *, add_special: bool = True, parse_special: bool = True
     ) -> list[list[int]]:
         """Return the token ids of each text. Long texts are tokenized in a thread so that the event loop is not
         blocked.
+
+        A text that cannot have few enough tokens for `limit` is rejected before it is tokenized, or cut. A result may
+        still have more tokens than that. Raise ContextExceeded, and InvalidValue for more than MAX_REQUEST_TOKENS
+        tokens.
 
         `add_special`: add the tokens that the tokenizer puts around a text. `parse_special`: read `<s>` as the
         special token instead of as three characters.
         """
         if not texts:
             return []
+        texts = [self.text_bound.fit(text, limit) for text in texts]
         is_quick = parse_special or "literal" in self._copies
         if is_quick and sum(map(len, texts)) <= LONG_TEXT:
             return self._encode(texts, add_special=add_special, parse_special=parse_special)
-        return await asyncio.to_thread(self._encode, texts, add_special=add_special, parse_special=parse_special)
+
+        def encode() -> list[list[int]]:
+            rows: list[list[int]] = []
+            total = 0
+            for group in groups(shorten(text, limit, self._count) for text in texts):
+                encoded = self._encode(group, add_special=add_special, parse_special=parse_special)
+                total = self._add_tokens(total, encoded, limit)
+                rows += encoded
+            return rows
+
+        return await self._in_thread(encode)
+
+    async def _in_thread(self, function: Callable[[], Result]) -> Result:
+        """Run `function` in one of few threads. It goes on when its request is cancelled, and keeps its thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+    def _count(self, text: str) -> int:
+        """The number of tokens of `text`, without special tokens around it."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return len(self._encode([text], add_special=False, parse_special=True)[0])
+        [encoding] = backend.encode_batch_fast([text], add_special_tokens=False)  # a third of the time of `encode`
+        return len(encoding)
+
+    def _add_tokens(self, total: int, rows: Sequence[Sequence[int]], limit: TextLimit) -> int:
+        """Return `total` and the tokens of `rows`. Raise InvalidValue if that is too much for one request."""
+        total += sum(map(len, rows))
+        if total > max(MAX_REQUEST_TOKENS, COUNTED_CONTEXTS * self.engine.ctx_size):
+            raise InvalidValue(
+                f"{limit.param} has more than {MAX_REQUEST_TOKENS} tokens in all; send its texts in several requests",
+                param=limit.param,
+            )
+        return total
 
     def encode_piece(self, text: str) -> list[int]:
         """Return the token ids of a short text, without special tokens around it."""
         return self._encode([text], add_special=False, parse_special=True)[0]
 
-    async def encode_cut(self, texts: Sequence[str]) -> list[list[int]]:
+    async def encode_cut(self, texts: Sequence[str], limit: TextLimit) -> list[list[int]]:
         """Like `encode`, with each text truncated at its end to `max_text` tokens including special tokens."""
         if not texts:
             return []
-        return await asyncio.to_thread(lambda: [list(ids) for ids in self._truncated(list(texts))["input_ids"]])
+        texts = [self.text_bound.fit(text, limit) for text in texts]
 
-    async def encode_pairs(self, first: str, seconds: Sequence[str], *, truncate: bool = False) -> list[EncoderInput]:
+        def encode() -> list[list[int]]:
+            shorter = (shorten(text, limit, self._count) for text in texts)
+            return [list(ids) for group in groups(shorter) for ids in self._truncated(group)["input_ids"]]
+
+        return await self._in_thread(encode)
+
+    async def encode_pairs(
+        self, first: str, seconds: Sequence[str], limit: TextLimit, *, truncate: bool = False
+    ) -> list[EncoderInput]:
         """Join `first` with each of `seconds` as the tokenizer joins pairs. `truncate`: remove tokens beyond `max_text`
-        from the end of the longer text of a pair.
+        from the end of the longer text of a pair. Raise the errors of `encode`.
         """
+        first = self.text_bound.fit(first, limit)
+        seconds = [self.text_bound.fit(second, limit) for second in seconds]
+        total = 0
 
-        def encode() -> list[EncoderInput]:
-            pairs = ([first] * len(seconds), list(seconds))
+        def encode(group: list[str]) -> list[EncoderInput]:
+            nonlocal total
+            pairs = ([first] * len(group), group)
             encoded: Any = self._truncated(*pairs) if truncate else self.tokenizer(*pairs, verbose=False)
-            kinds = encoded.get("token_type_ids") or [()] * len(seconds)
+            total = self._add_tokens(total, encoded["input_ids"], limit)
+            kinds = encoded.get("token_type_ids") or [()] * len(group)
             return [EncoderInput(ids, kind) for ids, kind in zip(encoded["input_ids"], kinds, strict=True)]
 
-        is_quick = not truncate and len(first) * len(seconds) + sum(map(len, seconds)) <= LONG_TEXT
-        return encode() if is_quick else await asyncio.to_thread(encode)
+        if not truncate and len(first) * len(seconds) + sum(map(len, seconds)) <= LONG_TEXT:
+            return encode(seconds)
+
+        def encode_all() -> list[EncoderInput]:
+            nonlocal first
+            first = shorten(first, limit, self._count)
+            shorter = (shorten(second, limit, self._count) for second in seconds)
+            # The first text counts with each of the others, so groups of a constant number would not bound the memory.
+            size = max(1, PIECE // (len(first) + 1))
+            return [
+                pair
+                for group in groups(shorter)
+                for begin in range(0, len(group), size)
+                for pair in encode(group[begin : begin + size])
+            ]
+
+        return await self._in_thread(encode_all)
 
     async def encode_around(
-        self, prompts: Sequence[Sequence[int]], texts: Sequence[str | None], suffix: str
+        self, prompts: Sequence[Sequence[int]], texts: Sequence[str | None], suffix: str, limit: TextLimit
     ) -> list[list[int]]:
         """Return each prompt with `suffix` in the model's fill-in-the-middle layout.
 
@@ -155,8 +242,8 @@ class ServedModel:
             raise UnsupportedField(
                 "suffix is not supported: this model has no fill-in-the-middle tokens; leave it out", param="suffix"
             )
-        [after] = await self.encode([suffix], add_special=False)
-        plain = iter(await self.encode([text for text in texts if text is not None], add_special=False))
+        [after] = await self.encode([suffix], replace(limit, param="suffix"), add_special=False)
+        plain = iter(await self.encode([text for text in texts if text is not None], limit, add_special=False))
         before = [prompt if text is None else next(plain) for prompt, text in zip(prompts, texts, strict=True)]
         return [self.start + self.fill_in_the_middle.around(prefix, after) for prefix in before]
 
@@ -167,20 +254,23 @@ class ServedModel:
         return begins[:1] if begins[0] == self.tokenizer.bos_token_id else []
 
     async def encode_pieces(
-        self, pieces: Sequence[Any], *, param: str, add_special: bool = True, parse_special: bool = True
+        self, pieces: Sequence[Any], limit: TextLimit, *, add_special: bool = True, parse_special: bool = True
     ) -> list[int]:
         """Return the token ids of one text given as pieces: ids are kept, strings are tokenized.
 
-        `add_special` applies to a string at the beginning only. Raise InvalidValue naming the field `param`.
+        `add_special` applies to a string at the beginning only. Raise InvalidValue, and the errors of `encode`.
         """
+        param = limit.param
+        if not limit.keep and len(pieces) > limit.tokens:
+            raise limit.error(len(pieces), is_exact=True)
         for piece in pieces:
             if not (isinstance(piece, str) or (type(piece) is int and 0 <= piece < self.vocab_size)):
                 raise InvalidValue(f"{param} must hold token ids between 0 and {self.vocab_size - 1}", param=param)
         begins = bool(pieces) and isinstance(pieces[0], str)
         first = [pieces[0]] if begins else []
         rest = [piece for piece in pieces[begins:] if isinstance(piece, str)]
-        encoded = await self.encode(first, add_special=add_special, parse_special=parse_special)
-        encoded += await self.encode(rest, add_special=False, parse_special=parse_special)
+        encoded = await self.encode(first, limit, add_special=add_special, parse_special=parse_special)
+        encoded += await self.encode(rest, limit, add_special=False, parse_special=parse_special)
         texts = iter(encoded)
         return [id for piece in pieces for id in (next(texts) if isinstance(piece, str) else [piece])]
 
@@ -196,27 +286,31 @@ class ServedModel:
         """Return the text of `tokens`, including special tokens, without cleaning up spaces."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    async def read(self, conversation: Conversation) -> tuple[str, list[int], PromptImages | None]:
+    async def read(self, conversation: Conversation, limit: TextLimit) -> tuple[str, list[int], PromptImages | None]:
         """Return the chat as one prompt: its text (without that of prior tokens), its tokens, and its images.
 
-        Raise InvalidValue, and the errors of `worker.interface.ImageProcessor.read`.
+        Raise InvalidValue, the errors of `encode`, and those of `worker.interface.ImageProcessor.read`.
         """
-        prompt = await self.render(conversation)
+        prompt = await self.render(conversation, limit)
         images = conversation.images
         if not images:
-            [tokens] = await self.encode([prompt], add_special=False)
+            [tokens] = await self.encode([prompt], limit, add_special=False)
             return prompt, [*conversation.before, *tokens], None
         assert self.engine.vision is not None, "images were rejected earlier"
+        self.text_bound.fit(prompt, replace(limit, keep=""))
         return prompt, *await self.engine.vision.read(prompt, images)
 
-    async def render(self, conversation: Conversation) -> str:
+    async def render(self, conversation: Conversation, limit: TextLimit) -> str:
         """Render the chat with the template, as a whole or as the continuation of prior tokens. Long chats are rendered
-        in a thread.
+        in a thread. Raise ContextExceeded for a chat that is too long to be rendered.
         """
         render = self.template.render_on if conversation.before else self.template.render
-        if conversation.size <= LONG_TEXT:
+        size = conversation.size
+        if size > self.text_bound.most_bytes(limit.tokens) + CHAT_GRACE:
+            raise limit.error(size // self.text_bound.bytes_per_token)
+        if size <= LONG_CHAT:
             return render(conversation)
-        return await asyncio.to_thread(render, conversation)
+        return await self._in_thread(lambda: render(conversation))
 
     def _encode(self, texts: Sequence[str], *, add_special: bool, parse_special: bool) -> list[list[int]]:
         # reading special tokens as text is tokenizer state, and other threads use the tokenizer

@@ -45,7 +45,7 @@ async def _of_content(body: Json, model: ServedModel) -> JsonAnswer:
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     pieces = content if isinstance(content, list) else [content]
     tokens = await model.encode_pieces(
-        pieces, param="content", add_special=add_special, parse_special=parse_special is not False
+        pieces, model.count_limit("content"), add_special=add_special, parse_special=parse_special is not False
     )
     listed: list[Any] = [{"id": token, "piece": _piece(model, token)} for token in tokens] if with_pieces else tokens
     return JsonAnswer(body={"tokens": listed}, ignored=ignored)
@@ -58,7 +58,7 @@ async def _of_prompt(body: Json, model: ServedModel) -> JsonAnswer:
     add_special = fields.flag("add_special_tokens") is not False
     with_strings = fields.flag("return_token_strs") or False
     ignored = fields.check_unknown(strict=model.options.strict_fields)
-    [tokens] = await model.encode([prompt], add_special=add_special)
+    [tokens] = await model.encode([prompt], model.count_limit("prompt"), add_special=add_special)
     return _tokens_answer(tokens, model, ignored, with_strings=with_strings)
 
 
@@ -74,7 +74,7 @@ async def _of_chat(body: Json, model: ServedModel) -> JsonAnswer:
 def _tokens_answer(
     tokens: Sequence[int], model: ServedModel, ignored: tuple[str, ...], *, with_strings: bool
 ) -> JsonAnswer:
-    """Return vLLM's answer. Texts beyond `max_model_len` are accepted."""
+    """Return vLLM's answer. Texts beyond `max_model_len` are accepted, up to `ServedModel.count_limit`."""
     answer = {
         "count": len(tokens),
         "max_model_len": model.engine.ctx_size,
@@ -93,6 +93,9 @@ async def detokenize(body: Json, model: ServedModel) -> JsonAnswer:
     listed = fields.sequence("tokens")
     if listed is None:
         raise InvalidValue("tokens must be an array of token ids", param="tokens")
+    limit = model.count_limit("tokens")
+    if len(listed) > limit.tokens:
+        raise limit.error(len(listed), is_exact=True)
     tokens = [id for token in listed if (id := to_integer(token)) is not None and 0 <= id < model.vocab_size]
     if len(tokens) < len(listed):
         raise InvalidValue(f"tokens must be token ids between 0 and {model.vocab_size - 1}", param="tokens")

@@ -20,7 +20,7 @@ MAX_LEVELS = 200
 _LEVELS_WRITTEN = 254
 
 
-def parse(body: bytes) -> Json:
+def parse(body: bytes | bytearray) -> Json:
     """Parse the JSON object in `body`. Raise InvalidJson.
 
     orjson is strict: it rejects NaN, infinities, invalid UTF-8 and lone surrogates. It parses 1024 levels but

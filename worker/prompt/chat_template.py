@@ -12,6 +12,7 @@ import orjson
 from worker.errors import InvalidValue, StartError, UnsupportedByModel, UnsupportedField
 from worker.images import TEXT_ONLY, EncodedImage, from_url
 from worker.prompt.body_reader import BodyFields, Json, parse_setting
+from worker.prompt.text_limits import strings_length
 from worker.protocol.dialects.generation_fields import MAX_TOOLS, ROLES
 from worker.protocol.dialects.openai import DETAILS
 from worker.protocol.events import Exit
@@ -48,8 +49,8 @@ class Conversation:
 
     @property
     def size(self) -> int:
-        """Approximate number of characters of all contents, without images."""
-        return sum(len(part) for message in self.messages for part in _parts(message) if isinstance(part, str))
+        """Number of characters of all that is rendered, without images."""
+        return strings_length(self.messages, self.tools, self.documents, self.variables)
 
     @property
     def images(self) -> list[EncodedImage]:

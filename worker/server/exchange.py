@@ -18,17 +18,13 @@ from worker.protocol.dialects import Dialect
 from worker.protocol.events import RequestEnded
 from worker.protocol.routes import REQUEST_ID_HEADER, ignored_fields
 from worker.protocol.streams import error_frame, keepalive_frame, stream
+from worker.server.bodies import MAX_BODY_BYTES
 from worker.server.connection import ClientConnection
 from worker.server.merge import Batch, MergedDeltas
 
-MAX_BODY_BYTES = 512 << 20  # the router's limit is far lower; this one protects a worker that is started by hand
 ID = web.RequestKey("id", str)
 DIALECT = web.RequestKey("dialect", Dialect)
 _log = logging.getLogger(__name__)
-
-
-class EncodedBody(RequestError):
-    status, type, reason = 415, "invalid_request_error", "encoding"
 
 
 class BodyTooLarge(RequestError):

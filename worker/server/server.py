@@ -23,7 +23,7 @@ from aiohttp import web
 
 from worker.api.call import GenerationCall, JsonAnswer
 from worker.api.served_model import ServedModel
-from worker.errors import Draining, InvalidJson, InvalidValue, QueueFull, RequestError, StartError, Unauthorized
+from worker.errors import Draining, InvalidValue, QueueFull, RequestError, StartError, Unauthorized
 from worker.interface import AdapterChoice, Engine, GenerationRequest
 from worker.prompt.body_reader import Json, parse
 from worker.protocol.argv import AdapterSource, Profile, Serve
@@ -46,12 +46,11 @@ from worker.protocol.routes import (
 )
 from worker.protocol.streams import stream
 from worker.server import listen
+from worker.server.bodies import MAX_BODY_BYTES, LargeBodies, read
 from worker.server.connection import WRITE_TIMEOUT, ClientGone
 from worker.server.exchange import (
     DIALECT,
     ID,
-    MAX_BODY_BYTES,
-    EncodedBody,
     Exchange,
     StreamFrames,
     from_http_exception,
@@ -110,6 +109,7 @@ class Server:
         self._write_timeout = None if token else write_timeout
         self._running: set[MergedDeltas] = set()
         self._requests = 0
+        self._bodies = LargeBodies()
         self._is_closing = False
         self._usual_seconds = 1.0  # moving average of a request's duration, for Retry-After
         self._runner = web.AppRunner(
@@ -211,7 +211,7 @@ class Server:
 
     async def _put_adapters(self, request: web.Request) -> web.StreamResponse:
         """Replace the list of adapters that requests may name."""
-        body = parse(await _read(request))
+        body = parse(await read(request))
         try:
             sources = [AdapterSource(**fields) for fields in body["adapters"]]
             problems = await self._model.engine.set_adapters(sources, str(body.get("default", "")))
@@ -221,7 +221,7 @@ class Server:
 
     async def _put_profile(self, request: web.Request) -> web.StreamResponse:
         """Set the request defaults of one name of the model."""
-        body = parse(await _read(request))
+        body = parse(await read(request))
         try:
             profile = Profile(**body)
             self._profiles[profile.name] = self._model.under(profile)
@@ -240,7 +240,8 @@ class Server:
         async def generate(exchange: Exchange) -> web.StreamResponse:
             model = self._model_of(exchange.request)
             waited = _load_time(exchange.request) if route.reports_load_time else {}
-            call = await function(await _body(exchange.request), model, **waited)
+            async with self._bodies.admit(exchange.request):
+                call = await function(await _body(exchange.request), model, **waited)
             if isinstance(call, JsonAnswer):
                 return await exchange.send_result(call)
             call = _with_adapter(call, exchange.request)
@@ -329,20 +330,10 @@ class Server:
         return response
 
 
-async def _read(request: web.Request) -> bytes:
-    """Read the whole body. aiohttp notices a closed connection only after that."""
-    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise EncodedBody("compressed bodies are not accepted; send the body without Content-Encoding")
-    try:
-        return await request.read()
-    except web.RequestPayloadError:
-        raise InvalidJson("the request body is incomplete or its framing is invalid") from None
-
-
 async def _body(request: web.Request) -> Json:
     """The JSON object of the request, with the name of the model even if the request has it elsewhere. Raises
     RequestError."""
-    body = parse(await _read(request))
+    body = parse(await read(request))
     name = request.headers.get(MODEL_HEADER, "")
     if name and body.get("model") is None:
         body["model"] = unquote(name)

@@ -73,7 +73,8 @@ async def test_several_prompts_or_choices_are_a_list_in_order() -> None:
 
 async def test_prompts_may_be_texts_token_ids_and_mixed_lists() -> None:
     made = model()
-    [hi], [there] = await made.encode(["hi"]), await made.encode([" there"], add_special=False)
+    limit = made.prompt_limit("prompt")
+    [hi], [there] = await made.encode(["hi"], limit), await made.encode([" there"], limit, add_special=False)
     whole = [*hi, *there]
     for prompt in (whole, ["hi", " there"], [*hi, " there"], ["hi", *there]):
         call = await llama_server.completion({"prompt": [prompt] if prompt == ["hi", " there"] else prompt}, made)

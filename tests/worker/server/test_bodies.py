@@ -1,0 +1,150 @@
+"""Bounds of what a request costs before it is admitted: prompts that are too long, and bodies in progress."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import make_mocked_request
+
+from tests.worker.chatting import model
+from tests.worker.fake_engine import FakeEngine
+from tests.worker.serving import chat, serving, tokenizer
+from worker.errors import InvalidValue
+from worker.prompt.text_limits import TextLimit
+from worker.server.bodies import LARGE, LargeBodies
+
+LONG = "hello world " * 70_000  # 840 kB; a context of 256 tokens has at most 1.8 kB
+PARTS = [{"type": "text", "text": LONG[:1000]}] * 800
+CALLS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": LONG},
+    "/v1/completions, an array": {"prompt": ["hi", LONG]},
+    "/v1/completions, a mixed list": {"prompt": [[1, LONG]]},
+    "/v1/completions, a suffix": {"prompt": LONG, "suffix": "b"},
+    "/completion": {"prompt": LONG},
+    "/completion, an object": {"prompt": {"prompt_string": LONG}},
+    "/v1/chat/completions": chat(LONG),
+    "/v1/chat/completions, parts": {"messages": [{"role": "user", "content": PARTS}]},
+    "/v1/chat/completions, messages": {"messages": [{"role": "user", "content": LONG[:1000]}] * 800},
+    "/v1/chat/completions/input_tokens": chat(LONG),
+    "/v1/responses": {"input": LONG},
+    "/v1/messages": chat(LONG, max_tokens=1),
+    "/v1/messages/count_tokens": chat(LONG),
+    "/api/chat": chat(LONG),
+    "/api/generate": {"prompt": LONG},
+    "/api/embed": {"input": LONG, "truncate": False},
+    "/generate": {"prompt": LONG},
+    "/worker_generate": {"prompt": LONG},
+    "/count_token": {"prompt": LONG},
+    "/v1/embeddings": {"input": LONG},
+    "/v1/embeddings, an array": {"input": ["hi", LONG]},
+    "/embedding": {"content": LONG},
+    "/v1/rerank": {"query": "hi", "documents": ["hi", LONG]},
+    "/v1/rerank, the query": {"query": LONG, "documents": ["hi"]},
+    "/v1/score": {"text_1": "hi", "text_2": LONG},
+    "/v2/embed": {"texts": [LONG], "input_type": "classification", "truncate": "NONE"},
+    "/tokenize": {"content": LONG},
+    "/tokenize, pieces": {"content": ["hi", LONG]},
+    "/tokenize, a prompt": {"prompt": LONG},
+    "/tokenize, a chat": chat(LONG),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_a_prompt_that_cannot_fit_is_rejected_by_its_length(call: str) -> None:
+    path = call.partition(",")[0]
+    engine = FakeEngine(tokenizer(), capabilities=("completion", "embedding", "rerank"))
+    async with serving(engine) as world:
+        status, _, answer = await world.post(path, CALLS[call])
+    assert status == 400, answer
+    # "at least": the tokens were not counted
+    assert "at least" in str(answer), answer
+    assert "maximum context length" in str(answer)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+async def test_a_prompt_that_is_truncated_is_not_rejected(side: str) -> None:
+    async with serving() as world:
+        body = {"prompt": f"first {LONG} last", "truncate_prompt_tokens": 8, "truncation_side": side}
+        status, _, answer = await world.post("/v1/completions", {**body, "max_tokens": 1})
+        assert status == 200, answer
+        assert answer["usage"]["prompt_tokens"] == 8
+        [request] = world.engine.requests
+        assert ("first" in tokenizer().decode(request.prompt)) == (side == "right")
+        assert ("last" in tokenizer().decode(request.prompt)) == (side == "left")
+
+
+async def test_an_embedding_that_is_truncated_has_the_tokens_of_the_whole_text() -> None:
+    async with serving() as world:
+        status, _, _ = await world.post("/v1/embeddings", {"input": LONG, "truncate": True})
+        assert status == 200
+        [text] = world.engine.texts
+    whole = tokenizer()(LONG[:10_000])["input_ids"]
+    assert list(text.tokens) == whole[: len(text.tokens)]
+    assert len(text.tokens) == 256
+
+
+async def test_all_texts_of_a_request_have_a_bound_together() -> None:
+    made = model()
+    limit = TextLimit(4096, "input")
+    with pytest.raises(InvalidValue, match="input has more than 1048576 tokens in all; send its texts in several"):
+        await made.encode(["a b c d " * 500] * 1000, limit)
+
+
+# Bodies
+
+
+def large(size: int | None) -> Any:
+    return make_mocked_request("POST", "/", headers={} if size is None else {"Content-Length": str(size)})
+
+
+async def test_large_bodies_wait_for_each_other_in_their_order_and_small_ones_do_not() -> None:
+    bodies = LargeBodies(10 * LARGE)
+    order: list[str] = []
+    release = {name: asyncio.Event() for name in ("first", "second", "third", "small")}
+    release["small"].set()
+    all_read = asyncio.Event()
+
+    async def read(name: str, size: int | None) -> None:
+        async with bodies.admit(large(size)):
+            order.append(name)
+            if len(order) == 4:
+                all_read.set()
+            await release[name].wait()
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(read("first", 8 * LARGE))
+        await asyncio.sleep(0)
+        tasks.create_task(read("second", 5 * LARGE))
+        tasks.create_task(read("third", 2 * LARGE))  # there is room for it, but the second came before
+        await asyncio.sleep(0)
+        tasks.create_task(read("small", LARGE - 1))
+        await asyncio.sleep(0)
+        assert order == ["first", "small"]
+        release["first"].set()
+        await all_read.wait()
+        assert order == ["first", "small", "second", "third"]
+        release["second"].set()
+        release["third"].set()
+
+
+async def test_a_large_body_whose_client_disconnects_while_it_waits_takes_no_place() -> None:
+    bodies = LargeBodies(2 * LARGE)
+    async with bodies.admit(large(2 * LARGE)):
+        waiting = bodies.admit(large(2 * LARGE))
+        task = asyncio.ensure_future(waiting.__aenter__())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        last = asyncio.ensure_future(bodies.admit(large(None)).__aenter__())
+        await asyncio.sleep(0)
+        assert not last.done()
+    await last
+
+
+async def test_a_body_above_the_budget_is_read_alone() -> None:
+    bodies = LargeBodies(LARGE)
+    async with bodies.admit(large(100 * LARGE)):
+        pass
+    async with bodies.admit(large(100 * LARGE)):
+        pass
