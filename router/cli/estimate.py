@@ -224,14 +224,15 @@ def report(preset: Preset, loaded: LoadedPresets, machine: Machine, *, exact: bo
             raise EstimateFailed(f"{preset.id}: --exact wants the files here; `router` fetches them on first use")
         facts = _facts(preset, folder)
         order = device_order(preset, machine.readings, allowed)
-        bounds = sharding.bounded(preset, order, machine.capacities)
+        room = sharding.limited(preset, machine.readings, machine.capacities)
+        bounds = sharding.bounded(preset, order, room)
 
         def estimate_of(choice: sharding.Choice) -> Estimate:
             if exact:
                 return machine.exact(preset, facts, choice, folder)
             return machine.estimate(preset, facts, choice)
 
-        choices = sharding.choices(facts, preset, allowed, order, machine.capacities)
+        choices = sharding.choices(facts, preset, allowed, order, room)
         choice, estimate = first_fitting(choices, estimate_of, bounds, can_wait=lambda _: False)
     needs = dict.fromkeys(choice.devices, estimate.shards[0])
     if choice.shards > 1:

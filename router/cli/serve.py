@@ -24,6 +24,7 @@ from aiohttp import web
 from router import __version__
 from router import log as log_lines
 from router.config import xdg
+from router.config.option_types import MemoryByDevice
 from router.config.presets import Preset
 from router.config.resolve import LoadedPresets
 from router.config.settings import ApiKey, Settings
@@ -252,8 +253,17 @@ def _ledger(settings: Settings, devices: Devices, here: Set[DeviceId]) -> Ledger
     margins = devices.by_device(settings.models_memory_margin, "--models-memory-margin")
     limits = devices.by_device(settings.device_limit, "--device-limit")
     for name, limit in settings.device_limit.items():
-        if devices.device_id(name) not in here:
-            raise ConfigError([f"--device-limit {name}={limit // MIB}: there is no such device here"])
+        stated, device = MemoryByDevice().write({name: limit}), devices.device_id(name)
+        if device not in here:
+            raise ConfigError([f"--device-limit {stated}: there is no such device here"])
+        margin = margins.get(device, settings.margin(""))
+        if limits[device] <= margin:
+            raise ConfigError(
+                [
+                    f"--device-limit: {stated} leaves nothing beside the margin of {margin // MIB} MiB; raise it or"
+                    " lower --models-memory-margin"
+                ]
+            )
     return Ledger(
         margin=lambda id: margins.get(id, settings.models_memory_margin.get("", 0)),
         limit=limits.get,

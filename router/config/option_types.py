@@ -16,6 +16,8 @@ from typing import Any
 
 import click
 
+from router.planner.ledger import DeviceShare
+
 MIB = 1 << 20
 _WHOLE = re.compile(r"[0-9]{1,18}")
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]{1,18}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})(?:[eE][+-]?[0-9]{1,3})?")
@@ -261,6 +263,24 @@ class Memory(Kind):
 
 
 @dataclass(frozen=True)
+class Share(Kind):
+    """A share above 0 and up to 1, as a number or a percentage: `0.9`, `90%`."""
+
+    hint: str = "0.9, or 90%"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = value.strip()
+        number, divisor = (text[:-1].strip(), 100) if text.endswith("%") else (text, 1)
+        share = float(number) / divisor if _DECIMAL.fullmatch(number) else 0.0
+        if not 0 < share <= 1:
+            self.fail(f"{shown(value)} is not a share above 0 and up to 1; write 0.9, or 90%")
+        return share
+
+    def write(self, value: float) -> str:
+        return plain(value)
+
+
+@dataclass(frozen=True)
 class Sizes(Kind):
     """Sizes in bytes by position, written in GiB or with a unit: `20`, `16,24`, `20GiB,8000MiB`."""
 
@@ -304,10 +324,13 @@ class MemoryByDevice(Kind):
 
     low: int = 0
     named: bool = False  # each size needs the name of its device
+    shares: bool = False  # a size may be a percentage of the device: `cuda:0=90%`, as a `DeviceShare`
     hint: str = "MiB, or cuda:0=MiB,cpu=MiB"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
-        sizes: dict[str, int] = {}
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> dict[str, int | DeviceShare]:
+        sizes: dict[str, int | DeviceShare] = {}
         items = [item.strip() for item in value.split(",") if item.strip()]
         if not items:
             self.fail("no size is given")
@@ -319,13 +342,17 @@ class MemoryByDevice(Kind):
             name = device_name(device) if has_name else nameless
             if name in sizes:
                 self.fail(f"{name} stands there twice")
-            sizes[name] = Memory(low=self.low).convert(size, param, ctx)
+            if self.shares and size.endswith("%"):
+                sizes[name] = DeviceShare(Share().convert(size, param, ctx))
+            else:
+                sizes[name] = Memory(low=self.low).convert(size, param, ctx)
         return sizes
 
-    def write(self, value: Mapping[str, int]) -> str:
-        return ",".join(
-            f"{name}={Memory().write(size)}" if name else Memory().write(size) for name, size in value.items()
-        )
+    def write(self, value: Mapping[str, int | DeviceShare]) -> str:
+        sizes = {
+            name: str(size) if isinstance(size, DeviceShare) else Memory().write(size) for name, size in value.items()
+        }
+        return ",".join(f"{name}={size}" if name else size for name, size in sizes.items())
 
 
 @dataclass(frozen=True)

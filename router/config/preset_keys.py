@@ -64,7 +64,6 @@ REFUSED: tuple[RefusedOption, ...] = (
     RefusedOption("min-workers", "write replicas = MIN-MAX",
                   also=("max-workers", "minWorkers", "maxWorkers"), neutral="1"),
     RefusedOption("gpu-balance", "the emptiest device is taken first", neutral=_ON, is_flag=True),
-    RefusedOption("gpu-memory-utilization", "kv-tokens sizes the cache; see --models-memory-margin"),
     RefusedOption("fit", _FIT, neutral=_OFF),
     RefusedOption("fit-ctx", _FIT, also=("fitc",), neutral="4096"),
     RefusedOption("fit-target", "--models-memory-margin keeps memory free", also=("fitt",)),

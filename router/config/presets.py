@@ -24,6 +24,7 @@ from router.config.option_types import (
     Number,
     Numbers,
     Seconds,
+    Share,
     Sizes,
     Span,
     Strings,
@@ -261,6 +262,8 @@ class Preset:
     gpu_split: tuple[int, ...] = key((), Sizes(), PLACEMENT,
             "most memory of each accelerator, or of the first, the second, ...; 0: do not use it",
             unset="all", also=("max-gpu-memory", "exllama-gpu-split"))
+    gpu_memory_utilization: float = key(1.0, Share(), PLACEMENT,
+            "share of a device that the model may take at most; it limits the KV cache", unset="what is free")
     tensor_split: tuple[float, ...] = key((), Numbers(), PLACEMENT,
             "proportions of the layers on each accelerator; the number of values is that of accelerators",
             unset="by free memory", also=("ts",))

@@ -15,8 +15,20 @@ from typing import Any
 import click
 
 from router.config.ini import Problem
-from router.config.option_types import MIB, Choice, Flag, Integer, Kind, Memory, MemoryByDevice, Names, Seconds, Text
+from router.config.option_types import (
+    MIB,
+    Choice,
+    Flag,
+    Integer,
+    Kind,
+    Memory,
+    MemoryByDevice,
+    Names,
+    Seconds,
+    Text,
+)
 from router.errors import ConfigError
+from router.planner.ledger import DeviceShare
 
 MAX_BUFFERED = 512 * MIB  # of all request bodies together, and so of each
 # Options of the design that this version does not have. They have their own message, to distinguish them from keys.
@@ -115,8 +127,9 @@ class Settings:
 
     models_memory_margin: Mapping[str, int] = option({"": 1024 * MIB}, MemoryByDevice(hint="MiB"), MEMORY,
             "memory to keep free on every device, or cuda:0=2048,cpu=4096; 0: evict by count only")  # "": others
-    device_limit: Mapping[str, int] = option({}, MemoryByDevice(low=1, named=True, hint="DEV=MiB"), MEMORY,
-            "treat a device as smaller than it is: cpu=600", unset="none")  # by device name
+    device_limit: Mapping[str, int | DeviceShare] = option({},
+            MemoryByDevice(low=1, named=True, shares=True, hint="DEV=MiB or DEV=90%"), MEMORY,
+            "treat a device as smaller than it is: cpu=600, or cuda:0=90%", unset="none")  # by device name
     sleep_memory: int = option(0, Memory(), MEMORY,
             "main memory, in MiB, for the weights of evicted models", unset="0: none")
     models_max: int | None = option(None, Integer(0, 100_000), MEMORY, "workers at once; 0: as memory allows",
@@ -250,7 +263,7 @@ def _contradictions(settings: Settings, origins: Mapping[str, str]) -> Iterator[
     if set(settings.api_key) & set(settings.admin_key):
         yield fault("admin-key", "a key is given to users as well; an admin key must be another one")
     for device, limit in settings.device_limit.items():
-        if limit <= settings.margin(device):
+        if not isinstance(limit, DeviceShare) and limit <= settings.margin(device):
             yield fault(
                 "device-limit",
                 f"{device}={limit // MIB} leaves nothing beside the margin of {settings.margin(device) // MIB} MiB;"

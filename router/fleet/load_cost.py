@@ -58,7 +58,8 @@ def _estimate(worker: Worker, fleet: Fleet, *, is_last: bool = False) -> None:
     assert facts is not None
     forked = fleet.launcher.forks(program_of(preset, str(worker)))
     bounds = _bounds(worker, fleet)
-    order, room = device_order(preset, readings, worker.devices), fleet.scheduler.capacities()
+    order = device_order(preset, readings, worker.devices)
+    room = sharding.limited(preset, readings, fleet.scheduler.capacities())
 
     def estimate_of(choice: sharding.Choice) -> Estimate:
         thread_count = threads(preset, on_host=worker.on_host, ranks=choice.ranks)
@@ -109,8 +110,11 @@ def _check_bounds(worker: Worker, costs: Costs, bounds: Mapping[DeviceId, int]) 
 
 def _bounds(worker: Worker, fleet: Fleet) -> dict[DeviceId, int]:
     """Return the usable bytes of each device that the preset allows."""
-    order = device_order(worker.preset, fleet.launcher.readings(), worker.devices)
-    return sharding.bounded(worker.preset, order, fleet.scheduler.capacities())
+    readings = fleet.launcher.readings()
+    order = device_order(worker.preset, readings, worker.devices)
+    return sharding.bounded(
+        worker.preset, order, sharding.limited(worker.preset, readings, fleet.scheduler.capacities())
+    )
 
 
 async def trace_unknown(worker: Worker, fleet: Fleet, program: Program) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pynvml  # type: ignore[import-untyped]
 
 from router.errors import ConfigError
-from router.planner.ledger import HOST, LOCAL, DeviceId, Reading
+from router.planner.ledger import HOST, LOCAL, DeviceId, DeviceShare, Reading
 
 CPU = DeviceId(LOCAL, HOST)  # main memory of this machine
 
@@ -117,16 +117,27 @@ class Devices:
         problem = "names more than one device" if matches else "is no device of this machine"
         raise ValueError(f"{text!r} {problem}; it has {here}")
 
-    def by_device(self, sizes: Mapping[str, int], option: str) -> dict[DeviceId, int]:
-        """The sizes of `option` by device, without the one for all devices (``""``). Raises ConfigError."""
+    def by_device(self, sizes: Mapping[str, int | DeviceShare], option: str) -> dict[DeviceId, int]:
+        """The sizes of `option` by device, without the one for all devices (``""``). Shares are of the total memory.
+
+        Raises ConfigError. May block if there is a share.
+        """
         found: dict[DeviceId, int] = {}
         for name, size in sizes.items():
             if name:
                 try:
-                    found[self.device_id(name)] = size
+                    device = self.device_id(name)
+                    found[device] = int(size.share * self._total(device)) if isinstance(size, DeviceShare) else size
                 except ValueError as unknown:
                     raise ConfigError([f"{option}: {unknown}"]) from None
         return found
+
+    def _total(self, device: DeviceId) -> int:
+        """The memory of a device. Raises ValueError if the driver does not tell."""
+        for reading in self.read():
+            if reading.id == device:
+                return reading.total
+        raise ValueError(f"the driver does not tell the memory of {device}, so write the limit in MiB")
 
     def host(self) -> Reading:
         """The reading of main memory, or of the cgroup's share if that is less.

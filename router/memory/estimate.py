@@ -280,7 +280,7 @@ def estimate(
     whole = weight_bytes(facts, preset, on_host=on_host)
     source: Source = "static"
     note = ""
-    caches = (KvRange(),)
+    caches: tuple[KvRange, ...] = (KvRange(),)
     if layers:
         weights = _weights_by_shard(facts, preset, whole, layers)
         caches = tuple(kv_range(_part(facts, count), preset, tokens, on_host=False) for count in layers)

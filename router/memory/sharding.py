@@ -175,6 +175,24 @@ def bounded(preset: Preset, order: Sequence[DeviceId], room: Mapping[DeviceId, i
     return {device: min(room.get(device, 0), bound) for device, bound in zip(order, given, strict=False) if bound}
 
 
+def most_bytes(preset: Preset, readings: Sequence[Reading]) -> dict[DeviceId, int]:
+    """Return the bytes that the model may take at most on each device by gpu-memory-utilization; empty: no limit."""
+    share = preset.gpu_memory_utilization
+    return {} if share == 1 else {reading.id: int(share * reading.total) for reading in readings}
+
+
+def limited(preset: Preset, readings: Sequence[Reading], room: Mapping[DeviceId, int]) -> dict[DeviceId, int]:
+    """Return the `room` on each device within gpu-memory-utilization."""
+    most = most_bytes(preset, readings)
+    return {device: min(size, most.get(device, size)) for device, size in room.items()}
+
+
+def limiting_keys(preset: Preset) -> str:
+    """Return the names of the keys that limit the memory of the model on a device, for messages; empty: none."""
+    keys = {"gpu-split": bool(preset.gpu_split), "gpu-memory-utilization": preset.gpu_memory_utilization < 1}
+    return " and ".join(key for key, is_set in keys.items() if is_set)
+
+
 def _counts(preset: Preset, offered: int) -> tuple[int, int]:
     """Return the fewest and the most devices that the preset allows, of `offered` accelerators."""
     if preset.tensor_split:

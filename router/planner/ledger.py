@@ -37,6 +37,16 @@ Bytes = Mapping[DeviceId, int]
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceShare:
+    """A size that depends on the device: a share of its memory."""
+
+    share: float
+
+    def __str__(self) -> str:
+        return f"{100 * self.share:g}%"
+
+
+@dataclass(frozen=True, slots=True)
 class Reading:
     """The driver's figures for one device, in bytes. `used` includes foreign memory."""
 

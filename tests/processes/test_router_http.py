@@ -527,6 +527,7 @@ async def test_a_file_that_is_edited_is_read_again_and_a_bad_edit_changes_nothin
     [
         (("--models-preset", "{folder}/wrong.ini"), 2, ("wrong.ini:3", "[a]", "ctx-sise", "ctx-size")),
         (("--device-limit", "cuda:9=100"), 2, ("cuda:9",)),
+        (("--device-limit", "cpu=0.001%"), 2, ("cpu=0.001%", "leaves nothing beside the margin")),
         (("--port", "{port}"), 1, ("{port}",)),
     ],
 )

@@ -275,6 +275,15 @@ def test_a_preset_is_estimated_with_its_keys_and_the_models_that_fit_beside_it(
     assert (code, said["beside"]) == (0, [])
 
 
+@pytest.mark.parametrize("words", [["--device-limit", "cpu=50%"], ["--gpu-memory-utilization", "0.5"]])
+def test_a_share_of_a_device_limits_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    code, said = estimate(capsys, str(write(tmp_path / "m")), "--models-memory-margin", "0", *words)
+    [device] = said["devices"]
+    assert (code, device["usable_when_empty"]) == (0, device["total"] // 2)
+
+
 def test_a_model_that_fits_no_empty_device_exits_with_4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(write(tmp_path / "m"))
     code, said = estimate(capsys, folder, "--device-limit", "cpu=1100")

@@ -20,9 +20,11 @@ from router.config.option_types import (
     Names,
     Number,
     Seconds,
+    Share,
     Strings,
     Text,
 )
+from router.planner.ledger import DeviceShare
 
 steady = settings(derandomize=True, deadline=None)
 TIME = Seconds(off=-1.0, words={"auto": -2.0})
@@ -55,6 +57,11 @@ TIME = Seconds(off=-1.0, words={"auto": -2.0})
         (MemoryByDevice(), "9000", {"": 9000 * MIB}),
         (MemoryByDevice(), "cuda:0=2048, cpu=4GiB", {"cuda:0": 2 << 30, "cpu": 4 << 30}),
         (MemoryByDevice(), "1,2", {"cuda:0": MIB, "cuda:1": 2 * MIB}),
+        (Share(), "0.9", 0.9),
+        (Share(), " 1 ", 1.0),
+        (Share(), "90%", 0.9),
+        (Share(), "12.5 %", 0.125),
+        (MemoryByDevice(shares=True), "cuda:0=90%, cpu=4GiB", {"cuda:0": DeviceShare(0.9), "cpu": 4 << 30}),
         (Devices(), "auto", ()),
         (Devices(), "none", ("cpu",)),
         (Devices(), "0,gpu1,CUDA2,cuda:3", ("cuda:0", "cuda:1", "cuda:2", "cuda:3")),
@@ -98,6 +105,13 @@ def test_a_text_is_converted(kind: Kind, text: str, value: Any) -> None:
         (MemoryByDevice(), "tpu:0=5", "no device"),
         (MemoryByDevice(), "cpu=5,none=6", "twice"),
         (MemoryByDevice(), "", "no size"),
+        (MemoryByDevice(), "cpu=90%", "not a size"),
+        (MemoryByDevice(shares=True), "cpu=101%", "not a share above 0 and up to 1"),
+        (Share(), "0", "not a share above 0 and up to 1"),
+        (Share(), "1.01", "not a share"),
+        (Share(), "0%", "not a share"),
+        (Share(), "nan", "not a share"),
+        (Share(), "", "not a share"),
         (Devices(), "cpu,cuda:0", "do not mix"),
         (Devices(), "gpu-zero", "no device"),
         (Devices(), "mps", "is not supported by this version"),
@@ -124,7 +138,7 @@ def test_an_invalid_text_is_explained_in_a_short_message(kind: Kind, text: str, 
 
 KINDS = [
     Flag(), Integer(-1, words={"auto": -5}), Number(), TIME, Memory(), MemoryByDevice(), Devices(), Names(), Strings(),
-    JsonObject(), Choice(("a", "b")), Text(),
+    JsonObject(), Choice(("a", "b")), Text(), MemoryByDevice(shares=True), Share(),
 ]  # fmt: skip
 
 

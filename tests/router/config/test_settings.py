@@ -23,6 +23,7 @@ from router.config.settings import (
     parse_keys,
 )
 from router.errors import ConfigError
+from router.planner.ledger import DeviceShare
 
 steady = settings(derandomize=True, deadline=None)
 
@@ -63,6 +64,7 @@ def test_without_flags_the_defaults_apply() -> None:
         ("models-memory-margin", "2048", {"": 2048 * MIB}),
         ("models-memory-margin", "cuda:0=2048,cpu=4GiB", {"": 1024 * MIB, "cuda:0": 2048 * MIB, "cpu": 4096 * MIB}),
         ("device-limit", "cpu=6000,0=9GiB", {"cpu": 6000 * MIB, "cuda:0": 9216 * MIB}),
+        ("device-limit", "cuda:0=90%,cpu=6000", {"cuda:0": DeviceShare(0.9), "cpu": 6000 * MIB}),
         ("host", "::1", "::1"),
         ("host", "127.0.0.1,[::1]", "127.0.0.1,[::1]"),
         ("host", "/run/router.sock", "/run/router.sock"),
@@ -90,6 +92,7 @@ def test_a_flag_wins_over_the_routers_variable_and_that_over_llama_servers() -> 
     assert parsed({}, {**environ, "ROUTER_PORT": ""}).port == 2
     assert parsed({}, environ).host == "localhost"
     assert parsed({}, {"HF_TOKEN": "hf_x"}).hf_token == "hf_x"
+    assert parsed({}, {"ROUTER_DEVICE_LIMIT": "cpu=50%"}).device_limit == {"cpu": DeviceShare(0.5)}
     assert parsed({}, {"LLAMA_API_KEY": "k"}).api_key == ("k",)
 
 
@@ -104,6 +107,7 @@ def test_a_flag_wins_over_the_routers_variable_and_that_over_llama_servers() -> 
         ({"models-memory-margin": "tpu=5"}, '--models-memory-margin: "tpu" is no device'),
         ({"device-limit": "600"}, '--device-limit: "600" names no device; write DEV=MiB'),
         ({"device-limit": "cpu=0"}, "--device-limit: "),
+        ({"device-limit": "cpu=0%"}, '--device-limit: "0%" is not a share above 0 and up to 1'),
         ({"device-limit": "cpu=600"}, "--device-limit: cpu=600 leaves nothing beside the margin of 1024 MiB; raise it"),
         ({"device-limit": "cpu=600", "models-memory-margin": "cpu=600"}, "cpu=600 leaves nothing beside the margin"),
         ({"queue-size": "0"}, "--queue-size: "),

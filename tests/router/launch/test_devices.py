@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from router.errors import ConfigError
 from router.launch.devices import CPU, Devices, Found, OomKills, count_oom_kills, parse_index, visible
-from router.planner.ledger import LOCAL, DeviceId
+from router.planner.ledger import LOCAL, DeviceId, DeviceShare
 
 GIB = 1 << 30
 CARDS = [Found(0, "GPU-a1", "GPU-a1", "A"), Found(1, "GPU-b1", "GPU-b1", "B"), Found(2, "GPU-b2", "GPU-b2", "C")]
@@ -147,6 +148,15 @@ def test_a_limit_above_the_machine_changes_nothing(machine: Machine) -> None:
     machine.write("cgroup/memory.max", f"{64 * GIB}\n")
     machine.write("cgroup/memory.current", f"{GIB}\n")
     assert machine.host() == (16, 4)
+
+
+def test_a_share_is_that_of_the_memory_of_its_device(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    devices = Devices({"CUDA_VISIBLE_DEVICES": ""}, proc=machine.proc, cgroup=machine.cgroup)
+    assert devices.by_device({"cpu": DeviceShare(0.75)}, "--device-limit") == {CPU: 12 * GIB}
+    assert devices.by_device({"cpu": 5, "": 7}, "--device-limit") == {CPU: 5}
+    with pytest.raises(ConfigError, match="--device-limit: 'cuda:0' is no device of this machine"):
+        devices.by_device({"cuda:0": DeviceShare(0.5)}, "--device-limit")
 
 
 @pytest.mark.parametrize(("file", "count"), [("kfd", 1), ("dri", 0)], ids=["AMD", "a display"])
