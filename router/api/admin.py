@@ -12,8 +12,10 @@ from router.api.model_events import KEEPALIVE_COMMENT, with_keepalive
 from router.api.status import pulse, status_of
 from router.config.effective import effective
 from router.errors import BadRequest
+from router.fleet.load_cost import forget_learned
 from router.fleet.worker import State, figures
 from router.log import KEPT, Line
+from router.memory.checkpoint_facts import EstimateError
 from router.registry.auth import NO_KEY
 from router.registry.registry import Registry
 
@@ -96,6 +98,17 @@ async def pin(call: ApiCall) -> ApiResult:
     id = call.registry.model(call.key, name).id
     call.registry.pin(id, pinned=pinned)
     return {"success": True, "model": id, "pinned": pinned}
+
+
+async def forget(call: ApiCall) -> ApiResult:
+    """POST /router/forget: drop what was learned of a model's memory. Raises ModelNotFound."""
+    registry = call.registry
+    listed = registry.model(call.key, model_name(await call.body()))
+    try:
+        forgotten = await forget_learned(listed.model.preset, registry.fleet)
+    except EstimateError as unknown:
+        raise BadRequest(unknown.message, param="model") from None
+    return {"success": True, "model": listed.id, "forgotten": forgotten}
 
 
 async def config(call: ApiCall) -> ApiResult:

@@ -198,6 +198,11 @@ class Machine:
             traced = replace(traced, inherited=int(shared / estimates.INHERITED_SHARE))
         return estimates.from_trace(traced, preset, forked=forked, first=first)
 
+    def forget(self, facts: Checkpoint) -> None:
+        """Drop the learned figures of a model, for all settings."""
+        if self._records is not None:
+            self._records.forget(facts)
+
     def capacity(self, device: DeviceId, bounds: Mapping[DeviceId, int]) -> int:
         """Bytes of a device for all workers together, and at most the bound of the preset."""
         capacity = self.capacities[device]
@@ -209,8 +214,13 @@ class Machine:
         return DeviceReport(str(reading.id), reading.name, needs, reading.total, margin, usable, free)
 
 
-def report(preset: Preset, loaded: LoadedPresets, machine: Machine, *, exact: bool = False) -> Report:
-    """Estimate the memory of a preset. Blocks on the disk, the hub and the worker program. Raises RouterError."""
+def report(
+    preset: Preset, loaded: LoadedPresets, machine: Machine, *, exact: bool = False, forget: bool = False
+) -> Report:
+    """Estimate the memory of a preset. Blocks on the disk, the hub and the worker program. Raises RouterError.
+
+    `forget`: first drop what was learned of its files.
+    """
     settings = machine.settings
     allowed = allowed_devices(preset, machine.readings)
     on_host = all(device.index == HOST for device in allowed)
@@ -223,6 +233,8 @@ def report(preset: Preset, loaded: LoadedPresets, machine: Machine, *, exact: bo
         elif exact:
             raise EstimateFailed(f"{preset.id}: --exact wants the files here; `router` fetches them on first use")
         facts = _facts(preset, folder)
+        if forget:
+            machine.forget(facts)
         order = device_order(preset, machine.readings, allowed)
         room = sharding.limited(preset, machine.readings, machine.capacities)
         bounds = sharding.bounded(preset, order, room)

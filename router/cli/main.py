@@ -276,15 +276,20 @@ def check(ctx: click.Context, /, file: str | None, effective: bool, as_json: boo
     "--exact", is_flag=True,
     help="Compute the exact estimate in a worker process (some seconds), whatever was learned. Needs the files.",
 )  # fmt: skip
+@click.option(
+    "--forget",
+    is_flag=True,
+    help="First drop what was learned of the model's memory in earlier loads. A running router forgets it, too.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @_common
 @click.pass_context
-def estimate_command(ctx: click.Context, /, model: str, exact: bool, as_json: bool, **params: Any) -> int:
+def estimate_command(ctx: click.Context, /, model: str, exact: bool, forget: bool, as_json: bool, **params: Any) -> int:
     from router.cli import estimate  # Imported late: it reads devices, which no other command needs.
 
     def run(chosen: _ChosenModel) -> int:
         machine = estimate.Machine(chosen.settings, os.environ, xdg.state(chosen.settings.state_dir))
-        report = estimate.report(chosen.preset, chosen.loaded, machine, exact=exact)
+        report = estimate.report(chosen.preset, chosen.loaded, machine, exact=exact, forget=forget)
         if as_json:
             _print_document(estimate.document(report))
         else:

@@ -22,7 +22,6 @@ from router.fleet.failures import NextWorker, error_after_loss, error_of_retirem
 from router.fleet.load_cost import (
     append_estimate,
     learn,
-    learn_at_peak,
     record_load,
     refine,
     settle_reservation,
@@ -446,7 +445,6 @@ def _listener(worker: Worker, fleet: Fleet) -> Listen:
                 worker.pulse = event
                 if worker.state is State.READY:
                     settle_reservation(worker)
-                    learn_at_peak(worker, fleet)
 
     return listen
 

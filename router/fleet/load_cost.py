@@ -3,9 +3,8 @@
 The first estimate is the best one that is available at once: preset, learned, exact from an earlier load, or static.
 The exact estimate is made when the planner needs it, because it runs the worker program for seconds.
 
-Measurements raise the reservation, and become learned estimates. A worker has its peak memory only after its largest
-possible step. Until then a share of the estimated activations, by the static formula, is added to the measurement. The
-share shrinks as the model is used. It is 0 once a worker has had a whole prompt chunk, a full batch and a full context.
+Measurements raise the reservation. They become learned figures as far as the engine's own memory explains them
+(router/memory/learned.py). A learned figure never refuses a model: one that would is left out, and the load is tried.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from router.config.presets import Preset
 from router.errors import LoadFailed
 from router.fleet.worker import Costs, Worker
 from router.fleet.worker_argv import program_of, question, threads
 from router.launch.interface import Program, WorkerLost
 from router.memory import estimate as estimates
 from router.memory import sharding
-from router.memory.checkpoint_facts import Checkpoint, UnknownArchitecture, effective_ctx
+from router.memory.checkpoint_facts import takes_images
 from router.memory.estimate import Estimate, Overhead
-from router.memory.segments import compute_bytes
 from router.memory.sharding import allowed_devices, best_estimate, device_order, first_fitting, record_key
 from router.planner.ledger import HOST, DeviceId
 from worker.protocol.argv import Estimate as EstimateCommand
@@ -32,10 +31,6 @@ if TYPE_CHECKING:  # it imports this module
     from router.fleet.fleet import Fleet
 
 log = logging.getLogger("router.fleet.load_cost")
-
-NEGLIGIBLE = 0.05
-"""A step this close to the largest one counts as it: a prompt is never quite as long as the context. A guess."""
-
 
 # Estimates before the load
 
@@ -49,10 +44,11 @@ async def weigh(worker: Worker, fleet: Fleet) -> None:
     _estimate(worker, fleet)
 
 
-def _estimate(worker: Worker, fleet: Fleet, *, is_last: bool = False) -> None:
+def _estimate(worker: Worker, fleet: Fleet, *, is_last: bool = False, learns: bool = True) -> None:
     """Choose the fewest devices on which the worker fits, with the best estimate that is available at once.
 
-    `is_last`: no better estimate will follow. Raises EstimateError, LoadFailed.
+    `is_last`: no better estimate will follow. Without `learns`, learned figures are left out. Raises EstimateError,
+    LoadFailed.
     """
     preset, facts, readings = worker.preset, worker.facts, fleet.launcher.readings()
     assert facts is not None
@@ -64,7 +60,9 @@ def _estimate(worker: Worker, fleet: Fleet, *, is_last: bool = False) -> None:
     def estimate_of(choice: sharding.Choice) -> Estimate:
         thread_count = threads(preset, on_host=worker.on_host, ranks=choice.ranks)
         records = fleet.learned_estimates
-        return best_estimate(choice, facts, preset, readings, records, forked=forked, threads=thread_count)
+        return best_estimate(
+            choice, facts, preset, readings, records, forked=forked, threads=thread_count, learns=learns
+        )
 
     choice, found = first_fitting(
         sharding.choices(facts, preset, worker.devices, order, room),
@@ -81,9 +79,14 @@ def _estimate(worker: Worker, fleet: Fleet, *, is_last: bool = False) -> None:
         load_seconds=fleet.learned_estimates.load_seconds(key) or 0.0,
         forked=forked and found.source != "preset",  # a figure of the preset holds for executed workers, too
     )
+    if found.source == "learned" and (
+        not sharding.fits(choice, found.shards, bounds) or fleet.scheduler.never_fits(worker)
+    ):
+        # It may be wrong, and a model that is never loaded is never measured again.
+        return _estimate(worker, fleet, is_last=is_last, learns=False)
     if preset.gpu_split and not worker.on_host:
         _check_bounds(worker, costs, bounds)
-    if not costs.is_exact and fleet.scheduler.never_fits(worker):
+    if not costs.is_exact and fleet.scheduler.never_fits(worker, weights_only=True):
         worker.costs = replace(worker.costs, is_exact=True)
 
 
@@ -212,21 +215,34 @@ def settle_reservation(worker: Worker) -> None:
 
 
 def learn(worker: Worker, fleet: Fleet) -> None:
-    """Record a worker's measurement as a learned estimate. Called when it is ready and when it stops."""
-    costs = worker.costs
-    if costs is None or costs.estimate.source == "preset" or not worker.place:
+    """Record a worker's memory as a learned figure. Called when it is ready and when it stops.
+
+    On accelerators it is the peak of the engine's allocator so far. On main memory it is what the worker took until it
+    was ready: later it also contains what requests left behind.
+    """
+    costs, process, facts = worker.costs, worker.process, worker.facts
+    if costs is None or process is None or facts is None or costs.estimate.source == "preset" or not worker.place:
         return
-    shards, host = _peaks(worker, costs)
+    ready, main = process.ready, DeviceId(worker.place[0].node, HOST)
+    host = ready.measured.get("cpu", 0)
+    host += ready.later if host else 0
+    shards = tuple(host if device == main else worker.measured.get(device, 0) for device in worker.place)
     if all(shards):
-        share = _share_to_come(worker)
-        worker.has_peaked = share == 0
-        fleet.learned_estimates.record(costs.key, costs.estimate, shards, host, share_to_come=share)
+        if ready.has_warmed_up and (worker.preset.adapter_slots or takes_images(facts, worker.preset)):
+            # Steps with images or adapters may be larger than those of the warmup.
+            known = (size - costs.estimate.reserved for size in costs.estimate.shards)
+            shards = tuple(map(max, shards, known))
+        beside = host if main not in worker.place and costs.estimate.host else 0
+        fleet.learned_estimates.record(costs.key, costs.estimate, shards, beside, steps=ready.has_warmed_up)
 
 
-def learn_at_peak(worker: Worker, fleet: Fleet) -> None:
-    """Record the measurement after the largest step, so that it is not lost if the router is killed."""
-    if not worker.has_peaked and _share_to_come(worker) == 0:
-        learn(worker, fleet)
+async def forget_learned(preset: Preset, fleet: Fleet) -> int:
+    """Drop the learned figures of the preset's files, for all settings; return their number. Raises EstimateError."""
+    snapshot = fleet.files.find(preset)
+    if snapshot is None:
+        return 0
+    facts = await fleet.files.read(fleet.files.loads_from(preset, snapshot), preset)
+    return fleet.learned_estimates.forget(facts)
 
 
 def _learn_overhead(worker: Worker, fleet: Fleet) -> None:
@@ -243,42 +259,6 @@ def _learn_overhead(worker: Worker, fleet: Fleet) -> None:
         fleet.learned_estimates.record_overhead(name, measured, forked=process.forked, is_own=ready.overhead_is_own)
 
 
-def _share_to_come(worker: Worker) -> float:
-    """Return the share of activations still to come: 1.0 before any step, 0.0 after the largest one."""
-    facts, preset = worker.facts, worker.preset
-    prompt, rows, end = (worker.pulse.largest if worker.pulse is not None else None) or (0, 0, 0)
-    if facts is None or not prompt:
-        return 1.0
-    tokens = effective_ctx(facts, preset)
-    seen = replace(
-        preset,
-        prefill_chunk=min(prompt, preset.chunk),
-        max_prefill_tokens=0,
-        parallel=max(rows, 1),
-    )
-    seen_facts = _with_images_seen(facts, worker, seen.parallel, tokens)
-    try:
-        so_far = compute_bytes(seen_facts, seen, min(end, tokens), on_host=worker.on_host)
-        at_most = compute_bytes(facts, preset, tokens, on_host=worker.on_host)
-    except UnknownArchitecture:  # without a formula, a whole prompt chunk counts as the largest step
-        return 0.0 if prompt >= min(preset.chunk, tokens - 1) else 1.0
-    share = 1 - so_far / at_most
-    return share if share > NEGLIGIBLE else 0.0
-
-
-def _with_images_seen(facts: Checkpoint, worker: Worker, rows: int, tokens: int) -> Checkpoint:
-    """Return the facts with the largest image that the worker has processed, and as many images per batch of `rows`.
-
-    `tokens`: the context length, which bounds an image.
-    """
-    image, images = (worker.pulse.seen if worker.pulse is not None else None) or (0, 0)
-    largest = min(facts.picture_tokens, tokens)
-    if not largest or image >= (1 - NEGLIGIBLE) * largest:
-        image = facts.picture_tokens
-    tower = facts.tower * image // max(facts.picture_tokens, 1)
-    return replace(facts, tower=tower, picture_tokens=image * min(images, rows) // rows)
-
-
 def _later(worker: Worker) -> int:
     """Return the bytes of main memory that the worker may still allocate."""
     if worker.pulse is not None:
@@ -286,21 +266,10 @@ def _later(worker: Worker) -> int:
     return worker.process.ready.later if worker.process is not None else 0
 
 
-def _peaks(worker: Worker, costs: Costs) -> tuple[tuple[int, ...], int]:
-    """Return the peak bytes by shard (0: not measured), and of main memory beside them with what may be allocated."""
-    main, later = DeviceId(worker.place[0].node, HOST), _later(worker)
-    shards = tuple(worker.measured.get(device, 0) for device in worker.place)
-    if main in worker.place:  # the only shard
-        return tuple(size and size + later for size in shards), 0
-    beside = costs.estimate.host
-    measured = worker.measured.get(main, 0)
-    return shards, measured + later if beside and measured else beside
-
-
 __all__ = [
     "append_estimate",
+    "forget_learned",
     "learn",
-    "learn_at_peak",
     "record_load",
     "refine",
     "settle_reservation",

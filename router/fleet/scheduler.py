@@ -146,13 +146,15 @@ class Scheduler:
         devices = {device.id: device for device in self.observe()}
         return {id: devices[device.pool or id].capacity for id, device in devices.items()}
 
-    def never_fits(self, worker: Worker) -> bool:
-        """The weights alone do not fit on empty devices."""
+    def never_fits(self, worker: Worker, *, weights_only: bool = False) -> bool:
+        """The worker, or its weights alone, do not fit on empty devices."""
         if not self._fleet.limits.memory:
             return False
         assert worker.costs is not None
-        floor = replace(demand_of(worker), shards=worker.costs.estimate.weights, host=0, is_exact=True)
-        return floor.id in plan([floor], [], self.observe(), self._loop.time(), self._policy).refuse
+        demand = replace(demand_of(worker), is_exact=True, best_effort=False)
+        if weights_only:
+            demand = replace(demand, shards=worker.costs.estimate.weights, host=0)
+        return demand.id in plan([demand], [], self.observe(), self._loop.time(), self._policy).refuse
 
     def cautious_devices(self) -> list[Device]:
         """Return the devices of the last plan, with the memory that early starts have not yet allocated in use."""

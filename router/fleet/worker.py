@@ -246,7 +246,6 @@ class Worker:
         self.process: WorkerProcess | None = None
         self.pulse: Pulse | None = None
         self.adapters = SentAdapters()
-        self.has_peaked = False  # its largest step was measured and learned
         self.leases: set[Lease] = set()
         self.leases_changed = asyncio.Event()
         self.usage = Usage(last_used=now, residency_ends=now)

@@ -207,42 +207,17 @@ def _with_range(largest: Estimate, static: Estimate) -> Estimate:
     )
 
 
-def from_measurement(about: Estimate, shards: tuple[int, ...], host: int) -> Estimate:
-    """Return `about` with its segments changed to sum to the measured bytes (`shards`, `host`) and `reserved-memory`.
-
-    Weights and context are known best, so the difference goes to compute and runtime.
-    """
-    shards = tuple(size + about.reserved for size in shards)
-    weights = tuple(map(min, about.weights, shards))
-    context = tuple(map(min, about.context, _minus(shards, weights)))
-    compute = tuple(map(min, about.compute, _minus(shards, weights, context)))
-    return Estimate(
-        weights,
-        context,
-        compute,
-        _minus(shards, weights, context, compute),
-        host,
-        "learned",
-        about.reserved,
-        layers=about.layers,
-        overhead=about.overhead,
-    )
-
-
 def refreshed(known: Estimate, first: Estimate) -> Estimate:
-    """Return a `known` estimate from before with the layers, the range of the KV cache and the process overhead of the
-    static one (`first`), which may be measured better by now. Exact estimates are kept with the largest cache."""
+    """Return a `known` exact estimate from before with the layers, the range of the KV cache and the process overhead
+    of the static one (`first`), which may be measured better by now. Exact estimates are kept with the largest cache.
+    """
     known = replace(known, layers=first.layers, overhead=first.overhead)
-    if known.source == "exact" and first.kv_steps and not known.kv_steps:
+    if first.kv_steps and not known.kv_steps:
         known = _with_range(known, first)
-    if known.source != "exact" or not first.host:
+    if not first.host:
         return known
     host = known.host - known.process + first.process if known.process else known.host
     return replace(known, runtime=first.runtime, host=host, process=first.process)
-
-
-def _minus(wholes: tuple[int, ...], *parts: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(whole - sum(each) for whole, *each in zip(wholes, *parts, strict=True))
 
 
 def estimate(

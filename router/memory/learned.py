@@ -1,4 +1,9 @@
-"""Learned estimates: measurements of real loads, kept on disk and shared by all routers of a state folder.
+"""Learned figures: measurements of real loads, kept on disk and shared by all routers of a state folder.
+
+A learned figure contains what a worker takes beside its weights and its KV cache, which are known exactly. On
+accelerators the engine's allocator tells it. On main memory it is what the worker took until it was ready: after that a
+process also holds what requests left behind, even those that never reached the engine. A figure counts only up to a
+bound above the estimate that was made without it (`with_learned`), and falls with lower measurements.
 
 They are in one JSON file, which is replaced as a whole under a lock. A reader never sees half of it, and a writer never
 undoes another. A record counts at once; the file follows. Damage and a full disk are warnings: the loss of a record
@@ -11,24 +16,27 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import statistics
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from router.config.presets import Preset
 from router.memory.checkpoint_facts import Checkpoint, effective_ctx
-from router.memory.estimate import UNKNOWN, Estimate, Overhead, from_measurement
+from router.memory.estimate import UNKNOWN, Estimate, Overhead, beside_steps
 
 DECAY = 0.25  # part of the difference by which a learned figure falls with a lower measurement; it rises at once
 RAISE = 1.15  # factor for a figure whose worker ran out of memory
 MOST_RECORDS = 1000  # of each kind; the one written longest ago is dropped
 MOST_SECONDS = 5  # load times kept of one model
 MOST_BYTES = 1 << 60  # a larger figure is invalid
+# A learned figure counts up to this factor of the estimate without it, and this many bytes more. Both are guesses.
+MOST_FACTOR, MOST_BESIDE = 1.5, 256 << 20
 AGREE_BYTES = 64 << 20  # largest difference between two loads that agree on the overhead of a process
 
 # Libraries that compute quantized weights beside torch and transformers, by method.
@@ -37,7 +45,7 @@ _LIBRARIES = {
     "compressed-tensors": ("compressed-tensors",), "gptq": ("gptqmodel", "optimum"),
 }  # fmt: skip
 
-_VERSION = 1
+_VERSION = 2  # 1: figures with weights and KV cache, of all that a process held
 _Kind = Literal["learned", "exact", "seconds", "overhead"]
 _Records = dict[str, dict[str, Any]]
 # Kind and key of a record, and a function from its value before (None: no record) to its value after. It is applied
@@ -70,8 +78,13 @@ def key(
         preset.adapter_slots, preset.max_lora_rank,
         sorted(preset.env.items()), [(installed or version)(name) for name in libraries],
     )  # fmt: skip
-    words = json.dumps([checkpoint.identity, settings, list(devices), "fork" if forked else "exec"])
-    return hashlib.sha256(words.encode()).hexdigest()[:32]
+    words = json.dumps([settings, list(devices), "fork" if forked else "exec"])
+    return _prefix(checkpoint) + hashlib.sha256(words.encode()).hexdigest()[:32]
+
+
+def _prefix(checkpoint: Checkpoint) -> str:
+    """Return the first part of all keys of a snapshot."""
+    return hashlib.sha256(checkpoint.identity.encode()).hexdigest()[:16] + "-"
 
 
 @functools.cache
@@ -84,12 +97,33 @@ def version(distribution: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lesson:
-    """The learned record of one key."""
+class Learned:
+    """The learned figure of one key, without `reserved-memory`."""
 
-    estimate: Estimate
-    measured: tuple[int, ...]  # bytes by shard, without `reserved-memory` and steps that have not occurred yet
-    share: float = 0.0  # part of the largest step that has not occurred yet
+    beside: tuple[int, ...]  # bytes by shard beside weights and KV cache
+    host: int = 0  # bytes of main memory beside the shards; 0: the shard is main memory
+    steps: bool = False  # `beside` includes the largest steps of the engine
+
+
+def with_learned(about: Estimate, learned: Learned) -> Estimate:
+    """Return `about`, the estimate without `learned`, with what was learned in place of compute, runtime and host.
+
+    No shard and no host figure is larger than MOST_FACTOR x that of `about` + MOST_BESIDE.
+    """
+    compute, runtime = [], []
+    parts = zip(about.shards, about.weights, about.context, about.compute, learned.beside, strict=True)
+    for shard, weights, context, step, beside in parts:
+        beside = min(beside + (0 if learned.steps else step), _bound(shard) - weights - context)
+        compute.append(min(step, beside))
+        runtime.append(beside - compute[-1] + about.reserved)
+    host = min(learned.host, _bound(about.host)) if learned.host else about.host
+    return replace(
+        about, compute=tuple(compute), runtime=tuple(runtime), host=host, source="learned", note="", process=0
+    )
+
+
+def _bound(size: int) -> int:
+    return int(MOST_FACTOR * size) + MOST_BESIDE
 
 
 class LearnedEstimates:
@@ -114,63 +148,83 @@ class LearnedEstimates:
         self._unsaved: list[_Change] = []
         self._records = _empty()  # those of the file, with all unsaved changes
         self._cannot_save = False  # the last attempt to write the file failed
+        self._warned: tuple[int, int] | None = None  # stamp of the file of the last warning about its content
         self._mutex = threading.RLock()  # held for the four above, never while the file is written
         self._refresh()
 
-    def learned(self, key: str) -> Estimate | None:
-        """Return the learned estimate of `key`; None if there is none yet."""
-        return _to_estimate(self._get("learned", key), "learned")
+    def learned(self, key: str) -> Learned | None:
+        """Return the learned figure of `key`; None if there is none yet."""
+        return _to_learned(self._get("learned", key))
 
     def record(
-        self, key: str, estimate: Estimate, shards: Sequence[int], host: int = 0, *, share_to_come: float = 0.0
-    ) -> Estimate:
-        """Record the peak of a worker of `key` that was started on `estimate`: bytes by shard, and on main memory
-        beside.
+        self, key: str, about: Estimate, shards: Sequence[int], host: int = 0, *, steps: bool = False
+    ) -> Learned:
+        """Record a measurement of a worker of `key` that was started on `about`, whose KV cache is the granted one.
 
-        `share_to_come`: the part of its largest step that has not occurred yet; that part of the compute segment is
-        added. A measurement with a larger part to come than an earlier one can only raise the record. Returns the
-        learned estimate: at least the measurement, plus what is left of higher ones.
+        `shards`: measured bytes by shard, `reserved-memory` and memory that is allocated later included. `host`: bytes
+        of main memory beside them. `steps`: the worker has computed its largest steps. A figure rises at once, and
+        falls by a part of the difference. A measurement without steps lowers one with steps only as far as the
+        estimated steps allow.
         """
-        to_come = tuple(round(share_to_come * size) for size in estimate.compute)
+        beside = tuple(
+            max(0, size - weights - context)
+            for size, weights, context in zip(shards, about.weights, about.context, strict=True)
+        )
 
-        def merge(before: _Lesson | None) -> _Lesson:
-            measured, share, add, beside = tuple(shards), share_to_come, to_come, host
-            if before is not None and len(before.measured) == len(measured):
-                beside = _decayed(before.estimate.host, host)
-                if share <= before.share:
-                    measured = tuple(map(_decayed, before.measured, measured))
-                else:
-                    was = tuple(each - before.estimate.reserved for each in before.estimate.shards)
-                    measured, share = tuple(map(max, before.measured, measured)), before.share
-                    add = tuple(max(0, old - new) for old, new in zip(was, measured, strict=True))
-            total = tuple(map(sum, zip(measured, add, strict=True)))
-            return _Lesson(from_measurement(estimate, total, beside), measured, share)
-
-        return self._learn(key, merge)
-
-    def record_out_of_memory(self, key: str, estimate: Estimate, memory: Literal["device", "host"]) -> Estimate:
-        """Raise the estimate of `key` by 15 %: its worker ran out of memory of the device or the host. Returns it."""
-
-        def merge(before: _Lesson | None) -> _Lesson:
-            known = before.estimate if before is not None else estimate
-            least = known if len(known.shards) == len(estimate.shards) else estimate
-            is_beside = memory == "host" and estimate.host > 0
-            growth = (1.0, RAISE) if is_beside else (RAISE, 1.0)
-            both = zip(least.shards, estimate.shards, strict=True)
-            shards = tuple(round(max(each) * growth[0]) - estimate.reserved for each in both)
-            return _Lesson(
-                from_measurement(estimate, shards, round(max(least.host, estimate.host) * growth[1])), shards
-            )
+        def merge(before: Learned | None) -> Learned:
+            if before is None or len(before.beside) != len(beside) or (steps and not before.steps):
+                return Learned(beside, host, steps)
+            least = beside
+            if before.steps and not steps:
+                # Whether the steps of this worker would have taken as much as those before is not known.
+                most = (
+                    now + compute + beside_steps(compute) for now, compute in zip(beside, about.compute, strict=True)
+                )
+                least = tuple(
+                    max(now, min(old, size)) for now, old, size in zip(beside, before.beside, most, strict=True)
+                )
+            return Learned(tuple(map(_decayed, before.beside, least)), _decayed(before.host, host), before.steps)
 
         return self._learn(key, merge)
+
+    def record_out_of_memory(self, key: str, about: Estimate, memory: Literal["device", "host"]) -> Estimate:
+        """Raise the estimate of `key` by 15 %: its worker, which was started on `about`, ran out of memory of the
+        device or the host. Returns the raised estimate."""
+        is_beside = memory == "host" and about.host > 0
+        by_shard, by_host = (1.0, RAISE) if is_beside else (RAISE, 1.0)
+
+        def merge(before: Learned | None) -> Learned:
+            known = about
+            if before is not None and len(before.beside) == len(about.shards):
+                known = with_learned(about, before)
+            steps = known is not about and before is not None and before.steps
+            beside = []
+            for shard, old, weights, context, step in zip(
+                known.shards, about.shards, about.weights, about.context, known.compute, strict=True
+            ):
+                raised = round(by_shard * (max(shard, old) - about.reserved))
+                beside.append(max(0, raised - weights - context - (0 if steps else step)))
+            return Learned(tuple(beside), round(by_host * max(known.host, about.host)), steps)
+
+        return with_learned(about, self._learn(key, merge))
+
+    def forget(self, checkpoint: Checkpoint) -> int:
+        """Drop the learned figures of a snapshot, for all settings; return their number."""
+        with self._mutex:
+            self._refresh()
+            keys = [key for key in self._records["learned"] if key.startswith(_prefix(checkpoint))]
+        for key in keys:
+            self._change("learned", key, lambda before: None)
+        return len(keys)
 
     def exact(self, key: str) -> Estimate | None:
         """Return the exact estimate of `key` from before; None if there is none."""
-        return _to_estimate(self._get("exact", key), "exact")
+        return _to_exact(self._get("exact", key))
 
     def store_exact(self, key: str, estimate: Estimate) -> None:
-        """Keep the result of `worker estimate` for `key`."""
-        self._change("exact", key, lambda before: asdict(estimate))
+        """Keep the result of `worker estimate` for `key`, with the largest KV cache of its range."""
+        largest = estimate.granted(estimate.kv_steps)
+        self._change("exact", key, lambda before: asdict(largest))
 
     def overhead(self, device: str, *, forked: bool) -> Overhead:
         """Return the measured memory of processes on this type of device (driver name, or `cpu`), for any model, under
@@ -182,12 +236,12 @@ class LearnedEstimates:
         on the device, which others change too; then two loads have to agree on it."""
 
         def change(before: Any) -> Any:
-            known, record = _to_overhead(before), dict(before) if isinstance(before, Mapping) else {}
+            known, record = _to_overhead(before), dict(before or {})
             if measured.host:
                 record["host"] = _decayed(known.host or measured.host, measured.host)
             if measured.device:
                 last = record.get("last")
-                agrees = isinstance(last, int) and abs(last - measured.device) <= AGREE_BYTES
+                agrees = last is not None and abs(last - measured.device) <= AGREE_BYTES
                 if is_own or agrees:
                     record["device"] = _decayed(known.device or measured.device, measured.device)
                 record["last"] = measured.device
@@ -203,20 +257,19 @@ class LearnedEstimates:
 
     def load_seconds(self, key: str) -> float | None:
         """Return the median of the last loads of `key` from spawn to ready; None if there was none yet."""
-        seconds = _to_seconds(self._get("seconds", key))
+        seconds = self._get("seconds", key)
         return statistics.median(seconds) if seconds else None
 
     def record_load(self, key: str, seconds: float) -> None:
         """Record the seconds of one load of `key` from spawn to ready."""
-        self._change("seconds", key, lambda before: [*_to_seconds(before), seconds][-MOST_SECONDS:])
+        self._change("seconds", key, lambda before: [*(before or ()), seconds][-MOST_SECONDS:])
 
-    def _learn(self, key: str, merge: Callable[["_Lesson | None"], "_Lesson"]) -> Estimate:
-        after: list[Estimate] = []
+    def _learn(self, key: str, merge: Callable[[Learned | None], Learned]) -> Learned:
+        after: list[Learned] = []
 
         def change(before: Any) -> Any:
-            lesson = merge(_to_lesson(before))
-            after.append(lesson.estimate)
-            return {**asdict(lesson.estimate), "measured": lesson.measured, "share": lesson.share}
+            after.append(merge(_to_learned(before)))
+            return asdict(after[-1])
 
         self._change("learned", key, change)
         return after[-1]
@@ -241,13 +294,18 @@ class LearnedEstimates:
                 self._stamp = stamp
 
     def _read(self) -> _Records:
+        """Read the file. What is damaged is ignored, with one warning for each content of the file."""
+        stamp = _stamp(self._path)
         try:
-            return _parse(self._path.read_bytes())
+            records, ignored = _parse(self._path.read_bytes())
         except FileNotFoundError:
             return _empty()
         except (OSError, ValueError, RecursionError) as error:
-            _log.warning("estimates in %s cannot be read (%s); learning begins anew", self._path, error)
-            return _empty()
+            records, ignored = _empty(), f"it cannot be read ({error}); learning begins anew"
+        if ignored and stamp != self._warned:
+            self._warned = stamp
+            _log.warning("estimates in %s: %s", self._path, ignored)
+        return records
 
     def _save(self) -> None:
         """Apply the unsaved changes to the file under the lock of all routers. If that fails, they stay in memory and
@@ -295,7 +353,9 @@ def _changed(records: _Records, changes: Sequence[_Change]) -> _Records:
     """Return `records` with all `changes` applied in order."""
     for kind, key, change in changes:
         kept = dict(records[kind])
-        kept[key] = change(kept.pop(key, None))  # popped, so that it moves to the end: the newest
+        record = change(kept.pop(key, None))
+        if record is not None:
+            kept[key] = record  # at the end: the newest
         records = {**records, kind: dict(list(kept.items())[-MOST_RECORDS:])}
     return records
 
@@ -304,54 +364,71 @@ def _empty() -> _Records:
     return {"learned": {}, "exact": {}, "seconds": {}, "overhead": {}}
 
 
-def _parse(text: bytes) -> _Records:
-    """Parse the file. Raises ValueError if it is not of this format."""
+def _parse(text: bytes) -> tuple[_Records, str]:
+    """Parse the file; also return which entries are ignored because they are invalid, for a message.
+
+    Raises ValueError if it is not of this format.
+    """
     body = json.loads(text)
-    if not isinstance(body, dict) or body.pop("version", None) != _VERSION:
-        raise ValueError("not a file of this version")
-    for kind in _empty():
-        if not isinstance(body.get(kind), dict):
+    if not isinstance(body, dict):
+        raise ValueError("not a JSON object")
+    if body.get("version") != _VERSION:
+        raise ValueError(f"its version is {body.get('version')!r}, this router writes {_VERSION}")
+    records, invalid = _empty(), 0
+    for kind, is_valid in _VALID.items():
+        entries = body.get(kind)
+        if not isinstance(entries, dict):
             raise ValueError(f"{kind} is missing")
-    return body
+        records[kind] = {key: entry for key, entry in entries.items() if is_valid(entry)}
+        invalid += len(entries) - len(records[kind])
+    return records, f"{invalid} invalid entries are ignored" if invalid else ""
 
 
-def _to_estimate(record: Any, source: Literal["learned", "exact"]) -> Estimate | None:
-    """Return the estimate in a record; None if it is invalid, as in a file that was edited by hand."""
+def _to_exact(record: Any) -> Estimate | None:
+    """Return the exact estimate in a record; None if it is invalid, as in a file that was edited by hand."""
     if not isinstance(record, Mapping):
         return None
-    segments: list[Any] = [record.get(name) for name in ("weights", "context", "compute", "runtime")]
+    by_shard: list[Any] = [record.get(name) for name in ("weights", "context", "compute", "runtime")]
     sizes: list[Any] = [record.get(name) for name in ("host", "reserved", "process")]
-    if not all(map(_is_sizes, (sizes, *segments))) or len({len(segment or ()) for segment in segments}) > 1:
+    if not all(map(_is_sizes, (sizes, *by_shard))) or len({len(part) for part in by_shard}) > 1 or not by_shard[0]:
         return None
-    weights, context, compute, runtime = (tuple(segment or ()) for segment in segments)
+    weights, context, compute, runtime = map(tuple, by_shard)
     host, reserved, process = sizes
-    return Estimate(weights, context, compute, runtime, host, source, reserved, process=process) if weights else None
+    return Estimate(weights, context, compute, runtime, host, "exact", reserved, process=process)
 
 
-def _to_lesson(record: Any) -> _Lesson | None:
-    estimate = _to_estimate(record, "learned")
-    if estimate is None:
+def _to_learned(record: Any) -> Learned | None:
+    if not isinstance(record, Mapping):
         return None
-    measured, share = record.get("measured"), record.get("share")
-    if not (_is_sizes(measured) and len(measured) == len(estimate.shards) and isinstance(share, (int, float))):
+    beside, host, steps = record.get("beside"), record.get("host"), record.get("steps")
+    if not (_is_sizes(beside) and beside and _is_sizes([host]) and isinstance(steps, bool)):
         return None
-    return _Lesson(estimate, tuple(measured), share)
+    return Learned(tuple(beside), cast(int, host), steps)
 
 
 def _is_sizes(sizes: Any) -> bool:
-    return isinstance(sizes, (list, tuple)) and all(isinstance(size, int) and 0 <= size <= MOST_BYTES for size in sizes)
+    return isinstance(sizes, (list, tuple)) and all(type(size) is int and 0 <= size <= MOST_BYTES for size in sizes)
+
+
+def _is_overhead(record: Any) -> bool:
+    return isinstance(record, Mapping) and _is_sizes(list(record.values()))
+
+
+def _is_seconds(record: Any) -> bool:
+    return isinstance(record, list) and all(isinstance(each, (int, float)) and 0 <= each < math.inf for each in record)
+
+
+# A test of the entries of each kind.
+_VALID: Mapping[_Kind, Callable[[Any], bool]] = {
+    "learned": lambda record: _to_learned(record) is not None,
+    "exact": lambda record: _to_exact(record) is not None,
+    "seconds": _is_seconds,
+    "overhead": _is_overhead,
+}
 
 
 def _to_overhead(record: Any) -> Overhead:
-    """Return the measurement in a record; unknown if it is invalid."""
-    if not isinstance(record, Mapping):
-        return UNKNOWN
-    device, host = record.get("device", 0), record.get("host", 0)
-    return Overhead(device, host) if _is_sizes([device, host]) else UNKNOWN
-
-
-def _to_seconds(record: Any) -> list[float]:
-    return [float(each) for each in record if isinstance(each, (int, float))] if isinstance(record, list) else []
+    return Overhead(record.get("device", 0), record.get("host", 0)) if record else UNKNOWN
 
 
 def _decayed(before: int, measured: int) -> int:

@@ -374,11 +374,14 @@ def best_estimate(
     forked: bool,
     threads: int,
     or_executed: bool = False,
+    learns: bool = True,
 ) -> Estimate:
-    """Return the estimate of the preset itself, else a learned, else an exact one from before, else the static one.
+    """Return the estimate of the preset itself, else the exact one from before, else the static one, and the last two
+    with what was learned.
 
     `forked`: the worker is forked, not executed. With `or_executed`, records of executed workers do for a forked one:
-    they are higher. `threads`: torch threads of the worker. Raises EstimateError.
+    they are higher. `threads`: torch threads of the worker. Without `learns`, learned figures are not used. Raises
+    EstimateError.
     """
     overhead = records.overhead(device_type(choice, readings), forked=forked) if records is not None else UNKNOWN
     static = static_estimate(choice, facts, preset, threads=threads, forked=forked, overhead=overhead)
@@ -386,9 +389,12 @@ def best_estimate(
         return static
     for way in (True, False) if forked and or_executed else (forked,):
         key = record_key(choice, facts, preset, readings, forked=way)
-        for known in (records.learned(key), records.exact(key)):
-            if known is not None and len(known.shards) == choice.shards:
-                return refreshed(known, static)
+        exact, known = records.exact(key), records.learned(key) if learns else None
+        found = refreshed(exact, static) if exact is not None and len(exact.shards) == choice.shards else static
+        if known is not None and len(known.beside) == choice.shards:
+            return learned.with_learned(found, known)
+        if found is not static:
+            return found
     return static
 
 

@@ -44,6 +44,19 @@ async def test_a_pinned_model_is_not_put_out_whatever_its_file_says(tmp_path: Pa
         assert error_of(await client.post("/router/pin", json={"model": "a", "pinned": 1})) == (400, "invalid_value")
 
 
+async def test_what_was_learned_of_a_model_can_be_dropped(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {}, "b": {}})
+    file.write_text(file.read_text().replace("required-memory = 64\n", ""))
+    async with router("--models-preset", str(file), *MARGIN) as up:
+        client = up.client
+        await client.post("/v1/chat/completions", json=chat("a"))
+        forgotten = (await client.post("/router/forget", json={"model": "a"})).json()
+        assert forgotten == {"success": True, "model": "a", "forgotten": 1}
+        assert (await client.post("/router/forget", json={"model": "a"})).json()["forgotten"] == 0
+        assert (await client.post("/router/forget", json={"model": "b"})).json()["forgotten"] == 0
+        assert error_of(await client.post("/router/forget", json={"model": "x"})) == (404, "model_not_found")
+
+
 async def test_settings_show_their_source_and_no_secret(tmp_path: Path) -> None:
     file = presets(tmp_path, {"a": {"ctx-size": 128, "env.API_TOKEN": "verysecret"}, "b": {}})
     line = next(number for number, text in enumerate(file.read_text().split("\n"), 1) if "ctx-size" in text)

@@ -91,6 +91,7 @@ async def serve(command: Serve, channel: RouterChannel, began: float, ranks: "Ra
             processor=time.process_time(),
             overhead=overhead.reported,
             overhead_is_own=overhead.is_own,
+            has_warmed_up=engine.has_warmed_up,
             modules=_family_modules(),
         )
     )

@@ -80,6 +80,8 @@ class Ready:
     overhead: dict[str, int] = dataclasses.field(default_factory=dict)
     # False if the driver does not report memory by process: the overhead is then the growth of the device's total use.
     overhead_is_own: bool = True
+    # The engine has computed its largest steps with text, so `measured` contains what they take.
+    has_warmed_up: bool = False
     # Modules of the model's family (`is_family_module`) that this process imported, for the fork server.
     modules: list[str] = dataclasses.field(default_factory=list)
 
@@ -114,11 +116,6 @@ class Pulse:
     parallel: int = 0  # sequences that may run at once; 0: unknown
     prefill_rate: float = 0.0  # prompt tokens computed per second since the last pulse, without cached tokens
     decode_rate: float = 0.0  # tokens generated per second since the last pulse
-    # The largest step so far: `[tokens of one prompt, sequences, tokens of one sequence at its end]`. For texts without
-    # generation the third equals the first. Empty: unknown.
-    largest: list[int] = dataclasses.field(default_factory=list)
-    # The largest images so far: `[tokens of one image, images whose features were in memory at once]`. Empty: none.
-    seen: list[int] = dataclasses.field(default_factory=list)
     cache_used: int = 0  # tokens in the KV cache of running sequences; shared tokens count once
     cache_reusable: int = 0  # tokens of ended sequences that are kept for prefix caching and evicted on demand
     cache_total: int = 0  # capacity in tokens; 0: no cache

@@ -475,6 +475,7 @@ def test_the_exact_estimate_is_that_of_the_worker_program(tmp_path: Path, capsys
     known.record(learned.key(facts, preset, ["cpu"], forked=True), weighed, [99 * MIB])
     words = [folder, "--ctx-size", "128", "--state-dir", str(state)]
     assert [estimate(capsys, *words, *more)[1]["source"] for more in ([], ["--exact"])] == ["learned", "exact"]
+    assert [estimate(capsys, *words, *more)[1]["source"] for more in (["--forget"], [])] == ["static", "static"]
     (Path(folder) / "tokenizer.json").unlink()
     (Path(folder) / "tokenizer_config.json").unlink()
     code, said = estimate(capsys, folder, "--exact")

@@ -2,13 +2,13 @@
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from router.api.status import status
 from router.config.presets import Preset
 from router.errors import DoesNotFit, LoadFailed
+from router.fleet.load_cost import forget_learned
 from router.fleet.model import FEWEST_PAUSES
 from router.fleet.scheduler import resident_of
 from router.fleet.worker import Worker
@@ -137,72 +137,66 @@ async def test_a_measurement_is_stored_for_the_actual_way_of_starting() -> None:
     assert costs.estimate.total >= NEEDS
 
 
-def pulse(measured: int, *, largest: tuple[int, int, int]) -> Pulse:
-    return Pulse(steps=1, running=0, waiting=0, measured={"cpu": measured}, largest=list(largest))
-
-
 @virtual
-async def test_a_model_is_reserved_what_it_measured_once_a_worker_has_had_its_largest_step() -> None:
+async def test_what_a_worker_takes_after_it_is_ready_is_reserved_and_not_learned() -> None:
     world = forking(a=model())
-
-    async def reserved_next() -> int:
-        await leave(world, "a")
-        await world.ask("a")
-        return only(world, "a").reserved[CPU]
-
     await world.ask("a")
     costs, measured = only(world, "a").costs, NEEDS - SHARED
     assert costs is not None
     [compute] = costs.estimate.compute
-    assert await reserved_next() == measured + compute
-    world.launcher.say("a", pulse(measured, largest=(100, 1, 120)))
-    less = await reserved_next()
-    assert measured < less < measured + compute, "a chunk has 512 tokens, a batch 4 rows, the context 1024 tokens"
-    world.launcher.say("a", pulse(measured + MIB, largest=(512, 4, 1023)))
-    known = world.fleet.learned_estimates.learned(costs.key)
-    assert known is not None
-    assert known.shards == (measured + MIB,), "at once: this router may be killed"
-    assert await reserved_next() == measured + MIB
-    world.launcher.say("a", pulse(measured, largest=(10, 1, 20)))
-    assert await reserved_next() == measured + MIB, "it was hardly used"
+    first = world.fleet.learned_estimates.learned(costs.key)
+    world.launcher.say("a", Pulse(steps=1, running=0, waiting=0, measured={"cpu": 3 * GIB}, later=200 * MIB))
+    assert only(world, "a").reserved[CPU] == 3 * GIB + 200 * MIB, "it is there, whatever took it"
+    await leave(world, "a")
+    assert world.fleet.learned_estimates.learned(costs.key) == first
+    await world.ask("a")
+    assert only(world, "a").reserved[CPU] == measured + compute, "and the largest steps, which nobody has measured"
 
 
 @virtual
-async def test_a_model_whose_context_is_no_longer_than_a_chunk_has_been_at_its_peak_with_a_full_context() -> None:
-    world = Schedule({"a": NEEDS}, totals=TOTALS, models={"a": FakeModel(shards=(NEEDS,))}, stated=False)
-    world.files.facts = replace(LLAMA, max_positions=512)
-    await world.ask("a")
-    world.launcher.say("a", pulse(NEEDS, largest=(495, 4, 511)))
-    await leave(world, "a")
+async def test_a_learned_figure_never_refuses_a_model() -> None:
+    world = Schedule({"a": NEEDS}, totals={CPU: needs(forked=False) + 100 * MIB}, models={"a": model()}, stated=False)
     await world.ask("a")
     costs = only(world, "a").costs
     assert costs is not None
-    assert costs.estimate.total == NEEDS
+    await leave(world, "a")
+    known = world.fleet.learned_estimates
+    known.record(costs.key, costs.estimate, [20 * GIB])
+    await world.ask("a")
+    again = only(world, "a").costs
+    assert again is not None
+    assert again.estimate.source == "static"
+    raised = known.learned(costs.key)
+    assert raised is not None
+    assert raised.beside[0] < 20 * GIB, "measured once more, and lower"
 
 
 @virtual
-async def test_a_model_that_sees_has_been_at_its_peak_once_it_has_seen_its_largest_images_at_once() -> None:
-    world = Schedule({"a": NEEDS}, totals=TOTALS, models={"a": FakeModel(shards=(NEEDS,))}, stated=False)
-    sight: dict[str, Any] = {
-        "capabilities": ("chat", "completion", "vision"),
-        "tower": 40 * MIB,
-        "picture_tokens": 1000,
-    }
-    world.files.facts = replace(LLAMA, **sight, hidden=4096)
-    to_come = []
-    for seen in ([], [500, 1], [1000, 1], [999, 4]):
-        await world.ask("a")
-        world.launcher.say("a", replace(pulse(NEEDS, largest=(512, 4, 1023)), seen=seen))
-        await leave(world, "a")
-        await world.ask("a")
-        costs = only(world, "a").costs
-        assert costs is not None
-        to_come.append(costs.estimate.total - NEEDS)
-        await leave(world, "a")
-    no_image, small, one_at_a_time, all_at_once = to_come
-    assert no_image > small > 20 * MIB, "what the tower computes with is to come"
-    assert small > one_at_a_time > 4 * MIB, "and the features of three more"
-    assert all_at_once == 0
+async def test_what_was_learned_can_be_dropped() -> None:
+    world = forking(a=model())
+    await world.ask("a")
+    costs = only(world, "a").costs
+    assert costs is not None
+    assert await forget_learned(world.presets["a"], world.fleet) == 1
+    assert world.fleet.learned_estimates.learned(costs.key) is None
+    assert await forget_learned(world.presets["a"], world.fleet) == 0
+
+
+@virtual
+async def test_accelerators_learn_the_peak_of_the_allocator_and_main_memory_only_until_ready() -> None:
+    models = {"a": FakeModel(shards=(5 * GIB,), host=GIB)}
+    world = Schedule({"a": 0}, totals={GPU: 24 * GIB, CPU: 8 * GIB}, models=models, stated=False)
+    await world.ask("a")
+    costs = only(world, "a").costs
+    assert costs is not None
+    world.launcher.say(
+        "a", Pulse(steps=1, running=0, waiting=0, measured={"cuda:0": 6 * GIB, "cpu": 7 * GIB}, later=GIB)
+    )
+    await leave(world, "a")
+    known = world.fleet.learned_estimates.learned(costs.key)
+    assert known is not None
+    assert known.beside == (6 * GIB - costs.estimate.weights[0] - costs.estimate.context[0],)
+    assert known.host == GIB
 
 
 GPU = DeviceId(LOCAL, 0)
@@ -238,20 +232,6 @@ async def test_the_largest_step_is_tried_at_a_start_only_until_what_it_takes_is_
     await leave(world, "a")
     await world.ask("a")
     assert not serve_fields(only(world, "a"), world.fleet)["warm_up"]
-
-
-@virtual
-async def test_what_a_worker_may_yet_take_of_main_memory_stays_reserved_and_is_learned() -> None:
-    world = forking(a=model())
-    await world.ask("a")
-    pulse = Pulse(steps=1, running=0, waiting=0, measured={"cpu": 3 * GIB}, later=200 * MIB, largest=[512, 4, 1023])
-    world.launcher.say("a", pulse)
-    assert only(world, "a").reserved[CPU] == 3 * GIB + 200 * MIB
-    await leave(world, "a")
-    await world.ask("a")
-    costs = only(world, "a").costs
-    assert costs is not None
-    assert costs.estimate.total == 3 * GIB + 200 * MIB
 
 
 @virtual

@@ -2,20 +2,24 @@
 
 import json
 import logging
+import math
 import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from router.config.presets import Preset
 from router.memory.checkpoint_facts import Checkpoint
 from router.memory.estimate import Estimate
-from router.memory.learned import LearnedEstimates, key
+from router.memory.learned import MOST_BESIDE, Learned, LearnedEstimates, key, with_learned
 
 GUESS = Estimate(weights=(100,), context=(50,), compute=(30,), runtime=(20,))
 SPLIT = Estimate(weights=(60, 60), context=(20, 20), compute=(10, 10), runtime=(10, 10), host=500)
@@ -34,70 +38,103 @@ def test_nothing_is_learned_before_the_first_load(file: Path) -> None:
     assert not file.exists()
 
 
-def test_a_measurement_is_learned_by_segment(file: Path) -> None:
+def test_a_learned_figure_contains_neither_weights_nor_cache(file: Path) -> None:
     known = LearnedEstimates(file)
     known.record("a", GUESS, [190])
-    assert known.learned("a") == Estimate((100,), (50,), (30,), (10,), source="learned")
+    assert known.learned("a") == Learned(beside=(40,))
     known.record("b", GUESS, [140])
-    assert known.learned("b") == Estimate((100,), (40,), (0,), (0,), source="learned")
-    assert LearnedEstimates(file).learned("a") == known.learned("a")
+    assert known.learned("b") == Learned(beside=(0,)), "it was not mapped in full"
+    known.record("c", SPLIT, [110, 90], 600, steps=True)
+    assert known.learned("c") == Learned(beside=(30, 10), host=600, steps=True)
+    assert all(LearnedEstimates(file).learned(name) == known.learned(name) for name in "abc")
+
+
+def test_estimated_steps_are_added_unless_they_were_measured() -> None:
+    assert with_learned(GUESS, Learned((40,))) == replace(GUESS, runtime=(40,), source="learned")
+    assert with_learned(GUESS, Learned((40,), steps=True)) == replace(GUESS, runtime=(10,), source="learned")
+    assert with_learned(GUESS, Learned((4,), steps=True)).compute == (4,)
+    assert with_learned(SPLIT, Learned((0, 7), 300)).host == 300
+    assert with_learned(SPLIT, Learned((0, 7))).host == SPLIT.host, "it was not measured"
+
+
+def test_a_learned_figure_counts_up_to_a_bound_above_the_estimate_without_it() -> None:
+    huge = with_learned(SPLIT, Learned((1 << 40, 7), 1 << 40))
+    assert huge.shards == (150 + MOST_BESIDE, 60 + 20 + 10 + 7)
+    assert huge.host == 750 + MOST_BESIDE
+    assert (huge.weights, huge.context) == (SPLIT.weights, SPLIT.context)
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.tuples(*[st.integers(0, 1 << 40)] * 5),
+    beside=st.integers(0, 1 << 40),
+    host=st.integers(0, 1 << 40),
+    steps=st.booleans(),
+)
+def test_no_part_of_a_learned_estimate_is_negative_or_above_the_bound(
+    sizes: tuple[int, int, int, int, int], beside: int, host: int, steps: bool
+) -> None:
+    weights, context, compute, runtime, main = sizes
+    about = Estimate((weights,), (context,), (compute,), (runtime,), main)
+    found = with_learned(about, Learned((beside,), host, steps))
+    assert min(found.weights + found.context + found.compute + found.runtime) >= 0
+    assert found.shards[0] == min(
+        weights + context + beside + (0 if steps else compute), about.shards[0] * 3 // 2 + MOST_BESIDE
+    )
 
 
 def test_a_learned_figure_rises_at_once_and_falls_slowly(file: Path) -> None:
     known = LearnedEstimates(file)
-    assert known.record("a", GUESS, [200]).shards == (200,)
-    assert known.record("a", GUESS, [240]).shards == (240,)
-    assert known.record("a", GUESS, [200]).shards == (230,)
+    assert known.record("a", GUESS, [200]).beside == (50,)
+    assert known.record("a", GUESS, [240]).beside == (90,)
+    assert known.record("a", GUESS, [200]).beside == (80,)
     for _ in range(30):
         known.record("a", GUESS, [200])
     learned = known.learned("a")
     assert learned is not None
-    assert 200 <= learned.shards[0] <= 202
+    assert 50 <= learned.beside[0] <= 52
 
 
-def test_the_share_of_the_largest_step_to_come_is_added(file: Path) -> None:
+def test_a_worker_without_the_largest_steps_lowers_the_figure_by_what_it_cannot_lack(file: Path) -> None:
     known = LearnedEstimates(file)
-
-    def record(measured: int, share_to_come: float) -> int:
-        [learned] = known.record("a", GUESS, [measured], share_to_come=share_to_come).shards
-        assert LearnedEstimates(file).learned("a") == known.learned("a")
-        return learned
-
-    assert record(150, 1.0) == 180, "its compute is 30"
-    assert record(160, 0.5) == 175
-    assert record(165, 0.0) == 165, "at once: what was added was a guess"
-    assert record(140, 1.0) == 165, "a short life says nothing of long prompts"
-    assert record(170, 0.9) == 170, "but that it took more than was thought"
-    assert record(150, 0.0) == 165, "measurements come down slowly"
+    known.record("a", GUESS, [200], steps=True)
+    assert known.record("a", GUESS, [150]) == Learned((50,), steps=True), "the steps may be what is missing"
+    assert known.record("a", GUESS, [210]) == Learned((60,), steps=True)
+    far = 400 << 20
+    known.record("a", GUESS, [150 + far], steps=True)
+    fallen = known.record("a", GUESS, [150])
+    assert far // 2 < fallen.beside[0] < far, "more than steps and workspaces explain, as after running out of memory"
 
 
-def test_a_measurement_with_a_larger_share_to_come_keeps_the_smaller_share(file: Path) -> None:
+def test_a_figure_with_steps_replaces_one_without(file: Path) -> None:
     known = LearnedEstimates(file)
-    assert known.record("a", GUESS, [150], share_to_come=0.5).shards == (165,)
-    assert known.record("a", GUESS, [155], share_to_come=1.0).shards == (165,)
-    assert known.record("a", GUESS, [155], share_to_come=0.5).shards == (170,)
+    known.record("a", GUESS, [240])
+    assert known.record("a", GUESS, [200], steps=True) == Learned((50,), steps=True)
 
 
 def test_shards_and_main_memory_are_learned_separately(file: Path) -> None:
     known = LearnedEstimates(file)
     known.record("a", SPLIT, [110, 90], 600)
-    learned = known.record("a", SPLIT, [100, 95], 400)
-    assert learned.shards == (108, 95)
-    assert learned.host == 550
+    assert known.record("a", SPLIT, [102, 95], 400) == Learned((28, 15), 550)
 
 
 def test_splits_over_different_numbers_of_devices_do_not_mix(file: Path) -> None:
     known = LearnedEstimates(file)
     known.record("a", GUESS, [999])
-    assert known.record("a", SPLIT, [100, 100], 500).shards == (100, 100)
+    assert known.record("a", SPLIT, [100, 100], 500).beside == (20, 20)
 
 
-def test_running_out_of_memory_raises_the_figure_and_keeps_it(file: Path) -> None:
+@pytest.mark.parametrize("steps", [False, True])
+def test_running_out_of_memory_raises_the_figure_and_keeps_it(file: Path, steps: bool) -> None:
     known = LearnedEstimates(file)
+    if steps:
+        known.record("a", GUESS, [200], steps=True)
     assert known.record_out_of_memory("a", GUESS, "device").shards == (230,)
     again = known.record_out_of_memory("a", GUESS, "device")
     assert again.shards == (264,)
-    assert LearnedEstimates(file).learned("a") == again
+    kept = LearnedEstimates(file).learned("a")
+    assert kept is not None
+    assert with_learned(GUESS, kept) == again
 
 
 def test_only_the_memory_that_ran_out_is_raised(file: Path) -> None:
@@ -110,12 +147,24 @@ def test_only_the_memory_that_ran_out_is_raised(file: Path) -> None:
     assert on_host.shards == (230,)  # its shard is main memory
 
 
-def test_reserved_memory_is_added_to_the_measurement(file: Path) -> None:
+def test_reserved_memory_is_added_to_what_was_learned(file: Path) -> None:
     known = LearnedEstimates(file)
     asked = Estimate((100,), (50,), (30,), (20 + 1000,), reserved=1000)
-    assert known.record("a", asked, [190]).shards == (1190,)
-    assert known.record("a", asked, [150]).shards == (1180,)
-    assert known.record_out_of_memory("b", asked, "device").shards == (1380,)
+    assert with_learned(asked, known.record("a", asked, [190], steps=True)).shards == (1190,)
+    assert known.record_out_of_memory("b", asked, "device").shards == (1230,)
+
+
+def test_the_figures_of_one_snapshot_are_dropped(file: Path) -> None:
+    facts, other, preset = Checkpoint(identity="x"), Checkpoint(identity="y"), Preset(id="a")
+    known = LearnedEstimates(file)
+    keys = [key(facts, preset, ["cpu"]), key(facts, replace(preset, parallel=9), ["cpu"]), key(other, preset, ["cpu"])]
+    for name in keys:
+        known.record(name, GUESS, [190])
+        known.store_exact(name, GUESS)
+    assert LearnedEstimates(file).forget(facts) == 2
+    assert [known.learned(name) is not None for name in keys] == [False, False, True], "another router reads it at once"
+    assert all(known.exact(name) for name in keys)
+    assert known.forget(facts) == 0
 
 
 def test_an_exact_estimate_is_kept(file: Path) -> None:
@@ -133,25 +182,59 @@ def test_load_seconds_are_the_median_of_the_last_loads(file: Path) -> None:
     assert known.load_seconds("a") == 3.0
 
 
-@pytest.mark.parametrize("damage", ['{"version": 1, "learned"', "[]", "{}", '{"version": 99}', "\x00\x00", "[" * 9999])
+VERSION_1 = {
+    "version": 1,
+    "learned": {"a": {"weights": [1], "measured": [9]}},
+    "exact": {},
+    "seconds": {},
+    "overhead": {},
+}
+
+
+@pytest.mark.parametrize(
+    "damage", ['{"version": 2, "learned"', "[]", "{}", '{"version": 99}', json.dumps(VERSION_1), "\x00", "[" * 9999]
+)
 def test_a_damaged_file_is_begun_anew_with_a_warning(file: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     file.parent.mkdir()
     file.write_text(damage)
     with caplog.at_level(logging.WARNING):
         known = LearnedEstimates(file)
-    assert "learning begins anew" in caplog.text
-    known.record("a", GUESS, [190])
+        assert known.learned("a") is None
+        known.record("a", GUESS, [190])
+    assert caplog.text.count("learning begins anew") == 1
     assert LearnedEstimates(file).learned("a") is not None
 
 
-def test_an_invalid_record_is_ignored(file: Path) -> None:
-    LearnedEstimates(file).record("a", GUESS, [190])
+STRANGE = {
+    "learned": [None, 3, {}, {"beside": [1 << 70], "host": 0, "steps": True}, {"beside": [], "host": 0, "steps": True},
+                {"beside": [-1], "host": 0, "steps": True}, {"beside": [1], "host": "0", "steps": True},
+                {"beside": [1], "host": 0, "steps": 1}, {"beside": [True], "host": 0, "steps": True}],
+    "exact": [None, {}, {**asdict(GUESS), "weights": [1, 2]}, {**asdict(GUESS), "host": -1}],
+    "seconds": [None, 3, ["x"], [-1.0], [math.inf], [math.nan]],
+    "overhead": [None, [3], {"host": -1}, {"device": "x"}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_a_strange_entry_is_ignored_with_one_warning(file: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    known = LearnedEstimates(file)
+    known.record("a", GUESS, [190])
+    known.store_exact("a", GUESS)
+    known.record_load("a", 3.0)
     body = json.loads(file.read_text())
-    good = body["learned"]["a"]
-    broken = [None, 3, {}, *({**good, "weights": weights} for weights in (["x"], [-1], [1, 2], [1 << 70]))]
-    for record in broken:
-        file.write_text(json.dumps({**body, "learned": {"a": record}}))
-        assert LearnedEstimates(file).learned("a") is None
+    body[kind] |= {str(number): entry for number, entry in enumerate(STRANGE[kind])}
+    file.write_text(json.dumps(body))
+    with caplog.at_level(logging.WARNING):
+        again = LearnedEstimates(file)
+        for name in body[kind]:
+            again.learned(name), again.exact(name), again.load_seconds(name)
+            again.overhead("cpu", forked=False)
+    assert caplog.text.count("entries are ignored") == 1
+    assert f"{len(STRANGE[kind])} invalid" in caplog.text
+    assert (again.learned("a"), again.load_seconds("a")) == (known.learned("a"), 3.0)
+    assert again.exact("a") is not None
+    again.record_load("b", 1.0)
+    assert len(json.loads(file.read_text())[kind]) <= 2, "the next write drops them"
 
 
 def test_routers_of_one_folder_share_estimates(file: Path) -> None:
@@ -192,7 +275,7 @@ def test_estimates_stay_in_memory_while_the_file_cannot_be_written(
     assert caplog.text.count("cannot be kept") == 1, "once, and not with each load"
     learned = known.learned("a")
     assert learned is not None
-    assert learned.shards == (230,)
+    assert with_learned(GUESS, learned).shards == (230,)
     caplog.clear()
     (tmp_path / "file").unlink()
     known.record_load("a", 2.0)
@@ -209,7 +292,7 @@ def test_a_write_that_fails_leaves_nothing_behind(file: Path, caplog: pytest.Log
     file.mkdir(parents=True)  # nothing can be renamed to it
     with caplog.at_level(logging.WARNING):
         learned = LearnedEstimates(file).record("a", GUESS, [190])
-    assert learned.shards == (190,)
+    assert learned.beside == (40,)
     assert "cannot be kept" in caplog.text
     assert [left.name for left in file.parent.iterdir() if left.suffix == ".draft"] == []
 
@@ -241,7 +324,7 @@ def test_the_draft_of_a_killed_router_is_overwritten(file: Path) -> None:
 def test_the_oldest_record_is_dropped(file: Path) -> None:
     file.parent.mkdir()
     seconds = {str(number): [1.0] for number in range(1000)}
-    file.write_text(json.dumps({"version": 1, "learned": {}, "exact": {}, "seconds": seconds, "overhead": {}}))
+    file.write_text(json.dumps({"version": 2, "learned": {}, "exact": {}, "seconds": seconds, "overhead": {}}))
     known = LearnedEstimates(file)
     known.record_load("new", 1.0)
     assert known.load_seconds("0") is None
@@ -257,7 +340,7 @@ def test_a_record_counts_before_it_is_on_disk(file: Path) -> None:
     known.record_load("a", 3.0)
     learned = known.learned("a")
     assert learned is not None
-    assert learned.shards == (230,)
+    assert learned.beside == (80,)
     assert not file.exists()
     other = LearnedEstimates(file)
     other.record("b", GUESS, [190])

@@ -64,9 +64,6 @@ def test_an_earlier_exact_estimate_gets_the_current_overhead() -> None:
     assert estimate.refreshed(exact, first).weights == (9,)
     assert estimate.refreshed(exact, first).host == 900 * MIB + SERVING_HOST + own
     assert estimate.refreshed(estimate.refreshed(exact, first), first) == estimate.refreshed(exact, first)
-    measured = estimate.from_measurement(first, (10 * MIB,), own)
-    assert estimate.refreshed(measured, first).shards == (10 * MIB,), "which was measured as a whole"
-    assert estimate.refreshed(measured, first).host == own, "likewise"
 
 
 def test_the_process_figure_of_an_exact_estimate_is_kept(tmp_path: Path) -> None:

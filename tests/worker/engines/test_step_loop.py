@@ -78,14 +78,12 @@ async def test_a_report_contains_running_sequences_and_the_cache() -> None:
     assert (work.load, report.parallel) == ((2, 1), 2)
     assert (report.cache_used, report.cache_total) == (4 + 2 + 8, 100)
     assert (report.prefill_tokens, report.decode_tokens) == (4 + 8, 3)
-    assert report.largest == (8, 2, 8), "a chunk, both rows, and the longest of them so far"
     work.cancel(third)
     while work.has_work:
         work.step()
     report = work.report()
     assert (report.slots, report.cache_used) == ((), 0)
     assert (report.prefill_tokens, report.decode_tokens) == (4 + 12, 5 + 3), "counters only rise"
-    assert report.largest == (8, 2, 12 + 2), "the last token of an answer is not computed"
 
 
 def test_a_rate_is_the_increase_since_the_last_reading() -> None:
@@ -111,7 +109,6 @@ class Counting:
             parallel=4,
             prefill_tokens=100 * self.steps,
             decode_tokens=10 * self.steps,
-            largest=(30, 2, 44),
             cache_used=70,
             cache_reusable=20,
             cache_total=400,
@@ -148,7 +145,6 @@ async def test_a_pulse_carries_the_whole_report_and_rates_in_proportion() -> Non
     assert (later.cache_used, later.cache_reusable, later.cache_total) == (70, 20, 400)
     assert decode_event(encode(later)) == later
     assert later.slots == [[0, 4, 0, 9, 1], [1, 5, 30, 0, 8]]
-    assert later.largest == [30, 2, 44]
 
 
 class Idle:

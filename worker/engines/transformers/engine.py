@@ -72,6 +72,7 @@ class TransformersEngine:
         self._adapters: LoraAdapters | None = None
         self._leader: LeaderRunner | None = None
         self._unmapped = load_generator.UnmappedMemory()
+        self.has_warmed_up = False  # as in `Ready`
         self.vision: ImageReader | None = None
         self.no_vision = TEXT_ONLY  # why it takes no images; empty if it takes them
         self.encoding: EncodingConfig | None = None
@@ -83,6 +84,7 @@ class TransformersEngine:
                 backend, outbox, vocabulary.piece, chunk=options.prefill_chunk, grammars=self._grammars
             )
             self._adapters, self._unmapped = backend.adapters, loaded.unmapped
+            self.has_warmed_up = loaded.has_warmed_up
             self.vision = loaded.image_reader
             self.no_vision = "" if loaded.image_reader is not None else loaded.no_vision
             self._leader = backend.runner if isinstance(backend.runner, LeaderRunner) else None

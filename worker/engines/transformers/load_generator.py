@@ -63,6 +63,7 @@ class LoadedGenerator:
     image_reader: ImageReader | None = None
     no_vision: str = TEXT_ONLY  # why it takes no images
     unmapped: UnmappedMemory = field(default_factory=UnmappedMemory)
+    has_warmed_up: bool = False  # as in `Ready`
 
 
 def load(
@@ -130,6 +131,7 @@ def load(
         image_reader=ImageReader(processor, loaded.dtype, most=options.limit_images) if processor is not None else None,
         no_vision=no_vision,
         unmapped=UnmappedMemory(loaded.unmapped, cache_pages),
+        has_warmed_up=_warms_up(loaded, options),
     )
 
 
@@ -169,6 +171,10 @@ def _adapters(backend: PagedRunner | AlignedRunner, loaded: loader.LoadedModel, 
     return adapters
 
 
+def _warms_up(loaded: loader.LoadedModel, options: Serve) -> bool:
+    return options.warm_up and loaded.device.type != "cpu"
+
+
 def _first_steps(
     backend: PagedRunner | AlignedRunner,
     capacity: RowAllocator,
@@ -186,7 +192,7 @@ def _first_steps(
     """
     chunk = min(options.prefill_chunk, ctx_size)
     progress(events.Progress(stage="warmup", total=chunk))
-    if loaded.device.type != "cpu" and options.warm_up:
+    if _warms_up(loaded, options):
         warm_up(backend, capacity, pace, chunk=chunk, ctx_size=ctx_size, progress=progress)
     if is_parallel:
         return backend

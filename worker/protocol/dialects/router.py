@@ -22,6 +22,8 @@ PIN: Body = {
     "pinned": {**FLAG, "description": "true unless stated."},
 }
 
+FORGET: Body = {"model": {**TEXT, "minLength": 1}}
+
 _LINE = shape({"id": COUNT, "time": NUMBER, **members(TEXT, "level", "logger", "message")})
 _REQUEST = shape(
     {
@@ -42,6 +44,7 @@ INDEX_RESPONSE = ResponseSchema(body=shape({"message": TEXT, "version": TEXT}), 
 STYLE_RESPONSE = ResponseSchema(media="text/css")
 SCRIPT_RESPONSE = ResponseSchema(media="text/javascript")
 PIN_RESPONSE = ResponseSchema(body=shape({"success": const(True), "model": TEXT, "pinned": FLAG}))
+FORGET_RESPONSE = ResponseSchema(body=shape({"success": const(True), "model": TEXT, "forgotten": COUNT}))
 CONFIG_RESPONSE = ResponseSchema(body=shape({"schema": const(1), "model": TEXT, "settings": _SETTINGS}))
 LOGS_RESPONSE = ResponseSchema(body=shape({"schema": const(1), "lines": several(_LINE)}))
 LOGS_SSE_RESPONSE = ResponseSchema(frame=_LINE)

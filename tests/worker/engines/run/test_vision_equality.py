@@ -130,17 +130,6 @@ async def test_another_image_makes_another_text(engine: TransformersEngine) -> N
     assert one.tokens == again.tokens != other.tokens
 
 
-async def test_the_engine_reports_the_largest_images_so_far(engine: TransformersEngine) -> None:
-    text, count = PROMPTS["one image"]
-    asked = await request(engine, text, PICTURES[:count])
-    await collect_choices(engine, asked)
-    assert asked.prompt_images is not None
-    assert engine._generation is not None
-    tokens, images = engine._generation.report().seen
-    assert tokens >= asked.prompt_images.images[0].tokens > 1
-    assert 1 <= images <= 3, "there are three rows"
-
-
 async def test_choices_share_the_images_of_their_prompt(engine: TransformersEngine, reference: Reference) -> None:
     text, count = PROMPTS["two images side by side"]
     _, answer = reference.answer(text, PICTURES[:count])

@@ -39,7 +39,6 @@ class EncoderLoop:
         self._queue: EncoderQueue[EncoderJob] = EncoderQueue()
         self._batch: list[tuple[EncoderJob, int]] = []
         self._tokens = 0
-        self._largest = 0, 0, 0  # longest text, most texts, furthest position, as in `Pulse`
         self.limit = AdmissionLimit()
 
     def add(self, job: EncoderJob) -> None:
@@ -64,16 +63,13 @@ class EncoderLoop:
 
     def report(self) -> WorkReport:
         # A batch has at most as many texts as tokens.
-        return WorkReport(parallel=self._budget, prefill_tokens=self._tokens, largest=self._largest)
+        return WorkReport(parallel=self._budget, prefill_tokens=self._tokens)
 
     def step(self) -> None:
         self._batch = self._queue.take(self._budget)
         for job, index, result in self._compute(self._batch):
             job.results[index] = result
             self._tokens += len(job.texts[index].tokens)
-            longest, texts, _ = self._largest
-            longest = max(longest, len(job.texts[index].tokens))
-            self._largest = longest, max(texts, len(self._batch)), longest
             if len(job.results) == len(job.texts):
                 results = [job.results[place] for place in range(len(job.texts))]
                 self._outbox.put(job.loop, partial(_settle, job.answer, results))

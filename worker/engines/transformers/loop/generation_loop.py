@@ -59,19 +59,14 @@ class Backend:
 
 @dataclass
 class TokenCounts:
-    """Token counts since the start, and the sizes of the largest steps, as in `Pulse`."""
+    """Token counts since the start, as in `Pulse`."""
 
     prefill_tokens: int = 0
     decode_tokens: int = 0
-    most_prompt: int = 0
-    most_rows: int = 0
-    most_end: int = 0
 
     def computed(self, segment: Segment) -> None:
         if not segment.is_decode:
             self.prefill_tokens += segment.length
-            self.most_prompt = max(self.most_prompt, segment.length)
-        self.most_end = max(self.most_end, segment.end)
 
 
 class GenerationLoop:
@@ -137,13 +132,10 @@ class GenerationLoop:
 
     def report(self) -> WorkReport:
         places, capacity, counts = self._scheduler.places, self._backend.capacity, self._counts
-        tower = self._backend.tower
         return WorkReport(
             parallel=capacity.rows,
             prefill_tokens=counts.prefill_tokens,
             decode_tokens=counts.decode_tokens,
-            largest=(counts.most_prompt, counts.most_rows, counts.most_end),
-            seen=tower.largest if tower is not None else (0, 0),
             cache_used=max(0, sum(sequence.computed for _, sequence in places) - capacity.shared),
             cache_reusable=capacity.reusable,
             cache_total=capacity.tokens,
@@ -195,7 +187,6 @@ class GenerationLoop:
         # does not follow from the number of tokens.
         if len(results) == len(step.batch) and not any(segment.has_image_tokens for segment in step.batch):
             self._backend.pace.learn(step.batch, seconds)
-        self._counts.most_rows = max(self._counts.most_rows, len(results))
         spoiled = set()
         for result in results:
             sequence = result.segment.sequence

@@ -37,8 +37,6 @@ class WorkReport:
     parallel: int
     prefill_tokens: int  # since the start
     decode_tokens: int = 0  # since the start
-    largest: tuple[int, int, int] = (0, 0, 0)
-    seen: tuple[int, int] = (0, 0)
     cache_used: int = 0
     cache_reusable: int = 0
     cache_total: int = 0
@@ -237,8 +235,6 @@ class StepLoop:
                 waiting=now.waiting,
                 measured=self._measured(),
                 later=later,
-                largest=list(report.largest),
-                seen=list(report.seen) if any(report.seen) else [],
                 mapped=memory.mapped(),
                 parallel=report.parallel,
                 prefill_rate=self._prefill.since(report.prefill_tokens, at),

@@ -247,7 +247,6 @@ class VisionTower:
         self._model, self._token, self._device = model, token, device
         self._words = model.get_input_embeddings()
         self._seen: dict[PromptImage, torch.Tensor] = {}
-        self.largest = 0, 0  # as in `Pulse.seen`
 
     def features(self, picture: PromptImage) -> torch.Tensor:
         """Features of an image, `[tokens, hidden]`: the embeddings of its tokens."""
@@ -278,8 +277,6 @@ class VisionTower:
             features = self._seen.get(picture)
             if features is None:
                 features = self._seen[picture] = self.features(picture).to(embedded.dtype)
-                longest, most = self.largest
-                self.largest = max(longest, len(features)), max(most, len(self._seen))
             first = 0
             for begin, length in picture.runs:
                 low, high = max(begin, start), min(begin + length, end)
