@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -205,7 +206,7 @@ def test_a_damaged_file_is_begun_anew_with_a_warning(file: Path, damage: str, ca
     assert LearnedEstimates(file).learned("a") is not None
 
 
-STRANGE = {
+STRANGE: dict[str, list[Any]] = {
     "learned": [None, 3, {}, {"beside": [1 << 70], "host": 0, "steps": True}, {"beside": [], "host": 0, "steps": True},
                 {"beside": [-1], "host": 0, "steps": True}, {"beside": [1], "host": "0", "steps": True},
                 {"beside": [1], "host": 0, "steps": 1}, {"beside": [True], "host": 0, "steps": True}],
