@@ -96,6 +96,8 @@ def _log_event(event: Event) -> None:
         case "estimate":
             total = sum(map(sum, (data["weights"], data["context"], data["compute"], data["runtime"])))
             parts = " ".join(f"{name}={size(sum(data[name]))}" for name in ("weights", "context", "compute", "runtime"))
+            if (cache := data.get("kv_cache")) and cache["most"] != cache["least"]:
+                parts += f" kv_tokens={cache['least']['tokens']}..{cache['most']['tokens']}"
             log.info("%s#%s estimate=%s source=%s %s", event.model, data["worker"], size(total), data["source"], parts)
         case "converted":
             log.log(logging.WARNING if "error" in data else logging.INFO, "%s", converted_line(event))

@@ -131,6 +131,8 @@ class FakeModel:
     overhead: dict[str, int] = field(default_factory=dict)
     knows_its_own: bool = True
     """As in `Ready`."""
+    bytes_per_token: int = 0
+    """Of the KV cache on each device, for each of `Serve.kv_tokens`."""
     mapped: int = 0
     """Of its shard in main memory, bytes of files: it measures them, and the driver does not."""
     download_seconds: float = 1.0
@@ -164,14 +166,16 @@ class FakeModel:
         """Of these, what the driver shows."""
         return {**sizes, CPU: sizes[CPU] - self.mapped} if self.mapped else sizes
 
-    def on(self, place: Bytes, *, forked: bool = False) -> dict[DeviceId, int]:
+    def on(self, place: Bytes, *, forked: bool = False, kv_tokens: int = 0) -> dict[DeviceId, int]:
         """Bytes by device when it runs on `place`."""
+        cache = kv_tokens * self.bytes_per_token
         accelerators = [device for device in place if device.index >= 0]
         shared = self.shared if forked else 0
         if not accelerators:
-            return {device: sum(self.shards) + self.host - shared for device in place if device.index == HOST}
+            size = sum(self.shards) + self.host - shared + cache
+            return {device: size for device in place if device.index == HOST}
         node = accelerators[0].node
-        sizes = dict(zip(accelerators, self.parts(len(accelerators)), strict=True))
+        sizes = {device: size + cache for device, size in zip(accelerators, self.parts(len(accelerators)), strict=True)}
         return sizes | ({DeviceId(node, HOST): self.host - shared} if self.host else {})
 
 
@@ -250,7 +254,8 @@ class FakeEarlyProcess:
     async def go(self, command: Serve, place: Bytes) -> FakeWorker:
         self.told = True
         await self.prepared()
-        sizes = self._model.on(place, forked=self._forked)
+        self._launcher.kv_tokens[self._program.model] = command.kv_tokens
+        sizes = self._model.on(place, forked=self._forked, kv_tokens=command.kv_tokens)
         self._launcher._begin(f"start {self._program.model}")
         self._launcher._occupy(self._program, self._model.counted(sizes))
         self.worker = await self._launcher._load(self._program, self._model, sizes, self._listen, forked=self._forked)
@@ -301,6 +306,8 @@ class FakeLauncher:
         """What reading the files of any model takes."""
         self.file_bytes = 128 * MIB
         """Of each of them."""
+        self.kv_tokens: dict[str, int] = {}
+        """`Serve.kv_tokens` of the last start of each model."""
         self.held: dict[str, FakeHeld] = {}
         self.journal: list[str] = []
         self.timeline: list[tuple[float, str]] = []
@@ -411,7 +418,8 @@ class FakeLauncher:
         forked = self.forks(program)
         if program.must_fork and not forked:
             raise NotForked(f"{program.worker}: there is no fork server")
-        sizes = model.on(place, forked=forked)
+        self.kv_tokens[program.model] = command.kv_tokens
+        sizes = model.on(place, forked=forked, kv_tokens=command.kv_tokens)
         self._begin(f"start {program.model}")
         assert program.worker not in self._occupied, f"{program.worker} was started twice"
         self._listeners[program.worker] = listen

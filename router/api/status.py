@@ -11,7 +11,7 @@ from router.config.settings import ApiKey
 from router.fleet.failures import Failure
 from router.fleet.fleet import Fleet
 from router.fleet.model import Model
-from router.fleet.worker import State, Worker, estimated, load_share
+from router.fleet.worker import State, Worker, estimated, kv_cache, load_share
 from router.memory.checkpoint import offered
 from router.memory.checkpoint_facts import Checkpoint
 from router.planner.ledger import SLOTS, DeviceId, pooled
@@ -108,6 +108,8 @@ def status(fleet: Fleet, model: Model, *, admin: bool, preset: Preset | None = N
         if worker.costs is not None:
             estimate = worker.costs.estimate
             result["estimate"] = {"source": estimate.source} | ({"note": estimate.note} if estimate.note else {})
+        if cache := kv_cache(worker):
+            result["kv_cache"] = {name: _in_mib(figures) for name, figures in cache.items()}
         if model.open is None and model.failure is not None and fleet.now() < model.failure.until:
             result |= failure_fields(fleet, model.failure)  # `worker` is an older one, which still drains
         return result
@@ -154,6 +156,12 @@ def memory_of(workers: Sequence[Worker]) -> dict[str, dict[str, int | None]]:
         for device, size in reserved.items()
         if device.index != SLOTS  # --models-max counts workers as units of a device of its own
     }
+
+
+def _in_mib(figures: Mapping[str, int] | None) -> dict[str, int] | None:
+    if figures is None:
+        return None
+    return {"tokens": figures["tokens"], "mib": -(-figures["bytes"] // MIB)}
 
 
 def download_progress(worker: Worker) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 URL = "http://127.0.0.1:8080"
 TIMEOUT = 10.0
-_HEAD = ("NAME", "STATE", "DEVICE", "EST/MEAS MiB", "ACTIVE", "QUEUE", "LOAD", "WHERE IT WENT")
+_HEAD = ("NAME", "STATE", "DEVICE", "EST/MEAS MiB", "KV TOKENS", "KV MiB", "ACTIVE", "QUEUE", "LOAD", "WHERE IT WENT")
 
 
 # An HTTP client for a router, which ignores proxies of the environment.
@@ -81,11 +81,22 @@ def _row(id: str, status: Mapping[str, Any]) -> tuple[str, ...]:
         ("failed" if status.get("failed") else status["value"]) + (" (draining)" if status.get("draining") else ""),
         ",".join(memory) or next((f"with {other}" for other in status.get("shares", ())), "-"),
         ",".join(sizes) or "-",
+        _cache(status, "tokens"),
+        _cache(status, "mib"),
         str(status.get("in_flight", 0)),
         str(status.get("queued", 0)),
         f"{load:.2f} s" if spent else "-",
         " ".join(f"{stage} {seconds:.2f}" for stage, seconds in spent.items() if seconds >= 0.005) or "-",
     )
+
+
+def _cache(status: Mapping[str, Any], unit: str) -> str:
+    """The granted KV cache in `unit`, and the least and the most if it has a range: `8192 (2048..65536)`."""
+    if (cache := status.get("kv_cache")) is None:
+        return "-"
+    granted = _or_dash(cache["granted"] and cache["granted"][unit])
+    least, most = cache["least"][unit], cache["most"][unit]
+    return granted if cache["least"]["tokens"] == cache["most"]["tokens"] else f"{granted} ({least}..{most})"
 
 
 def _or_dash(value: int | None) -> str:

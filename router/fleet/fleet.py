@@ -185,6 +185,7 @@ class Fleet:
             model.reason, model.since = worker.reason, self.now()
             if self.failures.remember(model, worker):
                 self.sleepers.let_go(model, "load_failed")  # its next load would fail, too
+        model.ran_out_of_memory = worker.lost is not None and worker.lost.memory != ""
         model.load_seconds = worker.load_seconds or model.load_seconds
         if self.limits.sleep_memory and not model.workers and not self.closing:
             model.sleep_request = worker.sleep_request(self.files.weights(worker.snapshot))

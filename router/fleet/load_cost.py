@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from router.config.presets import Preset
 from router.errors import LoadFailed
-from router.fleet.worker import Costs, Worker
+from router.fleet.worker import Costs, Worker, kv_cache
 from router.fleet.worker_argv import program_of, question, threads
 from router.launch.interface import Program, WorkerLost
 from router.memory import estimate as estimates
@@ -66,7 +66,7 @@ def _estimate(worker: Worker, fleet: Fleet, *, is_last: bool = False, learns: bo
 
     choice, found = first_fitting(
         sharding.choices(facts, preset, worker.devices, order, room),
-        lambda choice: _largest(estimate_of(choice)),
+        estimate_of,
         bounds,
         can_wait=lambda estimate: not (is_last or estimate.is_exact),
     )
@@ -78,6 +78,7 @@ def _estimate(worker: Worker, fleet: Fleet, *, is_last: bool = False, learns: bo
         key=key,
         load_seconds=fleet.learned_estimates.load_seconds(key) or 0.0,
         forked=forked and found.source != "preset",  # a figure of the preset holds for executed workers, too
+        most=bounds if preset.gpu_memory_utilization < 1 or (preset.gpu_split and not worker.on_host) else {},
     )
     if found.source == "learned" and (
         not sharding.fits(choice, found.shards, bounds) or fleet.scheduler.never_fits(worker)
@@ -88,11 +89,6 @@ def _estimate(worker: Worker, fleet: Fleet, *, is_last: bool = False, learns: bo
         _check_bounds(worker, costs, bounds)
     if not costs.is_exact and fleet.scheduler.never_fits(worker, weights_only=True):
         worker.costs = replace(worker.costs, is_exact=True)
-
-
-def _largest(estimate: Estimate) -> Estimate:
-    """Return the estimate with the most of its KV cache. Less of the range is not granted yet."""
-    return estimate.granted(estimate.kv_steps)
 
 
 def _check_bounds(worker: Worker, costs: Costs, bounds: Mapping[DeviceId, int]) -> None:
@@ -150,6 +146,8 @@ async def _make_exact(worker: Worker, fleet: Fleet, program: Program, command: E
     try:
         exact = await fleet.launcher.estimate(program, command)
     except WorkerLost as lost:
+        if worker.queue.room.done():
+            return False  # it starts on the estimate that its place was granted for
         if lost.final:
             raise
         note, source = costs.estimate.note, costs.estimate.source
@@ -158,8 +156,9 @@ async def _make_exact(worker: Worker, fleet: Fleet, program: Program, command: E
         _estimate(worker, fleet, is_last=True)
         return False
     estimate = estimates.from_trace(exact, worker.preset, forked=costs.forked, first=costs.estimate)
-    estimate = _largest(estimate)
     fleet.learned_estimates.store_exact(costs.key, estimate)
+    if worker.queue.room.done():
+        return False
     worker.costs = replace(costs, estimate=estimate, is_exact=True)
     if not sharding.fits(costs.choice, estimate.shards, _bounds(worker, fleet)):
         _estimate(worker, fleet)  # it needs more devices, so begin again with a first estimate for those
@@ -181,6 +180,7 @@ def append_estimate(worker: Worker, fleet: Fleet) -> None:
         runtime=list(found.runtime),
         host=found.host,
         note=found.note,
+        **({"kv_cache": figures} if (figures := kv_cache(worker)) else {}),
     )
 
 

@@ -42,6 +42,7 @@ class Model:
     failure: Failure | None = None
     crashes: Crashes = field(default_factory=Crashes)
     failed_attempts: int = 0  # consecutive workers that failed before ready in a way that a retry may cure: 0 or 1
+    ran_out_of_memory: bool = False  # the last worker did: the next one gets the least KV cache of its range
     maybe_damaged: bool = False  # the last worker found damaged files: a download verifies them before the next load
     reason: str = ""  # of the last worker's end
     since: float | None = None  # when the last worker ended

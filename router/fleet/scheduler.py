@@ -19,7 +19,7 @@ from router.fleet import early_start
 from router.fleet.early_start import Candidate, Decision, Phase
 from router.fleet.explain import does_not_fit, evicted, preview, refused, shortages
 from router.fleet.load_cost import weigh
-from router.fleet.worker import State, Worker, enter
+from router.fleet.worker import State, Worker, enter, kv_cache
 from router.memory.checkpoint_facts import EstimateError
 from router.memory.estimate import prepared_bytes
 from router.planner.ledger import HOST, LOCAL, SLOTS, Device, DeviceId, Ledger, Reading, Resident
@@ -269,9 +269,13 @@ class Scheduler:
         worker.reserved = dict(start.claim)
         early_start.take_place(worker)
         worker.place = start.place
+        assert worker.costs is not None
+        if worker.costs.estimate.kv_steps:
+            worker.kv_range, worker.kv_steps = worker.costs.estimate, start.steps
+            worker.costs = replace(worker.costs, estimate=worker.kv_range.granted(start.steps))
         worker.queue.waits_for, worker.queue.ahead, worker.load.latest = "", 0, None
         worker.queue.considered.set()
-        self._append_event("start", worker, worker)
+        self._append_event("start", worker, worker, **_with_cache(worker, worker.kv_steps))
         enter(worker, State.STARTING, self._fleet.events, self._loop.time())
         worker.queue.room.set_result(start)
 
@@ -316,7 +320,9 @@ class Scheduler:
         found = plan(queue, self.residents(), devices, self._loop.time(), self._policy)
         names = {worker.id: worker.preset.id for worker in fleet.workers()}
         names |= {id: weights.preset.id for id, weights in fleet.sleepers.all.items()}
-        return preview(demand, queue, found, names, _arithmetic(worker, devices))
+        granted = found.start[demand.id].steps if demand.id in found.start else None
+        numbers = _arithmetic(worker, devices) | _with_cache(worker, granted)
+        return preview(demand, queue, found, names, numbers)
 
 
 # The planner's view of workers
@@ -331,6 +337,10 @@ def demand_of(worker: Worker) -> Demand:
         model=worker.preset.id,
         shards=costs.estimate.shards,
         host=0 if worker.on_host else costs.estimate.host,
+        growth=costs.estimate.kv_step,
+        # After a worker that ran out of memory, the next one gets the least.
+        steps=0 if worker.model.ran_out_of_memory else costs.estimate.kv_steps,
+        most=costs.most,
         since=worker.wanted_since if worker.best_effort else worker.since,
         priority=worker.preset.priority,
         best_effort=worker.best_effort,
@@ -442,6 +452,12 @@ def _arithmetic(worker: Worker, devices: Sequence[Device]) -> dict[str, Any]:
     estimate = worker.costs.estimate
     note = {"note": estimate.note} if estimate.note else {}
     return {"needs": list(estimate.shards), "source": estimate.source, **note, "devices": rows}
+
+
+def _with_cache(worker: Worker, granted: int | None = None) -> dict[str, Any]:
+    """Return the field `kv_cache` of an event or a preview (see `kv_cache`); empty without a known KV cache."""
+    figures = kv_cache(worker, granted)
+    return {"kv_cache": figures} if figures else {}
 
 
 __all__ = ["Scheduler", "candidate_of", "demand_of", "resident_of"]

@@ -59,6 +59,8 @@ class Costs:
     key: str  # of the learned estimates
     load_seconds: float
     forked: bool = False  # they hold for a forked worker only
+    # Bytes that the preset allows at most on a device; empty: no limit of its own.
+    most: Mapping[DeviceId, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -237,6 +239,9 @@ class Worker:
         self.pools: dict[DeviceId, DeviceId] = {}  # for devices with unified memory: the device whose memory they use
         self.place: tuple[DeviceId, ...] = ()
         self.reserved: dict[DeviceId, int] = {}
+        # The estimate that its grant was made from, if the KV cache had a range. `costs` has the granted one since.
+        self.kv_range: Estimate | None = None
+        self.kv_steps = 0  # granted steps of that range
         self.early = EarlyStart()
 
         # Wait, process and requests
@@ -350,6 +355,8 @@ def append_state(worker: Worker, events: EventLog, *, was: State | None, **facts
         data["was"] = was.name.lower()
     if worker.state is State.STARTING:
         data["reserved"] = {str(id): size for id, size in worker.reserved.items() if id.index != SLOTS}
+        if worker.costs is not None and worker.costs.estimate.kv_tokens:
+            data["kv_tokens"] = worker.costs.estimate.kv_tokens
     elif worker.state is State.READY and worker.process is not None and was is not None:
         data["load_seconds"] = round(worker.load_seconds, 3)
         data["stages"] = {stage: round(seconds, 3) for stage, seconds in worker.load.seconds.items()}
@@ -397,6 +404,29 @@ def estimated(worker: Worker) -> dict[DeviceId, int]:
     return found
 
 
+def kv_cache(worker: Worker, granted: int | None = None) -> dict[str, Any]:
+    """Return the KV cache of a worker as JSON values: the least, the granted one (None before a grant) and the most, in
+    tokens, and in bytes over all shards. Empty if its tokens are not known.
+
+    `granted`: the steps of a grant that a preview expects; None: those of the worker.
+    """
+    found = worker.kv_range or (worker.costs.estimate if worker.costs is not None else None)
+    if found is None or not found.kv_tokens:
+        return {}
+
+    def cache(steps: int) -> dict[str, int]:
+        fixed = found.granted(steps)
+        return {"tokens": fixed.kv_tokens, "bytes": sum(fixed.context)}
+
+    if granted is None and worker.state >= State.STARTING:
+        granted = worker.kv_steps
+    return {
+        "least": cache(0),
+        "granted": cache(granted) if granted is not None else None,
+        "most": cache(found.kv_steps),
+    }
+
+
 def _by_name(sizes: Bytes) -> dict[str, int]:
     return {str(device): size for device, size in sizes.items()}
 
@@ -412,5 +442,6 @@ __all__ = [
     "enter",
     "estimated",
     "figures",
+    "kv_cache",
     "load_share",
 ]

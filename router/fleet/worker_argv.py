@@ -138,7 +138,10 @@ def _place_fields(worker: Worker) -> dict[str, Any]:
     names = ["cpu"] if worker.place[0].index == HOST else [f"cuda:{shard}" for shard in range(len(worker.place))]
     shares = estimated(worker)
     reserved = {name: shares[device] for name, device in zip(names, worker.place, strict=True)}
-    return {"devices": tuple(names), "reserved": json.dumps(reserved)}
+    fields: dict[str, Any] = {"devices": tuple(names), "reserved": json.dumps(reserved)}
+    if worker.kv_range is not None and worker.costs is not None:
+        fields["kv_tokens"] = worker.costs.estimate.kv_tokens
+    return fields
 
 
 __all__ = ["model_options", "options", "program_of", "question", "serve_fields", "threads"]

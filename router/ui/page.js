@@ -85,6 +85,17 @@ function memoryOf(status) {
   return Object.entries(status.memory ?? {}).map(([device, row]) => `${row.measured_mib ?? row.reserved_mib} MiB on ${device}`).join(", ");
 }
 
+// The granted KV cache, and the least and the most if it has a range.
+function cacheOf(status) {
+  const cache = status.kv_cache;
+  if (!cache) return "";
+  const text = ({ tokens, mib }) => `${tokens.toLocaleString()} tokens, ${mib.toLocaleString()} MiB`;
+  const { least, granted, most } = cache;
+  const words = granted ? [text(granted)] : [];
+  if (least.tokens !== most.tokens) words.push(`least ${text(least)}`, `most ${text(most)}`);
+  return words.join(" · ");
+}
+
 function whyOf(status) {
   if (status.error) {
     const again = new Date(1000 * status.retry_at);
@@ -113,6 +124,7 @@ function showModels(models) {
       name,
       made("td", (status.failed ? "failed" : status.value) + percent, status.failed ? "bad" : ""),
       made("td", memoryOf(status) || (status.shares ? `with ${status.shares[0]}` : "")),
+      made("td", cacheOf(status), "quiet"),
       made("td", `${status.in_flight}${queued}`),
       made("td", whyOf(status), status.failed ? "bad" : "quiet"),
       action,
@@ -134,7 +146,7 @@ function showModels(models) {
 function emptyRow() {
   const row = made("tr");
   const cell = made("td", "This router has no models: give it a --models-preset, or a --models-dir.");
-  cell.colSpan = 6;
+  cell.colSpan = 7;
   row.append(cell);
   return row;
 }

@@ -43,19 +43,24 @@ def test_models_are_shown_with_their_memory_and_the_stages_of_their_loads() -> N
     spent = {"fork": 0.02, "config": 0.001, "early_start": 3.0, "read": 0.2, "build": 0.05, "first_token": 0.03}
     memory = {"cpu": {"estimated_mib": 90, "measured_mib": 80, "reserved_mib": 90}}
     asleep = {"cpu": {"estimated_mib": 70, "measured_mib": None, "reserved_mib": 70}}
+    cache = {name: {"tokens": 32 * mib, "mib": mib} for name, mib in [("least", 64), ("granted", 96), ("most", 256)]}
+    fixed = {"tokens": 512, "mib": 1}
     lines = processes(
         [
-            model("one", "loaded", memory=memory, spent=spent, in_flight=2, draining=True),
+            model("one", "loaded", memory=memory, spent=spent, in_flight=2, draining=True, kv_cache=cache),
             model("two", "sleeping", memory=asleep),
+            model("four", "loading", kv_cache={"least": fixed, "granted": None, "most": fixed}),
             model("three", "unloaded"),
         ],
         now=0.0,
     ).splitlines()
     assert [line.split() for line in lines] == [
-        ["NAME", "STATE", "DEVICE", "EST/MEAS", "MiB", "ACTIVE", "QUEUE", "LOAD", "WHERE", "IT", "WENT"],
-        ["one", "loaded", "(draining)", "cpu", "90/80", "2", "0", "0.27", "s",
-         "fork", "0.02", "early_start", "3.00", "read", "0.20", "build", "0.05", "first_token", "0.03"],
-        ["two", "sleeping", "cpu", "70/-", "0", "0", "-", "-"],
+        ["NAME", "STATE", "DEVICE", "EST/MEAS", "MiB", "KV", "TOKENS", "KV", "MiB", "ACTIVE", "QUEUE", "LOAD",
+         "WHERE", "IT", "WENT"],
+        ["one", "loaded", "(draining)", "cpu", "90/80", "3072", "(2048..8192)", "96", "(64..256)", "2", "0",
+         "0.27", "s", "fork", "0.02", "early_start", "3.00", "read", "0.20", "build", "0.05", "first_token", "0.03"],
+        ["two", "sleeping", "cpu", "70/-", "-", "-", "0", "0", "-", "-"],
+        ["four", "loading", "-", "-", "-", "-", "0", "0", "-", "-"],
     ]  # fmt: skip
     assert (
         processes([model("three", "unloaded")], now=0.0, everything=True).splitlines()[1].startswith("three  unloaded")
