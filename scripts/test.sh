@@ -32,6 +32,8 @@ step ruff check .
 step ruff format --check .
 step mypy
 export OMP_NUM_THREADS=1
+# Where it is set, each of the many processes of the tests would compile the modules of this project again.
+unset PYTHONDONTWRITEBYTECODE
 # Two processes. A file runs in one of them; tests/conftest.py puts the longest files first.
 step pytest -n 2 --dist loadfile --no-loadscope-reorder ${tests[@]+"${tests[@]}"}
 

@@ -401,11 +401,11 @@ async def _read(worker: LocalWorker, body: dict[str, Any]) -> bytes:
 @EXECUTED
 async def test_a_pause_of_the_router_itself_kills_no_worker(launcher: LocalLauncher) -> None:
     pulses: asyncio.Queue[Event] = asyncio.Queue()
-    program = fake_program("m", stall_timeout=1.0, pulse_interval=0.05)
+    program = fake_program("m", stall_timeout=4.0, pulse_interval=0.05)
     async with serve(launcher, program, listen=pulses.put_nowait) as worker:
         os.kill(worker.pid, signal.SIGSTOP)  # as when a whole machine is held
-        threading.Event().wait(2.2)
-        asyncio.get_running_loop().call_later(0.6, os.kill, worker.pid, signal.SIGCONT)
+        threading.Event().wait(5.0)  # longer than the stall timeout
+        asyncio.get_running_loop().call_later(0.5, os.kill, worker.pid, signal.SIGCONT)
         while not pulses.empty():
             pulses.get_nowait()
         for _ in range(20):
