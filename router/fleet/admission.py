@@ -186,7 +186,8 @@ class AdmissionQueue:
         """Return the error of a request that has waited for --queue-timeout, and record it."""
         fleet, waits_for, name = self._fleet, worker.queue.waits_for, worker.preset.id
         limit = fleet.limits.queue_timeout
-        waits = f" ({waits_for})" if waits_for else ""
+        waited = "its exact memory estimate" if waits_for == "estimate" else "memory"
+        waits = f" ({waits_for})" if waits_for not in ("", "estimate") else ""
         others = ", ".join(
             f"{device.foreign >> 20} MiB of {device.id}"
             for device in fleet.scheduler.devices
@@ -194,7 +195,7 @@ class AdmissionQueue:
         )
         held = f"; other programs hold {others}" if others and waits_for == "memory" else ""
         error = QueueTimeout(
-            f"{name} waited {limit:g} s for memory{waits}{held}; try again later",
+            f"{name} waited {limit:g} s for {waited}{waits}{held}; try again later",
             retry_after=self.eta(worker.model),
         )
         fleet.rejections.append(name, error, cause=waits_for, position=worker.queue.ahead + 1, limit_seconds=limit)

@@ -242,17 +242,19 @@ class Scheduler:
         for ahead, worker in enumerate(worker for worker in in_order if worker.id not in found.start):
             queue = worker.queue
             queue.ahead = ahead
-            if not (worker.id in found.refine or worker.id in found.refuse or queue.refine.is_set()):
+            is_refining = worker.id in found.refine or queue.refine.is_set()
+            if not (is_refining or worker.id in found.refuse):
                 queue.considered.set()  # a refused worker is considered when it ends, with its error
             wait = found.waits.get(worker.id)
             if wait is None:
                 continue
-            queue.waits_for, queue.waits_until = wait.cause, wait.until
+            cause = "estimate" if is_refining else wait.cause
+            queue.waits_for, queue.waits_until = cause, wait.until
             queue.waits_for_slot = bool(wait.shortage) and all(id.index == SLOTS for id in wait.shortage)
-            if queue.reported != wait.cause:
-                queue.reported = wait.cause
+            if queue.reported != cause:
+                queue.reported = cause
                 on = [by_id[id].preset.id for id in wait.on if id in by_id]
-                self._append_event("wait", worker, worker, cause=wait.cause, on=on, position=ahead + 1)
+                self._append_event("wait", worker, worker, cause=cause, on=on, position=ahead + 1)
 
     def _record_early_starts(self, decision: Decision, by_id: Mapping[int, Worker]) -> None:
         for id in decision.end:

@@ -71,7 +71,7 @@ class QueuePosition:
     considered: asyncio.Event = field(default_factory=asyncio.Event)  # a plan was made on a reliable estimate
     refine: asyncio.Event = field(default_factory=asyncio.Event)  # the planner needs the exact estimate
     prefetch: asyncio.Event = field(default_factory=asyncio.Event)  # read its files into the page cache meanwhile
-    waits_for: str = ""  # the cause of the wait, in the planner's terms
+    waits_for: str = ""  # the cause of the wait, in the planner's terms, or "estimate": the exact one is being made
     waits_for_slot: bool = False  # its last wait was for the worker count, not for memory
     waits_until: float | None = None  # latest time at which its victims may leave; None: now, or unknown
     ahead: int = 0  # the number of workers before it

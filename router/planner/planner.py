@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from router.planner.availability import FreeMemory, FreeMemoryTimeline, Occupants, Place, Places
 from router.planner.eviction import EVICTION_ORDER, NO_VICTIMS, EvictionCandidates, VictimOrder, disturbance_by
-from router.planner.ledger import Bytes, Device, DeviceId, Resident
+from router.planner.ledger import SLOTS, Bytes, Device, DeviceId, Resident
 from router.planner.reasons import Reasons, scarcity
 from router.planner.types import Demand, Eviction, KeepReason, Plan, Policy, Refusal, Start, Wait, WaitCause
 
@@ -375,9 +375,12 @@ class _Walk:
         missing = self._short_without(offer)
         ahead = self.reasons.residents_on(missing, self.claimed)
         is_measured = bool(offer.victims and self.occupants.measured) and self._disturbs_a_measurement(offer)
-        must_refine = bool(offer.victims) and not demand.is_exact
+        shortage = self.reasons.shortage(offer.claim, self._free)
+        lacks_memory = any(id.index != SLOTS for id in shortage)
+        must_refine = bool(offer.victims) and not demand.is_exact and lacks_memory
         evicts_now = not (not_yet or missing or is_measured or must_refine)
-        # A static bound may be several times too high. Nobody is evicted on it: the exact estimate comes first.
+        # A static bound may be several times too high. Nobody is evicted on it: the exact estimate comes first. Where
+        # only the number of workers is short, memory is enough even by that bound.
         if must_refine:
             self.refine.add(demand.id)
         elif demand.best_effort and not evicts_now:
@@ -385,7 +388,6 @@ class _Walk:
             self.drop.add(demand.id)
             return
 
-        shortage = self.reasons.shortage(offer.claim, self._free)
         until = max([*map(order.bound, not_yet), *(self.bounds[id] for id in missing)], default=-inf)
         if evicts_now:
             for resident in offer.victims:

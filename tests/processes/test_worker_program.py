@@ -14,7 +14,7 @@ import torch
 from tests import tiny
 from tests.children import TOKEN, Child, await_end, environment, python
 from worker.errors import StartError
-from worker.program.main import CRASHED, diagnose
+from worker.program.main import CRASHED, diagnose, limit_cpu
 from worker.protocol.argv import COMMANDS, VERBS
 from worker.protocol.events import Estimated, Exit, Failed, Prepared, Progress, Pulse, Ready, RequestEnded
 from worker.protocol.orders import MemoryGrant, encode_grant
@@ -175,6 +175,21 @@ def test_a_preparing_worker_reads_no_weights_before_the_grant(tmp_path: Path) ->
     with Child(argv, stdin=STDIN + b"come\n") as child:
         assert "not a memory grant" in child.event(Failed).message
         assert child.exit() == Exit.USAGE
+
+
+def test_an_estimate_that_takes_too_much_cpu_time_ends_with_the_cause() -> None:
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            limit_cpu(0.1)
+            while True:
+                pass
+        except TimeoutError as error:
+            code = 7 if "0.1 s of CPU time" in str(error) else 1
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from worker.estimate.largest_steps import (
     GenerationSteps,
     encoding_steps,
     graphs_bytes,
+    looping_peak,
     make_encoder,
     reordered_peak,
 )
@@ -203,7 +204,10 @@ def _trace_generation(options: ModelOptions, config: Any, dtype: torch.dtype) ->
         adapter = adapters.pretend() if adapters is not None else None
         steps = GenerationSteps(runner, capacity, options, ctx_size, adapter)
         others = [*steps.short_rows(_heads(config))] if isinstance(runner, PagedRunner) and on_cpu else []
-        if _reorders(options):
+        looping = looping_peak(steps, cpu_linear.CpuLinears(model) if _reorders(options) else None)
+        if looping is not None:
+            peaks = [max(looping, reordering)]
+        elif _reorders(options):
             peaks = [reordered_peak(model, steps, others, least=reordering)]
         else:
             peaks = [peak_bytes(step) for step in (*steps.largest(), *others)]

@@ -21,12 +21,17 @@ from worker.engines.transformers.schedule.kv_cache import BlockTable, RowAllocat
 from worker.engines.transformers.schedule.lora_slots import AppliedAdapter
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.sequence import Sequence
-from worker.estimate.memory_tracer import Step, peak_bytes
+from worker.estimate.memory_tracer import Step, live_bytes, peak_bytes
 from worker.interface import EncoderInput, PromptImage, PromptImages
 from worker.protocol.argv import ModelOptions
 from worker.protocol.memory import GRAPH_BYTES, PROMPT_LOGITS
 
 CPU = torch.device("cpu")
+
+# Some models with states (Mamba, Jamba) compute a prompt by a loop over its tokens, at 0.1 ms of CPU time for each
+# operator on fake tensors. A chunk of more operators than this is traced in part, as TRACED_TOKENS tokens at most.
+MAX_OPERATORS = 6000
+TRACED_TOKENS = 64
 
 # A name that transformers does not know as an attention implementation. It builds no mask for such a name. A text
 # without padding needs none, but transformers cannot see in a fake tensor that there is no padding.
@@ -114,6 +119,10 @@ class GenerationSteps:
 
         yield step
 
+    def chunk_alone(self, length: int, *, at_end: bool) -> Step:
+        """Return a step with one prompt chunk of `length` tokens, at the end of the context or at its start."""
+        return self.step(self.segment(self.capacity.rows - 1, self.ctx_size - length if at_end else 0, length))
+
     def step(self, *batch: Segment) -> Step:
         return partial(generate, self.runner, batch)
 
@@ -149,6 +158,41 @@ def _in_two_runs(table: BlockTable) -> BlockTable:
     for block in (*table.blocks[half:], *table.blocks[:half]):
         broken.append(block)
     return broken
+
+
+def looping_peak(
+    steps: GenerationSteps, layers: cpu_linear.CpuLinears | None = None, *, max_operators: int = MAX_OPERATORS
+) -> int | None:
+    """Return an upper bound on the peak bytes of the `largest` steps of a model that loops over the tokens of a prompt.
+    None if all of them can be traced in full.
+
+    Each phase of a step takes `a + b * n` bytes for a chunk of `n` tokens, with `a` and `b` of at least 0: the context
+    is as long for any chunk at its end. A chunk of `n / k` tokens therefore takes at least a k-th of these bytes. Rows
+    that decode, and positions with logprobs, are computed by forwards of their own; what is left of those beside the
+    chunk is added. `layers`: those that the CPU kernels reorder.
+    """
+    runner = steps.runner
+    chunk, vocab = min(steps.options.prefill_chunk, steps.ctx_size), runner.vocab_size
+    if not (isinstance(runner, AlignedRunner) and runner.has_states) or chunk <= TRACED_TOKENS:
+        return None
+    few, more = (live_bytes(steps.chunk_alone(length, at_end=True)).operators for length in (16, 32))
+    if more + (more - few) * (chunk - 32) // 16 <= max_operators:
+        return None
+    factor = -(-chunk // TRACED_TOKENS)
+    length = -(-chunk // factor)
+    scaled = factor * max(peak_bytes(steps.chunk_alone(length, at_end=at_end)) for at_end in (True, False))
+    asked = min(PROMPT_LOGITS, chunk)
+    logprobs = steps.segment(0, 0, asked, prompt_logprobs=True)
+    # Logits in two dtypes stay while other rows are computed.
+    peak = max(scaled + asked * vocab * 8, peak_bytes(steps.step(logprobs)))
+    if runner.caches_keys:  # the mask of the first chunk of a prompt grows with the square of its length
+        peak += 4 * chunk * (chunk - length)
+    peak += peak_bytes(steps.step(*steps.decodes(steps.capacity.rows)))
+    if layers is not None:
+        extras = max(layers.peak_row_counts(chunk).values())
+        layers.pretend()
+        peak += max(extras, *layers.peak_row_counts(chunk).values())
+    return peak
 
 
 def generate(runner: Runner, batch: Batch) -> None:

@@ -41,6 +41,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes: dict[int, tuple[torch.device, int]] = {}
         self.now = 0
         self.peak = 0
+        self.operators = 0
         self.peaks: dict[torch.device, int] = {}  # by device
         self._on: dict[torch.device, int] = {}  # live bytes by device
 
@@ -48,6 +49,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.operators += 1
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return _worst(args[0].dtype)
         if func in _WORST_SHAPES and isinstance(args[0], FakeTensor):

@@ -6,6 +6,7 @@ torch, and a worker whose router dies during the import of torch exits at once.
 """
 
 import errno
+import math
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from worker.protocol.argv import Convert, Download, Estimate, Serve
 
 CRASHED = 1  # exit code of an unexpected error; the router treats every unknown code as a crash
+ESTIMATE_CPU_SECONDS = 15.0  # beyond the imports; most models take less than one
 _QUIET = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
 # Compiled matrix kernels that oneDNN and torch's layer above it cache, one per shape
 # (`engines.transformers.attention.cpu_linear`). Each takes about 0.65 MB: with the default of 1024 a worker could grow
@@ -231,6 +233,7 @@ def _estimate(command: "Estimate", channel: "RouterChannel") -> None:
     _set_environment(command.threads)
     # A worker that serves has the server imported. Import it before the estimate measures the process.
     import_module("worker.server.server")
+    limit_cpu(ESTIMATE_CPU_SECONDS)
     if command.tensor_parallel > 1:
         from worker.estimate import tensor_parallel
 
@@ -239,6 +242,24 @@ def _estimate(command: "Estimate", channel: "RouterChannel") -> None:
         from worker.estimate import estimate
 
         channel.send(estimate.estimate(command))
+
+
+def limit_cpu(seconds: float) -> None:
+    """Raise TimeoutError in the main thread after so many more seconds of CPU time. The kernel kills the process if it
+    has not ended some seconds later.
+
+    A request may wait for an estimate, so its cost must have a bound. CPU time is counted, because on a busy machine
+    the wall clock says little about the model.
+    """
+    import resource
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGXCPU, signal.SIG_IGN)  # the kernel repeats it each second
+        raise TimeoutError(f"it took more than {seconds:g} s of CPU time")
+
+    signal.signal(signal.SIGXCPU, stop)
+    limit = math.ceil(time.process_time() + seconds)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
 
 
 def _serve(command: "Serve", channel: "RouterChannel", began: float, ranks: "RankProcesses | None") -> None:

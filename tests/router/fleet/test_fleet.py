@@ -215,6 +215,30 @@ async def test_no_eviction_or_refusal_on_a_static_estimate() -> None:
 
 
 @virtual
+async def test_no_exact_estimate_is_made_where_only_the_number_of_workers_is_short() -> None:
+    world = Schedule({"a": GIB, "b": GIB}, limits=Limits(models_max=1), stated=False)
+    await world.ask("a")
+    await asyncio.sleep(60)
+    await world.ask("b")
+    assert world.journal == ["start a", "stop a", "start b"]
+
+
+@virtual
+async def test_a_request_that_waits_for_an_estimate_is_told_so_and_holds_up_nobody() -> None:
+    stated = {name: {"required_memory": {"": size}} for name, size in (("a", 5 * GIB), ("c", 60 * MIB))}
+    world = Schedule({"a": 5 * GIB, "b": GIB, "c": 60 * MIB}, keys=stated, totals={CPU: 5 * GIB + 64 * MIB},
+                     limits=Limits(queue_timeout=20.0), stated=False)  # fmt: skip
+    world.launcher.models["b"].estimate_seconds = 100.0
+    await world.ask("a")
+    await asyncio.sleep(60)
+    late = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(1)
+    await world.ask("c")
+    with pytest.raises(QueueTimeout, match=r"waited 20 s for its exact memory estimate; try again"):
+        await late
+
+
+@virtual
 async def test_an_exact_estimate_is_made_once() -> None:
     world = Schedule({"a": 5 * GIB, "b": GIB}, totals={CPU: 5 * GIB}, keys={"a": {"required_memory": {"": 5 * GIB}}},
                      stated=False)  # fmt: skip

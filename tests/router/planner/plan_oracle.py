@@ -303,7 +303,8 @@ class Oracle:
         """Evict, if all victims may leave now and nothing else is missing; else claim the place, or drop it."""
         late = [bound for one in offer.victims if (bound := self.bound(one, demand)) > -inf]
         missing = self.short(offer.claim, self.stages, [one.id for one in offer.victims])
-        unsure = bool(offer.victims) and not demand.is_exact
+        lacking = self.short(offer.claim, [*self.stages, *self.steps], [])
+        unsure = bool(offer.victims) and not demand.is_exact and any(id.index != SLOTS for id in lacking)
         goes = not (late or missing or unsure or self.disturbs(offer))
         if unsure:
             self.answer.refine.add(demand.id)

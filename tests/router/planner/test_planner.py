@@ -598,6 +598,15 @@ def test_a_static_estimate_is_refined_before_an_eviction() -> None:
     assert evicted(decide([demand(9, 60)], residents, ONE)) == [1]
 
 
+def test_a_static_estimate_is_not_refined_where_only_the_number_of_workers_is_short() -> None:
+    counted = {**ONE, COUNT: 1}
+    residents = [resident(1, {GPU[0]: 30})]
+    plan = decide([demand(9, 60, is_exact=False)], residents, counted)
+    assert (evicted(plan), plan.refine) == ([1], frozenset())
+    plan = decide([demand(9, 80, is_exact=False)], residents, counted)
+    assert (evicted(plan), set(plan.refine)) == ([], {9}), "memory is short as well"
+
+
 def test_a_static_estimate_is_refined_before_it_is_refused() -> None:
     plan = decide([demand(9, 101, is_exact=False)], [], ONE)
     assert (set(plan.refine), plan.refuse) == ({9}, {})

@@ -174,6 +174,40 @@ def test_weights_and_context_are_exact_and_compute_is_close(
     assert compute <= traced(said) <= compute * 1.08
 
 
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba"])
+@pytest.mark.parametrize(("rows", "chunk"), [(1, 128), (3, 100)])
+def test_a_prompt_that_is_traced_in_part_is_never_below_the_whole(
+    tmp_path: Path, family: str, rows: int, chunk: int
+) -> None:
+    """These models loop over the tokens of a prompt, so a whole chunk takes long to trace."""
+    chosen = options(tiny.make(family, tmp_path / "m"), prefill_chunk=chunk, parallel=rows, ctx_size=192)
+    config = load_config(chosen)
+    with FakeTensorMode():
+        model = meta_model.build(model_class(chosen, config, False), config, torch.float32, embeds=False)
+        runner, capacity = meta_model.make_runner(model, config, chosen, chosen.ctx_size)
+        meta_model.shorten(model)
+        steps = GenerationSteps(runner, capacity, chosen, chosen.ctx_size)
+        whole = largest(steps.largest())
+        bound = largest_steps.looping_peak(steps, max_operators=0)
+        assert bound is not None
+        assert whole <= bound <= whole * 1.2
+        assert largest_steps.looping_peak(steps, max_operators=1 << 30) is None
+
+
+def test_the_operators_of_a_long_chunk_are_bounded(tmp_path: Path) -> None:
+    """A chunk of 2,048 tokens has more than 100,000."""
+    chosen = options(tiny.make("mamba", tmp_path / "m"), prefill_chunk=2048, parallel=3, ctx_size=2048)
+    config = load_config(chosen)
+    with FakeTensorMode():
+        model = meta_model.build(model_class(chosen, config, False), config, torch.float32, embeds=False)
+        runner, capacity = meta_model.make_runner(model, config, chosen, chosen.ctx_size)
+        meta_model.shorten(model)
+        steps = GenerationSteps(runner, capacity, chosen, chosen.ctx_size)
+        with LiveBytes() as counted:
+            assert largest_steps.looping_peak(steps) is not None
+    assert counted.operators < 6 * largest_steps.MAX_OPERATORS
+
+
 @pytest.mark.parametrize(("family", "kv_dtype"), [("llama", "int8"), ("gemma2", "int4"), ("t5", "int8")])
 def test_a_cache_of_another_dtype_is_exact_with_its_unpacked_part(tmp_path: Path, family: str, kv_dtype: str) -> None:
     """In small models with long contexts, the unpacked part of the cache is much of a step."""

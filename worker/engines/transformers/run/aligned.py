@@ -129,6 +129,11 @@ class AlignedRunner:
         return self._forward.is_encoder_decoder
 
     @property
+    def caches_keys(self) -> bool:
+        """True if some layer caches keys and values."""
+        return self._forward.masks_past
+
+    @property
     def has_states(self) -> bool:
         return self._cache.has_states
 
