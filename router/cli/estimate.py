@@ -25,6 +25,7 @@ from router.memory import estimate as estimates
 from router.memory.checkpoint_facts import DTYPE_BYTES, Checkpoint, compute_dtype, effective_ctx, serves_embeddings
 from router.memory.estimate import RUNTIME_FORKED, RUNTIME_HOST, UNKNOWN, Estimate
 from router.memory.learned import LearnedEstimates
+from router.memory.remedies import Remedies, remedies
 from router.memory.segments import bits_on_load, head_bytes, packing, weight_bytes
 from router.memory.sharding import allowed_devices, best_estimate, capacities, device_order, first_fitting
 from router.planner.ledger import HOST, LOCAL, DeviceId, Reading
@@ -77,6 +78,7 @@ class Report:
     files: str  # the folder of the snapshot, or its address on the hub
     is_downloaded: bool
     estimate: Estimate  # with the least KV cache
+    remedies: Remedies  # empty if it fits
     steps: int  # of the range of the KV cache that the devices would grant if they were empty
     is_forked: bool  # of a worker that is forked from the fork server, not executed
     on_host: bool  # the model runs on main memory
@@ -203,6 +205,23 @@ class Machine:
         if self._records is not None:
             self._records.forget(facts)
 
+    def remedies(
+        self,
+        preset: Preset,
+        facts: Checkpoint,
+        choice: sharding.Choice,
+        estimate: Estimate,
+        bounds: Mapping[DeviceId, int],
+    ) -> Remedies:
+        """The keys with which a model would fit that does not."""
+        threads = worker_argv.threads(preset, on_host=choice.on_host, ranks=choice.ranks)
+        room = {**self.capacities, **bounds}
+        return remedies(facts, preset, choice, estimate, room, threads=threads, forked=self.forks(preset))
+
+    @property
+    def host_capacity(self) -> int:
+        return self.capacities[DeviceId(LOCAL, HOST)]
+
     def capacity(self, device: DeviceId, bounds: Mapping[DeviceId, int]) -> int:
         """Bytes of a device for all workers together, and at most the bound of the preset."""
         capacity = self.capacities[device]
@@ -249,6 +268,7 @@ def report(
     needs = dict.fromkeys(choice.devices, estimate.shards[0])
     if choice.shards > 1:
         needs = dict(zip(sharding.assigned(choice, estimate.shards, bounds), estimate.shards, strict=True))
+    fit = sharding.fits(choice, estimate.shards, bounds) and (on_host or estimate.host <= machine.host_capacity)
     left = max(machine.capacity(device, bounds) - size for device, size in needs.items())
     if not on_host:
         needs[DeviceId(LOCAL, HOST)] = estimate.host
@@ -259,6 +279,7 @@ def report(
         files=files,
         is_downloaded=is_downloaded,
         estimate=estimate,
+        remedies=Remedies() if fit else machine.remedies(preset, facts, choice, estimate, bounds),
         steps=sharding.grantable(choice, estimate, bounds),
         is_forked=machine.forks(preset),
         on_host=on_host,
@@ -332,6 +353,7 @@ def document(report: Report) -> dict[str, Any]:
         "total": estimate.total,
         "kv_cache": _kv_cache(report),
         "fits": report.fits,
+        "would_fit": {"settings": list(report.remedies.settings), "together": report.remedies.are_joint},
         "layers": list(estimate.layers),
         "ranks": report.ranks,
         "devices": [{**asdict(device), "fits": device.fits, "fits_now": device.fits_now} for device in report.devices],
@@ -372,6 +394,8 @@ def text(report: Report) -> str:
         lines.append(f"{'note':9} {estimate.note}")
     lines += _shard_lines(report)
     lines += [_device_line(device, estimate) for device in report.devices]
+    if report.remedies.settings:
+        lines.append(f"{'to fit':9} {report.remedies}")
     if report.beside:
         lines.append(f"{'beside':9} fits, one of: {', '.join(report.beside)}")
     return "\n".join(lines)
@@ -383,9 +407,11 @@ def _device_line(device: DeviceReport, estimate: Estimate) -> str:
         now = "and now" if device.fits_now else f"not now: {_size(device.usable_now)} are free"
         return f"{device.device:9} fits when empty: {usable} usable; {now}"
     fits_without_margin = device.needs <= min(device.total, device.usable_when_empty + device.margin)
-    margin = f"--models-memory-margin ({_size(device.margin)}), " if fits_without_margin else ""
-    needs = f"{_size(device.needs)} needed, {usable} usable when empty"
-    return f"{device.device:9} does not fit: {needs}; lower {margin}{estimate.lowered_by}"
+    lower = ["required-memory"] if estimate.source == "preset" else []
+    if fits_without_margin:
+        lower.insert(0, f"--models-memory-margin ({_size(device.margin)})")
+    needs = f"{_size(device.needs)} needed at least, {usable} usable when empty"
+    return f"{device.device:9} does not fit: {needs}" + (f"; lower {' or '.join(lower)}" if lower else "")
 
 
 def _shard_lines(report: Report) -> Iterator[str]:

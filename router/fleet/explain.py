@@ -8,6 +8,8 @@ from typing import Any
 from router.errors import ApiError, DoesNotFit
 from router.events import EventLog
 from router.fleet.worker import Worker
+from router.fleet.worker_argv import threads
+from router.memory.remedies import Remedies, remedies
 from router.planner.ledger import SLOTS, DeviceId
 from router.planner.planner import queue_order
 from router.planner.types import Demand, Eviction, Plan, Refusal, Shortage, Wait
@@ -124,8 +126,11 @@ def shortages(devices: Mapping[DeviceId, Shortage]) -> dict[str, Any]:
     }
 
 
-def does_not_fit(worker: Worker, refusal: Refusal) -> DoesNotFit:
-    """Return the 507 error with the needed and available MiB by device."""
+def does_not_fit(worker: Worker, refusal: Refusal, capacities: Mapping[DeviceId, int]) -> DoesNotFit:
+    """Return the 507 error with the needed and available MiB by device, and the keys with which it would fit.
+
+    `capacities`: the bytes that could ever be free on each device.
+    """
     devices = {
         str(id): {
             "required_mib": -(-short.required // MIB),
@@ -145,10 +150,31 @@ def does_not_fit(worker: Worker, refusal: Refusal) -> DoesNotFit:
     )
     spread = f", split over {refusal.needs} devices" if refusal.needs > 1 else ""
     name = worker.preset.id
-    lower = worker.costs.estimate.lowered_by if worker.costs is not None else "ctx-size or parallel"
+    ways_out = [str(_remedies(worker, capacities))]
+    missing = refusal.devices.values()
+    if missing and all(short.required <= short.available + short.margin for short in missing):
+        ways_out.append("lower the margin")
+    way_out = ", or ".join(filter(None, ways_out)) or "use a device with more memory, or a smaller model"
     return DoesNotFit(
-        f"{name} does not fit on empty devices{spread}: it needs {parts}; lower {lower}, or the margin",
+        f"{name} does not fit on empty devices{spread}: it needs at least {parts}; {way_out}",
         extra={"devices": devices},
+    )
+
+
+def _remedies(worker: Worker, capacities: Mapping[DeviceId, int]) -> Remedies | str:
+    costs = worker.costs
+    if costs is None or worker.facts is None:
+        return ""
+    if costs.estimate.source == "preset":
+        return "lower required-memory"
+    return remedies(
+        worker.facts,
+        worker.preset,
+        costs.choice,
+        costs.estimate,
+        capacities,
+        threads=threads(worker.preset, on_host=worker.on_host, ranks=costs.choice.ranks),
+        forked=costs.forked,
     )
 
 

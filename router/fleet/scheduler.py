@@ -222,7 +222,7 @@ class Scheduler:
             worker = by_id[id]
             if not worker.queue.room.done():
                 self._append_event("refuse", worker, worker, shortage=shortages(refusal.devices))
-                worker.queue.room.set_exception(does_not_fit(worker, refusal))
+                worker.queue.room.set_exception(does_not_fit(worker, refusal, self.capacities()))
         for worker in [by_id[id] for id in found.drop]:
             self._append_event("drop", worker, worker)
             self._fleet.retire(worker, "no_room", drain=0.0)

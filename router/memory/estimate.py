@@ -158,11 +158,6 @@ class Estimate:
         return replace(self, context=context, kv_step=(), kv_steps=0, kv_tokens=tokens, step_tokens=0)
 
     @property
-    def lowered_by(self) -> str:
-        """The preset keys that lower it, for messages."""
-        return "required-memory" if self.source == "preset" else "ctx-size or parallel"
-
-    @property
     def is_exact(self) -> bool:
         """True if eviction and refusal may rely on it. A static bound may be several times too high."""
         return self.source not in ("static", "weights")

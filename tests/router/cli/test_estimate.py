@@ -297,9 +297,28 @@ def test_the_message_for_a_model_that_does_not_fit_names_the_options_to_lower(
 ) -> None:
     folder = str(write(tmp_path / "m"))
     assert main(["estimate", folder, "--models-memory-margin", "100000000"]) == 4
-    assert "lower --models-memory-margin (97656.2 GiB), ctx-size or parallel" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith("usable when empty; lower --models-memory-margin (97656.2 GiB)\n")
     assert main(["estimate", folder, "--required-memory", "100000000"]) == 4
     assert "usable when empty; lower required-memory" in capsys.readouterr().out
+
+
+def test_the_settings_with_which_a_model_would_fit_are_named_with_their_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(write(tmp_path / "m", max_position_embeddings=1 << 20)), "--ctx-size", "1000000", "--parallel", "1"]
+    words += ["--models-memory-margin", "0"]
+    limit = (estimate(capsys, *words)[1]["total"] >> 20) - 60
+    code, said = estimate(capsys, *words, "--device-limit", f"cpu={limit}")
+    assert (code, said["would_fit"]["together"]) == (4, False)
+    first, second = said["would_fit"]["settings"][:2]
+    assert (first.split(" = ")[0], second) == ("ctx-size", "kv-cache-dtype = int8")
+    tokens = int(first.removeprefix("ctx-size = "))
+    assert main(["estimate", *words, "--device-limit", f"cpu={limit}"]) == 4
+    assert f"to fit    set ctx-size = {tokens}, or kv-cache-dtype = int8" in capsys.readouterr().out
+    words[2] = str(tokens)
+    assert estimate(capsys, *words, "--device-limit", f"cpu={limit}")[0] == 0
+    words[2] = str(tokens + 16)
+    assert estimate(capsys, *words, "--device-limit", f"cpu={limit}")[0] == 4
 
 
 @pytest.mark.parametrize(
