@@ -248,7 +248,7 @@ class TransformersEngine:
         adapter = self._adapter(request)
         matcher = None
         if request.grammar is not None:
-            matcher = await asyncio.wrap_future(self._grammars.begin(request.grammar))
+            matcher = await self._grammars.compiled(request.grammar)
         stream = self._streams.make(request, prompt, matcher, adapter)
         self._admit(work, stream, request.n)
         try:

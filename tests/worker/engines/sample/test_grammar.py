@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import json
 import re
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,8 +34,17 @@ from tests.worker.serving import options
 from tests.worker.stepped import journaled
 from worker.api.served_model import ServedModel
 from worker.engines.transformers.engine import TransformersEngine
-from worker.engines.transformers.sample.grammar import MAX_COMPILED, Grammars
+from worker.engines.transformers.sample.grammar import (
+    ANSWER_SECONDS,
+    MASK_SECONDS,
+    MAX_COMPILED,
+    TOKEN_SECONDS,
+    GrammarMatcher,
+    Grammars,
+    Masks,
+)
 from worker.engines.transformers.sample.sampler import RowSampling, TokenMasks, mask_bias, sample
+from worker.engines.transformers.sample.work_thread import WorkThread
 from worker.engines.transformers.schedule.scheduler import Batch
 from worker.errors import InvalidValue, SequenceFailed, UnsupportedByModel
 from worker.interface import Grammar, SamplingParams
@@ -243,8 +254,8 @@ async def test_a_text_too_complex_for_its_grammar_ends_alone_with_an_error(
     failed, collected = await asyncio.gather(
         failing, complete_one(engine, PROMPT, max_tokens=40), return_exceptions=True
     )
-    assert isinstance(failed, SequenceFailed)
-    assert "items" in failed.message
+    assert isinstance(failed, InvalidValue)
+    assert failed.message.startswith("response_format is too complex") or "items" in failed.message
     assert isinstance(collected, CollectedChoice)
     assert collected.tokens == generated(model, PROMPT, 40)
 
@@ -292,6 +303,136 @@ async def test_a_grammar_that_takes_long_to_compile_holds_up_no_step(engine: Tra
     assert not heavy.done()
     with contextlib.suppress(SequenceFailed):  # it may be too complex, which concerns only itself
         assert (await heavy).finish == "length"
+
+
+BOMB = Grammar("gbnf", 'root ::= s\ns ::= s s | s s s | [a-z ] | ""', "ebnf")
+
+
+async def test_an_answer_beside_a_grammar_bomb_is_complete_and_the_bomb_ends_alone(
+    engine: TransformersEngine, model: Any
+) -> None:
+    """Each mask of the bomb takes longer than the one before; the 60th would take half a second."""
+    bomb = complete_one(engine, PROMPT, grammar=BOMB, max_tokens=200, sampling=warm(1, ignore_eos=True))
+    held = complete_one(engine, PROMPT, grammar=Grammar("regex", "[ab]{30}"), max_tokens=40, sampling=warm(2))
+    failed, free, short = await asyncio.gather(
+        bomb, complete_one(engine, PROMPT, max_tokens=60), held, return_exceptions=True
+    )
+    assert isinstance(failed, InvalidValue)
+    assert (failed.status, failed.param) == (400, "ebnf")
+    assert failed.message.startswith("ebnf is too complex")
+    assert isinstance(free, CollectedChoice)
+    assert free.tokens == generated(model, PROMPT, 60)
+    assert isinstance(short, CollectedChoice)
+    assert re.fullmatch("[ab]{30}", short.text)
+
+
+def test_a_sequence_has_a_credit_of_cpu_time_for_its_grammar() -> None:
+    tokenizer = tiny.make_tokenizer("llama")
+    grammars = Grammars(tokenizer, ends={EOS}, vocab_size=512)
+    bomb, plain = grammars.matcher(BOMB), grammars.matcher(Grammar("regex", "[a-z ]*"))
+    [token] = tokenizer.encode("very", add_special_tokens=False)
+    taken = 0
+    begin = time.process_time()
+    while bomb.failure == "" and taken < 300:
+        grammars.masks([bomb]).result()
+        with contextlib.suppress(InvalidValue):
+            bomb.take(token)
+        taken += 1
+    assert bomb.failure == "choosing a token takes too long"
+    spent = time.process_time() - begin
+    # measured in CPU time of this process: the credit, what each token adds to it, and the mask that exceeds it
+    assert spent < 2 * (ANSWER_SECONDS + MASK_SECONDS + taken * TOKEN_SECONDS)
+    for _ in range(300):
+        assert grammars.masks([plain]).result().any()
+        plain.take(token)
+    assert not grammars.masks([bomb]).result().any()
+    assert not bomb.is_over
+    assert not bomb.can_only_end({EOS})
+    grammars.close()
+
+
+class SpinningMatcher(GrammarMatcher):
+    """A matcher whose mask is computed until `released`."""
+
+    def __init__(self, value: int, released: threading.Event):
+        unused: Any = None
+        super().__init__(unused, "ebnf")
+        self.value, self.released = value, released
+
+    def fill(self, row: Any) -> None:
+        while not self.released.is_set():
+            pass
+        row[:] = self.value
+
+
+def test_one_mask_that_takes_too_long_leaves_those_of_the_other_rows() -> None:
+    ready, never = threading.Event(), threading.Event()
+    ready.set()
+    thread = WorkThread("masks")
+    rows = [SpinningMatcher(1, ready), SpinningMatcher(2, never), SpinningMatcher(3, ready), SpinningMatcher(4, never)]
+    masks = Masks(thread, rows, 4).result(DEADLINE)
+    assert masks.tolist() == [[1] * 4, [0] * 4, [3] * 4, [0] * 4]
+    assert [row._is_slow for row in rows] == [False, True, False, True]
+    with pytest.raises(InvalidValue):
+        rows[1].take(0)
+    never.set()  # the slow calls end and write to no row that is in use
+    assert Masks(thread, [rows[0]], 4).result(DEADLINE).tolist() == [[1] * 4]
+    assert masks.tolist() == [[1] * 4, [0] * 4, [3] * 4, [0] * 4]
+    thread.close()
+
+
+def optional(count: int) -> str:
+    return "root ::= " + " ".join(f'"{number:x}"?' for number in range(count))
+
+
+def test_a_grammar_that_is_too_large_is_rejected_without_the_text_of_a_panic() -> None:
+    grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512)
+    with pytest.raises(InvalidValue, match=r"^ebnf cannot be compiled: ") as failure:
+        grammars.matcher(Grammar("gbnf", optional(33_000), "ebnf"))
+    assert "panic" not in failure.value.message
+    assert "backtrace" not in failure.value.message
+    with pytest.raises(InvalidValue, match="at most"):
+        grammars.matcher(Grammar("gbnf", "#" * (1 << 19), "ebnf"))
+
+
+def test_a_grammar_with_too_many_alternatives_is_an_error_of_the_request() -> None:
+    tokenizer = tiny.make_tokenizer("llama")
+    grammars = Grammars(tokenizer, ends={EOS}, vocab_size=512)
+    matcher = grammars.matcher(Grammar("gbnf", "root ::= " + " | ".join(f'"a{i}"' for i in range(5000)), "ebnf"))
+    [first, *_] = tokenizer.encode("a4", add_special_tokens=False)
+    with pytest.raises(InvalidValue, match=r"ebnf is too complex: .* max is 2000"):
+        matcher.take(first)
+
+
+async def test_long_grammars_do_not_delay_short_ones_and_a_departed_client_delays_nobody() -> None:
+    grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512)
+    release = threading.Event()
+    grammars._compilers[1].submit(release.wait)  # a long grammar that is compiled
+    long = asyncio.create_task(grammars.compiled(Grammar("gbnf", optional(1300), "ebnf")))
+    departed = asyncio.create_task(grammars.compiled(Grammar("gbnf", optional(1400), "ebnf")))
+    assert (await grammars.compiled(Grammar("regex", "a"))).failure == ""
+    assert not long.done()
+    departed.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await departed
+    release.set()
+    assert (await long).failure == ""
+    assert Grammar("gbnf", optional(1400), "ebnf") not in grammars._compiled
+    grammars.close()
+
+
+async def test_a_grammar_that_takes_too_long_to_compile_is_given_up_and_its_error_is_kept() -> None:
+    grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512, compile_seconds=-1.0)
+    release = threading.Event()
+    heavy = Grammar("regex", "(a{1000}){500}", "regex")
+    grammars._compilers[0].submit(release.wait)
+    waiting = asyncio.create_task(grammars.compiled(heavy))
+    with pytest.raises(InvalidValue, match="regex cannot be compiled: it takes more than"):
+        await waiting
+    with pytest.raises(InvalidValue, match="it takes more than"):
+        grammars.matcher(heavy)
+    release.set()
+    grammars.close()
 
 
 def test_compiled_grammars_are_kept_but_not_without_bound(folder: Path) -> None:

@@ -231,11 +231,11 @@ class GenerationLoop:
         finish = choice.sequence.append(sampled.token)
         try:
             self._send(choice, sampled, self._match(choice, sampled.token, finish), finish, now)
-        except SequenceFailed as error:
+        except RequestError as error:
             self._fail(choice.sequence, error)
 
     def _match(self, choice: RequestChoice, token: int, finish: FinishReason | None) -> bool:
-        """True if the grammar's text is complete with `token`. Raises SequenceFailed if the grammar forbids it."""
+        """True if the grammar's text is complete with `token`. Raises the errors of `GrammarMatcher.take`."""
         if choice.matcher is None or finish == "stop":
             return False
         choice.matcher.take(token)
@@ -254,8 +254,8 @@ class GenerationLoop:
         elif matcher.can_only_end(choice.sequence.ends):
             self._finish(choice, choice.answer.finish(), "stop", now)
         else:
-            why = matcher.failure or "no finite logits, or a grammar that allows no token of this model"
-            self._fail(choice.sequence, SequenceFailed(f"this request cannot continue: {why}"), is_corrupt=True)
+            why = "this request cannot continue: no finite logits, or a grammar that allows no token of this model"
+            self._fail(choice.sequence, matcher.error() if matcher.failure else SequenceFailed(why), is_corrupt=True)
 
     def _send(
         self, choice: RequestChoice, sampled: Sampled, is_over: bool, finish: FinishReason | None, now: float

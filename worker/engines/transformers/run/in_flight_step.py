@@ -72,15 +72,15 @@ class PendingMasks:
         constrained = [chooser for chooser in choosers if chooser.matcher is not None]
         self._ids = {chooser.sequence.id for chooser in constrained}
         matchers = [chooser.matcher for chooser in constrained if chooser.matcher is not None]
-        self._future = grammars.masks(matchers) if grammars and matchers else None
+        self._masks = grammars.masks(matchers) if grammars and matchers else None
 
     def constrains(self, chooser: Chooser) -> bool:
         return chooser.sequence.id in self._ids
 
     def bits(self) -> Bits:
         """Masks of the constrained choosers, in their order. Waits for them."""
-        assert self._future is not None
-        return self._future.result()
+        assert self._masks is not None
+        return self._masks.result()
 
 
 class LaunchedForward:

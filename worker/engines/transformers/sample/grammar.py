@@ -4,21 +4,33 @@ A model without grammars pays nothing: llguidance is imported and given the voca
 compiled. This takes 0.9 s and 140 MB of host memory for 151,000 tokens, once, off the step loop; a schema adds
 milliseconds. The masks of a step are computed on another thread while the model computes logits. llguidance releases
 the interpreter lock meanwhile. 16 rows of 151,936 tokens take 0.6 ms on one core.
+
+A grammar comes from a client, and some take a second per token. So its work is bounded, in CPU time:
+
+* Compiling: by the size of the text and of the grammar, and by COMPILE_SECONDS. Long texts are compiled on a thread of
+  their own, so that they do not delay short ones.
+* Masks: by MASK_SECONDS for one mask, and by a credit for all masks of a sequence: ANSWER_SECONDS, and TOKEN_SECONDS
+  more with each token.
+
+A sequence whose grammar exceeds them ends with an error of its own. So it delays the other sequences of its batch by at
+most ANSWER_SECONDS + MASK_SECONDS in all, and TOKEN_SECONDS a token.
 """
 
+import asyncio
 import functools
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from worker.engines.transformers.device.cuda_errors import one_line
-from worker.errors import InvalidValue, SequenceFailed, UnsupportedByModel
+from worker.engines.transformers.sample.work_thread import Job, WorkThread
+from worker.errors import InvalidValue, RequestError, SequenceFailed, UnsupportedByModel
 from worker.interface import JSON_WHITESPACE, Grammar
 from worker.protocol.memory import GRAMMAR_BYTES, GRAMMAR_ENTRY_BYTES
 
@@ -28,6 +40,16 @@ if TYPE_CHECKING:
 Bits = NDArray[np.uint8]  # one bit per token: bit `i % 8` of byte `i // 8` is that of token i
 MAX_COMPILED = 32  # compiled grammars in the LRU cache; that of a usual schema takes about a megabyte. A guess
 MAX_TEXT = 1 << 18  # characters of a grammar, to bound the work of one request
+LONG_TEXT = 1 << 13  # characters of a grammar that is compiled on the thread for long ones
+# Symbols of a grammar. llguidance compiles 50,000 in half a second, and fails from 65,525 alternatives and options on.
+MAX_SYMBOLS = 100_000
+COMPILE_SECONDS = 10.0
+MASK_SECONDS = 0.2
+ANSWER_SECONDS = 0.5
+TOKEN_SECONDS = 0.01
+_POLL_INTERVAL = 0.05  # seconds between looks at the CPU time of a job
+# Parts of llguidance's messages about its own limits, which depend on the grammar alone.
+_LIMIT_MESSAGES = ("too many items", "max is", "fuel", "too big", "too complex", "limit", "panic")
 
 
 def vocabulary_bytes(tokenizer: Any, vocab_size: int) -> int:
@@ -38,67 +60,192 @@ def vocabulary_bytes(tokenizer: Any, vocab_size: int) -> int:
 class GrammarMatcher:
     """The position of one sequence in its grammar. It survives preemption, since the tokens are not lost either."""
 
-    def __init__(self, matcher: "LLMatcher"):
-        self._matcher = matcher
+    def __init__(self, matcher: "LLMatcher", field: str):
+        """`field`: the request's field, for errors."""
+        self._matcher, self._field = matcher, field
+        self._credit = ANSWER_SECONDS  # CPU time that the sequence may still take
+        # The CPU time was exceeded. Another thread may still use the matcher then, so it is not touched any more.
+        self._is_slow = False
 
     def copy(self) -> "GrammarMatcher":
-        return GrammarMatcher(self._matcher.deep_copy())
+        return GrammarMatcher(self._matcher.deep_copy(), self._field)
 
     def take(self, token: int) -> None:
-        """Advance by `token`. Raises SequenceFailed if the grammar does not allow it."""
-        if not self._matcher.consume_token(token):
-            raise SequenceFailed(f"the grammar of this request does not allow the next token: {self.failure}")
+        """Advance by `token`. Raises InvalidValue if the grammar is too complex, SequenceFailed if it does not allow
+        the token."""
+        if self._is_slow:
+            raise self.error()
+        begin = time.thread_time()
+        is_allowed = self._matcher.consume_token(token)
+        self._credit = min(ANSWER_SECONDS, self._credit + TOKEN_SECONDS)
+        self.charge(time.thread_time() - begin)
+        if not is_allowed:
+            raise self.error()
+
+    def charge(self, seconds: float) -> None:
+        """Count CPU time."""
+        self._credit -= seconds
+        if self._credit < 0:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Fail from now on, because the grammar takes too long."""
+        self._is_slow = True
+
+    def error(self) -> RequestError:
+        """The error of a request that its grammar ends."""
+        failure = self.failure
+        if self._is_slow or any(part in failure.lower() for part in _LIMIT_MESSAGES):
+            return InvalidValue(
+                f"{self._field} is too complex: {failure}; write it with fewer alternatives and less ambiguity",
+                param=self._field,
+            )
+        return SequenceFailed(f"the grammar of this request does not allow the next token: {failure}")
 
     @property
     def is_over(self) -> bool:
         """True if the text is complete and nothing can follow it."""
-        return self._matcher.is_stopped() and not self._matcher.is_error()
+        return not self._is_slow and self._matcher.is_stopped() and not self._matcher.is_error()
 
     def can_only_end(self, ends: Collection[int]) -> bool:
         """True if the text is complete and only tokens of `ends` may follow."""
-        if self._matcher.is_error() or not self._matcher.is_accepting():
+        if self._is_slow or self._matcher.is_error() or not self._matcher.is_accepting():
             return False
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
         return set(np.nonzero(bits)[0].tolist()) <= set(ends)
 
     def fill(self, row: Bits) -> None:
         """Write the mask of the next token into `row`, uint8 `[bytes]`. All zeros once the grammar has failed."""
+        if self._is_slow:
+            row[:] = 0
+            return
+        begin = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self.charge(time.thread_time() - begin)
         if self._matcher.is_error():  # llguidance would allow the end, and the client would get an incomplete text
             row[:] = 0
 
     @property
     def failure(self) -> str:
         """The reason why the grammar cannot continue, for example its complexity. Empty if it can."""
+        if self._is_slow:
+            return "choosing a token takes too long"
         return _message(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+
+class _Rows:
+    """The rows of masks that one job computes, one after the other."""
+
+    def __init__(self, matchers: Sequence[GrammarMatcher], bits: Bits):
+        self._matchers, self._bits = matchers, bits
+        self._lock = threading.Lock()
+        self._row, self._row_begun = -1, 0.0  # the row in progress, and the job's CPU seconds when it began
+        self._is_given_up = False
+
+    def compute(self) -> None:
+        begun = time.thread_time()
+        for row, matcher in enumerate(self._matchers):
+            with self._lock:
+                if self._is_given_up:
+                    return
+                self._row, self._row_begun = row, time.thread_time() - begun
+            matcher.fill(self._bits[row])
+
+    def give_up_slow(self, job: Job[None]) -> int | None:
+        """Return the row in progress and stop after it, if it has taken more than MASK_SECONDS. Otherwise None."""
+        with self._lock:
+            if job.cpu_seconds - self._row_begun <= MASK_SECONDS:
+                return None
+            self._is_given_up = True
+            return self._row
+
+
+class Masks:
+    """Masks of one step, while they are computed."""
+
+    def __init__(self, thread: WorkThread, matchers: Sequence[GrammarMatcher], width: int):
+        self._thread, self._matchers, self._width = thread, matchers, width
+        self._begun = self._begin(matchers)
+
+    def _begin(self, matchers: Sequence[GrammarMatcher]) -> tuple[Bits, _Rows, Job[None]]:
+        bits = np.zeros((len(matchers), self._width), np.uint8)
+        rows = _Rows(matchers, bits)
+        return bits, rows, self._thread.submit(rows.compute)
+
+    def result(self, timeout: float | None = None) -> Bits:
+        """Wait for the masks, uint8 `[matchers, bytes]`. A row that takes more than MASK_SECONDS is zero, and its
+        matcher fails from then on. `timeout`: seconds until TimeoutError, None for none."""
+        done: list[Bits] = []
+        left = self._matchers
+        end = None if timeout is None else time.monotonic() + timeout
+        bits, rows, job = self._begun
+        while True:
+            try:
+                job.future.result(_POLL_INTERVAL)
+                return np.concatenate([*done, bits]) if done else bits
+            except TimeoutError:
+                if end is not None and time.monotonic() > end:
+                    raise
+                slow = rows.give_up_slow(job)
+            if slow is not None:
+                left[slow].give_up()
+                self._thread.give_up(job)
+                # The slow call may still write to its own row, so this row becomes a new one.
+                done += [bits[:slow].copy(), np.zeros((1, self._width), np.uint8)]
+                left = left[slow + 1 :]
+                bits, rows, job = self._begin(left)
 
 
 class Grammars:
     """The grammars of one model: compiles them and computes masks."""
 
-    def __init__(self, tokenizer: Any, *, ends: Collection[int], vocab_size: int):
-        """`ends`: tokens that end an answer; `vocab_size`: width of the model's logits."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        ends: Collection[int],
+        vocab_size: int,
+        compile_seconds: float = COMPILE_SECONDS,
+    ):
+        """`ends`: tokens that end an answer; `vocab_size`: width of the model's logits; `compile_seconds`: CPU time
+        that one grammar may take."""
+        self._compile_seconds = compile_seconds
         self._tokenizer = tokenizer
         self._ends = sorted(ends)
         self._vocab_size = vocab_size
-        self._lock = threading.Lock()
-        self._compiled: OrderedDict[Grammar, GrammarMatcher] = OrderedDict()
+        self._lock = threading.Lock()  # of the two below
+        self._compiled: OrderedDict[Grammar, GrammarMatcher | InvalidValue] = OrderedDict()
         self._environment: LLTokenizer | None = None
+        self._building = threading.Lock()
+        self._mask_thread = WorkThread("grammar")
+        self._compilers = WorkThread("grammar-compiler"), WorkThread("grammar-compiler-long")
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
-        """A matcher at the beginning of a text. Blocks while it compiles, one grammar at a time. From any thread.
+        """A matcher at the beginning of a text. Blocks while it compiles. From any thread.
 
         Raises InvalidValue with the grammar's field, UnsupportedByModel for a tokenizer that llguidance cannot read.
         """
         with self._lock:
             found = self._compiled.get(grammar)
-            if found is None:
+            if found is not None:
+                self._compiled.move_to_end(grammar)
+        if found is None:
+            try:
                 found = self._compile(grammar)
-                self._compiled[grammar] = found
-                if len(self._compiled) > MAX_COMPILED:
-                    self._compiled.popitem(last=False)
+            except InvalidValue as error:
+                found = error
+            self._keep(grammar, found)
+        if isinstance(found, InvalidValue):
+            raise InvalidValue(found.message, param=found.param)  # a new one: the caller may change it
+        return found.copy()
+
+    def _keep(self, grammar: Grammar, compiled: GrammarMatcher | InvalidValue) -> None:
+        """Keep a compiled grammar, or the error, so that a repeated request does not cost the same time again."""
+        with self._lock:
+            self._compiled[grammar] = compiled
             self._compiled.move_to_end(grammar)
-            return found.copy()
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
 
     @property
     def bytes_to_come(self) -> int:
@@ -107,36 +254,37 @@ class Grammars:
             return GRAMMAR_BYTES * (MAX_COMPILED - len(self._compiled)) // MAX_COMPILED
         return vocabulary_bytes(self._tokenizer, self._vocab_size)
 
-    def begin(self, grammar: Grammar) -> "Future[GrammarMatcher]":
-        """Run `matcher` on the compiler thread, so that a large grammar delays neither asyncio nor the step loop."""
-        return self._compiler.submit(self.matcher, grammar)
+    async def compiled(self, grammar: Grammar) -> GrammarMatcher:
+        """Run `matcher` on a compiler thread, so that a large grammar delays neither asyncio nor the step loop.
 
-    def masks(self, matchers: Sequence[GrammarMatcher]) -> "Future[Bits]":
-        """Masks of the next tokens, uint8 `[matchers, bytes]` (`sampler.TokenMasks`), computed on another thread.
+        Raises the errors of `matcher`, and InvalidValue if it takes more than `compile_seconds`. Then the thread goes
+        on with the next grammar.
+        """
+        thread = self._compilers[len(grammar.text) > LONG_TEXT]
+        job = thread.submit(functools.partial(self.matcher, grammar))
+        future = asyncio.wrap_future(job.future)
+        try:
+            while not (await asyncio.wait({future}, timeout=_POLL_INTERVAL))[0]:
+                if job.cpu_seconds > self._compile_seconds:
+                    thread.give_up(job)
+                    error = _uncompilable(grammar, f"it takes more than {self._compile_seconds:.0f} s")
+                    self._keep(grammar, error)
+                    raise error
+            return future.result()
+        finally:
+            future.cancel()  # a grammar that waits for its turn is dropped
+
+    def masks(self, matchers: Sequence[GrammarMatcher]) -> Masks:
+        """Masks of the next tokens (`sampler.TokenMasks`), computed on another thread.
 
         The matchers must not be used before the result is there. Computing a mask again gives the same.
         """
-        return self._thread.submit(self._fill, list(matchers))
+        return Masks(self._mask_thread, list(matchers), (self._tokens + 31) // 32 * 4)
 
     def close(self) -> None:
         """Stop the threads, if they were started."""
-        for name in ("_thread", "_compiler"):
-            if name in self.__dict__:
-                self.__dict__[name].shutdown(wait=False, cancel_futures=True)
-
-    @functools.cached_property
-    def _compiler(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="grammar-compiler")
-
-    @functools.cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="grammar")
-
-    def _fill(self, matchers: list[GrammarMatcher]) -> Bits:
-        bits = np.zeros((len(matchers), (self._tokens + 31) // 32 * 4), np.uint8)
-        for row, matcher in zip(bits, matchers, strict=True):
-            matcher.fill(row)
-        return bits
+        for thread in (self._mask_thread, *self._compilers):
+            thread.close()
 
     @functools.cached_property
     def _tokens(self) -> int:
@@ -151,19 +299,20 @@ class Grammars:
                 f"{grammar.field} has {len(grammar.text)} characters; at most {MAX_TEXT} are allowed",
                 param=grammar.field,
             )
-        environment = self._environment or self._build()
+        with self._building:
+            environment = self._environment or self._build()
         try:
             source = _after(grammar.preamble, _source(grammar))
         except Exception as error:  # noqa: BLE001 - untrusted input: the converters raise anything
             raise _uncompilable(grammar, one_line(error)) from None
-        limits = llguidance.LLParserLimits(verbose_errors=False)
+        limits = llguidance.LLParserLimits(verbose_errors=False, max_grammar_size=MAX_SYMBOLS)
         matcher = llguidance.LLMatcher(environment, source, log_level=0, limits=limits)
         if not matcher.is_error():
             # The first mask may take seconds. Copies share its caches, so no step has to wait for it.
             matcher.compute_bitmask()
         if matcher.is_error():
             raise _uncompilable(grammar, _message(matcher.get_error()))
-        return GrammarMatcher(matcher)
+        return GrammarMatcher(matcher, grammar.field)
 
     def _build(self) -> "LLTokenizer":
         from llguidance import LLTokenizer
@@ -225,5 +374,7 @@ def _uncompilable(grammar: Grammar, why: str) -> InvalidValue:
 
 
 def _message(error: str) -> str:
-    """llguidance's message without the parser state that it appends."""
+    """llguidance's message without the parser state that it appends, and without the text of a panic."""
+    if error.lstrip().startswith("panic"):
+        return "it is too large or too deeply nested"
     return one_line(ValueError(error.partition("<non-verbose/>")[0].partition("<state>")[0]))
