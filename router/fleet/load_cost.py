@@ -23,6 +23,7 @@ from router.memory import estimate as estimates
 from router.memory import sharding
 from router.memory.checkpoint_facts import takes_images
 from router.memory.estimate import Estimate, Overhead
+from router.memory.remedies import remedies
 from router.memory.sharding import allowed_devices, best_estimate, device_order, first_fitting, record_key
 from router.planner.ledger import HOST, DeviceId
 from worker.protocol.argv import Estimate as EstimateCommand
@@ -78,32 +79,43 @@ def _estimate(worker: Worker, fleet: Fleet, *, is_last: bool = False, learns: bo
         key=key,
         load_seconds=fleet.learned_estimates.load_seconds(key) or 0.0,
         forked=forked and found.source != "preset",  # a figure of the preset holds for executed workers, too
-        most=bounds if preset.gpu_memory_utilization < 1 or (preset.gpu_split and not worker.on_host) else {},
+        most=bounds if sharding.limiting_keys(preset, on_host=worker.on_host) else {},
     )
     if found.source == "learned" and (
         not sharding.fits(choice, found.shards, bounds) or fleet.scheduler.never_fits(worker)
     ):
         # It may be wrong, and a model that is never loaded is never measured again.
         return _estimate(worker, fleet, is_last=is_last, learns=False)
-    if preset.gpu_split and not worker.on_host:
-        _check_bounds(worker, costs, bounds)
+    if costs.most:
+        _check_bounds(worker, fleet, costs, bounds)
     if not costs.is_exact and fleet.scheduler.never_fits(worker, weights_only=True):
         worker.costs = replace(worker.costs, is_exact=True)
 
 
-def _check_bounds(worker: Worker, costs: Costs, bounds: Mapping[DeviceId, int]) -> None:
-    """Apply the preset's limits per device. Raises LoadFailed if the worker needs more."""
+def _check_bounds(worker: Worker, fleet: Fleet, costs: Costs, bounds: Mapping[DeviceId, int]) -> None:
+    """Apply the preset's limits per device. Raises LoadFailed if the worker needs more than these allow."""
     choice, shards = costs.choice, costs.estimate.shards
+    assert worker.facts is not None
     if sharding.fits(choice, shards, bounds):
         if choice.shards == 1:
             devices = frozenset(id for id in choice.devices if bounds[id] >= shards[0])
             worker.costs = replace(costs, choice=replace(choice, devices=devices))
     elif costs.is_exact or not sharding.fits(choice, sharding.floor(costs.estimate), bounds):
+        preset, keys = worker.preset, sharding.limiting_keys(worker.preset, on_host=worker.on_host)
         most = ", ".join(f"{size >> 20} MiB of {device}" for device, size in bounds.items())
         needs = " + ".join(f"{size >> 20} MiB" for size in shards)
+        found = remedies(
+            worker.facts,
+            preset,
+            choice,
+            costs.estimate,
+            {**fleet.scheduler.capacities(), **bounds},
+            threads=threads(preset, on_host=worker.on_host, ranks=choice.ranks),
+            forked=costs.forked,
+        )
         raise LoadFailed(
-            f"{worker.preset.id}: it needs {needs}, but gpu-split and the device sizes allow {most};"
-            " raise gpu-split or lower ctx-size"
+            f"{preset.id}: it needs at least {needs}, but {keys} and the device sizes allow {most};"
+            f" raise {keys.replace(' and ', ' or ')}" + (f", or {found}" if found.settings else "")
         )
 
 
@@ -130,8 +142,7 @@ async def trace_unknown(worker: Worker, fleet: Fleet, program: Program) -> None:
 def _is_a_guess(worker: Worker, fleet: Fleet, costs: Costs) -> bool:
     if costs.estimate.source == "weights":
         return True
-    is_bound = bool(worker.preset.gpu_split) and not worker.on_host
-    return is_bound and not sharding.fits(costs.choice, costs.estimate.shards, _bounds(worker, fleet))
+    return bool(costs.most) and not sharding.fits(costs.choice, costs.estimate.shards, _bounds(worker, fleet))
 
 
 async def refine(worker: Worker, fleet: Fleet, program: Program) -> None:

@@ -187,9 +187,12 @@ def limited(preset: Preset, readings: Sequence[Reading], room: Mapping[DeviceId,
     return {device: min(size, most.get(device, size)) for device, size in room.items()}
 
 
-def limiting_keys(preset: Preset) -> str:
+def limiting_keys(preset: Preset, *, on_host: bool) -> str:
     """Return the names of the keys that limit the memory of the model on a device, for messages; empty: none."""
-    keys = {"gpu-split": bool(preset.gpu_split), "gpu-memory-utilization": preset.gpu_memory_utilization < 1}
+    keys = {
+        "gpu-split": bool(preset.gpu_split) and not on_host,
+        "gpu-memory-utilization": preset.gpu_memory_utilization < 1,
+    }
     return " and ".join(key for key, is_set in keys.items() if is_set)
 
 

@@ -146,6 +146,31 @@ async def test_a_model_that_exceeds_gpu_split_is_refused_although_memory_is_free
 
 
 @virtual
+async def test_gpu_memory_utilization_limits_the_kv_cache_but_not_its_least() -> None:
+    reserved = []
+    for share in (1.0, 0.85):
+        scene = world(16 * GIB, real=9 * GIB, gpu_memory_utilization=share, ctx_size=1 << 16, parallel=64)
+        scene.files.facts = replace(FOUR_GIB, max_positions=1 << 16)
+        scene.launcher.models["big"].shards = (9 * GIB,)
+        await scene.ask("big")
+        (place,) = only(scene).place
+        reserved.append(only(scene).reserved[place])
+        await scene.stop()
+    whole, limited = reserved
+    most = int(0.85 * 16 * GIB)
+    assert most < whole <= 16 * GIB
+    assert most - (1 << 20) < limited <= most, "the grant uses what the share allows"
+
+
+@virtual
+async def test_a_model_that_exceeds_its_gpu_memory_utilization_is_refused_by_this_name() -> None:
+    scene = world(40 * GIB, gpu_memory_utilization=0.1, split_mode="none")
+    with pytest.raises(LoadFailed, match=r"needs at least [0-9]+ MiB, but gpu-memory-utilization and the device sizes"):
+        await scene.ask("big")
+    assert scene.launcher.over_commits == []
+
+
+@virtual
 async def test_tensor_parallelism_reserves_all_devices_of_the_preset_at_once() -> None:
     scene = world(12 * GIB, small=6 * GIB, tensor_parallel=2)
     scene.files.facts = replace(FOUR_GIB, matrices=4 * GIB, heads=4, kv_heads=2, intermediate=64)
