@@ -229,6 +229,18 @@ class Fleet:
         self.retire(worker, "unreachable", drain=self.limits.drain_timeout)
         worker.ended.set()
 
+    def replace_oversized(self, worker: Worker) -> None:
+        """Stop an idle worker that keeps memory beyond its reservation. The next request starts a new one."""
+        if worker.retired.is_set() or worker.pulse is None:
+            return
+        figures = {"resident": worker.pulse.resident, "reserved": worker.usual_host}
+        self.events.append("oversized", worker.preset.id, worker=worker.id, **figures)
+        log.warning(
+            "%s keeps %d MiB of main memory, %d MiB were reserved; it is replaced",
+            worker, figures["resident"] >> 20, figures["reserved"] >> 20,
+        )  # fmt: skip
+        self.retire(worker, "oversized", drain=self.limits.drain_timeout)
+
     # Best-effort workers
 
     def update_replicas(self) -> None:

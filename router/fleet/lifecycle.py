@@ -21,6 +21,7 @@ from router.fleet.early_start import Phase
 from router.fleet.failures import NextWorker, error_after_loss, error_of_retirement, lost_error, with_retry_time
 from router.fleet.load_cost import (
     append_estimate,
+    has_excess,
     learn,
     record_load,
     refine,
@@ -445,6 +446,8 @@ def _listener(worker: Worker, fleet: Fleet) -> Listen:
                 worker.pulse = event
                 if worker.state is State.READY:
                     settle_reservation(worker)
+                    if has_excess(worker, fleet.now()) and not worker.leases:
+                        fleet.replace_oversized(worker)
 
     return listen
 

@@ -242,6 +242,8 @@ class Worker:
         # The estimate that its grant was made from, if the KV cache had a range. `costs` has the granted one since.
         self.kv_range: Estimate | None = None
         self.kv_steps = 0  # granted steps of that range
+        self.usual_host = 0  # main memory reserved when it became ready; 0: it is not ready
+        self.excess_since: float | None = None  # since when it has used far more than that, see `has_excess`
         self.early = EarlyStart()
 
         # Wait, process and requests

@@ -112,6 +112,7 @@ class Pulse:
     # Main memory that is not used yet and may be at any time: grammar tables, and pages that are shared with the fork
     # server until they are written to.
     later: int = 0
+    resident: int = 0  # main memory that is in use now, where `measured` is its peak; 0: unknown
     mapped: int = 0  # bytes of `measured` main memory that are mapped files; the kernel counts them as available
     parallel: int = 0  # sequences that may run at once; 0: unknown
     prefill_rate: float = 0.0  # prompt tokens computed per second since the last pulse, without cached tokens

@@ -8,7 +8,7 @@ import pytest
 from router.api.status import status
 from router.config.presets import Preset
 from router.errors import DoesNotFit, LoadFailed
-from router.fleet.load_cost import forget_learned
+from router.fleet.load_cost import EXCESS_BYTES, EXCESS_PATIENCE, forget_learned
 from router.fleet.model import FEWEST_PAUSES
 from router.fleet.scheduler import resident_of
 from router.fleet.worker import Worker
@@ -151,6 +151,49 @@ async def test_what_a_worker_takes_after_it_is_ready_is_reserved_and_not_learned
     assert world.fleet.learned_estimates.learned(costs.key) == first
     await world.ask("a")
     assert only(world, "a").reserved[CPU] == measured + compute, "and the largest steps, which nobody has measured"
+
+
+@virtual
+@pytest.mark.parametrize("given_back", [True, False])
+async def test_an_idle_worker_that_keeps_memory_beyond_its_reservation_is_replaced(given_back: bool) -> None:
+    world = forking(a=model())
+    await world.ask("a")
+    worker = only(world, "a")
+    most = worker.reserved[CPU] + EXCESS_BYTES
+
+    def pulse(resident: int) -> None:
+        world.launcher.say("a", Pulse(steps=1, running=0, waiting=0, measured={"cpu": 3 * GIB}, resident=resident))
+
+    pulse(most + 1)
+    await asyncio.sleep(EXCESS_PATIENCE / 2)
+    if given_back:
+        pulse(most)
+    pulse(most + 1)
+    assert not worker.retired.is_set()
+    await asyncio.sleep(EXCESS_PATIENCE / 2)
+    pulse(most + 1)
+    assert worker.retired.is_set() is not given_back
+    if not given_back:
+        await worker.stopped.wait()
+        assert worker.reason == "oversized"
+        [event] = [event for event in world.events.since(0) or () if event.kind == "oversized"]
+        assert event.data["resident"] == most + 1
+        await world.ask("a")
+        assert only(world, "a") is not worker
+
+
+@virtual
+async def test_a_worker_with_requests_is_not_replaced_for_its_memory() -> None:
+    world = forking(a=model())
+    with world.fleet.lease("a") as lease:
+        await lease.ready()
+        worker = only(world, "a")
+        for _ in range(3):
+            world.launcher.say("a", Pulse(steps=1, running=1, waiting=0, measured={}, resident=7 * GIB))
+            await asyncio.sleep(EXCESS_PATIENCE)
+        assert not worker.retired.is_set()
+    world.launcher.say("a", Pulse(steps=1, running=0, waiting=0, measured={}, resident=7 * GIB))
+    assert worker.retired.is_set()
 
 
 @virtual

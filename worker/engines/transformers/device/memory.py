@@ -56,6 +56,11 @@ def resident() -> int:
     return _status("VmRSS")
 
 
+def held() -> int:
+    """Resident bytes of this process now, without pages that it shares with its fork server."""
+    return max(0, resident() - inheritance.bytes())
+
+
 def mapped() -> int:
     """Resident bytes of mapped files: weights and libraries."""
     return _status("RssFile")

@@ -235,6 +235,7 @@ class StepLoop:
                 waiting=now.waiting,
                 measured=self._measured(),
                 later=later,
+                resident=memory.held(),
                 mapped=memory.mapped(),
                 parallel=report.parallel,
                 prefill_rate=self._prefill.since(report.prefill_tokens, at),
