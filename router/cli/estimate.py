@@ -289,6 +289,26 @@ def report(
     )
 
 
+def misfits(loaded: LoadedPresets, machine: Machine) -> dict[str, str]:
+    """Return a message for each model with files on this machine that no empty device holds. Models without an estimate
+    are left out."""
+    found, alone = {}, replace(loaded, presets={})  # without the models that would fit beside it
+    for preset in loaded.presets.values():
+        if not preset.path and not (
+            preset.repo and find_snapshot(preset.repo, preset.revision, machine.settings.hub_cache)
+        ):
+            continue
+        try:
+            answer = report(preset, alone, machine)
+        except RouterError:
+            continue  # its first load and `router estimate` tell why
+        if not answer.fits:
+            lines = [_device_line(device, answer.estimate) for device in answer.devices if not device.fits]
+            lines += [str(answer.remedies)] * bool(answer.remedies.settings)
+            found[preset.id] = f"{preset.id}: {'; '.join(' '.join(line.split()) for line in lines)}"
+    return found
+
+
 def _files(preset: Preset, machine: Machine, snapshots: Snapshots, temporary: Path) -> tuple[Path, str]:
     """The folder of the model's files, and their address. Files that are only on the hub have a skeleton in
     `temporary`. A built-in model is made where its first load would make it."""

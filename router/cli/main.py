@@ -245,10 +245,16 @@ def ps(url: str, api_key: str, everything: bool, as_json: bool) -> int:
     short_help="Read presets as the server does and report every fault.",
 )
 @click.option("--effective", is_flag=True, help="Show every setting of every model and its source.")
+@click.option(
+    "--memory",
+    is_flag=True,
+    help="Estimate each model whose files are here, and report those that not even an empty device holds, with the"
+    " settings that would fit. Exits with 4 if there is one.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @_common
 @click.pass_context
-def check(ctx: click.Context, /, file: str | None, effective: bool, as_json: bool, **params: Any) -> int:
+def check(ctx: click.Context, /, file: str | None, effective: bool, memory: bool, as_json: bool, **params: Any) -> int:
     options, models = _split(_given(ctx, params))
     if file is not None:
         options["models-preset"] = file
@@ -256,11 +262,22 @@ def check(ctx: click.Context, /, file: str | None, effective: bool, as_json: boo
     if problems:
         return _refuse(problems, as_json=as_json)
     loaded = load_catalogue(parsed, models, os.environ)
+    document, text, misfits = _document(loaded, effective=effective), _report(loaded, effective=effective), {}
+    if memory and not loaded.problems:
+        from router.cli import estimate  # Imported late: it reads devices.
+
+        try:
+            machine = estimate.Machine(parsed, os.environ, xdg.state(parsed.state_dir))
+        except ConfigError as error:
+            return _refuse(error.problems, as_json=as_json)
+        misfits = estimate.misfits(loaded, machine)
+        document["does_not_fit"] = misfits
+        text = "\n".join([*misfits.values(), text])
     if as_json:
-        _print_document(_document(loaded, effective=effective))
+        _print_document(document)
     else:
-        click.echo(_report(loaded, effective=effective))
-    return FAULTS if loaded.problems else OK
+        click.echo(text)
+    return FAULTS if loaded.problems else TOO_LARGE if misfits else OK
 
 
 @cli.command(

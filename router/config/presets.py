@@ -188,12 +188,12 @@ class Preset:
             "tokens of prompt and answer of one request; 0: the model's maximum",
             unset="the model's maximum up to 8192", also=("c", "max-model-len"))
     parallel: int = key(4, Integer(1, 4096, {"-1": 4, "auto": 4}), CONTEXT,
-            "sequences in one step; memory is reserved for all of them",
+            "sequences in one step; one of them has room in the KV cache for certain, all of them where memory is free",
             also=("np", "max-batch-size", "max-rolling-batch-size", "max-prompts"),
             env=("LLAMA_ARG_N_PARALLEL", "MAX_BATCH_SIZE"))
     kv_tokens: int = key(0, Integer(0, 1 << 40, {"auto": 0}, unit="tokens"), CONTEXT,
             "capacity of the KV cache for all requests; if it is exhausted, the newest requests wait",
-            unset="ctx-size x parallel")
+            unset="what is free, from ctx-size to ctx-size x parallel")
     kv_cache_dtype: str = key("auto", _KV_TYPE, CONTEXT,
             "data type of the KV cache, the same for keys and values; auto: the model's; int8 takes half of 16 bits,"
             " int4 a third",

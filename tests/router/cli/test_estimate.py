@@ -321,6 +321,26 @@ def test_the_settings_with_which_a_model_would_fit_are_named_with_their_values(
     assert estimate(capsys, *words, "--device-limit", f"cpu={limit}")[0] == 4
 
 
+def test_check_reports_models_that_no_empty_device_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    large, ini = write(tmp_path / "large", max_position_embeddings=1 << 20), tmp_path / "models.ini"
+    ini.write_text(
+        f"[large]\nmodel = {large}\nctx-size = 1000000\nparallel = 1\n"
+        f"[small]\nmodel = {write(tmp_path / 'small')}\n[hub]\nhf-repo = org/absent\n"
+    )
+    options = [str(ini), "--memory", "--models-memory-margin", "0"]
+    limit = (estimate(capsys, "large", "--models-preset", *options[:1], *options[2:])[1]["total"] >> 20) - 60
+    assert main(["check", *options]) == 0
+    capsys.readouterr()
+    assert main(["check", *options, "--device-limit", f"cpu={limit}"]) == 4
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("large: cpu does not fit: ")
+    assert "; set ctx-size = " in first
+    assert last.startswith("3 models, no fault: ")
+    assert main(["check", *options, "--json", "--device-limit", f"cpu={limit}"]) == 4
+    assert json.loads(capsys.readouterr().out)["does_not_fit"] == {"large": first}
+    assert main(["check", *options, "--device-limit", "cuda:9=5"]) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
