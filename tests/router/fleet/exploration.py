@@ -2,12 +2,14 @@
 
 A world is *wild* or *calm*. In a wild one workers crash and run out of memory, clients disconnect, operators load,
 unload and rewrite presets, and other programs take memory. In a calm one none of this happens, so the bound of a wait
-is known when a request joins the queue, and is checked. Some worlds are *crowded*: most clients request the same model
+is known when a request joins the queue, and is checked. In most worlds some models have a range of KV cache.
+Some worlds are *crowded*: most clients request the same model
 in quick succession, so that it is never idle by itself.
 """
 
 import asyncio
 import random
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +21,19 @@ from router.fleet.fleet import Fleet
 from router.fleet.scheduler import demand_of
 from router.fleet.worker import State, Worker
 from router.launch.interface import WorkerLost
+from router.memory.checkpoint_facts import Checkpoint, Tally
+from router.memory.estimate import Estimate, estimate
 from router.planner.ledger import DeviceId, Resident
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeLauncher, FakeModel, run_virtual
-from tests.router.fleet.worlds import Schedule
+from tests.router.fleet.worlds import LLAMA, Schedule
 from tests.router.planner.fleets import overdrawn
 from tests.router.planner.questions import Fleet as Question
 from tests.router.planner.questions import overtaken, starts_too_much, superfluous
+from worker.protocol.events import Estimated
 
 MARGIN = GIB // 2
+RANGE_CTX = 1024
+"""Tokens of one request of a model with a range."""
 CALM = 3
 """Every third seed is a calm world."""
 CROWDED = (1, 3, 4, 6)
@@ -38,7 +45,8 @@ LONGEST, LOAD, STOP, RESIDENCY = 8.0, 8.0, 3.0, 10.0
 class Exploration:
     """One random world and its invariants."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, *, ranges: bool = True):
+        """`ranges`: some models have a range of KV cache."""
         self.random = random.Random(seed)
         pick = self.random
         self.calm = seed % CALM == 0
@@ -59,6 +67,9 @@ class Exploration:
             stated[name] = {f"cuda:{index}": size for index, size in enumerate(parts)} | {"cpu": self.beside}
             if not self.beside:
                 del stated[name]["cpu"]
+        ranged = self.ranged(sizes, parted) if ranges else {}
+        for name in ranged:
+            stated[name] = {}
         limits = Limits(
             models_max=pick.choice([0, 0, 1, 2, 3]),
             patience=pick.choice([0.0, 2.0, 10.0]),
@@ -71,17 +82,26 @@ class Exploration:
         launcher = FakeLauncher(self.totals, {name: self.model(size) for name, size in sizes.items()}, pools=pools)
         for name, parts in parted.items():
             launcher.models[name].shards = parts
+        range_keys = {name: self.range_keys() for name in ranged}
+        for name, facts in ranged.items():
+            preset = Preset(id=name, **range_keys[name])
+            self.grow(launcher.models[name], estimate(facts, preset, on_host=GPU0 not in self.totals))
         launcher.reading_lag = 0.0 if self.calm else pick.choice([0.0, 0.2, 1.0])
         self.world = Schedule(
             sizes, margin=MARGIN, limits=limits, launcher=launcher,
             keys={name: {"required_memory": stated[name], "pipeline_parallel": 2 if name in parted else 1}
-                  | self.keys(limits) for name in names},
+                  | self.keys(limits) | range_keys.get(name, {}) for name in names},
             missing=() if self.calm else tuple(name for name in names if pick.random() < 0.3),
         )  # fmt: skip
+        self.world.files.facts_of = ranged
         self.events = self.world.events
         self.events.fold(self.check)
         self.most = {name: preset.replicas[1] for name, preset in self.world.presets.items()}
         self.states: dict[int, State] = {}
+        self.kv_tokens: dict[int, int] = {}
+        """The granted tokens of each worker with a range."""
+        self.grants = 0
+        """The number of grants between the least and the most."""
         self.answers = 0
         self.prepared = 0
         """The number of early starts."""
@@ -101,6 +121,41 @@ class Exploration:
             for name in names
             if pick.random() < 0.5
         }
+
+    def ranged(self, sizes: dict[str, int], parted: Collection[str]) -> dict[str, Checkpoint]:
+        """Return the facts of models with a range of KV cache: of 256 MiB for one request, in steps of 4 MiB."""
+        pick = random.Random(self.random.getstate()[1][0] + 1)
+        share = pick.choice([0.0, 0.5, 1.0])
+        return {
+            name: replace(
+                LLAMA,
+                identity=name,
+                kv_heads=32,
+                head_dim=512,
+                value_dim=512,
+                tensors={"bfloat16": Tally(size // 4, size // 2)},  # half the size of a stated model
+            )
+            for name, size in sizes.items()
+            if name not in parted and pick.random() < share
+        }
+
+    def range_keys(self) -> dict[str, Any]:
+        pick = random.Random(self.random.getstate()[1][0] + 2)
+        return {"parallel": pick.choice([2, 8, 64]), "ctx_size": RANGE_CTX, "threads": 1, "split_mode": "none"}
+
+    def grow(self, model: FakeModel, found: Estimate) -> None:
+        """Give a model the memory that its static estimate bounds, with a KV cache of the granted tokens."""
+        model.shards, model.host = (sum(found.shards) - sum(found.context),), found.host
+        model.bytes_per_token = found.kv_step[0] // found.step_tokens
+        model.estimated = Estimated(
+            weights=list(found.weights),
+            context=list(found.granted(found.kv_steps).context),
+            compute=list(found.compute),
+            runtime=list(found.runtime),
+            host=found.host,
+        )
+        if self.calm:
+            model.estimate_seconds = 0.0
 
     def model(self, size: int) -> FakeModel:
         pick, wild = self.random, not self.calm
@@ -164,6 +219,7 @@ class Exploration:
             state = State[event.data["state"].upper()]
             assert state >= self.states.get(event.data["worker"], state), "a state went back"
             self.states[event.data["worker"]] = state
+            self._grants(event, state)
         if event.kind == "plan" and event.data["decision"] == "early_start":
             self.prepared += 1
             assert worker_of(fleet, event).state is State.QUEUED
@@ -172,6 +228,20 @@ class Exploration:
         if not self._looking:
             self._looking = True
             asyncio.get_running_loop().call_soon(self._look)
+
+    def _grants(self, event: Event, state: State) -> None:
+        """Check that a worker has what it was granted when it started, and never more."""
+        worker = next((worker for worker in self.world.fleet.workers() if worker.id == event.data["worker"]), None)
+        if worker is None or worker.kv_range is None or worker.costs is None:
+            return
+        tokens = worker.costs.estimate.kv_tokens
+        least, most = worker.kv_range.kv_tokens, worker.kv_range.granted(worker.kv_range.kv_steps).kv_tokens
+        assert least <= tokens <= most, f"{worker} has {tokens} tokens, of {least} to {most}"
+        assert self.kv_tokens.setdefault(worker.id, tokens) == tokens, f"the grant of {worker} has changed"
+        self.grants += state is State.STARTING and least < tokens < most
+        if state is State.READY:
+            for device, size in worker.measured.items():
+                assert size <= worker.reserved[worker.pools.get(device, device)], f"{worker} takes {size} on {device}"
 
     def _margins(self) -> None:
         """Check that the started demands fit beside all residents, by driver and by ledger."""
@@ -222,6 +292,8 @@ class Exploration:
         scheduler = fleet.scheduler
         again = scheduler.last_plan.look_again if scheduler.last_plan is not None else None
         looks = scheduler._refresh is not None and not scheduler._refresh.done()
+        # A plan follows each exact estimate.
+        looks |= any(worker.queue.refine.is_set() for worker in fleet.workers())
         return scheduler._is_requested or looks or (again is not None and again <= fleet.now())
 
     def bound(self, model: str) -> float:
@@ -317,14 +389,19 @@ class Exploration:
                 case "remove":
                     del presets[name]
                 case "restart":
-                    presets[name] = replace(presets[name], ctx_size=pick.choice([128, 256]))
+                    presets[name] = self.changed(presets[name], pick.choice([128, 256]))
                 case "pin":
-                    presets[name] = replace(presets[name], ctx_size=512, pin=True, ttl=5.0)
+                    presets[name] = replace(self.changed(presets[name], 512), pin=True, ttl=5.0)
                 case "live":
                     most = pick.choice([1, 2])
                     self.most[name] = max(most, self.most[name])  # replicas beyond it end when idle
                     presets[name] = replace(presets[name], priority=pick.choice([0, 1]), replicas=(1, most))
         return presets
+
+    def changed(self, preset: Preset, number: int) -> Preset:
+        """Return a preset that needs another load, with the same memory for a model with a range."""
+        is_ranged = preset.id in self.world.files.facts_of
+        return replace(preset, seed=number) if is_ranged else replace(preset, ctx_size=number)
 
     def kill(self, name: str) -> None:
         if any(worker.program.model == name and not worker.is_lost for worker in self.world.launcher.running.values()):
@@ -357,12 +434,12 @@ def worker_of(fleet: Fleet, event: Event) -> Worker:
     return next(worker for worker in fleet.workers() if worker.id == event.data["worker"])
 
 
-def explore(seed: int) -> Exploration:
-    """Run the world of a seed, the same each time. Raises AssertionError with the seed."""
+def explore(seed: int, *, ranges: bool = True) -> Exploration:
+    """Run the world of a seed, the same each time. Raises AssertionError with the seed. `ranges`: as in Exploration."""
     random.seed(seed)  # the router draws the length of pauses
 
     async def live() -> Exploration:
-        exploration = Exploration(seed)
+        exploration = Exploration(seed, ranges=ranges)
         await exploration.run()
         return exploration
 

@@ -22,7 +22,7 @@ SEEDS_THAT_FAILED: tuple[int, ...] = (
 
 @pytest.mark.parametrize("seed", SEEDS_THAT_FAILED)
 def test_a_seed_that_failed_once_holds(seed: int) -> None:
-    explore(seed)
+    explore(seed, ranges=False)  # they failed before there were ranges, and are the same worlds
 
 
 def test_every_request_ends_once_and_its_lease_is_back() -> None:

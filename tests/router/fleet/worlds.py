@@ -62,7 +62,9 @@ class FakeFiles:
     def __init__(self, missing: tuple[str, ...] = ()):
         self.missing = set(missing)
         self.facts = LLAMA
-        """The facts of every snapshot."""
+        """The facts of every snapshot without an entry in `facts_of`."""
+        self.facts_of: dict[str, Checkpoint] = {}
+        """By model."""
         self.conversions: dict[str, str] = {}
         """Folders of converted snapshots by the folder of the original."""
         self.convertible: set[str] = set()
@@ -124,7 +126,7 @@ class FakeFiles:
         await asyncio.sleep(0)
         if snapshot in self.damaged:
             raise UnknownCheckpoint(f"{snapshot} has no valid header")
-        return self.facts
+        return self.facts_of.get(preset.id, self.facts)
 
     def can_download_again(self, preset: Preset) -> bool:
         return self.is_on_hub
