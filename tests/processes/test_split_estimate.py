@@ -78,7 +78,7 @@ def test_a_model_that_fits_one_card_is_not_split_and_missing_memory_is_shown(lib
     assert (whole["fits"], whole["layers"]) == (True, [])
     none = document(library, tmp_path, [SMALL, SMALL], "--split-mode", "none")
     assert (none["fits"], none["layers"]) == (False, [])
-    text = asked(library, tmp_path, [SMALL, LARGE], "--models-memory-margin", "8192")
+    text = asked(library, tmp_path, [SMALL, LARGE], "--models-memory-margin", "9216")
     assert text.count("does not fit: ") == 2
 
 

@@ -260,8 +260,8 @@ def test_each_size_of_the_range_is_the_cache_of_so_many_tokens(
         granted = found.granted(steps)
         exact = make(dataclasses.replace(chosen, kv_tokens=granted.kv_tokens))
         if facts.state_layers and steps < found.kv_steps:  # the static bound on what does not grow is above the truth
-            pairs = zip(exact.context, granted.context, strict=True)
-            assert all(context <= size <= 1.1 * context for context, size in pairs)
+            for context, size in zip(exact.context, granted.context, strict=True):
+                assert context <= size <= 1.15 * context
         else:
             assert granted.context == tuple(exact.context)
 
