@@ -85,15 +85,18 @@ function memoryOf(status) {
   return Object.entries(status.memory ?? {}).map(([device, row]) => `${row.measured_mib ?? row.reserved_mib} MiB on ${device}`).join(", ");
 }
 
-// The granted KV cache, and the least and the most if it has a range.
+// A line for the granted KV cache, and one each for the least and the most if it has a range.
 function cacheOf(status) {
-  const cache = status.kv_cache;
-  if (!cache) return "";
-  const text = ({ tokens, mib }) => `${tokens.toLocaleString()} tokens, ${mib.toLocaleString()} MiB`;
-  const { least, granted, most } = cache;
-  const words = granted ? [text(granted)] : [];
-  if (least.tokens !== most.tokens) words.push(`least ${text(least)}`, `most ${text(most)}`);
-  return words.join(" · ");
+  const cell = made("td", "", "quiet");
+  if (!status.kv_cache) return cell;
+  const { least, granted, most } = status.kv_cache;
+  const add = (name, { tokens, mib }) => cell.append(made("div", `${name} ${tokens.toLocaleString("en")} tokens, ${mib.toLocaleString("en")} MiB`));
+  if (granted) add("granted", granted);
+  if (least.tokens !== most.tokens) {
+    add("least", least);
+    add("most", most);
+  }
+  return cell;
 }
 
 function whyOf(status) {
@@ -124,7 +127,7 @@ function showModels(models) {
       name,
       made("td", (status.failed ? "failed" : status.value) + percent, status.failed ? "bad" : ""),
       made("td", memoryOf(status) || (status.shares ? `with ${status.shares[0]}` : "")),
-      made("td", cacheOf(status), "quiet"),
+      cacheOf(status),
       made("td", `${status.in_flight}${queued}`),
       made("td", whyOf(status), status.failed ? "bad" : "quiet"),
       action,
