@@ -5,8 +5,10 @@ untrusted: few formats, a limit on the pixels, one frame.
 """
 
 import base64
+import contextlib
 import io
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 TEXT_ONLY = "this model takes text, not images; use a model whose input_modalities include image"
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_PIXELS = 1 << 24  # Pixels of one image: 4096 x 4096. Decoding takes 4 bytes per pixel, and 3 more for the RGB copy.
+MAX_REQUEST_PIXELS = 4 * MAX_PIXELS  # of all images of a request; decoding takes about 10 ns per pixel
+MAX_REQUEST_BYTES = 64 << 20  # of all images of a request, encoded as in their files
 # Longer side to shorter side. Image processors scale the shorter side up to hundreds of pixels, so a thin image would
 # become huge.
 MAX_RATIO = 50
@@ -61,13 +65,48 @@ def from_base64(where: str, data: Any, media: Any = "image/") -> EncodedImage:
     return EncodedImage(where, data)
 
 
+def check_images(images: Sequence[EncodedImage]) -> None:
+    """Check the sizes of all images of a request from the headers of their files, before one of them is decoded.
+
+    Reads all bytes, so call it from a thread. Raise InvalidValue naming the field.
+    """
+    size = pixels = 0
+    for image in images:
+        size += len(image.data) * 3 // 4  # base64
+        if size > MAX_REQUEST_BYTES:
+            raise InvalidValue(
+                f"{image.where}: the images of a request have at most {MAX_REQUEST_BYTES >> 20} MiB together; send"
+                " smaller files",
+                param=image.where,
+            )
+    for image in images:
+        with _opened(image) as picture:
+            pixels += picture.width * picture.height
+        if pixels > MAX_REQUEST_PIXELS:
+            raise InvalidValue(
+                f"{image.where}: the images of a request have at most {MAX_REQUEST_PIXELS} pixels together; scale them"
+                " down",
+                param=image.where,
+            )
+
+
 def open_image(image: EncodedImage) -> "PIL.Image.Image":
     """Decode the image to upright RGB. Needs time and memory in proportion to MAX_PIXELS, so call it from a thread.
 
     Raise InvalidValue naming the field for anything but one complete still image of a supported size.
     """
-    import PIL.Image  # imported late: only vision models need it
-    import PIL.ImageOps
+    import PIL.ImageOps  # imported late: only vision models need it
+
+    with _opened(image) as picture:
+        plain = picture.convert("RGB")
+        PIL.ImageOps.exif_transpose(plain, in_place=True)
+    return plain
+
+
+@contextlib.contextmanager
+def _opened(image: EncodedImage) -> Iterator["PIL.Image.Image"]:
+    """Open an image without decoding it. Raise InvalidValue naming the field, also for errors inside the block."""
+    import PIL.Image
 
     where = image.where
     try:
@@ -77,9 +116,7 @@ def open_image(image: EncodedImage) -> "PIL.Image.Image":
     try:
         with PIL.Image.open(io.BytesIO(content), formats=FORMATS) as picture:
             _check(where, picture)
-            plain = picture.convert("RGB")
-        PIL.ImageOps.exif_transpose(plain, in_place=True)
-        return plain
+            yield picture
     except InvalidValue:
         raise
     except PIL.UnidentifiedImageError:

@@ -29,8 +29,8 @@ from tests.worker.serving import Serving
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load.snapshot import load_config, load_tokenizer
 from worker.engines.transformers.run import vision
-from worker.errors import QueueFull
-from worker.images import MAX_PIXELS, EncodedImage
+from worker.errors import InvalidValue, QueueFull
+from worker.images import MAX_PIXELS, MAX_REQUEST_BYTES, MAX_REQUEST_PIXELS, EncodedImage, check_images
 from worker.protocol.architectures import VISION
 from worker.server.server import Server
 
@@ -267,6 +267,30 @@ async def test_an_invalid_image_does_not_affect_other_requests(engine: Transform
             *(say(world, shown(IMAGE), TEXT) for _ in range(3)), asyncio.gather(*broken)
         )
         assert received == [alone] * 3
+
+
+async def test_the_sizes_of_all_images_are_checked_before_one_is_decoded(engine: TransformersEngine) -> None:
+    async with serving(engine) as world:
+        error = await refused(world, said(png(100, 100)), said(png(60000, 60000)))  # the first has no body
+        assert error["param"] == "messages[0].content[1]"
+        assert "pixels" in error["message"]
+
+
+def encoded_image(url: str) -> EncodedImage:
+    return EncodedImage("messages[0].content[0]", url.partition(",")[2])
+
+
+def test_all_images_of_a_request_have_bounds_of_pixels_and_bytes_together() -> None:
+    largest = encoded_image(png(4096, MAX_PIXELS // 4096))
+    count = MAX_REQUEST_PIXELS // MAX_PIXELS
+    check_images([largest] * count)
+    with pytest.raises(InvalidValue, match="pixels together"):
+        check_images([*[largest] * count, encoded_image(png(1, 1))])
+    heavy = EncodedImage("messages[0].content[0]", "AAAA" * (MAX_REQUEST_BYTES // 12))
+    with pytest.raises(InvalidValue, match="not a supported image"):  # four of them are not too many bytes
+        check_images([heavy] * 4)
+    with pytest.raises(InvalidValue, match="at most 64 MiB together"):
+        check_images([heavy] * 5)
 
 
 async def test_more_images_than_the_limit_are_rejected(engine: TransformersEngine) -> None:

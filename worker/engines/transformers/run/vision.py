@@ -209,6 +209,7 @@ class ImageReader:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, prompt: str, stated: Sequence[EncodedImage]) -> tuple[list[int], PromptImages]:
+        images.check_images(stated)
         prepared: list[PreparedImage] = []
         for image in stated:
             try:

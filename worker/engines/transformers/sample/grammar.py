@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from worker.engines.transformers.device import memory
 from worker.engines.transformers.device.cuda_errors import one_line
 from worker.engines.transformers.sample.work_thread import Job, WorkThread
 from worker.errors import InvalidValue, RequestError, SequenceFailed, UnsupportedByModel
@@ -310,6 +311,8 @@ class Grammars:
         if not matcher.is_error():
             # The first mask may take seconds. Copies share its caches, so no step has to wait for it.
             matcher.compute_bitmask()
+        if len(grammar.text) > LONG_TEXT:
+            memory.give_back()  # 120 MB for one of 230,000 characters
         if matcher.is_error():
             raise _uncompilable(grammar, _message(matcher.get_error()))
         return GrammarMatcher(matcher, grammar.field)
