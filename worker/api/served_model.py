@@ -46,15 +46,16 @@ class ServedModel:
         self.engine = engine
         self.tokenizer = tokenizer
         self._apply_options(options)
+        vocabulary = tokenizer.get_vocab()
         # prompt layout for fill-in-the-middle; None: not supported
-        self.fill_in_the_middle = chat_formats.find_fill_in_the_middle(tokenizer.get_vocab())
+        self.fill_in_the_middle = chat_formats.find_fill_in_the_middle(vocabulary)
         # special tokens by their text; grammars refer to them by id
         self.special = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if _is_special(token)}
-        self.vocab_size = max(tokenizer.get_vocab().values()) + 1
+        self.vocab_size = max(vocabulary.values()) + 1
         self.special_ids = frozenset(tokenizer.all_special_ids)
         self.fingerprint = _fingerprint(options)
         self.token_bytes = _token_bytes(tokenizer)  # the bytes of a single token
-        self.text_bound = bound_of(tokenizer)
+        self.text_bound = bound_of(tokenizer, vocabulary)
         self._threads = ThreadPoolExecutor(MAX_TOKENIZING, "tokenizer")  # shared by all profiles
         # Copies of the tokenizer with other settings, by purpose. Shared by all profiles.
         self._copies: dict[str, PreTrainedTokenizerBase] = {}
