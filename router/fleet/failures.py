@@ -196,7 +196,7 @@ def error_after_loss(worker: Worker, fleet: Fleet, lost: WorkerLost) -> ApiError
         needs = sum(raised.shards)
         return LoadBackoff(
             f"{name} ran out of {lost.memory} memory while loading, twice; it is now expected to need "
-            f"{needs / 2**20:.0f} MiB. Lower ctx-size or parallel, or free memory: {lost.message}",
+            f"{needs / 2**20:.0f} MiB. Lower kv-tokens, parallel or ctx-size, or free memory: {lost.message}",
             retry_after=1,
         )
     if lost.final:

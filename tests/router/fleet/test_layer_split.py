@@ -9,6 +9,7 @@ from router.fleet import worker_argv
 from router.fleet.scheduler import candidate_of, demand_of
 from router.fleet.worker import Worker
 from router.launch.interface import WorkerLost
+from router.memory.checkpoint_facts import Linears
 from router.memory.sharding import Choice
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel
 from tests.router.fleet.worlds import LLAMA, Schedule, virtual
@@ -111,6 +112,14 @@ def only_models(scene: Schedule) -> set[str]:
 async def test_split_mode_none_refuses_a_model_larger_than_one_device() -> None:
     scene = world(7 * GIB, split_mode="none")
     with pytest.raises(DoesNotFit, match="does not fit on empty devices: it needs"):
+        await scene.ask("big")
+
+
+@virtual
+async def test_a_refusal_names_the_settings_that_would_fit() -> None:
+    scene = world(7 * GIB, split_mode="none")
+    scene.files.facts = replace(FOUR_GIB, linears=Linears(28, 4 * GIB, 1000, GIB // 16))
+    with pytest.raises(DoesNotFit, match=r"; set quantization = bnb-8bit$"):
         await scene.ask("big")
 
 
