@@ -62,6 +62,35 @@ def test_rows_that_decode_together_give_the_logits_of_each_alone(group: int, win
         torch.testing.assert_close(answers[place].double(), answer, atol=near, rtol=near, msg=f"row {row}")
 
 
+@pytest.mark.parametrize("window", [0, 9])
+def test_rows_that_begin_anywhere_attend_together(window: int) -> None:
+    torch.manual_seed(0)
+    kv_heads, dim, starts = 2, 8, [3 * row + row * row % 5 for row in range(1, 30)]
+    pool = kv_pool.KvPool(
+        layers=1, kv_heads=kv_heads, head_dim=dim, rows=2, blocks=100, dtype=torch.float32, device=CPU
+    )
+    pool.keys[0].normal_()
+    pool.values[0].normal_()
+    decodes = []
+    for place, start in enumerate(starts):
+        table = kv_cache.BlockTable()
+        for block in (start, start + 1):
+            table.append(block)
+        decodes.append((table, place % 31 + 1))
+    packed = paged.PackedBatch(pool, torch.zeros(len(starts), dtype=torch.int64), tuple(decodes), ())
+    query = torch.randn(len(starts), kv_heads, dim)
+    plan = packed.plan(window, kv_heads, torch.float32, can_merge=True)
+    assert [isinstance(call, decode_plan.PaddedCall) and call.stride == 0 for call in plan.calls] == [True]
+    answers = packed.decode(paged.LayerAttention(dense.sdpa, 0, window), query)
+    exact = packed.decode(paged.LayerAttention(dense.eager, 0, window), query)
+    torch.testing.assert_close(answers, exact, atol=1e-5, rtol=1e-4)
+    for place, (table, end) in enumerate(decodes):
+        first = table.blocks[0] * BLOCK_TOKENS
+        keys, values = (each[0][first : first + 2 * BLOCK_TOKENS] for each in (pool.keys, pool.values))
+        answer, _ = formula(query[place], keys, values, max(0, end - window) if window else 0, end)
+        torch.testing.assert_close(answers[place].double(), answer, atol=1e-5, rtol=1e-4)
+
+
 def test_shared_and_own_runs_of_rows_are_merged() -> None:
     torch.manual_seed(0)
     rows, kv_heads, dim = 34, 2, 8

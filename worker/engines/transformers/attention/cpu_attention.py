@@ -59,7 +59,10 @@ products = torch.ops.fleet_router.products.default
 
 @dataclass(frozen=True, slots=True)
 class RowPositions:
-    """Positions of the keys and values of some rows: those of row `r` begin at position `low + r * stride`."""
+    """Positions of the keys and values of some rows: those of row `r` begin at position `low + r * stride`.
+
+    With stride 0, `tokens` are positions themselves, and rows may be anywhere. bfloat16 keys need a stride.
+    """
 
     low: int
     stride: int
@@ -80,7 +83,7 @@ class RowPositions:
         key = kv_heads, queries, low, stride
         if key not in self._cache:
             rows, tokens = self.tokens.shape
-            positions = self.tokens + torch.arange(low, low + rows * stride, stride, dtype=torch.int32)[:, None]
+            positions = self.tokens + (low + stride * torch.arange(rows, dtype=torch.int32))[:, None]
             indices = positions[:, None, None] * kv_heads + torch.arange(kv_heads, dtype=torch.int32)[:, None, None]
             indices = indices.expand(rows, kv_heads, queries, tokens).reshape(-1)
             self._cache[key] = indices, torch.arange(0, len(indices) + 1, tokens, dtype=torch.int32)

@@ -2,7 +2,7 @@
 
 One call for each sequence costs more than its arithmetic. One call for all sequences reads keys and values in vain
 where lengths differ. Sequences whose runs begin at region starts become rows of one strided view of the pool, padded to
-the longest.
+the longest. In float32 on the CPU, many sequences attend in one call wherever they begin.
 """
 
 import math
@@ -100,6 +100,9 @@ class DecodePlanner:
                 gathered.append((index, tuple(table.spans(low, end))))
         padded, single = self._partition(views, heads)
         calls: list[PaddedCall | SharedCall] = [self._padded(padded, heads, dtype)] if padded else []
+        if can_merge and self._can_scatter(single, heads):
+            calls.append(self._scattered(single, dtype))
+            single = []
         calls += [
             SharedCall(self._index_tensor([view.index]), ((view.begin + view.hidden, view.tokens - view.hidden),))
             for view in single
@@ -129,6 +132,33 @@ class DecodePlanner:
         if not fits or not is_cheap:
             return [], views
         return at_region_start, [view for view in views if view.begin % self._pool.stride]
+
+    def _can_scatter(self, views: list[_DecodeView], heads: int) -> bool:
+        """True if `views`, which begin anywhere, may attend in one call of cpu_attention.decode_attention."""
+        # bfloat16 keys are widened through a strided view.
+        if self._pool.dtype != torch.float32 or not views:
+            return False
+        longest = max(view.tokens - view.hidden for view in views)
+        wasted = len(views) * longest - sum(view.tokens - view.hidden for view in views)
+        is_cheap = wasted * self._pool.token_bytes <= len(views) * _DECODE_ATTENTION_BYTES
+        return is_cheap and self._can_use_decode_attention(len(views), heads, longest)
+
+    def _scattered(self, views: list[_DecodeView], dtype: torch.dtype) -> PaddedCall:
+        lengths = [view.tokens - view.hidden for view in views]
+        longest = max(lengths)
+        # As in `_places`: hidden positions repeat a visible one. They are masked.
+        offsets = torch.arange(longest).clamp(max=self._upload(lengths)[:, None] - 1)
+        begins = self._upload([view.begin + view.hidden for view in views])[:, None]
+        return PaddedCall(
+            indices=self._index_tensor([view.index for view in views]),
+            row=None,
+            begin=0,
+            stride=0,
+            rows=len(views),
+            tokens=longest,
+            mask=self._padded_mask([0] * len(views), lengths, longest, dtype),
+            places=cpu_attention.RowPositions(0, 0, (begins + offsets).int()),
+        )
 
     def _can_use_decode_attention(self, rows: int, heads: int, tokens: int) -> bool:
         return tokens <= cpu_attention.max_tokens(rows, heads, self._pool.keys[0])  # 0 for uint8, so never if quantized
