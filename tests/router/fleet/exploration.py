@@ -437,6 +437,7 @@ def worker_of(fleet: Fleet, event: Event) -> Worker:
 def explore(seed: int, *, ranges: bool = True) -> Exploration:
     """Run the world of a seed, the same each time. Raises AssertionError with the seed. `ranges`: as in Exploration."""
     random.seed(seed)  # the router draws the length of pauses
+    Schedule.made.clear()  # worlds before, which would take memory in a long exploration
 
     async def live() -> Exploration:
         exploration = Exploration(seed, ranges=ranges)
