@@ -282,6 +282,18 @@ def test_no_family_reads_weights_past_their_layer(name: str, tmp_path: Path) -> 
         assert torch.equal(model.generate(prompt, **answer), before)
 
 
+async def test_weights_are_reordered_between_decode_steps(tmp_path: Path) -> None:
+    engine = load(tiny.make("llama", tmp_path, intermediate_size=8192, num_hidden_layers=1), ctx_size=64)
+    assert engine._generation is not None
+    linears = engine._generation._backend.linears
+    assert linears is not None
+    async with serving(engine):
+        await complete_one(engine, range(5, 25), max_tokens=1)
+        assert not linears.are_done, "a step without decodes reorders nothing"
+        await complete_one(engine, range(5, 25), max_tokens=12)  # more decode steps than matrices
+    assert linears.are_done
+
+
 @pytest.mark.slow
 async def test_text_stays_the_same_while_weights_are_reordered_under_it(tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path, hidden_size=384, intermediate_size=1536, num_hidden_layers=3)

@@ -181,6 +181,9 @@ class GenerationLoop:
         """Wait for a step, record its results and send deltas."""
         results = step.results()
         now = time.monotonic()
+        # Read before results are recorded. Afterwards no segment is a decode, because its sequence has a token more
+        # than the step computed, and weights would never be reordered: decode steps then take 10 to 30 % longer.
+        has_decodes = any(segment.is_decode for segment in step.batch)
         # A step that was launched ahead began computing only when the one in front of it had finished.
         seconds, self._finished_at = now - max(step.begun, self._finished_at), now
         # Steps with images and steps that were repeated for some sequences do not teach the prefill budget: their time
@@ -196,7 +199,7 @@ class GenerationLoop:
             elif result.chooses and result.sampled is None:
                 spoiled.add(sequence.id)
         self._active.step_finished(spoiled)
-        if self._backend.linears is not None and any(segment.is_decode for segment in step.batch):
+        if self._backend.linears is not None and has_decodes:
             self._backend.linears.reorder(REORDER_SHARE * seconds)
 
     def _advance(self, result: SegmentResult, now: float) -> None:
