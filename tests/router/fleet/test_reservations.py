@@ -197,6 +197,28 @@ async def test_a_worker_with_requests_is_not_replaced_for_its_memory() -> None:
 
 
 @virtual
+async def test_the_reservation_of_a_forked_worker_follows_what_it_takes_and_includes_activations() -> None:
+    share, takes = 100 * MIB, NEEDS - SHARED
+    world = forking(a=replace(model(), share=share))
+    await world.ask("a")
+    worker = only(world, "a")
+    assert worker.costs is not None
+    [compute] = worker.costs.estimate.compute
+    assert worker.reserved[CPU] == takes + compute, "less than the estimate, of which it needs the activations only"
+
+    def reserved(measured: int, later: int, shared: int) -> int:
+        figures = {"cpu": measured}
+        world.launcher.say("a", Pulse(steps=1, running=0, waiting=0, measured=figures, later=later, shared=shared))
+        return worker.reserved[CPU]
+
+    assert reserved(takes - share // 2, 0, share // 2) == takes - share // 2 + compute, "another worker has a share"
+    assert reserved(takes + 5 * MIB, 0, share) == takes + compute, "steps take the memory of activations"
+    assert reserved(takes, 7 * MIB, share) == takes + compute
+    assert reserved(takes + 2 * compute, 7 * MIB, share) == takes + 2 * compute + 7 * MIB, "never below what it takes"
+    assert resident_of(worker).measured[CPU] == takes + 2 * compute - share, "the share is not free after its exit"
+
+
+@virtual
 async def test_a_learned_figure_never_refuses_a_model() -> None:
     world = Schedule({"a": NEEDS}, totals={CPU: needs(forked=False) + 100 * MIB}, models={"a": model()}, stated=False)
     await world.ask("a")
