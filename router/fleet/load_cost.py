@@ -233,11 +233,14 @@ def settle_reservation(worker: Worker) -> None:
         worker.reserved[device] = max(worker.reserved.get(device, 0), size)
     if process is None or costs is None or not (process.ready.shared and worker.on_host):
         return
+    if costs.estimate.source == "preset":
+        return
     [host] = worker.place
     ready, latest = process.ready, worker.pulse or process.ready
     when_ready = ready.measured["cpu"] + ready.later - ready.shared
     now = worker.measured[host] + later - latest.shared
-    worker.reserved[host] = max(now, when_ready + sum(costs.estimate.compute)) + latest.shared
+    least = when_ready + sum(costs.estimate.compute)
+    worker.reserved[host] = max(now, least) + latest.shared + costs.estimate.reserved
 
 
 def has_excess(worker: Worker, now: float) -> bool:

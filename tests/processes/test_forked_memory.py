@@ -46,7 +46,8 @@ async def test_forked_workers_are_charged_their_private_memory_and_their_share(t
 
         def is_close(row: Any) -> bool:
             holds = proportional(row["pid"])
-            return abs(row["measured"]["cpu"] - holds) <= TOLERANCE * holds
+            measured: int = row["measured"]["cpu"]
+            return abs(measured - holds) <= TOLERANCE * holds
 
         # Shares fall with each further worker, and workers look at theirs every ten seconds.
         async with asyncio.timeout(DEADLINE):

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -216,6 +217,22 @@ async def test_the_reservation_of_a_forked_worker_follows_what_it_takes_and_incl
     assert reserved(takes, 7 * MIB, share) == takes + compute
     assert reserved(takes + 2 * compute, 7 * MIB, share) == takes + 2 * compute + 7 * MIB, "never below what it takes"
     assert resident_of(worker).measured[CPU] == takes + 2 * compute - share, "the share is not free after its exit"
+
+
+@virtual
+@pytest.mark.parametrize(
+    ("keys", "expected"), [({"required_memory": {"": GIB}}, GIB), ({"reserved_memory": GIB}, None)]
+)
+async def test_a_forked_worker_keeps_the_memory_that_its_preset_asks_for(
+    keys: dict[str, Any], expected: int | None
+) -> None:
+    launched = replace(model(), share=100 * MIB)
+    world = Schedule({"a": NEEDS}, totals=TOTALS, models={"a": launched}, keys={"a": keys}, stated=False)
+    world.launcher.fork_server = True
+    await world.ask("a")
+    costs = only(world, "a").costs
+    assert costs is not None
+    assert only(world, "a").reserved[CPU] == (expected or NEEDS - SHARED + costs.estimate.compute[0] + GIB)
 
 
 @virtual
