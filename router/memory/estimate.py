@@ -67,7 +67,7 @@ RUNTIME_FORKED = 72 * MIB
 SERVING_HOST = 64 * MIB
 
 # Part of the pages shared with the fork server during an estimate that a worker shares permanently.
-INHERITED_SHARE = 0.9
+INHERITED_SHARE = 0.87
 
 # Bytes of a loaded tokenizer for each entry of the vocabulary. Measured with tokenizers 0.23 on byte-pair tokenizers of
 # 32,000 and 128,000 entries: 32 and 124 MiB.
