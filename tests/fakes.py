@@ -133,8 +133,6 @@ class FakeModel:
     """As in `Ready`."""
     bytes_per_token: int = 0
     """Of the KV cache on each device, for each of `Serve.kv_tokens`."""
-    share: int = 0
-    """Of its measurement, if it is forked, its share of the fork server's pages, as in `Ready`."""
     mapped: int = 0
     """Of its shard in main memory, bytes of files: it measures them, and the driver does not."""
     download_seconds: float = 1.0
@@ -497,7 +495,6 @@ class FakeLauncher:
             address="unix:/fake",
             measured={names[device]: size for device, size in sizes.items()},
             mapped=model.mapped,
-            shared=model.share if self.forks(program) else 0,
             capabilities=list(model.capabilities),
             n_ctx=8192,
             overhead=model.overhead,

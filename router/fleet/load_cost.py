@@ -222,25 +222,12 @@ def record_load(worker: Worker, fleet: Fleet) -> None:
 def settle_reservation(worker: Worker) -> None:
     """Raise a ready worker's reservation to its measurement plus the main memory that it may still allocate.
 
-    It is never lowered: the pools are allocated, but a longer prompt may still need more activations. A forked worker
-    in main memory is an exception: its process takes less than was estimated, and its share of the fork server's pages
-    depends on the number of workers. Its reservation follows the measurement, and has at least the activations of the
-    estimate above what it took when it was ready.
+    It is never lowered: the pools are allocated, but a longer prompt may still need more activations.
     """
-    later, process, costs = _later(worker), worker.process, worker.costs
+    later = _later(worker)
     for device, size in worker.occupied.items():
         size += later if device.index == HOST else 0
         worker.reserved[device] = max(worker.reserved.get(device, 0), size)
-    if process is None or costs is None or not (process.ready.shared and worker.on_host):
-        return
-    if costs.estimate.source == "preset":
-        return
-    [host] = worker.place
-    ready, latest = process.ready, worker.pulse or process.ready
-    when_ready = ready.measured["cpu"] + ready.later - ready.shared
-    now = worker.measured[host] + later - latest.shared
-    least = when_ready + sum(costs.estimate.compute)
-    worker.reserved[host] = max(now, least) + latest.shared + costs.estimate.reserved
 
 
 def has_excess(worker: Worker, now: float) -> bool:
@@ -260,15 +247,14 @@ def learn(worker: Worker, fleet: Fleet) -> None:
     """Record a worker's memory as a learned figure. Called when it is ready and when it stops.
 
     On accelerators it is the peak of the engine's allocator so far. On main memory it is what the worker took until it
-    was ready: later it also contains what requests left behind. Like all estimates of forked workers, it is without the
-    share of the fork server's pages, which are in memory before a worker starts.
+    was ready: later it also contains what requests left behind.
     """
     costs, process, facts = worker.costs, worker.process, worker.facts
     if costs is None or process is None or facts is None or costs.estimate.source == "preset" or not worker.place:
         return
     ready, main = process.ready, DeviceId(worker.place[0].node, HOST)
     host = ready.measured.get("cpu", 0)
-    host += ready.later - ready.shared if host else 0
+    host += ready.later if host else 0
     shards = tuple(host if device == main else worker.measured.get(device, 0) for device in worker.place)
     if all(shards):
         if ready.has_warmed_up and (worker.preset.adapter_slots or takes_images(facts, worker.preset)):

@@ -290,14 +290,13 @@ class Worker:
         """The part of the measured bytes that drivers report as used.
 
         Pages of mapped files are not part of it: the kernel can reclaim them. If they were subtracted from the driver's
-        figure, memory of other programs would look free. Pages of the fork server are not part of it either: they are
-        foreign memory, which stays when the worker exits.
+        figure, memory of other programs would look free.
         """
         occupied, host = self.occupied, DeviceId(LOCAL, HOST)
         latest = self.pulse or (self.process.ready if self.process is not None else None)
-        if latest is None or host not in occupied:
+        if latest is None or not latest.mapped or host not in occupied:
             return occupied
-        return {**occupied, host: max(0, occupied[host] - latest.mapped - latest.shared)}
+        return {**occupied, host: max(0, occupied[host] - latest.mapped)}
 
     @property
     def on_host(self) -> bool:

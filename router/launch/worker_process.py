@@ -290,14 +290,14 @@ class LocalWorker:
                 return
             case Ready():
                 self._measure(event.measured)
-                self._count_claim(event.mapped + event.shared)
+                self._count_claim(event.mapped)
                 spawn_seconds = max(0.0, self._loop.time() - self._began - sum(event.seconds.values()))
                 self._ready.set_result(
                     replace(event, seconds={"fork" if self.forked else "exec": spawn_seconds, **event.seconds})
                 )
             case Pulse():
                 self._measure(event.measured)
-                self._count_claim(event.mapped + event.shared)
+                self._count_claim(event.mapped)
             case Prepared() if not self._prepared.done():
                 self._measure(event.measured)
                 self._prepared.set_result(None)
@@ -307,13 +307,12 @@ class LocalWorker:
     def _measure(self, measured: Mapping[str, int]) -> None:
         self.measured.update({self.names[name]: size for name, size in measured.items() if name in self.names})
 
-    def _count_claim(self, uncounted: int) -> None:
-        """Mark as seen what the drivers count for it: all that it measured but `uncounted` bytes of main memory.
+    def _count_claim(self, mapped: int) -> None:
+        """Mark as seen what the drivers count: all that it measured but `mapped` bytes of main memory.
 
-        The kernel counts pages of mapped files as available, so other routers would not see them. Pages of the fork
-        server are in use with and without this worker.
+        The kernel counts pages of mapped files as available, so other routers would not see them.
         """
-        self._claim.count({id: size - uncounted if id.index == HOST else size for id, size in self.measured.items()})
+        self._claim.count({id: size - mapped if id.index == HOST else size for id, size in self.measured.items()})
 
     def _on_verdict(self, verdict: Verdict) -> None:
         self._lose(lost_by_verdict(self._program, "serve", verdict, self._child.cause))

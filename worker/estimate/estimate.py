@@ -85,7 +85,7 @@ def estimate(options: Estimate) -> Estimated:
         runtime = resident_bytes(StoredTensors(options).dtype(options, config))
     else:
         runtime = host_overhead(options) + max(0, memory.resident() - resident)
-    inherited = memory.inherited()  # before the trace: pages that it writes to are not shared any more
+    inherited = memory.inheritance.bytes()  # before the trace: pages that it writes to are not shared any more
     if _generates(options, config):
         runtime += grammar.vocabulary_bytes(tokenizer, config.get_text_config(decoder=True).vocab_size)
     if options.layers or len(options.devices) > 1:

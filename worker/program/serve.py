@@ -62,7 +62,7 @@ async def serve(command: Serve, channel: RouterChannel, began: float, ranks: "Ra
         raise StartError("--prepare waits for a memory grant on stdin, so it needs --supervised", Exit.USAGE)
     prepared = prepare(command, times.end)
     if command.prepare:
-        channel.send(Prepared(measured={"cpu": memory.measured(("cpu",))["cpu"] - memory.shared()}))
+        channel.send(Prepared(measured=memory.measured(("cpu",))))
         command = _wait_for_grant(command, channel)
         times.end("early_start")
     prefetch.stop()
@@ -85,8 +85,6 @@ async def serve(command: Serve, channel: RouterChannel, began: float, ranks: "Ra
             address=address,
             measured=engine.measured,
             later=engine.later,
-            mapped=memory.mapped(),
-            shared=memory.shared(),
             capabilities=server.capabilities,
             n_ctx=engine.ctx_size,
             seconds=times.seconds,

@@ -68,7 +68,6 @@ class Ready:
     measured: dict[str, int]  # bytes by device name
     later: int = 0  # as in Pulse
     mapped: int = 0  # as in Pulse
-    shared: int = 0  # as in Pulse
     capabilities: list[str] = dataclasses.field(default_factory=list)  # of chat, completion, embedding, rerank
     n_ctx: int = 0
     # Seconds of the load by stage, in order: imports, config, tokenizer, early_start (prepared, waiting for its
@@ -109,14 +108,12 @@ class Pulse:
     steps: int  # counts up
     running: int
     waiting: int
-    # Peak bytes by device name. Of a forked process, `cpu` is its private memory now and its share of shared pages.
-    measured: dict[str, int]
+    measured: dict[str, int]  # peak bytes by device name
     # Main memory that is not used yet and may be at any time: grammar tables, and pages that are shared with the fork
     # server until they are written to.
     later: int = 0
     resident: int = 0  # main memory that is in use now, where `measured` is its peak; 0: unknown
     mapped: int = 0  # bytes of `measured` main memory that are mapped files; the kernel counts them as available
-    shared: int = 0  # bytes of `measured` main memory that are a share of the fork server's pages: its exit frees none
     parallel: int = 0  # sequences that may run at once; 0: unknown
     prefill_rate: float = 0.0  # prompt tokens computed per second since the last pulse, without cached tokens
     decode_rate: float = 0.0  # tokens generated per second since the last pulse

@@ -2,7 +2,6 @@
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -195,44 +194,6 @@ async def test_a_worker_with_requests_is_not_replaced_for_its_memory() -> None:
         assert not worker.retired.is_set()
     world.launcher.say("a", Pulse(steps=1, running=0, waiting=0, measured={}, resident=7 * GIB))
     assert worker.retired.is_set()
-
-
-@virtual
-async def test_the_reservation_of_a_forked_worker_follows_what_it_takes_and_includes_activations() -> None:
-    share, takes = 100 * MIB, NEEDS - SHARED
-    world = forking(a=replace(model(), share=share))
-    await world.ask("a")
-    worker = only(world, "a")
-    assert worker.costs is not None
-    [compute] = worker.costs.estimate.compute
-    assert worker.reserved[CPU] == takes + compute, "less than the estimate, of which it needs the activations only"
-
-    def reserved(measured: int, later: int, shared: int) -> int:
-        figures = {"cpu": measured}
-        world.launcher.say("a", Pulse(steps=1, running=0, waiting=0, measured=figures, later=later, shared=shared))
-        return worker.reserved[CPU]
-
-    assert reserved(takes - share // 2, 0, share // 2) == takes - share // 2 + compute, "another worker has a share"
-    assert reserved(takes + 5 * MIB, 0, share) == takes + compute, "steps take the memory of activations"
-    assert reserved(takes, 7 * MIB, share) == takes + compute
-    assert reserved(takes + 2 * compute, 7 * MIB, share) == takes + 2 * compute + 7 * MIB, "never below what it takes"
-    assert resident_of(worker).measured[CPU] == takes + 2 * compute - share, "the share is not free after its exit"
-
-
-@virtual
-@pytest.mark.parametrize(
-    ("keys", "expected"), [({"required_memory": {"": GIB}}, GIB), ({"reserved_memory": GIB}, None)]
-)
-async def test_a_forked_worker_keeps_the_memory_that_its_preset_asks_for(
-    keys: dict[str, Any], expected: int | None
-) -> None:
-    launched = replace(model(), share=100 * MIB)
-    world = Schedule({"a": NEEDS}, totals=TOTALS, models={"a": launched}, keys={"a": keys}, stated=False)
-    world.launcher.fork_server = True
-    await world.ask("a")
-    costs = only(world, "a").costs
-    assert costs is not None
-    assert only(world, "a").reserved[CPU] == (expected or NEEDS - SHARED + costs.estimate.compute[0] + GIB)
 
 
 @virtual

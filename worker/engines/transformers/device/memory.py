@@ -18,11 +18,7 @@ from worker.engines.transformers.device.process_overhead import overhead
 from worker.errors import StartError
 from worker.protocol.events import Exit
 
-_SAMPLE_INTERVAL = 10.0  # least seconds between two measurements of pages shared with the fork server
-# A process up to this size is walked page by page (smaps_rollup) in some milliseconds. In a larger one the shared pages
-# are a small part.
-_MAX_WALKED = 1 << 30
-_LEAST_PAUSE = 1000  # ratio of the pause after a walk to its processor time
+_SAMPLE_INTERVAL = 10.0  # seconds between two measurements of pages shared with the fork server
 # Memory areas that are sampled for that. They hold all but a few hundred kilobytes of a fork server's memory
 # (measured).
 _MAX_AREAS = 64
@@ -43,12 +39,12 @@ def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) ->
 
 
 def measured(devices: Sequence[str]) -> dict[str, int]:
-    """Peak bytes by device name, of `devices`, and bytes of main memory as `cpu`.
+    """Peak bytes by device name, of `devices` and of `cpu`.
 
-    Of a forked process `cpu` is its private memory and its share of the pages that it shares with the fork server and
-    other processes (PSS). Of any other process it is the peak of the resident memory, mapped files included.
+    `cpu` is the resident memory including mapped files, but without pages that a forked process shares with its fork
+    server, because they are not freed when it exits.
     """
-    peaks = {"cpu": _main_memory()[0]}
+    peaks = {"cpu": max(0, _status("VmHWM") - inheritance.bytes())}
     for name in devices:
         if name != "cpu":
             peaks[name] = torch.cuda.max_memory_reserved(torch.device(name)) + overhead.bytes(name)
@@ -65,84 +61,9 @@ def held() -> int:
     return max(0, resident() - inheritance.bytes())
 
 
-def _own() -> int:
-    """Peak bytes of main memory without the pages that this process shares with its fork server."""
-    return max(0, _status("VmHWM") - inheritance.bytes())
-
-
 def mapped() -> int:
-    """Bytes of `measured` main memory in mapped files: weights and libraries."""
-    return _main_memory()[1]
-
-
-def shared() -> int:
-    """Bytes of `measured` main memory that are this process's share of the fork server's pages."""
-    return _main_memory()[2]
-
-
-def inherited() -> int:
-    """Resident bytes of a forked process that are not its own: pages of the fork server, and the shares of other
-    processes in files. 0 for any other process."""
-    if not inheritance.is_heir:
-        return 0
-    charge, _, share = _main_memory()
-    return max(0, resident() - (charge - share))
-
-
-def _main_memory() -> tuple[int, int, int]:
-    """The values of `measured`, `mapped` and `shared`."""
-    if inheritance.is_heir and (found := shares.now()) is not None:
-        return found
-    return _own(), _status("RssFile"), 0
-
-
-class Shares:
-    """The proportional share of this process in the pages that it has in common with others (proc_pid_smaps(5))."""
-
-    def __init__(self) -> None:
-        self._walked: tuple[int, int, int] | None = None  # PSS, and its parts in files and in the fork server's pages
-        self._then = 0, 0  # resident bytes and mapped files at that time
-        self._next = -math.inf  # time of the next walk
-        self._is_off = False
-
-    def turn_off(self) -> None:
-        """Have no figures from now on: this process and those that it forks have pages in common, which are freed with
-        all of them."""
-        self._is_off = True
-
-    def now(self) -> tuple[int, int, int] | None:
-        """PSS, and its parts in files and in pages of the fork server.
-
-        None for a large process, once turned off, and if the kernel has no figures. What is added between two walks
-        counts as its own.
-        """
-        if self._is_off:
-            return None
-        present = resident(), _status("RssFile")
-        if time.monotonic() > self._next:
-            began = time.thread_time()
-            self._walked, self._then = self._walk() if present[0] <= _MAX_WALKED else None, present
-            pause = _LEAST_PAUSE * (time.thread_time() - began)
-            self._next = time.monotonic() + max(_SAMPLE_INTERVAL, pause)
-        if self._walked is None:
-            return None
-        share, files, inherited = self._walked
-        more, more_files = (size - then for size, then in zip(present, self._then, strict=True))
-        return max(0, share + more), max(0, files + more_files), inherited
-
-    def _walk(self) -> tuple[int, int, int] | None:
-        sizes: dict[str, int] = {}
-        with suppress(OSError), open("/proc/self/smaps_rollup", encoding="ascii", errors="replace") as rollup:
-            for line in rollup:
-                name, _, rest = line.partition(":")
-                if rest.endswith("kB\n"):
-                    sizes[name] = int(rest.split()[0]) * 1024
-        if not {"Pss", "Pss_Anon", "Pss_File", "Private_Dirty"} <= sizes.keys():
-            return None
-        return sizes["Pss"], sizes["Pss_File"], max(0, sizes["Pss_Anon"] - sizes["Private_Dirty"])
-
-
-shares = Shares()
+    """Resident bytes of mapped files: weights and libraries."""
+    return _status("RssFile")
 
 
 def _status(name: str) -> int:

@@ -89,8 +89,6 @@ class RankProcesses:
         pids: list[int] = []
         sys.stdout.flush()
         sys.stderr.flush()
-        if (memory := sys.modules.get("worker.engines.transformers.device.memory")) is not None:
-            memory.shares.turn_off()  # here and in the followers
         for rank in range(1, count):
             ours, theirs = Pipe()
             pid = os.fork()

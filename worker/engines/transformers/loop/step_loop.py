@@ -237,7 +237,6 @@ class StepLoop:
                 later=later,
                 resident=memory.held(),
                 mapped=memory.mapped(),
-                shared=memory.shared(),
                 parallel=report.parallel,
                 prefill_rate=self._prefill.since(report.prefill_tokens, at),
                 decode_rate=self._decode.since(report.decode_tokens, at),
