@@ -45,7 +45,7 @@ class ActiveChoices:
     def remove(self, choice: RequestChoice, *, is_corrupt: bool = False) -> None:
         """Free the choice's row: now or, if the step in flight contains it, when that step has finished.
 
-        `is_spoiled`: the cache of the sequence may be wrong, so no other request may reuse it.
+        `is_corrupt`: the cache of the sequence may be wrong, so no other request may reuse it.
         """
         sequence = choice.sequence
         if self.in_flight is not None and self.in_flight.has(sequence):
@@ -90,7 +90,7 @@ class ActiveChoices:
         return batch
 
     def ahead(self, step: InFlightStep) -> Batch:
-        """The batch of the step behind `flight`, while that one runs. Empty if it is not known yet."""
+        """The batch of the step behind `step`, while that one runs. Empty if it is not known yet."""
         return self.scheduler.ahead(step.batch, self._going(step))
 
     def present(self, segments: Iterable[Segment]) -> Batch:
@@ -114,7 +114,7 @@ class ActiveChoices:
         return [self._choices[chooser.id] for chooser in (sequence, *followers)]
 
     def _going(self, step: InFlightStep) -> set[int]:
-        """Ids of the sequences that continue after `flight` unless it ends them.
+        """Ids of the sequences that continue after `step` unless it ends them.
 
         Empty if other choices begin after one of them: these need rows, which only `next` gives.
         """

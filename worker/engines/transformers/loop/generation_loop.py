@@ -285,7 +285,7 @@ class GenerationLoop:
     def _fail(self, sequence: Sequence, error: RequestError, *, is_corrupt: bool = False) -> None:
         """End the request of `sequence` with all of its choices.
 
-        `is_spoiled`: their cache may contain NaN, so no other request may reuse it.
+        `is_corrupt`: their cache may contain NaN, so no other request may reuse it.
         """
         stream = self._active.of(sequence).stream
         for choice in list(stream.choices):

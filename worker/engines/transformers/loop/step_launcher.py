@@ -46,7 +46,7 @@ class StepLauncher:
         return InFlightStep(batch, self._compute(batch), now)
 
     def launch_ahead(self, step: InFlightStep) -> InFlightStep | None:
-        """Launch the step behind `flight`. None if its batch is not known yet, or if that failed."""
+        """Launch the step behind `step`. None if its batch is not known yet, or if that failed."""
         batch = self._active.ahead(step)
         if not batch:
             return None
@@ -75,7 +75,7 @@ class StepLauncher:
         return InFlightStep(batch, (forward,), begin)
 
     def choose(self, step: InFlightStep) -> bool:
-        """Choose the tokens of `flight`, after the step in front has finished. False if it must be computed again."""
+        """Choose the tokens of `step`, after the step in front has finished. False if it must be computed again."""
         here = [self._active.of(segment.sequence) for segment in step.batch if segment.sequence in self._active]
         try:
             step.choose(PendingMasks(self._grammars, here))
