@@ -13,6 +13,7 @@ SHOWN = {
     "router/api/llama_server.py": "when a model was listed",
     "router/api/lmi.py": "when a worker was ready",
     "router/api/ollama.py": "when a model was listed, and will leave",
+    "router/api/request_log.py": "the time of a line about a request",
     "router/api/status.py": "moments of the fleet's clock, as a time of day",
     "router/fleet/model.py": "when a model was listed",
     "router/http/listener.py": "the header Date",

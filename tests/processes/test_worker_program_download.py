@@ -293,10 +293,15 @@ def test_damaged_content_is_removed_and_fetched_again(
     code, message = refused(hub, tmp_path, repo)
     assert code == Exit.DAMAGED
     assert file in message
-    assert partials(tmp_path) == []
+    content = MODEL[file]
+    git = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    names = {git, hashlib.sha256(content).hexdigest()}
+    # Another file may be unfinished when the program exits. It is continued.
+    assert names.isdisjoint(path.name.split(".")[0] for path in partials(tmp_path))
     hub.fails()
     snapshot, _ = succeed(hub, tmp_path, repo)
-    assert (snapshot / file).read_bytes() == MODEL[file]
+    assert (snapshot / file).read_bytes() == content
+    assert partials(tmp_path) == []
 
 
 def test_weights_that_contradict_their_header_are_damaged(hub: Hub, tmp_path: Path) -> None:

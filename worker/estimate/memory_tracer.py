@@ -6,8 +6,8 @@ is possible.
 """
 
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ def live_bytes(step: Step) -> "LiveBytes":
     """Run `step` and return its record of live bytes."""
     live = LiveBytes()
     # A step ends where it needs a number of a fake tensor.
-    with live, suppress(DataDependentOutputException):
+    with live, _quick_lists(), suppress(DataDependentOutputException):
         step()
     return live
 
@@ -145,7 +145,14 @@ def _worst_list(tensor: torch.Tensor) -> Any:
     return found
 
 
-FakeTensor.tolist = _worst_list  # type: ignore[method-assign, assignment]
+@contextmanager
+def _quick_lists() -> Iterator[None]:
+    """Read lists of fake tensors by `_worst_list` during the block."""
+    FakeTensor.tolist = _worst_list  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del FakeTensor.tolist  # the method of torch.Tensor again
 
 
 def _grouped_product(tokens: torch.Tensor, experts: torch.Tensor, *rest: Any) -> torch.Tensor:

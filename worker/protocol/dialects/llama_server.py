@@ -130,6 +130,7 @@ _NATIVE: dict[str, Schema] = {
     ),
 }
 _MEMORY = by_name(shape({**members(COUNT, "estimated_mib", "reserved_mib"), "measured_mib": or_null(COUNT)}))
+_KV_CACHE = shape(members(COUNT, "tokens", "mib"))
 _PULSE = shape(
     {
         **members(COUNT, "steps", "running", "waiting", "parallel"),
@@ -167,6 +168,7 @@ COMPONENTS: Mapping[str, Schema] = {
             "spent": by_name(NUMBER),
             "estimate": shape({"source": TEXT}, {"note": TEXT}),
             "memory": _MEMORY,
+            "kv_cache": shape({"least": _KV_CACHE, "granted": or_null(_KV_CACHE), "most": _KV_CACHE}),
             "shares": several(TEXT),
         },
     ),
