@@ -105,7 +105,7 @@ class Checkpoint:
     cross_attention: bool = False  # an encoder's output is cached as well, for each layer of the decoder
     tied: bool = False  # the output head is the input embedding
     dtype: str = ""  # of the config, else of the first floating-point tensor, as torch names it
-    # What will be loaded, by dtype as stored (torch's names); a stored copy of a tied head is not among it.
+    # Elements to load, by dtype as stored (torch's names); a stored copy of a tied head is not among it.
     tensors: Mapping[str, Tally] = field(default_factory=dict)
     params: int = 0  # parameters of the model; packed quantised ones are counted unpacked
     by_layer: tuple[int, ...] = ()  # elements of each layer's tensors; empty: the names do not show them

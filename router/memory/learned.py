@@ -176,7 +176,7 @@ class LearnedEstimates:
                 return Learned(beside, host, steps)
             least = beside
             if before.steps and not steps:
-                # Whether the steps of this worker would have taken as much as those before is not known.
+                # It is not known if the steps of this worker would have taken as much as those before.
                 most = (
                     now + compute + beside_steps(compute) for now, compute in zip(beside, about.compute, strict=True)
                 )

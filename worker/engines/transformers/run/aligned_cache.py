@@ -268,7 +268,7 @@ class AlignedCache:
         self._across.extend(buffer.tensor for buffer in pair)
         return _CrossAttentionLayer(self._view, *pair)
 
-    # What a forward sees
+    # The view of one forward pass
 
     def show(self, buffer_rows: slice, low: int, time: int, *, has_past: bool, cross_columns: int = 0) -> Cache:
         """Transformers' cache, showing `buffer_rows` with their past in the columns `low` to `time`.

@@ -68,7 +68,7 @@ class WorkThread:
         return job
 
     def give_up(self, job: Job[Any]) -> None:
-        """Continue with the next job in a new thread, if `job` is still running. Its result is nobody's then."""
+        """Continue with the next job in a new thread, if `job` is still running. Its result is then dropped."""
         with self._lock:
             if self._current is job:
                 self._start()

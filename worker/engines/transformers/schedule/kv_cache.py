@@ -364,7 +364,7 @@ class BlockAllocator(RowAllocator):
         checked that a block is free."""
         block = table.blocks[-1] + 1 if table.blocks else self.count
         if block not in self._empty:
-            # A cached block here is not overwritten: it may be the beginning of somebody's prompt. Or another sequence
+            # A cached block here is not overwritten: it may be the beginning of a later prompt. Or another sequence
             # holds the block.
             block = self._begin_run(len(table.blocks), target, table.most)
         self._empty.take(block)
