@@ -514,7 +514,7 @@ def sleep_for_ever() -> None:
 
 
 def forked(argv: list[str]) -> NoReturn:
-    """What a child of its fork server does."""
+    """The work of a child of its fork server."""
     main(argv)
     os._exit(0)
 

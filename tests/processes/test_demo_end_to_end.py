@@ -55,7 +55,7 @@ def resident(up: Router) -> int:
 
 
 async def printed(*words: str) -> str:
-    """What a command of the router says on stdout."""
+    """The stdout of a command of the router."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", "router", *words,
         stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -13,7 +13,7 @@ from tests.children import Child, python
 from worker.protocol.events import Ready
 
 MIB = 1 << 20
-# What reading bodies may take beyond the worker's size when idle: three times the bodies in progress (64 MiB).
+# Bytes that reading bodies may take beyond the worker's idle size: three times the bodies in progress (64 MiB).
 STORM_BYTES = 3 * 64 * MIB
 CALLS = {
     "/v1/completions": "prompt",

@@ -194,7 +194,7 @@ async def test_a_preview_of_a_full_model_is_the_error_of_one_more_request() -> N
             "retry_after": refused.value.retry_after,
         }  # fmt: skip
     await asyncio.sleep(5)
-    assert (await world.fleet.scheduler.preview("b"))["decision"] == "none", "it is ready, so that nobody waits"
+    assert (await world.fleet.scheduler.preview("b"))["decision"] == "none", "it is ready, so no request waits"
     await asyncio.gather(*running)
 
 

@@ -150,7 +150,7 @@ async def test_what_a_worker_takes_after_it_is_ready_is_reserved_and_not_learned
     await leave(world, "a")
     assert world.fleet.learned_estimates.learned(costs.key) == first
     await world.ask("a")
-    assert only(world, "a").reserved[CPU] == measured + compute, "and the largest steps, which nobody has measured"
+    assert only(world, "a").reserved[CPU] == measured + compute, "and the largest steps, which are not measured yet"
 
 
 @virtual

@@ -206,7 +206,7 @@ class Oracle:
         self.settle(demand, offer)
 
     def grant(self, demand: Demand, place: Place) -> None:
-        """The most steps that fit at every step and stage as they are now, with all promises and nobody else gone."""
+        """The most steps that fit at every step and stage as they are now, with all promises and no eviction."""
         moments = [*self.steps, *self.stages]
         for steps in range(demand.steps, -1, -1):
             claim: dict[DeviceId, int] = {}

@@ -267,7 +267,7 @@ def test_each_size_of_the_range_is_the_cache_of_so_many_tokens(
 
 
 def test_a_load_counts_on_the_least_kv_cache_only(tmp_path: Path) -> None:
-    """What a load needs is over before the cache is made, and the router may grant one row of it."""
+    """Memory of a load is free again before the cache is made, and the router may grant one row of it."""
     chosen = options(tmp_path, parallel=4)
     assert estimate.least_context(chosen, 400) == 100
     assert estimate.least_context(dataclasses.replace(chosen, kv_tokens=64), 400) == 400
