@@ -12,7 +12,7 @@ from worker.protocol.routes import ROUTES
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 TESTS = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
 
 INVARIANTS = (
@@ -52,7 +52,7 @@ def test_the_readme_is_short() -> None:
 def test_every_option_in_the_readme_and_its_pages_exists() -> None:
     flags = {option.flag for option in OPTIONS} | {f"no-{option.flag}" for option in OPTIONS if option.is_flag}
     flags |= {key.name for key in KEYS}  # a preset key as a flag holds for every model
-    pages = "\n".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    pages = "\n".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
     named = set(re.findall(r"`--([a-z][a-z-]+)", pages)) - {"help", "help-model-keys", "effective"}
     assert named
     assert named <= flags

@@ -263,6 +263,8 @@ def check(ctx: click.Context, /, file: str | None, effective: bool, memory: bool
         return _refuse(problems, as_json=as_json)
     loaded = load_catalogue(parsed, models, os.environ)
     document, text, misfits = _document(loaded, effective=effective), _report(loaded, effective=effective), {}
+    if effective:
+        document["options"] = written.options(parsed)
     if memory and not loaded.problems:
         from router.cli import estimate  # Imported late: it reads devices.
 

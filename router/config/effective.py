@@ -6,9 +6,11 @@ from typing import Any
 
 from router.config.option_types import JsonObject
 from router.config.presets import DEFAULTS, KEYS, Preset, PresetKey
+from router.config.settings import OPTIONS, Settings
 
 MASK = "***"
 BUILT_IN = "built-in"
+_UNSET = Settings()
 _SECRET = re.compile(r"(?:^|[_.-])(?:key|token|secret|password)$", re.IGNORECASE)
 
 
@@ -26,6 +28,17 @@ def effective(preset: Preset) -> list[tuple[str, str, str]]:
             text, is_set = _value_text(key, preset)
             rows.append((key.name, text if is_set else key.unset or text, preset.origins.get(key.name, BUILT_IN)))
     return rows
+
+
+def options(settings: Settings) -> dict[str, str]:
+    """All options of the router by flag, as text; secrets are masked."""
+    values = {option: getattr(settings, option.field) for option in OPTIONS}
+    return {
+        option.flag: option.unset
+        if option.unset and value == getattr(_UNSET, option.field)
+        else option.kind.write(value)
+        for option, value in values.items()
+    }
 
 
 def args(preset: Preset) -> list[str]:

@@ -1,0 +1,83 @@
+"""The option tables of the migration pages: each row is run, and gives its setting or its message."""
+
+import os
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from router.config.effective import BUILT_IN
+from tests.migration.documented import DOCUMENTED
+from tests.migration.option_tables import GIVERS, NO_CHANGE, PAGES, VERDICTS, Outcome, Row, build_world, outcome, rows
+
+ROWS = [row for page in sorted(PAGES.glob("*.md")) for row in rows(page)]
+VARIABLES = ("ROUTER_", "LLAMA_", "HF_", "CUDA_", "OPTION_", "SERVING_", "TENSOR_", "PIPELINE_", "MAX_", "FASTCHAT_")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    build_world(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _only_the_world(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith(VARIABLES):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HUB_CACHE", str(world / "no-cache"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(world / "state"))
+    monkeypatch.chdir(world)
+
+
+@cache
+def without(heading: str) -> Outcome:
+    """The outcome for the model of the tables without any option."""
+    return outcome("Preset keys", ())
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_an_option_has_the_effect_of_its_row(row: Row) -> None:
+    found = outcome(row.heading, row.given)
+    messages = found.problems if row.verdict == "refused" else found.warnings
+    for words in row.messages:
+        assert words in messages
+    if row.verdict != "refused":
+        assert not found.problems
+    if not row.messages:
+        assert not found.warnings
+    for setting in row.settings:
+        key, _, value = setting.partition(" = ")
+        assert found.settings[key][0] == value.rstrip()
+    if row.settings and row.verdict in ("honoured", "mapped"):
+        before = without(row.heading).settings
+        keys = [setting.partition(" = ")[0] for setting in row.settings]
+        assert any(found.settings[key][1] != BUILT_IN or found.settings[key] != before.get(key) for key in keys), (
+            "the value is the default, and nothing shows that the option sets it"
+        )
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_no_row_is_silent(row: Row) -> None:
+    assert row.heading in GIVERS
+    assert row.given
+    assert row.verdict in VERDICTS
+    if row.verdict in ("no effect", "refused"):
+        assert row.messages
+    elif row.effect.startswith(NO_CHANGE):
+        others = [other for other in ROWS if (other.page, other.option) == (row.page, row.option)]
+        assert any(other.messages or other.settings for other in others), "no row shows what another value does"
+    else:
+        assert row.settings
+
+
+def test_no_row_stands_in_a_page_twice() -> None:
+    names = [str(row) for row in ROWS]
+    assert [name for name in set(names) if names.count(name) > 1] == []
+
+
+@pytest.mark.parametrize("page", DOCUMENTED)
+def test_every_option_in_the_documents_of_a_system_has_a_row(page: str) -> None:
+    listed = {row.option.strip("`") for row in ROWS if row.page == page}
+    assert [option for option in DOCUMENTED[page].split() if option not in listed] == []
