@@ -51,6 +51,7 @@ def test_the_readme_is_short() -> None:
 
 def test_every_option_in_the_readme_and_its_pages_exists() -> None:
     flags = {option.flag for option in OPTIONS} | {f"no-{option.flag}" for option in OPTIONS if option.is_flag}
+    flags |= {name.lstrip("-") for option in OPTIONS for name in option.also}
     flags |= {key.name for key in KEYS}  # a preset key as a flag holds for every model
     pages = "\n".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
     named = set(re.findall(r"`--([a-z][a-z-]+)", pages)) - {"help", "help-model-keys", "effective"}

@@ -150,7 +150,7 @@ def checkout(tmp_path: Path) -> Path:
     (tmp_path / "scripts/bootstrap.py").write_text("import sys; print('bootstrap', *sys.argv[1:])", "utf-8")
     (tmp_path / ".venv/bin").mkdir(parents=True)
     for name in ("router", "ruff", "mypy", "pytest"):
-        called = program(tmp_path, f'echo {name} "$@" $ROUTER_DEVICE_LIMIT $OMP_NUM_THREADS; [ "$FAIL" != {name} ]')
+        called = program(tmp_path, f'echo {name} "$@" $ROUTER_DEMO $OMP_NUM_THREADS; [ "$FAIL" != {name} ]')
         Path(called).rename(tmp_path / ".venv/bin" / name)
     return tmp_path
 
@@ -163,22 +163,10 @@ def called(checkout: Path, script: str, *arguments: str, **variables: str) -> tu
     return done.returncode, [line for line in done.stdout.splitlines() if not line.startswith("==")]
 
 
-def test_run_serves_the_demo_with_little_memory(checkout: Path) -> None:
-    assert called(checkout, "run.sh", "--port", "9000") == (
-        0,
-        ["bootstrap --extras worker", "router --port 9000 cpu=1000"],
-    )
-
-
-def test_whoever_names_models_gets_the_whole_machine(checkout: Path) -> None:
-    assert called(checkout, "run.sh", "--models-preset", "my.ini")[1][-1] == "router --models-preset my.ini"
-    assert called(checkout, "run.sh", "--models-dir=m")[1][-1] == "router --models-dir=m"
-    assert called(checkout, "run.sh", ROUTER_MODELS_PRESET="my.ini")[1][-1] == "router"
-
-
-def test_a_limit_of_the_users_own_wins(checkout: Path) -> None:
-    assert called(checkout, "run.sh", ROUTER_DEVICE_LIMIT="cpu=900")[1][-1] == "router cpu=900"
-    assert called(checkout, "run.sh", ROUTER_DEVICE_LIMIT="")[1][-1] == "router"
+def test_run_serves_the_demo_unless_the_user_decides(checkout: Path) -> None:
+    installed = "bootstrap --extras worker"
+    assert called(checkout, "run.sh", "--port", "9000") == (0, [installed, "router --port 9000 on"])
+    assert called(checkout, "run.sh", "org/name", ROUTER_DEMO="") == (0, [installed, "router org/name"])
 
 
 def test_the_test_command_checks_everything_and_shows_the_tests_last(checkout: Path) -> None:

@@ -13,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -22,7 +23,7 @@ from router.cli import client
 from router.config import effective as written
 from router.config import preset_keys, settings, xdg
 from router.config.ini import Problem
-from router.config.option_types import Choice, Flag, Integer, Names, Seconds
+from router.config.option_types import Choice, Flag, Integer, Seconds, nearest, shown
 from router.config.preset_keys import MeaninglessOption
 from router.config.presets import DEFAULTS, KEYS, Preset, PresetKey
 from router.config.resolve import LoadedPresets
@@ -50,25 +51,28 @@ Keys of a model: in a section [id] of a preset file, in [*] for all models, as a
 
 
 # Options that decide which presets exist and whether they are valid.
-READ = frozenset({"models-preset", "models-dir", "models-cache", "strict-presets", "swap-patience"})
-CHECKED = READ | {"default-model"}
+READ = frozenset({"models-preset", "models-dir", "models-cache", "demo", "strict-presets", "swap-patience"})
+CHECKED = READ | {"model", "hf-repo", "default-model"}
 # Options that decide an estimate.
 WEIGHED = READ | {"offline", "hf-token", "state-dir", "fork-server", "prepare", "models-memory-margin", "device-limit"}
 # Options that decide which snapshot is converted, and where the converted copy is stored.
 PREPARED = READ | {"offline", "hf-token", "state-dir"}
+REPEATED = frozenset({
+    "model", "hf-repo", "api-key", "admin-key", "device-limit", "models-memory-margin", "allowed-hosts",
+})  # fmt: skip
 NARROW = 70  # columns from which names and texts of options stand side by side
 
 
 def _as_option(option: Option, *, hidden: bool = False) -> click.Option:
     names = [f"--{option.flag}/--no-{option.flag}"] if option.is_flag else [f"--{option.flag}", *option.also]
-    repeats = option.flag in {"api-key", "admin-key", "device-limit", "models-memory-margin", "allowed-hosts"}
+    repeats = option.flag in REPEATED
     return click.Option([*names, f"s_{option.field}"], default=None, multiple=repeats, hidden=hidden)
 
 
 def _model_options() -> Iterable[tuple[str, str, click.Option]]:
     """(parameter, spelling, option) of every preset key and its other spellings. Hidden, since there are hundreds."""
     for number, (name, word) in enumerate(preset_keys.WORDS.items()):
-        if name in settings.BY_FLAG:
+        if name in settings.SPELLINGS:
             continue
         parameter = f"m_{number}"
         dashes = ["-"] if len(name) == 1 else ["--", "-"] if len(name) <= 5 else ["--"]  # llama-server: -np, -ngl
@@ -109,7 +113,24 @@ class _Command(click.Command):
 
 
 class _Router(_Command, click.Group):
-    """The command group: it serves unless a command is named."""
+    """The command group: it serves unless a command is named. `router org/name` is `router serve org/name`."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in self.commands and ("/" in name or name.startswith("demo:") or Path(name).exists()):
+            return "serve", self.commands["serve"], args
+        try:
+            return super().resolve_command(ctx, args)
+        except click.NoSuchCommand:
+            near = nearest(name, self.commands)
+            hint = f"Did you mean {near}?" if near else "router --help lists the commands."
+            message = f"{shown(name)} is no command, no folder and no repository (org/name). {hint}"
+            raise click.UsageError(message, ctx) from None
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return ["[OPTIONS]", "[MODEL ...]", "| COMMAND [ARGS]..."]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_options(ctx, formatter)
@@ -127,7 +148,7 @@ def _metavar(option: Option) -> str:
     kind = option.kind
     if isinstance(kind, Choice):
         return "|".join(kind.choices)
-    return {Integer: "N", Seconds: "SECONDS", Names: "LIST"}.get(type(kind), kind.hint)
+    return {Integer: "N", Seconds: "SECONDS"}.get(type(kind), "LIST" if kind.hint == "list" else kind.hint)
 
 
 def _show_model_keys(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -189,7 +210,10 @@ def _text(value: Any) -> str:
 
 @click.group(
     cls=_Router, invoke_without_command=True, params=_params(), help=_ABOUT,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={
+        "help_option_names": ["-h", "--help"], "max_content_width": 100,
+        "token_normalize_func": lambda token: token.replace("_", "-"),  # EricLLM: --max_prompts
+    },
 )  # fmt: skip
 @click.version_option(__version__, prog_name="router")
 @_common
@@ -203,13 +227,16 @@ def cli(ctx: click.Context, /, **params: Any) -> int | None:
 
 
 @cli.command(
-    cls=_Command, params=_params(), help="Start the server; the same as `router` without a command.",
+    cls=_Command, params=[click.Argument(["models"], nargs=-1, metavar="[MODEL]..."), *_params()],
+    help="Start the server; the same as `router` without a command. Each MODEL, a folder or org/name of the hub, is"
+    " loaded at start.",
     short_help="Start the server; the same as `router` without a command.",
 )  # fmt: skip
 @_common
 @click.pass_context
-def serve(ctx: click.Context, /, **params: Any) -> int:
-    return _serve(_given(ctx, params))
+def serve(ctx: click.Context, /, models: tuple[str, ...], **params: Any) -> int:
+    given = _given(ctx, params)
+    return _serve({**given, "s_model": (*given.get("s_model", ()), *models)} if models else given)
 
 
 @cli.command(

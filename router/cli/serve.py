@@ -433,7 +433,19 @@ def _banner(settings: Settings, registry: Registry, loaded: LoadedPresets) -> No
         for id, preset in loaded.presets.items()
     )
     lines.append(f"models   {len(loaded.presets)}: {names or 'none'}")
+    if not settings.names_models and not settings.serves_demo:
+        lines.append(f"         {_unnamed(settings, is_empty=not loaded.presets)}")
     _say("\n".join(lines))
+
+
+def _unnamed(settings: Settings, *, is_empty: bool) -> str:
+    """The line for a person who named no model."""
+    ways = "router org/name, router -m DIR, router --models-preset FILE or router --demo"
+    if not settings.lists_cache:
+        return f"no model is named, and --no-models-cache leaves nothing to serve; try {ways}"
+    if is_empty:
+        return f"no model is named, and the hub cache {settings.hub_cache} has none; try {ways}"
+    return f"no model is named, so these are the models of the hub cache {settings.hub_cache}; or try {ways}"
 
 
 def _say(text: str) -> None:

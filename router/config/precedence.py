@@ -118,8 +118,11 @@ class SettingReader:
                 self._add(layer, spelling, text, place, rank, quoted=entry.quoted)
         return layer
 
-    def environment(self) -> Layer:
-        """The settings in variables. If several set one key: ROUTER_<KEY>, then llama-server's name, then LMI's."""
+    def environment(self, *, named: int = 0) -> Layer:
+        """The settings in variables. If several set one key: ROUTER_<KEY>, then llama-server's name, then LMI's.
+
+        `named`: the number of models named at start. Keys of one model are read only if it is 1.
+        """
         layer: Layer = {}
         order = {"ROUTER_": 0, "LLAMA_": 1, "OPTION_": 2}
         for name in sorted(self._environ, key=lambda name: (order.get(name[: name.find("_") + 1], 3), name)):
@@ -134,22 +137,23 @@ class SettingReader:
             if spelling is None or (spelling.canonical in layer and not _completes(layer, spelling)):
                 continue
             place = Problem(name, 0, "", name, "")
-            if isinstance(spelling.word, PresetKey) and spelling.word.own:
-                self._warn(place, "names one model, so it is not read; write a section in a file for --models-preset")
+            if named != 1 and preset_keys.is_own(spelling.canonical):
+                self._warn(place, f"is for one model, and {_count(named)} named at start, so it is not read;"
+                                  " write a section in a file for --models-preset")  # fmt: skip
                 continue
             for meaning, text in self._spelled(name, self._environ[name], place):
                 self._add(layer, meaning, text, place, ENVIRONMENT)
         return layer
 
-    def flags(self, flags: Mapping[str, str]) -> Layer:
-        """The settings on the command line; `flags` by name without dashes."""
+    def flags(self, flags: Mapping[str, str], *, named: int = 0) -> Layer:
+        """The settings on the command line; `flags` by name without dashes, `named` as for `environment`."""
         layer: Layer = {}
         for name, text in flags.items():
             place = Problem(f"-{name}" if len(name) == 1 else f"--{name}", 0, "", name, "")
             for spelling, value in self._spelled(name, text, place):
-                if isinstance(spelling.word, PresetKey) and spelling.word.own:
-                    message = "names one model; write a section [id] with it in a file for --models-preset"
-                    self._fail(place, f"{message}, or use --models-dir")
+                if named != 1 and preset_keys.is_own(spelling.canonical):
+                    message = f"is for one model, and {_count(named)} named at start; name one alone"
+                    self._fail(place, f"{message}, or write a section [id] with it in a file for --models-preset")
                 elif spelling.canonical in layer and spelling.word.name != "env" and not _completes(layer, spelling):
                     self._fail(place, f"{layer[spelling.canonical].origin} sets the same key; give one of the two")
                 else:
@@ -292,3 +296,7 @@ class SettingReader:
     def _unknown_variable(self, name: str) -> None:
         near = nearest(name, [*BY_VARIABLE, *_KEY_VARIABLES], cutoff=0.75)
         self._warn(Problem(name, 0, "", name, ""), "is not a variable of this router", near)
+
+
+def _count(named: int) -> str:
+    return f"{named or 'none'} {'is' if named < 2 else 'are'}"

@@ -212,6 +212,11 @@ def _of_variable(word: KnownOption, variable: str) -> Spelling:
     return Spelling(word, switch, negated=variable == "ENABLE_CUDA_GRAPHS")
 
 
+def is_own(name: str) -> bool:
+    """True if `name` is a key that is specific to one model."""
+    return name in BY_NAME and BY_NAME[name].own
+
+
 def nearest_key(written: str, further: Iterable[str] = ()) -> str:
     """The key or element of `further` that is most similar to an unknown name; empty if none is similar."""
     bare = written.lstrip("-").replace("_", "-")

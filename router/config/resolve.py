@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from router.config import ini, preset_keys
+from router.config import ini, named_models, preset_keys
 from router.config.ini import Problem
+from router.config.named_models import NamedModel
 from router.config.option_types import nearest, plain, shown
 from router.config.precedence import OWN, STAR, DiskReader, Layer, Setting, SettingReader
 from router.config.presets import ADAPTER_NAME, ALL_DEVICES, DEFAULT_LORA_RANK, GGUF, REPO, Preset, repository
@@ -51,6 +52,7 @@ def load(
     folder: str = "/",
     disk: DiskReader,
     found: Sequence[FoundModel] = (),
+    named: Sequence[NamedModel] = (),
     flags: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
     working: str = "/",
@@ -59,15 +61,20 @@ def load(
     strict_fields: bool = False,
     registered: str = "",
 ) -> LoadedPresets:
-    """Resolve the presets of a file, with flags by key, the environment, and the models found on disk.
+    """Resolve the presets of a file, with flags by key, the environment, the models named at start, and the models
+    found on disk.
 
-    Flags take precedence over `[id]`, then come `[*]`, the environment, and the defaults. Relative paths in the file
+    Flags take precedence over `[id]`, then come `[*]`, the environment, and the defaults. Flags and variables of keys
+    that are for one model (`alias`) apply to the model named at start if there is one alone. Relative paths in the file
     start at `folder`, those in flags and variables at `working`. `registered` contains the sections of models that API
     calls have registered. A section of the file with the same name takes precedence over them.
     """
     reader = SettingReader(file=file, folder=folder, disk=disk, environ=environ or {}, working=working, strict=strict)
     resolution = _Resolution(reader, file, swap_patience=swap_patience, strict_fields=strict_fields)
-    return resolution.load(_joined(ini.parse(text, file=file, environ=environ), registered), found, flags or {})
+    document = _joined(ini.parse(text, file=file, environ=environ), registered)
+    taken = (section.name for section in document.sections)
+    first = named_models.sections(named, working=working, disk=disk, taken=taken)
+    return resolution.load(document, first, found, flags or {})
 
 
 def _joined(document: ini.Document, registered: str) -> ini.Document:
@@ -89,9 +96,16 @@ class _Resolution:
         self._file = file
         self._swap_patience, self._strict_fields = swap_patience, strict_fields
 
-    def load(self, document: ini.Document, found: Sequence[FoundModel], flags: Mapping[str, str]) -> LoadedPresets:
+    def load(
+        self,
+        document: ini.Document,
+        named: Sequence[ini.Section],
+        found: Sequence[FoundModel],
+        flags: Mapping[str, str],
+    ) -> LoadedPresets:
         self._collector.problems += document.problems
-        under, over = self._reader.environment(), self._reader.flags(flags)
+        under, own_under = _own_apart(self._reader.environment(named=len(named)))
+        over, own_over = _own_apart(self._reader.flags(flags, named=len(named)))
         star: Layer = {}
         for section in document.sections:
             if section.name == "*":
@@ -99,10 +113,12 @@ class _Resolution:
         general = under | star
         presets: dict[str, Preset] = {}
         layers: dict[str, Layer] = {}
-        for section in document.sections:
+        for section in (*named, *document.sections):
             if section.name == "*":
                 continue
             settings = general | self._reader.section(section, OWN) | over
+            if section in named:
+                settings = own_under | settings | own_over
             preset = self._preset(section, settings, found)
             if preset is not None:
                 presets[preset.id], layers[preset.id] = preset, settings
@@ -174,7 +190,7 @@ class _Resolution:
         if not fields.get("repo"):
             self._fail(revision.place, "revision belongs to a repository of the hub, and this model is none; remove it")
         elif named is not None and ":" in named.value:
-            self._fail(revision.place, f"a revision stands in line {named.place.line} already; remove one of the two")
+            self._fail(revision.place, f"a revision stands in {_place_of(named)} already; remove one of the two")
         return {**fields, "revision": revision.value}
 
     def _parse_source(self, setting: Setting, *, is_repo: bool) -> dict[str, Any] | None:
@@ -346,6 +362,16 @@ class _Resolution:
                 continue
             taken.add(entry.id.casefold())
             yield entry
+
+
+def _place_of(setting: Setting) -> str:
+    return f"line {setting.place.line}" if setting.place.line else setting.place.file
+
+
+def _own_apart(layer: Layer) -> tuple[Layer, Layer]:
+    """The settings for all models, and those for one model."""
+    own = {name: setting for name, setting in layer.items() if preset_keys.is_own(name)}
+    return {name: setting for name, setting in layer.items() if name not in own}, own
 
 
 def lora_rank(config: str) -> int:

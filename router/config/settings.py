@@ -102,11 +102,19 @@ class Settings:
     """The settings of one router, and the only declaration of its options. Bytes are int, times are float seconds."""
 
     # fmt: off
-    models_preset: str = option("", _FILE, MODELS, "INI file of models; the demo only if no model is named",
-            unset="built-in demo", env=("LLAMA_ARG_MODELS_PRESET",))
+    model: tuple[str, ...] = option((), Names(hint="MODEL"), MODELS,
+            "folder or org/name of a model to load at start; repeatable; `router MODEL ...` does the same",
+            unset="none", also=("-m", "--model-path", "--model-id"), env=("LLAMA_ARG_MODEL",))
+    hf_repo: tuple[str, ...] = option((), Names(hint="org/name[:revision]"), MODELS,
+            "repository of the hub to load at start; repeatable", unset="none", also=("-hf", "-hfr"),
+            env=("LLAMA_ARG_HF_REPO",))
+    models_preset: str = option("", _FILE, MODELS, "INI file of models", unset="none", env=("LLAMA_ARG_MODELS_PRESET",))
     models_dir: str = option("", _FOLDER, MODELS, "folder of models: each folder in it is one", unset="none",
             env=("LLAMA_ARG_MODELS_DIR",))
-    models_cache: bool = option(True, Flag(), MODELS, "list the complete models of the Hugging Face cache")
+    models_cache: bool | None = option(None, Flag(), MODELS, "list the complete models of the Hugging Face cache",
+            unset="on; off beside --model, --hf-repo and --demo")
+    demo: bool = option(False, Flag(), MODELS,
+            "serve the built-in demo models, in 1000 MiB of main memory; as a variable, only if no model is named")
     models_autoload: bool = option(True, Flag(), MODELS, "load a model when a request needs it",
             env=("LLAMA_ARG_MODELS_AUTOLOAD",))
     models_watch: bool = option(False, Flag(), MODELS, "reload when the file or the folder of models changes")
@@ -182,8 +190,25 @@ class Settings:
     access_log: str = option("all", Choice(("all", "errors", "off")), LOGS, "which requests to log")
     # fmt: on
 
+    origins: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)  # flag or variable, by flag
     # The folder of downloaded repositories. Not an option, because all programs that use the hub share its variables.
     hub_cache: str = ""
+
+    @property
+    def names_models(self) -> bool:
+        """True if the user says which models to serve: by name, by a file or by a folder."""
+        return bool(self.model or self.hf_repo or self.models_preset or self.models_dir)
+
+    @property
+    def serves_demo(self) -> bool:
+        return self.demo and not self.names_models
+
+    @property
+    def lists_cache(self) -> bool:
+        """True if the models of the hub cache are served, too."""
+        if self.models_cache is not None:
+            return self.models_cache
+        return not (self.model or self.hf_repo or self.serves_demo)
 
     @property
     def workers_at_once(self) -> int:
@@ -197,12 +222,17 @@ class Settings:
         return self.models_memory_margin.get(device, self.models_memory_margin.get("", 0))
 
 
+# As if the machine had no more main memory, so that every machine shows an eviction. A forked worker is charged with
+# 110 to 510 MiB, an executed one with 320 more.
+DEMO_LIMIT, DEMO_MARGIN = 1000 * MIB, 128 * MIB
 OPTIONS = tuple(
     Option(flag=field.name.replace("_", "-"), **field.metadata)
     for field in dataclasses.fields(Settings)
     if field.metadata
 )
 BY_FLAG: Mapping[str, Option] = {option.flag: option for option in OPTIONS}
+# All flags without dashes, other spellings included.
+SPELLINGS = frozenset(name.lstrip("-") for option in OPTIONS for name in (option.flag, *option.also))
 BY_VARIABLE: Mapping[str, Option] = {name: option for option in OPTIONS for name in option.variables}
 
 
@@ -215,7 +245,7 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Setting
         text, origin = _source(option, given, environ)
         if not origin:
             continue
-        origins[option.field] = origin
+        origins[option.flag] = origin
         try:
             values[option.field] = option.kind(text)
         except click.BadParameter as error:
@@ -223,7 +253,10 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Setting
     margin = values.get("models_memory_margin")
     if margin is not None and "" not in margin:
         values["models_memory_margin"] = {"": 1024 * MIB, **margin}
-    settings = Settings(**values, hub_cache=hub_cache(environ))
+    settings = Settings(**values, origins=origins, hub_cache=hub_cache(environ))
+    if settings.serves_demo:
+        small = {"device_limit": {"cpu": DEMO_LIMIT}, "models_memory_margin": {"": DEMO_MARGIN}}
+        settings = dataclasses.replace(settings, **(small | values))
     return settings, (*problems, *_contradictions(settings, origins))
 
 
@@ -237,9 +270,9 @@ def _source(option: Option, given: Mapping[str, str], environ: Mapping[str, str]
 
 def _contradictions(settings: Settings, origins: Mapping[str, str]) -> Iterator[Problem]:
     def fault(flag: str, message: str) -> Problem:
-        return Problem(origins.get(BY_FLAG[flag].field, f"--{flag}"), 0, "", flag, message)
+        return Problem(origins.get(flag, f"--{flag}"), 0, "", flag, message)
 
-    has_keys = any(field in origins for field in ("api_key", "api_key_file", "admin_key", "admin_key_file"))
+    has_keys = any(flag in origins for flag in ("api-key", "api-key-file", "admin-key", "admin-key-file"))
     hosts = [host.strip() for host in settings.host.split(",")]
     public = [host for host in hosts if not is_local(host)]
     if not all(hosts):
@@ -249,6 +282,8 @@ def _contradictions(settings: Settings, origins: Mapping[str, str]) -> Iterator[
     elif public and not has_keys and not settings.allow_unauthenticated:
         message = f"{public[0]} is open to other machines; give --api-key-file, or --allow-unauthenticated"
         yield fault("host", message)
+    if origins.get("demo") == "--demo" and settings.names_models:
+        yield fault("demo", "models are named as well, and the demo models are not served beside others; remove it")
     if settings.allow_unauthenticated and has_keys:
         yield fault("allow-unauthenticated", "keys are given as well; remove one of the two")
     if settings.unknown_model == "default" and not settings.default_model:

@@ -15,6 +15,7 @@ from typing import Literal
 
 from router.config import ini, resolve
 from router.config.ini import Problem
+from router.config.named_models import named_models
 from router.config.option_types import nearest
 from router.config.presets import Preset
 from router.config.resolve import FoundModel, LoadedPresets
@@ -50,11 +51,11 @@ def load_catalogue(
         found, notes, fault = _models_dir(settings.models_dir)
         warnings += notes
         problems += [Problem(settings.models_dir, 0, "", "models-dir", fault)] if fault else []
-    if settings.models_cache:
+    if settings.lists_cache:
         found += _cache(settings.hub_cache or hub_cache(environ))
     found += further.found
     path = Path(settings.models_preset) if settings.models_preset else None
-    if path is None and not settings.models_dir:
+    if settings.serves_demo:
         path = demo_preset()
     text, fault = _text(path) if path else ("", "")
     if path and path.is_dir():
@@ -67,6 +68,7 @@ def load_catalogue(
         folder=str(path.absolute().parent) if path else "/",
         disk=LocalDisk(),
         found=found,
+        named=named_models(settings),
         flags=model_flags,
         environ=environ,
         working=str(Path.cwd()),

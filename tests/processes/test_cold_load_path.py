@@ -102,7 +102,8 @@ def serve(folder: Path) -> None:
     fork_server, trace, socket = ForkServerIsWarm(), Trace(), f"{folder}/router.sock"
     logging.getLogger("router").addHandler(fork_server)
     threading.Thread(target=ask, args=(socket, fork_server.seen, trace), daemon=True).start()
-    sys.argv = ["router", "--host", socket, "--state-dir", f"{folder}/state", "--runtime-dir", f"{folder}/run"]
+    folders = ["--state-dir", f"{folder}/state", "--runtime-dir", f"{folder}/run"]
+    sys.argv = ["router", "--demo", "--host", socket, *folders]
     main()
 
 

@@ -16,13 +16,13 @@ import openai
 import pytest
 import pytest_asyncio
 
+from router.config.settings import DEMO_LIMIT, DEMO_MARGIN
 from tests.processes.forking import parent
 from tests.processes.routers import DEADLINE, ROOT, Router, gone, router
 from tests.tiny import make
 
 MIB = 1 << 20
-SIZES = dict(re.findall(r"^(DEMO_\w+)=(\d+)", (ROOT / "scripts/run.sh").read_text("utf-8"), re.MULTILINE))
-LIMIT, MARGIN = int(SIZES["DEMO_CPU_MIB"]), int(SIZES["DEMO_MARGIN_MIB"])
+LIMIT, MARGIN = DEMO_LIMIT // MIB, DEMO_MARGIN // MIB
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
@@ -30,8 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
 async def demo() -> AsyncIterator[Router]:
     """The built-in models, forked, under a limit that does not hold them all."""
-    sizes = ("--device-limit", f"cpu={LIMIT}", "--models-memory-margin", str(MARGIN))
-    async with router("--fork-server", *sizes) as up:
+    async with router("--fork-server", environ={"ROUTER_DEMO": "on"}) as up:
         await up.says("is warm")
         yield up
 

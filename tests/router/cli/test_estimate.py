@@ -209,7 +209,7 @@ def test_an_estimate_from_the_weights_alone_is_called_a_guess(
 
 
 def test_a_built_in_model_has_an_estimate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = estimate(capsys, "demo-chat", "--state-dir", str(tmp_path))
+    code, said = estimate(capsys, "demo-chat", "--demo", "--state-dir", str(tmp_path))
     assert (code, said["source"], said["fits"], said["downloaded"]) == (0, "static", True, True)
     assert 1 << 20 < said["weights"] < 8 << 20
     assert not (tmp_path / "demo").exists(), "it is shipped"
@@ -344,8 +344,8 @@ def test_check_reports_models_that_no_empty_device_holds(tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["nobody"], 2, "is no model, no folder and no repository (org/name); models are: demo-chat, "),
-        (["demo-cht"], 2, "is no model, no folder and no repository (org/name); did you mean demo-chat?"),
+        (["nobody", "--demo"], 2, "is no model, no folder and no repository (org/name); models are: demo-chat, "),
+        (["demo-cht", "--demo"], 2, "is no model, no folder and no repository (org/name); did you mean demo-chat?"),
         ([""], 2, "is no model, no folder and no repository"),
         ([__file__], 2, "is a file; name the model's folder"),
         (["demo:chta"], 2, "is no built-in model; there are chat, "),

@@ -51,7 +51,11 @@ BAD = "[a]\nmodel = demo:a\nctx-sise = 512\n[b]\n"
         (["--ctx-size", "x"], "--ctx-size: 'x' is not a valid whole number from 0 to 2147483648.\n"),
         (["-np", "0"], "--np: 0 is not in the range 1<=x<=4096.\n"),
         (["--cpu-offload", "4"], "--cpu-offload: cpu-offload is not offered by this version: remove it"),
-        (["-m", "x.gguf"], "-m: names one model; write a section [id] with it in a file for --models-preset"),
+        (["-m", "x.gguf"], "--model: [x.gguf] GGUF needs the llama-server engine, which this version does not offer;"),
+        (["./gone"], '--model: [gone] "./gone" is neither a folder ('),
+        (["-hf", "a/b-GGUF:Q4_K_M"], "--hf-repo: [a/b-GGUF:Q4_K_M] GGUF needs the llama-server engine"),
+        (["a/b", "c/d", "--alias", "x"], "--alias: is for one model, and 2 are named at start; name one alone, or"),
+        (["--demo", "a/b"], "--demo: models are named as well, and the demo models are not served beside others"),
         (["--default-model", "gpt-5"], '--default-model: there is no model "gpt-5"\n'),
         (["--models-preset", "/"], "/: is a folder; give it as --models-dir, or name an INI file\n"),
         (["--models-dir", "/dev/null"], "/dev/null: is a file; give it as --models-preset, or name a folder"),
@@ -95,7 +99,8 @@ def test_garbage_collection_is_enabled_again_after_a_failed_start(
         (["--log-file", "x"], "--log-file is not offered by this version; remove it."),
         (["--cluster", "auto"], "--cluster is not offered by this version; remove it."),
         (["--port"], "Option '--port' requires an argument."),
-        (["chek"], "No such command 'chek'."),
+        (["chek"], '"chek" is no command, no folder and no repository (org/name). Did you mean check?'),
+        (["nobody"], '"nobody" is no command, no folder and no repository (org/name). router --help lists'),
         (["--port", "1", "estimate", "x"], "--port does not belong to `estimate`."),
         (["estimate", "x", "--port", "1"], "--port does not belong to `estimate`."),
         (["estimate", "x", "--no-models-watch"], "--no-models-watch does not belong to `estimate`."),
@@ -162,9 +167,10 @@ def test_check_shows_which_presets_share_a_worker(capsys: pytest.CaptureFixture[
 
 
 def test_check_without_a_file_reads_the_same_presets_as_serve(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "check")
-    assert code == 0
-    assert "demo-chat" in out
+    assert run(capsys, "check", "--demo")[1].startswith("5 models, no fault: demo-chat ")
+    assert run(capsys, "check", "-m", "org/a", "-hf", "org/b", "--model_path", "demo:c") == (
+        0, "3 models, no fault: org/a demo-c org/b\n", ""
+    )  # fmt: skip
 
 
 def test_check_reads_the_very_command_line_that_would_serve(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -292,4 +298,4 @@ def test_an_interrupted_start_is_reported_in_one_line(tmp_path: Path) -> None:
 
 def test_every_spelling_of_a_key_is_a_flag() -> None:
     known = {name for _, (name, _) in cli._MODELS.items()}
-    assert known == set(preset_keys.WORDS) - {"queue-size"}
+    assert known == set(preset_keys.WORDS) - settings.SPELLINGS

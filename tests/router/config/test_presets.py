@@ -392,7 +392,7 @@ def test_a_key_of_one_model_is_rejected_in_the_defaults_and_as_a_flag(line: str)
     (problem,) = complaints(f"[*]\n{line}\n[m]\nmodel = demo:a")
     assert problem == f"models.ini:2: [*] {key}: names one model, so it cannot stand in [*]; write it into [id]"
     (problem,) = complaints("[m]\nmodel = demo:a", flags={key: value})
-    assert problem.startswith(f"--{key}: names one model; write a section [id]")
+    assert problem.startswith(f"--{key}: is for one model, and none is named at start; name one alone, or write a")
 
 
 # Precedence
@@ -432,10 +432,11 @@ def test_variables_of_the_router_itself_are_left_to_it() -> None:
 
 
 def test_unknown_variables_and_those_of_one_model_cause_a_warning() -> None:
-    environ = {"ROUTER_CTX_SISE": "1", "ROUTER_PARALLEL": "", "LLAMA_ARG_MODEL": "/m", "OPTION_FOO": "1", "PATH": "/"}
+    environ = {"ROUTER_CTX_SISE": "1", "ROUTER_PARALLEL": "", "LLAMA_ARG_ALIAS": "x", "OPTION_FOO": "1", "PATH": "/"}
     assert warnings("[m]\nmodel = demo:a", environ=environ) == [
         'ROUTER_CTX_SISE: is not a variable of this router; did you mean "ROUTER_CTX_SIZE"?',
-        "LLAMA_ARG_MODEL: names one model, so it is not read; write a section in a file for --models-preset",
+        "LLAMA_ARG_ALIAS: is for one model, and none is named at start, so it is not read; write a section in a file"
+        " for --models-preset",
     ]
 
 
@@ -582,10 +583,11 @@ def test_every_key_has_a_field_that_exists() -> None:
     assert fields == {key.field for key in KEYS if key.field} | read_by_the_loader
 
 
-def test_only_queue_size_is_a_key_and_an_option_of_the_router() -> None:
-    from router.config.settings import BY_FLAG, LATER
+def test_only_queue_size_and_names_of_models_are_keys_and_options_of_the_router() -> None:
+    from router.config.settings import LATER, SPELLINGS
 
-    assert set(preset_keys.WORDS) & {*BY_FLAG, *LATER} == {"queue-size"}
+    names = {"model", "m", "model-path", "model-id", "hf-repo", "hf", "hfr"}
+    assert set(preset_keys.WORDS) & {*SPELLINGS, *LATER} == {"queue-size", *names}
 
 
 def test_the_built_in_models_are_those_that_a_worker_makes() -> None:

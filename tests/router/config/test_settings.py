@@ -41,7 +41,7 @@ def complaints(given: dict[str, str], environ: dict[str, str] | None = None) -> 
 
 def test_each_option_is_written_once_and_has_its_field() -> None:
     fields = {field.name for field in dataclasses.fields(Settings)}
-    assert fields == {option.field for option in OPTIONS} | {"hub_cache"}
+    assert fields == {option.field for option in OPTIONS} | {"hub_cache", "origins"}
     assert len(BY_VARIABLE) == sum(len(option.variables) for option in OPTIONS)
     assert {option.group for option in OPTIONS} == set(GROUPS)
 

@@ -222,8 +222,9 @@ def test_a_second_read_finds_changes(tmp_path: Path) -> None:
     assert str(broken.problems[0]) == f'{path}:2: [b] unknown key "modle"; did you mean "model"?'
 
 
-def test_without_presets_the_built_in_models_are_listed() -> None:
-    loaded = read()
+def test_the_built_in_models_are_listed_where_they_are_asked_for() -> None:
+    assert not read().presets
+    loaded = read(demo="on")
     assert lines(loaded) == ([], [])
     assert list(loaded.presets) == ["demo-chat", "demo-embed", "demo-a", "demo-b", "demo-c"]
     assert loaded.presets["demo-embed"].pooling == "mean"
@@ -232,14 +233,37 @@ def test_without_presets_the_built_in_models_are_listed() -> None:
     assert demo_preset().is_file()
 
 
+def test_a_model_named_at_start_is_listed_alone_unless_the_cache_is_asked_for(tmp_path: Path) -> None:
+    cached(tmp_path, "org/name")
+    cache = str(tmp_path)
+    assert list(read(cache=cache).presets) == ["org/name"]
+    assert list(read(cache=cache, model="org/other,org/third:v1").presets) == ["org/other", "org/third:v1"]
+    assert list(read(cache=cache, hf_repo="org/other", models_cache="on").presets) == ["org/other", "org/name"]
+    assert {preset.source for preset in read(cache=cache, demo="on").presets.values()} == {"preset"}
+
+
+def test_the_demo_models_are_never_served_beside_a_named_model(tmp_path: Path) -> None:
+    file = tmp_path / "m.ini"
+    file.write_text("[a]\nmodel = org/a\n")
+    snapshot(tmp_path / "dir" / "b")
+    for flags in ({"model": "org/a"}, {"hf-repo": "org/a"}, {"models-preset": str(file)},
+                  {"models-dir": f"{tmp_path}/dir"}):  # fmt: skip
+        found, problems = parse(flags, {"ROUTER_DEMO": "on"})
+        loaded = load_catalogue(found, {}, {})
+        assert (problems, loaded.problems, found.device_limit) == ((), (), {})
+        assert [preset.demo for preset in loaded.presets.values()] == [""]
+        (problem,) = parse(flags | {"demo": "on"}, {})[1]
+        assert str(problem).startswith("--demo: models are named as well")
+
+
 def test_the_reference_can_be_served_as_it_is() -> None:
     path = Path(__file__).parents[3] / "config" / "models.ini"
     assert lines(read(models_preset=str(path), strict_presets="on")) == ([], [])
 
 
 def test_a_default_model_must_exist() -> None:
-    assert read(default_model="chat").presets
-    assert lines(read(default_model="demo-chta"))[0] == [
+    assert read(demo="on", default_model="chat").presets
+    assert lines(read(demo="on", default_model="demo-chta"))[0] == [
         '--default-model: there is no model "demo-chta"; did you mean "demo-chat"?'
     ]
 

@@ -1,0 +1,71 @@
+"""Models named at start: `router org/name`, `router -m DIR`, `router -hf org/name:revision`.
+
+Each becomes a section like those of a preset file, with `load-on-startup = on`. Pure functions.
+"""
+
+import posixpath
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from router.config import ini
+from router.config.precedence import DiskReader
+from router.config.settings import BY_FLAG, Settings
+
+_REPO_FOLDER = re.compile(r"models--(.+)")  # of a repository in the hub cache, above snapshots/COMMIT
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._:@+-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """One model as the user wrote it."""
+
+    key: str  # `model`, or `hf-repo` for a repository that must not be read as a folder
+    text: str
+    origin: str  # the flag or variable
+
+
+def named_models(settings: Settings) -> tuple[NamedModel, ...]:
+    """The models that flags and variables name."""
+    return tuple(
+        NamedModel(key, text, settings.origins.get(key, f"--{key}"))
+        for key in ("model", "hf-repo")
+        for text in getattr(settings, BY_FLAG[key].field)
+    )
+
+
+def sections(
+    named: Sequence[NamedModel], *, working: str, disk: DiskReader, taken: Iterable[str]
+) -> tuple[ini.Section, ...]:
+    """One section per named model. Ids differ from each other and from the names in `taken`, in any case of letters."""
+    used, found = {name.casefold() for name in taken}, []
+    for model in named:
+        id = next(id for id in _ids(model, working, disk) if id.casefold() not in used)
+        used.add(id.casefold())
+        entries = (ini.Entry(model.key, model.text, 0), ini.Entry("load-on-startup", "on", 0))
+        found.append(ini.Section(id, 0, entries, file=model.origin))
+    return tuple(found)
+
+
+def _ids(model: NamedModel, working: str, disk: DiskReader) -> Iterator[str]:
+    """Ids for a model, the preferred one first: `org/name`, or the name of the folder, or with the folder above it."""
+    path = posixpath.normpath(posixpath.join(working, model.text))
+    if model.text.startswith("demo:"):
+        ids = [model.text.replace(":", "-")]
+    elif ini.is_name(model.text) and (model.key == "hf-repo" or not disk.kind(path)):
+        ids = [model.text]
+    else:
+        parts = path.split("/")
+        cached = _REPO_FOLDER.fullmatch(parts[-3]) if len(parts) > 3 and parts[-2] == "snapshots" else None
+        names = [_cleaned(part) for part in ([cached[1].replace("--", "/")] if cached else parts[-2:])]
+        ids = [names[-1] or "model", "/".join(filter(None, names))]
+    yield from ids
+    number = 2
+    while True:
+        yield f"{ids[0]}-{number}"
+        number += 1
+
+
+def _cleaned(name: str) -> str:
+    """A folder's name as (part of) a model's name."""
+    return "/".join(_NOT_IN_NAMES.sub("-", part).lstrip("._:@+-")[:90] for part in name.split("/"))

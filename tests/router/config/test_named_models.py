@@ -1,0 +1,101 @@
+"""Models named at start: names on the command line become presets that are loaded at start."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from router.config import settings
+from router.config.named_models import named_models
+from router.config.presets import Preset
+from router.config.resolve import FoundModel, LoadedPresets, load
+from tests.router.preset_texts import Disk
+
+FOLDERS = ("/home/me/llama", "/home/me/a/llama", "/home/me/b/llama", "/x y/-odd (1)", "/home/me/org/name")
+CACHED = "/hub/models--org--cached/snapshots/0123456789abcdef"
+
+
+def start(
+    flags: Mapping[str, str], *, text: str = "", environ: Mapping[str, str] | None = None, **models: str
+) -> LoadedPresets:
+    """The presets of a router with these flags, in /home/me."""
+    parsed, problems = settings.parse(flags, environ or {})
+    assert not problems
+    disk = Disk(*(f"{folder}/config.json" for folder in (*FOLDERS, CACHED)))
+    found = [FoundModel("org/name", "cache", repo="org/name")]
+    return load(
+        text, file="models.ini", folder="/home/me", disk=disk, named=named_models(parsed), environ=environ or {},
+        flags={name.replace("_", "-"): value for name, value in models.items()}, working="/home/me",
+        found=found if parsed.lists_cache else [],
+    )  # fmt: skip
+
+
+def ids(**flags: str) -> list[str]:
+    return list(start({name.replace("_", "-"): value for name, value in flags.items()}).presets)
+
+
+def test_ids_are_folder_names_or_names_of_repositories() -> None:
+    assert ids(model="llama") == ids(model="./llama") == ids(model="/home/me/llama/") == ["llama"]
+    assert ids(model="meta/llama-3") == ids(hf_repo="meta/llama-3") == ["meta/llama-3"]
+    assert ids(hf_repo="meta/llama-3:v1") == ["meta/llama-3:v1"]
+    assert ids(model="org/name") == ["name"], "a folder"
+    assert ids(hf_repo="org/name") == ["org/name"], "a repository, although there is a folder of this name"
+    assert ids(model="demo:chat") == ["demo-chat"]
+    assert ids(model="/x y/-odd (1)") == ["odd-1-"]
+    assert ids(model=CACHED) == ["org/cached"]
+
+
+def test_ids_are_unique() -> None:
+    assert ids(model="llama,a/llama,b/llama,./llama") == ["llama", "a/llama", "b/llama", "me/llama"]
+    assert ids(model="llama,./llama,/home/me/llama") == ["llama", "me/llama", "llama-2"]
+    assert ids(model="a/llama,x/LLAMA,y/llama") == ["llama", "x/LLAMA", "y/llama"]
+    loaded = start({"model": "llama"}, text="[LLAMA]\nmodel = org/other\n")
+    assert {id: preset.path or preset.repo for id, preset in loaded.presets.items()} == {
+        "me/llama": "/home/me/llama",
+        "LLAMA": "org/other",
+    }
+
+
+def test_named_models_are_loaded_at_start_and_others_are_not() -> None:
+    loaded = start({"model": "llama"}, text="[other]\nmodel = org/other\n")
+    assert {id: preset.load_on_startup for id, preset in loaded.presets.items()} == {"llama": True, "other": False}
+    assert not start({"model": "llama"}, load_on_startup="off").presets["llama"].load_on_startup
+
+
+def test_flags_and_defaults_of_a_file_apply_to_named_models() -> None:
+    loaded = start({"model": "llama,org/x"}, text="[*]\nctx-size = 1\nparallel = 2\n", ctx_size="512")
+    assert [(preset.ctx_size, preset.parallel) for preset in loaded.presets.values()] == [(512, 2)] * 2
+
+
+def test_keys_of_one_model_apply_to_the_one_that_is_named_and_to_no_other() -> None:
+    environ = {"HF_REVISION": "v1", "LLAMA_ARG_ALIAS": "weaker"}
+    loaded = start({"hf-repo": "org/x"}, text="[other]\nmodel = org/other\n", environ=environ, alias="gpt,mini")
+    x, other = loaded.presets["org/x"], loaded.presets["other"]
+    assert (x.aliases, x.revision) == (("gpt", "mini"), "v1")
+    assert (other.aliases, other.revision) == ((), "main")
+    assert not loaded.warnings
+    (problem,) = start({"model": "llama,org/x"}, alias="gpt").problems
+    assert str(problem).startswith("--alias: is for one model, and 2 are named at start")
+    (warning,) = start({"model": "llama,org/x"}, environ={"HF_REVISION": "v1"}).warnings
+    assert str(warning).startswith("HF_REVISION: is for one model, and 2 are named at start, so it is not read")
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "line"),
+    [
+        ({"model": "gone"}, {}, '--model: [gone] "gone" is neither a folder (/home/me/gone) nor org/name'),
+        ({}, {"LLAMA_ARG_MODEL": "gone"}, 'LLAMA_ARG_MODEL: [gone] "gone" is neither a folder (/home/me/gone) nor'),
+        ({"hf-repo": "/x"}, {}, '--hf-repo: [x] "/x" is not org/name'),
+        ({"hf-repo": "a/b:v1"}, {"HF_REVISION": "v2"}, "HF_REVISION: a revision stands in --hf-repo already; remove"),
+        ({"model": "llama"}, {"HF_REVISION": "v2"}, "HF_REVISION: revision belongs to a repository of the hub, and"),
+    ],
+)
+def test_a_name_without_a_model_is_refused_where_it_was_given(
+    flags: dict[str, str], environ: dict[str, str], line: str
+) -> None:
+    loaded = start(flags, environ=environ)
+    assert [str(problem)[: len(line)] for problem in loaded.problems] == [line]
+
+
+def test_a_named_model_has_the_origin_of_its_name() -> None:
+    preset: Preset = start({}, environ={"LLAMA_ARG_HF_REPO": "org/x"}).presets["org/x"]
+    assert preset.origins == {"hf-repo": "LLAMA_ARG_HF_REPO", "load-on-startup": "LLAMA_ARG_HF_REPO"}
