@@ -94,7 +94,7 @@ class HubModels:
         settings = self.registry.settings
         if settings.offline:
             raise BadRequest(f"{text} cannot be fetched: the router was started with --offline", param="model")
-        if not settings.models_cache:
+        if settings.models_cache is False:
             raise BadRequest(
                 f"{text} would not be listed: the router was started with --no-models-cache; name it in a preset",
                 param="model",
