@@ -1,12 +1,15 @@
 """Bounds of what a request costs before it is admitted: prompts that are too long, and bodies in progress."""
 
 import asyncio
+import functools
 import re
 from typing import Any
 
 import pytest
 from aiohttp.test_utils import make_mocked_request
+from transformers import PreTrainedTokenizerFast
 
+from tests import tiny
 from tests.worker.chatting import model
 from tests.worker.fake_engine import FakeEngine
 from tests.worker.serving import chat, serving, tokenizer
@@ -23,6 +26,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "/v1/completions, a suffix": {"prompt": LONG, "suffix": "b"},
     "/completion": {"prompt": LONG},
     "/completion, an object": {"prompt": {"prompt_string": LONG}},
+    "/infill": {"input_prefix": LONG, "input_suffix": "b"},
+    "/infill, the suffix": {"input_prefix": "a", "input_suffix": LONG},
+    "/infill, the prompt": {"input_prefix": "a", "input_suffix": "b", "prompt": LONG},
+    "/infill, a file": {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": LONG}]},
     "/v1/chat/completions": chat(LONG),
     "/v1/chat/completions, parts": {"messages": [{"role": "user", "content": PARTS}]},
     "/v1/chat/completions, messages": {"messages": [{"role": "user", "content": LONG[:1000]}] * 800},
@@ -50,10 +57,20 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+@functools.cache
+def coder() -> PreTrainedTokenizerFast:
+    """A tokenizer with fill-in-the-middle tokens, none of which is longer than its longest token."""
+    made = tiny.make_tokenizer("llama")
+    made.add_special_tokens({"additional_special_tokens": ["<PRE>", "<SUF>", "<MID>"]})
+    return made
+
+
 @pytest.mark.parametrize("call", CALLS)
 async def test_a_prompt_that_cannot_fit_is_rejected_by_its_length(call: str) -> None:
     path = call.partition(",")[0]
-    engine = FakeEngine(tokenizer(), capabilities=("completion", "embedding", "rerank"))
+    engine = FakeEngine(
+        coder() if path == "/infill" else tokenizer(), capabilities=("completion", "embedding", "rerank")
+    )
     async with serving(engine) as world:
         status, _, answer = await world.post(path, CALLS[call])
     assert status == 400, answer
