@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import queue
 import re
 import threading
 import time
@@ -16,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests import tiny
 from tests.worker.fake_engine import FakeEngine
@@ -36,15 +39,20 @@ from worker.api.served_model import ServedModel
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.sample.grammar import (
     ANSWER_SECONDS,
+    ASIDE_SECONDS,
+    COMPILE_SECONDS,
+    KEPT_SECONDS,
     MASK_SECONDS,
+    MAX_ASIDE,
     MAX_COMPILED,
     TOKEN_SECONDS,
     GrammarMatcher,
     Grammars,
+    MaskBudget,
     Masks,
 )
 from worker.engines.transformers.sample.sampler import RowSampling, TokenMasks, mask_bias, sample
-from worker.engines.transformers.sample.work_thread import WorkThread
+from worker.engines.transformers.sample.work_thread import Clock, WorkThread
 from worker.engines.transformers.schedule.scheduler import Batch
 from worker.errors import InvalidValue, SequenceFailed, UnsupportedByModel
 from worker.interface import Grammar, SamplingParams
@@ -381,6 +389,61 @@ def test_one_mask_that_takes_too_long_leaves_those_of_the_other_rows() -> None:
     thread.close()
 
 
+@given(st.lists(st.floats(0.0, 3 * MASK_SECONDS), min_size=1, max_size=70))
+def test_the_masks_of_a_step_have_a_bound_together_and_a_row_within_its_share_never_fails(needs: list[float]) -> None:
+    budget = MaskBudget(len(needs))
+    total = 0.0
+    for seconds in needs:
+        taken = min(seconds, budget.limit)  # a row that takes longer is given up
+        total += taken
+        assert budget.spend(taken)
+        assert seconds == taken or seconds > MASK_SECONDS / len(needs)
+    assert total <= 2 * MASK_SECONDS + 1e-9
+
+
+class CountedClock:
+    """A clock of CPU time that is moved by the work of tests, the same for all threads."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> Clock:
+        return lambda: self.seconds
+
+
+class CountedMatcher(GrammarMatcher):
+    """A matcher whose mask takes `seconds` of a clock, and does not end before `released` if it is given."""
+
+    def __init__(self, clock: CountedClock, seconds: float, released: threading.Event | None):
+        unused: Any = None
+        super().__init__(unused, "ebnf")
+        self.clock, self.seconds, self.released = clock, seconds, released
+
+    def fill(self, row: Any) -> None:
+        row[:] = 1
+        self.clock.seconds += self.seconds
+        if self.released is not None:
+            self.released.wait(DEADLINE)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_several_slow_grammars_in_one_step_fail_and_the_others_do_not(ends: bool) -> None:
+    """Eight rows have a share of 0.025 s each, and may take the first 0.2 s as they come."""
+    slow = [False, False, True, False, True, False, False, True]
+    seconds = [0.01, 0.15, 0.10, 0.02, 0.03, 0.02, 0.001, 9.0]
+    clock, released = CountedClock(), threading.Event()
+    thread = WorkThread("masks", clock)
+    rows = [
+        CountedMatcher(clock, *row)
+        for row in zip(seconds, [None if ends or not is_slow else released for is_slow in slow], strict=True)
+    ]
+    masks = Masks(thread, rows, 4).result(DEADLINE)
+    released.set()
+    assert [row._is_slow for row in rows] == slow
+    assert masks.tolist() == [[0 if is_slow else 1] * 4 for is_slow in slow]
+    thread.close()
+
+
 def optional(count: int) -> str:
     return "root ::= " + " ".join(f'"{number:x}"?' for number in range(count))
 
@@ -433,6 +496,64 @@ async def test_a_grammar_that_takes_too_long_to_compile_is_given_up_and_its_erro
         grammars.matcher(heavy)
     release.set()
     grammars.close()
+
+
+class CountedGrammars(Grammars):
+    """Grammars that take some time of a clock to compile. A grammar of the text "slow..." does not end before
+    `released`."""
+
+    def __init__(self, clock: CountedClock, seconds: float):
+        super().__init__(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512, clock_of_thread=clock)
+        self.clock, self.seconds = clock, seconds
+        self.released = threading.Event()
+        self.begun: queue.Queue[str] = queue.Queue()
+
+    def _compile(self, grammar: Grammar) -> GrammarMatcher:
+        self.clock.seconds += self.seconds
+        self.begun.put(grammar.text)
+        if grammar.text.startswith("slow"):
+            self.released.wait(DEADLINE)
+        return super()._compile(grammar)
+
+
+async def test_a_slow_compilation_steps_aside_for_the_grammars_behind_it() -> None:
+    grammars = CountedGrammars(CountedClock(), ASIDE_SECONDS + 0.01)
+    slow = asyncio.create_task(grammars.compiled(Grammar("regex", "slow")))
+    await asyncio.to_thread(grammars.begun.get, timeout=DEADLINE)
+    assert (await grammars.compiled(Grammar("regex", "a"))).failure == ""
+    assert not slow.done()
+    grammars.released.set()
+    assert (await slow).failure == "", "it goes on"
+    grammars.close()
+
+
+async def test_few_slow_compilations_run_aside_even_if_their_clients_disconnect() -> None:
+    grammars = CountedGrammars(CountedClock(), ASIDE_SECONDS + 0.01)
+    for number in range(MAX_ASIDE + 1):
+        slow = asyncio.create_task(grammars.compiled(Grammar("regex", f"slow{number}")))
+        await asyncio.to_thread(grammars.begun.get, timeout=DEADLINE)
+        slow.cancel()
+    short = asyncio.create_task(grammars.compiled(Grammar("regex", "a")))
+    assert not (await asyncio.wait({short}, timeout=0.2))[0], "too many are aside"
+    grammars.clock.seconds += COMPILE_SECONDS
+    assert (await short).failure == "", "the slow one has exceeded its time"
+    grammars.released.set()
+    grammars.close()
+
+
+def test_compiled_grammars_that_took_long_are_kept_for_a_limited_time_together() -> None:
+    grammars = CountedGrammars(CountedClock(), 0.4 * KEPT_SECONDS)
+    for text in ("a", "b", "a", "c", "b", "a"):
+        grammars.matcher(Grammar("regex", text))
+    assert list(grammars.begun.queue) == ["a", "b", "c", "b", "a"], "two of them fit"
+    for text in ("(", "(", "b", "a"):
+        with contextlib.suppress(InvalidValue):
+            grammars.matcher(Grammar("regex", text))
+    assert list(grammars.begun.queue)[5:] == ["("], "an error takes no memory"
+    grammars.seconds = 9 * KEPT_SECONDS
+    for text in ("d", "d"):
+        grammars.matcher(Grammar("regex", text))
+    assert list(grammars.begun.queue)[6:] == ["d"], "the last one is kept in any case"
 
 
 def test_compiled_grammars_are_kept_but_not_without_bound(folder: Path) -> None:

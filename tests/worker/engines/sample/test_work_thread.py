@@ -1,4 +1,4 @@
-"""The thread of calls that can be given up."""
+"""The thread of calls of which a slow one can step aside."""
 
 import functools
 import threading
@@ -25,7 +25,7 @@ def test_jobs_run_in_their_order_in_one_thread() -> None:
     thread.close()
 
 
-def test_the_jobs_behind_one_that_is_given_up_run_in_another_thread() -> None:
+def test_the_jobs_behind_one_that_is_stepped_aside_run_in_another_thread() -> None:
     thread = WorkThread("jobs")
     begun, release = threading.Event(), threading.Event()
 
@@ -38,12 +38,12 @@ def test_the_jobs_behind_one_that_is_given_up_run_in_another_thread() -> None:
     behind = thread.submit(lambda: "result")
     assert begun.wait(DEADLINE)
     assert not behind.future.done()
-    thread.give_up(stuck)
+    thread.step_aside(stuck)
     assert behind.future.result(DEADLINE) == "result"
     release.set()
     assert stuck.future.result(DEADLINE) == "late"
-    # the thread of the job that was given up takes no further one
-    thread.give_up(stuck)
+    # the thread of the job that stepped aside takes no further one
+    thread.step_aside(stuck)
     assert thread.submit(lambda: "next").future.result(DEADLINE) == "next"
     thread.close()
 

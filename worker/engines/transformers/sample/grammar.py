@@ -8,12 +8,14 @@ the interpreter lock meanwhile. 16 rows of 151,936 tokens take 0.6 ms on one cor
 A grammar comes from a client, and some take a second per token. So its work is bounded, in CPU time:
 
 * Compiling: by the size of the text and of the grammar, and by COMPILE_SECONDS. Long texts are compiled on a thread of
-  their own, so that they do not delay short ones.
-* Masks: by MASK_SECONDS for one mask, and by a credit for all masks of a sequence: ANSWER_SECONDS, and TOKEN_SECONDS
-  more with each token.
+  their own, so that they do not delay short ones. A compilation that takes more than ASIDE_SECONDS steps aside for the
+  ones behind it.
+* Masks: by `MaskBudget` for all masks of a step, and by a credit for all masks of a sequence: ANSWER_SECONDS, and
+  TOKEN_SECONDS more with each token.
 
 A sequence whose grammar exceeds them ends with an error of its own. So it delays the other sequences of its batch by at
-most ANSWER_SECONDS + MASK_SECONDS in all, and TOKEN_SECONDS a token.
+most ANSWER_SECONDS + MASK_SECONDS in all, and TOKEN_SECONDS a token. All sequences together delay a step by at most
+2 * MASK_SECONDS.
 """
 
 import asyncio
@@ -22,7 +24,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +32,7 @@ from numpy.typing import NDArray
 
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.device.cuda_errors import one_line
-from worker.engines.transformers.sample.work_thread import Job, WorkThread
+from worker.engines.transformers.sample.work_thread import Clock, Job, WorkThread, thread_clock
 from worker.errors import InvalidValue, RequestError, SequenceFailed, UnsupportedByModel
 from worker.interface import JSON_WHITESPACE, Grammar
 from worker.protocol.memory import GRAMMAR_BYTES, GRAMMAR_ENTRY_BYTES
@@ -40,11 +42,18 @@ if TYPE_CHECKING:
 
 Bits = NDArray[np.uint8]  # one bit per token: bit `i % 8` of byte `i // 8` is that of token i
 MAX_COMPILED = 32  # compiled grammars in the LRU cache; that of a usual schema takes about a megabyte. A guess
+# CPU time that all compiled grammars in the LRU cache took. Memory grows with it: `(a{1000}){500}` takes 0.6 s and
+# 200 MB, and a schema of 3,000 properties 0.4 s and 10 MB (llguidance 1.9).
+KEPT_SECONDS = 1.0
 MAX_TEXT = 1 << 18  # characters of a grammar, to bound the work of one request
 LONG_TEXT = 1 << 13  # characters of a grammar that is compiled on the thread for long ones
 # Symbols of a grammar. llguidance compiles 50,000 in half a second, and fails from 65,525 alternatives and options on.
 MAX_SYMBOLS = 100_000
+# llguidance's measure of work for regular expressions. 500 integers with ranges need less; its default is 1,000,000.
+MAX_LEXER_FUEL = 500_000
 COMPILE_SECONDS = 10.0
+ASIDE_SECONDS = 0.25
+MAX_ASIDE = 2  # compilations that go on aside at once, to bound their memory and the cores that they take
 MASK_SECONDS = 0.2
 ANSWER_SECONDS = 0.5
 TOKEN_SECONDS = 0.01
@@ -134,29 +143,67 @@ class GrammarMatcher:
         return _message(self._matcher.get_error()) if self._matcher.is_error() else ""
 
 
+class MaskBudget:
+    """The CPU time of all masks of one step.
+
+    As long as some of MASK_SECONDS is left, a row may take all of that. Afterwards each row may take its equal share of
+    MASK_SECONDS once more. So a row within its share never fails because of other rows, and all rows together take at
+    most 2 * MASK_SECONDS.
+    """
+
+    def __init__(self, rows: int):
+        self._left, self._share = MASK_SECONDS, MASK_SECONDS / rows
+
+    @property
+    def limit(self) -> float:
+        """Seconds that the next row may take."""
+        return max(self._left, self._share)
+
+    def spend(self, seconds: float) -> bool:
+        """Count the time of a row. Return False if the row took too long."""
+        is_within = seconds <= self.limit
+        self._left -= seconds
+        return is_within
+
+
 class _Rows:
     """The rows of masks that one job computes, one after the other."""
 
-    def __init__(self, matchers: Sequence[GrammarMatcher], bits: Bits):
-        self._matchers, self._bits = matchers, bits
+    def __init__(
+        self,
+        matchers: Sequence[GrammarMatcher],
+        bits: Bits,
+        budget: MaskBudget,
+        clock_of_thread: Callable[[], Clock],
+    ):
+        self._matchers, self._bits, self._budget = matchers, bits, budget
+        self._clock_of_thread = clock_of_thread
         self._lock = threading.Lock()
-        self._row, self._row_begun = -1, 0.0  # the row in progress, and the job's CPU seconds when it began
+        self._row, self._row_begun = 0, 0.0  # the row in progress, and the job's CPU seconds when it began
         self._is_given_up = False
 
     def compute(self) -> None:
-        begun = time.thread_time()
+        clock = self._clock_of_thread()
+        begun = clock()
         for row, matcher in enumerate(self._matchers):
+            matcher.fill(self._bits[row])
+            now = clock() - begun
             with self._lock:
                 if self._is_given_up:
                     return
-                self._row, self._row_begun = row, time.thread_time() - begun
-            matcher.fill(self._bits[row])
+                is_within = self._budget.spend(now - self._row_begun)
+                self._row, self._row_begun = row + 1, now
+            if not is_within:
+                matcher.give_up()
+                self._bits[row] = 0
 
     def give_up_slow(self, job: Job[None]) -> int | None:
-        """Return the row in progress and stop after it, if it has taken more than MASK_SECONDS. Otherwise None."""
+        """Return the row in progress and stop after it, if it has taken too long. Otherwise None."""
         with self._lock:
-            if job.cpu_seconds - self._row_begun <= MASK_SECONDS:
+            taken = job.cpu_seconds - self._row_begun
+            if taken <= self._budget.limit or self._row == len(self._matchers):
                 return None
+            self._budget.spend(taken)
             self._is_given_up = True
             return self._row
 
@@ -166,23 +213,24 @@ class Masks:
 
     def __init__(self, thread: WorkThread, matchers: Sequence[GrammarMatcher], width: int):
         self._thread, self._matchers, self._width = thread, matchers, width
+        self._budget = MaskBudget(len(matchers))
         self._begun = self._begin(matchers)
 
     def _begin(self, matchers: Sequence[GrammarMatcher]) -> tuple[Bits, _Rows, Job[None]]:
         bits = np.zeros((len(matchers), self._width), np.uint8)
-        rows = _Rows(matchers, bits)
+        rows = _Rows(matchers, bits, self._budget, self._thread.clock_of_thread)
         return bits, rows, self._thread.submit(rows.compute)
 
     def result(self, timeout: float | None = None) -> Bits:
-        """Wait for the masks, uint8 `[matchers, bytes]`. A row that takes more than MASK_SECONDS is zero, and its
-        matcher fails from then on. `timeout`: seconds until TimeoutError, None for none."""
+        """Wait for the masks, uint8 `[matchers, bytes]`. A row that exceeds the budget is zero, and its matcher fails
+        from then on. `timeout`: seconds until TimeoutError, None for none."""
         done: list[Bits] = []
         left = self._matchers
         end = None if timeout is None else time.monotonic() + timeout
         bits, rows, job = self._begun
         while True:
             try:
-                job.future.result(_POLL_INTERVAL)
+                job.future.result(min(_POLL_INTERVAL, MASK_SECONDS / len(self._matchers)))
                 return np.concatenate([*done, bits]) if done else bits
             except TimeoutError:
                 if end is not None and time.monotonic() > end:
@@ -190,7 +238,7 @@ class Masks:
                 slow = rows.give_up_slow(job)
             if slow is not None:
                 left[slow].give_up()
-                self._thread.give_up(job)
+                self._thread.step_aside(job)
                 # The slow call may still write to its own row, so this row becomes a new one.
                 done += [bits[:slow].copy(), np.zeros((1, self._width), np.uint8)]
                 left = left[slow + 1 :]
@@ -207,19 +255,24 @@ class Grammars:
         ends: Collection[int],
         vocab_size: int,
         compile_seconds: float = COMPILE_SECONDS,
+        clock_of_thread: Callable[[], Clock] = thread_clock,
     ):
         """`ends`: tokens that end an answer; `vocab_size`: width of the model's logits; `compile_seconds`: CPU time
-        that one grammar may take."""
-        self._compile_seconds = compile_seconds
+        that one grammar may take; `clock_of_thread`: as of WorkThread."""
+        self._compile_seconds, self._clock_of_thread = compile_seconds, clock_of_thread
         self._tokenizer = tokenizer
         self._ends = sorted(ends)
         self._vocab_size = vocab_size
         self._lock = threading.Lock()  # of the two below
-        self._compiled: OrderedDict[Grammar, GrammarMatcher | InvalidValue] = OrderedDict()
+        # Each with the CPU time that it took; 0.0 for an error, which takes no memory.
+        self._compiled: OrderedDict[Grammar, tuple[GrammarMatcher | InvalidValue, float]] = OrderedDict()
         self._environment: LLTokenizer | None = None
         self._building = threading.Lock()
-        self._mask_thread = WorkThread("grammar")
-        self._compilers = WorkThread("grammar-compiler"), WorkThread("grammar-compiler-long")
+        self._mask_thread = WorkThread("grammar", clock_of_thread)
+        self._compilers = tuple(
+            WorkThread(name, clock_of_thread) for name in ("grammar-compiler", "grammar-compiler-long")
+        )
+        self._aside = threading.Semaphore(MAX_ASIDE)
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
         """A matcher at the beginning of a text. Blocks while it compiles. From any thread.
@@ -227,26 +280,35 @@ class Grammars:
         Raises InvalidValue with the grammar's field, UnsupportedByModel for a tokenizer that llguidance cannot read.
         """
         with self._lock:
-            found = self._compiled.get(grammar)
+            found, _ = self._compiled.get(grammar, (None, 0.0))
             if found is not None:
                 self._compiled.move_to_end(grammar)
         if found is None:
+            clock = self._clock_of_thread()
+            begun = clock()
             try:
                 found = self._compile(grammar)
             except InvalidValue as error:
                 found = error
-            self._keep(grammar, found)
+            self._keep(grammar, found, 0.0 if isinstance(found, InvalidValue) else clock() - begun)
         if isinstance(found, InvalidValue):
             raise InvalidValue(found.message, param=found.param)  # a new one: the caller may change it
         return found.copy()
 
-    def _keep(self, grammar: Grammar, compiled: GrammarMatcher | InvalidValue) -> None:
-        """Keep a compiled grammar, or the error, so that a repeated request does not cost the same time again."""
+    def _keep(self, grammar: Grammar, compiled: GrammarMatcher | InvalidValue, seconds: float = 0.0) -> None:
+        """Keep a compiled grammar, or the error, so that a repeated request does not cost the same time again.
+
+        `seconds`: the CPU time that it took. The last one is kept in any case.
+        """
         with self._lock:
-            self._compiled[grammar] = compiled
+            self._compiled[grammar] = compiled, seconds
             self._compiled.move_to_end(grammar)
-            if len(self._compiled) > MAX_COMPILED:
+            while len(self._compiled) > 1 and (len(self._compiled) > MAX_COMPILED or self._taken > KEPT_SECONDS):
                 self._compiled.popitem(last=False)
+
+    @property
+    def _taken(self) -> float:
+        return sum(seconds for _, seconds in self._compiled.values())
 
     @property
     def bytes_to_come(self) -> int:
@@ -258,22 +320,32 @@ class Grammars:
     async def compiled(self, grammar: Grammar) -> GrammarMatcher:
         """Run `matcher` on a compiler thread, so that a large grammar delays neither asyncio nor the step loop.
 
-        Raises the errors of `matcher`, and InvalidValue if it takes more than `compile_seconds`. Then the thread goes
-        on with the next grammar.
+        Raises the errors of `matcher`, and InvalidValue if it takes more than `compile_seconds`.
         """
         thread = self._compilers[len(grammar.text) > LONG_TEXT]
         job = thread.submit(functools.partial(self.matcher, grammar))
         future = asyncio.wrap_future(job.future)
         try:
             while not (await asyncio.wait({future}, timeout=_POLL_INTERVAL))[0]:
+                self._pass_slow(thread)
                 if job.cpu_seconds > self._compile_seconds:
-                    thread.give_up(job)
                     error = _uncompilable(grammar, f"it takes more than {self._compile_seconds:.0f} s")
                     self._keep(grammar, error)
                     raise error
             return future.result()
         finally:
             future.cancel()  # a grammar that waits for its turn is dropped
+
+    def _pass_slow(self, thread: WorkThread) -> None:
+        """Continue with the grammars behind a slow one, which steps aside. Its client may have disconnected."""
+        job = thread.current
+        if job is None:
+            return
+        if job.cpu_seconds > self._compile_seconds:
+            thread.step_aside(job)
+        elif job.cpu_seconds > ASIDE_SECONDS and self._aside.acquire(blocking=False):
+            thread.step_aside(job)
+            job.future.add_done_callback(lambda _: self._aside.release())
 
     def masks(self, matchers: Sequence[GrammarMatcher]) -> Masks:
         """Masks of the next tokens (`sampler.TokenMasks`), computed on another thread.
@@ -306,7 +378,9 @@ class Grammars:
             source = _after(grammar.preamble, _source(grammar))
         except Exception as error:  # noqa: BLE001 - untrusted input: the converters raise anything
             raise _uncompilable(grammar, one_line(error)) from None
-        limits = llguidance.LLParserLimits(verbose_errors=False, max_grammar_size=MAX_SYMBOLS)
+        limits = llguidance.LLParserLimits(
+            verbose_errors=False, max_grammar_size=MAX_SYMBOLS, initial_lexer_fuel=MAX_LEXER_FUEL
+        )
         matcher = llguidance.LLMatcher(environment, source, log_level=0, limits=limits)
         if not matcher.is_error():
             # The first mask may take seconds. Copies share its caches, so no step has to wait for it.

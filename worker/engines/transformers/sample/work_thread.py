@@ -1,10 +1,9 @@
-"""A thread for calls into a library that cannot be interrupted, and of which a slow one can be given up.
+"""A thread for calls into a library that cannot be interrupted, and of which a slow one can step aside.
 
-A call that is given up goes on in its thread, and the calls behind it continue in another one. The CPU time of a call
+A call that steps aside goes on in its thread, and the calls behind it continue in another one. The CPU time of a call
 is measured from outside, so a machine that is busy with something else makes no call slow.
 """
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -13,32 +12,42 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 Result = TypeVar("Result")
+Clock = Callable[[], float]
+
+
+def thread_clock() -> Clock:
+    """The CPU time of the calling thread in seconds, for any thread. It is 0.0 once the thread has ended."""
+    clock = time.pthread_getcpuclockid(threading.get_ident())
+
+    def read() -> float:
+        try:
+            return time.clock_gettime(clock)
+        except OSError:
+            return 0.0
+
+    return read
 
 
 class Job(Generic[Result]):
     """One call. `future` has its result."""
 
-    def __init__(self, function: Callable[[], Result]):
-        self._function = function
+    def __init__(self, function: Callable[[], Result], clock_of_thread: Callable[[], Clock] = thread_clock):
+        self._function, self._clock_of_thread = function, clock_of_thread
         self.future: Future[Result] = Future()
-        self._clock: int | None = None  # the CPU clock of the thread that runs it
+        self._clock: Clock | None = None  # of the thread that runs it
         self._begun = 0.0
 
     @property
     def cpu_seconds(self) -> float:
         """CPU time of the call so far; 0.0 before it has begun and after it has ended."""
         clock = self._clock
-        if clock is None:
-            return 0.0
-        with contextlib.suppress(OSError):  # the thread has ended in between
-            return time.clock_gettime(clock) - self._begun
-        return 0.0
+        return 0.0 if clock is None else max(0.0, clock() - self._begun)
 
     def run(self) -> None:
         if not self.future.set_running_or_notify_cancel():
             return
-        clock = time.pthread_getcpuclockid(threading.get_ident())
-        self._begun, self._clock = time.clock_gettime(clock), clock
+        clock = self._clock_of_thread()
+        self._begun, self._clock = clock(), clock
         try:
             result = self._function()
         except BaseException as error:  # noqa: BLE001 - the caller gets it
@@ -52,23 +61,29 @@ class Job(Generic[Result]):
 class WorkThread:
     """Runs jobs one after the other in a thread that starts with the first one."""
 
-    def __init__(self, name: str):
-        self._name = name
+    def __init__(self, name: str, clock_of_thread: Callable[[], Clock] = thread_clock):
+        """`clock_of_thread`: returns the clock of the thread that calls it; tests replace it."""
+        self._name, self.clock_of_thread = name, clock_of_thread
         self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._current: Job[Any] | None = None
 
     def submit(self, function: Callable[[], Result]) -> Job[Result]:
-        job = Job(function)
+        job = Job(function, self.clock_of_thread)
         with self._lock:
             self._jobs.put(job)
             if self._thread is None:
                 self._start()
         return job
 
-    def give_up(self, job: Job[Any]) -> None:
-        """Continue with the next job in a new thread, if `job` is still running. Its result is then dropped."""
+    @property
+    def current(self) -> Job[Any] | None:
+        """The job that is running, unless it stepped aside."""
+        return self._current
+
+    def step_aside(self, job: Job[Any]) -> None:
+        """Continue with the next job in a new thread, if `job` is still running. It goes on in its own thread."""
         with self._lock:
             if self._current is job:
                 self._start()
@@ -81,7 +96,7 @@ class WorkThread:
 
     def _start(self) -> None:
         self._current = None
-        # A daemon: a job that was given up must not delay the exit of the process.
+        # A daemon: a job that stepped aside must not delay the exit of the process.
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
