@@ -3,24 +3,24 @@ OpenAI's.
 """
 
 import uuid
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
 
 from worker.api import openai
 from worker.api.call import GenerationCall
-from worker.api.openai import ParsedCompletion, parse_text
+from worker.api.openai import client_field_names, parse_text
 from worker.api.served_model import ServedModel
 from worker.errors import InvalidValue
-from worker.interface import Delta
+from worker.interface import Delta, TokenLogprob
 from worker.prompt import adapter_choice
 from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.logprob_options import finite_or_none
 from worker.prompt.sampling_options import read_stop
 from worker.protocol.dialects import Dialect
-from worker.protocol.dialects.lmi import INVOCATIONS, OPENAI_FIELDS, PARAMETERS
+from worker.protocol.dialects.lmi import INVOCATIONS, OPENAI_FIELDS, PARAMETERS, SAME_AS_OPENAI
 
 _NEW_TOKENS = 30  # default for requests without max_new_tokens
 _SAME = (
@@ -32,7 +32,16 @@ _SAME = (
     "presence_penalty",
     "frequency_penalty",
     "seed",
+    *SAME_AS_OPENAI,
 )
+# Fields of a text completion by their name in `parameters`, for errors.
+_NAMES: Mapping[str, str] = {
+    "truncate_prompt_tokens": "parameters.truncate",
+    "prompt_logprobs": "parameters.decoder_input_details",
+    "logprobs": "parameters.top_n_tokens",
+    "max_tokens": "parameters.max_new_tokens",
+    **{name: f"parameters.{name}" for name in _SAME},
+}
 _FINISHES = {"length": "length", "stop": "eos_token"}
 
 
@@ -50,18 +59,31 @@ async def invocations(body: Json, model: ServedModel) -> GenerationCall:
     if stream and len(texts) > 1:
         raise InvalidValue("stream needs a single input: lines do not name their input", param="inputs")
     adapters = adapter_choice.read(fields, "adapters", prompts=len(texts))
-    openai_body, settings = _parameters(fields, model)
+    openai_body, options = _parameters(fields, model, stream=stream)
     ignored = fields.check_unknown(strict=model.options.strict_fields)
-    openai_body |= {"model": name, "prompt": texts, "stream": stream, "logprobs": 0}
-    chat = await parse_text(openai_body, model, id=f"lmi-{uuid.uuid4().hex}")
+    openai_body |= {"model": name, "prompt": texts, "stream": stream}
+    with client_field_names(_NAMES):
+        chat = await parse_text(openai_body, model, id=f"lmi-{uuid.uuid4().hex}")
     generations = tuple(
         replace(generation, adapter=adapter) for generation, adapter in zip(chat.generations, adapters, strict=True)
     )
-    reply = LmiWriter(chat, texts, is_list=isinstance(inputs, list), **settings)
+    reply = LmiWriter(texts, options, is_list=isinstance(inputs, list))
     return chat.call(reply, ignored=ignored, generations=generations, ping_interval=None)
 
 
-def _parameters(fields: BodyFields, model: ServedModel) -> tuple[Json, dict[str, bool]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """Options of the answer."""
+
+    has_details: bool
+    is_full: bool  # the text begins with the input
+    kept: int  # choices that are returned
+    choices: int  # choices that are generated
+    top_tokens: int  # alternatives of each token in the details
+    has_prefill: bool  # the details have the tokens of the prompt
+
+
+def _parameters(fields: BodyFields, model: ServedModel, *, stream: bool) -> tuple[Json, AnswerOptions]:
     """Return fields of a text completion, and options of the answer."""
     within = fields.within("parameters", PARAMETERS)
     within.refuse("num_beams", "parameters.num_beams is not supported above 1; leave it out")
@@ -74,27 +96,99 @@ def _parameters(fields: BodyFields, model: ServedModel) -> tuple[Json, dict[str,
     openai_body["max_tokens"] = within.integer("max_new_tokens") or _NEW_TOKENS
     openai_body["stop"] = read_stop(within, "stop_sequences", "stop")
     openai_body["ignore_eos"] = within.flag("ignore_eos_token")
-    settings = {"has_details": within.flag("details") or False, "is_full": within.flag("return_full_text") or False}
+    openai_body["truncate_prompt_tokens"] = within.integer("truncate")
+    options = _answer_options(within, fields, stream=stream)
+    openai_body["logprobs"] = options.top_tokens  # 0 alternatives: the token's own logprob is always part of it
+    openai_body["prompt_logprobs"] = 0 if options.has_prefill else None
+    openai_body["n"] = options.choices
     for unknown in within.check_unknown(strict=model.options.strict_fields):
         fields.mark_unused(within.path + unknown)
-    return openai_body, settings
+    return openai_body, options
+
+
+def _answer_options(within: BodyFields, fields: BodyFields, *, stream: bool) -> AnswerOptions:
+    given, best_of = within.integer("n"), within.integer("best_of")
+    choices = best_of or given or 1
+    kept = given or choices
+    if kept > choices:
+        raise InvalidValue("parameters.best_of must be at least parameters.n", param="parameters.best_of")
+    if stream and choices > 1:
+        name = within.path + ("n" if best_of is None else "best_of")
+        raise InvalidValue(f"{name} above 1 cannot be streamed; leave out stream", param=name)
+    # Several choices are always returned with details (djl_python/output_formatter.py).
+    has_details = within.flag("details") or choices > 1
+    top_tokens = within.any_of(within.integer, "logprobs", "top_n_tokens") or 0
+    prefill = {
+        "decoder_input_details": within.flag("decoder_input_details") or False,
+        "prompt_logprobs": within.integer("prompt_logprobs") is not None,
+    }
+    if not has_details:
+        inner = {"logprobs": top_tokens, "top_n_tokens": top_tokens, **prefill}
+        for name, is_set in inner.items():
+            if is_set and within.take(name) is not None:
+                fields.mark_unused(within.path + name)
+    return AnswerOptions(
+        has_details=has_details,
+        is_full=within.flag("return_full_text") or False,
+        kept=kept,
+        choices=choices,
+        top_tokens=top_tokens if has_details else 0,
+        has_prefill=has_details and any(prefill.values()),
+    )
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One choice of one input, as far as it is generated."""
+
+    text: str
+    tokens: list[Json] = field(default_factory=list)
+    top_tokens: list[list[Json]] = field(default_factory=list)
+    logprob: float = 0.0  # the sum over all tokens
+    last: Delta = field(default_factory=Delta)
+
+    def add(self, delta: Delta, alternatives: int) -> list[Json]:
+        """Add the next delta and return its tokens. Their texts add up to the delta's text."""
+        self.text += delta.text
+        tokens = [_token(entry, text="") for entry in delta.logprobs]
+        if tokens:
+            tokens[-1]["text"] = delta.text
+        elif delta.text:  # text that was held back as a possible stop string
+            tokens = [{"id": -1, "text": delta.text, "log_prob": None}]
+        self.tokens += [token for token in tokens if token["id"] >= 0]
+        if alternatives:
+            self.top_tokens += [[_token(top) for top in entry.top[:alternatives]] for entry in delta.logprobs]
+        self.logprob += sum(entry.logprob for entry in delta.logprobs if entry.logprob is not None)
+        if delta.finish is not None:
+            self.last = delta
+        return tokens
+
+    def details(self, options: AnswerOptions) -> Json:
+        reason = "stop_sequence" if self.last.stop is not None else _FINISHES[self.last.finish or "stop"]
+        count = self.last.timings.completion_tokens if self.last.timings is not None else len(self.tokens)
+        found: Json = {"finish_reason": reason, "generated_tokens": count, "tokens": self.tokens}
+        return found | ({"top_tokens": self.top_tokens} if options.top_tokens else {})
+
+
+def _token(entry: TokenLogprob, text: str | None = None) -> Json:
+    shown = entry.piece.decode(errors="replace") if text is None else text
+    return {"id": entry.token, "text": shown, "log_prob": finite_or_none(entry.logprob)}
 
 
 class LmiWriter:
     """Writer of `{generated_text, details}`, or of a list of them; in a stream, one line per token."""
 
-    def __init__(self, chat: ParsedCompletion, inputs: list[str], *, is_list: bool, has_details: bool, is_full: bool):
+    def __init__(self, inputs: Sequence[str], options: AnswerOptions, *, is_list: bool):
         self._is_list = is_list
-        self._has_details = has_details
         self._inputs = inputs
-        self._texts = [text if is_full else "" for text in inputs]
-        self._tokens: list[list[Json]] = [[] for _ in inputs]
-        self._last = [Delta() for _ in chat.generations]
+        self._options = options
+        self._choices = [[_Choice(text if options.is_full else "") for _ in range(options.choices)] for text in inputs]
+        self._prefill: list[list[Json]] = [[] for _ in inputs]
 
     def full_body(self, deltas: Iterable[tuple[int, Delta]]) -> Any:
         for number, delta in deltas:
             self._add(number, delta)
-        bodies = [self._body(number) for number in range(len(self._texts))]
+        bodies = [self._body(number) for number in range(len(self._inputs))]
         return bodies if self._is_list else bodies[0]
 
     def frames(self, number: int, delta: Delta) -> bytes:
@@ -111,26 +205,22 @@ class LmiWriter:
         return b""  # the last line has the whole text
 
     def _add(self, number: int, delta: Delta) -> list[Json]:
-        """Add the next delta and return its tokens. Their texts add up to the delta's text."""
-        self._texts[number] += delta.text
-        tokens: list[Json] = [
-            {"id": entry.token, "text": "", "log_prob": finite_or_none(entry.logprob)} for entry in delta.logprobs
-        ]
-        if tokens:
-            tokens[-1]["text"] = delta.text
-        elif delta.text:  # text that was held back as a possible stop string
-            tokens = [{"id": -1, "text": delta.text, "log_prob": None}]
-        self._tokens[number] += [token for token in tokens if token["id"] >= 0]
-        if delta.finish is not None:
-            self._last[number] = delta
-        return tokens
+        if delta.prompt_logprobs:
+            self._prefill[number] = [_token(entry) for entry in delta.prompt_logprobs]
+        return self._choices[number][delta.index].add(delta, self._options.top_tokens)
 
     def _body(self, number: int) -> Json:
-        body: Json = {"generated_text": self._texts[number]}
-        if not self._has_details:
+        options = self._options
+        # `sorted` keeps the order of equally likely choices.
+        best, *others = sorted(self._choices[number], key=lambda choice: -choice.logprob)[: options.kept]
+        body: Json = {"generated_text": best.text}
+        if not options.has_details:
             return body
-        last = self._last[number]
-        reason = "stop_sequence" if last.stop is not None else _FINISHES[last.finish or "stop"]
-        count = last.timings.completion_tokens if last.timings is not None else len(self._tokens[number])
-        details = {"finish_reason": reason, "generated_tokens": count, "inputs": self._inputs[number]}
-        return body | {"details": {**details, "tokens": self._tokens[number]}}
+        details = {**best.details(options), "inputs": self._inputs[number]}
+        if options.has_prefill:
+            details["prefill"] = self._prefill[number]
+        if others:
+            details["best_of_sequences"] = [
+                {"generated_text": other.text, **other.details(options)} for other in others
+            ]
+        return body | {"details": details}

@@ -66,6 +66,16 @@ async def test_invalid_fields_are_rejected_in_lmis_format() -> None:
         ({"inputs": "a", "parameters": {"num_beams": 2}}, "num_beams"),
         ({"inputs": "a", "parameters": {"typical_p": 0.5}}, "typical_p"),
         ({"inputs": "a", "adapters": ["x", "y"]}, "adapters"),
+        ({"inputs": "a", "parameters": {"n": 2}, "stream": True}, "parameters.n"),
+        ({"inputs": "a", "parameters": {"n": 3, "best_of": 2}}, "parameters.best_of"),
+        ({"inputs": "a", "parameters": {"truncate": 0}}, "parameters.truncate"),
+        ({"inputs": "a", "parameters": {"stop_token_ids": [-1]}}, "parameters.stop_token_ids"),
+        ({"inputs": "a", "parameters": {"details": True, "top_n_tokens": 999}}, "parameters.top_n_tokens"),
+        ({"inputs": "a", "parameters": {"min_tokens": 31}}, "parameters.min_tokens"),
+        (
+            {"inputs": "a", "parameters": {"details": True, "decoder_input_details": True}, "stream": True},
+            "parameters.decoder_input_details",
+        ),
         ({"messages": [], "stream": True}, "messages"),
     ]
     async with serving() as world:
@@ -73,10 +83,65 @@ async def test_invalid_fields_are_rejected_in_lmis_format() -> None:
             status, _, answer = await world.post("/invocations", body)
             assert (status, set(answer)) == (400, {"code", "type", "message"})
             assert message in answer["message"]
-        body = {"inputs": "a", "parameters": {"truncate": 5}}
+        body = {"inputs": "a", "parameters": {"watermark": True, "top_n_tokens": 2, "decoder_input_details": True}}
         _, headers, _ = await world.post("/invocations", body)
-        assert headers["X-Ignored-Fields"] == "parameters.truncate"
+        ignored = {"parameters.watermark", "parameters.top_n_tokens", "parameters.decoder_input_details"}
+        assert set(headers["X-Ignored-Fields"].split(",")) == ignored
         assert len(world.engine.requests) == 1
+
+
+async def test_several_choices_are_returned_with_the_likeliest_first() -> None:
+    async with serving() as world:
+        # The fake engine's later choices are likelier.
+        for parameters, kept in (({"n": 3}, 3), ({"best_of": 3}, 3), ({"n": 2, "best_of": 3}, 2)):
+            body = {"inputs": "hi", "parameters": {"max_new_tokens": 4, "return_full_text": True, **parameters}}
+            status, headers, answer = await world.post("/invocations", body)
+            assert (status, "X-Ignored-Fields" in headers) == (200, False)
+            assert world.engine.requests[-1].n == 3
+            others = answer["details"]["best_of_sequences"]
+            texts = [answer["generated_text"], *(other["generated_text"] for other in others)]
+            assert [text[:6] for text in texts] == ["hi2 Gr", "hi1 Gr", "hi0 Gr"][:kept]
+            assert [(other["finish_reason"], len(other["tokens"])) for other in others] == [("length", 4)] * (kept - 1)
+
+
+async def test_logprobs_are_in_the_details() -> None:
+    parameters = {"max_new_tokens": 3, "details": True, "top_n_tokens": 2, "decoder_input_details": True}
+    async with serving() as world:
+        _, _, answer = await world.post("/invocations", {"inputs": "hi", "parameters": parameters})
+        details = answer["details"]
+        assert [len(tops) for tops in details["top_tokens"]] == [2, 2, 2]
+        assert [token["id"] for token in details["tokens"]] != [top[0]["id"] for top in details["top_tokens"]]
+        assert [token["log_prob"] for token in details["prefill"]][:2] == [None, -0.5]
+        assert len(details["prefill"]) == len(world.engine.requests[-1].prompt)
+        body = {
+            "inputs": "hi",
+            "parameters": {"max_new_tokens": 3, "details": True, "logprobs": 1, "prompt_logprobs": 1},
+        }
+        _, _, same = await world.post("/invocations", body)
+        assert [len(tops) for tops in same["details"]["top_tokens"]] == [1, 1, 1]
+        assert same["details"]["prefill"] == details["prefill"]
+
+
+async def test_a_prompt_is_truncated_and_ends_where_lmis_parameters_say() -> None:
+    async with serving() as world:
+
+        async def asked(**parameters: Any) -> tuple[Any, Any]:
+            _, headers, answer = await world.post("/invocations", {"inputs": "hi ho", "parameters": parameters})
+            assert "X-Ignored-Fields" not in headers
+            return world.engine.requests[-1], answer
+
+        whole, text = await asked(max_new_tokens=9)
+        cut, _ = await asked(truncate=2)
+        assert cut.prompt == whole.prompt[-2:]
+        stop = world.engine.tokenizer.encode("ü", add_special_tokens=False)[0]
+        ended, shorter = await asked(max_new_tokens=9, stop_token_ids=[stop])
+        assert ended.ends == frozenset({stop})
+        assert text["generated_text"].startswith(shorter["generated_text"])
+        _, shown = await asked(stop_sequences=["Gr"], include_stop_str_in_output=True)
+        assert shown["generated_text"] == "0 Gr"
+        special, _ = await asked(skip_special_tokens=False, min_tokens=3, logit_bias={"70": 5})
+        assert special.visible_special_tokens
+        assert (special.sampling.min_tokens, dict(special.sampling.logit_bias)) == (3, {70: 5.0})
 
 
 async def test_a_temperature_without_sampling_is_reported_as_ignored() -> None:

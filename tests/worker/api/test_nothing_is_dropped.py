@@ -191,7 +191,15 @@ INVOCATIONS: dict[str, Sample] = {
             "presence_penalty": 0.5, "frequency_penalty": 0.5, "max_new_tokens": 3,
             "stop_sequences": ["fox"], "stop": ["fox"],
             "ignore_eos_token": True, "details": True, "return_full_text": True, "num_beams": 2, "typical_p": 0.5,
-            "watermark": True, "truncate": 5, "decoder_input_details": True, "best_of": 2,
+            "watermark": True, "truncate": 1, "best_of": 2, "n": 2, "stop_token_ids": [70], "min_tokens": 3,
+            "include_stop_str_in_output": True, "skip_special_tokens": False, "logit_bias": {"70": 5},
+            "decoder_input_details": True, "prompt_logprobs": 1, "top_n_tokens": 2, "logprobs": 2,
+        }.items()
+    },
+    **{
+        f"parameters.{name}": ({"details": True, name: value}, {"parameters": {"details": True}})
+        for name, value in {
+            "decoder_input_details": True, "prompt_logprobs": 1, "top_n_tokens": 2, "logprobs": 2,
         }.items()
     },
     "parameters.do_sample": ({"do_sample": True}, {}),

@@ -46,8 +46,9 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "/api/chat": [{"messages": HI, "tools": [TOLD], "logprobs": True, "top_logprobs": 1}, {}],
     "/api/generate": [{"prompt": "hi"}, {"prompt": "hi", "raw": True}, {}],
     "/invocations": [
-        {"inputs": "hi", "parameters": {"details": True}},
+        {"inputs": "hi", "parameters": {"details": True, "top_n_tokens": 2}},
         {"inputs": "hi"},
+        {"inputs": ["hi", "ho"], "parameters": {"n": 2, "top_n_tokens": 1, "decoder_input_details": True}},
         {"messages": HI, "stream_options": {"include_usage": True}},
         {"prompt": "hi"},
     ],
@@ -76,7 +77,7 @@ async def test_answers_and_frames_match_the_schemas(path: str, *, speaks: bool) 
             async with world.client.post(world.url + path, json={**whole, "stream": False}) as answer:
                 assert answer.status == 200, await answer.text()
                 judge(path, 200, answer.content_type).validate(await answer.json())
-            if "prompt_logprobs" in body:  # which cannot be streamed
+            if "prompt_logprobs" in body or "n" in body.get("parameters", {}):  # which cannot be streamed
                 continue
             async with world.client.post(world.url + path, json={**body, "stream": True}) as answer:
                 received = await answer.text()

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from worker.protocol.dialects.generation_fields import SAMPLING, STOP, tuning
-from worker.protocol.dialects.openai import ADAPTERS, MODEL
+from worker.protocol.dialects.generation_fields import MAX_CHOICES, SAMPLING, STOP, tuning
+from worker.protocol.dialects.openai import ADAPTERS, COMMON, MODEL
 from worker.protocol.schema import (
     COUNT,
     FLAG,
@@ -29,6 +29,8 @@ from worker.protocol.schema import (
 # A body with one of these fields is in OpenAI's format, also at LMI's paths. The response then has that format too.
 OPENAI_FIELDS = frozenset({"messages", "prompt"})
 
+# Parameters with the name and the meaning of a field of OpenAI's API.
+SAME_AS_OPENAI = ("stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "min_tokens", "logit_bias")
 PARAMETERS: Body = {
     **tuning("temperature", "top_k", "top_p", "min_p"),
     **tuning("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -40,6 +42,14 @@ PARAMETERS: Body = {
     "ignore_eos_token": flag(),
     "details": flag(),
     "return_full_text": flag(),
+    "n": integer(1, MAX_CHOICES, "best_of unless stated. The likeliest choice is the text; not in streams."),
+    "best_of": integer(1, MAX_CHOICES, "Choices that are generated; the n likeliest are returned."),
+    "truncate": integer(1, None, "The last tokens of the prompt that are kept."),
+    **{name: COMMON[name] for name in SAME_AS_OPENAI},
+    "logprobs": integer(0, None, "The same as top_n_tokens."),
+    "top_n_tokens": integer(0, None, "Alternatives of each token, with details. At most the model's max-logprobs."),
+    "decoder_input_details": flag("Logprobs of the prompt, with details; not in streams."),
+    "prompt_logprobs": integer(0, None, "The same as decoder_input_details."),
     "num_beams": one_of([1]),
     "typical_p": one_of([1]),
 }
@@ -52,13 +62,19 @@ INVOCATIONS: Body = {
 }
 
 _TOKEN = shape({"id": WHOLE, "text": TEXT, "log_prob": or_null(NUMBER)})
+_SEQUENCE = {
+    "finish_reason": enum("length", "eos_token", "stop_sequence"),
+    "generated_tokens": COUNT,
+    "tokens": several(_TOKEN),
+}
+_TOP_TOKENS = {"top_tokens": several(several(_TOKEN))}
 _DETAILS = shape(
+    {**_SEQUENCE, "inputs": TEXT},
     {
-        "finish_reason": enum("length", "eos_token", "stop_sequence"),
-        "generated_tokens": COUNT,
-        "inputs": TEXT,
-        "tokens": several(_TOKEN),
-    }
+        **_TOP_TOKENS,
+        "prefill": several(_TOKEN),
+        "best_of_sequences": several(shape({**_SEQUENCE, "generated_text": TEXT}, _TOP_TOKENS)),
+    },
 )
 _GENERATED_TEXT = shape({"generated_text": TEXT}, {"details": _DETAILS})
 _STATUS = shape({"status": TEXT})
