@@ -46,7 +46,8 @@ async def version(call: ApiCall) -> ApiResult:
 
 async def openapi(call: ApiCall) -> ApiResult:
     """GET /openapi.json."""
-    text = await asyncio.to_thread(_document, call.registry.settings.api_prefix)
+    settings = call.registry.settings
+    text = await asyncio.to_thread(_document, settings.api_prefix, settings.lmi_management)
     return web.Response(body=text, content_type="application/json", charset="utf-8")
 
 
@@ -64,8 +65,8 @@ async def not_offered(call: ApiCall) -> ApiResult:
 
 
 @cache
-def _document(prefix: str) -> bytes:
-    return orjson.dumps(document(prefix=prefix))
+def _document(prefix: str, lmi_management: bool) -> bytes:
+    return orjson.dumps(document(prefix=prefix, lmi_management=lmi_management))
 
 
 @cache

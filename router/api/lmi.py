@@ -19,7 +19,8 @@ from router.api.status import wall_clock
 from router.config import ini
 from router.config.presets import Preset, repository
 from router.config.resolve import REGISTERED
-from router.errors import ApiError, BadRequest, DoesNotFit, PresetInvalid
+from router.config.settings import ApiKey, Settings
+from router.errors import ApiError, BadRequest, DoesNotFit, ModelNotFound, PresetInvalid
 from router.fleet.model import Model
 from router.fleet.worker import State, Worker
 from router.registry.registry import Registry, flag
@@ -45,6 +46,63 @@ async def ping(call: ApiCall) -> ApiResult:
     return {"status": "pending" if registry.startup_pending else "healthy"}
 
 
+# Versions and headers
+
+
+def versioned(name: str, version: str) -> str:
+    """The id of a version of a model."""
+    return f"{name}:{version}"
+
+
+def name_in_path(registry: Registry, key: ApiKey, path: str, version: str = "") -> str:
+    """The name of the model that a path of LMI's API stands for: NAME or NAME/VERSION. Names may contain slashes.
+
+    Version V of model N is the model N:V, or N itself if V is its revision on the hub. `version`: that of the query.
+    Raises ModelNotFound if the model has no such version.
+    """
+
+    def is_known(name: str) -> bool:
+        try:
+            registry.model(key, name)
+        except ModelNotFound:
+            return False
+        return True
+
+    name = path
+    if not version and not is_known(path):
+        before, _, behind = path.rpartition("/")
+        if is_known(before):
+            name, version = before, behind
+    if not version or is_known(id := versioned(name, version)):
+        return id if version else name
+    preset = registry.model(key, name).preset
+    if preset.repo and preset.revision == version:
+        return name
+    raise ModelNotFound(
+        f"model '{name}' has no version '{version[:100]}'; a version is a model of the name {name}:VERSION",
+        param="model_version",
+    )
+
+
+def check_headers(headers: Mapping[str, str]) -> None:
+    """Raise BadRequest for an asynchronous request: results are not stored. `headers` by lower-case name."""
+    custom = headers.get("x-amzn-sagemaker-custom-attributes", "")
+    given = dict(pair.strip().partition("=")[::2] for pair in custom.lower().split(",") if pair)
+    asynchronous = headers.get("x-synchronous", given.get("x-synchronous", "true")).strip().casefold() != "true"
+    if asynchronous or "x-starting-token" in headers or "x-starting-token" in given:
+        name = "x-synchronous" if asynchronous else "x-starting-token"
+        raise BadRequest(
+            f"{name}: results are not stored for later calls; leave the header out, and read the answer as it is"
+            ' generated with "stream": true',
+            param=name,
+        )
+
+
+def target_model(headers: Mapping[str, str]) -> str:
+    """The model that SageMaker's header names; empty without it. There it is the name of an archive."""
+    return headers.get("x-amzn-sagemaker-target-model", "").removesuffix(".tar.gz")
+
+
 # Registering and scaling
 
 
@@ -59,10 +117,10 @@ async def register(call: ApiCall) -> ApiResult:
     name = query.get("model_name") or name
     if not ini.is_name(name):
         raise BadRequest(f"model_name: '{name[:100]}' cannot name a model", param="model_name")
-    if query.get("model_version"):
-        raise BadRequest(
-            "model_version is not supported; register each version under its own model_name", param="model_version"
-        )
+    if version := query.get("model_version"):
+        name = versioned(name, version)
+        if not ini.is_name(name):
+            raise BadRequest("model_version cannot be part of a model's name", param="model_version")
     if query.get("engine", "").casefold() not in _ENGINES:
         raise BadRequest(f"engine: {query['engine'][:40]} is not offered; leave it out", param="engine")
     count = _worker_count(query)
@@ -101,7 +159,7 @@ async def scale(call: ApiCall) -> ApiResult:
     Then as many workers run as fit, and more start when memory becomes free.
     """
     registry, query = call.registry, call.query
-    id = registry.model(call.key, call.path["id"]).id
+    id = registry.model(call.key, name_in_path(registry, call.key, call.path["id"])).id
     count = _worker_count(query)
     waits = flag(query, "synchronous") is not False
     registry.scale(id, count.replicas)
@@ -126,7 +184,7 @@ def _managed(call: ApiCall, message: str, *, status: int = 200) -> JsonReply:
 async def unregister(call: ApiCall) -> ApiResult:
     """DELETE /lmi/models/{id}: remove a registered model; running requests finish. Raises ModelNotFound, BadRequest."""
     registry = call.registry
-    id = registry.model(call.key, call.path["id"]).id
+    id = registry.model(call.key, name_in_path(registry, call.key, call.path["id"])).id
     if id not in registry.overrides.sections:
         raise BadRequest(f"model '{id}' was not registered by a call; remove it from its file or folder", param="id")
     registry.remove(id, "requested")
@@ -166,21 +224,31 @@ def _number(query: Mapping[str, str], name: str, low: int, default: int = 0) -> 
 def _source(registry: Registry, url: str) -> tuple[str, str]:
     """The line of an INI section and the default name of the model at `url`.
 
-    Raises BadRequest. Only the hub, its cache and --models-dir are allowed, so that a call cannot read other folders.
+    Raises BadRequest. Only the hub and folders that the administrator allowed can be registered.
     """
     if not url:
         raise BadRequest("Parameter url is required.", param="url")
     path = url.removeprefix("file://")
     if path.startswith("/"):
-        real = Path(path).resolve()
-        roots = [Path(root).resolve() for root in (registry.settings.models_dir, registry.settings.hub_cache) if root]
-        if not any(root in real.parents for root in roots):
-            raise BadRequest("url: only folders inside --models-dir and the hub cache can be registered", param="url")
+        real = allowed_folder(path, registry.settings, "url")
         if not os.path.isfile(real / "config.json") or not str(real).isprintable():
             raise BadRequest(f"url: {path[:200]} is not a model folder: it has no config.json", param="url")
         return f"model = {json.dumps(str(real))}", real.name
     repo, revision = hub_source(url, "url", "a model")
     return f"hf-repo = {repo}:{revision}", repo.rpartition("/")[2]
+
+
+def allowed_folder(path: str, settings: Settings, param: str, *further: str) -> Path:
+    """The folder `path`, if it is inside one that calls may register: --models-dir, the hub's cache, one of
+    --registration-dirs, or `further`. Raises BadRequest for others, so that a call cannot read them."""
+    real = Path(path).resolve()
+    roots = (settings.models_dir, settings.hub_cache, *settings.registration_dirs, *further)
+    if any(Path(root).resolve() in real.parents for root in roots if root):
+        return real
+    among = "adapters-dir, --models-dir" if further else "--models-dir"
+    raise BadRequest(
+        f"{param}: only folders inside {among}, the hub cache and --registration-dirs can be registered", param=param
+    )
 
 
 def hub_source(text: str, param: str, kind: str) -> tuple[str, str]:
@@ -248,7 +316,7 @@ async def list_models(call: ApiCall) -> ApiResult:
 async def describe_model(call: ApiCall) -> ApiResult:
     """GET /lmi/models/{id}. Raises ModelNotFound."""
     registry, key = call.registry, call.key
-    listed = registry.model(key, call.path["id"])
+    listed = registry.model(key, name_in_path(registry, key, call.path["id"]))
     preset, model = listed.preset, listed.model
     shown = _status(model)
     groups: dict[tuple[str, int], list[Worker]] = defaultdict(list)

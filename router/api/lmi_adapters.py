@@ -7,12 +7,13 @@ the router exits. Adapters of a preset or of its adapter folder cannot be change
 import asyncio
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from router.api.call import ApiCall, ApiResult
-from router.api.lmi import hub_source, page
+from router.api.lmi import allowed_folder, hub_source, page
 from router.config.presets import ADAPTER_NAME, HUB, Preset
 from router.config.settings import ApiKey
 from router.errors import ApiError, BadRequest, DoesNotFit, Duplicate, LoadFailed
@@ -40,7 +41,7 @@ async def register(call: ApiCall) -> ApiResult:
     if not src:
         raise BadRequest("src is required: a folder, or org/name of the hub", param="src")
     _must_be_new(preset, name)
-    pinned, preload = bool(flag(query, "pin")), flag(query, "preload") is not False
+    pinned, preload = bool(flag(query, "pin")), _preloads(query)
     path = await _folder(registry, preset, src)
     _must_be_new(
         registry.shared_workers.find(id).preset, name
@@ -57,12 +58,12 @@ async def update(call: ApiCall) -> ApiResult:
     """
     registry, id, name, query = call.registry, call.model_id(), call.path["adapter"], call.query
     before = _registered(registry, id, name)
+    pinned, preload = flag(query, "pin"), _preloads(query)
     src = query.get("src") or before.src
     path = await _folder(registry, _enabled(registry, id), src) if src != before.src else before.source.path
     _registered(registry, id, name)  # another call may have removed it during the download
-    pinned = flag(query, "pin")
     source = AdapterSource(name=name, path=path, pinned=before.source.pinned if pinned is None else pinned)
-    await _put(registry, id, name, RegisteredAdapter(src, source), preload=flag(query, "preload") is not False)
+    await _put(registry, id, name, RegisteredAdapter(src, source), preload=preload)
     return {"status": f"Adapter {name} updated"}
 
 
@@ -98,6 +99,14 @@ def _row(registry: Registry, key: ApiKey, id: str, source: AdapterSource) -> dic
     src = registered.src if registered is not None else source.path.removeprefix(HUB)
     is_shown = not src.startswith("/") or registry.access.is_admin(key)
     return {"name": source.name, "src": src if is_shown else source.name, "pin": source.pinned}
+
+
+def _preloads(query: Mapping[str, str]) -> bool:
+    """Raises BadRequest for a pinned adapter without preload, as LMI does: a pinned one is always in memory."""
+    preload = flag(query, "preload") is not False
+    if flag(query, "pin") and not preload:
+        raise BadRequest("preload=false and pin=true exclude each other; leave preload out", param="preload")
+    return preload
 
 
 def _enabled(registry: Registry, id: str) -> Preset:
@@ -163,8 +172,7 @@ async def _send_to_workers(registry: Registry, id: str) -> dict[str, str]:
 async def _folder(registry: Registry, preset: Preset, src: str) -> str:
     """The folder with the files of `src`, downloaded if necessary. Raises BadRequest, LoadFailed.
 
-    Only the hub, its cache, --models-dir and the model's adapter folder are allowed, so that a call cannot read other
-    folders.
+    Only the hub and folders that the administrator allowed can be registered.
     """
     path = src.removeprefix("file://")
     if path.startswith("/"):
@@ -187,12 +195,7 @@ async def _folder(registry: Registry, preset: Preset, src: str) -> str:
 
 
 def _local(registry: Registry, preset: Preset, path: str) -> str:
-    real = Path(path).resolve()
-    roots = (registry.settings.models_dir, registry.settings.hub_cache, preset.adapters_dir)
-    if not any(Path(root).resolve() in real.parents for root in roots if root):
-        raise BadRequest(
-            "src: only folders inside adapters-dir, --models-dir and the hub cache can be registered", param="src"
-        )
+    real = allowed_folder(path, registry.settings, "src", preset.adapters_dir)
     _check(real, preset)
     return str(real)
 

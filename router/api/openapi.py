@@ -8,7 +8,7 @@ from router import __version__
 from worker.protocol.dialects import Dialect, anthropic, fastchat, llama_server, lmi, ollama, openai, responses
 from worker.protocol.dialects.generation_fields import NON_EMPTY_TEXT
 from worker.protocol.errors import ERRORS
-from worker.protocol.routes import FLAGS, ROUTES, AccessLevel, Route, body_schema, query
+from worker.protocol.routes import FLAGS, AccessLevel, Route, body_schema, offered, query
 from worker.protocol.schema import ANY_OBJECT, COUNT, TEXT, WHOLE, Schema, any_of, const, enum, or_null, ref, shape
 from worker.protocol.streams import stream
 
@@ -93,12 +93,13 @@ _IN_PATH: Mapping[str, str] = {
 }
 
 
-def document(*, prefix: str = "") -> dict[str, Any]:
-    """The OpenAPI 3.1 document of all routes, all below `prefix`."""
+def document(*, prefix: str = "", lmi_management: bool = False) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of all offered routes, all below `prefix`."""
     paths: dict[str, dict[str, Any]] = {}
-    for route in ROUTES:
+    routes = offered(lmi_management=lmi_management)
+    for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
-    bodies = {_body_name(route): schema for route in ROUTES if (schema := body_schema(route)) is not None}
+    bodies = {_body_name(route): schema for route in routes if (schema := body_schema(route)) is not None}
     return {
         "openapi": "3.1.0",
         "info": {

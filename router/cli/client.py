@@ -21,7 +21,7 @@ class Unreachable(Exception):
 
 def models(url: str, key: str = "") -> list[dict[str, Any]]:
     """The models of the router at `url`. Raises Unreachable."""
-    answer = get(url, "/models", key)
+    answer = get(url, "/v1/models", key)  # with --lmi-management, /models is LMI's list
     rows = answer.get("data") if isinstance(answer, dict) else None
     if not isinstance(rows, list) or not all(map(_is_ours, rows)):
         raise Unreachable(f"what answers at {url} is not this kind of router; give --url, or set ROUTER_URL")

@@ -148,6 +148,8 @@ class Settings:
     port: int = option(8080, Integer(0, 65535), HTTP, "0: any free one", env=("LLAMA_ARG_PORT",))
     api_prefix: str = option("", Text("/PATH", r"(/[A-Za-z0-9._~-]+)+", "is no path such as /llm"), HTTP,
             "prefix of every path, for a server behind a proxy", unset="none", env=("LLAMA_ARG_API_PREFIX",))
+    lmi_management: bool = option(False, Flag(), HTTP,
+            "serve LMI's management at /models as well, in place of llama-server's list and download there")
     slots: bool = option(True, Flag(), HTTP, "offer GET /slots, which shows the tasks in the batches",
             env=("LLAMA_ARG_ENDPOINT_SLOTS",))
     timeout: float = option(3600.0, Seconds(off=0.0), HTTP, "time limit of one request; 0: none", also=("-to",),
@@ -171,6 +173,8 @@ class Settings:
     admin_key_file: str = option("", _FILE, ACCESS, "file of admin keys", unset="none")
     allow_unauthenticated: bool = option(False, Flag(), ACCESS, "allow other machines to connect without a key")
     metrics_public: bool = option(False, Flag(), ACCESS, "allow GET /metrics without a key")
+    registration_dirs: tuple[str, ...] = option((), Names(r"/.*", "is no absolute path"), ACCESS,
+            "folders inside which calls of LMI's API may register models and adapters", unset="none")
     allowed_hosts: tuple[str, ...] = option((),
             Names(r"\*|(?:\*\.)?[A-Za-z0-9.-]+|\[?[0-9A-Fa-f:.]+\]?", "is no host name"), ACCESS,
             "allowed names in Host headers; *: any", unset="none")

@@ -34,7 +34,7 @@ from router.registry.auth import SAFE_METHODS
 from router.registry.pulls import HubModels
 from router.registry.registry import Registry
 from worker.protocol.dialects import Dialect
-from worker.protocol.routes import ROUTES, Route, ignored_fields, query, unknown_fields
+from worker.protocol.routes import ROUTES, Route, ignored_fields, offered, query, unknown_fields
 from worker.protocol.streams import stream
 
 API = "router.api"  # the package of the functions that routes name
@@ -72,7 +72,7 @@ class App:
             client_max_size=0,
             handler_args=PROTOCOL,
         )
-        for route in ROUTES:
+        for route in offered(lmi_management=self._registry.settings.lmi_management):
             other = OTHER_NAMED if route.path.startswith("/models/{id}") else NAMED
             path = route.path.replace("/{id}", f"/{{id:{other}}}").replace("/{adapter}", "/{adapter:[^/]+}")
             handler = _forwarded if route.worker else self._dispatcher.handler(route)

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from router.api import ollama
+from router.api import lmi, ollama
 from router.api.request_log import RequestLog, RequestRecord, request_line
 from router.errors import (
     ApiError,
@@ -227,7 +227,16 @@ class Pipeline:
             raise BadRequest("model must be a string", param="model")
         if is_ollama and named is not None:
             named = ollama.known(self._registry, incoming.key, named)
-        id, name = self._registry.choose(incoming.key, path=incoming.path_id, body=named, query=incoming.query)
+        path, query = incoming.path_id, incoming.query
+        if incoming.route.dialect is Dialect.LMI:
+            headers, version = incoming.outlet.headers, query.get("model_version", "")
+            lmi.check_headers(headers)
+            if target := lmi.target_model(headers):
+                query = {"model": target, **query}
+            if path or version:
+                path = path or self._registry.choose(incoming.key, path=None, body=named, query=query)[1]
+                path = lmi.name_in_path(self._registry, incoming.key, path, version)
+        id, name = self._registry.choose(incoming.key, path=path, body=named, query=query)
         return id, name, named is not None
 
     def _choose_adapter(self, incoming: Incoming, id: str, name: str) -> str:

@@ -128,8 +128,8 @@ async def test_a_failed_registration_gives_the_reason_and_lists_nothing(tmp_path
                     str(tmp_path / "models" / "x")):  # fmt: skip
             assert (await register(url=url))[0] == 400, url
         wrong_ones = (
-            "model_name=a b", "model_name=*", "model_name=x\n[y]", "model_version=2", "engine=PyTorch", "device=nc1",
-            "job_queue_size=0", "min_worker=-1",
+            "model_name=a b", "model_name=*", "model_name=x\n[y]", "model_version=2\n[y]", "engine=PyTorch",
+            "device=nc1", "job_queue_size=0", "min_worker=-1",
         )  # fmt: skip
         for wrong in (dict([each.split("=")]) for each in wrong_ones):
             assert (await register(url=good, **wrong))[0] == 400, wrong
@@ -171,3 +171,86 @@ async def test_a_model_that_is_unregistered_while_presets_are_read_does_not_come
             writer.write(text)
         assert (await reading).status_code == 200
         assert (await up.client.get("/lmi/models/mine")).status_code == 404
+
+
+async def test_with_the_flag_lmis_management_is_at_its_own_paths(tmp_path: Path) -> None:
+    async with world(tmp_path, "--lmi-management") as up:
+        client = up.client
+        url = str(fake_snapshot(tmp_path / "models" / "further" / "one"))
+        response = await client.post("/models", params={"url": url, "model_name": "mine"})
+        assert (response.status_code, response.json()) == (200, {"status": 'Model "mine" registered.'})
+        rows = (await client.get("/models")).json()
+        assert [row["modelName"] for row in rows["models"]] == ["local", "mine"]
+        assert rows == (await client.get("/lmi/models")).json()
+        ((workflow,),) = ((await client.get("/models/mine")).json(),)
+        assert workflow["workflowName"] == "mine"
+        assert (await client.put("/models/mine", params={"min_worker": 0})).status_code == 200
+        assert (await client.delete("/models/mine")).status_code == 200
+        assert error(await client.get("/models/mine"))[0] == 404
+        # llama-server's other calls, and OpenAI's list, stay where they are
+        assert (await client.post("/models/load", json={"model": "local"})).status_code == 200
+        assert [row["id"] for row in (await client.get("/v1/models")).json()["data"]] == ["local"]
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        assert paths["/models"]["get"]["tags"] == paths["/lmi/models"]["get"]["tags"] == ["LMI"]
+
+
+async def test_a_version_is_a_model_of_its_own(tmp_path: Path) -> None:
+    async with world(tmp_path) as up:
+        client = up.client
+        for version in ("1", "2"):
+            url = str(fake_snapshot(tmp_path / "models" / "further" / version))
+            query = {"url": url, "model_name": "local", "model_version": version, "synchronous": "false"}
+            assert (await client.post("/lmi/models", params=query)).status_code == 202
+        body = {"inputs": "a"}
+        for path, model in (("/predictions/local/2", "local:2"), ("/predictions/local", "local"),
+                            ("/invocations?model_name=local&model_version=1", "local:1"),
+                            ("/predictions/local:1", "local:1")):  # fmt: skip
+            response = await client.post(path, json=body)
+            assert (response.status_code, response.headers["x-router-model"]) == (200, model), path
+        code, message = error(await client.post("/predictions/local/3", json=body))
+        assert (code, "model 'local' has no version '3'" in message) == (404, True)
+        assert error(await client.post("/predictions/none/3", json=body))[0] == 404
+        assert (await client.put("/lmi/models/local/2", params={"min_worker": 0})).status_code == 200
+        assert (await client.delete("/lmi/models/local/2")).status_code == 200
+        assert error(await client.get("/lmi/models/local/2"))[0] == 404
+
+
+async def test_sagemakers_headers_name_the_model_and_an_asynchronous_request_is_refused(tmp_path: Path) -> None:
+    async with world(tmp_path, text="[other]\nmodel = models/local\n") as up:
+
+        async def post(body: dict[str, Any], **headers: str) -> httpx.Response:
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            return await up.client.post("/invocations", json=body, headers=named)
+
+        for target in ("other", "other.tar.gz"):
+            response = await post({"inputs": "a"}, X_Amzn_SageMaker_Target_Model=target)
+            assert (response.status_code, response.headers["x-router-model"]) == (200, "other")
+        assert error(await post({"inputs": "a"}, X_Amzn_SageMaker_Target_Model="none"))[0] == 404
+        body = {"inputs": "a", "model": "local"}
+        assert error(await post(body, X_Amzn_SageMaker_Target_Model="other"))[0] == 400
+        assert (await post(body, X_Synchronous="true")).status_code == 200
+        for headers in ({"X_Synchronous": "false"}, {"X_Starting_Token": "a"},
+                        {"X_Amzn_SageMaker_Custom_Attributes": "trace=1,x-synchronous=false"}):  # fmt: skip
+            code, message = error(await post(body, **headers))
+            assert (code, "results are not stored" in message) == (400, True)
+
+
+async def test_calls_register_what_lies_in_folders_that_the_administrator_allowed(tmp_path: Path) -> None:
+    allowed = tmp_path / "shelf"
+    async with world(tmp_path, "--registration-dirs", str(allowed), text="enable-lora = on\n") as up:
+        outside = str(fake_snapshot(tmp_path / "outside"))
+        code, message = error(await up.client.post("/lmi/models", params={"url": outside}))
+        assert (code, "--registration-dirs" in message) == (400, True)
+        inside = str(fake_snapshot(allowed / "one"))
+        assert (await up.client.post("/lmi/models", params={"url": inside})).status_code == 200
+        for name, folder in (("mine", allowed / "adapter"), ("other", tmp_path / "adapter")):
+            folder.mkdir()
+            (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
+            (folder / "adapter_model.safetensors").write_text("{}")
+            query = {"name": name, "src": str(folder), "preload": "false"}
+            response = await up.client.post("/models/local/adapters", params=query)
+            assert response.status_code == (200 if name == "mine" else 400), response.text
+        query["pin"] = "true"
+        code, message = error(await up.client.post("/models/local/adapters/mine/update", params=query))
+        assert (code, message) == (400, "preload=false and pin=true exclude each other; leave preload out")
+        assert error(await up.client.post("/models/local/adapters", params={**query, "name": "x"}))[0] == 400

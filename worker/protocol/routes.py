@@ -135,7 +135,7 @@ _DECLARATIONS: tuple[Route, ...] = (
     Route("POST", "/invocations /predictions/{id} /models/{id}/invoke", Dialect.LMI, "invocations", "lmi.invocations",
           summary="Generated text.", worker=True, streams=True,
           requests=(lmi.INVOCATIONS, openai.CHAT, openai.COMPLETIONS), response=lmi.INVOCATIONS_RESPONSE,
-          query=("adapter",)),
+          query=("adapter", "model_version")),
     Route("POST", "/generate", Dialect.ERICLLM, "ericllm_generate", "ericllm.generate",
           summary="The prompt and the generated text.", worker=True,
           requests=(ericllm.GENERATE,), response=ericllm.GENERATE_RESPONSE),
@@ -371,6 +371,20 @@ def _routes(declared: Route) -> Iterator[Route]:
 
 
 ROUTES: tuple[Route, ...] = tuple(route for declared in _DECLARATIONS for route in _routes(declared))
+
+
+def offered(*, lmi_management: bool = False) -> tuple[Route, ...]:
+    """Return the routes that a router offers. `lmi_management`: those below /lmi also exist without this prefix, and
+    replace routes of llama-server's API with the same method and path."""
+    if not lmi_management:
+        return ROUTES
+    own = {
+        (route.method, path): replace(route, path=path)
+        for route in ROUTES
+        if (path := route.path.removeprefix("/lmi")) != route.path
+    }
+    return (*(route for route in ROUTES if (route.method, route.path) not in own), *own.values())
+
 
 # Query parameters with the values true, 1, false and 0.
 FLAGS = ("autoload", "wait", "force", "snapshot", "fail_on_no_slot", "synchronous", "preload", "pin")

@@ -12,7 +12,7 @@ from router.errors import ApiError
 from worker.errors import RequestError
 from worker.protocol.dialects import Dialect
 from worker.protocol.errors import ERRORS, error_body
-from worker.protocol.routes import ROUTES, query
+from worker.protocol.routes import ROUTES, offered, query
 
 DOCUMENT = document()
 
@@ -40,10 +40,12 @@ def test_it_is_valid_openapi() -> None:
     openapi_spec_validator.validate(DOCUMENT)
 
 
-def test_every_route_is_described_and_nothing_else() -> None:
-    described = {(method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods}
-    assert described == {(route.method, route.path) for route in ROUTES}
-    names = [operation["operationId"] for methods in DOCUMENT["paths"].values() for operation in methods.values()]
+@pytest.mark.parametrize("lmi_management", [False, True])
+def test_every_route_is_described_and_nothing_else(*, lmi_management: bool) -> None:
+    paths = document(lmi_management=lmi_management)["paths"]
+    described = {(method.upper(), path) for path, methods in paths.items() for method in methods}
+    assert described == {(route.method, route.path) for route in offered(lmi_management=lmi_management)}
+    names = [operation["operationId"] for methods in paths.values() for operation in methods.values()]
     assert len(set(names)) == len(names)
 
 
