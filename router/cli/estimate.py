@@ -85,6 +85,7 @@ class Report:
     ranks: int  # of tensor parallelism
     devices: tuple[DeviceReport, ...]
     beside: tuple[str, ...]  # ids of other presets, each of which would fit on an empty device beside this model
+    warnings: tuple[str, ...]  # keys of placement that have no effect, or another one than the preset asks for
 
     @property
     def main_devices(self) -> list[DeviceReport]:
@@ -286,13 +287,16 @@ def report(
         ranks=choice.ranks,
         devices=tuple(machine.report(reading, needs[reading.id], bounds) for reading in readings),
         beside=tuple(_beside(preset, loaded, machine, allowed, left)),
+        warnings=(*sharding.unused(preset, machine.readings, allowed), *filter(None, [choice.note])),
     )
 
 
-def misfits(loaded: LoadedPresets, machine: Machine) -> dict[str, str]:
-    """Return a message for each model with files on this machine that no empty device holds. Models without an estimate
-    are left out."""
-    found, alone = {}, replace(loaded, presets={})  # without the models that would fit beside it
+def check(loaded: LoadedPresets, machine: Machine) -> tuple[dict[str, str], list[str]]:
+    """Return a message for each model with files on this machine that no empty device holds, and the warnings of all
+    models. Models without an estimate are left out."""
+    found: dict[str, str] = {}
+    warnings: list[str] = []
+    alone = replace(loaded, presets={})  # without the models that would fit beside it
     for preset in loaded.presets.values():
         if not preset.path and not (
             preset.repo and find_snapshot(preset.repo, preset.revision, machine.settings.hub_cache)
@@ -302,11 +306,12 @@ def misfits(loaded: LoadedPresets, machine: Machine) -> dict[str, str]:
             answer = report(preset, alone, machine)
         except RouterError:
             continue  # its first load and `router estimate` tell why
+        warnings += (f"{preset.id}: {warning}" for warning in answer.warnings)
         if not answer.fits:
             lines = [_device_line(device, answer.estimate) for device in answer.devices if not device.fits]
             lines += [str(answer.remedies)] * bool(answer.remedies.settings)
             found[preset.id] = f"{preset.id}: {'; '.join(' '.join(line.split()) for line in lines)}"
-    return found
+    return found, warnings
 
 
 def _files(preset: Preset, machine: Machine, snapshots: Snapshots, temporary: Path) -> tuple[Path, str]:
@@ -359,6 +364,7 @@ def document(report: Report) -> dict[str, Any]:
         "downloaded": report.is_downloaded,
         "source": estimate.source,
         "note": estimate.note,
+        "warnings": list(report.warnings),
         "dtype": report.dtype,
         "kv_cache_dtype": report.preset.kv_cache_dtype,
         "quantization": report.quantization,
@@ -412,6 +418,7 @@ def text(report: Report) -> str:
     lines += _range_lines(report)
     if estimate.note:
         lines.append(f"{'note':9} {estimate.note}")
+    lines += [f"{'warning':9} {warning}" for warning in report.warnings]
     lines += _shard_lines(report)
     lines += [_device_line(device, estimate) for device in report.devices]
     if report.remedies.settings:

@@ -289,7 +289,8 @@ def check(ctx: click.Context, /, file: str | None, effective: bool, memory: bool
     if problems:
         return _refuse(problems, as_json=as_json)
     loaded = load_catalogue(parsed, models, os.environ)
-    document, text, misfits = _document(loaded, effective=effective), _report(loaded, effective=effective), {}
+    document, text = _document(loaded, effective=effective), _report(loaded, effective=effective)
+    misfits: dict[str, str] = {}
     if effective:
         document["options"] = written.options(parsed)
     if memory and not loaded.problems:
@@ -299,9 +300,9 @@ def check(ctx: click.Context, /, file: str | None, effective: bool, memory: bool
             machine = estimate.Machine(parsed, os.environ, xdg.state(parsed.state_dir))
         except ConfigError as error:
             return _refuse(error.problems, as_json=as_json)
-        misfits = estimate.misfits(loaded, machine)
-        document["does_not_fit"] = misfits
-        text = "\n".join([*misfits.values(), text])
+        misfits, warnings = estimate.check(loaded, machine)
+        document |= {"does_not_fit": misfits, "placement_warnings": warnings}
+        text = "\n".join([*misfits.values(), *(f"warning: {each}" for each in warnings), text])
     if as_json:
         _print_document(document)
     else:

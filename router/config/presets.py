@@ -257,7 +257,7 @@ class Preset:
             env=("PIPELINE_PARALLEL_DEGREE",))
     tensor_parallel: int = key(1, Integer(1, 64, {"max": ALL_DEVICES}), PLACEMENT,
             "number of accelerators that each matrix is divided among, or of processes on the CPU; max: all"
-            " accelerators",
+            " accelerators; a model that cannot be divided is split by layers",
             also=("tp", "tensor-parallel-degree", "num-gpus"), env=("TENSOR_PARALLEL_DEGREE",))
     gpu_split: tuple[int, ...] = key((), Sizes(), PLACEMENT,
             "most memory of each accelerator, or of the first, the second, ...; 0: do not use it",

@@ -47,6 +47,10 @@ async def weigh(worker: Worker, fleet: Fleet) -> None:
     worker.pools = {reading.id: reading.pool for reading in readings if reading.pool is not None}
     worker.devices = allowed_devices(worker.preset, readings)
     _estimate(worker, fleet)
+    assert worker.costs is not None
+    for warning in (*sharding.unused(worker.preset, readings, worker.devices), worker.costs.choice.note):
+        if warning:
+            log.warning("%s: %s", worker.preset.id, warning)
 
 
 def _estimate(worker: Worker, fleet: Fleet, *, is_last: bool = False, learns: bool = True) -> None:
@@ -194,7 +198,7 @@ def append_estimate(worker: Worker, fleet: Fleet) -> None:
         compute=list(found.compute),
         runtime=list(found.runtime),
         host=found.host,
-        note=found.note,
+        note="; ".join(filter(None, (worker.costs.choice.note, found.note))),
         **({"kv_cache": figures} if (figures := kv_cache(worker)) else {}),
     )
 

@@ -2,7 +2,8 @@
 
 A model that fits on one device is not split, unless its preset asks for it. Otherwise its layers go to the fewest
 devices that hold them: those with the most memory, all equally full. Tensor parallelism is used only if the preset asks
-for it. A preset with figures for single devices (gpu-split, tensor-split) also selects these devices.
+for it. A model that it does not divide is split by layers instead, or is on one device if that is impossible, too. A
+preset with figures for single devices (gpu-split, tensor-split) also selects these devices.
 
 Live loads (router.fleet.load_cost) and the command `router estimate` share these functions, so both place a model on
 the same devices and show the same figure. They differ in one rule only: a live worker may wait for an exact estimate,
@@ -10,7 +11,7 @@ which `first_fitting` gets as an argument.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from router.config.presets import ALL_DEVICES, Preset
@@ -35,6 +36,7 @@ class Choice:
     devices: frozenset[DeviceId] = frozenset()  # those that its shards may take
     place: tuple[DeviceId, ...] = ()  # the device of each shard; empty: any of `devices`
     ranks: int = 1  # among how many each matrix is divided: as many shards, or one shard if that is main memory
+    note: str = ""  # a warning if it is not the way that the preset asks for
 
     @property
     def on_host(self) -> bool:
@@ -57,10 +59,10 @@ def choices(
     `order`: the same devices in the order in which lists of the preset count them. `room`: bytes that could ever be
     free on each. Raises Indivisible if the preset asks for something impossible.
     """
-    on_host = all(device.index == HOST for device in devices)
     if preset.tensor_parallel > 1 or preset.split_mode == "tensor":
         yield from _divided(facts, preset, devices, order, room)
         return
+    on_host = all(device.index == HOST for device in devices)
     least, most = _counts(preset, 0 if on_host else len(devices))
     if on_host or most == 1:
         yield Choice(devices=frozenset(devices))
@@ -86,20 +88,35 @@ def choices(
         shares = [share for share in preset.tensor_split if share]
         yield Choice(boundaries(costs, [0] * least, shares), frozenset(place), place)
         return
-    for count in range(max(2, least), most + 1):
-        roomiest = sorted(bounds, key=lambda device: (-bounds[device], order.index(device)))[:count]
-        if len(roomiest) < count:
-            if count == least:
-                raise Indivisible(
-                    f"{preset.id}: pipeline-parallel = {count} wants so many devices, and it may use {len(roomiest)};"
-                    " lower it"
-                )
-            return
-        place = tuple(device for device in order if device in roomiest)
-        layers = _layers(facts, preset, [bounds[device] for device in place])
+    if len(bounds) < least:
+        raise Indivisible(
+            f"{preset.id}: pipeline-parallel = {least} wants so many devices, and it may use {len(bounds)}; lower it"
+        )
+    if len(facts.by_layer) < least:
+        raise Indivisible(f"{preset.id}: it has {len(facts.by_layer)} layers for {least} devices; lower the number")
+    yield from _by_layers(facts, preset, bounds, order, range(max(2, least), most + 1))
+
+
+def _by_layers(
+    facts: Checkpoint,
+    preset: Preset,
+    bounds: Mapping[DeviceId, int],
+    order: Sequence[DeviceId],
+    counts: Iterable[int],
+) -> Iterator[Choice]:
+    """Yield the layer split over each number of devices in `counts` for which there are devices and layers."""
+    for count in counts:
+        place = _roomiest(bounds, order, count)
+        layers = _layers(facts, preset, [bounds[device] for device in place]) if len(place) == count else ()
         if layers:
             is_given = len(preset.gpu_split) > 1
             yield Choice(layers, frozenset(place if is_given else bounds), place if is_given else ())
+
+
+def _roomiest(bounds: Mapping[DeviceId, int], order: Sequence[DeviceId], count: int) -> tuple[DeviceId, ...]:
+    """Return the `count` devices with the most room, in the order of the preset's lists; fewer if there are fewer."""
+    chosen = sorted(bounds, key=lambda device: (-bounds[device], order.index(device)))[:count]
+    return tuple(device for device in order if device in chosen)
 
 
 def _divided(
@@ -109,45 +126,68 @@ def _divided(
     order: Sequence[DeviceId],
     room: Mapping[DeviceId, int],
 ) -> Iterator[Choice]:
-    """Yield the ways of tensor parallelism on some of `devices`, the fewest first. Raises Indivisible."""
+    """Yield the ways of tensor parallelism on some of `devices`, the fewest first; the ways of layer split or one
+    device, with a note, if the model cannot be divided. Raises Indivisible if there are too few devices."""
     asked, on_host = preset.tensor_parallel, all(device.index == HOST for device in devices)
-    if on_host and asked != ALL_DEVICES:
-        _check_divided(facts, preset, asked)
-        yield Choice(ranks=asked, devices=frozenset(devices))
+    if on_host:
+        yield _on_host(facts, preset, asked, frozenset(devices))
         return
-    bounds = bounded(preset, order, {} if on_host else room)
-    offered = 0 if on_host else len(bounds)
-    counts = [offered if asked == ALL_DEVICES else asked]
-    if asked == 1:
-        counts = [
-            count
-            for count in range(2, offered + 1)
-            if not tensor_parallel.reason_not_to_divide_by(facts, preset, count)
-        ]
-        if offered > 1 and not counts:
-            _check_divided(facts, preset, 2)
-    if counts and (counts[0] > offered or not offered):
-        wanted = "max" if asked == ALL_DEVICES else f"{asked}"
+    bounds = bounded(preset, order, room)
+    offered = len(bounds)
+    if asked != ALL_DEVICES and asked > offered:
         raise Indivisible(
-            f"{preset.id}: tensor-parallel = {wanted} wants so many accelerators, and there are {offered} that it may"
+            f"{preset.id}: tensor-parallel = {asked} wants so many accelerators, and there are {offered} that it may"
             " use; lower it"
         )
-    for count in counts:
-        _check_divided(facts, preset, count)
-        roomiest = sorted(bounds, key=lambda device: (-bounds[device], order.index(device)))[:count]
-        place = tuple(device for device in order if device in roomiest) if len(preset.gpu_split) > 1 else ()
-        yield Choice(ranks=count, devices=frozenset(place or bounds), place=place)
-    if not counts:  # there is one accelerator only
+    counts = range(2, offered + 1) if asked == 1 else [offered if asked == ALL_DEVICES else asked]
+    if offered < 2:
         yield Choice(devices=frozenset(bounds))
+        return
+    reasons = {count: tensor_parallel.reason_not_to_divide_by(facts, preset, count) for count in counts}
+    if all(reasons.values()):
+        yield from _instead(facts, preset, bounds, order, reasons)
+        return
+    for count in (count for count, why in reasons.items() if not why):
+        place = _roomiest(bounds, order, count) if len(preset.gpu_split) > 1 else ()
+        yield Choice(ranks=count, devices=frozenset(place or bounds), place=place)
 
 
-def _check_divided(facts: Checkpoint, preset: Preset, ranks: int) -> None:
-    """Raise Indivisible, with the way out, if the model cannot be divided among `ranks`."""
-    why = tensor_parallel.reason_not_to_divide_by(facts, preset, ranks) if ranks > 1 else ""
-    if why:
-        key = f"tensor-parallel = {ranks}" if preset.tensor_parallel > 1 else "split-mode = tensor"
-        instead = "" if indivisible(facts, preset) else ", or write pipeline-parallel, which splits it by layers"
-        raise Indivisible(f"{preset.id}: {key} cannot be: {why}; remove it{instead}")
+def _on_host(facts: Checkpoint, preset: Preset, asked: int, devices: frozenset[DeviceId]) -> Choice:
+    """Return the way of tensor parallelism on main memory, where only a number of processes asks for it."""
+    if asked == 1:
+        return Choice(devices=devices)
+    if asked == ALL_DEVICES:
+        note = "tensor-parallel = max counts accelerators, and it is on the CPU, so one process computes it"
+        return Choice(devices=devices, note=note)
+    why = tensor_parallel.reason_not_to_divide_by(facts, preset, asked)
+    note = f"tensor-parallel = {asked} is not possible, so one process computes it: {why}" if why else ""
+    return Choice(devices=devices, ranks=1 if why else asked, note=note)
+
+
+def _instead(
+    facts: Checkpoint,
+    preset: Preset,
+    bounds: Mapping[DeviceId, int],
+    order: Sequence[DeviceId],
+    reasons: Mapping[int, str],
+) -> Iterator[Choice]:
+    """Yield what replaces tensor parallelism over the numbers of devices in `reasons`: a split of the layers over as
+    many, else one device."""
+    asked = preset.tensor_parallel
+    key = "split-mode = tensor" if asked == 1 else f"tensor-parallel = {'max' if asked == ALL_DEVICES else asked}"
+    fewest = min(reasons)
+    why_whole = _why_whole(facts, preset)
+    counts = {min(count, len(facts.by_layer)) for count in reasons}
+    if not why_whole:
+        found = list(_by_layers(facts, preset, bounds, order, sorted(counts - {0, 1})))
+        for choice in found:
+            over = f"its layers are split over {choice.shards} accelerators"
+            yield replace(choice, note=f"{key} is not possible, so {over}: {reasons[fewest]}")
+        if found:
+            return
+    # The reason against layers holds for tensor parallelism, too, but for required-memory.
+    why = reasons[fewest] + (f"; {why_whole}" if why_whole not in (reasons[fewest], "") else "")
+    yield Choice(devices=frozenset(bounds), note=f"{key} is not possible, so it is on one accelerator: {why}")
 
 
 def static_estimate(
@@ -214,7 +254,8 @@ def _counts(preset: Preset, offered: int) -> tuple[int, int]:
 
 
 def _why_whole(facts: Checkpoint, preset: Preset) -> str:
-    if preset.required_memory and preset.pipeline_parallel == 1 and not preset.tensor_split:
+    asks_for_several = preset.pipeline_parallel > 1 or preset.tensor_parallel > 1 or preset.tensor_split
+    if preset.required_memory and not asks_for_several:
         return "required-memory gives its memory on one device"
     try:
         layer_costs(facts, preset)
@@ -321,6 +362,23 @@ def allowed_devices(preset: Preset, readings: Sequence[Reading]) -> frozenset[De
     if len({device.index == HOST for device in devices}) > 1:
         raise LoadFailed(f"{preset.id}: `device` mixes cpu and accelerators; name one kind")
     return devices
+
+
+def unused(preset: Preset, readings: Sequence[Reading], devices: Collection[DeviceId]) -> Iterator[str]:
+    """Yield a warning for each key of placement that has no effect on these `devices` of the machine."""
+    by_name = _by_name(readings)
+    known = ", ".join(sorted(str(reading.id) for reading in readings))
+    on_host = all(device.index == HOST for device in devices)
+    for name in preset.required_memory:
+        if name and name not in by_name:
+            yield f"required-memory names {name}, and there is no such device here, only {known}"
+        elif name and by_name[name].index != HOST and by_name[name] not in devices:
+            yield f"required-memory names {name}, which the key `device` excludes"
+    if on_host:
+        keys = {"gpu-split": bool(preset.gpu_split), f"split-mode = {preset.split_mode}": preset.split_mode != "auto"}
+        yield from (f"{key} has no effect on the CPU" for key, is_set in keys.items() if is_set)
+    elif len(preset.gpu_split) > max(1, len(devices)):
+        yield f"gpu-split has {len(preset.gpu_split)} values, and there are {len(devices)} accelerators"
 
 
 def device_order(preset: Preset, readings: Sequence[Reading], devices: frozenset[DeviceId]) -> list[DeviceId]:

@@ -40,22 +40,22 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fake_nvml.build(tmp_path_factory.mktemp("nvml"))
 
 
-def asked(library: Path, folder: Path, cards: list[Card], *words: str) -> str:
-    """The output of `router estimate`."""
+def asked(library: Path, folder: Path, cards: list[Card], *words: str, verb: str = "estimate", **changes: Any) -> str:
+    """The output of `router estimate`, or of another command, for a model with these `changes` in its config.json."""
     snapshot = folder / "model"
     snapshot.mkdir(exist_ok=True)
-    (snapshot / "config.json").write_text(json.dumps(CONFIG))
+    (snapshot / "config.json").write_text(json.dumps(CONFIG | changes))
     write_weights(snapshot / "model.safetensors", TENSORS)
     own = {key: value for key, value in os.environ.items() if not key.startswith(("CUDA", "ROUTER", "HF_"))}
     env = {**own, **Driver(library, folder / "cards", cards).environment(), "XDG_STATE_HOME": str(folder / "state")}
-    argv = [sys.executable, "-m", "router", "estimate", str(snapshot)]
+    argv = [sys.executable, "-m", "router", verb, *([str(snapshot)] if verb == "estimate" else [])]
     done = subprocess.run([*argv, *words], env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.stderr == ""
     return done.stdout
 
 
-def document(*args: Any) -> Any:
-    return json.loads(asked(*args, "--json"))
+def document(*args: Any, **changes: Any) -> Any:
+    return json.loads(asked(*args, "--json", **changes))
 
 
 def test_each_device_is_shown_with_its_part(library: Path, tmp_path: Path) -> None:
@@ -88,3 +88,25 @@ def test_the_parts_of_a_tensor_parallel_model_are_shown(library: Path, tmp_path:
     assert "each matrix divided among 2 processes; no CUDA graphs" in text
     assert "cuda:0    fits when empty" in text
     assert "cpu       does not fit" in text, "random weights are drawn as a whole by each process"
+
+
+def test_a_family_without_tensor_parallelism_gets_the_estimate_of_its_layer_split(
+    library: Path, tmp_path: Path
+) -> None:
+    cards = [LARGE, SMALL]
+    for words in (["--num-gpus", "2"], ["--tensor-parallel", "max"]):
+        found = document(library, tmp_path, cards, *words, model_type="stablelm")
+        layers = document(library, tmp_path, cards, "--split-mode", "layer", model_type="stablelm")
+        [warning] = found.pop("warnings")
+        assert warning.startswith(f"tensor-parallel = {words[1]} is not possible, so its layers are split over 2 acc")
+        assert layers.pop("warnings") == []
+        assert found == layers
+        assert (found["fits"], sum(found["layers"]), len(found["layers"])) == (True, 40, 2)
+
+
+def test_check_memory_reports_keys_of_placement_without_effect(library: Path, tmp_path: Path) -> None:
+    presets = tmp_path / "models.ini"
+    presets.write_text(f"[m]\nmodel = {tmp_path / 'model'}\nrequired-memory = cuda:7=100\ntensor-parallel = max\n")
+    text = asked(library, tmp_path, [LARGE, LARGE], str(presets), "--memory", verb="check", num_key_value_heads=5)
+    assert "warning: m: required-memory names cuda:7, and there is no such device here, only " in text
+    assert "warning: m: tensor-parallel = max is not possible, so its layers are split over 2 accelerators: " in text

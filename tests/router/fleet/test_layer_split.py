@@ -195,8 +195,29 @@ async def test_tensor_parallelism_reserves_all_devices_of_the_preset_at_once() -
 
 
 @virtual
-async def test_impossible_tensor_parallelism_is_refused_with_the_way_out() -> None:
+async def test_a_model_that_tensor_parallelism_does_not_divide_is_split_by_layers_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     scene = world(12 * GIB, tensor_parallel=2)
     scene.files.facts = replace(FOUR_GIB, matrices=4 * GIB, heads=3)
-    with pytest.raises(LoadFailed, match="it has 3 attention heads, which 2 does not divide; remove it, or write"):
-        await scene.ask("big")
+    await scene.ask("big")
+    worker = only(scene)
+    assert (set(worker.place), sum(choice_of(worker).layers), choice_of(worker).ranks) == ({GPU0, GPU1}, 4, 1)
+    command = worker_argv.options(worker, Estimate)
+    assert (command.tensor_parallel, len(command.layers)) == (1, 2)
+    warning = (
+        "tensor-parallel = 2 is not possible, so its layers are split over 2 accelerators: it has 3 attention heads,"
+        " which 2 does not divide"
+    )
+    assert [record.getMessage() for record in caplog.records if "tensor-parallel" in record.getMessage()] == [
+        f"big: {warning}"
+    ]
+
+
+@virtual
+async def test_a_key_of_placement_without_effect_is_logged_at_the_load(caplog: pytest.LogCaptureFixture) -> None:
+    scene = world(12 * GIB, required_memory={"cuda:7": GIB})
+    await scene.ask("big")
+    assert "big: required-memory names cuda:7, and there is no such device here, only cpu, cuda:0, cuda:1" in [
+        record.getMessage() for record in caplog.records
+    ]

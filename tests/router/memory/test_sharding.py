@@ -13,7 +13,7 @@ from router.memory import sharding
 from router.memory.checkpoint_facts import Checkpoint, EstimateError
 from router.memory.estimate import estimate
 from router.memory.sharding import Choice, Indivisible, boundaries, bounded, choices, fits
-from router.planner.ledger import DeviceId
+from router.planner.ledger import DeviceId, Reading
 from tests.router.large import BIG, CPU, GIB, GPU
 
 
@@ -121,6 +121,27 @@ def test_an_indivisible_model_stays_whole_or_is_rejected_with_the_reason(facts: 
 def test_required_memory_means_one_device() -> None:
     room = dict.fromkeys(GPU, 10 * GIB)
     assert [each.shards for each in choices(BIG, preset(required_memory={"": 90 * GIB}), GPU, GPU, room)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("said", "devices", "found"),
+    [
+        ({"required_memory": {"cuda:7": GIB}}, GPU[:2], ["required-memory names cuda:7, and there is no such device"]),
+        ({"required_memory": {"cuda:1": GIB}}, GPU[:1], ["required-memory names cuda:1, which the key `device` exclu"]),
+        ({"required_memory": {"cuda:1": GIB, "cpu": GIB, "": GIB, "GPU-1": GIB}}, GPU[:2], []),
+        ({"gpu_split": (GIB, GIB)}, [CPU], ["gpu-split has no effect on the CPU"]),
+        ({"split_mode": "layer"}, [CPU], ["split-mode = layer has no effect on the CPU"]),
+        ({"gpu_split": (GIB, GIB, GIB)}, GPU[:2], ["gpu-split has 3 values, and there are 2 accelerators"]),
+        ({"gpu_split": (GIB,), "split_mode": "layer"}, GPU[:2], []),
+    ],
+)
+def test_keys_of_placement_without_effect_are_reported(
+    said: dict[str, Any], devices: list[DeviceId], found: list[str]
+) -> None:
+    readings = [Reading(id, 100 * GIB, 0, uuid=f"GPU-{id.index}") for id in (*GPU[:2], CPU)]
+    warnings = list(sharding.unused(preset(**said), readings, devices))
+    assert len(warnings) == len(found)
+    assert all(warning.startswith(text) for warning, text in zip(warnings, found, strict=True))
 
 
 costs = st.lists(st.integers(1, 1000), min_size=4, max_size=30)

@@ -1,5 +1,6 @@
 """Tensor parallelism: conditions, and the estimate of equal parts."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -36,11 +37,9 @@ def test_tensor_parallel_is_the_number_of_devices() -> None:
     assert (found.ranks, found.shards, found.devices, found.place) == (2, 2, frozenset(GPU), ())
     (found,) = ways(LARGE, preset(tensor_parallel=ALL_DEVICES), GPU, ROOM)
     assert found.shards == 4
-    for wanted, said in ((8, "8"), (ALL_DEVICES, "max")):
-        with pytest.raises(
-            Indivisible, match=rf"a: tensor-parallel = {said} wants so many accelerators, and there are"
-        ):
-            ways(LARGE, preset(tensor_parallel=wanted), GPU if wanted == 8 else [CPU], ROOM)
+    with pytest.raises(Indivisible, match="a: tensor-parallel = 8 wants so many accelerators, and there are 4 that"):
+        ways(LARGE, preset(tensor_parallel=8), GPU, ROOM)
+    assert ways(LARGE, preset(tensor_parallel=ALL_DEVICES), GPU[:1], ROOM) == [Choice(devices=frozenset(GPU[:1]))]
 
 
 def test_split_mode_tensor_uses_the_fewest_possible_devices() -> None:
@@ -66,27 +65,87 @@ def test_gpu_split_selects_the_devices() -> None:
     assert found.place == (GPU[0], GPU[2])
 
 
+def test_max_is_one_process_where_there_is_no_accelerator() -> None:
+    (found,) = ways(LARGE, preset(tensor_parallel=ALL_DEVICES), [CPU], {CPU: GIB})
+    assert (found.ranks, found.shards) == (1, 1)
+    assert found.note == "tensor-parallel = max counts accelerators, and it is on the CPU, so one process computes it"
+
+
 @pytest.mark.parametrize(
     ("facts", "said", "why"),
     [
-        (LARGE, {"tensor_parallel": 3}, "it has 64 attention heads, which 3 does not divide; remove it, or write pipe"),
-        (replace(LARGE, kv_heads=2), {"tensor_parallel": 4}, "2 heads of keys and values, which 4 does not divide"),
+        (LARGE, {"tensor_parallel": 3}, "it has 64 attention heads, which 3 does not divide"),
+        (
+            replace(LARGE, kv_heads=2),
+            {"tensor_parallel": 4},
+            "it has 2 heads of keys and values, which 4 does not divi",
+        ),
         (replace(LARGE, intermediate=28673), {"tensor_parallel": 2}, "it has 28673 columns in its MLP"),
-        (replace(LARGE, model_type="gpt2"), {"split_mode": "tensor"}, "split-mode = tensor cannot be: .*this is gpt2"),
-        (replace(LARGE, quantization="gptq"), {"tensor_parallel": 2}, "its weights are quantised; remove it$"),
-        (LARGE, {"tensor_parallel": 2, "quantization": "bnb-4bit"}, "its weights are quantised; remove it$"),
-        (replace(LARGE, capabilities=("embedding",)), {"tensor_parallel": 2}, "it embeds or scores texts; remove it$"),
-        (replace(LARGE, cross_attention=True), {"tensor_parallel": 2}, "it has an encoder and a decoder"),
-        (replace(LARGE, capabilities=("completion", "vision")), {"tensor_parallel": 2}, "it takes images"),
-        (LARGE, {"tensor_parallel": 2, "enable_lora": "on"}, "requests may name adapters"),
+        (replace(LARGE, model_type="gpt2"), {"tensor_parallel": ALL_DEVICES}, "this version divides .* this is gpt2"),
         (replace(LARGE, matrices=0), {"tensor_parallel": 2}, "its tensor names do not identify the layers"),
     ],
 )
-def test_an_indivisible_model_is_rejected_with_the_way_out(facts: Checkpoint, said: dict[str, Any], why: str) -> None:
-    for devices in (GPU, [CPU]):
-        if "split_mode" not in said or devices is GPU:
-            with pytest.raises(Indivisible, match=why):
-                ways(facts, preset(**said), devices, ROOM)
+def test_layers_are_split_where_tensor_parallelism_is_not_possible(
+    facts: Checkpoint, said: dict[str, Any], why: str
+) -> None:
+    asked = said["tensor_parallel"]
+    (found,) = ways(facts, preset(**said), GPU, ROOM)
+    assert (found.shards, found.ranks) == (4 if asked == ALL_DEVICES else asked, 1)
+    (by_layers,) = ways(facts, preset(pipeline_parallel=found.shards), GPU, ROOM)
+    assert replace(found, note="") == by_layers
+    key = "max" if asked == ALL_DEVICES else asked
+    assert re.fullmatch(
+        f"tensor-parallel = {key} is not possible, so its layers are split over {found.shards} accelerators: {why}.*",
+        found.note,
+    )
+    if asked != ALL_DEVICES:
+        (alone,) = ways(facts, preset(**said), [CPU], {CPU: GIB})
+        assert (alone.ranks, alone.shards) == (1, 1)
+        assert f"tensor-parallel = {asked} is not possible, so one process computes it: " in alone.note
+
+
+@pytest.mark.parametrize(
+    ("facts", "said", "why"),
+    [
+        (replace(LARGE, quantization="gptq"), {}, "its weights are quantised"),
+        (LARGE, {"quantization": "bnb-4bit"}, "its weights are quantised"),
+        (LARGE, {"enable_lora": "on"}, "requests may name adapters"),
+        (replace(LARGE, capabilities=("embedding",)), {}, "it embeds or scores texts"),
+        (replace(LARGE, cross_attention=True), {}, "it has an encoder and a decoder"),
+        (replace(LARGE, capabilities=("completion", "vision")), {}, "it takes images"),
+        (
+            replace(LARGE, model_type="gpt2", by_layer=()),
+            {},
+            "and this is gpt2; its tensor names do not identify the l",
+        ),
+    ],
+)
+def test_a_model_that_nothing_divides_is_on_one_accelerator(facts: Checkpoint, said: dict[str, Any], why: str) -> None:
+    for asked in (2, ALL_DEVICES):
+        (found,) = ways(facts, preset(tensor_parallel=asked, **said), GPU, ROOM)
+        assert (found.shards, found.ranks, found.devices) == (1, 1, frozenset(GPU))
+        assert re.fullmatch(f"tensor-.* is not possible, so it is on one accelerator: .*{why}.*", found.note)
+
+
+def test_split_mode_tensor_splits_layers_over_the_fewest_devices_where_it_divides_nothing() -> None:
+    found = ways(replace(LARGE, model_type="gpt2"), preset(split_mode="tensor"), GPU, ROOM)
+    assert [each.shards for each in found] == [2, 3, 4]
+    assert all(each.note.startswith("split-mode = tensor is not possible, so its layers are split") for each in found)
+
+
+def test_a_layer_split_in_place_of_ranks_keeps_required_memory() -> None:
+    said = preset(tensor_parallel=2, required_memory={"": 70 * GIB})
+    (found,) = ways(replace(LARGE, model_type="gpt2"), said, GPU, ROOM)
+    cost = sharding.static_estimate(found, LARGE, said, threads=1, forked=False)
+    assert (cost.weights, cost.source) == ((70 * GIB,) * 2, "preset")
+
+
+def test_more_devices_than_layers_are_not_used() -> None:
+    small = replace(LARGE, model_type="gpt2", layers=3, by_layer=(LAYER,) * 3)
+    (found,) = ways(small, preset(tensor_parallel=4), GPU, ROOM)
+    assert found.layers == (1, 1, 1)
+    with pytest.raises(Indivisible, match="a: it has 3 layers for 4 devices; lower the number"):
+        ways(small, preset(pipeline_parallel=4), GPU, ROOM)
 
 
 def test_each_part_is_smaller_than_the_whole_model() -> None:
