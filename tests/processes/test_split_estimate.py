@@ -100,6 +100,8 @@ def test_a_family_without_tensor_parallelism_gets_the_estimate_of_its_layer_spli
         [warning] = found.pop("warnings")
         assert warning.startswith(f"tensor-parallel = {words[1]} is not possible, so its layers are split over 2 acc")
         assert layers.pop("warnings") == []
+        for each in (found, layers):  # what is free on this machine changes
+            each["devices"] = [device["needs"] for device in each["devices"]]
         assert found == layers
         assert (found["fits"], sum(found["layers"]), len(found["layers"])) == (True, 40, 2)
 
