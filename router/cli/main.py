@@ -536,7 +536,7 @@ def model_keys() -> str:
 
 
 def _default(key: PresetKey) -> str:
-    if key.unset or key.name in {"model", "hf-repo"}:
+    if key.unset or key.name in {"model", "hf-repo", "import"}:
         return key.unset
     if key.name == "n-gpu-layers":
         return "auto"

@@ -362,9 +362,9 @@ class Devices(Kind):
     hint: str = "auto, cpu, cuda:0,cuda:1 or UUIDs"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        if value.strip().lower() in {"auto", ""}:
+        if value.strip().lower() in {"auto", "", "*"}:
             return ()
-        names = tuple(dict.fromkeys(device_name(item) for item in value.split(",") if item.strip()))
+        names = tuple(dict.fromkeys(device_name(item) for item in re.split("[,;]", value) if item.strip()))
         if "cpu" in names and len(names) > 1:
             self.fail("cpu and accelerators do not mix; name one kind")
         return names
@@ -400,7 +400,7 @@ _UNSUPPORTED = frozenset({"amd", "hip", "metal", "mps", "npu", "rocm", "vulkan",
 def device_name(text: str) -> str:
     """The canonical name of a device: `cpu`, `cuda:N` or a UUID. Raises click.BadParameter."""
     name = text.strip()
-    if name.lower() in {"cpu", "none", "host"}:
+    if name.lower() in {"cpu", "none", "host", "-1"}:
         return "cpu"
     match = _ACCELERATOR.fullmatch(name)
     if match:

@@ -4,6 +4,7 @@ Pure functions; the disk (does this path exist?) is read through `DiskReader`.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -11,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 import click
 
-from router.config import ini, preset_keys
+from router.config import ini, preset_keys, serving_properties
 from router.config.ini import Problem
 from router.config.option_types import Strings, nearest, sendable, shown
 from router.config.preset_keys import MeaninglessOption, RefusedOption, Spelling
@@ -30,7 +31,7 @@ class DiskReader(Protocol):
     def kind(self, path: str) -> Literal["", "file", "folder", "snapshot", "lmi", "adapter", "gguf"]:
         """The kind of an absolute path.
 
-        snapshot: a folder with config.json; lmi: one with serving.properties; empty: the path does not exist.
+        snapshot: a folder with config.json; lmi: one with serving.properties only; empty: the path does not exist.
         """
 
     def read(self, path: str) -> str:
@@ -40,7 +41,8 @@ class DiskReader(Protocol):
         """The sorted names of the folders in a folder; empty if it cannot be read."""
 
 
-ENVIRONMENT, STAR, OWN, COMMAND_LINE = range(4)  # precedence, lowest first: environment, [*], [id], command line
+# Precedence, lowest first: environment, [*], serving.properties in the model's folder, [id], command line.
+ENVIRONMENT, STAR, PROPERTIES, OWN, COMMAND_LINE = range(5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class Setting:
 
 
 Layer = dict[str, Setting]
+_LMI_SIDES = defaultdict(lambda: 1, {"gpu.": 2, "cpu.": 0})  # strengths of prefixes of LMI's settings
 
 
 def _completes(layer: Layer, spelling: Spelling) -> bool:
@@ -66,6 +69,11 @@ def _completes(layer: Layer, spelling: Spelling) -> bool:
     return before is not None and isinstance(spelling.word, PresetKey) and spelling.word.sets_other_part(
         before.name, spelling.name
     )  # fmt: skip
+
+
+def _yields(name: str, other: Setting | None) -> bool:
+    """True if LMI's setting `name` gives way to `other` for the same key: minWorkers to gpu.minWorkers."""
+    return other is not None and _LMI_SIDES[name[:4]] < _LMI_SIDES[other.name[:4]]
 
 
 class ProblemCollector:
@@ -102,6 +110,7 @@ class SettingReader:
         self._fail, self._fault, self._warn = self.collector.fail, self.collector.fault, self.collector.warn
         self._file, self._folder, self._working = file, folder, working
         self._environ, self._strict = environ, strict
+        self._folders: dict[str, str] = {}  # of the files of LMI that were read, by file
         self._warned: set[str] = set()
 
     def section(self, section: ini.Section, rank: int) -> Layer:
@@ -110,13 +119,33 @@ class SettingReader:
         written: dict[str, ini.Entry] = {}
         for entry in section.entries:
             place = Problem(section.file or self._file, entry.line, section.name, entry.key, "")
-            for spelling, text in self._spelled(entry.key, entry.value, place):
+            for spelling, text in self._spelled(entry.key, entry.value, place, in_lmi=rank == PROPERTIES):
                 before = written.get(spelling.canonical)
+                if before is not None and _yields(spelling.name, layer.get(spelling.canonical)):
+                    self._warn(place, f'"{entry.key}" has no effect beside "{before.key}"; remove one of the two')
+                    continue
                 if before is not None and spelling.word.name != "env" and not _completes(layer, spelling):
                     self._warn(place, f'"{entry.key}" repeats "{before.key}" of line {before.line}; the last counts')
                 written[spelling.canonical] = entry
                 self._add(layer, spelling, text, place, rank, quoted=entry.quoted)
         return layer
+
+    def properties(self, path: str, name: str) -> Layer:
+        """The settings in a serving.properties, for the model `name`. Relative paths start at its folder."""
+        try:
+            text = self.disk.read(path)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "is not UTF-8 text"
+            self._fail(Problem(path, 0, name, "", ""), reason.lower())
+            return {}
+        self._folders[path] = str(PurePosixPath(path).parent)
+        section, problems = serving_properties.parse(text, file=path, name=name)
+        self.collector.problems += problems
+        given = {spelling.word.name for entry in section.entries if (spelling := preset_keys.find(entry.key))}
+        if "entry-point" not in given and self.disk.kind(f"{self._folders[path]}/model.py") == "file":
+            message = "model.py beside it is a handler, which is not run; remove it, or set option.entryPoint ="
+            self._fail(Problem(path, 0, name, "", ""), f"{message} djl_python.huggingface")
+        return self.section(section, PROPERTIES)
 
     def environment(self, *, named: int = 0) -> Layer:
         """The settings in variables. If several set one key: ROUTER_<KEY>, then llama-server's name, then LMI's.
@@ -168,7 +197,7 @@ class SettingReader:
         """
         if text == "~" or text.startswith("~/"):
             return str(PurePosixPath(self._environ.get("HOME", "/")) / text[2:])
-        start = self._folder if place.line else self._working
+        start = self._folders.get(place.file, self._folder) if place.line else self._working
         path = str(PurePosixPath(start) / text)
         fallback = str(PurePosixPath(self._working) / text)
         if not self.disk.kind(path) and fallback != path and self.disk.kind(fallback):
@@ -176,9 +205,11 @@ class SettingReader:
             return fallback
         return path
 
-    def _spelled(self, written: str, text: str, place: Problem) -> Iterator[tuple[Spelling, str]]:
+    def _spelled(
+        self, written: str, text: str, place: Problem, *, in_lmi: bool = False
+    ) -> Iterator[tuple[Spelling, str]]:
         """The key and the value of a setting; none if it is invalid or has no effect. `env` yields each variable."""
-        spelling = preset_keys.find(written)
+        spelling = preset_keys.find(written, in_lmi=in_lmi)
         if spelling is None:
             self._unknown(written, place)
             return
@@ -186,7 +217,7 @@ class SettingReader:
         if isinstance(word, MeaninglessOption):
             if word.name not in self._warned:
                 self._warned.add(word.name)
-                message = f'"{written.lstrip("-")}" has no meaning here; remove it'
+                message = f'"{written.lstrip("-")}" {word.message}'
                 (self._fail if self._strict else self._warn)(place, message)
             return
         try:
@@ -195,7 +226,9 @@ class SettingReader:
             self._fault(place, word.name, error.message)
             return
         if isinstance(word, RefusedOption):
-            if not word.accepts(text):
+            if meant := word.means.get(text.strip().lower()):
+                yield Spelling(preset_keys.BY_NAME[meant[0]], spelling.name), meant[1]
+            elif not word.accepts(text):
                 self._fail(place, word.message)
         elif word.name == "env" and not spelling.variable:
             yield from self._variables(text, place)
@@ -216,6 +249,10 @@ class SettingReader:
     ) -> None:
         key = spelling.word
         assert isinstance(key, PresetKey)
+        if rank == PROPERTIES and key.name in ("python", "env"):
+            # The file comes with the model, and these would run any program.
+            self._fail(place, f"{place.key} is not read from this file; write {key.name} into a section")
+            return
         if key.own and rank == STAR:
             self._fault(place, key.name, "names one model, so it cannot stand in [*]; write it into [id]")
             return

@@ -6,7 +6,7 @@ of llama-server or LMI without a meaning here (`MEANINGLESS`), or unknown. Pure 
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from router.config.option_types import Flag, nearest
 from router.config.presets import KEYS, PresetKey
@@ -19,7 +19,10 @@ _OVERRIDE = "write the model's own config.json members into config-override"
 
 @dataclass(frozen=True)
 class RefusedOption:
-    """An option that this version does not offer. Values of `neutral` match its behaviour anyway and are accepted."""
+    """An option that this version does not offer. Values of `neutral` match its behaviour anyway and are accepted.
+
+    `means` has values that are values of keys here, as (key, value).
+    """
 
     name: str
     instead: str = ""
@@ -27,6 +30,7 @@ class RefusedOption:
     neutral: str = ""  # separated by blanks
     env: tuple[str, ...] = ()
     is_flag: bool = False
+    means: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def accepts(self, text: str) -> bool:
         return not text.strip() or text.strip().lower() in self.neutral.split()
@@ -42,6 +46,11 @@ class MeaninglessOption:
 
     name: str
     is_flag: bool = False
+    why: str = ""
+
+    @property
+    def message(self) -> str:
+        return f"has no meaning here; {self.why or 'remove it'}"
 
 
 KnownOption = PresetKey | RefusedOption | MeaninglessOption
@@ -56,13 +65,11 @@ REFUSED: tuple[RefusedOption, ...] = (
     RefusedOption("hf-file", "it names a GGUF file; use a safetensors repository", also=("hff",)),
     RefusedOption("model-url", _DOWNLOAD, also=("mu",)),
     RefusedOption("docker-repo", _DOWNLOAD, also=("dr",)),
-    RefusedOption("import", "write the model's settings as a section"),
-    RefusedOption("cont-batching", "parallel = 1 gives one sequence at a time",
-                  also=("cb",), neutral=_ON, is_flag=True),
+    RefusedOption("cont-batching", also=("cb",), neutral=_ON, is_flag=True, means={"off": ("parallel", "1")}),
+    RefusedOption("rolling-batch", "the transformers engine batches continuously",
+                  neutral="auto lmi-dist vllm trtllm tensorrtllm scheduler", means={"disable": ("parallel", "1")}),
     RefusedOption("cpu-offload", "device = cpu keeps all of it in host memory",
                   also=("cpu-offload-gb-per-gpu",), neutral="0"),
-    RefusedOption("min-workers", "write replicas = MIN-MAX",
-                  also=("max-workers", "minWorkers", "maxWorkers"), neutral="1"),
     RefusedOption("gpu-balance", "the emptiest device is taken first", neutral=_ON, is_flag=True),
     RefusedOption("fit", _FIT, neutral=_OFF),
     RefusedOption("fit-ctx", _FIT, also=("fitc",), neutral="4096"),
@@ -89,8 +96,27 @@ REFUSED: tuple[RefusedOption, ...] = (
     RefusedOption("reasoning", 'chat-template-kwargs = {"enable_thinking": false} turns it off for many models',
                   also=("rea",), neutral="auto"),
     RefusedOption("reasoning-format", "reasoning stays in the text", neutral="none", env=("LLAMA_ARG_THINK",)),
-    RefusedOption("output-formatter"),
+    RefusedOption("output-formatter", "a request asks for a stream with stream: true", neutral="json"),
     RefusedOption("tgi-compat", neutral=_OFF, is_flag=True),
+    RefusedOption("bedrock-compat", neutral=_OFF, is_flag=True),
+    RefusedOption("mpi-mode", "the router starts its own processes", neutral=f"{_ON} {_OFF}"),
+    RefusedOption("entry-point", "the engine's own handler answers; models with handlers of their own are not run",
+                  also=("entryPoint", "entrypoint"), neutral="djl_python.huggingface"),
+    RefusedOption("handler", "models with handlers of their own are not run", neutral="handle"),
+    RefusedOption("input-formatter", "requests have the schema of LMI's API"),
+    RefusedOption("translator-factory", "the engine's own handler answers", also=("translatorFactory",)),
+    RefusedOption("enable-venv", "write python = an interpreter with the packages", neutral=_OFF, is_flag=True),
+    RefusedOption("tokenizer-mode", "the tokenizer is that of transformers", neutral="auto"),
+    RefusedOption("disable-sliding-window", "ctx-size limits the context", neutral=_OFF, is_flag=True),
+    RefusedOption("lora-dtype", "adapters have the model's data type", neutral="auto"),
+    RefusedOption("long-lora-scaling-factors", "adapters with other positions are not offered"),
+    RefusedOption("limit-mm-per-prompt", "write limit-images = N"),
+    RefusedOption("cluster-size", "a model runs on one machine", neutral="1"),
+    RefusedOption("load-models", "write a section per model, or set HF_MODEL_ID"),
+    RefusedOption("inference-address", "use --host and --port", also=("management-address",)),
+    RefusedOption("max-request-size", "use --max-body-size, in MiB"),
+    RefusedOption("keystore", "a proxy in front of the router offers TLS",
+                  also=("keystore-pass", "keystore-type", "certificate-file", "private-key-file")),
     RefusedOption("stream-interval", "each token is sent when it is there", neutral="1"),
     RefusedOption("cmd", "transformers is the only engine"),
     RefusedOption("extra-args", "the transformers engine takes none"),
@@ -132,10 +158,21 @@ spec-ngram-map-k-size-m spec-ngram-map-k-min-hits spec-ngram-map-k4v-size-n spec
 spec-ngram-map-k4v-min-hits spec-draft-override-tensor otd override-tensor-draft
 lora-extra-vocab-size device-map max-batch-delay
 """
+# All other options in the documentation of DJL Serving and LMI, first of a model, then of the server.
+_MEANINGLESS_IN_LMI = """
+log-request-metric metrics-aggregation modelName model-name-prefix max-output-size fully-sharded-loras swap-space
+waiting-steps record-octopus disable-flash-attn mapLocation extraFiles interOpNumThreads intraOpNumThreads
+opts fail-fast wait-model-loading number-of-netty-threads plugin-folder use-native-io io-ratio model-url-pattern
+"""
 MEANINGLESS: tuple[MeaninglessOption, ...] = (
     *(MeaninglessOption(name, is_flag=True) for name in _MEANINGLESS_FLAGS.split()),
     *(MeaninglessOption(name) for name in _MEANINGLESS_VALUES.split()),
+    *(MeaninglessOption(name) for name in _MEANINGLESS_IN_LMI.split()),
 )
+# Names with a different meaning in LMI's settings.
+_IN_LMI: Mapping[str, MeaninglessOption] = {
+    "batch-size": MeaninglessOption("batch-size", why="max_rolling_batch_size limits the requests in one step"),
+}
 
 BY_NAME: Mapping[str, PresetKey] = {key.name: key for key in KEYS}
 
@@ -154,7 +191,8 @@ def _spellings(words: Iterable[KnownOption]) -> dict[str, KnownOption]:
 WORDS: Mapping[str, KnownOption] = _spellings((*KEYS, *REFUSED, *MEANINGLESS))
 # Variables whose names cannot be derived from a spelling.
 VARIABLES: Mapping[str, KnownOption] = {name: word for words in (KEYS, REFUSED) for word in words for name in word.env}
-_PREFIXES = ("LLAMA_ARG_", "ROUTER_", "OPTION_", "SERVING_")
+_LMI_PREFIXES = ("OPTION_", "SERVING_", "option.")
+_PREFIXES = ("LLAMA_ARG_", "ROUTER_", *_LMI_PREFIXES)
 
 
 @dataclass(frozen=True)
@@ -185,10 +223,11 @@ class Spelling:
         return value
 
 
-def find(written: str) -> Spelling | None:
+def find(written: str, *, in_lmi: bool = False) -> Spelling | None:
     """The meaning of a name; None if it is unknown.
 
-    Leading dashes are ignored, `_` is `-`, prefixes of variables are removed, and `no-` negates a flag.
+    Leading dashes are ignored, `_` is `-`, prefixes of variables are removed, and `no-` negates a flag. `in_lmi`: it is
+    written in LMI's own file.
     """
     bare = written.lstrip("-")
     if bare.startswith("env."):
@@ -196,9 +235,12 @@ def find(written: str) -> Spelling | None:
     if bare in VARIABLES:
         return _of_variable(VARIABLES[bare], bare)
     prefix = next((prefix for prefix in _PREFIXES if bare.startswith(prefix)), "")
-    name = (bare.removeprefix(prefix).lower() if prefix else bare).replace("_", "-")
-    if prefix and len(name) < 3:
+    name = bare.removeprefix(prefix).replace("_", "-")
+    name = name.lower() if prefix.isupper() else name
+    if prefix.isupper() and len(name) < 3:
         return None  # one-letter and two-letter names are valid as flags and keys only
+    if name in _IN_LMI and (in_lmi or prefix in _LMI_PREFIXES):
+        return Spelling(_IN_LMI[name], name)
     if name in WORDS:
         return Spelling(WORDS[name], name)
     if name.startswith("no-"):
@@ -208,7 +250,9 @@ def find(written: str) -> Spelling | None:
 
 
 def _of_variable(word: KnownOption, variable: str) -> Spelling:
-    switch = {"LLAMA_ARG_EMBEDDINGS": "embeddings", "LLAMA_ARG_RERANKING": "reranking"}.get(variable, word.name)
+    switch = {
+        "LLAMA_ARG_EMBEDDINGS": "embeddings", "LLAMA_ARG_RERANKING": "reranking", "LLAMA_ARG_BATCH": "batch-size",
+    }.get(variable, word.name)  # fmt: skip
     return Spelling(word, switch, negated=variable == "ENABLE_CUDA_GRAPHS")
 
 

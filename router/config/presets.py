@@ -44,6 +44,7 @@ ADAPTER_NAME = re.compile(
 )  # no `@` and no slash: it is part of MODEL@NAME and of paths
 HUB = "hub:"  # prefix of the repository of an adapter that is not downloaded yet
 ALL_DEVICES = 1 << 20  # the value of `max` for a number of devices
+DEFAULT_CHUNK = 512  # tokens; llama-server's ubatch-size
 DEFAULT_LORA_RANK = 16  # for adapters whose rank is not known; the default of vLLM's max_lora_rank
 _FLAG = Flag()
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,191}"
@@ -56,6 +57,7 @@ _LOAD_FORMAT = Choice(
     ("auto", "safetensors", "dummy"),
     refused={
         "pt": "it would unpickle; convert the weights to safetensors",
+        "npcache": "the weights must be safetensors; remove it",
         "gguf": "GGUF needs the llama-server engine; use a safetensors repository",
     },
 )
@@ -73,11 +75,17 @@ _DTYPE = Choice(
         "fp32": "float32", "f32": "float32", "float": "float32", "fp16": "float16", "f16": "float16",
         "half": "float16", "bf16": "bfloat16",
     },
+    {"int8": "write quantization = bnb-8bit"},
 )  # fmt: skip
 _QUANTIZATION = Choice(
     ("auto", "none", "bnb-8bit", "bnb-4bit", "gptq", "awq", "fp8"),
-    refused={"squeezellm": "transformers cannot load it; take a checkpoint quantised with gptq or awq"},
+    {"bitsandbytes": "bnb-4bit", "bitsandbytes4": "bnb-4bit", "bitsandbytes8": "bnb-8bit"},
+    {"squeezellm": "transformers cannot load it; take a checkpoint quantised with gptq or awq"},
 )
+_TASKS = {
+    "text-generation": "generate", "text2text-generation": "generate", "text-embedding": "embed",
+    "feature-extraction": "embed", "sentence-similarity": "embed", "text-ranking": "rerank",
+}  # fmt: skip
 _ATTENTION = Choice(
     ("auto", "eager", "sdpa"),
     {**switch_words("auto", "eager"), "-1": "auto"},
@@ -89,8 +97,8 @@ _ATTENTION = Choice(
 _ENABLE_LORA = Choice(("auto", "on", "off"), switch_words("on", "off"))
 _ENGINE = Choice(
     tuple(ENGINES),
-    {"python": "transformers"},
-    dict.fromkeys(("vllm", "llama-server", "command", "mpi"), "transformers is"),
+    {"python": "transformers", "mpi": "transformers"},
+    dict.fromkeys(("vllm", "llama-server", "command"), "transformers is"),
 )
 
 
@@ -165,7 +173,7 @@ class Preset:
     tokenizer: str = key("", Text("folder"), SOURCE, "folder of a different tokenizer", unset="the model's", path=True)
     load_format: str = key("auto", _LOAD_FORMAT, SOURCE, "dummy: random weights")
     trust_remote_code: bool = key(False, _FLAG, SOURCE, "run Python code that comes with the model",
-            env=("HF_MODEL_TRUST_REMOTE_CODE",))
+            env=("HF_MODEL_TRUST_REMOTE_CODE", "HF_TRUST_REMOTE_CODE"))
     dedup_cache_models: bool = key(False, _FLAG, SOURCE,
             "do not list the cached repository of this section as a model of its own; its name selects this model",
             live=True, scope=Scope.NAME)
@@ -174,8 +182,8 @@ class Preset:
     tags: tuple[str, ...] = key((), Names(), SOURCE, "shown in lists; not used for routing", unset="none", live=True,
             scope=Scope.NAME)
     task: Literal["auto", "generate", "embed", "rerank"] = key("auto",
-            Choice(("auto", "generate", "embed", "rerank"), {"text-generation": "generate", "text-embedding": "embed"}),
-            SOURCE, "auto: by the architecture", env=("LLAMA_ARG_EMBEDDINGS", "LLAMA_ARG_RERANKING"),
+            Choice(("auto", "generate", "embed", "rerank"), _TASKS),
+            SOURCE, "auto: by the architecture", env=("LLAMA_ARG_EMBEDDINGS", "LLAMA_ARG_RERANKING", "HF_TASK"),
             switches={"embedding": ("embed", "auto"), "embeddings": ("embed", "auto"),
                       "reranking": ("rerank", "auto"), "rerank": ("rerank", "auto")})
     pooling: str = key("", Choice(("none", "mean", "cls", "last", "rank", "")), SOURCE,
@@ -202,12 +210,13 @@ class Preset:
     prefix_caching: bool = key(True, _FLAG, CONTEXT,
             "compute a common beginning of prompts once, if the KV cache has blocks",
             also=("enable-prefix-caching",))
-    prefill_chunk: int = key(512, Integer(1, 1 << 20, unit="tokens"), CONTEXT, "most tokens of one prompt in one step",
-            also=("ub", "ubatch-size"), env=("LLAMA_ARG_UBATCH",))
+    prefill_chunk: int = key(0, Integer(1, 1 << 20, unit="tokens"), CONTEXT, "most tokens of one prompt in one step",
+            unset="max-prefill-tokens, or 512", also=("ub", "ubatch-size"), env=("LLAMA_ARG_UBATCH",))
     max_prefill_tokens: int = key(0, Integer(1, 1 << 20, unit="tokens"), CONTEXT,
-            "most tokens of all prompts in one step; the smaller of this and prefill-chunk applies",
+            "most tokens of all prompts in one step; the smaller of this and prefill-chunk applies. llama-server's"
+            " batch-size leaves prefill-chunk at 512",
             unset="prefill-chunk",
-            also=("b", "batch-size", "max-rolling-batch-prefill-tokens"),
+            also=("b", "batch-size", "max-rolling-batch-prefill-tokens", "max-num-batched-tokens"),
             env=("LLAMA_ARG_BATCH", "MAX_BATCH_PREFILL_TOKENS"))
     limit_images: int = key(8, Integer(0, 1024), CONTEXT, "most images in one prompt of a vision model; 0: none")
     max_input_tokens: int = key(0, Integer(0, unit="tokens"), CONTEXT, "longest prompt", unset="ctx-size - 1",
@@ -277,7 +286,7 @@ class Preset:
     required_memory: Mapping[str, int] = key({}, MemoryByDevice(1), PLACEMENT, "memory to use in place of the estimate",
             unset="estimate", also=("required-memory-mb", "gpu.required-memory-mb"))  # by device name; "": any device
     reserved_memory: int = key(0, Memory(), PLACEMENT, "memory added to the estimate on each device",
-            also=("reserved-memory-mb",))
+            also=("reserved-memory-mb", "gpu.reserved-memory-mb"))
 
     # LoRA adapters
     lora: tuple[str, ...] = key((), Names(hint="name=folder or org/name, ..."), ADAPTERS,
@@ -338,7 +347,8 @@ class Preset:
 
     # Process
     engine: str = key("transformers", _ENGINE, PROCESS, "engine that computes the tokens")
-    python: str = key("", Text("interpreter"), PROCESS, "Python of the worker", unset="the router's", path=True)
+    python: str = key("", Text("interpreter"), PROCESS, "Python of the worker", unset="the router's",
+            also=("pythonExecutable", "python-executable"), path=True)
     # fmt: on
 
     # Computed from the keys
@@ -355,7 +365,8 @@ class Preset:
     @property
     def chunk(self) -> int:
         """The most tokens of prompts in one step."""
-        return min(self.prefill_chunk, self.max_prefill_tokens or self.prefill_chunk)
+        stated = [tokens for tokens in (self.prefill_chunk, self.max_prefill_tokens) if tokens]
+        return min(stated, default=DEFAULT_CHUNK)
 
     @cached_property  # read for each request
     def adapter_slots(self) -> int:
@@ -372,9 +383,17 @@ _OTHER_KEYS: tuple[PresetKey, ...] = (
         help="folder with config.json and safetensors files, repository of the hub, or built-in model"),
     PresetKey(name="hf-repo", kind=Text("org/name[:revision]"), group=SOURCE, also=("hf", "hfr"), own=True,
         help="repository of the hub"),
+    PresetKey(name="import", kind=Text("folder, or serving.properties"), group=SOURCE, own=True, path=True,
+        help="settings of LMI's serving.properties, and the model that it names or stands beside"),
     PresetKey(name="n-gpu-layers",
         kind=Integer(0, 1 << 20, {"auto": 1 << 20, "all": 1 << 20, "-1": 1 << 20, "-2": 1 << 20}),
         group=PLACEMENT, also=("ngl", "gpu-layers"), help="0: device = cpu; all, auto, or 99 and more: all layers"),
+    *(
+        PresetKey(name=f"{word}-workers", kind=Integer(0, 1000), group=PLACEMENT,
+            also=(f"{word}Workers", f"gpu.{word}Workers", f"cpu.{word}Workers"), live=True,
+            help=f"{place} number of replicas", unset=unset)
+        for word, place, unset in (("min", "least", "replicas"), ("max", "largest", "min-workers"))
+    ),
     *(
         PresetKey(name=name, kind=kind, field="sampling", item=name, group=PROMPT, scope=Scope.REQUEST, also=also,
             env=env, help=help, unset="the model's, then the API's")

@@ -4,22 +4,35 @@ Also rejects settings that contradict each other. Pure functions; the disk is re
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from router.config import ini, named_models, preset_keys
+from router.config import ini, named_models, preset_keys, serving_properties
 from router.config.ini import Problem
 from router.config.named_models import NamedModel
 from router.config.option_types import nearest, plain, shown
-from router.config.precedence import OWN, STAR, DiskReader, Layer, Setting, SettingReader
-from router.config.presets import ADAPTER_NAME, ALL_DEVICES, DEFAULT_LORA_RANK, GGUF, REPO, Preset, repository
+from router.config.precedence import OWN, PROPERTIES, STAR, DiskReader, Layer, Setting, SettingReader
+from router.config.presets import (
+    ADAPTER_NAME,
+    ALL_DEVICES,
+    DEFAULT_CHUNK,
+    DEFAULT_LORA_RANK,
+    GGUF,
+    REPO,
+    Preset,
+    repository,
+)
 from worker.protocol.argv import AdapterSource
 
+SOURCES = {"model", "hf-repo"}  # keys that name the model
+_IS_NO_PATH = re.compile("demo:|[A-Za-z0-9+]+://")  # at the start of a value of `model`
+_DOWNLOADED = re.compile("/models--[^/]+/snapshots/")  # in the path of a folder of the hub cache
 REGISTERED = "registered"  # file name in problems and origins of models that an API call has registered
 MAX_LORA_RANK = 4096  # the limit of max-lora-rank; a larger number in an adapter's file is not a rank
 _NO_SNAPSHOT = {
-    "lmi": "has serving.properties; such folders are not offered by this version",
+    "lmi": "has a serving.properties without option.model_id, and no config.json",
     "adapter": "is an adapter, which needs the model that it was made for (adapter_config.json names it)",
     "gguf": "has GGUF files, which need the llama-server engine; this version does not offer it",
 }
@@ -116,20 +129,53 @@ class _Resolution:
         for section in (*named, *document.sections):
             if section.name == "*":
                 continue
-            settings = general | self._reader.section(section, OWN) | over
+            own = self._reader.section(section, OWN)
             if section in named:
-                settings = own_under | settings | own_over
+                settings = self._layered(section.name, own_under | general, own, over | own_over, found)
+            else:
+                settings = self._layered(section.name, general, own, over, found)
             preset = self._preset(section, settings, found)
             if preset is not None:
                 presets[preset.id], layers[preset.id] = preset, settings
         self._check_aliases(presets, layers)
         for entry in self._unconfigured(found, presets):
-            preset = self._preset(ini.Section(entry.id, 0), general | over, [entry])
+            settings = self._layered(entry.id, general, {}, over, [entry])
+            preset = self._preset(ini.Section(entry.id, 0), settings, [entry])
             if preset is not None:
                 presets[preset.id] = preset
         self._check_prefetch(presets, layers)
         problems, warnings = tuple(self._collector.problems), tuple(self._collector.warnings)
         return LoadedPresets({} if problems else presets, problems, warnings)
+
+    def _layered(self, id: str, general: Layer, own: Layer, over: Layer, found: Sequence[FoundModel]) -> Layer:
+        """All settings of a model. A serving.properties is weaker than the section that uses it, stronger than [*].
+
+        It stands in the model's folder, or `import` names it or its folder.
+        """
+        settings = general | own | over
+        imported, model = settings.get("import"), settings.get("model")
+        folder = ""
+        if imported is not None:
+            folder = imported.value.removesuffix(f"/{serving_properties.FILE}")
+        elif model is not None and model.value and not _IS_NO_PATH.match(model.value):
+            folder = self._reader.path(model.value, model.place)
+        elif model is None and "hf-repo" not in settings:
+            folder = next((entry.path for entry in found if entry.id.casefold() == id.casefold()), "")
+        file = f"{folder}/{serving_properties.FILE}" if folder else ""
+        if file and imported is None and _DOWNLOADED.search(folder):
+            return settings  # It is the text of a stranger, who may not decide to run code.
+        if not file or self._disk.kind(file) != "file":
+            if imported is not None:
+                self._fail(imported.place, f"import: no file {file}")
+            return settings
+        lmi = self._reader.properties(file, id)
+        if imported is not None and SOURCES & {*own}:
+            lmi = {name: setting for name, setting in lmi.items() if name not in SOURCES}
+        elif SOURCES & {*lmi}:
+            own = {name: setting for name, setting in own.items() if name not in SOURCES}
+        elif imported is not None:
+            lmi["model"] = Setting(folder, PROPERTIES, imported.place, "model")
+        return general | lmi | own | over
 
     def _preset(self, section: ini.Section, settings: Layer, found: Sequence[FoundModel]) -> Preset | None:
         place = Problem(section.file or self._file, section.line, section.name, "", "")
@@ -138,9 +184,13 @@ class _Resolution:
             return None
         fields |= self._fields(settings)
         self._place(settings, fields)
+        self._chunk(settings, fields)
+        self._replicas(settings, fields)
         self._template(settings, fields)
         self._adapters(settings, fields)
         origins = {name: setting.origin for name, setting in settings.items()}
+        if "replicas" in fields and "replicas" not in origins:
+            origins["replicas"] = origins.get("min-workers") or origins["max-workers"]
         if fields.get("max_input_tokens", 0) and 0 < fields.get("ctx_size", 0) <= fields["max_input_tokens"]:
             self._fail(settings["max-input-tokens"].place, "max-input-tokens must be less than ctx-size")
         if fields.get("min_residency", -1.0) > self._swap_patience:
@@ -182,6 +232,9 @@ class _Resolution:
             entry = next((entry for entry in found if entry.id.casefold() == id.casefold()), None)
             if entry is None:
                 self._fail(place, "names no model; add model = a folder or org/name, or hf-repo = org/name")
+                return None
+            if self._disk.kind(entry.path) == "lmi" and not place.line:
+                self._warn(replace(place, file=entry.path, section=""), f"is not listed: it {_NO_SNAPSHOT['lmi']}")
                 return None
             source = "preset" if place.line else entry.source
             fields = {"source": source, "path": entry.path, "repo": entry.repo, "revision": entry.revision}
@@ -270,6 +323,41 @@ class _Resolution:
             fields["device"] = ("cpu",)
         elif device.rank == layers.rank and device.value != ("cpu",):
             self._fail(layers.place, f"n-gpu-layers = 0 means device = cpu, but device is {','.join(device.value)}")
+
+    def _chunk(self, settings: Layer, fields: dict[str, Any]) -> None:
+        """Keep the default of prefill-chunk beside llama-server's batch-size, which never raises ubatch-size."""
+        most = settings.get("max-prefill-tokens")
+        if most is not None and most.name in ("b", "batch-size"):
+            fields.setdefault("prefill_chunk", DEFAULT_CHUNK)
+
+    def _replicas(self, settings: Layer, fields: dict[str, Any]) -> None:
+        """Apply LMI's numbers of workers, unless `replicas` is set with the same or higher precedence."""
+        names = [name for name in ("min-workers", "max-workers") if name in settings]
+        given = {name: settings[name] for name in names if self._is_for_device(settings[name], fields)}
+        if not given:
+            return
+        rank, place = max(((setting.rank, setting.place) for setting in given.values()), key=lambda pair: pair[0])
+        replicas = settings.get("replicas")
+        if replicas is not None and replicas.rank > rank:
+            return
+        if replicas is not None and replicas.rank == rank:
+            self._fail(place, "replicas is set as well; remove one of the two")
+        numbers = {name: max(1, setting.value) for name, setting in given.items()}
+        least = numbers.get("min-workers", 1)
+        most = numbers.get("max-workers", least)
+        if least > most:
+            self._fail(place, f"the least number of workers is {least}, the largest {most}; change one of the two")
+        fields["replicas"] = (least, most)
+
+    def _is_for_device(self, setting: Setting, fields: dict[str, Any]) -> bool:
+        """True if a setting of LMI for one kind of device applies. Where the device is not set, any one does."""
+        on_cpu = fields.get("device") == ("cpu",)
+        applies = not (setting.name.startswith("gpu.") and on_cpu)
+        if not applies:
+            self._warn(setting.place, f"{setting.name} has no effect, because device is cpu; remove one of the two")
+        elif setting.name.startswith("cpu.") and not on_cpu:
+            self._warn(setting.place, f"{setting.name} applies on every device; write device = cpu, or replicas")
+        return applies
 
     def _template(self, settings: Layer, fields: dict[str, Any]) -> None:
         text, file = settings.get("chat-template"), settings.get("chat-template-file")

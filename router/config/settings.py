@@ -110,7 +110,7 @@ class Settings:
             env=("LLAMA_ARG_HF_REPO",))
     models_preset: str = option("", _FILE, MODELS, "INI file of models", unset="none", env=("LLAMA_ARG_MODELS_PRESET",))
     models_dir: str = option("", _FOLDER, MODELS, "folder of models: each folder in it is one", unset="none",
-            env=("LLAMA_ARG_MODELS_DIR",))
+            env=("LLAMA_ARG_MODELS_DIR", "SERVING_MODEL_STORE"))
     models_cache: bool | None = option(None, Flag(), MODELS, "list the complete models of the Hugging Face cache",
             unset="on; off beside --model, --hf-repo and --demo")
     demo: bool = option(False, Flag(), MODELS,
@@ -162,7 +162,8 @@ class Settings:
             "time between comments in a silent stream; -1: off", env=("LLAMA_ARG_SSE_PING_INTERVAL",))
     cors_origins: tuple[str, ...] = option((),
             Names(r"\*|localhost|https?://[^/\s]+", "is no origin such as http://host:80"), HTTP,
-            "origins of pages that may call this server", unset="none", env=("LLAMA_ARG_CORS_ORIGINS",))
+            "origins of pages that may call this server", unset="none",
+            env=("LLAMA_ARG_CORS_ORIGINS", "SERVING_CORS_ALLOWED_ORIGIN"))
     strict_fields: bool = option(False, Flag(), HTTP, "reject unknown request fields")
 
     api_key: tuple[str, ...] = option((), _Secret(), ACCESS, "API keys for clients, separated by commas", unset="none",

@@ -252,12 +252,12 @@ def _unusable(id: str, path: Path) -> str:
     else."""
     if path.is_file():
         return "GGUF needs the llama-server engine, which this version does not offer" if _is_gguf(path) else ""
-    if not _is_file(path / "config.json"):
-        what = "serving.properties" if _is_file(path / "serving.properties") else "GGUF files"
-        return f"it has {what}, which this version does not offer; write a section with model = a safetensors folder"
+    is_snapshot = _is_file(path / "config.json")
+    if not is_snapshot and not _is_file(path / "serving.properties"):
+        return "it has GGUF files, which this version does not offer; write a section with model = a safetensors folder"
     if not ini.is_name(id):
         return "its name cannot be a model's; use letters, digits and ._:@+-"
-    lacks = missing(path)
+    lacks = missing(path) if is_snapshot else ""
     return f"it is not complete, {lacks} is missing" if lacks else ""
 
 

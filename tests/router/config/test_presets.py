@@ -54,8 +54,14 @@ def warnings(text: str, **rest: Any) -> list[str]:
         ("LLAMA_ARG_N_PARALLEL = 2", "parallel", 2),
         ("max_batch_size = 2", "parallel", 2),
         ("ub = 128", "prefill_chunk", 128),
+        ("", "chunk", 512),
         ("b = 64", "chunk", 64),
         ("batch-size = 4096", "chunk", 512),
+        ("LLAMA_ARG_BATCH = 4096", "chunk", 512),
+        ("batch-size = 4096\nubatch-size = 1024", "chunk", 1024),
+        ("max_rolling_batch_prefill_tokens = 4096", "chunk", 4096),
+        ("max-prefill-tokens = 4096\nprefill-chunk = 1024", "chunk", 1024),
+        ("cont-batching = off", "parallel", 1),
         ("ub = 4096", "chunk", 4096),
         ("max-input-len = 5", "max_input_tokens", 5),
         ("n = -2", "n_predict", -1),
@@ -144,16 +150,13 @@ def test_a_value_that_matches_the_behaviour_is_accepted_for_a_key_that_is_not_of
     [
         ("model-draft = x", "model-draft is not offered by this version: remove it"),
         ("md = x", "model-draft is not offered"),
-        ("min-workers = 2", "min-workers is not offered by this version: remove it; write replicas = MIN-MAX"),
         ("cpu-offload = 4", "device = cpu keeps all of it in host memory"),
         ("rope-scaling = yarn", "config-override"),
         ("yarn-orig-ctx = 4096", "config-override"),
-        ("cont-batching = off", "parallel = 1"),
         ("ctk = q5_1", "ctk: q5_1 is not offered by this version: int4 and int8 are"),
         ("fit = on", "choose ctx-size and parallel yourself"),
         ("hf-file = x.gguf", "use a safetensors repository"),
         ("model-url = http://x", "download the model"),
-        ("import = x", "as a section"),
         ("cmd = x", "only engine"),
         ("engine = vllm", "engine: vllm is not offered by this version"),
         ("engine = llama-server", "engine: llama-server is not offered"),
@@ -319,7 +322,6 @@ def test_a_model_is_a_folder_a_repository_or_built_in(line: str, fields: Mapping
         ("hf-repo = ggml-org/gemma-GGUF:Q4_K_M", "GGUF needs the llama-server engine"),
         ("hf-repo = org/name:IQ2_XS", "GGUF needs the llama-server engine"),
         ("model = s3://bucket/x", "is a URL; download the model"),
-        ("model = lmi", "/etc/llm/lmi has serving.properties; such folders are not offered"),
         ("model = empty", "/etc/llm/empty has no config.json"),
         ("model = note.txt", "/etc/llm/note.txt is a file; name the model's folder"),
         ("hf-repo = name", '"name" is not org/name'),
@@ -329,7 +331,7 @@ def test_a_model_is_a_folder_a_repository_or_built_in(line: str, fields: Mapping
     ],
 )
 def test_a_source_that_cannot_be_used_is_explained(line: str, message: str) -> None:
-    disk = Disk("/etc/llm/lmi/serving.properties", "/etc/llm/empty/", "/etc/llm/note.txt", "/etc/llm/x.gguf")
+    disk = Disk("/etc/llm/empty/", "/etc/llm/note.txt", "/etc/llm/x.gguf")
     (problem,) = complaints(f"[m]\n{line}", disk=disk)
     assert message in problem
 
@@ -484,7 +486,15 @@ def test_a_template_is_read_from_its_file_and_the_stronger_spelling_counts() -> 
 def test_the_effective_settings_name_every_key_and_mask_secrets() -> None:
     preset = one('env.API = abc\nchat-template-kwargs = {"api_key": "abc", "x": [{"token": "abc"}], "tokens": 3}')
     rows = effective(preset)
-    names = {key.name for key in KEYS} - {"env", "hf-repo", "revision", "n-gpu-layers"}
+    names = {key.name for key in KEYS} - {
+        "env",
+        "hf-repo",
+        "revision",
+        "n-gpu-layers",
+        "import",
+        "min-workers",
+        "max-workers",
+    }
     assert {key for key, _, _ in rows} == names | {"env.API"}
     assert "abc" not in json.dumps(rows) + json.dumps(args(preset))
     assert ("chat-template-kwargs", '{"api_key":"***","tokens":3,"x":[{"token":"***"}]}', "models.ini:4") in rows

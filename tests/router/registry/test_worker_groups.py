@@ -21,7 +21,7 @@ SAMPLES = {
     "required-memory": "7", "reserved-memory": "7", "lora": "org/french", "lora-scaled": "org/french:2",
     "adapters-dir": "/", "enable-lora": "on", "max-loras": "2", "max-lora-rank": "8", "max-cpu-loras": "2",
     "config-override": '{"a": 1}', "python": "python3", "env": "X=1",
-    "replicas": "2", "replica-idle-seconds": "7", "queue-size": "7", "max-concurrent": "7", "pin": "on",
+    "replicas": "2", "min-workers": "2", "max-workers": "2", "replica-idle-seconds": "7", "queue-size": "7", "max-concurrent": "7", "pin": "on",
     "priority": "7", "ttl": "7", "prefetch": "one", "sleep-idle-seconds": "7", "idle-grace": "1", "min-residency": "7",
     "start-timeout": "7", "stop-timeout": "7", "stall-timeout": "7", "max-restarts": "7",
     "n-predict": "7", "seed": "7", "chat-template": "{{ x }}", "chat-template-kwargs": '{"x": 1}',
@@ -32,7 +32,7 @@ SAMPLES = {
 }  # fmt: skip
 """A value of each key that differs from its default."""
 # Keys with a test of their own; of `engine` there is only one.
-ELSEWHERE = {"model", "hf-repo", "engine", "chat-template-file", "default-lora"}
+ELSEWHERE = {"model", "hf-repo", "engine", "chat-template-file", "default-lora", "import"}
 
 SCOPES = {key.name: key.scope for key in KEYS}
 

@@ -154,7 +154,7 @@ def test_each_complete_folder_is_a_model_and_the_rest_causes_warnings(tmp_path: 
     assert said["bad name"].startswith("its name cannot be a model's")
     assert said["llama.gguf"].startswith("GGUF needs the llama-server engine")
     assert said["ggufs"].startswith("it has GGUF files")
-    assert said["lmi"].startswith("it has serving.properties")
+    assert said["lmi"] == "it has a serving.properties without option.model_id, and no config.json"
 
 
 def test_a_missing_models_folder_is_a_fault(tmp_path: Path) -> None:

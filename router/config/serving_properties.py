@@ -1,0 +1,57 @@
+"""LMI's serving.properties: Java properties, with the settings of one model. Pure functions.
+
+line  = ws ( ("#" | "!") comment | key ( ws? ("=" | ":") ws? | ws ) value )
+value = text, with escapes; a backslash at the end of a line continues it
+"""
+
+import re
+from collections.abc import Iterator
+
+from router.config import ini
+from router.config.ini import Entry, Problem, Section
+
+FILE = "serving.properties"
+_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_PAIR = re.compile(r"((?:[^\\=:\s]|\\.)+)(?:\s*[=:]\s*|\s+|$)(.*)", re.DOTALL)
+_ESCAPE = re.compile(r"\\(u[0-9A-Fa-f]{4}|.)", re.DOTALL)
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "f": "\f"}
+
+
+def parse(text: str, *, file: str, name: str) -> tuple[Section, list[Problem]]:
+    """The settings as a section `name`, and what is wrong with the text. Keys keep the prefix `option.`."""
+    if len(text) > ini.MAX_PRESET_BYTES:
+        return Section(name, 1, (), file), [
+            Problem(file, 0, name, "", f"is larger than {ini.MAX_PRESET_BYTES >> 20} MiB")
+        ]
+    entries: list[Entry] = []
+    problems: list[Problem] = []
+    for number, line in _logical_lines(text):
+        pair = _PAIR.fullmatch(line)
+        if pair is None or not _KEY.fullmatch(pair[1]):
+            problems.append(Problem(file, number, name, "", "neither a comment nor key=value"))
+        else:
+            entries.append(Entry(pair[1], _unescape(pair[2]).strip(), number))
+    return Section(name, 1, tuple(entries), file), problems
+
+
+def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers, without blank lines and comments; continued lines are joined."""
+    begun, first = "", 0
+    for number, raw in enumerate([*text.removeprefix("\ufeff").splitlines(), ""], start=1):
+        line = raw.lstrip()
+        if not begun and (not line or line[0] in "#!"):
+            continue
+        first = first if begun else number
+        if (len(line) - len(line.rstrip("\\"))) % 2:
+            begun += line[:-1]
+        else:
+            yield first, (begun + line).rstrip()
+            begun = ""
+
+
+def _unescape(text: str) -> str:
+    def character(match: re.Match[str]) -> str:
+        code = match[1]
+        return chr(int(code[1:], 16)) if len(code) == 5 else _ESCAPES.get(code, code)
+
+    return _ESCAPE.sub(character, text).encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
