@@ -21,14 +21,14 @@ SAMPLES = {
     "required-memory": "7", "reserved-memory": "7", "lora": "org/french", "lora-scaled": "org/french:2",
     "adapters-dir": "/", "enable-lora": "on", "max-loras": "2", "max-lora-rank": "8", "max-cpu-loras": "2",
     "config-override": '{"a": 1}', "python": "python3", "env": "X=1",
-    "replicas": "2", "min-workers": "2", "max-workers": "2", "replica-idle-seconds": "7", "queue-size": "7", "max-concurrent": "7", "pin": "on",
+    "replicas": "2", "replica-idle-seconds": "7", "queue-size": "7", "max-concurrent": "7", "pin": "on",
     "priority": "7", "ttl": "7", "prefetch": "one", "sleep-idle-seconds": "7", "idle-grace": "1", "min-residency": "7",
     "start-timeout": "7", "stop-timeout": "7", "stall-timeout": "7", "max-restarts": "7",
     "n-predict": "7", "seed": "7", "chat-template": "{{ x }}", "chat-template-kwargs": '{"x": 1}',
     "temp": "0.5", "top-k": "7", "top-p": "0.5", "min-p": "0.5", "repeat-penalty": "2", "repeat-last-n": "7",
     "presence-penalty": "1", "frequency-penalty": "1", "stop": "x",
     "alias": "x", "tags": "x", "dedup-cache-models": "on", "request-timeout": "7", "load-on-startup": "on",
-    "autoload": "off",
+    "autoload": "off", "min-workers": "2", "max-workers": "2",
 }  # fmt: skip
 """A value of each key that differs from its default."""
 # Keys with a test of their own; of `engine` there is only one.
