@@ -4,7 +4,8 @@ A page has tables below headings that say where an option is given (`GIVERS`), w
 
     | option | given | verdict | effect |
 
-`given` has one code span per line of a file, per variable, or per command line. `effect` has settings in code spans,
+`given` has one code span per line of a file, per variable, per command line, or per JSON object of request members
+(`request_members`). `effect` has settings in code spans,
 which must be in effect, words in double quotes, which must be in a message, or "no change".
 """
 
@@ -23,10 +24,12 @@ import pytest
 from router.cli.main import main
 from router.config import preset_keys
 from router.config.effective import BUILT_IN
+from tests.migration import request_members
 
 PAGES = Path(__file__).parents[2] / "docs" / "migration"
 HEAD = ["option", "given", "verdict", "effect"]
 VERDICTS = ("honoured", "mapped", "no effect", "refused")
+REQUEST_MEMBERS = "Request members"
 NO_CHANGE = "no change"  # the value states what happens anyway; another row of the option must give a message
 SOURCES = ("model", "hf-repo", "import")  # keys that name the model of a section
 
@@ -131,8 +134,12 @@ GIVERS: Mapping[str, Callable[[tuple[str, ...], pytest.MonkeyPatch], list[str]]]
 }
 
 
-def outcome(heading: str, given: tuple[str, ...]) -> Outcome:
-    """Run `router check` in the working directory (`build_world`) for what a row gives. The model in it is [m]."""
+def outcome(heading: str, given: tuple[str, ...], page: str = "") -> Outcome:
+    """Run `router check` in the working directory (`build_world`) for what a row gives. The model in it is [m].
+
+    Request members are sent in the call of `page`."""
+    if heading == REQUEST_MEMBERS:
+        return Outcome(*request_members.ask(page, given))
     printed, errors = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
         code = main([*GIVERS[heading](given, patch), "--effective", "--json"])

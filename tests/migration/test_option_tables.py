@@ -8,7 +8,19 @@ import pytest
 
 from router.config.effective import BUILT_IN
 from tests.migration.documented import DOCUMENTED
-from tests.migration.option_tables import GIVERS, NO_CHANGE, PAGES, VERDICTS, Outcome, Row, build_world, outcome, rows
+from tests.migration.option_tables import (
+    GIVERS,
+    NO_CHANGE,
+    PAGES,
+    REQUEST_MEMBERS,
+    VERDICTS,
+    Outcome,
+    Row,
+    build_world,
+    outcome,
+    rows,
+)
+from tests.migration.request_members import DOCUMENTED_MEMBERS
 
 ROWS = [row for page in sorted(PAGES.glob("*.md")) for row in rows(page)]
 VARIABLES = ("ROUTER_", "LLAMA_", "HF_", "CUDA_", "OPTION_", "SERVING_", "TENSOR_", "PIPELINE_", "MAX_", "FASTCHAT_")
@@ -32,14 +44,14 @@ def _only_the_world(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def without(heading: str) -> Outcome:
-    """The outcome for the model of the tables without any option."""
-    return outcome("Preset keys", ())
+def without(heading: str, page: str) -> Outcome:
+    """The outcome for the model of the tables without any option, or of the page's request without further members."""
+    return outcome(heading if heading == REQUEST_MEMBERS else "Preset keys", (), page)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_an_option_has_the_effect_of_its_row(row: Row) -> None:
-    found = outcome(row.heading, row.given)
+    found = outcome(row.heading, row.given, row.page)
     messages = found.problems if row.verdict == "refused" else found.warnings
     for words in row.messages:
         assert words in messages
@@ -51,7 +63,7 @@ def test_an_option_has_the_effect_of_its_row(row: Row) -> None:
         key, _, value = setting.partition(" = ")
         assert found.settings[key][0] == value.rstrip()
     if row.settings and row.verdict in ("honoured", "mapped"):
-        before = without(row.heading).settings
+        before = without(row.heading, row.page).settings
         keys = [setting.partition(" = ")[0] for setting in row.settings]
         assert any(found.settings[key][1] != BUILT_IN or found.settings[key] != before.get(key) for key in keys), (
             "the value is the default, and nothing shows that the option sets it"
@@ -60,7 +72,7 @@ def test_an_option_has_the_effect_of_its_row(row: Row) -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_no_row_is_silent(row: Row) -> None:
-    assert row.heading in GIVERS
+    assert row.heading in (*GIVERS, REQUEST_MEMBERS)
     assert row.given
     assert row.verdict in VERDICTS
     if row.verdict in ("no effect", "refused"):
@@ -75,6 +87,12 @@ def test_no_row_is_silent(row: Row) -> None:
 def test_no_row_stands_in_a_page_twice() -> None:
     names = [str(row) for row in ROWS]
     assert [name for name in set(names) if names.count(name) > 1] == []
+
+
+@pytest.mark.parametrize("page", DOCUMENTED_MEMBERS)
+def test_every_request_member_in_the_documents_of_a_system_has_a_row(page: str) -> None:
+    listed = {row.option.strip("`") for row in ROWS if (row.page, row.heading) == (page, REQUEST_MEMBERS)}
+    assert [member for member in DOCUMENTED_MEMBERS[page].split() if member not in listed] == []
 
 
 @pytest.mark.parametrize("page", DOCUMENTED)

@@ -20,7 +20,7 @@ from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.logprob_options import finite_or_none
 from worker.prompt.sampling_options import read_stop
 from worker.protocol.dialects import Dialect
-from worker.protocol.dialects.lmi import INVOCATIONS, OPENAI_FIELDS, PARAMETERS, SAME_AS_OPENAI
+from worker.protocol.dialects.lmi import DEFAULTS_WITHOUT_EFFECT, INVOCATIONS, OPENAI_FIELDS, PARAMETERS, SAME_AS_OPENAI
 
 _NEW_TOKENS = 30  # default for requests without max_new_tokens
 _SAME = (
@@ -88,6 +88,9 @@ def _parameters(fields: BodyFields, model: ServedModel, *, stream: bool) -> tupl
     within = fields.within("parameters", PARAMETERS)
     within.refuse("num_beams", "parameters.num_beams is not supported above 1; leave it out")
     within.refuse("typical_p", "parameters.typical_p is not supported; leave it out")
+    for name, default in DEFAULTS_WITHOUT_EFFECT.items():
+        if within.take(name) not in (None, default):
+            fields.mark_unused(within.path + name)
     openai_body: Json = {name: within.checked(name) for name in _SAME}
     if not within.flag("do_sample"):
         if openai_body["temperature"]:

@@ -172,7 +172,23 @@ async def test_ericllm_returns_the_prompt_with_its_continuation() -> None:
         _, _, answer = await world.post("/generate", body)
         assert answer == {"text": ["hi 0 G", "hi 1 G"]}
         assert world.engine.requests[-1].sampling.repetition_penalty == 1.5
-        for wrong in ({"top_a": 0.5}, {"filters": ["x"]}, {"skip_special_tokens": False}, {"prompt": None}):
+        for wrong in ({"top_a": "x"}, {"filters": ["x"]}, {"skip_special_tokens": 1}, {"prompt": None}):
             status, _, answer = await world.post("/generate", {"prompt": "hi", **wrong})
             assert status == 400
             assert next(iter(wrong)) in answer["detail"]
+
+
+async def test_ericllms_request_with_all_of_its_defaults_is_answered() -> None:
+    body = {
+        "prompt": "hi ", "max_tokens": 128, "temperature": 0.7, "top_k": 40, "top_p": 0.5,
+        "token_repetition_penalty": 1.0, "stop": [], "skip_special_tokens": True, "n": 1, "model": "", "top_a": 1.0,
+        "min_p": 0, "filters": [],
+    }  # fmt: skip
+    async with serving() as world:
+        _, _, least = await world.post("/generate", {"prompt": "hi "})
+        status, headers, whole = await world.post("/generate", body)
+        assert (status, whole, "X-Ignored-Fields" in headers) == (200, least, False)
+        assert world.engine.requests[0].sampling == world.engine.requests[1].sampling
+        _, headers, _ = await world.post("/generate", {"prompt": "hi ", "top_a": 0.5, "skip_special_tokens": False})
+        assert headers["X-Ignored-Fields"] == "top_a"
+        assert world.engine.requests[-1].visible_special_tokens

@@ -31,6 +31,13 @@ OPENAI_FIELDS = frozenset({"messages", "prompt"})
 
 # Parameters with the name and the meaning of a field of OpenAI's API.
 SAME_AS_OPENAI = ("stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "min_tokens", "logit_bias")
+# Parameters of beam search and of another tokenizer. Other values than these, LMI's defaults, are reported as ignored.
+DEFAULTS_WITHOUT_EFFECT: Mapping[str, float] = {
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    "spaces_between_special_tokens": True,
+}
+WITHOUT_EFFECT: Body = members({"description": "Reported as ignored."}, *DEFAULTS_WITHOUT_EFFECT)
 PARAMETERS: Body = {
     **tuning("temperature", "top_k", "top_p", "min_p"),
     **tuning("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -50,6 +57,7 @@ PARAMETERS: Body = {
     "top_n_tokens": integer(0, None, "Alternatives of each token, with details. At most the model's max-logprobs."),
     "decoder_input_details": flag("Logprobs of the prompt, with details; not in streams."),
     "prompt_logprobs": integer(0, None, "The same as decoder_input_details."),
+    **WITHOUT_EFFECT,
     "num_beams": one_of([1]),
     "typical_p": one_of([1]),
 }
