@@ -14,15 +14,14 @@ import click
 
 from router.config import ini, preset_keys, serving_properties
 from router.config.ini import Problem
-from router.config.option_types import Strings, nearest, sendable, shown
+from router.config.option_types import Strings, sendable, shown
 from router.config.preset_keys import MeaninglessOption, RefusedOption, Spelling
-from router.config.presets import ADAPTER_NAME, HUB, KEYS, REPO, PresetKey, repository
+from router.config.presets import ADAPTER_NAME, HUB, REPO, PresetKey, repository
 from router.config.settings import BY_FLAG, BY_VARIABLE, LATER
 
 ALL_LAYERS = 99  # n-gpu-layers from this number on means `all`, as is usual among users of llama.cpp
 CLIENT_VARIABLES = frozenset({"ROUTER_URL"})  # variables of client commands, which a server ignores
 _SCALE = re.compile(r"-?[0-9]{1,4}(\.[0-9]{1,6})?")
-_KEY_VARIABLES = ["ROUTER_" + key.name.upper().replace("-", "_") for key in KEYS]
 
 
 class DiskReader(Protocol):
@@ -157,11 +156,9 @@ class SettingReader:
         for name in sorted(self._environ, key=lambda name: (order.get(name[: name.find("_") + 1], 3), name)):
             spelling = None
             if name not in BY_VARIABLE and self._environ[name]:
-                is_ours = (
-                    name.startswith(("ROUTER_", "LLAMA_ARG_", "OPTION_", "SERVING_")) or name in preset_keys.VARIABLES
-                )
-                spelling = preset_keys.find(name) if is_ours else None
-                if spelling is None and name.startswith(("ROUTER_", "LLAMA_ARG_")) and name not in CLIENT_VARIABLES:
+                is_ours = name.startswith(preset_keys.PREFIXES) and name not in CLIENT_VARIABLES
+                spelling = preset_keys.find(name) if is_ours or name in preset_keys.VARIABLES else None
+                if is_ours and spelling is None:
                     self._unknown_variable(name)
             if spelling is None or (spelling.canonical in layer and not _completes(layer, spelling)):
                 continue
@@ -331,8 +328,9 @@ class SettingReader:
             self._fail(place, f'unknown key "{written.lstrip("-")}"', preset_keys.nearest_key(written))
 
     def _unknown_variable(self, name: str) -> None:
-        near = nearest(name, [*BY_VARIABLE, *_KEY_VARIABLES], cutoff=0.75)
-        self._warn(Problem(name, 0, "", name, ""), "is not a variable of this router", near)
+        near = preset_keys.nearest_variable(name, BY_VARIABLE)
+        report = self._fail if self._strict else self._warn
+        report(Problem(name, 0, "", name, ""), "is not a variable of this router", near)
 
 
 def _count(named: int) -> str:

@@ -112,7 +112,6 @@ REFUSED: tuple[RefusedOption, ...] = (
     RefusedOption("long-lora-scaling-factors", "adapters with other positions are not offered"),
     RefusedOption("limit-mm-per-prompt", "write limit-images = N"),
     RefusedOption("cluster-size", "a model runs on one machine", neutral="1"),
-    RefusedOption("load-models", "write a section per model, or set HF_MODEL_ID"),
     RefusedOption("inference-address", "use --host and --port", also=("management-address",)),
     RefusedOption("max-request-size", "use --max-body-size, in MiB"),
     RefusedOption("keystore", "a proxy in front of the router offers TLS",
@@ -192,7 +191,7 @@ WORDS: Mapping[str, KnownOption] = _spellings((*KEYS, *REFUSED, *MEANINGLESS))
 # Variables whose names cannot be derived from a spelling.
 VARIABLES: Mapping[str, KnownOption] = {name: word for words in (KEYS, REFUSED) for word in words for name in word.env}
 _LMI_PREFIXES = ("OPTION_", "SERVING_", "option.")
-_PREFIXES = ("LLAMA_ARG_", "ROUTER_", *_LMI_PREFIXES)
+PREFIXES = ("LLAMA_ARG_", "ROUTER_", *_LMI_PREFIXES)
 
 
 @dataclass(frozen=True)
@@ -234,7 +233,7 @@ def find(written: str, *, in_lmi: bool = False) -> Spelling | None:
         return Spelling(BY_NAME["env"], bare, variable=bare[4:]) if re.fullmatch(_VARIABLE, bare[4:]) else None
     if bare in VARIABLES:
         return _of_variable(VARIABLES[bare], bare)
-    prefix = next((prefix for prefix in _PREFIXES if bare.startswith(prefix)), "")
+    prefix = next((prefix for prefix in PREFIXES if bare.startswith(prefix)), "")
     name = bare.removeprefix(prefix).replace("_", "-")
     name = name.lower() if prefix.isupper() else name
     if prefix.isupper() and len(name) < 3:
@@ -254,6 +253,15 @@ def _of_variable(word: KnownOption, variable: str) -> Spelling:
         "LLAMA_ARG_EMBEDDINGS": "embeddings", "LLAMA_ARG_RERANKING": "reranking", "LLAMA_ARG_BATCH": "batch-size",
     }.get(variable, word.name)  # fmt: skip
     return Spelling(word, switch, negated=variable == "ENABLE_CUDA_GRAPHS")
+
+
+def nearest_variable(name: str, further: Iterable[str]) -> str:
+    """The variable of a key, or of `further`, that is most similar to an unknown one; empty if none is similar."""
+    prefix = next(prefix for prefix in PREFIXES if name.startswith(prefix))
+    known = {word.upper().replace("-", "_") for word in WORDS if not isinstance(WORDS[word], MeaninglessOption)}
+    known |= {other.removeprefix(prefix) for other in further if other.startswith(prefix)}
+    near = nearest(name.removeprefix(prefix), (word for word in known if len(word) > 2))
+    return f"{prefix}{near}" if near else ""
 
 
 def is_own(name: str) -> bool:

@@ -19,6 +19,7 @@ from router.config.presets import (
     ALL_DEVICES,
     DEFAULT_CHUNK,
     DEFAULT_LORA_RANK,
+    DEFAULTS,
     GGUF,
     REPO,
     Preset,
@@ -393,6 +394,19 @@ class _Resolution:
                 found[name] = AdapterSource(name=name, path=path, scale=float(scale))
         fields["adapters"] = tuple(found.values())
         self._lora_rank(settings, fields)
+        if fields.get("enable_lora") == "off":
+            if fields.get("default_lora"):
+                message = "enable-lora is off, and default-lora names an adapter; remove one of the two"
+                self._fail(settings["default-lora"].place, message)
+            for key in ("lora", "lora-scaled"):
+                if key in settings and settings[key].value:
+                    self._warn(
+                        settings[key].place, "enable-lora is off, so these adapters are not used; remove one of the two"
+                    )
+        most, kept = fields.get("max_loras", DEFAULTS["max_loras"]), fields.get("max_cpu_loras", 0)
+        if 0 < kept < most:
+            message = f"max-cpu-loras is {kept}, less than the {most} of max-loras; raise it, or remove it"
+            self._fail(settings["max-cpu-loras"].place, message)
         default = fields.get("default_lora", "")
         if default and default not in found:
             message = f"default-lora: there is no adapter {shown(default)}"

@@ -26,6 +26,7 @@ from router.config.option_types import (
     Names,
     Seconds,
     Text,
+    shown,
 )
 from router.errors import ConfigError
 from router.planner.ledger import DeviceShare
@@ -38,6 +39,8 @@ LATER = frozenset({
 })  # fmt: skip
 _KEY = re.compile(r"[\x21-\x7e]{1,512}")
 _QUADS = re.compile(r"[0-9]+(\.[0-9]+){3}")
+# An item of LMI's load_models; the brackets may be missing if there is a colon.
+_LMI_MODEL = re.compile(r"(?:\[([^=/\]]*)\]|([^=/\[\]]*:[^=/\[\]]*))=(.+)")
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 
@@ -56,6 +59,24 @@ class _Secret(Kind):
 
     def write(self, value: Any) -> str:
         return "***" if value else ""
+
+
+@dataclass(frozen=True)
+class _Models(Names):
+    """Names of models, also as LMI's load_models has them: `name:version:engine:devices=MODEL`, perhaps in brackets."""
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        if value.strip() == "ALL":
+            self.fail("ALL is for LMI's model store; give it as --models-dir, with load-on-startup = on in [*]")
+        matches = [_LMI_MODEL.fullmatch(item.strip()) for item in value.split(",")]
+        found = [match for match in matches if match]
+        if len(found) < len(matches):
+            return super().convert(value, param, ctx)
+        for match in found:
+            engine = [*(match[1] or match[2]).split(":"), "", ""][2]
+            if engine.casefold() not in ("", "python", "mpi"):
+                self.fail(f"{shown(engine)} is an engine that is not offered; remove it")
+        return tuple(match[3] for match in found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +123,10 @@ class Settings:
     """The settings of one router, and the only declaration of its options. Bytes are int, times are float seconds."""
 
     # fmt: off
-    model: tuple[str, ...] = option((), Names(hint="MODEL"), MODELS,
+    model: tuple[str, ...] = option((), _Models(hint="MODEL"), MODELS,
             "folder or org/name of a model to load at start; repeatable; `router MODEL ...` does the same",
-            unset="none", also=("-m", "--model-path", "--model-id"), env=("LLAMA_ARG_MODEL",))
+            unset="none", also=("-m", "--model-path", "--model-id"),
+            env=("LLAMA_ARG_MODEL", "OPTION_MODEL_ID", "HF_MODEL_ID", "SERVING_LOAD_MODELS"))
     hf_repo: tuple[str, ...] = option((), Names(hint="org/name[:revision]"), MODELS,
             "repository of the hub to load at start; repeatable", unset="none", also=("-hf", "-hfr"),
             env=("LLAMA_ARG_HF_REPO",))
@@ -134,7 +156,8 @@ class Settings:
             "convert checkpoints once, after a download, not at each load; needs disk space for mixtures of experts")
 
     models_memory_margin: Mapping[str, int] = option({"": 1024 * MIB}, MemoryByDevice(hint="MiB"), MEMORY,
-            "memory to keep free on every device, or cuda:0=2048,cpu=4096; 0: evict by count only")  # "": others
+            "memory to keep free on every device, or cuda:0=2048,cpu=4096; 0: evict by count only",
+            env=("LLAMA_ARG_MODELS_MEMORY_MARGIN",))  # "": others
     device_limit: Mapping[str, int | DeviceShare] = option({},
             MemoryByDevice(low=1, named=True, shares=True, hint="DEV=MiB or DEV=90%"), MEMORY,
             "treat a device as smaller than it is: cpu=600, or cuda:0=90%", unset="none")  # by device name

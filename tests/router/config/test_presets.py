@@ -439,7 +439,35 @@ def test_unknown_variables_and_those_of_one_model_cause_a_warning() -> None:
         'ROUTER_CTX_SISE: is not a variable of this router; did you mean "ROUTER_CTX_SIZE"?',
         "LLAMA_ARG_ALIAS: is for one model, and none is named at start, so it is not read; write a section in a file"
         " for --models-preset",
+        "OPTION_FOO: is not a variable of this router",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("OPTION_MAX_MODEL_LENN", "OPTION_MAX_MODEL_LEN"),
+        ("OPTION_MODEL_LOADING_TIMOUT", "OPTION_MODEL_LOADING_TIMEOUT"),
+        ("SERVING_JOB_QUEUE_SIZ", "SERVING_JOB_QUEUE_SIZE"),
+        ("SERVING_MODEL_STOR", "SERVING_MODEL_STORE"),
+        ("LLAMA_ARG_CTX_SISE", "LLAMA_ARG_CTX_SIZE"),
+        ("ROUTER_MODEL_MAX", "ROUTER_MODELS_MAX"),
+    ],
+)
+def test_an_unknown_variable_is_reported_with_the_nearest_one_and_an_error_if_strict(name: str, near: str) -> None:
+    line = f'{name}: is not a variable of this router; did you mean "{near}"?'
+    assert warnings("[m]\nmodel = demo:a", environ={name: "1"}) == [line]
+    assert complaints("[m]\nmodel = demo:a", environ={name: "1"}, strict=True) == [line]
+
+
+@pytest.mark.parametrize("name", ["OPTION_BATCH_SIZE", "SERVING_BATCH_SIZE", "option.batch_size"])
+def test_batch_size_has_no_effect_as_a_setting_of_lmi(name: str) -> None:
+    line = [] if name.isupper() else [f"{name} = 4"]
+    text, environ = "\n".join(["[m]", "model = demo:a", *line]), {name: "4"} if name.isupper() else {}
+    (warning,) = warnings(text, environ=environ)
+    assert f'"{name}" has no meaning here; max_rolling_batch_size limits the requests in one step' in warning
+    assert read(text, environ=environ).presets["m"].chunk == 512
+    assert one("batch-size = 4").chunk == one("", environ={"LLAMA_ARG_BATCH": "4"}).chunk == 4
 
 
 def test_a_wrong_flag_is_reported_once_for_all_models() -> None:

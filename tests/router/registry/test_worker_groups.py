@@ -19,7 +19,7 @@ SAMPLES = {
     "split-mode": "layer", "pipeline-parallel": "2", "tensor-parallel": "2", "gpu-split": "1,1",
     "gpu-memory-utilization": "0.9", "tensor-split": "1,2",
     "required-memory": "7", "reserved-memory": "7", "lora": "org/french", "lora-scaled": "org/french:2",
-    "adapters-dir": "/", "enable-lora": "on", "max-loras": "2", "max-lora-rank": "8", "max-cpu-loras": "2",
+    "adapters-dir": "/", "enable-lora": "on", "max-loras": "2", "max-lora-rank": "8", "max-cpu-loras": "9",
     "config-override": '{"a": 1}', "python": "python3", "env": "X=1",
     "replicas": "2", "replica-idle-seconds": "7", "queue-size": "7", "max-concurrent": "7", "pin": "on",
     "priority": "7", "ttl": "7", "prefetch": "one", "sleep-idle-seconds": "7", "idle-grace": "1", "min-residency": "7",
