@@ -293,7 +293,11 @@ def report(
 
 def check(loaded: LoadedPresets, machine: Machine) -> tuple[dict[str, str], list[str]]:
     """Return a message for each model with files on this machine that no empty device holds, and the warnings of all
-    models. Models without an estimate are left out."""
+    models.
+
+    A preset that changes config.json is estimated by the worker program, which knows the classes of configurations, and
+    its errors are messages, too. Other models without an estimate are left out.
+    """
     found: dict[str, str] = {}
     warnings: list[str] = []
     alone = replace(loaded, presets={})  # without the models that would fit beside it
@@ -302,9 +306,12 @@ def check(loaded: LoadedPresets, machine: Machine) -> tuple[dict[str, str], list
             preset.repo and find_snapshot(preset.repo, preset.revision, machine.settings.hub_cache)
         ):
             continue
+        changes_config = bool(preset.config_override or preset.rope)
         try:
-            answer = report(preset, alone, machine)
-        except RouterError:
+            answer = report(preset, alone, machine, exact=changes_config)
+        except RouterError as error:
+            if changes_config:
+                found[preset.id] = str(error)
             continue  # its first load and `router estimate` tell why
         warnings += (f"{preset.id}: {warning}" for warning in answer.warnings)
         if not answer.fits:
@@ -334,7 +341,9 @@ def _files(preset: Preset, machine: Machine, snapshots: Snapshots, temporary: Pa
 
 
 def _facts(preset: Preset, folder: Path) -> Checkpoint:
-    return checkpoint.read(folder, override=preset.config_override, needs_weights=preset.load_format != "dummy")
+    return checkpoint.read(
+        folder, override=preset.config_override, rope=preset.rope, needs_weights=preset.load_format != "dummy"
+    )
 
 
 def _beside(

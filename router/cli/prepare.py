@@ -62,7 +62,7 @@ def prepare(
             f"{preset.id}: {preset.repo} at {preset.revision} is not in the hub cache; `router` downloads and converts"
             " it at its first load"
         )
-    facts = checkpoint.read(Path(snapshot), override=preset.config_override)
+    facts = checkpoint.read(Path(snapshot), override=preset.config_override, rope=preset.rope)
     conversions = Snapshots(cache=settings.hub_cache, state=state, offline=True).conversions
     command = conversions.command(snapshot, facts)
     if command is None:

@@ -14,7 +14,6 @@ from router.config.presets import KEYS, PresetKey
 DEMOS = ("chat", "embed", "a", "b", "c")  # names in `model = demo:NAME`
 _FLAG = Flag()
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
-_OVERRIDE = "write the model's own config.json members into config-override"
 
 
 @dataclass(frozen=True)
@@ -80,15 +79,6 @@ REFUSED: tuple[RefusedOption, ...] = (
     RefusedOption("draft-max", _DRAFT, also=("spec-draft-n-max", "speculative-length", "draft", "draft-n")),
     RefusedOption("draft-min", _DRAFT, also=("spec-draft-n-min", "draft-n-min")),
     RefusedOption("record-acceptance-rate", _DRAFT, neutral=_OFF, is_flag=True),
-    RefusedOption("rope-scaling", _OVERRIDE, env=("LLAMA_ARG_ROPE_SCALING_TYPE",)),
-    RefusedOption("rope-scale", _OVERRIDE, also=("compress-pos-emb",)),
-    *(
-        RefusedOption(name, _OVERRIDE)
-        for name in (
-            "rope-freq-base", "rope-freq-scale", "alpha-value", "yarn-orig-ctx", "yarn-ext-factor", "yarn-attn-factor",
-            "yarn-beta-slow", "yarn-beta-fast",
-        )
-    ),
     RefusedOption("num-experts", 'config-override = {"num_experts_per_tok": N} does it'),
     RefusedOption("conv-template", "write the template into chat-template or chat-template-file"),
     RefusedOption("response-template", "tool calls and reasoning stay in the text",

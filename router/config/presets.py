@@ -193,7 +193,8 @@ class Preset:
 
     # Context and batch
     ctx_size: int = key(-1, Integer(0, words={"auto": -1}, unit="tokens"), CONTEXT,
-            "tokens of prompt and answer of one request; 0: the model's maximum",
+            "tokens of prompt and answer of one request; 0: the model's maximum. In [*] at most the maximum of each"
+            " model",
             unset="the model's maximum up to 8192", also=("c", "max-model-len"))
     parallel: int = key(4, Integer(1, 4096, {"-1": 4, "auto": 4}), CONTEXT,
             "sequences in one step; one of them has room in the KV cache for certain, all of them where memory is free",
@@ -356,7 +357,10 @@ class Preset:
     # until it is downloaded.
     adapters: tuple[AdapterSource, ...] = ()
     sampling: Mapping[str, float | int | str | tuple[str, ...]] = field(default_factory=dict)  # by key: temp, stop, ...
+    rope: Mapping[str, float | str] = field(default_factory=dict)  # by key, without values that change nothing
     env: Mapping[str, str] = field(default_factory=dict)
+    # ctx-size is that of all models ([*], a flag or a variable), so each gets its own maximum at most.
+    caps_ctx: bool = field(default=False, compare=False)
     strict_fields: bool = False
     origins: Mapping[str, str] = field(
         default_factory=dict, compare=False
@@ -376,7 +380,8 @@ class Preset:
         return self.max_loras if self.enable_lora == "on" or (is_auto and has_some) else 0
 
 
-# Keys without a field of their own: the source, items of `sampling` and `env`, and another spelling of `device`.
+# Keys without a field of their own: the source, items of `sampling`, `rope` and `env`, and another spelling of
+# `device`.
 _OTHER_KEYS: tuple[PresetKey, ...] = (
     PresetKey(name="model", kind=Text("folder, org/name or demo:NAME"), group=SOURCE,
         also=("m", "model-path", "model-id"), env=("HF_MODEL_ID",), own=True,
@@ -409,6 +414,24 @@ _OTHER_KEYS: tuple[PresetKey, ...] = (
             ("stop", Strings(), ("stop-sequence", "stop-character"), (), "strings that end an answer"),
         )
     ),
+    *(
+        PresetKey(name=name, kind=kind, field="rope", item=name, group=CONTEXT, also=also, env=env, help=help,
+            unset="the model's")
+        for name, kind, also, env, help in (
+            ("rope-scaling", Choice(("none", "linear", "yarn", "")), (), ("LLAMA_ARG_ROPE_SCALING_TYPE",),
+             "method of rope-scale: linear by default; none: remove that of the model"),
+            ("rope-scale", Number(1.0, 1e6), ("compress-pos-emb",), (), "factor by which the context grows; 1: none"),
+            ("rope-freq-scale", Number(0.0, 1.0), (), (), "1 / rope-scale; 0 and 1: none"),
+            ("rope-freq-base", Number(0.0, 1e15), (), (), "base of the rotation; 0: the model's"),
+            ("alpha-value", Number(1.0, 1e6), (), (),
+             "NTK-aware scaling: base x alpha ^ (d / (d - 2)) for d rotated dimensions of a head; 1: none"),
+            ("yarn-orig-ctx", Integer(0, unit="tokens"), (), (), "context that the model was trained with"),
+            ("yarn-ext-factor", Number(-1.0, 1.0), (), (), "1: rope-scaling = yarn; 0: linear; -1: by rope-scaling"),
+            ("yarn-attn-factor", Number(-1.0, 100.0), (), (), "factor on YaRN's scale of attention; -1 and 1: none"),
+            ("yarn-beta-slow", Number(-1.0, 1e4), (), (), "rotations below which YaRN interpolates; -1: 1"),
+            ("yarn-beta-fast", Number(-1.0, 1e4), (), (), "rotations above which YaRN extrapolates; -1: 32"),
+        )
+    ),
     PresetKey(name="env", kind=Text("K=V,K=V"), group=PROCESS, unset="none",
         help="environment variables of the worker in addition to the allow-list; or one env.NAME = value each"),
 )  # fmt: skip
@@ -419,7 +442,13 @@ _FIELD_KEYS = (
 )
 # All settings of a model, in the order of the reference.
 KEYS: tuple[PresetKey, ...] = tuple(sorted((*_OTHER_KEYS, *_FIELD_KEYS), key=lambda key: GROUPS.index(key.group)))
-_LIVE_FIELDS = {key.field for key in KEYS if key.live} | {"source", "chat_template_file", "origins", "adapters"}
+_LIVE_FIELDS = {key.field for key in KEYS if key.live} | {
+    "source",
+    "chat_template_file",
+    "origins",
+    "adapters",
+    "caps_ctx",
+}
 _LOAD_FIELDS = tuple(field.name for field in dataclasses.fields(Preset) if field.name not in _LIVE_FIELDS)
 DEFAULTS = {
     field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

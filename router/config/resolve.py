@@ -39,6 +39,13 @@ _NO_SNAPSHOT = {
 }
 
 
+# Values of RoPE keys that change nothing: llama-server's and EricLLM's defaults. 0 and -1 by default.
+_NEUTRAL_ROPE: Mapping[str, tuple[float | str, ...]] = {
+    "rope-scaling": ("",), "rope-scale": (1,), "rope-freq-scale": (0, 1), "alpha-value": (1,),
+    "yarn-attn-factor": (0, -1, 1), "yarn-beta-slow": (0, -1, 1), "yarn-beta-fast": (0, -1, 32),
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class FoundModel:
     """A model on disk that no section names."""
@@ -184,6 +191,8 @@ class _Resolution:
         if fields is None:
             return None
         fields |= self._fields(settings)
+        fields["rope"] = self._rope(settings, fields["rope"])
+        fields["caps_ctx"] = "ctx-size" in settings and settings["ctx-size"].rank != OWN
         self._place(settings, fields)
         self._chunk(settings, fields)
         self._replicas(settings, fields)
@@ -204,7 +213,7 @@ class _Resolution:
 
     def _fields(self, settings: Layer) -> dict[str, Any]:
         fields: dict[str, Any] = {}
-        sampling: dict[str, Any] = {}
+        mappings: dict[str, dict[str, Any]] = {"sampling": {}, "rope": {}}
         variables: dict[str, str] = {}
         for name, setting in settings.items():
             if name.startswith("env."):
@@ -212,10 +221,30 @@ class _Resolution:
                 continue
             key = preset_keys.BY_NAME[name]
             if key.item:
-                sampling[key.item] = setting.value
+                mappings[key.field][key.item] = setting.value
             elif key.field and key.name != "revision":
                 fields[key.field] = setting.value
-        return fields | {"sampling": sampling, "env": variables}
+        return fields | mappings | {"env": variables}
+
+    def _rope(self, settings: Layer, rope: Mapping[str, Any]) -> dict[str, Any]:
+        """The RoPE keys that change something, with one name for each meaning."""
+        found = {name: value for name, value in rope.items() if value not in _NEUTRAL_ROPE.get(name, (0, -1))}
+        if (shrink := found.pop("rope-freq-scale", None)) is not None:
+            scale = found.setdefault("rope-scale", 1 / shrink)
+            settings.setdefault("rope-scale", settings["rope-freq-scale"])
+            if abs(scale * shrink - 1) > 1e-6:
+                message = f"rope-freq-scale is 1 / rope-scale, which is {plain(scale)}; remove one of the two"
+                self._fail(settings["rope-freq-scale"].place, message)
+        extrapolation = found.pop("yarn-ext-factor", rope.get("yarn-ext-factor", -1))
+        if extrapolation not in (-1, 0, 1):
+            message = "yarn-ext-factor: only 1, 0 and -1 are supported; write rope-scaling = yarn, or linear"
+            self._fail(settings["yarn-ext-factor"].place, message)
+        kind = found.get("rope-scaling", "yarn")
+        if extrapolation == 1 or (extrapolation == 0 and kind == "yarn"):
+            # without extrapolation YaRN is linear (ggml, rope_yarn)
+            found["rope-scaling"] = "yarn" if extrapolation else "linear"
+            settings["rope-scaling"] = settings["yarn-ext-factor"]
+        return found
 
     def _source(self, id: str, settings: Layer, found: Sequence[FoundModel], place: Problem) -> dict[str, Any] | None:
         """The fields for the location of the model's files; None, with a problem, if they cannot be determined."""

@@ -91,6 +91,7 @@ def model_options(
         load_format=preset.load_format,
         trust_remote_code=preset.trust_remote_code,
         config_override=preset.config_override,
+        rope=json.dumps(dict(preset.rope)) if preset.rope else "",
         attention=preset.attention,
         enforce_eager=preset.enforce_eager,
         ctx_size=effective_ctx(facts, preset),

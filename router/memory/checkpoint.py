@@ -28,7 +28,8 @@ from router.memory.checkpoint_facts import (
     packed_numbers,
 )
 from worker.protocol.architectures import EXPERT, GENERATES, SCALE, VISION
-from worker.protocol.snapshot_files import INDEX, WEIGHTS, is_below, merge_config, shard_names
+from worker.protocol.model_config import apply_rope, merge
+from worker.protocol.snapshot_files import INDEX, WEIGHTS, is_below, shard_names
 
 MAX_HEADER = 100 << 20  # bytes; the limit of the format
 
@@ -63,13 +64,16 @@ _CAPABILITIES = ("chat", "completion", "tools", "vision", "embedding", "rerank")
 _Tensor = tuple[str, tuple[int, ...], int]  # stored dtype, shape, bytes
 
 
-def read(folder: Path, *, override: str = "", needs_weights: bool = True) -> Checkpoint:
+def read(
+    folder: Path, *, override: str = "", rope: Mapping[str, Any] | None = None, needs_weights: bool = True
+) -> Checkpoint:
     """Return the facts of the snapshot in `folder`. Blocks on the disk.
 
-    `override`: JSON object that is merged into config.json. Without `needs_weights` (random weights), a folder without
-    safetensors files counts the tensors that the config implies. Raises UnknownCheckpoint.
+    `override`: JSON object that is merged into config.json; `rope`: RoPE keys of the preset. Without `needs_weights`
+    (random weights), a folder without safetensors files counts the tensors that the config implies. Raises
+    UnknownCheckpoint.
     """
-    config = _config(folder, override)
+    config = _config(folder, override, rope or {})
     files = _weight_files(folder)
     if not files and needs_weights:
         raise UnknownCheckpoint(_no_weights(folder))
@@ -196,16 +200,22 @@ def _modules(folder: Path) -> list[dict[str, Any]]:
     return [module for module in content if isinstance(module, dict)] if isinstance(content, list) else []
 
 
-def _config(folder: Path, override: str) -> dict[str, Any]:
+def _config(folder: Path, override: str, rope: Mapping[str, Any]) -> dict[str, Any]:
     if not folder.is_dir():
         raise UnknownCheckpoint(f"{folder} is no folder; `model` names one with config.json and safetensors files")
     config = _json(folder / "config.json")
     if not config:
         raise UnknownCheckpoint(f"{folder} has no config.json; `model` names a folder with one and safetensors files")
     try:
-        return merge_config(config, json.loads(override)) if override else config
-    except (ValueError, AttributeError, RecursionError) as error:
+        config = merge(config, json.loads(override)) if override else config
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UnknownCheckpoint(f"config-override is no JSON object ({error})") from None
+    try:
+        return apply_rope(config, rope) if rope else config
+    except ValueError as error:
+        raise UnknownCheckpoint(str(error)) from None
+    except (ArithmeticError, AttributeError, TypeError) as error:  # any member may hold anything
+        raise UnknownCheckpoint(f"{folder / 'config.json'} describes no RoPE ({error}); fetch it again") from None
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -149,10 +149,12 @@ def effective_ctx(facts: Checkpoint, preset: Preset) -> int:
         if not most:
             raise UnknownArchitecture(preset.id, "config.json states no longest sequence", "set ctx-size in tokens")
         return most
+    if most and preset.ctx_size > most and preset.caps_ctx:
+        return most
     if most and preset.ctx_size > most:
         raise ContextTooLarge(
             f"{preset.id}: ctx-size {preset.ctx_size} is more than the model's maximum of {most} tokens;"
-            f" set it to {most} or less, or 0 for the maximum"
+            f" set it to {most} or less, or 0 for the maximum; rope-scale = N makes the maximum N times longer"
         )
     return preset.ctx_size
 

@@ -58,6 +58,7 @@ class Snapshots:
             checkpoint.read,
             Path(snapshot),
             override=preset.config_override,
+            rope=preset.rope,
             needs_weights=preset.load_format != "dummy",
         )
 

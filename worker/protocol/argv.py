@@ -72,6 +72,8 @@ class ModelOptions:
     trust_remote_code: bool = False
     config_override: str = ""
     """JSON object merged into config.json."""
+    rope: str = ""
+    """JSON object of RoPE keys, as in a preset (`rope-scale`, `alpha-value`, ...)."""
     attention: str = "auto"
     """auto, eager or sdpa."""
     enforce_eager: bool = False

@@ -2,23 +2,12 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 # The file of a model's weights, and the index if there are several files.
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The files that PEFT writes for an adapter; no others are read.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-
-
-def merge_config(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply `config_override` to config.json: objects are merged key by key, all other values are replaced."""
-    found = dict(config)
-    for key, value in override.items():
-        before = found.get(key)
-        found[key] = merge_config(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
-    return found
 
 
 def shard_names(index: bytes) -> list[str]:

@@ -25,6 +25,7 @@ from router.memory.sharding import Choice
 from router.planner.ledger import HOST, LOCAL, DeviceId
 from router.store.catalogue import find_preset
 from router.store.snapshots import Snapshots
+from tests import tiny
 from tests.children import Child
 from worker.protocol.snapshot_files import MANIFEST, ConversionManifest, encode_manifest
 
@@ -319,6 +320,20 @@ def test_the_settings_with_which_a_model_would_fit_are_named_with_their_values(
     assert estimate(capsys, *words, "--device-limit", f"cpu={limit}")[0] == 0
     words[2] = str(tokens + 16)
     assert estimate(capsys, *words, "--device-limit", f"cpu={limit}")[0] == 4
+
+
+@pytest.mark.slow  # two worker programs
+def test_check_reports_changes_of_config_json_that_the_models_class_does_not_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ini, llama, gpt2 = tmp_path / "models.ini", tiny.make("llama", tmp_path / "l"), tiny.make("gpt2", tmp_path / "g")
+    override = '{"rope_thetta": 5}'
+    ini.write_text(f"[a]\nmodel = {llama}\nconfig-override = {override}\n[b]\nmodel = {gpt2}\nrope-scale = 4\n")
+    assert main(["check", str(ini), "--memory"]) == 4
+    first, second, _ = capsys.readouterr().out.splitlines()
+    assert first.startswith("a: ")
+    assert first.endswith('LlamaConfig has no member "rope_thetta"; did you mean "rope_theta"?')
+    assert second.endswith("rope-scale: architecture 'gpt2' has no RoPE that can be changed; remove it")
 
 
 def test_check_reports_models_that_no_empty_device_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

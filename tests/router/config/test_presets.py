@@ -123,6 +123,16 @@ def warnings(text: str, **rest: Any) -> list[str]:
         ("retry-threshold = 1", "max_restarts", 1),
         ("engine = transformers", "engine", "transformers"),
         ("python = python3.12", "python", "python3.12"),
+        ("rope-scale = 4", "rope", {"rope-scale": 4.0}),
+        ("compress_pos_emb = 4", "rope", {"rope-scale": 4.0}),
+        ("LLAMA_ARG_ROPE_FREQ_SCALE = 0.25", "rope", {"rope-scale": 4.0}),
+        ("LLAMA_ARG_ROPE_SCALING_TYPE = yarn", "rope", {"rope-scaling": "yarn"}),
+        ("yarn-ext-factor = 1", "rope", {"rope-scaling": "yarn"}),
+        ("rope-scaling = yarn\nyarn-ext-factor = 0", "rope", {"rope-scaling": "linear"}),
+        ("alpha_value = 2.5", "rope", {"alpha-value": 2.5}),
+        ("compress_pos_emb = 1.0\nalpha_value = 1.0\nrope-freq-base = 0.0\nrope-freq-scale = 1", "rope", {}),
+        ("yarn-orig-ctx = 0\nyarn-ext-factor = -1.00\nyarn-attn-factor = -1.00\nyarn-beta-slow = -1.00", "rope", {}),
+        ("yarn-attn-factor = 1.0\nyarn-beta-slow = 1.0\nyarn-beta-fast = 32.0", "rope", {}),
         ("env.A_b = x", "env", {"A_b": "x"}),
         ("env = A=1, B=x=y\nenv.B = 2", "env", {"A": "1", "B": "2"}),
         ("dedup-cache-models = on", "dedup_cache_models", True),
@@ -151,8 +161,9 @@ def test_a_value_that_matches_the_behaviour_is_accepted_for_a_key_that_is_not_of
         ("model-draft = x", "model-draft is not offered by this version: remove it"),
         ("md = x", "model-draft is not offered"),
         ("cpu-offload = 4", "device = cpu keeps all of it in host memory"),
-        ("rope-scaling = yarn", "config-override"),
-        ("yarn-orig-ctx = 4096", "config-override"),
+        ("yarn-ext-factor = 0.5", "only 1, 0 and -1 are supported; write rope-scaling = yarn, or linear"),
+        ("rope-freq-scale = 0.5\nrope-scale = 4", "rope-freq-scale is 1 / rope-scale, which is 4"),
+        ("alpha_value = 0.5", "alpha_value: 0.5 is not in the range"),
         ("ctk = q5_1", "ctk: q5_1 is not offered by this version: int4 and int8 are"),
         ("fit = on", "choose ctx-size and parallel yourself"),
         ("hf-file = x.gguf", "use a safetensors repository"),
@@ -613,10 +624,16 @@ def test_any_other_key_needs_a_new_worker(line: str) -> None:
 # The tables
 
 
+def test_a_context_for_all_models_is_capped_and_one_of_a_section_is_not() -> None:
+    loaded = read("[*]\nc = 4096\n[a]\nmodel = demo:a\n[b]\nmodel = demo:b\nc = 4096").presets
+    assert (loaded["a"].caps_ctx, loaded["b"].caps_ctx) == (True, False)
+    assert same_load(loaded["a"], dataclasses.replace(loaded["a"], caps_ctx=False))
+
+
 def test_every_key_has_a_field_that_exists() -> None:
     fields = {field.name for field in dataclasses.fields(Preset)}
     assert {key.field for key in KEYS if key.field} <= fields
-    read_by_the_loader = {"id", "source", "path", "repo", "demo", "env", "strict_fields", "origins",
+    read_by_the_loader = {"id", "source", "path", "repo", "demo", "env", "strict_fields", "caps_ctx", "origins",
                           "adapters"}  # fmt: skip
     assert fields == {key.field for key in KEYS if key.field} | read_by_the_loader
 

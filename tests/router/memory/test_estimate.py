@@ -321,6 +321,11 @@ def test_a_context_beyond_the_models_is_rejected_with_both_numbers() -> None:
         estimate(QWEN3_4B, preset(ctx_size=50000), on_host=True)
 
 
+def test_a_context_for_all_models_is_cut_to_the_maximum_of_each() -> None:
+    assert effective_ctx(QWEN3_4B, preset(ctx_size=50000, caps_ctx=True)) == 40960
+    assert effective_ctx(QWEN3_4B, preset(ctx_size=9000, caps_ctx=True)) == 9000
+
+
 def test_a_model_without_known_weights_is_rejected_with_the_way_out() -> None:
     for unknown in (replace(QWEN3_4B, kv_heads=0), replace(QWEN3_4B, layers=0), replace(QWEN3_4B, hidden=0)):
         with pytest.raises(UnknownArchitecture, match="set required-memory in MiB"):

@@ -20,6 +20,8 @@ SAMPLES = {
     "gpu-memory-utilization": "0.9", "tensor-split": "1,2",
     "required-memory": "7", "reserved-memory": "7", "lora": "org/french", "lora-scaled": "org/french:2",
     "adapters-dir": "/", "enable-lora": "on", "max-loras": "2", "max-lora-rank": "8", "max-cpu-loras": "9",
+    "rope-scaling": "yarn", "rope-scale": "2", "rope-freq-scale": "0.5", "rope-freq-base": "9", "alpha-value": "2",
+    "yarn-orig-ctx": "9", "yarn-ext-factor": "1", "yarn-attn-factor": "2", "yarn-beta-slow": "2", "yarn-beta-fast": "9",
     "config-override": '{"a": 1}', "python": "python3", "env": "X=1",
     "replicas": "2", "replica-idle-seconds": "7", "queue-size": "7", "max-concurrent": "7", "pin": "on",
     "priority": "7", "ttl": "7", "prefetch": "one", "sleep-idle-seconds": "7", "idle-grace": "1", "min-residency": "7",

@@ -178,6 +178,7 @@ def _key(options: ModelOptions) -> tuple[Any, ...]:
             quantization=options.quantization,
             load_format=options.load_format,
             config_override=options.config_override,
+            rope=options.rope,
             attention=options.attention,
         ),
         options.trust_remote_code,

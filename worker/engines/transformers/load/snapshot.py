@@ -4,6 +4,8 @@ Does not import torch, so that a process that only tokenizes stays small. Whatev
 the way out.
 """
 
+import dataclasses
+import difflib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 from worker.engines.transformers.device import cuda_errors
 from worker.engines.transformers.load import architectures, sentence_transformers_config
 from worker.errors import StartError
-from worker.protocol import snapshot_files
+from worker.protocol import model_config
 from worker.protocol.architectures import GENERATES, VISION
 from worker.protocol.argv import ModelOptions
 from worker.protocol.events import Exit
@@ -64,7 +66,8 @@ def _processor_template(folder: Path) -> str | None:
 
 
 def load_config(options: ModelOptions) -> Any:
-    """Load config.json with `options.config_override` merged in. Raises StartError."""
+    """Load config.json with `options.config_override` merged in and the keys of `options.rope` applied. Raises
+    StartError."""
     folder = Path(options.snapshot)
     path = folder / "config.json"
     if not path.is_file():
@@ -77,16 +80,60 @@ def load_config(options: ModelOptions) -> Any:
         raise StartError(
             f"{path} is damaged: {cuda_errors.one_line(error)}; download it again", Exit.DAMAGED
         ) from error
-    merged = snapshot_files.merge_config(stored, _override(options.config_override))
+    override = _object(options.config_override, "config-override")
+    merged = model_config.merge(stored, override)
     kind = str(merged.get("model_type", ""))
     if kind not in transformers.CONFIG_MAPPING:
         return _remote_config(options, merged, kind)
     if kind == "mistral" and "layer_types" in merged:
         kind = "ministral"  # transformers' AutoConfig does the same
     try:
-        return transformers.CONFIG_MAPPING[kind].from_dict(merged)
+        config = transformers.CONFIG_MAPPING[kind].from_dict(merged)
+        _check_members(config, override, stored)
+        _apply_rope(config.get_text_config(), _object(options.rope, "rope"))
+    except StartError:
+        raise
     except Exception as error:
         raise StartError(f"{path} is not valid for {kind!r}: {cuda_errors.one_line(error)}") from error
+    return config
+
+
+def _check_members(config: Any, override: Mapping[str, Any], stored: Any, path: str = "") -> None:
+    """Raise StartError for a member of `override` that neither the config's class nor config.json has."""
+    known = {field.name for field in dataclasses.fields(config)} | set(getattr(config, "attribute_map", ()))
+    known |= {"model_type", "torch_dtype", "quantization_config", *(stored if isinstance(stored, dict) else ())}
+    if "rope_parameters" in known:
+        known |= model_config.ROPE_NAMES
+    for name, value in override.items():
+        inner = getattr(config, name, None)
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1)
+            nested = [key for key in config.sub_configs if hasattr(getattr(config, key, None), name)]
+            hint = f'; did you mean "{path}{near[0]}"?' if near else ""
+            hint = f'; write it into "{path}{nested[0]}"' if nested else hint
+            raise StartError(f'config-override: {type(config).__name__} has no member "{path}{name}"{hint}', Exit.USAGE)
+        if isinstance(value, dict) and isinstance(inner, transformers.PreTrainedConfig):
+            _check_members(inner, value, stored.get(name) if isinstance(stored, dict) else None, f"{path}{name}.")
+
+
+def _apply_rope(config: Any, keys: Mapping[str, Any]) -> None:
+    """Change the rotation of positions by the RoPE keys of the preset. Raises StartError if the model has none."""
+    if not getattr(config, "rope_parameters", None) or getattr(config, "alibi", False):
+        if model_config.needs_rope(keys):
+            raise StartError(
+                f"{', '.join(keys)}: architecture {config.model_type!r} has no RoPE that can be changed; remove it",
+                Exit.USAGE,
+            )
+        return
+    if not keys:
+        return
+    try:
+        members = model_config.rope_members(config.to_dict(), keys)
+    except ValueError as error:
+        raise StartError(str(error), Exit.USAGE) from None
+    for name, value in members.items():
+        setattr(config, name, value)
+    config.validate_rope()
 
 
 def _float(value: dict[str, Any]) -> Any:
@@ -107,11 +154,20 @@ def _remote_config(options: ModelOptions, merged: dict[str, Any], kind: str) -> 
             f"architecture {kind!r} is code in the snapshot, not part of transformers;"
             " to run that code, set trust-remote-code = on"
         )
+    keys = _object(options.rope, "rope")
+    if model_config.needs_rope(keys):
+        raise StartError(
+            f"{', '.join(keys)}: not supported for code of the snapshot; write members of its config.json into"
+            " config-override",
+            Exit.USAGE,
+        )
     with own_code("its configuration"):
         config = transformers.AutoConfig.from_pretrained(
             options.snapshot, trust_remote_code=True, local_files_only=True
         )
-    for key, value in _override(options.config_override).items():
+    for key, value in _object(options.config_override, "config-override").items():
+        if not hasattr(config, key):
+            raise StartError(f'config-override: {type(config).__name__} has no member "{key}"', Exit.USAGE)
         setattr(config, key, value)
     return config
 
@@ -157,15 +213,15 @@ def native_code(config: Any, *, runs: bool = True) -> Iterator[None]:
         ) from error
 
 
-def _override(text: str) -> dict[str, Any]:
+def _object(text: str, option: str) -> dict[str, Any]:
     if not text:
         return {}
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise StartError(f"config-override is not valid JSON: {error}", Exit.USAGE) from error
+        raise StartError(f"{option} is not valid JSON: {error}", Exit.USAGE) from error
     if not isinstance(value, dict):
-        raise StartError("config-override must be a JSON object", Exit.USAGE)
+        raise StartError(f"{option} must be a JSON object", Exit.USAGE)
     return value
 
 

@@ -1,0 +1,162 @@
+"""RoPE keys and config-override in the model. The oracle is transformers with a config written by hand."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from router.memory import checkpoint
+from tests import tiny
+from tests.worker.loaded import complete_one, generated, load, options, serving
+from worker.engines.transformers.load import architectures
+from worker.engines.transformers.load.snapshot import load_config
+from worker.errors import StartError
+
+torch.set_num_threads(1)
+PROMPT = tuple(range(20, 80))
+THETA = 10000.0
+
+
+@pytest.fixture(scope="module", params=["rope_parameters", "rope_theta"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A snapshot as transformers 5 writes it, or with the names of earlier versions."""
+    made = tiny.make("llama", tmp_path_factory.mktemp("llama"))
+    if request.param == "rope_theta":
+        config = json.loads((made / "config.json").read_text())
+        assert config.pop("rope_parameters") == {"rope_theta": THETA, "rope_type": "default"}
+        (made / "config.json").write_text(json.dumps({**config, "rope_theta": THETA, "rope_scaling": None}))
+    return made
+
+
+def by_hand(folder: Path, prompt: Sequence[int], **members: Any) -> list[int]:
+    """The text of the model with these members of its config."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    for name, value in members.items():
+        setattr(config, name, value)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config)
+    return generated(model, prompt, 24)
+
+
+async def text(folder: Path, **changes: Any) -> list[int]:
+    async with serving(load(folder, **changes)) as engine:
+        return (await complete_one(engine, PROMPT, max_tokens=24)).tokens
+
+
+@pytest.mark.parametrize(
+    ("keys", "parameters"),
+    [
+        ({"rope-scale": 4.0}, {"rope_type": "linear", "factor": 4.0, "rope_theta": THETA}),
+        ({"rope-freq-base": 300.0}, {"rope_type": "default", "rope_theta": 300.0}),
+        # heads of 16 rotated dimensions
+        ({"alpha-value": 8.0}, {"rope_type": "default", "rope_theta": THETA * 8.0 ** (16 / 14)}),
+        ({"rope-scaling": "yarn", "rope-scale": 4.0, "yarn-orig-ctx": 32},
+         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": THETA}),
+        ({"rope-scaling": "yarn", "rope-scale": 8.0, "yarn-orig-ctx": 32, "yarn-beta-fast": 2.0,
+          "yarn-attn-factor": 2.0},
+         {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "rope_theta": THETA,
+          "beta_fast": 2.0, "attention_factor": 2.0 * 1.2079441541679836}),
+    ],
+)  # fmt: skip
+async def test_keys_give_the_text_of_a_config_written_by_hand(
+    folder: Path, keys: dict[str, Any], parameters: dict[str, Any]
+) -> None:
+    expected = by_hand(folder, PROMPT, rope_parameters=parameters)
+    assert expected != by_hand(folder, PROMPT), "or else this shows nothing"
+    assert await text(folder, rope=json.dumps(keys)) == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "parameters"),
+    [
+        ({"rope_theta": 300.0}, {"rope_type": "default", "rope_theta": 300.0}),
+        ({"rope_parameters": {"rope_theta": 300.0}}, {"rope_type": "default", "rope_theta": 300.0}),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}},
+         {"rope_type": "linear", "factor": 4.0, "rope_theta": THETA}),
+    ],
+)  # fmt: skip
+async def test_an_override_has_an_effect_by_old_and_new_names(
+    folder: Path, override: dict[str, Any], parameters: dict[str, Any]
+) -> None:
+    expected = by_hand(folder, PROMPT, rope_parameters=parameters)
+    assert expected != by_hand(folder, PROMPT)
+    assert await text(folder, config_override=json.dumps(override)) == expected
+
+
+def test_router_and_worker_grow_the_context_alike(folder: Path) -> None:
+    for keys, longest in (
+        ({"rope-scale": 4.0}, 1024),
+        ({"alpha-value": 2.0}, 512),
+        ({"rope-scaling": "yarn", "rope-scale": 8.0, "yarn-orig-ctx": 64}, 512),
+        ({"rope-scaling": "none"}, 256),
+    ):
+        assert checkpoint.read(folder, rope=keys).max_positions == longest
+        assert architectures.positions(load_config(options(folder, rope=json.dumps(keys)))) == longest
+
+
+async def test_a_context_beyond_that_of_the_checkpoint_can_be_used(folder: Path) -> None:
+    async with serving(load(folder, rope='{"rope-scale": 4.0}', ctx_size=600)) as engine:
+        assert engine.ctx_size == 600
+        answer = await complete_one(engine, PROMPT * 8, max_tokens=24)
+    scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": THETA}
+    assert answer.tokens == by_hand(folder, PROMPT * 8, rope_parameters=scaled)
+
+
+def refused(folder: Path, **changes: Any) -> str:
+    with pytest.raises(StartError) as error:
+        load_config(options(folder, **changes))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "mamba", "gptj"])
+def test_a_family_without_rope_refuses_keys_by_name(family: str, tmp_path: Path) -> None:
+    made = tiny.make(family, tmp_path / family)
+    message = f"rope-scale: architecture {family!r} has no RoPE that can be changed; remove it"
+    assert refused(made, rope='{"rope-scale": 2.0}') == message
+    load_config(options(made, rope='{"rope-scaling": "none"}'))
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "phi", "gemma3_text", "deepseek_v3", "olmo3"])
+def test_all_families_with_rope_take_keys(family: str, tmp_path: Path) -> None:
+    made = tiny.make(family, tmp_path / family)
+    before = load_config(options(made))
+    after = load_config(options(made, rope='{"rope-scale": 2.0, "alpha-value": 2.0}'))
+    assert architectures.positions(after) == 4 * architectures.positions(before)
+    assert checkpoint.read(made, rope={"rope-scale": 2.0, "alpha-value": 2.0}).max_positions == (
+        4 * checkpoint.read(made).max_positions
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"rope_scalling": {}}, 'LlamaConfig has no member "rope_scalling"; did you mean "rope_scaling"?'),
+        ({"foo": 1}, 'LlamaConfig has no member "foo"'),
+        ({"num_hidden_layer": 1}, 'did you mean "num_hidden_layers"?'),
+    ],
+)
+def test_an_override_of_an_unknown_member_names_the_nearest(
+    folder: Path, override: dict[str, Any], message: str
+) -> None:
+    assert message in refused(folder, config_override=json.dumps(override))
+
+
+def test_an_override_of_rope_is_unknown_to_a_family_without_it(tmp_path: Path) -> None:
+    assert 'GPT2Config has no member "rope_theta"' in refused(
+        tiny.make("gpt2", tmp_path / "gpt2"), config_override='{"rope_theta": 5.0}'
+    )
+
+
+def test_members_of_config_json_and_of_nested_configs_are_known(folder: Path, tmp_path: Path) -> None:
+    stored = json.loads((folder / "config.json").read_text())
+    load_config(options(folder, config_override=json.dumps(stored)))
+    config = transformers.Gemma3Config()
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    load_config(options(tmp_path, config_override='{"text_config": {"sliding_window": 4096, "rope_theta": 5.0}}'))
+    message = refused(tmp_path, config_override='{"text_config": {"sliding_windo": 4096}}')
+    assert message.endswith('no member "text_config.sliding_windo"; did you mean "text_config.sliding_window"?')
+    message = refused(tmp_path, config_override='{"sliding_window": 4096}')
+    assert message.endswith('no member "sliding_window"; write it into "text_config"')

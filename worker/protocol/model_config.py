@@ -1,0 +1,168 @@
+"""config.json with the changes of a preset: `config-override`, and the RoPE keys of llama-server and EricLLM. PURE.
+
+transformers 5 writes the rotation of positions into `rope_parameters`. Older checkpoints have `rope_theta` and
+`rope_scaling` beside other members. A checkpoint that rotates kinds of layers differently has one object for each kind;
+the RoPE keys then change the layers of full attention, as in llama.cpp.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from worker.protocol.architectures import POSITION_KEYS
+
+TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")  # nested language models
+FULL = "full_attention"
+# Old names: the kind of layers that they describe, and their name in `rope_parameters`.
+OLD_NAMES: Mapping[str, tuple[str, str]] = {
+    "rope_theta": (FULL, "rope_theta"),
+    "rotary_emb_base": (FULL, "rope_theta"),
+    "rope_local_base_freq": ("sliding_attention", "rope_theta"),
+    "partial_rotary_factor": (FULL, "partial_rotary_factor"),
+    "rotary_pct": (FULL, "partial_rotary_factor"),
+}
+ROPE_NAMES = frozenset({*OLD_NAMES, "rope_scaling", "rope_parameters"})
+_UNSCALED = ("rope_theta", "partial_rotary_factor", "mrope_section")  # members that all kinds of scaling have
+_REPLACEABLE = ("default", "linear", "dynamic", "yarn")  # kinds of scaling that rope-scale may replace
+_BETAS = {"yarn-beta-fast": "beta_fast", "yarn-beta-slow": "beta_slow"}
+_OF_YARN = ("yarn-orig-ctx", "yarn-attn-factor", *_BETAS)
+
+
+def merge(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+    """Apply `config-override` to config.json: objects are merged key by key, all other values are replaced.
+
+    RoPE members have an effect by their old and their new names, whichever of them the checkpoint has.
+    """
+    if ROPE_NAMES & override.keys() and any(
+        isinstance(side.get("rope_parameters"), dict) for side in (config, override)
+    ):
+        by_kind = any(_is_by_kind(side) for side in (config, override))
+        unscales = "rope_scaling" in override and not override["rope_scaling"]
+        config = _in_new_layout(config, by_kind=by_kind, unscaled=unscales)
+        override = _in_new_layout(override, by_kind=by_kind)
+    return _merged(config, override)
+
+
+def _merged(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(config)
+    for key, value in override.items():
+        before = found.get(key)
+        found[key] = merge(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+    return found
+
+
+def _is_by_kind(config: Mapping[str, Any]) -> bool:
+    """True if kinds of layers have rotations of their own."""
+    stated = config.get("rope_parameters")
+    return "rope_local_base_freq" in config or (isinstance(stated, dict) and isinstance(stated.get(FULL), dict))
+
+
+def _in_new_layout(config: Mapping[str, Any], *, by_kind: bool, unscaled: bool = False) -> dict[str, Any]:
+    """Return `config` with all of its RoPE members in `rope_parameters`; new names take precedence over old ones."""
+    stated, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    kinds: dict[str, dict[str, Any]] = {}
+    for key, (kind, name) in OLD_NAMES.items():
+        if config.get(key) is not None:
+            kinds.setdefault(kind, {}).setdefault(name, config[key])
+    flat = {name: value for name, value in stated.items() if not isinstance(value, dict)}
+    full = {**kinds.pop(FULL, {}), **scaling, **flat}
+    if "type" in full:
+        full["rope_type"] = full.pop("type")
+    nested = {name: value for name, value in stated.items() if isinstance(value, dict)}
+    kinds = _merged({**kinds, FULL: full}, nested)
+    if unscaled:
+        kinds[FULL] = {name: value for name, value in kinds[FULL].items() if name in _UNSCALED}
+    rope = {kind: members for kind, members in kinds.items() if members} if by_kind else kinds[FULL]
+    return {**{key: value for key, value in config.items() if key not in ROPE_NAMES}, "rope_parameters": rope}
+
+
+def apply_rope(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with the RoPE keys of a preset in the language model's members.
+
+    Raises ValueError with a message for the user if the keys do not fit the checkpoint.
+    """
+    for name in TEXT_KEYS:
+        if isinstance(config.get(name), dict):
+            return {**config, name: apply_rope(config[name], keys)}
+    return {**{key: value for key, value in config.items() if key not in ROPE_NAMES}, **rope_members(config, keys)}
+
+
+def needs_rope(keys: Mapping[str, Any]) -> bool:
+    """True if the keys ask for more than the default of llama.cpp, which a model without RoPE has, too."""
+    return any(name != "rope-scaling" for name in keys) or keys.get("rope-scaling") == "yarn"
+
+
+def rope_members(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the members of a language model's config that the RoPE keys change: `rope_parameters`, and the longest
+    sequence by the name that it has in the config.
+
+    The longest sequence grows by the factor by which the slowest rotation becomes slower, as in llama-server. Raises
+    ValueError like `apply_rope`.
+    """
+    stated = _in_new_layout(config, by_kind=_is_by_kind(config))["rope_parameters"]
+    rope = dict(stated.get(FULL, {})) if _is_by_kind(config) else stated
+    rope = {**rope, "rope_type": rope.get("rope_type", "default"), "rope_theta": float(rope.get("rope_theta") or 1e4)}
+    position_key = next((key for key in POSITION_KEYS if config.get(key)), "")
+    scaled, longest = _scale(rope, config[position_key] if position_key else 0, keys)
+    if "alpha-value" in keys or "rope-freq-base" in keys:
+        scaled["rope_theta"], slower = _theta(rope, config, keys)
+        longest *= slower
+    members: dict[str, Any] = {"rope_parameters": {**stated, FULL: scaled} if _is_by_kind(config) else scaled}
+    # not less by an error of rounding
+    return {**members, position_key: int(longest + 1e-6)} if position_key else members
+
+
+def _theta(rope: Mapping[str, Any], config: Mapping[str, Any], keys: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the base of the rotation, and the factor by which the slowest rotation becomes slower (at least 1).
+
+    NTK-aware scaling: with d rotated dimensions, theta x alpha ** (d / (d - 2)) makes the slowest rotation alpha times
+    slower and keeps the fastest one (ExLlamaV2, exllamav2/device.py, `scale_alpha_value`, which EricLLM sets).
+    """
+    heads = config.get("num_attention_heads") or config.get("n_head") or config.get("n_heads") or 1
+    hidden = config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or 0
+    width, share = config.get("head_dim") or hidden // heads, rope.get("partial_rotary_factor") or 1.0
+    rotated = config.get("qk_rope_head_dim") or int(width * share)
+    if rotated <= 2:
+        raise ValueError(f"alpha-value: {rotated} rotated dimensions of a head are too few; use rope-scale")
+    alpha, base = keys.get("alpha-value", 1.0), keys.get("rope-freq-base", rope["rope_theta"])
+    exponent = rotated / (rotated - 2)
+    return base * alpha**exponent, max(1.0, alpha * (base / rope["rope_theta"]) ** (1 / exponent))
+
+
+def _scale(rope: Mapping[str, Any], longest: int, keys: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
+    """Return the RoPE parameters under the keys for scaling, and the longest sequence."""
+    kind, factor, wanted = rope["rope_type"], keys.get("rope-scale"), keys.get("rope-scaling")
+    of_yarn = [name for name in _OF_YARN if name in keys]
+    named = next(name for name in (*of_yarn, "rope-scale", "rope-scaling", "") if name in keys or not name)
+    if not named:
+        return dict(rope), longest
+    if kind not in _REPLACEABLE:
+        if named == "rope-scaling" and wanted != "yarn":
+            return dict(rope), longest  # llama.cpp keeps the frequencies of such a checkpoint, too
+        raise ValueError(
+            f"{named}: the checkpoint has RoPE scaling of the kind {kind}, which this cannot be combined with; remove"
+            " it, or write other rope_parameters into config-override"
+        )
+    wanted = wanted or (kind if kind in ("linear", "yarn") else "linear")
+    if of_yarn and wanted != "yarn":
+        raise ValueError(f"{named}: needs rope-scaling = yarn")
+    unscaled = {**{name: value for name, value in rope.items() if name in _UNSCALED}, "rope_type": "default"}
+    before = float(rope.get("factor") or 1.0) if kind in ("linear", "yarn") else 1.0
+    factor = before if factor is None else float(factor)
+    if wanted == "none" or (wanted == "linear" and factor == 1.0):
+        return unscaled, longest
+    if wanted == "linear":
+        grows = factor / before if kind == "linear" else factor
+        return {**unscaled, "rope_type": "linear", "factor": factor}, longest * max(1.0, grows)
+    if factor == 1.0:
+        raise ValueError("rope-scaling: yarn needs rope-scale, the factor by which the context grows")
+    known = rope.get("original_max_position_embeddings") if kind == "yarn" else 0
+    original = int(keys.get("yarn-orig-ctx") or known or longest)
+    if not original:
+        raise ValueError("rope-scaling: config.json states no longest sequence; set yarn-orig-ctx")
+    scaled = {**(rope if kind == "yarn" else unscaled), "rope_type": "yarn", "factor": factor}
+    scaled["original_max_position_embeddings"] = original
+    scaled |= {member: float(keys[name]) for name, member in _BETAS.items() if name in keys}
+    if "yarn-attn-factor" in keys:  # llama.cpp multiplies the factor of the paper (ggml, rope_yarn)
+        scaled["attention_factor"] = float(keys["yarn-attn-factor"]) * (0.1 * math.log(factor) + 1.0)
+    return scaled, max(longest, original * factor)
