@@ -57,9 +57,11 @@ CHECKED = READ | {"model", "hf-repo", "default-model"}
 WEIGHED = READ | {"offline", "hf-token", "state-dir", "fork-server", "prepare", "models-memory-margin", "device-limit"}
 # Options that decide which snapshot is converted, and where the converted copy is stored.
 PREPARED = READ | {"offline", "hf-token", "state-dir"}
+DOWNLOADED = PREPARED | {"model", "hf-repo", "prepare"}
 REPEATED = frozenset({
     "model", "hf-repo", "api-key", "admin-key", "device-limit", "models-memory-margin", "allowed-hosts",
 })  # fmt: skip
+DOWNLOAD_ONLY = "router.download_only"  # in the context of a command: the flag stood before it
 NARROW = 70  # columns from which names and texts of options stand side by side
 
 
@@ -119,15 +121,12 @@ class _Router(_Command, click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name not in self.commands and ("/" in name or name.startswith("demo:") or Path(name).exists()):
-            return "serve", self.commands["serve"], args
-        try:
+        if name in self.commands:
             return super().resolve_command(ctx, args)
-        except click.NoSuchCommand:
-            near = nearest(name, self.commands)
-            hint = f"Did you mean {near}?" if near else "router --help lists the commands."
-            message = f"{shown(name)} is no command, no folder and no repository (org/name). {hint}"
-            raise click.UsageError(message, ctx) from None
+        near = "" if "/" in name or Path(name).exists() else nearest(name, self.commands, cutoff=0.7)
+        if near:
+            raise click.UsageError(f"{shown(name)} is no command and no model. Did you mean {near}?", ctx)
+        return "serve", self.commands["serve"], args
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return ["[OPTIONS]", "[MODEL ...]", "| COMMAND [ARGS]..."]
@@ -164,6 +163,11 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)  # fmt: skip
 
 
+def _download_only(command: Callable[..., Any]) -> Callable[..., Any]:
+    text = "Download the files of the models and exit; see `router download --help`."
+    return click.option("--download-only", is_flag=True, help=text)(command)
+
+
 def _params(*, only: Container[str] = settings.BY_FLAG) -> list[click.Parameter]:
     mine = (param for option, param in _SETTINGS.values() if option.flag in only)
     return [*mine, *(param for _, param in _MODELS.values())]
@@ -185,6 +189,11 @@ def _given(ctx: click.Context, params: Mapping[str, Any]) -> dict[str, Any]:
         name = _SETTINGS[unknown[0]][0].flag if unknown[0] in _SETTINGS else _MODELS[unknown[0]][0]
         raise _misplaced(f"--{name}", ctx)
     return {**before, **given}
+
+
+def _with_names(given: dict[str, Any], models: tuple[str, ...]) -> dict[str, Any]:
+    """The options together with models that arguments name."""
+    return {**given, "s_model": (*given.get("s_model", ()), *models)} if models else given
 
 
 def _misplaced(option: str, ctx: click.Context) -> click.UsageError:
@@ -216,14 +225,17 @@ def _text(value: Any) -> str:
     },
 )  # fmt: skip
 @click.version_option(__version__, prog_name="router")
+@_download_only
 @_common
 @click.pass_context
-def cli(ctx: click.Context, /, **params: Any) -> int | None:
+def cli(ctx: click.Context, /, download_only: bool, **params: Any) -> int | None:
     given = {name: value for name, value in params.items() if value is not None and value != ()}
     if ctx.invoked_subcommand is not None:
-        ctx.obj = given
+        if download_only and ctx.invoked_subcommand != "serve":
+            raise click.UsageError(f"--download-only does not belong to `{ctx.invoked_subcommand}`.", ctx)
+        ctx.obj, ctx.meta[DOWNLOAD_ONLY] = given, download_only
         return None
-    return _serve(given)
+    return _download(given) if download_only else _serve(given)
 
 
 @cli.command(
@@ -232,11 +244,60 @@ def cli(ctx: click.Context, /, **params: Any) -> int | None:
     " loaded at start.",
     short_help="Start the server; the same as `router` without a command.",
 )  # fmt: skip
+@_download_only
 @_common
 @click.pass_context
-def serve(ctx: click.Context, /, models: tuple[str, ...], **params: Any) -> int:
-    given = _given(ctx, params)
-    return _serve({**given, "s_model": (*given.get("s_model", ()), *models)} if models else given)
+def serve(ctx: click.Context, /, models: tuple[str, ...], download_only: bool, **params: Any) -> int:
+    given = _with_names(_given(ctx, params), models)
+    return _download(given) if download_only or ctx.meta.get(DOWNLOAD_ONLY) else _serve(given)
+
+
+@cli.command(
+    "download", cls=_Command,
+    params=[click.Argument(["models"], nargs=-1, metavar="[MODEL]..."), *_params(only=DOWNLOADED)],
+    help="Download and convert the files of models as their first load would, without a server; for container builds."
+    " Without a MODEL: all models of --models-preset. `router ... --download-only` does the same for the command line"
+    " of a server. Prints each model and the folder that it is loaded from. Exits with 1 if a model fails.",
+    short_help="Download the files of models, without a server.",
+)  # fmt: skip
+@_common
+@click.pass_context
+def download_command(ctx: click.Context, /, models: tuple[str, ...], **params: Any) -> int:
+    return _download(_with_names(_given(ctx, params), models))
+
+
+def _of_running_router(command: Callable[..., Any]) -> Callable[..., Any]:
+    address = click.option(
+        "--url", default=client.URL, envvar="ROUTER_URL", show_default=True, metavar="URL",
+        help="Address of the router; or ROUTER_URL.",
+    )  # fmt: skip
+    return address(
+        click.option(
+            "--api-key", default="", envvar="ROUTER_API_KEY", metavar="KEY",
+            help="API key of the router; or ROUTER_API_KEY.",
+        )(command)
+    )  # fmt: skip
+
+
+@cli.command(
+    "run",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    help="Chat with MODEL in the terminal. A running router is used if it lists the model. Otherwise one is started for"
+    " the chat, with OPTIONS of `router serve`, such as --ctx-size 4096.",
+    short_help="Chat with a model in the terminal.",
+)
+@_of_running_router
+@click.argument("model")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def run_command(url: str, api_key: str, model: str, options: tuple[str, ...]) -> int:
+    from router.cli import chat  # Imported late: it brings the HTTP client.
+
+    try:
+        return chat.run(model, options, url, api_key.partition(",")[0])
+    except chat.ChatError as error:
+        if str(error):
+            click.echo(f"router run: {error}", err=True)
+        return FAULTS
 
 
 @cli.command(
@@ -244,13 +305,7 @@ def serve(ctx: click.Context, /, models: tuple[str, ...], **params: Any) -> int:
     " none answers.",
     short_help="Show the loaded models of a running router.",
 )
-@click.option(
-    "--url", default=client.URL, envvar="ROUTER_URL", show_default=True, metavar="URL",
-    help="Address of the router; or ROUTER_URL.",
-)  # fmt: skip
-@click.option(
-    "--api-key", default="", envvar="ROUTER_API_KEY", metavar="KEY", help="API key of the router; or ROUTER_API_KEY."
-)
+@_of_running_router
 @click.option("--all", "everything", is_flag=True, help="Also show models that are not loaded.")
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON answer of the router.")
 def ps(url: str, api_key: str, everything: bool, as_json: bool) -> int:
@@ -469,6 +524,31 @@ def _load_and_serve(given: Mapping[str, Any]) -> int:
     from router.cli.serve import run  # Imported late: it brings the HTTP server, which no other command needs.
 
     return run(parsed, load, lambda: read_keys(parsed))
+
+
+def _download(given: Mapping[str, Any]) -> int:
+    from router.cli.download import download  # Imported late: only `estimate` and `prepare` read checkpoints as well.
+
+    options, models = _split(given)
+    parsed, problems = settings.parse(options, os.environ)
+    if problems:
+        return _refuse(problems)
+    loaded = load_catalogue(parsed, models, os.environ)
+    if loaded.problems:
+        return _refuse(loaded.problems)
+    ids = loaded.named or [id for id, preset in loaded.presets.items() if preset.source == "preset"]
+    if not ids:
+        return _refuse(["no model is named; write router download org/name, or --models-preset FILE"])
+    code = OK
+    for preset in (loaded.presets[id] for id in ids):
+        try:
+            folder = download(preset, parsed, os.environ, state=xdg.state(parsed.state_dir))
+        except RouterError as error:
+            click.echo(f"router: {error}", err=True)
+            code = FAULTS
+        else:
+            click.echo(f"{preset.id}: {folder}")
+    return code
 
 
 def _refuse(problems: Sequence[Problem | str], *, as_json: bool = False) -> int:

@@ -28,17 +28,20 @@ def run_worker(
     environ: Mapping[str, str],
     *,
     report: Callable[[int, int], object] = lambda done, total: None,
+    offline: bool = True,
+    hf_token: str = "",
 ) -> Result:
     """The event of type `result` that ends `command`. Blocks without a time limit, since the user can interrupt it.
 
-    The process has the environment of a worker, without network access. `report` is called with the steps done and
+    The process has the environment of a worker. Only a download that is not `offline` has network access and the token
+    of the hub. `report` is called with the steps done and
     their total. Raises WorkerProgramError.
     """
     verb: Verb = "convert" if result is Converted else "download" if result is Downloaded else "estimate"
     argv = [preset.python or sys.executable, "-P", "-m", "worker", *to_argv(command)]
     threads = 1 if isinstance(command, Download) else command.threads
     env = environment(
-        environ, verb, tag=verb, visible="", threads=threads, extra=preset.env, offline=True, hf_token=""
+        environ, verb, tag=verb, visible="", threads=threads, extra=preset.env, offline=offline, hf_token=hf_token
     )  # fmt: skip
     failure = ""
     # A file and not a pipe: a full pipe would block the process while its stdout is read.

@@ -1,11 +1,12 @@
 """Models named at start: `router org/name`, `router -m DIR`, `router -hf org/name:revision`.
 
-Each becomes a section like those of a preset file, with `load-on-startup = on`. Pure functions.
+Each becomes a section like those of a preset file, with `load-on-startup = on`. A name of a section of the file means
+that section. Pure functions.
 """
 
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from router.config import ini
@@ -35,16 +36,23 @@ def named_models(settings: Settings) -> tuple[NamedModel, ...]:
 
 
 def sections(
-    named: Sequence[NamedModel], *, working: str, disk: DiskReader, taken: Iterable[str]
-) -> tuple[ini.Section, ...]:
-    """One section per named model. Ids differ from each other and from the names in `taken`, in any case of letters."""
-    used, found = {name.casefold() for name in taken}, []
+    named: Sequence[NamedModel], present: Collection[str], *, working: str, disk: DiskReader
+) -> tuple[dict[str, ini.Section], tuple[ini.Section, ...]]:
+    """The settings for sections of the file that are named, by name, and one further section for each other model.
+
+    `present`: names of the sections of the file. The ids of further sections differ from them and from each other, in
+    any case of letters.
+    """
+    used, chosen, added = {name.casefold() for name in present}, dict[str, ini.Section](), list[ini.Section]()
     for model in named:
+        startup = ini.Entry("load-on-startup", "on", 0)
+        if model.key == "model" and model.text in present:
+            chosen[model.text] = ini.Section(model.text, 0, (startup,), file=model.origin)
+            continue
         id = next(id for id in _ids(model, working, disk) if id.casefold() not in used)
         used.add(id.casefold())
-        entries = (ini.Entry(model.key, model.text, 0), ini.Entry("load-on-startup", "on", 0))
-        found.append(ini.Section(id, 0, entries, file=model.origin))
-    return tuple(found)
+        added.append(ini.Section(id, 0, (ini.Entry(model.key, model.text, 0), startup), file=model.origin))
+    return chosen, tuple(added)
 
 
 def _ids(model: NamedModel, working: str, disk: DiskReader) -> Iterator[str]:

@@ -316,7 +316,8 @@ class Preset:
             env=("LLAMA_CHAT_TEMPLATE_KWARGS",), scope=Scope.REQUEST)
 
     # Lifecycle
-    load_on_startup: bool = key(False, _FLAG, LIFECYCLE, "load when the router starts", live=True, scope=Scope.NAME)
+    load_on_startup: bool = key(False, _FLAG, LIFECYCLE, "load when the router starts", live=True, scope=Scope.NAME,
+            switches={"lazy": ("off", "on")})
     autoload: bool | None = key(None, _FLAG, LIFECYCLE, "load when a request needs it", unset="--models-autoload",
             live=True, scope=Scope.NAME)
     pin: bool = key(False, _FLAG, LIFECYCLE, "never evict", live=True)

@@ -64,6 +64,7 @@ class LoadedPresets:
     presets: dict[str, Preset]
     problems: tuple[Problem, ...] = ()
     warnings: tuple[Problem, ...] = ()
+    named: tuple[str, ...] = ()  # ids of the models named at start
 
 
 def load(
@@ -93,9 +94,9 @@ def load(
     reader = SettingReader(file=file, folder=folder, disk=disk, environ=environ or {}, working=working, strict=strict)
     resolution = _Resolution(reader, file, swap_patience=swap_patience, strict_fields=strict_fields)
     document = _joined(ini.parse(text, file=file, environ=environ), registered)
-    taken = (section.name for section in document.sections)
-    first = named_models.sections(named, working=working, disk=disk, taken=taken)
-    return resolution.load(document, first, found, flags or {})
+    names = [section.name for section in document.sections]
+    chosen, added = named_models.sections(named, names, working=working, disk=disk)
+    return resolution.load(document, chosen, added, found, flags or {})
 
 
 def _joined(document: ini.Document, registered: str) -> ini.Document:
@@ -120,11 +121,13 @@ class _Resolution:
     def load(
         self,
         document: ini.Document,
-        named: Sequence[ini.Section],
+        chosen: Mapping[str, ini.Section],
+        added: Sequence[ini.Section],
         found: Sequence[FoundModel],
         flags: Mapping[str, str],
     ) -> LoadedPresets:
         self._collector.problems += document.problems
+        named = (*chosen, *(section.name for section in added))
         under, own_under = _own_apart(self._reader.environment(named=len(named)))
         over, own_over = _own_apart(self._reader.flags(flags, named=len(named)))
         star: Layer = {}
@@ -134,11 +137,13 @@ class _Resolution:
         general = under | star
         presets: dict[str, Preset] = {}
         layers: dict[str, Layer] = {}
-        for section in (*named, *document.sections):
+        for section in (*added, *document.sections):
             if section.name == "*":
                 continue
             own = self._reader.section(section, OWN)
-            if section in named:
+            if section.name in chosen:
+                own |= self._reader.section(chosen[section.name], OWN)
+            if section.name in named:
                 settings = self._layered(section.name, own_under | general, own, over | own_over, found)
             else:
                 settings = self._layered(section.name, general, own, over, found)
@@ -153,7 +158,7 @@ class _Resolution:
                 presets[preset.id] = preset
         self._check_prefetch(presets, layers)
         problems, warnings = tuple(self._collector.problems), tuple(self._collector.warnings)
-        return LoadedPresets({} if problems else presets, problems, warnings)
+        return LoadedPresets({} if problems else presets, problems, warnings, named)
 
     def _layered(self, id: str, general: Layer, own: Layer, over: Layer, found: Sequence[FoundModel]) -> Layer:
         """All settings of a model. A serving.properties is weaker than the section that uses it, stronger than [*].

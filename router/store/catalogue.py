@@ -80,7 +80,9 @@ def load_catalogue(
     problems += loaded.problems
     if not problems:
         problems += _default_model(settings.default_model, loaded)
-    return LoadedPresets({} if problems else loaded.presets, tuple(problems), (*warnings, *loaded.warnings))
+    return LoadedPresets(
+        {} if problems else loaded.presets, tuple(problems), (*warnings, *loaded.warnings), loaded.named
+    )
 
 
 def find_preset(name: str, loaded: LoadedPresets, model_flags: Mapping[str, str], environ: Mapping[str, str]) -> Preset:

@@ -61,6 +61,19 @@ def test_named_models_are_loaded_at_start_and_others_are_not() -> None:
     assert not start({"model": "llama"}, load_on_startup="off").presets["llama"].load_on_startup
 
 
+def test_the_name_of_a_section_means_that_section() -> None:
+    text = "[*]\nload-on-startup = off\n[one]\nmodel = org/one\n[org/two]\nmodel = llama\nctx-size = 9\n"
+    loaded = start({"model": "org/two,org/three"}, text=text)
+    found = {id: (preset.repo or preset.path, preset.load_on_startup) for id, preset in loaded.presets.items()}
+    assert found == {
+        "org/three": ("org/three", True), "one": ("org/one", False), "org/two": ("/home/me/llama", True)
+    }  # fmt: skip
+    assert loaded.named == ("org/two", "org/three")
+    assert start({"model": "one"}, text=text, alias="uno").presets["one"].aliases == ("uno",)
+    assert not start({"model": "one"}, text=text, lazy="on").presets["one"].load_on_startup
+    assert not loaded.problems
+
+
 def test_flags_and_defaults_of_a_file_apply_to_named_models() -> None:
     loaded = start({"model": "llama,org/x"}, text="[*]\nctx-size = 1\nparallel = 2\n", ctx_size="512")
     assert [(preset.ctx_size, preset.parallel) for preset in loaded.presets.values()] == [(512, 2)] * 2
