@@ -1,15 +1,17 @@
-"""Memory of a real worker under requests that it rejects."""
+"""Memory of a real worker under requests that it rejects, and under grammars that take long."""
 
 import asyncio
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 
 from tests import tiny
 from tests.children import Child, python
+from tests.processes.routers import Router
 from worker.protocol.events import Ready
 
 MIB = 1 << 20
@@ -66,3 +68,60 @@ async def test_over_long_prompts_take_no_more_memory_than_their_bodies_and_give_
             # The memory is given back after the last large body, in a thread.
             while memory(child.pid, "VmRSS") - idle > 32 * MIB:
                 await client.get(f"{url}/health")
+
+
+AMBIGUOUS = 'root ::= s\ns ::= s s | s s s | [a-z ] | ""'  # each mask takes longer than the one before
+ATTACKERS = 3
+# What grammars may take beyond the reservation: three are compiled at once, and none takes more than 128 MiB.
+GRAMMARS_BYTES = 3 * 128 * MIB
+NEIGHBOUR = {"model": "m", "prompt": "hello there", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+CONSTRAINED = {**NEIGHBOUR, "ignore_eos": False, "regex": "[a-e]{40}"}
+
+
+def optional(number: int) -> str:
+    """A grammar of a quarter of a megabyte that takes seconds to compile and allows too much at its first token."""
+    return "root ::= " + " ".join(f'"{number}{index:x}"?' for index in range(26_000))
+
+
+async def text_of(up: Router, body: dict[str, Any]) -> str:
+    """The text of a streamed answer, which must be complete."""
+    text, lines = "", []
+    async with up.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        async for line in answer.aiter_lines():
+            lines.append(line)
+            if line.startswith("data: {"):
+                text += json.loads(line[6:])["choices"][0]["text"]
+    assert "data: [DONE]" in lines, lines
+    return text
+
+
+async def attack(up: Router, **fields: Any) -> tuple[int, str]:
+    body = {**NEIGHBOUR, "max_tokens": 200, "temperature": 1, **fields}
+    answer = await up.client.post("/v1/completions", json=body)
+    return answer.status_code, answer.json().get("error", {}).get("message", "").partition(":")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio(loop_scope="session")
+async def test_grammar_bombs_are_bounded_in_memory_and_change_no_neighbours_answer(
+    real: Router, tmp_path: Path
+) -> None:
+    tiny.make("llama", tmp_path / "m", max_position_embeddings=512)
+    await real.serve_presets(f"[m]\nmodel = {tmp_path}/m\nctx-size = 512\nparallel = 16\nthreads = 1\n")
+    expected = [await text_of(real, body) for body in (NEIGHBOUR, CONSTRAINED)]
+    [worker] = (await real.client.get("/router/state")).json()["workers"]
+    idle = memory(worker["pid"], "VmRSS")
+
+    ambiguous = [attack(real, ebnf=AMBIGUOUS, seed=number) for number in range(ATTACKERS)]
+    large = [attack(real, ebnf=optional(number)) for number in range(ATTACKERS)]
+    repeated = [attack(real, regex=f"(a{{1000}}){{{470 + number}}}") for number in range(ATTACKERS)]
+    bombs = asyncio.gather(*ambiguous, *large, *repeated)
+    while not bombs.done():
+        assert [await text_of(real, body) for body in (NEIGHBOUR, CONSTRAINED)] == expected
+    assert await bombs == [
+        (400, f"{field} is too complex") for field in ("ebnf", "ebnf", "regex") for _ in range(ATTACKERS)
+    ]
+
+    # The resident memory includes pages of the fork server, which the reservation does not.
+    grown = memory(worker["pid"], "VmHWM") - idle
+    assert worker["measured"]["cpu"] + grown < worker["reserved"]["cpu"] + GRAMMARS_BYTES

@@ -42,24 +42,25 @@ if TYPE_CHECKING:
 
 Bits = NDArray[np.uint8]  # one bit per token: bit `i % 8` of byte `i // 8` is that of token i
 MAX_COMPILED = 32  # compiled grammars in the LRU cache; that of a usual schema takes about a megabyte. A guess
-# CPU time that all compiled grammars in the LRU cache took. Memory grows with it: `(a{1000}){500}` takes 0.6 s and
-# 200 MB, and a schema of 3,000 properties 0.4 s and 10 MB (llguidance 1.9).
-KEPT_SECONDS = 1.0
+# CPU time that all compiled grammars in the LRU cache took. Memory grows with it: `(a{1000}){200}` takes 0.2 s and
+# 60 MB, and a schema of 3,000 properties 0.4 s and 10 MB (llguidance 1.9).
+KEPT_SECONDS = 0.5
 MAX_TEXT = 1 << 18  # characters of a grammar, to bound the work of one request
 LONG_TEXT = 1 << 13  # characters of a grammar that is compiled on the thread for long ones
 # Symbols of a grammar. llguidance compiles 50,000 in half a second, and fails from 65,525 alternatives and options on.
 MAX_SYMBOLS = 100_000
-# llguidance's measure of work for regular expressions. 500 integers with ranges need less; its default is 1,000,000.
-MAX_LEXER_FUEL = 500_000
+# llguidance's measure of work for regular expressions. Each unit takes up to 240 bytes. A regular expression of 20,000
+# words needs 200,000. The default is 1,000,000.
+MAX_LEXER_FUEL = 250_000
 COMPILE_SECONDS = 10.0
 ASIDE_SECONDS = 0.25
-MAX_ASIDE = 2  # compilations that go on aside at once, to bound their memory and the cores that they take
+MAX_ASIDE = 1  # compilations that go on aside at once, to bound their memory and the cores that they take
 MASK_SECONDS = 0.2
 ANSWER_SECONDS = 0.5
 TOKEN_SECONDS = 0.01
 _POLL_INTERVAL = 0.05  # seconds between looks at the CPU time of a job
 # Parts of llguidance's messages about its own limits, which depend on the grammar alone.
-_LIMIT_MESSAGES = ("too many items", "max is", "fuel", "too big", "too complex", "limit", "panic")
+_LIMIT_MESSAGES = ("too many", "max is", "fuel", "too big", "too complex", "limit", "panic")
 
 
 def vocabulary_bytes(tokenizer: Any, vocab_size: int) -> int:
@@ -290,7 +291,10 @@ class Grammars:
                 found = self._compile(grammar)
             except InvalidValue as error:
                 found = error
-            self._keep(grammar, found, 0.0 if isinstance(found, InvalidValue) else clock() - begun)
+            seconds = clock() - begun
+            self._keep(grammar, found, 0.0 if isinstance(found, InvalidValue) else seconds)
+            if seconds > ASIDE_SECONDS or len(grammar.text) > LONG_TEXT:
+                memory.give_back()  # 120 MB for one of 230,000 characters
         if isinstance(found, InvalidValue):
             raise InvalidValue(found.message, param=found.param)  # a new one: the caller may change it
         return found.copy()
@@ -385,8 +389,6 @@ class Grammars:
         if not matcher.is_error():
             # The first mask may take seconds. Copies share its caches, so no step has to wait for it.
             matcher.compute_bitmask()
-        if len(grammar.text) > LONG_TEXT:
-            memory.give_back()  # 120 MB for one of 230,000 characters
         if matcher.is_error():
             raise _uncompilable(grammar, _message(matcher.get_error()))
         return GrammarMatcher(matcher, grammar.field)
