@@ -41,6 +41,7 @@ _KEY = re.compile(r"[\x21-\x7e]{1,512}")
 _QUADS = re.compile(r"[0-9]+(\.[0-9]+){3}")
 # An item of LMI's load_models; the brackets may be missing if there is a colon.
 _LMI_MODEL = re.compile(r"(?:\[([^=/\]]*)\]|([^=/\[\]]*:[^=/\[\]]*))=(.+)")
+_KEYS_NEEDED = "give --api-key-file, or --allow-unauthenticated"
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 
@@ -308,8 +309,12 @@ def _contradictions(settings: Settings, origins: Mapping[str, str]) -> Iterator[
     elif wrong := next(filter(_QUADS.fullmatch, (host for host in public if not _is_address(host))), None):
         yield fault("host", f"{wrong} is no address; write four numbers up to 255, or a name")
     elif public and not has_keys and not settings.allow_unauthenticated:
-        message = f"{public[0]} is open to other machines; give --api-key-file, or --allow-unauthenticated"
-        yield fault("host", message)
+        yield fault("host", f"{public[0]} is open to other machines; {_KEYS_NEEDED}")
+    # A proxy that sends this name lets other machines in, although the router listens on this machine only.
+    elif (name := next((name for name in settings.allowed_hosts if not _is_loopback(name)), None)) and not (
+        has_keys or settings.allow_unauthenticated
+    ):
+        yield fault("allowed-hosts", f"{name} is a name for other machines; {_KEYS_NEEDED}")
     if origins.get("demo") == "--demo" and settings.names_models:
         yield fault("demo", "models are named as well, and the demo models are not served beside others; remove it")
     if settings.allow_unauthenticated and has_keys:
@@ -344,11 +349,15 @@ def _is_address(host: str) -> bool:
 
 def is_local(host: str) -> bool:
     """True if a server on `host` is reachable from this machine only: loopback, or a socket file."""
+    return host.lower().endswith(".sock") or _is_loopback(host)
+
+
+def _is_loopback(host: str) -> bool:
     name = host.strip("[]").lower()
     try:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
-        return name == "localhost" or name.endswith((".localhost", ".sock"))
+        return name == "localhost" or name.endswith(".localhost")
 
 
 def hub_cache(environ: Mapping[str, str]) -> str:

@@ -82,7 +82,8 @@ def test_without_flags_the_defaults_apply() -> None:
     ],
 )
 def test_an_option_sets_its_field(flag: str, text: str, value: Any) -> None:
-    assert getattr(parsed({flag: text}), flag.replace("-", "_")) == value
+    given = {"admin-key": "a", flag: text} if flag == "allowed-hosts" else {flag: text}
+    assert getattr(parsed(given), flag.replace("-", "_")) == value
 
 
 def test_a_flag_wins_over_the_routers_variable_and_that_over_llama_servers() -> None:
@@ -119,6 +120,13 @@ def test_a_flag_wins_over_the_routers_variable_and_that_over_llama_servers() -> 
         ({"cors-origins": "*,localhost"}, "--cors-origins: * already allows all origins"),
         ({"allowed-hosts": "a b"}, '--allowed-hosts: "a b" is no host name'),
         ({"host": "0.0.0.0"}, "--host: 0.0.0.0 is open to other machines; give --api-key-file, or --allow-unauthent"),
+        (
+            {"allowed-hosts": "llm.example.com,[::1]"},
+            "--allowed-hosts: llm.example.com is a name for other machines; give --api-key-file, or --allow-unauthent",
+        ),
+        ({"allowed-hosts": "*"}, "--allowed-hosts: * is a name for other machines"),
+        ({"allowed-hosts": "evil.sock"}, "--allowed-hosts: evil.sock is a name for other machines"),
+        ({"allowed-hosts": "a", "host": "0.0.0.0"}, "--host: 0.0.0.0 is open to other machines"),
         ({"host": "300.1.1.1"}, "--host: 300.1.1.1 is no address; write four numbers up to 255, or a name"),
         ({"host": "127.0.0.1,::"}, "--host: :: is open to other machines"),
         ({"host": "box.example"}, "--host: box.example is open to other machines"),
@@ -148,6 +156,12 @@ def test_a_secret_is_never_repeated(flag: str) -> None:
 @pytest.mark.parametrize("flag", ["api-key", "api-key-file", "admin-key", "admin-key-file", "allow-unauthenticated"])
 def test_a_public_address_is_allowed_with_any_kind_of_key_or_explicitly_without(flag: str) -> None:
     assert parsed({"host": "0.0.0.0", flag: "on"}).host == "0.0.0.0"
+    assert parsed({"allowed-hosts": "llm.example.com", flag: "on"}).allowed_hosts == ("llm.example.com",)
+
+
+def test_names_of_this_machine_are_allowed_hosts_without_a_key() -> None:
+    names = ("localhost", "ui.localhost", "127.0.0.2", "[::1]")
+    assert parsed({"allowed-hosts": ",".join(names)}).allowed_hosts == names
 
 
 @pytest.mark.parametrize(
