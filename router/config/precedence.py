@@ -4,7 +4,6 @@ Pure functions; the disk (does this path exist?) is read through `DiskReader`.
 """
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -59,7 +58,6 @@ class Setting:
 
 
 Layer = dict[str, Setting]
-_LMI_SIDES = defaultdict(lambda: 1, {"gpu.": 2, "cpu.": 0})  # strengths of prefixes of LMI's settings
 
 
 def _completes(layer: Layer, spelling: Spelling) -> bool:
@@ -70,9 +68,9 @@ def _completes(layer: Layer, spelling: Spelling) -> bool:
     )  # fmt: skip
 
 
-def _yields(name: str, other: Setting | None) -> bool:
-    """True if LMI's setting `name` gives way to `other` for the same key: minWorkers to gpu.minWorkers."""
-    return other is not None and _LMI_SIDES[name[:4]] < _LMI_SIDES[other.name[:4]]
+def _side(name: str) -> int:
+    """The strength of a spelling among those of one key: LMI's `gpu.minWorkers`, `minWorkers`, `cpu.minWorkers`."""
+    return {"gpu.": 2, "cpu.": 0}.get(name[:4], 1)
 
 
 class ProblemCollector:
@@ -120,10 +118,14 @@ class SettingReader:
             place = Problem(section.file or self._file, entry.line, section.name, entry.key, "")
             for spelling, text in self._spelled(entry.key, entry.value, place, in_lmi=rank == PROPERTIES):
                 before = written.get(spelling.canonical)
-                if before is not None and _yields(spelling.name, layer.get(spelling.canonical)):
-                    self._warn(place, f'"{entry.key}" has no effect beside "{before.key}"; remove one of the two')
-                    continue
-                if before is not None and spelling.word.name != "env" and not _completes(layer, spelling):
+                present = layer.get(spelling.canonical)
+                sides = _side(spelling.name), _side(present.name if present else spelling.name)
+                if before is not None and sides[0] != sides[1]:
+                    weak, strong = (entry, before) if sides[0] < sides[1] else (before, entry)
+                    self._warn(place, f'"{weak.key}" has no effect beside "{strong.key}"; remove one of the two')
+                    if weak is entry:
+                        continue
+                elif before is not None and spelling.word.name != "env" and not _completes(layer, spelling):
                     self._warn(place, f'"{entry.key}" repeats "{before.key}" of line {before.line}; the last counts')
                 written[spelling.canonical] = entry
                 self._add(layer, spelling, text, place, rank, quoted=entry.quoted)

@@ -68,7 +68,7 @@ REFUSED: tuple[RefusedOption, ...] = (
     RefusedOption("rolling-batch", "the transformers engine batches continuously",
                   neutral="auto lmi-dist vllm trtllm tensorrtllm scheduler", means={"disable": ("parallel", "1")}),
     RefusedOption("cpu-offload", "device = cpu keeps all of it in host memory",
-                  also=("cpu-offload-gb-per-gpu",), neutral="0"),
+                  also=("cpu-offload-gb-per-gpu", "cpu-offload-gb"), neutral="0"),
     RefusedOption("gpu-balance", "the emptiest device is taken first", neutral=_ON, is_flag=True),
     RefusedOption("fit", _FIT, neutral=_OFF),
     RefusedOption("fit-ctx", _FIT, also=("fitc",), neutral="4096"),
@@ -78,6 +78,7 @@ REFUSED: tuple[RefusedOption, ...] = (
                   also=("hfd", "hfrd", "spec-draft-hf"), env=("LLAMA_ARG_SPEC_DRAFT_HF_REPO",)),
     RefusedOption("draft-max", _DRAFT, also=("spec-draft-n-max", "speculative-length", "draft", "draft-n")),
     RefusedOption("draft-min", _DRAFT, also=("spec-draft-n-min", "draft-n-min")),
+    RefusedOption("draft-model-tp-size", _DRAFT, neutral="1"),
     RefusedOption("record-acceptance-rate", _DRAFT, neutral=_OFF, is_flag=True),
     RefusedOption("num-experts", 'config-override = {"num_experts_per_tok": N} does it'),
     RefusedOption("conv-template", "write the template into chat-template or chat-template-file"),
@@ -150,8 +151,9 @@ lora-extra-vocab-size device-map max-batch-delay
 # All other options in the documentation of DJL Serving and LMI, first of a model, then of the server.
 _MEANINGLESS_IN_LMI = """
 log-request-metric metrics-aggregation modelName model-name-prefix max-output-size fully-sharded-loras swap-space
-waiting-steps record-octopus disable-flash-attn mapLocation extraFiles interOpNumThreads intraOpNumThreads
-opts fail-fast wait-model-loading number-of-netty-threads plugin-folder use-native-io io-ratio model-url-pattern
+waiting-steps record-octopus disable-flash-attn block-size disable-log-stats disable-log-requests
+guided-decoding-backend enable-auto-tool-choice opts fail-fast wait-model-loading number-of-netty-threads
+allow-multi-status cors-allowed-methods cors-allowed-headers plugin-folder use-native-io io-ratio model-url-pattern
 """
 MEANINGLESS: tuple[MeaninglessOption, ...] = (
     *(MeaninglessOption(name, is_flag=True) for name in _MEANINGLESS_FLAGS.split()),

@@ -178,7 +178,8 @@ class Preset:
             "do not list the cached repository of this section as a model of its own; its name selects this model",
             live=True, scope=Scope.NAME)
     aliases: tuple[str, ...] = key((), Names(_NAME, "is no model name"), SOURCE, "other names of the model",
-            name="alias", unset="none", also=("a", "model-names"), own=True, live=True, scope=Scope.NAME)
+            name="alias", unset="none", also=("a", "model-names", "served-model-name"), own=True, live=True,
+            scope=Scope.NAME)
     tags: tuple[str, ...] = key((), Names(), SOURCE, "shown in lists; not used for routing", unset="none", live=True,
             scope=Scope.NAME)
     task: Literal["auto", "generate", "embed", "rerank"] = key("auto",
@@ -198,7 +199,7 @@ class Preset:
             unset="the model's maximum up to 8192", also=("c", "max-model-len"))
     parallel: int = key(4, Integer(1, 4096, {"-1": 4, "auto": 4}), CONTEXT,
             "sequences in one step; one of them has room in the KV cache for certain, all of them where memory is free",
-            also=("np", "max-batch-size", "max-rolling-batch-size", "max-prompts"),
+            also=("np", "max-batch-size", "max-rolling-batch-size", "max-prompts", "max-num-seqs"),
             env=("LLAMA_ARG_N_PARALLEL", "MAX_BATCH_SIZE"))
     kv_tokens: int = key(0, Integer(0, 1 << 40, {"auto": 0}, unit="tokens"), CONTEXT,
             "capacity of the KV cache for all requests; if it is exhausted, the newest requests wait",

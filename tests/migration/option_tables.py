@@ -24,6 +24,7 @@ import pytest
 from router.cli.main import main
 from router.config import preset_keys
 from router.config.effective import BUILT_IN
+from router.config.settings import BY_VARIABLE
 from tests.migration import request_members
 
 PAGES = Path(__file__).parents[2] / "docs" / "migration"
@@ -112,11 +113,23 @@ def _of_section(given: tuple[str, ...], patch: pytest.MonkeyPatch) -> list[str]:
     return ["check", "row.ini"]
 
 
+def _of_properties(given: tuple[str, ...], patch: pytest.MonkeyPatch) -> list[str]:
+    """Lines of a serving.properties in a folder of --models-dir, with a model unless a line names one."""
+    names_model = any(line.startswith("option.model_id") for line in given)
+    folder = Path("lmi/m")
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [*([] if names_model else [f"option.model_id={Path('tiny').absolute()}"]), *given, ""]
+    (folder / "serving.properties").write_text("\n".join(lines))
+    return ["check", "--models-dir", str(folder.parent)]
+
+
 def _of_environment(given: tuple[str, ...], patch: pytest.MonkeyPatch) -> list[str]:
-    """Variables, and a preset file with the section [m]."""
+    """Variables, and a preset file with the section [m] unless a variable names a model."""
     for pair in given:
         patch.setenv(*pair.split("=", 1))
-    return ["check", *_of_section((), patch)[1:]]
+    options = [BY_VARIABLE.get(pair.partition("=")[0]) for pair in given]
+    names_model = any(option is not None and option.flag in SOURCES for option in options)
+    return ["check"] if names_model else ["check", *_of_section((), patch)[1:]]
 
 
 def _of_command_line(given: tuple[str, ...], patch: pytest.MonkeyPatch) -> list[str]:
@@ -129,6 +142,7 @@ def _of_command_line(given: tuple[str, ...], patch: pytest.MonkeyPatch) -> list[
 
 GIVERS: Mapping[str, Callable[[tuple[str, ...], pytest.MonkeyPatch], list[str]]] = {
     "Preset keys": _of_section,
+    "serving.properties": _of_properties,
     "Environment variables": _of_environment,
     "Command line": _of_command_line,
 }
