@@ -1,15 +1,19 @@
-"""FastChat's API: worker status, context lengths, and token checks of prompts."""
+"""FastChat's API: the calls of its controller, worker status, context lengths, and token checks of prompts.
 
+FastChat's API server asks a controller for the address of a worker. Here the router is both: the address is its own.
+"""
+
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
 
-from router.api.call import ApiCall, ApiResult
+from router.api.call import ApiCall, ApiResult, JsonReply
 from router.config.settings import ApiKey
-from router.errors import BadRequest, WorkerCrashed
+from router.errors import BadRequest, ModelNotFound, WorkerCrashed
 from router.launch.worker_client import WorkerClientError
 from router.registry.registry import Registry
-from router.registry.shared_workers import errors_with_name
+from router.registry.shared_workers import ListedModel, errors_with_name
 from worker.protocol.routes import TOKEN_HEADER
 
 MAX_PROMPTS = 256  # of one token check; a guess
@@ -18,9 +22,48 @@ MAX_PROMPTS = 256  # of one token check; a guess
 async def status(call: ApiCall) -> ApiResult:
     """The report of a FastChat worker to its controller, as if one worker served all models. Loads nothing."""
     visible = call.registry.visible(call.key)
-    names = [name for listed in visible for name in (listed.id, *listed.preset.aliases)]
+    names = _names(visible)
     models = {id(listed.model): listed.model for listed in visible}  # shared workers count once
     return {"model_names": names, "speed": 1, "queue_length": sum(model.leases for model in models.values())}
+
+
+async def list_models(call: ApiCall) -> ApiResult:
+    """POST /list_models, and those of models that take images and of those that do not. Loads nothing."""
+    visible = call.registry.visible(call.key)
+    if call.route.path != "/list_models":
+        images = call.route.path == "/list_multimodal_models"
+        visible = [listed for listed in visible if await _takes_images(call.registry, listed) is images]
+    return {"models": _names(visible)}
+
+
+async def worker_address(call: ApiCall) -> ApiResult:
+    """POST /get_worker_address: the address of this request; empty for an unknown model, as in FastChat."""
+    try:
+        _choose(call.registry, call.key, (await call.body()).get("model"))
+    except ModelNotFound:
+        return {"address": ""}
+    request = call.request
+    scheme = "https" if request.headers.get("X-Forwarded-Proto", "").casefold() == "https" else request.scheme
+    return {"address": f"{scheme}://{request.host}{call.registry.settings.api_prefix}"}
+
+
+async def refresh(call: ApiCall) -> ApiResult:
+    """POST /refresh_all_workers."""
+    return JsonReply(None)
+
+
+async def test_connection(call: ApiCall) -> ApiResult:
+    """GET /test_connection."""
+    return JsonReply("success")
+
+
+def _names(models: Iterable[ListedModel]) -> list[str]:
+    return [name for listed in models for name in (listed.id, *listed.preset.aliases)]
+
+
+async def _takes_images(registry: Registry, listed: ListedModel) -> bool:
+    _, _, architecture = await registry.snapshots.describe(listed.preset)
+    return "image" in architecture["input_modalities"]
 
 
 async def details(call: ApiCall) -> ApiResult:

@@ -155,6 +155,26 @@ async def test_fastchats_statuses_load_nothing(tmp_path: Path) -> None:
         assert up.launcher.journal == []
 
 
+async def test_the_router_is_a_controller_whose_only_worker_is_itself(tmp_path: Path) -> None:
+    async with world(tmp_path, unasked, keys={"aliases": ("gpt",)}) as up, client(up) as asking:
+        assert (await asking.post("/refresh_all_workers")).json() is None
+        assert (await asking.get("/test_connection")).json() == "success"
+        for path, names in (("/list_models", ["a", "gpt"]), ("/list_language_models", ["a", "gpt"]),
+                            ("/list_multimodal_models", [])):  # fmt: skip
+            assert (await asking.post(path)).json() == {"models": names}
+        for model, headers, address in (
+            ("gpt", {}, "http://localhost"),
+            ("a", {"Host": "localhost:7000"}, "http://localhost:7000"),
+            ("a", {"X-Forwarded-Proto": "https"}, "https://localhost"),
+            ("none", {}, ""),
+        ):
+            told = await asking.post("/get_worker_address", json={"model": model}, headers=headers)
+            assert told.json() == {"address": address}
+        told = await asking.post("/register_worker", json={"worker_name": "http://x", "check_heart_beat": True})
+        assert (told.status_code, "starts its workers itself" in told.json()["text"]) == (501, True)
+        assert up.launcher.journal == []
+
+
 async def test_whether_prompts_fit_is_what_their_own_worker_counts(tmp_path: Path) -> None:
     async def answer(upstream: Upstream) -> None:
         if upstream.head.startswith("POST /count_token "):

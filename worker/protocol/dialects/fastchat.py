@@ -8,6 +8,7 @@ from worker.protocol.schema import (
     ANY_OBJECT,
     COUNT,
     FLAG,
+    NULL,
     NUMBER,
     TEXT,
     Body,
@@ -62,6 +63,10 @@ EMBED_RESPONSE = ResponseSchema(body=shape({"embedding": several(any_of(several(
 CONV_TEMPLATE_RESPONSE = ResponseSchema(body=shape({"conv": _CONVERSATION}))
 COUNT_TOKENS_RESPONSE = ResponseSchema(body=shape({"count": COUNT, "error_code": const(0)}))
 STATUS_RESPONSE = ResponseSchema(body=shape({"model_names": several(TEXT), "speed": COUNT, "queue_length": COUNT}))
+MODELS_RESPONSE = ResponseSchema(body=shape({"models": several(TEXT)}))
+ADDRESS_RESPONSE = ResponseSchema(body=shape({"address": TEXT}))
+NULL_RESPONSE = ResponseSchema(body=NULL)
+WORD_RESPONSE = ResponseSchema(body=const("success"))
 DETAILS_RESPONSE = ResponseSchema(body=shape({"context_length": COUNT}))
 TOKEN_CHECK_RESPONSE = ResponseSchema(
     body=shape({"prompts": several(shape({"fits": FLAG, "tokenCount": COUNT, "contextLength": COUNT}))})
