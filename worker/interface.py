@@ -130,6 +130,10 @@ class GenerationRequest:
     prompt_logprobs: bool = False  # also report logprobs of the prompt's tokens; the first token has none
     timings: bool = False  # report timings on every delta instead of only on the last one of each choice
     progress: bool = False  # report `Delta.progress` after each prefill step
+    # Limits of drafts, in place of the preset's: at most so many tokens (0: no speculative decoding; not more than the
+    # preset allows), and the fewest that are worth a step.
+    draft_max: int | None = None
+    draft_min: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +186,8 @@ class ChoiceTimings:
     completion_tokens: int  # all computed tokens, including those that are not shown
     prefill_seconds: float  # from the first step that contained a token of this prompt until its first output token
     decode_seconds: float
+    drafted_tokens: int = 0  # by speculative decoding
+    accepted_tokens: int = 0  # of these, the tokens that became output
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,8 +76,6 @@ REFUSED: tuple[RefusedOption, ...] = (
     RefusedOption("model-draft", _DRAFT, also=("md", "spec-draft-model", "speculative-draft-model")),
     RefusedOption("hf-repo-draft", _DRAFT,
                   also=("hfd", "hfrd", "spec-draft-hf"), env=("LLAMA_ARG_SPEC_DRAFT_HF_REPO",)),
-    RefusedOption("draft-max", _DRAFT, also=("spec-draft-n-max", "speculative-length", "draft", "draft-n")),
-    RefusedOption("draft-min", _DRAFT, also=("spec-draft-n-min", "draft-n-min")),
     RefusedOption("draft-model-tp-size", _DRAFT, neutral="1"),
     RefusedOption("record-acceptance-rate", _DRAFT, neutral=_OFF, is_flag=True),
     RefusedOption("num-experts", 'config-override = {"num_experts_per_tok": N} does it'),
@@ -135,17 +133,16 @@ ctxcp swa-checkpoints checkpoint-min-step cms cache-ram cram reverse-prompt r mm
 mmdev image-min-tokens image-max-tokens mtmd-batch-max-tokens video-fps video-timestamp-interval video-ffmpeg-dir path
 cors-methods cors-headers ui-config webui-config ui-config-file webui-config-file tools tools-runtime
 mcp-servers-config mcp-servers-json threads-http cache-reuse slot-save-path media-path slot-prompt-similarity sps
-log-prompts-dir reasoning-effort reasoning-budget reasoning-budget-message spec-type spec-draft-p-min draft-p-min
+log-prompts-dir reasoning-effort reasoning-budget reasoning-budget-message spec-draft-p-min draft-p-min
 spec-draft-p-split draft-p-split spec-draft-threads td threads-draft spec-draft-threads-batch tbd threads-batch-draft
 spec-draft-type-k ctkd cache-type-k-draft spec-draft-type-v ctvd cache-type-v-draft spec-draft-device devd device-draft
 spec-draft-ngl ngld gpu-layers-draft n-gpu-layers-draft spec-draft-sampling spec-draft-n-cpu-moe ncmoed n-cpu-moe-draft
 spec-draft-ncmoe spec-draft-cpu-mask Cd cpu-mask-draft spec-draft-cpu-range Crd cpu-range-draft spec-draft-cpu-strict
 cpu-strict-draft spec-draft-prio prio-draft spec-draft-poll poll-draft spec-draft-cpu-mask-batch Cbd
 cpu-mask-batch-draft spec-draft-cpu-strict-batch cpu-strict-batch-draft spec-draft-prio-batch prio-batch-draft
-spec-draft-poll-batch poll-batch-draft spec-ngram-mod-n-min spec-ngram-mod-n-max spec-ngram-mod-n-match
-spec-ngram-simple-size-n spec-ngram-simple-size-m spec-ngram-simple-min-hits spec-ngram-map-k-size-n
-spec-ngram-map-k-size-m spec-ngram-map-k-min-hits spec-ngram-map-k4v-size-n spec-ngram-map-k4v-size-m
-spec-ngram-map-k4v-min-hits spec-draft-override-tensor otd override-tensor-draft
+spec-draft-poll-batch poll-batch-draft spec-ngram-mod-n-min spec-ngram-mod-n-max
+spec-ngram-simple-size-m spec-ngram-simple-min-hits spec-ngram-map-k-size-m spec-ngram-map-k-min-hits
+spec-ngram-map-k4v-size-m spec-ngram-map-k4v-min-hits spec-draft-override-tensor otd override-tensor-draft
 lora-extra-vocab-size device-map max-batch-delay
 """
 # All other options in the documentation of DJL Serving and LMI, first of a model, then of the server.

@@ -48,11 +48,11 @@ DEFAULT_CHUNK = 512  # tokens; llama-server's ubatch-size
 DEFAULT_LORA_RANK = 16  # for adapters whose rank is not known; the default of vLLM's max_lora_rank
 _FLAG = Flag()
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,191}"
-SOURCE, CONTEXT, NUMERICS, PLACEMENT, ADAPTERS, PROMPT, LIFECYCLE, PROCESS = (
-    "Source and identity", "Context and batch", "Numerics", "Placement", "Adapters", "Prompt and sampling", "Lifecycle",
-    "Process",
+SOURCE, CONTEXT, SPECULATION, NUMERICS, PLACEMENT, ADAPTERS, PROMPT, LIFECYCLE, PROCESS = (
+    "Source and identity", "Context and batch", "Speculative decoding", "Numerics", "Placement", "Adapters",
+    "Prompt and sampling", "Lifecycle", "Process",
 )  # fmt: skip
-GROUPS = (SOURCE, CONTEXT, NUMERICS, PLACEMENT, ADAPTERS, PROMPT, LIFECYCLE, PROCESS)
+GROUPS = (SOURCE, CONTEXT, SPECULATION, NUMERICS, PLACEMENT, ADAPTERS, PROMPT, LIFECYCLE, PROCESS)
 _LOAD_FORMAT = Choice(
     ("auto", "safetensors", "dummy"),
     refused={
@@ -235,6 +235,22 @@ class Preset:
     request_timeout: float | None = key(None, Seconds(off=0.0), CONTEXT, "time limit of one request; 0: none",
             unset="--timeout", also=("predict-timeout",), live=True, scope=Scope.NAME)
 
+    # Speculative decoding
+    spec_type: Literal["none", "ngram-simple"] = key("none",
+            Choice(("none", "ngram-simple"),
+                   dict.fromkeys(("ngram-cache", "ngram-map-k", "ngram-map-k4v", "ngram-mod"), "ngram-simple"),
+                   dict.fromkeys(("draft-eagle3", "draft-mtp"), "ngram-simple drafts from the text of the request")),
+            SPECULATION, "ngram-simple: draft the tokens that followed the newest ones before in the text")
+    draft_max: int = key(16, Integer(0, 1 << 10, unit="tokens"), SPECULATION,
+            "most tokens that are drafted for a request in one step, where that pays; 0: none",
+            also=("spec-draft-n-max", "speculative-length", "draft", "draft-n"))
+    draft_min: int = key(0, Integer(0, 1 << 10, unit="tokens"), SPECULATION, "shortest draft that is worth a step",
+            also=("spec-draft-n-min", "draft-n-min"))
+    ngram_size: int = key(3, Integer(1, 64, unit="tokens"), SPECULATION,
+            "newest tokens that ngram-simple looks up in the text", name="spec-ngram-size-n",
+            also=("spec-ngram-simple-size-n", "spec-ngram-map-k-size-n", "spec-ngram-map-k4v-size-n",
+                  "spec-ngram-mod-n-match"))
+
     # Numerics
     dtype: str = key("auto", _DTYPE,
             NUMERICS, "auto: the checkpoint's; float32 in place of float16 on the CPU", also=("torch-dtype",))
@@ -367,6 +383,11 @@ class Preset:
     origins: Mapping[str, str] = field(
         default_factory=dict, compare=False
     )  # by key: `models.ini:14`, `--ctx-size`, ...
+
+    @property
+    def speculates(self) -> bool:
+        """True if tokens are drafted (speculative decoding)."""
+        return self.spec_type != "none" and self.draft_max > 0
 
     @property
     def chunk(self) -> int:

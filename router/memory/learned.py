@@ -75,7 +75,7 @@ def key(
         preset.dtype,
         preset.quantization, preset.attention, preset.enforce_eager, preset.threads, preset.load_format, preset.task,
         preset.engine, preset.python, preset.reserved_memory, preset.limit_images,
-        preset.adapter_slots, preset.max_lora_rank,
+        preset.adapter_slots, preset.max_lora_rank, preset.draft_max if preset.speculates else 0,
         sorted(preset.env.items()), [(installed or version)(name) for name in libraries],
     )  # fmt: skip
     words = json.dumps([settings, list(devices), "fork" if forked else "exec"])

@@ -22,6 +22,7 @@ from router.memory.checkpoint_facts import (
 from worker.protocol.architectures import FUSED_GROUPS, UNPACKED, UNPACKED_ON_CPU, UNPACKED_WITHOUT, USUAL_GROUP
 from worker.protocol.memory import (
     BLOCK_TOKENS,
+    DRAFT_LOGITS,
     GATHERED_BYTES,
     GRAPH_BYTES,
     LEAST_GROUPED,
@@ -281,14 +282,15 @@ def compute_bytes(
     size = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
     rows, only_encodes = preset.parallel, serves_embeddings(facts, preset)
     is_whole_prompt = only_encodes or facts.cross_attention  # encoders do not compute prompts in chunks
-    step = (max(preset.chunk, tokens) if is_whole_prompt else min(preset.chunk, rows * tokens)) + rows
+    drafted = min(DRAFT_LOGITS, rows * preset.draft_max) if preset.speculates else 0
+    step = (max(preset.chunk, tokens) if is_whole_prompt else min(preset.chunk, rows * tokens)) + rows + drafted
     bound = LEAST_BYTES + _layer_bytes(facts, preset, step, size)
     bound += _attention_bytes(facts, preset, step, tokens, size, on_host)
     if takes_images(facts, preset):  # one layer of the vision tower, and the features of one image for each row
         bound += (facts.tower + rows * facts.picture_tokens * facts.hidden) * size
     if only_encodes or part == "layers":
         return bound
-    bound += facts.vocab_size * (rows + PROMPT_LOGITS) * DRAW_BYTES
+    bound += facts.vocab_size * (rows + PROMPT_LOGITS + drafted) * DRAW_BYTES
     if on_host and not preset.enforce_eager:  # the CPU kernel reorders linear layers between steps, by slices
         bound += min(facts.hidden * max(facts.vocab_size, facts.intermediate) * size, SLICE_BYTES)
     if not (on_host or preset.enforce_eager or facts.aligned or part == "head"):

@@ -80,6 +80,7 @@ def _completion(fields: BodyFields, model: ServedModel, prompts: list[list[int]]
     n = fields.any_of(fields.integer, "n", "n_cmpl") or 1
     ping_interval = read_ping_interval(fields)
     adapters = adapter_choice.read(fields, "lora", "adapters", prompts=len(prompts))
+    draft_limits = sampling_options.read_draft_limits(fields, speculates=options.speculates)
     ignored = fields.check_unknown(strict=options.strict_fields)
     for prompt in prompts:
         model.check_prompt(prompt, param="prompt")
@@ -96,6 +97,7 @@ def _completion(fields: BodyFields, model: ServedModel, prompts: list[list[int]]
             grammar=grammar,
             timings=has_timings,
             progress=stream,  # also needed without progress chunks: it is sent in comments
+            **draft_limits,
         )
         for number, prompt in enumerate(prompts)
     )

@@ -99,6 +99,7 @@ def read_common_options(fields: BodyFields, model: ServedModel, *, logprobs: int
         prompt_logprobs=logprob_settings.prompt_logprobs is not None,
         timings=chunk_options.has_timings or chunk_options.counts,
         progress=stream,  # also needed without progress chunks: it is sent in comments
+        **sampling_options.read_draft_limits(fields, speculates=options.speculates),
     )
     max_prompt_tokens = _max_prompt_tokens(fields, model)
     return CommonOptions(

@@ -71,14 +71,29 @@ class UsageTotals:
             "completion_tokens": self._completion_tokens,
             "total_tokens": self._prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self._cached},
-            "completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens} | self._predictions(),
         }
+
+    @property
+    def _drafted(self) -> tuple[int, int]:
+        """Numbers of drafted tokens and of those that were accepted."""
+        timings = self._latest.values()
+        return sum(choice.drafted_tokens for choice in timings), sum(choice.accepted_tokens for choice in timings)
+
+    def _predictions(self) -> Json:
+        """Return the drafted tokens in OpenAI's fields for predicted output, if there are any."""
+        drafted, accepted = self._drafted
+        rejected = drafted - accepted
+        return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected} if drafted else {}
 
     def timings(self) -> Json:
         """Return llama-server's `timings` so far. Choices run concurrently, so durations are those of
         the longest one.
         """
-        return _timings(
+        drafted, accepted = self._drafted
+        # As in llama-server, only if something was drafted.
+        drafts = {"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}
+        return drafts | _timings(
             cached=self._cached,
             prompt_n=self._prompt_tokens - self._cached,
             prefill_seconds=max((timings.prefill_seconds for timings in self._latest.values()), default=0.0),

@@ -24,7 +24,7 @@ from worker.engines.transformers.schedule.sequence import Sequence
 from worker.estimate.memory_tracer import Step, live_bytes, peak_bytes
 from worker.interface import EncoderInput, PromptImage, PromptImages
 from worker.protocol.argv import ModelOptions
-from worker.protocol.memory import GRAPH_BYTES, PROMPT_LOGITS
+from worker.protocol.memory import DRAFT_LOGITS, GRAPH_BYTES, PROMPT_LOGITS
 
 CPU = torch.device("cpu")
 
@@ -62,8 +62,8 @@ class GenerationSteps:
         rows, chunk = self.capacity.rows, self._chunk
         has_states = isinstance(self.runner, AlignedRunner) and self.runner.has_states
         last = self.segment(rows - 1, self.ctx_size - chunk, chunk)
-        yield self.step(*self.decodes(rows - 1), last)
-        yield self.step(*self.decodes(rows))
+        yield self.step(*self.drafts(rows - 1), last)
+        yield self.step(*self.drafts(rows))
         if self._is_encoder_decoder:
             return  # the encoder has read the whole prompt in the first step, and there are no logprobs of it
         if has_states:  # a chunk that begins a prompt needs the largest states
@@ -74,9 +74,9 @@ class GenerationSteps:
         if rows > 1 and chunk > asked:
             rest = chunk - asked
             begin = 0 if has_states else self.ctx_size - rest
-            yield self.step(*self.decodes(rows - 2), self.segment(rows - 2, begin, rest), with_logprobs)
+            yield self.step(*self.drafts(rows - 2), self.segment(rows - 2, begin, rest), with_logprobs)
         else:
-            yield self.step(*self.decodes(rows - 1), with_logprobs)
+            yield self.step(*self.drafts(rows - 1), with_logprobs)
 
     def short_rows(self, heads: int) -> Iterator[Step]:
         """Yield steps of rows that attend jointly on the CPU, at the longest length for which they do, alone and beside
@@ -93,13 +93,14 @@ class GenerationSteps:
         """Yield chunks at the far end of the context, of the numbers of tokens for which the linear `layers` need the
         most memory, with an upper bound on the bytes that this adds. An encoder reads whole prompts instead."""
         rows, chunk = self.capacity.rows, self._chunk
-        beside = rows - 1 if isinstance(self.runner, PagedRunner) else 0  # tokens in the same forward
+        # Tokens in the same forward.
+        beside = sum(part.length for part in self.drafts(rows - 1)) if isinstance(self.runner, PagedRunner) else 0
         longest = self.ctx_size if self._is_encoder_decoder else beside + chunk
         for count, extra in layers.peak_row_counts(longest).items():
             end = count if self._is_encoder_decoder else self.ctx_size
             length = min(chunk, end) if self._is_encoder_decoder else count - beside
             if length > 0:
-                yield extra, self.step(*self.decodes(rows - 1), self.segment(rows - 1, end - length, length))
+                yield extra, self.step(*self.drafts(rows - 1), self.segment(rows - 1, end - length, length))
 
     def with_image(self, largest: tuple[PromptImage, int] | None) -> Iterator[Step]:
         """Yield a chunk that begins with the `largest` image, beside decoding rows and the features of their images."""
@@ -131,14 +132,33 @@ class GenerationSteps:
         end = (ctx_size or self.ctx_size) - 1
         return tuple(self.segment(row, max(end - row, 0), 1, adapts=row % 2 == 1) for row in range(count))
 
+    def drafts(self, count: int) -> tuple[Segment, ...]:
+        """Return `decodes`, with the longest drafts that the options allow."""
+        length = min(self.options.draft_max, DRAFT_LOGITS // max(count, 1), self.ctx_size - 2)
+        if not (self.options.speculates and length and isinstance(self.runner, PagedRunner)):
+            return self.decodes(count)
+        return tuple(
+            self.segment(row, max(self.ctx_size - 1 - row - length, 1), 1 + length, adapts=row % 2 == 1, drafted=length)
+            for row in range(count)
+        )
+
     def segment(
-        self, row: int, start: int, length: int, *, prompt_logprobs: bool = False, adapts: bool = True
+        self,
+        row: int,
+        start: int,
+        length: int,
+        *,
+        prompt_logprobs: bool = False,
+        adapts: bool = True,
+        drafted: int = 0,
     ) -> Segment:
-        """Return the part of a batch that computes `length` tokens of a row from position `start`."""
-        tokens = [0] * (start + length)
+        """Return the part of a batch that computes `length` tokens of a row from position `start`, the last ones of
+        which may be `drafted`."""
+        tokens = [0] * (start + length - drafted)
+        is_prompt = prompt_logprobs or length - drafted > 1
         sequence = Sequence(
             id=row,
-            prompt_tokens=len(tokens) if prompt_logprobs or length > 1 else max(start, 1),
+            prompt_tokens=len(tokens) if is_prompt else max(start, 1),
             tokens=tokens,
             limit=len(tokens),
             ends=frozenset(),
@@ -149,7 +169,7 @@ class GenerationSteps:
         table = self.capacity.contiguous_table(row, start + length)
         if table is not None and length > 1:
             table = _in_two_runs(table)
-        return Segment(sequence, row, start, length, table)
+        return Segment(sequence, row, start, length, table, drafted=(0,) * drafted)
 
 
 def _in_two_runs(table: BlockTable) -> BlockTable:
@@ -200,14 +220,15 @@ def generate(runner: Runner, batch: Batch) -> None:
     for segment in batch:
         runner.forget(segment.row)
     logits = runner.run(batch)
-    first, chosen = 0, []
+    first = 0
+    chosen: list[int] = []
     for segment in batch:
         if segment.sequence.prompt_logprobs:
             following = [0] * segment.logits
             logprobs = sampler.COSTLIEST_SAMPLING.logprobs or 0
             sampler.likelihoods(logits[first : first + segment.logits], following, logprobs)
         first += segment.logits
-        chosen.append(first - 1)
+        chosen.extend(range(first - 1 - len(segment.drafted), first))
     picks = [sampler.RowSampling(sampler.COSTLIEST_SAMPLING, uniform=0.5)] * len(chosen)
     sampler.sample(logits if len(chosen) == len(logits) else logits[chosen], picks)
 

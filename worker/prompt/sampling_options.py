@@ -11,7 +11,14 @@ from typing import Any
 from worker.errors import InvalidValue, StartError, UnsupportedField
 from worker.interface import SamplingParams
 from worker.prompt.body_reader import BodyFields, Json, parse_setting, to_integer
-from worker.protocol.dialects.generation_fields import MAX_BIAS_LENGTH, MAX_BIASES, MAX_STOPS, SAMPLING, TUNING
+from worker.protocol.dialects.generation_fields import (
+    MAX_BIAS_LENGTH,
+    MAX_BIASES,
+    MAX_STOPS,
+    SAMPLING,
+    SPECULATION,
+    TUNING,
+)
 from worker.protocol.events import Exit
 
 EncodeText = Callable[[str], Sequence[int]]
@@ -113,6 +120,16 @@ def read(
         logprobs=logprobs,
     )
     return sampling, defaults.stop if stop is None else tuple(stop)
+
+
+def read_draft_limits(fields: BodyFields, *, speculates: bool) -> Json:
+    """Read `draft_max` and `draft_min` of a GenerationRequest. Without speculative decoding, they have no effect."""
+    limits = {"draft_max": fields.integer("speculative.n_max"), "draft_min": fields.integer("speculative.n_min")}
+    if not speculates:
+        for name, value in zip(SPECULATION, limits.values(), strict=True):
+            if value is not None:
+                fields.mark_unused(name)
+    return limits
 
 
 def _tuning(fields: BodyFields) -> Json:

@@ -87,6 +87,10 @@ class ModelOptions:
     kv_cache_dtype: str = "auto"
     """Type of the KV cache: auto (the type of the model), f32, f16, bf16, int8 or int4. Does not apply to the states of
     state-space layers."""
+    draft_max: int = 16
+    """Speculative decoding: maximum number of tokens that are drafted for one sequence in one step."""
+    ngram_size: int = 0
+    """Draft by prompt lookup: number of newest tokens that are looked up in the text; 0: no prompt lookup."""
     prefill_chunk: int = 512
     """Maximum number of prompt tokens of one sequence in one step (chunked prefill)."""
     max_loras: int = 0
@@ -100,6 +104,11 @@ class ModelOptions:
     overhead: int = 0
     """Process overhead in bytes on each accelerator, outside torch's allocator (context, libraries), as measured by an
     earlier worker; 0: not measured yet, a constant is used."""
+
+    @property
+    def speculates(self) -> bool:
+        """True if tokens are drafted (speculative decoding)."""
+        return self.ngram_size > 0 and self.draft_max > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +138,8 @@ class Serve(ModelOptions):
     """Longest prompt in tokens; 0: ctx_size - 1."""
     n_predict: int = -1
     """New tokens of a request that states no maximum; -1: up to the end of the context."""
+    draft_min: int = 0
+    """Shortest draft that is worth a step."""
     queue_size: int = 1000
     """Maximum number of requests that wait for a place in the batch."""
     adapters: str = ""

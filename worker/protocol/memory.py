@@ -89,6 +89,9 @@ UNPACKED_BYTES: Mapping[str, int] = {"cpu": 4 * MIB, "cuda": 128 * MIB}
 # Maximum number of prompt positions whose logits one step computes.
 PROMPT_LOGITS = 16
 
+# Maximum number of drafted tokens in one step (speculative decoding), over all sequences. Each has logits.
+DRAFT_LOGITS = 64
+
 # Workspace of each thread in torch's attention on the CPU. Measured with torch 2.13.
 ATTENTION_TILE_BYTES = 2 * MIB
 

@@ -13,8 +13,9 @@ from tests.worker.fake_engine import SCRIPT, FakeEngine
 from worker.api import embeddings, openai
 from worker.api.openai_replies import TextWriter
 from worker.api.served_model import ServedModel
+from worker.api.usage import UsageTotals
 from worker.errors import ContextExceeded, InvalidValue, RequestError, UnsupportedByModel
-from worker.interface import SamplingParams
+from worker.interface import ChoiceTimings, Delta, GenerationRequest, SamplingParams
 
 # Parsing of bodies
 
@@ -868,3 +869,38 @@ async def test_a_chat_that_cannot_be_embedded_is_rejected() -> None:
         await embeddings.embeddings(CHAT, model(chat_template="{{ '' }}"))
     with pytest.raises(UnsupportedByModel, match="input instead of messages"):
         await embeddings.embeddings(CHAT, model(bare=True))
+
+
+# Speculative decoding
+
+
+async def test_a_request_may_change_the_limits_of_drafts() -> None:
+    made = model(ngram_size=3)
+    limited = await only({"speculative.n_max": 5, "speculative.n_min": 2}, made)
+    assert (limited.draft_max, limited.draft_min) == (5, 2)
+    unlimited = await only({}, made)
+    assert (unlimited.draft_max, unlimited.draft_min) == (None, None)
+    with pytest.raises(InvalidValue, match=r"speculative\.n_max"):
+        await only({"speculative.n_max": -1}, made)
+
+
+async def test_limits_of_drafts_are_reported_as_ignored_without_speculative_decoding() -> None:
+    call = await openai.chat({**CHAT, "speculative.n_max": 5}, model())
+    assert call.ignored == ("speculative.n_max",)
+
+
+async def test_usage_and_timings_count_drafted_and_accepted_tokens() -> None:
+    totals = UsageTotals([GenerationRequest(id="x", prompt=(5, 6), n=2)])
+    for index, (drafted, accepted) in enumerate(((8, 5), (2, 0))):
+        timings = ChoiceTimings(
+            prompt_tokens=2, cached_tokens=0, completion_tokens=9, prefill_seconds=0.5, decode_seconds=1.0,
+            drafted_tokens=drafted, accepted_tokens=accepted,
+        )  # fmt: skip
+        totals.add(0, Delta(index=index, finish="stop", timings=timings))
+    assert totals.timings()["draft_n"] == 10
+    assert totals.timings()["draft_n_accepted"] == 5
+    assert totals.usage()["completion_tokens_details"] == {
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": 5,
+        "rejected_prediction_tokens": 5,
+    }

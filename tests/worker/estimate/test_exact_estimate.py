@@ -41,6 +41,7 @@ from worker.protocol.memory import (
     ATTENTION_TILE_BYTES,
     DEVICE_PROCESS_BYTES,
     DEVICE_PROCESS_HOST_BYTES,
+    DRAFT_LOGITS,
     GRAPH_BYTES,
     HEAP_FACTOR,
     STAGING_BYTES,
@@ -283,6 +284,7 @@ def assert_static_covers(chosen: Estimate, facts: Checkpoint) -> None:
         parallel=chosen.parallel,
         prefill_chunk=chosen.prefill_chunk,
         load_format=chosen.load_format,
+        spec_type="ngram-simple" if chosen.ngram_size else "none",
     )
     compute = compute_bytes(facts, preset, chosen.ctx_size, on_host=on_host)
     context = most_context(facts, preset, chosen.ctx_size, on_host=on_host)
@@ -301,6 +303,16 @@ def test_the_static_estimate_of_every_family_is_never_below_the_exact_one(tmp_pa
     for device, ctx_size, parallel, chunk in (("cpu", 256, 3, 256), ("cpu", 96, 16, 24), ("cuda:0", 256, 4, 64)):
         chosen = options(snapshot, devices=(device,), ctx_size=ctx_size, parallel=parallel, prefill_chunk=chunk)
         assert_static_covers(chosen, checkpoint.read(snapshot))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_the_logits_behind_drafts_are_in_both_estimates(tmp_path: Path, device: str) -> None:
+    snapshot = tiny.make("llama", tmp_path / "m", vocab_size=20_000)
+    plain = options(snapshot, devices=(device,), ctx_size=256, parallel=8, prefill_chunk=64)
+    drafting = dataclasses.replace(plain, ngram_size=3)
+    less, more = (estimate.trace(chosen, load_config(chosen)).compute for chosen in (plain, drafting))
+    assert more - less > DRAFT_LOGITS * 20_000 * 4
+    assert_static_covers(drafting, checkpoint.read(snapshot))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -17,6 +17,7 @@ from worker.engines.transformers.device.rank_processes import RankProcesses
 from worker.engines.transformers.load import architectures, loader, snapshot, tensor_parallel_plan
 from worker.engines.transformers.load.lora import LoraAdapters
 from worker.engines.transformers.loop import requests
+from worker.engines.transformers.loop.drafting import Drafter
 from worker.engines.transformers.loop.generation_loop import Backend
 from worker.engines.transformers.run import backends, tensor_parallel
 from worker.engines.transformers.run.aligned import AlignedRunner
@@ -26,11 +27,13 @@ from worker.engines.transformers.run.vision import ImageReader, VisionTower, loa
 from worker.engines.transformers.run.warmup import record, warm_up
 from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
+from worker.engines.transformers.schedule.speculation import DraftLength
 from worker.errors import StartError
 from worker.images import TEXT_ONLY
 from worker.protocol import events
 from worker.protocol.argv import Serve, decode_adapters
 from worker.protocol.events import Exit
+from worker.protocol.memory import DRAFT_LOGITS
 
 log = logging.getLogger(__name__)
 Progress = Callable[[events.Progress], None]
@@ -125,6 +128,7 @@ def load(
             linears=linears,
             adapters=adapters,
             tower=tower,
+            drafter=_drafter(options, backend),
             # Ranks of a tensor-parallel model receive each step from the host, so nothing can be launched ahead.
             ahead=share is None and (loaded.device.type != "cpu" if ahead is None else ahead),
         ),
@@ -169,6 +173,16 @@ def _adapters(backend: PagedRunner | AlignedRunner, loaded: loader.LoadedModel, 
         for name, wrong in adapters.update(sources, options.default_adapter).items():
             log.warning("adapter %s cannot be used: %s", name, wrong)
     return adapters
+
+
+def _drafter(options: Serve, runner: PagedRunner | AlignedRunner) -> Drafter | None:
+    if not options.speculates:
+        return None
+    if not isinstance(runner, PagedRunner):
+        # A preset for all models ([*]) may ask for it.
+        log.warning("no speculative decoding: the KV cache of this architecture has no blocks")
+        return None
+    return Drafter(DraftLength.up_to(min(options.draft_max, DRAFT_LOGITS)))
 
 
 def _warms_up(loaded: loader.LoadedModel, options: Serve) -> bool:

@@ -146,6 +146,12 @@ SAMPLING: Body = {
     "ignore_eos": flag(),
 }
 
+# Speculative decoding, in llama-server's names.
+SPECULATION: Body = {
+    "speculative.n_max": integer(0, None, "Most tokens to draft in a step, at most the preset's draft-max; 0: none."),
+    "speculative.n_min": integer(0, None, "Fewest tokens of a draft."),
+}
+
 # Structured output
 
 _SCHEMA = any_of(

@@ -10,6 +10,7 @@ from worker.protocol.dialects.generation_fields import (
     MAX_TEXTS,
     NON_EMPTY_TEXT,
     SAMPLING,
+    SPECULATION,
 )
 from worker.protocol.dialects.openai import ADAPTERS, MODEL
 from worker.protocol.dialects.vllm import TOKEN_COUNT
@@ -45,6 +46,7 @@ from worker.protocol.schema import (
 COMPLETION: Body = {
     "model": MODEL,
     **SAMPLING,
+    **SPECULATION,
     **GRAMMAR,
     "prompt": openai.TEXTS,
     "n_predict": openai.MAX_TOKENS_OR_ZERO,

@@ -11,6 +11,7 @@ from worker.protocol.dialects.generation_fields import (
     NO_EFFECT,
     ROLES,
     SAMPLING,
+    SPECULATION,
     VERBOSITIES,
 )
 from worker.protocol.schema import (
@@ -91,6 +92,7 @@ TOKEN_DETAILS: Body = {
 COMMON: Body = {
     "model": MODEL,
     **SAMPLING,
+    **SPECULATION,
     **GRAMMAR,
     "max_tokens": MAX_TOKENS,
     "max_completion_tokens": MAX_TOKENS,
@@ -307,7 +309,10 @@ COMPONENTS: Mapping[str, Schema] = {
         {
             **members(COUNT, "prompt_tokens", "completion_tokens", "total_tokens"),
             "prompt_tokens_details": shape({"cached_tokens": COUNT}),
-            "completion_tokens_details": shape({"reasoning_tokens": COUNT}),
+            "completion_tokens_details": shape(
+                {"reasoning_tokens": COUNT},
+                members(COUNT, "accepted_prediction_tokens", "rejected_prediction_tokens"),  # with speculative decoding
+            ),
         }
     ),
     "PromptUsage": shape(members(COUNT, "prompt_tokens", "total_tokens")),
@@ -316,7 +321,8 @@ COMPONENTS: Mapping[str, Schema] = {
             **members(COUNT, "cache_n", "prompt_n", "predicted_n"),
             **members(NUMBER, "prompt_ms", "prompt_per_token_ms", "prompt_per_second"),
             **members(NUMBER, "predicted_ms", "predicted_per_token_ms", "predicted_per_second"),
-        }
+        },
+        members(COUNT, "draft_n", "draft_n_accepted"),  # with speculative decoding
     ),
     "ChatCompletion": shape(
         {

@@ -560,8 +560,9 @@ def test_a_token_is_drawn_with_the_number_of_its_place_however_early(loaded: Any
         (found,) = launch(
             Even(), None, [SegmentChoosers(segment, [choice])], torch.tensor([7]) if ahead else None
         ).results()
-        assert found.sampled is not None
-        assert found.sampled.token == int(uniform(4, 1 + ahead) * 1000)
+        (sampled,) = found.sampled
+        assert sampled is not None
+        assert sampled.token == int(uniform(4, 1 + ahead) * 1000)
 
 
 @pytest.mark.slow

@@ -381,7 +381,7 @@ def test_one_mask_that_takes_too_long_leaves_those_of_the_other_rows() -> None:
     rows = [SpinningMatcher(1, ready), SpinningMatcher(2, never), SpinningMatcher(3, ready), SpinningMatcher(4, never)]
     masks = Masks(thread, rows, 4).result(DEADLINE)
     assert masks.tolist() == [[1] * 4, [0] * 4, [3] * 4, [0] * 4]
-    assert [row._is_slow for row in rows] == [False, True, False, True]
+    assert [row._credit.is_exceeded for row in rows] == [False, True, False, True]
     with pytest.raises(InvalidValue):
         rows[1].take(0)
     never.set()  # the slow calls end and write to no row that is in use

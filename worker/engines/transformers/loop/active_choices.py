@@ -3,7 +3,7 @@
 Used on the step loop's thread only.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from worker.engines.transformers.loop.requests import RequestChoice, RequestStream
 from worker.engines.transformers.run.in_flight_step import InFlightStep, SegmentChoosers
@@ -82,10 +82,10 @@ class ActiveChoices:
 
     # Batches
 
-    def next(self, pace: PrefillBudget, chunk: int) -> Batch:
-        """The batch of the next step. `chunk`: the most prompt tokens of a step."""
+    def next(self, pace: PrefillBudget, chunk: int, draft_length: Callable[[int], int]) -> Batch:
+        """The batch of the next step. `chunk`: the most prompt tokens of a step; `draft_length` as in `Scheduler`."""
         # The budget depends on the running sequences, so the scheduler calls this after it has admitted waiting ones.
-        batch = self.scheduler.next(lambda: self._prefill_budget(pace, chunk))
+        batch = self.scheduler.next(lambda: self._prefill_budget(pace, chunk), draft_length)
         self._forget_rows()
         return batch
 

@@ -14,6 +14,7 @@ host. This is safe for three reasons:
 A cancelled request therefore leaves the batch after at most two steps instead of one. With a grammar or penalties the
 host must know token n before it can choose token n + 1: only the forward is launched ahead and the token is chosen
 later. A prompt chunk, a new row or a preemption needs the scheduler's state after step n, so nothing is launched ahead.
+A draft (speculative decoding) needs the tokens of step n, too.
 """
 
 import time
@@ -24,6 +25,7 @@ from worker.detokenizer import TextPiece
 from worker.engines.transformers.attention.cpu_linear import CpuLinears
 from worker.engines.transformers.load.lora import LoraAdapters
 from worker.engines.transformers.loop.active_choices import ActiveChoices
+from worker.engines.transformers.loop.drafting import Drafter
 from worker.engines.transformers.loop.requests import AdmissionLimit, DeltaWriter, RequestChoice, RequestStream
 from worker.engines.transformers.loop.step_launcher import StepLauncher
 from worker.engines.transformers.loop.step_loop import Outbox, WorkReport
@@ -54,6 +56,7 @@ class Backend:
     linears: CpuLinears | None = None
     adapters: LoraAdapters | None = None
     tower: VisionTower | None = None
+    drafter: Drafter | None = None  # None: no speculative decoding
     ahead: bool = False  # launch ahead; useful only where another device than the host computes
 
 
@@ -155,8 +158,8 @@ class GenerationLoop:
         """Finish one step. Launch the one behind it before, if possible."""
         active = self._active
         # The step launched ahead by the last call, or a new one.
-        step = active.in_flight or self._launch(active.next(self._backend.pace, self._chunk))
-        active.in_flight = self._launcher.launch_ahead(step) if self._backend.ahead else None
+        step = active.in_flight or self._launch(self._next())
+        active.in_flight = self._launcher.launch_ahead(step) if self._launches_ahead(step) else None
         self._finish_step(step)
         if (
             # Tokens of the step ahead that depend on the tokens just read (grammar, penalties) are chosen now.
@@ -168,8 +171,20 @@ class GenerationLoop:
             active.in_flight = None
             active.step_finished(())
 
+    def _launches_ahead(self, step: InFlightStep) -> bool:
+        drafter = self._backend.drafter
+        return self._backend.ahead and (drafter is None or not drafter.drafts_next(step.batch))
+
+    def _next(self) -> Batch:
+        """The batch of the next step. It has drafts if the backend drafts."""
+        drafter = self._backend.drafter
+        length = drafter.length.choose if drafter is not None else _no_drafts
+        return self._active.next(self._backend.pace, self._chunk, length)
+
     def _launch(self, batch: Batch) -> InFlightStep:
         begin = time.monotonic()
+        if self._backend.drafter is not None:
+            batch = self._backend.drafter.draft(batch, self._active.of)
         for segment in batch:
             choice = self._active.of(segment.sequence)
             if not choice.started:
@@ -190,13 +205,15 @@ class GenerationLoop:
         # does not follow from the number of tokens.
         if len(results) == len(step.batch) and not any(segment.has_image_tokens for segment in step.batch):
             self._backend.pace.learn(step.batch, seconds)
+            if self._backend.drafter is not None:
+                self._backend.drafter.learn(step.batch, sum(len(result.sampled) for result in results), seconds)
         spoiled = set()
         for result in results:
             sequence = result.segment.sequence
             # It may have ended in the step in front, or with another choice of its request.
             if sequence in self._active:
                 self._advance(result, now)
-            elif result.chooses and result.sampled is None:
+            elif None in result.sampled:
                 spoiled.add(sequence.id)
         self._active.step_finished(spoiled)
         if self._backend.linears is not None and has_decodes:
@@ -207,7 +224,7 @@ class GenerationLoop:
         segment, sequence = result.segment, result.segment.sequence
         choice = self._active.of(sequence)
         self._counts.computed(segment)
-        sequence.computed = segment.end
+        sequence.computed = segment.end - len(segment.drafted)
         if choice.prompt:
             # A preempted prompt is computed again in other chunks, so some of its logprobs may be known already.
             choice.prompt.extend(map(self._writer.logprob, result.prompt[len(choice.prompt) - segment.start - 1 :]))
@@ -220,9 +237,16 @@ class GenerationLoop:
         if not result.chooses:
             self._finish(choice, TextPiece(), "length", now)
             return
-        for chosen, sampled in ((sequence, result.sampled), *result.forks):
-            if chosen in self._active:  # a choice that fails has ended the others
-                self._answer(self._active.of(chosen), sampled, now)
+        if segment.drafted and self._backend.drafter is not None:
+            self._backend.drafter.count(sequence, len(segment.drafted), len(result.sampled) - 1)
+        for place, sampled in enumerate(result.sampled):
+            if sequence in self._active:  # its text may end with a token before
+                # The step has computed the accepted tokens of its draft. Those that were rejected are overwritten.
+                sequence.computed = segment.end - len(segment.drafted) + place
+                self._answer(choice, sampled, now)
+        for follower, sampled in result.forks:
+            if follower in self._active:  # a choice that fails has ended the others
+                self._answer(self._active.of(follower), sampled, now)
 
     def _answer(self, choice: RequestChoice, sampled: Sampled | None, now: float) -> None:
         """Add the next token to a choice."""
@@ -295,3 +319,7 @@ class GenerationLoop:
     def _remove(self, choice: RequestChoice, *, is_corrupt: bool = False) -> None:
         self._active.remove(choice, is_corrupt=is_corrupt)
         self.limit.release(choice.stream, 1)
+
+
+def _no_drafts(rows: int) -> int:
+    return 0

@@ -23,6 +23,7 @@ from worker.engines.transformers.sample.vocabulary import Vocabulary
 from worker.engines.transformers.schedule.lora_slots import AppliedAdapter
 from worker.engines.transformers.schedule.sequence import PenaltyCounts, output_limit
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
+from worker.engines.transformers.schedule.speculation import DraftLimits, PromptLookup
 from worker.errors import ContextExceeded, InvalidValue, RequestError, StartError, UnsupportedByModel
 from worker.interface import ChoiceTimings, Delta, FinishReason, GenerationRequest, PrefillProgress, TokenLogprob
 from worker.protocol.argv import ModelOptions, Serve
@@ -70,6 +71,7 @@ class RequestChoice:
     answer: AnswerText
     repeats: PenaltyCounts | None = None
     matcher: GrammarMatcher | None = None  # the state of its grammar
+    lookup: PromptLookup | None = None  # drafts by prompt lookup
     started: float = 0.0
     answered: float = 0.0  # time of the first token
     # Tokens whose text is held back, as part of a character or of a possible stop string. TokenLogprob if the request
@@ -91,6 +93,8 @@ class RequestChoice:
             prompt_tokens=self.sequence.prompt_tokens,
             cached_tokens=self.sequence.cached,
             completion_tokens=self.sequence.answered,
+            drafted_tokens=self.sequence.drafted,
+            accepted_tokens=self.sequence.accepted,
             prefill_seconds=answered - self.started,
             decode_seconds=now - answered,
         )
@@ -186,6 +190,7 @@ class StreamFactory:
         seed = request.sampling.seed
         if seed is None and self._options.seed >= 0:
             seed = self._options.seed
+        limits = self._draft_limits(request)
         for index in range(request.n):
             sequence = TokenSequence.of(
                 request,
@@ -195,12 +200,19 @@ class StreamFactory:
                 seed=secrets.randbits(63) if seed is None else seed + index,
                 prompt=prompt,
                 adapter=adapter,
+                draft_limits=limits,
             )
             if request.n > 1:  # the choices of one request share the computation of its prompt
                 sequence.group = stream.choices[0].sequence.id if index else sequence.id
             stream.choices.append(self._choice(request, index, sequence, stream, prompt))
             stream.choices[-1].matcher = matcher and matcher.copy()
         return stream
+
+    def _draft_limits(self, request: GenerationRequest) -> DraftLimits | None:
+        """The preset's limits, which a request may lower. None without speculative decoding."""
+        most = min(self._options.draft_max, self._options.draft_max if request.draft_max is None else request.draft_max)
+        least = self._options.draft_min if request.draft_min is None else request.draft_min
+        return DraftLimits(most, least) if most > 0 and self._options.speculates else None
 
     def _choice(
         self,
@@ -230,6 +242,8 @@ class StreamFactory:
             # Penalties look at decoder tokens only: a prompt that an encoder reads is skipped, as in transformers.
             skipped = len(prompt) if self._has_encoder else 0
             choice.repeats = PenaltyCounts(sequence, request.sampling.repeat_last_n, skipped)
+        if sequence.draft_limits is not None and self._options.ngram_size:
+            choice.lookup = PromptLookup(sequence.tokens, self._options.ngram_size)
         if request.prompt_logprobs:
             choice.prompt = [TokenLogprob(prompt[0], vocabulary.piece(prompt[0]), None)]
         return choice

@@ -78,7 +78,7 @@ class StepLauncher:
         """Choose the tokens of `step`, after the step in front has finished. False if it must be computed again."""
         here = [self._active.of(segment.sequence) for segment in step.batch if segment.sequence in self._active]
         try:
-            step.choose(PendingMasks(self._grammars, here))
+            step.choose(PendingMasks(self._grammars, ((choice, ()) for choice in here)))
         except Exception as error:
             if cuda_errors.is_sticky(error):
                 raise

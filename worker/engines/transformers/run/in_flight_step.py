@@ -10,6 +10,7 @@ Nothing here changes a sequence, so a launch can be repeated with a smaller batc
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, repeat
 from typing import NamedTuple, Protocol
 
 import torch
@@ -31,6 +32,7 @@ from worker.engines.transformers.sample.sampler import (
 )
 from worker.engines.transformers.schedule import sequence as sequences
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
+from worker.engines.transformers.schedule.speculation import accepted
 
 
 class Chooser(Protocol):
@@ -53,7 +55,9 @@ class SegmentResult:
     segment: Segment
     chooses: bool  # the segment completes a sequence that may have a further token
     prompt: tuple[Likelihood, ...] = ()  # likelihoods of the prompt tokens that follow the segment's tokens
-    sampled: Sampled | None = None  # None although `chooses`: no token could be chosen
+    # The next tokens, if `chooses`: one, and another behind each accepted token of the draft. None: no token could be
+    # chosen.
+    sampled: tuple[Sampled | None, ...] = ()
     # Further choices whose prompt the segment completes, each with its first token.
     forks: tuple[tuple[sequences.Sequence, Sampled | None], ...] = ()
 
@@ -68,10 +72,16 @@ class SegmentChoosers(NamedTuple):
 class PendingMasks:
     """Grammar masks of some choosers, computed on another thread while the model runs."""
 
-    def __init__(self, grammars: Grammars | None, choosers: Iterable[Chooser]):
-        constrained = [chooser for chooser in choosers if chooser.matcher is not None]
-        self._ids = {chooser.sequence.id for chooser in constrained}
-        matchers = [chooser.matcher for chooser in constrained if chooser.matcher is not None]
+    def __init__(self, grammars: Grammars | None, choosers: Iterable[tuple[Chooser, Sequence[int]]]):
+        """`choosers`: with the tokens drafted for each, which its grammar allows. It gets one behind each."""
+        self._ids: set[int] = set()
+        matchers: list[GrammarMatcher] = []
+        for chooser, drafted in choosers:
+            if chooser.matcher is not None:
+                self._ids.add(chooser.sequence.id)
+                matchers.append(chooser.matcher)
+                if drafted:
+                    matchers.extend(chooser.matcher.ahead(drafted))
         self._masks = grammars.masks(matchers) if grammars and matchers else None
 
     def constrains(self, chooser: Chooser) -> bool:
@@ -108,19 +118,25 @@ class LaunchedForward:
             # Logits of all segments lie one after the other: [sum of segment.logits, vocab].
             end += part.segment.logits
             wants_prompt = part.segment.sequence.prompt_logprobs
-            mine = logits[end - part.segment.logits : end] if wants_prompt else None
-            self._prompts.append(_prompt_likelihoods(part.segment, mine, self._to_host) if mine is not None else None)
+            prompt = logits[end - part.segment.logits : end] if wants_prompt else None
+            self._prompts.append(
+                _prompt_likelihoods(part.segment, prompt, self._to_host) if prompt is not None else None
+            )
+            drafted = part.segment.drafted
             for chooser in part.choosers:
+                # Behind the newest token, then behind each drafted one. Followers sample from the same logits as the
+                # leader; nothing is drafted for these.
+                mine = range(end - 1 - len(drafted), end)
                 if masking.constrains(chooser):
-                    constrained.append(len(rows))
-                rows.append(end - 1)  # followers sample from the same logits as the leader
-                picks.append(_row_sampling(chooser, part.segment))
+                    constrained.extend(range(len(rows), len(rows) + len(mine)))
+                rows.extend(mine)
+                picks.extend(_row_samplings(chooser, part.segment))
         if rows:
             masks = TokenMasks(constrained, masking.bits()) if constrained else None
             # Plain decoding uses all rows in order: no copy of [rows, vocab] then.
             is_whole = rows == list(range(len(logits)))
-            mine = logits if is_whole else logits[upload(rows, torch.int64, logits.device)]
-            self._drawn = draw(mine, picks, masks, self._to_host)
+            used = logits if is_whole else logits[upload(rows, torch.int64, logits.device)]
+            self._drawn = draw(used, picks, masks, self._to_host)
         self._to_host.send()
         self._logits = None  # sampling overwrites them, and the device may reuse their memory
 
@@ -134,7 +150,10 @@ class LaunchedForward:
         chosen: Iterator[Sampled | None] = iter(self._drawn.read() if self._drawn is not None else ())
         found = []
         for part, likelihoods in zip(self._parts, self._prompts, strict=True):
-            sampled = next(chosen) if part.choosers else None
+            drafted = part.segment.drafted
+            sampled = tuple(islice(chosen, 1 + len(drafted))) if part.choosers else ()
+            if drafted:
+                sampled = sampled[: 1 + accepted(drafted, [None if pick is None else pick.token for pick in sampled])]
             forks = tuple((chooser.sequence, next(chosen)) for chooser in part.choosers[1:])
             prompt = tuple(likelihoods.read()) if likelihoods is not None else ()
             found.append(SegmentResult(part.segment, bool(part.choosers), prompt, sampled, forks))
@@ -190,7 +209,7 @@ def launch(
 ) -> LaunchedForward:
     """Launch forward and sampling of `parts`. `device_tokens`: the inputs of a step that is launched ahead."""
     # The masks are started before the forward: both are computed at the same time.
-    masking = PendingMasks(grammars, (chooser for part in parts for chooser in part.choosers))
+    masking = PendingMasks(grammars, ((chooser, part.segment.drafted) for part in parts for chooser in part.choosers))
     forward = launch_forward(runner, parts, device_tokens)
     forward.choose(masking)
     return forward
@@ -204,18 +223,22 @@ def launch_forward(
     return LaunchedForward(parts, runner.run(batch) if device_tokens is None else runner.run(batch, device_tokens))
 
 
-def _row_sampling(chooser: Chooser, segment: Segment) -> RowSampling:
-    sequence = chooser.sequence
+def _row_samplings(chooser: Chooser, segment: Segment) -> Iterator[RowSampling]:
+    """The settings for the next token, then for the token behind each drafted one."""
+    sequence, drafted = chooser.sequence, segment.drafted
+    repeats: Iterable[sequences.PenaltyCounts | None] = repeat(None)
     if chooser.repeats is not None:
         chooser.repeats.update()
+        repeats = chooser.repeats.ahead(drafted) if drafted else (chooser.repeats,)
     # Of a sequence in a step that was launched ahead, this is one more than the host had counted at its launch.
-    answered = segment.end - sequence.prompt_tokens
-    return RowSampling(
-        sequence.sampling,
-        uniform=uniform(sequence.seed, answered) if sequence.sampling.temperature > 0.0 else 0.0,
-        repeats=chooser.repeats,
-        forbidden=tuple(sequence.forbidden_ends(answered)),
-    )
+    answered = segment.end - len(drafted) - sequence.prompt_tokens
+    for place, counts in zip(range(answered, answered + 1 + len(drafted)), repeats, strict=False):
+        yield RowSampling(
+            sequence.sampling,
+            uniform=uniform(sequence.seed, place) if sequence.sampling.temperature > 0.0 else 0.0,
+            repeats=counts,
+            forbidden=tuple(sequence.forbidden_ends(place)),
+        )
 
 
 def _prompt_likelihoods(segment: Segment, logits: torch.Tensor, to_host: DeviceToHost) -> TokenLikelihoods | None:

@@ -103,7 +103,7 @@ class PagedRunner:
         wanted: list[int] = []  # positions in the flat batch whose logits are needed
         for segment in batch:
             if device_tokens is None:
-                tokens.extend(segment.sequence.tokens[segment.start : segment.end])
+                tokens.extend(segment.tokens)
             positions.extend(range(segment.start, segment.end))
             wanted.extend(range(len(positions) - segment.logits, len(positions)))
         if self.adapters is not None:

@@ -75,7 +75,7 @@ class FollowerStep(NamedTuple):
         segments = []
         for segment in batch:
             assert segment.table is not None, "this cache has blocks"
-            tokens.extend(segment.sequence.tokens[segment.start : segment.end])
+            tokens.extend(segment.tokens)
             runs = tuple((run.first, run.block, run.count) for run in segment.table.runs)
             segments.append(FollowerSegment(segment.start, segment.length, segment.logits, runs))
         return cls(updates, tokens, segments)

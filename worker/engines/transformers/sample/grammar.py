@@ -24,7 +24,8 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,45 +69,72 @@ def vocabulary_bytes(tokenizer: Any, vocab_size: int) -> int:
     return GRAMMAR_BYTES + GRAMMAR_ENTRY_BYTES * vocab_size if getattr(tokenizer, "is_fast", False) else 0
 
 
+@dataclass(slots=True)
+class _Credit:
+    """CPU time of the grammar of one sequence."""
+
+    seconds: float = ANSWER_SECONDS  # CPU time that the sequence may still take
+    # Another thread may still use the matcher then, so it is not touched any more.
+    is_exceeded: bool = False
+
+
 class GrammarMatcher:
     """The position of one sequence in its grammar. It survives preemption, since the tokens are not lost either."""
 
-    def __init__(self, matcher: "LLMatcher", field: str):
-        """`field`: the request's field, for errors."""
+    def __init__(self, matcher: "LLMatcher", field: str, credit: "_Credit | None" = None):
+        """`field`: the request's field, for errors; `credit`: of the sequence, if another matcher uses it as well."""
         self._matcher, self._field = matcher, field
-        self._credit = ANSWER_SECONDS  # CPU time that the sequence may still take
-        # The CPU time was exceeded. Another thread may still use the matcher then, so it is not touched any more.
-        self._is_slow = False
+        self._credit = credit or _Credit()
 
     def copy(self) -> "GrammarMatcher":
         return GrammarMatcher(self._matcher.deep_copy(), self._field)
 
+    def allowed(self, tokens: Sequence[int]) -> int:
+        """Number of leading tokens of `tokens` that the grammar allows."""
+        if self._credit.is_exceeded:
+            return 0
+        begin = time.thread_time()
+        count = self._matcher.validate_tokens(list(tokens))
+        self.charge(time.thread_time() - begin)
+        return count
+
+    def ahead(self, tokens: Sequence[int]) -> Iterator["GrammarMatcher"]:
+        """The matcher after one, two, ... and all of `tokens`, which are allowed. They take their time from the same
+        credit. Unchanged itself."""
+        later = self._matcher
+        for token in tokens:
+            begin = time.thread_time()
+            later = later.deep_copy()
+            later.consume_token(token)
+            self.charge(time.thread_time() - begin)
+            yield GrammarMatcher(later, self._field, self._credit)
+
     def take(self, token: int) -> None:
         """Advance by `token`. Raises InvalidValue if the grammar is too complex, SequenceFailed if it does not allow
         the token."""
-        if self._is_slow:
+        if self._credit.is_exceeded:
             raise self.error()
         begin = time.thread_time()
         is_allowed = self._matcher.consume_token(token)
-        self._credit = min(ANSWER_SECONDS, self._credit + TOKEN_SECONDS)
+        self._credit.seconds = min(ANSWER_SECONDS, self._credit.seconds + TOKEN_SECONDS)
         self.charge(time.thread_time() - begin)
         if not is_allowed:
             raise self.error()
 
     def charge(self, seconds: float) -> None:
         """Count CPU time."""
-        self._credit -= seconds
-        if self._credit < 0:
+        self._credit.seconds -= seconds
+        if self._credit.seconds < 0:
             self.give_up()
 
     def give_up(self) -> None:
         """Fail from now on, because the grammar takes too long."""
-        self._is_slow = True
+        self._credit.is_exceeded = True
 
     def error(self) -> RequestError:
         """The error of a request that its grammar ends."""
         failure = self.failure
-        if self._is_slow or any(part in failure.lower() for part in _LIMIT_MESSAGES):
+        if self._credit.is_exceeded or any(part in failure.lower() for part in _LIMIT_MESSAGES):
             return InvalidValue(
                 f"{self._field} is too complex: {failure}; write it with fewer alternatives and less ambiguity",
                 param=self._field,
@@ -116,18 +144,18 @@ class GrammarMatcher:
     @property
     def is_over(self) -> bool:
         """True if the text is complete and nothing can follow it."""
-        return not self._is_slow and self._matcher.is_stopped() and not self._matcher.is_error()
+        return not self._credit.is_exceeded and self._matcher.is_stopped() and not self._matcher.is_error()
 
     def can_only_end(self, ends: Collection[int]) -> bool:
         """True if the text is complete and only tokens of `ends` may follow."""
-        if self._is_slow or self._matcher.is_error() or not self._matcher.is_accepting():
+        if self._credit.is_exceeded or self._matcher.is_error() or not self._matcher.is_accepting():
             return False
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
         return set(np.nonzero(bits)[0].tolist()) <= set(ends)
 
     def fill(self, row: Bits) -> None:
         """Write the mask of the next token into `row`, uint8 `[bytes]`. All zeros once the grammar has failed."""
-        if self._is_slow:
+        if self._credit.is_exceeded:
             row[:] = 0
             return
         begin = time.thread_time()
@@ -139,7 +167,7 @@ class GrammarMatcher:
     @property
     def failure(self) -> str:
         """The reason why the grammar cannot continue, for example its complexity. Empty if it can."""
-        if self._is_slow:
+        if self._credit.is_exceeded:
             return "choosing a token takes too long"
         return _message(self._matcher.get_error()) if self._matcher.is_error() else ""
 

@@ -212,5 +212,8 @@ class PrefillBudget:
         prompts = [segment for segment in batch if not segment.is_decode]
         tokens = sum(segment.length for segment in prompts)
         self._has_prompt_timings = self._has_prompt_timings or tokens > 0
+        tokens += sum(
+            len(segment.drafted) for segment in batch
+        )  # a drafted token costs about as much as one of a prompt
         reads = sum(context_reads(segment.start, segment.length) for segment in prompts)
         self._cost.learn(len(batch) - len(prompts), tokens, seconds, reads)

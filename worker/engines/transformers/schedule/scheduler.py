@@ -7,17 +7,18 @@ delayed. Prompts share a token budget, so a long prompt does not stall streams t
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, replace
 
 from worker.engines.transformers.schedule.kv_cache import BlockTable, RowAllocator
 from worker.engines.transformers.schedule.lora_slots import LoraSlots
 from worker.engines.transformers.schedule.sequence import Sequence
-from worker.protocol.memory import PROMPT_LOGITS
+from worker.protocol.memory import DRAFT_LOGITS, PROMPT_LOGITS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Tokens `start` to `start + length` of one sequence, as its part of a step."""
+    """Tokens `start` to `start + length` of one sequence, as its part of a step. The last ones may be drafted."""
 
     sequence: Sequence
     row: int
@@ -27,22 +28,29 @@ class Segment:
         None  # the row's blocks, covering the tokens up to `end`; None for a cache without blocks
     )
     ahead: bool = False  # scheduled before the previous step finished: its one token is not in `sequence.tokens` yet
+    room: int = 0  # tokens that may be drafted behind the newest one: the table covers them
+    drafted: tuple[int, ...] = ()  # the segment's last tokens, which are not in `sequence.tokens`
 
     @property
     def end(self) -> int:
         return self.start + self.length
 
     @property
+    def tokens(self) -> list[int]:
+        tokens = self.sequence.tokens[self.start : self.end]
+        return [*tokens, *self.drafted] if self.drafted else tokens
+
+    @property
     def completes(self) -> bool:
         """True if this segment leaves nothing to compute, so its last logits choose the next token."""
-        return self.ahead or self.end == len(self.sequence.tokens)
+        return self.ahead or self.end - len(self.drafted) == len(self.sequence.tokens)
 
     @property
     def logits(self) -> int:
         """Number of trailing positions whose logits are needed."""
         if self.sequence.prompt_logprobs and self.start < self.sequence.prompt_tokens:
             return self.length
-        return 1 if self.completes else 0
+        return 1 + len(self.drafted) if self.completes else 0
 
     @property
     def has_image_tokens(self) -> bool:
@@ -54,7 +62,11 @@ class Segment:
 
     @property
     def is_decode(self) -> bool:
-        return self.ahead or (self.sequence.answered > 0 and self.length == 1 and self.completes)
+        return self.ahead or (self.sequence.answered > 0 and self.length == 1 + len(self.drafted) and self.completes)
+
+    def with_draft(self, drafted: Tokens[int]) -> "Segment":
+        """The segment with a draft behind its token, of up to `room` tokens."""
+        return replace(self, length=1 + len(drafted), drafted=tuple(drafted))
 
 
 Batch = tuple[Segment, ...]
@@ -186,8 +198,13 @@ class Scheduler:
         before = sum((not waiting.preempted, waiting.id) < key for waiting in self._waiting)
         self._waiting.insert(before, sequence)
 
-    def next(self, prompt_budget: int | Callable[[], int]) -> Batch:
+    def next(
+        self, prompt_budget: int | Callable[[], int], draft_length: Callable[[int], int] = lambda rows: 0
+    ) -> Batch:
         """Admit waiting sequences, then select the next step: decodes sorted by position in the cache, then prompts.
+
+        `draft_length`: tokens to draft for each of so many decoding sequences. They get room for these where some is
+        free (`Segment.room`).
 
         `prompt_budget` caps the prompt tokens of this step below the chunk size. At least one prompt token is computed
         if a prompt is waiting. A callable budget is evaluated after admission, because it depends on the running
@@ -199,7 +216,7 @@ class Scheduler:
         # Prompts that are admitted here begin in this very step, and the budget depends on their number.
         self._admit_all()
         # Decodes that are neighbours in the cache become rows of one strided view (attention/decode_plan).
-        decodes = sorted(self._decodes(), key=_cache_location)
+        decodes = sorted(self._with_room(list(self._decodes()), draft_length), key=_cache_location)
         wanted = prompt_budget if isinstance(prompt_budget, int) else prompt_budget()
         budget = max(1, min(wanted, self._chunk))
         return (*decodes, *self._prefill(budget))
@@ -300,6 +317,20 @@ class Scheduler:
                 self._requeue(youngest)
             if sequence.id in self._running:
                 yield self._segment(sequence, row, 1)
+
+    def _with_room(self, decodes: list[Segment], draft_length: Callable[[int], int]) -> list[Segment]:
+        """`decodes`, with room for drafts. Called when all of them have room for their tokens: no sequence is preempted
+        for a draft."""
+        if not any(segment.sequence.draft_limits for segment in decodes):
+            return decodes
+        length = min(draft_length(len(decodes)), DRAFT_LOGITS // len(decodes))
+        rooms = [min(length, segment.sequence.most_drafted) for segment in decodes]
+        return [
+            replace(segment, room=room)
+            if room and self._capacity.grow(segment.row, segment.start, segment.end + room)
+            else segment
+            for segment, room in zip(decodes, rooms, strict=True)
+        ]
 
     def _segment(self, sequence: Sequence, row: int, length: int) -> Segment:
         return Segment(sequence, row, sequence.computed, length, self._capacity.table(row))

@@ -4,11 +4,13 @@ A sequence counts tokens and detects its end. It knows nothing of batches, tenso
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 
 from worker.engines.transformers.schedule.lora_slots import AppliedAdapter
+from worker.engines.transformers.schedule.speculation import DraftLimits
 from worker.interface import FinishReason, GenerationRequest, PromptImages, SamplingParams
 
 
@@ -36,6 +38,9 @@ class Sequence:
     adapter: AppliedAdapter | None = None  # None: the base model
     salt: bytes = b""  # cached blocks are shared only between sequences with equal salt
     group: int | None = None  # choices of one request have the same group and prompt; one of them computes it for all
+    draft_limits: DraftLimits | None = None  # None: no speculative decoding
+    drafted: int = 0  # tokens that were drafted for it so far
+    accepted: int = 0  # of these, the tokens that became output
     computed: int = 0
     cached: int = 0  # prompt tokens found in the prefix cache at the first admission
     preempted: bool = False  # has run before and was preempted
@@ -52,9 +57,10 @@ class Sequence:
         seed: int,
         prompt: Tokens[int] = (),
         adapter: AppliedAdapter | None = None,
+        draft_limits: DraftLimits | None = None,
     ) -> "Sequence":
         """A new sequence for one choice of `request`. `prompt` replaces the request's prompt, `adapter` is the adapter
-        that the request names."""
+        that the request names, and `draft_limits` are those of the preset and the request together."""
         tokens = list(prompt or request.prompt)
         return cls(
             id=id,
@@ -69,6 +75,7 @@ class Sequence:
             prompt_images=request.prompt_images,
             adapter=adapter,
             salt=request.salt.encode(),
+            draft_limits=draft_limits,
         )
 
     @property
@@ -80,6 +87,11 @@ class Sequence:
     def pending(self) -> int:
         """Tokens without keys and values in the cache. The logits of the last one choose the next token."""
         return len(self.tokens) - self.computed
+
+    @property
+    def most_drafted(self) -> int:
+        """Most tokens that are worth drafting now: a step gives one more, and its draft must not exceed the limit."""
+        return 0 if self.draft_limits is None else max(0, min(self.draft_limits.most, self.limit - self.answered - 1))
 
     @property
     def is_decoding(self) -> bool:
@@ -136,6 +148,15 @@ class PenaltyCounts:
             if position >= prompt:
                 _uncount(self.answer, tokens[position])
         self._begin, self._end = begin, len(tokens)
+
+    def ahead(self, drafted: Tokens[int]) -> Iterator["PenaltyCounts"]:
+        """The counts after none, one, ... and all tokens of `drafted`, as if they were output. Unchanged itself."""
+        for count in range(len(drafted) + 1):
+            later = copy(self)
+            later.seen, later.answer = Counter(self.seen), Counter(self.answer)
+            later._sequence = replace(self._sequence, tokens=[*self._sequence.tokens, *drafted[:count]])
+            later.update()
+            yield later
 
 
 def _uncount(counter: Counter[int], token: int) -> None:

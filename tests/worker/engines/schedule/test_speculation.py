@@ -1,0 +1,110 @@
+"""Drafts by prompt lookup, and the choice of a draft length."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from worker.engines.transformers.schedule.sequence import PenaltyCounts, Sequence
+from worker.engines.transformers.schedule.speculation import DraftLength, PromptLookup, accepted
+
+
+@pytest.mark.parametrize(
+    ("drafted", "chosen", "count"),
+    [([], [5], 0), ([5], [5, 6], 1), ([5, 7], [5, 6, 8], 1), ([4, 5], [5, 5, 5], 0), ([5, 6], [5, None, 7], 1)],
+)
+def test_a_draft_is_accepted_up_to_the_first_difference(drafted: list[int], chosen: list[int], count: int) -> None:
+    assert accepted(drafted, chosen) == count
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.lists(st.integers(0, 3), min_size=1, max_size=60), size=st.integers(1, 4), count=st.integers(1, 8),
+    begin=st.integers(1, 60),
+)  # fmt: skip
+def test_lookup_drafts_what_followed_the_last_occurrence(text: list[int], size: int, count: int, begin: int) -> None:
+    tokens = text[: min(begin, len(text))]
+    lookup = PromptLookup(tokens, size)
+    for token in [*text[len(tokens) :], None]:
+        found = lookup.draft(count)
+        ends = [end for end in range(size, len(tokens)) if tokens[end - size : end] == tokens[-size:]]
+        if not ends or len(tokens) < size:
+            assert found == []
+        else:
+            extended = list(tokens)
+            for place in range(count):
+                extended.append(extended[ends[-1] + place])
+            assert found == extended[len(tokens) :]
+        if token is not None:
+            tokens.append(token)
+
+
+def run(
+    length: DraftLength, steps: int, seconds: dict[int, float], tokens: dict[int, float], rows: int = 4
+) -> list[int]:
+    """The lengths chosen in `steps` steps of a device and a text with these averages per step and row."""
+    source, chosen = random.Random(2), []
+    for _ in range(steps):
+        choice = length.choose(rows)
+        chosen.append(choice)
+        length.learn(rows, choice, round(rows * tokens[choice]), seconds[choice] * source.uniform(0.95, 1.1))
+    return chosen
+
+
+COSTS = {0: 1.0, 1: 1.1, 2: 1.2, 4: 1.5, 8: 2.0}
+
+
+def test_the_length_with_the_most_tokens_per_second_is_used() -> None:
+    chosen = run(DraftLength.up_to(8), 400, COSTS, {0: 1.0, 1: 1.75, 2: 2.5, 4: 3.5, 8: 4.0})
+    assert chosen[100:].count(4) > 0.85 * 300
+
+
+def test_nothing_is_drafted_where_no_length_pays() -> None:
+    length = DraftLength.up_to(8)
+    worthless = dict.fromkeys(COSTS, 1.0)
+    chosen = run(length, 1000, COSTS, worthless)
+    spent = sum(COSTS[choice] for choice in chosen)
+    assert spent < 1.03 * len(chosen), "trials cost more than they may"
+    assert run(length, 1000, COSTS, worthless).count(0) > 985, "trials become rarer"
+
+
+def test_drafts_return_when_the_text_changes() -> None:
+    length = DraftLength.up_to(8)
+    run(length, 300, COSTS, dict.fromkeys(COSTS, 1.0))
+    chosen = run(length, 1500, COSTS, {0: 1.0, 1: 2.0, 2: 3.0, 4: 5.0, 8: 9.0})
+    assert chosen[-200:].count(8) > 150
+
+
+def test_a_single_length_is_always_used() -> None:
+    assert set(run(DraftLength((4,)), 50, COSTS, dict.fromkeys(COSTS, 1.0))) == {4}
+
+
+def test_each_size_of_batch_has_a_choice_of_its_own() -> None:
+    length = DraftLength.up_to(8)
+    gains = {0: 1.0, 1: 1.75, 2: 2.5, 4: 3.5, 8: 4.0}
+    for _ in range(10):
+        run(length, 40, COSTS, gains, rows=1)
+        run(length, 40, {0: 1.0, 1: 2.0, 2: 3.0, 4: 5.0, 8: 9.0}, gains, rows=16)
+    assert run(length, 20, COSTS, gains, rows=1).count(4) > 10
+    assert run(length, 20, COSTS, gains, rows=16).count(0) > 10
+
+
+@given(
+    tokens=st.lists(st.integers(0, 4), min_size=2, max_size=12), drafted=st.lists(st.integers(0, 4), max_size=5),
+    window=st.sampled_from([-1, 0, 1, 3, 7]), prompt=st.integers(1, 3),
+)  # fmt: skip
+def test_penalties_behind_a_draft_are_those_of_the_text_with_it(
+    tokens: list[int], drafted: list[int], window: int, prompt: int
+) -> None:
+    def counts(text: list[int]) -> PenaltyCounts:
+        found = PenaltyCounts(Sequence(id=1, prompt_tokens=prompt, tokens=text, limit=99, ends=frozenset()), window)
+        found.update()
+        return found
+
+    before = counts(list(tokens))
+    for count, later in enumerate(before.ahead(drafted)):
+        expected = counts([*tokens, *drafted[:count]])
+        assert (later.seen, later.answer) == (expected.seen, expected.answer)
+    unchanged = counts(list(tokens))
+    assert (before.seen, before.answer) == (unchanged.seen, unchanged.answer)

@@ -1,0 +1,251 @@
+"""Speculative decoding: answers are the same with drafts of any quality, for every kind of request."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.worker.loaded import (
+    DEADLINE,
+    GREEDY,
+    CollectedChoice,
+    collect_choices,
+    complete_one,
+    generated,
+    generation,
+    load,
+    put_back_the_youngest,
+    reference,
+    serving,
+)
+from worker.engines.transformers.engine import TransformersEngine
+from worker.engines.transformers.loop.drafting import Drafter
+from worker.engines.transformers.loop.generation_loop import GenerationLoop
+from worker.engines.transformers.schedule.scheduler import Segment
+from worker.engines.transformers.schedule.speculation import DraftLength
+from worker.interface import GenerationRequest, Grammar, SamplingParams
+
+torch.set_num_threads(1)
+CTX, NEW = 128, 40
+WARM = SamplingParams(temperature=1.0, seed=11)
+ALWAYS = DraftLength((4,))
+
+
+class Oracle:
+    """Drafts whose tokens are those of known texts with a probability of `quality`, and random otherwise."""
+
+    def __init__(self, quality: float, texts: Sequence[Sequence[int]] = ()):
+        self.quality, self.texts = quality, [list(text) for text in texts]
+        self._random = random.Random(1)
+
+    def draft(self, segments: Sequence[Segment]) -> list[list[int]]:
+        return [self._one(segment) for segment in segments]
+
+    def _one(self, segment: Segment) -> list[int]:
+        tokens = segment.sequence.tokens
+        known: list[int] = next((text[len(tokens) :] for text in self.texts if text[: len(tokens)] == tokens), [])
+        return [
+            known[place]
+            if place < len(known) and self._random.random() < self.quality
+            else self._random.randrange(2, 500)
+            for place in range(segment.room)
+        ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make("llama", tmp_path_factory.mktemp("llama"))
+
+
+def work_of(engine: TransformersEngine) -> GenerationLoop:
+    assert engine._generation is not None
+    return engine._generation
+
+
+def drafting(engine: TransformersEngine, model: Any = None, length: DraftLength = ALWAYS) -> Drafter:
+    """Make the engine draft with `model`, always of one length."""
+    work, drafter = work_of(engine), Drafter(length, model)
+    work._backend = replace(work._backend, drafter=drafter)
+    return drafter
+
+
+def speculating(folder: Path, **changes: Any) -> TransformersEngine:
+    return load(folder, **{"ctx_size": CTX, "parallel": 4, "prefill_chunk": 16, "ngram_size": 2, **changes})
+
+
+def prompts(longest: int = 60) -> list[tuple[int, ...]]:
+    source = random.Random(3)
+    return [tuple(source.randrange(2, 500) for _ in range(length)) for length in (1, 7, 17, longest)]
+
+
+def requests() -> list[GenerationRequest]:
+    """Every kind of request."""
+    first, second, third, fourth = prompts()
+    array = Grammar("json_schema", '{"type": "array", "items": {"type": "integer"}, "maxItems": 4}', "response_format")
+    penalised = replace(WARM, repetition_penalty=1.3, presence_penalty=0.5, repeat_last_n=8)
+    return [
+        *(generation(prompt, max_tokens=NEW) for prompt in (first, second, third, fourth)),
+        generation(second, max_tokens=9, sampling=replace(WARM, temperature=1.5)),
+        generation(third, max_tokens=NEW, sampling=replace(WARM, seed=5, top_p=0.9, top_k=40, min_tokens=12)),
+        generation(fourth, max_tokens=NEW, sampling=replace(WARM, seed=6), stop=("e", "t")),
+        generation(third, max_tokens=1),
+        generation(second, max_tokens=0),
+        generation(third, max_tokens=NEW, sampling=penalised),
+        generation(third, max_tokens=NEW, sampling=replace(GREEDY, frequency_penalty=0.7)),
+        generation(third, n=3, max_tokens=11, sampling=WARM),
+        generation(fourth, max_tokens=NEW, sampling=replace(GREEDY, logprobs=3), prompt_logprobs=True),
+        generation(first, max_tokens=40, sampling=replace(WARM, seed=8), grammar=array),
+        generation(second, max_tokens=40, grammar=array),
+        generation(first, max_tokens=NEW, sampling=replace(GREEDY, ignore_eos=True), timings=True),
+        generation(second),
+    ]
+
+
+def comparable(answers: list[list[CollectedChoice]]) -> list[Any]:
+    return [
+        [
+            (
+                choice.text,
+                choice.tokens,
+                choice.finish,
+                choice.stop,
+                [(one.token, round(one.logprob or 0.0, 3)) for one in (*choice.logprobs, *choice.prompt_logprobs)],
+            )
+            for choice in choices
+        ]
+        for choices in answers
+    ]
+
+
+async def answers(engine: TransformersEngine, wanted: Sequence[GenerationRequest]) -> list[list[CollectedChoice]]:
+    async with asyncio.timeout(DEADLINE):
+        found = await asyncio.gather(*(collect_choices(engine, request) for request in wanted))
+    work_of(engine)._scheduler.check_integrity()
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[list[CollectedChoice]]:
+    """The answers without drafts."""
+
+    async def run() -> list[list[CollectedChoice]]:
+        async with serving(load(folder, ctx_size=CTX, parallel=4, prefill_chunk=16)) as engine:
+            return await answers(engine, requests())
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("quality", [0.0, 0.5, 1.0])
+async def test_every_kind_of_request_gets_the_answer_it_gets_without_drafts(
+    folder: Path, plain: list[list[CollectedChoice]], quality: float
+) -> None:
+    texts = [
+        [*request.prompt, *choice.tokens, *choice.deltas[-1].hidden_tokens]
+        for request, choices in zip(requests(), plain, strict=True)
+        for choice in choices
+    ]
+    async with serving(speculating(folder)) as engine:
+        drafter = drafting(engine, Oracle(quality, texts))
+        for _ in range(2):  # the second time with cached prefixes
+            assert comparable(await answers(engine, requests())) == comparable(plain)
+    assert drafter.drafted > 100
+    if quality == 0.0:
+        assert drafter.accepted < drafter.drafted / 10
+    if quality == 1.0:
+        assert drafter.accepted > drafter.drafted / 2
+
+
+async def test_prompt_lookup_gives_the_tokens_of_generate_and_accepts_repeated_text(folder: Path) -> None:
+    model = reference(folder)
+    async with serving(speculating(folder)) as engine:
+        drafter = drafting(engine)
+        text = prompts()[2] * 3
+        found = await asyncio.gather(*(complete_one(engine, text[:size], max_tokens=NEW) for size in (30, 34, 51)))
+        for size, choice in zip((30, 34, 51), found, strict=True):
+            assert choice.tokens == generated(model, text[:size], NEW)
+    assert drafter.drafted > 0
+
+
+async def test_preempted_sequences_with_drafts_keep_their_text(folder: Path) -> None:
+    model = reference(folder)
+    wanted = [generated(model, prompt, NEW) for prompt in prompts()]
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts(), wanted, strict=True)]
+    async with serving(speculating(folder)) as engine:
+        drafting(engine, Oracle(0.7, texts))
+        tasks = [asyncio.create_task(complete_one(engine, prompt, max_tokens=NEW)) for prompt in prompts()]
+        async with asyncio.timeout(DEADLINE):
+            while not all(task.done() for task in tasks):
+                put_back_the_youngest(engine)
+                await asyncio.sleep(0.001)
+        assert [task.result().tokens for task in tasks] == wanted
+
+
+async def test_a_pool_that_is_too_small_for_all_drafts_serves_all_texts(folder: Path) -> None:
+    model = reference(folder)
+    wanted = [generated(model, prompt, NEW) for prompt in prompts()]
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts(), wanted, strict=True)]
+    async with serving(speculating(folder, kv_tokens=CTX)) as engine:
+        drafting(engine, Oracle(1.0, texts), DraftLength((16,)))
+        found = await answers(engine, [generation(prompt, max_tokens=NEW) for prompt in prompts()])
+    assert [choice.tokens for (choice,) in found] == wanted
+
+
+@pytest.mark.parametrize("quality", [0.0, 1.0])
+async def test_sampled_tokens_keep_the_distribution_of_the_model(folder: Path, quality: float) -> None:
+    """The second and third token of many seeds, against the model's own probabilities."""
+    prompt, seeds = prompts()[1], 900
+    warm = SamplingParams(temperature=0.7, top_k=4)
+    model = reference(folder)
+    exact: dict[tuple[int, ...], float] = {}
+
+    def expand(tokens: tuple[int, ...], share: float) -> None:
+        if len(tokens) == 3:
+            exact[tokens] = share
+            return
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, -1]
+        top = logits.topk(4)
+        for token, chance in zip(top.indices.tolist(), (top.values / 0.7).softmax(-1).tolist(), strict=True):
+            expand((*tokens, token), share * chance)
+
+    expand((), 1.0)
+    likeliest = max(exact, key=lambda tokens: exact[tokens])
+    async with serving(speculating(folder, parallel=32, prefill_chunk=128)) as engine:
+        drafter = drafting(engine, Oracle(quality, [[*prompt, *likeliest]]))
+        found = await answers(
+            engine, [generation(prompt, max_tokens=3, sampling=replace(warm, seed=seed)) for seed in range(seeds)]
+        )
+    assert drafter.drafted == seeds
+    seen = Counter(tuple(choice.tokens) for (choice,) in found)
+    assert set(seen) <= set(exact)
+    # Pearson's statistic: its mean is the number of outcomes less one, its deviation the root of twice that.
+    statistic = sum((seen[tokens] - seeds * share) ** 2 / (seeds * share) for tokens, share in exact.items())
+    assert statistic < len(exact) - 1 + 5 * (2 * (len(exact) - 1)) ** 0.5
+
+
+async def test_a_request_may_turn_drafts_off_or_make_them_shorter(folder: Path) -> None:
+    lengths: list[int] = []
+
+    class Journal(Oracle):
+        def draft(self, segments: Sequence[Segment]) -> list[list[int]]:
+            lengths.extend(segment.room for segment in segments)
+            return super().draft(segments)
+
+    async with serving(speculating(folder)) as engine:
+        drafting(engine, Journal(0.0))
+        off = await complete_one(engine, prompts()[1], max_tokens=9, draft_max=0)
+        assert not lengths
+        short = await complete_one(engine, prompts()[1], max_tokens=9, draft_max=2)
+        assert max(lengths) == 2
+        dropped = await complete_one(engine, prompts()[1], max_tokens=9, draft_min=5)
+    assert off.tokens == short.tokens == dropped.tokens
+    assert [each.timings and each.timings.drafted_tokens for each in (off, dropped)] == [0, 0]
+    assert short.timings is not None
+    assert short.timings.drafted_tokens > 0

@@ -1,0 +1,80 @@
+"""Drafts for the decoding sequences of a step, and what is learned from their acceptance."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from worker.engines.transformers.loop.requests import RequestChoice
+from worker.engines.transformers.schedule.scheduler import Batch, Segment
+from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
+from worker.engines.transformers.schedule.speculation import DraftLength
+
+
+class BatchDrafter(Protocol):
+    """Drafts for several sequences at once: a draft model."""
+
+    def draft(self, segments: Sequence[Segment]) -> Sequence[Sequence[int]]:
+        """The drafts of decoding segments, of up to `room` tokens each."""
+
+
+class Drafter:
+    """Speculative decoding of one model: puts drafts into batches, and learns which length pays."""
+
+    def __init__(self, length: DraftLength, model: BatchDrafter | None = None):
+        """`model` drafts for sequences in whose text nothing was found."""
+        self.length, self._model = length, model
+        self.drafted = self.accepted = 0  # tokens since the start
+
+    def drafts_next(self, batch: Batch) -> bool:
+        """True if the step behind `batch` will contain drafts, so that it needs the tokens of `batch` on the host."""
+        return any(segment.sequence.draft_limits for segment in batch) and self.length.choose(len(batch)) > 0
+
+    def draft(self, batch: Batch, choice_of: Callable[[TokenSequence], RequestChoice]) -> Batch:
+        """`batch` with a draft in each segment that has room and for which one was found.
+
+        Segments with one token come first: they attend together.
+        """
+        if not any(segment.room for segment in batch):
+            return batch
+        found: dict[int, Sequence[int]] = {}  # by sequence id
+        for segment in batch:
+            choice = choice_of(segment.sequence)
+            if segment.room and choice.lookup is not None:
+                found[segment.sequence.id] = choice.lookup.draft(segment.room)
+        if self._model is not None:
+            rest = [segment for segment in batch if segment.room and not found.get(segment.sequence.id)]
+            for segment, tokens in zip(rest, self._model.draft(rest), strict=True):
+                found[segment.sequence.id] = tokens
+        drafted = [
+            _with_draft(segment, choice_of(segment.sequence), found.get(segment.sequence.id, ())) for segment in batch
+        ]
+        return tuple(sorted(drafted, key=lambda segment: (not segment.is_decode, len(segment.drafted) > 0)))
+
+    def learn(self, batch: Batch, tokens: int, seconds: float) -> None:
+        """Record that `batch`, which took `seconds`, gave `tokens`."""
+        if not batch or not all(segment.is_decode for segment in batch):
+            return  # the time of prompts says nothing about drafts
+        length = max(len(segment.drafted) for segment in batch)
+        chosen = self.length.choose(len(batch))
+        limits = [segment.sequence.draft_limits for segment in batch if segment.sequence.draft_limits is not None]
+        # A step without any draft, though some were wanted, is a plain one. Steps whose drafts were shortened by the
+        # requests' own limits do not show what the length is worth.
+        if limits and (length > 0) == (chosen > 0) and all(limit.most >= chosen for limit in limits):
+            self.length.learn(len(batch), chosen, tokens, seconds)
+
+    def count(self, sequence: TokenSequence, drafted: int, accepted: int) -> None:
+        """Count the tokens drafted for a sequence in a step, and those of them that became output."""
+        sequence.drafted += drafted
+        sequence.accepted += accepted
+        self.drafted += drafted
+        self.accepted += accepted
+
+
+def _with_draft(segment: Segment, choice: RequestChoice, tokens: Sequence[int]) -> Segment:
+    if tokens and choice.matcher is not None:
+        # A token that the grammar forbids would be rejected anyway, with those behind it.
+        tokens = tokens[: choice.matcher.allowed(tokens)]
+    limits = segment.sequence.draft_limits
+    if not tokens or (limits is not None and len(tokens) < limits.least):
+        return replace(segment, room=0) if segment.room else segment
+    return segment.with_draft(tokens)
