@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from router.api.call import ApiCall, ApiResult, JsonReply
 from router.api.status import wall_clock
-from router.config import ini
+from router.config import ini, serving_properties
 from router.config.presets import Preset, repository
 from router.config.resolve import REGISTERED
 from router.config.settings import ApiKey, Settings
@@ -124,7 +124,9 @@ async def register(call: ApiCall) -> ApiResult:
     if query.get("engine", "").casefold() not in _ENGINES:
         raise BadRequest(f"engine: {query['engine'][:40]} is not offered; leave it out", param="engine")
     count = _worker_count(query)
-    lines = [f"[{name}]", source, "replicas = {}-{}".format(*count.replicas)]
+    lines = [f"[{name}]", source]
+    if {"min_worker", "max_worker"} & query.keys():  # else a serving.properties in the folder decides
+        lines.append("replicas = {}-{}".format(*count.replicas))
     if device := query.get("device", "").casefold():
         if not _DEVICE.fullmatch(device):
             raise BadRequest(f"device: {device[:40]} is not a device; write cpu, or gpu0, gpu1, ...", param="device")
@@ -231,8 +233,10 @@ def _source(registry: Registry, url: str) -> tuple[str, str]:
     path = url.removeprefix("file://")
     if path.startswith("/"):
         real = allowed_folder(path, registry.settings, "url")
-        if not os.path.isfile(real / "config.json") or not str(real).isprintable():
-            raise BadRequest(f"url: {path[:200]} is not a model folder: it has no config.json", param="url")
+        is_model = any(os.path.isfile(real / name) for name in ("config.json", serving_properties.FILE))
+        if not is_model or not str(real).isprintable():
+            message = f"url: {path[:200]} is not a model folder: it has no config.json and no {serving_properties.FILE}"
+            raise BadRequest(message, param="url")
         return f"model = {json.dumps(str(real))}", real.name
     repo, revision = hub_source(url, "url", "a model")
     return f"hf-repo = {repo}:{revision}", repo.rpartition("/")[2]

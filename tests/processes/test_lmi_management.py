@@ -72,13 +72,19 @@ async def test_a_model_is_registered_described_listed_and_unregistered(tmp_path:
         assert ([each["modelName"] for each in page["models"]], "nextPageToken" in page) == (["org/mine"], False)
         await client.get("/models?reload=1")  # it stays, for as long as this router runs
         rows = (await client.get("/router/config", params={"model": "org/mine"})).json()["settings"]
-        assert {row["origin"] for row in rows if row["key"] == "queue-size"} == {"registered:5"}
+        assert {row["origin"] for row in rows if row["key"] == "queue-size"} == {"registered:4"}
         pid = (await up.workers())["org/mine"]
         response = await client.delete("/lmi/models/org/mine")
         assert response.json() == {"status": 'Model or workflow "org/mine" unregistered'}
         await up.says(r"org/mine#\d+ stopping→stopped")
         assert pid not in (await up.workers()).values()
         assert error(await client.delete("/lmi/models/org/mine"))[0] == 404
+        folder = tmp_path / "models" / "further" / "two"
+        folder.mkdir()
+        (folder / "serving.properties").write_text(f"option.model_id={url}\njob_queue_size=6\nmaxWorkers=2\n")
+        assert (await client.post("/lmi/models", params={"url": str(folder)})).status_code == 200
+        model = await described(up, "two")
+        assert (model["queueSize"], model["workerGroups"][0]["maxWorkers"]) == (6, 2)
         assert error(await client.get("/lmi/models/org/mine"))[0] == 404
         assert error(await client.delete("/lmi/models/local"))[0] == 400
 

@@ -269,6 +269,16 @@ def test_an_embedder_computes_its_longest_prompt_in_one_step() -> None:
     assert long > 15 * short
 
 
+def test_either_key_of_the_prompt_budget_decides_if_it_is_set_alone() -> None:
+    """As LMI's max_rolling_batch_prefill_tokens, which has no second limit."""
+    default, large, small = (
+        estimate(QWEN3_4B, preset(max_prefill_tokens=tokens), on_host=False) for tokens in (0, 4096, 64)
+    )
+    assert large == estimate(QWEN3_4B, preset(prefill_chunk=4096), on_host=False)
+    assert small.total < default.total < large.total
+    assert estimate(QWEN3_4B, preset(max_prefill_tokens=4096, prefill_chunk=64), on_host=False) == small
+
+
 def test_each_thread_has_a_workspace() -> None:
     long = preset(prefill_chunk=2048)
     one, many = (estimate(QWEN3_4B, long, on_host=True, threads=threads) for threads in (0, 32))
