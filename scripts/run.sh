@@ -10,5 +10,8 @@ if ! command -v "$python" >/dev/null; then
     exit 1
 fi
 "$python" "$root/scripts/bootstrap.py" --extras worker
+if [ "$(command -v router)" != "$root/.venv/bin/router" ]; then
+    echo "run.sh: to use the command \`router\` in a shell: export PATH=\"$root/.venv/bin:\$PATH\"" >&2
+fi
 # A variable, because it gives way to models that arguments and other variables name.
 ROUTER_DEMO=${ROUTER_DEMO-on} exec "$root/.venv/bin/router" "$@"

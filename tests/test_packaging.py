@@ -14,6 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from router import DISTRIBUTION
+
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
@@ -40,6 +42,10 @@ def needs() -> list[Requirement]:
 @pytest.mark.parametrize("need", needs(), ids=str)
 def test_every_dependency_has_a_pin_within_its_range(need: Requirement) -> None:
     assert need.specifier.contains(pins()[canonicalize_name(need.name)])
+
+
+def test_the_router_knows_the_name_of_its_distribution() -> None:
+    assert PROJECT["name"] == DISTRIBUTION
 
 
 def test_pins_are_sorted_names_without_local_labels() -> None:
@@ -161,6 +167,19 @@ def called(checkout: Path, script: str, *arguments: str, **variables: str) -> tu
     command = ["bash", str(checkout / "scripts" / script), *arguments]
     done = subprocess.run(command, env={**kept, **variables}, capture_output=True, text=True, check=False)
     return done.returncode, [line for line in done.stdout.splitlines() if not line.startswith("==")]
+
+
+def test_run_tells_how_to_get_the_command_into_a_shell(checkout: Path) -> None:
+    def told(path: str) -> str:
+        command = ["bash", str(checkout / "scripts/run.sh")]
+        return subprocess.run(
+            command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=True
+        ).stderr
+
+    path = f"{checkout}/.venv/bin:{os.environ['PATH']}"
+    assert told(os.environ["PATH"]).endswith(f'export PATH="{checkout}/.venv/bin:$PATH"\n')
+    assert told(path) == ""
+    assert 'export PATH="$PWD/.venv/bin:$PATH"' in script("README.md")
 
 
 def test_run_serves_the_demo_unless_the_user_decides(checkout: Path) -> None:

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import click
 
 from router import __version__
 from router.cli import client
+from router.cli.worker_packages import missing_packages
 from router.config import effective as written
 from router.config import preset_keys, settings, xdg
 from router.config.ini import Problem
@@ -344,6 +345,8 @@ def check(ctx: click.Context, /, file: str | None, effective: bool, memory: bool
     if problems:
         return _refuse(problems, as_json=as_json)
     loaded = load_catalogue(parsed, models, os.environ)
+    if lacks := _lacking_packages(loaded):
+        loaded = replace(loaded, warnings=(*loaded.warnings, Problem("", 0, "", "", lacks)))
     document, text = _document(loaded, effective=effective), _report(loaded, effective=effective)
     misfits: dict[str, str] = {}
     if effective:
@@ -396,6 +399,8 @@ def estimate_command(ctx: click.Context, /, model: str, exact: bool, forget: boo
             _print_document(estimate.document(report))
         else:
             click.echo(estimate.text(report))
+        if not chosen.preset.python and (lacks := missing_packages()):
+            click.echo(f"warning: {lacks}", err=True)
         return OK if report.fits else TOO_LARGE
 
     return _run_for_model(ctx, params, model, run, code="estimate_failed", as_json=as_json)
@@ -516,6 +521,10 @@ def _load_and_serve(given: Mapping[str, Any]) -> int:
         click.echo(f"warning: {warning}", err=True)
     if first[0].problems:
         return _refuse(first[0].problems)
+    if lacks := _lacking_packages(first[0]):
+        if not any(preset.python for preset in first[0].presets.values()):
+            return _refuse([lacks])
+        click.echo(f"warning: {lacks}", err=True)
 
     def load(further: Further) -> LoadedPresets:
         """The presets just read, at the first call; after that the current ones."""
@@ -524,6 +533,12 @@ def _load_and_serve(given: Mapping[str, Any]) -> int:
     from router.cli.serve import run  # Imported late: it brings the HTTP server, which no other command needs.
 
     return run(parsed, load, lambda: read_keys(parsed))
+
+
+def _lacking_packages(loaded: LoadedPresets) -> str:
+    """The packages that the workers of some models lack; empty if all models have an interpreter of their own."""
+    presets = loaded.presets.values()
+    return "" if presets and all(preset.python for preset in presets) else missing_packages()
 
 
 def _download(given: Mapping[str, Any]) -> int:

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+from router.cli.worker_packages import missing_packages
 from router.config.presets import Preset
 from router.errors import RouterError
 from router.launch.interface import Verb
@@ -43,6 +44,8 @@ def run_worker(
     env = environment(
         environ, verb, tag=verb, visible="", threads=threads, extra=preset.env, offline=offline, hf_token=hf_token
     )  # fmt: skip
+    if verb != "download" and not preset.python and (lacks := missing_packages()):
+        raise WorkerProgramError(f"{preset.id}: {lacks}")
     failure = ""
     # A file and not a pipe: a full pipe would block the process while its stdout is read.
     with tempfile.TemporaryFile() as errors:

@@ -26,6 +26,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from router import DISTRIBUTION
 from router.config.presets import Preset
 from router.memory.checkpoint_facts import Checkpoint, effective_ctx
 from router.memory.estimate import UNKNOWN, Estimate, Overhead, beside_steps
@@ -69,7 +70,7 @@ def key(
     executed one. `installed`: function from distribution to version, for tests.
     """
     packed = checkpoint.quantization or preset.quantization
-    libraries = ("torch", "transformers", "fleet-router", *_LIBRARIES.get(packed, ()))
+    libraries = ("torch", "transformers", DISTRIBUTION, *_LIBRARIES.get(packed, ()))
     settings = (
         effective_ctx(checkpoint, preset), preset.parallel, preset.kv_tokens, preset.kv_cache_dtype, preset.chunk,
         preset.dtype,
@@ -252,7 +253,7 @@ class LearnedEstimates:
     def _process(self, device: str, forked: bool) -> str:
         """Return the key of an overhead record. It is readable text, for a person who opens the file."""
         driver = [f"driver {self._driver}"] if device != "cpu" and self._driver else []
-        libraries = [f"{name} {version(name)}" for name in ("torch", "transformers", "fleet-router")]
+        libraries = [f"{name} {version(name)}" for name in ("torch", "transformers", DISTRIBUTION)]
         return ", ".join([device, *driver, *libraries, "forked" if forked else "executed"])
 
     def load_seconds(self, key: str) -> float | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from router import DISTRIBUTION
 from router.config.presets import HUB, Preset
 from router.errors import LoadFailed
 from router.memory import checkpoint
@@ -25,7 +26,7 @@ class Snapshots:
         self._demo = state / "demo"
         self._offline = offline
         self._prepare = prepare
-        versions = [version(name) for name in ("transformers", "tokenizers", "fleet-router")]
+        versions = [version(name) for name in ("transformers", "tokenizers", DISTRIBUTION)]
         self.conversions = ConvertedSnapshots(state / "converted", versions=versions)
         # Folders of demo models, by name; only `worker download` knows where it makes them.
         self._made: dict[str, str] = {}

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router import DISTRIBUTION
 from router.config.presets import Preset
 from router.memory.checkpoint_facts import Checkpoint
 from router.memory.estimate import Estimate
@@ -410,7 +411,7 @@ def test_measurements_with_other_library_versions_are_not_used(file: Path) -> No
     known = LearnedEstimates(file)
     now = key(facts, preset, ["cpu"], installed=with_new(""))
     known.record(now, GUESS, [190])
-    for name in ("torch", "transformers", "fleet-router"):
+    for name in ("torch", "transformers", DISTRIBUTION):
         assert known.learned(key(facts, preset, ["cpu"], installed=with_new(name))) is None
     assert key(facts, preset, ["cpu"], installed=with_new("gptqmodel")) == now, "nothing of it is packed"
     one, other = (key(packed, preset, ["cpu"], installed=with_new(name)) for name in ("", "gptqmodel"))
