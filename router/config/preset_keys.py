@@ -80,8 +80,6 @@ REFUSED: tuple[RefusedOption, ...] = (
     RefusedOption("record-acceptance-rate", _DRAFT, neutral=_OFF, is_flag=True),
     RefusedOption("num-experts", 'config-override = {"num_experts_per_tok": N} does it'),
     RefusedOption("conv-template", "write the template into chat-template or chat-template-file"),
-    RefusedOption("response-template", "tool calls and reasoning stay in the text",
-                  also=("tool-call-parser", "reasoning-parser"), neutral="none"),
     RefusedOption("reasoning", 'chat-template-kwargs = {"enable_thinking": false} turns it off for many models',
                   also=("rea",), neutral="auto"),
     RefusedOption("reasoning-format", "reasoning stays in the text", neutral="none", env=("LLAMA_ARG_THINK",)),
@@ -156,6 +154,10 @@ MEANINGLESS: tuple[MeaninglessOption, ...] = (
     *(MeaninglessOption(name, is_flag=True) for name in _MEANINGLESS_FLAGS.split()),
     *(MeaninglessOption(name) for name in _MEANINGLESS_VALUES.split()),
     *(MeaninglessOption(name) for name in _MEANINGLESS_IN_LMI.split()),
+    *(
+        MeaninglessOption(name, why="the chat template shows the format of tool calls and reasoning")
+        for name in ("response-template", "tool-call-parser", "reasoning-parser")
+    ),
 )
 # Names with a different meaning in LMI's settings.
 _IN_LMI: Mapping[str, MeaninglessOption] = {

@@ -102,7 +102,8 @@ def find_preset(name: str, loaded: LoadedPresets, model_flags: Mapping[str, str]
         text, folder=folder, disk=LocalDisk(), flags=model_flags, environ=environ, working=folder
     )  # fmt: skip
     if alone.problems:
-        raise ConfigError([problem.message for problem in alone.problems])
+        # The text has no file; a serving.properties in the folder has one.
+        raise ConfigError([str(replace(each, section="")) if each.file else each.message for each in alone.problems])
     return replace(alone.presets["model"], id=name)
 
 

@@ -356,6 +356,14 @@ def test_check_reports_models_that_no_empty_device_holds(tmp_path: Path, capsys:
     assert main(["check", *options, "--device-limit", "cuda:9=5"]) == 2
 
 
+def test_a_fault_in_the_serving_properties_of_a_folder_names_its_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "serving.properties").write_text("option.model_id=org/name\noption.max_model_lenn=1")
+    assert main(["estimate", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f'{tmp_path}/serving.properties:2: unknown key "option.max_model_lenn"')
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
