@@ -176,7 +176,7 @@ class _Resolution:
             folder = next((entry.path for entry in found if entry.id.casefold() == id.casefold()), "")
         file = f"{folder}/{serving_properties.FILE}" if folder else ""
         if file and imported is None and _DOWNLOADED.search(folder):
-            return settings  # It is the text of a stranger, who may not decide to run code.
+            return settings  # Its author decides nothing on this machine.
         if not file or self._disk.kind(file) != "file":
             if imported is not None:
                 self._fail(imported.place, f"import: no file {file}")
@@ -188,7 +188,19 @@ class _Resolution:
             own = {name: setting for name, setting in own.items() if name not in SOURCES}
         elif imported is not None:
             lmi["model"] = Setting(folder, PROPERTIES, imported.place, "model")
+        if imported is None and self._disk.kind(folder) == "snapshot":
+            self._distrust(lmi, settings)
         return general | lmi | own | over
+
+    def _distrust(self, lmi: Layer, others: Layer) -> None:
+        """Drop trust-remote-code from a serving.properties that may have come with the model."""
+        trust = lmi.pop("trust-remote-code", None)
+        allowed = others.get("trust-remote-code")
+        if trust is None or not trust.value or (allowed is not None and (allowed.value or allowed.rank > PROPERTIES)):
+            return
+        message = "the author of the model cannot allow its code; give --trust-remote-code or"
+        rest = "HF_MODEL_TRUST_REMOTE_CODE=true, or write import = this folder into a section"
+        self._fail(trust.place, f"{trust.place.key}: {message} {rest}")
 
     def _preset(self, section: ini.Section, settings: Layer, found: Sequence[FoundModel]) -> Preset | None:
         place = Problem(section.file or self._file, section.line, section.name, "", "")

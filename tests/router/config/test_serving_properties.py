@@ -177,6 +177,20 @@ def test_the_file_of_a_downloaded_repository_is_read_only_if_a_section_imports_i
     assert read(f"[m]\nimport = {folder}", disk=found).presets["m"].trust_remote_code
 
 
+def test_a_file_that_came_with_the_model_cannot_allow_its_code() -> None:
+    found = disk("option.trust_remote_code=true", "/m/x/config.json")
+    (problem,) = complaints("[m]\nmodel = /m/x", disk=found)
+    assert "the author of the model cannot allow its code; give --trust-remote-code or" in problem
+    assert read("[m]\nimport = /m/x", disk=found).presets["m"].trust_remote_code
+    assert not read("[m]\nmodel = /m/x", disk=disk("option.trust_remote_code=false", "/m/x/config.json")).problems
+    for allowed in ({"flags": {"trust-remote-code": "on"}}, {"environ": {"HF_MODEL_TRUST_REMOTE_CODE": "true"}}):
+        assert read("[m]\nmodel = /m/x", disk=found, **allowed).presets["m"].trust_remote_code
+    assert not read("[m]\nmodel = /m/x\ntrust-remote-code = off", disk=found).presets["m"].trust_remote_code
+    assert complaints("[*]\ntrust-remote-code = off\n[m]\nmodel = /m/x", disk=found)
+    alone = disk("option.trust_remote_code=true\noption.model_id=org/name")
+    assert read("[m]\nmodel = /m/x", disk=alone).presets["m"].trust_remote_code
+
+
 def test_the_prefix_option_may_stand_in_a_section() -> None:
     loaded = read(f"[m]\n{STARTER}")
     assert (loaded.problems, loaded.warnings, loaded.presets["m"].parallel) == ((), (), 64)
