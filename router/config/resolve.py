@@ -213,6 +213,9 @@ class _Resolution:
         self._place(settings, fields)
         self._chunk(settings, fields)
         self._replicas(settings, fields)
+        for name in ("required-memory", "reserved-memory"):
+            if name in settings and not self._is_for_device(settings[name], fields):
+                fields.pop(preset_keys.BY_NAME[name].field)
         self._template(settings, fields)
         self._adapters(settings, fields)
         origins = {name: setting.origin for name, setting in settings.items()}
@@ -401,9 +404,11 @@ class _Resolution:
         on_cpu = fields.get("device") == ("cpu",)
         applies = not (setting.name.startswith("gpu.") and on_cpu)
         if not applies:
-            self._warn(setting.place, f"{setting.name} has no effect, because device is cpu; remove one of the two")
+            self._warn(
+                setting.place, f"{setting.place.key} has no effect, because device is cpu; remove one of the two"
+            )
         elif setting.name.startswith("cpu.") and not on_cpu:
-            self._warn(setting.place, f"{setting.name} applies on every device; write device = cpu, or replicas")
+            self._warn(setting.place, f"{setting.place.key} applies on every device; write device = cpu, or replicas")
         return applies
 
     def _template(self, settings: Layer, fields: dict[str, Any]) -> None:
