@@ -96,6 +96,22 @@ def test_the_starter_configuration_is_a_preset_in_each_place(place: str, further
     assert rows["hf-repo"] == ("org/name", "/m/x/serving.properties:5")
 
 
+GUIDES = {
+    "vLLM": "engine=Python\noption.tensor_parallel_degree=max\noption.model_id=org/name\noption.rolling_batch=vllm\n"
+    "# Adjust\noption.max_rolling_batch_size=64",
+    "HuggingFace Accelerate": "engine=Python\n# use scheduler\noption.rolling_batch=scheduler\n"
+    "option.model_id=org/name\noption.tensor_parallel_degree=max",
+    "common configurations": "engine=MPI\noption.model_id=org/name\noption.trust_remote_code=true\n"
+    "option.tensor_parallel_degree=4\noption.max_rolling_batch_size=32\noption.rolling_batch=auto",
+}
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_the_starter_configurations_of_other_guides_load_without_a_warning(guide: str) -> None:
+    loaded = read("[m]\nmodel = /m/x", disk=disk(GUIDES[guide]), strict=True)
+    assert (loaded.problems, loaded.warnings, loaded.presets["m"].repo) == ((), (), "org/name")
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_without_a_model_id_the_model_is_in_the_folder(place: str) -> None:
     text = "option.max_rolling_batch_size=64"
