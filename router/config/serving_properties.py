@@ -37,7 +37,8 @@ def parse(text: str, *, file: str, name: str) -> tuple[Section, list[Problem]]:
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
     """Lines with their numbers, without blank lines and comments; continued lines are joined."""
     begun, first = "", 0
-    for number, raw in enumerate([*text.removeprefix("\ufeff").splitlines(), ""], start=1):
+    # Not splitlines(): it ends lines at further characters, such as U+2028.
+    for number, raw in enumerate([*re.split(r"\r\n|\r|\n", text.removeprefix("\ufeff")), ""], start=1):
         line = raw.lstrip()
         if not begun and (not line or line[0] in "#!"):
             continue

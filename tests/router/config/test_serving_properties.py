@@ -50,6 +50,7 @@ def pairs(text: str) -> list[tuple[str, str]]:
         ("a = b\\\\\nc = d", [("a", "b\\"), ("c", "d")]),
         ("a = \\u00e9\\t\\=\\n", [("a", "é\t=")]),
         ("a=b\r\nc=d\r\n", [("a", "b"), ("c", "d")]),
+        ("a=b\u2028c=d", [("a", "b\u2028c=d")]),
         ("a = b\\", [("a", "b")]),
         ("\ufeffa=b", [("a", "b")]),
     ],
