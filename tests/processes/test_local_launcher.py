@@ -8,7 +8,7 @@ import signal
 import stat
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from router.launch.process import known
 from router.launch.process_table import RunFolderError, adopt_orphans, find_orphans
 from router.launch.worker_client import Exchange, Unreachable, WorkerClientError
 from router.launch.worker_process import EXIT_WAIT, LocalWorker, device_names
-from router.planner.ledger import Bytes
+from router.planner.ledger import Bytes, DeviceId
 from tests.fakes import (
     CPU,
     DEADLINE,
@@ -181,12 +181,21 @@ async def test_a_place_is_sent_by_uuid_and_a_measurement_returns_by_device(launc
 
 
 async def test_a_pulse_brings_a_new_measurement(launcher: LocalLauncher) -> None:
-    pulses: asyncio.Queue[Event] = asyncio.Queue()
+    seen: asyncio.Queue[tuple[Event, Mapping[DeviceId, int]]] = asyncio.Queue()
+    started: list[LocalWorker] = []
+
+    def record(event: Event) -> None:
+        # Before the next pulse, which may bring another figure.
+        seen.put_nowait((event, dict(started[0].measured) if started else {}))
+
     program = fake_program("m", pulse_interval=0.05)
-    async with serve(launcher, program, listen=pulses.put_nowait) as worker:
-        while not isinstance(pulse := await pulses.get(), Pulse):
+    async with serve(launcher, program, listen=record) as worker:
+        started.append(worker)
+        while not (isinstance((event := await seen.get())[0], Pulse) and event[1]):
             pass
-        assert worker.measured == {CPU: pulse.measured["cpu"]}
+        pulse, measured = event
+        assert isinstance(pulse, Pulse)
+        assert measured == {CPU: pulse.measured["cpu"]}
 
 
 async def test_leaving_waits_until_the_driver_has_settled(launcher: LocalLauncher, devices: FixedDevices) -> None:
