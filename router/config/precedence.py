@@ -3,6 +3,7 @@
 Pure functions; the disk (does this path exist?) is read through `DiskReader`.
 """
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -11,14 +12,13 @@ from typing import Any, Literal, Protocol
 
 import click
 
-from router.config import ini, preset_keys, serving_properties
+from router.config import chat_templates, ini, preset_keys, serving_properties
 from router.config.ini import Problem
-from router.config.option_types import Strings, sendable, shown
+from router.config.option_types import Strings, nearest, sendable, shown
 from router.config.preset_keys import MeaninglessOption, RefusedOption, Spelling
 from router.config.presets import ADAPTER_NAME, HUB, REPO, PresetKey, repository
 from router.config.settings import BY_FLAG, BY_VARIABLE, LATER
 
-ALL_LAYERS = 99  # n-gpu-layers from this number on means `all`, as is usual among users of llama.cpp
 CLIENT_VARIABLES = frozenset({"ROUTER_URL"})  # variables of client commands, which a server ignores
 _SCALE = re.compile(r"-?[0-9]{1,4}(\.[0-9]{1,6})?")
 
@@ -73,6 +73,20 @@ def _side(name: str) -> int:
     return {"gpu.": 2, "cpu.": 0}.get(name[:4], 1)
 
 
+def _named_template(name: str) -> str:
+    """The Jinja text of a template of llama-server. Raises ValueError with the way out."""
+    if name in chat_templates.NAMES:
+        return chat_templates.jinja(name)
+    if name in chat_templates.NOT_OFFERED:
+        raise ValueError(
+            f"{name} is not offered by this version; remove it to use the checkpoint's own template, or write one into"
+            " chat-template-file"
+        )
+    near = nearest(name, chat_templates.NAMES)
+    hint = f"; did you mean {near}?" if near else "; see chat-template-file"
+    raise ValueError(f"{shown(name)} is neither Jinja text nor the name of a template{hint}")
+
+
 class ProblemCollector:
     """Problems and warnings of one resolution. Collecting them shows the user all problems at once."""
 
@@ -108,7 +122,7 @@ class SettingReader:
         self._file, self._folder, self._working = file, folder, working
         self._environ, self._strict = environ, strict
         self._folders: dict[str, str] = {}  # of the files of LMI that were read, by file
-        self._warned: set[str] = set()
+        self._ignored: dict[str, list[Problem]] = {}  # places of options without a meaning here, by name
 
     def section(self, section: ini.Section, rank: int) -> Layer:
         """The settings of `[*]` or `[id]`."""
@@ -214,10 +228,7 @@ class SettingReader:
             return
         word = spelling.word
         if isinstance(word, MeaninglessOption):
-            if word.name not in self._warned:
-                self._warned.add(word.name)
-                message = f'"{written.lstrip("-")}" {word.message}'
-                (self._fail if self._strict else self._warn)(place, message)
+            self._ignore(word, spelling, written, text, place)
             return
         try:
             text = spelling.text(text)
@@ -233,6 +244,24 @@ class SettingReader:
             yield from self._variables(text, place)
         else:
             yield spelling, text
+
+    def _ignore(self, word: MeaninglessOption, spelling: Spelling, written: str, text: str, place: Problem) -> None:
+        """Record an option without a meaning here, unless its value changes nothing. `finish` warns about it."""
+        with contextlib.suppress(click.BadParameter):  # it has no effect, whatever it says
+            text = spelling.text(text)
+        if word.accepts(text):
+            return
+        message = f'"{written.lstrip("-")}" {word.message}'
+        if self._strict:
+            self._fail(place, message)
+        else:
+            self._ignored.setdefault(word.name, []).append(replace(place, message=message))
+
+    def finish(self) -> None:
+        """Warn about options without a meaning here: once for each, naming all sections that have it."""
+        for first, *further in self._ignored.values():
+            sections = dict.fromkeys(f"[{place.section}]" for place in further if place.section != first.section)
+            self._warn(first, f"{first.message}; the same in {', '.join(sections)}" if sections else first.message)
 
     def _variables(self, text: str, place: Problem) -> Iterator[tuple[Spelling, str]]:
         for pair in text.split(","):
@@ -287,10 +316,8 @@ class SettingReader:
             raise ValueError(f"no folder {value}; a tokenizer of the hub must be downloaded first")
         if key.name == "python" and "/" in value and self.disk.kind(value) != "file":
             raise ValueError(f"no file {value}")
-        if key.name == "n-gpu-layers" and 0 < value < ALL_LAYERS:
-            raise ValueError("layers in host memory are not offered by this version: remove it, or write 0 for cpu")
         if key.name == "chat-template" and value and not ("{{" in value or "{%" in value):
-            raise ValueError("is no Jinja text; names of built-in templates are not known here, see chat-template-file")
+            value = _named_template(value)
         return value
 
     def _adapter(self, item: str, place: Problem, *, scaled: bool) -> str:

@@ -16,6 +16,14 @@ _FLAG = Flag()
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 
 
+def _is_one_of(text: str, values: str) -> bool:
+    """True if `text` is one of the values, which are separated by blanks; numbers are compared as such."""
+    try:
+        return float(text) in [float(value) for value in values.split()]
+    except ValueError:
+        return text.strip().lower() in values.split()
+
+
 @dataclass(frozen=True)
 class RefusedOption:
     """An option that this version does not offer. Values of `neutral` match its behaviour anyway and are accepted.
@@ -32,7 +40,7 @@ class RefusedOption:
     means: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def accepts(self, text: str) -> bool:
-        return not text.strip() or text.strip().lower() in self.neutral.split()
+        return not text.strip() or _is_one_of(text, self.neutral)
 
     @property
     def message(self) -> str:
@@ -41,11 +49,15 @@ class RefusedOption:
 
 @dataclass(frozen=True)
 class MeaninglessOption:
-    """An option of another server that has no effect here."""
+    """An option of another server that has no effect here. Values of `neutral` have none there, either."""
 
     name: str
     is_flag: bool = False
     why: str = ""
+    neutral: str = ""  # separated by blanks
+
+    def accepts(self, text: str) -> bool:
+        return _is_one_of(text, self.neutral)
 
     @property
     def message(self) -> str:
@@ -58,7 +70,6 @@ _OFF = "off false no disabled 0 none"
 _ON = "on true yes enabled 1 auto"
 _DOWNLOAD = "download the model and write model = its folder, or hf-repo = org/name"
 _DRAFT = "answers are the same without a draft model"
-_FIT = "choose ctx-size and parallel yourself"
 
 REFUSED: tuple[RefusedOption, ...] = (
     RefusedOption("hf-file", "it names a GGUF file; use a safetensors repository", also=("hff",)),
@@ -70,9 +81,9 @@ REFUSED: tuple[RefusedOption, ...] = (
     RefusedOption("cpu-offload", "device = cpu keeps all of it in host memory",
                   also=("cpu-offload-gb-per-gpu", "cpu-offload-gb"), neutral="0"),
     RefusedOption("gpu-balance", "the emptiest device is taken first", neutral=_ON, is_flag=True),
-    RefusedOption("fit", _FIT, neutral=_OFF),
-    RefusedOption("fit-ctx", _FIT, also=("fitc",), neutral="4096"),
-    RefusedOption("fit-target", "--models-memory-margin keeps memory free", also=("fitt",)),
+    # A model takes what is free between one request of ctx-size and `parallel` of them.
+    RefusedOption("fit", "write on or off", neutral=f"{_ON} {_OFF}"),
+    RefusedOption("cache-prompt", neutral=_ON, is_flag=True, means={"off": ("prefix-caching", "off")}),
     RefusedOption("model-draft", _DRAFT, also=("md", "spec-draft-model", "speculative-draft-model")),
     RefusedOption("hf-repo-draft", _DRAFT,
                   also=("hfd", "hfrd", "spec-draft-hf"), env=("LLAMA_ARG_SPEC_DRAFT_HF_REPO",)),
@@ -113,35 +124,31 @@ REFUSED: tuple[RefusedOption, ...] = (
 # All other options in the documentation of llama-server and LMI: first switches, then options with a value.
 _MEANINGLESS_FLAGS = """
 swa-full perf escape e kv-offload kvo nkvo repack nr no-host mlock mmap direct-io dio cpu-moe cmoe check-tensors
-op-offload ignore-eos backend-sampling bs kv-unified kvu context-shift special sp warmup spm-infill mmproj-auto
-mmproj-offload jinja prefill-assistant cache-prompt cache-idle-slots lora-init-without-apply skip-chat-parsing metrics
-props reuse-port webui ui-mcp-proxy webui-mcp-proxy agent ag reasoning-preserve log-disable log-jsonl log-prefix
-log-timestamps verbose v log-verbose cors-credentials no-ui spec-default spec-draft-backend-sampling spec-draft-cpu-moe
-cmoed cpu-moe-draft enable-chunked-prefill enable-streaming low-cpu-mem-usage parallel-loading
+op-offload backend-sampling bs kv-unified kvu context-shift special sp spm-infill mmproj-auto mmproj-offload
+prefill-assistant cache-idle-slots lora-init-without-apply skip-chat-parsing props reuse-port webui ui-mcp-proxy
+webui-mcp-proxy agent ag reasoning-preserve log-disable log-jsonl log-prefix log-timestamps verbose v log-verbose
+cors-credentials no-ui spec-default spec-draft-backend-sampling spec-draft-cpu-moe cmoed cpu-moe-draft
+enable-chunked-prefill enable-streaming low-cpu-mem-usage parallel-loading
 """
 _MEANINGLESS_VALUES = """
 threads-batch tb cpu-mask C cpu-range Cr cpu-strict prio poll cpu-mask-batch Cb cpu-range-batch Crb cpu-strict-batch
 prio-batch poll-batch keep defrag-thold dt rpc load-mode lm lazy-mode lzm numa override-tensor ot n-cpu-moe ncmoe
 moe-cache-mib n-cpu-ffn ncffn override-kv control-vector control-vector-scaled control-vector-layer-range log-colors
-verbosity lv log-verbosity samplers sampler-seq sampling-seq top-nsigma top-n-sigma xtc-probability xtc-threshold
-typical typical-p dry-multiplier dry-base dry-allowed-length dry-penalty-last-n dry-sequence-breaker adaptive-target
-adaptive-decay dynatemp-range dynatemp-exp mirostat mirostat-lr mirostat-ent logit-bias l grammar grammar-file
-json-schema j json-schema-file jf lookup-cache-static lcs lookup-cache-dynamic lcd kv-unified-per-slot ctx-checkpoints
-ctxcp swa-checkpoints checkpoint-min-step cms cache-ram cram reverse-prompt r mmproj mm mmproj-url mmu mmproj-device
-mmdev image-min-tokens image-max-tokens mtmd-batch-max-tokens video-fps video-timestamp-interval video-ffmpeg-dir path
-cors-methods cors-headers ui-config webui-config ui-config-file webui-config-file tools tools-runtime
-mcp-servers-config mcp-servers-json threads-http cache-reuse slot-save-path media-path slot-prompt-similarity sps
-log-prompts-dir reasoning-effort reasoning-budget reasoning-budget-message spec-draft-p-min draft-p-min
-spec-draft-p-split draft-p-split spec-draft-threads td threads-draft spec-draft-threads-batch tbd threads-batch-draft
-spec-draft-type-k ctkd cache-type-k-draft spec-draft-type-v ctvd cache-type-v-draft spec-draft-device devd device-draft
-spec-draft-ngl ngld gpu-layers-draft n-gpu-layers-draft spec-draft-sampling spec-draft-n-cpu-moe ncmoed n-cpu-moe-draft
-spec-draft-ncmoe spec-draft-cpu-mask Cd cpu-mask-draft spec-draft-cpu-range Crd cpu-range-draft spec-draft-cpu-strict
-cpu-strict-draft spec-draft-prio prio-draft spec-draft-poll poll-draft spec-draft-cpu-mask-batch Cbd
-cpu-mask-batch-draft spec-draft-cpu-strict-batch cpu-strict-batch-draft spec-draft-prio-batch prio-batch-draft
-spec-draft-poll-batch poll-batch-draft spec-ngram-mod-n-min spec-ngram-mod-n-max
-spec-ngram-simple-size-m spec-ngram-simple-min-hits spec-ngram-map-k-size-m spec-ngram-map-k-min-hits
-spec-ngram-map-k4v-size-m spec-ngram-map-k4v-min-hits spec-draft-override-tensor otd override-tensor-draft
-lora-extra-vocab-size device-map max-batch-delay
+verbosity lv log-verbosity lookup-cache-static lcs lookup-cache-dynamic lcd kv-unified-per-slot ctx-checkpoints ctxcp
+swa-checkpoints checkpoint-min-step cms cache-ram cram mmproj-url mmu mmproj-device mmdev image-min-tokens
+image-max-tokens mtmd-batch-max-tokens video-fps video-timestamp-interval video-ffmpeg-dir path cors-methods
+cors-headers ui-config webui-config ui-config-file webui-config-file tools tools-runtime mcp-servers-config
+mcp-servers-json threads-http cache-reuse slot-save-path media-path slot-prompt-similarity sps log-prompts-dir
+reasoning-budget-message spec-draft-p-min draft-p-min spec-draft-p-split draft-p-split spec-draft-threads td
+threads-draft spec-draft-threads-batch tbd threads-batch-draft spec-draft-type-k ctkd cache-type-k-draft
+spec-draft-type-v ctvd cache-type-v-draft spec-draft-device devd device-draft spec-draft-ngl ngld gpu-layers-draft
+n-gpu-layers-draft spec-draft-sampling spec-draft-n-cpu-moe ncmoed n-cpu-moe-draft spec-draft-ncmoe
+spec-draft-cpu-mask Cd cpu-mask-draft spec-draft-cpu-range Crd cpu-range-draft spec-draft-cpu-strict cpu-strict-draft
+spec-draft-prio prio-draft spec-draft-poll poll-draft spec-draft-cpu-mask-batch Cbd cpu-mask-batch-draft
+spec-draft-cpu-strict-batch cpu-strict-batch-draft spec-draft-prio-batch prio-batch-draft spec-draft-poll-batch
+poll-batch-draft spec-ngram-mod-n-min spec-ngram-mod-n-max spec-ngram-simple-size-m spec-ngram-simple-min-hits
+spec-ngram-map-k-size-m spec-ngram-map-k-min-hits spec-ngram-map-k4v-size-m spec-ngram-map-k4v-min-hits
+spec-draft-override-tensor otd override-tensor-draft lora-extra-vocab-size device-map max-batch-delay
 """
 # All other options in the documentation of DJL Serving and LMI, first of a model, then of the server.
 _MEANINGLESS_IN_LMI = """
@@ -150,7 +157,27 @@ waiting-steps record-octopus disable-flash-attn block-size disable-log-stats dis
 guided-decoding-backend enable-auto-tool-choice opts fail-fast wait-model-loading number-of-netty-threads
 allow-multi-status cors-allowed-methods cors-allowed-headers plugin-folder use-native-io io-ratio model-url-pattern
 """
+# Samplers of llama-server that the engine does not have, by name, with the values that turn each off.
+_SAMPLERS: Mapping[str, str] = {
+    "typical": "1", "typical-p": "1", "top-nsigma": "0 -1", "top-n-sigma": "0 -1", "xtc-probability": "0",
+    "xtc-threshold": "0.1 1", "dry-multiplier": "0", "dry-base": "1.75", "dry-allowed-length": "2",
+    "dry-penalty-last-n": "-1 0 64", "dry-sequence-breaker": "none", "adaptive-target": "-1", "adaptive-decay": "0.9",
+    "dynatemp-range": "0", "dynatemp-exp": "1", "mirostat": "0", "mirostat-lr": "0.1", "mirostat-ent": "5",
+}  # fmt: skip
 MEANINGLESS: tuple[MeaninglessOption, ...] = (
+    *(MeaninglessOption(name, why="answers are sampled without it", neutral=off) for name, off in _SAMPLERS.items()),
+    *(
+        MeaninglessOption(name, why="--models-memory-margin keeps memory free", neutral="1024")
+        for name in ("fit-target", "fitt")
+    ),
+    *(
+        MeaninglessOption(name, why="a request has ctx-size tokens at least", neutral="4096")
+        for name in ("fit-ctx", "fitc")
+    ),
+    *(MeaninglessOption(name, why="images need no file of their own") for name in ("mmproj", "mm")),
+    MeaninglessOption("jinja", is_flag=True, why="chat templates are always Jinja", neutral="on"),
+    MeaninglessOption("metrics", is_flag=True, why="GET /metrics is always there", neutral="on"),
+    MeaninglessOption("warmup", is_flag=True, why="only accelerators are warmed up", neutral="on"),
     *(MeaninglessOption(name, is_flag=True) for name in _MEANINGLESS_FLAGS.split()),
     *(MeaninglessOption(name) for name in _MEANINGLESS_VALUES.split()),
     *(MeaninglessOption(name) for name in _MEANINGLESS_IN_LMI.split()),

@@ -45,6 +45,7 @@ ADAPTER_NAME = re.compile(
 HUB = "hub:"  # prefix of the repository of an adapter that is not downloaded yet
 ALL_DEVICES = 1 << 20  # the value of `max` for a number of devices
 DEFAULT_CHUNK = 512  # tokens; llama-server's ubatch-size
+ALL_LAYERS = 99  # n-gpu-layers from this number on means `all`, as is usual among users of llama.cpp
 DEFAULT_LORA_RANK = 16  # for adapters whose rank is not known; the default of vLLM's max_lora_rank
 _FLAG = Flag()
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,191}"
@@ -377,6 +378,8 @@ class Preset:
     sampling: Mapping[str, float | int | str | tuple[str, ...]] = field(default_factory=dict)  # by key: temp, stop, ...
     rope: Mapping[str, float | str] = field(default_factory=dict)  # by key, without values that change nothing
     env: Mapping[str, str] = field(default_factory=dict)
+    # The layers on accelerators (n-gpu-layers); no engine can keep the others elsewhere.
+    gpu_layers: int = ALL_LAYERS
     # ctx-size is that of all models ([*], a flag or a variable), so each gets its own maximum at most.
     caps_ctx: bool = field(default=False, compare=False)
     strict_fields: bool = False
@@ -415,7 +418,8 @@ _OTHER_KEYS: tuple[PresetKey, ...] = (
         help="settings of LMI's serving.properties, and the model that it names or stands beside"),
     PresetKey(name="n-gpu-layers",
         kind=Integer(0, 1 << 20, {"auto": 1 << 20, "all": 1 << 20, "-1": 1 << 20, "-2": 1 << 20}),
-        group=PLACEMENT, also=("ngl", "gpu-layers"), help="0: device = cpu; all, auto, or 99 and more: all layers"),
+        group=PLACEMENT, also=("ngl", "gpu-layers"),
+        help="0: device = cpu; all, auto, or not less than the model has: all layers"),
     *(
         PresetKey(name=f"{word}-workers", kind=Integer(0, 1000), group=PLACEMENT,
             also=(f"{word}Workers", f"gpu.{word}Workers", f"cpu.{word}Workers"), live=True,

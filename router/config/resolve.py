@@ -17,6 +17,7 @@ from router.config.precedence import OWN, PROPERTIES, STAR, DiskReader, Layer, S
 from router.config.presets import (
     ADAPTER_NAME,
     ALL_DEVICES,
+    ALL_LAYERS,
     DEFAULT_CHUNK,
     DEFAULT_LORA_RANK,
     DEFAULTS,
@@ -157,6 +158,7 @@ class _Resolution:
             if preset is not None:
                 presets[preset.id] = preset
         self._check_prefetch(presets, layers)
+        self._reader.finish()
         problems, warnings = tuple(self._collector.problems), tuple(self._collector.warnings)
         return LoadedPresets({} if problems else presets, problems, warnings, named)
 
@@ -367,6 +369,8 @@ class _Resolution:
     def _apply_gpu_layers(self, settings: Layer, fields: dict[str, Any]) -> None:
         """Treat n-gpu-layers = 0 as device = cpu, unless `device` is set with higher precedence."""
         layers, device = settings.get("n-gpu-layers"), settings.get("device")
+        if layers is not None and 0 < layers.value < ALL_LAYERS:
+            fields["gpu_layers"] = layers.value
         if layers is None or layers.value:
             return
         if device is None or device.rank < layers.rank or (device.rank == layers.rank and not device.value):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Any
 
-from router.config.presets import ALL_DEVICES, Preset
+from router.config.presets import ALL_DEVICES, ALL_LAYERS, Preset
 from router.errors import LoadFailed
 from router.memory import learned, tensor_parallel
 from router.memory.checkpoint_facts import Checkpoint, EstimateError, UnknownArchitecture
@@ -59,6 +59,11 @@ def choices(
     `order`: the same devices in the order in which lists of the preset count them. `room`: bytes that could ever be
     free on each. Raises Indivisible if the preset asks for something impossible.
     """
+    if preset.gpu_layers < min(facts.layers, ALL_LAYERS) and any(device.index != HOST for device in devices):
+        raise Indivisible(
+            f"{preset.id}: n-gpu-layers = {preset.gpu_layers} leaves {facts.layers - preset.gpu_layers} of"
+            f" {facts.layers} layers in host memory, which the engine {preset.engine} cannot do; remove it, or write 0"
+        )
     if preset.tensor_parallel > 1 or preset.split_mode == "tensor":
         yield from _divided(facts, preset, devices, order, room)
         return

@@ -151,7 +151,10 @@ def test_a_key_sets_its_field_in_any_spelling(line: str, field: str, value: Any)
 @pytest.mark.parametrize(
     "line",
     [
-        "replicas = 1", "split-mode = none", "sm = auto", "fit = off",
+        "replicas = 1", "split-mode = none", "sm = auto", "fit = off", "fit = on",
+        "fit-target = 1024", "fitc = 4096", "jinja = true", "metrics = on", "cache-prompt = on",
+        "xtc-probability = 0.0",
+        "top-nsigma = -1.00", "mirostat = 0", "typical-p = 1.0", "dynatemp-range = 0", "ngl = 20", "ngl = 999",
         "cont-batching = on", "cb = 1",
         "gpu-balance = on", "sleep-idle-seconds = -1", "cpu-offload = 0", "b = 2048",
         "reasoning-format = none", "stream-interval = 1", "pipeline-parallel = 1",
@@ -172,7 +175,6 @@ def test_a_value_that_matches_the_behaviour_is_accepted_for_a_key_that_is_not_of
         ("rope-freq-scale = 0.5\nrope-scale = 4", "rope-freq-scale is 1 / rope-scale, which is 4"),
         ("alpha_value = 0.5", "alpha_value: 0.5 is not in the range"),
         ("ctk = q5_1", "ctk: q5_1 is not offered by this version: int4 and int8 are"),
-        ("fit = on", "choose ctx-size and parallel yourself"),
         ("hf-file = x.gguf", "use a safetensors repository"),
         ("model-url = http://x", "download the model"),
         ("cmd = x", "only engine"),
@@ -182,7 +184,6 @@ def test_a_value_that_matches_the_behaviour_is_accepted_for_a_key_that_is_not_of
         ("load-format = gguf", "gguf is not offered"),
         ("attention = flash", "leave attention at auto, which uses PyTorch's FlashAttention kernel"),
         ("attention = flash_attention_2", "leave attention at auto"),
-        ("ngl = 20", "ngl: layers in host memory are not offered by this version: remove it, or write 0 for cpu"),
         ("conv-template = vicuna", "chat-template"),
     ],
 )
@@ -210,7 +211,6 @@ def test_a_key_that_is_not_offered_is_rejected_with_the_remedy(line: str, messag
         ("device = tpu", 'device: "tpu" is no device'),
         ("config-override = {]", 'config-override: "{]" is not JSON'),
         ("chat-template-kwargs = [1]", "is not a JSON object"),
-        ("chat-template = chatml", "chat-template: is no Jinja text"),
         ("chat-template-file = gone.jinja", "chat-template-file: /etc/llm/gone.jinja: No such file or directory"),
         ("chat-template-file = /x/not-utf8", "is not UTF-8 text"),
         ("tokenizer = org/name", "tokenizer: no folder /etc/llm/org/name"),
@@ -258,15 +258,23 @@ def test_an_option_of_the_router_is_no_key(line: str, message: str) -> None:
 
 
 def test_options_without_meaning_are_warned_of_once_each_and_errors_when_strict() -> None:
-    text = "[a]\nmodel = demo:a\nnuma = x\nno-mmap = 1\njinja = on\n[b]\nmodel = demo:b\nnuma = y\nmmproj = z\n"
-    problem = [
-        'models.ini:3: [a] "numa" has no meaning here; remove it',
+    text = "[a]\nmodel = demo:a\nnuma = x\nno-mmap = 1\nno-jinja = on\n[b]\nmodel = demo:b\nnuma = y\nmmproj = z\n"
+    others = [
         'models.ini:4: [a] "no-mmap" has no meaning here; remove it',
-        'models.ini:5: [a] "jinja" has no meaning here; remove it',
-        'models.ini:9: [b] "mmproj" has no meaning here; remove it',
+        'models.ini:5: [a] "no-jinja" has no meaning here; chat templates are always Jinja',
+        'models.ini:9: [b] "mmproj" has no meaning here; images need no file of their own',
     ]
-    assert warnings(text) == problem
-    assert complaints(text, strict=True) == problem
+    numa = 'models.ini:3: [a] "numa" has no meaning here; remove it'
+    assert warnings(text) == [f"{numa}; the same in [b]", *others]
+    both = [numa, *others[:2], 'models.ini:8: [b] "numa" has no meaning here; remove it', others[2]]
+    assert complaints(text, strict=True) == both
+
+
+def test_samplers_that_the_engine_lacks_are_warned_of_unless_they_are_off() -> None:
+    assert warnings("[m]\nmodel = demo:a\nmirostat = 2\nxtc-probability = 0.5") == [
+        f'models.ini:{line}: [m] "{name}" has no meaning here; answers are sampled without it'
+        for line, name in ((3, "mirostat"), (4, "xtc-probability"))
+    ]
 
 
 def test_a_repeated_key_is_warned_of_and_the_last_counts() -> None:
@@ -640,8 +648,8 @@ def test_a_context_for_all_models_is_capped_and_one_of_a_section_is_not() -> Non
 def test_every_key_has_a_field_that_exists() -> None:
     fields = {field.name for field in dataclasses.fields(Preset)}
     assert {key.field for key in KEYS if key.field} <= fields
-    read_by_the_loader = {"id", "source", "path", "repo", "demo", "env", "strict_fields", "caps_ctx", "origins",
-                          "adapters"}  # fmt: skip
+    read_by_the_loader = {"id", "source", "path", "repo", "demo", "env", "strict_fields", "caps_ctx", "gpu_layers",
+                          "origins", "adapters"}  # fmt: skip
     assert fields == {key.field for key in KEYS if key.field} | read_by_the_loader
 
 

@@ -63,6 +63,17 @@ def test_split_mode_none_keeps_a_model_whole_and_layer_splits_it() -> None:
     assert [each.shards for each in choices(BIG, layer, [CPU], [CPU], {CPU: 1})] == [1]
 
 
+def test_layers_outside_of_accelerators_are_refused_unless_there_is_none() -> None:
+    room = dict.fromkeys(GPU, 180 * GIB)
+    with pytest.raises(
+        Indivisible, match="a: n-gpu-layers = 8 leaves 72 of 80 layers in host memory, which the engine"
+    ):
+        list(choices(BIG, preset(gpu_layers=8), GPU, GPU, room))
+    assert len(list(choices(BIG, preset(gpu_layers=80), GPU, GPU, room))) == 4
+    assert len(list(choices(BIG, preset(gpu_layers=8), [CPU], [CPU], {CPU: 1}))) == 1
+    assert len(list(choices(replace(BIG, layers=130), preset(), GPU, GPU, room))) == 4
+
+
 def test_pipeline_parallel_is_the_number_of_devices() -> None:
     room = dict.fromkeys(GPU, 180 * GIB)
     assert [each.shards for each in choices(BIG, preset(pipeline_parallel=3), GPU, GPU, room)] == [3]
