@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from router.planner.ledger import DeviceShare
+from worker.protocol.dialects.generation_fields import SAMPLER_ALIASES, SAMPLER_LETTERS
 
 MIB = 1 << 20
 _WHOLE = re.compile(r"[0-9]{1,18}")
@@ -29,6 +30,7 @@ _BYTES = {
     "k": 1 << 10, "m": MIB, "g": 1 << 30, "t": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }  # fmt: skip
 _ACCELERATOR = re.compile(r"(?:cuda:?|gpu:?)?([0-9]{1,3})", re.IGNORECASE)
+_BIAS = re.compile(r"([0-9]{1,9})([+-](?:inf|[0-9]{1,9}(?:\.[0-9]{0,9})?))")
 _UUID = re.compile(r"(?:GPU|MIG)-[0-9A-Za-z/-]{1,80}")
 
 
@@ -237,6 +239,49 @@ class Strings(Kind):
 
     def write(self, value: tuple[str, ...]) -> str:
         return json.dumps(value, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class Samplers(Kind):
+    """Samplers of llama-server in their order: names separated by `;` or `,`, or one letter each (`kpmt`)."""
+
+    hint: str = "names;names, or letters"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        words = [word.strip() for word in re.split("[;,]", value) if word.strip()]
+        names = [SAMPLER_ALIASES.get(word, word) for word in words]
+        if len(names) == 1 and names[0] not in SAMPLER_LETTERS.values():
+            names = [SAMPLER_LETTERS.get(letter, letter) for letter in names[0]]
+        for name in names:
+            if name not in SAMPLER_LETTERS.values() or names.count(name) > 1:
+                known = ", ".join(SAMPLER_LETTERS.values())
+                self.fail(f"{shown(value)} is not a list of samplers, each once, among {known}")
+        return tuple(names)
+
+    def write(self, value: tuple[str, ...]) -> str:
+        return ";".join(value)
+
+
+@dataclass(frozen=True)
+class LogitBias(Kind):
+    """Biases by token id as a JSON object of a request's form: `15043+1`, `15043-0.5,9-inf`, or such an object."""
+
+    hint: str = "ID+BIAS,ID-BIAS, or JSON object"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        if value.lstrip().startswith("{"):
+            found: dict[str, Any] = json.loads(JsonObject().convert(value, param, ctx))
+            return found
+        biases: dict[str, Any] = {}
+        for item in (item.strip() for item in value.split(",") if item.strip()):
+            match = _BIAS.fullmatch(item)
+            if match is None:
+                self.fail(f"{shown(item)} is not a token id with a bias; write 15043+1 or 15043-inf")
+            biases[match[1]] = False if match[2] == "-inf" else float(match[2])
+        return biases
+
+    def write(self, value: dict[str, Any]) -> str:
+        return json.dumps(value, separators=(",", ":"))
 
 
 @dataclass(frozen=True)

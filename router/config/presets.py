@@ -18,11 +18,13 @@ from router.config.option_types import (
     Integer,
     JsonObject,
     Kind,
+    LogitBias,
     Memory,
     MemoryByDevice,
     Names,
     Number,
     Numbers,
+    Samplers,
     Seconds,
     Share,
     Sizes,
@@ -33,6 +35,7 @@ from router.config.option_types import (
     switch_words,
 )  # fmt: skip
 from worker.protocol.argv import ENGINES, AdapterSource
+from worker.protocol.dialects.generation_fields import EFFORTS
 
 GGUF = "GGUF needs the llama-server engine, which this version does not offer; use a safetensors repository"
 REPO = re.compile(
@@ -375,7 +378,7 @@ class Preset:
     # All adapters, from the keys above and from API calls. The path of an adapter on the hub is `hub:org/name:revision`
     # until it is downloaded.
     adapters: tuple[AdapterSource, ...] = ()
-    sampling: Mapping[str, float | int | str | tuple[str, ...]] = field(default_factory=dict)  # by key: temp, stop, ...
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # by key: temp, stop, grammar, ...
     rope: Mapping[str, float | str] = field(default_factory=dict)  # by key, without values that change nothing
     env: Mapping[str, str] = field(default_factory=dict)
     # The layers on accelerators (n-gpu-layers); no engine can keep the others elsewhere.
@@ -438,9 +441,28 @@ _OTHER_KEYS: tuple[PresetKey, ...] = (
             ("repeat-last-n", Integer(-1), (), (), "number of last tokens that penalties apply to; -1: all"),
             ("presence-penalty", Number(-100.0, 100.0), (), (), "penalty of a token that has occurred"),
             ("frequency-penalty", Number(-100.0, 100.0), (), (), "penalty of a token per occurrence"),
-            ("stop", Strings(), ("stop-sequence", "stop-character"), (), "strings that end an answer"),
+            ("stop", Strings(), ("stop-sequence", "stop-character", "r", "reverse-prompt"), (),
+             "strings that end an answer"),
+            ("samplers", Samplers(), ("sampler-seq", "sampling-seq"), (), "samplers to apply, in their order"),
+            ("logit-bias", LogitBias(), ("l",), (), "biases of tokens by id; -inf bans one"),
+            ("ignore-eos", _FLAG, (), (), "go on behind the end of an answer"),
+            ("grammar", Text("GBNF"), (), (), "grammar of answers, where a request has neither one nor tools"),
+            ("json-schema", JsonObject(), ("j",), (), "JSON schema in place of grammar"),
+            ("reasoning-format", Choice(("auto", "none"), {"deepseek": "auto"},
+                {"deepseek-legacy": "reasoning is either in the content (none) or in reasoning_content (auto)"}),
+             (), ("LLAMA_ARG_THINK",), "none: reasoning stays in the content"),
         )
     ),
+    *(
+        PresetKey(name=f"{name}-file", kind=Text("file"), group=PROMPT, also=also, path=True, scope=Scope.REQUEST,
+            help=f"file with the text of {name}", unset="none")
+        for name, also in (("grammar", ()), ("json-schema", ("jf",)))
+    ),
+    PresetKey(name="reasoning", kind=Choice(("auto", "on", "off"), switch_words("on", "off")), group=PROMPT,
+        also=("rea",), scope=Scope.REQUEST, unset="auto",
+        help="off: enable_thinking is false in the chat template; otherwise true where the template has such a switch"),
+    PresetKey(name="reasoning-effort", kind=Choice(("default", *EFFORTS)), group=PROMPT, scope=Scope.REQUEST,
+        help="reasoning_effort of the chat template", unset="the template's"),
     *(
         PresetKey(name=name, kind=kind, field="rope", item=name, group=CONTEXT, also=also, env=env, help=help,
             unset="the model's")

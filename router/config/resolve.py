@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import click
+
 from router.config import ini, named_models, preset_keys, serving_properties
 from router.config.ini import Problem
 from router.config.named_models import NamedModel
@@ -218,7 +220,7 @@ class _Resolution:
         for name in ("required-memory", "reserved-memory"):
             if name in settings and not self._is_for_device(settings[name], fields):
                 fields.pop(preset_keys.BY_NAME[name].field)
-        self._template(settings, fields)
+        self._texts(settings, fields)
         self._adapters(settings, fields)
         origins = {name: setting.origin for name, setting in settings.items()}
         if "replicas" in fields and "replicas" not in origins:
@@ -415,19 +417,60 @@ class _Resolution:
             self._warn(setting.place, f"{setting.place.key} applies on every device; write device = cpu, or replicas")
         return applies
 
-    def _template(self, settings: Layer, fields: dict[str, Any]) -> None:
-        text, file = settings.get("chat-template"), settings.get("chat-template-file")
-        if file is None or not file.value or (text is not None and text.value and text.rank > file.rank):
+    def _texts(self, settings: Layer, fields: dict[str, Any]) -> None:
+        """Read the files of the chat template and of the grammar, and apply the keys for reasoning."""
+        template = self._file_of("chat-template", settings)
+        if template is None:
             fields.pop("chat_template_file", None)
-            return
+        else:
+            fields["chat_template"] = template
+        sampling = fields["sampling"]
+        for name in ("grammar", "json-schema"):
+            if (text := self._file_of(name, settings)) is not None:
+                file = settings[f"{name}-file"]
+                try:
+                    value = preset_keys.BY_NAME[name].kind(text)
+                except click.BadParameter as error:
+                    self._fail(file.place, f"{name}-file: {file.value}: {error.message}")
+                    continue
+                sampling[name], settings[name] = value, replace(file, value=value)
+        ranks = {name: settings[name].rank for name in ("grammar", "json-schema") if sampling.get(name)}
+        if len(ranks) == 2:
+            lower = min(ranks, key=lambda name: ranks[name])
+            if ranks["grammar"] == ranks["json-schema"]:
+                self._fail(settings[lower].place, "grammar and json-schema both constrain answers; remove one")
+            del sampling[lower]
+        fields["sampling"] = {name: value for name, value in sampling.items() if value not in ("", {})}
+        self._reasoning(settings, fields)
+
+    def _file_of(self, name: str, settings: Layer) -> str | None:
+        """The text of the file of a key; None if there is none, or the key itself takes precedence."""
+        text, file = settings.get(name), settings.get(f"{name}-file")
+        if file is None or not file.value or (text is not None and text.value and text.rank > file.rank):
+            return None
         if text is not None and text.value and text.rank == file.rank:
-            self._fail(file.place, "chat-template and chat-template-file are both set; remove one")
-            return
+            self._fail(file.place, f"{name} and {name}-file are both set; remove one")
+            return None
         try:
-            fields["chat_template"] = self._disk.read(file.value)
+            return self._disk.read(file.value)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or "is not UTF-8 text"
-            self._fail(file.place, f"chat-template-file: {file.value}: {reason}")
+            self._fail(file.place, f"{name}-file: {file.value}: {reason}")
+            return None
+
+    def _reasoning(self, settings: Layer, fields: dict[str, Any]) -> None:
+        """Write the keys for reasoning as variables of the chat template, unless chat-template-kwargs has them."""
+        stated = settings.get("chat-template-kwargs")
+        variables = json.loads(fields.get("chat_template_kwargs") or "{}")
+        for key, name in (("reasoning", "enable_thinking"), ("reasoning-effort", "reasoning_effort")):
+            setting = settings.get(key)
+            if setting is None or setting.value in ("auto", "default"):
+                continue
+            if name not in variables or (stated is not None and setting.rank > stated.rank):
+                variables[name] = setting.value == "on" if key == "reasoning" else setting.value
+                settings["chat-template-kwargs"] = stated or replace(setting, value="")
+        if variables:
+            fields["chat_template_kwargs"] = preset_keys.BY_NAME["chat-template-kwargs"].kind(json.dumps(variables))
 
     def _adapters(self, settings: Layer, fields: dict[str, Any]) -> None:
         """Collect the adapters of the model. Those in `lora` take precedence over those in the adapter folder."""

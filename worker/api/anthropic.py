@@ -259,7 +259,7 @@ def _translate_thinking(fields: BodyFields, model: ServedModel) -> Json:
         raise InvalidValue("thinking.type must be enabled, disabled or adaptive", param="thinking.type")
     if within.integer("budget_tokens") is not None:
         fields.mark_unused("thinking.budget_tokens")
-    has_switch = model.template.mentions("enable_thinking")
+    has_switch = bool(model.template.thinking_switch)
     has_reasoning = model.chat_format is not None and model.chat_format.has_reasoning
     if not has_switch and has_reasoning == (kind == "disabled"):
         fields.mark_unused("thinking")

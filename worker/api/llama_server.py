@@ -38,7 +38,7 @@ _STOPS = {"stop": "eos", "length": "limit", None: "none"}
 async def completion(body: Json, model: ServedModel) -> GenerationCall:
     """Parse a completion of one or more prompts. Raise RequestError."""
     model.require("completion")
-    fields = BodyFields(body, COMPLETION)
+    fields = BodyFields(model.defaults.complete(body, COMPLETION), COMPLETION)
     prompts, texts = await read_texts(fields, "prompt", model)
     prompt_texts = [model.decode(prompt) if text is None else text for prompt, text in zip(prompts, texts, strict=True)]
     return _completion(fields, model, prompts, prompt_texts)
@@ -49,7 +49,7 @@ async def infill(body: Json, model: ServedModel) -> GenerationCall:
     tokens.
     """
     model.require("completion")
-    fields = BodyFields(body, INFILL)
+    fields = BodyFields(model.defaults.complete(body, INFILL), INFILL)
     prompt = await _infill_prompt(fields, model)
     return _completion(fields, model, [prompt], [model.decode(prompt)])
 

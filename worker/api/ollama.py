@@ -239,7 +239,7 @@ def _think(fields: BodyFields, model: ServedModel) -> Json:
         return {"reasoning_effort": given}
     if not isinstance(given, bool):
         raise InvalidValue(f"think must be true, false or one of {', '.join(_THINKING_LEVELS)}", param="think")
-    if not model.template.mentions("enable_thinking"):
+    if not model.template.thinking_switch:
         has_reasoning = model.chat_format is not None and model.chat_format.has_reasoning
         if has_reasoning != given:
             fields.mark_unused("think")

@@ -100,7 +100,7 @@ async def _parse_chat(
     body: Json, model: ServedModel, *, id: str, names: Mapping[str, str], before: Sequence[int]
 ) -> ParsedCompletion:
     model.require("completion")
-    fields = BodyFields(body, CHAT)
+    fields = BodyFields(model.defaults.complete(body, CHAT), CHAT)
     conversation = replace(chats.read(fields, model.template, no_vision=model.engine.no_vision), before=before)
     tooling = tools.read(fields, conversation.tools, has_place=model.template.mentions("tools"))
     separate_reasoning = _reads_reasoning(fields, model)
@@ -169,7 +169,7 @@ async def parse_text(body: Json, model: ServedModel, *, id: str, suffix: str = "
     `suffix`: text behind the gap that the model fills in. Raise RequestError.
     """
     model.require("completion")
-    fields = BodyFields(body, TEXT_COMPLETION)
+    fields = BodyFields(model.defaults.complete(body, TEXT_COMPLETION), TEXT_COMPLETION)
     logprobs = logprob_options.alternatives(fields, "logprobs", model.options.max_logprobs)
     common = read_common_options(fields, model, logprobs=logprobs)
     common.check_max_tokens()
@@ -240,7 +240,7 @@ async def _prompt_tokens(
 async def completions(body: Json, model: ServedModel) -> GenerationCall:
     """Parse a text completion of one or more prompts. Raise RequestError."""
     model.require("completion")
-    fields = BodyFields(body, COMPLETIONS)
+    fields = BodyFields(model.defaults.complete(body, COMPLETIONS), COMPLETIONS)
     suffix = fields.text("suffix")
     echo = fields.flag("echo") or False
     if suffix and echo:

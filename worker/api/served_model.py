@@ -45,13 +45,13 @@ class ServedModel:
         """Raise StartError if the preset's sampling settings or chat template are invalid."""
         self.engine = engine
         self.tokenizer = tokenizer
-        self._apply_options(options)
         vocabulary = tokenizer.get_vocab()
+        self.vocab_size = max(vocabulary.values()) + 1
+        self._apply_options(options)
         # prompt layout for fill-in-the-middle; None: not supported
         self.fill_in_the_middle = chat_formats.find_fill_in_the_middle(vocabulary)
         # special tokens by their text; grammars refer to them by id
         self.special = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if _is_special(token)}
-        self.vocab_size = max(vocabulary.values()) + 1
         self.special_ids = frozenset(tokenizer.all_special_ids)
         self.fingerprint = _fingerprint(options)
         self.token_bytes = _token_bytes(tokenizer)  # the bytes of a single token
@@ -69,7 +69,8 @@ class ServedModel:
         self.template = ChatTemplate(
             self.tokenizer, text=options.chat_template, variables=options.chat_template_kwargs, placeholder=placeholder
         )
-        self.defaults = sampling_options.defaults(options.sampling, _generation_config(Path(options.snapshot)))
+        checkpoint = _generation_config(Path(options.snapshot))
+        self.defaults = sampling_options.defaults(options.sampling, checkpoint, vocab_size=self.vocab_size)
         # markup of reasoning and tool calls in answers; None: plain text only
         self.chat_format = chat_formats.find(self.template.source, _response_template(self.tokenizer))
 

@@ -1,6 +1,7 @@
 """Chats: validation of a request's messages, and rendering with the model's chat template."""
 
 import inspect
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from worker.protocol.events import Exit
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_log = logging.getLogger(__name__)
 _IMAGES = ("image_url", "input_image", "image")
 _MODALITIES = {
     "input_audio": "audio",
@@ -31,6 +33,8 @@ _MODALITIES = {
 USER_IMAGES_ONLY = "images are supported in user messages only"
 _PROBE, _ANSWER = "probe-7f3a", "answer-7f3a"
 _STRUCTURE = re.compile(r"""['"]type['"]\s*:""")
+# `thinking` as a variable in a condition (DeepSeek-V3.1, Granite), not as a member of a message
+_THINKING = re.compile(r"""\{%-?[^%]*(?<![.\w'"-])thinking(?![\w'"-])""")
 # errors that a template raises for messages that it does not support
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
@@ -79,6 +83,13 @@ class ChatTemplate:
             raise StartError(error.message, Exit.USAGE) from None
         self._variables = given
         self._source = self._compile() if self.exists else ""
+        # The variable by which the template turns reasoning on; empty if it has none.
+        self.thinking_switch = "enable_thinking" if self.mentions("enable_thinking") else ""
+        if not self.thinking_switch and _THINKING.search(self._source):
+            self.thinking_switch = "thinking"
+        unused = [name for name in given if not self.mentions(name)]
+        if self.exists and unused and not (unused == ["enable_thinking"] and self.thinking_switch):
+            _log.warning("chat-template-kwargs: the chat template does not use %s", ", ".join(unused))
         self._placeholder = placeholder
         # the template takes message content as a list of parts and drops plain strings
         self._takes_parts = (
@@ -114,6 +125,9 @@ class ChatTemplate:
                 "this model has no chat template; use /v1/completions, or set chat-template in its preset"
             )
         self._check_names(conversation.variables)
+        variables = {**self._variables, **conversation.variables}
+        if self.thinking_switch:  # on by default, as in llama-server
+            variables.setdefault(self.thinking_switch, variables.get("enable_thinking", True))
         messages = [self._to_template_message(message) for message in conversation.messages]
         try:
             prompt = self._tokenizer.apply_chat_template(
@@ -124,7 +138,7 @@ class ChatTemplate:
                 add_generation_prompt=conversation.add_generation_prompt,
                 continue_final_message=conversation.continue_final_message,
                 tokenize=False,
-                **{**self._variables, **conversation.variables},
+                **variables,
             )
         except _TEMPLATE_ERRORS as error:
             raise InvalidValue(f"the chat template rejects these messages: {error}", param="messages") from None
@@ -251,9 +265,7 @@ def _variables(fields: BodyFields, template: ChatTemplate) -> Json:
         variables.setdefault("reasoning_effort", effort)
         if effort == "none":
             variables.setdefault("enable_thinking", False)
-        if not template.mentions("reasoning_effort") and not (
-            effort == "none" and template.mentions("enable_thinking")
-        ):
+        if not template.mentions("reasoning_effort") and not (effort == "none" and template.thinking_switch):
             fields.mark_unused("reasoning_effort")
     if verbosity is not None:
         variables.setdefault("verbosity", verbosity)

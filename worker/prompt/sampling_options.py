@@ -10,11 +10,15 @@ from typing import Any
 
 from worker.errors import InvalidValue, StartError, UnsupportedField
 from worker.interface import SamplingParams
+from worker.prompt import guided_decoding
 from worker.prompt.body_reader import BodyFields, Json, parse_setting, to_integer
 from worker.protocol.dialects.generation_fields import (
+    GRAMMAR,
     MAX_BIAS_LENGTH,
     MAX_BIASES,
     MAX_STOPS,
+    SAMPLER_ALIASES,
+    SAMPLER_LETTERS,
     SAMPLING,
     SPECULATION,
     TUNING,
@@ -33,30 +37,43 @@ _PRESET_KEYS = {
     "frequency-penalty": "frequency_penalty",
     "stop": "stop",
 }
+# Keys of a preset whose values are members of a request that has none of this meaning.
+_MEMBERS = {
+    "samplers": "samplers",
+    "logit-bias": "logit_bias",
+    "ignore-eos": "ignore_eos",
+    "grammar": "grammar",
+    "json-schema": "json_schema",
+    "reasoning-format": "reasoning_format",
+}
 _CHECKPOINT_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-# llama-server's letters for an order given as a string (common/sampling.cpp)
-_LETTERS = {
-    "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p",
-    "x": "xtc", "t": "temperature", "i": "infill", "a": "adaptive_p",
-}  # fmt: skip
-_ALIASES = {
-    "top-k": "top_k", "top-p": "top_p", "nucleus": "top_p", "min-p": "min_p", "typ-p": "typ_p", "typ": "typ_p",
-    "typical_p": "typ_p", "typical-p": "typ_p", "typical": "typ_p", "temp": "temperature", "top-n-sigma": "top_n_sigma",
-    "adaptive-p": "adaptive_p",
-}  # fmt: skip
 _PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_ALL_ACTIVE = {"temperature": 0.5, "top_k": 2, "top_p": 0.5, "min_p": 0.5, "presence_penalty": 1.0}
 _CUTS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # in the engine's order, with the value that disables each
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Values for requests that do not set them: fields of SamplingParams by name, and stop strings."""
+    """Values for requests that do not set them: fields of SamplingParams by name, stop strings, members of a body."""
 
     tuning: Mapping[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
+    members: Mapping[str, Any] = field(default_factory=dict)
+
+    def complete(self, body: Json, table: Mapping[str, Any]) -> Json:
+        """Return `body` with the members of `table` that it lacks. A member of the body with the same meaning takes
+        precedence, and tools do over a grammar.
+        """
+        added = {name: value for name, value in self.members.items() if name in table and body.get(name) is None}
+        has_tools = bool(body.get("tools")) and body.get("tool_choice") != "none"
+        if has_tools or any(body.get(name) is not None for name in GRAMMAR):
+            added = {name: value for name, value in added.items() if name not in GRAMMAR}
+        if body.get("include_reasoning") is False:
+            added.pop("reasoning_format", None)
+        return {**body, **added} if added else body
 
 
-def defaults(preset: str, checkpoint: Mapping[str, Any]) -> SamplingDefaults:
+def defaults(preset: str, checkpoint: Mapping[str, Any], *, vocab_size: int) -> SamplingDefaults:
     """Return the defaults from `preset` (the JSON object in `Serve.sampling`) and `checkpoint`
     (generation_config.json).
 
@@ -66,15 +83,21 @@ def defaults(preset: str, checkpoint: Mapping[str, Any]) -> SamplingDefaults:
     values = parse_setting(preset)
     if values is None:
         raise StartError("sampling: must be a JSON object", Exit.USAGE)
-    unknown = sorted(set(values) - set(_PRESET_KEYS))
+    unknown = sorted(set(values) - set(_PRESET_KEYS) - set(_MEMBERS))
     if unknown:
-        raise StartError(f"sampling: unknown key {unknown[0]!r}; known: {', '.join(_PRESET_KEYS)}", Exit.USAGE)
-    fields = BodyFields({_PRESET_KEYS[key]: value for key, value in values.items()}, SAMPLING)
+        known = ", ".join((*_PRESET_KEYS, *_MEMBERS))
+        raise StartError(f"sampling: unknown key {unknown[0]!r}; known: {known}", Exit.USAGE)
+    members = {_MEMBERS[key]: value for key, value in values.items() if key in _MEMBERS}
+    body = {_PRESET_KEYS[key]: value for key, value in values.items() if key in _PRESET_KEYS}
+    fields = BodyFields({**members, **body}, {**SAMPLING, **GRAMMAR})
     try:
+        guided_decoding.read(fields)
+        _logit_bias(fields.take("logit_bias"), vocab_size, None)
+        apply_samplers(fields, _ALL_ACTIVE)
         return SamplingDefaults(
-            {**_of_checkpoint(checkpoint), **_tuning(fields)}, tuple(read_stop(fields, "stop") or ())
+            {**_of_checkpoint(checkpoint), **_tuning(fields)}, tuple(read_stop(fields, "stop") or ()), members
         )
-    except InvalidValue as error:
+    except (InvalidValue, UnsupportedField) as error:
         raise StartError(f"sampling: {error.message}", Exit.USAGE) from None
 
 
@@ -248,13 +271,13 @@ def sampler_names(tuning: Mapping[str, Any]) -> list[str]:
 
 def _read_samplers(fields: BodyFields) -> list[str]:
     given = fields.take("samplers") or []
-    listed = [_LETTERS.get(letter, "") for letter in given] if isinstance(given, str) else given
+    listed = [SAMPLER_LETTERS.get(letter, "") for letter in given] if isinstance(given, str) else given
     is_list = isinstance(listed, list) and all(isinstance(item, str) for item in listed)
-    named = [_ALIASES.get(item, item) for item in listed] if is_list else []
-    if not is_list or not set(named) <= set(_LETTERS.values()) or len(set(named)) < len(named):
+    named = [SAMPLER_ALIASES.get(item, item) for item in listed] if is_list else []
+    if not is_list or not set(named) <= set(SAMPLER_LETTERS.values()) or len(set(named)) < len(named):
         raise InvalidValue(
-            f"samplers must be names among {', '.join(_LETTERS.values())}, each at most once, or a string of"
-            f" {''.join(_LETTERS)}",
+            f"samplers must be names among {', '.join(SAMPLER_LETTERS.values())}, each at most once, or a string of"
+            f" {''.join(SAMPLER_LETTERS)}",
             param="samplers",
         )
     if "infill" in named:

@@ -129,6 +129,28 @@ def warnings(text: str, **rest: Any) -> list[str]:
         ("retry-threshold = 1", "max_restarts", 1),
         ("engine = transformers", "engine", "transformers"),
         ("python = python3.12", "python", "python3.12"),
+        ("logit-bias = 15043+1,9-inf", "sampling", {"logit-bias": {"15043": 1.0, "9": False}}),
+        ('l = {"5": -1}', "sampling", {"logit-bias": {"5": -1}}),
+        ("ignore-eos = on", "sampling", {"ignore-eos": True}),
+        ("samplers = top_k;temperature", "sampling", {"samplers": ("top_k", "temperature")}),
+        ("sampler-seq = edkpt", "sampling", {"samplers": ("penalties", "dry", "top_k", "top_p", "temperature")}),
+        ('grammar = "root ::= [0-9]+"', "sampling", {"grammar": "root ::= [0-9]+"}),
+        ('j = {"type": "object"}', "sampling", {"json-schema": '{"type":"object"}'}),
+        ("reasoning-format = deepseek", "sampling", {"reasoning-format": "auto"}),
+        ("LLAMA_ARG_THINK = none", "sampling", {"reasoning-format": "none"}),
+        ("reverse-prompt = User:", "sampling", {"stop": ("User:",)}),
+        ("reasoning = off", "chat_template_kwargs", '{"enable_thinking":false}'),
+        ("rea = on", "chat_template_kwargs", '{"enable_thinking":true}'),
+        ("reasoning = auto", "chat_template_kwargs", ""),
+        ("reasoning-budget = 0", "chat_template_kwargs", '{"enable_thinking":false}'),
+        ("reasoning-budget = -1", "chat_template_kwargs", ""),
+        ("reasoning-effort = high", "chat_template_kwargs", '{"reasoning_effort":"high"}'),
+        (
+            'reasoning = off\nchat-template-kwargs = {"enable_thinking": true}',
+            "chat_template_kwargs",
+            '{"enable_thinking":true}',
+        ),
+        ("cache-prompt = off", "prefix_caching", False),
         ("rope-scale = 4", "rope", {"rope-scale": 4.0}),
         ("compress_pos_emb = 4", "rope", {"rope-scale": 4.0}),
         ("LLAMA_ARG_ROPE_FREQ_SCALE = 0.25", "rope", {"rope-scale": 4.0}),
@@ -157,7 +179,7 @@ def test_a_key_sets_its_field_in_any_spelling(line: str, field: str, value: Any)
         "top-nsigma = -1.00", "mirostat = 0", "typical-p = 1.0", "dynatemp-range = 0", "ngl = 20", "ngl = 999",
         "cont-batching = on", "cb = 1",
         "gpu-balance = on", "sleep-idle-seconds = -1", "cpu-offload = 0", "b = 2048",
-        "reasoning-format = none", "stream-interval = 1", "pipeline-parallel = 1",
+        "stream-interval = 1", "pipeline-parallel = 1",
     ],
 )  # fmt: skip
 def test_a_value_that_matches_the_behaviour_is_accepted_for_a_key_that_is_not_offered(line: str) -> None:
@@ -211,6 +233,15 @@ def test_a_key_that_is_not_offered_is_rejected_with_the_remedy(line: str, messag
         ("device = tpu", 'device: "tpu" is no device'),
         ("config-override = {]", 'config-override: "{]" is not JSON'),
         ("chat-template-kwargs = [1]", "is not a JSON object"),
+        ("logit-bias = 5", 'logit-bias: "5" is not a token id with a bias; write 15043+1 or 15043-inf'),
+        ("samplers = top_k;best", "is not a list of samplers, each once, among penalties"),
+        ("samplers = kk", "is not a list of samplers"),
+        ("json-schema = [1]", 'json-schema: "[1]" is not a JSON object'),
+        ("grammar-file = gone", "grammar-file: /etc/llm/gone: No such file or directory"),
+        ("grammar = x\ngrammar-file = gone", "grammar and grammar-file are both set; remove one"),
+        ("grammar = x\njson-schema = {}", "grammar and json-schema both constrain answers; remove one"),
+        ("reasoning-budget = 100", "reasoning-budget is not offered by this version: remove it; write reasoning = off"),
+        ("reasoning-format = deepseek-legacy", "deepseek-legacy is not offered by this version: reasoning is either"),
         ("chat-template-file = gone.jinja", "chat-template-file: /etc/llm/gone.jinja: No such file or directory"),
         ("chat-template-file = /x/not-utf8", "is not UTF-8 text"),
         ("tokenizer = org/name", "tokenizer: no folder /etc/llm/org/name"),
@@ -548,6 +579,10 @@ def test_the_effective_settings_name_every_key_and_mask_secrets() -> None:
         "import",
         "min-workers",
         "max-workers",
+        "grammar-file",
+        "json-schema-file",
+        "reasoning",
+        "reasoning-effort",
     }
     assert {key for key, _, _ in rows} == names | {"env.API"}
     assert "abc" not in json.dumps(rows) + json.dumps(args(preset))
@@ -637,6 +672,24 @@ def test_any_other_key_needs_a_new_worker(line: str) -> None:
 
 
 # The tables
+
+
+def test_grammars_of_files_are_defaults_of_requests_and_those_of_a_section_precede_others() -> None:
+    disk = Disk(_etc_llm_g="root ::= x", _etc_llm_s='{"type": "array"}')
+    assert one("grammar-file = g", disk=disk).sampling == {"grammar": "root ::= x"}
+    assert one("jf = s", disk=disk).sampling == {"json-schema": '{"type":"array"}'}
+    assert ("grammar", "root ::= x", "models.ini:3") in effective(one("grammar-file = g", disk=disk))
+    general = "[*]\ngrammar-file = g\n[m]\nmodel = demo:a\n"
+    assert read(f"{general}j =", disk).presets["m"].sampling == {"grammar": "root ::= x"}
+    assert read(f'{general}j = {{"a": 1}}', disk).presets["m"].sampling == {"json-schema": '{"a":1}'}
+    assert read(f"{general}grammar = root ::= y", disk).presets["m"].sampling == {"grammar": "root ::= y"}
+    (problem,) = complaints("[m]\nmodel = demo:a\njf = g", disk=disk)
+    assert problem.endswith('json-schema-file: /etc/llm/g: "root ::= x" is not JSON')
+
+
+def test_reasoning_of_a_section_precedes_variables_for_all_models() -> None:
+    general = '[*]\nchat-template-kwargs = {"enable_thinking": true, "x": 1}\n[m]\nmodel = demo:a\n'
+    assert read(f"{general}reasoning = off").presets["m"].chat_template_kwargs == '{"enable_thinking":false,"x":1}'
 
 
 def test_a_context_for_all_models_is_capped_and_one_of_a_section_is_not() -> None:

@@ -20,6 +20,7 @@ SAMPLES = {
     "gpu-memory-utilization": "0.9", "tensor-split": "1,2",
     "required-memory": "7", "reserved-memory": "7", "lora": "org/french", "lora-scaled": "org/french:2",
     "adapters-dir": "/", "enable-lora": "on", "max-loras": "2", "max-lora-rank": "8", "max-cpu-loras": "9",
+    "spec-type": "ngram-simple", "draft-max": "3", "draft-min": "2", "spec-ngram-size-n": "9",
     "rope-scaling": "yarn", "rope-scale": "2", "rope-freq-scale": "0.5", "rope-freq-base": "9", "alpha-value": "2",
     "yarn-orig-ctx": "9", "yarn-ext-factor": "1", "yarn-attn-factor": "2", "yarn-beta-slow": "2", "yarn-beta-fast": "9",
     "config-override": '{"a": 1}', "python": "python3", "env": "X=1",
@@ -29,12 +30,23 @@ SAMPLES = {
     "n-predict": "7", "seed": "7", "chat-template": "{{ x }}", "chat-template-kwargs": '{"x": 1}',
     "temp": "0.5", "top-k": "7", "top-p": "0.5", "min-p": "0.5", "repeat-penalty": "2", "repeat-last-n": "7",
     "presence-penalty": "1", "frequency-penalty": "1", "stop": "x",
+    "samplers": "top_k", "logit-bias": "5+1", "ignore-eos": "on", "grammar": "x", "json-schema": '{"a": 1}',
+    "reasoning-format": "none", "reasoning": "off", "reasoning-effort": "low",
     "alias": "x", "tags": "x", "dedup-cache-models": "on", "request-timeout": "7", "load-on-startup": "on",
     "autoload": "off", "min-workers": "2", "max-workers": "2",
 }  # fmt: skip
 """A value of each key that differs from its default."""
 # Keys with a test of their own; of `engine` there is only one.
-ELSEWHERE = {"model", "hf-repo", "engine", "chat-template-file", "default-lora", "import"}
+ELSEWHERE = {
+    "grammar-file",
+    "json-schema-file",
+    "model",
+    "hf-repo",
+    "engine",
+    "chat-template-file",
+    "default-lora",
+    "import",
+}
 
 SCOPES = {key.name: key.scope for key in KEYS}
 

@@ -150,7 +150,7 @@ OPTIONS: dict[str, Sample] = {
 }  # fmt: skip
 OLLAMAS: dict[str, Sample] = {
     **OPTIONS,
-    **alone(model="other", stream=True, format="json", keep_alive=60, think=True, logprobs=True, top_logprobs=2),
+    **alone(model="other", stream=True, format="json", keep_alive=60, think=False, logprobs=True, top_logprobs=2),
 }
 OLLAMA_CHAT = {**OLLAMAS, **alone(messages=[{"role": "user", "content": "ho"}], tools=[OF_A_FUNCTION])}
 OLLAMA_GENERATE = {

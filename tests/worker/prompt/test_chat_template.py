@@ -224,6 +224,33 @@ def test_an_effort_of_none_disables_thinking() -> None:
     assert ignored(body, "{{ enable_thinking }}") == ("False", ())
 
 
+@pytest.mark.parametrize(
+    ("text", "switch"),
+    [
+        ("{% if enable_thinking %}on{% endif %}", "enable_thinking"),
+        ("{%- if not thinking is defined %}off{% elif thinking %}on{% endif %}", "thinking"),
+        ("{% for m in messages %}{% if m.thinking or 'thinking' in m %}{% endif %}{% endfor %}", ""),
+    ],
+)
+def test_reasoning_is_on_where_the_template_has_a_switch(text: str, switch: str) -> None:
+    assert template(text).thinking_switch == switch
+    assert prompt(said(USER), template(text)) == ("on" if switch else "")
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert prompt(said(USER, **off), template(text)) == ""
+    preset = template(text, '{"enable_thinking": false}')
+    assert prompt(said(USER), preset) == ""
+    on = {"chat_template_kwargs": {"enable_thinking": True}}
+    assert prompt(said(USER, **on), preset) == ("on" if switch else ""), "a request precedes the preset"
+
+
+def test_a_variable_that_the_template_does_not_use_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    template("{{ messages }}", '{"enable_thinking": false}')
+    assert "chat-template-kwargs: the chat template does not use enable_thinking" in caplog.text
+    caplog.clear()
+    template("{% if thinking %}{% endif %}", '{"enable_thinking": false}')
+    assert caplog.text == ""
+
+
 def test_effort_without_effect_is_reported_as_ignored() -> None:
     body = said(USER, reasoning_effort="low", verbosity="high")
     assert ignored(body, "no such thing") == ("no such thing", ("reasoning_effort", "verbosity"))

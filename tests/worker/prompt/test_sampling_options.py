@@ -9,7 +9,7 @@ from worker.interface import SamplingParams
 from worker.prompt import sampling_options
 from worker.prompt.body_reader import BodyFields
 from worker.prompt.sampling_options import SamplingDefaults
-from worker.protocol.dialects.generation_fields import SAMPLING
+from worker.protocol.dialects.generation_fields import GRAMMAR, SAMPLING
 from worker.protocol.events import Exit
 
 
@@ -25,6 +25,10 @@ def read(body: dict[str, Any], defaults: SamplingDefaults | None = None, seed: i
     return options(body, defaults, seed)[0]
 
 
+def defaults_of(preset: str, checkpoint: dict[str, Any]) -> SamplingDefaults:
+    return sampling_options.defaults(preset, checkpoint, vocab_size=100)
+
+
 def stop(body: dict[str, Any], defaults: SamplingDefaults | None = None) -> tuple[str, ...]:
     return options(body, defaults)[1]
 
@@ -35,7 +39,7 @@ def test_an_empty_request_gets_the_defaults_of_the_api() -> None:
 
 def test_the_request_precedes_the_preset_and_the_preset_the_checkpoint() -> None:
     checkpoint = {"temperature": 0.6, "top_k": 50, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
-    defaults = sampling_options.defaults('{"temp": 0.3, "top-k": 20}', checkpoint)
+    defaults = defaults_of('{"temp": 0.3, "top-k": 20}', checkpoint)
     expected = SamplingParams(temperature=0.2, top_k=20, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
     assert read({"temperature": 0.2}, defaults) == expected
 
@@ -45,7 +49,7 @@ def test_every_key_of_a_preset_has_its_effect() -> None:
         '{"temp": 0.1, "top-k": 2, "top-p": 0.3, "min-p": 0.4, "repeat-penalty": 1.5, "repeat-last-n": 6,'
         ' "presence-penalty": 0.7, "frequency-penalty": 0.8, "stop": ["END", "FIN"]}'
     )
-    defaults = sampling_options.defaults(preset, {})
+    defaults = defaults_of(preset, {})
     assert read({}, defaults) == SamplingParams(
         temperature=0.1,
         top_k=2,
@@ -61,20 +65,55 @@ def test_every_key_of_a_preset_has_its_effect() -> None:
     assert stop({"stop": []}, defaults) == ()
 
 
-def test_do_sample_false_in_a_checkpoint_means_greedy_by_default() -> None:
-    defaults = sampling_options.defaults(
-        "", {"do_sample": False, "temperature": 0.7, "top_k": 5, "repetition_penalty": 1.2}
+MEMBERS = '{"logit-bias": {"5": 1}, "ignore-eos": true, "samplers": ["top_k"], "grammar": "root ::= x"}'
+TABLE = {**SAMPLING, **GRAMMAR, "reasoning_format": {}, "include_reasoning": {}, "tools": {}, "tool_choice": {}}
+
+
+def test_a_body_gets_the_members_of_the_preset_that_it_lacks() -> None:
+    defaults = defaults_of(MEMBERS, {})
+    added = {"logit_bias": {"5": 1}, "ignore_eos": True, "samplers": ["top_k"], "grammar": "root ::= x"}
+    assert defaults.complete({"n": 1}, TABLE) == {"n": 1, **added}
+    own = {"logit_bias": {}, "ignore_eos": False, "samplers": ["top_p"], "grammar": "root ::= y"}
+    assert defaults.complete(own, TABLE) == own
+    assert defaults.complete({}, {"ignore_eos": {}}) == {"ignore_eos": True}, "the call has no others"
+    assert read(defaults.complete({}, SAMPLING), defaults) == SamplingParams(
+        logit_bias={5: 1.0}, ignore_eos=True, temperature_last=False
     )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"response_format": {"type": "text"}},
+        {"json_schema": {}},
+        {"guided_regex": "x"},
+        {"tools": [{}]},
+        {"tools": [{}], "tool_choice": "auto"},
+    ],
+)
+def test_a_request_with_a_grammar_or_tools_gets_no_grammar_of_the_preset(body: dict[str, Any]) -> None:
+    assert "grammar" not in defaults_of(MEMBERS, {}).complete(body, TABLE)
+    assert "grammar" in defaults_of(MEMBERS, {}).complete({"tools": [{}], "tool_choice": "none"}, TABLE)
+
+
+def test_a_request_without_reasoning_needs_it_separated() -> None:
+    defaults = defaults_of('{"reasoning-format": "none"}', {})
+    assert defaults.complete({}, TABLE) == {"reasoning_format": "none"}
+    assert defaults.complete({"include_reasoning": False}, TABLE) == {"include_reasoning": False}
+
+
+def test_do_sample_false_in_a_checkpoint_means_greedy_by_default() -> None:
+    defaults = defaults_of("", {"do_sample": False, "temperature": 0.7, "top_k": 5, "repetition_penalty": 1.2})
     assert read({}, defaults) == SamplingParams(temperature=0.0, repetition_penalty=1.2)
     assert read({"temperature": 0.5}, defaults) == SamplingParams(temperature=0.5, repetition_penalty=1.2)
 
 
 def test_a_checkpoint_without_sampling_values_changes_nothing() -> None:
-    assert sampling_options.defaults("", {"eos_token_id": 2, "temperature": None}) == SamplingDefaults()
+    assert defaults_of("", {"eos_token_id": 2, "temperature": None}) == SamplingDefaults()
 
 
 def test_invalid_values_of_a_checkpoint_are_ignored() -> None:
-    assert sampling_options.defaults("", {"temperature": -3, "top_p": "much", "top_k": 7}).tuning == {"top_k": 7}
+    assert defaults_of("", {"temperature": -3, "top_p": "much", "top_k": 7}).tuning == {"top_k": 7}
 
 
 @pytest.mark.parametrize(
@@ -87,11 +126,16 @@ def test_invalid_values_of_a_checkpoint_are_ignored() -> None:
         ('{"temp": "hot"}', "temperature"),
         ('{"top-p": 2}', "top_p"),
         ('{"stop": [1]}', "stop"),
+        ('{"logit-bias": {"100": 1}}', "token ids of this model"),
+        ('{"samplers": ["best"]}', "samplers must be names"),
+        ('{"samplers": ["temperature", "penalties"]}', "samplers in this order are not supported"),
+        ('{"json-schema": "{"}', "json_schema must be a JSON schema"),
+        ('{"grammar": "x", "json-schema": "{}"}', "both constrain the answer"),
     ],
 )
 def test_an_invalid_preset_prevents_the_start(preset: str, named: str) -> None:
     with pytest.raises(StartError, match=named) as caught:
-        sampling_options.defaults(preset, {})
+        defaults_of(preset, {})
     assert caught.value.exit == Exit.USAGE
 
 

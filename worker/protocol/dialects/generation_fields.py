@@ -37,6 +37,17 @@ MAX_BIAS_LENGTH = 128
 MAX_INT32 = 2**31 - 1
 _LONG = 2**63
 
+# llama-server's samplers by the letters of an order given as a string, and other names of some (common/sampling.cpp).
+SAMPLER_LETTERS = {
+    "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p",
+    "x": "xtc", "t": "temperature", "i": "infill", "a": "adaptive_p",
+}  # fmt: skip
+SAMPLER_ALIASES = {
+    "top-k": "top_k", "top-p": "top_p", "nucleus": "top_p", "min-p": "min_p", "typ-p": "typ_p", "typ": "typ_p",
+    "typical_p": "typ_p", "typical-p": "typ_p", "typical": "typ_p", "temp": "temperature", "top-n-sigma": "top_n_sigma",
+    "adaptive-p": "adaptive_p",
+}  # fmt: skip
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 VERBOSITIES = ("low", "medium", "high")
