@@ -53,7 +53,7 @@ def test_every_option_in_the_readme_and_its_pages_exists() -> None:
     flags = {option.flag for option in OPTIONS} | {f"no-{option.flag}" for option in OPTIONS if option.is_flag}
     flags |= {name.lstrip("-") for option in OPTIONS for name in option.also}
     flags |= {key.name for key in KEYS}  # a preset key as a flag holds for every model
-    pages = "\n".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    pages = "\n".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
     named = set(re.findall(r"`--([a-z][a-z-]+)", pages)) - {"help", "help-model-keys", "effective"}
     assert named
     assert named <= flags

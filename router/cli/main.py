@@ -24,9 +24,9 @@ from router.cli.worker_packages import missing_packages
 from router.config import effective as written
 from router.config import preset_keys, settings, xdg
 from router.config.ini import Problem
-from router.config.option_types import Choice, Flag, Integer, Seconds, nearest, shown
+from router.config.option_types import Choice, Flag, Integer, Names, Seconds, Strings, nearest, shown
 from router.config.preset_keys import MeaninglessOption
-from router.config.presets import DEFAULTS, KEYS, Preset, PresetKey
+from router.config.presets import DEFAULTS, KEYS, REPO, Preset, PresetKey
 from router.config.resolve import LoadedPresets
 from router.config.settings import Option, Settings
 from router.errors import ConfigError, RouterError
@@ -53,14 +53,14 @@ Keys of a model: in a section [id] of a preset file, in [*] for all models, as a
 
 # Options that decide which presets exist and whether they are valid.
 READ = frozenset({"models-preset", "models-dir", "models-cache", "demo", "strict-presets", "swap-patience"})
-CHECKED = READ | {"model", "hf-repo", "default-model"}
+CHECKED = READ | {"model", "model-names", "hf-repo", "default-model"}
 # Options that decide an estimate.
 WEIGHED = READ | {"offline", "hf-token", "state-dir", "fork-server", "prepare", "models-memory-margin", "device-limit"}
 # Options that decide which snapshot is converted, and where the converted copy is stored.
 PREPARED = READ | {"offline", "hf-token", "state-dir"}
-DOWNLOADED = PREPARED | {"model", "hf-repo", "prepare"}
+DOWNLOADED = PREPARED | {"model", "model-names", "hf-repo", "prepare"}
 REPEATED = frozenset({
-    "model", "hf-repo", "api-key", "admin-key", "device-limit", "models-memory-margin", "allowed-hosts",
+    "model", "model-names", "hf-repo", "api-key", "admin-key", "device-limit", "models-memory-margin", "allowed-hosts",
 })  # fmt: skip
 DOWNLOAD_ONLY = "router.download_only"  # in the context of a command: the flag stood before it
 NARROW = 70  # columns from which names and texts of options stand side by side
@@ -84,8 +84,9 @@ def _model_options() -> Iterable[tuple[str, str, click.Option]]:
         names = [f"{dash}{name}" for dash in dashes]
         if is_flag and len(name) > 1:
             names[0] += f"/--no-{name}"
+        repeats = isinstance(word, PresetKey) and isinstance(word.kind, Names | Strings)
         yield parameter, name, click.Option([*names, parameter], is_flag=is_flag, default=None, hidden=True,
-                                            multiple=name == "env")  # fmt: skip
+                                            multiple=name == "env" or (repeats and not is_flag))  # fmt: skip
 
 
 _SETTINGS: Mapping[str, tuple[Option, click.Option]] = {
@@ -197,13 +198,24 @@ def _with_names(given: dict[str, Any], models: tuple[str, ...]) -> dict[str, Any
     return {**given, "s_model": (*given.get("s_model", ()), *models)} if models else given
 
 
+def _is_model(name: str) -> bool:
+    """True if an argument of `router check` is a model, and no preset file."""
+    if os.path.exists(name):
+        return os.path.isdir(name)
+    return name.startswith("demo:") or (REPO.fullmatch(name) is not None and not name.endswith(".ini"))
+
+
 def _misplaced(option: str, ctx: click.Context) -> click.UsageError:
     return click.UsageError(f"{option} does not belong to `{ctx.info_name}`.", ctx)
 
 
 def _split(given: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
     """Texts of router options by flag, and of preset keys by spelling."""
-    options = {_SETTINGS[name][0].flag: _text(value) for name, value in given.items() if name in _SETTINGS}
+    options = {
+        _SETTINGS[name][0].flag: _text(value, ";" if name == "s_model_names" else ",")
+        for name, value in given.items()
+        if name in _SETTINGS
+    }
     models: dict[str, str] = {}
     for parameter, value in given.items():
         if parameter in _MODELS:
@@ -212,9 +224,9 @@ def _split(given: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
     return options, models
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, separator: str = ",") -> str:
     if isinstance(value, tuple):
-        return ",".join(value)
+        return separator.join(value)
     return Flag().write(value) if isinstance(value, bool) else str(value)
 
 
@@ -322,9 +334,10 @@ def ps(url: str, api_key: str, everything: bool, as_json: bool) -> int:
 
 @cli.command(
     cls=_Command,
-    params=[click.Argument(["file"], required=False), *_params_of_check()],
+    params=[click.Argument(["names"], nargs=-1, metavar="[FILE|MODEL]..."), *_params_of_check()],
     help="Read presets as the server does, start nothing, and report every fault with file and line. Exits with 1 if"
-    " there is one. FILE stands for --models-preset. All options of `router serve` may be given, and are checked.",
+    " there is one. FILE stands for --models-preset; a folder or org/name is a MODEL as for `router serve`. All options"
+    " of `router serve` may be given, and are checked.",
     short_help="Read presets as the server does and report every fault.",
 )
 @click.option("--effective", is_flag=True, help="Show every setting of every model and its source.")
@@ -337,10 +350,13 @@ def ps(url: str, api_key: str, everything: bool, as_json: bool) -> int:
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @_common
 @click.pass_context
-def check(ctx: click.Context, /, file: str | None, effective: bool, memory: bool, as_json: bool, **params: Any) -> int:
-    options, models = _split(_given(ctx, params))
-    if file is not None:
-        options["models-preset"] = file
+def check(
+    ctx: click.Context, /, names: tuple[str, ...], effective: bool, memory: bool, as_json: bool, **params: Any
+) -> int:
+    files = [name for name in names if not _is_model(name)]
+    options, models = _split(_with_names(_given(ctx, params), tuple(name for name in names if name not in files)))
+    if files:
+        options["models-preset"] = files[-1]
     parsed, problems = settings.parse(options, os.environ)
     if problems:
         return _refuse(problems, as_json=as_json)
@@ -492,8 +508,9 @@ def _better(error: click.NoSuchOption) -> click.UsageError:
     """The same error with its reason, or with the most similar option."""
     name = error.option_name
     if name.lstrip("-") in settings.LATER:
-        return click.NoSuchOption(name, f"{name} is not offered by this version; remove it.", ctx=error.ctx)
-    if name.lstrip("-").removeprefix("no-") in settings.BY_FLAG and error.ctx is not None:
+        instead = settings.LATER[name.lstrip("-")] or "remove it"
+        return click.NoSuchOption(name, f"{name} is not offered by this version; {instead}.", ctx=error.ctx)
+    if name.lstrip("-").removeprefix("no-") in settings.SPELLINGS and error.ctx is not None:
         return _misplaced(name, error.ctx)
     near = preset_keys.nearest_key(name, settings.BY_FLAG)
     return click.NoSuchOption(name, possibilities=[f"--{near}"] if near else [], ctx=error.ctx)

@@ -7,7 +7,7 @@ that section. Pure functions.
 import posixpath
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.config import ini
 from router.config.precedence import DiskReader
@@ -24,15 +24,19 @@ class NamedModel:
     key: str  # `model`, or `hf-repo` for a repository that must not be read as a folder
     text: str
     origin: str  # the flag or variable
+    names: tuple[str, ...] = ()  # further names, from --model-names
 
 
 def named_models(settings: Settings) -> tuple[NamedModel, ...]:
     """The models that flags and variables name."""
-    return tuple(
+    named = [
         NamedModel(key, text, settings.origins.get(key, f"--{key}"))
         for key in ("model", "hf-repo")
         for text in getattr(settings, BY_FLAG[key].field)
-    )
+    ]
+    if settings.model_names:
+        named = [replace(model, names=names) for model, names in zip(named, settings.model_names, strict=True)]
+    return tuple(named)
 
 
 def sections(
@@ -45,13 +49,16 @@ def sections(
     """
     used, chosen, added = {name.casefold() for name in present}, dict[str, ini.Section](), list[ini.Section]()
     for model in named:
-        startup = ini.Entry("load-on-startup", "on", 0)
+        entries = [ini.Entry("load-on-startup", "on", 0)]
+        if model.names:
+            entries.append(ini.Entry("model-names", ",".join(model.names), 0))
         if model.key == "model" and model.text in present:
-            chosen[model.text] = ini.Section(model.text, 0, (startup,), file=model.origin)
+            chosen[model.text] = ini.Section(model.text, 0, tuple(entries), file=model.origin)
             continue
         id = next(id for id in _ids(model, working, disk) if id.casefold() not in used)
         used.add(id.casefold())
-        added.append(ini.Section(id, 0, (ini.Entry(model.key, model.text, 0), startup), file=model.origin))
+        entries = [ini.Entry(model.key, model.text, 0), *entries]
+        added.append(ini.Section(id, 0, tuple(entries), file=model.origin))
     return chosen, tuple(added)
 
 

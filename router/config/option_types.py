@@ -226,6 +226,21 @@ class Names(Kind):
 
 
 @dataclass(frozen=True)
+class Groups(Kind):
+    """Lists separated by semicolons, each as `Names` reads it."""
+
+    hint: str = "LIST"
+
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[tuple[str, ...], ...]:
+        return tuple(Names().convert(group, param, ctx) for group in value.split(";") if group.strip())
+
+    def write(self, value: tuple[tuple[str, ...], ...]) -> str:
+        return ";".join(map(Names().write, value))
+
+
+@dataclass(frozen=True)
 class Strings(Kind):
     """A JSON list of strings, or a list separated by commas whose items keep their blanks."""
 
@@ -407,7 +422,7 @@ class Devices(Kind):
     hint: str = "auto, cpu, cuda:0,cuda:1 or UUIDs"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        if value.strip().lower() in {"auto", "", "*"}:
+        if value.strip().lower() in {"auto", "", "*", "cuda", "gpu"}:  # FastChat's default is `cuda`
             return ()
         names = tuple(dict.fromkeys(device_name(item) for item in re.split("[,;]", value) if item.strip()))
         if "cpu" in names and len(names) > 1:

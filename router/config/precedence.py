@@ -17,7 +17,7 @@ from router.config.ini import Problem
 from router.config.option_types import Strings, nearest, sendable, shown
 from router.config.preset_keys import MeaninglessOption, RefusedOption, Spelling
 from router.config.presets import ADAPTER_NAME, HUB, REPO, PresetKey, repository
-from router.config.settings import BY_FLAG, BY_VARIABLE, LATER
+from router.config.settings import BY_VARIABLE, LATER, SPELLINGS
 
 CLIENT_VARIABLES = frozenset({"ROUTER_URL"})  # variables of client commands, which a server ignores
 _SCALE = re.compile(r"-?[0-9]{1,4}(\.[0-9]{1,6})?")
@@ -347,12 +347,15 @@ class SettingReader:
 
     def _unknown(self, written: str, place: Problem) -> None:
         flag = written.lstrip("-").replace("_", "-")
-        option = BY_FLAG.get(flag) or BY_VARIABLE.get(written)
+        option = SPELLINGS.get(flag) or BY_VARIABLE.get(written)
         if option is not None:
             further = ", or request-timeout for one model" if option.flag == "timeout" else ""
             self._fail(place, f'"{flag}" is an option of the router, not of a model: use --{option.flag}{further}')
         elif flag in LATER:
-            self._fail(place, f'"{flag}" is an option of the router that this version does not offer: remove it')
+            self._fail(
+                place,
+                f'"{flag}" is an option of the router that this version does not offer: {LATER[flag] or "remove it"}',
+            )
         else:
             self._fail(place, f'unknown key "{written.lstrip("-")}"', preset_keys.nearest_key(written))
 

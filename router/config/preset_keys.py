@@ -54,6 +54,7 @@ class MeaninglessOption:
     name: str
     is_flag: bool = False
     why: str = ""
+    env: tuple[str, ...] = ()
     neutral: str = ""  # separated by blanks
 
     def accepts(self, text: str) -> bool:
@@ -113,11 +114,22 @@ REFUSED: tuple[RefusedOption, ...] = (
     RefusedOption("max-request-size", "use --max-body-size, in MiB"),
     RefusedOption("keystore", "a proxy in front of the router offers TLS",
                   also=("keystore-pass", "keystore-type", "certificate-file", "private-key-file")),
-    RefusedOption("stream-interval", "each token is sent when it is there", neutral="1"),
     RefusedOption("cmd", "transformers is the only engine"),
     RefusedOption("extra-args", "the transformers engine takes none"),
-    RefusedOption("embiggen", neutral=_OFF, is_flag=True),
-    RefusedOption("managed", neutral=_OFF, is_flag=True),
+    # EricLLM
+    RefusedOption("embiggen", "each layer of the checkpoint is computed once", neutral=_OFF),
+    RefusedOption("managed", "--models-preset and --models-watch configure a running router", neutral=_OFF),
+    RefusedOption("encode-special", "special tokens in prompts are always encoded", neutral=_ON, is_flag=True),
+    RefusedOption("decode-special", "a request may have skip_special_tokens: false", neutral=_OFF, is_flag=True),
+    # FastChat
+    RefusedOption("enable-exllama", "exl2 checkpoints cannot be loaded, gptq and awq checkpoints need no option",
+                  neutral=_OFF, is_flag=True),
+    RefusedOption("enable-xft", "device = cpu computes on the CPU", neutral=_OFF, is_flag=True),
+    RefusedOption("cpu-offloading", "device = cpu keeps all of it in host memory", neutral=_OFF, is_flag=True),
+    RefusedOption("gptq-ckpt", "name the folder of the quantized checkpoint as the model", also=("awq-ckpt",)),
+    RefusedOption("embed-in-truncate", "a request to /v1/embeddings may have truncate_prompt_tokens: -1",
+                  neutral=_OFF, is_flag=True),
+    RefusedOption("ssl", "a proxy in front of the router offers TLS", neutral=_OFF, is_flag=True),
 )  # fmt: skip
 
 # All other options in the documentation of llama-server and LMI: first switches, then options with a value.
@@ -125,7 +137,7 @@ _MEANINGLESS_FLAGS = """
 swa-full perf escape e kv-offload kvo nkvo repack nr no-host mlock mmap direct-io dio cpu-moe cmoe check-tensors
 op-offload backend-sampling bs kv-unified kvu context-shift special sp spm-infill mmproj-auto mmproj-offload
 prefill-assistant cache-idle-slots lora-init-without-apply skip-chat-parsing props reuse-port webui ui-mcp-proxy
-webui-mcp-proxy agent ag reasoning-preserve log-disable log-jsonl log-prefix log-timestamps verbose v log-verbose
+webui-mcp-proxy agent ag reasoning-preserve log-disable log-jsonl log-prefix log-timestamps
 cors-credentials no-ui spec-default spec-draft-backend-sampling spec-draft-cpu-moe cmoed cpu-moe-draft
 enable-chunked-prefill enable-streaming low-cpu-mem-usage parallel-loading
 """
@@ -163,7 +175,43 @@ _SAMPLERS: Mapping[str, str] = {
     "dry-penalty-last-n": "-1 0 64", "dry-sequence-breaker": "none", "adaptive-target": "-1", "adaptive-decay": "0.9",
     "dynatemp-range": "0", "dynatemp-exp": "1", "mirostat": "0", "mirostat-lr": "0.1", "mirostat-ent": "5",
 }  # fmt: skip
+_STATED = "config.json of the checkpoint states it"
+_CONTROLLER = "the router answers for controller and worker: give its address to FastChat's API server"
+_REASONS = (
+    *(MeaninglessOption(name, is_flag=True, why="use --log-level debug") for name in ("verbose", "v", "log-verbose")),
+    MeaninglessOption("debug", why="use --log-level debug"),
+    *(MeaninglessOption(name, why=_STATED) for name in ("gptq-wbits", "gptq-groupsize", "awq-wbits", "awq-groupsize")),
+    MeaninglessOption("gptq-act-order", is_flag=True, why=_STATED),
+    *(MeaninglessOption(name, why=_CONTROLLER) for name in ("controller-address", "worker-address")),
+    MeaninglessOption("no-register", is_flag=True, why="the router registers at no controller"),
+    MeaninglessOption("dispatch-method", why="the replica with the fewest requests gets the next one"),
+    MeaninglessOption("stream-interval", why="each token is sent when it is there", neutral="1"),
+    *(MeaninglessOption(name, why="it belongs to enable-xft") for name in ("xft-max-seq-len", "xft-dtype")),
+    MeaninglessOption(
+        "peft-share-base-weights", why="adapters share the weights of their model", env=("PEFT_SHARE_BASE_WEIGHTS",)
+    ),
+    MeaninglessOption("worker-api-timeout", why="--timeout limits a request", env=("FASTCHAT_WORKER_API_TIMEOUT",)),
+    MeaninglessOption(
+        "worker-api-embedding-batch-size",
+        why="the engine batches embeddings itself",
+        env=("FASTCHAT_WORKER_API_EMBEDDING_BATCH_SIZE",),
+    ),
+    MeaninglessOption(
+        "worker-heart-beat-interval",
+        why="the router watches its workers itself",
+        env=("FASTCHAT_WORKER_HEART_BEAT_INTERVAL", "FASTCHAT_CONTROLLER_HEART_BEAT_EXPIRATION"),
+    ),
+    MeaninglessOption(
+        "use-modelscope", why="models come from folders and from the Hugging Face hub", env=("FASTCHAT_USE_MODELSCOPE",)
+    ),
+    MeaninglessOption("allow-credentials", is_flag=True, why="keys are sent in headers, not in cookies"),
+    *(
+        MeaninglessOption(name, why="pages of --cors-origins may use all methods and headers of the APIs")
+        for name in ("allowed-methods", "allowed-headers")
+    ),
+)
 MEANINGLESS: tuple[MeaninglessOption, ...] = (
+    *_REASONS,
     *(MeaninglessOption(name, why="answers are sampled without it", neutral=off) for name, off in _SAMPLERS.items()),
     *(
         MeaninglessOption(name, why="--models-memory-margin keeps memory free", neutral="1024")
@@ -206,7 +254,9 @@ def _spellings(words: Iterable[KnownOption]) -> dict[str, KnownOption]:
 # By all spellings except variables, case-sensitive (`C` is not `c`).
 WORDS: Mapping[str, KnownOption] = _spellings((*KEYS, *REFUSED, *MEANINGLESS))
 # Variables whose names cannot be derived from a spelling.
-VARIABLES: Mapping[str, KnownOption] = {name: word for words in (KEYS, REFUSED) for word in words for name in word.env}
+VARIABLES: Mapping[str, KnownOption] = {
+    name: word for words in (KEYS, REFUSED, MEANINGLESS) for word in words for name in word.env
+}
 _LMI_PREFIXES = ("OPTION_", "SERVING_", "option.")
 PREFIXES = ("LLAMA_ARG_", "ROUTER_", *_LMI_PREFIXES)
 

@@ -102,7 +102,7 @@ _ENABLE_LORA = Choice(("auto", "on", "off"), switch_words("on", "off"))
 _ENGINE = Choice(
     tuple(ENGINES),
     {"python": "transformers", "mpi": "transformers"},
-    dict.fromkeys(("vllm", "llama-server", "command"), "transformers is"),
+    dict.fromkeys(("vllm", "llama-server", "command", "exllamav2"), "transformers is"),
 )
 
 
@@ -200,7 +200,7 @@ class Preset:
     ctx_size: int = key(-1, Integer(0, words={"auto": -1}, unit="tokens"), CONTEXT,
             "tokens of prompt and answer of one request; 0: the model's maximum. In [*] at most the maximum of each"
             " model",
-            unset="the model's maximum up to 8192", also=("c", "max-model-len"))
+            unset="the model's maximum up to 8192", also=("c", "max-model-len", "exllama-max-seq-len"))
     parallel: int = key(4, Integer(1, 4096, {"-1": 4, "auto": 4}), CONTEXT,
             "sequences in one step; one of them has room in the KV cache for certain, all of them where memory is free",
             also=("np", "max-batch-size", "max-rolling-batch-size", "max-prompts", "max-num-seqs"),
@@ -211,7 +211,8 @@ class Preset:
     kv_cache_dtype: str = key("auto", _KV_TYPE, CONTEXT,
             "data type of the KV cache, the same for keys and values; auto: the model's; int8 takes half of 16 bits,"
             " int4 a third",
-            also=("ctk", "cache-type-k", "ctv", "cache-type-v"), switches={"cache-8bit": ("int8", "auto")},
+            also=("ctk", "cache-type-k", "ctv", "cache-type-v"),
+            switches={"cache-8bit": ("int8", "auto"), "exllama-cache-8bit": ("int8", "auto")},
             halves=(("ctk", "cache-type-k"), ("ctv", "cache-type-v")))
     prefix_caching: bool = key(True, _FLAG, CONTEXT,
             "compute a common beginning of prompts once, if the KV cache has blocks",
@@ -313,7 +314,7 @@ class Preset:
     # LoRA adapters
     lora: tuple[str, ...] = key((), Names(hint="name=folder or org/name, ..."), ADAPTERS,
             "LoRA adapters for requests, which name them as MODEL@NAME or in their bodies", unset="none", own=True,
-            live=True)
+            also=("lora-dir",), live=True)
     lora_scaled: tuple[str, ...] = key((), Names(hint="folder:scale, ..."), ADAPTERS, "the same, each with a scale",
             unset="none", own=True, live=True)
     default_lora: str = key("", Text("name"), ADAPTERS, "adapter of requests without one", unset="none", own=True,

@@ -154,6 +154,7 @@ class _Resolution:
             if preset is not None:
                 presets[preset.id], layers[preset.id] = preset, settings
         self._check_aliases(presets, layers)
+        presets |= _short_names(presets, [section.name for section in added])
         for entry in self._unconfigured(found, presets):
             settings = self._layered(entry.id, general, {}, over, [entry])
             preset = self._preset(ini.Section(entry.id, 0), settings, [entry])
@@ -566,6 +567,22 @@ class _Resolution:
 
 def _place_of(setting: Setting) -> str:
     return f"line {setting.place.line}" if setting.place.line else setting.place.file
+
+
+def _short_names(presets: Mapping[str, Preset], ids: Sequence[str]) -> dict[str, Preset]:
+    """The presets of models named `org/name` at start, with the alias `name`, by which FastChat's users ask for them.
+
+    A model with other aliases gets none, nor does a name that another model has.
+    """
+    shorts = {id: id.rpartition("/")[2].partition(":")[0] for id in ids if id in presets and "/" in id}
+    names = [*shorts.values(), *(name for preset in presets.values() for name in (preset.id, *preset.aliases))]
+    folded = [name.casefold() for name in names]
+    origin = {"alias": "the name of the repository"}
+    return {
+        id: replace(presets[id], aliases=(short,), origins={**presets[id].origins, **origin})
+        for id, short in shorts.items()
+        if not presets[id].aliases and folded.count(short.casefold()) == 1
+    }
 
 
 def _own_apart(layer: Layer) -> tuple[Layer, Layer]:

@@ -19,6 +19,7 @@ from router.config.option_types import (
     MIB,
     Choice,
     Flag,
+    Groups,
     Integer,
     Kind,
     Memory,
@@ -32,11 +33,14 @@ from router.errors import ConfigError
 from router.planner.ledger import DeviceShare
 
 MAX_BUFFERED = 512 * MIB  # of all request bodies together, and so of each
-# Options of the design that this version does not have. They have their own message, to distinguish them from keys.
-LATER = frozenset({
-    "cluster", "log-file", "secure-mode",
-    "ssl-cert-file", "ssl-key-file", "ui", "worker-port-range",
-})  # fmt: skip
+_TLS = "a proxy in front of the router offers TLS"
+# Options of other servers, or of the design, that this version does not have, with what to do instead. They have their
+# own message, to distinguish them from keys.
+LATER: Mapping[str, str] = {
+    "cluster": "", "log-file": "", "secure-mode": "", "ui": "", "worker-port-range": "",
+    "ssl-cert-file": _TLS, "ssl-key-file": _TLS,
+    "models-memory-max": "--models-memory-margin keeps memory free on a device, --device-limit lowers its total",
+}  # fmt: skip
 _KEY = re.compile(r"[\x21-\x7e]{1,512}")
 _QUADS = re.compile(r"[0-9]+(\.[0-9]+){3}")
 # An item of LMI's load_models; the brackets may be missing if there is a colon.
@@ -131,6 +135,8 @@ class Settings:
     hf_repo: tuple[str, ...] = option((), Names(hint="org/name[:revision]"), MODELS,
             "repository of the hub to load at start; repeatable", unset="none", also=("-hf", "-hfr"),
             env=("LLAMA_ARG_HF_REPO",))
+    model_names: tuple[tuple[str, ...], ...] = option((), Groups(), MODELS,
+            "other names of a model named at start; repeat it once per model, in their order", unset="none")
     models_preset: str = option("", _FILE, MODELS, "INI file of models", unset="none", env=("LLAMA_ARG_MODELS_PRESET",))
     models_dir: str = option("", _FOLDER, MODELS, "folder of models: each folder in it is one", unset="none",
             env=("LLAMA_ARG_MODELS_DIR", "SERVING_MODEL_STORE"))
@@ -165,7 +171,8 @@ class Settings:
     sleep_memory: int = option(0, Memory(), MEMORY,
             "main memory, in MiB, for the weights of evicted models", unset="0: none")
     models_max: int | None = option(None, Integer(0, 100_000), MEMORY, "workers at once; 0: as memory allows",
-            unset="0; 4 if the margin is 0", env=("LLAMA_ARG_MODELS_MAX",))  # None: see `workers_at_once`
+            unset="0; 4 if the margin is 0",  # None: see `workers_at_once`
+            also=("--limit-worker-concurrency",), env=("LLAMA_ARG_MODELS_MAX",))
 
     host: str = option("127.0.0.1", Text("ADDRESS"), HTTP,
             "addresses to listen on, separated by commas, or a path ending in .sock", env=("LLAMA_ARG_HOST",))
@@ -186,12 +193,12 @@ class Settings:
             "time between comments in a silent stream; -1: off", env=("LLAMA_ARG_SSE_PING_INTERVAL",))
     cors_origins: tuple[str, ...] = option((),
             Names(r"\*|localhost|https?://[^/\s]+", "is no origin such as http://host:80"), HTTP,
-            "origins of pages that may call this server", unset="none",
+            "origins of pages that may call this server", unset="none", also=("--allowed-origins",),
             env=("LLAMA_ARG_CORS_ORIGINS", "SERVING_CORS_ALLOWED_ORIGIN"))
     strict_fields: bool = option(False, Flag(), HTTP, "reject unknown request fields")
 
     api_key: tuple[str, ...] = option((), _Secret(), ACCESS, "API keys for clients, separated by commas", unset="none",
-            env=("LLAMA_API_KEY", "LLAMA_ARG_API_KEY"))
+            also=("--api-keys",), env=("LLAMA_API_KEY", "LLAMA_ARG_API_KEY"))
     api_key_file: str = option("", _FILE, ACCESS, "file of API keys, one a line, mode 0600", unset="none",
             env=("LLAMA_ARG_API_KEY_FILE",))
     admin_key: tuple[str, ...] = option((), _Secret(), ACCESS, "keys for loads, unloads and /router/*", unset="none")
@@ -260,8 +267,10 @@ OPTIONS = tuple(
     if field.metadata
 )
 BY_FLAG: Mapping[str, Option] = {option.flag: option for option in OPTIONS}
-# All flags without dashes, other spellings included.
-SPELLINGS = frozenset(name.lstrip("-") for option in OPTIONS for name in (option.flag, *option.also))
+# By flag without dashes, other spellings included.
+SPELLINGS: Mapping[str, Option] = {
+    name.lstrip("-"): option for option in OPTIONS for name in (option.flag, *option.also)
+}
 BY_VARIABLE: Mapping[str, Option] = {name: option for option in OPTIONS for name in option.variables}
 
 
@@ -317,6 +326,12 @@ def _contradictions(settings: Settings, origins: Mapping[str, str]) -> Iterator[
         yield fault("allowed-hosts", f"{name} is a name for other machines; {_KEYS_NEEDED}")
     if origins.get("demo") == "--demo" and settings.names_models:
         yield fault("demo", "models are named as well, and the demo models are not served beside others; remove it")
+    named, groups = len(settings.model) + len(settings.hf_repo), len(settings.model_names)
+    if groups and groups != named:
+        yield fault(
+            "model-names",
+            f"is given {groups} times for {named} model{'s' * (named != 1)} named at start; give it once per model",
+        )
     if settings.allow_unauthenticated and has_keys:
         yield fault("allow-unauthenticated", "keys are given as well; remove one of the two")
     if settings.unknown_model == "default" and not settings.default_model:

@@ -23,4 +23,25 @@ DOCUMENTED = {
         SERVING_JOB_QUEUE_SIZE SERVING_MODEL_STORE SERVING_INFERENCE_ADDRESS SERVING_MANAGEMENT_ADDRESS
         SERVING_KEYSTORE SERVING_CERTIFICATE_FILE
     """,
+    # --help of model_worker, multi_model_worker, vllm_worker, controller and openai_api_server; variables
+    "fastchat": """
+        host port worker-address controller-address model-path model-names conv-template embed-in-truncate
+        limit-worker-concurrency stream-interval no-register seed debug ssl lazy
+
+        revision device gpus num-gpus max-gpu-memory dtype load-8bit cpu-offloading gptq-ckpt gptq-wbits gptq-groupsize
+        gptq-act-order awq-ckpt awq-wbits awq-groupsize enable-exllama exllama-max-seq-len exllama-gpu-split
+        exllama-cache-8bit enable-xft xft-max-seq-len xft-dtype
+
+        trust_remote_code gpu_memory_utilization dispatch-method api-keys allow-credentials allowed-origins
+        allowed-methods allowed-headers
+
+        PEFT_SHARE_BASE_WEIGHTS FASTCHAT_USE_MODELSCOPE FASTCHAT_CONTROLLER_HEART_BEAT_EXPIRATION
+        FASTCHAT_WORKER_HEART_BEAT_INTERVAL FASTCHAT_WORKER_API_TIMEOUT FASTCHAT_WORKER_API_EMBEDDING_BATCH_SIZE
+    """,
+    # --help of ericLLM.py
+    "ericllm": """
+        verbose model lora host port max-model-len max-input-len gpu_split stop_character gpu_balance max_prompts
+        timeout alpha_value compress_pos_emb embiggen num_experts cache_8bit num_workers managed engine encode_special
+        decode_special
+    """,
 }

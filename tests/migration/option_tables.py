@@ -137,7 +137,7 @@ def _of_command_line(given: tuple[str, ...], patch: pytest.MonkeyPatch) -> list[
     (line,) = given
     words = shlex.split(line)
     preset = [] if words[0] == "router" else ["--models-preset", *_of_section((), patch)[1:]]
-    return [*preset, *words[words[0] == "router" :], "check"]
+    return ["check", *preset, *words[words[0] == "router" :]]
 
 
 GIVERS: Mapping[str, Callable[[tuple[str, ...], pytest.MonkeyPatch], list[str]]] = {

@@ -300,4 +300,4 @@ def test_an_interrupted_start_is_reported_in_one_line(tmp_path: Path) -> None:
 
 def test_every_spelling_of_a_key_is_a_flag() -> None:
     known = {name for _, (name, _) in cli._MODELS.items()}
-    assert known == set(preset_keys.WORDS) - settings.SPELLINGS
+    assert known == set(preset_keys.WORDS) - settings.SPELLINGS.keys()

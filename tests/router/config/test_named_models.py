@@ -111,7 +111,28 @@ def test_a_name_without_a_model_is_refused_where_it_was_given(
 
 def test_a_named_model_has_the_origin_of_its_name() -> None:
     preset: Preset = start({}, environ={"LLAMA_ARG_HF_REPO": "org/x"}).presets["org/x"]
-    assert preset.origins == {"hf-repo": "LLAMA_ARG_HF_REPO", "load-on-startup": "LLAMA_ARG_HF_REPO"}
+    assert preset.origins == {
+        "hf-repo": "LLAMA_ARG_HF_REPO", "load-on-startup": "LLAMA_ARG_HF_REPO", "alias": "the name of the repository"
+    }  # fmt: skip
+
+
+def test_a_repository_is_found_by_its_name_alone_unless_two_models_have_it() -> None:
+    def aliases(text: str = "", **flags: str) -> dict[str, tuple[str, ...]]:
+        loaded = start({name.replace("_", "-"): value for name, value in flags.items()}, text=text)
+        return {id: preset.aliases for id, preset in loaded.presets.items()}
+
+    assert aliases(model="org/x,llama,other/y") == {"org/x": ("x",), "llama": (), "other/y": ("y",)}
+    assert aliases(model="org/x,other/X") == {"org/x": (), "other/X": ()}
+    assert aliases(model="org/llama,llama") == {"org/llama": (), "llama": ()}
+    assert aliases("[b]\nmodel = org/b\nalias = x", model="org/x") == {"org/x": (), "b": ("x",)}
+    assert aliases("[org/z]\nmodel = org/z", model="org/x:v1") == {"org/x:v1": ("x",), "org/z": ()}
+
+
+def test_model_names_are_given_once_per_model_in_their_order() -> None:
+    loaded = start({"model": "org/x,llama", "hf-repo": "org/y", "model-names": "a,b;c;d"})
+    assert [preset.aliases for preset in loaded.presets.values()] == [("a", "b"), ("c",), ("d",)]
+    (problem,) = settings.parse({"model": "org/x", "model-names": "a;b"}, {})[1]
+    assert str(problem) == "--model-names: is given 2 times for 1 model named at start; give it once per model"
 
 
 @pytest.mark.parametrize(

@@ -280,7 +280,7 @@ def test_a_wrong_setting_names_file_line_section_and_the_way_out(line: str, mess
         ("LLAMA_ARG_PORT = 1", "use --port"),
         ("models-max = 1", "use --models-max"),
         ("timeout = 5", "use --timeout, or request-timeout for one model"),
-        ("ssl-key-file = x", '"ssl-key-file" is an option of the router that this version does not offer: remove it'),
+        ("ssl-key-file = x", '"ssl-key-file" is an option of the router that this version does not offer: a proxy in'),
         ("sleep-memory = 1", "use --sleep-memory"),
     ],
 )
@@ -709,7 +709,7 @@ def test_every_key_has_a_field_that_exists() -> None:
 def test_only_queue_size_and_names_of_models_are_keys_and_options_of_the_router() -> None:
     from router.config.settings import LATER, SPELLINGS
 
-    names = {"model", "m", "model-path", "model-id", "hf-repo", "hf", "hfr"}
+    names = {"model", "m", "model-path", "model-id", "model-names", "hf-repo", "hf", "hfr"}
     assert set(preset_keys.WORDS) & {*SPELLINGS, *LATER} == {"queue-size", *names}
 
 
