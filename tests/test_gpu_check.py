@@ -1,8 +1,9 @@
 """scripts/gpu_check, as far as a machine without an accelerator can tell."""
 
 import argparse
-import asyncio
 import json
+import random
+import signal
 import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests import tiny
+from scripts import gpu_parts
 from tests.gpu import running_ahead
 
 PROGRAM = Path(__file__).resolve().parent.parent / "scripts" / "gpu_check"
@@ -28,28 +29,102 @@ def program() -> Any:
     return module
 
 
-def test_a_check_that_fails_is_reported_and_the_rest_go_on(program: Any) -> None:
-    def passes(args: argparse.Namespace) -> dict[str, Any]:
-        return {"bytes": 3 << 20, "seconds": [0.5, 2.0]}
+def setting(folder: Path) -> gpu_parts.Setting:
+    return gpu_parts.Setting("cpu", folder / "models", folder / "gpu", lambda step, facts: None)
 
-    def fails(args: argparse.Namespace) -> dict[str, Any]:
-        raise program.Failed("7 MiB are not back")
 
-    def breaks(args: argparse.Namespace) -> dict[str, Any]:
+def test_a_line_that_a_kill_left_unfinished_is_passed_over_and_the_next_is_whole(program: Any, tmp_path: Path) -> None:
+    path = tmp_path / "gpu.jsonl"
+    results = program.Results(path)
+    assert results.lines() == []
+    results.append({"part": "load", "outcome": "failed", "error": "slow", "seconds": 1.0})
+    with path.open("a") as file:
+        file.write('{"part": "load", "outco')
+    results.append({"part": "load", "outcome": "passed", "facts": {}, "seconds": 2.0})
+    assert [line["outcome"] for line in results.lines()] == ["failed", "passed"]
+    assert results.passed() == {"load"}, "the last outcome counts"
+
+
+def test_the_table_has_every_part_and_the_steps_of_those_without_an_outcome(program: Any) -> None:
+    lines = [
+        {"run": {"name": "X", "command": "c", "commit": "1", "date": "d", "torch": "t"}},
+        {"part": "load", "step": "8 GiB", "facts": {"bytes": 3 << 20, "seconds": [0.5, 2.0]}},
+        {"part": "swap", "outcome": "failed", "error": "7 MiB | are not back", "seconds": 3.0},
+        {"part": "ahead", "outcome": "passed", "facts": {"gain": 1.25}, "seconds": 4.0},
+    ]
+    table = program.render(lines, ["load", "swap", "ahead", "ranks"]).splitlines()
+    assert table[-4:] == [
+        "| load | **not run** | 0.0 | 8 GiB (bytes: 3 MiB, seconds: 0.5, 2) |",
+        "| swap | **failed** | 3.0 | 7 MiB / are not back |",
+        "| ahead | passed | 4.0 | gain 1.25 |",
+        "| ranks | **not run** | 0.0 |  |",
+    ]
+
+
+def test_a_part_that_fails_or_breaks_has_an_outcome(program: Any, tmp_path: Path) -> None:
+    def fails(setting: gpu_parts.Setting) -> dict[str, Any]:
+        raise gpu_parts.Failed("7 MiB are not back")
+
+    def breaks(setting: gpu_parts.Setting) -> dict[str, Any]:
         raise ZeroDivisionError("nothing")
 
-    found = program.run_all(argparse.Namespace(), {"fails": fails, "breaks": breaks, "passes": passes})
-    assert [each["passed"] for each in found] == [False, False, True]
-    report = {"device": "X", "command": "c", "commit": "1", "date": "d", "torch": "t", "checks": found}
-    lines = program.render(report).splitlines()
-    assert any(line.startswith("| fails | **failed** |") and "7 MiB are not back" in line for line in lines)
-    assert any(line.startswith("| breaks | **failed** |") and "ZeroDivisionError: nothing" in line for line in lines)
-    assert any(line.startswith("| passes | passed |") and "bytes 3 MiB; seconds 0.5, 2" in line for line in lines)
+    results = program.Results(tmp_path / "gpu.jsonl")
+    program.PARTS = {name: gpu_parts.Part(run, 60) for name, run in (("fails", fails), ("breaks", breaks))}
+    for name in program.PARTS:
+        program.run_part(name, setting(tmp_path), results)
+    program.PARTS = gpu_parts.PARTS
+    errors = {name: line["error"] for name, line in results.outcomes().items()}
+    assert errors["fails"] == "7 MiB are not back"
+    assert errors["breaks"].startswith("ZeroDivisionError: nothing (test_gpu_check.py, line ")
+
+
+def test_a_part_is_ended_at_its_limit_and_without_budget_none_begins(program: Any, tmp_path: Path) -> None:
+    args = argparse.Namespace(device="cpu", out=tmp_path / "gpu", models=tmp_path, budget=0.0, resume=False)
+    results = program.Results(tmp_path / "gpu.jsonl")
+    program.check(args, ["device"], results)
+    assert results.lines() == []
+    program.start_part("device", args, results, 0.05)
+    assert results.outcomes()["device"]["error"].startswith("ended after its 0 s")
+
+
+def test_every_part_is_shorter_than_five_minutes(program: Any) -> None:
+    assert all(part.limit < 300 for part in gpu_parts.PARTS.values())
+    assert all(f"    {name} " in program.__doc__ for name in gpu_parts.PARTS)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_at_any_moment_is_resumed_to_a_whole_table(tmp_path: Path) -> None:
+    """The moment is a line of its progress, drawn at random."""
+    command = [sys.executable, str(PROGRAM), "--device", "cpu", "--budget", "600"]
+    command += ["--out", str(tmp_path / "gpu"), "--models", str(tmp_path / "models")]
+    moment = random.Random(7).randrange(2, 20)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        seen = [line for line, _ in zip(process.stderr, range(moment), strict=False)]
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        process.stderr.read()  # its end: nothing that it started is left
+    lines = (tmp_path / "gpu.jsonl").read_text("utf-8").splitlines()
+    assert len(seen) == moment
+    assert not (tmp_path / "gpu.md").exists()
+    passed = [line for line in map(json.loads, lines) if line.get("outcome") == "passed"]
+
+    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line for line in done.stdout.splitlines() if " | passed | " in line]
+    assert [row.split()[1] for row in rows] == list(gpu_parts.PARTS)
+    assert (tmp_path / "gpu.md").read_text("utf-8") in done.stdout
+    again = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text("utf-8").splitlines()]
+    assert [line for line in again if line.get("outcome") == "passed"][: len(passed)] == passed
+    assert len([line for line in again if line.get("outcome") == "passed"]) == len(gpu_parts.PARTS)
+    for rows_in_step in (1, 4):
+        trace = json.loads((tmp_path / f"gpu-step-{rows_in_step}.trace.json").read_text("utf-8"))
+        assert any(event["name"] == "aten::mm" for event in trace["traceEvents"])
 
 
 @pytest.mark.slow
 def test_what_running_ahead_is_worth_is_measured_and_judged(
-    program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The measurement itself runs on any device; a minute of a card is a second of a small model here."""
     words = ["--device=cpu", "--hidden=128", "--layers=1", "--requests=2", "--tokens=12"]
@@ -60,11 +135,11 @@ def test_what_running_ahead_is_worth_is_measured_and_judged(
         "step by step": False, "ahead": True, "step by step, no graphs": False, "ahead, no graphs": True,
     }  # fmt: skip
     even = {name: each | {"tokens_per_second": 100.0} for name, each in found.items()}
-    assert program.judge_ahead(even)["ahead, no graphs"] == 100.0
-    with pytest.raises(program.Failed, match="ahead made 90 tokens per second"):
-        program.judge_ahead(even | {"ahead": even["ahead"] | {"tokens_per_second": 90.0}})
-    with pytest.raises(program.Failed, match="0 were launched ahead"):
-        program.judge_ahead(even | {"ahead": even["ahead"] | {"steps_ahead": 0}})
+    assert gpu_parts.judge_ahead(even)["ahead, no graphs"] == 100.0
+    with pytest.raises(gpu_parts.Failed, match="ahead made 90 tokens per second"):
+        gpu_parts.judge_ahead(even | {"ahead": even["ahead"] | {"tokens_per_second": 90.0}})
+    with pytest.raises(gpu_parts.Failed, match="0 were launched ahead"):
+        gpu_parts.judge_ahead(even | {"ahead": even["ahead"] | {"steps_ahead": 0}})
 
 
 @pytest.mark.slow
@@ -80,33 +155,32 @@ def test_without_an_accelerator_it_says_so_and_is_no_success(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_the_load_that_it_measures_arrives_whole(program: Any) -> None:
+def test_the_load_that_it_measures_arrives_whole(tmp_path: Path) -> None:
     """Within main memory, where there is no bus."""
-    facts = program.measure_load("cpu", 32 << 20)
-    assert facts["bytes"] > 32 << 20 >= facts["bytes"] - 100_000
-    assert facts["staged"] > 0
-    assert facts["fraction_of_bus"] > 0
+    path = tmp_path / "load.safetensors"
+    gpu_parts._write_weights(path, 32 << 20)
+    half, whole = gpu_parts.measure_load("cpu", path)
+    assert (half["bytes"], whole["bytes"]) == (16 << 20, 32 << 20)
+    assert min(half["staged"], whole["staged"], half["fraction_of_bus"]) > 0
 
 
-@pytest.mark.slow
-def test_a_worker_that_it_starts_answers_and_tells_what_it_takes(program: Any, tmp_path: Path) -> None:
-    """On main memory, where there is one. What two checks compare comes with pulses, one a second."""
-    snapshot = tiny.make("llama", tmp_path, max_position_embeddings=4096)
-    shared = [f"--snapshot={snapshot}", "--ctx-size=4096", "--parallel=4"]
-    estimated = program._estimate([*shared, "--devices=cuda:0"])
-    assert all(len(estimated[part]) == 1 for part in ("weights", "context", "compute", "runtime"))
-    with program._worker([*shared, "--devices=cpu"]) as (address, events, _):
-        texts = asyncio.run(program._texts(address))
-        assert len(set(texts)) == len(texts) == 4
-        asyncio.run(program._load(address))
-        pulses = [event["measured"] for event in events if event["event"] == "pulse"]
-    assert max(pulse["cpu"] for pulse in pulses) > 0
+def test_a_model_that_a_kill_left_unfinished_is_made_again(tmp_path: Path) -> None:
+    def breaks(path: Path) -> None:
+        path.mkdir()
+        (path / "part").write_text("")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        gpu_parts.kept(setting(tmp_path), "model", breaks)
+    made = gpu_parts.kept(setting(tmp_path), "model", lambda path: path.mkdir())
+    assert list(made.iterdir()) == []
+    assert gpu_parts.kept(setting(tmp_path), "model", breaks) == made, "it is kept"
 
 
-def test_a_check_that_does_not_exist_is_refused_by_name(program: Any) -> None:
+def test_a_part_that_does_not_exist_is_refused_by_name() -> None:
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), "--only", "context,luck"],
+        [sys.executable, str(PROGRAM), "--only", "device,luck"],
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert done.returncode == 2
-    assert "no check is called luck" in done.stderr
+    assert "no part is called luck" in done.stderr

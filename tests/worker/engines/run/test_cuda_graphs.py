@@ -5,6 +5,7 @@ All but the recording itself, which tests/gpu/test_graphs.py tests.
 
 import asyncio
 import random
+import warnings
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,13 @@ from worker.engines.transformers.attention.kv_pool import KvPool
 from worker.engines.transformers.load import loader
 from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.run.backends import make_pool
-from worker.engines.transformers.run.cuda_graphs import GraphRunner, batch_sizes, block_counts, graph_shapes
+from worker.engines.transformers.run.cuda_graphs import (
+    GraphRunner,
+    batch_sizes,
+    block_counts,
+    graph_shapes,
+    waiting_forbidden,
+)
 from worker.engines.transformers.run.runner import PagedRunner, Runner
 from worker.engines.transformers.schedule.kv_cache import BlockAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
@@ -196,3 +203,19 @@ def test_a_prompt_or_a_larger_batch_is_no_step_of_fixed_shape(
     assert fixed.shape_of((*batch[:3], prompt)) is None
     assert fixed.shape_of((*batch, batch[0])) is None
     assert fixed.shape_of(()) is None
+
+
+def test_torchs_warning_about_the_mode_that_forbids_waits_is_no_error_and_the_mode_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch sets the mode and then warns, once in a process. Warnings are errors here."""
+    mode = ["default"]
+
+    def set_mode(name: str) -> None:
+        mode[0] = name
+        warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all", stacklevel=2)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with waiting_forbidden():
+        assert mode == ["error"]
+    assert mode == ["default"]

@@ -12,7 +12,9 @@ tests check it on a machine without a GPU.
 """
 
 import logging
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -265,9 +267,19 @@ class GraphRunner:
         A recording would fail for this too, but it would leave torch's allocator in recording mode, in which no memory
         is ever returned to the device.
         """
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waiting_forbidden():
             self.compute(*shape)
+
+
+@contextmanager
+def waiting_forbidden() -> Iterator[None]:
+    """Make torch raise RuntimeError where the host waits for the device."""
+    with warnings.catch_warnings():
+        # torch warns at the first call. Where warnings are errors, that call raises, and the mode is set nevertheless.
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -1,0 +1,856 @@
+"""The parts of scripts/gpu_check. Each runs in a process of its own and records what it finds as soon as it has it.
+
+Every part runs on an accelerator at full scale, and on the CPU at a small one, where figures of memory and speed mean
+nothing but the program is the same.
+"""
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec, module_from_spec, spec_from_loader
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+Facts = dict[str, Any]
+MIB = 1 << 20
+TOKEN = "gpu-check"  # of all workers started here
+SETTLE = 10.0  # seconds within which the driver must have a dead process's memory back
+
+
+class Failed(Exception):
+    """The finding of a part, in one sentence."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a part runs, and where its results go."""
+
+    device: str
+    models: Path  # folder of the models and files that parts share; they are kept
+    out: Path  # without suffix; traces get names that begin with it
+    record: Callable[[str, Facts], None]  # append the facts of one step of the part
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device == "cpu"
+
+
+# Readings
+
+
+def used(setting: Setting, pid: int) -> int:
+    """Bytes used on the device by the driver; on the CPU those of process `pid`."""
+    if setting.on_cpu:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGESIZE")
+    return int(_reading()[0].used)
+
+
+def _reading() -> tuple[Any, str]:
+    from router.launch.devices import Devices
+
+    devices = Devices(os.environ)
+    try:
+        for reading in devices.read():
+            if reading.id.index == 0:
+                return reading, "; ".join(devices.notes)
+        raise Failed(f"NVML shows no accelerator: {'; '.join(devices.notes) or 'no reason given'}")
+    finally:
+        devices.close()
+
+
+@cache
+def _mem_info() -> tuple[int, int]:
+    """Free and total bytes by torch, read in a process of its own: this process stays without a context."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch; print(*torch.cuda.mem_get_info(0))"],
+        capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    free, total = map(int, done.stdout.split())
+    return free, total
+
+
+def _settled(setting: Setting, before: int, begin: float) -> float:
+    """Seconds from `begin` until the driver has the `before` value again; 0 on the CPU, where the process has ended.
+    Raises Failed after SETTLE."""
+    while not setting.on_cpu and used(setting, 0) > before + 16 * MIB:
+        if time.monotonic() - begin > SETTLE:
+            left = (used(setting, 0) - before) >> 20
+            raise Failed(f"{left} MiB of a killed process are not back after {SETTLE:.0f} s")
+        time.sleep(0.02)
+    return 0.0 if setting.on_cpu else time.monotonic() - begin
+
+
+# Device and context
+
+CONTEXT = """
+import sys, torch
+device = sys.argv[1]
+x = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
+(x @ x).sum().item()
+print(0 if device == "cpu" else torch.cuda.memory_reserved(0), flush=True)
+sys.stdin.read()
+"""
+
+
+def device(setting: Setting) -> Facts:
+    """NVML against torch; memory of a process on the device before it computes; all of it is back after its exit."""
+    from router.memory.estimate import RUNTIME_HOST
+    from worker.protocol.memory import DEVICE_PROCESS_BYTES
+
+    facts: Facts = {}
+    if not setting.on_cpu:
+        reading, notes = _reading()
+        free, total = _mem_info()
+        facts |= {"total": reading.total, "used": reading.used, "torch_total": total, "torch_used": total - free}
+        setting.record("readings", facts)
+        if abs(reading.total - total) > 0.05 * total:
+            raise Failed(f"NVML says {reading.total >> 20} MiB in all, torch {total >> 20}: another device? {notes}")
+        if abs(reading.used - (total - free)) > 2048 * MIB:
+            raise Failed(f"NVML says {reading.used >> 20} MiB used, torch {(total - free) >> 20}")
+    before = 0 if setting.on_cpu else used(setting, 0)
+    process = subprocess.Popen([sys.executable, "-c", CONTEXT, setting.device], stdin=-1, stdout=-1, text=True)
+    try:
+        assert process.stdout is not None
+        reserved = int(process.stdout.readline())
+        during = used(setting, process.pid)
+    finally:
+        process.kill()
+        process.communicate()
+        begin = time.monotonic()
+    context, assumed = during - before - reserved, RUNTIME_HOST if setting.on_cpu else DEVICE_PROCESS_BYTES
+    facts |= {"context": context, "assumed": assumed, "back_after": _settled(setting, before, begin)}
+    if context > assumed:
+        raise Failed(
+            f"a process takes {context >> 20} MiB here, more than the {assumed >> 20} MiB that estimates assume until a"
+            " worker has measured it: raise DEVICE_PROCESS_BYTES in worker/protocol/memory.py"
+        )
+    return facts
+
+
+# Tests
+
+
+def smoke(setting: Setting) -> Facts:
+    """The tests marked `gpu`: equality with generate, graphs against dynamic steps, constant memory, no waits."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"]
+    if setting.on_cpu:
+        command += ["-k", "test_greedy_text_equals_generate_on_the_device and llama and True"]
+    environment = os.environ | {"GPU_TESTS_DEVICE": setting.device}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr.strip()[-300:]
+    passed = re.search(r"(\d+) passed", last)
+    if done.returncode or passed is None:
+        failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        raise Failed(f"{last}; {'; '.join(failures)[:1500]}")
+    return {"passed": int(passed[1])}
+
+
+# Models
+
+
+@cache
+def bench() -> Any:
+    """The module of scripts/bench_engine: shapes, contestants, bandwidth."""
+    loader = SourceFileLoader("bench_engine", str(ROOT / "scripts" / "bench_engine"))
+    spec = spec_from_loader("bench_engine", loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    sys.modules["bench_engine"] = module  # dataclasses look their module up
+    loader.exec_module(module)
+    module.begin_process(argparse.Namespace(threads=1))
+    return module
+
+
+def shape_name(setting: Setting) -> str:
+    """The largest shape whose weights, with a KV cache beside them, fit on the device."""
+    if setting.on_cpu:
+        return "tiny"
+    _, total = _mem_info()
+    return "8b" if total > 36 << 30 else "1b" if total > 12 << 30 else "110m"
+
+
+def kept(setting: Setting, name: str, make: Callable[[Path], object]) -> Path:
+    """The file or folder `name` among the shared models, which `make` creates once. It is whole or absent."""
+    path = setting.models / name
+    if not path.exists():
+        setting.models.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.unlink(missing_ok=True)
+        make(unfinished)
+        unfinished.rename(path)
+    return path
+
+
+def shaped(setting: Setting) -> Path:
+    """A snapshot of that shape with random weights."""
+    name = shape_name(setting)
+    shape = bench().SHAPES[name]
+    return kept(
+        setting, f"llama-{name}", lambda path: bench().make_snapshot(shape, path, setting.device, positions=65536)
+    )
+
+
+@cache
+def bandwidth(device: str) -> float:
+    rate: float = bench().bandwidth(device, 1, 64 * MIB if device == "cpu" else 4 << 30)
+    return rate
+
+
+# Decoding
+
+
+def decode(setting: Setting) -> Facts:
+    """Tokens per second of the engine, and its steps as a share of what reading weights and cache would take."""
+    tool, shape = bench(), bench().SHAPES[shape_name(setting)]
+    levels = (1, 4) if setting.on_cpu else (1, 64)
+    snapshot, rate = shaped(setting), bandwidth(setting.device)
+    asked = argparse.Namespace(device=setting.device, threads=1)
+    begin = time.monotonic()
+    ours = tool.Ours(snapshot, asked, name="ours", parallel=levels[-1], ctx_size=-(-shape.longest // 32) * 32)
+    facts = {"shape": shape_name(setting), "bandwidth": rate, "load_seconds": time.monotonic() - begin}
+    setting.record("loaded", facts)
+    import torch
+
+    itemsize = getattr(torch, shape.dtype).itemsize
+    try:
+        ours.run(tool.requests_of(shape, levels[-1], seed=9))  # the first requests choose kernels
+        for level in levels:
+            trace = ours.run(tool.requests_of(shape, level, seed=level))
+            floor = tool.floor_seconds(shape, level, shape.read * itemsize, itemsize, rate)
+            gap = statistics.median(trace.gaps)
+            found = {"tokens_per_second": trace.tokens / trace.seconds, "step_ms": 1e3 * gap, "of_floor": floor / gap}
+            setting.record(f"{level} at once", found)
+            facts |= {f"{level} at once": found}
+    finally:
+        ours.close()
+    return facts
+
+
+class Stepper:
+    """Decode steps of a model without scheduler and sampler, at any number of rows and context length."""
+
+    def __init__(self, setting: Setting):
+        from tests.worker.loaded import options
+        from worker.engines.transformers.attention import paged
+        from worker.engines.transformers.load import loader
+        from worker.engines.transformers.load.snapshot import load_config
+        from worker.engines.transformers.run import backends
+
+        self.setting = setting
+        self._options = options(shaped(setting), devices=(setting.device,), threads=1)
+        paged.register()
+        self._config = load_config(self._options)
+        implementation = backends.implementation(self._options, self._config)
+        self._loaded = loader.load_model(self._options, self._config, implementation, lambda _: None)
+        self.layers: int = self._config.num_hidden_layers
+        self.weights = sum(each.nbytes for each in self._loaded.model.parameters())
+
+    @contextmanager
+    def steps(self, rows: int, length: int) -> Iterator[tuple[Callable[[], object], Callable[[], object], bool]]:
+        """A step of `rows` sequences of `length` tokens as the engine runs it, the same kernel by kernel, and whether
+        the first one is a graph. Each returns once it has been computed."""
+        import torch
+
+        from worker.engines.transformers.run import backends, warmup
+        from worker.engines.transformers.run.runner import PagedRunner
+        from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
+
+        asked = replace(self._options, parallel=rows, ctx_size=length)
+        runner, capacity = backends.make_runner(
+            self._loaded.model, self._config, asked, length, self._loaded.device, caches=False
+        )
+        batch = tuple(warmup._segment(capacity, row, length - 1, 1) for row in range(rows))
+        assert isinstance(runner, PagedRunner)
+        held: dict[str, Any] = {"eager": runner, "best": runner}  # emptied at the end: the steps outlive the block
+        is_graph = False
+        if not self.setting.on_cpu:
+            held["best"] = recorded = warmup.record(
+                runner, capacity, PrefillBudget(), ctx_size=length, progress=lambda _: None
+            )
+            is_graph = recorded.recorded > 0 and recorded.shape_of(batch) is not None
+            del recorded
+        del runner, capacity
+
+        def step(kind: str) -> None:
+            held[kind].run(batch)
+            if not self.setting.on_cpu:
+                torch.cuda.synchronize()
+
+        try:
+            yield partial(step, "best"), partial(step, "eager"), is_graph
+        finally:
+            held.clear()
+            gc.collect()
+            if not self.setting.on_cpu:
+                torch.cuda.empty_cache()
+
+
+def trace(setting: Setting) -> Facts:
+    """The kernels of one decode step at two sizes, counted, and saved as a trace for chrome://tracing."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    stepper = Stepper(setting)
+    activities = [ProfilerActivity.CPU] + ([] if setting.on_cpu else [ProfilerActivity.CUDA])
+    facts: Facts = {"layers": stepper.layers}
+    for rows in (1, 4) if setting.on_cpu else (1, 64):
+        with stepper.steps(rows, 32 if setting.on_cpu else 1024) as (step, _, is_graph):
+            step()
+            with torch.inference_mode(), profile(activities=activities) as found:
+                step()
+        path = setting.out.with_name(f"{setting.out.name}-step-{rows}.trace.json")
+        found.export_chrome_trace(str(path))
+        counted = kernels(found.events() or (), on_cpu=setting.on_cpu)
+        each = {name: count // stepper.layers for name, count in counted.items() if count >= stepper.layers}
+        facts[f"{rows} rows"] = {
+            "graph": is_graph, "kernels": sum(counted.values()), "per_layer": sum(each.values()), "file": path.name,
+            "most": {name[:60]: count for name, count in Counter(each).most_common(8)},
+        }  # fmt: skip
+        setting.record(f"{rows} rows", facts[f"{rows} rows"])
+        if not counted:
+            raise Failed("the profiler shows no kernel of the step; CUPTI may be missing or in use")
+    return facts
+
+
+# Operators that compute nothing.
+_NO_KERNELS = frozenset(
+    {
+        "alias", "as_strided", "detach", "detach_", "empty", "empty_like", "empty_strided", "expand", "lift_fresh",
+        "permute", "reshape", "resolve_conj", "resolve_neg", "result_type", "select", "slice", "split", "squeeze", "t",
+        "to", "transpose", "unsqueeze", "view", "_reshape_alias", "_unsafe_view",
+    }
+)  # fmt: skip
+
+
+def kernels(events: Any, *, on_cpu: bool) -> Counter[str]:
+    """The number of kernels by name; on the CPU of operators that call no other operator."""
+    from torch._C._autograd import DeviceType
+
+    if on_cpu:
+        leaves = (event.name for event in events if event.name.startswith("aten::") and not event.cpu_children)
+        return Counter(name for name in leaves if name.removeprefix("aten::") not in _NO_KERNELS)
+    return Counter(
+        event.name
+        for event in events
+        if event.device_type == DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))
+    )
+
+
+def long(setting: Setting) -> Facts:
+    """Steps with long contexts: graph against kernel by kernel, and the share of what reading would take."""
+    shape, rate = bench().SHAPES[shape_name(setting)], bandwidth(setting.device)
+    import torch
+
+    stepper, facts = Stepper(setting), Facts()
+    sizes = [(1, 64), (4, 128)] if setting.on_cpu else [(64, 1024), (64, 1040), (64, 2048), (16, 4096), (1, 32768)]
+    for rows, length in sizes:
+        cache_bytes = rows * length * shape.cache_bytes(getattr(torch, shape.dtype).itemsize)
+        if not setting.on_cpu and stepper.weights + 1.3 * cache_bytes > 0.9 * _mem_info()[1]:
+            continue
+        with stepper.steps(rows, length) as (step, eager, is_graph):
+            seconds = {}
+            for kind, run in (("step_ms", step), ("eager_ms", eager)):
+                run()
+                times = []
+                for _ in range(5):
+                    begin = time.monotonic()
+                    run()
+                    times.append(time.monotonic() - begin)
+                seconds[kind] = 1e3 * statistics.median(times)
+        floor = 1e3 * (stepper.weights + cache_bytes) / rate
+        name = f"{rows} x {length}"
+        facts[name] = {"graph": is_graph, **seconds, "of_floor": floor / seconds["step_ms"]}
+        setting.record(name, facts[name])
+    return facts
+
+
+# The promise
+
+FAMILIES: dict[str, Facts] = {
+    "llama": {
+        "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+    },
+    "qwen3": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12},
+    "qwen3_moe": {"hidden_size": 512, "num_hidden_layers": 8},
+    "gemma3_text": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12},
+    "gpt2": {"n_embd": 1024, "n_layer": 12},
+    "mamba": {"hidden_size": 1024, "num_hidden_layers": 12},
+}  # fmt: skip
+
+
+# Options of workers: on the CPU, and on an accelerator.
+_SIZES = {True: ("--ctx-size=512", "--parallel=4", "--threads=1"), False: ("--ctx-size=4096", "--parallel=16")}
+
+
+def promise(setting: Setting) -> Facts:
+    """A worker of each family under load stays within its own estimate, by torch and by NVML, and all of its memory is
+    back after a kill."""
+    facts, broken = Facts(), []
+    for family, changes in FAMILIES.items():
+        if setting.on_cpu and family != "llama":
+            break
+        try:
+            facts[family] = found = _promise(setting, family, {} if setting.on_cpu else changes)
+        except Failed as error:
+            broken.append(f"{family}: {error}")
+            setting.record(family, {"error": str(error)})
+            continue
+        setting.record(family, found)
+        if max(found["measured"], found["nvml_loaded"]) > found["promised"]:
+            broken.append(f"{family}: promised {found['promised'] >> 20} MiB: {found}")
+        elif found["nvml_loaded"] > found["nvml_ready"] + 16 * MIB and not setting.on_cpu:
+            broken.append(f"{family} grew under load after it was ready: {found}")
+    if broken:
+        raise Failed("; ".join(broken))
+    return facts
+
+
+def _promise(setting: Setting, family: str, changes: Facts) -> Facts:
+    from tests import tiny
+
+    small = setting.on_cpu
+    given: Facts = changes | ({} if small else {"dtype": "bfloat16"})
+    if family != "mamba":
+        given["n_positions" if family == "gpt2" else "max_position_embeddings"] = 4096
+    snapshot = kept(setting, f"promise-{family}", lambda path: tiny.make(family, path, **given))
+    shared = [f"--snapshot={snapshot}", f"--devices={setting.device}", *_SIZES[small]]
+    estimated = _estimate(shared)
+    parts = ("weights", "context", "compute", "runtime")
+    promised = sum(sum(estimated[part]) for part in parts)
+    before = 0 if small else used(setting, 0)
+    with _worker([*shared, f"--reserved={json.dumps({setting.device: promised})}"]) as (address, events, process):
+        ready = used(setting, process.pid) - before
+        asyncio.run(_load(address, setting))
+        loaded = used(setting, process.pid) - before
+        pulses = _next_pulses(events, setting.device)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        seconds = _settled(setting, before, time.monotonic())
+    return {
+        **{part: estimated[part][0] for part in parts},
+        "promised": promised, "measured": max(pulses), "nvml_ready": ready, "nvml_loaded": loaded,
+        "back_after": seconds,
+    }  # fmt: skip
+
+
+def _next_pulses(events: "Events", name: str) -> list[int]:
+    """What the worker has measured on device `name` so far, with two more pulses."""
+    count = len(events.pulses())
+    events.wait(lambda: len(events.pulses()) >= count + 2)
+    return [pulse["measured"][name] for pulse in events.pulses()]
+
+
+def _estimate(options: list[str]) -> Facts:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "worker", "estimate", *options],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    for line in done.stdout.splitlines():
+        event: Facts = json.loads(line)
+        if event["event"] == "estimated":
+            return event
+    raise Failed(f"no estimate, exit {done.returncode}: {(done.stdout + done.stderr)[-500:]}")
+
+
+class Events:
+    """The events of a worker, as they come."""
+
+    def __init__(self) -> None:
+        self._all: list[Facts] = []
+        self._changed = threading.Condition()
+        self.ended = False
+
+    def read(self, lines: Any) -> None:
+        for line in lines:
+            with self._changed:
+                self._all.append(json.loads(line))
+                self._changed.notify_all()
+        with self._changed:
+            self.ended = True
+            self._changed.notify_all()
+
+    def of(self, kind: str) -> list[Facts]:
+        return [event for event in self._all if event["event"] == kind]
+
+    def pulses(self) -> list[Facts]:
+        return self.of("pulse")
+
+    def wait(self, happened: Callable[[], bool], seconds: float = 240.0) -> None:
+        """Return once `happened`. Raises Failed if the worker ends before that."""
+        with self._changed:
+            self._changed.wait_for(lambda: happened() or self.ended, seconds)
+        if not happened():
+            raise Failed(f"the worker {'ended' if self.ended else 'is not ready'}: {self._all[-2:]}")
+
+
+@contextmanager
+def _worker(options: list[str]) -> Iterator[tuple[str, Events, "subprocess.Popen[str]"]]:
+    """A ready worker: its address, its events, and its process. It is supervised as a router's workers are, since only
+    those report their memory."""
+    command = [
+        *(sys.executable, "-P", "-m", "worker", "serve", "--supervised", f"--parent-pid={os.getpid()}"),
+        *("--listen=tcp:127.0.0.1:0", "--name=m", *options),
+    ]
+    events = Events()
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen(command, cwd=ROOT, stdin=-1, stdout=-1, stderr=said, text=True) as process,
+    ):
+        assert process.stdin is not None
+        process.stdin.write(f"{TOKEN}\n")
+        process.stdin.flush()
+        reader = threading.Thread(target=events.read, args=[process.stdout])
+        reader.start()
+        try:
+            try:
+                events.wait(lambda: bool(events.of("ready")))
+            except Failed as error:
+                said.seek(0)
+                raise Failed(f"{error} {said.read()[-600:]}") from None
+            yield "http://" + events.of("ready")[0]["address"].removeprefix("tcp:"), events, process
+        finally:
+            process.kill()
+            process.wait()
+            reader.join()
+
+
+def _client(address: str) -> Any:
+    """A client of a supervised worker that ignores proxies in the environment."""
+    import httpx
+
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    return httpx.AsyncClient(base_url=address, headers=headers, timeout=180.0, trust_env=False)
+
+
+async def _load(address: str, setting: Setting) -> None:
+    """Prompts of all lengths at once."""
+    lengths = [300, 5] if setting.on_cpu else [3000, 5, 800, 1900, 2500, 60, 3500, 400] * 4
+    async with _client(address) as client:
+
+        async def ask(place: int, length: int) -> None:
+            body = {
+                "model": "m", "prompt": [10 + place] * length, "max_tokens": 64, "ignore_eos": True,
+                "temperature": 1.0, "top_p": 0.9, "logprobs": 5,
+            }  # fmt: skip
+            response = await client.post("/v1/completions", json=body)
+            if response.status_code != 200:
+                raise Failed(f"under load: {response.status_code} {response.text[:300]}")
+
+        await asyncio.gather(*(ask(place, length) for place, length in enumerate(lengths)))
+
+
+# A load
+
+LOAD = """
+import json, os, sys, time
+from pathlib import Path
+import torch
+from worker.engines.transformers.load.staging import move
+from worker.engines.transformers.load.safetensors import WeightFile
+
+device, path = torch.device(sys.argv[1]), Path(sys.argv[2])
+
+def settle():
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+def fresh(share):
+    file, model = WeightFile(path), torch.nn.Module()
+    found = list(file.tensors())
+    for name, view in found[:int(share * len(found))]:
+        model.register_parameter(name, torch.nn.Parameter(view, requires_grad=False))
+    return file, model
+
+def seconds(work):
+    settle()
+    begin = time.monotonic()
+    work()
+    settle()
+    return time.monotonic() - begin
+
+for share in (0.5, 1.0):
+    _, model = fresh(share)
+    size = sum(each.nbytes for each in model.parameters())
+    for each in model.parameters():
+        each.sum()  # into the page cache
+    source = torch.ones(min(size, 1 << 30), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty_like(source, device=device)
+    bus = source.nbytes / min(seconds(lambda: target.copy_(source, non_blocking=True)) for _ in range(5))
+    del source, target
+    times = {"staged": [], "plain": []}
+    for _ in range(2):
+        file, model = fresh(share)
+        times["staged"].append(seconds(lambda: move(model, [file], device)))
+        wrong = [name for name, each in model.named_parameters() if not bool((each == int(name[1:]) + 0.5).all())]
+        assert not wrong, f"{wrong[0]} arrived wrong"
+        del model
+        file, model = fresh(share)
+        times["plain"].append(seconds(lambda: model.to(device)))
+        del model
+    staged, plain = (min(found) for found in times.values())
+    print(json.dumps({"bytes": size, "bus_bytes_per_second": bus, "staged": staged, "plain": plain,
+                      "fraction_of_bus": size / staged / bus}), flush=True)
+"""
+
+
+def load(setting: Setting) -> Facts:
+    """Weights from the page cache to the device: seconds, and the fraction of the bus bandwidth."""
+    size = 32 * MIB if setting.on_cpu else min(16 << 30, _mem_info()[0] // 2)
+    path = kept(setting, f"load-{size >> 20}.safetensors", lambda path: _write_weights(path, size))
+    facts = Facts()
+    for found in measure_load(setting.device, path):
+        name = f"{found['bytes'] / (1 << 30):.2g} GiB"
+        facts[name] = found
+        setting.record(name, found)
+    slow = [name for name, found in facts.items() if found["staged"] > 1.05 * found["plain"]]
+    if slow and not setting.on_cpu:
+        raise Failed(f"staged, {slow[0]} take longer to the device than by torch alone: {facts}")
+    return facts
+
+
+def _write_weights(path: Path, size: int) -> None:
+    """A file of 128 tensors of `size` bytes in all, whose values are their numbers and a half."""
+    import torch
+
+    count = 128
+    each = size // count // 2 * 2
+    spans = {f"t{number}": [each * number, each * (number + 1)] for number in range(count)}
+    header = {name: {"dtype": "BF16", "shape": [each // 2], "data_offsets": span} for name, span in spans.items()}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for number in range(count):
+            values = torch.full((each // 2,), number + 0.5, dtype=torch.bfloat16)
+            file.write(values.view(torch.uint8).numpy().data)
+
+
+def measure_load(device: str, path: Path) -> Iterator[Facts]:
+    """Seconds that half of the file's tensors, and then all, take from the page cache to `device`: staged, and by torch
+    alone. Raises Failed."""
+    with subprocess.Popen(
+        [sys.executable, "-c", LOAD, device, str(path)],
+        cwd=ROOT, stdout=-1, stderr=-1, text=True, env=os.environ | {"PYTHONPATH": _path()},
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stderr is not None
+        yield from map(json.loads, process.stdout)
+        said = process.stderr.read()
+    if process.returncode:
+        raise Failed(f"the load ended with {process.returncode}: {said[-1500:]}")
+
+
+def _path() -> str:
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+# A swap
+
+
+def swap(setting: Setting) -> Facts:
+    """A router with room for one model serves two in turn; each swap with the whole load."""
+    snapshot = shaped(setting)
+    size = sum(path.stat().st_size for path in snapshot.glob("*.safetensors"))
+    return {"bytes": size} | asyncio.run(_swap(setting, snapshot))
+
+
+async def _swap(setting: Setting, snapshot: Path) -> Facts:
+    from tests.processes.routers import router
+
+    seconds: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        presets = Path(folder) / "models.ini"
+        # The same files, with another length of context: two models for the router.
+        presets.write_text(
+            "".join(
+                f"[{name}]\nmodel = {snapshot}\ndevice = {setting.device}\nctx-size = {length}\nparallel = 4\n"
+                for name, length in (("one", 256), ("two", 272))
+            )
+        )
+        before = 0 if setting.on_cpu else used(setting, 0)
+        async with router("--models-preset", str(presets), "--models-max", "1") as up:
+            for model in ("one", "two", "one", "two") if not setting.on_cpu else ("one", "two"):
+                begin = time.monotonic()
+                body = {"model": model, "prompt": [300, 301, 302], "max_tokens": 4, "temperature": 0}
+                response = await up.client.post("/v1/completions", json=body)
+                if response.status_code != 200:
+                    raise Failed(f"{model}: {response.status_code} {response.text[:500]}")
+                seconds.append(time.monotonic() - begin)
+                timing = response.headers.get("server-timing", "")
+                setting.record(f"request {len(seconds)} ({model})", {"seconds": seconds[-1], "timing": timing})
+            if set(await up.workers()) != {"two"}:
+                raise Failed(f"after the last request to `two` these run: {sorted(await up.workers())}")
+    return {"seconds": seconds, "back_after": _settled(setting, before, time.monotonic())}
+
+
+# Peers
+
+
+def peers(setting: Setting) -> Facts:
+    """transformers' continuous batching and this engine on the same requests, in turn, and the kernels it had."""
+    tool, shape = bench(), bench().SHAPES[shape_name(setting)]
+    level = 4 if setting.on_cpu else 64
+    asked = argparse.Namespace(device=setting.device, threads=1, shape=shape_name(setting), dtype="")
+    requests = tool.requests_of(shape, level, seed=level)
+    snapshot = shaped(setting)
+    made = tool.make_theirs(snapshot, asked, tool.ContinuousBatch)
+    theirs = made[tool.ContinuousBatch.name]
+    facts: Facts = {"kernels": _kernels_of(theirs._contestant._model), "level": level}
+    theirs.run(requests[:2])
+    facts["transformers"] = _rate(theirs.run(requests))
+    setting.record("transformers", facts)
+    made.clear()
+    del theirs
+    gc.collect()
+    if not setting.on_cpu:
+        import torch
+
+        torch.cuda.empty_cache()
+    ours = tool.Ours(snapshot, asked, name="ours", parallel=level, ctx_size=-(-shape.longest // 32) * 32)
+    try:
+        ours.run(requests[:2])
+        facts["ours"] = _rate(ours.run(requests))
+    finally:
+        ours.close()
+    return facts | {"ratio": facts["ours"] / facts["transformers"]}
+
+
+def _rate(trace: Any) -> float:
+    rate: float = trace.tokens / trace.seconds
+    return rate
+
+
+def _kernels_of(model: Any) -> Facts:
+    """Which kernels transformers could use here. Without a FlashAttention package it has neither a paged kernel nor
+    CUDA graphs, so it is not at its best."""
+    found = {name: find_spec(name) is not None for name in ("flash_attn", "flash_attn_interface", "kernels")}
+    return {"attention": model.config._attn_implementation, **found}
+
+
+# The rest
+
+
+def ahead(setting: Setting) -> Facts:
+    """The gain of launching a step before the previous one has finished."""
+    words = ["--device", setting.device]
+    if setting.on_cpu:
+        words += ["--hidden", "128", "--layers", "1", "--requests", "2", "--tokens", "12"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.running_ahead", *words],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise Failed(f"measuring ended with {done.returncode}: {done.stderr[-1500:]}")
+    return judge_ahead(json.loads(done.stdout.strip().splitlines()[-1]), in_time=not setting.on_cpu)
+
+
+def judge_ahead(found: dict[str, Facts], *, in_time: bool = True) -> Facts:
+    """The flat result of `tests.gpu.running_ahead`. Raises Failed if steps are not launched ahead, or, with `in_time`,
+    if that costs time."""
+    facts: Facts = {name: each["tokens_per_second"] for name, each in found.items()}
+    facts["steps ahead"] = found["ahead"]["steps_ahead"] / max(found["ahead"]["steps"], 1)
+    if facts["steps ahead"] < 0.8:
+        raise Failed(f"of {found['ahead']['steps']} steps {found['ahead']['steps_ahead']} were launched ahead: {facts}")
+    for kind in ("", ", no graphs") if in_time else ():
+        before, after = facts[f"step by step{kind}"], facts[f"ahead{kind}"]
+        if after < 0.97 * before:
+            raise Failed(f"ahead{kind} made {after:.0f} tokens per second, step by step {before:.0f}: {facts}")
+    return facts
+
+
+def ranks(setting: Setting) -> Facts:
+    """A model divided among two devices gives the same text as on one, within its estimate; skipped with one."""
+    from tests import tiny
+
+    if not setting.on_cpu:
+        done = subprocess.run(
+            [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"],
+            capture_output=True, text=True, check=True, timeout=120,
+        )  # fmt: skip
+        if int(done.stdout) < 2:
+            return {"skipped": "it takes two accelerators"}
+    size = {} if setting.on_cpu else {
+        "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+    }  # fmt: skip
+    snapshot = kept(
+        setting, "ranks-llama",
+        lambda path: tiny.make("llama", path, max_position_embeddings=4096, initializer_range=0.02, **size),
+    )  # fmt: skip
+    shared = [f"--snapshot={snapshot}", "--dtype=float32", *_SIZES[setting.on_cpu]]
+    with _worker([*shared, f"--devices={setting.device}"]) as (address, _, _):
+        alone = asyncio.run(_texts(address, setting))
+    shared += ["--devices=cpu" if setting.on_cpu else "--devices=cuda:0,cuda:1", "--tensor-parallel=2"]
+    estimated = _estimate(shared)
+    parts = ("weights", "context", "compute", "runtime")
+    promised = [sum(estimated[part][shard] for part in parts) for shard in range(len(estimated["weights"]))]
+    names = [setting.device] if setting.on_cpu else [f"cuda:{shard}" for shard in range(2)]
+    reserved = dict(zip(names, promised, strict=True))
+    with _worker([*shared, f"--reserved={json.dumps(reserved)}"]) as (address, events, _):
+        together = asyncio.run(_texts(address, setting))
+        asyncio.run(_load(address, setting))
+        measured = [max(_next_pulses(events, name)) for name in reserved]
+    facts = {"promised": promised, "measured": measured}
+    if together != alone:
+        raise Failed(f"two ranks say something else than one: {together} and {alone}")
+    if any(size > most for size, most in zip(measured, promised, strict=True)):
+        raise Failed(f"a device took more than was promised: {facts}")
+    return facts
+
+
+async def _texts(address: str, setting: Setting) -> list[str]:
+    """Greedy answers to prompts of several lengths, requested at once."""
+    async with _client(address) as client:
+        body = {"model": "m", "max_tokens": 32, "ignore_eos": True, "temperature": 0}
+        lengths = (3, 40, 200) if setting.on_cpu else (3, 40, 700, 2000)
+        prompts = ([5 + (7 * place + n) % 400 for place in range(n)] for n in lengths)
+        asked = (client.post("/v1/completions", json=body | {"prompt": prompt}) for prompt in prompts)
+        answers = await asyncio.gather(*asked)
+    for response in answers:
+        if response.status_code != 200:
+            raise Failed(f"{response.status_code} {response.text[:300]}")
+    return [response.json()["choices"][0]["text"] for response in answers]
+
+
+@dataclass(frozen=True)
+class Part:
+    """`limit`: seconds after which the part is ended."""
+
+    run: Callable[[Setting], Facts]
+    limit: float
+
+
+# In the order of their value: what the first minutes on a card should show comes first.
+PARTS = {
+    "device": Part(device, 90),
+    "smoke": Part(smoke, 290),
+    "decode": Part(decode, 280),
+    "trace": Part(trace, 200),
+    "promise": Part(promise, 290),
+    "load": Part(load, 240),
+    "swap": Part(swap, 290),
+    "long": Part(long, 240),
+    "peers": Part(peers, 280),
+    "ahead": Part(ahead, 240),
+    "ranks": Part(ranks, 290),
+}
