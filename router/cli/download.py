@@ -37,6 +37,9 @@ def download(preset: Preset, settings: Settings, environ: Mapping[str, str], *, 
     snapshot = files.find(preset) or fetch(files.download(preset))
     for adapter in files.missing_adapters(preset):
         fetch(adapter)
+    draft = files.missing_draft(preset)
+    if draft is not None:
+        fetch(draft)
     command = asyncio.run(files.conversion(preset, snapshot))
     if command is not None:
         command = replace(command, threads=worker_argv.threads(preset, on_host=True))

@@ -20,8 +20,8 @@ from router.errors import RouterError
 from router.fleet import worker_argv
 from router.launch.devices import Devices
 from router.launch.spawn import may_fork
-from router.memory import checkpoint, sharding
 from router.memory import estimate as estimates
+from router.memory import sharding
 from router.memory.checkpoint_facts import DTYPE_BYTES, Checkpoint, compute_dtype, effective_ctx, serves_embeddings
 from router.memory.estimate import RUNTIME_FORKED, RUNTIME_HOST, UNKNOWN, Estimate
 from router.memory.learned import LearnedEstimates
@@ -252,7 +252,7 @@ def report(
             folder = Path(snapshots.loads_from(preset, files))  # a conversion may take another size
         elif exact:
             raise EstimateFailed(f"{preset.id}: --exact wants the files here; `router` fetches them on first use")
-        facts = _facts(preset, folder)
+        facts = snapshots.facts(folder, preset)
         if forget:
             machine.forget(facts)
         order = device_order(preset, machine.readings, allowed)
@@ -340,24 +340,19 @@ def _files(preset: Preset, machine: Machine, snapshots: Snapshots, temporary: Pa
     return temporary, f"{preset.repo} at {preset.revision}, headers from the hub"
 
 
-def _facts(preset: Preset, folder: Path) -> Checkpoint:
-    return checkpoint.read(
-        folder, override=preset.config_override, rope=preset.rope, needs_weights=preset.load_format != "dummy"
-    )
-
-
 def _beside(
     preset: Preset, loaded: LoadedPresets, machine: Machine, allowed: frozenset[DeviceId], left: int
 ) -> Iterator[str]:
     """The ids of other presets with files on this machine that need at most `left` bytes on an allowed device."""
+    cache = machine.settings.hub_cache
+    snapshots = Snapshots(cache=cache, state=machine.state, offline=True)
     for other in loaded.presets.values():
-        cache = machine.settings.hub_cache
         folder = other.path or (find_snapshot(other.repo, other.revision, cache) if other.repo else None)
         if other.id == preset.id or folder is None:
             continue
         try:
             devices = allowed_devices(other, machine.readings)
-            estimate = machine.estimate(other, _facts(other, Path(folder)), sharding.Choice(devices=devices))
+            estimate = machine.estimate(other, snapshots.facts(Path(folder), other), sharding.Choice(devices=devices))
         except RouterError:
             continue  # a report of that model contains the error
         if devices & allowed and max(estimate.shards) <= left:

@@ -306,6 +306,8 @@ class SettingReader:
         if isinstance(key.kind, Strings) and quoted:
             return (text,) if text else ()
         value = key.kind(text)
+        if key.name == "model-draft" and value:
+            return self._draft(value, place)
         if key.path and value and (key.name != "python" or "/" in value):
             value = self.path(value, place)
         if key.name in ("lora", "lora-scaled"):
@@ -319,6 +321,15 @@ class SettingReader:
         if key.name == "chat-template" and value and not ("{{" in value or "{%" in value):
             value = _named_template(value)
         return value
+
+    def _draft(self, text: str, place: Problem) -> str:
+        """Normalize a draft model to its folder or `hub:org/name:revision`. Raises ValueError."""
+        path = self.path(text, place)
+        if self.disk.kind(path) in {"folder", "snapshot"}:
+            return path
+        if not text.startswith((".", "~", "/")) and REPO.fullmatch(text):
+            return HUB + ":".join(repository(text))
+        raise ValueError(f"no folder {path}, and it is not org/name of the hub")
 
     def _adapter(self, item: str, place: Problem, *, scaled: bool) -> str:
         """Normalize an adapter to `name=folder` or `name=hub:org/name:revision`, with `:scale` at the end if `scaled`.

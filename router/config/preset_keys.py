@@ -70,7 +70,6 @@ KnownOption = PresetKey | RefusedOption | MeaninglessOption
 _OFF = "off false no disabled 0 none"
 _ON = "on true yes enabled 1 auto"
 _DOWNLOAD = "download the model and write model = its folder, or hf-repo = org/name"
-_DRAFT = "answers are the same without a draft model"
 
 REFUSED: tuple[RefusedOption, ...] = (
     RefusedOption("hf-file", "it names a GGUF file; use a safetensors repository", also=("hff",)),
@@ -85,11 +84,7 @@ REFUSED: tuple[RefusedOption, ...] = (
     # A model takes what is free between one request of ctx-size and `parallel` of them.
     RefusedOption("fit", "write on or off", neutral=f"{_ON} {_OFF}"),
     RefusedOption("cache-prompt", neutral=_ON, is_flag=True, means={"off": ("prefix-caching", "off")}),
-    RefusedOption("model-draft", _DRAFT, also=("md", "spec-draft-model", "speculative-draft-model")),
-    RefusedOption("hf-repo-draft", _DRAFT,
-                  also=("hfd", "hfrd", "spec-draft-hf"), env=("LLAMA_ARG_SPEC_DRAFT_HF_REPO",)),
-    RefusedOption("draft-model-tp-size", _DRAFT, neutral="1"),
-    RefusedOption("record-acceptance-rate", _DRAFT, neutral=_OFF, is_flag=True),
+    RefusedOption("draft-model-tp-size", "the draft model is on one device", neutral="1"),
     RefusedOption("num-experts", 'config-override = {"num_experts_per_tok": N} does it'),
     RefusedOption("conv-template", "write the template into chat-template or chat-template-file"),
     RefusedOption("reasoning-budget", "write reasoning = off, or max_tokens in requests", neutral="-1",
@@ -139,7 +134,7 @@ op-offload backend-sampling bs kv-unified kvu context-shift special sp spm-infil
 prefill-assistant cache-idle-slots lora-init-without-apply skip-chat-parsing props reuse-port webui ui-mcp-proxy
 webui-mcp-proxy agent ag reasoning-preserve log-disable log-jsonl log-prefix log-timestamps
 cors-credentials no-ui spec-default spec-draft-backend-sampling spec-draft-cpu-moe cmoed cpu-moe-draft
-enable-chunked-prefill enable-streaming low-cpu-mem-usage parallel-loading
+record-acceptance-rate enable-chunked-prefill enable-streaming low-cpu-mem-usage parallel-loading
 """
 _MEANINGLESS_VALUES = """
 threads-batch tb cpu-mask C cpu-range Cr cpu-strict prio poll cpu-mask-batch Cb cpu-range-batch Crb cpu-strict-batch

@@ -243,9 +243,15 @@ class Preset:
     # Speculative decoding
     spec_type: Literal["none", "ngram-simple"] = key("none",
             Choice(("none", "ngram-simple"),
-                   dict.fromkeys(("ngram-cache", "ngram-map-k", "ngram-map-k4v", "ngram-mod"), "ngram-simple"),
-                   dict.fromkeys(("draft-eagle3", "draft-mtp"), "ngram-simple drafts from the text of the request")),
+                   {"draft-simple": "none"}  # a draft model drafts wherever it is named
+                   | dict.fromkeys(("ngram-cache", "ngram-map-k", "ngram-map-k4v", "ngram-mod"), "ngram-simple"),
+                   dict.fromkeys(("draft-eagle3", "draft-mtp"), "write model-draft, or use ngram-simple")),
             SPECULATION, "ngram-simple: draft the tokens that followed the newest ones before in the text")
+    model_draft: str = key("", Text("folder or org/name[:revision]"), SPECULATION,
+            "a small model of the same vocabulary that drafts, for models with plain attention on one device",
+            unset="none", own=True, path=True,
+            also=("md", "spec-draft-model", "speculative-draft-model", "hf-repo-draft", "hfd", "hfrd", "spec-draft-hf"),
+            env=("LLAMA_ARG_SPEC_DRAFT_HF_REPO",))
     draft_max: int = key(16, Integer(0, 1 << 10, unit="tokens"), SPECULATION,
             "most tokens that are drafted for a request in one step, where that pays; 0: none",
             also=("spec-draft-n-max", "speculative-length", "draft", "draft-n"))
@@ -394,7 +400,11 @@ class Preset:
     @property
     def speculates(self) -> bool:
         """True if tokens are drafted (speculative decoding)."""
-        return self.spec_type != "none" and self.draft_max > 0
+        return self.draft_max > 0 and (self.spec_type != "none" or bool(self.model_draft))
+
+    @property
+    def drafts_by_model(self) -> bool:
+        return self.draft_max > 0 and bool(self.model_draft)
 
     @property
     def chunk(self) -> int:

@@ -58,5 +58,8 @@ class Files(Protocol):
     def missing_adapters(self, preset: Preset) -> list[Download]:
         """Return the download commands of missing adapters."""
 
+    def missing_draft(self, preset: Preset) -> Download | None:
+        """Return the download command of the draft model, if it is missing. Raises LoadFailed."""
+
 
 __all__ = ["Files"]

@@ -115,6 +115,9 @@ async def _run(worker: Worker, fleet: Fleet) -> None:
         worker.snapshot = fleet.files.find(preset) or ""
     worker.snapshot = fleet.files.loads_from(preset, worker.snapshot)
     await _fetch_adapters(worker, fleet, program)
+    draft = fleet.files.missing_draft(preset)
+    if draft is not None:  # unlike an adapter, it is part of the estimate: without it the load fails
+        await fleet.launcher.download(program, draft, _listener(worker, fleet))
     await weigh(worker, fleet)
     await trace_unknown(worker, fleet, program)
     assert worker.costs is not None

@@ -100,6 +100,7 @@ def model_options(
         kv_cache_dtype=preset.kv_cache_dtype,
         prefill_chunk=preset.chunk,
         draft_max=preset.draft_max,
+        draft_snapshot=facts.draft_snapshot if preset.speculates else "",
         ngram_size=preset.ngram_size if preset.spec_type == "ngram-simple" else 0,
         limit_images=preset.limit_images,
         max_loras=preset.adapter_slots,

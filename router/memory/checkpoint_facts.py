@@ -128,6 +128,8 @@ class Checkpoint:
     linears: Linears = Linears()
     # Of chat, completion, tools, vision, embedding, rerank, as far as the files show.
     capabilities: tuple[str, ...] = ()
+    draft: "Checkpoint | None" = None  # of the draft model that the preset names
+    draft_snapshot: str = ""  # its folder
     vocab_type: int = 0  # as llama.cpp numbers them: 0 none, 1 SentencePiece, 2 byte pairs, 3 word pieces, 4 unigrams
 
     @property

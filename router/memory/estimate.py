@@ -376,6 +376,8 @@ def reason_not_to_divide(facts: Checkpoint, preset: Preset) -> str:
         return "its weights are quantised"
     if preset.adapter_slots:
         return "requests may name adapters"
+    if facts.draft is not None:
+        return "it has a draft model"
     return ""
 
 

@@ -4,7 +4,7 @@ Weights and KV cache are exact. Activations are one upper bound for the largest 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from router.config.presets import Preset
@@ -96,7 +96,18 @@ def weight_bytes(facts: Checkpoint, preset: Preset, *, on_host: bool) -> int:
     total = max(total, facts.file_bytes) if on_host and is_mapped(facts, preset) else total
     if facts.model_type == "gpt_bigcode":  # its model builds a causal mask of all positions, a byte each
         total += facts.max_positions**2
-    return total + facts.head_elements * DTYPE_BYTES["float32"] + adapter_bytes(facts, preset, size)
+    total += facts.head_elements * DTYPE_BYTES["float32"] + adapter_bytes(facts, preset, size)
+    if facts.draft is not None:
+        total += weight_bytes(facts.draft, draft_preset(preset), on_host=on_host)
+    return total
+
+
+def draft_preset(preset: Preset) -> Preset:
+    """Return the settings of the draft model of `preset`, as in worker/engines/transformers/load_draft.py."""
+    return replace(
+        preset, model_draft="", spec_type="none", quantization="auto", max_loras=0, enable_lora="off", limit_images=0,
+        enforce_eager=True,
+    )  # fmt: skip
 
 
 def adapter_bytes(facts: Checkpoint, preset: Preset, size: int) -> int:
@@ -227,6 +238,8 @@ def kv_range(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -
         for elements in (facts.head_dim, facts.value_dim or facts.head_dim)
     ]
     per_token = attending * sum(sizes)
+    if facts.draft is not None:  # in blocks of the same numbers
+        per_token += kv_range(facts.draft, draft_preset(preset), tokens, on_host=on_host).step // BLOCK_TOKENS
     state = facts.state_elements * max(element, 4)
     if facts.aligned:
         unit, units = tokens, 1
@@ -295,6 +308,8 @@ def compute_bytes(
         bound += min(facts.hidden * max(facts.vocab_size, facts.intermediate) * size, SLICE_BYTES)
     if not (on_host or preset.enforce_eager or facts.aligned or part == "head"):
         bound += _graph_bytes(facts, preset, tokens, size)
+    if facts.draft is not None:  # its steps come before those of the target
+        bound = max(bound, compute_bytes(facts.draft, draft_preset(preset), tokens, on_host=on_host))
     return bound
 
 

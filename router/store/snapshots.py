@@ -10,7 +10,7 @@ from router import DISTRIBUTION
 from router.config.presets import HUB, Preset
 from router.errors import LoadFailed
 from router.memory import checkpoint
-from router.memory.checkpoint_facts import Checkpoint, EstimateError
+from router.memory.checkpoint_facts import Checkpoint, EstimateError, UnknownCheckpoint
 from router.memory.learned import version
 from router.store.catalogue import find_snapshot
 from router.store.converted import ConvertedSnapshots, can_be_converted
@@ -55,13 +55,44 @@ class Snapshots:
             return folder, error.errno
 
     async def read(self, snapshot: str, preset: Preset) -> Checkpoint:
-        return await asyncio.to_thread(
-            checkpoint.read,
-            Path(snapshot),
-            override=preset.config_override,
-            rope=preset.rope,
-            needs_weights=preset.load_format != "dummy",
+        return await asyncio.to_thread(self.facts, Path(snapshot), preset)
+
+    def facts(self, snapshot: Path, preset: Preset) -> Checkpoint:
+        """As `read`, but blocks on the disk."""
+        needs_weights = preset.load_format != "dummy"
+        found = checkpoint.read(
+            snapshot, override=preset.config_override, rope=preset.rope, needs_weights=needs_weights
         )
+        if not preset.drafts_by_model:
+            return found
+        folder = self.draft(preset)
+        if folder is None:
+            repo = preset.model_draft.removeprefix(HUB)
+            raise UnknownCheckpoint(
+                f"{preset.id}: the draft model {repo} is not in the cache; run router download {preset.id}"
+            )
+        draft = checkpoint.read(Path(folder), needs_weights=needs_weights)
+        identity = f"{found.identity} {draft.identity}"
+        return replace(found, draft=draft, draft_snapshot=folder, identity=identity)
+
+    def draft(self, preset: Preset) -> str | None:
+        """Return the folder of the draft model that a preset names; None if it is only on the hub."""
+        if not preset.model_draft.startswith(HUB):
+            return preset.model_draft
+        repo, _, revision = preset.model_draft.removeprefix(HUB).partition(":")
+        return find_snapshot(repo, revision, self._cache)
+
+    def missing_draft(self, preset: Preset) -> Download | None:
+        """Return the command that downloads the draft model of a preset, if it is missing. Raises LoadFailed."""
+        if not preset.drafts_by_model or self.draft(preset) is not None:
+            return None
+        repo, _, revision = preset.model_draft.removeprefix(HUB).partition(":")
+        if self._offline:
+            raise LoadFailed(
+                f"{preset.id}: the draft model {repo} is not in the cache, and --offline forbids fetching it; start"
+                " once without --offline, or point model-draft at a folder"
+            )
+        return Download(repo=repo, revision=revision, cache=self._cache)
 
     def weights(self, snapshot: str) -> dict[str, int]:
         """Return the bytes of each safetensors file of a snapshot by path; empty if it cannot be read."""

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+from worker.engines.transformers import load_draft
 from worker.engines.transformers.attention import cpu_linear
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.load import architectures, layer_split, quantization, snapshot
@@ -24,6 +25,7 @@ from worker.engines.transformers.run.pooling import Embedder, Encoder
 from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.run.vision import ImageProcessor, VisionTower, load_image_processor
 from worker.engines.transformers.sample import grammar
+from worker.engines.transformers.schedule.kv_cache import pool_blocks
 from worker.estimate import meta_model, quantized
 from worker.estimate.largest_steps import (
     CPU,
@@ -40,6 +42,7 @@ from worker.protocol.argv import Estimate, ModelOptions
 from worker.protocol.events import Estimated
 from worker.protocol.memory import (
     ATTENTION_TILE_BYTES,
+    BLOCK_TOKENS,
     CUBLAS_WORKSPACE_BYTES,
     DEVICE_PROCESS_BYTES,
     DEVICE_PROCESS_HOST_BYTES,
@@ -147,12 +150,41 @@ def trace(options: ModelOptions, config: Any) -> Traced:
 
     Raises StartError for a model that cannot be served.
     """
-    on_cpu, stored = device_of(options).type == "cpu", StoredTensors(options)
-    dtype = stored.dtype(options, config)
+    dtype = StoredTensors(options).dtype(options, config)
     if _generates(options, config):
         traced, arranging = _trace_generation(options, config, dtype)
     else:
         traced, arranging = _trace_encoder(options, config, dtype)
+    if options.draft_snapshot and _generates(options, config):
+        return _with_draft(options, config, _further(options, config, traced, arranging))
+    return _further(options, config, traced, arranging)
+
+
+def _with_draft(options: ModelOptions, config: Any, traced: Traced) -> Traced:
+    """Add the draft model of `options`: its weights, its cache in the blocks of the target, and its steps, which come
+    before those of the target. Raises StartError if it does not fit the target."""
+    drafting = load_draft.draft_options(options)
+    draft_config = load_draft.load_config(options, config, snapshot.load_tokenizer(options))
+    # The cache of the target, also where the draft model has fewer positions.
+    ctx_size = requests.context_size(options, architectures.positions(config))
+    slots = pool_blocks(options.parallel, ctx_size, options.kv_tokens) * BLOCK_TOKENS
+    draft = trace(replace(drafting, ctx_size=ctx_size, kv_tokens=slots), draft_config)
+    return Traced(
+        traced.weights + draft.weights,
+        traced.context + draft.context,
+        max(traced.compute, draft.compute),
+        on_device=max(traced.on_device, draft.on_device),
+        kernels=traced.kernels + draft.kernels,
+        loading=max(traced.loading, draft.loading),
+        images=traced.images,
+        staged=max(traced.staged, draft.staged),
+    )
+
+
+def _further(options: ModelOptions, config: Any, traced: Traced, arranging: int) -> Traced:
+    """Add what only loading takes. `arranging`: bytes that a quantized layer takes while it is arranged."""
+    on_cpu, stored = device_of(options).type == "cpu", StoredTensors(options)
+    dtype = stored.dtype(options, config)
     loading = stored.stacked(config) * dtype.itemsize
     converts = stored.are_converted(dtype)
     if on_cpu and not converts:  # files are mapped and read whole; unused parts are released after the load

@@ -89,6 +89,8 @@ class ModelOptions:
     state-space layers."""
     draft_max: int = 16
     """Speculative decoding: maximum number of tokens that are drafted for one sequence in one step."""
+    draft_snapshot: str = ""
+    """Folder of the draft model; empty: none."""
     ngram_size: int = 0
     """Draft by prompt lookup: number of newest tokens that are looked up in the text; 0: no prompt lookup."""
     prefill_chunk: int = 512
@@ -108,7 +110,7 @@ class ModelOptions:
     @property
     def speculates(self) -> bool:
         """True if tokens are drafted (speculative decoding)."""
-        return self.ngram_size > 0 and self.draft_max > 0
+        return self.draft_max > 0 and (self.ngram_size > 0 or bool(self.draft_snapshot))
 
 
 @dataclass(frozen=True, kw_only=True)

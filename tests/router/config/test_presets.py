@@ -69,6 +69,8 @@ def warnings(text: str, **rest: Any) -> list[str]:
         ("spec-type = ngram-simple", "spec_type", "ngram-simple"),
         ("spec-type = ngram-map-k4v", "spec_type", "ngram-simple"),
         ("draft = 5", "draft_max", 5),
+        ("md = org/name", "model_draft", "hub:org/name:main"),
+        ("hf-repo-draft = org/name:v1", "model_draft", "hub:org/name:v1"),
         ("speculative_length = 4", "draft_max", 4),
         ("spec-draft-n-min = 2", "draft_min", 2),
         ("spec-ngram-simple-size-n = 12", "ngram_size", 12),
@@ -189,8 +191,8 @@ def test_a_value_that_matches_the_behaviour_is_accepted_for_a_key_that_is_not_of
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("model-draft = x", "model-draft is not offered by this version: remove it"),
-        ("md = x", "model-draft is not offered"),
+        ("model-draft = ./x", "and it is not org/name of the hub"),
+        ("draft-model-tp-size = 2", "draft-model-tp-size is not offered"),
         ("spec-type = draft-eagle3", "draft-eagle3 is not offered by this version"),
         ("cpu-offload = 4", "device = cpu keeps all of it in host memory"),
         ("yarn-ext-factor = 0.5", "only 1, 0 and -1 are supported; write rope-scaling = yarn, or linear"),

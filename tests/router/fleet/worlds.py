@@ -115,6 +115,9 @@ class FakeFiles:
     def missing_adapters(self, preset: Preset) -> list[Download]:
         return []
 
+    def missing_draft(self, preset: Preset) -> Download | None:
+        return None
+
     def weights(self, snapshot: str) -> dict[str, int]:
         self.looks += 1
         return {f"{snapshot}/model.safetensors": 128 << 20}

@@ -119,6 +119,7 @@ def test_lists_count_devices_in_the_order_of_the_preset() -> None:
         (replace(BIG, cross_attention=True), "it has an encoder and a decoder"),
         (replace(BIG, capabilities=("embedding",)), "it embeds or scores texts"),
         (replace(BIG, capabilities=("completion", "vision")), "it takes images"),
+        (replace(BIG, draft=BIG), "it has a draft model"),
         (replace(BIG, by_layer=()), "its tensor names do not identify the layers"),
     ],
 )

@@ -7,7 +7,11 @@ import pytest
 
 from router.config.presets import Preset
 from router.errors import LoadFailed
+from router.fleet import worker_argv
+from router.memory.checkpoint_facts import UnknownCheckpoint
 from router.store.snapshots import Snapshots
+from tests import tiny
+from worker.protocol.argv import Estimate
 
 
 def snapshots(folder: Path, *, offline: bool = False) -> Snapshots:
@@ -76,3 +80,32 @@ def test_offline_nothing_is_fetched(tmp_path: Path) -> None:
         snapshots(tmp_path, offline=True).download(preset)
     assert snapshots(tmp_path).download(preset).repo == "org/repo"
     assert snapshots(tmp_path, offline=True).download(Preset(id="d", demo="a")).demo == "a"
+
+
+def test_facts_have_those_of_the_draft_model_and_another_identity(tmp_path: Path) -> None:
+    target, draft = (
+        tiny.make("llama", tmp_path / name, num_hidden_layers=layers) for name, layers in (("m", 2), ("d", 1))
+    )
+    files = snapshots(tmp_path)
+    alone = files.facts(target, Preset(id="m", path=str(target)))
+    drafting = Preset(id="m", path=str(target), model_draft=str(draft))
+    both = files.facts(target, drafting)
+    assert both.draft is not None
+    assert (both.draft.layers, both.draft_snapshot) == (1, str(draft))
+    assert both.identity != alone.identity
+    argv = worker_argv.model_options(Estimate, drafting, both, str(target), on_host=True)
+    assert (argv.draft_snapshot, argv.draft_max, argv.ngram_size) == (str(draft), 16, 0)
+    off = Preset(id="m", path=str(target), model_draft=str(draft), draft_max=0)
+    assert files.facts(target, off) == alone
+
+
+def test_a_draft_model_of_the_hub_is_downloaded_with_its_target(tmp_path: Path) -> None:
+    preset = Preset(id="m", path=str(tmp_path / "m"), model_draft="hub:org/draft:v1")
+    command = snapshots(tmp_path).missing_draft(preset)
+    assert command is not None
+    assert (command.repo, command.revision) == ("org/draft", "v1")
+    with pytest.raises(LoadFailed, match="the draft model org/draft is not in the cache, and --offline"):
+        snapshots(tmp_path, offline=True).missing_draft(preset)
+    tiny.make("llama", tmp_path / "m")
+    with pytest.raises(UnknownCheckpoint, match="router download m"):
+        snapshots(tmp_path).facts(tmp_path / "m", preset)

@@ -1,9 +1,11 @@
 """Speculative decoding: answers are the same with drafts of any quality, for every kind of request."""
 
 import asyncio
+import json
 import random
+import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,10 @@ from tests.worker.loaded import (
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.loop.drafting import Drafter
 from worker.engines.transformers.loop.generation_loop import GenerationLoop
-from worker.engines.transformers.schedule.scheduler import Segment
+from worker.engines.transformers.run.draft_model import DraftModel
+from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.speculation import DraftLength
+from worker.errors import StartError
 from worker.interface import GenerationRequest, Grammar, SamplingParams
 
 torch.set_num_threads(1)
@@ -45,8 +49,10 @@ class Oracle:
         self.quality, self.texts = quality, [list(text) for text in texts]
         self._random = random.Random(1)
 
-    def draft(self, segments: Sequence[Segment]) -> list[list[int]]:
+    def draft(self, batch: Batch, segments: Sequence[Segment]) -> list[list[int]]:
         return [self._one(segment) for segment in segments]
+
+    def reorder(self, seconds: float) -> None: ...
 
     def _one(self, segment: Segment) -> list[int]:
         tokens = segment.sequence.tokens
@@ -234,9 +240,9 @@ async def test_a_request_may_turn_drafts_off_or_make_them_shorter(folder: Path) 
     lengths: list[int] = []
 
     class Journal(Oracle):
-        def draft(self, segments: Sequence[Segment]) -> list[list[int]]:
+        def draft(self, batch: Batch, segments: Sequence[Segment]) -> list[list[int]]:
             lengths.extend(segment.room for segment in segments)
-            return super().draft(segments)
+            return super().draft(batch, segments)
 
     async with serving(speculating(folder)) as engine:
         drafting(engine, Journal(0.0))
@@ -249,3 +255,123 @@ async def test_a_request_may_turn_drafts_off_or_make_them_shorter(folder: Path) 
     assert [each.timings and each.timings.drafted_tokens for each in (off, dropped)] == [0, 0]
     assert short.timings is not None
     assert short.timings.drafted_tokens > 0
+
+
+# Draft models
+
+
+def drafted_by(folder: Path, draft: Path, **changes: Any) -> TransformersEngine:
+    engine = speculating(folder, **{"ngram_size": 0, "draft_snapshot": str(draft), **changes})
+    drafter = work_of(engine)._backend.drafter
+    assert drafter is not None
+    drafter.length = ALWAYS
+    return engine
+
+
+def drafter_of(engine: TransformersEngine) -> Drafter:
+    drafter = work_of(engine)._backend.drafter
+    assert drafter is not None
+    return drafter
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A worse and smaller model with the same vocabulary, of another family."""
+    return tiny.make("qwen3", tmp_path_factory.mktemp("draft"), num_hidden_layers=1)
+
+
+async def test_a_draft_model_that_is_the_target_is_accepted_always(folder: Path) -> None:
+    model = reference(folder)
+    async with serving(drafted_by(folder, folder)) as engine:
+        for _ in range(2):  # the second time behind a cached prefix
+            found = await answers(engine, [generation(prompt, max_tokens=NEW) for prompt in prompts()])
+            assert [choice.tokens for (choice,) in found] == [generated(model, prompt, NEW) for prompt in prompts()]
+        drafter = drafter_of(engine)
+        assert drafter.drafted > 100
+        assert drafter.accepted == drafter.drafted
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_tokens": 2 * CTX}, {"kv_cache_dtype": "int8"}], ids=str)
+async def test_answers_with_a_draft_model_are_those_without(folder: Path, other: Path, changes: dict[str, Any]) -> None:
+    async with serving(load(folder, ctx_size=CTX, parallel=4, prefill_chunk=16, **changes)) as engine:
+        expected = await answers(engine, requests())
+    for draft in (folder, other):
+        async with serving(drafted_by(folder, draft, **changes)) as engine:
+            for _ in range(2):
+                assert comparable(await answers(engine, requests())) == comparable(expected)
+            drafter = drafter_of(engine)
+            assert drafter.drafted > 100
+            if draft == folder:  # many of these requests sample
+                assert drafter.accepted > 0.4 * drafter.drafted
+
+
+def merged(source: Path, target: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of a snapshot with another tokenizer.json."""
+    shutil.copytree(source, target)
+    path = target / "tokenizer.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    return target
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    def swap(content: dict[str, Any]) -> None:
+        vocab = content["model"]["vocab"]
+        one, other = (next(token for token, number in vocab.items() if number == wanted) for wanted in (90, 91))
+        vocab[one], vocab[other] = 91, 90
+
+    draft = merged(folder, tmp_path / "draft", swap)
+    with pytest.raises(StartError, match=f"model-draft = {draft}: its tokenizer is another one: token 90 is"):
+        speculating(folder, draft_snapshot=str(draft))
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [("mamba", "architecture 'mamba' cannot draft"), ("gemma2", "architecture 'gemma2' cannot draft")],
+)
+def test_a_model_that_cannot_draft_is_refused_by_name(folder: Path, tmp_path: Path, family: str, message: str) -> None:
+    draft = tiny.make(family, tmp_path / "draft")
+    with pytest.raises(StartError, match=message):
+        speculating(folder, draft_snapshot=str(draft))
+
+
+def test_a_draft_model_is_refused_for_a_target_without_blocks(folder: Path, tmp_path: Path) -> None:
+    target = tiny.make("mamba", tmp_path / "target")
+    with pytest.raises(StartError, match="it is not for architecture 'mamba', whose KV cache has no blocks"):
+        speculating(target, draft_snapshot=str(folder))
+
+
+async def test_a_draft_model_drafts_up_to_its_own_longest_text(folder: Path, tmp_path: Path) -> None:
+    draft = tiny.make("gpt2", tmp_path / "draft", n_positions=64)
+    prompt = prompts()[2]
+    async with serving(drafted_by(folder, draft)) as engine:
+        found = await complete_one(engine, prompt, max_tokens=100)
+        drafted = drafter_of(engine).drafted
+    assert found.tokens == generated(reference(folder), prompt, 100)
+    assert 0 < drafted <= 4 * (64 - len(prompt))
+
+
+async def test_the_draft_model_reads_a_cached_prefix_only_once(folder: Path) -> None:
+    prompt = prompts(60)[3]
+    async with serving(drafted_by(folder, folder, prefill_chunk=64)) as engine:
+        model = drafter_of(engine)._model
+        assert isinstance(model, DraftModel)
+        read: list[int] = []
+        forward = model._runner.forward
+
+        def journaled(tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+            read.append(len(tokens))
+            return forward(tokens, *rest)
+
+        model._runner.forward = journaled  # type: ignore[assignment, method-assign]
+        await complete_one(engine, prompt, max_tokens=10)
+        assert max(read) >= 60
+        read.clear()
+        await complete_one(engine, prompt, max_tokens=10)
+        assert max(read) <= 16
+        # Blocks that another sequence of the target has used since then are not taken for those of the prompt.
+        read.clear()
+        await answers(engine, [generation([7 + number] * 100, max_tokens=20, draft_max=0) for number in range(12)])
+        await complete_one(engine, prompt, max_tokens=10)
+        assert max(read) >= 44

@@ -17,7 +17,7 @@ from router.config.presets import Preset
 from router.memory import checkpoint
 from router.memory.checkpoint_facts import Checkpoint
 from router.memory.estimate import beside_steps, from_trace
-from router.memory.segments import compute_bytes, weight_bytes
+from router.memory.segments import compute_bytes, kv_range, weight_bytes
 from router.memory.sharding import Choice, static_estimate
 from router.planner.ledger import HOST, LOCAL, DeviceId
 from tests import tiny
@@ -285,6 +285,7 @@ def assert_static_covers(chosen: Estimate, facts: Checkpoint) -> None:
         prefill_chunk=chosen.prefill_chunk,
         load_format=chosen.load_format,
         spec_type="ngram-simple" if chosen.ngram_size else "none",
+        model_draft=chosen.draft_snapshot,
     )
     compute = compute_bytes(facts, preset, chosen.ctx_size, on_host=on_host)
     context = most_context(facts, preset, chosen.ctx_size, on_host=on_host)
@@ -313,6 +314,21 @@ def test_the_logits_behind_drafts_are_in_both_estimates(tmp_path: Path, device: 
     less, more = (estimate.trace(chosen, load_config(chosen)).compute for chosen in (plain, drafting))
     assert more - less > DRAFT_LOGITS * 20_000 * 4
     assert_static_covers(drafting, checkpoint.read(snapshot))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("draft", ["qwen3", "gpt2"])
+def test_a_draft_model_is_in_both_estimates(tmp_path: Path, device: str, draft: str) -> None:
+    snapshot, small = tiny.make("llama", tmp_path / "m"), tiny.make(draft, tmp_path / "draft")
+    plain = options(snapshot, devices=(device,), ctx_size=256, parallel=8, prefill_chunk=64)
+    drafting = dataclasses.replace(plain, draft_snapshot=str(small))
+    alone = dataclasses.replace(plain, snapshot=str(small))
+    target, other, both = (estimate.trace(chosen, load_config(chosen)) for chosen in (plain, alone, drafting))
+    assert (both.weights, both.context) == (target.weights + other.weights, target.context + other.context)
+    facts = dataclasses.replace(checkpoint.read(snapshot), draft=checkpoint.read(small), draft_snapshot=str(small))
+    assert_static_covers(drafting, facts)
+    preset = Preset(id="m", ctx_size=256, parallel=8, prefill_chunk=64, model_draft=str(small))
+    assert kv_range(facts, preset, 256, on_host=device == "cpu").most == both.context
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -8,6 +8,7 @@ from typing import Any
 
 import transformers
 
+from worker.engines.transformers import load_draft
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.attention.cpu_linear import CpuLinears
 from worker.engines.transformers.device import cuda_errors, memory
@@ -22,10 +23,11 @@ from worker.engines.transformers.loop.generation_loop import Backend
 from worker.engines.transformers.run import backends, tensor_parallel
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.cache_probe import UnsupportedCache
+from worker.engines.transformers.run.draft_model import DraftModel
 from worker.engines.transformers.run.runner import PagedRunner, Runner
 from worker.engines.transformers.run.vision import ImageReader, VisionTower, load_image_processor
 from worker.engines.transformers.run.warmup import record, warm_up
-from worker.engines.transformers.schedule.kv_cache import RowAllocator
+from worker.engines.transformers.schedule.kv_cache import BlockAllocator, RowAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.speculation import DraftLength
 from worker.errors import StartError
@@ -45,16 +47,18 @@ class UnmappedMemory:
 
     weights: LazyPages = field(default_factory=LazyPages)
     cache: LazyPages = field(default_factory=LazyPages)
+    draft_cache: LazyPages = field(default_factory=LazyPages)
 
     @property
     def left(self) -> int:
         """Bytes that are still to be mapped."""
-        return self.weights.left + self.cache.left
+        return self.weights.left + self.cache.left + self.draft_cache.left
 
     def start(self) -> None:
         """Map it in the background: first the weights, which the first step reads, then the KV cache. Called once."""
         self.weights.start()
         self.cache.start(behind=self.weights.finish)
+        self.draft_cache.start(behind=self.cache.finish)
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ def load(
     share = tensor_parallel.start_followers(options, ctx_size, ranks) if is_parallel else None
     loaded = loader.load_model(options, config, implementation, progress, stage_done, built, share)
     processor, no_vision = load_image_processor(options, config, tokenizer)
+    draft_config = load_draft.load_config(options, config, tokenizer) if options.draft_snapshot else None
     with _start_errors(loaded, config, options, ctx_size):
         tower = VisionTower(loaded.model, processor.token, loaded.device) if processor is not None else None
         cache_pages = LazyPages()
@@ -110,6 +115,12 @@ def load(
                     tower=tower,
                     split=loaded.split,
                 )
+        draft_pages, draft_model = LazyPages(), None
+        if draft_config is not None:
+            assert isinstance(backend, PagedRunner)
+            assert isinstance(capacity, BlockAllocator)
+            with claiming() as draft_pages:
+                draft_model = load_draft.load(options, backend, draft_config, capacity, ctx_size)
         pace = PrefillBudget(apart=not isinstance(backend, PagedRunner))
         backends.check_cache(backend, config, ctx_size)
         adapters = _adapters(backend, loaded, options)
@@ -128,13 +139,13 @@ def load(
             linears=linears,
             adapters=adapters,
             tower=tower,
-            drafter=_drafter(options, backend),
+            drafter=_drafter(options, backend, draft_model),
             # Ranks of a tensor-parallel model receive each step from the host, so nothing can be launched ahead.
             ahead=share is None and (loaded.device.type != "cpu" if ahead is None else ahead),
         ),
         image_reader=ImageReader(processor, loaded.dtype, most=options.limit_images) if processor is not None else None,
         no_vision=no_vision,
-        unmapped=UnmappedMemory(loaded.unmapped, cache_pages),
+        unmapped=UnmappedMemory(loaded.unmapped, cache_pages, draft_pages),
         has_warmed_up=_warms_up(loaded, options),
     )
 
@@ -175,14 +186,14 @@ def _adapters(backend: PagedRunner | AlignedRunner, loaded: loader.LoadedModel, 
     return adapters
 
 
-def _drafter(options: Serve, runner: PagedRunner | AlignedRunner) -> Drafter | None:
+def _drafter(options: Serve, runner: PagedRunner | AlignedRunner, model: DraftModel | None) -> Drafter | None:
     if not options.speculates:
         return None
     if not isinstance(runner, PagedRunner):
         # A preset for all models ([*]) may ask for it.
         log.warning("no speculative decoding: the KV cache of this architecture has no blocks")
         return None
-    return Drafter(DraftLength.up_to(min(options.draft_max, DRAFT_LOGITS)))
+    return Drafter(DraftLength.up_to(min(options.draft_max, DRAFT_LOGITS)), model)
 
 
 def _warms_up(loaded: loader.LoadedModel, options: Serve) -> bool:

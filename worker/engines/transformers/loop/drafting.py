@@ -13,8 +13,11 @@ from worker.engines.transformers.schedule.speculation import DraftLength
 class BatchDrafter(Protocol):
     """Drafts for several sequences at once: a draft model."""
 
-    def draft(self, segments: Sequence[Segment]) -> Sequence[Sequence[int]]:
-        """The drafts of decoding segments, of up to `room` tokens each."""
+    def draft(self, batch: Batch, segments: Sequence[Segment]) -> Sequence[Sequence[int]]:
+        """The drafts of decoding segments of `batch`, of up to `room` tokens each. Also reads the prompts in it."""
+
+    def reorder(self, seconds: float) -> None:
+        """Spend up to `seconds` on weight layouts that make later steps faster."""
 
 
 class Drafter:
@@ -34,7 +37,8 @@ class Drafter:
 
         Segments with one token come first: they attend together.
         """
-        if not any(segment.room for segment in batch):
+        rooms = any(segment.room for segment in batch)
+        if not rooms and (self._model is None or all(segment.is_decode for segment in batch) or not self._pays(batch)):
             return batch
         found: dict[int, Sequence[int]] = {}  # by sequence id
         for segment in batch:
@@ -43,12 +47,21 @@ class Drafter:
                 found[segment.sequence.id] = choice.lookup.draft(segment.room)
         if self._model is not None:
             rest = [segment for segment in batch if segment.room and not found.get(segment.sequence.id)]
-            for segment, tokens in zip(rest, self._model.draft(rest), strict=True):
+            for segment, tokens in zip(rest, self._model.draft(batch, rest), strict=True):
                 found[segment.sequence.id] = tokens
         drafted = [
             _with_draft(segment, choice_of(segment.sequence), found.get(segment.sequence.id, ())) for segment in batch
         ]
         return tuple(sorted(drafted, key=lambda segment: (not segment.is_decode, len(segment.drafted) > 0)))
+
+    def reorder(self, seconds: float) -> None:
+        """See `BatchDrafter`."""
+        if self._model is not None:
+            self._model.reorder(seconds)
+
+    def _pays(self, batch: Batch) -> bool:
+        """True if the prompts of `batch`, none of which is to be drafted for yet, will be."""
+        return self.length.choose(len(batch)) > 0
 
     def learn(self, batch: Batch, tokens: int, seconds: float) -> None:
         """Record that `batch`, which took `seconds`, gave `tokens`."""

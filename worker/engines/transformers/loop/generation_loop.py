@@ -218,6 +218,8 @@ class GenerationLoop:
         self._active.step_finished(spoiled)
         if self._backend.linears is not None and has_decodes:
             self._backend.linears.reorder(REORDER_SHARE * seconds)
+            if self._backend.drafter is not None:
+                self._backend.drafter.reorder(REORDER_SHARE * seconds)
 
     def _advance(self, result: SegmentResult, now: float) -> None:
         """Record the result of a step for one sequence, and send it."""

@@ -67,6 +67,7 @@ class PagedRunner:
         self._model = model
         self._blocks = blocks
         self._cache, self.device = pool, device
+        self.mirrors: list[KvPool] = []  # pools of a draft model, whose blocks are erased and copied along
         self._tail = tail or device
         self.adapters: LoraAdapters | None = None
 
@@ -147,10 +148,11 @@ class PagedRunner:
         return updates
 
     def apply_updates(self, updates: BlockUpdates) -> None:
-        if updates.erased:
-            self._cache.erase(updates.erased)
-        if updates.copied:
-            self._cache.copy(updates.copied)
+        for pool in (self._cache, *self.mirrors):
+            if updates.erased:
+                pool.erase(updates.erased)
+            if updates.copied:
+                pool.copy(updates.copied)
 
     def _to_device(self, values: list[int]) -> torch.Tensor:
         return upload(values, torch.int64, self.device)

@@ -1,0 +1,110 @@
+"""Loading of a draft model beside its target, and the checks that both fit together."""
+
+import dataclasses
+from typing import Any
+
+import torch
+import transformers
+
+from worker.engines.transformers.attention.cpu_linear import CpuLinears
+from worker.engines.transformers.load import architectures, loader, snapshot
+from worker.engines.transformers.run import backends
+from worker.engines.transformers.run.draft_model import DraftModel
+from worker.engines.transformers.run.runner import PagedRunner
+from worker.engines.transformers.schedule.kv_cache import BlockAllocator
+from worker.errors import StartError
+from worker.protocol.argv import ModelOptions
+from worker.protocol.events import Exit
+
+# Tokens that one of two equal tokenizers may have beyond the other: llama.cpp's limit (SPEC_VOCAB_MAX_SIZE_DIFFERENCE).
+MOST_FURTHER_TOKENS = 128
+
+
+def draft_options(options: ModelOptions) -> Any:
+    """The options with which the draft model of `options` is loaded. Settings of the target's files do not apply."""
+    return dataclasses.replace(
+        options,
+        snapshot=options.draft_snapshot,
+        draft_snapshot="",
+        ngram_size=0,
+        tokenizer="",
+        task="generate",
+        quantization="auto",
+        config_override="",
+        rope="",
+        max_loras=0,
+        limit_images=0,
+        # Its steps are too short and too different to be recorded; on the CPU its weights are reordered.
+        enforce_eager=options.enforce_eager or options.devices[0] != "cpu",
+    )
+
+
+def load_config(options: ModelOptions, target: Any, tokenizer: transformers.PreTrainedTokenizerBase) -> Any:
+    """The configuration of the draft model. Raises StartError if it cannot draft for the configuration `target`."""
+    wanted = draft_options(options)
+    if len(options.devices) > 1 or options.tensor_parallel > 1:
+        raise _refused(options, "it is for models on one device only; remove it, or give the model one device")
+    if architectures.backend(target) != "paged":
+        raise _refused(
+            options, f"it is not for architecture {target.model_type!r}, whose KV cache has no blocks; remove it"
+        )
+    config = snapshot.load_config(wanted)
+    if snapshot.encodes(wanted, config) or architectures.backend(config) != "paged":
+        raise _refused(options, f"architecture {config.model_type!r} cannot draft; name a model with plain attention")
+    check_vocabulary(options, tokenizer, snapshot.load_tokenizer(wanted))
+    return config
+
+
+def check_vocabulary(
+    options: ModelOptions,
+    target: transformers.PreTrainedTokenizerBase,
+    draft: transformers.PreTrainedTokenizerBase,
+) -> None:
+    """Raise StartError if both tokenizers do not have the same tokens.
+
+    All numbers that both have must stand for the same token. One may have MOST_FURTHER_TOKENS more than the other.
+    """
+    ours, theirs = ({number: token for token, number in kind.get_vocab().items()} for kind in (target, draft))
+    wrong = sorted(number for number in ours.keys() & theirs.keys() if ours[number] != theirs[number])
+    if wrong:
+        first = wrong[0]
+        raise _refused(
+            options,
+            f"its tokenizer is another one: token {first} is {theirs[first]!r} and not {ours[first]!r}; name a draft"
+            " model of the same family",
+        )
+    if abs(len(ours) - len(theirs)) > MOST_FURTHER_TOKENS:
+        raise _refused(
+            options,
+            f"its tokenizer has {len(theirs)} tokens and not {len(ours)}; name one of the same family",
+        )
+
+
+def load(options: ModelOptions, target: PagedRunner, config: Any, blocks: BlockAllocator, ctx_size: int) -> DraftModel:
+    """Load the draft model of `config`. Call within `claiming`, so that its pool is mapped later. Raises StartError."""
+    wanted = draft_options(options)
+    loaded = loader.load_model(wanted, config, backends.implementation(wanted, config), lambda progress: None)
+    loaded.unmapped.start()
+    loaded.unmapped.finish()
+    runner = make_runner(loaded.model, config, wanted, blocks, loaded.device)
+    return DraftModel(
+        runner,
+        target,
+        vocab_size=min(runner.vocab_size, target.vocab_size),
+        positions=architectures.positions(config),
+        # Beside one further token of each sequence: with these a step is as large as one of the target.
+        chunk=max(min(options.prefill_chunk, ctx_size) - options.parallel, 1),
+        linears=None if wanted.enforce_eager else CpuLinears(loaded.model, release_pages=loaded.release_pages),
+    )
+
+
+def make_runner(
+    model: Any, config: Any, options: ModelOptions, blocks: BlockAllocator, device: torch.device
+) -> PagedRunner:
+    """The runner of a draft model on the blocks of its target. `options`: from `draft_options`."""
+    pool = backends.make_pool(config, blocks, model.dtype, device, kv_dtype=options.kv_cache_dtype)
+    return PagedRunner(model, pool, blocks, device)
+
+
+def _refused(options: ModelOptions, why: str) -> StartError:
+    return StartError(f"model-draft = {options.draft_snapshot}: {why}", Exit.USAGE)

@@ -1,0 +1,211 @@
+"""The draft model of speculative decoding: a small model of the same vocabulary that guesses the next tokens, greedily.
+
+Its keys and values are in a pool of its own, at the positions of the target's block tables. So blocks are allocated,
+shared and freed for both pools at once. The draft model reads the tokens that it has not computed yet when a draft is
+asked for, usually the last one or two. A cached prefix is read only where it has not been: the prefix-cache keys tell
+what a block contains. A mistake in this costs accepted tokens and never changes a text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from worker.engines.transformers.attention.cpu_linear import CpuLinears
+from worker.engines.transformers.attention.kv_pool import KvPool
+from worker.engines.transformers.attention.paged import PackedBatch
+from worker.engines.transformers.device.memory import upload
+from worker.engines.transformers.run.runner import PagedRunner
+from worker.engines.transformers.schedule.kv_cache import BlockTable
+from worker.engines.transformers.schedule.scheduler import Batch, Segment
+from worker.engines.transformers.schedule.speculation import accepted
+from worker.protocol.memory import BLOCK_TOKENS
+
+
+class _Part(NamedTuple):
+    """Tokens `start` to `end` of one sequence, as attention needs them."""
+
+    start: int
+    end: int
+    table: BlockTable
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(slots=True)
+class _Reading:
+    """What the draft model has computed of one sequence."""
+
+    table: BlockTable
+    tokens: int = 0  # leading tokens in its pool
+    drafted: list[int] = field(default_factory=list)  # tokens of its own behind them, which may have been rejected
+
+
+class DraftModel:
+    """Implements `loop.drafting.BatchDrafter` for a target with paged attention on the same device."""
+
+    def __init__(
+        self,
+        runner: PagedRunner,
+        target: PagedRunner,
+        *,
+        vocab_size: int,
+        positions: int,
+        chunk: int,
+        linears: CpuLinears | None = None,
+    ):
+        """`runner`: of the draft model, with a pool that mirrors the target's.
+
+        vocab_size: tokens that both models know. positions: longest text of the draft model, 0 for no limit. chunk: the
+        most tokens that it reads in one step beside the newest ones.
+        """
+        self._runner, self._target = runner, target
+        self._vocab_size, self._positions, self._chunk = vocab_size, positions, chunk
+        self._linears = linears
+        target.mirrors.append(runner.pool)
+        self._readings: dict[int, _Reading] = {}  # by sequence id
+        # The prefix-cache key of each block whose tokens the draft model has computed.
+        self._keys: dict[int, bytes] = {}
+
+    @property
+    def pool(self) -> KvPool:
+        return self._runner.pool
+
+    def reorder(self, seconds: float) -> None:
+        """Spend up to `seconds` on weight layouts that make later steps faster."""
+        if self._linears is not None:
+            self._linears.reorder(seconds)
+
+    @torch.inference_mode()
+    def draft(self, batch: Batch, segments: Sequence[Segment]) -> Sequence[Sequence[int]]:
+        """See `BatchDrafter`."""
+        # Shared blocks are copied before anything is written behind their tokens.
+        self._target.prepare_blocks(batch)
+        readings = {segment.sequence.id: self._reading(segment) for segment in batch}
+        self._readings = readings
+        wanted = {segment.sequence.id for segment in segments if self._reaches(segment)}
+        parts, tokens, ready = self._unread(batch, wanted)
+        found: dict[int, list[int]] = {}
+        if parts:
+            newest = self._forward(parts, upload(tokens, torch.int64, self._runner.device), list(ready))
+            if ready:
+                found = self._continue(list(ready.values()), newest)
+        return [found.get(segment.sequence.id, []) for segment in segments]
+
+    def _reaches(self, segment: Segment) -> bool:
+        """True if the draft model has positions for the draft of `segment`."""
+        return not self._positions or segment.end + segment.room <= self._positions
+
+    def _reading(self, segment: Segment) -> _Reading:
+        """What is known of the segment's sequence, after its newest tokens."""
+        sequence, table = segment.sequence, segment.table
+        assert table is not None, "the target's cache has blocks"
+        known = self._readings.get(sequence.id)
+        if known is None or known.table is not table or known.tokens > len(sequence.tokens):
+            known = _Reading(table, self._cached(table))  # it begins, or begins again
+        kept = accepted(known.drafted, sequence.tokens[known.tokens :])
+        # At least one token is read, for the logits behind it.
+        known.tokens = min(known.tokens + kept, len(sequence.tokens) - 1)
+        known.drafted = []
+        for index in range(min(known.tokens // BLOCK_TOKENS, len(table.keys))):
+            self._keys[table.blocks[index]] = table.keys[index]
+        return known
+
+    def _cached(self, table: BlockTable) -> int:
+        """Leading tokens in blocks whose content the draft model has computed."""
+        for index, key in enumerate(table.keys):
+            if self._keys.get(table.blocks[index]) != key:
+                return index * BLOCK_TOKENS
+        return len(table.keys) * BLOCK_TOKENS
+
+    def _unread(self, batch: Batch, wanted: set[int]) -> tuple[list[_Part], list[int], dict[int, Segment]]:
+        """Parts to read, their tokens, and by part the segments that can be drafted for behind them.
+
+        Sequences that decode come first. A prompt is read along with the target, up to the tokens of this step.
+        """
+        parts: list[_Part] = []
+        tokens: list[int] = []
+        ready: dict[int, Segment] = {}
+        left = self._chunk
+        for segment in batch:
+            sequence = segment.sequence
+            reading = self._readings[sequence.id]
+            if sequence.draft_limits is None or (segment.is_decode and sequence.id not in wanted):
+                continue
+            end = min(len(sequence.tokens), segment.end)
+            if self._positions:
+                end = min(end, self._positions)
+            count = min(end - reading.tokens, max(left, 2 if segment.is_decode else 0))
+            if count <= 0:
+                continue
+            left -= count
+            until = reading.tokens + count
+            if segment.is_decode and until == len(sequence.tokens):
+                ready[len(parts)] = segment
+            parts.append(_Part(reading.tokens, until, reading.table))
+            tokens += sequence.tokens[reading.tokens : until]
+            self._forget_keys(reading, until)
+            reading.tokens = until
+        return parts, tokens, ready
+
+    def _forget_keys(self, reading: _Reading, end: int) -> None:
+        """Forget what the blocks contain that are written from the reading's end to `end`."""
+        for block in reading.table.blocks[reading.tokens // BLOCK_TOKENS : -(-end // BLOCK_TOKENS)]:
+            self._keys.pop(block, None)
+
+    def _forward(self, parts: Sequence[_Part], tokens: torch.Tensor, ready: Sequence[int]) -> torch.Tensor:
+        """The likeliest next tokens `[ready]` behind the parts whose indices are in `ready`."""
+        device = self._runner.device
+        # Single tokens attend together if they come first.
+        order = sorted(range(len(parts)), key=lambda place: parts[place].length > 1)
+        begins = [0]
+        for part in parts:
+            begins.append(begins[-1] + part.length)
+        flat = [position for place in order for position in range(begins[place], begins[place + 1])]
+        positions = [position for place in order for position in range(parts[place].start, parts[place].end)]
+        ends, end = {}, 0
+        for place in order:
+            end += parts[place].length
+            ends[place] = end - 1
+        if flat != list(range(len(flat))):
+            tokens = tokens[upload(flat, torch.int64, device)]
+        logits = self._runner.forward(
+            tokens.clamp(max=self._vocab_size - 1),
+            upload(positions, torch.int64, device),
+            upload([ends[place] for place in ready] or [0], torch.int64, device),
+            PackedBatch.of([parts[place] for place in order], self._runner.pool),
+        )
+        return logits[:, : self._vocab_size].argmax(-1)
+
+    def _continue(self, drafting: list[Segment], newest: torch.Tensor) -> dict[int, list[int]]:
+        """Drafts by sequence id. `newest` `[drafting]`: the first token of each."""
+        steps = [newest]
+        longest = max(segment.room for segment in drafting)
+        rows = list(range(len(drafting)))
+        for place in range(1, longest):
+            left = [row for row in rows if drafting[row].room > place]
+            if len(left) < len(rows):
+                kept = [rows.index(row) for row in left]
+                newest = newest[upload(kept, torch.int64, newest.device)]
+                rows = left
+            parts = []
+            for row in rows:
+                reading = self._readings[drafting[row].sequence.id]
+                at = reading.tokens + place - 1
+                parts.append(_Part(at, at + 1, reading.table))
+            newest = self._forward(parts, newest, range(len(parts)))
+            steps.append(newest)
+        values = iter(torch.cat(steps).tolist())  # the one wait for the device
+        found: dict[int, list[int]] = {segment.sequence.id: [] for segment in drafting}
+        for place in range(longest):
+            for segment in drafting:
+                if segment.room > place:
+                    found[segment.sequence.id].append(next(values))
+        for segment in drafting:
+            reading = self._readings[segment.sequence.id]
+            reading.drafted = found[segment.sequence.id][:-1]  # the last one was not read
+            self._forget_keys(reading, reading.tokens + len(reading.drafted))
+        return found
