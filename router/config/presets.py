@@ -200,7 +200,7 @@ class Preset:
     ctx_size: int = key(-1, Integer(0, words={"auto": -1}, unit="tokens"), CONTEXT,
             "tokens of prompt and answer of one request; 0: the model's maximum. In [*] at most the maximum of each"
             " model",
-            unset="the model's maximum up to 8192", also=("c", "max-model-len", "exllama-max-seq-len"))
+            unset="the model's maximum up to 8192", also=("c", "ctx", "max-model-len", "exllama-max-seq-len"))
     parallel: int = key(4, Integer(1, 4096, {"-1": 4, "auto": 4}), CONTEXT,
             "sequences in one step; one of them has room in the KV cache for certain, all of them where memory is free",
             also=("np", "max-batch-size", "max-rolling-batch-size", "max-prompts", "max-num-seqs"),
