@@ -5,7 +5,12 @@ The formats are those of llama.cpp (src/llama-chat.cpp). A checkpoint's own temp
 
 import json
 from collections.abc import Mapping
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
+
+import click
+
+from router.config.option_types import Kind, nearest, shown
 
 
 class _Format(NamedTuple):
@@ -81,6 +86,30 @@ rwkv-world seed_oss smolvlm solar-open yandex
 NOT_OFFERED = frozenset(_OTHERS.split())
 
 
+class Template(Kind):
+    """Jinja text, which a template in `NAMES` may stand for."""
+
+    hint = "Jinja text, or a name such as chatml"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not value or "{{" in value or "{%" in value:
+            return value
+        if value in NAMES:
+            return jinja(value)
+        if value in NOT_OFFERED:
+            self.fail(
+                f"{value} is not offered by this version; remove it to use the checkpoint's own template, or write one"
+                " into chat-template-file"
+            )
+        near = nearest(value, NAMES)
+        hint = f"; did you mean {near}?" if near else "; see chat-template-file"
+        self.fail(f"{shown(value)} is neither Jinja text nor the name of a template{hint}")
+
+    def write(self, value: Any) -> str:
+        return next((name for name in NAMES if value == jinja(name)), str(value))
+
+
+@cache
 def jinja(name: str) -> str:
     """The Jinja text of a template in `NAMES`."""
     layout = _FORMATS[name]

@@ -12,9 +12,9 @@ from typing import Any, Literal, Protocol
 
 import click
 
-from router.config import chat_templates, ini, preset_keys, serving_properties
+from router.config import ini, preset_keys, serving_properties
 from router.config.ini import Problem
-from router.config.option_types import Strings, nearest, sendable, shown
+from router.config.option_types import Strings, sendable, shown
 from router.config.preset_keys import MeaninglessOption, RefusedOption, Spelling
 from router.config.presets import ADAPTER_NAME, HUB, REPO, PresetKey, repository
 from router.config.settings import BY_VARIABLE, LATER, SPELLINGS
@@ -71,20 +71,6 @@ def _completes(layer: Layer, spelling: Spelling) -> bool:
 def _side(name: str) -> int:
     """The strength of a spelling among those of one key: LMI's `gpu.minWorkers`, `minWorkers`, `cpu.minWorkers`."""
     return {"gpu.": 2, "cpu.": 0}.get(name[:4], 1)
-
-
-def _named_template(name: str) -> str:
-    """The Jinja text of a template of llama-server. Raises ValueError with the way out."""
-    if name in chat_templates.NAMES:
-        return chat_templates.jinja(name)
-    if name in chat_templates.NOT_OFFERED:
-        raise ValueError(
-            f"{name} is not offered by this version; remove it to use the checkpoint's own template, or write one into"
-            " chat-template-file"
-        )
-    near = nearest(name, chat_templates.NAMES)
-    hint = f"; did you mean {near}?" if near else "; see chat-template-file"
-    raise ValueError(f"{shown(name)} is neither Jinja text nor the name of a template{hint}")
 
 
 class ProblemCollector:
@@ -318,8 +304,6 @@ class SettingReader:
             raise ValueError(f"no folder {value}; a tokenizer of the hub must be downloaded first")
         if key.name == "python" and "/" in value and self.disk.kind(value) != "file":
             raise ValueError(f"no file {value}")
-        if key.name == "chat-template" and value and not ("{{" in value or "{%" in value):
-            value = _named_template(value)
         return value
 
     def _draft(self, text: str, place: Problem) -> str:

@@ -145,10 +145,10 @@ swa-checkpoints checkpoint-min-step cms cache-ram cram mmproj-url mmu mmproj-dev
 image-max-tokens mtmd-batch-max-tokens video-fps video-timestamp-interval video-ffmpeg-dir path cors-methods
 cors-headers ui-config webui-config ui-config-file webui-config-file tools tools-runtime mcp-servers-config
 mcp-servers-json threads-http cache-reuse slot-save-path media-path slot-prompt-similarity sps log-prompts-dir
-reasoning-budget-message spec-draft-p-min draft-p-min spec-draft-p-split draft-p-split spec-draft-threads td
-threads-draft spec-draft-threads-batch tbd threads-batch-draft spec-draft-type-k ctkd cache-type-k-draft
-spec-draft-type-v ctvd cache-type-v-draft spec-draft-device devd device-draft spec-draft-ngl ngld gpu-layers-draft
-n-gpu-layers-draft spec-draft-sampling spec-draft-n-cpu-moe ncmoed n-cpu-moe-draft spec-draft-ncmoe
+reasoning-budget-message spec-synth-len spec-synth-rates spec-draft-p-min draft-p-min spec-draft-p-split draft-p-split
+spec-draft-threads td threads-draft spec-draft-threads-batch tbd threads-batch-draft spec-draft-type-k ctkd
+cache-type-k-draft spec-draft-type-v ctvd cache-type-v-draft spec-draft-device devd device-draft spec-draft-ngl ngld
+gpu-layers-draft n-gpu-layers-draft spec-draft-sampling spec-draft-n-cpu-moe ncmoed n-cpu-moe-draft spec-draft-ncmoe
 spec-draft-cpu-mask Cd cpu-mask-draft spec-draft-cpu-range Crd cpu-range-draft spec-draft-cpu-strict cpu-strict-draft
 spec-draft-prio prio-draft spec-draft-poll poll-draft spec-draft-cpu-mask-batch Cbd cpu-mask-batch-draft
 spec-draft-cpu-strict-batch cpu-strict-batch-draft spec-draft-prio-batch prio-batch-draft spec-draft-poll-batch
@@ -213,7 +213,7 @@ MEANINGLESS: tuple[MeaninglessOption, ...] = (
         for name in ("fit-target", "fitt")
     ),
     *(
-        MeaninglessOption(name, why="a request has ctx-size tokens at least", neutral="4096")
+        MeaninglessOption(name, why="ctx-size is the context of a request", neutral="4096")
         for name in ("fit-ctx", "fitc")
     ),
     *(MeaninglessOption(name, why="images need no file of their own") for name in ("mmproj", "mm")),

@@ -11,6 +11,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, Literal
 
+from router.config.chat_templates import Template
 from router.config.option_types import (
     Choice,
     Devices,
@@ -336,7 +337,7 @@ class Preset:
 
     # Prompt and sampling
     config_override: str = key("", JsonObject(), PROMPT, "merged into config.json", unset="none")
-    chat_template: str = key("", Text("Jinja text"), PROMPT, "template that converts messages to a prompt",
+    chat_template: str = key("", Template(), PROMPT, "template that converts messages to a prompt",
             unset="the tokenizer's", scope=Scope.REQUEST)
     chat_template_file: str = key("", Text("file"), PROMPT, "the same, read from a file", unset="none", path=True,
             scope=Scope.REQUEST)

@@ -44,4 +44,43 @@ DOCUMENTED = {
         timeout alpha_value compress_pos_emb embiggen num_experts cache_8bit num_workers managed engine encode_special
         decode_special
     """,
+    # the options in llama-server's README that are keys of a preset
+    "llama-server": """
+        threads threads-batch cpu-mask cpu-range cpu-strict prio poll cpu-mask-batch cpu-range-batch
+        cpu-strict-batch prio-batch poll-batch ctx-size c n-predict predict batch-size ubatch-size keep
+        swa-full flash-attn perf escape rope-scaling rope-scale rope-freq-base rope-freq-scale yarn-orig-ctx
+        yarn-ext-factor yarn-attn-factor yarn-beta-slow yarn-beta-fast kv-offload repack no-host cache-type-k
+        cache-type-v defrag-thold rpc load-mode mmap mlock direct-io lazy-mode numa device override-tensor
+        cpu-moe n-cpu-moe moe-cache-mib n-cpu-ffn n-gpu-layers split-mode tensor-split main-gpu fit fit-target
+        fit-ctx check-tensors override-kv op-offload lora lora-scaled control-vector control-vector-scaled
+        control-vector-layer-range model model-url docker-repo hf-repo hf-file hf-token log-disable log-file
+        log-jsonl log-colors verbose offline verbosity log-prefix log-timestamps samplers sampler-seq seed
+        ignore-eos temp top-k top-p min-p top-nsigma xtc-probability xtc-threshold typical typical-p
+        repeat-last-n repeat-penalty presence-penalty frequency-penalty dry-multiplier dry-base
+        dry-allowed-length dry-penalty-last-n dry-sequence-breaker adaptive-target adaptive-decay
+        dynatemp-range dynatemp-exp mirostat mirostat-lr mirostat-ent logit-bias grammar grammar-file
+        json-schema json-schema-file backend-sampling lookup-cache-static lookup-cache-dynamic
+        kv-unified-per-slot ctx-checkpoints checkpoint-min-step cache-ram kv-unified cache-idle-slots
+        context-shift reverse-prompt special warmup spm-infill pooling parallel cont-batching mmproj
+        mmproj-url mmproj-auto mmproj-offload mmproj-device image-min-tokens image-max-tokens
+        mtmd-batch-max-tokens video-fps video-timestamp-interval video-ffmpeg-dir alias tags embd-normalize
+        host port reuse-port path cors-origins cors-methods cors-headers cors-credentials api-prefix ui-config
+        ui-config-file ui-mcp-proxy tools tools-runtime mcp-servers-config mcp-servers-json agent ui
+        embeddings reranking api-key api-key-file ssl-key-file ssl-cert-file chat-template-kwargs timeout
+        sse-ping-interval threads-http cache-prompt cache-reuse metrics props slots slot-save-path media-path
+        models-dir models-preset models-max models-autoload jinja reasoning-format reasoning reasoning-effort
+        reasoning-budget reasoning-budget-message reasoning-preserve chat-template chat-template-file
+        skip-chat-parsing prefill-assistant slot-prompt-similarity lora-init-without-apply sleep-idle-seconds
+        log-prompts-dir load-on-startup stop-timeout dedup-cache-models spec-draft-hf spec-draft-threads
+        spec-draft-threads-batch spec-draft-cpu-mask spec-draft-cpu-range spec-draft-cpu-strict
+        spec-draft-prio spec-draft-poll spec-draft-cpu-mask-batch spec-draft-cpu-strict-batch
+        spec-draft-prio-batch spec-draft-poll-batch spec-draft-override-tensor spec-draft-cpu-moe
+        spec-draft-n-cpu-moe spec-draft-n-max spec-draft-n-min spec-synth-len spec-synth-rates
+        spec-draft-p-split spec-draft-p-min spec-draft-backend-sampling spec-draft-sampling spec-draft-device
+        spec-draft-ngl spec-draft-model spec-type spec-ngram-mod-n-min spec-ngram-mod-n-max
+        spec-ngram-mod-n-match spec-ngram-simple-size-n spec-ngram-simple-size-m spec-ngram-simple-min-hits
+        spec-ngram-map-k-size-n spec-ngram-map-k-size-m spec-ngram-map-k-min-hits spec-ngram-map-k4v-size-n
+        spec-ngram-map-k4v-size-m spec-ngram-map-k4v-min-hits draft-max draft-min spec-default
+        spec-draft-type-k spec-draft-type-v
+    """,
 }

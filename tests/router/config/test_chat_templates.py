@@ -5,6 +5,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from router.config.chat_templates import NAMES, NOT_OFFERED, jinja
+from router.config.effective import effective
 from tests.router.preset_texts import complaint, one
 
 SYSTEM, FIRST, ANSWER, SECOND = " be brief ", "hello ", " hi ", "again"
@@ -72,7 +73,9 @@ def test_a_name_of_llama_server_gives_its_prompt(name: str) -> None:
 
 
 def test_a_preset_names_a_template() -> None:
-    assert one("chat-template = chatml").chat_template == jinja("chatml")
+    preset = one("chat-template = chatml")
+    assert preset.chat_template == jinja("chatml")
+    assert ("chat-template", "chatml", "models.ini:3") in effective(preset)
     assert one("chat-template = {{ messages }}").chat_template == "{{ messages }}"
 
 
