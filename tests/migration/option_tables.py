@@ -87,7 +87,7 @@ def _spans(text: str) -> tuple[str, ...]:
 
 
 def build_world(folder: Path) -> None:
-    """Build the files that rows may name by relative paths: `tiny` (a model), `adapter`, `template.jinja`, `grammar.gbnf`, ..."""
+    """Build the files that rows may name by relative paths: `tiny` (a model), `adapter`, and small text files."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
