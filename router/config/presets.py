@@ -436,10 +436,10 @@ _OTHER_KEYS: tuple[PresetKey, ...] = (
         group=PLACEMENT, also=("ngl", "gpu-layers"),
         help="0: device = cpu; all, auto, or not less than the model has: all layers"),
     *(
-        PresetKey(name=f"{word}-workers", kind=Integer(0, 1000), group=PLACEMENT,
+        PresetKey(name=f"{word}-workers", kind=Integer(low, 1000), group=PLACEMENT,
             also=(f"{word}Workers", f"gpu.{word}Workers", f"cpu.{word}Workers"), live=True,
             help=f"{place} number of replicas", unset=unset)
-        for word, place, unset in (("min", "least", "replicas"), ("max", "largest", "min-workers"))
+        for word, low, place, unset in (("min", 0, "least", "replicas"), ("max", 1, "largest", "min-workers"))
     ),
     *(
         PresetKey(name=name, kind=kind, field="sampling", item=name, group=PROMPT, scope=Scope.REQUEST, also=also,
