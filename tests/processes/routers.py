@@ -167,16 +167,21 @@ class Router:
 
 @asynccontextmanager
 async def router(
-    *options: str, folder: Path | None = None, environ: Mapping[str, str] | None = None, under: Sequence[str] = ()
+    *options: str,
+    folder: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    under: Sequence[str] = (),
+    working: Path = ROOT,
 ) -> AsyncIterator[Router]:
-    """A router with `options` on a free port, for the length of the block. `under`: a command that executes it."""
+    """A router with `options` on a free port, for the length of the block. `under`: a command that executes it.
+    `working`: its working directory."""
     with tempfile.TemporaryDirectory(prefix="router-test-") as own:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_CACHE": f"{own}/hub", **(environ or {})}
         process = await asyncio.create_subprocess_exec(
             *under, sys.executable, "-P", "-m", "router",
             "--port", "0", "--state-dir", f"{own}/state", "--runtime-dir", f"{own}/run",
             "--no-fork-server", *options,  # the last one counts: pass --fork-server for a fork server
-            stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL, cwd=ROOT,
+            stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL, cwd=working,
             env=env | {"PYTHONPATH": str(ROOT)}, limit=1 << 20,
         )  # fmt: skip
         client = httpx.AsyncClient(timeout=httpx.Timeout(DEADLINE))
