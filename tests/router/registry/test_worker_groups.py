@@ -20,7 +20,7 @@ SAMPLES = {
     "gpu-memory-utilization": "0.9", "tensor-split": "1,2",
     "required-memory": "7", "reserved-memory": "7", "lora": "org/french", "lora-scaled": "org/french:2",
     "adapters-dir": "/", "enable-lora": "on", "max-loras": "2", "max-lora-rank": "8", "max-cpu-loras": "9",
-    "spec-type": "ngram-simple", "draft-max": "3", "draft-min": "2", "spec-ngram-size-n": "9",
+    "model-draft": "org/draft", "spec-type": "ngram-simple", "draft-max": "3", "draft-min": "2", "spec-ngram-size-n": "9",
     "rope-scaling": "yarn", "rope-scale": "2", "rope-freq-scale": "0.5", "rope-freq-base": "9", "alpha-value": "2",
     "yarn-orig-ctx": "9", "yarn-ext-factor": "1", "yarn-attn-factor": "2", "yarn-beta-slow": "2", "yarn-beta-fast": "9",
     "config-override": '{"a": 1}', "python": "python3", "env": "X=1",
