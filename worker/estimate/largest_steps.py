@@ -135,7 +135,8 @@ class GenerationSteps:
     def drafts(self, count: int) -> tuple[Segment, ...]:
         """Return `decodes`, with the longest drafts that the options allow."""
         length = min(self.options.draft_max, DRAFT_LOGITS // max(count, 1), self.ctx_size - 2)
-        if not (self.options.speculates and length and isinstance(self.runner, PagedRunner)):
+        has_states = isinstance(self.runner, AlignedRunner) and self.runner.has_states  # then nothing is drafted
+        if has_states or not (self.options.speculates and length):
             return self.decodes(count)
         return tuple(
             self.segment(row, max(self.ctx_size - 1 - row - length, 1), 1 + length, adapts=row % 2 == 1, drafted=length)

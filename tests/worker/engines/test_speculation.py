@@ -375,3 +375,52 @@ async def test_the_draft_model_reads_a_cached_prefix_only_once(folder: Path) -> 
         await answers(engine, [generation([7 + number] * 100, max_tokens=20, draft_max=0) for number in range(12)])
         await complete_one(engine, prompt, max_tokens=10)
         assert max(read) >= 44
+
+
+# Caches without blocks
+
+ALIGNED = (
+    "bart", "biogpt", "bloom", "codegen", "cohere2", "dbrx", "deepseek_v2", "deepseek_v3", "falcon", "gemma2",
+    "gpt_neo", "gpt_oss", "gptj", "llama4_text", "mpt", "nemotron", "olmoe", "persimmon", "phimoe", "stablelm", "t5",
+    "xglm",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ALIGNED)
+async def test_a_family_without_blocks_gives_the_tokens_of_generate_with_drafts(tmp_path: Path, family: str) -> None:
+    snapshot = tiny.make(family, tmp_path / "m", **({"seed": 2} if family == "t5" else {}))
+    model = reference(snapshot)
+    asked = prompts(30)
+    wanted = [generated(model, prompt, 24) for prompt in asked]
+    texts = [[*prompt, *answer] for prompt, answer in zip(asked, wanted, strict=True)]
+    async with serving(load(snapshot, ctx_size=96, parallel=3, prefill_chunk=16, ngram_size=2)) as engine:
+        drafter = drafting(engine, Oracle(0.8, texts))
+        found = await answers(engine, [generation(prompt, max_tokens=24) for prompt in asked])
+    assert [choice.tokens for (choice,) in found] == wanted
+    assert drafter.drafted > 0
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "t5"])
+async def test_every_kind_of_request_is_answered_alike_without_blocks(tmp_path: Path, family: str) -> None:
+    snapshot = tiny.make(family, tmp_path / "m", **({"seed": 2} if family == "t5" else {}))
+    kinds = [request for request in requests() if family != "t5" or not request.prompt_logprobs]
+    async with serving(load(snapshot, ctx_size=CTX, parallel=4, prefill_chunk=16)) as engine:
+        expected = await answers(engine, kinds)
+    texts = [
+        [*request.prompt, *choice.tokens] for request, found in zip(kinds, expected, strict=True) for choice in found
+    ]
+    async with serving(load(snapshot, ctx_size=CTX, parallel=4, prefill_chunk=16, ngram_size=2)) as engine:
+        drafter = drafting(engine, Oracle(0.7, texts))
+        assert comparable(await answers(engine, kinds)) == comparable(expected)
+        assert drafter.accepted > 0
+
+
+async def test_a_model_with_states_is_served_without_drafts_and_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    snapshot = tiny.make("mamba", tmp_path / "m")
+    async with serving(load(snapshot, ctx_size=CTX, ngram_size=2)) as engine:
+        assert work_of(engine)._backend.drafter is None
+        found = await complete_one(engine, prompts()[1] * 3, max_tokens=NEW)
+    assert found.tokens == generated(reference(snapshot), prompts()[1] * 3, NEW)
+    assert "no speculative decoding for architecture 'mamba': states cannot be taken back" in caplog.text

@@ -307,8 +307,9 @@ def test_the_static_estimate_of_every_family_is_never_below_the_exact_one(tmp_pa
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-def test_the_logits_behind_drafts_are_in_both_estimates(tmp_path: Path, device: str) -> None:
-    snapshot = tiny.make("llama", tmp_path / "m", vocab_size=20_000)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_logits_behind_drafts_are_in_both_estimates(tmp_path: Path, family: str, device: str) -> None:
+    snapshot = tiny.make(family, tmp_path / "m", vocab_size=20_000)
     plain = options(snapshot, devices=(device,), ctx_size=256, parallel=8, prefill_chunk=64)
     drafting = dataclasses.replace(plain, ngram_size=3)
     less, more = (estimate.trace(chosen, load_config(chosen)).compute for chosen in (plain, drafting))

@@ -139,7 +139,7 @@ def load(
             linears=linears,
             adapters=adapters,
             tower=tower,
-            drafter=_drafter(options, backend, draft_model),
+            drafter=_drafter(options, config, backend, draft_model),
             # Ranks of a tensor-parallel model receive each step from the host, so nothing can be launched ahead.
             ahead=share is None and (loaded.device.type != "cpu" if ahead is None else ahead),
         ),
@@ -186,12 +186,15 @@ def _adapters(backend: PagedRunner | AlignedRunner, loaded: loader.LoadedModel, 
     return adapters
 
 
-def _drafter(options: Serve, runner: PagedRunner | AlignedRunner, model: DraftModel | None) -> Drafter | None:
+def _drafter(
+    options: Serve, config: Any, runner: PagedRunner | AlignedRunner, model: DraftModel | None
+) -> Drafter | None:
     if not options.speculates:
         return None
-    if not isinstance(runner, PagedRunner):
-        # A preset for all models ([*]) may ask for it.
-        log.warning("no speculative decoding: the KV cache of this architecture has no blocks")
+    if isinstance(runner, AlignedRunner) and (runner.has_states or config.model_type not in architectures.VERIFIED):
+        # Not an error: a preset for all models ([*]) may ask for it.
+        why = "states cannot be taken back" if runner.has_states else "it was not tested with several tokens of a row"
+        log.warning("no speculative decoding for architecture %r: %s", config.model_type, why)
         return None
     return Drafter(DraftLength.up_to(min(options.draft_max, DRAFT_LOGITS)), model)
 

@@ -1,8 +1,10 @@
 """The aligned runner: any model that transformers runs through its `Cache`, by the model's own forward and attention.
 
 All rows that decode share one forward `[rows, 1]`. They end at one common column, and the attention mask tells where
-each begins, as with left padding (`aligned_layout`). A prompt is computed alone, in chunks, and joins at the next step.
-No padding goes through a layer, because experts, convolutions and states would take it for tokens.
+each begins, as with left padding (`aligned_layout`). Rows with drafts of equal length share a forward
+`[rows, 1 + draft]`. The next step overwrites the columns of rejected tokens. States cannot be taken back, so nothing is
+drafted where there are any. A prompt is computed alone, in chunks, and joins at the next step. No padding goes through
+a layer, because experts, convolutions and states would take it for tokens.
 
 An encoder reads the whole prompt at once, when the prompt's last token is due. The columns of a row are then those of
 the answer, which begins with the model's start token.
@@ -217,18 +219,19 @@ class AlignedRunner:
             before = segment.sequence.prompt_tokens - 1 if self._forward.is_encoder_decoder else 0
             return _DecoderPart(segment, segment.start - before, [0])
         if not self._forward.is_encoder_decoder:
-            return _DecoderPart(segment, segment.start, tokens[segment.start : segment.end])
+            return _DecoderPart(segment, segment.start, segment.tokens)
         before = segment.sequence.prompt_tokens - 1  # the prompt's last token takes the place of the start token
         if segment.end <= before:
             return None
         start = max(segment.start - before, 0)
-        answer = [self._first, *tokens[before + 1 : segment.end]]
+        answer = [self._first, *tokens[before + 1 : segment.end], *segment.drafted]
         return _DecoderPart(segment, start, answer[start:])
 
     def _admit(self, part: _DecoderPart) -> None:
         """Give the part's row a buffer row if it has none. Clear the buffer row of a row that begins."""
         row, is_new = part.row, not self._alignment.has(part.row)
-        self._lengths[row] = part.end
+        # A step before may have drafted further: such columns are erased with the row.
+        self._lengths[row] = max(part.end, self._lengths.get(row, 0) if part.start else 0)
         self._cache.carry_out(self._alignment.alone(row, part.start, len(part.tokens) if is_new else 0))
         if not is_new and part.start:
             return
@@ -239,7 +242,7 @@ class AlignedRunner:
             self._cache.set_cross_columns(buffer_row, part.segment.sequence.prompt_tokens)
 
     def _decodes(self, part: _DecoderPart) -> bool:
-        is_next = part.start > 0 and len(part.tokens) == 1 and part.segment.completes
+        is_next = part.start > 0 and len(part.tokens) == 1 + len(part.segment.drafted) and part.segment.completes
         # With states, a token can be computed in a batch only if the states before it are stored.
         if is_next and self._cache.has_states:
             return self._cache.has_states_at(self._alignment.buffer_row(part.row), part.start)
@@ -247,19 +250,20 @@ class AlignedRunner:
 
     def _groups(self, parts: dict[int, _DecoderPart]) -> list[dict[int, _DecoderPart]]:
         """The parts that may share a forward, by index in the batch."""
-        if self._forward.mixes_lengths:
-            return [parts] if parts else []
-        groups: dict[int, dict[int, _DecoderPart]] = {}
+        groups: dict[tuple[int, int], dict[int, _DecoderPart]] = {}
         # Without positions or a relative mask, all rows of a forward must have the same length.
         for index, part in parts.items():
-            groups.setdefault(part.start, {})[index] = part
+            start = 0 if self._forward.mixes_lengths else part.start
+            groups.setdefault((start, len(part.tokens)), {})[index] = part
         return list(groups.values())
 
     # Forwards
 
     def _decode(self, parts: dict[int, _DecoderPart], device_tokens: torch.Tensor | None) -> dict[int, torch.Tensor]:
-        """Compute one token of each part in one forward. `device_tokens` by index in the batch."""
-        plan = self._alignment.together([(part.row, part.start) for part in parts.values()])
+        """Compute the tokens of each part, of which all have as many, in one forward. `device_tokens` by index in the
+        batch."""
+        count = len(next(iter(parts.values())).tokens)
+        plan = self._alignment.together([(part.row, part.start) for part in parts.values()], count)
         # Rows may have to move so that their buffer rows are adjacent and all rows end at one column.
         self._cache.carry_out(plan.moves)
         by_row = {part.row: (index, part) for index, part in parts.items()}
@@ -274,7 +278,7 @@ class AlignedRunner:
             [part.tokens for _, part in order],
             starts,
             self._cache.show(plan.buffer_rows, plan.low, plan.time, has_past=True, cross_columns=max(cross_columns)),
-            kept=1,
+            kept=count,
             past=plan.time - plan.low,
             cross_columns=cross_columns,
             device_tokens=device_tokens[upload([index for index, _ in order], torch.int64, device_tokens.device)]

@@ -100,9 +100,10 @@ class AlignedLayout:
         placement.begin = 0
         return (move,)
 
-    def together(self, starts: Sequence[tuple[int, int]]) -> AlignedDecodes:
-        """Align rows, given with their numbers of columns, at one end column in neighbouring buffer rows."""
-        time = self._time(starts)
+    def together(self, starts: Sequence[tuple[int, int]], new: int = 1) -> AlignedDecodes:
+        """Align rows, given with their numbers of columns, at one end column in neighbouring buffer rows. `new` columns
+        are to be written behind it."""
+        time = self._time(starts, new)
         moves = self._gather(starts, time)
         for row, start in starts:
             placement = self._placements[row]
@@ -120,17 +121,17 @@ class AlignedLayout:
             moves=tuple(moves),
         )
 
-    def _time(self, starts: Sequence[tuple[int, int]]) -> int:
+    def _time(self, starts: Sequence[tuple[int, int]], new: int) -> int:
         """The end column that needs the fewest copied columns.
 
         That is the one where most columns already end, of those that leave room for the longest row before it and for
-        one new column behind it.
+        `new` columns behind it.
         """
         longest = max(start for _, start in starts)
         ends: Counter[int] = Counter()
         for row, start in starts:
             end = self._placements[row].begin + start
-            if longest <= end < self._width:
+            if longest <= end <= self._width - new:
                 ends[end] += start
         return max(ends, key=lambda end: (ends[end], -end)) if ends else longest
 
