@@ -35,9 +35,18 @@ from router.store.catalogue import Further, find_preset, load_catalogue, read_ke
 
 OK, FAULTS, USAGE, UNREACHABLE, TOO_LARGE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 SCHEMA = 1  # version of JSON documents on stdout
-_ABOUT = """\
-Serve many language models from one address, one worker process per model, and evict models by memory.
-
+_ABOUT = "Serve many language models from one address, one worker process per model, and evict models by memory."
+_EXAMPLES = (
+    ("router org/name", "serve a model of the Hugging Face hub"),
+    ("router DIR DIR --ctx-size 8192", "serve models in folders, with keys of models as options"),
+    ("router --models-preset FILE", "serve the models of a file, each loaded by its first request"),
+    ("router run org/name", "chat with a model in the terminal"),
+)
+_FURTHER = """\
+`router serve --help` lists all options and their variables. `router --help-model-keys` lists the keys of models, which
+are options as well.
+"""
+_VARIABLES = """\
 Every option is also an environment variable: ROUTER_ and its name in capitals (--models-max: ROUTER_MODELS_MAX). Where
 llama-server has the same option, its variable (shown below) is read next. A flag takes precedence over both.
 """
@@ -63,6 +72,10 @@ REPEATED = frozenset({
     "model", "model-names", "hf-repo", "api-key", "admin-key", "device-limit", "models-memory-margin", "allowed-hosts",
 })  # fmt: skip
 DOWNLOAD_ONLY = "router.download_only"  # in the context of a command: the flag stood before it
+EVERYDAY = (
+    "model", "hf-repo", "models-preset", "models-dir", "demo", "models-memory-margin", "models-max", "host", "port",
+    "api-key-file", "allowed-hosts", "offline", "log-level",
+)  # fmt: skip
 NARROW = 70  # columns from which names and texts of options stand side by side
 
 
@@ -134,8 +147,15 @@ class _Router(_Command, click.Group):
         return ["[OPTIONS]", "[MODEL ...]", "| COMMAND [ARGS]..."]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        super().format_options(ctx, formatter)
+        """Examples, commands and the options of every day; `router serve --help` has all of them."""
+        with formatter.section("Examples"):
+            formatter.write_dl(_EXAMPLES)
         self.format_commands(ctx, formatter)
+        with formatter.section("Options"):
+            formatter.write_dl([_short_row(settings.BY_FLAG[flag]) for flag in EVERYDAY])
+        with formatter.indentation():
+            formatter.write_paragraph()
+            formatter.write_text(" ".join(_FURTHER.split()))
 
 
 def _row(option: Option) -> tuple[str, str]:
@@ -143,6 +163,12 @@ def _row(option: Option) -> tuple[str, str]:
     default = option.unset or option.kind.write(getattr(Settings(), option.field))
     facts = "; ".join([default, *option.env])
     return ", ".join([name, *option.also]), f"{option.help}  [{facts}]"
+
+
+def _short_row(option: Option) -> tuple[str, str]:
+    short = next((f"{name}, " for name in option.also if len(name) <= 3), "")
+    name = f"{short}--{option.flag}" + ("" if option.is_flag else f" {_metavar(option)}")
+    return name, f"{option.help}  [{option.unset or option.kind.write(getattr(Settings(), option.field))}]"
 
 
 def _metavar(option: Option) -> str:
@@ -254,7 +280,7 @@ def cli(ctx: click.Context, /, download_only: bool, **params: Any) -> int | None
 @cli.command(
     cls=_Command, params=[click.Argument(["models"], nargs=-1, metavar="[MODEL]..."), *_params()],
     help="Start the server; the same as `router` without a command. Each MODEL, a folder or org/name of the hub, is"
-    " loaded at start.",
+    f" loaded at start.\n\n{_VARIABLES}",
     short_help="Start the server; the same as `router` without a command.",
 )  # fmt: skip
 @_download_only

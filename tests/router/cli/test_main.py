@@ -237,7 +237,7 @@ def test_check_speaks_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 
 
 def test_help_shows_every_option_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "--help")
+    code, out, _ = run(capsys, "serve", "--help")
     assert code == 0
     places = [out.index(f"\n{group}:\n") for group in settings.GROUPS]
     assert places == sorted(places)
@@ -245,9 +245,17 @@ def test_help_shows_every_option_in_its_group(capsys: pytest.CaptureFixture[str]
     for option in settings.OPTIONS:
         assert f"--{'[no-]' if option.is_flag else ''}{option.flag}" in shown
         assert all(name in shown for name in option.env)
-    assert "check Read presets" in shown
-    assert "..." not in out.partition("Commands:")[2]
     assert "tensor-parallel" not in out
+
+
+def test_the_first_help_is_short_and_says_where_the_rest_is(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    assert out.count("\n") < 60
+    shown = " ".join(out.split())
+    for words in ("router org/name serve a model", "check Read presets", "-m, --model MODEL", "router serve --help"):
+        assert words in shown
+    assert "..." not in out.partition("Commands:")[2]
 
 
 def test_the_help_of_a_command_shows_the_options_that_it_uses(capsys: pytest.CaptureFixture[str]) -> None:
