@@ -42,10 +42,10 @@ _EXAMPLES = (
     ("router --models-preset FILE", "serve the models of a file, each loaded by its first request"),
     ("router run org/name", "chat with a model in the terminal"),
 )
-_FURTHER = """\
-`router serve --help` lists all options and their variables. `router --help-model-keys` lists the keys of models, which
-are options as well.
-"""
+_FURTHER = (
+    "`router serve --help` lists all options and their variables.",
+    "`router --help-model-keys` lists the keys of models, which are options as well.",
+)
 _VARIABLES = """\
 Every option is also an environment variable: ROUTER_ and its name in capitals (--models-max: ROUTER_MODELS_MAX). Where
 llama-server has the same option, its variable (shown below) is read next. A flag takes precedence over both.
@@ -155,7 +155,8 @@ class _Router(_Command, click.Group):
             formatter.write_dl([_short_row(settings.BY_FLAG[flag]) for flag in EVERYDAY])
         with formatter.indentation():
             formatter.write_paragraph()
-            formatter.write_text(" ".join(_FURTHER.split()))
+            for line in _FURTHER:
+                formatter.write_text(line)
 
 
 def _row(option: Option) -> tuple[str, str]:
