@@ -15,7 +15,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs on stdout
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]  # of the other environment
 
     snapshot, *numbers, dtype = sys.argv[1:]
     tokens, at_once, context, answer = map(int, numbers)

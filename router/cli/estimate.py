@@ -26,7 +26,7 @@ from router.memory.checkpoint_facts import DTYPE_BYTES, Checkpoint, compute_dtyp
 from router.memory.estimate import RUNTIME_FORKED, RUNTIME_HOST, UNKNOWN, Estimate
 from router.memory.learned import LearnedEstimates
 from router.memory.remedies import Remedies, remedies
-from router.memory.segments import bits_on_load, head_bytes, packing, weight_bytes
+from router.memory.segments import bits_on_load, head_bytes, quantized_and_kept, weight_bytes
 from router.memory.sharding import allowed_devices, best_estimate, capacities, device_order, first_fitting
 from router.planner.ledger import HOST, LOCAL, DeviceId, Reading
 from router.store.catalogue import find_snapshot
@@ -118,14 +118,14 @@ class Report:
         return self.facts.quantization or (self.preset.quantization if self.quantized_on_load else "")
 
     @property
-    def unpacked(self) -> int:
+    def unquantized(self) -> int:
         """Bytes of the floating-point weights."""
-        return packing(self.facts, self.preset, on_host=self.on_host)[1]
+        return quantized_and_kept(self.facts, self.preset, on_host=self.on_host)[1]
 
     @property
-    def packed(self) -> int:
+    def quantized(self) -> int:
         """Bytes of the quantized weights with their scales."""
-        return max(0, weight_bytes(self.facts, self.preset, on_host=self.on_host) - self.unpacked)
+        return max(0, weight_bytes(self.facts, self.preset, on_host=self.on_host) - self.unquantized)
 
     @property
     def runtime_is_measured(self) -> bool:
@@ -372,8 +372,8 @@ def document(report: Report) -> dict[str, Any]:
         "dtype": report.dtype,
         "kv_cache_dtype": report.preset.kv_cache_dtype,
         "quantization": report.quantization,
-        "packed": report.packed,
-        "unpacked": report.unpacked,
+        "quantized": report.quantized,
+        "unquantized": report.unquantized,
         "ctx_size": report.tokens,
         "parallel": report.preset.parallel,
         "forked": report.is_forked,
@@ -410,9 +410,9 @@ def text(report: Report) -> str:
     else:
         lines.append(_line("weights", sum(estimate.weights), "from checkpoint headers"))
         if method:
-            packed = f"quantised tensors with their scales take {_size(report.packed)}"
+            quantized = f"quantised tensors with their scales take {_size(report.quantized)}"
             parts = ": embeddings, head, norms, routers and experts" if report.quantized_on_load else ""
-            lines.append(_line("", None, f"{packed}; {_size(report.unpacked)} stay in {report.dtype}{parts}"))
+            lines.append(_line("", None, f"{quantized}; {_size(report.unquantized)} stay in {report.dtype}{parts}"))
         lines.append(_line("context", sum(estimate.context), _context_formula(report)))
         lines.append(_line("compute", sum(estimate.compute), _compute_bound(report)))
         lines.append(_line("runtime", sum(estimate.runtime), _runtime_parts(report)))

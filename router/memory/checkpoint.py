@@ -25,7 +25,7 @@ from router.memory.checkpoint_facts import (
     is_tied,
     largest_image,
     longest_text,
-    packed_numbers,
+    quantized_numbers,
 )
 from worker.protocol.architectures import EXPERT, GENERATES, SCALE, VISION
 from worker.protocol.model_config import apply_rope, merge
@@ -352,7 +352,7 @@ def _facts(config: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> Checkpo
         tied=tied,
         tensors=_tallies(loaded.values()),
         params=sum(
-            math.prod(shape) * (packed_numbers(stored, facts.bits) if facts.quantization else 1)
+            math.prod(shape) * (quantized_numbers(stored, facts.bits) if facts.quantization else 1)
             for name, (stored, shape, _) in loaded.items()
             if not _NO_PARAMETER.search(name)
         ),

@@ -66,7 +66,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Linears:
-    """Weights of linear layers that bitsandbytes would pack: all but embeddings, output head, routers and experts."""
+    """Weights of linear layers that bitsandbytes quantizes: all but embeddings, output head, routers and experts."""
 
     count: int = 0
     elements: int = 0
@@ -107,7 +107,7 @@ class Checkpoint:
     dtype: str = ""  # of the config, else of the first floating-point tensor, as torch names it
     # Elements to load, by dtype as stored (torch's names); a stored copy of a tied head is not among it.
     tensors: Mapping[str, Tally] = field(default_factory=dict)
-    params: int = 0  # parameters of the model; packed quantised ones are counted unpacked
+    params: int = 0  # parameters of the model; quantized ones are counted dequantized
     by_layer: tuple[int, ...] = ()  # elements of each layer's tensors; empty: the names do not show them
     matrices: int = 0  # elements of all layers' matrices, without their vectors; 0: the names do not show them
     named_layers: int = 0  # number of layers that the tensor names show
@@ -120,7 +120,7 @@ class Checkpoint:
     picture_tokens: int = 0  # of that image in a prompt
     picture_elements: int = 0  # of that image as the tower takes it
     quantization: str = ""  # method that the config states: gptq, awq, fp8,
-    bits: int = 0  # of a packed number
+    bits: int = 0  # of a quantized number
     group: int = 0  # inputs that share a scale, of gptq and awq; -1: all of a layer; 0: not stated
     # Of a quantised checkpoint's scales, zero points, orders and maps, which stay as they are stored; not in
     # `tensors`.
@@ -179,7 +179,7 @@ def takes_images(facts: Checkpoint, preset: Preset) -> bool:
     return "vision" in facts.capabilities and preset.limit_images > 0 and not serves_embeddings(facts, preset)
 
 
-def packed_numbers(stored: str, bits: int) -> int:
+def quantized_numbers(stored: str, bits: int) -> int:
     """Return how many numbers of `bits` bits one element of the stored type holds."""
     word = {"int32": 32, "uint32": 32, "uint8": 8, "int8": 8}.get(stored, 0)
     return max(1, word // bits) if word and bits else 1

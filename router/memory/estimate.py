@@ -403,8 +403,8 @@ def kept_bytes(facts: Checkpoint, preset: Preset, compute: int, context: int) ->
     itemsize = DTYPE_BYTES[compute_dtype(facts, preset, on_host=True)]
     loading = 0 if is_mapped(facts, preset) else facts.largest  # tensors are converted one at a time
     if bits_on_load(facts, preset) or (facts.stacked and not facts.quantization):
-        # All plain tensors stay until the last one is packed. Tensors of single experts stay until those of all layers
-        # are stacked, and those of one layer exist once more.
+        # All plain tensors stay until the last one is quantized. Tensors of single experts stay until those of all
+        # layers are stacked, and those of one layer exist once more.
         elements = sum(tally.elements for tally in facts.tensors.values())
         loading = max(loading, (elements + elements // max(facts.layers, 1)) * itemsize)
     return max(refreshed, loading - context)

@@ -69,8 +69,8 @@ def key(
     A forked worker does not count memory that it shares with its fork server, so its figures do not hold for an
     executed one. `installed`: function from distribution to version, for tests.
     """
-    packed = checkpoint.quantization or preset.quantization
-    libraries = ("torch", "transformers", DISTRIBUTION, *_LIBRARIES.get(packed, ()))
+    quantized = checkpoint.quantization or preset.quantization
+    libraries = ("torch", "transformers", DISTRIBUTION, *_LIBRARIES.get(quantized, ()))
     settings = (
         effective_ctx(checkpoint, preset), preset.parallel, preset.kv_tokens, preset.kv_cache_dtype, preset.chunk,
         preset.dtype,

@@ -15,13 +15,21 @@ from router.memory.checkpoint_facts import (
     UnknownArchitecture,
     WrongQuantization,
     compute_dtype,
-    packed_numbers,
+    quantized_numbers,
     serves_embeddings,
     takes_images,
 )
-from worker.protocol.architectures import FUSED_GROUPS, UNPACKED, UNPACKED_ON_CPU, UNPACKED_WITHOUT, USUAL_GROUP
+from worker.protocol.architectures import (
+    DEQUANTIZED,
+    DEQUANTIZED_ON_CPU,
+    DEQUANTIZED_WITHOUT,
+    FUSED_GROUPS,
+    USUAL_GROUP,
+)
 from worker.protocol.memory import (
     BLOCK_TOKENS,
+    DEQUANTIZED_ELEMENT_BYTES,
+    DEQUANTIZED_KV_BYTES,
     DRAFT_LOGITS,
     GATHERED_BYTES,
     GRAPH_BYTES,
@@ -30,8 +38,6 @@ from worker.protocol.memory import (
     MOST_GROUPED,
     PROMPT_LOGITS,
     SLICE_BYTES,
-    UNPACKED_BYTES,
-    UNPACKED_ELEMENT_BYTES,
 )
 
 # Bits of an element of a checkpoint that is quantized while it is loaded.
@@ -80,19 +86,19 @@ LEAST_BYTES = 16 * MIB
 def weight_bytes(facts: Checkpoint, preset: Preset, *, on_host: bool) -> int:
     """Return the bytes of all tensors in memory.
 
-    Plain floating-point tensors take the dtype of the computation. Packed integers, and 8-bit floats of a quantized
-    checkpoint, stay as they are stored if there are kernels for them. Linear layers are packed if the preset quantizes
-    on load. On main memory, a file whose tensors all have the dtype of the computation is mapped and made resident as a
-    whole, with tensors that the model does not use. Layers behind an embedder are float32.
+    Plain floating-point tensors take the dtype of the computation. Quantized integers, and 8-bit floats of a quantized
+    checkpoint, stay as they are stored if there are kernels for them. Linear layers are quantized if the preset
+    quantizes on load. On main memory, a file whose tensors all have the dtype of the computation is mapped and made
+    resident as a whole, with tensors that the model does not use. Layers behind an embedder are float32.
     """
     size = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
-    packed, kept = packing(facts, preset, on_host=on_host)
-    unpacks = is_unpacked(facts, on_host=on_host)
-    total = packed + kept
+    quantized, kept = quantized_and_kept(facts, preset, on_host=on_host)
+    dequantizes = is_dequantized(facts, on_host=on_host)
+    total = quantized + kept
     for stored, tally in facts.tensors.items():
         if _is_plain(stored, facts):
             continue
-        total += tally.elements * packed_numbers(stored, facts.bits) * size if unpacks else tally.bytes
+        total += tally.elements * quantized_numbers(stored, facts.bits) * size if dequantizes else tally.bytes
     total = max(total, facts.file_bytes) if on_host and is_mapped(facts, preset) else total
     if facts.model_type == "gpt_bigcode":  # its model builds a causal mask of all positions, a byte each
         total += facts.max_positions**2
@@ -116,7 +122,7 @@ def adapter_bytes(facts: Checkpoint, preset: Preset, size: int) -> int:
     return preset.adapter_slots * preset.max_lora_rank * facts.linears.ends * size
 
 
-def packing(facts: Checkpoint, preset: Preset, *, on_host: bool) -> tuple[int, int]:
+def quantized_and_kept(facts: Checkpoint, preset: Preset, *, on_host: bool) -> tuple[int, int]:
     """Return the bytes of quantized tensors (or scales of a quantized checkpoint) and the bytes of what stays in plain
     floating point.
 
@@ -127,25 +133,28 @@ def packing(facts: Checkpoint, preset: Preset, *, on_host: bool) -> tuple[int, i
     size = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
     plain = sum(tally.elements * size for stored, tally in facts.tensors.items() if _is_plain(stored, facts))
     linears, bits = facts.linears, bits_on_load(facts, preset)
-    if not bits:  # unpacked weights have no scales any more
+    if not bits:  # dequantized weights have no scales any more
         times = 1.0
         if on_host and facts.quantization in ARRANGED:
             times = ARRANGED[facts.quantization] if is_fused(facts) else WIDENED
-        return 0 if is_unpacked(facts, on_host=on_host) else int(times * facts.scale_bytes), plain
-    packed = linears.elements + 4 * linears.rows
+        return 0 if is_dequantized(facts, on_host=on_host) else int(times * facts.scale_bytes), plain
+    quantized = linears.elements + 4 * linears.rows
     if bits == 4:
-        packed = -(-linears.elements // 2) + 4 * linears.blocks + 64 * linears.count
-    return packed, max(0, plain - linears.elements * size)
+        quantized = -(-linears.elements // 2) + 4 * linears.blocks + 64 * linears.count
+    return quantized, max(0, plain - linears.elements * size)
 
 
 def is_fused(facts: Checkpoint) -> bool:
-    """Return whether main memory has a kernel for these packed weights."""
+    """Return whether main memory has a kernel for these quantized weights."""
     return facts.bits in (0, 4) and (facts.group or USUAL_GROUP) in FUSED_GROUPS
 
 
-def is_unpacked(facts: Checkpoint, *, on_host: bool) -> bool:
+def is_dequantized(facts: Checkpoint, *, on_host: bool) -> bool:
     """Return whether the weights of a quantized checkpoint become plain floating point while they are loaded."""
-    return facts.quantization in (UNPACKED_ON_CPU if on_host else UNPACKED_WITHOUT) or facts.quantization in UNPACKED
+    return (
+        facts.quantization in (DEQUANTIZED_ON_CPU if on_host else DEQUANTIZED_WITHOUT)
+        or facts.quantization in DEQUANTIZED
+    )
 
 
 def bits_on_load(facts: Checkpoint, preset: Preset) -> int:
@@ -320,9 +329,9 @@ def _layer_bytes(facts: Checkpoint, preset: Preset, step: int, size: int) -> int
     is_quantized = bool(facts.quantization or bits_on_load(facts, preset))
     # Each token counts a state of its own. Models whose tokens share one in blocks have products of tokens instead.
     per_token = widths * (max(size, 4) if is_quantized else size) + facts.state_elements * 4
-    # A quantized model unpacks one matrix at a time.
-    unpacked = facts.hidden * max(facts.intermediate, queries) * UNPACKED_ELEMENT_BYTES if is_quantized else 0
-    return step * COPIES * per_token + unpacked
+    # A quantized model dequantizes one matrix at a time.
+    dequantized = facts.hidden * max(facts.intermediate, queries) * DEQUANTIZED_ELEMENT_BYTES if is_quantized else 0
+    return step * COPIES * per_token + dequantized
 
 
 def _attention_bytes(facts: Checkpoint, preset: Preset, step: int, tokens: int, size: int, on_host: bool) -> int:
@@ -339,7 +348,7 @@ def _attention_bytes(facts: Checkpoint, preset: Preset, step: int, tokens: int, 
     bound += 2 * (1 + preset.parallel * facts.aligned) * max(tokens * facts.expanded * size, cached)
     is_converted = is_compact(preset.kv_cache_dtype, compute_dtype(facts, preset, on_host=on_host))
     if is_converted and not only_encodes:  # a step converts the cache of all its rows, in parts
-        bound += 2 * min(preset.parallel * cached, UNPACKED_BYTES["cpu" if on_host else "cuda"])
+        bound += 2 * min(preset.parallel * cached, DEQUANTIZED_KV_BYTES["cpu" if on_host else "cuda"])
     return bound
 
 

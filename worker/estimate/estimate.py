@@ -69,7 +69,7 @@ class Traced:
     # model does not use, quantized layers while they are arranged.
     loading: int = 0
     images: int = 0  # main memory for images on their way to the model
-    staged: int = 0  # main memory for weights on their way to an accelerator that are converted or packed first
+    staged: int = 0  # main memory for weights on their way to an accelerator that are converted or quantized first
 
 
 def estimate(options: Estimate) -> Estimated:
@@ -191,7 +191,7 @@ def _further(options: ModelOptions, config: Any, traced: Traced, arranging: int)
         loading = max(loading, stored.bytes - traced.weights)
     staged = traced.weights if converts or options.load_format == "dummy" else 0  # random weights are drawn there
     if quantization.is_quantized(options, config) and not quantization.quantization_config(config):
-        loading = staged = stored.elements * dtype.itemsize  # all plain tensors, until the last one is packed
+        loading = staged = stored.elements * dtype.itemsize  # all plain tensors, until the last one is quantized
     return replace(traced, loading=max(loading, arranging), staged=staged)
 
 

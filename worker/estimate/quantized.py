@@ -14,7 +14,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from worker.engines.transformers.load import quantization, safetensors
 from worker.protocol.architectures import SCALE
 from worker.protocol.argv import ModelOptions
-from worker.protocol.memory import PACKING_BYTES
+from worker.protocol.memory import QUANTIZING_BYTES
 
 # One in so many inputs of a linear layer is an outlier that bitsandbytes multiplies unquantized. Published models have
 # less than one in a hundred (Dettmers et al. 2022, section 4).
@@ -22,17 +22,18 @@ OUTLIERS = 8
 
 _GPTQ = frozenset({"gptq", "awq"})
 
-# Bytes for each element of a matrix that gptqmodel unpacks in each step, including the result, by bits. Measured with
-# 7.6: 7.0 in float32 and 7.5 in 16 bits for 4 bits, 5.0 and 3.5 for 8.
-_UNPACKING_BYTES = {4: 8, 8: 5}
+# Bytes for each element of a matrix that gptqmodel dequantizes in each step, including the result, by bits. Measured
+# with 7.6: 7.0 in float32 and 7.5 in 16 bits for 4 bits, 5.0 and 3.5 for 8.
+_DEQUANTIZING_BYTES = {4: 8, 8: 5}
 
 
 def stored_bytes(options: ModelOptions, config: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of a quantized checkpoint in memory: packed tensors and their scales as stored, other floats in
-    the dtype of the model. If loading unpacks the weights, all tensors have that dtype, and there are no scales."""
+    """Return the bytes of a quantized checkpoint in memory: quantized tensors and their scales as stored, other floats
+    in the dtype of the model. If loading dequantizes the weights, all tensors have that dtype, and there are no scales.
+    """
     stated = quantization.quantization_config(config)
     device = torch.device(options.devices[0])
-    unpacks = quantization.dequantizes(quantization.named(config), device)
+    dequantizes = quantization.dequantizes(quantization.named(config), device)
     arranged = _as_stored
     if options.devices[0] == "cpu" and stated.get("quant_method") in _GPTQ:
         arranged = _side_by_side if quantization.is_fused(stated) else partial(_widened, bits=stated.get("bits", 4))
@@ -41,8 +42,8 @@ def stored_bytes(options: ModelOptions, config: Any, dtype: torch.dtype) -> int:
         for name, stored, count in file.listed():
             is_plain = stored.is_floating_point and stored.itemsize > 1
             if SCALE.search(name):
-                total += 0 if unpacks else arranged(name, stored, count)
-            elif is_plain or unpacks:
+                total += 0 if dequantizes else arranged(name, stored, count)
+            elif is_plain or dequantizes:
                 total += count * (1 if is_plain else quantization.numbers(stored, stated)) * dtype.itemsize
             else:
                 total += count * stored.itemsize
@@ -66,14 +67,14 @@ def _side_by_side(name: str, stored: torch.dtype, count: int) -> int:
 
 
 def _widened(name: str, stored: torch.dtype, count: int, *, bits: int) -> int:
-    """Like `_as_stored`, of a layer that is unpacked in each step (gptqmodel 7.6: torch.py): the order of inputs once
-    more in 64 bits, zero points as single numbers, and a table of shifts."""
+    """Like `_as_stored`, of a layer that is dequantized in each step (gptqmodel 7.6: torch.py): the order of inputs
+    once more in 64 bits, zero points as single numbers, and a table of shifts."""
     if name.endswith("scales"):
         return count * stored.itemsize
     return 3 * count * stored.itemsize + (4 * (32 // bits) if name.endswith("g_idx") else 0)
 
 
-def _packed_layers(model: Any) -> Iterator[Any]:
+def _quantized_layers(model: Any) -> Iterator[Any]:
     """Yield the layers that bitsandbytes quantizes, by the rules of transformers."""
     kept = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
     for name, module in model.named_modules():
@@ -90,11 +91,11 @@ def saved_by_bitsandbytes(model: Any, dtype: torch.dtype, *, bits: int) -> int:
     bitsandbytes, without double quantization).
     """
     saved = 0
-    for module in _packed_layers(model):
+    for module in _quantized_layers(model):
         elements = module.weight.numel()
         rows = module.weight.shape[1 if isinstance(module, Conv1D) else 0]
-        packed = elements + 4 * rows if bits == 8 else -(-elements // 2) + 4 * -(-elements // 64) + 64
-        saved += elements * dtype.itemsize - packed
+        quantized = elements + 4 * rows if bits == 8 else -(-elements // 2) + 4 * -(-elements // 64) + 64
+        saved += elements * dtype.itemsize - quantized
     return saved
 
 
@@ -106,24 +107,24 @@ def pretend(options: ModelOptions, config: Any, model: Any) -> int:
     is_gptq = on_cpu and stated.get("quant_method") in _GPTQ
     if not bits and not is_gptq:
         return 0
-    fused, packed_bits = quantization.is_fused(stated), stated.get("bits", 4)
-    layers = set(_packed_layers(model))
+    fused, quantized_bits = quantization.is_fused(stated), stated.get("bits", 4)
+    layers = set(_quantized_layers(model))
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if layer in layers:
-                packed = _Gptq(layer, bits=packed_bits, fused=fused) if is_gptq else _Bitsandbytes(layer, bits)
-                setattr(parent, name, packed)
+                quantized = _Gptq(layer, bits=quantized_bits, fused=fused) if is_gptq else _Bitsandbytes(layer, bits)
+                setattr(parent, name, quantized)
     largest = max((int(layer.weight.numel()) for layer in layers), default=0)
-    return PACKING_BYTES * largest if on_cpu and (bits == 4 or is_gptq) else 0
+    return QUANTIZING_BYTES * largest if on_cpu and (bits == 4 or is_gptq) else 0
 
 
 class _Bitsandbytes(torch.nn.Linear):
     """The tensors of a step in a linear layer of bitsandbytes (0.50: autograd/_functions.py, backends/default/ops.py).
     Only their sizes are right.
 
-    4 bits are unpacked into a matrix of the dtype of the inputs, if there is no kernel that does not need it. With 8
+    4 bits are dequantized into a matrix of the dtype of the inputs, if there is no kernel that does not need it. With 8
     bits the inputs are quantized row by row, through float16; outliers are multiplied unquantized, with their weights
-    unpacked.
+    dequantized.
     """
 
     def __init__(self, layer: Any, bits: int):
@@ -141,25 +142,25 @@ class _Bitsandbytes(torch.nn.Linear):
         half = rows.to(torch.float16)
         is_outlier = half.abs() >= 0
         scales = half.abs().amax(dim=1, keepdim=True).float()
-        packed = torch.round(half * (127.0 / scales)).to(torch.int8)
+        quantized = torch.round(half * (127.0 / scales)).to(torch.int8)
         del half, is_outlier
         few = -(-inputs // OUTLIERS)
         met = torch.empty(outputs, few, dtype=torch.int8)  # the weights of the outliers
-        unpacked = met.float().to(x.dtype)
+        dequantized = met.float().to(x.dtype)
         if torch.backends.cpu.get_cpu_capability() == "AVX512":
             sums = torch.empty(len(rows), outputs, dtype=torch.int32)
-        else:  # a CPU without kernels for bytes unpacks both
-            sums = F.linear(packed.float(), torch.empty(outputs, inputs)).to(torch.int32)
+        else:  # a CPU without kernels for bytes dequantizes both
+            sums = F.linear(quantized.float(), torch.empty(outputs, inputs)).to(torch.int32)
         out = sums.float() * (scales * torch.empty(1, outputs))  # the CPU converts integers by a copy
         if self.bias is not None:
             out += self.bias
-        out = out.to(x.dtype).addmm(rows[:, :few], unpacked.t())
+        out = out.to(x.dtype).addmm(rows[:, :few], dequantized.t())
         return out.view(*x.shape[:-1], outputs)
 
 
 class _Gptq(torch.nn.Linear):
     """Like `_Bitsandbytes`, of gptqmodel on the CPU (7.6: torch_aten_kernel.py, torch.py): ordered inputs in 16 bits,
-    or a whole unpacked matrix."""
+    or a whole dequantized matrix."""
 
     def __init__(self, layer: Any, *, bits: int, fused: bool):
         super().__init__(layer.in_features, layer.out_features, device="meta")
@@ -175,7 +176,7 @@ class _Gptq(torch.nn.Linear):
                 x = x.to(torch.bfloat16)
             out = torch.empty(len(x), self.out_features, dtype=torch.bfloat16).to(dtype)
         else:
-            more = _UNPACKING_BYTES.get(self._bits, 8) - dtype.itemsize
+            more = _DEQUANTIZING_BYTES.get(self._bits, 8) - dtype.itemsize
             beside = torch.empty(self.in_features, self.out_features, more, dtype=torch.uint8)
             out = torch.matmul(x, torch.empty(self.in_features, self.out_features, dtype=dtype))
             del beside

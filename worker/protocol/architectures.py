@@ -96,15 +96,15 @@ SCALE = re.compile(
     r"|\.quant_state\.\w+|_(scales|scale_inv))$"
 )
 
-# Quantization methods whose weights transformers unpacks while it loads, on every device.
-UNPACKED = frozenset({"compressed-tensors"})
+# Quantization methods whose weights transformers dequantizes while it loads, on every device.
+DEQUANTIZED = frozenset({"compressed-tensors"})
 
-# Quantization methods without CPU kernels: their weights are unpacked on the CPU.
-UNPACKED_ON_CPU = frozenset({"fp8", "mxfp4"})
+# Quantization methods without CPU kernels: their weights are dequantized on the CPU.
+DEQUANTIZED_ON_CPU = frozenset({"fp8", "mxfp4"})
 
-# Quantization methods whose weights are unpacked on accelerators too if these libraries are missing (transformers
+# Quantization methods whose weights are dequantized on accelerators too if these libraries are missing (transformers
 # 5.23, quantizer_mxfp4.py).
-UNPACKED_WITHOUT: Mapping[str, tuple[str, ...]] = {"mxfp4": ("kernels", "triton")}
+DEQUANTIZED_WITHOUT: Mapping[str, tuple[str, ...]] = {"mxfp4": ("kernels", "triton")}
 
 # Group sizes (inputs that share a scale) for which torch has a 4-bit CPU kernel (_weight_int4pack_mm_for_cpu).
 FUSED_GROUPS = frozenset({32, 64, 128})

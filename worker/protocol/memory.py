@@ -66,11 +66,11 @@ REORDERED_FROM_BYTES = 1 * MIB
 
 # Bytes for each element of a 4-bit matrix during its conversion to the order of the CPU's kernels. Measured with
 # bitsandbytes 0.50; gptqmodel 7.6 needs less.
-PACKING_BYTES = 7
+QUANTIZING_BYTES = 7
 
-# Bytes for each element of a packed matrix that a step unpacks, including the result; an upper limit. Measured with
-# gptqmodel 7.6: 7.0 to 7.5 with 4 bits, 3.5 to 5.0 with 8.
-UNPACKED_ELEMENT_BYTES = 8
+# Bytes for each element of a quantized matrix that a step dequantizes, including the result; an upper limit. Measured
+# with gptqmodel 7.6: 7.0 to 7.5 with 4 bits, 3.5 to 5.0 with 8.
+DEQUANTIZED_ELEMENT_BYTES = 8
 
 # KV cache.
 
@@ -80,9 +80,9 @@ BLOCK_TOKENS = 16
 # number. If that is below the second number, the whole head is one group.
 MOST_GROUPED, LEAST_GROUPED = 32, 8
 
-# Keys and values of an int8 or int4 cache that a step unpacks at once, unless one row alone needs more. On the CPU this
-# many stay in the processor's cache until they are read. On an accelerator each call costs more than the memory.
-UNPACKED_BYTES: Mapping[str, int] = {"cpu": 4 * MIB, "cuda": 128 * MIB}
+# Keys and values of an int8 or int4 cache that a step dequantizes at once, unless one row alone needs more. On the CPU
+# this many stay in the processor's cache until they are read. On an accelerator each call costs more than the memory.
+DEQUANTIZED_KV_BYTES: Mapping[str, int] = {"cpu": 4 * MIB, "cuda": 128 * MIB}
 
 # Steps.
 

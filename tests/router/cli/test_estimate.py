@@ -178,13 +178,18 @@ def test_quantization_on_load_is_estimated_and_explained(tmp_path: Path, capsys:
     folder = str(write(tmp_path / "m", torch_dtype="bfloat16"))
     elements = 300 * 100
     plain = estimate(capsys, folder)[1]
-    for method, packed in (
+    for method, quantized in (
         ("bnb-8bit", elements + 4 * 300),
         ("bnb-4bit", elements // 2 + 4 * -(-elements // 64) + 64),
     ):
         code, said = estimate(capsys, folder, "--quantization", method)
-        assert (code, said["quantization"], said["packed"], said["unpacked"]) == (0, method, packed, 512 * 64 * 2)
-        assert said["weights"] == packed + 512 * 64 * 2 < plain["weights"]
+        assert (code, said["quantization"], said["quantized"], said["unquantized"]) == (
+            0,
+            method,
+            quantized,
+            512 * 64 * 2,
+        )
+        assert said["weights"] == quantized + 512 * 64 * 2 < plain["weights"]
     assert main(["estimate", folder, "--load-in-4bit"]) == 0
     told = capsys.readouterr().out
     assert "bnb-4bit, bfloat16" in told

@@ -130,7 +130,7 @@ def test_a_tied_head_is_counted_once_even_if_stored_twice(tmp_path: Path) -> Non
     assert read(snapshot(tmp_path, tie_word_embeddings=False)).params == 12800
 
 
-def test_quantized_weights_have_stored_bytes_and_unpacked_parameters(tmp_path: Path) -> None:
+def test_quantized_weights_have_stored_bytes_and_dequantized_parameters(tmp_path: Path) -> None:
     tensors = {**TENSORS, "model.layers.0.mlp.qweight": ("I32", [8, 128])}
     facts = read(snapshot(tmp_path, tensors=tensors, quantization_config={"quant_method": "gptq", "bits": 4}))
     assert facts.quantization == "gptq"
@@ -146,7 +146,7 @@ def test_the_group_size_is_read(tmp_path: Path, said: dict[str, Any], group: int
 
 
 @pytest.mark.parametrize(
-    ("method", "packed", "scales", "parameters"),
+    ("method", "quantized", "scales", "parameters"),
     [
         ({"quant_method": "gptq", "bits": 4}, {"qweight": ("I32", [8, 64])},
          {"qzeros": ("I32", [1, 8]), "scales": ("F16", [1, 64]), "g_idx": ("I32", [64])}, 8 * 512),
@@ -164,9 +164,9 @@ def test_the_group_size_is_read(tmp_path: Path, said: dict[str, Any], group: int
     ids=["gptq", "awq", "fp8", "bnb-4bit", "bnb-8bit", "mxfp4"],
 )  # fmt: skip
 def test_scales_are_no_parameters_and_keep_their_stored_size(
-    tmp_path: Path, method: dict[str, Any], packed: Tensors, scales: Tensors, parameters: int
+    tmp_path: Path, method: dict[str, Any], quantized: Tensors, scales: Tensors, parameters: int
 ) -> None:
-    layer = {f"model.layers.0.mlp.up_proj.{name}": each for name, each in {**packed, **scales}.items()}
+    layer = {f"model.layers.0.mlp.up_proj.{name}": each for name, each in {**quantized, **scales}.items()}
     facts = read(snapshot(tmp_path, tensors={**TENSORS, **layer}, quantization_config=method))
     stored = sum(SIZES[dtype] * math.prod(shape) for dtype, shape in scales.values())
     assert facts.params == 12800 + parameters

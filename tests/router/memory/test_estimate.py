@@ -91,11 +91,11 @@ def test_a_hybrid_layer_has_state_and_keys() -> None:
 
 
 def test_the_aligned_cache_has_a_buffer_for_one_row_of_a_layer() -> None:
-    packed = replace(QWEN3_4B, layers=8)
-    more = most_context(replace(packed, aligned=True), preset(), 96, on_host=False) - most_context(
-        packed, preset(), 96, on_host=False
+    paged = replace(QWEN3_4B, layers=8)
+    more = most_context(replace(paged, aligned=True), preset(), 96, on_host=False) - most_context(
+        paged, preset(), 96, on_host=False
     )
-    assert more == 96 * packed.kv_heads * packed.head_dim * 2
+    assert more == 96 * paged.kv_heads * paged.head_dim * 2
 
 
 def test_kv_tokens_limit_the_rows_of_the_aligned_cache() -> None:
@@ -105,8 +105,8 @@ def test_kv_tokens_limit_the_rows_of_the_aligned_cache() -> None:
 
 
 def test_the_aligned_backend_needs_more_than_the_paged_one() -> None:
-    packed = compute_bytes(QWEN3_4B, preset(), 4096, on_host=True)
-    assert compute_bytes(replace(QWEN3_4B, aligned=True), preset(), 4096, on_host=True) > packed
+    paged = compute_bytes(QWEN3_4B, preset(), 4096, on_host=True)
+    assert compute_bytes(replace(QWEN3_4B, aligned=True), preset(), 4096, on_host=True) > paged
 
 
 def test_a_model_that_embeds_or_scores_has_no_cache() -> None:
@@ -134,8 +134,8 @@ def test_weights_count_in_the_dtype_of_the_computation(stored: str, dtype: str, 
 
 
 def test_quantized_weights_keep_their_stored_size() -> None:
-    packed = {"int32": Tally(1000, 4000), "float8_e4m3fn": Tally(100, 100), "float16": Tally(10, 20)}
-    gptq = replace(QWEN3_4B, dtype="float16", tensors=packed, quantization="gptq", file_bytes=5000)
+    quantized = {"int32": Tally(1000, 4000), "float8_e4m3fn": Tally(100, 100), "float16": Tally(10, 20)}
+    gptq = replace(QWEN3_4B, dtype="float16", tensors=quantized, quantization="gptq", file_bytes=5000)
     assert weight_bytes(gptq, preset(), on_host=False) == 4000 + 100 + 20
     assert weight_bytes(gptq, preset(), on_host=True) == 4000 + 100 + 40
     plain = replace(gptq, quantization="")
@@ -161,8 +161,8 @@ def test_quantization_on_load_shrinks_linear_layers_only() -> None:
     assert weight_bytes(facts, preset(quantization="bnb-8bit"), on_host=False) == rest + 3_600_000_000 + 4 * 1_000_000
     four = weight_bytes(facts, preset(quantization="bnb-4bit"), on_host=False)
     assert four == rest + 1_800_000_000 + 4 * 56_250_000 + 252 * 64
-    unpacked = compute_bytes(facts, preset(quantization="bnb-4bit", parallel=1), 4096, on_host=False)
-    assert unpacked > 24_903_680 * 2, "a prompt's step unpacks one matrix"
+    dequantized = compute_bytes(facts, preset(quantization="bnb-4bit", parallel=1), 4096, on_host=False)
+    assert dequantized > 24_903_680 * 2, "a prompt's step dequantizes one matrix"
     assert estimate(facts, preset(quantization="bnb-4bit"), on_host=False).host > QWEN3_4B.file_bytes, "read from there"
 
 
@@ -211,8 +211,8 @@ def test_the_quantization_of_the_checkpoint_or_on_load_is_accepted(asked: str, s
 def test_methods_without_kernels_unpack_weights_and_drop_scales(
     method: str, bits: int, stored: str, each: int, on_device: int
 ) -> None:
-    packed = {stored: Tally(1000, 1000)}
-    facts = replace(QWEN3_4B, quantization=method, bits=bits, tensors=packed, file_bytes=0, scale_bytes=50)
+    quantized = {stored: Tally(1000, 1000)}
+    facts = replace(QWEN3_4B, quantization=method, bits=bits, tensors=quantized, file_bytes=0, scale_bytes=50)
     assert weight_bytes(facts, preset(), on_host=False) == on_device
     assert weight_bytes(facts, preset(), on_host=True) == 1000 * each * 2
 
@@ -417,18 +417,18 @@ def test_quantization_never_enlarges(
     facts: Checkpoint, said: Preset, on_host: bool, elements: int, kept: int, form: tuple[str, str, int]
 ) -> None:
     """The same parameters quantized, with a 16-bit scale for 64 of them, and some plain ones. A step may need more,
-    because it unpacks a matrix: in a model with few matrices that is all that was saved."""
+    because it dequantizes a matrix: in a model with few matrices that is all that was saved."""
     method, stored, each = form
     size = {"int32": 4}.get(stored, 1)
     number = -(-elements // each)
-    packed = {stored: Tally(number, number * size), facts.dtype: Tally(kept, kept * DTYPE_BYTES[facts.dtype])}
+    quantized = {stored: Tally(number, number * size), facts.dtype: Tally(kept, kept * DTYPE_BYTES[facts.dtype])}
     plain = {facts.dtype: Tally(elements + kept, (elements + kept) * DTYPE_BYTES[facts.dtype])}
     whole = replace(facts, tensors=plain, file_bytes=plain[facts.dtype].bytes, largest=1 << 20)
     scales = elements // 64 * 2
-    small = replace(facts, tensors=packed, file_bytes=sum(t.bytes for t in packed.values()) + scales,
+    small = replace(facts, tensors=quantized, file_bytes=sum(t.bytes for t in quantized.values()) + scales,
                     quantization=method, scale_bytes=scales, largest=1 << 20)  # fmt: skip
-    packed_one, plain_one = (estimate(each, said, on_host=on_host) for each in (small, whole))
-    assert at_rest(packed_one) <= at_rest(plain_one)
+    quantized_one, plain_one = (estimate(each, said, on_host=on_host) for each in (small, whole))
+    assert at_rest(quantized_one) <= at_rest(plain_one)
 
 
 def at_rest(found: Estimate) -> int:
@@ -467,8 +467,8 @@ def test_quantization_on_load_never_enlarges_a_model_at_rest(
     if on_host:
         assert weight_bytes(whole, small, on_host=True) <= weight_bytes(whole, said, on_host=True)
     else:
-        packed_one, plain_one = (estimate(whole, each, on_host=False) for each in (small, said))
-        assert at_rest(packed_one) <= at_rest(plain_one)
+        quantized_one, plain_one = (estimate(whole, each, on_host=False) for each in (small, said))
+        assert at_rest(quantized_one) <= at_rest(plain_one)
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,11 @@ def test_the_cache_takes_what_its_heads_do() -> None:
 def test_states_stay_as_they_are() -> None:
     headless = replace(QWEN3_4B, heads=0, kv_heads=0, head_dim=0, layers=8, aligned=True)
     mamba = replace(headless, state_layers=8, state_elements=1000)
-    plain, packed = (most_context(mamba, preset(kv_cache_dtype=name), 96, on_host=True) for name in ("auto", "int4"))
-    assert plain == packed
+    plain, quantized = (most_context(mamba, preset(kv_cache_dtype=name), 96, on_host=True) for name in ("auto", "int4"))
+    assert plain == quantized
 
 
-def test_only_another_type_than_the_models_is_unpacked() -> None:
+def test_only_another_type_than_the_models_is_dequantized() -> None:
     assert not is_compact("auto", "float32")
     assert not is_compact("bf16", "bfloat16")
     assert is_compact("bf16", "float16")
@@ -51,13 +51,13 @@ def test_only_another_type_than_the_models_is_unpacked() -> None:
 @settings(deadline=None)
 @given(facts=checkpoints, preset=presets, on_host=st.booleans(), name=st.sampled_from(["int8", "int4"]))
 def test_quantised_keys_and_values_never_enlarge(facts: Checkpoint, preset: Preset, on_host: bool, name: str) -> None:
-    """A layer is unpacked at a time, so a model with but a few has nothing to gain: real ones have dozens."""
+    """A layer is dequantized at a time, so a model with but a few has nothing to gain: real ones have dozens."""
     assume(facts.layers >= 12)
     plain = estimate(facts, preset, on_host=on_host)
-    packed = estimate(facts, replace(preset, kv_cache_dtype=name), on_host=on_host)
-    assert packed.context[0] <= plain.context[0]
-    # One layer is unpacked for all sequences, so a cache of a single sequence may gain less than that.
-    assert packed.granted(packed.kv_steps).total <= plain.granted(plain.kv_steps).total
+    quantized = estimate(facts, replace(preset, kv_cache_dtype=name), on_host=on_host)
+    assert quantized.context[0] <= plain.context[0]
+    # One layer is dequantized for all sequences, so a cache of a single sequence may gain less than that.
+    assert quantized.granted(quantized.kv_steps).total <= plain.granted(plain.kv_steps).total
 
 
 @pytest.mark.parametrize("on_host", [True, False])

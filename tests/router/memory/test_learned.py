@@ -399,7 +399,7 @@ def test_the_key_differs_exactly_if_the_memory_may() -> None:
 
 
 def test_measurements_with_other_library_versions_are_not_used(file: Path) -> None:
-    facts, packed, preset = (
+    facts, quantized, preset = (
         Checkpoint(max_positions=4096),
         Checkpoint(max_positions=4096, quantization="gptq"),
         Preset(id="a"),
@@ -413,8 +413,8 @@ def test_measurements_with_other_library_versions_are_not_used(file: Path) -> No
     known.record(now, GUESS, [190])
     for name in ("torch", "transformers", DISTRIBUTION):
         assert known.learned(key(facts, preset, ["cpu"], installed=with_new(name))) is None
-    assert key(facts, preset, ["cpu"], installed=with_new("gptqmodel")) == now, "nothing of it is packed"
-    one, other = (key(packed, preset, ["cpu"], installed=with_new(name)) for name in ("", "gptqmodel"))
+    assert key(facts, preset, ["cpu"], installed=with_new("gptqmodel")) == now, "nothing of it is quantized"
+    one, other = (key(quantized, preset, ["cpu"], installed=with_new(name)) for name in ("", "gptqmodel"))
     assert one != other
 
 

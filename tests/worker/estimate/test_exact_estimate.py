@@ -210,8 +210,10 @@ def test_the_operators_of_a_long_chunk_are_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "kv_dtype"), [("llama", "int8"), ("gemma2", "int4"), ("t5", "int8")])
-def test_a_cache_of_another_dtype_is_exact_with_its_unpacked_part(tmp_path: Path, family: str, kv_dtype: str) -> None:
-    """In small models with long contexts, the unpacked part of the cache is much of a step."""
+def test_a_cache_of_another_dtype_is_exact_with_its_dequantized_part(
+    tmp_path: Path, family: str, kv_dtype: str
+) -> None:
+    """In small models with long contexts, the dequantized part of the cache is much of a step."""
     sizes = {"n_positions": 800} if family == "t5" else {"max_position_embeddings": 800}
     snapshot = tiny.make(family, tmp_path / "m", **sizes)
     chosen = options(snapshot, prefill_chunk=32, parallel=6, ctx_size=800, kv_cache_dtype=kv_dtype)
@@ -519,7 +521,7 @@ def test_weights_quantized_or_converted_for_an_accelerator_pass_through_main_mem
     assert staged() == 0
     assert 0 <= staged(load_format="dummy") - 4 * elements < 1000, "drawn there"
     assert 0 <= staged(dtype="bfloat16") - 2 * elements < 1000, "with the buffers that a model makes itself"
-    assert staged(quantization="bnb-8bit") == 4 * elements, "all of it, until the last is packed"
+    assert staged(quantization="bnb-8bit") == 4 * elements, "all of it, until the last is quantized"
 
 
 def test_cuda_graphs_count_unless_they_are_turned_off(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from worker.engines.transformers.schedule.sequence import Sequence
 from worker.estimate.memory_tracer import live_bytes
 from worker.fetch import demo
 from worker.protocol.argv import Serve
-from worker.protocol.memory import BLOCK_TOKENS, UNPACKED_BYTES
+from worker.protocol.memory import BLOCK_TOKENS, DEQUANTIZED_KV_BYTES
 
 torch.set_num_threads(1)
 B, CPU = BLOCK_TOKENS, torch.device("cpu")
@@ -82,7 +82,7 @@ def test_attention_over_quantized_tokens_follows_the_formula(name: str) -> None:
     tables.append(table(*range(4), *range(13 * 32, 13 * 32 + 27)))
     decodes = tuple((each, 490 - 3 * row) for row, each in enumerate(tables))
     assert pool.rows_at_once(14, 490) < 13
-    assert pool.rows_at_once(14, 490) * 490 * pool.token_bytes <= UNPACKED_BYTES["cpu"]
+    assert pool.rows_at_once(14, 490) * 490 * pool.token_bytes <= DEQUANTIZED_KV_BYTES["cpu"]
     packed = paged.PackedBatch(pool, torch.zeros(14, dtype=torch.int64), decodes, ())
     query = torch.randn(14, 4, 64, generator=torch.Generator().manual_seed(2))
     for kernel in (dense.sdpa, dense.eager):
@@ -149,16 +149,16 @@ def test_int8_changes_logits_by_hundredths_of_their_spread_and_int4_by_tenths() 
     assert same[2] > 0.8
 
 
-def test_nothing_that_was_unpacked_outlives_its_step(tmp_path: Path) -> None:
+def test_nothing_that_was_dequantized_outlives_its_step(tmp_path: Path) -> None:
     """Not in the layers of transformers' cache either, which like to keep what they gave."""
     model = reference(tiny.make("gemma2", tmp_path)).eval()
     runner = AlignedRunner(model, rows=1, ctx_size=128, chunk=100, device=CPU, kv_dtype="int8")
     asker = Sequence(id=0, prompt_tokens=100, tokens=[7] * 100, limit=1, ends=frozenset())
     logits: list[torch.Tensor] = []
     live = live_bytes(lambda: logits.append(runner.run((Segment(asker, 0, 0, 100),))))
-    unpacked = 100 * 2 * 2 * 16 * 4  # tokens, keys and values, heads, elements, bytes: of one layer
-    assert live.peak > unpacked
-    assert live.now - logits[0].nbytes < unpacked
+    dequantized = 100 * 2 * 2 * 16 * 4  # tokens, keys and values, heads, elements, bytes: of one layer
+    assert live.peak > dequantized
+    assert live.now - logits[0].nbytes < dequantized
 
 
 def test_the_model_s_own_type_is_the_plain_pool(tmp_path: Path) -> None:

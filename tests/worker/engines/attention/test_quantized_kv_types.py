@@ -29,7 +29,7 @@ def words(count: int, seed: int = 0) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16", *QUANTISED])
-def test_unpacked_numbers_follow_the_documented_formula(name: str, dtype: torch.dtype) -> None:
+def test_unquantized_numbers_follow_the_documented_formula(name: str, dtype: torch.dtype) -> None:
     source = torch.Generator().manual_seed(0)
     for heads, dim in ((2, 64), (1, 80), (3, 16), (1, 8)):
         given = torch.randn(5, heads, dim, generator=source).to(dtype) * 3

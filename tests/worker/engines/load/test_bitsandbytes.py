@@ -1,4 +1,4 @@
-"""Models that bitsandbytes packs while they are loaded, and such as it has packed before: really loaded, on the CPU."""
+"""Models that bitsandbytes quantizes during the load or has quantized before: really loaded, on the CPU."""
 
 import importlib.util
 import logging
@@ -52,19 +52,21 @@ def as_transformers_loads_it(folder: Path, method: str) -> Any:
     return auto.from_pretrained(folder, device_map={"": "cpu"}, **given)
 
 
-@pytest.mark.parametrize("is_packed", [False, True], ids=["on load", "before"])
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["on load", "before"])
 @pytest.mark.parametrize("method", METHODS)
-async def test_a_quantized_model_gives_the_text_of_transformers(tmp_path: Path, method: str, is_packed: bool) -> None:
+async def test_a_quantized_model_gives_the_text_of_transformers(
+    tmp_path: Path, method: str, is_quantized: bool
+) -> None:
     folder = tiny.make("llama", tmp_path / "m", **SIZES)
     model = as_transformers_loads_it(folder, method)
-    if is_packed:
-        stored = tmp_path / "packed"
+    if is_quantized:
+        stored = tmp_path / "quantized"
         model.save_pretrained(stored)
         for file in folder.glob("token*"):
             (stored / file.name).write_bytes(file.read_bytes())
         folder, model = stored, as_transformers_loads_it(stored, method)
     expected = generated(model, PROMPT, 8)
-    asked: dict[str, Any] = {} if is_packed else {"quantization": method}
+    asked: dict[str, Any] = {} if is_quantized else {"quantization": method}
     async with serving(load(folder, parallel=2, ctx_size=64, **asked)) as engine:
         reported = await complete_one(engine, PROMPT, max_tokens=8)
     assert reported.tokens == expected
@@ -91,11 +93,11 @@ def test_a_quantized_model_takes_the_estimated_bytes(tmp_path: Path, method: str
     total = weights + runner.bytes + peak
     assert total <= traced.weights + traced.context + traced.compute <= 1.2 * total
     assert peak <= compute_bytes(facts, preset, 128, on_host=True)
-    assert held_bytes(loaded.model) == weights, "no request has anything packed anew"
+    assert held_bytes(loaded.model) == weights, "no request has anything quantized anew"
 
 
 def held_bytes(model: Any) -> int:
-    """Of all that packed layers keep, beside parameters and buffers."""
+    """Of all that quantized layers keep, beside parameters and buffers."""
     return sum(
         {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held(model)}.values()
     )
@@ -114,7 +116,7 @@ def held(model: Any) -> Iterator[torch.Tensor]:
                     yield found
 
 
-def test_layers_that_were_packed_do_not_keep_the_files_in_memory(tmp_path: Path) -> None:
+def test_layers_that_were_quantized_do_not_keep_the_files_in_memory(tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path / "m", **{**SIZES, "hidden_size": 512, "num_hidden_layers": 4})
     chosen = Estimate(snapshot=str(folder), quantization="bnb-4bit", threads=1)
     config = load_config(chosen)

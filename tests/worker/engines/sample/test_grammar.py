@@ -440,7 +440,7 @@ def test_several_slow_grammars_in_one_step_fail_and_the_others_do_not(ends: bool
     ]
     masks = Masks(thread, rows, 4).result(DEADLINE)
     released.set()
-    assert [row._is_slow for row in rows] == slow
+    assert [row._credit.is_exceeded for row in rows] == slow
     assert masks.tolist() == [[0 if is_slow else 1] * 4 for is_slow in slow]
     thread.close()
 

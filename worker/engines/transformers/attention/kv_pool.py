@@ -8,7 +8,7 @@ from worker.engines.transformers.attention.quantized_kv_types import KvStorageTy
 from worker.engines.transformers.device.lazy_pages import claim
 from worker.engines.transformers.device.memory import upload
 from worker.engines.transformers.schedule.kv_cache import region_blocks
-from worker.protocol.memory import BLOCK_TOKENS, UNPACKED_BYTES
+from worker.protocol.memory import BLOCK_TOKENS, DEQUANTIZED_KV_BYTES
 
 KvSpan = tuple[int, int]  # first position in the pool and number of tokens that lie next to each other
 
@@ -159,7 +159,7 @@ class QuantizedKvPool(KvPool):
         return [self._kind.unpack(record).transpose(1, 2) for record in records]
 
     def rows_at_once(self, rows: int, tokens: int) -> int:
-        most = UNPACKED_BYTES.get(self._store.device.type, UNPACKED_BYTES["cuda"])
+        most = DEQUANTIZED_KV_BYTES.get(self._store.device.type, DEQUANTIZED_KV_BYTES["cuda"])
         # At least one row, even if a long context exceeds the limit.
         return max(1, min(rows, most // (tokens * self.token_bytes)))
 

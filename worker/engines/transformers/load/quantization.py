@@ -18,7 +18,13 @@ import transformers
 from worker.engines.transformers.device import cuda_errors
 from worker.engines.transformers.load import safetensors
 from worker.errors import StartError
-from worker.protocol.architectures import FUSED_GROUPS, UNPACKED, UNPACKED_ON_CPU, UNPACKED_WITHOUT, USUAL_GROUP
+from worker.protocol.architectures import (
+    DEQUANTIZED,
+    DEQUANTIZED_ON_CPU,
+    DEQUANTIZED_WITHOUT,
+    FUSED_GROUPS,
+    USUAL_GROUP,
+)
 from worker.protocol.argv import ModelOptions
 
 # Supported methods, which are those that the tests load: the module each needs beside transformers, and the command to
@@ -109,9 +115,9 @@ def _is_installed(module: str) -> bool:
 
 def dequantizes(method: str, device: torch.device) -> bool:
     """True if the weights are dequantized at load, to the model's own type."""
-    if method in UNPACKED or (device.type == "cpu" and method in UNPACKED_ON_CPU):
+    if method in DEQUANTIZED or (device.type == "cpu" and method in DEQUANTIZED_ON_CPU):
         return True
-    return not all(map(_is_installed, UNPACKED_WITHOUT.get(method, ())))
+    return not all(map(_is_installed, DEQUANTIZED_WITHOUT.get(method, ())))
 
 
 def is_fused(settings: dict[str, Any]) -> bool:

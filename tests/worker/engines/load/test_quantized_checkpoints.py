@@ -11,7 +11,7 @@ import torch
 from router.config.presets import Preset
 from router.memory import checkpoint
 from router.memory.segments import compute_bytes, weight_bytes
-from tests import packed
+from tests import quantized_snapshots
 from tests.worker.allocated import allocated
 from tests.worker.loaded import complete_one, load, serving
 from worker.engines.transformers.attention import paged
@@ -25,7 +25,7 @@ from worker.protocol.argv import Estimate
 
 
 def _method(name: str) -> Any:
-    module, command = quantization.LIBRARIES[packed.said(name)["quant_method"]]
+    module, command = quantization.LIBRARIES[quantized_snapshots.said(name)["quant_method"]]
     if not module:
         return name
     is_missing = importlib.util.find_spec(module) is None
@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # of the libraries' own
 ]
-METHODS = [_method(name) for name in packed.METHODS]
+METHODS = [_method(name) for name in quantized_snapshots.METHODS]
 PROMPT = [5, 9, 17, 40, 33, 21, 60, 8, 11]
 
 
@@ -48,9 +48,9 @@ def one_thread() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 async def test_a_quantized_checkpoint_gives_the_text_of_its_dequantized_weights(tmp_path: Path, method: str) -> None:
-    folder = packed.make(method, tmp_path / "m")
+    folder = quantized_snapshots.make(method, tmp_path / "m")
     reported = []
-    for each in (packed.plain(folder), folder):
+    for each in (quantized_snapshots.plain(folder), folder):
         async with serving(load(each, parallel=2, ctx_size=64, dtype="float32")) as engine:
             reported.append((await complete_one(engine, PROMPT, max_tokens=8)).tokens)
     assert reported[0] == reported[1]
@@ -59,7 +59,7 @@ async def test_a_quantized_checkpoint_gives_the_text_of_its_dequantized_weights(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_quantized_checkpoint_takes_the_estimated_bytes(tmp_path: Path, method: str, dtype: str) -> None:
-    folder = packed.make(method, tmp_path / "m")
+    folder = quantized_snapshots.make(method, tmp_path / "m")
     chosen = Estimate(snapshot=str(folder), parallel=2, ctx_size=128, prefill_chunk=64, threads=1, dtype=dtype)
     config = load_config(chosen)
     traced = estimate.trace(chosen, config)
@@ -74,7 +74,7 @@ def test_a_quantized_checkpoint_takes_the_estimated_bytes(tmp_path: Path, method
     peak = max(allocated(step) for step in GenerationSteps(runner, capacity, chosen, 128).largest())
     assert peak <= 1.02 * traced.compute <= 1.2 * peak + (1 << 18)
     assert peak <= compute_bytes(facts, preset, 128, on_host=True)
-    assert held_bytes(loaded.model) == weights, "no request has anything unpacked or put into order"
+    assert held_bytes(loaded.model) == weights, "no request has anything dequantized or put into order"
 
 
 def held_bytes(model: torch.nn.Module) -> int:
@@ -95,7 +95,7 @@ def held_bytes(model: torch.nn.Module) -> int:
 def test_an_unsupported_quantization_is_rejected_before_any_read(
     tmp_path: Path, said: dict[str, Any], words: list[str]
 ) -> None:
-    folder = packed.make("fp8", tmp_path / "m")
+    folder = quantized_snapshots.make("fp8", tmp_path / "m")
     config = json.loads((folder / "config.json").read_text("utf-8"))
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": said}), "utf-8")
     chosen = Estimate(snapshot=str(folder))

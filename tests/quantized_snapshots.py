@@ -1,7 +1,7 @@
-"""Tiny snapshots whose weights are packed, as published checkpoints of each method have them; written by hand.
+"""Tiny snapshots whose weights are quantized, as published checkpoints of each method have them; written by hand.
 
 `make("gptq", folder)` writes a Llama, or with mxfp4 a gpt-oss, and beside it, in `plain`, the same model with the very
-numbers that the packed weights stand for, so that both have to say the same.
+numbers that the quantized weights stand for, so that both have to say the same.
 """
 
 import json
@@ -61,9 +61,9 @@ def awq(weight: torch.Tensor) -> Packed:
     """Eight outputs in an int32, in an order of its own; zero points likewise."""
     numbers, scale = _grouped(weight)
     inputs, outputs = numbers.shape
-    packed = _in_words(numbers.view(inputs, outputs // 8, 8)[:, :, list(_AWQ_ORDER)])
+    quantized = _in_words(numbers.view(inputs, outputs // 8, 8)[:, :, list(_AWQ_ORDER)])
     zeros = torch.full((inputs // GROUP, outputs // 8), -0x77777778, dtype=torch.int32)  # eights
-    return {"qweight": packed, "qzeros": zeros, "scales": scale.half()}, _whole(numbers, scale)
+    return {"qweight": quantized, "qzeros": zeros, "scales": scale.half()}, _whole(numbers, scale)
 
 
 def float_quantized(weight: torch.Tensor) -> Packed:
@@ -77,8 +77,8 @@ def pack_quantized(weight: torch.Tensor) -> Packed:
     """compressed-tensors in 4 bits: eight inputs in an int32, from the lowest bits on, numbers less 8."""
     numbers, scale = _grouped(weight)
     inputs, outputs = numbers.shape
-    packed = _in_words(numbers.t().reshape(outputs, inputs // 8, 8))
-    stored = {"weight_packed": packed, "weight_scale": scale.t().half().contiguous()}
+    quantized = _in_words(numbers.t().reshape(outputs, inputs // 8, 8))
+    stored = {"weight_packed": quantized, "weight_scale": scale.t().half().contiguous()}
     return {**stored, "weight_shape": torch.tensor([outputs, inputs])}, _whole(numbers, scale)
 
 
@@ -149,7 +149,7 @@ METHODS = (*_METHODS, "mxfp4")
 
 
 def make(method: str, folder: Path, dtype: str = "bfloat16", **sizes: Any) -> Path:
-    """The packed snapshot; `plain` beside it has the same numbers in float32. `dtype`: of what is not packed."""
+    """The quantized snapshot; `plain` beside it has the same numbers in float32. `dtype`: of what is not quantized."""
     if method == "mxfp4":
         return _mixture(folder, dtype, **sizes)
     pack, _ = _METHODS[method]
@@ -158,8 +158,8 @@ def make(method: str, folder: Path, dtype: str = "bfloat16", **sizes: Any) -> Pa
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in _tensors(folder).items():
         if name.endswith("_proj.weight"):
-            packed, whole = pack(tensor)
-            found |= {name.removesuffix("weight") + ending: each for ending, each in packed.items()}
+            quantized, whole = pack(tensor)
+            found |= {name.removesuffix("weight") + ending: each for ending, each in quantized.items()}
             plain[name] = whole
         else:
             found[name], plain[name] = tensor, tensor.float()
@@ -186,12 +186,12 @@ def _mixture(folder: Path, dtype: str, **sizes: Any) -> Path:
 
 
 def said(method: str) -> dict[str, Any]:
-    """What config.json says of weights that are packed so."""
+    """What config.json says of weights that are quantized so."""
     return _METHODS[method][1] if method in _METHODS else _MXFP4
 
 
 def plain(folder: Path) -> Path:
-    """Where the unpacked model lies beside `folder`."""
+    """Where the dequantized model lies beside `folder`."""
     return folder.with_name(f"{folder.name}-plain")
 
 
