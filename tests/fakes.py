@@ -133,6 +133,9 @@ class FakeModel:
     """As in `Ready`."""
     bytes_per_token: int = 0
     """Of the KV cache on each device, for each of `Serve.kv_tokens`."""
+    warmed_up: bool = False
+    later: int = 0
+    """As in `Ready`."""
     mapped: int = 0
     """Of its shard in main memory, bytes of files: it measures them, and the driver does not."""
     download_seconds: float = 1.0
@@ -495,6 +498,8 @@ class FakeLauncher:
             address="unix:/fake",
             measured={names[device]: size for device, size in sizes.items()},
             mapped=model.mapped,
+            later=model.later,
+            has_warmed_up=model.warmed_up,
             capabilities=list(model.capabilities),
             n_ctx=8192,
             overhead=model.overhead,

@@ -45,6 +45,7 @@ def _state(registry: Registry) -> dict[str, Any]:
                 "foreign": device.foreign,
                 "margin": device.margin,
                 "limit": device.limit,
+                "shared": device.shared,
                 "reserved": fleet.scheduler.reserved(device.id),
             }
             for device in fleet.scheduler.devices

@@ -33,6 +33,7 @@ from router.store.catalogue import find_snapshot
 from router.store.snapshots import Snapshots
 from worker.protocol.argv import Estimate as EstimateCommand
 from worker.protocol.events import Downloaded, Estimated
+from worker.protocol.memory import FORK_SERVER_BYTES, LIBRARY_CODE_BYTES
 
 _SEGMENTS = ("weights", "context", "compute", "runtime")
 _SOURCES = {
@@ -146,6 +147,9 @@ class Machine:
             self.readings = devices.read()
             self._margins = devices.by_device(settings.models_memory_margin, "--models-memory-margin")
             limits = devices.by_device(settings.device_limit, "--device-limit")
+        if settings.fork_server:
+            held = FORK_SERVER_BYTES + LIBRARY_CODE_BYTES
+            self.readings = [replace(each, shared=held) if each.id.index == HOST else each for each in self.readings]
         self.capacities = capacities(self.readings, self._margin, limits.get)
         records = state / "estimates.json"
         self._records = LearnedEstimates(records, driver=devices.driver) if records.is_file() else None

@@ -136,6 +136,7 @@ def does_not_fit(worker: Worker, refusal: Refusal, capacities: Mapping[DeviceId,
             "required_mib": -(-short.required // MIB),
             "available_mib": short.available // MIB,
             "margin_mib": short.margin // MIB,
+            **({"shared_mib": -(-short.shared // MIB)} if short.shared else {}),
         }
         for id, short in refusal.devices.items()
         if id.index != SLOTS
@@ -143,7 +144,8 @@ def does_not_fit(worker: Worker, refusal: Refusal, capacities: Mapping[DeviceId,
     parts = (
         ", ".join(
             f"{row['required_mib']} MiB on {name} where {row['available_mib']} MiB are available"
-            f" (margin {row['margin_mib']} MiB)"
+            f" (margin {row['margin_mib']} MiB"
+            + (f", fork server {row['shared_mib']} MiB)" if "shared_mib" in row else ")")
             for name, row in devices.items()
         )
         or f"{refusal.needs} devices where there are {refusal.offered}"

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 from router.config.presets import Preset
 from router.errors import LoadFailed
-from router.fleet.worker import Costs, Worker, kv_cache
+from router.fleet.worker import Costs, Worker, kv_cache, later
 from router.fleet.worker_argv import program_of, question, threads
 from router.launch.interface import Program, WorkerLost
 from router.memory import estimate as estimates
 from router.memory import sharding
-from router.memory.checkpoint_facts import takes_images
+from router.memory.checkpoint_facts import Checkpoint, takes_images
 from router.memory.estimate import Estimate, Overhead
 from router.memory.remedies import remedies
 from router.memory.sharding import allowed_devices, best_estimate, device_order, first_fitting, record_key
@@ -226,12 +226,37 @@ def record_load(worker: Worker, fleet: Fleet) -> None:
 def settle_reservation(worker: Worker) -> None:
     """Raise a ready worker's reservation to its measurement plus the main memory that it may still allocate.
 
-    It is never lowered: the pools are allocated, but a longer prompt may still need more activations.
+    It is not lowered: the pools are allocated, but a longer prompt may still need more activations. A forked worker in
+    main memory is the exception. Its estimate is made for any model, and several times what a small one takes, so its
+    reservation follows the measurement (`_least_forked`).
     """
-    later = _later(worker)
     for device, size in worker.occupied.items():
-        size += later if device.index == HOST else 0
-        worker.reserved[device] = max(worker.reserved.get(device, 0), size)
+        size += later(worker) if device.index == HOST else 0
+        least = _least_forked(worker) if device.index == HOST else None
+        worker.reserved[device] = max(worker.reserved.get(device, 0) if least is None else least, size)
+
+
+def _least_forked(worker: Worker) -> int | None:
+    """Return the bytes to reserve at least for a ready, forked worker in main memory; None for any other, and for one
+    whose steps may be larger than those of the warmup.
+
+    They are what it took when it was ready, what it reported as still to come, and the estimated steps if it has not
+    computed them.
+    """
+    process, costs, facts = worker.process, worker.costs, worker.facts
+    if process is None or costs is None or facts is None or costs.estimate.source == "preset":
+        return None
+    if not (process.forked and worker.on_host) or _exceeds_warmup(worker.preset, facts):
+        return None
+    ready, estimate = process.ready, costs.estimate
+    steps = 0 if ready.has_warmed_up else sum(estimate.compute)
+    most = sum(estimate.shards)  # the estimate may include learned steps
+    return min(ready.measured.get("cpu", 0) + ready.later + steps + estimate.reserved, most)
+
+
+def _exceeds_warmup(preset: Preset, facts: Checkpoint) -> bool:
+    """Return whether requests may bring larger steps than the warmup computes: with images, adapters or drafts."""
+    return bool(preset.adapter_slots or preset.speculates or takes_images(facts, preset))
 
 
 def has_excess(worker: Worker, now: float) -> bool:
@@ -261,8 +286,7 @@ def learn(worker: Worker, fleet: Fleet) -> None:
     host += ready.later if host else 0
     shards = tuple(host if device == main else worker.measured.get(device, 0) for device in worker.place)
     if all(shards):
-        if ready.has_warmed_up and (worker.preset.adapter_slots or takes_images(facts, worker.preset)):
-            # Steps with images or adapters may be larger than those of the warmup.
+        if ready.has_warmed_up and _exceeds_warmup(worker.preset, facts):
             known = (size - costs.estimate.reserved for size in costs.estimate.shards)
             shards = tuple(map(max, shards, known))
         beside = host if main not in worker.place and costs.estimate.host else 0
@@ -290,13 +314,6 @@ def _learn_overhead(worker: Worker, fleet: Fleet) -> None:
         measured = Overhead(0 if is_host else ready.overhead.get(f"cuda:{shard}", 0), host)
         name = "cpu" if is_host else names.get(device, "")
         fleet.learned_estimates.record_overhead(name, measured, forked=process.forked, is_own=ready.overhead_is_own)
-
-
-def _later(worker: Worker) -> int:
-    """Return the bytes of main memory that the worker may still allocate."""
-    if worker.pulse is not None:
-        return worker.pulse.later
-    return worker.process.ready.later if worker.process is not None else 0
 
 
 __all__ = [

@@ -391,8 +391,15 @@ def figures(worker: Worker) -> dict[str, Any]:
         "leases": len(worker.leases),
         "reserved": _by_name(worker.reserved),
         "measured": _by_name(worker.measured),
+        "later": later(worker),
         "retired": worker.retired.is_set(),
     }
+
+
+def later(worker: Worker) -> int:
+    """Return the bytes of main memory that the worker may still allocate, as it last reported."""
+    latest = worker.pulse or (worker.process.ready if worker.process is not None else None)
+    return latest.later if latest is not None else 0
 
 
 def estimated(worker: Worker) -> dict[DeviceId, int]:
@@ -445,5 +452,6 @@ __all__ = [
     "estimated",
     "figures",
     "kv_cache",
+    "later",
     "load_share",
 ]

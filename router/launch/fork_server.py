@@ -27,6 +27,7 @@ from router.launch.process import LATE, Child, Log, Pipes, uncancelled
 from router.launch.process_table import ProcessTable, process_stat, reap
 from worker.protocol.argv import Command, ForkServerOptions, to_argv
 from worker.protocol.events import Event, Exit, Forked, ForkRefused, ModulesImported, Reaped
+from worker.protocol.memory import FORK_SERVER_BYTES, LIBRARY_CODE_BYTES
 from worker.protocol.orders import Fork, ForkSpec, ImportModules, Order, Reap, encode_order, is_family_module
 
 log = logging.getLogger("router.launch.interface")
@@ -69,6 +70,7 @@ class ForkServerProcess:
         self.pid = child.pid
         self.is_warm = False  # its imports are done
         self.is_silent = False  # it owes a reply and is late with it
+        self.resident = 0  # bytes of main memory, as it last reported; 0: not yet
         self.answer_timeout = ANSWER_TIMEOUT
         self._loop = asyncio.get_running_loop()
         self._orders = orders
@@ -236,6 +238,7 @@ class ForkServerProcess:
                 if not self.is_warm:
                     log.info("the fork server (process %d) is warm: workers are forked from now on", self.pid)
                 self.is_warm = True
+                self.resident = event.resident or self.resident
                 self._on_warm()
             case Forked() if (reply := self._forks.pop(event.id, None)) and not reply.done():
                 self._forked.add(event.pid)
@@ -300,6 +303,12 @@ class ForkServerSupervisor:
     def pid(self) -> int:
         """The process id of the fork server; 0: none runs."""
         return self.server.pid if self.server is not None else 0
+
+    @property
+    def resident(self) -> int:
+        """Bytes of main memory of the fork server, which its workers share. Assumed until it has reported them."""
+        held = self.server.resident if self.server is not None else 0
+        return (held or FORK_SERVER_BYTES) + LIBRARY_CODE_BYTES
 
     @property
     def can_fork(self) -> bool:

@@ -79,8 +79,6 @@ class LocalLauncher:
         self._interval = sample_interval
         self._download_silence = download_silence
         self._estimate_timeout = estimate_timeout
-        self._shared = SharedReservations(devices, shared_folder)
-        self._sampler = DeviceSampler(self._shared, on_reading)
         self._ooms = OomKills(count_oom_kills)
         self._processes = ProcessTable(runtime_dir)
         self._page_locker = PageLocker()
@@ -94,6 +92,9 @@ class LocalLauncher:
         )
         self.fork_servers = self._spawner.fork_servers
         self._wants_fork_server = fork_server
+        held = (lambda: self.fork_servers.resident) if fork_server else (lambda: 0)
+        self._shared = SharedReservations(devices, shared_folder, held=held)
+        self._sampler = DeviceSampler(self._shared, on_reading)
         self._sampling: asyncio.Task[None] | None = None
         # One estimate at a time: its process takes 360 MiB of main memory without a reservation, which the margin
         # covers as long as there are not several of them.

@@ -214,8 +214,10 @@ class SharedReservations:
     that of `devices`, everything else in the event loop's thread.
     """
 
-    def __init__(self, devices: ReadableDevices, folder: Path | None):
+    def __init__(self, devices: ReadableDevices, folder: Path | None, *, held: Callable[[], int] = lambda: 0):
+        """`held`: returns the bytes of main memory that this router's workers share."""
         self._devices = devices
+        self._held = held
         self._folder = folder
         self._claims: set[Claim] = set()
         self._names: Mapping[DeviceId, str] = {}
@@ -286,6 +288,8 @@ class SharedReservations:
         self._names = {
             reading.id: MAIN if reading.id.index == HOST or reading.pool else reading.uuid for reading in readings
         }
+        if held := self._held():
+            readings = [replace(each, shared=held) if each.id.index == HOST else each for each in readings]
         others = self._read_others()
         if not others:
             return readings

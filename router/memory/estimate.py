@@ -58,15 +58,16 @@ from worker.protocol.memory import (
 # model of 1.8 MiB had 410 MiB when ready and 433 in service; with tokenizer and kernels, the estimate was 484.
 RUNTIME_HOST = 420 * MIB
 
-# The same for a forked worker, without the pages that it shares with its fork server. Measured: 67 MiB when ready and
-# 72 in service with a model of half a MiB. A tenth of the 250 MiB shared at first is added for pages written to later.
-RUNTIME_FORKED = 96 * MIB
+# The same for a forked worker, without data and libraries that it shares with its fork server. Measured: 28 MiB when
+# ready and 33 in service with a model of half a MiB. A sixteenth of the 266 MiB of shared data is added for pages
+# written to later.
+RUNTIME_FORKED = 56 * MIB
 
 # Growth of a process after its imports. Measured: 15 MiB until it is ready with a small model, 10 to 45 in service.
 SERVING_HOST = 64 * MIB
 
 # Part of the pages shared with the fork server during an estimate that a worker shares permanently.
-INHERITED_SHARE = 0.85
+INHERITED_SHARE = 0.9
 
 # Bytes of a loaded tokenizer for each entry of the vocabulary. Measured with tokenizers 0.23 on byte-pair tokenizers of
 # 32,000 and 128,000 entries: 32 and 124 MiB.

@@ -31,6 +31,7 @@ from worker.protocol.memory import (
     DEQUANTIZED_ELEMENT_BYTES,
     DEQUANTIZED_KV_BYTES,
     DRAFT_LOGITS,
+    DRAW_BYTES,
     GATHERED_BYTES,
     GRAPH_BYTES,
     LEAST_GROUPED,
@@ -72,11 +73,6 @@ MASK_BYTES = 12
 
 # Bytes for each score where attention keeps all of them: four float32 tensors. Traced: at most 4 (BLOOM, gpt-oss).
 SCORE_BYTES = 16
-
-# Bytes for each entry of a row of logits while its token is drawn: the logits, in the model's type and in float32, and
-# the sort for top-p, if every row asks for it on a flat distribution. Traced: 52
-# (worker/engines/transformers/sample/sampler.py).
-DRAW_BYTES = 64
 
 # Added to each bound: positions, tables and indices, and on main memory the scores of short rows that attend together
 # and the keys that they widen (SPREAD_SCORES, WIDENED_BYTES). It matters only in the smallest models.

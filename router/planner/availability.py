@@ -45,7 +45,9 @@ class FreeMemory:
             device.id: (
                 device.total - device.margin - device.used,
                 device.total - device.margin - device.foreign - ours.get(device.id, 0),
-                NO_LIMIT if device.limit is None else device.limit - device.margin - ours.get(device.id, 0),
+                NO_LIMIT
+                if device.limit is None
+                else device.limit - device.margin - device.shared - ours.get(device.id, 0),
             )
             for device in devices
             if device.pool is None

@@ -9,8 +9,12 @@ The driver's figure includes foreign memory, but not the growth of our workers t
 include that growth, but no foreign memory. Foreign memory therefore has a row of its own: without it, two parallel
 loads beside a foreign process would over-commit the device.
 
-A limit (`--device-limit`) is a budget for the reservations of our own workers, in addition to the physical rule.
-Foreign memory does not count against it. PURE.
+A limit (`--device-limit`) is a budget for our own memory, in addition to the physical rule: the reservations of our
+workers, and the memory that they share (`Reading.shared`). Foreign memory does not count against it.
+
+Shared memory is that of the fork server. It is in the driver's figure, so the physical rule counts it as foreign. It is
+taken from the budget once, before any worker, and workers are charged what they hold besides. A share in each worker's
+reservation would have to change with every worker that starts or exits, also for those that are placed already. PURE.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +61,7 @@ class Reading:
     uuid: str = ""  # the identifier that a worker gets to select the device; empty for main memory
     # Main memory, for an accelerator that has none of its own; total and used are then those of main memory.
     pool: DeviceId | None = None
+    shared: int = 0  # the part of `used` that our workers share; it stays when they exit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +74,9 @@ class Device:
     used: int
     foreign: int  # the part of `used` that is not ours
     margin: int = 0  # bytes that are kept free
-    # Budget for all our reservations here, margin included; None: the device's own size is the only limit.
+    # Budget for all our memory here, margin included; None: the device's own size is the only limit.
     limit: int | None = None
+    shared: int = 0  # memory that all our workers share, which is part of the budget
     # The device whose memory this one uses, if it has none of its own. All reservations here are charged there.
     pool: DeviceId | None = None
 
@@ -78,7 +84,7 @@ class Device:
     def capacity(self) -> int:
         """The most that our workers together can ever have here: foreign memory may be freed, the margin may not."""
         size = self.total if self.limit is None else min(self.total, self.limit)
-        return max(0, size - self.margin)
+        return max(0, size - self.margin - self.shared)
 
 
 # The sort key of residents, the first to be evicted first: busy, required, priority, last use (of a busy one: end of
@@ -206,6 +212,7 @@ class Ledger:
                 foreign=foreign[pool],
                 margin=max(self._margin(id) for id in members[pool]),
                 limit=min(limits, default=None),
+                shared=own[pool].shared,
                 pool=reading.pool,
             )
             devices.append(device)

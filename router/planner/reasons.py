@@ -49,6 +49,7 @@ class Reasons:
             foreign=device.foreign,
             total=device.total,
             limit=device.limit,
+            shared=device.shared,
         )
 
     def residents_on(self, devices: Iterable[DeviceId], among: Mapping[int, Resident]) -> list[Resident]:

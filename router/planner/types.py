@@ -67,6 +67,7 @@ class Shortage:
     foreign: int
     total: int
     limit: int | None
+    shared: int  # as in `Device`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,7 @@ function gib(bytes) {
 function showDevices(state) {
   const shown = state.devices.map((device) => {
     const block = made("div");
-    const most = Math.min(device.total - device.foreign, device.limit ?? device.total);
+    const most = Math.min(device.total - device.foreign, (device.limit ?? device.total) - device.shared);
     const room = Math.max(0, most - device.margin);
     const bar = made("div", "", "bar");
     bar.setAttribute("aria-hidden", "true");

@@ -231,7 +231,8 @@ async def test_a_tensor_parallel_model_stays_within_its_estimate_and_ends_as_a_w
     most = last.measured["cpu"] + last.later
     for each in (static, from_trace(traced, preset, forked=True)):
         assert most <= each.total, f"{each.source}: {most >> 20} MiB of {segments(each)}"
-        assert each.source == "static" or each.total <= 1.4 * most, f"{most >> 20} MiB of {segments(each)}"
+        # Two processes with 20 MiB for first steps, 8 for Gloo and 10 for copied pages each, which this model leaves.
+        assert each.source == "static" or each.total - most <= 80 << 20, f"{most >> 20} MiB of {segments(each)}"
 
 
 async def test_ranks_die_with_a_killed_leader(launcher: ForkingLauncher, snapshot: Path) -> None:

@@ -171,8 +171,7 @@ class ForkServerLoop:
             # The same succeeded in the child a moment ago. If the files have changed since, workers report it.
             with suppress(Exception):
                 _make(self._prebuilt, trial.command)
-            self._survey()
-            self._channel.send(ModulesImported())
+            self._report()
         elif self._to_prebuild:
             due, command = next(iter(self._to_prebuild.values()))
             if due <= now:
@@ -181,10 +180,13 @@ class ForkServerLoop:
         else:
             self._prebuilt.drop_stale()
 
-    def _survey(self) -> None:
-        """Record the memory that children inherit: they must not report it as their own."""
+    def _report(self, modules: Sequence[str] = ()) -> None:
+        """Record the memory that children inherit, because they must not count it as their own, and report it."""
+        resident = 0
         if (memory := sys.modules.get("worker.engines.transformers.device.memory")) is not None:
             memory.inheritance.survey()
+            resident = memory.resident()
+        self._channel.send(ModulesImported(modules=list(modules), resident=resident))
 
     def import_all(self, modules: Iterable[str]) -> None:
         """Import `modules` and report them. Failures are left to the worker that needs the module."""
@@ -200,13 +202,12 @@ class ForkServerLoop:
         gc.collect()
         if not self._prebuilt:  # frozen objects are never freed, but prebuilt models must be when they are dropped
             gc.freeze()
-        self._survey()
         if (
             self._prebuilt is None
             and (prebuilt := sys.modules.get("worker.engines.transformers.preparation")) is not None
         ):
             self._prebuilt = prebuilt.prebuilt_models
-        self._channel.send(ModulesImported(modules=[name for name in wanted if name in sys.modules]))
+        self._report([name for name in wanted if name in sys.modules])
 
     def _fork(self, id: int, descriptors: Sequence[int]) -> None:
         if why := unsafe_to_fork():

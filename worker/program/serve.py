@@ -85,6 +85,7 @@ async def serve(command: Serve, channel: RouterChannel, began: float, ranks: "Ra
             address=address,
             measured=engine.measured,
             later=engine.later,
+            mapped=memory.mapped(),
             capabilities=server.capabilities,
             n_ctx=engine.ctx_size,
             seconds=times.seconds,

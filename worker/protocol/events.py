@@ -80,7 +80,7 @@ class Ready:
     overhead: dict[str, int] = dataclasses.field(default_factory=dict)
     # False if the driver does not report memory by process: the overhead is then the growth of the device's total use.
     overhead_is_own: bool = True
-    # The engine has computed its largest steps with text, so `measured` contains what they take.
+    # The engine has computed its largest steps with text, so `measured` and `later` contain what they take.
     has_warmed_up: bool = False
     # Modules of the model's family (`is_family_module`) that this process imported, for the fork server.
     modules: list[str] = dataclasses.field(default_factory=list)
@@ -109,8 +109,8 @@ class Pulse:
     running: int
     waiting: int
     measured: dict[str, int]  # peak bytes by device name
-    # Main memory that is not used yet and may be at any time: grammar tables, and pages that are shared with the fork
-    # server until they are written to.
+    # Main memory that is not used yet and may be at any time: grammar tables, data that is shared with the fork server
+    # until it is written to, and, after a warmup on the CPU, kernels that steps compile.
     later: int = 0
     resident: int = 0  # main memory that is in use now, where `measured` is its peak; 0: unknown
     mapped: int = 0  # bytes of `measured` main memory that are mapped files; the kernel counts them as available
@@ -140,6 +140,7 @@ class ModulesImported:
     """The fork server can fork. `modules`: those that it has beyond its fixed list."""
 
     modules: list[str] = dataclasses.field(default_factory=list)
+    resident: int = 0  # bytes of main memory that it holds, mapped libraries included; 0: unknown
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,14 @@ DEVICE_PROCESS_BYTES = 768 * MIB
 # guess.
 DEVICE_PROCESS_HOST_BYTES = 1536 * MIB
 
+# Main memory of a fork server, until it has measured itself. Measured: 397 MiB, of which 291 are the data of the
+# imports and the rest mapped libraries (torch 2.13 for the CPU, transformers 5.23, Python 3.11).
+FORK_SERVER_BYTES = 400 * MIB
+
+# Code of the fork server's libraries that only workers use. It is charged to the fork server, once. Measured: 16 to 22
+# MiB, grammars included.
+LIBRARY_CODE_BYTES = 32 * MIB
+
 # Main memory of grammars, independent of the vocabulary: 8 MiB of library, and a cache of 32 compiled grammars of less
 # than a mebibyte each. Measured with llguidance 1.9.
 GRAMMAR_BYTES = 32 * MIB
@@ -88,6 +96,11 @@ DEQUANTIZED_KV_BYTES: Mapping[str, int] = {"cpu": 4 * MIB, "cuda": 128 * MIB}
 
 # Maximum number of prompt positions whose logits one step computes.
 PROMPT_LOGITS = 16
+
+# Bytes for each entry of a row of logits while its token is drawn: the logits, in the model's type and in float32, and
+# the sort for top-p, if every row asks for it on a flat distribution. Traced: 52
+# (worker/engines/transformers/sample/sampler.py).
+DRAW_BYTES = 64
 
 # Maximum number of drafted tokens in one step (speculative decoding), over all sequences. Each has logits.
 DRAFT_LOGITS = 64

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,41 @@ async def test_the_reservation_of_a_forked_worker_excludes_pages_of_the_fork_ser
     await world.ask("a")
     assert (forked, only(world, "a").reserved[CPU]) == (needs(forked=True), needs(forked=False))
     assert needs(forked=False) - needs(forked=True) > SHARED
+
+
+@virtual
+@pytest.mark.parametrize(
+    ("keys", "warmed_up", "expected"),
+    [
+        ({}, True, "measured"),
+        ({}, False, "measured and steps"),
+        ({"reserved_memory": 100 * MIB}, True, "measured and reserved"),
+        ({"required_memory": {"": GIB}}, True, "required"),
+        ({"enable_lora": "on"}, True, "estimated"),
+    ],
+)
+async def test_a_forked_worker_is_charged_what_it_takes_and_its_preset_asks_for(
+    keys: dict[str, Any], warmed_up: bool, expected: str
+) -> None:
+    launched = replace(model(), shards=(SHARED + 100 * MIB,), warmed_up=warmed_up, later=7 * MIB)
+    world = Schedule({"a": NEEDS}, totals=TOTALS, models={"a": launched}, keys={"a": keys}, stated=False)
+    world.launcher.fork_server = True
+    await world.ask("a")
+    worker = only(world, "a")
+    assert worker.costs is not None
+    estimated, measured = worker.costs.estimate, 107 * MIB
+    assert (
+        worker.reserved[CPU]
+        == {
+            "measured": measured,
+            "measured and steps": measured + estimated.compute[0],
+            "measured and reserved": measured + 100 * MIB,
+            "required": GIB,
+            "estimated": estimated.total,
+        }[expected]
+    )
+    world.launcher.say("a", Pulse(steps=1, running=0, waiting=0, measured={"cpu": 3 * GIB}, later=0))
+    assert worker.reserved[CPU] == 3 * GIB
 
 
 @virtual

@@ -33,6 +33,7 @@ def machine(
     foreign: Mapping[DeviceId, int] | None = None,
     margin: int = 0,
     limit: Mapping[DeviceId, int] | None = None,
+    shared: Mapping[DeviceId, int] | None = None,
 ) -> list[Device]:
     """Devices whose driver sees what is foreign and what the residents occupy."""
     foreign = foreign or {}
@@ -44,6 +45,7 @@ def machine(
             foreign=foreign.get(id, 0),
             margin=0 if id == COUNT else margin,
             limit=(limit or {}).get(id),
+            shared=(shared or {}).get(id, 0),
         )
         for id, total in totals.items()
     ]
@@ -89,7 +91,7 @@ def overdrawn(
         reserved = sum(one.reserved.get(device.id, 0) for one in here if one.id not in left)
         driver = device.used - sum(one.occupied(device.id) for one in gone)
         top = device.total - device.margin
-        by_limit = device.limit is not None and reserved + taken > device.limit - device.margin
+        by_limit = device.limit is not None and reserved + taken > device.limit - device.margin - device.shared
         if taken and (driver + taken > top or device.foreign + reserved + taken > top or by_limit):
             result.append(device.id)
     return result

@@ -76,13 +76,16 @@ def test_margins_and_limits_are_asked_for_by_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("total", "margin", "limit", "capacity"),
-    [(100, 0, None, 100), (100, 10, None, 90), (100, 10, 60, 50), (100, 10, 600, 90), (100, 10, 5, 0)],
-)
-def test_capacity_is_the_smaller_of_device_and_limit_less_the_margin(
-    total: int, margin: int, limit: int | None, capacity: int
+    ("total", "margin", "limit", "shared", "capacity"),
+    [
+        (100, 0, None, 0, 100), (100, 10, None, 0, 90), (100, 10, 60, 0, 50), (100, 10, 600, 0, 90), (100, 10, 5, 0, 0),
+        (100, 10, None, 20, 70), (100, 10, 60, 20, 30), (100, 10, 25, 20, 0),
+    ],
+)  # fmt: skip
+def test_capacity_is_the_smaller_of_device_and_limit_less_the_margin_and_shared_memory(
+    total: int, margin: int, limit: int | None, shared: int, capacity: int
 ) -> None:
-    device = Device(id=GPU[0], total=total, used=80, foreign=80, margin=margin, limit=limit)
+    device = Device(id=GPU[0], total=total, used=80, foreign=80, margin=margin, limit=limit, shared=shared)
     assert device.capacity == capacity
 
 
@@ -147,6 +150,15 @@ def test_foreign_memory_counts_against_the_device_but_not_against_the_limit() ->
     a = resident(1, {GPU[0]: 10})
     assert free([a], foreign={GPU[0]: 70}, limit={GPU[0]: 40}, margin=5) == 100 - 5 - 80
     assert free([a], foreign={GPU[0]: 30}, limit={GPU[0]: 40}, margin=5) == 40 - 5 - 10
+
+
+def test_shared_memory_counts_once_against_the_limit_and_is_foreign_otherwise() -> None:
+    ours = [resident(1, {CPU: 10}), resident(2, {CPU: 5})]
+    reading = Reading(CPU, 100, 10 + 5 + 20, shared=20)
+    for limit, left in ((None, 100 - 3 - 35), (50, 50 - 3 - 35)):
+        [device] = Ledger(margin=lambda _: 3, limit={CPU: limit}.get).observe([reading], ours)
+        assert (device.foreign, device.shared) == (20, 20)
+        assert FreeMemory([device], ours).free(CPU) == left
 
 
 def test_a_promise_does_not_change_a_copy() -> None:

@@ -563,18 +563,19 @@ def test_a_demand_that_cannot_fit_now_blocks_no_other() -> None:
     assert set(decide(waiting, [], ONE, foreign={GPU[0]: 80}).start) == {9}
 
 
-def test_a_limit_is_a_budget_for_our_workers_alone() -> None:
-    """The host has more in use than the limit: that is not ours."""
+@pytest.mark.parametrize("shared", [0, 30])
+def test_a_limit_is_a_budget_for_our_memory_alone(shared: int) -> None:
+    """The host has more in use than the limit. Only workers and what they share are ours."""
 
     def ask(size: int) -> Plan:
-        ours = resident(1, {CPU: 100})
-        waiting = [demand(9, size, on=[CPU])]
-        return decide(waiting, [ours], {CPU: 1000}, foreign={CPU: 700}, limit={CPU: 200}, margin=20)
+        ours, waiting = resident(1, {CPU: 100}), [demand(9, size - shared, on=[CPU])]
+        limits = {"limit": {CPU: 200}, "shared": {CPU: shared}, "foreign": {CPU: 700}}
+        return plan(waiting, [ours], machine([ours], {CPU: 1000}, margin=20, **limits), NOW, Policy(patience=PATIENCE))
 
     assert set(ask(80).start) == {9}
     assert evicted(ask(81)) == [1]
-    refusal = ask(181).refuse[9]
-    assert (refusal.devices[CPU].available, refusal.devices[CPU].limit) == (180, 200)
+    row = ask(181).refuse[9].devices[CPU]
+    assert (row.available, row.limit, row.shared) == (180 - shared, 200, shared)
 
 
 def test_a_demand_for_an_absent_device_is_refused() -> None:

@@ -73,6 +73,7 @@ class TransformersEngine:
         self._leader: LeaderRunner | None = None
         self._unmapped = load_generator.UnmappedMemory()
         self.has_warmed_up = False  # as in `Ready`
+        self._steps_later = 0  # bytes that steps may take beyond what the warmup took
         self.vision: ImageReader | None = None
         self.no_vision = TEXT_ONLY  # why it takes no images; empty if it takes them
         self.encoding: EncodingConfig | None = None
@@ -84,7 +85,7 @@ class TransformersEngine:
                 backend, outbox, vocabulary.piece, chunk=options.prefill_chunk, grammars=self._grammars
             )
             self._adapters, self._unmapped = backend.adapters, loaded.unmapped
-            self.has_warmed_up = loaded.has_warmed_up
+            self.has_warmed_up, self._steps_later = loaded.has_warmed_up, loaded.later
             self.vision = loaded.image_reader
             self.no_vision = "" if loaded.image_reader is not None else loaded.no_vision
             self._leader = backend.runner if isinstance(backend.runner, LeaderRunner) else None
@@ -211,7 +212,7 @@ class TransformersEngine:
     def later(self) -> int:
         """Bytes still to be allocated, as in `Pulse`."""
         tables = self._grammars.bytes_to_come if self._generation is not None else 0
-        return self._unmapped.left + tables + memory.yet_to_copy()
+        return self._unmapped.left + tables + self._steps_later + memory.yet_to_copy()
 
     @property
     def fatal(self) -> Future[StartError]:

@@ -10,7 +10,7 @@ import transformers
 
 from worker.engines.transformers import load_draft
 from worker.engines.transformers.attention import paged
-from worker.engines.transformers.attention.cpu_linear import CpuLinears
+from worker.engines.transformers.attention.cpu_linear import CpuLinears, onednn_bytes
 from worker.engines.transformers.device import cuda_errors, memory
 from worker.engines.transformers.device.lazy_pages import LazyPages, claiming
 from worker.engines.transformers.device.process_overhead import overhead
@@ -35,7 +35,11 @@ from worker.images import TEXT_ONLY
 from worker.protocol import events
 from worker.protocol.argv import Serve, decode_adapters
 from worker.protocol.events import Exit
-from worker.protocol.memory import DRAFT_LOGITS
+from worker.protocol.memory import DRAFT_LOGITS, DRAW_BYTES, PROMPT_LOGITS
+
+# Multiply-adds of a warmup on the CPU, at most: it is computed in about a second. A guess. The steps of a larger model
+# are a smaller part of its memory, and the first request should not wait for them.
+MOST_WARMUP_WORK = 1 << 34
 
 log = logging.getLogger(__name__)
 Progress = Callable[[events.Progress], None]
@@ -71,6 +75,7 @@ class LoadedGenerator:
     no_vision: str = TEXT_ONLY  # why it takes no images
     unmapped: UnmappedMemory = field(default_factory=UnmappedMemory)
     has_warmed_up: bool = False  # as in `Ready`
+    later: int = 0  # bytes of main memory that steps may take beyond what the warmup took
 
 
 def load(
@@ -128,7 +133,14 @@ def load(
         reorders = not options.enforce_eager and loaded.split is None and share is None
         linears = CpuLinears(loaded.model, release_pages=loaded.release_pages) if reorders else None
         stage_done("build")
-        runner = _first_steps(backend, capacity, pace, loaded, options, ctx_size, progress, is_parallel=is_parallel)
+        warms_up = _warms_up(loaded, options, config, ctx_size)
+        later = 0
+        if warms_up and loaded.device.type == "cpu":  # kernels, the reordering of weights, and logits of prompts
+            later = PROMPT_LOGITS * DRAW_BYTES * config.get_text_config(decoder=True).vocab_size
+            later += sum(onednn_bytes(loaded.model)) if reorders else 0
+        runner = _first_steps(
+            backend, capacity, pace, loaded, options, ctx_size, progress, is_parallel=is_parallel, warms_up=warms_up
+        )
     stage_done("warmup")
     return LoadedGenerator(
         ctx_size=ctx_size,
@@ -146,7 +158,8 @@ def load(
         image_reader=ImageReader(processor, loaded.dtype, most=options.limit_images) if processor is not None else None,
         no_vision=no_vision,
         unmapped=UnmappedMemory(loaded.unmapped, cache_pages, draft_pages),
-        has_warmed_up=_warms_up(loaded, options),
+        has_warmed_up=warms_up,
+        later=later,
     )
 
 
@@ -199,8 +212,14 @@ def _drafter(
     return Drafter(DraftLength.up_to(min(options.draft_max, DRAFT_LOGITS)), model)
 
 
-def _warms_up(loaded: loader.LoadedModel, options: Serve) -> bool:
-    return options.warm_up and loaded.device.type != "cpu"
+def _warms_up(loaded: loader.LoadedModel, options: Serve, config: Any, ctx_size: int) -> bool:
+    if not options.warm_up or loaded.device.type != "cpu":
+        return options.warm_up
+    text = config.get_text_config(decoder=True)
+    attention = 2 * (getattr(text, "num_hidden_layers", 0) or 0) * (getattr(text, "hidden_size", 0) or 0) * ctx_size
+    elements = sum(weight.numel() for weight in loaded.model.parameters())
+    tokens = 2 * min(options.prefill_chunk, ctx_size) + 4 * options.parallel
+    return bool(tokens * (elements + attention) <= MOST_WARMUP_WORK)
 
 
 def _first_steps(
@@ -213,14 +232,16 @@ def _first_steps(
     progress: Progress,
     *,
     is_parallel: bool,
+    warms_up: bool,
 ) -> Runner:
-    """Run warmup steps on accelerators, and record decode steps as CUDA graphs where possible.
-
-    There is no warmup on the CPU: no kernel is chosen and no buffer grows, so it would save the first request nothing.
-    """
+    """Run warmup steps, and record decode steps as CUDA graphs where possible."""
     chunk = min(options.prefill_chunk, ctx_size)
     progress(events.Progress(stage="warmup", total=chunk))
-    if _warms_up(loaded, options):
+    if warms_up:
+        if loaded.device.type == "cpu":
+            loaded.unmapped.start()
+            loaded.unmapped.finish()  # the warmup reads all weights, and they must not count twice
+            pace = PrefillBudget()  # the first steps are slower than others here, as they map memory
         warm_up(backend, capacity, pace, chunk=chunk, ctx_size=ctx_size, progress=progress)
     if is_parallel:
         return backend
