@@ -6,6 +6,7 @@ the text at most. Flags are not converted by click's parser: it would stop at th
 variables and files.
 """
 
+import contextlib
 import difflib
 import json
 import math
@@ -70,9 +71,13 @@ class Flag(Kind, click.types.BoolParamType):
     hint = "on/off"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bool:
-        # click reads an empty text as `off`, but a key without a value is more likely a mistake.
-        word = value.strip().lower() or '""'
-        return super().convert({"enabled": "on", "disabled": "off"}.get(word, _brief(word)), param, ctx)
+        word = value.strip().lower()
+        if not word:  # click reads it as `off`, but a key without a value is more likely a mistake
+            self.fail("the value is empty; write on or off")
+        try:
+            return super().convert({"enabled": "on", "disabled": "off"}.get(word, word), param, ctx)
+        except click.BadParameter:
+            self.fail(f"{shown(value)} is neither on nor off")
 
     def write(self, value: bool) -> str:
         return "on" if value else "off"
@@ -90,13 +95,20 @@ class Integer(Kind, click.IntRange):
     def __init__(self, low: int = 0, high: int = 1 << 31, words: Mapping[str, int] | None = None, unit: str = "number"):
         super().__init__(low, high)
         self._low, self._high = low, high
-        self.name = f"whole number from {low} to {high}"  # click's message for a text that is no number contains it
         self.words = words or {}
         self.hint = ", ".join([unit, *self.words])
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        word: Any = _brief(value.strip().lower())
-        return self.words[word] if word in self.words else super().convert(word, param, ctx)
+        word: Any = value.strip().lower()
+        if word in self.words:
+            return self.words[word]
+        try:
+            return super().convert(word, param, ctx)
+        except click.BadParameter:
+            self.fail(
+                f"{shown(value)} is not a whole number from {self._low} to {self._high}"
+                + "".join(f", nor {other}" for other in self.words)
+            )
 
     def write(self, value: int) -> str:
         """The number, or a word for it if only a word can set it."""
@@ -111,14 +123,14 @@ class Number(Kind, click.FloatRange):
 
     def __init__(self, low: float = -1e9, high: float = 1e9):
         super().__init__(low, high)
-        self.name = f"number from {plain(low)} to {plain(high)}"
+        self._range = f"{plain(low)} to {plain(high)}"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        text: Any = _brief(value.strip())
-        found = super().convert(text, param, ctx)
-        if math.isnan(found):  # click compares it with the limits, and no comparison is true
-            self.fail(f"nan is not a valid {self.name}.")
-        return found
+        with contextlib.suppress(click.BadParameter):
+            found = super().convert(value.strip(), param, ctx)
+            if not math.isnan(found):  # click compares it with the limits, and no comparison is true
+                return found
+        self.fail(f"{shown(value)} is not a number from {self._range}")
 
     def write(self, value: float) -> str:
         return plain(value)

@@ -91,6 +91,16 @@ class ProblemCollector:
         self.faulty.add((place.section, key))
         self.fail(place, f"{place.key}: {message}" if place.line else message)  # else the place names the key
 
+    def demote(self, file: str, since: int) -> bool:
+        """Make the problems after the first `since` ones warnings if all of them are in `file`; else return False."""
+        further = self.problems[since:]
+        if not further or any(problem.file != file for problem in further):
+            return False
+        del self.problems[since:]
+        for problem in further:
+            self.warn(problem, f"is not listed: {problem.message}", problem.suggestion)
+        return True
+
     def warn(self, place: Problem, message: str, suggestion: str = "") -> None:
         warning = replace(place, message=message, suggestion=suggestion)
         if warning not in self.warnings:
@@ -106,7 +116,7 @@ class SettingReader:
         self.collector, self.disk = ProblemCollector(), disk
         self._fail, self._fault, self._warn = self.collector.fail, self.collector.fault, self.collector.warn
         self._file, self._folder, self._working = file, folder, working
-        self._environ, self._strict = environ, strict
+        self._environ, self.strict = environ, strict
         self._folders: dict[str, str] = {}  # of the files of LMI that were read, by file
         self._ignored: dict[str, list[Problem]] = {}  # places of options without a meaning here, by name
 
@@ -136,8 +146,7 @@ class SettingReader:
         try:
             text = self.disk.read(path)
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or "is not UTF-8 text"
-            self._fail(Problem(path, 0, name, "", ""), reason.lower())
+            self._fail(Problem(path, 0, name, "", ""), unreadable(error))
             return {}
         self._folders[path] = str(PurePosixPath(path).parent)
         section, problems = serving_properties.parse(text, file=path, name=name)
@@ -225,7 +234,7 @@ class SettingReader:
             if meant := word.means.get(text.strip().lower()):
                 yield Spelling(preset_keys.BY_NAME[meant[0]], spelling.name), meant[1]
             elif not word.accepts(text):
-                self._fail(place, word.message)
+                self._fail(place, _not_offered(word, place, text))
         elif word.name == "env" and not spelling.variable:
             yield from self._variables(text, place)
         else:
@@ -238,7 +247,7 @@ class SettingReader:
         if word.accepts(text):
             return
         message = f'"{written.lstrip("-")}" {word.message}'
-        if self._strict:
+        if self.strict:
             self._fail(place, message)
         else:
             self._ignored.setdefault(word.name, []).append(replace(place, message=message))
@@ -356,8 +365,20 @@ class SettingReader:
 
     def _unknown_variable(self, name: str) -> None:
         near = preset_keys.nearest_variable(name, BY_VARIABLE)
-        report = self._fail if self._strict else self._warn
+        report = self._fail if self.strict else self._warn
         report(Problem(name, 0, "", name, ""), "is not a variable of this router", near)
+
+
+def _not_offered(word: RefusedOption, place: Problem, text: str) -> str:
+    """The message for an option that is not offered, with its value if other values are accepted."""
+    if word.neutral or word.means:
+        return f"{place.key}: {shown(text)} {word.message}" if place.line else f"{shown(text)} {word.message}"
+    return f'"{place.key}" {word.message}' if place.line else word.message  # else the place names the key
+
+
+def unreadable(error: OSError | ValueError) -> str:
+    """The reason for which a file could not be read as text."""
+    return (error.strerror or "cannot be read").lower() if isinstance(error, OSError) else "is not UTF-8 text"
 
 
 def _count(named: int) -> str:

@@ -44,7 +44,7 @@ class RefusedOption:
 
     @property
     def message(self) -> str:
-        return f"{self.name} is not offered by this version: remove it" + (f"; {self.instead}" if self.instead else "")
+        return "is not offered by this version: remove it" + (f"; {self.instead}" if self.instead else "")
 
 
 @dataclass(frozen=True)

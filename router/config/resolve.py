@@ -15,7 +15,7 @@ from router.config import ini, named_models, preset_keys, serving_properties
 from router.config.ini import Problem
 from router.config.named_models import NamedModel
 from router.config.option_types import nearest, plain, shown
-from router.config.precedence import OWN, PROPERTIES, STAR, DiskReader, Layer, Setting, SettingReader
+from router.config.precedence import OWN, PROPERTIES, STAR, DiskReader, Layer, Setting, SettingReader, unreadable
 from router.config.presets import (
     ADAPTER_NAME,
     ALL_DEVICES,
@@ -156,14 +156,25 @@ class _Resolution:
         self._check_aliases(presets, layers)
         presets |= _short_names(presets, [section.name for section in added])
         for entry in self._unconfigured(found, presets):
-            settings = self._layered(entry.id, general, {}, over, [entry])
-            preset = self._preset(ini.Section(entry.id, 0), settings, [entry])
+            preset = self._listed(entry, general, over)
             if preset is not None:
                 presets[preset.id] = preset
         self._check_prefetch(presets, layers)
         self._reader.finish()
         problems, warnings = tuple(self._collector.problems), tuple(self._collector.warnings)
         return LoadedPresets({} if problems else presets, problems, warnings, named)
+
+    def _listed(self, entry: FoundModel, general: Layer, over: Layer) -> Preset | None:
+        """The preset of a model on disk without a section; None, with a warning, if its serving.properties is invalid.
+
+        Such a file may have come with the model. It does not stop the start of the others.
+        """
+        file, before = f"{entry.path}/{serving_properties.FILE}", len(self._collector.problems)
+        settings = self._layered(entry.id, general, {}, over, [entry])
+        if not self._reader.strict and self._collector.demote(file, before):
+            return None
+        preset = self._preset(ini.Section(entry.id, 0), settings, [entry])
+        return None if not self._reader.strict and self._collector.demote(file, before) else preset
 
     def _layered(self, id: str, general: Layer, own: Layer, over: Layer, found: Sequence[FoundModel]) -> Layer:
         """All settings of a model. A serving.properties is weaker than the section that uses it, stronger than [*].
@@ -455,8 +466,7 @@ class _Resolution:
         try:
             return self._disk.read(file.value)
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or "is not UTF-8 text"
-            self._fail(file.place, f"{name}-file: {file.value}: {reason}")
+            self._fail(file.place, f"{name}-file: {file.value}: {unreadable(error)}")
             return None
 
     def _reasoning(self, settings: Layer, fields: dict[str, Any]) -> None:

@@ -116,13 +116,13 @@ def _of_section(given: tuple[str, ...], patch: pytest.MonkeyPatch) -> list[str]:
 
 
 def _of_properties(given: tuple[str, ...], patch: pytest.MonkeyPatch) -> list[str]:
-    """Lines of a serving.properties in a folder of --models-dir, with a model unless a line names one."""
+    """Lines of a serving.properties in a folder that -m names, with a model unless a line names one."""
     names_model = any(line.startswith("option.model_id") for line in given)
     folder = Path("lmi/m")
     folder.mkdir(parents=True, exist_ok=True)
     lines = [*([] if names_model else [f"option.model_id={Path('tiny').absolute()}"]), *given, ""]
     (folder / "serving.properties").write_text("\n".join(lines))
-    return ["check", "--models-dir", str(folder.parent)]
+    return ["check", "-m", str(folder)]
 
 
 def _of_environment(given: tuple[str, ...], patch: pytest.MonkeyPatch) -> list[str]:

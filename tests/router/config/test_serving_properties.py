@@ -152,6 +152,26 @@ def test_a_folder_without_a_model_is_not_listed_and_an_error_in_a_section() -> N
         assert "without option.model_id" in problem
 
 
+def test_an_invalid_file_on_disk_is_a_warning_and_in_a_section_an_error() -> None:
+    found = [FoundModel(name, "models_dir", path=f"/m/{name}") for name in ("x", "y")]
+    files = disk("option.model_id=org/name\noption.max_num_seqs=many\noption.foo=1", "/m/y/config.json")
+    loaded = read("", disk=files, found=found)
+    assert (list(loaded.presets), loaded.problems) == (["y"], ())
+    assert [str(warning) for warning in loaded.warnings] == [
+        '/m/x/serving.properties:2: [x] is not listed: option.max_num_seqs: "many" is not a whole number'
+        " from 1 to 4096, nor -1, nor auto",
+        '/m/x/serving.properties:3: [x] is not listed: unknown key "option.foo"',
+    ]
+    assert len(read("[x]\nseed = 1", disk=files, found=found).problems) == 2
+    assert len(read("", disk=files, found=found, strict=True).problems) == 2
+
+
+def test_a_fault_of_another_place_stays_an_error_for_models_on_disk() -> None:
+    found = [FoundModel("m", "models_dir", path="/m/x")]
+    (problem,) = complaints("[*]\nmax-input-tokens = 9", disk=disk(STARTER + "option.max_model_len=9"), found=found)
+    assert problem == "models.ini:2: [*] max-input-tokens must be less than ctx-size"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -163,7 +183,7 @@ def test_a_folder_without_a_model_is_not_listed_and_an_error_in_a_section() -> N
         ("engine=PyTorch", "engine: 'pytorch' is not 'transformers'"),
         ("option.pythonExecutable=/bin/sh", "option.pythonExecutable is not read from this file; write python into a"),
         ("env.LD_PRELOAD=x", "is not read from this file"),
-        ("option.entryPoint=model.py", "entry-point is not offered by this version: remove it"),
+        ("option.entryPoint=model.py", 'option.entryPoint: "model.py" is not offered by this version: remove it'),
         ("minWorkers=3\nmaxWorkers=2", "the least number of workers is 3, the largest 2"),
     ],
 )
