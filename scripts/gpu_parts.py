@@ -41,7 +41,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a part runs, and where its results go."""
+    """The place of a part and of its results."""
 
     device: str
     models: Path  # folder of the models and files that parts share; they are kept
@@ -455,7 +455,7 @@ def _promise(setting: Setting, family: str, changes: Facts) -> Facts:
 
 
 def _next_pulses(events: "Events", name: str) -> list[int]:
-    """What the worker has measured on device `name` so far, with two more pulses."""
+    """The bytes that the worker has measured on device `name` so far, with two more pulses."""
     count = len(events.pulses())
     events.wait(lambda: len(events.pulses()) >= count + 2)
     return [pulse["measured"][name] for pulse in events.pulses()]

@@ -1,4 +1,4 @@
-"""A worker program without a model: it speaks the real contract and misbehaves as it is told.
+"""A worker program without a model: it follows the real contract and misbehaves as it is configured.
 
 Started in the worker's place (`python -P tests/fake_worker.py serve ...`). What it does wrong is said by `Behaviour`,
 whose fields come, the later the stronger, from the model's name (`NAMED`), from `fake.json` in the snapshot folder, and
@@ -49,16 +49,16 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """How a request is answered. Seconds are real ones; a code below 0 is a signal, as in subprocess."""
+    """The answer to a request. Seconds are real ones; a code below 0 is a signal, as in subprocess."""
 
     delay: float = 0.0
-    """Before each piece."""
+    """Seconds before each piece."""
     status: int = 200
-    """Anything else: an error object with this status."""
+    """Other than 200: an error object with this status."""
     hang_after: int = -1
-    """Says nothing more after so many pieces, for ever, and takes no step."""
+    """Stops after that many pieces without an end, and takes no step."""
     die_after: int = -1
-    """Dies after so many pieces; 0: before the first byte of the answer."""
+    """Exits after that many pieces; 0: before the first byte of the answer."""
     die_code: int = 1
     hold: str = ""
     """Path; before the first piece it waits until this file exists."""
@@ -68,7 +68,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Behaviour(Answer):
-    """What this program does wrong."""
+    """The faults of this program."""
 
     journal: str = ""
     """Path of a file or FIFO to which a line is appended for each thing that happens: `started PID`, `grandchild PID`,
@@ -78,39 +78,39 @@ class Behaviour(Answer):
     """Path to which its environment is written as JSON."""
     argv_file: str = ""
     message: str = ""
-    """The cause that it gives in a `failed` event before it dies at its start; empty: none."""
+    """The cause in a `failed` event before it exits at its start; empty: none."""
     last_words: str = ""
     """Written to stderr at its start."""
     die_at_start: int | None = None
     deaf: bool = False
-    """Never gets ready and says nothing."""
+    """Never becomes ready and sends no event."""
     load_steps: int = 0
     """Progress events while it loads."""
     load_interval: float = 0.02
     stuck_progress: bool = False
-    """Says the same progress again and again, and never gets ready."""
+    """Sends the same progress again and again, and never becomes ready."""
     hold_load: str = ""
     """Path; it is not ready before this file exists."""
     noise: bool = False
     """Writes to its event pipe: no JSON, an unknown event, a line that is too long, a foreign ready; later a second."""
     prepared_mib: int = 0
-    """What it says that it holds once it is prepared; 0: its resident set."""
+    """Bytes that it reports once it is prepared; 0: its resident set."""
     measured: dict[str, int] = field(default_factory=dict)
-    """What it says that it measures; empty: its resident set on `cpu`, its reservation elsewhere."""
+    """Bytes that it reports as measured; empty: its resident set on `cpu`, its reservation elsewhere."""
     grandchild: str = ""
     """`group` or `session`: starts a process that ignores SIGTERM, in its own or in another session."""
     pulse_interval: float = 1.0
     silent: bool = False
-    """Says no pulse once it is ready."""
+    """Sends no pulse once it is ready."""
     freezes: bool = False
     """Stops itself (SIGSTOP) once it is ready."""
     ignore_sigterm: bool = False
     stop_seconds: float = 0.0
     health: int = 200
     wrong_address: bool = False
-    """Does not listen where it says."""
+    """Does not listen at the address that it reports."""
     snapshot: str = ""
-    """What `download` answers; empty: a folder that it makes."""
+    """The answer of `download`; empty: a folder that it makes."""
     estimated: dict[str, Any] = field(default_factory=dict)
     """Fields of its `estimated` event; by default 64 MiB of weights on each device."""
 
@@ -137,7 +137,7 @@ def behaviour(command: Command, environ: Mapping[str, str]) -> Behaviour:
     return Behaviour(**told)
 
 
-# What it answers
+# Answers
 
 
 def answer_pieces(request: Mapping[str, Any]) -> list[str]:
@@ -224,7 +224,7 @@ class FakeWorker:
             os.close(journal)
 
     def begin(self) -> None:
-        """What every verb does first."""
+        """The first actions of every verb."""
         wrong = self.wrong
         self.note(f"started {os.getpid()}")
         if wrong.environ_file:
@@ -270,7 +270,7 @@ class FakeWorker:
         os.set_blocking(self.raw, self.tied.supervised is False)
 
     def load(self) -> None:
-        """Returns once there is nothing more to load, if ever."""
+        """Return once the load is complete, if it ever is."""
         wrong = self.wrong
         total = max(1, wrong.load_steps)
         for step in range(wrong.load_steps):
@@ -283,7 +283,7 @@ class FakeWorker:
             time.sleep(0.005)
 
     def measured(self) -> dict[str, int]:
-        """Bytes by device name, as it claims."""
+        """The bytes by device name that it reports."""
         assert isinstance(self.command, Serve)
         if self.wrong.measured:
             return self.wrong.measured
@@ -310,7 +310,7 @@ class FakeWorker:
         self.tied.send(Estimated(**(default | self.wrong.estimated)))
 
     def prepare(self, command: Serve) -> Serve:
-        """Returns once it may load."""
+        """Return once it may load."""
         if not command.prepare:
             return command
         self.note("prepared")
@@ -322,7 +322,7 @@ class FakeWorker:
         return self.command
 
     async def serve(self, command: Serve) -> None:
-        """Returns once it is told to stop."""
+        """Return once it is asked to stop."""
         self.load()
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()
@@ -470,7 +470,7 @@ class FakeWorker:
         writer.write(_chunk(DONE) + b"0\r\n\r\n")
 
     async def _step(self, piece: int, how: Answer) -> None:
-        """What comes before one piece: time passes, or the end."""
+        """Wait before one piece, or exit there."""
         if piece == how.die_after:
             die(how.die_code)
         if piece == how.hang_after:
@@ -501,7 +501,7 @@ def _chunk(data: bytes) -> bytes:
 
 
 def die(code: int) -> None:
-    """At once, with nothing cleaned up; a code below 0 is a signal."""
+    """Exit at once without cleaning up; a code below 0 is a signal."""
     if code >= 0:
         os._exit(code)
     os.kill(os.getpid(), -code)

@@ -39,11 +39,11 @@ GPU0, GPU1, GPU2 = (DeviceId(LOCAL, index) for index in range(3))
 
 
 class Deadlock(AssertionError):
-    """Somebody waits, and neither a ready callback nor a timer is left that could end it."""
+    """A task waits, and neither a ready callback nor a timer is left that could end the wait."""
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Looks at file descriptors without waiting, and moves the loop's clock instead."""
+    """A selector that polls file descriptors without waiting, and moves the clock of the loop instead."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def virtual(test: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
 
 
 class FixedDevices:
-    """Devices as `LocalLauncher` reads them, saying what the test last wrote into `used` and `problems`."""
+    """Devices as `LocalLauncher` reads them, with the values that the test wrote last into `used` and `problems`."""
 
     def __init__(self, totals: Mapping[DeviceId, int] | None = None):
         self.totals = dict(totals or {CPU: 8 * GIB})
@@ -108,19 +108,19 @@ def _reading(device: DeviceId, total: int, used: int) -> Reading:
 
 
 def fake_uuid(device: DeviceId) -> str:
-    """What a fake accelerator is called in CUDA_VISIBLE_DEVICES; empty for main memory."""
+    """The name of a fake accelerator in CUDA_VISIBLE_DEVICES; empty for main memory."""
     return f"GPU-fake-{device.index}" if device.index >= 0 else ""
 
 
 # The launcher
 
 SETTLE_SECONDS = 5.0
-"""How long leaving `serve` waits at most for the driver to show that memory is back."""
+"""Seconds that the end of `serve` waits at most until the driver shows that memory is back."""
 
 
 @dataclass(kw_only=True)
 class FakeModel:
-    """What running one model would be like. Seconds are of the virtual clock; bytes are real use, not an estimate."""
+    """Times and sizes of one model. Seconds are of the virtual clock; bytes are real use, not an estimate."""
 
     shards: tuple[int, ...] = (GIB,)
     """Bytes on each device of its place; on the CPU, all of them in main memory."""
@@ -145,7 +145,7 @@ class FakeModel:
     stop_seconds: float = 0.5
     """From the request to stop until memory is back."""
     estimated: Estimated | None = None
-    """What `estimate` answers; None: the truth."""
+    """The answer of `estimate`; None: the real use."""
     dies_after: float | None = None
     """Seconds after ready."""
     download_fails: list[WorkerLost] = field(default_factory=list)
@@ -160,7 +160,7 @@ class FakeModel:
     capabilities: tuple[str, ...] = ("chat", "completion")
 
     def parts(self, count: int) -> tuple[int, ...]:
-        """Bytes on each of so many devices: `shards` if it is they, else all on one, or as much on each."""
+        """Bytes on each of that many devices: `shards` if their number is equal, else all on one, or equal parts."""
         if count == len(self.shards):
             return self.shards
         return (-(-sum(self.shards) // count),) * count
@@ -228,7 +228,7 @@ class FakeEarlyProcess:
         self.measured: dict[DeviceId, int] = {}
         self.told = False
         self.worker: FakeWorker | None = None
-        """What became of it, once it is ready."""
+        """The worker that it becomes, once it is ready."""
         self._prepared: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._lost: asyncio.Future[WorkerLost] = asyncio.get_running_loop().create_future()
         self.preparing = asyncio.ensure_future(self._prepare())
@@ -300,13 +300,13 @@ class FakeLauncher:
         self.totals = dict(totals or {CPU: 8 * GIB})
         self.models = dict(models or {})
         self.pools = dict(pools or {})
-        """Accelerators without memory of their own, and whose they use."""
+        """Accelerators without memory of their own, and the devices whose memory they use."""
         self.on_reading = on_reading
         """Called after each new reading; assign it once there is a fleet."""
         self.reading_lag = reading_lag
         """Seconds from a change of memory until the driver shows it."""
         self.hold_seconds = 0.5
-        """What reading the files of any model takes."""
+        """Seconds that reading the files of any model takes."""
         self.file_bytes = 128 * MIB
         """Of each of them."""
         self.kv_tokens: dict[str, int] = {}
@@ -315,7 +315,7 @@ class FakeLauncher:
         self.journal: list[str] = []
         self.timeline: list[tuple[float, str]] = []
         self.fork_server = False
-        """Whether workers are forked."""
+        """True if workers are forked."""
         self.running: dict[str, FakeWorker] = {}
         """Ready workers, by `Program.worker`."""
         self.foreign = dict.fromkeys(self.totals, 0)
@@ -327,10 +327,10 @@ class FakeLauncher:
         self._readings = self._read()
         self._pids = iter(range(1000, 1 << 30))
 
-    # What a test tells it
+    # Orders of a test
 
     def hold(self, entry: str) -> None:
-        """From now on the step that `entry` begins (`start c`) does not end before `release`."""
+        """Keep the step that `entry` begins (`start c`) from ending before `release`."""
         self._gates.setdefault(entry, asyncio.Event())
 
     def release(self, entry: str) -> None:
@@ -344,7 +344,7 @@ class FakeLauncher:
         worker.lose(error)
 
     def say(self, model: str, event: Event) -> None:
-        """A worker of `model` says `event`, one that is ready if that is a pulse: what it measures becomes its own."""
+        """Send `event` from a worker of `model`; a pulse from a ready one, whose measurement it becomes."""
         if not isinstance(event, Pulse):
             next(listen for name, listen in self._listeners.items() if name.startswith(f"{model}#"))(event)
             return
@@ -357,12 +357,12 @@ class FakeLauncher:
         self._listeners[worker.program.worker](event)
 
     def set_foreign(self, device: DeviceId, used: int) -> None:
-        """Somebody else now uses so many bytes of `device`."""
+        """Set the bytes of foreign memory on `device`."""
         self.foreign[device] = used
         self._memory_changed()
 
     def used(self, device: DeviceId) -> int:
-        """Bytes really in use, by anybody; readings may lag behind."""
+        """Bytes really in use by all processes; readings may lag behind."""
         pool = self.pools.get(device, device)
         return self.foreign[pool] + sum(pooled(sizes, self.pools).get(pool, 0) for sizes in self._occupied.values())
 
@@ -615,8 +615,8 @@ def fake_program(model: str, *, number: int = 1, **told: Any) -> Program:
 
 
 def fake_snapshot(folder: Path, *, weight_mib: int = 0, **told: Any) -> Path:
-    """A folder that looks like a tiny Llama whose weights take `weight_mib` (the file is sparse), with the behaviour
-    of whoever serves it."""
+    """A folder like a tiny Llama whose weights take `weight_mib` (the file is sparse), with the behaviour of the fake
+    worker that serves it."""
     hidden, layers, vocab = 16, 2, max(64, (weight_mib * MIB) // (4 * 16))
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -655,8 +655,8 @@ def fake_snapshot(folder: Path, *, weight_mib: int = 0, **told: Any) -> Path:
 
 
 class Journal:
-    """What fake workers write down, as it happens: a FIFO at `path`, read by the running loop. Their children and
-    those of other routers may write to it as well."""
+    """The journal of fake workers: a FIFO at `path`, read by the running loop. Their children and those of other
+    routers may write to it as well."""
 
     def __init__(self, path: Path):
         os.mkfifo(path, 0o600)
@@ -697,7 +697,7 @@ class Journal:
 
 
 async def ended(pid: int, *, within: float = DEADLINE) -> None:
-    """Returns once process `pid`, anybody's child, has ended. Raises TimeoutError."""
+    """Return once process `pid` has ended, which need not be our child. Raises TimeoutError."""
     try:
         watch = os.pidfd_open(pid)
     except ProcessLookupError:

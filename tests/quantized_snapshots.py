@@ -24,7 +24,7 @@ SIZES: Mapping[str, Any] = {
     "num_key_value_heads": 2, "vocab_size": 512, "initializer_range": 0.05, "max_position_embeddings": 256,
 }  # fmt: skip
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""What the 4 bits of mxfp4 stand for: OCP Microscaling Formats, version 1.0, section 5.3.3."""
+"""The values of the 4 bits of mxfp4: OCP Microscaling Formats, version 1.0, section 5.3.3."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight outputs lies in which 4 bits of an int32: AutoAWQ's `gemm` version."""
 
@@ -186,12 +186,12 @@ def _mixture(folder: Path, dtype: str, **sizes: Any) -> Path:
 
 
 def said(method: str) -> dict[str, Any]:
-    """What config.json says of weights that are quantized so."""
+    """The `quantization_config` of this method in config.json."""
     return _METHODS[method][1] if method in _METHODS else _MXFP4
 
 
 def plain(folder: Path) -> Path:
-    """Where the dequantized model lies beside `folder`."""
+    """The folder of the dequantized model, beside `folder`."""
     return folder.with_name(f"{folder.name}-plain")
 
 

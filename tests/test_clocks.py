@@ -27,7 +27,7 @@ SHOWN = {
     "worker/api/responses.py": "when an answer was created",
     "worker/protocol/streams.py": "when an answer was created",
 }
-"""Who reads the wall clock, and what for: all of it is shown, and none of it is compared with a later reading."""
+"""The readers of the wall clock and their purpose: each reading is shown, none is compared with a later one."""
 WALL = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime", "ctime", "strftime", "fromtimestamp"}
 MODULES = {"time", "datetime", "date"}
 READS = re.compile(rf"\b({'|'.join(MODULES)})\s*\.\s*({'|'.join(WALL)})\b|from time import")

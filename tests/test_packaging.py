@@ -1,4 +1,4 @@
-"""What is installed: the wheel, the pins, the two commands, and the bootstrap behind them."""
+"""The installation: the wheel, the pins, the two commands, and the bootstrap that they use."""
 
 import os
 import re

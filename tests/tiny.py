@@ -341,7 +341,7 @@ _FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
 }
 FAMILIES = tuple(_FAMILIES)
 _WIDER = {"t5": 4.0, "flan-t5": 16.0, "bart": 4.0}
-"""Where the text would else be one token again and again."""
+"""Factors of the spread of weights in families whose text would otherwise be one token again and again."""
 _ADDS_BOS = {"llama", "mistral", "gemma", "llama-embed"}
 
 

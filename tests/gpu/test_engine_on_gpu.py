@@ -67,7 +67,7 @@ async def test_greedy_text_equals_generate_on_the_device(family: str, enforce_ea
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mamba"])
 async def test_text_is_the_same_on_several_devices(family: str, tmp_path: Path) -> None:
-    """Where there is one, both parts lie on it; only with two is it proved that all moves that has to."""
+    """With one accelerator both parts are on it. Only two show that every tensor that must move is moved."""
     folder = tiny.make(family, tmp_path)
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float32).to(DEVICE)

@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What `router check` reports: problems, warnings, and the settings in effect with their origins."""
+    """The report of `router check`: problems, warnings, and the settings in effect with their origins."""
 
     problems: str
     warnings: str

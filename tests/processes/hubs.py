@@ -39,7 +39,7 @@ class Hub:
             await client.put(f"{self.address}/_faults", json=faults)
 
     async def commit(self, repo: str) -> str:
-        """What `main` means now."""
+        """The commit that `main` names now."""
         async with httpx.AsyncClient() as client:
             commit: str = (await client.get(f"{self.address}/api/models/{repo}/revision/main")).json()["sha"]
             return commit

@@ -239,7 +239,7 @@ def chat(model: str, text: str = "one two three", **fields: Any) -> dict[str, An
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """True if the process exists and is no zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
@@ -248,7 +248,7 @@ def is_alive(pid: int) -> bool:
 
 
 async def gone(pids: Sequence[int], within: float) -> bool:
-    """Whether all processes are gone `within` seconds; returns as soon as they are."""
+    """True if all processes have exited `within` seconds. Returns as soon as they have."""
     loop = asyncio.get_running_loop()
     futures = []
     for pid in pids:

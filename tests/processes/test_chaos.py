@@ -29,7 +29,7 @@ def test_kills_in_the_middle_of_swaps_leave_nothing_over_and_the_next_request_wo
     found = chaos.Found()
     pick = random.Random(random.randrange(1 << 30))
     with chaos.house() as house:
-        house.hears("is warm")
+        house.logs("is warm")
         last = "one"
         assert chaos.ask(house.port, last).whole
         for kind in ("worker", "worker", "worker", "guard", "files", "fork-server", "router"):

@@ -32,7 +32,7 @@ def words_of(pid: int) -> list[str]:
 
 
 async def answer(up: Router, model: str) -> tuple[str, str]:
-    """What it says, and the folder that its worker was started with."""
+    """The text of an answer, and the folder with which its worker was started."""
     body = {"model": model, "prompt": "The quick brown fox", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
     response = await up.client.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text

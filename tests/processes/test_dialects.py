@@ -1,4 +1,4 @@
-"""What each dialect's official client makes of a worker that is lost in mid-stream, and of the router's own errors."""
+"""Exceptions of the official client of each API: a worker that exits within a stream, and the router's own errors."""
 
 import asyncio
 import contextlib

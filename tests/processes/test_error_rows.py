@@ -45,7 +45,7 @@ ANTHROPIC: dict[int, type[Exception]] = {
     **dict.fromkeys((500, 501, 502, 503, 504, 507), anthropic.APIStatusError),
 }
 TIRED = (openai.APITimeoutError, anthropic.APITimeoutError, httpx.TimeoutException, httpx2.TimeoutException)
-"""What clients raise whose own time-out is over, before an answer and within one."""
+"""The exceptions of clients whose own timeout ends, before an answer and within one."""
 Asking = Callable[[World], Awaitable[Any]]
 
 

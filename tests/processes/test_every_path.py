@@ -1,5 +1,5 @@
-"""What holds for every path of the table, asked over a socket: HEAD, OPTIONS, methods, pages of other origins, and what
-of a request's head goes on to a worker."""
+"""Promises for every path of the route table, over a socket: HEAD, OPTIONS, methods, pages of other origins, and the
+headers that are forwarded to a worker."""
 
 import asyncio
 import re
@@ -91,7 +91,7 @@ async def test_options_is_fine_everywhere_and_a_wrong_method_names_the_right_one
 
 
 def plane(route: Route) -> str:
-    """Who may ask, by the words of the contract."""
+    """The access level of a route, as the documentation states it."""
     if route.path in OPEN:
         return "public"
     changes = route.method != "GET" and not route.path.endswith("/invoke")

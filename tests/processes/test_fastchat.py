@@ -1,4 +1,4 @@
-"""What FastChat's own API server, or whoever asks like it, gets of the router."""
+"""Answers of the router to FastChat's own API server and to other programs with the same requests."""
 
 import asyncio
 import contextlib

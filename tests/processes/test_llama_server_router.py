@@ -1,5 +1,5 @@
-"""What llama-server's own tests ask of its router, asked of ours. Where they slow a child down, a file says here when
-it goes on. (Lists, properties, keys, downloads and reloads: test_router_http.py, test_model_management.py.)"""
+"""Requests of the tests of llama-server's router. Where those slow a child process down, a file decides here when it
+goes on. (Lists, properties, keys, downloads and reloads: test_router_http.py, test_model_management.py.)"""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping

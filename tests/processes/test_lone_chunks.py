@@ -50,7 +50,7 @@ def test_only_a_chunk_in_the_plainest_form_is_taken_as_it_comes() -> None:
 
 
 class Transport(asyncio.Transport):
-    """Where nothing is written."""
+    """A writer that discards everything."""
 
     def is_closing(self) -> bool:
         return False
@@ -88,7 +88,7 @@ class Hearing:
 
     @property
     def end(self) -> str:
-        """How the answer ended, if it did."""
+        """The error with which the answer ended, if it has ended."""
         error: WorkerClientError | None = self.exchange._error
         if error is not None:
             return "not HTTP" if isinstance(error, NotHttp) else "broken"

@@ -20,7 +20,7 @@ MARGIN = ("--models-memory-margin", "64")
 
 
 def told(events: Events, model: str) -> list[tuple[str, Any]]:
-    """What was told of one model, progress left out: (event, status), and whether it drains."""
+    """The events of one model without progress: (event, status), and a third member if it drains."""
     return [
         (each["event"], each["data"].get("status"), *(("draining",) if each["data"].get("draining") else ()))
         for each in events.seen

@@ -1,4 +1,4 @@
-"""What the router answers itself is what its description says: no member more, none less."""
+"""The router's own answers have exactly the members of the OpenAPI document."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What is no proper HTTP: answered or hung up on at once, never by a fault of the router, never quoted in its log."""
+"""Invalid HTTP: answered or disconnected at once, without an error of the router, and never quoted in its log."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What clients see: statuses, bodies, headers, over a real router and fake workers."""
+"""Statuses, bodies and headers that clients receive from a real router with fake workers."""
 
 import asyncio
 import functools

@@ -156,7 +156,7 @@ async def test_a_killed_load_is_repeated_once_without_an_error(up: Router, tmp_p
 
 
 async def test_a_worker_with_a_deleted_socket_is_replaced_for_the_next_request(up: Router, tmp_path: Path) -> None:
-    """What it answers already is answered to the end."""
+    """Answers in progress are completed."""
     go, journal = tmp_path / "go", tmp_path / "journal"
     await up.serve(tmp_path, {"a": {"_journal": str(journal)}})
     async with lines_written(journal) as lines:

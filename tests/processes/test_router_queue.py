@@ -1,4 +1,4 @@
-"""Who waits in line at a real router: what it hears meanwhile, and when it is told to come back."""
+"""Requests in the queue of a real router: what is sent to them meanwhile, and when Retry-After is sent."""
 
 import asyncio
 import contextlib
@@ -98,8 +98,8 @@ SAID: dict[str, bytes] = {
     "/predictions/{id}": b"",
     "/models/{id}/invoke": b"",
 }
-"""What a stream hears first that waits for room, in the words of its dialect. JSON lines know no comments: Ollama's get
-a line that adds nothing, FastChat's a text without anything in it, LMI's their status line and no more."""
+"""The first bytes of a stream that waits for memory, in the format of its API. JSON lines have no comments: Ollama's
+stream gets a line without text, FastChat's an empty text, LMI's only its status line."""
 
 
 def test_every_streaming_route_defines_its_waiting_comments() -> None:

@@ -25,7 +25,7 @@ def one_model(folder: Path, models: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def journal(folder: Path, *kinds: str) -> list[str]:
-    """What workers did, process ids aside."""
+    """The journal of the workers without process ids."""
     lines = (folder / "journal").read_text().splitlines()
     return [line.split()[0] if line.startswith("started") else line for line in lines if line.startswith(kinds)]
 

@@ -34,7 +34,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Served:
-    """How long one demand waited from its arrival until it was ready, and how long it might have."""
+    """Seconds that one demand waited from its arrival until it was ready, and the bound of this wait."""
 
     model: str
     seconds: float

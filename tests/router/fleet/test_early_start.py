@@ -1,4 +1,4 @@
-"""Who may have its process before its room, as values."""
+"""Demands whose process may start before their memory is free, as values."""
 
 from dataclasses import replace
 from typing import Any

@@ -21,7 +21,7 @@ def pair(evict_timeout: float = -1.0) -> Schedule:
 
 
 async def answered(world: Schedule, model: str, seconds: float) -> tuple[float, ApiError | None]:
-    """How long its answer was of `seconds`, and why it was no longer."""
+    """Seconds that an answer of `seconds` took, and the cause if it was cut."""
     cut = asyncio.Event()
     with world.fleet.lease(model) as lease:
         lease.on_abort = cut.set

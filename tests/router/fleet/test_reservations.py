@@ -1,4 +1,4 @@
-"""What is reserved for a worker and what its measurements teach, by the way in which it is born: never too little."""
+"""Reservations of executed and forked workers, and what is learned from their measurements: never too little."""
 
 import asyncio
 from dataclasses import replace
@@ -46,7 +46,7 @@ def only(world: Schedule, name: str) -> Worker:
 
 
 def needs(*, forked: bool) -> int:
-    """What is reserved for one of these models before anything was learned."""
+    """The reservation of one of these models before anything is learned."""
     preset = Preset(id="a")
     found = estimate(LLAMA, preset, on_host=True, threads=threads(preset, on_host=True), forked=forked)
     return found.granted(found.kv_steps).total

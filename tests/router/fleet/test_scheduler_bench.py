@@ -1,4 +1,4 @@
-"""What `scripts/bench_scheduler` measures and the documents promise."""
+"""Promises of the documents that `scripts/bench_scheduler` measures."""
 
 import runpy
 from pathlib import Path

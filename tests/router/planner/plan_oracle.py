@@ -148,7 +148,7 @@ class Oracle:
             yield tuple(by_room[by_size.index(shard)] for shard in range(len(chosen)))
 
     def claim(self, demand: Demand, place: Place) -> dict[DeviceId, int]:
-        """What it takes there, by the device that has the memory."""
+        """The bytes that it takes at that place, by the device that has the memory."""
         node = place[0].node
         claim = {DeviceId(node, SLOTS): 1}
         parts = [(self.pool(id), size) for id, size in zip(place, demand.shards, strict=True)]

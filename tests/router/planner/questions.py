@@ -26,7 +26,7 @@ class Fleet:
 
     @property
     def line(self) -> list[Demand]:
-        """Who is asked first."""
+        """The demands in the order in which the planner serves them."""
         return sorted(self.waiting, key=lambda one: (one.best_effort, -one.priority, one.since, one.id))
 
     def claims(self, plan: Plan, among: Sequence[Demand], *, granted: bool = True) -> dict[int, Bytes]:
@@ -40,7 +40,8 @@ class Fleet:
     def stages(
         self, plan: Plan, among: Sequence[Demand], *, granted: bool = True
     ) -> Iterator[tuple[set[int], list[Bytes]]]:
-        """Who is gone and what is taken: first as told now, then as each that has to wait gets its place, in line."""
+        """The residents that have gone and the claims: first as the plan says now, then after each waiting demand in
+        turn has got its place."""
         claims = self.claims(plan, among, granted=granted)
         asked = {one.id for one in among} | {None}
         gone = {one.id for one in self.residents if one.leaving}
@@ -57,12 +58,12 @@ class Fleet:
         return overdrawn(self.devices, self.residents, [one for one in self.residents if one.id in gone], claims)
 
     def leaving(self, plan: Plan) -> list[Resident]:
-        """Who will be gone, by this plan or before."""
+        """The residents that leave by this plan or an earlier one."""
         return [one for one in self.residents if one.leaving or one.id in plan.evict]
 
 
 def is_pending(plan: Plan, id: int) -> bool:
-    """Whether it keeps a place, but waits until its victims, or those of somebody ahead, may leave."""
+    """True if the demand has a place, but waits until its victims, or those of a demand before it, may leave."""
     wait = plan.waits.get(id)
     return wait is not None and (
         wait.cause not in ("stopping", "exclusive") or not set(wait.victims) <= set(plan.evict)

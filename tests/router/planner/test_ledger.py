@@ -1,4 +1,4 @@
-"""What is used on each device."""
+"""Bytes in use on each device."""
 
 from collections.abc import Sequence
 from random import Random

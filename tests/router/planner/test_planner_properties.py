@@ -1,4 +1,4 @@
-"""Who starts where, who leaves: laws, over random fleets; and the whole queue under a virtual clock."""
+"""Properties of starts and evictions over random fleets, and of the whole queue under a virtual clock."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

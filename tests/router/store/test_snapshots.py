@@ -1,4 +1,4 @@
-"""Where models' files are."""
+"""Locations of the files of models."""
 
 import os
 from pathlib import Path

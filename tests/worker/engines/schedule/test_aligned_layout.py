@@ -1,4 +1,4 @@
-"""Where rows lie: whatever joins and leaves, every row keeps its columns, and those that decode lie side by side."""
+"""Positions of rows: each row keeps its columns when others are added or removed, and decoding rows are adjacent."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
