@@ -55,6 +55,7 @@ _NO_LINEAR = re.compile(
 _TRANSPOSED = frozenset({"gpt2", "openai-gpt"})  # architectures whose linear layers store inputs first
 
 # The layer of a tensor. Layers of a vision tower have such names too, but models with a tower are not split.
+_ROUTER = re.compile(r"\.(gate|router)\.weight$")  # it chooses experts
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.([0-9]+)\.")
 # Tensors that follow the layers: the head, the last norm.
 _BEHIND = re.compile(r"(^|\.)(lm_head|embed_out|output|norm|norm_f|ln_f|final_layernorm|final_layer_norm)\.\w+$")
@@ -344,7 +345,11 @@ def _facts(config: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> Checkpo
         loaded = {
             name: tensor for name, tensor in loaded.items() if not (_HEAD.search(name) and tensor[1] == embedding)
         }
-    matrices = sum(math.prod(shape) for name, (_, shape, _) in loaded.items() if len(shape) > 1 and _LAYER.search(name))
+    matrices = sum(
+        math.prod(shape)
+        for name, (_, shape, _) in loaded.items()
+        if len(shape) > 1 and _LAYER.search(name) and not _ROUTER.search(name)
+    )
     if not tensors:
         loaded, matrices = _implied(facts), facts.layers * _layer_matrices(facts)
     return replace(

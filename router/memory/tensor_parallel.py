@@ -36,7 +36,7 @@ def reason_not_to_divide_by(facts: Checkpoint, preset: Preset, ranks: int) -> st
     for number, what in (
         (facts.heads, "attention heads"),
         (facts.kv_heads, "heads of keys and values"),
-        (facts.intermediate, "columns in its MLP"),
+        (facts.expert or facts.intermediate, "columns in its MLP"),
     ):
         if number % ranks:
             return f"it has {number} {what}, which {ranks} does not divide"
@@ -81,7 +81,8 @@ def estimate(
     logits = 2 * (preset.parallel + 16) * facts.vocab_size * each  # parts of the ranks, and the gathered ones
     compute = compute_bytes(part, preset, tokens, on_host=on_host) + logits
     libraries = facts.vocab_size * TOKENIZER_BYTES + grammar_bytes(facts, preset)
-    loading = whole if preset.load_format == "dummy" else 2 * facts.largest
+    stacked = (facts.stacked + facts.stacked // max(facts.layers, 1)) * each  # as in `kept_bytes`, on each rank
+    loading = whole if preset.load_format == "dummy" else max(2 * facts.largest, stacked)
     extra = preset.reserved_memory
     if on_host:
         kept = max(kept_bytes(facts, preset, compute, context), loading - context)

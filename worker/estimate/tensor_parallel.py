@@ -57,13 +57,14 @@ def divided_estimate(options: Estimate) -> Estimated:
     tokenizer = snapshot.load_tokenizer(options)
     grown = max(0, memory.resident() - resident)
     on_cpu = device_of(options).type == "cpu"
-    dtype = StoredTensors(options).dtype(options, config)
+    stored = StoredTensors(options)
+    dtype = stored.dtype(options, config)
     grammars = grammar.vocabulary_bytes(tokenizer, config.get_text_config(decoder=True).vocab_size)
     process = estimate.resident_bytes(dtype) if on_cpu else estimate.host_overhead(options)
     inherited = ranks * memory.inheritance.bytes()  # before the trace: pages that it writes to are not shared any more
     # Alive until here: on the CPU its memory is part of the figure of each process. Only rank 0 has a tokenizer.
     del tokenizer
-    traced = trace(options, config, dtype, ranks)
+    traced = trace(options, config, stored, ranks)
     if on_cpu:
         kept = HEAP_FACTOR * traced.compute + options.threads * ATTENTION_TILE_BYTES
         return Estimated(
@@ -83,9 +84,10 @@ def divided_estimate(options: Estimate) -> Estimated:
     )
 
 
-def trace(options: ModelOptions, config: Any, dtype: torch.dtype, ranks: int) -> estimate.Traced:
+def trace(options: ModelOptions, config: Any, stored: StoredTensors, ranks: int) -> estimate.Traced:
     """Return the bytes of one rank. Raises StartError for a model that cannot be divided."""
     ctx_size = requests.context_size(options, architectures.positions(config))
+    dtype = stored.dtype(options, config)
     with FakeTensorMode():
         model = meta_model.build(snapshot.model_class(options, config, embeds=False), config, dtype, embeds=False)
         whole = meta_model.tensor_bytes(model)
@@ -105,7 +107,7 @@ def trace(options: ModelOptions, config: Any, dtype: torch.dtype, ranks: int) ->
         runner.bytes,
         max(peaks),
         on_device=meta_model.repeated_bytes(config, ctx_size, dtype) // ranks,
-        loading=whole if options.load_format == "dummy" else 2 * largest,
+        loading=whole if options.load_format == "dummy" else max(2 * largest, stored.stacked(config) * dtype.itemsize),
     )
 
 

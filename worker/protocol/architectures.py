@@ -49,10 +49,12 @@ DIVISIBLE = frozenset(
         "granite",
         "llama",
         "mistral",
+        "mixtral",
         "olmo",
         "phi",
         "qwen2",
         "qwen3",
+        "qwen3_moe",
         "smollm3",
         "starcoder2",
     }

@@ -81,6 +81,7 @@ def test_max_is_one_process_where_there_is_no_accelerator() -> None:
             "it has 2 heads of keys and values, which 4 does not divi",
         ),
         (replace(LARGE, intermediate=28673), {"tensor_parallel": 2}, "it has 28673 columns in its MLP"),
+        (replace(LARGE, intermediate=28674, expert=14337), {"tensor_parallel": 2}, "it has 14337 columns in its MLP"),
         (replace(LARGE, model_type="gpt2"), {"tensor_parallel": ALL_DEVICES}, "this version divides .* this is gpt2"),
         (replace(LARGE, matrices=0), {"tensor_parallel": 2}, "its tensor names do not identify the layers"),
     ],

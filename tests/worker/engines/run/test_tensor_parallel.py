@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from router.config.presets import Preset
+from router.memory import checkpoint
+from router.memory import tensor_parallel as static_tensor_parallel
 from tests import tiny
 from tests.worker import kept
 from tests.worker.loaded import (
@@ -36,6 +39,7 @@ from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.load.tensor_parallel_plan import RankSlice
 from worker.errors import Draining, RankLost, StartError
 from worker.estimate import estimate, tensor_parallel
+from worker.estimate.meta_model import StoredTensors
 from worker.program import supervision
 from worker.program.main import _follow
 from worker.protocol.architectures import DIVISIBLE
@@ -211,9 +215,13 @@ def test_slices_are_the_whole_model_and_nothing_twice(family: str) -> None:
             assert all(each is None or torch.equal(each, parameter) for each in mine)
             continue
         dim = next(dim for dim in range(parameter.ndim) if first.shape[dim] < parameter.shape[dim])
-        assert torch.equal(torch.cat([each for each in mine if each is not None], dim), parameter)
+        slices = [each for each in mine if each is not None]
+        if name.endswith("experts.gate_up_proj"):  # a slice of all gates, and one of all ups
+            slices = [half for halves in zip(*(each.chunk(2, dim) for each in slices), strict=True) for half in halves]
+        assert torch.equal(torch.cat(slices, dim), parameter)
         parted += parameter.numel()
-    layers = sum(each.numel() for name, each in whole.named_parameters() if "layers." in name and each.ndim > 1)
+    matrices = ((name, each) for name, each in whole.named_parameters() if "layers." in name and each.ndim > 1)
+    layers = sum(each.numel() for name, each in matrices if not name.endswith("mlp.gate.weight"))
     assert parted >= layers, "every matrix of a layer"
 
 
@@ -224,7 +232,8 @@ def test_slices_are_the_whole_model_and_nothing_twice(family: str) -> None:
         ("llama", {"tensor_parallel": 4}, {}, "it has 2 heads of keys and values, which 4 does not divide"),
         ("llama", {}, {"intermediate_size": 129}, "its MLP is 129 wide, which 2 does not divide"),
         ("gpt2", {}, {}, "transformers has no plan for this family; remove tensor-parallel; pipeline-parallel puts"),
-        ("mixtral", {}, {}, r"this version divides cohere, .* only \(its plan has moe_tp_experts\)"),
+        ("qwen2_moe", {}, {}, r"this version divides cohere, .* only \(its plan has moe_tp_experts\)"),
+        ("qwen3_moe", {}, {"moe_intermediate_size": 33}, "its experts are 33 wide, which 2 does not divide"),
         ("phi3", {}, {}, r"\(its plan has colwise_gather_output\)"),
         ("t5", {}, {}, "it has an encoder and a decoder; remove tensor-parallel$"),
         ("llama", {"quantization": "bnb-4bit"}, {}, "its weights are quantised; remove tensor-parallel$"),
@@ -253,7 +262,7 @@ def test_a_matrix_that_the_plan_does_not_name_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 def test_the_exact_estimate_is_of_one_rank_for_each_device(family: str, tmp_path: Path) -> None:
     """Llama's head is divided here; Qwen 3's is its embeddings, which every rank needs."""
     folder = tiny.make(family, tmp_path, vocab_size=512)
@@ -261,7 +270,7 @@ def test_the_exact_estimate_is_of_one_rank_for_each_device(family: str, tmp_path
     config = load_config(one)
     whole = estimate.trace(one, config)
     each = replace(one, tensor_parallel=2, devices=("cuda:0", "cuda:1"))
-    rank = tensor_parallel.trace(each, config, torch.float32, 2)
+    rank = tensor_parallel.trace(each, config, StoredTensors(each), 2)
     assert rank.context == whole.context // 2
     embeddings = 512 * 64 * 4
     half = (whole.weights - embeddings) / 2
@@ -273,3 +282,24 @@ def test_the_exact_estimate_is_of_one_rank_for_each_device(family: str, tmp_path
     on_host = tensor_parallel.divided_estimate(replace(one, tensor_parallel=2))
     assert on_host.weights == [2 * rank.weights]
     assert on_host.host == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [("cpu",), ("cuda:0", "cuda:1")])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
+def test_the_static_estimate_of_ranks_is_never_below_the_exact_one(
+    family: str, devices: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = tiny.make(family, tmp_path, vocab_size=512, hidden_size=128, num_hidden_layers=3)
+    keys: dict[str, Any] = {"ctx_size": 128, "parallel": 2, "prefill_chunk": 32}
+    asked = Estimate(snapshot=str(folder), devices=devices, tensor_parallel=2, **keys)
+    exact = tensor_parallel.divided_estimate(asked)
+    preset = Preset(id="m", tensor_parallel=2, **keys)
+    static = static_tensor_parallel.estimate(
+        checkpoint.read(folder), preset, 2, on_host=devices == ("cpu",), threads=asked.threads
+    )
+    static = static.granted(static.kv_steps)
+    for shard in range(len(exact.weights)):
+        assert exact.weights[shard] <= 1.01 * static.weights[shard], "but for buffers that the model makes itself"
+        assert exact.context[shard] <= static.context[shard]
+        assert exact.weights[shard] + exact.compute[shard] <= static.weights[shard] + static.compute[shard]

@@ -2,9 +2,9 @@
 
 As in Megatron-LM (Shoeybi et al. 2019, section 3). Matrices from the hidden state to heads, or to the width of an MLP,
 are divided by outputs, so each rank computes its own heads and part of the width. Matrices back to the hidden state are
-divided by inputs: each rank has a partial sum, and an all-reduce adds them, twice in a layer. Everything else is
-replicated. The family's plan says which is which (`base_model_tp_plan` of transformers' configurations, and `_tp_plan`
-for the head).
+divided by inputs: each rank has a partial sum, and an all-reduce adds them, twice in a layer. The width of each expert
+is divided in the same way, so all ranks compute the same experts. Everything else is replicated. The family's plan says
+which is which (`base_model_tp_plan` of transformers' configurations, and `_tp_plan` for the head).
 
 The router decides the number of ranks.
 """
@@ -22,6 +22,7 @@ from worker.protocol.architectures import DIVISIBLE
 from worker.protocol.argv import ModelOptions
 
 BY_OUTPUTS, BY_INPUTS, HEAD = "colwise", "rowwise", "colwise_gather_output"
+EXPERTS = "moe_tp_experts"
 # Plan entry for small weights that are the same for each head. The gradients in its name do not matter for inference.
 _WHOLE = "replicated_with_grad_allreduce"
 
@@ -90,8 +91,9 @@ def reason_against_division(config: Any, count: int) -> str:
     for number, what in ((heads, "attention heads"), (shape.kv_heads, "heads of keys and values")):
         if number % count:
             return f"it has {number} {what}, which {count} does not divide"
-    if (getattr(config, "intermediate_size", None) or 0) % count:
-        return f"its MLP is {config.intermediate_size} wide, which {count} does not divide"
+    for name, what in (("intermediate_size", "MLP is"), ("moe_intermediate_size", "experts are")):
+        if (width := getattr(config, name, None) or 0) % count:
+            return f"its {what} {width} wide, which {count} does not divide"
     return ""
 
 
@@ -110,6 +112,9 @@ def divide(model: Any, part: RankSlice, group: RankGroup) -> None:
             _keep(module, part, 1)
             if part.rank:
                 module.bias = None  # rank 0 adds it; the all-reduce would add it once per rank
+            module.register_forward_hook(lambda module, args, output: group.add_up(output))
+        elif style == EXPERTS:
+            _keep_experts(module, part)
             module.register_forward_hook(lambda module, args, output: group.add_up(output))
     if head is not None:
         _keep(head, part, 0)
@@ -146,14 +151,27 @@ def _keep(module: Any, part: RankSlice, dim: int) -> None:
     module.out_features, module.in_features = module.weight.shape
 
 
+def _keep_experts(module: Any, part: RankSlice) -> None:
+    """Keep one rank's slice of the width of all experts, which are stacked in two parameters."""
+    names = {name for name, _ in module.named_parameters(recurse=False)}
+    if names != {"gate_up_proj", "down_proj"} or getattr(module, "is_transposed", False):
+        raise StartError(f"a {type(module).__name__} cannot be divided; remove tensor-parallel")
+    both = module.gate_up_proj.detach().unflatten(1, (2, -1))  # [experts, gate or up, width, hidden]
+    kept = part.of(both, 2).flatten(1, 2)  # a copy: the slices of gate and up are apart
+    module.gate_up_proj = nn.Parameter(kept, requires_grad=False)
+    module.down_proj = nn.Parameter(part.of(module.down_proj.detach(), 2), requires_grad=False)
+    module.intermediate_dim = module.down_proj.shape[2]
+
+
 def _check_rest(model: Any, styles: dict[str, str]) -> None:
     """Raise StartError unless all replicated weights in layers are vectors, which apply to each head alike or to the
-    hidden state."""
+    hidden state, or choose experts by the hidden state."""
     _, stack = layer_split.stack_of(model)
     divided = {id(module) for name, module in model.named_modules() if re.sub(r"\.\d+\.", ".*.", name) in styles}
     for name, module in stack.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
-            if id(module) not in divided and parameter.ndim > 1:
+            chooses = len(parameter) == getattr(module, "num_experts", 0)
+            if id(module) not in divided and parameter.ndim > 1 and not chooses:
                 raise StartError(
                     f"{type(model).__name__} cannot be divided among ranks: its plan says nothing of {name}.{own},"
                     " which is a matrix; remove tensor-parallel"
