@@ -34,7 +34,6 @@ def own_headers(id: str) -> dict[str, str]:
 
 def render_error(error: ApiError, dialect: Dialect, request_id: str) -> tuple[dict[str, str], bytes]:
     """Headers, without `own_headers`, and body of an error response."""
-    error.message = error.message.encode("utf-8", "replace").decode()  # surrogates from a path cannot be sent
     headers = {
         **error.headers,
         "X-Should-Retry": "true" if error.should_retry else "false",

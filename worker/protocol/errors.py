@@ -63,7 +63,8 @@ class ReportedError(Protocol):
 def error_body(dialect: Dialect, error: ReportedError, *, request_id: str = "") -> dict[str, Any]:
     """Return the JSON body of an error in `dialect`. Most dialects use llama-server's error object, which
     OpenAI's clients accept."""
-    status, type, message = error.status, error.type, error.message
+    status, type = error.status, error.type
+    message = error.message.encode(errors="replace").decode()  # lone surrogates, as of a path, cannot be sent
     if dialect is Dialect.ANTHROPIC:
         kind = "overloaded_error" if status in (503, 507) else "api_error" if status >= 500 else type
         details = {"details": error.extra["details"]} if "details" in error.extra else {}
@@ -98,4 +99,4 @@ def to_openai_error(body: bytes) -> bytes:
     reasons = [reason for row in rows for reason in row.reasons]
     reason = "invalid_value" if "invalid_value" in reasons else reasons[0] if reasons else "internal"
     error = _error_object(status, type, lmi_error["message"], None, reason)
-    return json.dumps({"error": error}, ensure_ascii=False).encode()
+    return json.dumps({"error": error}, ensure_ascii=False).encode(errors="replace")

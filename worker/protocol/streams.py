@@ -81,7 +81,9 @@ def stream(dialect: Dialect) -> StreamFraming:
 def error_frame(dialect: Dialect, error: ReportedError, *, request_id: str = "") -> bytes:
     """Return the frame that reports an error after the stream has begun."""
     body = error_body(dialect, error, request_id=request_id)
-    return error_body_frame(dialect, json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode())
+    return error_body_frame(
+        dialect, json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+    )
 
 
 def error_body_frame(dialect: Dialect, body: bytes) -> bytes:
@@ -93,11 +95,13 @@ def error_body_frame(dialect: Dialect, body: bytes) -> bytes:
     if dialect is Dialect.LMI:
         token = {"id": -1, "text": "", "log_prob": -1, "special_token": True, "error_msg": json.loads(body)["message"]}
         line = {"token": token, "generated_text": "", "details": {"finish_reason": "error"}}
-        return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+        return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n"
     if dialect is Dialect.RESPONSES:  # an event; its sequence number is unknown here
         error = json.loads(body)["error"]
         event_body = {"type": "error", "code": error["type"], "message": error["message"], "param": error["param"]}
-        body = json.dumps({**event_body, "sequence_number": -1, "error": error}, ensure_ascii=False).encode()
+        body = json.dumps({**event_body, "sequence_number": -1, "error": error}, ensure_ascii=False).encode(
+            errors="replace"
+        )
     event = b"event: error\n" if dialect in (Dialect.ANTHROPIC, Dialect.RESPONSES) else b""
     return event + b"data: " + body.replace(b"\n", b" ") + b"\n\n"
 
