@@ -48,7 +48,7 @@ async def weigh(worker: Worker, fleet: Fleet) -> None:
     worker.devices = allowed_devices(worker.preset, readings)
     _estimate(worker, fleet)
     assert worker.costs is not None
-    for warning in (*sharding.unused(worker.preset, readings, worker.devices), worker.costs.choice.note):
+    for warning in (*sharding.unused(worker.preset, worker.facts, readings, worker.devices), worker.costs.choice.note):
         if warning:
             log.warning("%s: %s", worker.preset.id, warning)
 

@@ -369,8 +369,12 @@ def allowed_devices(preset: Preset, readings: Sequence[Reading]) -> frozenset[De
     return devices
 
 
-def unused(preset: Preset, readings: Sequence[Reading], devices: Collection[DeviceId]) -> Iterator[str]:
-    """Yield a warning for each key of placement that has no effect on these `devices` of the machine."""
+def unused(
+    preset: Preset, facts: Checkpoint, readings: Sequence[Reading], devices: Collection[DeviceId]
+) -> Iterator[str]:
+    """Yield a warning for each key that has no effect, or another one, for this model on these `devices`."""
+    if preset.caps_ctx and 0 < facts.max_positions < preset.ctx_size:
+        yield f"ctx-size is {facts.max_positions}, the model's maximum, and not {preset.ctx_size}"
     by_name = _by_name(readings)
     known = ", ".join(sorted(str(reading.id) for reading in readings))
     on_host = all(device.index == HOST for device in devices)
@@ -380,7 +384,11 @@ def unused(preset: Preset, readings: Sequence[Reading], devices: Collection[Devi
         elif name and by_name[name].index != HOST and by_name[name] not in devices:
             yield f"required-memory names {name}, which the key `device` excludes"
     if on_host:
-        keys = {"gpu-split": bool(preset.gpu_split), f"split-mode = {preset.split_mode}": preset.split_mode != "auto"}
+        keys = {
+            "gpu-split": bool(preset.gpu_split),
+            f"split-mode = {preset.split_mode}": preset.split_mode != "auto",
+            f"n-gpu-layers = {preset.gpu_layers}": preset.gpu_layers < ALL_LAYERS,
+        }
         yield from (f"{key} has no effect on the CPU" for key, is_set in keys.items() if is_set)
     elif len(preset.gpu_split) > max(1, len(devices)):
         yield f"gpu-split has {len(preset.gpu_split)} values, and there are {len(devices)} accelerators"

@@ -25,6 +25,8 @@ n-gpu-layers = 123
 jinja = true
 c = 4096
 LLAMA_ARG_CACHE_RAM = 0
+model-draft = ./my-models/draft
+model-draft = {draft}
 
 [custom_model]
 model = {model}
@@ -78,7 +80,9 @@ async def said(up: Router, model: str, **fields: Any) -> str:
 
 async def test_the_example_of_llama_servers_readme_loads(real: Router, tmp_path: Path) -> None:
     tiny.make("llama", real.models / "MY-MODEL", max_position_embeddings=8192)
-    await real.serve_presets(EXAMPLE.format(model=tiny.make("llama", tmp_path / "custom")))
+    tiny.make("llama", real.folder / "my-models" / "draft")
+    draft = tiny.make("llama", tmp_path / "draft", seed=1)
+    await real.serve_presets(EXAMPLE.format(model=tiny.make("llama", tmp_path / "custom"), draft=draft))
     for name, tokens in (("MY-MODEL", 4096), ("custom_model", 256)):
         await said(real, name)
         listed = (await real.client.get(f"/v1/models/{name}")).json()

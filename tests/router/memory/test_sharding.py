@@ -145,13 +145,16 @@ def test_required_memory_means_one_device() -> None:
         ({"split_mode": "layer"}, [CPU], ["split-mode = layer has no effect on the CPU"]),
         ({"gpu_split": (GIB, GIB, GIB)}, GPU[:2], ["gpu-split has 3 values, and there are 2 accelerators"]),
         ({"gpu_split": (GIB,), "split_mode": "layer"}, GPU[:2], []),
+        ({"gpu_layers": 8}, [CPU], ["n-gpu-layers = 8 has no effect on the CPU"]),
+        ({"ctx_size": 8192, "caps_ctx": True}, GPU[:2], ["ctx-size is 4096, the model's maximum, and not 8192"]),
+        ({"ctx_size": 4096, "caps_ctx": True}, GPU[:2], []),
     ],
 )
 def test_keys_of_placement_without_effect_are_reported(
     said: dict[str, Any], devices: list[DeviceId], found: list[str]
 ) -> None:
     readings = [Reading(id, 100 * GIB, 0, uuid=f"GPU-{id.index}") for id in (*GPU[:2], CPU)]
-    warnings = list(sharding.unused(preset(**said), readings, devices))
+    warnings = list(sharding.unused(preset(**said), replace(BIG, max_positions=4096), readings, devices))
     assert len(warnings) == len(found)
     assert all(warning.startswith(text) for warning, text in zip(warnings, found, strict=True))
 
