@@ -114,7 +114,7 @@ def converted_line(event: Event) -> str:
     """`mixtral converted: weights 88.1GiB, tokenizer in 212.3s`."""
     data = event.data
     if "error" in data:
-        return f"{event.model}: conversion failed ({data['outcome']}), the snapshot is loaded as it is: {data['error']}"
+        return f"{event.model}: conversion failed ({data['outcome']}): {data['error']}"
     parts = [f"weights {size(data['bytes'])}"] if data["bytes"] else []
     parts += ["tokenizer"] * data["tokenizer"]
     return f"{event.model} converted: {', '.join(parts) or 'nothing to convert'} in {data['seconds']:.1f}s"

@@ -137,8 +137,12 @@ def _check_model(names: Collection[str], repo: str) -> None:
         raise RemoteError(f"{repo} has no config.json: it is no model that transformers knows")
     if "safetensors" not in ends:
         pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
-        only = f", only {pickles[0]}, and pickled weights are never loaded" if pickles else ""
-        raise RemoteError(f"{repo} has no safetensors weights{only}; choose another repository or revision")
+        if pickles:
+            raise RemoteError(
+                f"{repo} has no safetensors weights, only {pickles[0]}, whose sizes are not known from headers;"
+                " download it first with `router download`, or choose another repository or revision"
+            )
+        raise RemoteError(f"{repo} has no safetensors weights; choose another repository or revision")
 
 
 def _weights(folder: Path, names: Iterable[str], repo: str) -> list[str]:

@@ -31,7 +31,7 @@ from router.config.resolve import LoadedPresets
 from router.config.settings import Option, Settings
 from router.errors import ConfigError, RouterError
 from router.registry import worker_groups
-from router.store.catalogue import Further, find_preset, load_catalogue, read_keys
+from router.store.catalogue import Further, find_preset, load_catalogue, read_keys, unusable_pickles
 
 OK, FAULTS, USAGE, UNREACHABLE, TOO_LARGE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 SCHEMA = 1  # version of JSON documents on stdout
@@ -390,6 +390,8 @@ def check(
     loaded = load_catalogue(parsed, models, os.environ)
     if lacks := _lacking_packages(loaded):
         loaded = replace(loaded, warnings=(*loaded.warnings, Problem("", 0, "", "", lacks)))
+    if pickles := unusable_pickles(loaded, parsed.hub_cache):
+        loaded = replace(loaded, problems=(*loaded.problems, *pickles))
     document, text = _document(loaded, effective=effective), _report(loaded, effective=effective)
     misfits: dict[str, str] = {}
     if effective:

@@ -61,7 +61,7 @@ GROUPS = (SOURCE, CONTEXT, SPECULATION, NUMERICS, PLACEMENT, ADAPTERS, PROMPT, L
 _LOAD_FORMAT = Choice(
     ("auto", "safetensors", "dummy"),
     refused={
-        "pt": "it would unpickle; convert the weights to safetensors",
+        "pt": "pickled weights are converted to safetensors where a model has no others; remove it",
         "npcache": "the weights must be safetensors; remove it",
         "gguf": "GGUF needs the llama-server engine; use a safetensors repository",
     },

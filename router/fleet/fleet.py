@@ -155,10 +155,16 @@ class Fleet:
 
     # Workers
 
-    def _begin(self, model: Model, *, best_effort: bool = False) -> Worker:
+    def usable_snapshot(self, model: Model) -> str | None:
+        """The folder of a model's files; None if they must be downloaded first."""
         # A download verifies the files that are here, so a model with damaged files is downloaded again.
-        verify = model.maybe_damaged and self.files.can_download_again(model.preset)
-        is_here = self.files.find(model.preset) is not None and not verify
+        if model.maybe_damaged and self.files.can_download_again(model.preset):
+            return None
+        return self.files.find(model.preset)
+
+    def _begin(self, model: Model, *, best_effort: bool = False) -> Worker:
+        snapshot = self.usable_snapshot(model)
+        is_here = snapshot is not None and not self.files.must_convert(model.preset, snapshot)
         state = State.QUEUED if is_here else State.DOWNLOADING
         worker = Worker(next(self.ids), model, state, self.now(), best_effort=best_effort)
         model.workers.append(worker)

@@ -20,9 +20,12 @@ class Files(Protocol):
     async def conversion(self, preset: Preset, snapshot: str) -> Convert | None:
         """Return the command that converts a downloaded snapshot.
 
-        None for a local folder, for a snapshot that needs no conversion, and for one that is converted already or
-        cannot be converted. Deletes incomplete targets first.
+        None for a local folder without pickled weights, for a snapshot that needs no conversion, and for one that is
+        converted already or cannot be converted. Deletes incomplete targets first.
         """
+
+    def must_convert(self, preset: Preset, snapshot: str) -> bool:
+        """Return whether the snapshot cannot be loaded as it is and is not converted yet. Reads a few entries only."""
 
     def loads_from(self, preset: Preset, snapshot: str) -> str:
         """Return the folder that a worker loads: the converted copy of `snapshot` if there is one, else `snapshot`."""

@@ -103,10 +103,12 @@ def end(worker: Worker, fleet: Fleet, error: ApiError | NextWorker | None) -> No
 async def _run(worker: Worker, fleet: Fleet) -> None:
     preset, program = worker.preset, program_of(worker.preset, str(worker))
     if worker.state is State.DOWNLOADING:
-        command = fleet.files.download(preset)
-        worker.load.begin("download", fleet.now())
-        worker.snapshot = await fleet.launcher.download(program, command, _listener(worker, fleet))
-        fleet.files.fetched(preset, worker.snapshot)
+        worker.snapshot = fleet.usable_snapshot(worker.model) or ""
+        if not worker.snapshot:
+            command = fleet.files.download(preset)
+            worker.load.begin("download", fleet.now())
+            worker.snapshot = await fleet.launcher.download(program, command, _listener(worker, fleet))
+            fleet.files.fetched(preset, worker.snapshot)
         await _convert(worker, fleet, program)
         if worker.fetch_only and not worker.leases:
             worker.reason = FETCHED
@@ -142,24 +144,28 @@ async def _run(worker: Worker, fleet: Fleet) -> None:
 async def _convert(worker: Worker, fleet: Fleet, program: Program) -> None:
     """Convert a downloaded snapshot if its loads would otherwise convert it each time. Append a `converted` event.
 
-    A failed conversion does not fail the load: the snapshot is loaded as it is.
+    A failed conversion does not fail the load: the snapshot is loaded as it is. Pickled weights cannot be, so their
+    conversion raises WorkerLost.
     """
     command = await fleet.files.conversion(worker.preset, worker.snapshot)
     if command is None:
         return
     began = fleet.now()
     worker.load.begin("convert", began)
-    facts: dict[str, Any] = {}
+    lost = None
     try:
         converted = await fleet.launcher.convert(program, command, _listener(worker, fleet))
         facts = {"outcome": "done", "bytes": converted.weights, "tokenizer": converted.tokenizer}
-    except WorkerLost as lost:
-        if lost.final:  # the same files would fail again
-            fleet.files.give_up_converted(command.target)
+    except WorkerLost as error:
+        lost = error
         outcome = "disk_full" if lost.exit == Exit.DISK_FULL else "failed"
         facts = {"outcome": outcome, "error": lost.message, "exit_code": lost.exit}
     seconds = round(fleet.now() - began, 3)
     fleet.events.append("converted", worker.preset.id, worker=worker.id, seconds=seconds, **facts)
+    if lost is not None and fleet.files.must_convert(worker.preset, worker.snapshot):
+        raise lost
+    if lost is not None and lost.final:  # the same files would fail again
+        fleet.files.give_up_converted(command.target)
 
 
 async def _fetch_adapters(worker: Worker, fleet: Fleet, program: Program) -> None:

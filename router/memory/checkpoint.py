@@ -1,13 +1,15 @@
-"""The checkpoint reader: facts from config.json, from the headers of safetensors files and from files beside them.
+"""The checkpoint reader: facts from config.json, from the headers of weight files and from files beside them.
 
 It takes milliseconds, without torch and without reading weights: a safetensors file begins with 8 bytes of length and a
 JSON table of its tensors (https://github.com/huggingface/safetensors, "Format"). A file whose size differs from its
-table is an error here, before any model is evicted for it.
+table is an error here, before any model is evicted for it. Of a file that torch.save has written only the instructions
+of its pickle are parsed (worker/protocol/pickled_weights.py).
 """
 
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -27,8 +29,10 @@ from router.memory.checkpoint_facts import (
     longest_text,
     quantized_numbers,
 )
+from worker.protocol import pickled_weights
 from worker.protocol.architectures import EXPERT, GENERATES, SCALE, VISION
 from worker.protocol.model_config import apply_rope, merge
+from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
 from worker.protocol.snapshot_files import INDEX, WEIGHTS, is_below, shard_names
 
 MAX_HEADER = 100 << 20  # bytes; the limit of the format
@@ -75,12 +79,15 @@ def read(
     UnknownCheckpoint.
     """
     config = _config(folder, override, rope or {})
-    files = _weight_files(folder)
+    files = _weight_files(folder, INDEX, WEIGHTS)
+    is_pickled = not files and needs_weights
+    if is_pickled:
+        files = _weight_files(folder, PICKLED_INDEX, PICKLED)
     if not files and needs_weights:
         raise UnknownCheckpoint(_no_weights(folder))
     tensors: dict[str, _Tensor] = {}
     for file in files:
-        tensors.update(header(file))
+        tensors.update(pickled_header(file) if is_pickled else header(file))
     identity = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for file in files:
         identity.update(f"\n{file.name} {file.stat().st_size}".encode())
@@ -89,6 +96,7 @@ def read(
             _facts(config, tensors),
             identity=identity.hexdigest(),
             file_bytes=sum(file.stat().st_size for file in files),
+            pickled=is_pickled,
             head_elements=_head_elements(folder),
             capabilities=_capabilities(folder, config),
             vocab_type=_vocab_type(folder),
@@ -125,6 +133,33 @@ def header(file: Path) -> dict[str, _Tensor]:
     if end != size:
         raise UnknownCheckpoint(f"{file} has {size} bytes, but its header promises {end}; fetch it again")
     return tensors
+
+
+def pickled_header(file: Path) -> dict[str, _Tensor]:
+    """Return the tensors of one file of torch.save by name. Raises UnknownCheckpoint if the file is damaged or holds
+    anything else, such as code."""
+    try:
+        with file.open("rb") as opened:
+            found = pickled_weights.tensors(opened)
+    except OSError as error:
+        raise UnknownCheckpoint(f"{file} cannot be read: {error.strerror or error}") from None
+    except pickled_weights.UnusablePickle as error:
+        raise UnknownCheckpoint(f"{file} {error}; take a revision of the model with safetensors weights") from None
+    except pickled_weights.DamagedPickle as error:
+        raise UnknownCheckpoint(f"{file} {error}; fetch it again") from None
+    return {name: (tensor.dtype, tensor.shape, tensor.bytes) for name, tensor in found.items()}
+
+
+def check_pickles(folder: Path) -> None:
+    """Raise UnknownCheckpoint if the pickled weights of a snapshot cannot be converted."""
+    for file in _weight_files(folder, PICKLED_INDEX, PICKLED):
+        pickled_header(file)
+
+
+def has_only_pickles(folder: str) -> bool:
+    """Return whether a snapshot has pickled weights and no others. Reads a few directory entries only."""
+    has = {name: os.path.isfile(os.path.join(folder, name)) for name in (WEIGHTS, INDEX, PICKLED, PICKLED_INDEX)}
+    return not (has[WEIGHTS] or has[INDEX]) and (has[PICKLED] or has[PICKLED_INDEX])
 
 
 def meta(checkpoint: Checkpoint, n_ctx: int) -> dict[str, Any]:
@@ -219,9 +254,9 @@ def _config(folder: Path, override: str, rope: Mapping[str, Any]) -> dict[str, A
         raise UnknownCheckpoint(f"{folder / 'config.json'} describes no RoPE ({error}); fetch it again") from None
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of the model in order; empty if there are none."""
-    index = folder / INDEX
+def _weight_files(folder: Path, index_name: str, single_name: str) -> list[Path]:
+    """Return the weight files of the model in order, of the index or the single one; empty if there are none."""
+    index = folder / index_name
     if index.is_file():
         try:
             files = [folder / name for name in shard_names(index.read_bytes())]
@@ -233,7 +268,7 @@ def _weight_files(folder: Path) -> list[Path]:
         if missing:
             raise UnknownCheckpoint(f"{folder} lacks {', '.join(missing)} of its index; fetch the snapshot again")
         return files
-    single = folder / WEIGHTS
+    single = folder / single_name
     return [single] if single.is_file() else []
 
 
@@ -241,7 +276,10 @@ def _no_weights(folder: Path) -> str:
     """Return the error message for a folder without readable weights."""
     pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
     if pickled:
-        return f"{folder} has only pickled weights ({pickled[0]}), which are never opened; convert them to safetensors"
+        return (
+            f"{folder} has no model.safetensors, only {pickled[0]}; of pickled weights only {PICKLED} and the parts of"
+            f" {PICKLED_INDEX} are read; take a revision with safetensors weights"
+        )
     if packed := sorted(file.name for file in folder.glob("*.gguf")):
         return f"{folder} has only GGUF weights ({packed[0]}), which this version does not load; take safetensors ones"
     parts = sorted(file.name for file in folder.glob("*.safetensors"))

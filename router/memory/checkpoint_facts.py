@@ -113,7 +113,8 @@ class Checkpoint:
     matrices: int = 0  # elements of all layers' matrices, without their vectors; 0: the names do not show them
     named_layers: int = 0  # number of layers that the tensor names show
     behind: int = 0  # elements of what stands behind the layers: a head that is not the embedding, the last norm
-    file_bytes: int = 0  # of the safetensors files
+    file_bytes: int = 0  # of the weight files
+    pickled: bool = False  # the weights are pickled: they are converted before a load
     head_elements: int = 0  # parameters of layers behind an embedder's model, which the worker keeps in float32
     largest: int = 0  # bytes of the largest stored tensor
     stacked: int = 0  # elements of tensors that are put together into larger ones while the model is loaded

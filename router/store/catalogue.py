@@ -1,7 +1,7 @@
 """The catalogue: models of the hub cache, the models folder and the preset file, read from disk and merged.
 
-It uses no network and writes nothing. A snapshot counts only if it is complete: config.json and all its safetensors
-files, without dangling links.
+It uses no network and writes nothing. A snapshot counts only if it is complete: config.json and all its weight files,
+without dangling links.
 """
 
 import contextlib
@@ -21,6 +21,9 @@ from router.config.presets import Preset
 from router.config.resolve import FoundModel, LoadedPresets
 from router.config.settings import ApiKey, Settings, configured_keys, hub_cache
 from router.errors import ConfigError
+from router.memory import checkpoint
+from router.memory.checkpoint_facts import UnknownCheckpoint
+from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
 from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, shard_names
 
 
@@ -107,6 +110,24 @@ def find_preset(name: str, loaded: LoadedPresets, model_flags: Mapping[str, str]
     return replace(alone.presets["model"], id=name)
 
 
+def unusable_pickles(loaded: LoadedPresets, cache: str) -> tuple[Problem, ...]:
+    """Return a problem for each model on this machine whose pickled weights hold more than tensors, or are damaged.
+
+    `cache`: folder of the hub cache. Parsing takes a while, so `router check` does it and a reload does not; a load
+    reports the same.
+    """
+    problems = []
+    for preset in loaded.presets.values():
+        folder = preset.path or (find_snapshot(preset.repo, preset.revision, cache) if preset.repo else None)
+        if folder is None or not checkpoint.has_only_pickles(folder):
+            continue
+        try:
+            checkpoint.check_pickles(Path(folder))
+        except UnknownCheckpoint as error:
+            problems.append(Problem("", 0, preset.id, "model" if preset.path else "hf-repo", error.message))
+    return tuple(problems)
+
+
 def read_keys(settings: Settings) -> tuple[ApiKey, ...]:
     """Return the keys of flags and key files, read anew. Raises ConfigError."""
     texts: list[str] = []
@@ -146,13 +167,8 @@ def missing(folder: Path) -> str:
     """Return what a snapshot lacks, as text for a message; empty if it is complete."""
     if not _is_file(folder / "config.json"):
         return "config.json"
-    index = folder / INDEX
-    if _is_file(index):
-        try:
-            names = shard_names(index.read_bytes())
-        except (OSError, ValueError):
-            return f"a readable {INDEX}"
-        return next((name for name in names if not _is_file(folder / name)), "")
+    if _is_file(folder / INDEX):
+        return _missing_shard(folder, INDEX)
     try:
         files = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     except OSError as error:
@@ -163,7 +179,18 @@ def missing(folder: Path) -> str:
         shard = _SHARD.fullmatch(name)
         if shard and sum(other.endswith(f"-of-{shard[2]}.safetensors") for other in files) < int(shard[2]):
             return f"a part beside {name}"
-    return "" if files else "safetensors files"
+    if not files and _is_file(folder / PICKLED_INDEX):
+        return _missing_shard(folder, PICKLED_INDEX)
+    return "" if files or _is_file(folder / PICKLED) else "safetensors files"
+
+
+def _missing_shard(folder: Path, index: str) -> str:
+    """Return a file of the index that is not in the folder; empty if all are."""
+    try:
+        names = shard_names((folder / index).read_bytes())
+    except (OSError, ValueError):
+        return f"a readable {index}"
+    return next((name for name in names if not _is_file(folder / name)), "")
 
 
 def demo_preset() -> Path:

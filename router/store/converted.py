@@ -80,7 +80,7 @@ class ConvertedSnapshots:
         because the worker keeps an existing target.
         """
         has_parts = facts.stacked > 0 and not facts.quantization
-        if not has_parts and not _lacks_fast_tokenizer(snapshot):
+        if not facts.pickled and not has_parts and not _lacks_fast_tokenizer(snapshot):
             return None
         target = self.target(snapshot)
         if target is None or target in self._given_up or self._manifest(target) is not None:

@@ -10,6 +10,7 @@ from router import DISTRIBUTION
 from router.config.presets import HUB, Preset
 from router.errors import LoadFailed
 from router.memory import checkpoint
+from router.memory.checkpoint import has_only_pickles
 from router.memory.checkpoint_facts import Checkpoint, EstimateError, UnknownCheckpoint
 from router.memory.learned import version
 from router.store.catalogue import find_snapshot
@@ -103,14 +104,21 @@ class Snapshots:
             return {}
 
     async def conversion(self, preset: Preset, snapshot: str) -> Convert | None:
-        """Return the command that converts a downloaded snapshot; None if it is not to be converted."""
-        if not self._prepare or preset.path or not can_be_converted(preset):
+        """Return the command that converts a downloaded snapshot, or any with pickled weights; None if it is not to be
+        converted."""
+        is_local = preset.path and not has_only_pickles(snapshot)
+        if not self._prepare or is_local or not can_be_converted(preset):
             return None
         try:
             facts = await self.read(snapshot, preset)
         except EstimateError:
             return None  # its load fails with this message
         return await asyncio.to_thread(self.conversions.command, snapshot, facts)
+
+    def must_convert(self, preset: Preset, snapshot: str) -> bool:
+        if not self._prepare or not can_be_converted(preset) or not has_only_pickles(snapshot):
+            return False
+        return self.conversions.find(snapshot) is None
 
     def loads_from(self, preset: Preset, snapshot: str) -> str:
         """Return the converted snapshot if there is one. A preset with its own interpreter may have other libraries and

@@ -120,9 +120,9 @@ async def test_what_cannot_be_fetched_is_400_and_not_listed(up: Router, hub: Hub
         assert failed["reason"] == "not_found"
     (hub.root / "org" / "pickles").mkdir(parents=True)
     (hub.root / "org" / "pickles" / "config.json").write_text("{}")
-    (hub.root / "org" / "pickles" / "pytorch_model.bin").write_text("")
+    (hub.root / "org" / "pickles" / "model.pt").write_text("")
     response = await up.client.post("/models", json={"model": "org/pickles"})
-    assert "pickled weights are never loaded" in response.json()["error"]["message"]
+    assert "no pytorch_model.bin, only model.pt" in response.json()["error"]["message"]
     wrong = "word ../x/y org/x:../y org/name-GGUF org/name:Q4_K_M https://a/b /tmp/x a/b/c"
     for name in wrong.split():
         assert error_of(await up.client.post("/models", json={"model": name})) == (400, "invalid_value"), name

@@ -2,10 +2,12 @@
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import subprocess
 import urllib.request
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,23 @@ class Hub:
         with urllib.request.urlopen(request, timeout=30) as answer:
             content: bytes = answer.read()
             return content
+
+
+def torch_file(pickle: bytes) -> bytes:
+    """An archive of torch.save with this pickle."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("pytorch_model/data.pkl", b"\x80\x02" + pickle)
+        archive.writestr("pytorch_model/data/0", bytes(8))
+    return content.getvalue()
+
+
+# {"w": a tensor of two float32}
+PICKLED = torch_file(
+    b"}X\x01\x00\x00\x00wctorch._utils\n_rebuild_tensor_v2\n"
+    b"((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x02tQ"
+    b"K\x00K\x02\x85K\x01\x85\x89}tRs."
+)
 
 
 def safetensors(size: int, seed: int = 0) -> bytes:
@@ -380,12 +399,32 @@ def test_two_downloads_of_one_model_fetch_each_file_once(hub: Hub, tmp_path: Pat
     assert asked == ["model.safetensors", "model.safetensors bytes=100000-"]
 
 
-def test_only_pickles_are_refused_by_name(hub: Hub, tmp_path: Path) -> None:
-    repo = hub.repo("pickled")
+def test_pickled_weights_are_fetched_where_there_are_no_others(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("pickled", **{"pytorch_model.bin": PICKLED})
+    (hub.root / repo / "model.safetensors").unlink()
+    snapshot, _ = succeed(hub, tmp_path, repo)
+    assert (snapshot / "pytorch_model.bin").read_bytes() == PICKLED
+    succeed(hub, tmp_path, repo)
+    assert hub.fetched(repo).count("pytorch_model.bin") == 1
+
+
+def test_a_pickle_that_could_run_code_is_refused_by_a_download_and_not_fetched_again(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("unsafe", **{"pytorch_model.bin": torch_file(b"cos\nsystem\nX\x04\x00\x00\x00exit\x85R.")})
+    (hub.root / repo / "model.safetensors").unlink()
+    for _ in range(2):
+        code, message = refused(hub, tmp_path, repo)
+        assert code == Exit.UNUSABLE
+        assert "pytorch_model.bin needs os.system, which could run code" in message
+    assert hub.fetched(repo).count("pytorch_model.bin") == 1
+
+
+def test_a_pickle_that_is_cut_short_is_damaged_and_fetched_again(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("short", **{"pytorch_model.bin": PICKLED[:-9]})
     (hub.root / repo / "model.safetensors").unlink()
     code, message = refused(hub, tmp_path, repo)
-    assert code == Exit.UNUSABLE
-    assert "only pytorch_model.bin, and pickled weights are never loaded" in message
+    assert (code, "is no complete file of torch.save" in message) == (Exit.DAMAGED, True)
+    (hub.root / repo / "pytorch_model.bin").write_bytes(PICKLED)
+    succeed(hub, tmp_path, repo)
 
 
 def test_a_supervised_download_reports_its_failure_and_dies_with_its_router(hub: Hub, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The `convert` command: a copy of a snapshot in the layout that the engine maps, so that loads need not convert.
 
-Experts that the checkpoint stores one by one are stacked as the model has them. A tokenizer without its fast form
-(tokenizer.json) gets it, if both give the same tokens. Everything else is linked. The conversion is that of the model's
+Pickled weights (pytorch_model.bin) become safetensors. Experts that the checkpoint stores one by one are stacked as the
+model has them. A tokenizer without its fast form (tokenizer.json) gets it, if both give the same tokens. Everything
+else is linked. The conversion is that of the model's
 own loading code, whose results are written to disk one by one, so that memory holds only the experts of one layer and
 what they are made of. The target appears with one rename, complete and synced to disk, or not at all.
 """
@@ -11,10 +12,12 @@ import fcntl
 import json
 import logging
 import os
+import pickle
 import shutil
 import time
+import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,8 +29,11 @@ from worker.engines.transformers.load import loader, quantization, safetensors
 from worker.engines.transformers.load.page_cache import PieceWriter
 from worker.engines.transformers.load.snapshot import is_embedder, load_config, load_tokenizer, model_class
 from worker.errors import StartError
+from worker.fetch.pickles import pickle_files
+from worker.protocol import pickled_weights
 from worker.protocol.argv import Convert, Estimate, ModelOptions
 from worker.protocol.events import Converted, Event, Exit, Progress
+from worker.protocol.pickled_weights import PICKLED_INDEX
 from worker.protocol.snapshot_files import INDEX, MANIFEST, WEIGHTS, ConversionManifest, encode_manifest
 
 Emit = Callable[[Event], None]
@@ -67,14 +73,20 @@ def convert(command: Convert, emit: Emit) -> Converted:
     snapshot, target = Path(command.snapshot), Path(command.target)
     options = Estimate(snapshot=command.snapshot)
     config = load_config(options)
+    pickles = pickle_files(snapshot)
     with _turn(target.parent, emit), _unfinished(target) as part:
         if part is None:
             return Converted(weights=0, tokenizer=False)
         has_tokenizer = _convert_tokenizer(snapshot, part)
-        weights = _convert_weights(options, config, part, emit) if is_converted_by_loads(options, config) else 0
+        if pickles:
+            weights = _convert_pickles(snapshot, pickles, config, part, emit)
+            replaced = {path.name for path in pickles} | {PICKLED_INDEX}
+        else:
+            weights = _convert_weights(options, config, part, emit) if is_converted_by_loads(options, config) else 0
+            replaced = {path.name for path in safetensors.files(snapshot)} | {INDEX} if weights else set()
         written = sorted(part.iterdir())
         if written:
-            _link_others(snapshot, part, has_weights=weights > 0)
+            _link_others(snapshot, part, replaced)
         _write_manifest(part, snapshot, written)
     return Converted(weights=weights, tokenizer=has_tokenizer)
 
@@ -156,9 +168,8 @@ def _opened(folder: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _link_others(snapshot: Path, part: Path, *, has_weights: bool) -> None:
+def _link_others(snapshot: Path, part: Path, replaced: Set[str]) -> None:
     """Link the files of the snapshot that were not converted."""
-    replaced = {path.name for path in safetensors.files(snapshot)} | {INDEX} if has_weights else set()
     for path in snapshot.iterdir():
         if path.name not in replaced and not (part / path.name).exists():
             (part / path.name).symlink_to(path.resolve())
@@ -226,6 +237,85 @@ def difference(first: Any, second: Any) -> str:
         if first.decode(ids) != second.decode(ids):
             return f"the text of {ids[:8]}"
     return ""
+
+
+# Pickled weights
+
+
+def _convert_pickles(snapshot: Path, pickles: Sequence[Path], config: Any, part: Path, emit: Emit) -> int:
+    """Write the weights of `pickles` as safetensors, in the layout that the engine maps. Return their bytes."""
+    source = part / "unpickled"
+    source.mkdir()
+    weights = _unpickle(snapshot, pickles, config, source, emit)
+    _link_others(snapshot, source, {path.name for path in pickles} | {PICKLED_INDEX})
+    options = Estimate(snapshot=str(source))
+    if is_converted_by_loads(options, config):
+        weights = _convert_weights(options, config, part, emit)
+    else:
+        os.rename(source / WEIGHTS, part / WEIGHTS)
+    shutil.rmtree(source)
+    return weights
+
+
+def _unpickle(snapshot: Path, pickles: Sequence[Path], config: Any, source: Path, emit: Emit) -> int:
+    """Write the tensors of `pickles` to a safetensors file in `source`, under their names. Return their bytes.
+
+    Of a tied weight one copy is written, as by transformers' `save_pretrained`. Raise StartError.
+    """
+    tied = _tied_in(Estimate(snapshot=str(snapshot)), config)
+    total = sum(path.stat().st_size for path in pickles)
+    check_disk_space(source.parent, shutil.disk_usage(source).free, total)
+    names = 0
+    for path in pickles:
+        with path.open("rb") as file:
+            names += len(pickled_weights.tensors(file))
+
+    def on_sync(done: int) -> None:
+        emit(Progress(stage="convert", done=min(done, total - 1), total=total))
+
+    with TensorWriter(source / WEIGHTS, names, on_sync) as writer:
+        for path in pickles:
+            for name, tensor in _without_tied(_loaded(path), tied):
+                writer.write(name, tensor)
+        written = writer.finish({})
+    emit(Progress(stage="convert", done=total, total=total))
+    return written
+
+
+def _loaded(path: Path) -> Mapping[str, torch.Tensor]:
+    """Return the tensors of one file, mapped where its format allows it. Raise StartError."""
+    try:
+        # Files of the format before torch 1.6 cannot be mapped.
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (pickle.UnpicklingError, RuntimeError, OSError, ValueError) as error:
+        raise StartError(f"{path} cannot be read by torch.load(weights_only=True): {str(error)[:300]}") from error
+    for name, tensor in loaded.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in safetensors.NAMES:
+            raise StartError(f"{path}: {name} is no tensor that safetensors can hold; take a revision with safetensors")
+    found: Mapping[str, torch.Tensor] = {name: tensor.detach() for name, tensor in loaded.items()}
+    return found
+
+
+def _without_tied(tensors: Mapping[str, torch.Tensor], tied: Set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all tensors but those of `tied` that are the same data as another one."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name, tensor in tensors.items():
+        same = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        groups.setdefault(same if tensor.numel() else (name,), []).append(name)
+    for names in groups.values():
+        for name in [name for name in names if name not in tied] or names[:1]:
+            yield name, tensors[name]
+
+
+def _tied_in(options: ModelOptions, config: Any) -> Set[str]:
+    """Return the names that share another one's weights in the model, with and without the prefix of its base model."""
+    if quantization.is_quantized(options, config) or "auto_map" in config.to_dict():
+        return set()
+    cls = model_class(options, config, is_embedder(options, config))
+    with torch.device("meta"):
+        model = cls._from_config(config)
+    prefix = f"{cls.base_model_prefix}."
+    return {spelling for name in _tied_names(model) for spelling in (name, name.removeprefix(prefix))}
 
 
 # The weights

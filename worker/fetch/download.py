@@ -28,6 +28,7 @@ from worker.fetch.hub_cache import RemoteFile, RepoCache
 from worker.fetch.transfer import LIBRARY, PROGRESS_INTERVAL, RequestError, Transfer
 from worker.protocol.argv import Download
 from worker.protocol.events import Downloaded, Event, Exit, Progress
+from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
 from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, WEIGHTS, shard_names
 
 log = logging.getLogger(__name__)
@@ -119,11 +120,11 @@ def _fetch(cache: RepoCache, command: Download, emit: Emit, token: str | None) -
     if command.adapter:
         small, weights = _adapter_files(command.repo, listed)
     else:
-        small, has_index = wanted(command.repo, listed)
-        weights = [listed[WEIGHTS]] if not has_index else []
-        if has_index:
-            Transfer(cache, commit, [], emit, token=token).get(listed[INDEX])
-            weights = _shards_listed(command.repo, cache.snapshot(commit) / INDEX, listed)
+        small, main = wanted(command.repo, listed)
+        weights = [listed[main]]
+        if main in (INDEX, PICKLED_INDEX):
+            Transfer(cache, commit, [], emit, token=token).get(listed[main])
+            weights = _shards_listed(command.repo, cache.snapshot(commit) / main, listed)
     files = [*small, *weights]
     transfer = Transfer(cache, commit, files, emit, token=token)
     try:
@@ -165,12 +166,12 @@ def _list_files(command: Download, token: str | None) -> tuple[str, Mapping[str,
     return info.sha, files
 
 
-def wanted(repo: str, listed: Mapping[str, RemoteFile]) -> tuple[list[RemoteFile], bool]:
-    """The small files to fetch, and True if the weights are listed in an index. Otherwise they are one
-    `model.safetensors`.
+def wanted(repo: str, listed: Mapping[str, RemoteFile]) -> tuple[list[RemoteFile], str]:
+    """The small files to fetch, and the file of the weights or of their index.
 
-    Pickled files, weights of other frameworks and second copies (`original/`, `consolidated.safetensors`, variants) are
-    not fetched. Raises StartError if the repository has nothing that can be served.
+    Pickled weights are fetched only if there are no others. Weights of other frameworks and second copies (`original/`,
+    `consolidated.safetensors`, variants) are not fetched. Raises StartError if the repository has nothing that can be
+    served.
     """
     if "config.json" not in listed:
         gguf = any(path.endswith(".gguf") for path in listed)
@@ -182,26 +183,27 @@ def wanted(repo: str, listed: Mapping[str, RemoteFile]) -> tuple[list[RemoteFile
                 else ""
             )
         )
-    if WEIGHTS not in listed and INDEX not in listed:
+    # The order of transformers: with an index and a single file, it loads the single one.
+    main = next((name for name in (WEIGHTS, INDEX, PICKLED, PICKLED_INDEX) if name in listed), "")
+    if not main:
         pickles = sorted(path for path in listed if path.endswith((".bin", ".pt", ".pth")))
         raise StartError(
             f"{repo} has no {WEIGHTS}"
-            + (f", only {pickles[0]}, and pickled weights are never loaded" if pickles else "")
-            + "; choose a repository or revision with safetensors weights, or convert it"
+            + (f" and no {PICKLED}, only {pickles[0]}" if pickles else "")
+            + "; choose a repository or revision with safetensors weights"
         )
-    has_index = WEIGHTS not in listed  # with both, transformers loads the single file
-    foreign = {path for path in listed if path.endswith(".index.json") and (path != INDEX or not has_index)}
+    foreign = {path for path in listed if path.endswith(".index.json") and path != main}
     small = [file for path, file in sorted(listed.items()) if _SMALL.fullmatch(path) and path not in foreign]
-    return small, has_index
+    return small, main
 
 
 def _shards_listed(repo: str, index: Path, listed: Mapping[str, RemoteFile]) -> list[RemoteFile]:
     try:
         return [listed[name] for name in shard_names(index.read_bytes())]
     except ValueError as error:
-        raise StartError(f"{repo}: {INDEX} {error}") from error
+        raise StartError(f"{repo}: {index.name} {error}") from error
     except KeyError as error:
-        raise StartError(f"{repo}: {INDEX} names {error}, which is not in the repository") from error
+        raise StartError(f"{repo}: {index.name} names {error}, which is not in the repository") from error
 
 
 def _adapter_files(repo: str, listed: Mapping[str, RemoteFile]) -> tuple[list[RemoteFile], list[RemoteFile]]:

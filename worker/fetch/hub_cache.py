@@ -19,7 +19,9 @@ from huggingface_hub.file_download import repo_folder_name
 
 from worker.errors import StartError
 from worker.fetch.disk_reservation import PARTIAL, reserved
+from worker.fetch.pickles import pickle_fault
 from worker.protocol.events import Exit
+from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
 from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, WEIGHTS, shard_names
 
 log = logging.getLogger(__name__)
@@ -83,20 +85,27 @@ class RepoCache:
         return snapshot if not faults and has_tokenizer else None
 
     def faults(self, snapshot: Path, *, adapter: bool = False) -> dict[str, str]:
-        """The reasons, by file, why the snapshot is not complete: missing, or size and header disagree."""
+        """The reasons, by file, why the snapshot is not complete: missing, or size and header disagree.
+
+        Raises StartError for pickled weights that need more than tensors. They are not removed, since another download
+        would bring the same.
+        """
+        needed, weights = "config.json", [WEIGHTS]
+        present = next((name for name in (WEIGHTS, INDEX, PICKLED, PICKLED_INDEX) if (snapshot / name).exists()), "")
         if adapter:
             needed, weights = ADAPTER_FILES[0], list(ADAPTER_FILES[1:])
-        elif (snapshot / WEIGHTS).exists() or not (snapshot / INDEX).exists():
-            needed, weights = "config.json", [WEIGHTS]
-        else:
+        elif present == PICKLED:
+            weights = [PICKLED]
+        elif present in (INDEX, PICKLED_INDEX):
             try:
-                needed, weights = "config.json", shard_names((snapshot / INDEX).read_bytes())
+                weights = shard_names((snapshot / present).read_bytes())
             except (OSError, ValueError) as error:
-                return {INDEX: f"{INDEX} {error}"}
+                return {present: f"{present} {error}"}
+        check = safetensors_fault if adapter or present in (WEIGHTS, INDEX) else pickle_fault
         faults = {} if (snapshot / needed).exists() else {needed: f"{needed} is missing"}
         for name in weights:
             path = snapshot / name
-            fault = safetensors_fault(path) if path.exists() else f"{name} is missing"
+            fault = check(path) if path.exists() else f"{name} is missing"
             if fault:
                 faults[name] = fault
         return faults

@@ -11,16 +11,17 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def shard_names(index: bytes) -> list[str]:
-    """Return the weight files in an index (the text of model.safetensors.index.json), sorted. All are in its folder.
+    """Return the weight files in an index (the text of model.safetensors.index.json, or of the index of pickled
+    weights), sorted. All are in its folder.
 
     Raises ValueError whose message continues a sentence about the index, also for a path to another folder.
     """
     try:
         names = sorted({str(name) for name in json.loads(index)["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"is not an index of safetensors files ({type(error).__name__})") from None
+        raise ValueError(f"is not an index of weight files ({type(error).__name__})") from None
     if not names:
-        raise ValueError("names no safetensors files")
+        raise ValueError("names no weight files")
     if strange := [name for name in names if not name or "/" in name or not is_below(name)]:
         raise ValueError(f"names {strange[0]!r}, which is not a file in the same folder")
     return names

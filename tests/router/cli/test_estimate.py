@@ -466,7 +466,10 @@ def test_an_error_of_the_hub_has_a_message(hub: FakeHub, tmp_path: Path, fault: 
         ({"adapter_config.json": "{}", "adapter_model.safetensors": "x"}, "is an adapter, which needs the model"),
         ({"model-q4.gguf": "x"}, "has GGUF files only"),
         ({"README.md": "x"}, "has no config.json"),
-        ({"config.json": "{}", "pytorch_model.bin": "x"}, "only pytorch_model.bin, and pickled weights are never"),
+        (
+            {"config.json": "{}", "pytorch_model.bin": "x"},
+            "only pytorch_model.bin, whose sizes are not known from headers",
+        ),
         ({"config.json": "{}", "tokenizer.json": "{}"}, "has no safetensors weights; choose"),
         (
             {"config.json": "{}", "a.safetensors": "x", "model.safetensors.index.json": '{"weight_map": {"w": "b"}}'},

@@ -3,6 +3,9 @@
 import asyncio
 from typing import Any
 
+import pytest
+
+from router.errors import LoadFailed
 from router.events import Event
 from router.fleet.admission import Limits
 from router.launch.interface import WorkerLost
@@ -112,4 +115,29 @@ async def test_a_converted_snapshot_that_cannot_be_read_is_not_used_again() -> N
     await schedule.ask("a")
     assert schedule.files.conversions == {}
     assert schedule.fleet.models["a"].failure is None
+    await schedule.stop()
+
+
+@virtual
+async def test_pickled_weights_that_are_here_are_converted_before_their_first_load() -> None:
+    schedule = schedule_of(missing=False)
+    schedule.files.pickled.add("/snapshots/a")
+    await schedule.ask("a")
+    assert schedule.journal == ["convert a", "start a"]
+    states = [event.data["state"] for event in events_of(schedule, "state")]
+    assert states[:2] == ["downloading", "queued"]
+    await schedule.stop()
+
+
+@virtual
+async def test_a_failed_conversion_of_pickled_weights_fails_the_load_with_its_reason() -> None:
+    unsafe = WorkerLost("a: needs os.system, which could run code", cause="load_failed", exit=Exit.UNUSABLE)
+    schedule = schedule_of(missing=False, model=FakeModel(shards=(GIB,), convert_fails=[unsafe]))
+    schedule.files.pickled.add("/snapshots/a")
+    with pytest.raises(LoadFailed, match=r"os\.system"):
+        await schedule.ask("a")
+    assert schedule.journal == ["convert a"]
+    failure = schedule.fleet.models["a"].failure
+    assert failure is not None
+    assert failure.final
     await schedule.stop()

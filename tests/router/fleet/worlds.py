@@ -69,6 +69,8 @@ class FakeFiles:
         """Folders of converted snapshots by the folder of the original."""
         self.convertible: set[str] = set()
         """Folders of snapshots that are converted after their download."""
+        self.pickled: set[str] = set()
+        """Those of them that cannot be loaded without a conversion."""
         self.damaged: set[str] = set()
         """Folders that cannot be read."""
         self.is_on_hub = False
@@ -87,6 +89,9 @@ class FakeFiles:
 
     def find(self, preset: Preset) -> str | None:
         return None if preset.id in self.missing else f"/snapshots/{preset.id}"
+
+    def must_convert(self, preset: Preset, snapshot: str) -> bool:
+        return snapshot in self.pickled and snapshot not in self.conversions
 
     async def conversion(self, preset: Preset, snapshot: str) -> Convert | None:
         if snapshot not in self.convertible or snapshot in self.conversions:

@@ -2,9 +2,11 @@
 
 import json
 import math
+import shutil
 import struct
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import pytest
 from router.config.presets import Preset
 from router.memory.checkpoint import header, meta, modalities, offered, read
 from router.memory.checkpoint_facts import Linears, Tally, UnknownCheckpoint
+from tests import tiny
+from tests.pickled import pickle_weights, poison
 from tests.sparse import SIZES, Tensors, write_weights
 
 LLAMA: dict[str, Any] = {
@@ -473,9 +477,12 @@ def test_a_folder_without_a_snapshot_is_rejected_with_the_way_out(tmp_path: Path
         read(tmp_path)
     folder = snapshot(tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(UnknownCheckpoint, match="convert them to safetensors"):
+    with pytest.raises(UnknownCheckpoint, match=r"pytorch_model\.bin is no file of torch\.save; fetch it again"):
         read(folder)
-    (folder / "pytorch_model.bin").rename(folder / "model.gguf")
+    (folder / "pytorch_model.bin").rename(folder / "model.pt")
+    with pytest.raises(UnknownCheckpoint, match=r"only model\.pt; of pickled weights only pytorch_model\.bin"):
+        read(folder)
+    (folder / "model.pt").rename(folder / "model.gguf")
     with pytest.raises(UnknownCheckpoint, match="only GGUF weights"):
         read(folder)
     (folder / "model.gguf").unlink()
@@ -509,3 +516,21 @@ def test_reading_time_is_linear_in_the_number_of_tensors(tmp_path: Path) -> None
 def test_the_header_of_a_file_lists_dtype_shape_and_bytes(tmp_path: Path) -> None:
     write_weights(tmp_path / "x.safetensors", {"a": ("F16", [2, 3]), "b": ("U8", [])})
     assert header(tmp_path / "x.safetensors") == {"a": ("float16", (2, 3), 12), "b": ("uint8", (), 1)}
+
+
+def test_pickled_weights_have_the_facts_of_safetensors(tmp_path: Path) -> None:
+    plain = tiny.make("llama", tmp_path / "plain", dtype="bfloat16")
+    usual = read(plain)
+    for shards in (1, 2):
+        facts = read(pickle_weights(shutil.copytree(plain, tmp_path / f"pickled-{shards}"), shards=shards))
+        assert facts.pickled
+        assert facts.file_bytes >= usual.file_bytes // 2
+        same = {"pickled": False, "file_bytes": usual.file_bytes, "identity": usual.identity}
+        assert replace(facts, **same) == usual
+
+
+def test_weights_that_are_pickled_with_code_have_no_facts(tmp_path: Path) -> None:
+    folder = poison(tiny.make("llama", tmp_path / "model"), tmp_path / "trace")
+    with pytest.raises(UnknownCheckpoint, match=r"pytorch_model\.bin needs _?io\.open, which could run code; take a"):
+        read(folder)
+    assert not (tmp_path / "trace").exists()

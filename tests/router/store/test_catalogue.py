@@ -59,7 +59,8 @@ def lines(loaded: LoadedPresets) -> tuple[list[str], list[str]]:
         (["model.safetensors"], ""),
         (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], ""),
         (["model-00001-of-00002.safetensors"], "a part beside model-00001-of-00002.safetensors"),
-        (["pytorch_model.bin"], "safetensors files"),
+        (["pytorch_model.bin"], ""),
+        (["model.pt"], "safetensors files"),
         (["model.gguf"], "safetensors files"),
     ],
 )

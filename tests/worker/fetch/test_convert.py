@@ -13,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from router.memory import checkpoint
 from tests import tiny
+from tests.pickled import Command, pickle_weights, poison
 from tests.worker.loaded import complete_one, load, options, serving
 from worker.engines.transformers.load import loader
 from worker.engines.transformers.load.snapshot import load_config, load_tokenizer
@@ -22,6 +24,7 @@ from worker.fetch import convert as conversion
 from worker.fetch.convert import PROBES, TensorWriter, check_disk_space
 from worker.protocol.argv import Convert
 from worker.protocol.events import Converted, Event, Exit, Progress
+from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
 from worker.protocol.snapshot_files import INDEX, MANIFEST, ConversionManifest, decode_manifest
 
 torch.set_num_threads(1)
@@ -212,6 +215,87 @@ def test_the_tensor_writer_writes_valid_safetensors(tmp_path: Path) -> None:
     found = load_file(path)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     assert found.keys() == tensors.keys()
+
+
+# Pickled weights
+
+
+def names_in(target: Path) -> set[str]:
+    return set(load_file(target / "model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("family", "shards", "legacy"),
+    [("llama", 1, False), ("llama", 3, False), ("gpt2", 1, True), ("mixtral", 2, False), ("bert-embed", 1, False)],
+)
+async def test_pickled_weights_give_the_same_output_as_safetensors(
+    family: str, shards: int, tmp_path: Path, *, legacy: bool
+) -> None:
+    original, target = tiny.make(family, tmp_path / "original", dtype="bfloat16"), tmp_path / "converted"
+    snapshot = pickle_weights(shutil.copytree(original, tmp_path / "pickled"), shards=shards, legacy=legacy)
+    converted = convert(snapshot, target)
+    assert converted.weights == sum(each.nbytes for each in load_file(target / "model.safetensors").values())
+    assert not any(path.suffix == ".bin" or path.name == PICKLED_INDEX for path in target.iterdir())
+    if family == "mixtral":
+        assert loader.build(options(target), load_config(options(target)), None) is not None, "experts are stacked, too"
+    else:
+        assert names_in(target) == names_in(original)
+    if family == "bert-embed":
+        return
+    found = []
+    for folder in (original, target):
+        async with serving(load(folder, ctx_size=64, parallel=1)) as engine:
+            found.append((await complete_one(engine, PROMPT, max_tokens=24)).tokens)
+    assert found[0] == found[1]
+
+
+def test_one_copy_of_tied_weights_is_written(tmp_path: Path) -> None:
+    embedding = "model.embed_tokens.weight"
+    for tied, names in ((True, 0), (False, 1)):
+        snapshot = tiny.make("llama", tmp_path / f"original-{tied}", tie_word_embeddings=tied)
+        original = set(load_file(snapshot / "model.safetensors")) - {"lm_head.weight"}
+        target = tmp_path / f"converted-{tied}"
+        convert(pickle_weights(snapshot, shared={"lm_head.weight": embedding}), target)
+        assert names_in(target) == original | ({"lm_head.weight"} if names else set())
+        assert checkpoint.read(snapshot).params == checkpoint.read(target).params
+
+
+def test_views_are_written_apart(tmp_path: Path) -> None:
+    snapshot, target = tiny.make("llama", tmp_path / "original"), tmp_path / "converted"
+    before = load_file(snapshot / "model.safetensors")
+    name, other = [name for name in before if name.endswith(("q_proj.weight", "o_proj.weight"))][:2]
+    both = torch.cat([before[name], before[other]])
+    rows = len(before[name])
+    views = {**before, name: both[:rows], other: both[rows:].t().contiguous().t()}
+    torch.save(views, snapshot / PICKLED)
+    (snapshot / "model.safetensors").unlink()
+    convert(snapshot, target)
+    after = load_file(target / "model.safetensors")
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_a_pickle_that_could_run_code_is_rejected_and_not_executed(tmp_path: Path) -> None:
+    snapshot = poison(tiny.make("llama", tmp_path / "original"), tmp_path / "trace")
+    with pytest.raises(StartError, match=r"pytorch_model\.bin needs .*\.open, which could run code") as refused:
+        convert(snapshot, tmp_path / "converted")
+    assert refused.value.exit == Exit.UNUSABLE
+    assert list(tmp_path.iterdir()) == [snapshot]
+
+
+def test_safetensors_are_preferred_to_pickles(tmp_path: Path) -> None:
+    snapshot = tiny.make("llama", tmp_path / "original")
+    torch.save({"x": Command(tmp_path / "trace")}, snapshot / PICKLED)
+    assert convert(snapshot, tmp_path / "converted").weights == 0
+    assert not (tmp_path / "trace").exists()
+
+
+def test_a_missing_part_of_pickled_weights_is_damage(tmp_path: Path) -> None:
+    snapshot = pickle_weights(tiny.make("llama", tmp_path / "original"), shards=2)
+    (snapshot / "pytorch_model-00002-of-00002.bin").unlink()
+    with pytest.raises(StartError, match=r"pytorch_model-00002-of-00002\.bin is missing") as refused:
+        convert(snapshot, tmp_path / "converted")
+    assert refused.value.exit == Exit.DAMAGED
 
 
 # The tokenizer

@@ -57,17 +57,25 @@ def fault_of(content: bytes) -> str:
 
 
 def test_only_files_that_serving_needs_are_fetched() -> None:
-    small, has_index = wanted("o/n", listed(*NEEDED, *UNNEEDED, "model.safetensors"))
+    small, main = wanted("o/n", listed(*NEEDED, *UNNEEDED, "model.safetensors"))
     assert {file.path for file in small} == NEEDED
-    assert not has_index
+    assert main == "model.safetensors"
 
 
 def test_a_single_file_is_preferred_to_shards_as_transformers_does() -> None:
     index = "model.safetensors.index.json"
-    assert wanted("o/n", listed("config.json", index)) == (list(listed("config.json", index).values()), True)
-    small, has_index = wanted("o/n", listed("config.json", "model.safetensors", index))
+    assert wanted("o/n", listed("config.json", index)) == (list(listed("config.json", index).values()), index)
+    small, main = wanted("o/n", listed("config.json", "model.safetensors", index))
     assert [file.path for file in small] == ["config.json"]
-    assert not has_index
+    assert main == "model.safetensors"
+
+
+def test_pickled_weights_are_fetched_only_if_there_are_no_others() -> None:
+    index, pickled = "pytorch_model.bin.index.json", "pytorch_model.bin"
+    assert wanted("o/n", listed("config.json", index))[1] == index
+    small, main = wanted("o/n", listed("config.json", pickled, index))
+    assert ([file.path for file in small], main) == (["config.json"], pickled)
+    assert wanted("o/n", listed("config.json", pickled, "model.safetensors.index.json"))[1] != pickled
 
 
 @pytest.mark.parametrize(
@@ -78,7 +86,7 @@ def test_a_single_file_is_preferred_to_shards_as_transformers_does() -> None:
             ["m.gguf"],
             "o/n has no config.json; it is a GGUF repository: choose the original repository of the model, with",
         ),
-        (["config.json", "pytorch_model.bin"], "o/n has no model.safetensors, only pytorch_model.bin, and pickled"),
+        (["config.json", "model.pt"], "o/n has no model.safetensors and no pytorch_model.bin, only model.pt"),
         (["config.json"], "o/n has no model.safetensors; choose"),
     ],
 )

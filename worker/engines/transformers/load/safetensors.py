@@ -1,7 +1,8 @@
 """Safetensors files: memory-mapped, with each tensor a view.
 
 Nothing is copied. A page of a file becomes memory on first access, is shared with other processes that map the file,
-and may be dropped and read again by the kernel. Pickled weights are never opened.
+and may be dropped and read again by the kernel. Pickled weights are never opened here: worker/fetch/convert.py makes
+safetensors files of them.
 Format: https://huggingface.co/docs/safetensors, "Format": 8 bytes little-endian length, JSON header, tensors.
 """
 
@@ -61,8 +62,8 @@ def files(snapshot: Path) -> list[Path]:
         return [snapshot / WEIGHTS]
     if any(next(snapshot.glob(pattern), None) for pattern in _PICKLES):
         raise StartError(
-            f"{snapshot} has pickled weights only, and loading those runs code from the file;"
-            " take a revision with safetensors, or convert it once with save_pretrained"
+            f"{snapshot} has pickled weights only, which are converted before a load; this conversion has failed, or"
+            " --no-prepare, `python` or trust-remote-code prevents it; take a revision with safetensors"
         )
     raise StartError(f"{snapshot} has no {WEIGHTS}; is it a complete snapshot?")
 

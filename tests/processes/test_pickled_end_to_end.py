@@ -1,0 +1,84 @@
+"""Pickled weights for real: they are converted before a first load, and a pickle that could run code never is."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.pickled import pickle_weights, poison
+from tests.processes.routers import Router, router
+
+pytestmark = pytest.mark.slow
+
+
+async def text(up: Router, model: str) -> str:
+    body = {"model": model, "prompt": "The quick brown fox", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    response = await up.client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    found: str = response.json()["choices"][0]["text"]
+    return found
+
+
+def command(*words: str, state: Path) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-P", "-m", "router", *words, "--state-dir", str(state)]
+    return subprocess.run(argv, capture_output=True, text=True, check=False)
+
+
+async def test_a_local_folder_of_pickled_weights_is_converted_once_and_gives_the_same_text(tmp_path: Path) -> None:
+    models, state = tmp_path / "models", tmp_path / "state"
+    tiny.make("llama", models / "plain")
+    pickle_weights(shutil.copytree(models / "plain", models / "pickled"), shards=2)
+    words = ["--models-dir", str(models), "--models-memory-margin", "64", "--ctx-size", "128"]
+    words += ["--state-dir", str(state)]
+    assert command("check", "--models-dir", str(models), state=state).returncode == 0
+    async with router(*words) as up:
+        assert await text(up, "pickled") == await text(up, "plain")
+        [target] = (state / "converted").iterdir()
+        before = (target / "model.safetensors").stat()
+    async with router(*words, "--offline") as up:
+        await text(up, "pickled")
+        assert not any("convert" in line for line in up.log)
+        assert (target / "model.safetensors").stat().st_ino == before.st_ino
+
+
+def test_prepare_and_estimate_read_pickled_weights(tmp_path: Path) -> None:
+    folder, state = tmp_path / "model", tmp_path / "state"
+    plain = tiny.make("llama", tmp_path / "plain")
+    pickle_weights(shutil.copytree(plain, folder))
+    weights = [
+        next(line for line in command("estimate", str(path), state=state).stdout.splitlines() if "weights" in line)
+        for path in (plain, folder)
+    ]
+    assert weights[0] == weights[1]
+    prepared = command("prepare", str(folder), state=state)
+    assert (prepared.returncode, "converted weights" in prepared.stdout) == (0, True), prepared.stderr
+    assert "is already converted" in command("prepare", str(folder), state=state).stdout
+
+
+async def test_a_pickle_that_could_run_code_is_refused_by_check_and_by_a_load(tmp_path: Path) -> None:
+    models, trace = tmp_path / "models", tmp_path / "trace"
+    poison(tiny.make("llama", models / "unsafe"), trace)
+    checked = command("check", "--models-dir", str(models), state=tmp_path / "state")
+    assert checked.returncode != 0
+    assert "[unsafe]" in checked.stdout
+    assert "pytorch_model.bin needs io.open, which could run code; take a revision" in checked.stdout
+    async with router("--models-dir", str(models), "--models-memory-margin", "64") as up:
+        body = {"model": "unsafe", "prompt": "a"}
+        response = await up.client.post("/v1/completions", json=body)
+        assert response.status_code == 500
+        assert "pytorch_model.bin needs io.open, which could run code" in response.json()["error"]["message"]
+    async with router("--models-dir", str(models), "--models-memory-margin", "64", "--no-prepare") as up:
+        response = await up.client.post("/v1/completions", json=body)
+        assert "needs io.open" in response.json()["error"]["message"]
+    assert not trace.exists()
+
+
+async def test_without_conversions_the_error_names_the_option(tmp_path: Path) -> None:
+    pickle_weights(tiny.make("llama", tmp_path / "models" / "pickled"))
+    async with router("--models-dir", str(tmp_path / "models"), "--models-memory-margin", "64", "--no-prepare") as up:
+        response = await up.client.post("/v1/completions", json={"model": "pickled", "prompt": "a"})
+        assert response.status_code == 500
+        assert "--no-prepare" in response.json()["error"]["message"]

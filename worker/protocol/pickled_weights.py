@@ -1,0 +1,274 @@
+"""Weights that torch.save has written: the names of their files, and the tensors in a file, read without executing it.
+
+A file is a zip archive with a pickle (data.pkl) and one entry for the data of each storage, or, before torch 1.6, a
+sequence of pickles followed by the data. A pickle is a program, and its instructions can call any function. Here the
+instructions are only parsed, and only those that `torch.load(weights_only=True)` executes for a dictionary of tensors
+are accepted. Anything else is an error that names it. So the sizes of a checkpoint are known without torch, and a
+pickle that would run code is rejected before anything loads it.
+
+Formats: torch/serialization.py (`_save`, `_legacy_save`), torch/_weights_only_unpickler.py, Python's pickletools.
+"""
+
+import io
+import pickletools
+import struct
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, BinaryIO
+
+# The file of a model's pickled weights, and the index if there are several files.
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+# Bytes of a pickle without the tensors' data. 200 per tensor are usual; the worst 16 MiB take half a minute. A guess.
+MAX_PICKLE_BYTES = 16 << 20
+# What zipfile, pickletools and `_run` raise for damaged content.
+_OF_DAMAGE = (ArithmeticError, EOFError, LookupError, RuntimeError, ValueError, struct.error, zipfile.BadZipFile)
+_ZIP_MAGIC = b"PK\x03\x04"
+_LEGACY_MAGIC, _LEGACY_VERSION = 0x1950A86A20F9469CFC6C, 1001
+# Storage classes, with torch's name of the type and the bytes of an element.
+_STORAGES = {
+    "DoubleStorage": ("float64", 8), "FloatStorage": ("float32", 4), "HalfStorage": ("float16", 2),
+    "BFloat16Storage": ("bfloat16", 2), "LongStorage": ("int64", 8), "IntStorage": ("int32", 4),
+    "ShortStorage": ("int16", 2), "CharStorage": ("int8", 1), "ByteStorage": ("uint8", 1), "BoolStorage": ("bool", 1),
+}  # fmt: skip
+_ORDERED_DICT = "collections.OrderedDict"
+_TENSOR, _OLD_TENSOR = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor"
+_PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+_ALLOWED = {_ORDERED_DICT, _TENSOR, _OLD_TENSOR, *_PARAMETERS, *(f"torch.{name}" for name in _STORAGES)}
+
+
+# The instructions of pickle protocol 2 that torch.save needs; PROTO has no effect.
+_NEEDED = frozenset({
+    "PROTO", "STOP", "GLOBAL", "BINPERSID", "REDUCE", "BUILD", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "EMPTY_TUPLE",
+    "EMPTY_LIST", "EMPTY_DICT", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING",
+    "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "SETITEM", "SETITEMS",
+    "APPEND", "APPENDS",
+})  # fmt: skip
+_INSTRUCTIONS = {instruction.code.encode("latin-1"): instruction for instruction in pickletools.opcodes}
+
+
+class UnusablePickle(ValueError):
+    """A pickle that needs more than tensors. The message continues a sentence about the file."""
+
+
+class DamagedPickle(ValueError):
+    """A file that is cut short or not of this format. The message continues a sentence about the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Name:
+    """A function or class that a pickle refers to."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """Data of one or more tensors."""
+
+    key: str
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PickledTensor:
+    """One tensor of a file. Tensors with the same storage share data."""
+
+    dtype: str  # torch's name
+    shape: tuple[int, ...]
+    bytes: int  # of its elements
+    storage: str  # key of its data
+
+
+def tensors(file: BinaryIO) -> Mapping[str, PickledTensor]:
+    """Return the tensors of a file by name. Raise UnusablePickle or DamagedPickle."""
+    try:
+        is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
+        file.seek(0)
+        return _of_archive(file) if is_zip else _of_legacy_file(file)
+    except (UnusablePickle, DamagedPickle):
+        raise
+    except _OF_DAMAGE as error:
+        raise DamagedPickle(f"is no complete file of torch.save ({type(error).__name__}: {error})") from None
+
+
+def _of_archive(file: BinaryIO) -> Mapping[str, PickledTensor]:
+    with zipfile.ZipFile(file) as archive:
+        entries = {entry.filename: entry for entry in archive.infolist()}
+        name = next((name for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")), None)
+        if name is None:
+            raise DamagedPickle("is an archive without data.pkl, so torch.save has not written it")
+        folder, entry = name.removesuffix("data.pkl"), entries[name]
+        # Compressed entries could be any size in memory; torch does not compress.
+        if entry.file_size > MAX_PICKLE_BYTES or entry.compress_type != zipfile.ZIP_STORED:
+            raise UnusablePickle(f"has a pickle of {entry.file_size} bytes; at most {MAX_PICKLE_BYTES} are read")
+        if (order := f"{folder}byteorder") in entries and archive.read(order)[:8] != b"little":
+            raise UnusablePickle("was written on a machine of the other byte order")
+        found, storages = _state_dict(io.BytesIO(archive.read(name)))
+    for storage in storages.values():
+        data = entries.get(f"{folder}data/{storage.key}")
+        if data is None or data.file_size != storage.bytes:
+            raise DamagedPickle(f"lacks {storage.bytes} bytes of data/{storage.key}")
+    return found
+
+
+def _of_legacy_file(file: BinaryIO) -> Mapping[str, PickledTensor]:
+    size = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    beginning = file.read(MAX_PICKLE_BYTES)
+    pickles = io.BytesIO(beginning)
+    head = [_run(pickles, None), _run(pickles, None)] if beginning.startswith(b"\x80") else []
+    if head != [_LEGACY_MAGIC, _LEGACY_VERSION]:
+        raise DamagedPickle("is no file of torch.save")
+    _run(pickles, None)  # sizes of C types on the machine that wrote it
+    found, storages = _state_dict(pickles)
+    _run(pickles, None)  # the keys of the storages in the order of their data
+    # Before each storage's data is its number of elements, in 8 bytes.
+    if pickles.tell() + sum(8 + storage.bytes for storage in storages.values()) != size:
+        raise DamagedPickle(f"has {size} bytes, which is not what its pickle promises")
+    return found
+
+
+def _state_dict(pickle: BinaryIO) -> tuple[Mapping[str, PickledTensor], Mapping[str, _Storage]]:
+    """Return the tensors of a pickled dictionary, and the storages."""
+    storages: dict[str, _Storage] = {}
+
+    def load_storage(id: Any) -> _Storage:
+        match id:
+            case ("storage", _Name(name), str(key), str(), int(elements), *_) if elements >= 0:
+                dtype, width = _STORAGES[name.removeprefix("torch.")]
+            case _:
+                raise UnusablePickle("refers to something else than tensor data")
+        storage = storages.setdefault(key, _Storage(key, dtype, elements * width))
+        if storage != _Storage(key, dtype, elements * width):
+            raise DamagedPickle(f"describes data/{key} in two ways")
+        return storage
+
+    found = _run(pickle, load_storage)
+    if not isinstance(found, dict) or not found:
+        raise UnusablePickle("holds no dictionary of tensors")
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, PickledTensor):
+            raise UnusablePickle(f"holds {str(name)[:60]!r}, which is no tensor; save the model's state_dict alone")
+    return found, storages
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> PickledTensor:
+    """Return the tensor that torch rebuilds from these arguments."""
+    sizes = (offset, *shape, *strides) if isinstance(shape, tuple) and isinstance(strides, tuple) else (None,)
+    if not isinstance(storage, _Storage) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise UnusablePickle("has a tensor of an unknown form")
+    if len(shape) != len(strides):
+        raise DamagedPickle("has a tensor with other strides than dimensions")
+    width = next(width for dtype, width in _STORAGES.values() if dtype == storage.dtype)
+    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if prod(shape) and (last + 1) * width > storage.bytes:
+        raise DamagedPickle(f"has a tensor beyond the end of data/{storage.key}")
+    return PickledTensor(storage.dtype, shape, prod(shape) * width, storage.key)
+
+
+def _call(function: Any, arguments: Any) -> Any:
+    """Return what the call of an allowed function stands for."""
+    match function, arguments:
+        case _Name(name), () if name == _ORDERED_DICT:
+            return {}
+        case _Name(name), tuple() if name in (_TENSOR, _OLD_TENSOR) and len(arguments) >= 4:
+            return _tensor(*arguments)
+        case _Name(name), (PickledTensor() as data, *_) if name in _PARAMETERS:
+            return data
+    raise UnusablePickle("calls a function with other arguments than torch.save writes")
+
+
+def _run(pickle: BinaryIO, load_storage: Callable[[Any], _Storage] | None) -> Any:
+    """Return the value of the pickle at the position of `pickle`, in which calls are replaced by `_call`.
+
+    The values are made by this function alone, from numbers, texts and containers. The memo is a dictionary: Python's
+    own unpickler has an array, which one instruction can make 16 GB large.
+    """
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[Any, Any] = {}
+
+    def pop_mark() -> list[Any]:
+        mark = marks.pop()
+        items = stack[mark:]
+        del stack[mark:]
+        return items
+
+    def pop(count: int) -> tuple[Any, ...]:
+        if len(stack) - (marks[-1] if marks else 0) < count:
+            raise DamagedPickle("has a damaged pickle")
+        items = tuple(stack[-count:])
+        del stack[-count:]
+        return items
+
+    def update(items: list[Any] | tuple[Any, ...]) -> None:
+        if type(stack[-1]) is not dict or any(type(key) not in (str, int) for key in items[::2]):
+            raise UnusablePickle("holds a dictionary whose keys are no texts")
+        stack[-1].update(zip(items[::2], items[1::2], strict=True))
+
+    try:
+        while code := pickle.read(1):
+            # `pickletools.genops` would decode the arguments of rejected instructions, and backslashes in names.
+            instruction = _INSTRUCTIONS[code]
+            if instruction.name not in _NEEDED:
+                raise UnusablePickle(f"uses the pickle instruction {instruction.name}, which could run code")
+            argument: Any = None
+            if instruction.name == "GLOBAL":
+                argument = ".".join(pickle.readline().decode().rstrip("\n") for _ in ("module", "name"))
+            elif instruction.arg is not None:
+                argument = instruction.arg.reader(pickle)
+            match instruction.name:
+                case "STOP":
+                    return stack.pop()
+                case "GLOBAL":
+                    if argument not in _ALLOWED:
+                        shown = argument[:100] if argument.isprintable() else ascii(argument[:100])
+                        raise UnusablePickle(f"needs {shown}, which could run code")
+                    stack.append(_Name(argument))
+                case "BINPERSID":
+                    if load_storage is None:
+                        raise DamagedPickle("has tensor data where none belongs")
+                    stack.append(load_storage(*pop(1)))
+                case "REDUCE":
+                    stack.append(_call(*pop(2)))
+                case "BUILD":  # attributes of the dictionary, such as the versions of modules
+                    (state,) = pop(1)
+                    if type(state) is not dict or type(stack[-1]) is not dict:
+                        raise UnusablePickle("sets the state of an object")
+                case "MARK":
+                    marks.append(len(stack))
+                case "NONE" | "NEWTRUE" | "NEWFALSE":
+                    stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[instruction.name])
+                case "EMPTY_TUPLE":
+                    stack.append(())
+                case "EMPTY_LIST":
+                    stack.append([])
+                case "EMPTY_DICT":
+                    stack.append({})
+                case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT" | "BINUNICODE" | "SHORT_BINSTRING":
+                    stack.append(argument)
+                case "BINGET" | "LONG_BINGET":
+                    stack.append(memo[argument])
+                case "BINPUT" | "LONG_BINPUT":
+                    memo[argument] = stack[-1]
+                case "TUPLE":
+                    stack.append(tuple(pop_mark()))
+                case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                    stack.append(pop(int(instruction.name[-1])))
+                case "SETITEM":
+                    update(pop(2))
+                case "SETITEMS":
+                    update(pop_mark())
+                case "APPEND" | "APPENDS":
+                    items = pop(1) if instruction.name == "APPEND" else pop_mark()
+                    if type(stack[-1]) is not list:
+                        raise UnusablePickle("appends to an object")
+                    stack[-1].extend(items)
+    except (UnusablePickle, DamagedPickle):
+        raise
+    except _OF_DAMAGE as error:
+        raise DamagedPickle(f"has a damaged pickle ({type(error).__name__}: {str(error)[:100]})") from None
+    raise DamagedPickle("has a pickle without an end")
