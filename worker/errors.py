@@ -62,12 +62,18 @@ class UnknownField(RequestError):
 class ContextExceeded(RequestError):
     status, type, reason = 400, "exceed_context_size_error", "context_length_exceeded"
 
-    def __init__(self, prompt_tokens: int, limit: int, *, param: str | None = None, is_exact: bool = True):
-        """`is_exact`: the tokens were counted. Otherwise the prompt has at least that many, by its length."""
+    def __init__(
+        self, prompt_tokens: int, limit: int, *, param: str | None = None, is_exact: bool = True, setting: str = ""
+    ):
+        """`is_exact`: the tokens were counted. Otherwise the prompt has at least that many, by its length.
+
+        `setting`: the preset key with the limit, if it is not ctx-size.
+        """
         least = "" if is_exact else "at least "
+        what = "prompt" if setting else "context"
         super().__init__(
-            f"the prompt has {least}{prompt_tokens} tokens, but this model's maximum context length is {limit} tokens;"
-            " shorten the prompt or raise ctx-size in the preset",
+            f"the prompt has {least}{prompt_tokens} tokens, but this model's maximum {what} length is {limit} tokens;"
+            f" shorten the prompt or raise {setting or 'ctx-size'} in the preset",
             param=param,
             extra={"n_prompt_tokens": prompt_tokens, "n_ctx": limit},
         )

@@ -14,11 +14,10 @@ from typing import Any
 
 from worker.api.call import JsonAnswer, read_texts
 from worker.api.served_model import ServedModel
-from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel
+from worker.errors import InvalidValue, UnsupportedByModel
 from worker.interface import EncoderInput, EncodingConfig
 from worker.prompt import chat_template as chats
 from worker.prompt.body_reader import BodyFields, Json
-from worker.prompt.text_limits import TextLimit
 from worker.protocol.dialects.generation_fields import MAX_TEXTS
 from worker.protocol.dialects.llama_server import EMBEDDING, RERANK
 from worker.protocol.dialects.openai import EMBEDDINGS
@@ -129,7 +128,7 @@ async def _relevance(
     `names`: the fields of both, for errors.
     """
     if model.engine.encoding is None:
-        limit = _limit(model, names[1], truncate=truncate)
+        limit = model.text_limit(names[1], truncate=truncate)
         encode_group = partial(model.encode_pairs, limit=limit, truncate=truncate)
         others = [seconds] if len(firsts) == 1 else [[text] for text in seconds]
         groups = zip(firsts, others, strict=True)
@@ -189,7 +188,7 @@ async def _read_inputs(fields: BodyFields, names: tuple[str, ...], model: Served
     if len(given) > 1:
         raise InvalidValue(f"{' and '.join(given)} mean the same; send one of them", param=given[1])
     name = given[0] if given else names[0]
-    limit = _limit(model, name, truncate=truncate)
+    limit = model.text_limit(name, truncate=truncate)
     rows, texts = await read_texts(fields, name, model, limit=limit, prefix=prompt)
     written = [text for text in texts if text is not None]
     if written:
@@ -216,7 +215,7 @@ async def _read_chat(fields: BodyFields, model: ServedModel) -> EncoderInput:
         fields.mark_unused("tools")
     truncate = _read_truncate(fields)
     add_special = fields.flag("add_special_tokens") or False
-    limit = _limit(model, "messages", truncate=truncate)
+    limit = model.text_limit("messages", truncate=truncate)
     [tokens] = await model.encode([await model.render(chat, limit)], limit, add_special=add_special)
     if not tokens:
         raise InvalidValue("this model's chat template renders the messages to an empty text", param="messages")
@@ -229,7 +228,7 @@ async def _encode(
     """Tokenize `texts` with the instruction named `prompt` before each. Raise ContextExceeded."""
     encoding = _encoding(model)
     instruction = encoding.prompts.get(prompt, "")
-    rows = await model.encode([instruction + text for text in texts], _limit(model, name, truncate=truncate))
+    rows = await model.encode([instruction + text for text in texts], model.text_limit(name, truncate=truncate))
     rows = [row or model.start_of_text(name) for row in rows]
     return await _prepare(rows, texts, model, encoding, instruction, name, truncate=truncate)
 
@@ -249,11 +248,12 @@ async def _prepare(
     """
     skipped = 0
     if prompt and encoding.skips_prompt:
-        [alone] = await model.encode([prompt], _limit(model, "prompt_name", truncate=False))
+        [alone] = await model.encode([prompt], model.text_limit("prompt_name"))
         skipped = len(alone) - (bool(alone) and alone[-1] in model.special_ids)
     if truncate:
         long = [index for index, row in enumerate(rows) if len(row) > model.max_text]
-        shorter = await model.encode_cut([prompt + texts[index] for index in long], _limit(model, name, truncate=True))
+        cut = model.text_limit(name, truncate=True)
+        shorter = await model.encode_cut([prompt + texts[index] for index in long], cut)
         for index, row in zip(long, shorter, strict=True):
             rows[index] = row
     return _checked([EncoderInput(row, skipped=skipped) for row in rows], model, name)
@@ -263,13 +263,8 @@ def _checked(texts: list[EncoderInput], model: ServedModel, name: str) -> list[E
     """Raise ContextExceeded if an input is too long; otherwise return the inputs."""
     for text in texts:
         if len(text.tokens) > model.max_text:
-            raise ContextExceeded(len(text.tokens), model.max_text, param=name)
+            raise model.text_limit(name).error(len(text.tokens), is_exact=True)
     return texts
-
-
-def _limit(model: ServedModel, name: str, *, truncate: bool) -> TextLimit:
-    """The limit of a text in field `name`."""
-    return TextLimit(model.max_text, name, keep="start" if truncate else "")
 
 
 def _encoding(model: ServedModel) -> EncodingConfig:

@@ -298,7 +298,7 @@ def _context(fields: BodyFields, model: ServedModel) -> list[int]:
     """Read the tokens of an earlier prompt and its answer."""
     listed = fields.sequence("context") or []
     if len(listed) > model.max_prompt:  # checked before the ids themselves, to bound the work
-        raise ContextExceeded(len(listed), model.engine.ctx_size, param="context")
+        raise model.prompt_limit("context").error(len(listed), is_exact=True)
     tokens = [id for value in listed if (id := to_integer(value)) is not None and 0 <= id < model.vocab_size]
     if len(tokens) < len(listed):
         raise InvalidValue(

@@ -113,6 +113,11 @@ class ServedModel:
         """Maximum tokens of an encoder's input, which needs no position for an answer."""
         return min(self.options.max_input_tokens or self.engine.ctx_size, self.engine.ctx_size)
 
+    def text_limit(self, param: str, *, truncate: bool = False) -> TextLimit:
+        """The limit of an encoder's input in field `param`."""
+        setting = "max-input-tokens" if self.max_text < self.engine.ctx_size else ""
+        return TextLimit(self.max_text, param, keep="start" if truncate else "", setting=setting)
+
     def check_prompt(self, prompt: Sequence[int], *, param: str) -> None:
         """Raise ContextExceeded if the prompt leaves no room for an answer."""
         if len(prompt) > self.max_prompt:
@@ -121,7 +126,9 @@ class ServedModel:
     def prompt_limit(self, param: str) -> TextLimit:
         """The limit of a prompt in field `param`."""
         is_full = self.max_prompt == self.engine.ctx_size - 1
-        return TextLimit(self.max_prompt, param, shown=self.engine.ctx_size if is_full else 0)
+        if is_full:
+            return TextLimit(self.max_prompt, param, shown=self.engine.ctx_size)
+        return TextLimit(self.max_prompt, param, setting="max-input-tokens")
 
     def count_limit(self, param: str) -> TextLimit:
         """The limit of a text in field `param` that is only tokenized."""

@@ -40,11 +40,13 @@ class TextLimit:
     keep: Literal["", "start", "end"] = ""  # the part of a longer text that is kept; empty: it is rejected
     # The value of the error, if it is not `tokens`: a prompt may be one token shorter than the context.
     shown: int = 0
+    setting: str = ""  # the preset key with the limit, if it is not ctx-size
 
     def error(self, tokens: int, *, is_exact: bool = False) -> ContextExceeded:
         """The error for a text of at least `tokens` tokens."""
         least = max(tokens, self.tokens + 1)
-        return ContextExceeded(least, self.shown or self.tokens, param=self.param, is_exact=is_exact)
+        limit = self.shown or self.tokens
+        return ContextExceeded(least, limit, param=self.param, is_exact=is_exact, setting=self.setting)
 
 
 @dataclass(frozen=True, slots=True)

@@ -434,8 +434,11 @@ async def test_a_prompt_that_fills_the_context_is_rejected_with_both_numbers() -
 
 
 async def test_max_input_tokens_limits_prompts() -> None:
-    with pytest.raises(ContextExceeded, match="10 tokens"):
+    message = "has 11 tokens, but this model's maximum prompt length is 10 tokens; shorten the prompt or raise max-in"
+    with pytest.raises(ContextExceeded, match=message):
         await openai.completions({"prompt": [5] * 11}, model(max_input_tokens=10))
+    with pytest.raises(ContextExceeded, match="raise max-input-tokens"):
+        await openai.completions({"prompt": "word " * 5000}, model(max_input_tokens=10))
     await openai.completions({"prompt": [5] * 10}, model(max_input_tokens=10))
 
 

@@ -172,6 +172,12 @@ async def test_a_text_is_truncated_by_its_tokenizer() -> None:
     assert len(made.tokenizer(text)["input_ids"]) > 20, "the tokenizer itself still reads all of it"
 
 
+async def test_the_error_for_a_long_input_names_the_setting_with_the_limit() -> None:
+    for made, setting in ((embedder(max_input_tokens=20), "max-input-tokens"), (embedder(ctx_size=20), "ctx-size")):
+        with pytest.raises(ContextExceeded, match=f"length is 20 tokens; shorten the prompt or raise {setting}"):
+            await embeddings.embeddings({"input": [5] * 21}, made)
+
+
 async def test_llama_servers_embeddings_have_a_list_for_each_text() -> None:
     made = embedder()
     result = await embeddings.native({"content": "hi", "embd_normalize": -1}, made)

@@ -122,7 +122,7 @@ async def test_the_error_for_a_long_prompt_names_its_length_and_the_limit(folder
         with pytest.raises(ContextExceeded) as stage_done:
             await complete_one(engine, (5,) * 32)
         assert stage_done.value.extra == {"n_prompt_tokens": 32, "n_ctx": 32}
-        with pytest.raises(ContextExceeded) as stage_done:
+        with pytest.raises(ContextExceeded, match="raise max-input-tokens") as stage_done:
             await complete_one(engine, (5,) * 11)
         assert stage_done.value.extra == {"n_prompt_tokens": 11, "n_ctx": 10}
         assert (await complete_one(engine, (5,) * 10, max_tokens=2)).finish == "length"

@@ -319,7 +319,8 @@ class TransformersEngine:
                 raise InvalidValue("an input is empty", param="input")
             self._streams.check_tokens(text.tokens)
             if len(text.tokens) > limit:
-                raise ContextExceeded(len(text.tokens), limit)
+                setting = "max-input-tokens" if limit < self.ctx_size else ""
+                raise ContextExceeded(len(text.tokens), limit, setting=setting)
         if not texts:
             return []
         loop = asyncio.get_running_loop()

@@ -122,7 +122,7 @@ class StreamFactory:
         if len(prompt) >= self._ctx_size:  # at least one token of the answer must fit as well
             raise ContextExceeded(len(prompt), self._ctx_size)
         if 0 < self._options.max_input_tokens < len(prompt):
-            raise ContextExceeded(len(prompt), self._options.max_input_tokens)
+            raise ContextExceeded(len(prompt), self._options.max_input_tokens, setting="max-input-tokens")
         if request.n < 1:
             raise InvalidValue(f"n is {request.n}; it must be at least 1", param="n")
         if request.max_tokens is not None and request.max_tokens < 0:
