@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from worker.engines.transformers.schedule.kv_cache import BlockAllocator, block_key, blocks_for, pool_blocks
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler
 from worker.engines.transformers.schedule.sequence import Sequence
+from worker.interface import PromptImages
 from worker.protocol.memory import BLOCK_TOKENS
 
 B = BLOCK_TOKENS
@@ -126,6 +127,50 @@ def test_prompts_asked_in_turn_are_all_found_as_long_as_the_pool_has_room_for_th
                 prompt = sequence(id, [id] * 500, limit=64)
                 ran(blocks, prompt)
                 assert prompt.cached == (turn and 500 // B * B)
+
+
+@pytest.mark.parametrize(("rest", "reuses"), [({}, True), ({"prompt_logprobs": True}, False)])
+def test_prompts_that_arrive_together_reuse_their_common_beginning_once_one_has_computed_it(
+    rest: dict[str, object], reuses: bool
+) -> None:
+    """Eight clients with one system prompt. The first step has room for one whole prompt and a part of the next."""
+    system, own, clients = 8 * B, 3, 8
+    blocks = BlockAllocator(clients, 16 * clients)
+    scheduler = Scheduler(blocks, system + own + B)
+    sequences = [sequence(id, [*range(system), 1000 + id, 7, 7], limit=1, **rest) for id in range(clients)]
+    for each in sequences:
+        scheduler.add(each)
+    computed = 0
+    while scheduler.has_work:
+        for segment in scheduler.next(system + own + B):
+            computed += segment.length
+            segment.sequence.computed = segment.end
+            if segment.completes and segment.sequence.append(7):
+                scheduler.remove(segment.sequence)
+        blocks.check_integrity()
+    cached = sum(each.cached for each in sequences)
+    assert computed + cached == clients * (system + own)
+    # The two that begin in the first step compute some blocks side by side.
+    assert 6 * system < cached <= 7 * system if reuses else cached == 0
+
+
+def test_a_prompt_in_the_middle_of_a_block_or_with_images_keeps_its_own_blocks() -> None:
+    blocks = BlockAllocator(3, 32)
+    words = list(range(4 * B))
+    first, second = sequence(1, [*words, 1]), sequence(2, [*words, 2])
+    rows = {each.id: blocks.admit(each)[0] for each in (first, second)}
+    first.computed = 4 * B
+    blocks.cache_blocks(rows[1], first)
+    second.computed = B // 2
+    before = list(blocks.table(rows[2]).blocks)
+    assert blocks.reuse(rows[2], second) == 0
+    second.computed, second.prompt_images = 0, PromptImages(images=())
+    assert blocks.reuse(rows[2], second) == 0
+    assert blocks.table(rows[2]).blocks == before
+    second.prompt_images = None
+    assert blocks.reuse(rows[2], second) == 4 * B
+    assert blocks.table(rows[2]).blocks[:4] == blocks.table(rows[1]).blocks[:4]
+    blocks.check_integrity()
 
 
 def test_conversations_of_more_clients_than_rows_stay_in_few_runs() -> None:

@@ -148,6 +148,10 @@ class RowAllocator:
     def cache_blocks(self, row: int, sequence: Sequence) -> None:
         """Register the blocks of the row that are now full and computed in the prefix cache. Here there are none."""
 
+    def reuse(self, row: int, sequence: Sequence) -> int:
+        """Take the next tokens of an incomplete prompt from the prefix cache. Return their number. Here it is 0."""
+        return 0
+
     def release(self, row: int, *, is_corrupt: bool = False) -> None:
         """Free the row. `is_corrupt`: its content is invalid and must not be reused."""
         del self._owners[row]
@@ -274,6 +278,40 @@ class BlockAllocator(RowAllocator):
                 self._block_of[key] = block
                 self._key_of[block] = key
 
+    def reuse(self, row: int, sequence: Sequence) -> int:
+        """See `RowAllocator`. Prompts with a common beginning that arrive together are all admitted before it is
+        computed. The first one computes it, and the others take its blocks here in place of empty ones of their own.
+        """
+        table = self._tables[row]
+        held = len(table.keys)
+        # Images must be computed whole, so a prompt with images keeps the division that it began with.
+        if (
+            sequence.computed != held * BLOCK_TOKENS
+            or sequence.prompt_images is not None
+            or not self._may_reuse(sequence)
+        ):
+            return 0
+        found, keys = [], list(table.keys)
+        for index in range(held, (len(sequence.tokens) - 1) // BLOCK_TOKENS):
+            key = block_key(keys[-1] if keys else _root(sequence), _block_tokens(sequence.tokens, index))
+            if key not in self._block_of:
+                break
+            keys.append(key)
+            found.append(self._block_of[key])
+        if not found:
+            return 0
+        for block in found:
+            self._add_reference(block)
+        for block in table.blocks[held : held + len(found)]:
+            self._references[block] -= 1
+            self.free += 1
+            self._empty.add(block)
+        # A new table: whoever holds the old one would take the content of its blocks for known.
+        self._tables[row] = changed = BlockTable(keys=keys, most=table.most)
+        for block in (*table.blocks[:held], *found, *table.blocks[held + len(found) :]):
+            changed.append(block)
+        return len(found) * BLOCK_TOKENS
+
     def release(self, row: int, *, is_corrupt: bool = False) -> None:
         super().release(row)
         table = self._tables.pop(row)
@@ -330,7 +368,7 @@ class BlockAllocator(RowAllocator):
         """Cached blocks of the longest known prefix, but never of the whole sequence: its last token must be computed
         for its logits. Empty if logits are needed at every prompt position.
         """
-        if not self._caches or sequence.prompt_logprobs:
+        if not self._may_reuse(sequence):
             return []
         found = []
         for key in self._keys(sequence):
@@ -339,6 +377,9 @@ class BlockAllocator(RowAllocator):
                 break
             found.append(block)
         return found
+
+    def _may_reuse(self, sequence: Sequence) -> bool:
+        return self._caches and not sequence.prompt_logprobs
 
     def _keys(self, sequence: Sequence) -> list[bytes]:
         # Hashing a long prompt takes milliseconds, and a waiting sequence is looked up before every step.

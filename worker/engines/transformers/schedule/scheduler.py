@@ -213,6 +213,7 @@ class Scheduler:
         # Blocks that are complete by now enter the prefix cache first, so that requests admitted below find them.
         for sequence, row in self._running.values():
             self._capacity.cache_blocks(row, sequence)
+        self._reuse_blocks()
         # Prompts that are admitted here begin in this very step, and the budget depends on their number.
         self._admit_all()
         # Decodes that are neighbours in the cache become rows of one strided view (attention/decode_plan).
@@ -246,6 +247,15 @@ class Scheduler:
                     return ()
                 segments.append(Segment(sequence, row, start, 1, self._capacity.table(row), ahead=True))
         return tuple(sorted(segments, key=_cache_location))
+
+    def _reuse_blocks(self) -> None:
+        """Take what other prompts have computed meanwhile, for prompts that begin with the same tokens."""
+        for sequence, row in self._running.values():
+            if not sequence.is_decoding and sequence.id not in self._following:
+                found = self._capacity.reuse(row, sequence)
+                sequence.computed += found
+                if not sequence.preempted:
+                    sequence.cached += found
 
     def _admit_all(self) -> None:
         """Admit in order of arrival. Sequences without an adapter may pass one that waits for its adapter's slot."""
