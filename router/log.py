@@ -201,8 +201,9 @@ class Ring(logging.Handler):
 
     def _append(self, now: float, level: str, name: str, text: str) -> None:
         self.lines.append(Line(next(self._ids), now, level, name, text))
-        for news, loop in tuple(self._followers.items()):
-            loop.call_soon_threadsafe(news.set)  # Records come from any thread.
+        if self._followers:
+            for news, loop in tuple(self._followers.items()):
+                loop.call_soon_threadsafe(news.set)  # Records come from any thread.
 
     async def follow(self, after: int) -> AsyncIterator[Line]:
         """Every line after `id`, as they are written, without end. A follower slower than the ring misses lines."""
@@ -336,8 +337,12 @@ def escaped(message: str) -> str:
 
 
 def _stamp(now: float) -> str:
-    second = int(now)
-    return f"{_second(second)}.{int((now - second) * 1000):03d}Z"
+    return _milliseconds(int(now * 1000))
+
+
+@functools.lru_cache(maxsize=2)  # a router under load writes many lines in a millisecond
+def _milliseconds(now: int) -> str:
+    return f"{_second(now // 1000)}.{now % 1000:03d}Z"
 
 
 @functools.lru_cache(maxsize=2)

@@ -149,7 +149,7 @@ def request_line(logger: logging.Logger, message: str) -> None:
         return
     now, shown = time.time(), escaped(message)
     for handler in logging.getLogger().handlers:
-        if isinstance(handler, Ring | LogQueue):
+        if isinstance(handler, (Ring, LogQueue)):
             handler.take(now, logger.name, shown)
         else:
             handler.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, message, (), None))
