@@ -249,7 +249,7 @@ def _config(folder: Path, override: str, rope: Mapping[str, Any]) -> dict[str, A
     try:
         return apply_rope(config, rope) if rope else config
     except ValueError as error:
-        raise UnknownCheckpoint(str(error)) from None
+        raise UnknownCheckpoint(f"{folder}: {error}") from None
     except (ArithmeticError, AttributeError, TypeError) as error:  # any member may hold anything
         raise UnknownCheckpoint(f"{folder / 'config.json'} describes no RoPE ({error}); fetch it again") from None
 

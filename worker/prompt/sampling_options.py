@@ -64,6 +64,8 @@ class SamplingDefaults:
         """Return `body` with the members of `table` that it lacks. A member of the body with the same meaning takes
         precedence, and tools do over a grammar.
         """
+        if not self.members:
+            return body
         added = {name: value for name, value in self.members.items() if name in table and body.get(name) is None}
         has_tools = bool(body.get("tools")) and body.get("tool_choice") != "none"
         if has_tools or any(body.get(name) is not None for name in GRAMMAR):

@@ -303,6 +303,23 @@ def test_an_override_is_merged_into_the_config(tmp_path: Path) -> None:
         read(folder, override="[1")
 
 
+def test_rope_keys_grow_the_positions_and_make_another_model(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path, max_position_embeddings=4096)
+    grown = read(folder, rope={"rope-scale": 4.0})
+    assert grown.max_positions == 16384
+    assert grown.identity != read(folder).identity
+    table = snapshot(
+        tmp_path / "table", max_position_embeddings=4096, rope_scaling={"rope_type": "llama3", "factor": 8.0}
+    )
+    with pytest.raises(
+        UnknownCheckpoint, match="table: rope-scale: the checkpoint has RoPE scaling of the kind llama3"
+    ):
+        read(table, rope={"rope-scale": 4.0})
+    damaged = snapshot(tmp_path / "damaged", max_position_embeddings=4096, rope_scaling="much")
+    with pytest.raises(UnknownCheckpoint, match="describes no RoPE"):
+        read(damaged, rope={"rope-scale": 4.0})
+
+
 def test_the_identity_does_not_depend_on_the_folder(tmp_path: Path) -> None:
     one, other = snapshot(tmp_path / "one"), snapshot(tmp_path / "other")
     assert read(one).identity == read(other).identity

@@ -137,6 +137,7 @@ def test_a_model_that_failed_is_not_built_again_until_its_files_change(folder: P
 def test_other_options_are_another_model(folder: Path, ours: PrebuiltModels) -> None:
     ours.build(options(folder))
     assert ours.find(options(folder, dtype="bfloat16")) is None
+    assert ours.find(options(folder, rope='{"rope-scale": 2.0}')) is None, "its rotations are other ones"
     assert ours.find(options(folder, ctx_size=32, parallel=1, threads=2, name="other")) is not None
 
 
