@@ -468,7 +468,9 @@ def prepare_command(ctx: click.Context, /, model: str, as_json: bool, **params: 
 
     def show_progress(done: int, total: int) -> None:
         if sys.stderr.isatty():
-            click.echo(f"\rconverting: {done} of {total}", nl=done == total, err=True)
+            # Without a total it waits for another conversion, and `done` are the bytes that this one has written.
+            text = f"{done >> 20} of {total >> 20} MiB" if total else f"waiting for another one ({done >> 20} MiB)"
+            click.echo(f"\rconverting: {text:40}", nl=0 < total == done, err=True)
 
     def run(chosen: _ChosenModel) -> int:
         state = xdg.state(chosen.settings.state_dir)

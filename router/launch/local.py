@@ -177,7 +177,9 @@ class LocalLauncher:
 
     async def convert(self, program: Program, command: Convert, listen: Listen) -> Converted:
         now = asyncio.get_running_loop().time()
-        heartbeat = Heartbeat(now, start_timeout=CONVERT_SILENCE, stall_timeout=CONVERT_SILENCE)
+        heartbeat = Heartbeat(
+            now, start_timeout=CONVERT_SILENCE, stall_timeout=CONVERT_SILENCE, repeats_count=True
+        )  # those of a process that waits for another conversion
         return await self._run_to_end(program, command, "convert", Converted, heartbeat, listen)
 
     async def estimate(self, program: Program, command: Estimate) -> Estimated:

@@ -5,6 +5,7 @@ conversion of changed files is therefore never found. The source snapshot is not
 deleted at any time; the cost is a new conversion.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -12,7 +13,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from router.config.presets import Preset
@@ -22,7 +23,7 @@ from worker.protocol.snapshot_files import MANIFEST, ConversionManifest, decode_
 
 log = logging.getLogger("router.store.converted")
 
-# Suffix of an incomplete folder (worker/fetch/convert.py). The process that writes it holds a lock on it.
+# Suffix of an incomplete folder (worker/fetch/convert.py). Its process holds a lock on the folder of all.
 PART = ".part"
 # Files of tokenizers that have to be converted on each load, where there is no tokenizer.json beside them.
 _SLOW_TOKENIZERS = frozenset(
@@ -108,10 +109,12 @@ class ConvertedSnapshots:
     def sweep(self) -> int:
         """Delete conversions whose source is gone or has changed, and abandoned parts. Returns how many."""
         swept, sizes = 0, {}
-        with self._sweeping:
+        with self._sweeping, self._unless_converting() as are_abandoned:
             for path in sorted(self._folder.iterdir()) if self._folder.is_dir() else ():
                 if path.name.endswith(PART):
-                    swept += _remove_part(path)
+                    if are_abandoned:
+                        shutil.rmtree(path, ignore_errors=True)
+                        swept += 1
                     continue
                 manifest = self._manifest(path)
                 if manifest is None or self.target(manifest.source) != path:
@@ -121,6 +124,27 @@ class ConvertedSnapshots:
                     sizes[manifest.source] = _size(manifest)
             self._sizes = sizes
         return swept
+
+    @contextlib.contextmanager
+    def _unless_converting(self) -> Iterator[bool]:
+        """Keep conversions from beginning during the block. Yield False if one runs, or without the folder.
+
+        A lock on each part would not be enough: a process makes its folder before it can lock it.
+        """
+        try:
+            descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            yield False
+            return
+        try:
+            is_free = True
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                is_free = False
+            yield is_free
+        finally:
+            os.close(descriptor)
 
     def _manifest(self, target: Path) -> ConversionManifest | None:
         """Return the manifest of a conversion that is complete and unchanged since; None otherwise."""
@@ -149,22 +173,6 @@ def _lacks_fast_tokenizer(snapshot: str) -> bool:
     except OSError:
         return False
     return "tokenizer.json" not in names and not names.isdisjoint(_SLOW_TOKENIZERS)
-
-
-def _remove_part(path: Path) -> int:
-    """Delete an unfinished conversion unless a process holds its lock. Returns how many were deleted."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return 0
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-    except BlockingIOError:
-        return 0
-    finally:
-        os.close(descriptor)
-    return 1
 
 
 __all__ = ["ConvertedSnapshots", "can_be_converted"]

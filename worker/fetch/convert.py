@@ -43,10 +43,11 @@ TensorKey = str | tuple[int, str]
 
 log = logging.getLogger(__name__)
 
-PART = ".part"  # suffix of an unfinished target; its process holds a lock (flock) on it
+PART = ".part"  # suffix of an unfinished target; its process holds a lock (flock) on the folder of all targets
 MIN_COMPUTED_SHARE = 0.1  # weights are copied if a load would compute at least this share of their bytes; a guess
 SPARE_BYTES = 1 << 30  # disk space left free
 _WAIT_INTERVAL = 0.25  # seconds between two tries to lock the folder of all targets
+_WAIT_REPORT_INTERVAL = 30.0  # most seconds between two events meanwhile
 _WRITE_BYTES = 16 << 20
 # Bytes between two syncs to disk. Unsynced bytes are dirty pages, which other processes cannot use as memory.
 _SYNC_BYTES = 256 << 20
@@ -105,18 +106,18 @@ def _turn(folder: Path, emit: Emit) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _opened(folder) as descriptor:
-        reported = -1
+        reported, until = -1, 0.0
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                # The router ends a process whose events do not change. The bytes of the running conversion change while
-                # it advances, so this process waits as long as that one is alive, and no longer.
+                # The router ends a process without events. This one waits as long as the other one has the lock: that
+                # one reports its own progress to whoever started it, and writes nothing during its last check.
                 done = _unfinished_bytes(folder)
-                if done != reported:
+                if done != reported or time.monotonic() > until:
                     emit(Progress(stage="convert", done=done))
-                    reported = done
+                    reported, until = done, time.monotonic() + _WAIT_REPORT_INTERVAL
                 time.sleep(_WAIT_INTERVAL)
         yield
 
@@ -141,10 +142,6 @@ def _unfinished(target: Path) -> Iterator[Path | None]:
     part = target.with_name(target.name + PART)
     part.mkdir(exist_ok=True)
     with _opened(part) as descriptor:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # the router removes unfinished targets that are not locked
-            raise StartError(f"{part} is in use by another process") from None
         for path in part.iterdir():  # left by a process that was killed
             path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
         try:
@@ -390,6 +387,7 @@ def _convert_weights(options: ModelOptions, config: Any, part: Path, emit: Emit)
         paths = {id(module): path for path, module in model.named_modules(remove_duplicate=False)}
         del model
         written = writer.finish(paths)
+    emit(Progress(stage="convert", done=total - 1, total=total))
     with loader.quiet():
         _check_loads_unchanged(cls, config, part, dtype, embeds)
     emit(Progress(stage="convert", done=total, total=total))

@@ -152,17 +152,16 @@ def test_a_valid_conversion_is_kept_and_listed_with_its_size(ours: ConvertedSnap
     assert ours.sizes == {str(snapshot): 1000}
 
 
-def test_a_sweep_deletes_abandoned_parts_and_keeps_locked_ones(ours: ConvertedSnapshots, tmp_path: Path) -> None:
-    locked, abandoned = (tmp_path / "converted" / name for name in ("a.part", "b.part"))
-    for folder in (locked, abandoned):
-        folder.mkdir(parents=True)
-        (folder / "model.safetensors").write_text("half")
-    holder = os.open(locked, os.O_RDONLY)
+def test_a_sweep_deletes_abandoned_parts_unless_a_conversion_runs(ours: ConvertedSnapshots, tmp_path: Path) -> None:
+    part = tmp_path / "converted" / "a.part"  # a process has just made it
+    part.mkdir(parents=True)
+    holder = os.open(part.parent, os.O_RDONLY)
     fcntl.flock(holder, fcntl.LOCK_EX)
-    assert ours.sweep() == 1
+    assert ours.sweep() == 0
+    assert part.exists()
     os.close(holder)
-    assert locked.exists()
-    assert not abandoned.exists()
+    assert ours.sweep() == 1
+    assert not part.exists()
 
 
 def test_a_conversion_that_was_given_up_is_neither_used_nor_repeated(ours: ConvertedSnapshots, snapshot: Path) -> None:

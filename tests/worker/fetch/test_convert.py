@@ -156,18 +156,6 @@ def test_only_one_conversion_runs_at_a_time(tmp_path: Path) -> None:
     assert (target / "model.safetensors").exists()
 
 
-def test_a_locked_target_is_not_touched(tmp_path: Path) -> None:
-    snapshot, target = tiny.make("mixtral", tmp_path / "original"), tmp_path / "converted"
-    part = tmp_path / "converted.part"
-    part.mkdir()
-    other = os.open(part, os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)
-    with pytest.raises(StartError, match="is in use by another process"):
-        convert(snapshot, target)
-    os.close(other)
-    assert part.exists()
-
-
 def test_an_existing_target_is_not_converted_again(tmp_path: Path) -> None:
     snapshot, target = tiny.make("mixtral", tmp_path / "original"), tmp_path / "converted"
     convert(snapshot, target)
