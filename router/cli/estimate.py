@@ -160,8 +160,9 @@ class Machine:
     def forks(self, preset: Preset) -> bool:
         return self.settings.fork_server and may_fork(worker_argv.program_of(preset, preset.id), "serve")
 
-    def estimate(self, preset: Preset, facts: Checkpoint, choice: sharding.Choice) -> Estimate:
-        """The best estimate without a run of the worker program. Raises EstimateError."""
+    def estimate(self, preset: Preset, facts: Checkpoint, choice: sharding.Choice, *, learns: bool = True) -> Estimate:
+        """The best estimate without a run of the worker program. Without `learns`, learned figures are left out. Raises
+        EstimateError."""
         threads = worker_argv.threads(preset, on_host=choice.on_host, ranks=choice.ranks)
         return best_estimate(
             choice,
@@ -172,6 +173,7 @@ class Machine:
             forked=self.forks(preset),
             threads=threads,
             or_executed=True,
+            learns=learns,
         )
 
     def static(self, preset: Preset, facts: Checkpoint, choice: sharding.Choice) -> Estimate:
@@ -263,17 +265,23 @@ def report(
         room = sharding.limited(preset, machine.readings, machine.capacities)
         bounds = sharding.bounded(preset, order, room)
 
-        def estimate_of(choice: sharding.Choice) -> Estimate:
-            if exact:
-                return machine.exact(preset, facts, choice, folder)
-            return machine.estimate(preset, facts, choice)
+        def choose(*, learns: bool) -> tuple[sharding.Choice, Estimate, bool]:
+            def estimate_of(choice: sharding.Choice) -> Estimate:
+                if exact:
+                    return machine.exact(preset, facts, choice, folder)
+                return machine.estimate(preset, facts, choice, learns=learns)
 
-        choices = sharding.choices(facts, preset, allowed, order, room)
-        choice, estimate = first_fitting(choices, estimate_of, bounds, can_wait=lambda _: False)
+            choices = sharding.choices(facts, preset, allowed, order, room)
+            choice, found = first_fitting(choices, estimate_of, bounds, can_wait=lambda _: False)
+            fits = sharding.fits(choice, found.shards, bounds) and (on_host or found.host <= machine.host_capacity)
+            return choice, found, fits
+
+        choice, estimate, fit = choose(learns=True)
+        if estimate.source == "learned" and not fit:
+            choice, estimate, fit = choose(learns=False)  # as at a load: a learned figure refuses no model
     needs = dict.fromkeys(choice.devices, estimate.shards[0])
     if choice.shards > 1:
         needs = dict(zip(sharding.assigned(choice, estimate.shards, bounds), estimate.shards, strict=True))
-    fit = sharding.fits(choice, estimate.shards, bounds) and (on_host or estimate.host <= machine.host_capacity)
     left = max(machine.capacity(device, bounds) - size for device, size in needs.items())
     if not on_host:
         needs[DeviceId(LOCAL, HOST)] = estimate.host
