@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import httpx
 
@@ -36,10 +37,19 @@ def run(model: str, options: Sequence[str], url: str, key: str) -> int:
     ):
         http.timeout = httpx.Timeout(None)  # a load takes what it takes, and Ctrl-C ends it
         http.headers.update({"Authorization": f"Bearer {key}"} if key else {})
-        name = name or http.get("/models").raise_for_status().json()["data"][0]["id"]
+        name = name or _first(http, model)
         print(f"{name}{f' at {url}' if http.base_url.host != 'router' else ''}: {_HELP}", file=sys.stderr)
         return _chat(http, name)
     return 0
+
+
+def _first(http: httpx.Client, model: str) -> str:
+    """The id of the model at the router that was started for it: the named one, else the first. Raises ChatError."""
+    try:
+        rows: list[dict[str, Any]] = http.get("/models").raise_for_status().json()["data"]
+    except httpx.HTTPError as error:
+        raise ChatError(str(error)) from None
+    return str(next((row for row in rows if model in (row["id"], *row["aliases"])), rows[0])["id"])
 
 
 def _served(model: str, url: str, key: str) -> str:

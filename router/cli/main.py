@@ -31,7 +31,7 @@ from router.config.resolve import LoadedPresets
 from router.config.settings import Option, Settings
 from router.errors import ConfigError, RouterError
 from router.registry import worker_groups
-from router.store.catalogue import Further, find_preset, load_catalogue, read_keys, unusable_pickles
+from router.store.catalogue import Further, find_preset, for_all, load_catalogue, read_keys, unusable_pickles
 
 OK, FAULTS, USAGE, UNREACHABLE, TOO_LARGE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 SCHEMA = 1  # version of JSON documents on stdout
@@ -502,7 +502,7 @@ def _run_for_model(
     parsed, problems = settings.parse(options, os.environ)
     if problems:
         return _refuse(problems, as_json=as_json)
-    loaded = load_catalogue(parsed, models, os.environ)
+    loaded = load_catalogue(parsed, for_all(models), os.environ)
     if loaded.problems:
         return _refuse(loaded.problems, as_json=as_json)
     try:

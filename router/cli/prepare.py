@@ -59,8 +59,8 @@ def prepare(
     snapshot = preset.path or find_snapshot(preset.repo, preset.revision, settings.hub_cache)
     if snapshot is None:
         raise PrepareError(
-            f"{preset.id}: {preset.repo} at {preset.revision} is not in the hub cache; `router` downloads and converts"
-            " it at its first load"
+            f"{preset.id}: {preset.repo} at {preset.revision} is not in the hub cache; `router download`"
+            " downloads and converts it"
         )
     facts = checkpoint.read(Path(snapshot), override=preset.config_override, rope=preset.rope)
     conversions = Snapshots(cache=settings.hub_cache, state=state, offline=True).conversions

@@ -16,7 +16,7 @@ def missing_packages() -> str:
         return ""
     return (
         f"{sys.executable} has no {', '.join(missing)}, so it can load no model: run pip install"
-        f" '{DISTRIBUTION}[worker]', or set python = an interpreter that has it"
+        f" '{DISTRIBUTION}[worker]' (in a checkout: bash scripts/run.sh), or set python = an interpreter that has it"
     )
 
 

@@ -15,8 +15,9 @@ from typing import Literal
 
 from router.config import ini, resolve
 from router.config.ini import Problem
-from router.config.named_models import named_models
+from router.config.named_models import NamedModel, named_models
 from router.config.option_types import nearest
+from router.config.preset_keys import find, is_own
 from router.config.presets import Preset
 from router.config.resolve import FoundModel, LoadedPresets
 from router.config.settings import ApiKey, Settings, configured_keys, hub_cache
@@ -89,25 +90,34 @@ def load_catalogue(
 
 
 def find_preset(name: str, loaded: LoadedPresets, model_flags: Mapping[str, str], environ: Mapping[str, str]) -> Preset:
-    """Return the preset with this id or alias, else one for a folder, `demo:NAME` or `org/name`. Raises ConfigError."""
+    """Return the preset with this id or alias, else one for a folder, `demo:NAME` or `org/name`. Raises ConfigError.
+
+    Flags for one model, such as `--revision`, make a preset of their own for a folder or repository.
+    """
+    own = next(filter(_is_own, model_flags), "")
     for preset in loaded.presets.values():
         if name == preset.id or name in preset.aliases:
-            return preset
+            if not own:
+                return preset
+            if preset.source == "preset":
+                raise ConfigError([f"--{own} is for a folder or a repository; {name} is a preset: write {own} there"])
     if "/" not in name and not name.startswith("demo:") and not (name and Path(name).exists()):
         near = nearest(name, _names_of(loaded))
         hint = f"did you mean {near}?" if near else f"models are: {', '.join(loaded.presets) or 'none'}"
         raise ConfigError([f"{name!r} is no model, no folder and no repository (org/name); {hint}"])
-    if any(char in name for char in "\n\r") or name != name.strip():  # such a name would be another one in the INI text
-        raise ConfigError([f"{name!r} is no folder and no repository"])
     folder = str(Path.cwd())
-    text = f"[model]\nmodel = {name}\n"
     alone = resolve.load(
-        text, folder=folder, disk=LocalDisk(), flags=model_flags, environ=environ, working=folder
+        folder=folder, disk=LocalDisk(), named=[NamedModel("model", name, "")], flags=model_flags, environ=environ,
+        working=folder,
     )  # fmt: skip
     if alone.problems:
-        # The text has no file; a serving.properties in the folder has one.
-        raise ConfigError([str(replace(each, section="")) if each.file else each.message for each in alone.problems])
-    return replace(alone.presets["model"], id=name)
+        raise ConfigError([problem.message for problem in alone.problems])
+    return replace(alone.presets[alone.named[0]], id=name)
+
+
+def for_all(model_flags: Mapping[str, str]) -> dict[str, str]:
+    """The flags of keys without those for one model."""
+    return {flag: text for flag, text in model_flags.items() if not _is_own(flag)}
 
 
 def unusable_pickles(loaded: LoadedPresets, cache: str) -> tuple[Problem, ...]:
@@ -344,6 +354,12 @@ def _default_model(name: str, loaded: LoadedPresets) -> list[Problem]:
         return []
     message = f'there is no model "{name}"'
     return [Problem("--default-model", 0, "", "default-model", message, nearest(name, names))]
+
+
+def _is_own(flag: str) -> bool:
+    """True if the flag of a key is for one model."""
+    spelling = find(flag)
+    return spelling is not None and is_own(spelling.canonical)
 
 
 def _names_of(loaded: LoadedPresets) -> set[str]:

@@ -69,3 +69,13 @@ def test_a_refused_question_that_a_program_asks_is_an_error(
     code, asked = talk(monkeypatch, "hello\nmore\n", refusal)
     assert (code, asked) == (1, [["hello"]])
     assert capsys.readouterr().err.endswith("m does not fit\n")
+
+
+def test_the_named_model_is_asked_and_a_router_that_refuses_the_list_ends_the_chat() -> None:
+    rows = [{"id": "first", "aliases": []}, {"id": "org/m", "aliases": ["m"]}]
+    answers = [httpx.Response(200, json={"data": rows})] * 3 + [httpx.Response(401, json={})]
+    transport = httpx.MockTransport(lambda request: answers.pop(0))
+    with httpx.Client(base_url="http://router", transport=transport) as http:
+        assert [chat._first(http, model) for model in ("org/m", "m", "./folder")] == ["org/m", "org/m", "first"]
+        with pytest.raises(chat.ChatError, match="401"):
+            chat._first(http, "m")

@@ -382,6 +382,8 @@ def test_a_fault_in_the_serving_properties_of_a_folder_names_its_line(
         (["demo:chta"], 2, "is no built-in model; there are chat, "),
         (["x/y", "--models-memory-margin", "cuda:9=1"], 2, "--models-memory-margin: 'cuda:9' is no device of this"),
         (["org/absent", "--offline"], 1, "are not here, and --offline forbids asking"),
+        (["org/absent", "--offline", "--revision", "v9"], 1, "the files of org/absent at v9 are not here"),
+        (["demo-chat", "--demo", "--alias", "x"], 2, "--alias is for a folder or a repository; demo-chat is a preset"),
         (["nobody", "--ctx-sise", "3"], 2, "No such option"),
     ],
 )
