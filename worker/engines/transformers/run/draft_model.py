@@ -37,7 +37,7 @@ class _Part(NamedTuple):
 
 @dataclass(slots=True)
 class _Reading:
-    """What the draft model has computed of one sequence."""
+    """The tokens of one sequence that the draft model has computed."""
 
     table: BlockTable
     tokens: int = 0  # leading tokens in its pool
@@ -100,7 +100,7 @@ class DraftModel:
         return not self._positions or segment.end + segment.room <= self._positions
 
     def _reading(self, segment: Segment) -> _Reading:
-        """What is known of the segment's sequence, after its newest tokens."""
+        """The draft state of the segment's sequence, after its newest tokens."""
         sequence, table = segment.sequence, segment.table
         assert table is not None, "the target's cache has blocks"
         known = self._readings.get(sequence.id)
