@@ -27,6 +27,7 @@ from router.memory.checkpoint_facts import (
 )
 from router.memory.segments import (
     KvRange,
+    adapter_bytes,
     bits_on_load,
     check_quantization,
     compute_bytes,
@@ -337,13 +338,19 @@ def _weights_by_shard(facts: Checkpoint, preset: Preset, total: int, layers: tup
     """Split `total` bytes of weights: each shard has its layers, the last one also what follows them, the first one the
     rest."""
     size = DTYPE_BYTES[compute_dtype(facts, preset, on_host=False)]
+    slots = _adapter_share(facts, preset, size)
     first, sizes = 0, []
     for count in layers:
-        sizes.append(sum(facts.by_layer[first : first + count]) * size)
+        sizes.append(sum(facts.by_layer[first : first + count]) * size + count * slots)
         first += count
     sizes[-1] += facts.behind * size
     sizes[0] += max(0, total - sum(sizes))
     return tuple(sizes)
+
+
+def _adapter_share(facts: Checkpoint, preset: Preset, size: int) -> int:
+    """Return the bytes of the LoRA slots of one layer."""
+    return -(-adapter_bytes(facts, preset, size) // max(1, len(facts.by_layer)))
 
 
 def _part(facts: Checkpoint, layers: int) -> Checkpoint:
@@ -360,7 +367,7 @@ def layer_costs(facts: Checkpoint, preset: Preset) -> tuple[int, ...]:
     """Return the bytes of weights and least context of each layer on an accelerator. Raises EstimateError."""
     size = DTYPE_BYTES[compute_dtype(facts, preset, on_host=False)]
     context = kv_range(facts, preset, effective_ctx(facts, preset), on_host=False).least
-    share = -(-context // max(1, len(facts.by_layer)))
+    share = -(-context // max(1, len(facts.by_layer))) + _adapter_share(facts, preset, size)
     return tuple(elements * size + share for elements in facts.by_layer)
 
 
@@ -375,8 +382,6 @@ def reason_not_to_divide(facts: Checkpoint, preset: Preset) -> str:
         return "it takes images"
     if facts.quantization or bits_on_load(facts, preset):
         return "its weights are quantised"
-    if preset.adapter_slots:
-        return "requests may name adapters"
     if facts.draft is not None:
         return "it has a draft model"
     return ""

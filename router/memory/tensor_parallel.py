@@ -31,6 +31,8 @@ def reason_not_to_divide_by(facts: Checkpoint, preset: Preset, ranks: int) -> st
     """Return the reason for which the model cannot be divided among `ranks`; empty if it can."""
     if why := reason_not_to_divide(facts, preset):
         return why
+    if preset.adapter_slots:
+        return "requests may name adapters"
     if facts.model_type not in DIVISIBLE:
         return f"this version divides {', '.join(sorted(DIVISIBLE))}, and this is {facts.model_type or 'unknown'}"
     for number, what in (

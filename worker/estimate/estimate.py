@@ -250,6 +250,8 @@ def _trace_generation(options: ModelOptions, config: Any, dtype: torch.dtype) ->
             images = OPENING_BYTES + max(HELD_BYTES, picture[1] if picture else 0)
             peaks += [peak_bytes(step) for step in steps.with_image(picture)]
         if isinstance(runner, PagedRunner) and not on_cpu and not options.enforce_eager:
+            if adapters is not None:
+                adapters.begin(())  # graphs are of steps without adapters
             graphs = graphs_bytes(runner, options.parallel, ctx_size)
     traced = Traced(
         weights + (adapters.bytes if adapters is not None else 0),
@@ -304,12 +306,16 @@ def trace_split(options: ModelOptions, config: Any) -> tuple[list[Traced], int]:
         runner, capacity = meta_model.make_runner(model, config, options, ctx_size, parts=parts)
         layer_split.place(model, parts)
         weights = meta_model.bytes_by_device(model, dtype)
+        adapters = backends.make_adapters(runner, model, options, CPU, copies=0)
+        slots = adapters.bytes_by_device() if adapters is not None else {}
         meta_model.shorten_parts(model, parts)
-        peaks = [live_bytes(step).peaks for step in GenerationSteps(runner, capacity, options, ctx_size).largest()]
+        adapter = adapters.pretend() if adapters is not None else None
+        steps = GenerationSteps(runner, capacity, options, ctx_size, adapter)
+        peaks = [live_bytes(step).peaks for step in steps.largest()]
         repeated = meta_model.repeated_bytes(config, ctx_size, dtype)
         shards = [
             Traced(
-                weights[device],
+                weights[device] + slots.get(device, 0),
                 runner.bytes_on(device),
                 max(peak.get(device, 0) for peak in peaks),
                 on_device=repeated,

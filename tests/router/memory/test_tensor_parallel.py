@@ -84,6 +84,7 @@ def test_max_is_one_process_where_there_is_no_accelerator() -> None:
         (replace(LARGE, intermediate=28674, expert=14337), {"tensor_parallel": 2}, "it has 14337 columns in its MLP"),
         (replace(LARGE, model_type="gpt2"), {"tensor_parallel": ALL_DEVICES}, "this version divides .* this is gpt2"),
         (replace(LARGE, matrices=0), {"tensor_parallel": 2}, "its tensor names do not identify the layers"),
+        (LARGE, {"tensor_parallel": 2, "enable_lora": "on"}, "requests may name adapters"),
     ],
 )
 def test_layers_are_split_where_tensor_parallelism_is_not_possible(
@@ -92,7 +93,7 @@ def test_layers_are_split_where_tensor_parallelism_is_not_possible(
     asked = said["tensor_parallel"]
     (found,) = ways(facts, preset(**said), GPU, ROOM)
     assert (found.shards, found.ranks) == (4 if asked == ALL_DEVICES else asked, 1)
-    (by_layers,) = ways(facts, preset(pipeline_parallel=found.shards), GPU, ROOM)
+    (by_layers,) = ways(facts, preset(**(said | {"tensor_parallel": 1, "pipeline_parallel": found.shards})), GPU, ROOM)
     assert replace(found, note="") == by_layers
     key = "max" if asked == ALL_DEVICES else asked
     assert re.fullmatch(
@@ -110,7 +111,6 @@ def test_layers_are_split_where_tensor_parallelism_is_not_possible(
     [
         (replace(LARGE, quantization="gptq"), {}, "its weights are quantised"),
         (LARGE, {"quantization": "bnb-4bit"}, "its weights are quantised"),
-        (LARGE, {"enable_lora": "on"}, "requests may name adapters"),
         (replace(LARGE, capabilities=("embedding",)), {}, "it embeds or scores texts"),
         (replace(LARGE, cross_attention=True), {}, "it has an encoder and a decoder"),
         (replace(LARGE, capabilities=("completion", "vision")), {}, "it takes images"),

@@ -8,7 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests import tiny
+from router.config.presets import Preset
+from router.memory import checkpoint
+from router.memory.estimate import estimate as static_estimate
+from tests import lora, tiny
 from tests.worker import kept
 from tests.worker.families import SHALLOW
 from tests.worker.loaded import complete_one, generated, load, reference, serving
@@ -17,7 +20,8 @@ from worker.engines.transformers.load.safetensors import WeightFile
 from worker.engines.transformers.load.snapshot import load_config
 from worker.errors import StartError
 from worker.estimate import estimate
-from worker.protocol.argv import Estimate
+from worker.interface import AdapterChoice
+from worker.protocol.argv import AdapterSource, Estimate, encode_adapters
 
 torch.set_num_threads(1)
 COMMON: dict[str, Any] = {"ctx_size": 64, "parallel": 2, "prefill_chunk": 16}
@@ -88,6 +92,40 @@ async def test_text_is_the_same_however_the_layers_lie(family: str, tmp_path: Pa
         assert [each.tokens for each in reported] == [generated(model, prompt, 12) for prompt in (*prompts, prompts[0])]
         again = await complete_one(engine, prompts[0], max_tokens=12)
         assert again.tokens == reported[0].tokens
+
+
+@pytest.mark.slow
+async def test_adapters_change_the_layers_of_all_devices(tmp_path: Path) -> None:
+    """A request with an adapter, one with another, and one without, at once."""
+    folder = tiny.make("llama", tmp_path / "m", **DEEP)
+    made = [lora.make(folder, tmp_path / name, seed=seed) for seed, name in enumerate(("a", "b"))]
+    known = encode_adapters([AdapterSource(name=each.name, path=str(each)) for each in made])
+    prompt = tuple(range(3, 40))
+    models = [reference(folder), *(lora.adapted(folder, each) for each in made)]
+    expected = [generated(model, prompt, 12) for model in models]
+    changes: dict[str, Any] = {"devices": ("cpu", "cpu"), "layers": ("1", "2"), **COMMON, "parallel": 3}
+    async with serving(load(folder, max_loras=2, adapters=known, **changes)) as engine:
+        choices = (None, AdapterChoice("a"), AdapterChoice("b"))
+        found = await asyncio.gather(
+            *(complete_one(engine, prompt, max_tokens=12, adapter=choice) for choice in choices)
+        )
+    assert [each.tokens for each in found] == expected
+    assert len({tuple(tokens) for tokens in expected}) == 3
+
+
+@pytest.mark.slow
+def test_the_slots_of_adapters_lie_with_their_layers(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path, **DEEP)
+    plain, adapted = traced(folder, ("1", "2")), traced(folder, ("1", "2"), max_loras=2, max_lora_rank=8)
+    first, second = (after.weights - before.weights for before, after in zip(plain, adapted, strict=True))
+    options = Estimate(snapshot=str(folder), devices=("cuda:0",), max_loras=2, max_lora_rank=8, **COMMON)
+    whole = estimate.trace(options, load_config(options)).weights - sum(each.weights for each in plain)
+    assert second == 2 * first > 0
+    assert first + second == whole
+    presets = [Preset(id="m", enable_lora=word, max_loras=2, max_lora_rank=8, **COMMON) for word in ("off", "on")]
+    facts = checkpoint.read(folder)
+    static = [static_estimate(facts, preset, layers=(1, 2), on_host=False).weights for preset in presets]
+    assert [after - before for before, after in zip(*static, strict=True)] == [first, second]
 
 
 @pytest.mark.slow

@@ -98,8 +98,6 @@ def split_of(options: ModelOptions, config: Any, devices: Sequence[torch.device]
     why = reason_against_split(config)
     if getattr(config, "quantization_config", None) or options.quantization not in ("auto", "none"):
         why = "its weights are quantised"
-    elif options.max_loras:
-        why = "requests may name adapters (max-loras)"
     if why:
         raise StartError(f"architecture {config.model_type!r} cannot be split over devices: {why}; give it one device")
     return LayerSplit(tuple(devices), layers)

@@ -129,7 +129,14 @@ class LoraAdapters:
     @property
     def bytes(self) -> int:
         """Bytes of the slots, allocated at load."""
-        return sum(layer.a.nbytes + layer.b.nbytes for layer in self._layers.values())
+        return sum(self.bytes_by_device().values())
+
+    def bytes_by_device(self) -> dict[torch.device, int]:
+        """Bytes of the slots on each device."""
+        sizes: dict[torch.device, int] = {}
+        for layer in self._layers.values():
+            sizes[layer.a.device] = sizes.get(layer.a.device, 0) + layer.a.nbytes + layer.b.nbytes
+        return sizes
 
     # Names
 
