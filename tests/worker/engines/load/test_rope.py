@@ -119,15 +119,32 @@ def test_a_family_without_rope_refuses_keys_by_name(family: str, tmp_path: Path)
     load_config(options(made, rope='{"rope-scaling": "none"}'))
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "phi", "gemma3_text", "deepseek_v3", "olmo3"])
+def frequencies(config: Any) -> dict[str, list[float]]:
+    """The rotations per position of a head's pairs of dimensions, by buffer of the model that transformers builds."""
+    buffers = transformers.AutoModel.from_config(config).named_buffers()
+    return {name: each.tolist() for name, each in buffers if name.endswith("inv_freq") and "original" not in name}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_neox", "phi", "falcon", "deepseek_v3", "gemma3_text", "olmo3"])
 def test_all_families_with_rope_take_keys(family: str, tmp_path: Path) -> None:
     made = tiny.make(family, tmp_path / family)
     before = load_config(options(made))
-    after = load_config(options(made, rope='{"rope-scale": 2.0, "alpha-value": 2.0}'))
-    assert architectures.positions(after) == 4 * architectures.positions(before)
-    assert checkpoint.read(made, rope={"rope-scale": 2.0, "alpha-value": 2.0}).max_positions == (
-        4 * checkpoint.read(made).max_positions
-    )
+    for keys, first, last in (({"alpha-value": 2.0}, 1.0, 2.0), ({"rope-scale": 4.0}, 4.0, 4.0)):
+        after = load_config(options(made, rope=json.dumps(keys)))
+        assert architectures.positions(after) == last * architectures.positions(before)
+        assert checkpoint.read(made, rope=keys).max_positions == last * checkpoint.read(made).max_positions
+        was, now = frequencies(before), frequencies(after)
+        assert was
+        for name in was:
+            slower = (1.0, 1.0) if "sliding" in name else (first, last)
+            found = was[name][0] / now[name][0], was[name][-1] / now[name][-1]
+            assert found == pytest.approx(slower, rel=1e-5), name
+
+
+def test_a_family_that_lacks_a_kind_of_scaling_refuses_it_by_name(tmp_path: Path) -> None:
+    made = tiny.make("phi3", tmp_path / "phi3")
+    assert refused(made, rope='{"rope-scale": 2.0}').startswith("rope-scale: architecture 'phi3' does not take it: ")
+    load_config(options(made, rope='{"alpha-value": 2.0}'))
 
 
 @pytest.mark.parametrize(

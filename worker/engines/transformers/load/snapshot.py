@@ -133,7 +133,12 @@ def _apply_rope(config: Any, keys: Mapping[str, Any]) -> None:
         raise StartError(str(error), Exit.USAGE) from None
     for name, value in members.items():
         setattr(config, name, value)
-    config.validate_rope()
+    try:
+        config.validate_rope()
+    except (TypeError, ValueError) as error:
+        why = cuda_errors.one_line(error)
+        message = f"{', '.join(keys)}: architecture {config.model_type!r} does not take it: {why}"
+        raise StartError(message, Exit.USAGE) from error
 
 
 def _float(value: dict[str, Any]) -> Any:
