@@ -121,7 +121,8 @@ def test_a_family_without_rope_refuses_keys_by_name(family: str, tmp_path: Path)
 
 def frequencies(config: Any) -> dict[str, list[float]]:
     """The rotations per position of a head's pairs of dimensions, by buffer of the model that transformers builds."""
-    buffers = transformers.AutoModel.from_config(config).named_buffers()
+    models: Any = transformers.AutoModel  # untyped
+    buffers = models.from_config(config).named_buffers()
     return {name: each.tolist() for name, each in buffers if name.endswith("inv_freq") and "original" not in name}
 
 
