@@ -265,12 +265,15 @@ def _slots(worker: Worker, first: int) -> list[dict[str, Any]]:
     running = last.running if last is not None and not tasks else 0
     slots: list[dict[str, Any]] = []
     for slot in range(worker.preset.parallel):
-        task, prompt_left, decoded, remain = tasks.get(slot, (-1, 0, 0, 0))
+        task, prompt_left, decoded, remain, drafted, accepted = tasks.get(slot, (-1, 0, 0, 0, 0, 0))
         slots.append(
             {
                 "id": first + slot,
                 "id_task": task,
                 "is_processing": slot in tasks or slot < running,
+                "speculative": worker.preset.speculates,
+                "draft_n": drafted,
+                "draft_n_accepted": accepted,
                 "n_prompt_tokens_left": prompt_left,
                 "next_token": {"n_decoded": decoded, "n_remain": remain},
             }

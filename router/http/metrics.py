@@ -328,6 +328,11 @@ class _Gauges(Collector):
         cache = GaugeMetricFamily(
             "worker_cache_tokens", "Tokens of the KV cache: used, reusable, total.", labels=["model", "kind"]
         )
+        drafts = CounterMetricFamily(
+            "worker_draft_tokens",
+            "Tokens of speculative decoding: drafted, and of these accepted. Since the start of the worker.",
+            labels=["model", "kind"],
+        )
         progress = GaugeMetricFamily(
             "router_load_progress_ratio", "Progress of the current stage of a load.", labels=["model", "stage"]
         )
@@ -339,6 +344,9 @@ class _Gauges(Collector):
             if not pulses:
                 continue
             steps.add_metric([id], sum(pulse.steps for pulse in pulses))
+            if model.preset.speculates:
+                drafts.add_metric([id, "drafted"], sum(pulse.drafted for pulse in pulses))
+                drafts.add_metric([id, "accepted"], sum(pulse.accepted for pulse in pulses))
             for family, kind, figure in (
                 (sequences, "running", "running"),
                 (sequences, "waiting", "waiting"),
@@ -350,7 +358,7 @@ class _Gauges(Collector):
                 (cache, "total", "cache_total"),
             ):
                 family.add_metric([id, kind], sum(getattr(pulse, figure) for pulse in pulses))
-        yield from (steps, sequences, rates, cache, progress)
+        yield from (steps, sequences, rates, cache, drafts, progress)
 
 
 def _result(reason: str) -> str:

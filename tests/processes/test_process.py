@@ -138,7 +138,7 @@ async def test_every_event_is_received_with_any_optional_field_missing() -> None
     sent: list[Event] = [
         RequestEnded(id="plain"),
         RequestEnded(id="kept", ttft=1, keep_alive=5.0),
-        Pulse(steps=1, running=0, waiting=0, measured={"cpu": 1}, slots=[[0, 1, 2, 3, 4]]),
+        Pulse(steps=1, running=0, waiting=0, measured={"cpu": 1}, slots=[[0, 1, 2, 3, 4, 5, 6]]),
     ]
     wrong = b'{"event":"request","id":"wrong","keep_alive":"5m"}'
     lines = [wrong, *(encode(event).strip() for event in sent)]

@@ -320,7 +320,7 @@ async def test_ignored_fields_are_sent_in_a_comment_once_the_head_is_sent(commit
 async def test_the_figures_of_a_pulse_appear_in_every_view(tmp_path: Path) -> None:
     async with world(tmp_path, send_whole, keys={"parallel": 3}) as up:
         assert (await ask(up, {})).status == 200
-        slots = [[0, 41, 0, 7, 5], [2, 44, 90, 0, 12]]
+        slots = [[0, 41, 0, 7, 5, 9, 4], [2, 44, 90, 0, 12, 0, 0]]
         up.launcher.say(
             "a",
             Pulse(
@@ -348,6 +348,7 @@ async def test_the_figures_of_a_pulse_appear_in_every_view(tmp_path: Path) -> No
             assert [slot["next_token"] for slot in reported] == [
                 {"n_decoded": 7, "n_remain": 5}, {"n_decoded": 0, "n_remain": 0}, {"n_decoded": 0, "n_remain": 12},
             ]  # fmt: skip
+            assert [(slot["draft_n"], slot["draft_n_accepted"]) for slot in reported] == [(9, 4), (0, 0), (0, 0)]
             up.launcher.say("a", Pulse(steps=71, running=1, waiting=0, measured={"cpu": 1}))
             reported = await get("/slots")
             assert [slot["is_processing"] for slot in reported] == [True, False, False], (

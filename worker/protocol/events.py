@@ -120,8 +120,10 @@ class Pulse:
     cache_used: int = 0  # tokens in the KV cache of running sequences; shared tokens count once
     cache_reusable: int = 0  # tokens of ended sequences that are kept for prefix caching and evicted on demand
     cache_total: int = 0  # capacity in tokens; 0: no cache
-    # Running sequences, by slot: `[slot, task, prompt tokens left, tokens decoded, tokens that may follow]`. Task
-    # numbers rise with arrival.
+    drafted: int = 0  # tokens drafted since the start (speculative decoding)
+    accepted: int = 0  # of these, the tokens that became output
+    # Running sequences, by slot: `[slot, task, prompt tokens left, tokens decoded, tokens that may follow, tokens
+    # drafted, tokens accepted]`. Task numbers rise with arrival.
     slots: list[list[int]] = dataclasses.field(default_factory=list)
 
 

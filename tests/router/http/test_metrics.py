@@ -189,6 +189,22 @@ PULSE = Pulse(
 
 
 @virtual
+async def test_drafted_and_accepted_tokens_are_counted_for_models_that_draft() -> None:
+    world = Schedule({"a": GIB, "b": GIB})
+    model = world.fleet.models["a"]
+    model.preset = dataclasses.replace(model.preset, spec_type="ngram-simple")
+    metrics = Metrics(world.fleet, world.events)
+    for name in ("a", "b"):
+        await world.ask(name)
+        world.launcher.say(name, dataclasses.replace(PULSE, drafted=40, accepted=25))
+    found = samples(metrics)
+    assert {name: value for name, value in found.items() if name.startswith("worker_draft")} == {
+        'worker_draft_tokens_total{kind="drafted",model="a"}': 40.0,
+        'worker_draft_tokens_total{kind="accepted",model="a"}': 25.0,
+    }
+
+
+@virtual
 async def test_the_figures_of_a_pulse_are_shown_while_the_worker_is_ready() -> None:
     world = Schedule({"a": GIB, "b": GIB})
     metrics = Metrics(world.fleet, world.events)

@@ -74,7 +74,7 @@ async def test_a_report_contains_running_sequences_and_the_cache() -> None:
     third = ask(work, 9, prompt=2, limit=3)
     work.step()
     report = work.report()
-    assert report.slots == ((0, 7, 0, 3, 2), (1, 8, 4, 0, 3))
+    assert report.slots == ((0, 7, 0, 3, 2, 0, 0), (1, 8, 4, 0, 3, 0, 0))
     assert (work.load, report.parallel) == ((2, 1), 2)
     assert (report.cache_used, report.cache_total) == (4 + 2 + 8, 100)
     assert (report.prefill_tokens, report.decode_tokens) == (4 + 8, 3)
@@ -104,7 +104,7 @@ class Counting:
         self.steps = 0
 
     def report(self) -> WorkReport:
-        slots = ((0, 4, 0, 9, 1), (1, 5, 30, 0, 8))
+        slots = ((0, 4, 0, 9, 1, 6, 2), (1, 5, 30, 0, 8, 0, 0))
         return WorkReport(
             parallel=4,
             prefill_tokens=100 * self.steps,
@@ -112,6 +112,8 @@ class Counting:
             cache_used=70,
             cache_reusable=20,
             cache_total=400,
+            drafted=12,
+            accepted=5,
             slots=slots,
         )
 
@@ -144,7 +146,8 @@ async def test_a_pulse_carries_the_whole_report_and_rates_in_proportion() -> Non
     assert (later.running, later.waiting, later.parallel) == (2, 1, 4)
     assert (later.cache_used, later.cache_reusable, later.cache_total) == (70, 20, 400)
     assert decode_event(encode(later)) == later
-    assert later.slots == [[0, 4, 0, 9, 1], [1, 5, 30, 0, 8]]
+    assert later.slots == [[0, 4, 0, 9, 1, 6, 2], [1, 5, 30, 0, 8, 0, 0]]
+    assert (later.drafted, later.accepted) == (12, 5)
 
 
 class Idle:

@@ -193,10 +193,10 @@ COMPONENTS: Mapping[str, Schema] = {
     "Reload": shape(members(several(TEXT), "added", "changed", "restarted", "removed", "warnings")),
     "Slot": shape(
         {
-            **members(COUNT, "id", "n_ctx", "n_prompt_tokens_left"),
+            **members(COUNT, "id", "n_ctx", "n_prompt_tokens_left", "draft_n", "draft_n_accepted"),
             "model": TEXT,
             "id_task": WHOLE,
-            "is_processing": FLAG,
+            **members(FLAG, "is_processing", "speculative"),
             "next_token": shape({"n_decoded": COUNT, "n_remain": WHOLE}),
         }
     ),

@@ -135,6 +135,7 @@ class GenerationLoop:
 
     def report(self) -> WorkReport:
         places, capacity, counts = self._scheduler.places, self._backend.capacity, self._counts
+        drafter = self._backend.drafter
         return WorkReport(
             parallel=capacity.rows,
             prefill_tokens=counts.prefill_tokens,
@@ -142,6 +143,8 @@ class GenerationLoop:
             cache_used=max(0, sum(sequence.computed for _, sequence in places) - capacity.shared),
             cache_reusable=capacity.reusable,
             cache_total=capacity.tokens,
+            drafted=drafter.drafted if drafter is not None else 0,
+            accepted=drafter.accepted if drafter is not None else 0,
             slots=tuple(
                 (
                     row,
@@ -149,6 +152,8 @@ class GenerationLoop:
                     max(0, sequence.prompt_tokens - sequence.computed),
                     sequence.answered,
                     sequence.limit - sequence.answered,
+                    sequence.drafted,
+                    sequence.accepted,
                 )
                 for row, sequence in places
             ),

@@ -40,7 +40,9 @@ class WorkReport:
     cache_used: int = 0
     cache_reusable: int = 0
     cache_total: int = 0
-    slots: tuple[tuple[int, int, int, int, int], ...] = ()
+    drafted: int = 0  # since the start
+    accepted: int = 0  # since the start
+    slots: tuple[tuple[int, ...], ...] = ()
 
 
 class CounterRate:
@@ -243,6 +245,8 @@ class StepLoop:
                 cache_used=report.cache_used,
                 cache_reusable=report.cache_reusable,
                 cache_total=report.cache_total,
+                drafted=report.drafted,
+                accepted=report.accepted,
                 slots=[list(slot) for slot in report.slots],
             )
         )
