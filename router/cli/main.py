@@ -506,7 +506,9 @@ def _run_for_model(
     if loaded.problems:
         return _refuse(loaded.problems, as_json=as_json)
     try:
-        return run(_ChosenModel(parsed, loaded, find_preset(name, loaded, models, os.environ)))
+        preset, warnings = find_preset(name, loaded, models, os.environ)
+        _warn(warnings)
+        return run(_ChosenModel(parsed, loaded, preset))
     except ConfigError as error:
         return _refuse(error.problems, as_json=as_json)
     except RouterError as error:
@@ -565,8 +567,7 @@ def _load_and_serve(given: Mapping[str, Any]) -> int:
     except ConfigError as error:
         return _refuse(error.problems)
     first = [load_catalogue(parsed, models, os.environ)]
-    for warning in first[0].warnings:
-        click.echo(f"warning: {warning}", err=True)
+    _warn(first[0].warnings)
     if first[0].problems:
         return _refuse(first[0].problems)
     if lacks := _lacking_packages(first[0]):
@@ -597,6 +598,7 @@ def _download(given: Mapping[str, Any]) -> int:
     if problems:
         return _refuse(problems)
     loaded = load_catalogue(parsed, models, os.environ)
+    _warn(loaded.warnings)
     if loaded.problems:
         return _refuse(loaded.problems)
     ids = loaded.named or [id for id, preset in loaded.presets.items() if preset.source == "preset"]
@@ -612,6 +614,11 @@ def _download(given: Mapping[str, Any]) -> int:
         else:
             click.echo(f"{preset.id}: {folder}")
     return code
+
+
+def _warn(warnings: Iterable[Problem]) -> None:
+    for warning in warnings:
+        click.echo(f"warning: {warning}", err=True)
 
 
 def _refuse(problems: Sequence[Problem | str], *, as_json: bool = False) -> int:
@@ -641,7 +648,8 @@ def _report(loaded: LoadedPresets, *, effective: bool) -> str:
     if loaded.problems:
         lines.append(_count(len(loaded.problems), "fault"))
     else:
-        lines.append(f"{_count(len(loaded.presets), 'model')}, no fault: {' '.join(loaded.presets) or 'none'}")
+        count = f"{_count(len(loaded.presets), 'model')}, no fault"
+        lines.append(f"{count}: {' '.join(loaded.presets)}" if loaded.presets else count)
     return "\n".join(lines)
 
 

@@ -317,14 +317,15 @@ class Memory(Kind):
 
     low: int = 0
     hint: str = "MiB"
+    unit: str = "MiB"  # of a number without one, for messages
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
         match = _SIZE.fullmatch(value.strip())
         if match is None or match[2].lower() not in _BYTES:
-            self.fail(f"{shown(value)} is not a size; write MiB, or 9GiB, 512MB")
+            self.fail(f"{shown(value)} is not a size; write {self.unit}, or 9GiB, 512MB")
         size = float(match[1]) * _BYTES[match[2].lower()]
         if size >= 1 << 60:
-            self.fail(f"{shown(value)} is more than any device has; write MiB, or 9GiB, 512MB")
+            self.fail(f"{shown(value)} is more than any device has; write {self.unit}, or 9GiB, 512MB")
         if int(size) < self.low:
             least = self.write(self.low)
             self.fail(f"{shown(value)} is not a size of at least {least if 'B' in least else least + ' MiB'}")
@@ -361,7 +362,7 @@ class Sizes(Kind):
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         items = [item.strip() for item in value.split(",") if item.strip()]
         sizes = tuple(
-            Memory().convert(f"{item}GiB" if _DECIMAL.fullmatch(item) else item, param, ctx) for item in items
+            Memory(unit="GiB").convert(f"{item}GiB" if _DECIMAL.fullmatch(item) else item, param, ctx) for item in items
         )
         if items and not any(sizes):
             self.fail("no size above 0 is given")

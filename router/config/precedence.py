@@ -246,7 +246,7 @@ class SettingReader:
             text = spelling.text(text)
         if word.accepts(text):
             return
-        message = f'"{written.lstrip("-")}" {word.message}'
+        message = f'"{written.lstrip("-")}" {word.message}' if place.line else word.message  # else it names the option
         if self.strict:
             self._fail(place, message)
         else:
@@ -378,7 +378,10 @@ def _not_offered(word: RefusedOption, place: Problem, text: str) -> str:
 
 def unreadable(error: OSError | ValueError) -> str:
     """The reason for which a file could not be read as text."""
-    return (error.strerror or "cannot be read").lower() if isinstance(error, OSError) else "is not UTF-8 text"
+    if not isinstance(error, OSError):
+        return "is not UTF-8 text"
+    reason = error.strerror or "cannot be read"
+    return reason[0].lower() + reason[1:]
 
 
 def _count(named: int) -> str:

@@ -430,7 +430,7 @@ _OTHER_KEYS: tuple[PresetKey, ...] = (
     PresetKey(name="hf-repo", kind=Text("org/name[:revision]"), group=SOURCE, also=("hf", "hfr"), own=True,
         help="repository of the hub"),
     PresetKey(name="import", kind=Text("folder, or serving.properties"), group=SOURCE, own=True, path=True,
-        help="settings of LMI's serving.properties, and the model that it names or stands beside"),
+        unset="none", help="settings of LMI's serving.properties, and the model that it names or stands beside"),
     PresetKey(name="n-gpu-layers",
         kind=Integer(0, 1 << 20, {"auto": 1 << 20, "all": 1 << 20, "-1": 1 << 20, "-2": 1 << 20}),
         group=PLACEMENT, also=("ngl", "gpu-layers"),

@@ -119,6 +119,7 @@ class _Resolution:
         self._reader, self._collector, self._disk = reader, reader.collector, reader.disk
         self._fail, self._warn = reader.collector.fail, reader.collector.warn
         self._file = file
+        self._sections: list[str] = []  # names in the file
         self._swap_patience, self._strict_fields = swap_patience, strict_fields
 
     def load(
@@ -130,6 +131,7 @@ class _Resolution:
         flags: Mapping[str, str],
     ) -> LoadedPresets:
         self._collector.problems += document.problems
+        self._sections = [section.name for section in document.sections]
         named = (*chosen, *(section.name for section in added))
         under, own_under = _own_apart(self._reader.environment(named=len(named)))
         over, own_over = _own_apart(self._reader.flags(flags, named=len(named)))
@@ -338,7 +340,9 @@ class _Resolution:
             return None
         if REPO.fullmatch(text) is None or (text.startswith((".", "~", "/")) and not is_repo):
             where = f" ({path})" if path != text else ""
-            self._fail(place, f"{shown(text)} is {f'neither a folder{where} nor' if path else 'not'} org/name")
+            # A name on the command line may be that of a section.
+            near = "" if place.line else nearest(text, self._sections)
+            self._fail(place, f"{shown(text)} is {f'neither a folder{where} nor' if path else 'not'} org/name", near)
             return None
         try:
             repo, revision = repository(text)

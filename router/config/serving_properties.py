@@ -7,7 +7,6 @@ value = text, with escapes; a backslash at the end of a line continues it
 import re
 from collections.abc import Iterator
 
-from router.config import ini
 from router.config.ini import Entry, Problem, Section
 
 FILE = "serving.properties"
@@ -19,10 +18,6 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "f": "\f"}
 
 def parse(text: str, *, file: str, name: str) -> tuple[Section, list[Problem]]:
     """The settings as a section `name`, and what is wrong with the text. Keys keep the prefix `option.`."""
-    if len(text) > ini.MAX_PRESET_BYTES:
-        return Section(name, 1, (), file), [
-            Problem(file, 0, name, "", f"is larger than {ini.MAX_PRESET_BYTES >> 20} MiB")
-        ]
     entries: list[Entry] = []
     problems: list[Problem] = []
     for number, line in _logical_lines(text):

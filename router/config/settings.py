@@ -324,6 +324,9 @@ def _contradictions(settings: Settings, origins: Mapping[str, str]) -> Iterator[
         has_keys or settings.allow_unauthenticated
     ):
         yield fault("allowed-hosts", f"{name} is a name for other machines; {_KEYS_NEEDED}")
+    for flag, models in (("model", settings.model), ("hf-repo", settings.hf_repo)):
+        if flag in origins and not models:
+            yield fault(flag, "names no model; write a folder or org/name, or remove it")
     if origins.get("demo") == "--demo" and settings.names_models:
         yield fault("demo", "models are named as well, and the demo models are not served beside others; remove it")
     named, groups = len(settings.model) + len(settings.hf_repo), len(settings.model_names)

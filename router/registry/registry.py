@@ -310,7 +310,8 @@ class ModelNames:
             return self.find(default, allowed), default
         ids = [id for id in self._ids if allowed(id)]
         if len(ids) != 1:
-            raise BadRequest("model name is missing from the request", reason="model_missing", param="model")
+            message = "model name is missing from the request; add it, or start the router with --default-model"
+            raise BadRequest(message, reason="model_missing", param="model")
         return ids[0], ids[0]
 
     @staticmethod

@@ -5,6 +5,7 @@ without dangling links.
 """
 
 import contextlib
+import errno
 import os
 import re
 import stat
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from router.config import ini, resolve
+from router.config import ini, precedence, resolve
 from router.config.ini import Problem
 from router.config.named_models import NamedModel, named_models
 from router.config.option_types import nearest
@@ -89,8 +90,11 @@ def load_catalogue(
     )
 
 
-def find_preset(name: str, loaded: LoadedPresets, model_flags: Mapping[str, str], environ: Mapping[str, str]) -> Preset:
-    """Return the preset with this id or alias, else one for a folder, `demo:NAME` or `org/name`. Raises ConfigError.
+def find_preset(
+    name: str, loaded: LoadedPresets, model_flags: Mapping[str, str], environ: Mapping[str, str]
+) -> tuple[Preset, tuple[Problem, ...]]:
+    """Return the preset with this id or alias, else one for a folder, `demo:NAME` or `org/name`, and the warnings about
+    it. Raises ConfigError.
 
     Flags for one model, such as `--revision`, make a preset of their own for a folder or repository.
     """
@@ -98,7 +102,7 @@ def find_preset(name: str, loaded: LoadedPresets, model_flags: Mapping[str, str]
     for preset in loaded.presets.values():
         if name == preset.id or name in preset.aliases:
             if not own:
-                return preset
+                return preset, tuple(each for each in loaded.warnings if each.section in ("", preset.id))
             if preset.source == "preset":
                 raise ConfigError([f"--{own} is for a folder or a repository; {name} is a preset: write {own} there"])
     if "/" not in name and not name.startswith("demo:") and not (name and Path(name).exists()):
@@ -111,8 +115,10 @@ def find_preset(name: str, loaded: LoadedPresets, model_flags: Mapping[str, str]
         working=folder,
     )  # fmt: skip
     if alone.problems:
-        raise ConfigError([problem.message for problem in alone.problems])
-    return replace(alone.presets[alone.named[0]], id=name)
+        # The name has no file; a serving.properties in the folder has one.
+        raise ConfigError([str(replace(each, section="")) if each.file else each.message for each in alone.problems])
+    warnings = tuple(replace(each, section="") for each in alone.warnings)
+    return replace(alone.presets[alone.named[0]], id=name), warnings
 
 
 def for_all(model_flags: Mapping[str, str]) -> dict[str, str]:
@@ -227,7 +233,11 @@ class LocalDisk:
         return "gguf" if any(_is_gguf(Path(name)) for name in _names(path, quiet=True)) else "folder"
 
     def read(self, path: str) -> str:
-        return Path(path).read_bytes().decode()
+        with open(path, "rb") as file:
+            content = file.read(ini.MAX_PRESET_BYTES + 1)
+        if len(content) > ini.MAX_PRESET_BYTES:
+            raise OSError(errno.EFBIG, f"is larger than {ini.MAX_PRESET_BYTES >> 20} MiB")
+        return content.decode()
 
     def folders(self, path: str) -> list[str]:
         return [name for name in _names(path, quiet=True) if os.path.isdir(os.path.join(path, name))]
@@ -236,15 +246,11 @@ class LocalDisk:
 def _text(path: Path) -> tuple[str, str]:
     """Return the text of a file, or the problem with it."""
     try:
-        with path.open("rb") as file:
-            content = file.read(ini.MAX_PRESET_BYTES + 1)
-        if len(content) > ini.MAX_PRESET_BYTES:
-            return "", f"is larger than {ini.MAX_PRESET_BYTES >> 20} MiB"
-        return content.decode(), ""
+        return LocalDisk().read(str(path)), ""
     except UnicodeDecodeError as error:
         return "", f"is not UTF-8 text: byte {error.start}"
     except OSError as error:
-        return "", (error.strerror or "cannot be read").lower()
+        return "", precedence.unreadable(error)
 
 
 def _secret_text(path: Path) -> tuple[str, str]:
@@ -290,8 +296,10 @@ def _candidates(folder: Path, names: list[str]) -> Iterator[tuple[str, Path]]:
 def _unusable(id: str, path: Path) -> str:
     """Return the reason for which an entry of --models-dir is no model; empty if it is one, or clearly something
     else."""
-    if path.is_file():
-        return "GGUF needs the llama-server engine, which this version does not offer" if _is_gguf(path) else ""
+    if not path.is_dir():
+        if _is_gguf(path):
+            return "GGUF needs the llama-server engine, which this version does not offer"
+        return "" if os.path.exists(path) else "it is a link to nothing"
     is_snapshot = _is_file(path / "config.json")
     if not is_snapshot and not _is_file(path / "serving.properties"):
         return "it has GGUF files, which this version does not offer; write a section with model = a safetensors folder"

@@ -166,6 +166,19 @@ def test_the_estimate_is_of_the_converted_snapshot_if_loads_use_it(
     assert found[0] > found[1] + 90_000
 
 
+def test_each_command_that_reads_presets_shows_the_warnings(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "m")
+    monkeypatch.setenv("OPTION_FOO", "1")
+    warning = "warning: OPTION_FOO: is not a variable of this router\n"
+    for command in ("estimate", "prepare", "download"):
+        assert main([command, str(folder), "--state-dir", str(tmp_path / "state")]) == 0
+        assert warning in capsys.readouterr().err, command
+    assert main(["check", str(folder)]) == 0
+    assert warning in capsys.readouterr().out
+
+
 def test_preset_keys_as_flags_change_the_estimate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(write(tmp_path / "m"))
     base = estimate(capsys, folder, "--ctx-size", "256", "--parallel", "1")[1]
@@ -543,7 +556,7 @@ def test_the_exact_estimate_is_that_of_the_worker_program(tmp_path: Path, capsys
     assert 0.4 * static["total"] < said["total"] < static["total"], "both are of a forked worker"
     assert said["forked"]
     state, flags = tmp_path / "own", {"ctx-size": "128"}
-    preset, facts = find_preset(folder, LoadedPresets({}), flags, {}), checkpoint.read(Path(folder))
+    preset, facts = find_preset(folder, LoadedPresets({}), flags, {})[0], checkpoint.read(Path(folder))
     known = LearnedEstimates(state / "estimates.json")
     choice = Choice(devices=frozenset({DeviceId(LOCAL, HOST)}))
     weighed = Machine(Settings(), {}, tmp_path).estimate(preset, facts, choice)

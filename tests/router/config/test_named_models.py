@@ -109,6 +109,11 @@ def test_a_name_without_a_model_is_refused_where_it_was_given(
     assert [str(problem)[: len(line)] for problem in loaded.problems] == [line]
 
 
+def test_a_name_like_that_of_a_section_is_refused_with_the_section() -> None:
+    (problem,) = start({"model": "codr"}, text="[coder]\nmodel = demo:a\n").problems
+    assert str(problem).endswith('"codr" is neither a folder (/home/me/codr) nor org/name; did you mean "coder"?')
+
+
 def test_a_named_model_has_the_origin_of_its_name() -> None:
     preset: Preset = start({}, environ={"LLAMA_ARG_HF_REPO": "org/x"}).presets["org/x"]
     assert preset.origins == {

@@ -21,6 +21,7 @@ from router.config.option_types import (
     Number,
     Seconds,
     Share,
+    Sizes,
     Strings,
     Text,
 )
@@ -94,7 +95,8 @@ def test_a_text_is_converted(kind: Kind, text: str, value: Any) -> None:
         (Seconds(), "soon", "write seconds, or 5m"),
         (Seconds(low=0.1), "0", "0.1 seconds or more"),
         (Seconds(), "9" * 12 + "d", "30 years"),
-        (Memory(), "-5", "not a size"),
+        (Memory(), "-5", "not a size; write MiB, or"),
+        (Sizes(), "24,x", '"x" is not a size; write GiB, or'),
         (Memory(), "9 parsecs", "not a size"),
         (Memory(), "99999999999999", "more than any device has"),
         (Memory(1), "0", "not a size of at least 1B"),

@@ -101,6 +101,8 @@ def test_a_flag_wins_over_the_routers_variable_and_that_over_llama_servers() -> 
     ("given", "message"),
     [
         ({"port": "99999"}, '--port: "99999" is not a whole number from 0 to 65535'),
+        ({"model": ""}, "--model: names no model; write a folder or org/name, or remove it"),
+        ({"hf-repo": " ,"}, "--hf-repo: names no model; write a folder or org/name, or remove it"),
         ({"models-max": "-1"}, '--models-max: "-1" is not a whole number from 0 to 100000'),
         ({"swap-patience": "-3"}, '--swap-patience: "-3" is not a time'),
         ({"drain-timeout": "-1"}, "--drain-timeout: this time cannot be turned off (-1)"),

@@ -71,6 +71,7 @@ def test_the_only_model_needs_no_name_and_one_of_several_does() -> None:
     with pytest.raises(BadRequest) as found:
         pick()
     assert found.value.reason == "model_missing"
+    assert "start the router with --default-model" in str(found.value)
 
 
 def test_an_unknown_name_falls_back_only_if_it_may() -> None:

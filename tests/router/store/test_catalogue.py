@@ -142,6 +142,8 @@ def test_each_complete_folder_is_a_model_and_the_rest_causes_warnings(tmp_path: 
     (tmp_path / "ggufs" / "x.GGUF").touch()
     (tmp_path / "lmi").mkdir()
     (tmp_path / "lmi" / "serving.properties").touch()
+    (tmp_path / "gone").symlink_to("nothing")
+    os.mkfifo(tmp_path / "pipe")
     loaded = read(models_dir=str(tmp_path))
     problems, warnings = lines(loaded)
     assert problems == []
@@ -150,12 +152,20 @@ def test_each_complete_folder_is_a_model_and_the_rest_causes_warnings(tmp_path: 
     }  # fmt: skip
     assert {preset.source for preset in loaded.presets.values()} == {"models_dir"}
     said = {Path(line.split(": ")[0]).name: line.split(": is not listed: ")[1] for line in warnings}
-    assert said.keys() == {"half", "bad name", "llama.gguf", "ggufs", "lmi"}
+    assert said.keys() == {"half", "bad name", "llama.gguf", "ggufs", "lmi", "gone"}
     assert said["half"] == "it is not complete, a part beside model-00001-of-00002.safetensors is missing"
     assert said["bad name"].startswith("its name cannot be a model's")
     assert said["llama.gguf"].startswith("GGUF needs the llama-server engine")
     assert said["ggufs"].startswith("it has GGUF files")
+    assert said["gone"] == "it is a link to nothing"
     assert said["lmi"] == "it has a serving.properties without option.model_id, and no config.json"
+
+
+def test_a_huge_file_of_settings_is_not_read_whole(tmp_path: Path) -> None:
+    file = snapshot(tmp_path / "m") / "serving.properties"
+    with file.open("w") as settings:
+        settings.truncate(1 << 40)
+    assert lines(read(models_dir=str(tmp_path))) == ([], [f"{file}: [m] is not listed: is larger than 1 MiB"])
 
 
 def test_a_missing_models_folder_is_a_fault(tmp_path: Path) -> None:
