@@ -52,6 +52,8 @@ class Oracle:
     def draft(self, batch: Batch, segments: Sequence[Segment]) -> list[list[int]]:
         return [self._one(segment) for segment in segments]
 
+    is_behind = False
+
     def reorder(self, seconds: float) -> None: ...
 
     def _one(self, segment: Segment) -> list[int]:
@@ -148,16 +150,17 @@ def plain(folder: Path) -> list[list[CollectedChoice]]:
     return asyncio.run(run())
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["in-turn", "ahead"])
 @pytest.mark.parametrize("quality", [0.0, 0.5, 1.0])
 async def test_every_kind_of_request_gets_the_answer_it_gets_without_drafts(
-    folder: Path, plain: list[list[CollectedChoice]], quality: float
+    folder: Path, plain: list[list[CollectedChoice]], quality: float, ahead: bool
 ) -> None:
     texts = [
         [*request.prompt, *choice.tokens, *choice.deltas[-1].hidden_tokens]
         for request, choices in zip(requests(), plain, strict=True)
         for choice in choices
     ]
-    async with serving(speculating(folder)) as engine:
+    async with serving(speculating(folder, ahead=ahead)) as engine:
         drafter = drafting(engine, Oracle(quality, texts))
         for _ in range(2):  # the second time with cached prefixes
             assert comparable(await answers(engine, requests())) == comparable(plain)
@@ -166,6 +169,33 @@ async def test_every_kind_of_request_gets_the_answer_it_gets_without_drafts(
         assert drafter.accepted < drafter.drafted / 10
     if quality == 1.0:
         assert drafter.accepted > drafter.drafted / 2
+
+
+class Alternating(DraftLength):
+    """Drafts in two of three steps."""
+
+    def __init__(self) -> None:
+        super().__init__((0, 4))
+        self.turn = 0
+
+    def choose(self, rows: int) -> int:
+        return 4 * (self.turn % 3 > 0)
+
+    def learn(self, rows: int, length: int, tokens: int, seconds: float) -> None:
+        self.turn += 1
+
+
+async def test_steps_launched_ahead_alternate_with_drafts(folder: Path, plain: list[list[CollectedChoice]]) -> None:
+    texts = [
+        [*request.prompt, *choice.tokens]
+        for request, choices in zip(requests(), plain, strict=True)
+        for choice in choices
+    ]
+    async with serving(speculating(folder, ahead=True)) as engine:
+        drafter = drafting(engine, Oracle(0.7, texts), Alternating())
+        assert comparable(await answers(engine, requests())) == comparable(plain)
+        assert work_of(engine).steps_ahead > 0
+    assert drafter.accepted > 0
 
 
 async def test_prompt_lookup_gives_the_tokens_of_generate_and_accepts_repeated_text(folder: Path) -> None:

@@ -16,6 +16,10 @@ class BatchDrafter(Protocol):
     def draft(self, batch: Batch, segments: Sequence[Segment]) -> Sequence[Sequence[int]]:
         """The drafts of decoding segments of `batch`, of up to `room` tokens each. Also reads the prompts in it."""
 
+    @property
+    def is_behind(self) -> bool:
+        """True if the last call of `draft` read more than the newest tokens, which takes longer than usual."""
+
     def reorder(self, seconds: float) -> None:
         """Spend up to `seconds` on weight layouts that make later steps faster."""
 
@@ -29,7 +33,10 @@ class Drafter:
         self.drafted = self.accepted = 0  # tokens since the start
 
     def drafts_next(self, batch: Batch) -> bool:
-        """True if the step behind `batch` will contain drafts, so that it needs the tokens of `batch` on the host."""
+        """True if the step behind `batch` needs the tokens of `batch` on the host: it will have drafts, or the number
+        of accepted tokens decides where it begins."""
+        if any(segment.drafted for segment in batch):
+            return True
         return any(segment.sequence.draft_limits for segment in batch) and self.length.choose(len(batch)) > 0
 
     def draft(self, batch: Batch, choice_of: Callable[[TokenSequence], RequestChoice]) -> Batch:
@@ -67,6 +74,8 @@ class Drafter:
         """Record that `batch`, which took `seconds`, gave `tokens`."""
         if not batch or not all(segment.is_decode for segment in batch):
             return  # the time of prompts says nothing about drafts
+        if self._model is not None and self._model.is_behind:
+            return
         length = max(len(segment.drafted) for segment in batch)
         chosen = self.length.choose(len(batch))
         limits = [segment.sequence.draft_limits for segment in batch if segment.sequence.draft_limits is not None]

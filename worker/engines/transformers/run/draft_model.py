@@ -20,7 +20,7 @@ from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.schedule.kv_cache import BlockTable
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.speculation import accepted
-from worker.protocol.memory import BLOCK_TOKENS
+from worker.protocol.memory import BLOCK_TOKENS, DRAFT_LOGITS
 
 
 class _Part(NamedTuple):
@@ -66,6 +66,7 @@ class DraftModel:
         self._vocab_size, self._positions, self._chunk = vocab_size, positions, chunk
         self._linears = linears
         target.mirrors.append(runner.pool)
+        self.is_behind = False  # as in `BatchDrafter`
         self._readings: dict[int, _Reading] = {}  # by sequence id
         # The prefix-cache key of each block whose tokens the draft model has computed.
         self._keys: dict[int, bytes] = {}
@@ -89,6 +90,8 @@ class DraftModel:
         wanted = {segment.sequence.id for segment in segments if self._reaches(segment)}
         parts, tokens, ready = self._unread(batch, wanted)
         found: dict[int, list[int]] = {}
+        # More than a step can have accepted.
+        self.is_behind = any(part.length > DRAFT_LOGITS + 1 for part in parts)
         if parts:
             newest = self._forward(parts, upload(tokens, torch.int64, self._runner.device), list(ready))
             if ready:
