@@ -272,8 +272,8 @@ class SettingReader:
     ) -> None:
         key = spelling.word
         assert isinstance(key, PresetKey)
-        if rank == PROPERTIES and key.name in ("python", "env"):
-            # The file comes with the model, and these would run any program.
+        if rank == PROPERTIES and key.name in ("python", "env", "import"):
+            # The file comes with the model. The first two would run any program, and imports are not nested.
             self._fail(place, f"{place.key} is not read from this file; write {key.name} into a section")
             return
         if key.own and rank == STAR:

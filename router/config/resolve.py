@@ -198,6 +198,7 @@ class _Resolution:
         if not file or self._disk.kind(file) != "file":
             if imported is not None:
                 self._fail(imported.place, f"import: no file {file}")
+                self._collector.faulty.add((id, "model"))
             return settings
         lmi = self._reader.properties(file, id)
         if imported is not None and SOURCES & {*own}:
@@ -324,10 +325,13 @@ class _Resolution:
             known = ", ".join(preset_keys.DEMOS)
             self._fail(place, f"{shown(text)} is no built-in model; there are {known}", f"demo:{near}" if near else "")
             return None
+        if not text:
+            self._fail(place, f"{place.key or setting.name}: the value is empty; write a folder or org/name")
+            return None
         if "://" in text:
             self._fail(place, f"{shown(text)} is a URL; download the model and name its folder, or use hf-repo")
             return None
-        path = "" if is_repo or not text else self._reader.path(text, place)
+        path = "" if is_repo else self._reader.path(text, place)
         kind = self._disk.kind(path) if path else ""
         if text.lower().endswith(".gguf") or (kind and not is_repo and kind == "file"):
             self._fail(place, GGUF if text.lower().endswith(".gguf") else f"{path} is a file; name the model's folder")

@@ -295,7 +295,9 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Setting
     if settings.serves_demo:
         small = {"device_limit": {"cpu": DEMO_LIMIT}, "models_memory_margin": {"": DEMO_MARGIN}}
         settings = dataclasses.replace(settings, **(small | values))
-    return settings, (*problems, *_contradictions(settings, origins))
+    faulty = {problem.key for problem in problems}
+    further = [problem for problem in _contradictions(settings, origins) if problem.key not in faulty]
+    return settings, (*problems, *further)
 
 
 def _source(option: Option, given: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, str]:

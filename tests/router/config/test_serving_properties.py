@@ -180,6 +180,8 @@ def test_a_fault_of_another_place_stays_an_error_for_models_on_disk() -> None:
             '/m/x/serving.properties:1: [m] "s3://bucket/x" is a URL; download the model',
         ),
         ("option.max_model_lenn=1", 'unknown key "option.max_model_lenn"; did you mean "max-model-len"?'),
+        ("option.model_id=", "option.model_id: the value is empty; write a folder or org/name"),
+        ("import=/m/y", "import is not read from this file; write import into a section"),
         ("engine=PyTorch", "engine: 'pytorch' is not 'transformers'"),
         ("option.pythonExecutable=/bin/sh", "option.pythonExecutable is not read from this file; write python into a"),
         ("env.LD_PRELOAD=x", "is not read from this file"),
@@ -195,8 +197,9 @@ def test_a_fault_names_the_file_and_its_line(text: str, message: str) -> None:
 
 
 def test_an_import_without_the_file_is_an_error() -> None:
-    (problem,) = complaints("[m]\nimport = /m/gone\nmodel = demo:a")
-    assert problem == "models.ini:2: [m] import: no file /m/gone/serving.properties"
+    for further in ("", "model = demo:a"):
+        (problem,) = complaints(f"[m]\nimport = /m/gone\n{further}")
+        assert problem == "models.ini:2: [m] import: no file /m/gone/serving.properties"
 
 
 def test_a_handler_beside_the_file_is_an_error_unless_the_engines_own_is_asked_for() -> None:

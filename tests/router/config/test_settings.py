@@ -102,6 +102,7 @@ def test_a_flag_wins_over_the_routers_variable_and_that_over_llama_servers() -> 
     [
         ({"port": "99999"}, '--port: "99999" is not a whole number from 0 to 65535'),
         ({"model": ""}, "--model: names no model; write a folder or org/name, or remove it"),
+        ({"model": "ALL"}, "--model: ALL is for LMI's model store; give it as --models-dir"),
         ({"hf-repo": " ,"}, "--hf-repo: names no model; write a folder or org/name, or remove it"),
         ({"models-max": "-1"}, '--models-max: "-1" is not a whole number from 0 to 100000'),
         ({"swap-patience": "-3"}, '--swap-patience: "-3" is not a time'),
