@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -170,3 +171,31 @@ def test_a_contestant_apart_is_called_in_its_own_process() -> None:
 def test_the_program_starts_by_its_path() -> None:
     done = subprocess.run([sys.executable, str(PROGRAM), "--help"], capture_output=True, text=True, check=True)
     assert "--no-long-prompt" in done.stdout
+
+
+def test_a_draft_agrees_the_more_the_less_its_target_adds(bench: Any, tmp_path: Path) -> None:
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    shape = replace(bench.SHAPES["tiny"], layers=8, hidden=128, vocab=4096)
+    tokens, agreement = torch.arange(300, 360)[None], {}
+    for name, weight in (("good", 0.02), ("poor", 20.0)):
+        pair = bench.make_pair(shape, tmp_path / name, "cpu", weight)
+        with torch.inference_mode():
+            target, draft = (auto.from_pretrained(path)(tokens).logits.argmax(-1) for path in pair)
+        agreement[name] = (target == draft).float().mean().item()
+        if name == "good":
+            assert len(set(target[0].tolist())) > 40, "the text does not repeat itself"
+    assert agreement["good"] > 0.8
+    assert agreement["poor"] < 0.5
+
+
+def test_the_table_of_speculation_has_ratios_to_the_engine_without_drafts(bench: Any) -> None:
+    def row(rate: float) -> Any:
+        return {"tokens_per_second": rate, "tokens_per_cpu_second": rate / 2}
+
+    levels = {"4": {"without": row(100.0), "draft model": row(150.0), "assisted generation": {"error": "broke"}}}
+    text = "\n".join(bench.render_speculative({"good": {"drafts": {"draft model": (80, 60)}, "levels": levels}}))
+    assert "| good | 4 | draft model | 150.0 | 1.50 | 1.50 | 75% of 80 |" in text
+    assert "| good | 4 | without | 100.0 | 1.00 | 1.00 |  |" in text
+    assert "| good | 4 | assisted generation | broke | | | |" in text

@@ -1,0 +1,78 @@
+"""Speculative decoding from a preset to the engine: a real router and real workers with tiny models."""
+
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests import tiny
+from tests.processes.routers import Router
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
+TEXT = "the cat sat on the mat and " * 6
+PRESETS = """
+[*]
+ctx-size = 256
+parallel = 2
+[plain]
+model = {models}/plain
+[lookup]
+model = {models}/plain
+spec-type = ngram-mod
+[drafting]
+model = {models}/plain
+model-draft = {models}/small
+speculative_length = 4
+[foreign]
+model = {models}/plain
+model-draft = {models}/foreign
+"""
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def models(real: Router) -> AsyncIterator[Path]:
+    folder = real.models / "speculation"
+    tiny.make("llama", folder / "plain")
+    tiny.make("llama", folder / "small")  # the same: each of its drafts is accepted
+    tiny.make("mamba", folder / "foreign")
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def up(models: Path, real: Router) -> Router:
+    await real.serve_presets(PRESETS.format(models=models))
+    return real
+
+
+async def completion(up: Router, model: str, **fields: Any) -> Any:
+    body = {"model": model, "prompt": TEXT, "n_predict": 60, "temperature": 0, "ignore_eos": True, **fields}
+    response = await up.client.post("/completion", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def test_presets_that_draft_give_the_text_of_one_that_does_not(up: Router) -> None:
+    plain = await completion(up, "plain")
+    assert "draft_n" not in plain["timings"]
+    for model in ("lookup", "drafting"):
+        found = await completion(up, model)
+        assert found["content"] == plain["content"]
+        if model == "drafting":  # the lookup may find nothing
+            assert found["timings"]["draft_n"] >= found["timings"]["draft_n_accepted"] > 0
+        off = await completion(up, model, **{"speculative.n_max": 0})
+        assert off["content"] == plain["content"]
+        assert "draft_n" not in off["timings"]
+    slots = (await up.client.get("/slots", params={"model": "drafting"})).json()
+    assert all(slot["speculative"] for slot in slots)
+    metrics = (await up.client.get("/metrics")).text
+    assert 'worker_draft_tokens_total{kind="accepted",model="drafting"}' in metrics
+
+
+async def test_a_model_that_cannot_draft_is_refused_with_its_name(up: Router) -> None:
+    response = await up.client.post("/completion", json={"model": "foreign", "prompt": "hi"})
+    assert response.status_code >= 400
+    assert "architecture 'mamba' cannot draft" in response.json()["error"]["message"]
