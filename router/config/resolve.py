@@ -194,7 +194,10 @@ class _Resolution:
             folder = next((entry.path for entry in found if entry.id.casefold() == id.casefold()), "")
         file = f"{folder}/{serving_properties.FILE}" if folder else ""
         if file and imported is None and _DOWNLOADED.search(folder):
-            return settings  # Its author decides nothing on this machine.
+            if self._disk.kind(file) == "file":  # Its author decides nothing on this machine.
+                message = "is not read, because it was downloaded; write import = its folder into a section to read it"
+                self._warn(Problem(file, 0, id, "", ""), message)
+            return settings
         if not file or self._disk.kind(file) != "file":
             if imported is not None:
                 self._fail(imported.place, f"import: no file {file}")

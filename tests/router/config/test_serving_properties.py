@@ -213,7 +213,12 @@ def test_the_file_of_a_downloaded_repository_is_read_only_if_a_section_imports_i
     folder = "/hub/models--org--name/snapshots/abc"
     found = Disk(f"{folder}/config.json", f"{folder}/serving.properties")
     found.texts[f"{folder}/serving.properties"] = "option.trust_remote_code=true"
-    assert not read(f"[m]\nmodel = {folder}", disk=found).presets["m"].trust_remote_code
+    loaded = read(f"[m]\nmodel = {folder}", disk=found)
+    assert not loaded.presets["m"].trust_remote_code
+    assert [str(warning) for warning in loaded.warnings] == [
+        f"{folder}/serving.properties: [m] is not read, because it was downloaded; write import = its folder into a"
+        " section to read it"
+    ]
     assert read(f"[m]\nimport = {folder}", disk=found).presets["m"].trust_remote_code
 
 
