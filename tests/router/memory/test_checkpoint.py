@@ -542,7 +542,7 @@ def test_pickled_weights_have_the_facts_of_safetensors(tmp_path: Path) -> None:
         facts = read(pickle_weights(shutil.copytree(plain, tmp_path / f"pickled-{shards}"), shards=shards))
         assert facts.pickled
         assert facts.file_bytes >= usual.file_bytes // 2
-        same = {"pickled": False, "file_bytes": usual.file_bytes, "identity": usual.identity}
+        same: dict[str, Any] = {"pickled": False, "file_bytes": usual.file_bytes, "identity": usual.identity}
         assert replace(facts, **same) == usual
 
 
