@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -358,13 +358,15 @@ async def _watch(settings: Settings, stop: _Stop) -> AsyncIterator[None]:
         yield
 
 
-async def reload_when_set(wanted: asyncio.Event, reload: Callable[[], Awaitable[object]]) -> None:
-    """Runs forever. Several triggers during one reload cause one further reload, which starts after all of them."""
+async def reload_when_set(wanted: asyncio.Event, reload: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
+    """Runs forever. Several triggers during one reload cause one further reload, which starts after all of them.
+    Warnings of a reload are logged, since no caller receives them."""
     while True:
         await wanted.wait()
         wanted.clear()
         try:
-            await reload()
+            for warning in (await reload())["warnings"]:
+                log.warning("%s", warning)
         except ApiError as error:
             log.error("not reloaded: %s", error.message)
         except Exception:

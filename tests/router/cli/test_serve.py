@@ -90,12 +90,26 @@ class Slow:
         self.failures = [PresetInvalid("a bad edit"), RuntimeError("a bug")]
         self.turns: asyncio.Queue[asyncio.Event] = asyncio.Queue()
 
-    async def reload(self) -> None:
+    async def reload(self) -> dict[str, list[str]]:
         over = asyncio.Event()
         await self.turns.put(over)
         await over.wait()
         if self.failures:
             raise self.failures.pop(0)
+        return {"warnings": ["m is not listed"]}
+
+
+async def test_a_reload_after_a_signal_logs_the_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    registry, wanted = Slow(), asyncio.Event()
+    registry.failures.clear()
+    wanted.set()
+    reloading = asyncio.create_task(reload_when_set(wanted, registry.reload))
+    async with asyncio.timeout(60):
+        (await registry.turns.get()).set()
+        wanted.set()
+        await registry.turns.get()  # the first reload is over
+    reloading.cancel()
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == ["m is not listed"]
 
 
 async def test_signals_during_a_reload_cause_one_further_reload_and_failures_do_not_end_the_loop() -> None:
