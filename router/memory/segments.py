@@ -300,7 +300,7 @@ def compute_bytes(
     size = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
     rows, only_encodes = preset.parallel, serves_embeddings(facts, preset)
     is_whole_prompt = only_encodes or facts.cross_attention  # encoders do not compute prompts in chunks
-    drafted = min(DRAFT_LOGITS, rows * preset.draft_max) if preset.speculates else 0
+    drafted = most_drafted(preset)
     step = (max(preset.chunk, tokens) if is_whole_prompt else min(preset.chunk, rows * tokens)) + rows + drafted
     bound = LEAST_BYTES + _layer_bytes(facts, preset, step, size)
     bound += _attention_bytes(facts, preset, step, tokens, size, on_host)
@@ -316,6 +316,11 @@ def compute_bytes(
     if facts.draft is not None:  # its steps come before those of the target
         bound = max(bound, compute_bytes(facts.draft, draft_preset(preset), tokens, on_host=on_host))
     return bound
+
+
+def most_drafted(preset: Preset) -> int:
+    """Return the most tokens that one step drafts."""
+    return min(DRAFT_LOGITS, preset.parallel * preset.draft_max) if preset.speculates else 0
 
 
 def _layer_bytes(facts: Checkpoint, preset: Preset, step: int, size: int) -> int:

@@ -22,7 +22,7 @@ from router.memory.estimate import (
     required_shards,
 )
 from router.memory.estimate import estimate as estimate_whole
-from router.memory.segments import compute_bytes, is_mapped, kv_range, weight_bytes
+from router.memory.segments import compute_bytes, is_mapped, kv_range, most_drafted, weight_bytes
 from worker.protocol.architectures import DIVISIBLE
 from worker.protocol.memory import GLOO_BYTES, NCCL_BYTES, STAGING_BYTES
 
@@ -80,7 +80,9 @@ def estimate(
     weights = whole - divided + -(-divided // ranks)
     cache = kv_range(part, preset, tokens, on_host=on_host)
     context = cache.least
-    logits = 2 * (preset.parallel + 16) * facts.vocab_size * each  # parts of the ranks, and the gathered ones
+    logits = (
+        2 * (preset.parallel + 16 + most_drafted(preset)) * facts.vocab_size * each
+    )  # parts of the ranks, and the gathered ones
     compute = compute_bytes(part, preset, tokens, on_host=on_host) + logits
     libraries = facts.vocab_size * TOKENIZER_BYTES + grammar_bytes(facts, preset)
     stacked = (facts.stacked + facts.stacked // max(facts.layers, 1)) * each  # as in `kept_bytes`, on each rank

@@ -7,7 +7,7 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -37,6 +37,9 @@ from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import loader, tensor_parallel_plan
 from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.load.tensor_parallel_plan import RankSlice
+from worker.engines.transformers.loop.drafting import Drafter
+from worker.engines.transformers.schedule.scheduler import Batch, Segment
+from worker.engines.transformers.schedule.speculation import DraftLength
 from worker.errors import Draining, RankLost, StartError
 from worker.estimate import estimate, tensor_parallel
 from worker.estimate.meta_model import StoredTensors
@@ -103,6 +106,38 @@ async def test_four_ranks_in_bfloat16_with_a_cache_too_small_for_all(tmp_path: P
             assert len({tuple(each.tokens) for each in choices}) == 1, "greedy, so all alike"
             assert engine._generation is not None
             engine._generation._scheduler.check_integrity()
+
+
+@pytest.mark.slow
+async def test_ranks_compute_drafts_together(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path)
+    model = reference(folder)
+    expected = [generated(model, prompt, NEW) for prompt in PROMPTS]
+
+    class Mixed:
+        """Drafts of which some tokens are right."""
+
+        is_behind = False
+
+        def draft(self, batch: Batch, segments: Sequence[Segment]) -> list[list[int]]:
+            texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
+            found = []
+            for segment in segments:
+                tokens = segment.sequence.tokens
+                known = next(text[len(tokens) :] for text in texts if text[: len(tokens)] == tokens)
+                found.append([*known[:2], 7, 8][: segment.room])
+            return found
+
+        def reorder(self, seconds: float) -> None: ...
+
+    with ranked(folder, ngram_size=2) as (engine, _):
+        async with serving(engine):
+            assert engine._generation is not None
+            drafter = Drafter(DraftLength((4,)), Mixed())
+            engine._generation._backend = replace(engine._generation._backend, drafter=drafter)
+            collected = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
+            assert [each.tokens for each in collected] == expected
+            assert 0 < drafter.accepted < drafter.drafted
 
 
 @pytest.mark.slow
@@ -287,14 +322,15 @@ def test_the_exact_estimate_is_of_one_rank_for_each_device(family: str, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [("cpu",), ("cuda:0", "cuda:1")])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("ngram_size", [0, 3])
 def test_the_static_estimate_of_ranks_is_never_below_the_exact_one(
-    family: str, devices: tuple[str, ...], tmp_path: Path
+    family: str, devices: tuple[str, ...], ngram_size: int, tmp_path: Path
 ) -> None:
     folder = tiny.make(family, tmp_path, vocab_size=512, hidden_size=128, num_hidden_layers=3)
     keys: dict[str, Any] = {"ctx_size": 128, "parallel": 2, "prefill_chunk": 32}
-    asked = Estimate(snapshot=str(folder), devices=devices, tensor_parallel=2, **keys)
+    asked = Estimate(snapshot=str(folder), devices=devices, tensor_parallel=2, ngram_size=ngram_size, **keys)
     exact = tensor_parallel.divided_estimate(asked)
-    preset = Preset(id="m", tensor_parallel=2, **keys)
+    preset = Preset(id="m", tensor_parallel=2, spec_type="ngram-simple" if ngram_size else "none", **keys)
     static = static_tensor_parallel.estimate(
         checkpoint.read(folder), preset, 2, on_host=devices == ("cpu",), threads=asked.threads
     )
