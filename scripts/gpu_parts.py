@@ -138,7 +138,7 @@ def device(setting: Setting) -> Facts:
         begin = time.monotonic()
     context, assumed = during - before - reserved, RUNTIME_HOST if setting.on_cpu else DEVICE_PROCESS_BYTES
     facts |= {"context": context, "assumed": assumed, "back_after": _settled(setting, before, begin)}
-    if context > assumed:
+    if context > assumed and not setting.on_cpu:  # there it depends on the build of torch
         raise Failed(
             f"a process takes {context >> 20} MiB here, more than the {assumed >> 20} MiB that estimates assume until a"
             " worker has measured it: raise DEVICE_PROCESS_BYTES in worker/protocol/memory.py"
