@@ -650,7 +650,7 @@ def measure_load(device: str, path: Path) -> Iterator[Facts]:
     alone. Raises Failed."""
     with subprocess.Popen(
         [sys.executable, "-c", LOAD, device, str(path)],
-        cwd=ROOT, stdout=-1, stderr=-1, text=True, env=os.environ | {"PYTHONPATH": _path()},
+        cwd=ROOT, stdout=-1, stderr=-1, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
     ) as process:  # fmt: skip
         assert process.stdout is not None
         assert process.stderr is not None
@@ -658,10 +658,6 @@ def measure_load(device: str, path: Path) -> Iterator[Facts]:
         said = process.stderr.read()
     if process.returncode:
         raise Failed(f"the load ended with {process.returncode}: {said[-1500:]}")
-
-
-def _path() -> str:
-    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 # A swap
