@@ -199,3 +199,10 @@ def test_the_table_of_speculation_has_ratios_to_the_engine_without_drafts(bench:
     assert "| good | 4 | draft model | 150.0 | 1.50 | 1.50 | 75% of 80 |" in text
     assert "| good | 4 | without | 100.0 | 1.00 | 1.00 |  |" in text
     assert "| good | 4 | assisted generation | broke | | | |" in text
+
+
+def test_the_speed_of_steps_that_give_several_tokens_has_no_gaps(bench: Any) -> None:
+    figures = bench.Figures()
+    assert bench.speed(figures) == {"error": "not run"}
+    figures.add(bench.Trace(0.0, [[2.0] * 8]), 4.0)
+    assert bench.speed(figures) == {"tokens_per_second": 4.0, "tokens_per_cpu_second": 2.0}
