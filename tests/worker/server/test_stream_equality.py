@@ -63,7 +63,8 @@ def request(draw: random.Random) -> tuple[str, dict[str, Any]]:
     else:
         body |= {"messages": [{"role": "user", "content": text}]}
         body |= draw.choice([{}, {"logprobs": True, "top_logprobs": 1}, {"logprobs": True}])
-        body |= draw.choice([{}, {"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_format": "none"}])
+        plain = {"chat_template_kwargs": {"enable_thinking": False}}
+        body |= draw.choice([{}, plain, plain | {"reasoning_format": "none"}])
         is_free = not {"guided_regex", "json_schema"} & body.keys()
         if is_free and draw.random() < 0.4:
             body |= {"tools": [TOOL], "parallel_tool_calls": False}
