@@ -66,14 +66,28 @@ def test_nothing_is_drafted_where_no_length_pays() -> None:
     chosen = run(length, 1000, COSTS, worthless)
     spent = sum(COSTS[choice] for choice in chosen)
     assert spent < 1.03 * len(chosen), "trials cost more than they may"
-    assert run(length, 1000, COSTS, worthless).count(0) > 985, "trials become rarer"
+    # A draft model that is as slow as its target: trials of long drafts cost many times a step.
+    slow = {0: 1.0, 1: 2.1, 2: 3.2, 4: 5.5, 8: 10.0}
+    chosen = run(DraftLength.up_to(8), 1000, slow, worthless)
+    assert sum(slow[choice] for choice in chosen) < 1.04 * len(chosen)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_delays_by_other_processes_do_not_change_the_choice(seed: int) -> None:
+    source, spent = random.Random(seed), 0.0
+    length = DraftLength.up_to(16)
+    for _ in range(1000):
+        choice = length.choose(4)
+        spent += 1.0 + 0.4 * choice
+        length.learn(4, choice, 4, (1.0 + 0.4 * choice) * source.choice((1.0, 1.0, 1.1, 3.0)))
+    assert spent < 1.05 * 1000
 
 
 def test_drafts_return_when_the_text_changes() -> None:
     length = DraftLength.up_to(8)
     run(length, 300, COSTS, dict.fromkeys(COSTS, 1.0))
-    chosen = run(length, 1500, COSTS, {0: 1.0, 1: 2.0, 2: 3.0, 4: 5.0, 8: 9.0})
-    assert chosen[-200:].count(8) > 150
+    chosen = run(length, 2500, COSTS, {0: 1.0, 1: 2.0, 2: 3.0, 4: 5.0, 8: 9.0})
+    assert chosen[-200:].count(8) > 120
 
 
 def test_a_single_length_is_always_used() -> None:

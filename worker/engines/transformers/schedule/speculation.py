@@ -15,16 +15,20 @@ PURE: numbers only.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# Accepted drafts and times are averaged over about this many steps. A guess.
-_MEMORY = 32
-# Steps between two trials of a draft length other than the best one, at first and at most. Each trial that loses
-# doubles the interval. A trial takes _TRIAL_STEPS steps, the first of which is not measured: a draft model may have to
-# compute what was generated without it. All are guesses; the costs of trials stay below a few percent.
-_FIRST_INTERVAL, _LONGEST_INTERVAL, _TRIAL_STEPS = 32, 512, 4
-# A measured step counts as at most so many times the average: another process may have delayed it. A guess.
-_MOST_OUTLIER = 2.0
+# Accepted drafts and times are averaged over about this many steps: of the best length, and of one on trial, which has
+# few steps and an old average. Guesses.
+_MEMORY, _TRIAL_MEMORY = 32, 6
+# A trial of a draft length other than the best one takes _TRIAL_STEPS steps. The first is not measured: a draft model
+# may have to compute what was generated without it. Between two trials are _INTERVAL steps at least, and as many more
+# as are needed for trials to lose at most _TRIAL_SHARE of the time. All are guesses.
+_TRIAL_STEPS, _INTERVAL, _TRIAL_SHARE = 4, 32, 0.02
+# At first, lengths are tried from short to long until one gives less than this share of the best. A guess.
+_HOPELESS = 0.85
+# Averages of times follow longer steps so many times more slowly than shorter ones: other processes delay steps, and
+# never make them faster. A guess.
+_DELAYED = 4
 # The least gain for which tokens are drafted, since measurements vary. A guess.
-_LEAST_GAIN = 1.02
+_LEAST_GAIN = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +84,11 @@ class _Measured:
     tokens: float = 0.0
     steps: int = 0
 
-    def learn(self, seconds: float, tokens: float) -> None:
-        if self.steps:
-            seconds = min(seconds, _MOST_OUTLIER * self.seconds)
+    def learn(self, seconds: float, tokens: float, memory: int) -> None:
         self.steps += 1
-        share = max(1.0 / self.steps, 1.0 / _MEMORY)
-        self.seconds += share * (seconds - self.seconds)
+        share = max(1.0 / self.steps, 1.0 / memory)
+        is_delayed = self.steps > 1 and seconds > self.seconds
+        self.seconds += share * (seconds - self.seconds) / (_DELAYED if is_delayed else 1)
         self.tokens += share * (tokens - self.tokens)
 
     @property
@@ -101,9 +104,15 @@ class _Choice:
     best: int = 0
     trial: int = 0  # the length on trial, while `trial_left` is positive
     trial_left: int = 0
-    until_trial: int = 0
-    interval: int = _FIRST_INTERVAL
+    until_trial: int = 0  # steps
+    credit: float = 0.0  # seconds that trials may lose
     turn: int = 0
+
+    def loss(self, length: int) -> float:
+        """Expected seconds that a trial of this length loses against the best one."""
+        tried = self.measured[length]
+        rate = self.measured[self.best].rate
+        return max(0.0, _TRIAL_STEPS * (tried.seconds - tried.tokens / rate)) if rate > 0.0 else 0.0
 
 
 class DraftLength:
@@ -111,8 +120,8 @@ class DraftLength:
 
     The lengths compared are 0 (no speculation) and the powers of two up to the limit. A gain depends on the model, the
     device, the batch, the text and the draft model in ways that no formula covers, so steps of each length are timed.
-    The best length is used. Another one is tried from time to time, the less often the longer none is better. Where no
-    length pays, nothing is drafted outside of these trials.
+    The best length is used. Another one is tried from time to time, the less often the more its trial is expected to
+    lose. Where no length pays, nothing is drafted outside of these trials.
     """
 
     def __init__(self, lengths: Sequence[int]):
@@ -136,14 +145,15 @@ class DraftLength:
         if len(self.lengths) == 1 or length != self.choose(rows):
             return  # a trial has begun or ended since the step's drafts were made
         if not choice.trial_left:
-            choice.measured[length].learn(seconds, tokens / rows)
+            choice.measured[length].learn(seconds, tokens / rows, _MEMORY)
             choice.until_trial -= 1
+            choice.credit += _TRIAL_SHARE * seconds
             if choice.until_trial <= 0:
                 self._begin_trial(choice)
             return
         choice.trial_left -= 1
         if choice.trial_left < _TRIAL_STEPS - 1:
-            choice.measured[length].learn(seconds, tokens / rows)
+            choice.measured[length].learn(seconds, tokens / rows, _TRIAL_MEMORY)
         if not choice.trial_left:
             self._end_trial(choice)
 
@@ -164,15 +174,23 @@ class DraftLength:
             choice.trial = unknown[0]
         else:
             others = [length for length in self.lengths if length != choice.best]
-            choice.turn += 1
             choice.trial = others[choice.turn % len(others)]
+            if choice.loss(choice.trial) > choice.credit:
+                return  # asked again after the next step
+            choice.credit -= choice.loss(choice.trial)
+            choice.turn += 1
         choice.trial_left = _TRIAL_STEPS
 
     def _end_trial(self, choice: _Choice) -> None:
         known = [length for length in self.lengths if choice.measured[length].steps]
         best = max(known, key=lambda length: choice.measured[length].rate * (1.0 if length else _LEAST_GAIN))
-        choice.interval = _FIRST_INTERVAL if best != choice.best else min(2 * choice.interval, _LONGEST_INTERVAL)
         choice.best = best
-        choice.until_trial = choice.interval
-        if len(known) < len(self.lengths):
+        choice.until_trial = _INTERVAL
+        left = self.lengths[len(known) :]
+        last = choice.measured[known[-1]]
+        if left and last.rate < _HOPELESS * choice.measured[best].rate:
+            # Longer ones are assumed to be worse, until a trial of them can be afforded.
+            for length in left:
+                choice.measured[length] = _Measured(last.seconds * length / known[-1], last.tokens, 1)
+        elif left:
             self._begin_trial(choice)
