@@ -245,7 +245,10 @@ def _source(registry: Registry, url: str) -> tuple[str, str]:
 def allowed_folder(path: str, settings: Settings, param: str, *further: str) -> Path:
     """The folder `path`, if it is inside one that calls may register: --models-dir, the hub's cache, one of
     --registration-dirs, or `further`. Raises BadRequest for others, so that a call cannot read them."""
-    real = Path(path).resolve()
+    try:
+        real = Path(path).resolve()
+    except (OSError, RuntimeError, ValueError):  # a loop of links, or characters that no path has
+        raise BadRequest(f"{param}: {path[:200]!a} is not a path of a folder", param=param) from None
     roots = (settings.models_dir, settings.hub_cache, *settings.registration_dirs, *further)
     if any(Path(root).resolve() in real.parents for root in roots if root):
         return real

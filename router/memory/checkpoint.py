@@ -258,6 +258,8 @@ def _weight_files(folder: Path, index_name: str, single_name: str) -> list[Path]
     """Return the weight files of the model in order, of the index or the single one; empty if there are none."""
     index = folder / index_name
     if index.is_file():
+        if index.stat().st_size > MAX_HEADER:
+            raise UnknownCheckpoint(f"{index} is larger than {MAX_HEADER} bytes; fetch it again")
         try:
             files = [folder / name for name in shard_names(index.read_bytes())]
         except OSError as error:

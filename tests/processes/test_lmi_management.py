@@ -128,10 +128,12 @@ async def test_a_failed_registration_gives_the_reason_and_lists_nothing(tmp_path
         broken = str(fake_snapshot(tmp_path / "models" / "x" / "broken", die_at_start=3, message="no architecture"))
         outside = str(fake_snapshot(tmp_path / "outside"))
         (tmp_path / "models" / "x" / "link").symlink_to(outside)
+        (tmp_path / "models" / "x" / "loop").symlink_to("loop")
         assert await register() == (400, "Parameter url is required.")
         for url in ("s3://bucket/x", "djl://a/b", "https://a.example/b.zip", "word", outside, "/etc/passwd",
                     str(tmp_path / "models" / "x" / "link"), f"{tmp_path}/models/../outside",
-                    str(tmp_path / "models" / "x")):  # fmt: skip
+                    str(tmp_path / "models" / "x"), f"{tmp_path}/models/x/loop/y", f"{tmp_path}/models/a\0b",
+                    "/\0"):  # fmt: skip
             assert (await register(url=url))[0] == 400, url
         wrong_ones = (
             "model_name=a b", "model_name=*", "model_name=x\n[y]", "model_version=2\n[y]", "engine=PyTorch",

@@ -168,7 +168,8 @@ def _opened(folder: Path) -> Iterator[int]:
 def _link_others(snapshot: Path, part: Path, replaced: Set[str]) -> None:
     """Link the files of the snapshot that were not converted."""
     for path in snapshot.iterdir():
-        if path.name not in replaced and not (part / path.name).exists():
+        # The manifest is written last, and through a link it would overwrite a file of the snapshot.
+        if path.name not in (*replaced, MANIFEST) and not (part / path.name).exists():
             (part / path.name).symlink_to(path.resolve())
 
 
@@ -260,12 +261,13 @@ def _unpickle(snapshot: Path, pickles: Sequence[Path], config: Any, source: Path
     Of a tied weight one copy is written, as by transformers' `save_pretrained`. Raise StartError.
     """
     tied = _tied_in(Estimate(snapshot=str(snapshot)), config)
-    total = sum(path.stat().st_size for path in pickles)
-    check_disk_space(source.parent, shutil.disk_usage(source).free, total)
-    names = 0
+    names, total = 0, 0
     for path in pickles:
         with path.open("rb") as file:
-            names += len(pickled_weights.tensors(file))
+            listed = pickled_weights.tensors(file).values()
+        names, total = names + len(listed), total + sum(tensor.bytes for tensor in listed)
+    # Not the size of the files: tensors that share data are written once each, unless they are tied.
+    check_disk_space(source.parent, shutil.disk_usage(source).free, total)
 
     def on_sync(done: int) -> None:
         emit(Progress(stage="convert", done=min(done, total - 1), total=total))

@@ -16,12 +16,16 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 # The file of a model's pickled weights, and the index if there are several files.
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-# Bytes of a pickle without the tensors' data. 200 per tensor are usual; the worst 16 MiB take half a minute. A guess.
-MAX_PICKLE_BYTES = 16 << 20
+# Bytes of a pickle without the tensors' data. 200 per tensor are usual. The worst 4 MiB take some seconds and
+# 300 MB of memory. A guess.
+MAX_PICKLE_BYTES = 4 << 20
+# Bytes of the list of entries in an archive. 100 per storage are usual, and ten times as many in memory.
+MAX_DIRECTORY_BYTES = 16 << 20
+MAX_DIMENSIONS, MAX_SIZE = 16, 1 << 63  # of a tensor; torch has 64 and the same
 # What zipfile, pickletools and `_run` raise for damaged content.
 _OF_DAMAGE = (ArithmeticError, EOFError, LookupError, RuntimeError, ValueError, struct.error, zipfile.BadZipFile)
 _ZIP_MAGIC = b"PK\x03\x04"
@@ -94,19 +98,45 @@ def tensors(file: BinaryIO) -> Mapping[str, PickledTensor]:
         raise DamagedPickle(f"is no complete file of torch.save ({type(error).__name__}: {error})") from None
 
 
+class _LimitedFile:
+    """A file whose reads are limited: zipfile reads the whole list of entries at once, whatever its size."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self.seek, self.tell, self.close = file.seek, file.tell, file.close
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        if size > MAX_DIRECTORY_BYTES:
+            raise UnusablePickle(f"has a list of entries of {size} bytes; at most {MAX_DIRECTORY_BYTES} are read")
+        return self._file.read(MAX_DIRECTORY_BYTES if size < 0 else size)
+
+
 def _of_archive(file: BinaryIO) -> Mapping[str, PickledTensor]:
-    with zipfile.ZipFile(file) as archive:
-        entries = {entry.filename: entry for entry in archive.infolist()}
-        name = next((name for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")), None)
-        if name is None:
+    with zipfile.ZipFile(cast(BinaryIO, _LimitedFile(file))) as archive:
+        listed = archive.infolist()
+        entries = {entry.filename: entry for entry in listed}
+        # torch takes the folder of the first entry, ignores case, and may take another one of two equal names.
+        folder = listed[0].filename.partition("/")[0] + "/" if listed else ""
+        entry = entries.get(f"{folder}data.pkl")
+        if entry is None:
             raise DamagedPickle("is an archive without data.pkl, so torch.save has not written it")
-        folder, entry = name.removesuffix("data.pkl"), entries[name]
+        if len({name.casefold() for name in entries}) < len(listed):
+            raise UnusablePickle("has two entries with the same name")
         # Compressed entries could be any size in memory; torch does not compress.
-        if entry.file_size > MAX_PICKLE_BYTES or entry.compress_type != zipfile.ZIP_STORED:
+        if packed := next((each for each in listed if each.compress_type != zipfile.ZIP_STORED), None):
+            raise UnusablePickle(f"has a compressed entry, {packed.filename[:100]!a}; torch.save compresses none")
+        if entry.file_size > MAX_PICKLE_BYTES:
             raise UnusablePickle(f"has a pickle of {entry.file_size} bytes; at most {MAX_PICKLE_BYTES} are read")
-        if (order := f"{folder}byteorder") in entries and archive.read(order)[:8] != b"little":
+        order = entries.get(f"{folder}byteorder")
+        if order is not None and (order.file_size != len(b"little") or archive.read(order) != b"little"):
             raise UnusablePickle("was written on a machine of the other byte order")
-        found, storages = _state_dict(io.BytesIO(archive.read(name)))
+        # Entries that overlap would be written out more often than they are stored.
+        if sum(each.file_size for each in listed) > file.seek(0, io.SEEK_END):
+            raise DamagedPickle("has entries that are larger than the file")
+        found, storages = _state_dict(io.BytesIO(archive.read(entry)))
     for storage in storages.values():
         data = entries.get(f"{folder}data/{storage.key}")
         if data is None or data.file_size != storage.bytes:
@@ -158,7 +188,10 @@ def _state_dict(pickle: BinaryIO) -> tuple[Mapping[str, PickledTensor], Mapping[
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> PickledTensor:
     """Return the tensor that torch rebuilds from these arguments."""
     sizes = (offset, *shape, *strides) if isinstance(shape, tuple) and isinstance(strides, tuple) else (None,)
-    if not isinstance(storage, _Storage) or not all(type(size) is int and size >= 0 for size in sizes):
+    # Without these limits the product of the sizes could take hours.
+    if len(sizes) > 1 + 2 * MAX_DIMENSIONS or not isinstance(storage, _Storage):
+        raise UnusablePickle("has a tensor of an unknown form")
+    if not all(type(size) is int and 0 <= size < MAX_SIZE for size in sizes):
         raise UnusablePickle("has a tensor of an unknown form")
     if len(shape) != len(strides):
         raise DamagedPickle("has a tensor with other strides than dimensions")
@@ -166,6 +199,8 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Pic
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if prod(shape) and (last + 1) * width > storage.bytes:
         raise DamagedPickle(f"has a tensor beyond the end of data/{storage.key}")
+    if prod(shape) * width > storage.bytes:  # with strides of 0 a few bytes are a tensor of any size
+        raise UnusablePickle(f"has a tensor that repeats the elements of data/{storage.key}")
     return PickledTensor(storage.dtype, shape, prod(shape) * width, storage.key)
 
 
@@ -205,7 +240,8 @@ def _run(pickle: BinaryIO, load_storage: Callable[[Any], _Storage] | None) -> An
         return items
 
     def update(items: list[Any] | tuple[Any, ...]) -> None:
-        if type(stack[-1]) is not dict or any(type(key) not in (str, int) for key in items[::2]):
+        # Numbers could be chosen so that all have the same hash; each would be compared with each.
+        if type(stack[-1]) is not dict or any(type(key) is not str for key in items[::2]):
             raise UnusablePickle("holds a dictionary whose keys are no texts")
         stack[-1].update(zip(items[::2], items[1::2], strict=True))
 

@@ -211,6 +211,13 @@ def test_shards_of_an_index_are_read_together(tmp_path: Path) -> None:
         read(tmp_path)
 
 
+def test_an_index_that_is_larger_than_any_header_is_not_read(tmp_path: Path) -> None:
+    with (snapshot(tmp_path) / "model.safetensors.index.json").open("wb") as file:
+        file.truncate(200 << 20)
+    with pytest.raises(UnknownCheckpoint, match=r"model\.safetensors\.index\.json is larger than"):
+        read(tmp_path)
+
+
 def test_files_outside_the_snapshot_are_not_opened(tmp_path: Path) -> None:
     folder = tmp_path / "snapshot"
     folder.mkdir()

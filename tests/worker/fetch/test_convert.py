@@ -271,6 +271,28 @@ def test_a_pickle_that_could_run_code_is_rejected_and_not_executed(tmp_path: Pat
     assert list(tmp_path.iterdir()) == [snapshot]
 
 
+def test_disk_space_is_checked_for_each_tensor_that_shares_data(tmp_path: Path) -> None:
+    snapshot = tiny.make("llama", tmp_path / "original")
+    data = torch.zeros(1 << 20)
+    torch.save({f"w{number}": data[number:] for number in range(1000)}, snapshot / PICKLED)
+    (snapshot / "model.safetensors").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(0, 0, 3 << 30))
+        with pytest.raises(StartError, match=r"the converted weights need 399\d MiB") as refused:
+            convert(snapshot, tmp_path / "converted")
+    assert refused.value.exit == Exit.DISK_FULL
+    assert list(tmp_path.iterdir()) == [snapshot]
+
+
+def test_no_file_is_overwritten_through_a_link_of_the_snapshot(tmp_path: Path) -> None:
+    snapshot, mine = pickle_weights(tiny.make("llama", tmp_path / "original")), tmp_path / "mine"
+    mine.write_text("text")
+    (snapshot / MANIFEST).symlink_to(mine)
+    convert(snapshot, tmp_path / "converted")
+    assert mine.read_text() == "text"
+    assert manifest(tmp_path / "converted").source == str(snapshot)
+
+
 def test_safetensors_are_preferred_to_pickles(tmp_path: Path) -> None:
     snapshot = tiny.make("llama", tmp_path / "original")
     torch.save({"x": Command(tmp_path / "trace")}, snapshot / PICKLED)

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from worker.protocol import pickled_weights
 from worker.protocol.pickled_weights import MAX_PICKLE_BYTES, DamagedPickle, PickledTensor, UnusablePickle, tensors
 
 SHARED = torch.arange(12, dtype=torch.float32).reshape(3, 4)
@@ -136,11 +137,90 @@ def test_an_instruction_that_makes_objects_is_rejected(instruction: bytes) -> No
 def test_a_pickle_of_any_size_takes_bounded_memory() -> None:
     with pytest.raises(UnusablePickle, match=f"at most {MAX_PICKLE_BYTES} are read"):
         read(archive(bytes(MAX_PICKLE_BYTES + 1)))
-    with pytest.raises(UnusablePickle, match="has a pickle of"):
+    with pytest.raises(UnusablePickle, match=r"has a compressed entry, 'a/data\.pkl'"):
         read(archive(of_one_tensor(), compressed=True))
     put_far_away = b"\x80\x02}r\xff\xff\xff\xff"  # Python's own unpickler would take 32 GB for this index
     with pytest.raises(UnusablePickle, match="holds no dictionary of tensors"):
         read(archive(put_far_away + b"."))
+
+
+BIG = b"\x8a\xff" + b"\x7f" * 255  # a number of 255 bytes
+
+
+@pytest.mark.parametrize(
+    "dimensions",
+    [b"K\x01q\x00" + b"h\x00" * 500_000, BIG + b"q\x00" + b"h\x00" * 500_000, BIG],
+    ids=["many", "many large", "one large"],
+)
+def test_the_sizes_of_a_tensor_are_limited_before_they_are_multiplied(dimensions: bytes) -> None:
+    beginning, end = TENSOR.split(b"K%b\x85K\x01\x85")
+    tensor = beginning % b"\x00" + b"(" + dimensions + b"tq\x01h\x01" + end
+    with pytest.raises(UnusablePickle, match="has a tensor of an unknown form"):
+        read(archive(b"\x80\x02}X\x01\x00\x00\x00w" + tensor + b"s."))
+
+
+def test_a_tensor_has_no_more_elements_than_its_data() -> None:
+    many = torch.zeros(1).expand(1 << 40)
+    with pytest.raises(UnusablePickle, match="repeats the elements of data/0"):
+        read(saved({"w": many}))
+    assert read(saved({"w": torch.arange(4).expand(1, -1)}))["w"].shape == (1, 4)
+
+
+def test_keys_that_could_all_have_the_same_hash_are_rejected() -> None:
+    with pytest.raises(UnusablePickle, match="whose keys are no texts"):
+        read(saved({2**61 - 1: torch.zeros(1)}))
+
+
+def with_entries(*entries: tuple[str, bytes], compressed: bool = False) -> bytes:
+    """An archive of one tensor with further entries behind those of torch.save."""
+    file = io.BytesIO(archive(of_one_tensor()))
+    with zipfile.ZipFile(file, "a") as made:
+        for name, content in entries:
+            made.writestr(name, content, zipfile.ZIP_LZMA if compressed else zipfile.ZIP_STORED)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (with_entries(("a/byteorder", bytes(1000)), compressed=True), "has a compressed entry, 'a/byteorder'"),
+        (with_entries(("a/byteorder", b"little" * 100)), "of the other byte order"),
+        (with_entries(("a/DATA.pkl", b"")), "has two entries with the same name"),
+    ],
+)
+def test_an_archive_that_torch_could_read_otherwise_is_rejected(content: bytes, message: str) -> None:
+    with pytest.raises(UnusablePickle, match=message):
+        read(content)
+
+
+def test_the_pickle_is_that_of_the_folder_that_torch_takes() -> None:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as made:
+        made.writestr("b/version", b"3")
+    with zipfile.ZipFile(file, "a") as made:
+        made.writestr("a/data.pkl", of_one_tensor())
+        made.writestr("a/data/0", bytes(8))
+    with pytest.raises(DamagedPickle, match=r"without data\.pkl"):
+        read(file.getvalue())
+
+
+def test_a_long_list_of_entries_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pickled_weights, "MAX_DIRECTORY_BYTES", 1000)
+    assert read(archive(of_one_tensor()))
+    many = [(f"a/{number:0100}", b"") for number in range(10)]
+    with pytest.raises(UnusablePickle, match=r"has a list of entries of \d+ bytes"):
+        read(with_entries(*many))
+
+
+def test_entries_that_overlap_are_rejected() -> None:
+    more = with_entries(("a/data/1", bytes(8)))
+    assert len(read(more)) == 1
+    # Its last entry now states far more bytes than there are.
+    last = more.rindex(b"PK\x01\x02")
+    changed = bytearray(more)
+    changed[last + 20 : last + 28] = (1 << 20).to_bytes(4, "little") * 2
+    with pytest.raises(DamagedPickle, match="larger than the file"):
+        read(bytes(changed))
 
 
 @pytest.mark.parametrize("legacy", [False, True])
