@@ -154,6 +154,10 @@ class LaunchedForward:
             sampled = tuple(islice(chosen, 1 + len(drafted))) if part.choosers else ()
             if drafted:
                 sampled = sampled[: 1 + accepted(drafted, [None if pick is None else pick.token for pick in sampled])]
+                if len(sampled) > 1 and sampled[-1] is None:
+                    # Nothing could be chosen behind the accepted tokens. The next step finds out why, as without a
+                    # draft: here it may be that a grammar had no time left for drafts.
+                    sampled = sampled[:-1]
             forks = tuple((chooser.sequence, next(chosen)) for chooser in part.choosers[1:])
             prompt = tuple(likelihoods.read()) if likelihoods is not None else ()
             found.append(SegmentResult(part.segment, bool(part.choosers), prompt, sampled, forks))

@@ -99,15 +99,19 @@ class GrammarMatcher:
         return count
 
     def ahead(self, tokens: Sequence[int]) -> Iterator["GrammarMatcher"]:
-        """The matcher after one, two, ... and all of `tokens`, which are allowed. They take their time from the same
-        credit. Unchanged itself."""
-        later = self._matcher
+        """The matcher after one, two, ... and all of `tokens`, which are allowed. Unchanged itself.
+
+        They share a credit of their own, as much as these tokens would earn: rejected drafts must not use up the
+        credit of the answer. When it is exceeded, only the rest of the draft fails.
+        """
+        later, credit = self._matcher, _Credit(TOKEN_SECONDS * len(tokens))
         for token in tokens:
             begin = time.thread_time()
             later = later.deep_copy()
             later.consume_token(token)
-            self.charge(time.thread_time() - begin)
-            yield GrammarMatcher(later, self._field, self._credit)
+            ahead = GrammarMatcher(later, self._field, credit)
+            ahead.charge(time.thread_time() - begin)
+            yield ahead
 
     def take(self, token: int) -> None:
         """Advance by `token`. Raises InvalidValue if the grammar is too complex, SequenceFailed if it does not allow
