@@ -30,9 +30,12 @@ from tests.worker.loaded import (
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.loop.drafting import Drafter
 from worker.engines.transformers.loop.generation_loop import GenerationLoop
+from worker.engines.transformers.loop.requests import RequestChoice
 from worker.engines.transformers.run.draft_model import DraftModel
+from worker.engines.transformers.sample.grammar import ANSWER_SECONDS, TOKEN_SECONDS, GrammarMatcher
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
-from worker.engines.transformers.schedule.speculation import DraftLength
+from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
+from worker.engines.transformers.schedule.speculation import DraftLength, DraftLimits
 from worker.errors import StartError
 from worker.interface import GenerationRequest, Grammar, SamplingParams
 
@@ -285,6 +288,97 @@ async def test_a_request_may_turn_drafts_off_or_make_them_shorter(folder: Path) 
     assert [each.timings and each.timings.drafted_tokens for each in (off, dropped)] == [0, 0]
     assert short.timings is not None
     assert short.timings.drafted_tokens > 0
+
+
+async def test_a_shortest_draft_does_not_end_the_search_for_the_best_length(folder: Path) -> None:
+    text = prompts()[2] * 3
+    async with serving(speculating(folder, draft_max=8, draft_min=4)) as engine:
+        drafter = work_of(engine)._backend.drafter
+        assert drafter is not None
+        assert drafter.length.lengths == (0, 4, 8)
+        # A request whose own shortest or longest draft differs from the length on trial does not stop the trials.
+        for changes in ({}, {"draft_min": 7}, {"draft_max": 2, "draft_min": 0}):
+            drafter.length = DraftLength.up_to(8, 4)
+            tried: set[int] = set()
+            for _ in range(4):
+                await complete_one(engine, text, max_tokens=NEW, sampling=replace(GREEDY, ignore_eos=True), **changes)
+                tried |= {length for length, each in drafter.length._of(1).measured.items() if each.steps}
+            assert tried == {0, 4, 8}
+
+
+def test_a_long_prompt_beside_an_answer_does_not_end_the_search_for_the_best_length() -> None:
+    def sequence(answered: int) -> TokenSequence:
+        tokens = [5] * (8 + answered)
+        return TokenSequence(answered, 8, tokens, limit=90, ends=frozenset(), draft_limits=DraftLimits(4))
+
+    def draft_and_learn(batch: Batch) -> None:
+        drafter.learn(drafter.draft(batch, lambda sequence: RequestChoice(0, sequence, *[None] * 2)), 2, 0.01)  # type: ignore[arg-type]
+
+    model = Oracle(0.0)
+    model.is_behind = True  # from the step with the prompt on, as nothing is drafted in the steps behind it
+    drafter = Drafter(DraftLength((0, 4)), model)
+    answer, other = sequence(4), sequence(1)
+    draft_and_learn((Segment(answer, 0, 11, 1, room=4), Segment(sequence(0), 1, 0, 8)))
+    assert drafter.length.choose(2) == 0
+    for _ in range(4):
+        draft_and_learn((Segment(answer, 0, 11, 1), Segment(other, 1, 8, 1)))
+    assert drafter.length.choose(2) == 4
+
+
+@pytest.mark.parametrize("error", [RuntimeError("wrong shape"), torch.OutOfMemoryError("out of memory")], ids=str)
+async def test_answers_continue_without_drafts_where_the_draft_model_fails(
+    folder: Path, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(drafted_by(folder, folder)) as engine:
+        model = drafter_of(engine)._model
+        assert isinstance(model, DraftModel)
+        forward, calls = model._runner.forward, 0
+
+        def failing(*rest: Any) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == 5:
+                raise error
+            return forward(*rest)
+
+        model._runner.forward = failing  # type: ignore[assignment, method-assign]
+        found = await answers(engine, [generation(prompt, max_tokens=NEW) for prompt in prompts()])
+        again = drafter_of(engine).drafted
+        assert [choice.tokens for (choice,) in found] == [generated(reference(folder), each, NEW) for each in prompts()]
+        await complete_one(engine, prompts()[1], max_tokens=NEW)
+        # Memory may be free later. Any other failure would happen again.
+        assert (drafter_of(engine).drafted > again) == isinstance(error, torch.OutOfMemoryError)
+    assert "draft model" in caplog.text
+
+
+class Letters(Oracle):
+    """Known texts, and letters that are mostly wrong."""
+
+    def _one(self, segment: Segment) -> list[int]:
+        return super()._one(segment) if self.quality else [self._random.randrange(66, 92) for _ in range(segment.room)]
+
+
+@pytest.mark.parametrize(
+    ("quality", "draft_seconds"), [(0.0, TOKEN_SECONDS / 4), (1.0, 1.0)], ids=["rejected", "no-time-for-drafts"]
+)
+async def test_drafts_do_not_use_up_the_time_of_a_grammar(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, quality: float, draft_seconds: float
+) -> None:
+    charge = GrammarMatcher.charge
+
+    def count(matcher: GrammarMatcher, seconds: float) -> None:
+        # An answer takes less than its tokens earn, so it never runs out without drafts.
+        charge(matcher, TOKEN_SECONDS / 4 if matcher._credit.seconds > ANSWER_SECONDS / 2 else draft_seconds)
+
+    monkeypatch.setattr(GrammarMatcher, "charge", count)
+    request = generation(prompts()[1], max_tokens=NEW, grammar=Grammar("regex", "[a-z]{30}", "guided_regex"))
+    async with serving(load(folder, ctx_size=CTX)) as engine:
+        expected = await answers(engine, [request])
+    texts = [[*request.prompt, *choice.tokens] for (choice,) in expected]
+    async with serving(speculating(folder)) as engine:
+        drafter = drafting(engine, Letters(quality, texts), DraftLength((16,)))
+        assert comparable(await answers(engine, [request])) == comparable(expected)
+    assert drafter.drafted > 50
 
 
 # Draft models

@@ -209,7 +209,7 @@ def _drafter(
         why = "states cannot be taken back" if runner.has_states else "it was not tested with several tokens of a row"
         log.warning("no speculative decoding for architecture %r: %s", config.model_type, why)
         return None
-    return Drafter(DraftLength.up_to(min(options.draft_max, DRAFT_LOGITS)), model)
+    return Drafter(DraftLength.up_to(min(options.draft_max, DRAFT_LOGITS), options.draft_min), model)
 
 
 def _warms_up(loaded: loader.LoadedModel, options: Serve, config: Any, ctx_size: int) -> bool:

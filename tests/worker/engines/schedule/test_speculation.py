@@ -90,6 +90,11 @@ def test_drafts_return_when_the_text_changes() -> None:
     assert chosen[-200:].count(8) > 120
 
 
+def test_lengths_that_would_be_dropped_as_too_short_are_not_compared() -> None:
+    assert DraftLength.up_to(16, 5).lengths == (0, 8, 16)
+    assert DraftLength.up_to(16, 99).lengths == (0, 16)
+
+
 def test_a_single_length_is_always_used() -> None:
     assert set(run(DraftLength((4,)), 50, COSTS, dict.fromkeys(COSTS, 1.0))) == {4}
 

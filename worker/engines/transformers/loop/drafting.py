@@ -1,13 +1,17 @@
 """Drafts for the decoding sequences of a step, and what is learned from their acceptance."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from worker.engines.transformers.device import cuda_errors
 from worker.engines.transformers.loop.requests import RequestChoice
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
 from worker.engines.transformers.schedule.speculation import DraftLength
+
+log = logging.getLogger(__name__)
 
 
 class BatchDrafter(Protocol):
@@ -30,6 +34,7 @@ class Drafter:
     def __init__(self, length: DraftLength, model: BatchDrafter | None = None):
         """`model` drafts for sequences in whose text nothing was found."""
         self.length, self._model = length, model
+        self._is_behind = False  # the step drafted for last took longer, because the draft model read much
         self.drafted = self.accepted = 0  # tokens since the start
 
     def drafts_next(self, batch: Batch) -> bool:
@@ -54,12 +59,27 @@ class Drafter:
                 found[segment.sequence.id] = choice.lookup.draft(segment.room)
         if self._model is not None:
             rest = [segment for segment in batch if segment.room and not found.get(segment.sequence.id)]
-            for segment, tokens in zip(rest, self._model.draft(batch, rest), strict=True):
-                found[segment.sequence.id] = tokens
+            found |= self._from_model(self._model, batch, rest)
         drafted = [
             _with_draft(segment, choice_of(segment.sequence), found.get(segment.sequence.id, ())) for segment in batch
         ]
         return tuple(sorted(drafted, key=lambda segment: (not segment.is_decode, len(segment.drafted) > 0)))
+
+    def _from_model(self, model: BatchDrafter, batch: Batch, segments: Sequence[Segment]) -> dict[int, Sequence[int]]:
+        """The drafts of `model` by sequence id. Empty if it fails: an answer does not need its drafts."""
+        try:
+            found = model.draft(batch, segments)
+        except Exception as error:
+            if cuda_errors.is_sticky(error):
+                raise
+            if cuda_errors.is_exhausted(error):
+                log.warning("out of memory in a step of the draft model; the step has no drafts")
+            else:
+                log.exception("the draft model failed; nothing is drafted with it any more")
+                self._model = None
+            return {}
+        self._is_behind = model.is_behind
+        return {segment.sequence.id: tokens for segment, tokens in zip(segments, found, strict=True)}
 
     def reorder(self, seconds: float) -> None:
         """See `BatchDrafter`."""
@@ -72,16 +92,17 @@ class Drafter:
 
     def learn(self, batch: Batch, tokens: int, seconds: float) -> None:
         """Record that `batch`, which took `seconds`, gave `tokens`."""
-        if not batch or not all(segment.is_decode for segment in batch):
+        # Of this step only: the steps behind it may be without a draft, and then nothing would be learned any more.
+        was_behind, self._is_behind = self._is_behind, False
+        if was_behind or not batch or not all(segment.is_decode for segment in batch):
             return  # the time of prompts says nothing about drafts
-        if self._model is not None and self._model.is_behind:
-            return
         length = max(len(segment.drafted) for segment in batch)
         chosen = self.length.choose(len(batch))
         limits = [segment.sequence.draft_limits for segment in batch if segment.sequence.draft_limits is not None]
-        # A step without any draft, though some were wanted, is a plain one. Steps whose drafts were shortened by the
-        # requests' own limits do not show what the length is worth.
-        if limits and (length > 0) == (chosen > 0) and all(limit.most >= chosen for limit in limits):
+        # A step without any draft, though some were wanted, is a plain one. The requests' own limits count: they make
+        # the length worth less for these requests, and a trial that is never measured would never end.
+        is_wanted = any(min(chosen, limit.most) >= max(limit.least, 1) for limit in limits)
+        if limits and (length > 0) == is_wanted:
             self.length.learn(len(batch), chosen, tokens, seconds)
 
     def count(self, sequence: TokenSequence, drafted: int, accepted: int) -> None:

@@ -27,6 +27,7 @@ from worker.engines.transformers.schedule.speculation import DraftLimits, Prompt
 from worker.errors import ContextExceeded, InvalidValue, RequestError, StartError, UnsupportedByModel
 from worker.interface import ChoiceTimings, Delta, FinishReason, GenerationRequest, PrefillProgress, TokenLogprob
 from worker.protocol.argv import ModelOptions, Serve
+from worker.protocol.memory import DRAFT_LOGITS
 
 log = logging.getLogger(__name__)
 
@@ -212,7 +213,8 @@ class StreamFactory:
         """The preset's limits, which a request may lower. None without speculative decoding."""
         most = min(self._options.draft_max, self._options.draft_max if request.draft_max is None else request.draft_max)
         least = self._options.draft_min if request.draft_min is None else request.draft_min
-        return DraftLimits(most, least) if most > 0 and self._options.speculates else None
+        # As in llama-server, a minimum above the maximum is lowered to it.
+        return DraftLimits(most, min(least, most, DRAFT_LOGITS)) if most > 0 and self._options.speculates else None
 
     def _choice(
         self,

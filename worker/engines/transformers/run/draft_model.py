@@ -83,6 +83,15 @@ class DraftModel:
     @torch.inference_mode()
     def draft(self, batch: Batch, segments: Sequence[Segment]) -> Sequence[Sequence[int]]:
         """See `BatchDrafter`."""
+        try:
+            return self._draft(batch, segments)
+        except Exception:
+            # What was read by the failed step may not be in the pool.
+            self._readings.clear()
+            self._keys.clear()
+            raise
+
+    def _draft(self, batch: Batch, segments: Sequence[Segment]) -> Sequence[Sequence[int]]:
         # Shared blocks are copied before anything is written behind their tokens.
         self._target.prepare_blocks(batch)
         readings = {segment.sequence.id: self._reading(segment) for segment in batch}

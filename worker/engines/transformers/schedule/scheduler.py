@@ -334,7 +334,7 @@ class Scheduler:
         if not any(segment.sequence.draft_limits for segment in decodes):
             return decodes
         length = min(draft_length(len(decodes)), DRAFT_LOGITS // len(decodes))
-        rooms = [min(length, segment.sequence.most_drafted) for segment in decodes]
+        rooms = [segment.sequence.draft_room(length) for segment in decodes]
         return [
             replace(segment, room=room)
             if room and self._capacity.grow(segment.row, segment.start, segment.end + room)

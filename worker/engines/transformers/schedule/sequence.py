@@ -88,10 +88,13 @@ class Sequence:
         """Tokens without keys and values in the cache. The logits of the last one choose the next token."""
         return len(self.tokens) - self.computed
 
-    @property
-    def most_drafted(self) -> int:
-        """Most tokens that are worth drafting now: a step gives one more, and its draft must not exceed the limit."""
-        return 0 if self.draft_limits is None else max(0, min(self.draft_limits.most, self.limit - self.answered - 1))
+    def draft_room(self, most: int) -> int:
+        """Tokens that are worth drafting now, up to `most`: a step gives one more, and its draft must not exceed the
+        limit. 0 for a draft that would be dropped as too short."""
+        if self.draft_limits is None:
+            return 0
+        room = min(most, self.draft_limits.most, self.limit - self.answered - 1)
+        return room if room >= max(self.draft_limits.least, 1) else 0
 
     @property
     def is_decoding(self) -> bool:

@@ -130,9 +130,9 @@ class DraftLength:
         self._choices: dict[int, _Choice] = {}
 
     @classmethod
-    def up_to(cls, most: int) -> "DraftLength":
-        """Compare no drafts, and drafts of up to `most` tokens."""
-        return cls((0, *(1 << power for power in range(most.bit_length()) if 1 << power < most), most))
+    def up_to(cls, most: int, least: int = 0) -> "DraftLength":
+        """Compare no drafts, and drafts of `least` to `most` tokens. Shorter ones would be dropped."""
+        return cls((0, *(1 << power for power in range(most.bit_length()) if least <= 1 << power < most), most))
 
     def choose(self, rows: int) -> int:
         """Tokens to draft for each of `rows` sequences in the next step."""
