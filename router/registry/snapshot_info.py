@@ -15,6 +15,7 @@ from router.memory.checkpoint_facts import Checkpoint, EstimateError, effective_
 from router.registry.shared_workers import SharedWorkers
 
 READ_TIMEOUT = 5.0  # seconds that a response waits for the disk; a guess
+UNREADABLE_PAUSE = 60.0  # seconds until unreadable files are read again although they have not changed; a guess
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +35,19 @@ class SnapshotInfo:
         self._files = files
         self._shared_workers = shared_workers
         self._known: dict[str, tuple[str, Checkpoint]] = {}  # by model id: snapshot folder and its facts
+        # By model id: the state of files that could not be read, and the time of it. A damaged pickle can take seconds.
+        self._unreadable: dict[str, tuple[object, float]] = {}
         self._readings: dict[str, tuple[asyncio.Task[Checkpoint | None], float]] = {}  # running ones, with their start
 
     def forget(self, id: str) -> None:
         """Drop the facts of one model."""
         self._known.pop(id, None)
+        self._unreadable.pop(id, None)
 
     def clear(self) -> None:
         """Drop all facts, because files may have changed."""
         self._known.clear()
+        self._unreadable.clear()
 
     async def facts(self, preset: Preset) -> Checkpoint | None:
         """The facts of the preset's checkpoint.
@@ -86,9 +91,16 @@ class SnapshotInfo:
             return known[1]
         if not snapshot:
             return None
+        now = asyncio.get_running_loop().time()
+        state = snapshot, await asyncio.to_thread(self._files.look, preset)  # before the files are read
+        before, failed = self._unreadable.get(preset.id, (None, 0.0))
+        if before == state and now < failed + UNREADABLE_PAUSE:
+            return None
         try:
             facts = await self._files.read(snapshot, preset)
         except EstimateError:
+            if not preset.drafts_by_model:  # a missing draft model appears in another folder
+                self._unreadable[preset.id] = state, now
             return None
         self._known[preset.id] = (snapshot, facts)
         return facts

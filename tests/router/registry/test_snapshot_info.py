@@ -1,0 +1,33 @@
+from types import SimpleNamespace
+from typing import Any, cast
+
+from router.config.presets import Preset
+from router.memory.checkpoint_facts import Checkpoint, UnknownCheckpoint
+from router.registry.snapshot_info import SnapshotInfo
+from tests.router.fleet.worlds import FakeFiles
+
+MINE = Preset(id="mine", path="/snapshots/mine")
+
+
+class Unreadable(FakeFiles):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    async def read(self, snapshot: str, preset: Preset) -> Checkpoint:
+        self.reads += 1
+        raise UnknownCheckpoint("damaged")
+
+
+async def test_unreadable_files_are_not_read_again_for_each_list_of_models() -> None:
+    files = Unreadable()
+    info = SnapshotInfo(files, cast(Any, SimpleNamespace(listed={})))
+    for _ in range(3):
+        assert await info.facts(MINE) is None
+    assert files.reads == 1
+    files.change("mine")
+    assert await info.facts(MINE) is None
+    assert files.reads == 2
+    info.clear()
+    assert await info.facts(MINE) is None
+    assert files.reads == 3
