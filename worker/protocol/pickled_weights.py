@@ -135,7 +135,7 @@ def _of_archive(file: BinaryIO) -> Mapping[str, PickledTensor]:
             raise UnusablePickle("was written on a machine of the other byte order")
         # Entries that overlap would be written out more often than they are stored.
         if sum(each.file_size for each in listed) > file.seek(0, io.SEEK_END):
-            raise DamagedPickle("has entries that are larger than the file")
+            raise UnusablePickle("has entries that are larger than the file")
         found, storages = _state_dict(io.BytesIO(archive.read(entry)))
     for storage in storages.values():
         data = entries.get(f"{folder}data/{storage.key}")
