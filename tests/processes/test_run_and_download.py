@@ -85,10 +85,14 @@ async def test_a_router_does_not_outlive_a_chat_that_is_killed(tmp_path: Path) -
     async with lines_written(tmp_path / "journal") as journal:
         snapshot = fake_snapshot(tmp_path / "tiny", journal=f"{tmp_path}/journal")
         chat = await command("run", str(snapshot), *fake(tmp_path), folder=tmp_path)
-        await until(journal, "ready")
+        assert chat.stdin is not None
+        assert chat.stdout is not None
+        chat.stdin.write(b"one two\n")  # a worker that is not ready yet is killed, and writes no line
+        async with asyncio.timeout(DEADLINE):
+            assert await chat.stdout.readexactly(7) == b"one two"
         chat.kill()
         await until(journal, "stopped")
-        await chat.wait()
+        await chat.communicate()
 
 
 async def test_a_download_brings_all_files_and_a_second_one_asks_for_none(hub: Hub, tmp_path: Path) -> None:
