@@ -113,7 +113,7 @@ def _turn(folder: Path, emit: Emit) -> Iterator[None]:
                 break
             except BlockingIOError:
                 # The router ends a process without events. This one waits as long as the other one has the lock: that
-                # one reports its own progress to whoever started it, and writes nothing during its last check.
+                # one reports its own progress to the process that started it, and writes nothing during its last check.
                 done = _unfinished_bytes(folder)
                 if done != reported or time.monotonic() > until:
                     emit(Progress(stage="convert", done=done))

@@ -26,7 +26,7 @@ MAX_PICKLE_BYTES = 4 << 20
 # Bytes of the list of entries in an archive. 100 per storage are usual, and ten times as many in memory.
 MAX_DIRECTORY_BYTES = 16 << 20
 MAX_DIMENSIONS, MAX_SIZE = 16, 1 << 63  # of a tensor; torch has 64 and the same
-# What zipfile, pickletools and `_run` raise for damaged content.
+# Exceptions of zipfile, pickletools and `_run` for damaged content.
 _OF_DAMAGE = (ArithmeticError, EOFError, LookupError, RuntimeError, ValueError, struct.error, zipfile.BadZipFile)
 _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC, _LEGACY_VERSION = 0x1950A86A20F9469CFC6C, 1001

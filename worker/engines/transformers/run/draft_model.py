@@ -86,7 +86,7 @@ class DraftModel:
         try:
             return self._draft(batch, segments)
         except Exception:
-            # What was read by the failed step may not be in the pool.
+            # Keys and values of the failed step may be missing in the pool.
             self._readings.clear()
             self._keys.clear()
             raise

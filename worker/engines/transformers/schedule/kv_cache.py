@@ -306,7 +306,7 @@ class BlockAllocator(RowAllocator):
             self._references[block] -= 1
             self.free += 1
             self._empty.add(block)
-        # A new table: whoever holds the old one would take the content of its blocks for known.
+        # A new table object: the draft model compares tables to detect that blocks were replaced.
         self._tables[row] = changed = BlockTable(keys=keys, most=table.most)
         for block in (*table.blocks[:held], *found, *table.blocks[held + len(found) :]):
             changed.append(block)
