@@ -7,7 +7,8 @@ from typing import Any
 
 from router.config.presets import Preset
 from router.errors import RouterError
-from worker.protocol.architectures import OFFSET_POSITIONS, PAGED, POSITION_KEYS
+from worker.protocol.architectures import PAGED
+from worker.protocol.model_config import longest_sequence
 
 AUTO_CTX = 8192  # tokens that a preset without ctx-size gets at most
 
@@ -222,7 +223,7 @@ def from_config(
         intermediate=_intermediate(text, hidden),
         expert=_expert(text, hidden),
         vocab_size=_size(text, "vocab_size") or embedding[0],
-        max_positions=_positions(text, model_type),
+        max_positions=_positions(text),
         state_layers=states,
         state_elements=_state_elements(text, hidden) if states else 0,
         hybrids=states if model_type in _HYBRIDS else min(sum(_BOTH in kind for kind in _layer_kinds(text)), states),
@@ -355,16 +356,11 @@ def _intermediate(config: Mapping[str, Any], hidden: int) -> int:
     return max(dense, active * expert + shared)
 
 
-def _positions(config: Mapping[str, Any], model_type: str) -> int:
-    """Return the tokens that one sequence may have, by the same rule as the worker (load/architectures.py)."""
-    most = _first(config, *POSITION_KEYS)
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) in ("longrope", "su"):
-        key = "original_max_position_embeddings"
-        return at_most(most, _first(rope, key) or _first(config, key))
-    if most and model_type in OFFSET_POSITIONS:
-        padding = config.get("pad_token_id")
-        return most - 1 - (padding if isinstance(padding, int) else 1)
+def _positions(config: Mapping[str, Any]) -> int:
+    """Return the tokens that one sequence may have. Raises ValueError for more than any model has."""
+    most = longest_sequence(config.get)
+    if most > LARGEST_NUMBER:
+        raise ValueError(f"{most} positions")
     return most
 
 

@@ -6,10 +6,10 @@ the RoPE keys then change the layers of full attention, as in llama.cpp.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from worker.protocol.architectures import POSITION_KEYS
+from worker.protocol.architectures import OFFSET_POSITIONS, POSITION_KEYS
 
 TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")  # nested language models
 FULL = "full_attention"
@@ -24,6 +24,7 @@ OLD_NAMES: Mapping[str, tuple[str, str]] = {
 ROPE_NAMES = frozenset({*OLD_NAMES, "rope_scaling", "rope_parameters"})
 _UNSCALED = ("rope_theta", "partial_rotary_factor", "mrope_section")  # members that all kinds of scaling have
 _REPLACEABLE = ("default", "linear", "dynamic", "yarn")  # kinds of scaling that rope-scale may replace
+_STATES_PRODUCT = "gemma3"  # in the type of a model whose config states the longest sequence after linear scaling
 _BETAS = {"yarn-beta-fast": "beta_fast", "yarn-beta-slow": "beta_slow"}
 _OF_YARN = ("yarn-orig-ctx", "yarn-attn-factor", *_BETAS)
 
@@ -76,6 +77,33 @@ def _in_new_layout(config: Mapping[str, Any], *, by_kind: bool, unscaled: bool =
     return {**{key: value for key, value in config.items() if key not in ROPE_NAMES}, "rope_parameters": rope}
 
 
+def longest_sequence(member: Callable[[str], Any]) -> int:
+    """Return the tokens that one sequence may have by the config of a language model; 0 if it states no maximum.
+
+    `member` returns a member of the config, or None. Linear and YaRN scaling multiply the context of the training, as
+    in vLLM (vllm/config/model.py). LongRoPE and dynamic scaling rotate all tokens differently, cached ones included,
+    when a sequence outgrows that context, so it is the limit. The config of the kind llama3 states the product.
+    """
+    stated = (number for number in map(member, POSITION_KEYS) if isinstance(number, (int, float)) and number > 0)
+    longest = int(next(stated, 0))
+    rope = member("rope_scaling") or member("rope_parameters")
+    rope = rope if isinstance(rope, dict) else {}
+    rope = rope.get(FULL) or rope
+    kind, factor = rope.get("rope_type") or rope.get("type"), rope.get("factor") or 1.0
+    original = rope.get("original_max_position_embeddings") or member("original_max_position_embeddings") or longest
+    if kind in ("longrope", "su"):
+        return min(filter(None, (longest, int(original))), default=0)
+    if kind == "yarn":
+        return max(longest, int(original * factor))
+    model_type = str(member("model_type"))
+    if kind == "linear" and _STATES_PRODUCT not in model_type:
+        return int(longest * factor)
+    if longest and model_type in OFFSET_POSITIONS:
+        padding = member("pad_token_id")
+        return longest - 1 - (padding if isinstance(padding, int) else 1)
+    return longest
+
+
 def apply_rope(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json with the RoPE keys of a preset in the language model's members.
 
@@ -96,14 +124,16 @@ def rope_members(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str
     """Return the members of a language model's config that the RoPE keys change: `rope_parameters`, and the longest
     sequence by the name that it has in the config.
 
-    The longest sequence grows by the factor by which the slowest rotation becomes slower, as in llama-server. Raises
-    ValueError like `apply_rope`.
+    The result of `longest_sequence` grows by the factor by which the slowest rotation becomes slower, as in
+    llama-server. Raises ValueError like `apply_rope`.
     """
     stated = _in_new_layout(config, by_kind=_is_by_kind(config))["rope_parameters"]
     rope = dict(stated.get(FULL, {})) if _is_by_kind(config) else stated
     rope = {**rope, "rope_type": rope.get("rope_type", "default"), "rope_theta": float(rope.get("rope_theta") or 1e4)}
     position_key = next((key for key in POSITION_KEYS if config.get(key)), "")
     scaled, longest = _scale(rope, config[position_key] if position_key else 0, keys)
+    if _STATES_PRODUCT in str(config.get("model_type")) and scaled["rope_type"] == "linear":
+        longest *= max(1.0, scaled["factor"] / (rope["factor"] if rope["rope_type"] == "linear" else 1.0))
     if "alpha-value" in keys or "rope-freq-base" in keys:
         scaled["rope_theta"], slower = _theta(rope, config, keys)
         longest *= slower
@@ -130,7 +160,7 @@ def _theta(rope: Mapping[str, Any], config: Mapping[str, Any], keys: Mapping[str
 
 
 def _scale(rope: Mapping[str, Any], longest: int, keys: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
-    """Return the RoPE parameters under the keys for scaling, and the longest sequence."""
+    """Return the RoPE parameters under the keys for scaling, and the longest sequence for the config to state."""
     kind, factor, wanted = rope["rope_type"], keys.get("rope-scale"), keys.get("rope-scaling")
     of_yarn = [name for name in _OF_YARN if name in keys]
     named = next(name for name in (*of_yarn, "rope-scale", "rope-scaling", "") if name in keys or not name)
@@ -152,8 +182,7 @@ def _scale(rope: Mapping[str, Any], longest: int, keys: Mapping[str, Any]) -> tu
     if wanted == "none" or (wanted == "linear" and factor == 1.0):
         return unscaled, longest
     if wanted == "linear":
-        grows = factor / before if kind == "linear" else factor
-        return {**unscaled, "rope_type": "linear", "factor": factor}, longest * max(1.0, grows)
+        return {**unscaled, "rope_type": "linear", "factor": factor}, longest
     if factor == 1.0:
         raise ValueError("rope-scaling: yarn needs rope-scale, the factor by which the context grows")
     known = rope.get("original_max_position_embeddings") if kind == "yarn" else 0

@@ -290,18 +290,6 @@ def test_layers_behind_an_embedder_are_counted(tmp_path: Path) -> None:
     assert (facts.params, facts.file_bytes) == (before.params, before.file_bytes)
 
 
-def test_an_encoder_with_offset_positions_has_fewer_tokens(tmp_path: Path) -> None:
-    assert read(snapshot(tmp_path, model_type="xlm-roberta", max_position_embeddings=514)).max_positions == 512
-
-
-def test_longrope_is_limited_to_the_original_positions(tmp_path: Path) -> None:
-    rope = {"type": "longrope", "long_factor": [1.0]}
-    folder = snapshot(
-        tmp_path, max_position_embeddings=131072, original_max_position_embeddings=4096, rope_scaling=rope
-    )
-    assert read(folder).max_positions == 4096
-
-
 def test_an_override_is_merged_into_the_config(tmp_path: Path) -> None:
     folder = snapshot(tmp_path)
     assert read(folder, override='{"num_hidden_layers": 7}').layers == 7

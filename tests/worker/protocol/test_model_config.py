@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from worker.protocol.model_config import FULL, apply_rope, merge
+from worker.protocol.model_config import FULL, apply_rope, longest_sequence, merge
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": 4096,
@@ -25,7 +25,31 @@ def rope(config: dict[str, Any], **keys: Any) -> tuple[dict[str, Any], int]:
     """The RoPE parameters and the longest sequence under these keys."""
     found = apply_rope(config, {name.replace("_", "-"): value for name, value in keys.items()})
     assert not {"rope_theta", "rope_scaling", "rotary_emb_base"} & found.keys(), "transformers prefers old names"
-    return found["rope_parameters"], found["max_position_embeddings"]
+    return found["rope_parameters"], longest_sequence(found.get)
+
+
+@pytest.mark.parametrize(
+    ("members", "longest"),
+    [
+        ({}, 4096),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 16384),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, 4096),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 16384),
+        ({"rope_scaling": {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 2048}}, 16384),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}}, 4096),
+        ({"rope_scaling": {"type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}}, 4096),
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 512}, 512),
+        ({"rope_parameters": {FULL: {"rope_type": "linear", "factor": 8.0}}}, 32768),
+        ({"rope_parameters": {FULL: {"rope_type": "linear", "factor": 8.0}}, "model_type": "gemma3_text"}, 4096),
+        ({"max_position_embeddings": 514, "model_type": "xlm-roberta"}, 512),
+        ({"max_position_embeddings": 514, "model_type": "xlm-roberta", "pad_token_id": 0}, 513),
+        ({"max_position_embeddings": None, "rope_scaling": "much"}, 0),
+    ],
+)
+def test_scaling_of_the_checkpoint_counts_as_in_vllm_where_it_keeps_cached_keys_valid(
+    members: dict[str, Any], longest: int
+) -> None:
+    assert longest_sequence({**OLD, **members}.get) == longest
 
 
 @pytest.mark.parametrize("config", [LLAMA, OLD])
@@ -76,7 +100,7 @@ def test_yarn_has_its_original_context_and_the_attention_factor_of_llama_cpp() -
 
 def test_scaling_of_the_checkpoint_is_replaced_or_removed() -> None:
     linear = {**OLD, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    assert rope(linear, rope_scale=4.0) == ({"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}, 8192)
+    assert rope(linear, rope_scale=4.0) == ({"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}, 16384)
     assert rope(linear, rope_scaling="none") == ({"rope_type": "default", "rope_theta": 10000.0}, 4096)
     assert rope(linear, alpha_value=2.0)[0]["factor"] == 2.0
     yarn = {**OLD, "max_position_embeddings": 8192, "rope_scaling": {
@@ -119,7 +143,7 @@ def test_keys_change_full_attention_where_kinds_of_layers_rotate_differently() -
 def test_keys_change_the_language_model_of_a_model_with_images() -> None:
     found = apply_rope({"model_type": "llava", "text_config": OLD}, {"rope-scale": 2.0})
     assert found["model_type"] == "llava"
-    assert found["text_config"]["max_position_embeddings"] == 8192
+    assert longest_sequence(found["text_config"].get) == 8192
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,12 @@ def test_router_and_worker_grow_the_context_alike(folder: Path) -> None:
         assert architectures.positions(load_config(options(folder, rope=json.dumps(keys)))) == longest
 
 
-async def test_a_context_beyond_that_of_the_checkpoint_can_be_used(folder: Path) -> None:
-    async with serving(load(folder, rope='{"rope-scale": 4.0}', ctx_size=600)) as engine:
+@pytest.mark.parametrize(
+    "scaling",
+    [{"rope": '{"rope-scale": 4.0}'}, {"config_override": '{"rope_scaling": {"type": "linear", "factor": 4.0}}'}],
+)
+async def test_a_context_beyond_that_of_the_training_can_be_used(folder: Path, scaling: dict[str, str]) -> None:
+    async with serving(load(folder, **scaling, ctx_size=600)) as engine:
         assert engine.ctx_size == 600
         answer = await complete_one(engine, PROMPT * 8, max_tokens=24)
     scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": THETA}

@@ -9,7 +9,8 @@ PURE. A configuration is an object with the attributes of config.json.
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from worker.protocol.architectures import OFFSET_POSITIONS, PAGED, POSITION_KEYS
+from worker.protocol.architectures import PAGED
+from worker.protocol.model_config import longest_sequence
 
 # `model_type` of the verified families that use the aligned backend.
 ALIGNED = frozenset(
@@ -78,18 +79,6 @@ def backend(config: Any) -> Backend:
 
 
 def positions(config: Any) -> int:
-    """Maximum context of the model by its own configuration; 0 if there is none.
-
-    `longrope` changes the frequencies of all tokens, including cached ones, when a sequence outgrows the original
-    context, so that context is the limit. (`dynamic` does the same beyond max_position_embeddings, the limit anyway.)
-    """
-    config = config.get_text_config()
-    stated = (getattr(config, name, None) for name in POSITION_KEYS)
-    limit = next((int(number) for number in stated if isinstance(number, int) and number > 0), 0)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
-        return min(limit or int(original), int(original))
-    if limit and config.model_type in OFFSET_POSITIONS:
-        return limit - int(config.pad_token_id or 0) - 1
-    return limit
+    """Maximum context of the model by its own configuration; 0 if there is none."""
+    text = config.get_text_config()
+    return longest_sequence(lambda name: getattr(text, name, None))
