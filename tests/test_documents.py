@@ -39,12 +39,6 @@ def test_every_invariant_has_a_test_of_its_name(name: str) -> None:
     assert re.search(rf"def test_\w*{name}", TESTS)
 
 
-def test_the_readme_shows_the_two_commands_and_ci_calls_the_second() -> None:
-    for command in ("bash scripts/run.sh", "bash scripts/test.sh"):
-        assert re.search(rf"^{command}\b", README, re.MULTILINE)
-    assert "scripts/test.sh" in (ROOT / ".ci" / "run").read_text()
-
-
 def test_the_readme_is_short() -> None:
     assert len(README.encode()) <= 8 << 10
 

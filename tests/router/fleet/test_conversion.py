@@ -37,7 +37,6 @@ async def test_a_snapshot_is_converted_after_its_download_and_before_its_load() 
     assert (event.data["outcome"], event.data["bytes"]) == ("done", GIB)
     states = [event.data["state"] for event in events_of(schedule, "state")]
     assert states[:2] == ["downloading", "queued"]
-    await schedule.stop()
 
 
 @virtual
@@ -46,7 +45,6 @@ async def test_a_model_that_is_only_fetched_is_converted() -> None:
     schedule.fleet.fetch("a")
     await asyncio.sleep(30.0)
     assert schedule.journal == ["download a", "convert a"]
-    await schedule.stop()
 
 
 @virtual
@@ -54,7 +52,6 @@ async def test_a_snapshot_that_is_here_is_not_converted_by_a_load() -> None:
     schedule = schedule_of(missing=False)
     await schedule.ask("a")
     assert schedule.journal == ["start a"]
-    await schedule.stop()
 
 
 @virtual
@@ -65,7 +62,6 @@ async def test_a_snapshot_that_is_converted_already_is_not_converted_again() -> 
     assert schedule.journal == ["download a", "start a"]
     [worker] = schedule.fleet.workers()
     assert worker.snapshot == "/converted/a"
-    await schedule.stop()
 
 
 @virtual
@@ -78,7 +74,6 @@ async def test_a_failed_conversion_is_an_event_and_the_snapshot_is_loaded_as_it_
     [event] = events_of(schedule, "converted")
     assert (event.data["outcome"], event.data["error"]) == ("disk_full", "a: the disk is full")
     assert schedule.fleet.models["a"].failure is None
-    await schedule.stop()
 
 
 @virtual
@@ -90,7 +85,6 @@ async def test_a_conversion_ends_when_its_client_disconnects() -> None:
     await asyncio.sleep(10.0)
     assert "cancelled a" in [entry for _, entry in schedule.launcher.timeline]
     assert schedule.fleet.workers() == []
-    await schedule.stop()
 
 
 @virtual
@@ -104,7 +98,6 @@ async def test_a_converted_snapshot_that_cannot_be_loaded_is_not_used_again() ->
     assert worker.snapshot == "/snapshots/a"
     assert schedule.journal == ["start a", "start a"]
     assert schedule.fleet.models["a"].failure is None
-    await schedule.stop()
 
 
 @virtual
@@ -115,7 +108,6 @@ async def test_a_converted_snapshot_that_cannot_be_read_is_not_used_again() -> N
     await schedule.ask("a")
     assert schedule.files.conversions == {}
     assert schedule.fleet.models["a"].failure is None
-    await schedule.stop()
 
 
 @virtual
@@ -126,7 +118,6 @@ async def test_pickled_weights_that_are_here_are_converted_before_their_first_lo
     assert schedule.journal == ["convert a", "start a"]
     states = [event.data["state"] for event in events_of(schedule, "state")]
     assert states[:2] == ["downloading", "queued"]
-    await schedule.stop()
 
 
 @virtual
@@ -140,4 +131,3 @@ async def test_a_failed_conversion_of_pickled_weights_fails_the_load_with_its_re
     failure = schedule.fleet.models["a"].failure
     assert failure is not None
     assert failure.final
-    await schedule.stop()

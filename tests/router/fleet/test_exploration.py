@@ -13,8 +13,8 @@ from tests.router.fleet.exploration import explore
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "explore_scheduler"
-SEEDS, HALVES = 400, 2
-"""Half a minute of CPU time at most. `scripts/explore_scheduler` explores more."""
+SEEDS = 240
+"""Some seconds of CPU time. `scripts/explore_scheduler` explores more."""
 SEEDS_THAT_FAILED: tuple[int, ...] = (
     71, 98, 117, 2975, 3040, 7431, 8386, 12488, 16813, 18671, 21221, 21882, 30872, 37231, 38152, 40576, 92994
 )  # fmt: skip
@@ -25,24 +25,14 @@ def test_a_seed_that_failed_once_holds(seed: int) -> None:
     explore(seed, ranges=False)  # they failed before there were ranges, and are the same worlds
 
 
-def test_every_request_ends_once_and_its_lease_is_back() -> None:
-    """And a quiet loop has no waiter: if nothing is left to happen while somebody waits, `run_virtual` raises."""
-    each = SEEDS // HALVES
-    halves = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, "--first", str(half * each), "--seeds", str(each)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for half in range(HALVES)
-    ]
-    for half in halves:
-        told, failures = half.communicate()
-        report = json.loads(told)
-        assert (failures, report["failed"]) == ("", [])
-        assert report["seeds"] == each
-        assert report["answers"] > report["refusals"] > 0
+def test_every_request_ends_once_and_the_kth_in_the_queue_waits_no_longer_than_stated() -> None:
+    """Its lease is back, and a quiet loop has no waiter: if nothing is left to happen while somebody waits,
+    `run_virtual` raises. The bound of a wait is checked in calm worlds."""
+    done = subprocess.run([sys.executable, SCRIPT, "--seeds", str(SEEDS)], capture_output=True, text=True, check=False)
+    report = json.loads(done.stdout)
+    assert (done.stderr, report["failed"], report["seeds"]) == ("", [], SEEDS)
+    assert report["answers"] > report["refusals"] > 0
+    assert 0.5 < report["longest_wait_as_a_share_of_its_bound"] <= 1.0
 
 
 def test_a_seed_is_the_same_world_each_time() -> None:

@@ -152,14 +152,6 @@ async def test_a_model_whose_old_worker_still_drains_shows_why_its_new_one_faile
 
 
 @virtual
-async def test_a_worker_that_dies_after_service_causes_no_pause() -> None:
-    world = Schedule({"a": GIB}, models={"a": FakeModel(shards=(GIB,), dies_after=0.5)})
-    await world.ask("a", 1.0)
-    assert not world.events_of("back_off")
-    await world.ask("a", 0.1)
-
-
-@virtual
 async def test_an_older_worker_that_stops_does_not_clear_a_newer_failure() -> None:
     world = Schedule({"a": GIB})
     long = asyncio.create_task(world.ask("a", 10.0))
@@ -333,16 +325,6 @@ async def test_waiting_requests_of_a_changed_preset_get_its_new_worker() -> None
 
 
 @virtual
-async def test_a_pinned_model_is_loaded_again_at_once_and_once() -> None:
-    world = Schedule({"a": GIB}, keys={"a": {"pin": True}})
-    await world.ask("a")
-    world.fleet.models.apply({"a": replace(world.presets["a"], ctx_size=128)})
-    await asyncio.sleep(10)
-    assert sorted(world.journal) == ["start a", "start a", "stop a"]
-    assert len(states_by_worker(world)) == 2
-
-
-@virtual
 async def test_a_reload_is_complete_even_if_the_queue_is_full() -> None:
     sizes = {"a": GIB, "b": GIB, "c": GIB}
     world = Schedule(sizes, keys={"a": {"pin": True}}, limits=Limits(queue_size=1))
@@ -414,16 +396,6 @@ async def test_an_unload_sets_a_deadline_for_an_eviction_without_one() -> None:
     long.cancel()
     await outcome(long)
     await other
-
-
-@virtual
-async def test_load_commands_fail_when_the_router_stops() -> None:
-    world = Schedule({"a": GIB, "b": GIB})
-    loading = world.fleet.load("a")
-    await asyncio.sleep(1)
-    await world.fleet.close()
-    assert loading.done()
-    assert isinstance(await outcome(loading), Draining)
 
 
 # The queue

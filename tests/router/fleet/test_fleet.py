@@ -17,14 +17,12 @@ from router.errors import (
     ModelNotFound,
     ModelNotLoaded,
     NotRunning,
-    QueueFull,
     QueueTimeout,
 )
 from router.fleet.admission import Limits
 from router.fleet.fleet import IDLE_LOOK
-from router.fleet.worker import State
 from router.launch.interface import WorkerLost
-from tests.fakes import CPU, GIB, GPU0, GPU1, MIB, FakeModel
+from tests.fakes import CPU, GIB, MIB, FakeModel
 from tests.router.fleet.worlds import Schedule, virtual
 from worker.protocol.events import Estimated
 
@@ -185,13 +183,6 @@ async def test_a_ready_model_waits_for_nobody() -> None:
 
 
 @virtual
-async def test_loads_run_in_parallel_when_both_fit() -> None:
-    world = Schedule({"a": GIB, "b": GIB})
-    waits = await gather(world.ask("a"), world.ask("b"))
-    assert max(waits) < 2.5
-
-
-@virtual
 async def test_a_model_that_can_never_fit_is_refused_with_the_arithmetic_and_evicts_nothing() -> None:
     world = Schedule({"a": GIB, "huge": 20 * GIB}, margin=GIB)
     await world.ask("a")
@@ -212,15 +203,6 @@ async def test_no_eviction_or_refusal_on_a_static_estimate() -> None:
     await asyncio.sleep(60)
     await world.ask("b")
     assert world.journal == ["start a", "estimate b", "stop a", "start b"]
-
-
-@virtual
-async def test_no_exact_estimate_is_made_where_only_the_number_of_workers_is_short() -> None:
-    world = Schedule({"a": GIB, "b": GIB}, limits=Limits(models_max=1), stated=False)
-    await world.ask("a")
-    await asyncio.sleep(60)
-    await world.ask("b")
-    assert world.journal == ["start a", "stop a", "start b"]
 
 
 @virtual
@@ -286,21 +268,6 @@ async def test_autoload_off_loads_nothing() -> None:
         await world.ask("a")
     await world.fleet.load("a")
     assert await world.ask("a") == 0.0
-
-
-@virtual
-async def test_autoload_of_a_preset_overrides_the_general_setting() -> None:
-    world = Schedule({"a": GIB, "b": GIB}, keys={"a": {"autoload": False}})
-    with pytest.raises(ModelNotLoaded):
-        await world.ask("a")
-    await world.ask("b")
-
-
-@virtual
-async def test_an_unknown_model_is_not_found() -> None:
-    world = Schedule({"a": GIB})
-    with pytest.raises(ModelNotFound):
-        await world.ask("b")
 
 
 @virtual
@@ -385,17 +352,6 @@ async def test_a_final_failure_is_not_retried_without_a_load_command() -> None:
 
 
 @virtual
-async def test_a_load_that_runs_out_of_memory_is_tried_once_more_with_a_raised_estimate() -> None:
-    world = Schedule({"a": GIB}, keys={"a": {"required_memory": {}}})
-    world.launcher.models["a"].start_fails = [WorkerLost("oom", cause="oom", exit=6, memory="host")]
-    await world.ask("a")
-    assert world.journal == ["start a", "start a"]
-    costs = world.fleet.models["a"].workers[0].costs
-    assert costs is not None
-    assert costs.estimate.source == "learned"
-
-
-@virtual
 async def test_a_load_that_runs_out_of_memory_evicts_one_more_and_is_retried() -> None:
     """The estimate is too low: beside `b` there is room for the estimate, not for the model."""
     sizes = {"c": 32 * GIB, "b": 48 * GIB, "a": 33 * GIB}
@@ -441,44 +397,10 @@ async def test_an_idle_worker_leaves_after_its_time_to_live() -> None:
 
 
 @virtual
-async def test_a_pinned_model_is_never_evicted() -> None:
-    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"pin": True}}, limits=Limits(queue_timeout=50.0))
-    await world.ask("a")
-    with pytest.raises(QueueTimeout):
-        await world.ask("b")
-    assert world.journal == ["start a"]
-
-
-@virtual
 async def test_the_load_itself_does_not_count_as_time_in_the_queue() -> None:
     world = Schedule({"a": GIB}, limits=Limits(queue_timeout=5.0),
                      models={"a": FakeModel(shards=(GIB,), load_seconds=50.0)})  # fmt: skip
     assert await world.ask("a") == pytest.approx(50.0, abs=0.1)
-
-
-@virtual
-async def test_queues_are_bounded() -> None:
-    world = Schedule({"a": GIB, "b": GIB}, keys={"a": {"queue_size": 3}}, limits=Limits(queue_size=5))
-    asked = [asyncio.create_task(world.ask("a")) for _ in range(3)]
-    await asyncio.sleep(0.1)
-    with pytest.raises(QueueFull):
-        await world.ask("a")
-    asked += [asyncio.create_task(world.ask("b")) for _ in range(2)]
-    await asyncio.sleep(0.1)
-    with pytest.raises(QueueFull):
-        await world.ask("b")
-    assert all(isinstance(wait, float) for wait in await gather(*asked))
-
-
-@virtual
-async def test_foreign_memory_is_respected() -> None:
-    world = Schedule({"a": 3 * GIB}, limits=Limits(queue_timeout=20.0))
-    world.launcher.set_foreign(CPU, 6 * GIB)
-    await asyncio.sleep(0.1)
-    with pytest.raises(QueueTimeout):
-        await world.ask("a")
-    world.launcher.set_foreign(CPU, GIB)
-    await world.ask("a")
 
 
 @virtual
@@ -513,33 +435,6 @@ async def test_devices_are_read_again_before_a_start() -> None:
     world.launcher.set_foreign(CPU, 0)
     await asking
     assert world.journal == ["start a"]
-
-
-@virtual
-async def test_a_device_limit_is_a_budget_for_our_workers() -> None:
-    world = Schedule({"a": 2 * GIB, "b": 2 * GIB}, limit={CPU: 3 * GIB})
-    world.launcher.set_foreign(CPU, 4 * GIB)
-    await asyncio.sleep(0.1)
-    await world.ask("a")
-    await asyncio.sleep(60)
-    await world.ask("b")
-    assert world.journal == ["start a", "stop a", "start b"]
-
-
-@virtual
-async def test_models_go_to_the_emptier_device() -> None:
-    sizes = {"a": 5 * GIB, "b": 5 * GIB, "c": 5 * GIB}
-    world = Schedule(sizes, totals={CPU: 64 * GIB, GPU0: 8 * GIB, GPU1: 8 * GIB})
-    await gather(world.ask("a"), world.ask("b"))
-    places = {world.fleet.models[name].workers[0].place for name in "ab"}
-    assert places == {(GPU0,), (GPU1,)}
-
-
-@virtual
-async def test_a_named_device_that_is_not_here_is_refused() -> None:
-    world = Schedule({"a": GIB}, keys={"a": {"device": ("cuda:7",)}})
-    with pytest.raises(LoadFailed, match="cuda:7"):
-        await world.ask("a")
 
 
 @virtual
@@ -582,36 +477,6 @@ async def test_a_closing_fleet_takes_no_requests_and_leaves_no_worker() -> None:
     await closing
     assert world.fleet.workers() == []
     assert world.launcher.running == {}
-
-
-@virtual
-async def test_a_state_never_goes_back() -> None:
-    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, missing=("a",))
-    await world.ask("a")
-    await asyncio.sleep(60)
-    await world.ask("b")
-    await world.stop()
-    seen: dict[int, State] = {}
-    for event in world.events.since(0) or []:
-        if event.kind == "state":
-            state = State[event.data["state"].upper()]
-            assert state >= seen.get(event.data["worker"], state)
-            seen[event.data["worker"]] = state
-    assert set(seen.values()) == {State.STOPPED}
-
-
-@virtual
-async def test_alternating_clients_of_two_models_share_the_memory_by_minimum_residency() -> None:
-    """A loaded model in use keeps its place for its minimum residency, so there is not a swap per request."""
-    world = Schedule({"a": 5 * GIB, "b": 5 * GIB})
-
-    async def client(model: str, count: int) -> None:
-        for _ in range(count):
-            await world.ask(model, 0.5)
-
-    await gather(client("a", 60), client("b", 60))
-    starts = [entry for entry in world.journal if entry.startswith("start")]
-    assert len(starts) <= 12
 
 
 @virtual

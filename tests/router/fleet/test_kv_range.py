@@ -47,13 +47,6 @@ async def test_a_worker_is_granted_the_whole_steps_that_are_free() -> None:
 
 
 @virtual
-async def test_the_most_is_parallel_times_ctx_size() -> None:
-    schedule = world(4 << 30)
-    await schedule.ask("a")
-    assert schedule.launcher.kv_tokens["a"] == 64 * 1024
-
-
-@virtual
 async def test_kv_tokens_fix_the_cache() -> None:
     schedule = world(4 << 30)
     schedule.fleet.models["a"].preset = replace(schedule.fleet.models["a"].preset, kv_tokens=2048)

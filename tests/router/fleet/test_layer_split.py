@@ -59,13 +59,6 @@ async def test_a_model_that_fits_on_no_device_is_split_over_two() -> None:
     assert "estimate big" not in scene.journal, "its weights alone say so"
 
 
-@virtual
-async def test_a_model_that_fits_on_a_device_is_not_split() -> None:
-    scene = world(12 * GIB)
-    await scene.ask("big")
-    assert (len(only(scene).place), choice_of(only(scene)).layers) == (1, ())
-
-
 @pytest.mark.parametrize(("real", "devices"), [(8 * GIB + GIB // 8, 1), (9 * GIB, 2)])
 @virtual
 async def test_the_exact_estimate_decides_if_the_first_exceeds_a_device(real: int, devices: int) -> None:
@@ -109,26 +102,11 @@ def only_models(scene: Schedule) -> set[str]:
 
 
 @virtual
-async def test_split_mode_none_refuses_a_model_larger_than_one_device() -> None:
-    scene = world(7 * GIB, split_mode="none")
-    with pytest.raises(DoesNotFit, match="does not fit on empty devices: it needs"):
-        await scene.ask("big")
-
-
-@virtual
 async def test_a_refusal_names_the_settings_that_would_fit() -> None:
     scene = world(7 * GIB, split_mode="none")
     scene.files.facts = replace(FOUR_GIB, linears=Linears(28, 4 * GIB, 1000, GIB // 16))
     with pytest.raises(DoesNotFit, match=r"; set quantization = bnb-8bit$"):
         await scene.ask("big")
-
-
-@virtual
-async def test_tensor_split_sets_the_layers_of_each_device() -> None:
-    scene = world(12 * GIB, real=12 * GIB, tensor_split=(1.0, 3.0))
-    scene.launcher.models["big"].shards = (3 * GIB, 8 * GIB)
-    await scene.ask("big")
-    assert (only(scene).place, choice_of(only(scene)).layers) == ((GPU0, GPU1), (1, 3))
 
 
 @virtual
@@ -143,32 +121,6 @@ async def test_gpu_split_is_never_exceeded() -> None:
     scene = world(12 * GIB, gpu_split=(3 * GIB, 10 * GIB))
     await scene.ask("big")
     assert only(scene).place == (GPU1,), "where it may have as much as it needs"
-
-
-@pytest.mark.parametrize("gpu_split", [(3 * GIB, 4 * GIB), (4 * GIB + GIB // 8,)])
-@virtual
-async def test_a_model_that_exceeds_gpu_split_is_refused_although_memory_is_free(gpu_split: tuple[int, ...]) -> None:
-    scene = world(12 * GIB, gpu_split=gpu_split)
-    with pytest.raises(LoadFailed, match=r"but gpu-split and the device sizes allow .* raise gpu-split"):
-        await scene.ask("big")
-    assert scene.launcher.over_commits == []
-
-
-@virtual
-async def test_gpu_memory_utilization_limits_the_kv_cache_but_not_its_least() -> None:
-    reserved = []
-    for share in (1.0, 0.85):
-        scene = world(16 * GIB, real=9 * GIB, gpu_memory_utilization=share, ctx_size=1 << 16, parallel=64)
-        scene.files.facts = replace(FOUR_GIB, max_positions=1 << 16)
-        scene.launcher.models["big"].shards = (9 * GIB,)
-        await scene.ask("big")
-        (place,) = only(scene).place
-        reserved.append(only(scene).reserved[place])
-        await scene.stop()
-    whole, limited = reserved
-    most = int(0.85 * 16 * GIB)
-    assert most < whole <= 16 * GIB
-    assert most - (1 << 20) < limited <= most, "the grant uses what the share allows"
 
 
 @virtual

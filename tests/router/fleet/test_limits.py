@@ -7,7 +7,6 @@ import pytest
 
 from router.errors import ApiError, LoadBackoff, ModelNotFound, QueueFull, QueueTimeout
 from router.fleet.admission import Limits
-from router.fleet.worker import State
 from router.http.response import whole_seconds
 from router.launch.interface import WorkerLost
 from tests.fakes import GIB, FakeModel
@@ -234,17 +233,3 @@ async def test_keep_alive_zero_ends_minimum_residency_and_idle_grace() -> None:
         waiting = asyncio.create_task(world.ask("b"))
         await asyncio.sleep(1.0)
     assert await waiting < 5.0
-
-
-@virtual
-async def test_idle_replicas_of_a_pinned_model_end_and_its_required_worker_stays() -> None:
-    keys = {"a": {"pin": True, "replicas": (1, 3), "replica_idle": 10.0, "parallel": 1, "ttl": 5.0}}
-    world = Schedule({"a": GIB}, keys=keys)
-    await world.ask("a")
-    crowd = [asyncio.create_task(world.ask("a", 30.0)) for _ in range(6)]
-    await asyncio.sleep(5)
-    assert len(world.fleet.models["a"].all_open) > 1
-    await asyncio.gather(*crowd)
-    await asyncio.sleep(30)
-    (worker,) = world.fleet.workers()
-    assert (worker.state, worker.best_effort) == (State.READY, False)

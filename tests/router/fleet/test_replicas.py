@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from router.api.status import status
 from router.errors import QueueFull
 from router.fleet.admission import Limits
 from router.fleet.model import REPLICA_PAUSE
@@ -44,19 +43,6 @@ async def test_a_crowded_model_gets_a_replica_on_the_emptier_device() -> None:
     asking = await load_of(scene, 3)
     await asyncio.sleep(5)
     assert [(worker.place, worker.best_effort) for worker in workers(scene)] == [((GPU0,), False), ((GPU1,), True)]
-    await asyncio.gather(*asking)
-
-
-@virtual
-async def test_the_maximum_of_replicas_is_never_exceeded() -> None:
-    scene = world({"a": GIB}, (1, 3))
-    await scene.ask("a")
-    asking = await load_of(scene, 12)
-    for _ in range(5):
-        asking += await load_of(scene, 4)
-        await asyncio.sleep(4)
-        assert len(workers(scene)) <= 3
-    assert len(workers(scene)) == 3
     await asyncio.gather(*asking)
 
 
@@ -234,16 +220,6 @@ async def test_fewer_replicas_take_effect_without_a_restart() -> None:
     assert scene.journal == ["start a", "start a", "stop a"]
 
 
-@virtual
-async def test_a_status_counts_replicas() -> None:
-    scene = world({"a": 3 * GIB}, (2, 4))
-    await scene.ask("a")
-    await asyncio.sleep(10)
-    shown = status(scene.fleet, scene.fleet.models["a"], admin=False)
-    assert shown["replicas"] == {"ready": 2, "open": 2, "least": 2, "most": 4}
-    assert {shown["memory"][device]["reserved_mib"] for device in ("cuda:0", "cuda:1")} == {3072}
-
-
 # Limits of one model
 
 
@@ -258,19 +234,3 @@ async def test_max_concurrent_refuses_with_the_time_to_retry() -> None:
     assert refused.value.retry_after == pytest.approx(4.0)  # two at a time, eight seconds each
     await asyncio.gather(*both)
     await scene.ask("a")
-
-
-@virtual
-async def test_a_refusal_contains_the_expected_load_time() -> None:
-    scene = Schedule(
-        {"a": 8 * GIB, "b": 8 * GIB},
-        models={name: FakeModel(shards=(8 * GIB,), load_seconds=20.0) for name in "ab"},
-        limits=Limits(queue_size=1),
-    )
-    await scene.ask("a")
-    await scene.ask("b")
-    first = asyncio.create_task(scene.ask("a"))
-    await asyncio.sleep(10)
-    with pytest.raises(QueueFull) as refused:
-        await scene.ask("a")
-    assert await first - 10 == pytest.approx(refused.value.retry_after, abs=0.1)

@@ -69,7 +69,6 @@ async def test_names_that_part_by_ttl_leave_the_worker_to_the_unchanged_one() ->
     assert await world.ask("b") == first
     assert await world.ask("a") != first
     assert sorted(world.shared) == ["a", "b"]
-    await world.schedule.stop()
 
 
 @virtual
@@ -84,7 +83,6 @@ async def test_presets_that_become_equal_share_the_running_worker() -> None:
     await asyncio.sleep(5.0)
     assert [worker.id for worker in world.fleet.workers()] == [two]
     assert world.shared_workers.names_of("a") == (), "events of the old worker concern none of them"
-    await world.schedule.stop()
 
 
 @virtual
@@ -95,7 +93,6 @@ async def test_of_three_names_the_two_equal_ones_keep_the_worker() -> None:
     assert (result["changed"], result["restarted"]) == (["a"], [])
     assert [await world.ask(name) for name in "bc"] == [first, first]
     assert sorted(world.shared) == ["a", "b,c"]
-    await world.schedule.stop()
 
 
 @virtual
@@ -107,7 +104,6 @@ async def test_names_with_the_same_change_restart_once() -> None:
     again = await world.ask("b")
     assert again != first
     assert await world.ask("a") == again
-    await world.schedule.stop()
 
 
 @virtual
@@ -118,7 +114,6 @@ async def test_a_pinned_name_that_loses_its_worker_is_loaded_at_once() -> None:
     await asyncio.sleep(5.0)
     assert sorted(worker.preset.id for worker in world.fleet.workers()) == ["a", "b"]
     assert await world.ask("b") == first
-    await world.schedule.stop()
 
 
 @virtual
@@ -132,7 +127,6 @@ async def test_removing_one_name_keeps_the_worker_and_removing_both_ends_it() ->
     assert world.reload()["removed"] == ["b"]
     await asyncio.sleep(5.0)
     assert (world.removed(), world.fleet.workers()) == (["a", "b"], [])
-    await world.schedule.stop()
 
 
 @virtual
@@ -142,7 +136,6 @@ async def test_names_in_another_order_are_the_same_worker() -> None:
     assert world.reload(b=WARM, a={}) == {"added": [], "changed": [], "restarted": [], "removed": []}
     assert world.shared == ["b,a"]
     assert await world.ask("a") == first
-    await world.schedule.stop()
 
 
 @virtual
@@ -156,7 +149,6 @@ async def test_errors_of_shared_workers_contain_the_requested_name() -> None:
     assert (other.message, other.retry_after, other.reason) == ("b failed: b: it ended", 7, "load_backoff")
     assert error.message == "a,b failed: a,b: it ended", "all get the same error"
     assert with_name(LoadBackoff("a failed"), "a", "a").message == "a failed"
-    await world.schedule.stop()
 
 
 @virtual
@@ -175,4 +167,3 @@ async def test_a_renamed_preset_keeps_running_requests_of_the_old_name() -> None
     await asyncio.sleep(5)
     assert world.removed() == ["a"]
     assert world.shared == ["b"]
-    await world.schedule.stop()

@@ -55,8 +55,6 @@ async def test_memory_of_another_router_is_waited_for_without_an_eviction() -> N
     assert theirs.journal == ["start theirs", "stop theirs"]
     assert ours.journal[-1] == "start large"
     assert ours.now - 1.0 == pytest.approx(left + 0.5 + 0.5 + 2.0, abs=0.2), "once both are gone"
-    for world in (ours, theirs):
-        await world.stop()
 
 
 @virtual

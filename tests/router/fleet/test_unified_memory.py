@@ -37,14 +37,6 @@ class Machine(Schedule):
 
 
 @virtual
-async def test_the_embedder_and_the_middle_model_fit_beside_each_other_in_one_memory() -> None:
-    world = Machine()
-    await asyncio.gather(world.ask("embedder"), world.ask("middle"))
-    await world.ask("embedder")
-    assert world.journal == ["start embedder", "start middle"]
-
-
-@virtual
 async def test_shards_and_processes_are_charged_to_the_one_memory() -> None:
     world = Machine()
     await world.ask("middle")
@@ -53,27 +45,6 @@ async def test_shards_and_processes_are_charged_to_the_one_memory() -> None:
     assert {id: size for id, size in worker.reserved.items() if id.index >= HOST} == {CPU: 38 * GIB}
     world.fleet.scheduler.plan_now()
     assert [(device.used, device.foreign) for device in world.fleet.scheduler.devices] == [(38 * GIB, 0)] * 2
-
-
-@virtual
-async def test_the_large_model_evicts_only_what_it_needs_from_one_memory() -> None:
-    world = Machine()
-    await world.ask("middle")
-    await world.ask("embedder")
-    await asyncio.sleep(60)
-    await world.ask("large")
-    assert world.journal == ["start middle", "start embedder", "stop middle", "start large"]
-    assert world.launcher.used(CPU) <= 119 * GIB
-
-
-@virtual
-async def test_going_back_costs_one_swap_and_the_embedder_stays() -> None:
-    world = Machine()
-    for model in ("embedder", "middle", "large", "middle"):
-        await world.ask(model)
-        await asyncio.sleep(30)
-        await world.ask("embedder")
-    assert world.loads == ["embedder", "middle", "large", "middle"]
 
 
 @virtual
@@ -91,17 +62,6 @@ async def test_agents_that_go_back_and_forth_do_not_thrash() -> None:
     requests, swaps = 600, world.journal.count("stop middle") + world.journal.count("stop large")
     assert swaps <= requests / 10
     assert world.loads.count("embedder") == 1
-
-
-@virtual
-async def test_foreign_memory_in_unified_memory_is_respected() -> None:
-    world = Machine()
-    world.launcher.set_foreign(CPU, 50 * GIB)
-    asking = asyncio.create_task(world.ask("large"))
-    await asyncio.sleep(30)
-    assert world.journal == []
-    world.launcher.set_foreign(CPU, 0)
-    assert await asking == pytest.approx(44.0, abs=0.5)
 
 
 @virtual
