@@ -150,7 +150,6 @@ async def test_failures_of_real_loads_are_counted() -> None:
     assert found['router_loads_total{model="a",result="oom"}'] == 1.0
     assert found['router_loads_total{model="a",result="failed"}'] == 1.0
     assert found['router_loads_total{model="huge",result="failed"}'] == 1.0
-    await world.stop()
 
 
 @virtual
@@ -171,7 +170,6 @@ async def test_the_metrics_of_one_model_include_those_of_llama_server() -> None:
     assert idle["llamacpp:prompt_tokens_total"] == 0.0
     strange = samples(metrics, 'q"\\x')
     assert any(name.startswith("router_model_state") for name in strange)
-    await world.stop()
 
 
 PULSE = Pulse(
@@ -269,7 +267,6 @@ async def test_a_load_is_timed_by_stage_and_its_progress_is_shown() -> None:
     assert found['router_download_bytes_total{model="a"}'] == GIB
     ready = next(event for event in world.events.since(0) or () if event.data.get("state") == "ready")
     assert "stages=download:40.0s,wait:0.0s,start:" in state_line(ready)
-    await world.stop()
 
 
 @virtual
@@ -286,7 +283,6 @@ async def test_a_start_is_timed_by_stage_and_up_to_its_first_token() -> None:
         stage: found.get(f'router_start_seconds_sum{{model="a",stage="{stage}"}}') for stage in (*spent, "first_token")
     }
     assert seconds == {"fork": 0.01, "read": 0.5, "of its own": None, "first_token": 0.25}
-    await world.stop()
 
 
 @virtual
@@ -296,7 +292,6 @@ async def test_bytes_that_were_on_disk_are_not_counted_as_downloaded() -> None:
     for worker, done in ((1, 600), (1, 1000), (2, 1000), (2, 1000), (3, 0), (3, 10)):
         world.events.append("progress", "a", worker=worker, stage="download", done=done, total=1000)
     assert samples(metrics)['router_download_bytes_total{model="a"}'] == 410.0
-    await world.stop()
 
 
 async def test_responses_with_one_token_do_not_count_for_the_time_per_token() -> None:
@@ -324,7 +319,6 @@ async def test_a_wait_is_counted_by_its_cause() -> None:
         at = f'cause="{cause}",model="a"'
         assert found[f"router_queue_seconds_count{{{at}}}"] == 2.0
         assert found[f"router_queue_seconds_sum{{{at}}}"] == pytest.approx(seconds, abs=0.1)
-    await world.stop()
 
 
 @pytest.mark.parametrize(("most", "cause"), [(0, "memory"), (1, "slot")])
@@ -339,7 +333,6 @@ async def test_waits_for_memory_and_for_a_slot_are_counted_separately(most: int,
     await busy
     found = samples(metrics)
     assert found[f'router_queue_seconds_sum{{cause="{cause}",model="b"}}'] > 9.0
-    await world.stop()
 
 
 @virtual
@@ -354,7 +347,6 @@ async def test_residency_before_an_eviction_and_settling_of_memory_are_measured(
     found = samples(metrics)
     assert found["router_eviction_residency_seconds_sum"] == pytest.approx(59.0, abs=1.0)
     assert found['router_memory_settle_seconds_sum{node="local"}'] == pytest.approx(0.7)
-    await world.stop()
 
 
 @virtual
@@ -367,7 +359,6 @@ async def test_a_reading_below_the_margin_is_counted_once() -> None:
         world.fleet.scheduler.plan_soon()
         await asyncio.sleep(1)
     assert samples(metrics)['router_device_margin_breaches_total{device="cpu",node="local"}'] == 2.0
-    await world.stop()
 
 
 @virtual
@@ -380,4 +371,3 @@ async def test_the_lag_of_the_event_loop_is_measured() -> None:
     assert found["router_loop_lag_seconds_count"] == 3.0
     assert found["router_loop_lag_seconds_sum"] == pytest.approx(0.0)
     watching.cancel()
-    await world.stop()
