@@ -110,21 +110,7 @@ def test_the_wheel_runs_far_from_the_checkout(wheel: Path, tmp_path: Path) -> No
     )
 
 
-def test_no_file_of_the_repository_exceeds_two_mebibytes() -> None:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
-    if listed.returncode:
-        pytest.skip("not a git checkout")
-    files = [ROOT / name for name in listed.stdout.split("\0") if name]
-    assert [str(file) for file in files if file.is_file() and file.stat().st_size > 2 * MIB] == []
-
-
 # --- the two commands ------------------------------------------------------------------------------------------------
-
-
-def test_the_readme_shows_the_two_commands() -> None:
-    lines = script("README.md").splitlines()
-    assert any(line.startswith("bash scripts/run.sh") for line in lines)
-    assert any(line.startswith("bash scripts/test.sh") for line in lines)
 
 
 def test_ci_calls_the_test_command_and_nothing_else() -> None:

@@ -1,7 +1,6 @@
 """Exceptions of the official client of each API: a worker that exits within a stream, and the router's own errors."""
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
@@ -17,7 +16,7 @@ import pytest
 
 from router.http.response import Pace
 from router.launch.interface import WorkerLost
-from tests.processes.upstreams import STREAM, Upstream, World, chunk, world
+from tests.processes.upstreams import STREAM, Upstream, World, chunk, dying, unasked, world
 from worker.protocol.events import RequestEnded
 
 HI: Any = {"model": "a", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
@@ -34,38 +33,9 @@ def claude(socket: Path) -> anthropic.AsyncAnthropic:
     )
 
 
-def plain(up: World, **headers: str) -> httpx.AsyncClient:
-    transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
-    return httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers)
-
-
 async def send_json(upstream: Upstream, body: bytes, status: str = "200 OK") -> None:
     head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     await upstream.send(head.encode() + body)
-
-
-async def silent(upstream: Upstream) -> None:
-    """A worker that is never asked."""
-    raise AssertionError
-
-
-@contextlib.asynccontextmanager
-async def dying(folder: Path, first: bytes, headers: bytes = STREAM) -> AsyncIterator[tuple[World, asyncio.Event]]:
-    """A router whose worker dies after its first words, once the event is set."""
-
-    async def die(upstream: Upstream) -> None:
-        await upstream.send(headers + chunk(first))
-        await seen.wait()
-        up.launcher.die("a")
-        upstream.writer.close()
-        raise ConnectionError
-
-    seen = asyncio.Event()
-    async with world(folder, die) as up:
-        try:
-            yield up, seen
-        finally:
-            seen.set()
 
 
 async def test_anthropics_client_raises_when_a_worker_is_lost(tmp_path: Path) -> None:
@@ -78,7 +48,7 @@ async def test_anthropics_client_raises_when_a_worker_is_lost(tmp_path: Path) ->
 
 
 async def test_anthropics_client_knows_the_routers_own_errors(tmp_path: Path) -> None:
-    async with world(tmp_path, silent) as up, claude(up.socket) as client:
+    async with world(tmp_path, unasked) as up, claude(up.socket) as client:
         with pytest.raises(anthropic.NotFoundError) as caught:
             await client.messages.create(**{**HI, "model": "b"})
         body: Any = caught.value.body
@@ -94,7 +64,7 @@ async def test_anthropics_client_knows_the_routers_own_errors(tmp_path: Path) ->
 
 
 async def test_anthropics_client_lists_models_by_name_and_date(tmp_path: Path) -> None:
-    async with world(tmp_path, silent) as up, claude(up.socket) as client:
+    async with world(tmp_path, unasked) as up, claude(up.socket) as client:
         page = await client.models.list(limit=1)
         [listed] = page.data
         one = await client.models.retrieve("a")
@@ -181,7 +151,7 @@ async def test_ollamas_client_waits_through_a_load_and_gets_its_lines(tmp_path: 
         await upstream.send(LINES + b"".join(map(chunk, [line(response="w", done=False), last])) + b"0\r\n\r\n")
 
     pace = Pace(commit=0.02, ping=0.02)
-    async with world(tmp_path, answer, pace=pace, load_seconds=0.2) as up, plain(up) as client:
+    async with world(tmp_path, answer, pace=pace, load_seconds=0.2) as up, up.client() as client:
         body = (await client.post("/api/generate", json={"name": "a", "prompt": "x"})).content
         told = [json.loads(each) for each in body.splitlines()]
         assert len(told) > 3
@@ -198,7 +168,7 @@ async def test_only_an_ollama_request_carries_its_load_time_to_the_worker(tmp_pa
         return [float(value) for name, *rest in lines if name.lower() == "x-router-waited" for value in rest]
 
     async with world(tmp_path, answer, load_seconds=0.2) as up:
-        async with plain(up, **{"X-Router-Waited": "99"}) as client:
+        async with up.client(**{"X-Router-Waited": "99"}) as client:
             body = {"model": "a", "messages": HI["messages"], "stream": False}
             both = (client.post("/api/chat", json=body), client.post("/v1/chat/completions", json=body))
             for answered in await asyncio.gather(*both):
@@ -244,7 +214,7 @@ async def test_ollamas_client_lists_and_describes_models(tmp_path: Path) -> None
 async def test_keep_alive_of_a_shared_worker_is_the_latest_value_by_any_name(
     tmp_path: Path,
 ) -> None:
-    async with world(tmp_path, silent, keys={"ttl": 600.0}, twin="b") as up, llama(up.socket) as client:
+    async with world(tmp_path, unasked, keys={"ttl": 600.0}, twin="b") as up, llama(up.socket) as client:
         await up.fleet.load("a,b")
         for keep_alive, wanted in ((None, 600.0), (3600.0, 3600.0), (None, 3600.0), (1800.0, 1800.0)):
             up.launcher.say("a,b", RequestEnded(id="r", keep_alive=keep_alive))
@@ -279,7 +249,7 @@ async def test_a_model_that_is_kept_for_no_time_leaves_after_its_reply(tmp_path:
 async def test_lmis_stream_ends_with_an_error_line_when_a_worker_is_lost(tmp_path: Path) -> None:
     first = b'{"token":{"id":5,"text":"w","log_prob":-0.5}}\n'
     headers = STREAM.replace(b"text/event-stream", b"application/jsonlines")
-    async with dying(tmp_path, first, headers) as (up, seen), plain(up) as client:
+    async with dying(tmp_path, first, headers) as (up, seen), up.client() as client:
         lines = []
         with pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012 - the end of the connection comes last
             async with client.stream("POST", "/invocations", json={"inputs": "hi", "stream": True}) as answer:
@@ -298,7 +268,7 @@ SAID = b'data: {"id":"c","object":"chat.completion.chunk","created":1,"model":"a
 async def frames_of(up: World, path: str, **body: Any) -> AsyncIterator[str]:
     """The lines of a stream that are not empty, until it ends or breaks off."""
     async with (
-        plain(up) as client,
+        up.client() as client,
         client.stream("POST", path, json={"model": "a", "stream": True, **body}) as answer,
     ):
         assert answer.headers["content-type"] == "text/event-stream"
@@ -356,7 +326,7 @@ async def test_a_model_named_in_lmis_path_is_asked_for_its_invocation(tmp_path: 
         body = b'{"generated_text":"w"}'
         await send_json(upstream, body)
 
-    async with world(tmp_path, answer) as up, plain(up) as client:
+    async with world(tmp_path, answer) as up, up.client() as client:
         told = await client.post(path, json={"inputs": "hi"})
         assert told.json() == {"generated_text": "w"}
         unknown = await client.post(path.replace("/a", "/org%2Fb").replace("/A", "/b"), json={"inputs": "hi"})
@@ -364,7 +334,7 @@ async def test_a_model_named_in_lmis_path_is_asked_for_its_invocation(tmp_path: 
 
 
 async def test_a_name_that_is_none_is_refused_as_its_dialect_does(tmp_path: Path) -> None:
-    async with world(tmp_path, silent) as up, plain(up) as client:
+    async with world(tmp_path, unasked) as up, up.client() as client:
         for path in ("/v1/models/%0A", "/lmi/models/%0A"):
             answer = await client.get(path)
             assert (answer.status_code, "model" in answer.text) == (404, True), answer.text
@@ -377,7 +347,7 @@ async def test_an_answer_can_repeat_the_name_that_was_not_in_its_body(tmp_path: 
     async def answer(upstream: Upstream) -> None:
         await send_json(upstream, b"{}")
 
-    async with world(tmp_path, answer) as up, plain(up) as client:
+    async with world(tmp_path, answer) as up, up.client() as client:
         assert (await client.post(path, json={"inputs": "x"})).headers["x-router-model"] == "a"
         assert "\r\nx-router-asked: a\r\n" in up.requests[-1].head.lower()
         assert "X-Router-Asked: A" in up.requests[-1].head
@@ -386,7 +356,7 @@ async def test_an_answer_can_repeat_the_name_that_was_not_in_its_body(tmp_path: 
 
 
 async def test_ping_is_well_until_a_model_of_the_start_fails(tmp_path: Path) -> None:
-    async with world(tmp_path, silent) as up, plain(up) as client:
+    async with world(tmp_path, unasked) as up, up.client() as client:
         answer = await client.get("/ping")
         assert (answer.status_code, answer.json()) == (200, {"status": "healthy"})
         up.registry.startup_pending = frozenset({"a"})

@@ -43,9 +43,7 @@ SMALL = {
 }  # fmt: skip
 
 CASES = {
-    "half a mebibyte": Case("llama", {}, {"ctx_size": 256}, prompts=(200, 200, 200, 200)),
     "65 MiB, mapped": Case("llama", {**SMALL, "num_hidden_layers": 3}, {"ctx_size": 1024}),
-    "50 MiB, 16 bits": Case("llama", {**SMALL, "num_hidden_layers": 6, "dtype": "bfloat16"}, {"ctx_size": 1024}),
     "33 MiB, converted": Case(
         "llama", {**SMALL, "num_hidden_layers": 3, "dtype": "float16"}, {"ctx_size": 512, "parallel": 2}, (500, 500)
     ),
@@ -152,10 +150,12 @@ def test_router_and_worker_read_a_snapshot_alike(family: str, snapshots: dict[st
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_parameters_are_counted_as_the_model_counts_them(family: str, snapshots: dict[str, Path]) -> None:
+    import torch
     import transformers
 
     folder = snapshots[family]
     facts = checkpoint.read(folder)
     name = json.loads((folder / "config.json").read_text())["architectures"][0]
-    model = getattr(transformers, name).from_pretrained(folder)
+    with torch.device("meta"):
+        model = getattr(transformers, name)(transformers.AutoConfig.from_pretrained(folder))
     assert facts.params == sum(parameter.numel() for parameter in model.parameters())

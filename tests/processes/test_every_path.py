@@ -47,10 +47,8 @@ def by_path() -> dict[str, set[str]]:
 
 @asynccontextmanager
 async def asking(folder: Path) -> AsyncIterator[tuple[World, httpx.AsyncClient]]:
-    async with world(folder, respond) as up:
-        transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
-            yield up, client
+    async with world(folder, respond) as up, up.client() as client:
+        yield up, client
 
 
 async def test_head_is_get_without_its_body(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from router.errors import DoesNotFit, WorkerCrashed
 from router.http.response import Pace
-from tests.processes.upstreams import END, Upstream, World, chunk, world
+from tests.processes.upstreams import END, Upstream, chunk, dying, unasked, world
 from worker.protocol.dialects import Dialect
 from worker.protocol.errors import error_body
 
@@ -30,17 +29,6 @@ def whole(body: Any) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data)
 
 
-@contextlib.asynccontextmanager
-async def client(up: World) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as made:
-        yield made
-
-
-async def unasked(upstream: Upstream) -> None:
-    raise AssertionError
-
-
 async def test_fastchats_frames_go_on_whole_whatever_stream_says(tmp_path: Path) -> None:
     """Its clients parse what one read gives them: half a frame would be an error."""
     sent = frame("one") + frame("one two", "stop")
@@ -52,7 +40,7 @@ async def test_fastchats_frames_go_on_whole_whatever_stream_says(tmp_path: Path)
             await asyncio.sleep(0)
         await upstream.send(END)
 
-    async with world(tmp_path, answer) as up, client(up) as asking:
+    async with world(tmp_path, answer) as up, up.client() as asking:
         for told in ({}, {"stream": False}, {"stream": True}):
             async with asking.stream("POST", PATH, json={"model": "a", "prompt": "x", **told}) as got:
                 reads = [part async for part in got.aiter_raw()]
@@ -61,23 +49,16 @@ async def test_fastchats_frames_go_on_whole_whatever_stream_says(tmp_path: Path)
 
 
 async def test_a_fastchat_stream_ends_with_an_error_frame_when_a_worker_is_lost(tmp_path: Path) -> None:
-    async def die(upstream: Upstream) -> None:
-        await upstream.send(BEGIN + chunk(frame("one") + frame("one two")[:10]))
-        await seen.wait()
-        up.launcher.die("a")
-        upstream.writer.close()
-        raise ConnectionError
-
-    seen, data = asyncio.Event(), b""
-    async with world(tmp_path, die) as up, client(up) as asking:
+    data, first = b"", frame("one") + frame("one two")[:10]
+    async with dying(tmp_path, first, BEGIN) as (up, seen), up.client() as asking:
         with contextlib.suppress(httpx.RemoteProtocolError):
             async with asking.stream("POST", PATH, json={"model": "a", "prompt": "x"}) as got:
                 async for part in got.aiter_raw():
                     data += part
                     seen.set()
             raise AssertionError("an orderly end would mean that this was all")
-    first, last = (json.loads(each) for each in data.removesuffix(b"\0").split(b"\0"))
-    assert first["text"] == "one"
+    begun, last = (json.loads(each) for each in data.removesuffix(b"\0").split(b"\0"))
+    assert begun["text"] == "one"
     assert last["error_code"] == 50001
     assert "worker" in last["text"]
 
@@ -87,7 +68,7 @@ async def test_a_fastchat_client_waits_through_a_load_with_empty_texts(tmp_path:
         await upstream.send(BEGIN + chunk(frame("one", "stop")) + END)
 
     pace = Pace(commit=0.05, ping=0.05)
-    async with world(tmp_path, answer, pace=pace, load_seconds=0.3) as up, client(up) as asking:
+    async with world(tmp_path, answer, pace=pace, load_seconds=0.3) as up, up.client() as asking:
         told = await asking.post(PATH, json={"model": "a", "prompt": "x"})
         texts = [json.loads(each) for each in told.content.removesuffix(b"\0").split(b"\0")]
         assert len(texts) > 2
@@ -97,7 +78,7 @@ async def test_a_fastchat_client_waits_through_a_load_with_empty_texts(tmp_path:
 
 
 async def test_the_routers_own_errors_are_fastchats(tmp_path: Path) -> None:
-    async with world(tmp_path, unasked) as up, client(up) as asking:
+    async with world(tmp_path, unasked) as up, up.client() as asking:
         plain = await asking.post("/worker_generate", json={"model": "b", "prompt": "x"})
         assert (plain.status_code, plain.json()["error_code"]) == (404, 40301)
         framed = await asking.post(PATH, json={"model": "b", "prompt": "x"})
@@ -127,7 +108,7 @@ async def test_a_workers_refusal_in_a_frame_keeps_its_status_and_fails_a_stream_
         await upstream.send(b"HTTP/1.1 400 No\r\n%bContent-Length: %d\r\n\r\n%b" % (type_, len(said), said))
 
     begun, seen = asyncio.Event(), list[bytes]()
-    async with world(tmp_path, refuse) as up, client(up) as asking:
+    async with world(tmp_path, refuse) as up, up.client() as asking:
         early = await asking.post(PATH, json={"model": "a", "prompt": "early"})
         assert (early.status_code, early.content) == (400, said)
 
@@ -139,14 +120,14 @@ async def test_a_workers_refusal_in_a_frame_keeps_its_status_and_fails_a_stream_
                 seen.append(part)
 
     (tmp_path / "late").mkdir()
-    async with world(tmp_path / "late", refuse, pace=Pace(commit=0.05)) as up, client(up) as asking:
+    async with world(tmp_path / "late", refuse, pace=Pace(commit=0.05)) as up, up.client() as asking:
         with pytest.raises(httpx.RemoteProtocolError):
             await listen(asking)
     assert seen[-1] == said
 
 
 async def test_fastchats_statuses_load_nothing(tmp_path: Path) -> None:
-    async with world(tmp_path, unasked, keys={"aliases": ("gpt",)}) as up, client(up) as asking:
+    async with world(tmp_path, unasked, keys={"aliases": ("gpt",)}) as up, up.client() as asking:
         told = await asking.post("/worker_get_status")
         assert told.json() == {"model_names": ["a", "gpt"], "speed": 1, "queue_length": 0}
         told = await asking.post("/model_details", json={"model": "gpt"})
@@ -156,7 +137,7 @@ async def test_fastchats_statuses_load_nothing(tmp_path: Path) -> None:
 
 
 async def test_the_router_is_a_controller_whose_only_worker_is_itself(tmp_path: Path) -> None:
-    async with world(tmp_path, unasked, keys={"aliases": ("gpt",)}) as up, client(up) as asking:
+    async with world(tmp_path, unasked, keys={"aliases": ("gpt",)}) as up, up.client() as asking:
         assert (await asking.post("/refresh_all_workers")).json() is None
         assert (await asking.get("/test_connection")).json() == "success"
         for path, names in (("/list_models", ["a", "gpt"]), ("/list_language_models", ["a", "gpt"]),
@@ -183,7 +164,7 @@ async def test_whether_prompts_fit_is_what_their_own_worker_counts(tmp_path: Pat
         else:
             await upstream.send(whole({"text": "", "error_code": 0}))
 
-    async with world(tmp_path, answer) as up, client(up) as asking:
+    async with world(tmp_path, answer) as up, up.client() as asking:
         await asking.post("/worker_generate", json={"model": "a", "prompt": "load it"})
         context = (await asking.post("/model_details", json={"model": "a"})).json()["context_length"]
         prompts = [

@@ -10,7 +10,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tests.processes.routers import Router, presets, router, shared_router
+from tests.processes.routers import Router, shared_router
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -56,31 +56,6 @@ async def all_answered(*asked: "asyncio.Task[httpx.Response]") -> None:
         assert [(await each).status_code for each in asked] == [200] * len(asked)
 
 
-async def test_a_busy_model_is_not_put_out_and_who_waits_for_its_place_gets_it(one: Router, tmp_path: Path) -> None:
-    go = tmp_path / "go"
-    await one.serve(tmp_path, three(tmp_path))
-    await load(one, "a")
-    first = await busy(one, "a", go)
-    waits = tokenize(one, "b")
-    await one.becomes("b", "loading", queued=1)
-    assert (await states(one))["a"] == "loaded"
-    go.touch()
-    await all_answered(first, waits)
-    assert await states(one) == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
-
-
-async def test_three_requests_for_one_model_put_out_one_other(tmp_path: Path) -> None:
-    go = tmp_path / "go"
-    file = presets(tmp_path, three(tmp_path))
-    async with router("--models-preset", str(file), "--models-max", "2") as up:
-        await load(up, "a", "b")
-        first = await busy(up, "a", go)
-        await all_answered(*(tokenize(up, "c") for _ in range(3)))
-        go.touch()
-        await all_answered(first)
-        assert await states(up) == {"a": "loaded", "b": "unloaded", "c": "loaded"}
-
-
 async def test_a_disconnected_waiter_delays_no_other_request(one: Router, tmp_path: Path) -> None:
     go = tmp_path / "go"
     await one.serve(tmp_path, three(tmp_path))
@@ -124,21 +99,3 @@ async def test_the_request_that_loaded_a_model_is_answered_before_its_eviction(o
     await all_answered(first, second)
     requests = [line for line in (tmp_path / "journal").read_text().splitlines() if line.startswith("request")]
     assert requests == [f"request of-{name} /tokenize" for name in "ab"]
-
-
-async def test_a_request_for_a_model_that_is_just_stopping_waits_for_its_next_worker(
-    one: Router, tmp_path: Path
-) -> None:
-    await one.serve(tmp_path, three(tmp_path, a={"_stop_seconds": 0.3}))
-    await load(one, "a")
-    assert (await one.client.post("/models/unload", json={"model": "a"})).json() == {"success": True}
-    await one.says(r"a#\d+ \w+→stopping")
-    await all_answered(tokenize(one, "a"))
-    assert await states(one) == {"a": "loaded", "b": "unloaded", "c": "unloaded"}
-
-
-async def test_two_who_find_the_same_idle_model_are_both_served(one: Router, tmp_path: Path) -> None:
-    await one.serve(tmp_path, three(tmp_path))
-    await load(one, "a")
-    await all_answered(tokenize(one, "b"), tokenize(one, "c"))
-    assert (await states(one))["a"] == "unloaded"

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import shutil
 import signal
 import stat
 import sys
@@ -19,7 +18,7 @@ from router.launch.exit_causes import lost_by_exit
 from router.launch.interface import Launcher, Listen, Program, Verb, WorkerLost
 from router.launch.local import LocalLauncher
 from router.launch.process import known
-from router.launch.process_table import RunFolderError, adopt_orphans, find_orphans
+from router.launch.process_table import adopt_orphans, find_orphans
 from router.launch.worker_client import Exchange, Unreachable, WorkerClientError
 from router.launch.worker_process import EXIT_WAIT, LocalWorker, device_names
 from router.planner.ledger import Bytes, DeviceId
@@ -332,14 +331,6 @@ async def test_a_worker_that_has_exited_is_lost_and_not_unreachable(launcher: Lo
         out.cancel()
 
 
-async def test_the_death_of_a_worker_breaks_its_response(launcher: LocalLauncher) -> None:
-    async with serve(launcher, fake_program("dies-mid-stream")) as worker:
-        async with post(worker, PROMPT | {"stream": True}) as response:
-            with pytest.raises(WorkerClientError):
-                await everything(response)
-        assert (await worker.lost()).exit == -9
-
-
 async def test_leaving_the_block_stops_the_worker_in_order(launcher: LocalLauncher, journal: Journal) -> None:
     async with serve(launcher, fake_program("m", journal=journal.path)) as worker:
         pass
@@ -499,20 +490,6 @@ async def test_a_process_without_a_result_event_is_a_failure_despite_exit_code_0
 
 
 # The launcher itself
-
-
-async def test_a_second_router_on_the_folder_is_refused(launcher: LocalLauncher, folder: Path) -> None:
-    other = LocalLauncher(devices=FixedDevices(), runtime_dir=folder, environ={}, python_argv=FAKE_ARGV)
-    with pytest.raises(RunFolderError):
-        await other.__aenter__()
-    async with serve(launcher, fake_program("m")):
-        pass
-
-
-async def test_a_worker_starts_though_the_runtime_folder_was_deleted(launcher: LocalLauncher, folder: Path) -> None:
-    shutil.rmtree(folder)
-    async with serve(launcher, fake_program("m")):
-        pass
 
 
 async def test_readings_go_on_by_themselves(folder: Path) -> None:

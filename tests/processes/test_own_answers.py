@@ -2,32 +2,25 @@
 
 from pathlib import Path
 
-import httpx
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from router.api.openapi import document
 from tests.processes.questioner import closed
-from tests.processes.upstreams import Upstream, world
+from tests.processes.upstreams import unasked, world
 from worker.protocol.routes import ROUTES, query
 
 DOCUMENT = closed(document())
 GETS = [route.path for route in ROUTES if route.method == "GET" and route.response and route.response.body]
 
 
-async def silent(upstream: Upstream) -> None:
-    """A worker that is never asked."""
-    raise AssertionError
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("of_a", ["nothing", "a worker"])
 async def test_whatever_is_looked_up_is_as_described(tmp_path: Path, of_a: str) -> None:
-    async with world(tmp_path, silent) as up:
+    async with world(tmp_path, unasked) as up:
         if of_a == "a worker":
             await up.fleet.load("a")
-        transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with up.client() as client:
             for path in GETS:
                 route = next(route for route in ROUTES if (route.method, route.path) == ("GET", path))
                 for asked in [{}, {"model": "a"}][: 1 + ("model" in query(route))]:

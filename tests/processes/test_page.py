@@ -9,23 +9,16 @@ import httpx
 
 from router.config.settings import ApiKey, digest
 from router.registry.auth import Access
-from tests.processes.upstreams import Upstream, world
+from tests.processes.upstreams import unasked, world
 
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 
 
-async def silent(upstream: Upstream) -> None:
-    """A worker that is never asked."""
-    raise AssertionError
-
-
 @asynccontextmanager
 async def browsing(folder: Path, *keys: ApiKey) -> AsyncIterator[httpx.AsyncClient]:
-    async with world(folder, silent) as up:
+    async with world(folder, unasked) as up, up.client() as client:
         up.registry.access = Access(keys)
-        transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            yield client
+        yield client
 
 
 async def test_a_browser_gets_a_page_and_other_clients_get_json(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from aiohttp import ClientSession, UnixConnector
 from router.fleet.admission import Limits
 from router.fleet.worker import State
 from router.http.response import Pace
-from tests.processes.upstreams import DONE, END, STREAM, Upstream, World, chunk, request, until, world
+from tests.processes.upstreams import DONE, END, STREAM, Upstream, World, chunk, dying, request, until, world
 from worker.errors import RequestError
 from worker.protocol.dialects import Dialect
 from worker.protocol.events import Pulse
@@ -169,15 +169,7 @@ async def test_a_request_is_retried_if_its_worker_dies_before_the_first_byte_of_
 
 
 async def test_a_request_is_not_retried_after_the_first_event(tmp_path: Path) -> None:
-    async def die(upstream: Upstream) -> None:
-        await upstream.send(STREAM + chunk(WORDS[0]))
-        await seen.wait()
-        up.launcher.die("a")
-        upstream.writer.close()
-        raise ConnectionError
-
-    seen = asyncio.Event()
-    async with world(tmp_path, die) as up:
+    async with dying(tmp_path, WORDS[0]) as (up, seen):
         got = await ask(up, {"stream": True}, seen=seen)
         assert (got.status, got.reason, got.whole) == (200, "worker_crashed", False)
         assert got.body.startswith(WORDS[0])

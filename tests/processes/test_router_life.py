@@ -133,28 +133,6 @@ async def test_a_router_that_stops_rejects_waiting_requests_and_ends_event_strea
         assert not any("was to be loaded on startup" in line or "Traceback" in line for line in up.log)
 
 
-async def test_a_killed_load_is_repeated_once_without_an_error(up: Router, tmp_path: Path) -> None:
-    """Killed twice, it is a failure, which says by what."""
-    go, journal = tmp_path / "go", tmp_path / "journal"
-    await up.serve(tmp_path, {"a": {"_hold_load": str(go), "_journal": str(journal)}})
-    async with lines_written(journal) as lines:
-
-        async def kill() -> None:
-            os.kill(int((await until(lines, "started")).split()[1]), signal.SIGKILL)
-
-        asked = asyncio.create_task(up.client.post(PATH, json=chat("a")))
-        await kill()
-        await kill()
-        answer = await asked
-        assert error_of(answer) == (503, "load_backoff")
-        assert "SIGKILL" in answer.text
-        loaded = asyncio.create_task(up.client.post("/models/load?wait=1", json={"model": "a"}))
-        await kill()
-        go.touch()
-        assert (await loaded).status_code == 200
-        assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
-
-
 async def test_a_worker_with_a_deleted_socket_is_replaced_for_the_next_request(up: Router, tmp_path: Path) -> None:
     """Answers in progress are completed."""
     go, journal = tmp_path / "go", tmp_path / "journal"
@@ -265,15 +243,6 @@ async def test_ready_waits_for_each_model_to_load_on_startup_that_is_not_removed
         assert (await up.client.get("/ready")).status_code == 200
 
 
-async def test_a_model_that_cannot_be_loaded_is_tried_again_once_its_files_change(up: Router, tmp_path: Path) -> None:
-    await up.serve(tmp_path, {"a": {"_die_at_start": 3, "_message": "config.json names no architecture"}})
-    for _ in range(2):
-        assert error_of(await up.client.post(PATH, json=chat("a"))) == (500, "load_failed")
-    (tmp_path / "snapshots" / "a" / "fake.json").write_text("{}")
-    assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
-    assert "failed" not in await up.status("a")
-
-
 async def test_looking_at_a_model_does_not_try_again_what_has_just_failed(up: Router, tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     keys = {"_die_at_start": 1, "_journal": str(journal), "max-restarts": 0}
@@ -325,13 +294,3 @@ async def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     assert code == 1
     assert "precious.sock" in said
     assert path.read_text() == "notes"
-
-
-async def test_a_runtime_folder_belongs_to_one_router(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {}})
-    options = ("--models-preset", str(file), "--runtime-dir", str(tmp_path / "run"))
-    async with router(*options):
-        code, said = await refused(*options)
-    assert code == 1
-    assert str(tmp_path / "run") in said
-    assert "Traceback" not in said

@@ -16,7 +16,7 @@ from router.fleet.model import FIRST_LOAD_SECONDS
 from router.http.response import Pace
 from tests.fakes import CPU, GIB
 from tests.processes.routers import Router, chat, error_of, presets, router
-from tests.processes.upstreams import Upstream, until, world
+from tests.processes.upstreams import unasked, until, world
 from worker.protocol.routes import ROUTES
 
 PATH = "/v1/chat/completions"
@@ -108,9 +108,6 @@ def test_every_streaming_route_defines_its_waiting_comments() -> None:
 
 @pytest.mark.parametrize("path", SAID)
 async def test_a_waiting_stream_of_every_dialect_gets_its_position_and_cause(path: str, tmp_path: Path) -> None:
-    async def unasked(upstream: Upstream) -> None:
-        raise AssertionError
-
     async with world(tmp_path, unasked, pace=Pace(commit=0.01, ping=0.01)) as up:
         up.launcher.set_foreign(CPU, 8 * GIB - 1)
         reader, writer = await up.connect()

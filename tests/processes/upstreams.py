@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 from aiohttp import web
 
 from router.config.presets import Preset
@@ -117,6 +118,10 @@ class World:
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_unix_connection(str(self.socket), limit=1 << 24)
+
+    def client(self, **headers: str) -> httpx.AsyncClient:
+        transport = httpx.AsyncHTTPTransport(uds=str(self.socket))
+        return httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers, timeout=DEADLINE)
 
     async def idle(self) -> None:
         """Wait until no request holds a worker."""
@@ -248,6 +253,30 @@ BODY = b'{"choices":[]}'
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
 EVENT = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
 STREAMED = STREAM + chunk(EVENT) + chunk(EVENT + DONE) + END
+
+
+async def unasked(upstream: Upstream) -> None:
+    """A worker that never receives a request."""
+    raise AssertionError
+
+
+@asynccontextmanager
+async def dying(folder: Path, first: bytes, headers: bytes = STREAM) -> AsyncIterator[tuple[World, asyncio.Event]]:
+    """A router whose worker sends `first` and dies once the event is set."""
+
+    async def die(upstream: Upstream) -> None:
+        await upstream.send(headers + chunk(first))
+        await seen.wait()
+        up.launcher.die("a")
+        upstream.writer.close()
+        raise ConnectionError
+
+    seen = asyncio.Event()
+    async with world(folder, die) as up:
+        try:
+            yield up, seen
+        finally:
+            seen.set()
 
 
 async def respond(upstream: Upstream) -> None:
