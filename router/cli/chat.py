@@ -143,6 +143,3 @@ def _stream(http: httpx.Client, body: object) -> Iterator[tuple[str, bool]]:
                 for member in ("reasoning_content", "content"):
                     if text := choice["delta"].get(member):
                         yield text, member == "content"
-
-
-__all__ = ["ChatError", "run"]

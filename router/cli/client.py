@@ -101,6 +101,3 @@ def _cache(status: Mapping[str, Any], unit: str) -> str:
 
 def _or_dash(value: int | None) -> str:
     return "-" if value is None else str(value)
-
-
-__all__ = ["URL", "Unreachable", "get", "models", "processes"]

@@ -62,6 +62,3 @@ def progress(what: str) -> Callable[[int, int], None]:
         print(f"\r{line}" if in_place else line, end=end, file=sys.stderr, flush=True)
 
     return report
-
-
-__all__ = ["download", "progress"]

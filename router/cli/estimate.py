@@ -540,6 +540,3 @@ def _count(number: int, noun: str) -> str:
 
 def _size(size: int) -> str:
     return f"{size / (1 << 30):.1f} GiB" if size >= 10 << 30 else f"{size / (1 << 20):.1f} MiB"
-
-
-__all__ = ["EstimateFailed", "Machine", "Report", "document", "report", "text"]

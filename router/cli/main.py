@@ -701,6 +701,3 @@ def _count(number: int, noun: str) -> str:
 def _short(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= 60 else line[:57] + "..."
-
-
-__all__ = ["cli", "main"]

@@ -81,6 +81,3 @@ def text(prepared: Prepared) -> str:
     if prepared.target and Path(prepared.target).is_dir():
         return f"{prepared.snapshot}: is already converted, in {prepared.target}"
     return f"{prepared.snapshot}: needs no conversion"
-
-
-__all__ = ["PrepareError", "Prepared", "prepare", "text"]

@@ -454,6 +454,3 @@ def _say(text: str) -> None:
     """Write to stderr if that is possible: a full disk of logs must not prevent serving."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
-
-
-__all__ = ["reload_when_set", "run"]

@@ -18,6 +18,3 @@ def missing_packages() -> str:
         f"{sys.executable} has no {', '.join(missing)}, so it can load no model: run pip install"
         f" '{DISTRIBUTION}[worker]' (in a checkout: bash scripts/run.sh), or set python = an interpreter that has it"
     )
-
-
-__all__ = ["missing_packages"]

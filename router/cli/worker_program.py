@@ -71,6 +71,3 @@ def run_worker(
         log = errors.read().decode(errors="replace").strip().splitlines()
     why = failure or (log[-1] if log else "it ended without a result")
     raise WorkerProgramError(f"{preset.id}: `worker {verb}` failed (exit {process.returncode}): {why}")
-
-
-__all__ = ["WorkerProgramError", "run_worker"]

@@ -132,6 +132,3 @@ def _state(path: Path) -> object:
     except OSError as error:
         return error.errno
     return facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_mode, facts.st_uid, facts.st_gid
-
-
-__all__ = ["watching"]

@@ -36,6 +36,3 @@ def runtime(named: str, environ: Mapping[str, str], router: str) -> Path:
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
         raise ConfigError([f"{folder} belongs to another user; give a --runtime-dir"])
     return folder / router
-
-
-__all__ = ["runtime", "state"]

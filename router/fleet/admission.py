@@ -237,6 +237,3 @@ def must_wait(model: Model) -> bool:
     """No worker of the model is ready for one more request."""
     worker = model.open
     return worker is None or worker.state is not State.READY
-
-
-__all__ = ["AdmissionQueue", "Lease", "Limits", "must_wait"]

@@ -201,6 +201,3 @@ def take_place(worker: Worker) -> None:
         if early.is_charged:
             early.held = 0
             early.advance(Phase.TAKEN)
-
-
-__all__ = ["Candidate", "Decision", "EarlyStart", "Phase", "cautious", "decide", "less", "spare", "take_place"]

@@ -178,6 +178,3 @@ def _remedies(worker: Worker, capacities: Mapping[DeviceId, int]) -> Remedies | 
         threads=threads(worker.preset, on_host=worker.on_host, ranks=costs.choice.ranks),
         forked=costs.forked,
     )
-
-
-__all__ = ["RejectionLog", "does_not_fit", "evicted", "preview", "refused", "shortages"]

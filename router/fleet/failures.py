@@ -215,21 +215,3 @@ def lost_error(worker: Worker) -> ApiError:
     if lost.cause == "stalled":
         return Stalled(f"{name} stopped making progress and was killed: {lost.message}")
     return WorkerCrashed(f"{name}: its worker exited during the response: {lost.message}; try again")
-
-
-__all__ = [
-    "CALM",
-    "FINAL_PAUSE",
-    "LONGEST_PAUSE",
-    "PAUSE",
-    "SPREAD",
-    "WINDOW",
-    "Crashes",
-    "Failure",
-    "Failures",
-    "NextWorker",
-    "error_after_loss",
-    "error_of_retirement",
-    "lost_error",
-    "with_retry_time",
-]

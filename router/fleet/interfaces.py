@@ -63,6 +63,3 @@ class Files(Protocol):
 
     def missing_draft(self, preset: Preset) -> Download | None:
         """Return the download command of the draft model, if it is missing. Raises LoadFailed."""
-
-
-__all__ = ["Files"]

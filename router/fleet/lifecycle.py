@@ -480,6 +480,3 @@ def _request_ended(worker: Worker, fleet: Fleet, event: RequestEnded) -> None:
         ttft=event.ttft,
         token_seconds=event.token_seconds,
     )
-
-
-__all__ = ["FETCHED", "end", "run"]

@@ -314,15 +314,3 @@ def _learn_overhead(worker: Worker, fleet: Fleet) -> None:
         measured = Overhead(0 if is_host else ready.overhead.get(f"cuda:{shard}", 0), host)
         name = "cpu" if is_host else names.get(device, "")
         fleet.learned_estimates.record_overhead(name, measured, forked=process.forked, is_own=ready.overhead_is_own)
-
-
-__all__ = [
-    "append_estimate",
-    "forget_learned",
-    "learn",
-    "record_load",
-    "refine",
-    "settle_reservation",
-    "trace_unknown",
-    "weigh",
-]

@@ -242,6 +242,3 @@ class ModelList(dict[str, Model]):
         """A listed model is in use: a worker is ready that was not itself started by a prefetch."""
         is_listed = self.get(model.preset.id) is model
         return is_listed and any(worker.state is State.READY and not worker.prefetched for worker in model.workers)
-
-
-__all__ = ["FIRST_LOAD_SECONDS", "REPLICA_PAUSE", "Model", "ModelList"]

@@ -89,6 +89,3 @@ def readable(sizes: Sequence[tuple[Hashable, int]], devices: Sequence[Device], r
             chosen.append(name)
             free -= size
     return chosen
-
-
-__all__ = ["Prefetcher", "readable"]

@@ -460,6 +460,3 @@ def _with_cache(worker: Worker, granted: int | None = None) -> dict[str, Any]:
     """Return the field `kv_cache` of an event or a preview (see `kv_cache`); empty without a known KV cache."""
     figures = kv_cache(worker, granted)
     return {"kv_cache": figures} if figures else {}
-
-
-__all__ = ["Scheduler", "candidate_of", "demand_of", "resident_of"]

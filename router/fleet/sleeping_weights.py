@@ -180,6 +180,3 @@ def make_room(present: Iterable[SleepingWeights], size: int, budget: int) -> Seq
             victims.append(weights)
             over -= weights.request.size
     return victims if over <= 0 else None
-
-
-__all__ = ["SleepRequest", "Sleepers", "SleepingWeights", "hold", "make_room"]

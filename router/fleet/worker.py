@@ -438,20 +438,3 @@ def kv_cache(worker: Worker, granted: int | None = None) -> dict[str, Any]:
 
 def _by_name(sizes: Bytes) -> dict[str, int]:
     return {str(device): size for device, size in sizes.items()}
-
-
-__all__ = [
-    "Costs",
-    "LoadProgress",
-    "QueuePosition",
-    "State",
-    "Usage",
-    "Worker",
-    "append_state",
-    "enter",
-    "estimated",
-    "figures",
-    "kv_cache",
-    "later",
-    "load_share",
-]

@@ -147,6 +147,3 @@ def _place_fields(worker: Worker) -> dict[str, Any]:
     if worker.kv_range is not None and worker.costs is not None:
         fields["kv_tokens"] = worker.costs.estimate.kv_tokens
     return fields
-
-
-__all__ = ["model_options", "options", "program_of", "question", "serve_fields", "threads"]

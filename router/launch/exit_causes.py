@@ -96,6 +96,3 @@ def _signal(number: int) -> str:
 
 def _last(last_message: str) -> str:
     return f"; it last said: {last_message}" if last_message else ""
-
-
-__all__ = ["Verdict", "describe_exit", "lost_at_spawn", "lost_by_exit", "lost_by_verdict"]

@@ -392,6 +392,3 @@ def _exit_code(pid: int) -> int:
     except OSError:  # no descriptor left
         fields = None
     return KILLED if fields is None else os.waitstatus_to_exitcode(int(fields[49]))
-
-
-__all__ = ["NAME", "ForkFailed", "ForkServerProcess", "ForkServerSupervisor"]

@@ -202,9 +202,3 @@ class Launcher(Protocol):
 
     async def read_ahead(self, files: Sequence[str]) -> int:
         """Read all of `files` into the page cache and return their bytes. Raises NotLocked. Cancelling stops it."""
-
-
-__all__ = [
-    "Cause", "EarlyProcess", "Launcher", "Listen", "LockedFiles", "NotForked", "NotLocked", "Program", "Verb",
-    "WorkerLost", "WorkerProcess",
-]  # fmt: skip

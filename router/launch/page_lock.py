@@ -168,6 +168,3 @@ class PageLocker:
             if order.process is process:
                 order.fail()
         await process.wait()
-
-
-__all__ = ["PageLocker", "lockable"]

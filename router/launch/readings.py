@@ -328,6 +328,3 @@ def _read_file(path: Path) -> Mapping[str, int]:
     if not isinstance(sizes, dict):
         return {}
     return {name: size for name, size in sizes.items() if type(size) is int and size > 0}
-
-
-__all__ = ["Claim", "DeviceSampler", "ReadableDevices", "SharedReservations", "agree"]

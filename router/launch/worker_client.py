@@ -474,6 +474,3 @@ def start_of_lone_chunk(data: bytes) -> int:
     start = data.find(b"\n", 0, 10) + 1
     size = len(data) - start - 2
     return start if size > 0 and data.startswith(b"%x\r\n" % size) and data.endswith(b"\r\n") else 0
-
-
-__all__ = ["ConnectionBroken", "Exchange", "NotHttp", "Unreachable", "WorkerClient", "WorkerClientError"]

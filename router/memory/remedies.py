@@ -115,6 +115,3 @@ def _first(values: Iterable[str], fit: Callable[[str], bool]) -> str | None:
 
 def _settings(changes: Mapping[str, int | str | None]) -> tuple[str, ...]:
     return tuple(f"{key} = {value}" for key, value in changes.items() if value is not None)
-
-
-__all__ = ["Remedies", "remedies"]

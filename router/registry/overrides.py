@@ -84,6 +84,3 @@ def _copy_to_group(values: dict[str, T], group: PresetGroup) -> None:
     first = next((name for name in group if name in values), None)
     if first is not None:
         values.update(dict.fromkeys(group, values[first]))
-
-
-__all__ = ["ModelOverrides", "RegisteredAdapter"]

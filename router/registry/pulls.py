@@ -245,6 +245,3 @@ def _presets_using_files(registry: Registry, preset: Preset, others: Sequence[Pr
         )
 
     return [other.id for other in others if needs(other)]
-
-
-__all__ = ["HubModels", "presets_using_files"]

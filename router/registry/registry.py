@@ -336,6 +336,3 @@ def flag(query: Mapping[str, str], name: str) -> bool | None:
     if text.casefold() in FALSE:
         return False
     raise BadRequest(f"{name} must be true, 1, false or 0, not '{text[:40]}'", param=name)
-
-
-__all__ = ["BUILD", "ModelNames", "Registry", "flag"]

@@ -354,6 +354,3 @@ def _error_message(body: Any) -> str:
         return str(body["error"]["message"])
     except (KeyError, TypeError):
         return "its worker gave no reason"
-
-
-__all__ = ["ListedModel", "SharedWorkers", "errors_with_name", "send_adapters", "with_name"]

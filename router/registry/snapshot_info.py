@@ -131,6 +131,3 @@ def _json_object(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-__all__ = ["SnapshotInfo", "SnapshotTexts"]

@@ -78,15 +78,3 @@ def request_profile(preset: Preset) -> Profile | None:
         default_adapter=preset.default_lora if preset.adapter_slots else "",
     )
     return profile if profile != Profile(name=preset.id) else None
-
-
-__all__ = [
-    "ID_SEPARATOR",
-    "PresetGroup",
-    "fleet_preset",
-    "fleet_presets",
-    "group_id",
-    "group_presets",
-    "preset_ids",
-    "request_profile",
-]

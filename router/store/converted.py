@@ -173,6 +173,3 @@ def _lacks_fast_tokenizer(snapshot: str) -> bool:
     except OSError:
         return False
     return "tokenizer.json" not in names and not names.isdisjoint(_SLOW_TOKENIZERS)
-
-
-__all__ = ["ConvertedSnapshots", "can_be_converted"]
