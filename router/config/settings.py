@@ -317,12 +317,12 @@ def _contradictions(settings: Settings, origins: Mapping[str, str]) -> Iterator[
     public = [host for host in hosts if not is_local(host)]
     if not all(hosts):
         yield fault("host", "an address is empty; write one, or several with commas")
-    elif wrong := next(filter(_QUADS.fullmatch, (host for host in public if not _is_address(host))), None):
+    elif wrong := next(filter(_QUADS.fullmatch, (host for host in public if not is_address(host))), None):
         yield fault("host", f"{wrong} is no address; write four numbers up to 255, or a name")
     elif public and not has_keys and not settings.allow_unauthenticated:
         yield fault("host", f"{public[0]} is open to other machines; {_KEYS_NEEDED}")
     # A proxy that sends this name lets other machines in, although the router listens on this machine only.
-    elif (name := next((name for name in settings.allowed_hosts if not _is_loopback(name)), None)) and not (
+    elif (name := next((name for name in settings.allowed_hosts if not is_loopback(name)), None)) and not (
         has_keys or settings.allow_unauthenticated
     ):
         yield fault("allowed-hosts", f"{name} is a name for other machines; {_KEYS_NEEDED}")
@@ -359,7 +359,8 @@ def _contradictions(settings: Settings, origins: Mapping[str, str]) -> Iterator[
             )
 
 
-def _is_address(host: str) -> bool:
+def is_address(host: str) -> bool:
+    """True if `host` is an IP address."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -369,15 +370,15 @@ def _is_address(host: str) -> bool:
 
 def is_local(host: str) -> bool:
     """True if a server on `host` is reachable from this machine only: loopback, or a socket file."""
-    return host.lower().endswith(".sock") or _is_loopback(host)
+    return host.lower().endswith(".sock") or is_loopback(host)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """True if `host` is a name or an address of this machine only."""
     name = host.strip("[]").lower()
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost" or name.endswith(".localhost")
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    return "%" not in name and is_address(name) and ipaddress.ip_address(name).is_loopback
 
 
 def hub_cache(environ: Mapping[str, str]) -> str:

@@ -97,25 +97,20 @@ class Devices:
         readings = [reading for accelerator in self._accelerators if (reading := self._read(accelerator, host))]
         return [*readings, host]
 
-    def device_id(self, text: str) -> DeviceId:
-        """The device of this name: `cpu`, `none`, `cuda:0`, `gpu0`, `0`, or a UUID or its beginning.
+    def device_id(self, name: str) -> DeviceId:
+        """The device of a name as `option_types.device_name` returns it; of a UUID the beginning suffices.
 
         Raises ValueError with a message for people if there is no such device, or more than one.
         """
-        word = text.strip()
-        if word.lower() in ("cpu", "none", "host"):
+        if name == str(CPU):
             return CPU
-        index = parse_index(word)
-        if index is not None:
-            matches = [accelerator for accelerator in self._accelerators if accelerator.id.index == index]
-        else:
-            matches = [accelerator for accelerator in self._accelerators if _names(word, accelerator.uuid)]
+        matches = [each for each in self._accelerators if name == str(each.id) or _names(name, each.uuid)]
         if len(matches) == 1:
             return matches[0].id
         have = ", ".join(f"{accelerator.id} ({accelerator.uuid})" for accelerator in self._accelerators)
         here = f"{have} and cpu" if have else "only cpu"
         problem = "names more than one device" if matches else "is no device of this machine"
-        raise ValueError(f"{text!r} {problem}; it has {here}")
+        raise ValueError(f"{name!r} {problem}; it has {here}")
 
     def by_device(self, sizes: Mapping[str, int | DeviceShare], option: str) -> dict[DeviceId, int]:
         """The sizes of `option` by device, without the one for all devices (``""``). Shares are of the total memory.
@@ -193,16 +188,6 @@ class Devices:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
             self._suspect = False
-
-
-def parse_index(text: str) -> int | None:
-    """N of `cuda:N`, `gpu:N`, `cudaN`, `gpuN` and `N`; None of anything else."""
-    word = text.strip().lower()
-    for prefix in ("cuda:", "gpu:", "cuda", "gpu"):
-        if word.startswith(prefix):
-            word = word.removeprefix(prefix)
-            break
-    return int(word) if word.isascii() and word.isdigit() else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ memory dump contains none.
 import fnmatch
 import hashlib
 import hmac
-import ipaddress
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from router.config.settings import ApiKey
+from router.config.settings import ApiKey, is_address, is_loopback
 from router.errors import BadRequest, Forbidden, QueueFull, Unauthorized
 from worker.protocol.routes import AccessLevel
 
@@ -145,7 +144,7 @@ class Access:
             return
         if self.keys and not self._hosts:
             return
-        if _is_address(host) or "." not in host or host.endswith(".localhost"):
+        if is_address(host) or "." not in host or host.endswith(".localhost"):
             return
         raise Forbidden(
             f"host '{host}' is not allowed; start the router with --allowed-hosts {host}", reason="host_not_allowed"
@@ -154,7 +153,7 @@ class Access:
     def allows_origin(self, origin: str) -> bool:
         if "*" in self._origins or origin in self._origins:
             return True
-        return "localhost" in self._origins and origin.isascii() and _is_loopback(_hostname(origin))
+        return "localhost" in self._origins and origin.isascii() and is_loopback(_hostname(origin))
 
     def check_origin(self, request: HasHeaders, *, changes_state: bool) -> None:
         """Reject state-changing requests that pages of other origins make a browser send (CSRF). Raises Forbidden."""
@@ -193,20 +192,6 @@ def _hostname(url: str) -> str:
         return (urlsplit(url).hostname or "").casefold()
     except ValueError:
         return ""
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    return "%" not in host and _is_address(host) and ipaddress.ip_address(host).is_loopback
 
 
 def _same_origin(origin: str, host: str) -> bool:

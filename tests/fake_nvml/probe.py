@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from router.config.option_types import device_name
 from router.launch.devices import Devices
 from tests import fake_nvml
 from worker.engines.transformers.device.process_overhead import NvmlMemory
@@ -36,7 +37,7 @@ def answer(devices: Devices, verb: str, *words: str) -> Any:
         }
     if verb == "name":
         try:
-            return str(devices.device_id(words[0]))
+            return str(devices.device_id(device_name(words[0])))
         except ValueError as error:
             return f"error: {error}"
     if verb == "worker":

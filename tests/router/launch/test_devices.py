@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from router.errors import ConfigError
-from router.launch.devices import CPU, Devices, Found, OomKills, count_oom_kills, parse_index, visible
+from router.launch.devices import CPU, Devices, Found, OomKills, count_oom_kills, visible
 from router.planner.ledger import LOCAL, DeviceId, DeviceShare
 
 GIB = 1 << 30
@@ -58,23 +58,6 @@ def test_an_instance_is_chosen_by_its_uuid_and_its_card_chooses_all_instances() 
     assert uuids("1,0", CUT) == "GPU-b1 MIG-x MIG-y"
     assert uuids("GPU-a1", CUT) == "MIG-x MIG-y"
     assert uuids("MIG-x,0", CUT) == ""  # twice
-
-
-@pytest.mark.parametrize(
-    ("text", "index"),
-    [
-        ("cuda:1", 1),
-        ("CUDA:1", 1),
-        ("gpu1", 1),
-        ("gpu:1", 1),
-        (" 1 ", 1),
-        ("cuda", None),
-        ("-1", None),
-        ("GPU-1", None),
-    ],
-)
-def test_a_device_index_may_be_written_in_several_ways(text: str, index: int | None) -> None:
-    assert parse_index(text) == index
 
 
 class Machine:
