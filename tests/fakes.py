@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
 
-from router.launch.interface import Listen, NotForked, NotLocked, Program, WorkerLost
+from router.launch.interface import Listen, NotLocked, NotStarted, Program, WorkerLost
 from router.launch.process import uncancelled
 from router.launch.worker_client import WorkerClient
 from router.planner.ledger import HOST, LOCAL, Bytes, DeviceId, Reading, pooled
@@ -420,7 +420,7 @@ class FakeLauncher:
         model = self._model(program)
         forked = self.forks(program)
         if program.must_fork and not forked:
-            raise NotForked(f"{program.worker}: there is no fork server")
+            raise NotStarted(f"{program.worker}: there is no fork server")
         self.kv_tokens[program.model] = command.kv_tokens
         sizes = model.on(place, forked=forked, kv_tokens=command.kv_tokens)
         self._begin(f"start {program.model}")
@@ -438,7 +438,7 @@ class FakeLauncher:
     async def prepare(self, program: Program, command: Serve, listen: Listen) -> AsyncIterator[FakeEarlyProcess]:
         model = self._model(program)
         if program.must_fork and not self.forks(program):
-            raise NotForked(f"{program.worker}: there is no fork server")
+            raise NotStarted(f"{program.worker}: there is no fork server")
         assert program.worker not in self._occupied, f"{program.worker} was started twice"
         self._note(f"prepare {program.model}")
         self._listeners[program.worker] = listen

@@ -31,7 +31,7 @@ from router.fleet.load_cost import (
 )
 from router.fleet.worker import State, Worker, enter, estimated
 from router.fleet.worker_argv import options, program_of, serve_fields
-from router.launch.interface import EarlyProcess, Listen, NotForked, NotLocked, Program, WorkerLost, WorkerProcess
+from router.launch.interface import EarlyProcess, Listen, NotLocked, NotStarted, Program, WorkerLost, WorkerProcess
 from router.memory.checkpoint_facts import EstimateError
 from router.planner.ledger import HOST, LOCAL, DeviceId
 from router.planner.types import Start
@@ -62,8 +62,8 @@ async def run(worker: Worker, fleet: Fleet) -> None:
         else:
             worker.lost, worker.reason = lost, lost.cause
             error = error_after_loss(worker, fleet, lost)
-    except NotForked as refused:
-        log.warning("%s: %s; it is started again with the reservation of an executed worker", worker, refused)
+    except NotStarted as refused:
+        log.warning("%s: %s; it is planned again", worker, refused)
         worker.reason = "abandoned"
         error = NextWorker()
     except EstimateError as unknown:
@@ -237,7 +237,7 @@ async def _start_early(worker: Worker, fleet: Fleet, program: Program, listener:
             worker.queue.room.set_exception(lost)
         else:
             log.warning("%s: its early start failed (%s); it starts when its memory is free", worker, lost.message)
-    except NotForked:
+    except NotStarted:
         pass  # raised again at the normal start, which then reserves the memory of an executed worker
     finally:
         early.advance(Phase.ENDING)

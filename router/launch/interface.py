@@ -67,10 +67,11 @@ class Program:
     stall_timeout: float = 120.0  # without a pulse, or with work but without a step
 
 
-class NotForked(RouterError):
-    """`Program.must_fork` is set and no fork server can fork. Nothing was started.
+class NotStarted(RouterError):
+    """The plan does not hold any more, so nothing was started, and the worker must be planned again.
 
-    An executed worker takes more memory, which must be reserved first.
+    `Program.must_fork` is set and no fork server can fork: an executed worker takes more memory, which must be reserved
+    first. Or another router has reserved memory of the same device since the devices were read.
     """
 
 
@@ -134,7 +135,9 @@ class EarlyProcess(Protocol):
         """Return once the process has exited. Cancelling stops nothing."""
 
     async def go(self, command: Serve, place: Bytes) -> WorkerProcess:
-        """Load on the devices of `place`. Returns once the worker is ready; raises WorkerLost. Call it once.
+        """Load on the devices of `place`. Returns once the worker is ready. Call it once.
+
+        Raises WorkerLost, NotStarted.
 
         Only `reserved` and `kv_tokens` of `command` are used: the process has the rest from `prepare`.
         """
@@ -183,9 +186,9 @@ class Launcher(Protocol):
     ) -> AbstractAsyncContextManager[WorkerProcess]:
         """Run a worker on the devices of `place` (in the order of its shards) for the length of the block.
 
-        Entering returns once the worker is ready; raises WorkerLost, or NotForked with `program.must_fork`. Leaving
-        returns once the process is reaped and the driver's readings have settled (two agree; bounded), and cannot be
-        cancelled half-way. The launcher fills in `devices`, `listen`, `supervised` and `parent_pid` of `command`.
+        Entering returns once the worker is ready; raises WorkerLost, NotStarted. Leaving returns once the process is
+        reaped and the driver's readings have settled (two agree; bounded), and cannot be cancelled half-way. The
+        launcher fills in `devices`, `listen`, `supervised` and `parent_pid` of `command`.
         """
 
     def prepare(self, program: Program, command: Serve, listen: Listen) -> AbstractAsyncContextManager[EarlyProcess]:

@@ -93,7 +93,7 @@ class LocalLauncher:
         self.fork_servers = self._spawner.fork_servers
         self._wants_fork_server = fork_server
         held = (lambda: self.fork_servers.resident) if fork_server else (lambda: 0)
-        self._shared = SharedReservations(devices, shared_folder, held=held)
+        self._shared = SharedReservations(devices, shared_folder, held=held, latest=lambda: self._sampler.latest)
         self._sampler = DeviceSampler(self._shared, on_reading)
         self._sampling: asyncio.Task[None] | None = None
         # One estimate at a time: its process takes 360 MiB of main memory without a reservation, which the margin

@@ -5,8 +5,9 @@ wait for. A device that cannot be read is shown as full: no worker starts where 
 
 A load takes its memory bit by bit, and the kernel counts pages of mapped files as available. So each router of this
 machine writes into a file of its own how much of its workers' reservations is in no driver's figure, and counts the
-other routers' figures as used. A router keeps its file locked for as long as it lives. Two routers that start a worker
-within the same milliseconds still do not see each other.
+other routers' figures as used. A router keeps its file locked for as long as it lives. A reservation is written before
+the others are read once more. So of two routers that start a worker at the same moment, one sees the other's
+reservation, or both do, and plans again.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from router.launch.interface import NotStarted
 from router.planner.ledger import HOST, Bytes, DeviceId, Reading
 
 log = logging.getLogger("router.launch.interface")
@@ -192,9 +194,10 @@ class Claim:
         self.unseen: Bytes = place  # the part that no driver shows
 
     def extend(self, place: Bytes) -> None:
-        """Reserve `place`, in addition to what the process holds already."""
+        """Reserve `place`, in addition to what the process holds already. Raises NotStarted."""
         self._place = self.unseen = place
         self._shared.publish()
+        self._shared.check(place)
 
     def count(self, counted: Bytes) -> None:
         """Note how much of it the drivers show by now.
@@ -214,10 +217,21 @@ class SharedReservations:
     that of `devices`, everything else in the event loop's thread.
     """
 
-    def __init__(self, devices: ReadableDevices, folder: Path | None, *, held: Callable[[], int] = lambda: 0):
-        """`held`: returns the bytes of main memory that this router's workers share."""
+    def __init__(
+        self,
+        devices: ReadableDevices,
+        folder: Path | None,
+        *,
+        held: Callable[[], int] = lambda: 0,
+        latest: Callable[[], Sequence[Reading]] = tuple,
+    ):
+        """
+        held: returns the bytes of main memory that this router's workers share.
+        latest: returns the readings that plans are made from.
+        """
         self._devices = devices
         self._held = held
+        self._latest = latest
         self._folder = folder
         self._claims: set[Claim] = set()
         self._names: Mapping[DeviceId, str] = {}
@@ -255,15 +269,23 @@ class SharedReservations:
 
     @contextmanager
     def claim(self, place: Bytes) -> Iterator[Claim]:
-        """Reserve `place` for a worker, for the length of the block."""
+        """Reserve `place` for a worker, for the length of the block. Raises NotStarted."""
         claim = Claim(self, place)
         self._claims.add(claim)
         self.publish()
         try:
+            self.check(place)
             yield claim
         finally:
             self._claims.discard(claim)
             self.publish()
+
+    def check(self, place: Bytes) -> None:
+        """Raise NotStarted if another router has reserved more memory of these devices since they were read."""
+        now = self._read_others() if place else {}
+        for reading in self._latest():
+            if reading.id in place and now.get(self._names.get(reading.id, ""), 0) > reading.others:
+                raise NotStarted(f"another router has just reserved memory of {reading.id}")
 
     def publish(self) -> None:
         """Write the bytes that no driver shows, of all claims together, by device. Skipped if they are unchanged."""
@@ -294,7 +316,9 @@ class SharedReservations:
         if not others:
             return readings
         more = {reading.id: others.get(self._names[reading.id], 0) for reading in readings}
-        return [replace(reading, used=min(reading.total, reading.used + more[reading.id])) for reading in readings]
+        return [
+            replace(each, used=min(each.total, each.used + more[each.id]), others=more[each.id]) for each in readings
+        ]
 
     def _read_others(self) -> Mapping[str, int]:
         """The reservations of all other routers together. Removes the files of routers that have exited."""

@@ -13,7 +13,7 @@ from functools import partial
 
 from router.launch.exit_causes import lost_at_spawn
 from router.launch.fork_server import FIRST_PAUSE, ForkServerSupervisor
-from router.launch.interface import NotForked, Program, Verb
+from router.launch.interface import NotStarted, Program, Verb
 from router.launch.process import Child, Log, uncancelled
 from router.launch.process_table import TAG, ProcessTable
 from worker.protocol.argv import Command, ModelOptions, to_argv
@@ -74,7 +74,7 @@ class Spawner:
     ) -> AsyncIterator[Child]:
         """A child process that has its token, for the length of the block.
 
-        `tag`: the name of this run. `visible`: CUDA_VISIBLE_DEVICES. Raises WorkerLost, NotForked. However the block
+        `tag`: the name of this run. `visible`: CUDA_VISIBLE_DEVICES. Raises WorkerLost, NotStarted. However the block
         ends, the process group is killed and reaped before the block is left.
         """
         try:
@@ -87,7 +87,7 @@ class Spawner:
             await uncancelled(self._processes.end(tag))
 
     async def _spawn(self, program: Program, command: Command, verb: Verb, tag: str, token: str, visible: str) -> None:
-        """Start a process by fork if possible, else by exec, and register it. Raises WorkerLost, NotForked."""
+        """Start a process by fork if possible, else by exec, and register it. Raises WorkerLost, NotStarted."""
         threads = command.threads if isinstance(command, ModelOptions) else 1
         env = self._environment(verb, tag=tag, visible=visible, threads=threads, extra=program.env)
         name = program.worker if verb == "serve" else f"{program.worker} ({verb})"
@@ -96,7 +96,7 @@ class Spawner:
         if self.can_fork(program, verb):
             child = await self.fork_servers.spawn(command, env, name=name, output=output)
         if child is None and verb == "serve" and program.must_fork:
-            raise NotForked(f"{program.worker}: no fork server can fork it, and it may not be executed instead")
+            raise NotStarted(f"{program.worker}: no fork server can fork it, and an executed worker needs more memory")
         if child is None:
             argv = to_argv(replace(command, supervised=True, parent_pid=os.getpid()))
             argv = [program.python or self._argv[0], *self._argv[1:], *argv]

@@ -62,6 +62,7 @@ class Reading:
     # Main memory, for an accelerator that has none of its own; total and used are then those of main memory.
     pool: DeviceId | None = None
     shared: int = 0  # the part of `used` that our workers share; it stays when they exit
+    others: int = 0  # reservations of other routers that no driver shows yet; `used` includes them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from router.config.presets import Preset
-from router.launch.interface import NotForked, Program, WorkerLost
+from router.launch.interface import NotStarted, Program, WorkerLost
 from router.launch.worker_process import LocalWorker
 from router.memory import checkpoint, tensor_parallel
 from router.memory.estimate import Estimate, Overhead, estimate, from_trace
@@ -192,7 +192,7 @@ def segments(found: Estimate) -> str:
 async def test_a_worker_that_must_be_forked_is_never_executed(launcher: ForkingLauncher, snapshot: Path) -> None:
     command = Serve(snapshot=str(snapshot), listen="", name="m", ctx_size=CTX)
     program = Program(model="m", worker="m#3", env={"A": "b"}, must_fork=True)
-    with pytest.raises(NotForked, match="m#3: no fork server can fork it"):
+    with pytest.raises(NotStarted, match="m#3: no fork server can fork it"):
         async with launcher.serve(program, command, {CPU: GIB}, lambda event: None):
             raise AssertionError("it got ready")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from router.launch.interface import NotStarted
 from router.launch.readings import LOST_AFTER, DeviceSampler, SharedReservations, agree
 from router.planner.ledger import DeviceId, Reading
 from tests.fakes import CPU, DEADLINE, GIB, GPU0, GPU1, MIB, FixedDevices
@@ -206,6 +207,29 @@ def test_an_early_process_reserves_its_memory_when_it_starts(
         assert used_by(theirs) == {}
         claim.extend({CPU: 2 * GIB})
         assert used_by(theirs) == {CPU: 2 * GIB}
+
+
+def test_of_two_routers_that_start_a_worker_at_once_one_plans_again(tmp_path: Path) -> None:
+    devices = FixedDevices({CPU: 16 * GIB})
+    read: dict[str, list[Reading]] = {}
+    ours = SharedReservations(devices, tmp_path, latest=lambda: read["ours"])
+    theirs = SharedReservations(devices, tmp_path, latest=lambda: read["theirs"])
+    for name, router in (("ours", ours), ("theirs", theirs)):
+        router.open()
+        read[name] = router.read()
+    with ours.claim({CPU: GIB}):
+        with pytest.raises(NotStarted, match="another router has just reserved memory of cpu"), theirs.claim({CPU: 1}):
+            pass
+        assert used_by(ours) == {}, "a reservation that was not granted is withdrawn"
+        read["theirs"] = theirs.read()
+        with theirs.claim({CPU: 1}):
+            assert used_by(ours) == {CPU: 1}
+        early = theirs.claim({})
+        read["theirs"] = read["ours"]
+        with early as claim, pytest.raises(NotStarted):
+            claim.extend({CPU: 1})
+    for router in (ours, theirs):
+        router.close()
 
 
 def test_no_device_is_used_for_more_than_it_has(pair: Pair) -> None:
