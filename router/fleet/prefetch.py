@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from router.config.presets import Preset
 from router.fleet.worker import State, Worker
@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # it imports this module
     from router.fleet.fleet import Fleet
 
 log = logging.getLogger("router.fleet.fleet")
+T = TypeVar("T")
 
 
 class Prefetcher:
@@ -27,7 +28,7 @@ class Prefetcher:
 
     def __init__(self, fleet: Fleet):
         self._fleet = fleet
-        self.tasks: set[asyncio.Task[None]] = set()  # reads for models under `prefetch`
+        self.tasks: dict[asyncio.Task[None], int] = {}  # reads for models under `prefetch`, with their bytes
 
     def begin(self, plan: Plan, queued: Iterable[Worker], devices: Sequence[Device]) -> None:
         """Let workers that wait by this plan read their files meanwhile, in the order of the queue."""
@@ -50,10 +51,9 @@ class Prefetcher:
             files = self._fleet.files.weights(self._fleet.files.loads_from(preset, snapshot))
             sizes.append((tuple(files), sum(files.values())))
         for chosen in readable(sizes, devices, self._bytes_in_flight()):
-            assert isinstance(chosen, tuple)
             task = asyncio.get_running_loop().create_task(self._read(chosen), name="prefetch")
-            self.tasks.add(task)
-            task.add_done_callback(self.tasks.discard)
+            self.tasks[task] = dict(sizes)[chosen]
+            task.add_done_callback(self.tasks.pop)
 
     def cancel(self) -> None:
         for task in self.tasks:
@@ -67,7 +67,8 @@ class Prefetcher:
 
     def _bytes_in_flight(self) -> int:
         queued = [worker for worker in self._fleet.workers() if worker.state is State.QUEUED]
-        return sum([self._bytes_to_read(worker) for worker in queued if worker.queue.prefetch.is_set()])
+        for_workers = sum([self._bytes_to_read(worker) for worker in queued if worker.queue.prefetch.is_set()])
+        return for_workers + sum(self.tasks.values())
 
     def _bytes_to_read(self, worker: Worker) -> int:
         """Return the size of the worker's files. It is cached, because a queued worker is planned many times."""
@@ -76,7 +77,7 @@ class Prefetcher:
         return sum(worker.file_sizes.values())
 
 
-def readable(sizes: Sequence[tuple[Hashable, int]], devices: Sequence[Device], reading: int = 0) -> list[Hashable]:
+def readable(sizes: Sequence[tuple[T, int]], devices: Sequence[Device], reading: int) -> list[T]:
     """Return the names of the files that may be prefetched, in order. `reading`: bytes that are being prefetched.
 
     The files must fit into memory that the driver reports as free: for more, the kernel drops other cached pages.
