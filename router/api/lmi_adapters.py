@@ -61,7 +61,7 @@ async def update(call: ApiCall) -> ApiResult:
     pinned, preload = flag(query, "pin"), _preloads(query)
     src = query.get("src") or before.src
     path = await _folder(registry, _enabled(registry, id), src) if src != before.src else before.source.path
-    _registered(registry, id, name)  # another call may have removed it during the download
+    before = _registered(registry, id, name)  # another call may have pinned or removed it during the download
     source = AdapterSource(name=name, path=path, pinned=before.source.pinned if pinned is None else pinned)
     await _put(registry, id, name, RegisteredAdapter(src, source), preload=preload)
     return {"status": f"Adapter {name} updated"}
