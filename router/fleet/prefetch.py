@@ -77,7 +77,7 @@ class Prefetcher:
         return sum(worker.file_sizes.values())
 
 
-def readable(sizes: Sequence[tuple[T, int]], devices: Sequence[Device], reading: int) -> list[T]:
+def readable(sizes: Sequence[tuple[T, int]], devices: Sequence[Device], reading: int = 0) -> list[T]:
     """Return the names of the files that may be prefetched, in order. `reading`: bytes that are being prefetched.
 
     The files must fit into memory that the driver reports as free: for more, the kernel drops other cached pages.

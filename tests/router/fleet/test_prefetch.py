@@ -75,7 +75,7 @@ async def test_a_model_under_prefetch_is_read_with_the_requested_one_and_loaded_
 
 @virtual
 async def test_files_that_are_being_prefetched_count_against_free_memory() -> None:
-    keys = {"a": {"prefetch": ("x",)}, "b": {"prefetch": ("y",)}}
+    keys: dict[str, dict[str, object]] = {"a": {"prefetch": ("x",)}, "b": {"prefetch": ("y",)}}
     world = world_of("a", "b", "x", "y", host=2 * FILES - 1, keys=keys)
     world.launcher.hold_seconds = 100.0
     await asyncio.gather(world.ask("a"), world.ask("b"))
