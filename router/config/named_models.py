@@ -47,6 +47,7 @@ def sections(
     `present`: names of the sections of the file. The ids of further sections differ from them and from each other, in
     any case of letters.
     """
+    named = _distinct(named, working, disk)
     used, chosen, added = {name.casefold() for name in present}, dict[str, ini.Section](), list[ini.Section]()
     for model in named:
         entries = [ini.Entry("load-on-startup", "on", 0)]
@@ -60,6 +61,17 @@ def sections(
         entries = [ini.Entry(model.key, model.text, 0), *entries]
         added.append(ini.Section(id, 0, tuple(entries), file=model.origin))
     return chosen, tuple(added)
+
+
+def _distinct(named: Sequence[NamedModel], working: str, disk: DiskReader) -> list[NamedModel]:
+    """The models, each once, with all its further names: `-m X -m ./X` names one folder twice."""
+    found: dict[str, NamedModel] = {}
+    for model in named:
+        path = posixpath.normpath(posixpath.join(working, model.text))
+        source = path if model.key == "model" and disk.kind(path) else model.text
+        before = found.get(source)
+        found[source] = replace(before, names=(*before.names, *model.names)) if before else model
+    return list(found.values())
 
 
 def _ids(model: NamedModel, working: str, disk: DiskReader) -> Iterator[str]:

@@ -103,7 +103,23 @@ _ENABLE_LORA = Choice(("auto", "on", "off"), switch_words("on", "off"))
 _ENGINE = Choice(
     tuple(ENGINES),
     {"python": "transformers", "mpi": "transformers"},
-    dict.fromkeys(("vllm", "llama-server", "command", "exllamav2"), "transformers is"),
+    dict.fromkeys(
+        (
+            "vllm",
+            "llama-server",
+            "command",
+            "exllamav2",
+            "deepspeed",
+            "fastertransformer",
+            "onnxruntime",
+            "pytorch",
+            "rust",
+            "tensorrt",
+            "tensorrt-llm",
+            "tnx",
+        ),
+        "transformers is the only engine; remove it",
+    ),
 )
 
 

@@ -361,6 +361,11 @@ class _Resolution:
     def _place(self, settings: Layer, fields: dict[str, Any]) -> None:
         """Apply n-gpu-layers, and reject contradictions between the keys of placement."""
         self._apply_gpu_layers(settings, fields)
+        for name in ("gpu-split", "split-mode") if fields.get("device") == ("cpu",) else ():
+            setting = settings.get(name)
+            # In [*] it is for the other models.
+            if setting is not None and setting.value not in ((), "auto") and setting.rank >= OWN:
+                self._warn(setting.place, f"{name} has no effect, because device is cpu; remove one of the two")
         shares = [share for share in fields.get("tensor_split", ()) if share]
         self._check_tensor_parallel(settings, fields, shares)
         count = len(shares) or fields.get("pipeline_parallel", 1)

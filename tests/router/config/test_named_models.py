@@ -10,7 +10,15 @@ from router.config.presets import Preset
 from router.config.resolve import FoundModel, LoadedPresets, load
 from tests.router.preset_texts import Disk
 
-FOLDERS = ("/home/me/llama", "/home/me/a/llama", "/home/me/b/llama", "/x y/-odd (1)", "/home/me/org/name")
+FOLDERS = (
+    "/home/me/llama",
+    "/home/me/a/llama",
+    "/home/me/b/llama",
+    "/x y/-odd (1)",
+    "/home/me/org/name",
+    "/x/me/llama",
+    "/y/me/llama",
+)
 CACHED = "/hub/models--org--cached/snapshots/0123456789abcdef"
 
 
@@ -45,13 +53,23 @@ def test_ids_are_folder_names_or_names_of_repositories() -> None:
 
 
 def test_ids_are_unique() -> None:
-    assert ids(model="llama,a/llama,b/llama,./llama") == ["llama", "a/llama", "b/llama", "me/llama"]
-    assert ids(model="llama,./llama,/home/me/llama") == ["llama", "me/llama", "llama-2"]
+    assert ids(model="llama,a/llama,b/llama,/x/me/llama") == ["llama", "a/llama", "b/llama", "me/llama"]
+    assert ids(model="llama,/x/me/llama,/y/me/llama") == ["llama", "me/llama", "llama-2"]
     assert ids(model="a/llama,x/LLAMA,y/llama") == ["llama", "x/LLAMA", "y/llama"]
     loaded = start({"model": "llama"}, text="[LLAMA]\nmodel = org/other\n")
     assert {id: preset.path or preset.repo for id, preset in loaded.presets.items()} == {
         "me/llama": "/home/me/llama",
         "LLAMA": "org/other",
+    }
+
+
+def test_a_model_that_is_named_twice_is_listed_once_with_all_its_names() -> None:
+    assert ids(model="llama,./llama,/home/me/llama/") == ["llama"]
+    assert ids(model="meta/llama-3", hf_repo="meta/llama-3") == ["meta/llama-3"]
+    loaded = start({"model": "llama,./llama,a/llama", "model-names": "x;y,z;w"})
+    assert {id: preset.aliases for id, preset in loaded.presets.items()} == {
+        "llama": ("x", "y", "z"),
+        "a/llama": ("w",),
     }
 
 

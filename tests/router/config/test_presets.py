@@ -688,3 +688,11 @@ def test_a_split_can_be_set_by_the_keys_of_several_servers(line: str, field: str
 )
 def test_a_split_that_contradicts_itself_is_refused(lines: str, message: str) -> None:
     assert message in complaint(lines)
+
+
+def test_a_placement_on_accelerators_beside_the_cpu_causes_a_warning() -> None:
+    (split,) = warnings("[m]\nmodel = org/m\ndevice = cpu\ngpu-split = 8\n")
+    assert split.endswith("[m] gpu-split has no effect, because device is cpu; remove one of the two")
+    (mode,) = warnings("[m]\nmodel = org/m\nngl = 0\nsplit-mode = layer\n")
+    assert "split-mode has no effect" in mode
+    assert warnings("[*]\ngpu-split = 8\n[m]\nmodel = org/m\ndevice = cpu\n") == [], "it is for other models"
