@@ -10,8 +10,9 @@ from router.events import EventLog
 from router.fleet.worker import Worker
 from router.fleet.worker_argv import threads
 from router.memory.remedies import Remedies, remedies
-from router.planner.ledger import SLOTS, DeviceId
+from router.planner.ledger import SLOTS, Device, DeviceId, Resident, in_use
 from router.planner.planner import queue_order
+from router.planner.reasons import keep_reasons
 from router.planner.types import Demand, Eviction, Plan, Refusal, Shortage, Wait
 
 MIB = 1 << 20
@@ -85,10 +86,20 @@ def refused(error: ApiError) -> dict[str, Any]:
     return {"decision": "refuse", "reason": error.reason, "message": error.message, "retry_after": error.retry_after}
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The values that a plan was made from."""
+
+    waiting: Sequence[Demand]
+    residents: Sequence[Resident]
+    devices: Sequence[Device]
+    now: float
+
+
 def preview(
-    demand: Demand, queue: Sequence[Demand], found: Plan, names: Mapping[int, str], numbers: dict[str, Any]
+    demand: Demand, question: Question, found: Plan, names: Mapping[int, str], numbers: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the part of a plan that concerns one demand of the `queue`. `names`: models by resident or worker id."""
+    """Return the part of a plan that concerns one demand. `names`: models by resident or worker id."""
     evict = [
         {"model": names.get(id, ""), "reason": eviction.reason, "idle": eviction.idle}
         for id, eviction in found.evict.items()
@@ -100,11 +111,11 @@ def preview(
         return {"decision": "start", "place": [str(device) for device in start.place], "claim": claim, **numbers}
     if demand.id in found.refuse:
         refusal = found.refuse[demand.id]
-        return {"decision": "refuse", "shortage": shortages(refusal.devices), **numbers}
+        return {"decision": "refuse", "shortage": shortages(refusal.devices, question), **numbers}
     wait = found.waits.get(demand.id)
     if wait is None:
         return {"decision": "drop", **numbers}
-    before = [other for other in queue if queue_order(other) < queue_order(demand)]
+    before = [other for other in question.waiting if queue_order(other) < queue_order(demand)]
     return {
         "decision": "evict" if evict else "wait",
         "cause": wait.cause,
@@ -112,34 +123,47 @@ def preview(
         "evict": evict,
         "waits_for": [names.get(id, "") for id in wait.on],
         "later": [names.get(id, "") for id in wait.victims],
-        "keep": {names.get(id, ""): why for id, why in wait.keep.items()},
-        "shortage": shortages(wait.shortage),
+        "keep": {
+            names.get(id, ""): why for id, why in keep_reasons(wait, found, question.residents, question.now).items()
+        },
+        "shortage": shortages(wait.shortage, question),
         "refine": demand.id in found.refine,
         **numbers,
     }
 
 
-def shortages(devices: Mapping[DeviceId, Shortage]) -> dict[str, Any]:
+def shortages(short: Mapping[DeviceId, Shortage], question: Question) -> dict[str, Any]:
+    """Return the arithmetic of the devices with too little memory."""
+    rows = {device.id: device for device in question.devices}
     return {
-        str(id): {"required": short.required, "available": short.available, "margin": short.margin, "used": short.used}
-        for id, short in devices.items()
+        str(id): {
+            "required": required,
+            "available": available,
+            "margin": rows[id].margin,
+            "used": in_use(rows[id], question.residents),
+        }
+        for id, (required, available) in short.items()
     }
 
 
-def does_not_fit(worker: Worker, refusal: Refusal, capacities: Mapping[DeviceId, int]) -> DoesNotFit:
+def does_not_fit(
+    worker: Worker, refusal: Refusal, question: Question, capacities: Mapping[DeviceId, int]
+) -> DoesNotFit:
     """Return the 507 error with the needed and available MiB by device, and the keys with which it would fit.
 
     `capacities`: the bytes that could ever be free on each device.
     """
+    rows = {device.id: device for device in question.devices}
+    missing = [(short, rows[id]) for id, short in refusal.devices.items()]
     devices = {
-        str(id): {
+        str(row.id): {
             "required_mib": -(-short.required // MIB),
             "available_mib": short.available // MIB,
-            "margin_mib": short.margin // MIB,
-            **({"shared_mib": -(-short.shared // MIB)} if short.shared else {}),
+            "margin_mib": row.margin // MIB,
+            **({"shared_mib": -(-row.shared // MIB)} if row.shared else {}),
         }
-        for id, short in refusal.devices.items()
-        if id.index != SLOTS
+        for short, row in missing
+        if row.id.index != SLOTS
     }
     parts = (
         ", ".join(
@@ -153,8 +177,7 @@ def does_not_fit(worker: Worker, refusal: Refusal, capacities: Mapping[DeviceId,
     spread = f", split over {refusal.needs} devices" if refusal.needs > 1 else ""
     name = worker.preset.id
     ways_out = [str(_remedies(worker, capacities))]
-    missing = refusal.devices.values()
-    if missing and all(short.required <= short.available + short.margin for short in missing):
+    if missing and all(short.required <= short.available + row.margin for short, row in missing):
         ways_out.append("lower the margin")
     way_out = ", or ".join(filter(None, ways_out)) or "use a device with more memory, or a smaller model"
     return DoesNotFit(

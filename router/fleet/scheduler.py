@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from router.errors import LoadFailed
 from router.fleet import early_start
 from router.fleet.early_start import Candidate, Decision, Phase
-from router.fleet.explain import does_not_fit, evicted, preview, refused, shortages
+from router.fleet.explain import Question, does_not_fit, evicted, preview, refused, shortages
 from router.fleet.load_cost import weigh
 from router.fleet.worker import State, Worker, enter, kv_cache
 from router.memory.checkpoint_facts import EstimateError
@@ -194,7 +194,8 @@ class Scheduler:
         estimated = [worker for worker in queued if not worker.queue.refine.is_set()]
         waiting = [demand_of(worker) for worker in estimated]
         refining = [demand_of(worker) for worker in queued if worker.queue.refine.is_set()]
-        found = plan(waiting + refining, residents, devices, now, self._policy)
+        question = Question(waiting + refining, residents, devices, now)
+        found = self._answer(question)
         self._planned_at, self._planned_for = now, len(queued)
         is_fresh, self._is_fresh = self._is_fresh, False
         if (found.start or found.evict) and not is_fresh:
@@ -205,7 +206,7 @@ class Scheduler:
         candidates = [candidate_of(worker, demand) for worker, demand in zip(estimated, waiting, strict=True)]
         decision = early_start.decide(found, candidates, residents, devices)
         by_id = {worker.id: worker for worker in fleet.workers()}
-        self._record(found, by_id)
+        self._record(question, found, by_id)
         self._record_waits(found, by_id, sorted(queued, key=_queue_order))
         self._record_early_starts(decision, by_id)
         if found.waits:
@@ -217,12 +218,15 @@ class Scheduler:
         if found.look_again is not None:
             self._set_timer(max(now, found.look_again) + 0.001)
 
-    def _record(self, found: Plan, by_id: Mapping[int, Worker]) -> None:
+    def _answer(self, question: Question) -> Plan:
+        return plan(question.waiting, question.residents, question.devices, question.now, self._policy)
+
+    def _record(self, question: Question, found: Plan, by_id: Mapping[int, Worker]) -> None:
         for id, refusal in found.refuse.items():
             worker = by_id[id]
             if not worker.queue.room.done():
-                self._append_event("refuse", worker, worker, shortage=shortages(refusal.devices))
-                worker.queue.room.set_exception(does_not_fit(worker, refusal, self.capacities()))
+                self._append_event("refuse", worker, worker, shortage=shortages(refusal.devices, question))
+                worker.queue.room.set_exception(does_not_fit(worker, refusal, question, self.capacities()))
         for worker in [by_id[id] for id in found.drop]:
             self._append_event("drop", worker, worker)
             self._fleet.retire(worker, "no_room", drain=0.0)
@@ -318,13 +322,13 @@ class Scheduler:
                 raise LoadFailed.of(name, unknown.message) from None
         demand = replace(demand_of(worker), best_effort=False)  # a requested model is required
         queue = [demand, *(demand_of(other) for other in self._in_queue() if other.id != worker.id)]
-        devices = self.observe()
-        found = plan(queue, self.residents(), devices, self._loop.time(), self._policy)
+        question = Question(queue, self.residents(), self.observe(), self._loop.time())
+        found = self._answer(question)
         names = {worker.id: worker.preset.id for worker in fleet.workers()}
         names |= {id: weights.preset.id for id, weights in fleet.sleepers.all.items()}
         granted = found.start[demand.id].steps if demand.id in found.start else None
-        numbers = _arithmetic(worker, devices) | _with_cache(worker, granted)
-        return preview(demand, queue, found, names, numbers)
+        numbers = _arithmetic(worker, question.devices) | _with_cache(worker, granted)
+        return preview(demand, question, found, names, numbers)
 
 
 # The planner's view of workers

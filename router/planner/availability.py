@@ -1,19 +1,12 @@
-"""Availability: the places that a demand could take, and the free memory there as residents leave and start. PURE.
+"""Availability: the free memory of each device as residents leave and demands start. PURE.
 
-A place is a tuple of devices of one node, one for each shard. `Places` does not know the residents: the caller passes
-the free memory as a function or a mapping. `Occupants` knows which models are on a device, and which loads run there.
-`FreeMemory` is one moment, `FreeMemoryTimeline` several moments of one plan.
+`FreeMemory` is one moment, `FreeMemoryTimeline` a row of moments, `Moments` all that one plan has to look at.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Iterable, Sequence
 
-from router.planner.ledger import HOST, SLOTS, Bytes, Device, DeviceId, Resident
-from router.planner.types import Demand
+from router.planner.ledger import SLOTS, Bytes, Device, DeviceId, Resident, is_on
 
-# On more devices only aligned runs are tried: 8 devices have at most 70 sets of one size, 16 have 12,870.
-MANY_DEVICES = 8
-Place = tuple[DeviceId, ...]
 NO_LIMIT = 1 << 62  # more bytes than any device has; the budget of a device without a limit
 
 # The free bytes of one device: by the driver, by the ledger, and within the limit. The least of them counts.
@@ -206,11 +199,6 @@ def _with(figures: Figures, id: DeviceId, resident: Resident) -> Figures:
     return figures[0] - resident.measured.get(id, reserved), figures[1] - reserved, figures[2] - reserved
 
 
-def is_on(resident: Resident, devices: Collection[DeviceId]) -> bool:
-    """Return whether any of its memory is on one of the devices."""
-    return any(id in resident.reserved or id in resident.measured for id in devices)
-
-
 class FreeMemoryTimeline:
     """The views of successive moments; the last one contains all that is still to happen. `leave` applies to all.
 
@@ -274,178 +262,76 @@ class FreeMemoryTimeline:
         return not self._promises.is_overdrawn()
 
 
-class Places:
-    """All places on the given devices."""
+class Moments:
+    """The free memory at each moment that follows from the decisions of one plan.
 
-    __slots__ = ("_commons", "_groups", "_memory", "devices", "pools")
+    step      at first all residents, with what was granted. Each claim that only waits for leaving residents adds a
+              step: without as many of them as it needs, the first to leave first, and with the claim
+    now_free  the minimum of all steps
+    stages    at first without all leaving residents, with all such claims. Each claim that waits until its victims may
+              leave adds a stage: without these victims, and with the claim
+    emptied   without all that could be evicted, with all claims
 
-    def __init__(self, devices: Sequence[Device], *, memory: bool = True):
-        """Without `memory`, only SLOTS can be short."""
-        self.devices = {device.id: device for device in sorted(devices, key=lambda device: device.id)}
-        # By device, the device whose memory it uses.
-        self.pools = {id: device.pool or id for id, device in self.devices.items()}
-        nodes = {id.node for id in self.devices}
-        self._commons = {node: (DeviceId(node, HOST), DeviceId(node, SLOTS)) for node in nodes}
-        self._groups: dict[frozenset[DeviceId], list[list[DeviceId]]] = {}
-        self._memory = memory
-
-    def groups(self, able: frozenset[DeviceId]) -> list[list[DeviceId]]:
-        """Return those of the `able` devices that exist, by node."""
-        found = self._groups.get(able)
-        if found is None:
-            groups: dict[str, list[DeviceId]] = {}
-            for id in self.devices:
-                if id in able:
-                    groups.setdefault(id.node, []).append(id)
-            found = self._groups[able] = list(groups.values())
-        return found
-
-    def with_room(
-        self, demand: Demand, groups: Iterable[Sequence[DeviceId]], *rooms: Mapping[DeviceId, int]
-    ) -> list[Sequence[DeviceId]]:
-        """Return the devices that have room for the smallest shard in each of the views."""
-        if not self._memory:
-            return list(groups)
-        pools, least = self.pools, min(demand.shards)
-        for room in rooms:
-            groups = [[id for id in group if room[pools[id]] >= least] for group in groups]
-        return list(groups)
-
-    def of(
-        self,
-        demand: Demand,
-        groups: Iterable[Sequence[DeviceId]],
-        room: Callable[[DeviceId], int],
-        with_room: Iterable[Sequence[DeviceId]] | None = None,
-    ) -> Iterator[Place]:
-        """Yield the fixed place of `demand`, or one place for each set of devices; only places on `roomy` devices."""
-        count = len(demand.shards)
-        for group, among in zip(groups, groups if with_room is None else with_room, strict=True):
-            if demand.place:
-                if set(demand.place) <= set(among):
-                    yield demand.place
-                continue
-            if count == 1:
-                for id in among:
-                    yield (id,)
-                continue
-            runs = (group[first : first + count] for first in range(0, len(group) - count + 1, count))
-            for devices in combinations(among, count) if len(group) <= MANY_DEVICES else runs:
-                if among is group or set(devices) <= set(among):
-                    yield _assign(demand.shards, devices, room)
-
-    def share(self, demand: Demand, place: Place) -> dict[DeviceId, int]:
-        """Return the bytes that it reserves there. A shard is charged to the device that has the memory."""
-        pools = self.pools
-        if len(place) == 1:
-            claim = {pools[place[0]]: demand.shards[0]}
-        else:
-            claim = {}
-            for id, shard in zip(place, demand.shards, strict=True):
-                claim[pools[id]] = claim.get(pools[id], 0) + shard
-        host, slots = self._commons[place[0].node]
-        if demand.host:
-            # Without a reading of main memory the two share one memory, and the accelerator has the only row.
-            home = host if host in self.devices else place[0]
-            claim[home] = claim.get(home, 0) + demand.host
-        claim[slots] = 1
-        return claim
-
-    def growth(self, demand: Demand, place: Place) -> dict[DeviceId, int]:
-        """Return the bytes of one step of its range there, by the device that has the memory."""
-        growth: dict[DeviceId, int] = {}
-        for id, size in zip(place, demand.growth, strict=True):
-            if size:
-                pool = self.pools[id]
-                growth[pool] = growth.get(pool, 0) + size
-        return growth
-
-    def charged(self, place: Place) -> set[DeviceId]:
-        """Return the devices whose memory it takes."""
-        return {self.pools[id] for id in place}
-
-    def capacity(self, id: DeviceId) -> int:
-        """Return the bytes that our workers together can ever have there."""
-        return self.devices[self.pools[id]].capacity
-
-    def could_hold(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> bool:
-        """Return whether it would fit on an empty machine."""
-        for place in self.of(demand, groups, self.capacity):
-            claim = self.share(demand, place)
-            if all(self.capacity(id) >= needed for id, needed in claim.items() if self.binds(id)):
-                return True
-        return False
-
-    def binds(self, id: DeviceId) -> bool:
-        """Return whether this device can be short."""
-        return id in self.devices and (self._memory or id.index == SLOTS)
-
-    def nearest(self, demand: Demand, groups: Sequence[Sequence[DeviceId]], room: Callable[[DeviceId], int]) -> Bytes:
-        """Return the claim at the place where least is missing; empty if no node has enough devices."""
-        # One shard misses least on the roomiest device of each node, so the other places need not be tried.
-        if len(demand.shards) == 1:
-            groups = [[max(group, key=room)] for group in groups]
-        claims = [self.share(demand, place) for place in self.of(demand, groups, room)]
-        return min(claims, key=lambda claim: sum(self._missing(claim, room).values()), default={})
-
-    def _missing(self, claim: Bytes, room: Callable[[DeviceId], int]) -> Bytes:
-        return {id: needed - room(id) for id, needed in claim.items() if self.binds(id) and room(id) < needed}
-
-
-class Occupants:
-    """The replicas on each device, and the loads that run there. Planned ones are included."""
-
-    __slots__ = ("_loading", "_models", "_places", "_replica_devices", "_residents", "measured", "starting")
-
-    def __init__(self, residents: Iterable[Resident], staying: Iterable[Resident], places: Places):
-        """`staying`: those of the `residents` that take requests."""
-        self._places = places
-        self._residents = tuple(staying)
-        self._models = {resident.model for resident in self._residents}
-        self._replica_devices: dict[str, list[DeviceId]] = {}  # of all replicas of a model, computed on demand
-        self.starting = [resident for resident in residents if resident.starting]
-        self._loading = {id for resident in self.starting for id in resident.shard_devices}
-        # The devices whose memory an engine measures while it loads.
-        self.measured = {id for resident in self.starting if resident.exclusive for id in resident.shard_devices}
-
-    def replicas(self, model: str, place: Place) -> int:
-        """Return the number of replicas of a model on the devices of a place."""
-        devices = self._devices_of(model)
-        return sum(map(devices.count, self._places.charged(place))) if devices else 0
-
-    def must_load_alone(self, demand: Demand, place: Place) -> bool:
-        """Return whether the demand may not load there now: its own engine, or that of another load there, measures the
-        device."""
-        # Such an engine would take the memory of another load for its own.
-        others = self._loading if demand.exclusive else self.measured
-        return bool(others) and not others.isdisjoint(self._places.charged(place))
-
-    def add(self, demand: Demand, place: Place) -> None:
-        """Count the demand as loading at a place."""
-        devices = self._places.charged(place)
-        self._devices_of(demand.model).extend(devices)
-        self._loading |= devices
-        if demand.exclusive:
-            self.measured |= devices
-
-    def _devices_of(self, model: str) -> list[DeviceId]:
-        devices = self._replica_devices.get(model)
-        if devices is None:
-            # Most demands are for models without a worker, and then the residents need not be searched.
-            among = self._residents if model in self._models else ()
-            here = [resident for resident in among if resident.model == model]
-            devices = self._replica_devices[model] = [id for resident in here for id in resident.shard_devices]
-        return devices
-
-
-def _assign(shards: tuple[int, ...], devices: Sequence[DeviceId], room: Callable[[DeviceId], int]) -> Place:
-    """Return a device for each shard: in the given order if they fit so, else the largest shard on the roomiest device.
-
-    If any assignment fits, the second one does. The first is preferred because ranks then keep the order of devices.
+    A demand starts if it fits at every step and on every stage. It evicts if it fits on every stage without its
+    victims. Otherwise a demand ahead would have to wait for it. One view of the last moment alone would not do: memory
+    can be free now and at the end, and be promised in between.
     """
-    if all(room(id) >= shard for id, shard in zip(devices, shards, strict=True)):
-        return tuple(devices)
-    by_size = sorted(range(len(shards)), key=lambda shard: -shards[shard])
-    by_room = sorted(devices, key=lambda id: -room(id))
-    placed = dict(zip(by_size, by_room, strict=True))
-    return tuple(placed[shard] for shard in range(len(shards)))
+
+    def __init__(
+        self, devices: Sequence[Device], residents: Sequence[Resident], evictable: Iterable[Resident], *, memory: bool
+    ):
+        leaving = [resident for resident in residents if resident.leaving]
+        # Memory is promised in the order in which residents began to leave: what is free first goes to the first in the
+        # queue.
+        self._unpromised = sorted(leaving, key=lambda resident: (resident.leaving_since, resident.id))
+        self._step = FreeMemory(devices, residents, memory=memory)
+        self.now_free = self._step.copy()
+        soon = self._step.copy()
+        for resident in leaving:
+            soon.leave(resident)
+        self.stages = FreeMemoryTimeline(soon)
+        self.emptied = soon.copy()
+        self.emptied.leave_all(evictable)
+
+    def free(self, id: DeviceId) -> int:
+        """Return the bytes that are free at every moment."""
+        return min(self.now_free.room[id], self.stages.least.room[id])
+
+    def start(self, claim: Bytes) -> None:
+        """Give memory to a demand that starts."""
+        self.now_free.promise(claim)
+        self._step.promise(claim)
+        self.stages.promise(claim)
+        self.emptied.promise(claim)
+
+    def expire(self, resident: Resident) -> None:
+        """Count a resident as leaving from now on, for no demand."""
+        self.stages.leave(resident)
+        self._unpromised.append(resident)
+
+    def evict(self, claim: Bytes, victims: Sequence[Resident]) -> None:
+        """Promise a claim memory of its victims, which leave from now on, and of residents that leave already.
+
+        The first to leave go to the first in the queue. Without this order, a demand behind could start in memory that
+        is free by now, and the one ahead would wait for a worker that takes longer to exit.
+        """
+        step = self._step
+        for resident in victims:
+            self.stages.leave(resident)
+            step.leave(resident)
+        if short := step.short(claim):
+            promised = step.enough(claim, self._unpromised, short)
+            assert promised is not None, "it fits on the first stage, where all of them are gone"
+            # The rest of the leaving residents stays available for demands behind.
+            for resident in promised:
+                step.leave(resident)
+                self._unpromised.remove(resident)
+        step.promise(claim)
+        self.now_free.lower(step, claim)  # elsewhere this step has no less than the one before
+        self.stages.promise(claim)
+        self.emptied.promise(claim)
+
+    def claim_later(self, claim: Bytes, victims: Sequence[Resident]) -> None:
+        """Promise a claim memory of victims that leave later."""
+        self.stages.book(claim, victims)
+        self.emptied.promise(claim)

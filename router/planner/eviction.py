@@ -8,7 +8,7 @@
 The order is one sort key: first those that may leave now, then the others by the time at which they may; then idle
 before busy, best-effort before required, lower priority, least recently used, cheaper to load again. At one place
 victims are taken in that order, skipping those that are not in the way, until the claim fits on every device. Then
-those that are not needed are kept, the last first (`router.planner.availability`). So of equals the least recently
+those that are not needed are kept, the last first (`FreeMemory.enough`). So of equals the least recently
 used leave, and none is superfluous.
 """
 
@@ -34,7 +34,7 @@ class DeviceCandidates:
     The bound lets the planner skip places without computing their victims.
     """
 
-    __slots__ = ("_floors", "_largest_sums", "_uniform", "ranked")
+    __slots__ = ("_floors", "_idle", "_is_uniform", "_largest_sums", "ranked")
 
     def __init__(self, id: DeviceId, ranked: Sequence[Resident]):
         self.ranked = ranked  # in eviction order, idle ones first
@@ -43,7 +43,9 @@ class DeviceCandidates:
         )
         self._largest_sums = list(accumulate(sizes))
         self._floors: dict[int, tuple[float, tuple[float, ...]]] = {}
-        self._uniform: bool | None = None
+        self._idle = sum([not resident.busy for resident in ranked])
+        # All are equally required and have one priority.
+        self._is_uniform = len({resident.eviction_key[1:3] for resident in ranked}) < 2
 
     def floor(self, size: int) -> tuple[float, tuple[float, ...]]:
         """Return the lower bound for any victims that free `size` bytes here: the soonest time at which the minimum
@@ -54,26 +56,21 @@ class DeviceCandidates:
         count = 1 + bisect_left(self._largest_sums, size)
         floor = self._floors.get(count)
         if floor is None:
-            floor = self._floors[count] = self._floor([resident.eviction_key for resident in self.ranked[:count]])
+            floor = self._floors[count] = self._floor(count)
         return floor
 
-    def _floor(self, first: Sequence[EvictionKey]) -> tuple[float, tuple[float, ...]]:
-        busy = sum([eviction_key[0] for eviction_key in first])
+    def _floor(self, count: int) -> tuple[float, tuple[float, ...]]:
+        first = [resident.eviction_key for resident in self.ranked[:count]]
+        busy = max(0, len(first) - self._idle)
         residencies_end = self._residencies_end(busy) if busy else -inf
         if len(first) < 2:
             return residencies_end, disturbance_by(first)
-        if not self._is_uniform():
+        if not self._is_uniform:
             # Candidates are sorted by priority before the last use. So of mixed ones, the first few need not be the
             # least recently used, and the maximum below would be no lower bound.
             return residencies_end, (busy,)
         _, need, priority, _, _ = first[0]
         return residencies_end, (busy, need, priority, need * len(first), max([since for _, _, _, since, _ in first]))
-
-    def _is_uniform(self) -> bool:
-        """Return whether all are equally required and have one priority."""
-        if self._uniform is None:
-            self._uniform = len({resident.eviction_key[1:3] for resident in self.ranked}) == 1
-        return self._uniform
 
     def _residencies_end(self, busy: int) -> float:
         """Return the soonest time at which the minimum residencies of so many busy ones are over."""

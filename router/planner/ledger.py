@@ -17,7 +17,7 @@ taken from the budget once, before any worker, and workers are charged what they
 reservation would have to change with every worker that starts or exits, also for those that are placed already. PURE.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -150,6 +150,16 @@ class Resident:
     def occupied(self, device: DeviceId) -> int:
         """The share of this worker in the driver's figure, in bytes."""
         return self.measured.get(device, self.reserved.get(device, 0))
+
+
+def in_use(device: Device, residents: Iterable[Resident]) -> int:
+    """Return max(driver, foreign + reserved) of a device, in bytes."""
+    return max(device.used, device.foreign + sum([resident.reserved.get(device.id, 0) for resident in residents]))
+
+
+def is_on(resident: Resident, devices: Collection[DeviceId]) -> bool:
+    """Return whether any of its memory is on one of the devices."""
+    return any(id in resident.reserved or id in resident.measured for id in devices)
 
 
 def pooled(sizes: Bytes, pools: Mapping[DeviceId, DeviceId]) -> dict[DeviceId, int]:

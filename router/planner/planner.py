@@ -20,18 +20,18 @@ claimed place takes no newcomers, so that time never moves away. Memory that is 
 queue: a demand behind never starts in memory that was freed for a demand ahead.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop
 from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from router.planner.availability import FreeMemory, FreeMemoryTimeline, Occupants, Place, Places
+from router.planner.availability import Moments
 from router.planner.eviction import EVICTION_ORDER, NO_VICTIMS, EvictionCandidates, VictimOrder, disturbance_by
 from router.planner.ledger import SLOTS, Bytes, Device, DeviceId, Resident
-from router.planner.reasons import Reasons, scarcity
-from router.planner.types import Demand, Eviction, KeepReason, Plan, Policy, Refusal, Start, Wait, WaitCause
+from router.planner.placement import Occupants, Place, Places
+from router.planner.reasons import scarcity, without_kept
+from router.planner.types import Demand, Eviction, Plan, Policy, Refusal, Shortage, Start, Wait, WaitCause
 
 Floor = tuple[Any, ...]
 # A lower bound of the key of an offer: the first elements of such a key (see `_Walk._least_disturbing`).
@@ -74,50 +74,32 @@ class _Offer(NamedTuple):
     place: Place
     claim: Bytes
     victims: tuple[Resident, ...] = ()
+    bound: float = -inf  # the time at which the place is free at the latest; -inf: now
+    ahead: Sequence[DeviceId] = ()  # the devices on which it waits for residents that are claimed by demands ahead
+
+
+NO_OFFER = _Offer((), {})
 
 
 class _Walk:
-    """One walk along the queue, with the decisions so far and the free memory at each moment that follows from them.
-
-    step      at first all residents, with what was granted. Each claim that only waits for leaving residents adds a
-              step: without as many of them as it needs, the first to leave first, and with the claim
-    now_free  the minimum of all steps
-    stages    at first without all leaving residents, with all such claims. Each claim that waits until its victims may
-              leave adds a stage: without these victims, and with the claim
-    emptied   without all that could be evicted, with all claims
-
-    A demand starts if it fits at every step and on every stage. It evicts if it fits on every stage without its
-    victims. Otherwise a demand ahead would have to wait for it. One view of the last moment alone would not do: memory
-    can be free now and at the end, and be promised in between.
-    """
+    """One walk along the queue, with the decisions so far and the free memory that follows from them."""
 
     def __init__(self, residents: Sequence[Resident], devices: Sequence[Device], now: float, policy: Policy):
         self.places = Places(devices, memory=policy.memory)
         self.pools = self.places.pools
         self.now = now
         self.policy = policy
-        self.residents = residents = sorted(residents, key=attrgetter("id"))
+        residents = sorted(residents, key=attrgetter("id"))
         self.staying = {resident.id: resident for resident in residents if not resident.leaving}
         self.leaving = {resident.id: resident for resident in residents if resident.leaving}
-        # Memory is promised in the order in which residents began to leave: what is free first goes to the first in the
-        # queue.
-        self.unpromised = sorted(self.leaving.values(), key=lambda resident: (resident.leaving_since, resident.id))
         self.claimed: dict[int, Resident] = {}
         self.bounds: dict[DeviceId, float] = {}  # by device, when the claimed residents may leave at the latest
-        self.keep: dict[int, KeepReason] = {
-            id: "pinned" if resident.pinned else "elsewhere" for id, resident in self.staying.items()
-        }
         # Claims and evictions take residents out of `staying`; the candidates of each device follow.
         self.victims = EvictionCandidates(self.staying, now, policy.patience)
 
-        self.step = FreeMemory(devices, residents, memory=policy.memory)
-        self.now_free = self.step.copy()
-        soon = self.step.copy()
-        for resident in self.leaving.values():
-            soon.leave(resident)
-        self.stages = FreeMemoryTimeline(soon)
-        self.emptied = soon.copy()
-        self.emptied.leave_all(self.victims.evictable)
+        self.moments = Moments(devices, residents, self.victims.evictable, memory=policy.memory)
+        self.stages = self.moments.stages
+        self.emptied = self.moments.emptied
         self.occupants = Occupants(residents, self.staying.values(), self.places)
 
         self.start: dict[int, Start] = {}
@@ -127,11 +109,7 @@ class _Walk:
         self.refuse: dict[int, Refusal] = {}
         self.drop: set[int] = set()
         self.waits: dict[int, Wait] = {}
-        self.moments: list[float] = []
-
-    @cached_property
-    def reasons(self) -> Reasons:
-        return Reasons(self.places, self.residents, self.now)
+        self.changes: list[float] = []  # the times at which time alone changes the answer
 
     # Steps of the walk, in order
 
@@ -139,9 +117,9 @@ class _Walk:
         """Evict residents that have been idle past their time to live."""
         for resident in [resident for resident in self.staying.values() if resident.id in expired]:
             self._send_away(resident, Eviction(reason="idle", for_demand=None, idle=True))
-            self.unpromised.append(resident)
+            self.moments.expire(resident)
         if next_one is not None:
-            self.moments.append(next_one)
+            self.changes.append(next_one)
 
     def decide(self, demand: Demand) -> None:
         """Decide for the next demand of the queue."""
@@ -177,9 +155,8 @@ class _Walk:
             else:
                 self.stages.leave(resident)
         if kept_ids:
-            self.waits = {
-                id: self.reasons.without_kept(kept_ids, wait, self.leaving) for id, wait in self.waits.items()
-            }
+            leaving = self.leaving.values()
+            self.waits = {id: without_kept(wait, kept_ids, leaving) for id, wait in self.waits.items()}
 
     def grant(self) -> None:
         """Grant each demand that starts as many steps of its range as are free, in the order of the queue.
@@ -203,8 +180,7 @@ class _Walk:
             claim = self.start[demand.id].claim
             claim = {id: size + granted.get(id, 0) for id, size in claim.items()}
             self.start[demand.id] = Start(place=place, claim=claim, steps=steps)
-            self.now_free.promise(granted)
-            self.stages.promise(granted)
+            self.moments.start(granted)
 
     def result(self) -> Plan:
         return Plan(
@@ -214,7 +190,7 @@ class _Walk:
             refuse=self.refuse,
             drop=frozenset(self.drop),
             waits=self.waits,
-            look_again=min(self.moments, default=None),
+            look_again=min(self.changes, default=None),
         )
 
     # Free memory
@@ -223,15 +199,14 @@ class _Walk:
         return self.emptied.room[self.pools[id]]
 
     def _free(self, id: DeviceId) -> int:
-        id = self.pools[id]
-        return min(self.now_free.room[id], self.stages.least.room[id])
+        return self.moments.free(self.pools[id])
 
     # 1. Start
 
     def _free_place(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> _Offer | None:
         """Return the place where it fits at every moment: the one with fewest replicas, then with most free memory."""
         # Devices without room for the smallest shard are left out first: with eight devices there are 70 sets of four.
-        here, coming, places = self.now_free, self.stages.least, self.places
+        here, coming, places = self.moments.now_free, self.stages.least, self.places
         with_room = places.with_room(demand, groups, here.room, coming.room)
         if not any(with_room):
             return None
@@ -255,10 +230,7 @@ class _Walk:
         self.start[demand.id] = Start(place=offer.place, claim=offer.claim)
         if demand.steps:
             self.starting.append((demand, offer.place))
-        self.now_free.promise(offer.claim)
-        self.step.promise(offer.claim)
-        self.stages.promise(offer.claim)
-        self.emptied.promise(offer.claim)
+        self.moments.start(offer.claim)
         self.occupants.add(demand, offer.place)
 
     # 2. Claim
@@ -285,13 +257,14 @@ class _Walk:
             if best is not None and floor == best_key[:2] and tail > best_key[2:]:
                 continue  # its victims disturb no less, and the rest of its key is larger
             claim = self.places.share(demand, place)
-            for victims in () if self.emptied.short(claim) else self._victims(claim, order):
-                offer = _Offer(place, claim, victims)
-                bound = self._free_at(offer, order)
-                if best is not None and bound > best_key[0]:
+            if self.emptied.short(claim):
+                continue
+            for victims in self._victims(claim, order):
+                offer = self._offer(place, claim, victims, order)
+                if best is not None and offer.bound > best_key[0]:
                     continue
                 disturbance = disturbance_by([resident.eviction_key for resident in victims])
-                key = bound, disturbance, *tail
+                key = offer.bound, disturbance, *tail
                 if best is None or key < best_key:
                     best, best_key = offer, key
         return best
@@ -313,11 +286,9 @@ class _Walk:
                 return ()
             # The last stage decides: residents that are claimed by a demand ahead are gone there already.
             missing = size - last[pool]
-            on_device = by_device.get(pool) or victims.on_device(pool)
-            floor = on_device.floor(max(1, missing))
-            residencies_end = floor[0]
-            if residencies_end > -inf:
-                latest = max(residencies_end, patient_until)
+            floor = (by_device.get(pool) or victims.on_device(pool)).floor(missing)
+            if floor[0] > -inf:  # busy victims; they leave after their minimum residency and the swap patience
+                latest = max(floor[0], patient_until)
                 floor = (latest if latest > now else -inf), floor[1]
             if missing <= 0:  # it can also wait for victims of a demand ahead, and needs none of its own
                 # Without this, a place whose own residents stay long would be skipped although it is free soon.
@@ -350,37 +321,26 @@ class _Walk:
             if victims is not None:
                 yield victims
 
-    def _free_at(self, offer: _Offer, order: VictimOrder) -> float:
-        """Return the time at which the place is free at the latest: when its own victims may leave, and those claimed
-        ahead if it needs their memory."""
-        bound = max([order.bound(resident) for resident in offer.victims], default=-inf)
-        if self.claimed and (short := self._short_without(offer)):
-            # A device has less memory at an earlier stage only if claimed residents leave it, so it has a bound.
-            bound = max(bound, self.now, *(self.bounds[id] for id in short))
-        return bound
-
-    def _short_without(self, offer: _Offer) -> list[DeviceId]:
-        """Return the devices on which the claim does not fit at some stage, although its own victims had left."""
-        if not self.stages.many:
-            return []  # they were chosen so
-        return self.stages.least.short_without(offer.claim, offer.victims)
+    def _offer(self, place: Place, claim: Bytes, victims: tuple[Resident, ...], order: VictimOrder) -> _Offer:
+        """Return the offer with the devices on which it waits for demands ahead, and the time until then."""
+        bound = order.bound(victims[-1]) if victims else -inf  # the last in this order
+        # A device has less memory at an earlier stage only if claimed residents leave it, so it has a bound.
+        ahead = self.stages.least.short_without(claim, victims) if self.stages.many else ()
+        if ahead:
+            bound = max(bound, self.now, *(self.bounds[id] for id in ahead))
+        return _Offer(place, claim, victims, bound, ahead)
 
     def _claim(self, demand: Demand, offer: _Offer, order: VictimOrder) -> None:
         """Keep the place for the demand. Evict the victims if all of them may leave and nothing else is missing.
 
         All or none: half an eviction costs a model and does not help the demand.
         """
-        # A part of the victims has to stay for now: inside the minimum residency, or before the end of swap patience.
-        not_yet = [resident for resident in offer.victims if order.bound(resident) > -inf]
-        missing = self._short_without(offer)
-        ahead = self.reasons.residents_on(missing, self.claimed)
+        shortage = self._shortage(offer.claim, self._free)
         is_measured = bool(offer.victims and self.occupants.measured) and self._disturbs_a_measurement(offer)
-        shortage = self.reasons.shortage(offer.claim, self._free)
-        lacks_memory = any(id.index != SLOTS for id in shortage)
-        must_refine = bool(offer.victims) and not demand.is_exact and lacks_memory
-        evicts_now = not (not_yet or missing or is_measured or must_refine)
         # A static bound may be several times too high. Nobody is evicted on it: the exact estimate comes first. Where
         # only the number of workers is short, memory is enough even by that bound.
+        must_refine = bool(offer.victims) and not demand.is_exact and any(id.index != SLOTS for id in shortage)
+        evicts_now = offer.bound == -inf and not (is_measured or must_refine)
         if must_refine:
             self.refine.add(demand.id)
         elif demand.best_effort and not evicts_now:
@@ -388,46 +348,37 @@ class _Walk:
             self.drop.add(demand.id)
             return
 
-        until = max([*map(order.bound, not_yet), *(self.bounds[id] for id in missing)], default=-inf)
+        ahead = self.occupants.residents_on(offer.ahead, self.claimed)
         if evicts_now:
             for resident in offer.victims:
                 self._send_away(resident, Eviction(reason="evicted", for_demand=demand.id, idle=not resident.busy))
-            self.stages.promise(offer.claim)
-            self._add_step(offer)
+            self.moments.evict(offer.claim, offer.victims)
         else:
             # The claim holds although its victims stay for now. Without it, small demands behind would take each byte
             # that becomes free, and a large model would never start.
             self._look_again_at(order.next_moment())
             self._claim_later(offer, order)
-        self.emptied.promise(offer.claim)
         self.occupants.add(demand, offer.place)
 
-        # The cause is the one that lasts longest: victims that may not leave yet, then a missing estimate, then demands
-        # ahead, then a measurement, then exits that are under way.
+        # The cause is the one that lasts longest: victims that may not leave yet (inside the minimum residency, or
+        # before the end of swap patience), then a missing estimate, then demands ahead, then a measurement, then exits
+        # that are under way.
         cause: WaitCause
         on: Iterable[Resident]
+        not_yet = [resident for resident in offer.victims if order.bound(resident) > -inf] if offer.bound > -inf else []
         if not_yet:
-            cause = (
-                "residency"
-                if any(resident.starting or resident.residency_ends > self.now for resident in not_yet)
-                else "busy"
-            )
-            on = not_yet
+            in_residency = any(resident.starting or resident.residency_ends > self.now for resident in not_yet)
+            cause, on = "residency" if in_residency else "busy", not_yet
         elif must_refine:
             cause, on = scarcity(shortage), offer.victims
-        elif missing:
+        elif offer.ahead:
             cause, on = scarcity(shortage), ahead
         elif is_measured or not shortage:
-            disturbed = self._disturbed(offer)
-            cause, on = (
-                "exclusive",
-                [resident for resident in self.occupants.starting if not disturbed.isdisjoint(resident.shard_devices)],
-            )
+            disturbed, loads = self._disturbed(offer), self.occupants.starting
+            cause, on = "exclusive", [load for load in loads if not disturbed.isdisjoint(load.shard_devices)]
         else:
-            cause, on = "stopping", self.reasons.residents_on(shortage, self.leaving)
-        self.waits[demand.id] = self.reasons.wait(
-            cause, on, shortage, self._keep(shortage), place=offer.place, victims=offer.victims, until=until
-        )
+            cause, on = "stopping", self.occupants.residents_on(shortage, self.leaving)
+        self._wait(demand, cause, on, shortage, offer)
 
     def _disturbed(self, offer: _Offer) -> set[DeviceId]:
         """Return the devices on which memory changes: the place, and the devices of the victims."""
@@ -446,41 +397,20 @@ class _Walk:
     def _send_away(self, resident: Resident, eviction: Eviction) -> None:
         self.evict[resident.id] = eviction
         self.leaving[resident.id] = self.staying.pop(resident.id)
-        del self.keep[resident.id]
         self.victims.remove(resident)
-        self.stages.leave(resident)
 
     def _look_again_at(self, moment: float) -> None:
         if moment < inf:
-            self.moments.append(moment)
-
-    def _add_step(self, offer: _Offer) -> None:
-        """Promise memory of leaving residents to the demand: the first to leave go to the first in the queue.
-
-        Without this order, a demand behind could start in memory that is free by now, and the one ahead would wait for
-        a worker that takes longer to exit.
-        """
-        step = self.step
-        for resident in offer.victims:
-            step.leave(resident)
-        promised = step.enough(offer.claim, self.unpromised, step.short(offer.claim))
-        assert promised is not None, "it fits on the first stage, where all of them are gone"
-        # The rest of the leaving residents stays available for demands behind.
-        for resident in promised:
-            step.leave(resident)
-            self.unpromised.remove(resident)
-        step.promise(offer.claim)
-        self.now_free.lower(step, offer.claim)  # elsewhere this step has no less than the one before
+            self.changes.append(moment)
 
     def _claim_later(self, offer: _Offer, order: VictimOrder) -> None:
         """Record a claim whose victims leave later: demands behind may neither evict them nor use their memory."""
         # They are no candidates any more. Otherwise a demand behind could claim them too, and both would wait for the
         # same memory.
-        self.stages.book(offer.claim, offer.victims)
+        self.moments.claim_later(offer.claim, offer.victims)
         for resident in offer.victims:
             bound = order.bound(resident)
             self.claimed[resident.id] = self.staying.pop(resident.id)
-            del self.keep[resident.id]
             self.victims.remove(resident)
             for id, _, _ in resident.holds:
                 self.bounds[id] = max(self.bounds.get(id, -inf), bound)
@@ -491,15 +421,15 @@ class _Walk:
         """Refuse a demand that does not fit on an empty machine; refine a static estimate first."""
         capacity = self.places.capacity
         # The refusal reports the place that comes closest, so that the message names the smallest lack.
-        devices = self.reasons.shortage(self.places.nearest(demand, groups, capacity), capacity)
+        shortage = self._shortage(self.places.nearest(demand, groups, capacity), capacity)
         if demand.best_effort:
             self.drop.add(demand.id)
         elif demand.is_exact:
             offered = max(map(len, groups), default=0)
-            self.refuse[demand.id] = Refusal(devices=devices, needs=len(demand.shards), offered=offered)
+            self.refuse[demand.id] = Refusal(devices=shortage, needs=len(demand.shards), offered=offered)
         else:
             self.refine.add(demand.id)
-            self.waits[demand.id] = self.reasons.wait(scarcity(devices), (), devices, self._keep(devices))
+            self._wait(demand, scarcity(shortage), (), shortage)
 
     def _wait_unclaimed(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> None:
         """Let the demand wait without a claim: it does not fit even if all candidates had left.
@@ -508,12 +438,37 @@ class _Walk:
         """
         claim = self.places.nearest(demand, groups, self._free_if_emptied)
         missing = self.emptied.short(claim)
-        shortage = self.reasons.shortage({id: claim[id] for id in missing}, self._free)
-        on = self.reasons.residents_on(missing, self.staying) + self.reasons.residents_on(missing, self.claimed)
-        self.waits[demand.id] = self.reasons.wait(scarcity(shortage), on, shortage, self._keep(shortage))
+        shortage = self._shortage({id: claim[id] for id in missing}, self._free)
+        on = self.occupants.residents_on(missing, self.staying) + self.occupants.residents_on(missing, self.claimed)
+        self._wait(demand, scarcity(shortage), on, shortage)
 
-    def _keep(self, shortage: Collection[DeviceId]) -> Mapping[int, KeepReason]:
-        return self.reasons.keep(shortage, self.staying, self.keep)
+    # Reasons
+
+    def _shortage(self, claim: Bytes, room: Callable[[DeviceId], int]) -> Mapping[DeviceId, Shortage]:
+        """Return the devices on which `claim` does not fit into `room`."""
+        binds = self.places.binds
+        return {
+            id: Shortage(needed, max(0, free))
+            for id, needed in claim.items()
+            if id in binds and (free := room(id)) < needed
+        }
+
+    def _wait(
+        self,
+        demand: Demand,
+        cause: WaitCause,
+        on: Iterable[Resident],
+        shortage: Mapping[DeviceId, Shortage],
+        offer: _Offer = NO_OFFER,
+    ) -> None:
+        self.waits[demand.id] = Wait(
+            cause=cause,
+            on=tuple(sorted([resident.id for resident in on])),
+            shortage=shortage,
+            place=offer.place,
+            victims=tuple(sorted([resident.id for resident in offer.victims])),
+            until=offer.bound if self.now < offer.bound < inf else None,
+        )
 
 
 def _may_expire(resident: Resident) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from router.planner.ledger import Bytes, DeviceId
 
@@ -55,19 +55,12 @@ class Policy:
     memory: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shortage:
-    """The arithmetic of one device, in bytes (in workers for SLOTS)."""
+class Shortage(NamedTuple):
+    """One device with too little memory, in bytes (in workers for SLOTS)."""
 
     required: int
     # In a Wait: bytes that are free now and promised to no demand ahead. In a Refusal: the capacity of the device.
     available: int
-    margin: int
-    used: int  # max(driver, foreign + reserved)
-    foreign: int
-    total: int
-    limit: int | None
-    shared: int  # as in `Device`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +86,7 @@ class Eviction:
 class Refusal:
     """The demand does not even fit on an empty machine."""
 
-    # The arithmetic of the place where least is missing; empty if no node has enough devices.
+    # The devices of the place where least is missing; empty if no node has enough devices.
     devices: Mapping[DeviceId, Shortage]
     needs: int  # the number of devices that it needs on one node
     offered: int  # the largest number of its devices that exist on one node
@@ -109,7 +102,6 @@ class Wait:
     shortage: Mapping[DeviceId, Shortage] = field(default_factory=dict)
     place: tuple[DeviceId, ...] = ()  # the device claimed for each shard; empty if there is nothing to claim
     victims: tuple[int, ...] = ()  # residents, by id, that leave for it now or, together, later
-    keep: Mapping[int, KeepReason] = field(default_factory=dict)  # the reason for which each of the others is kept
     # The time at which the residents in the way may leave at the latest; None: they leave already, or not known.
     until: float | None = None
 

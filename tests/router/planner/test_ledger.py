@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.planner.availability import FreeMemory, FreeMemoryTimeline
-from router.planner.ledger import LOCAL, SLOTS, Device, DeviceId, Ledger, Reading, Resident, pooled
+from router.planner.ledger import LOCAL, SLOTS, Device, DeviceId, Ledger, Reading, Resident, in_use, pooled
 from tests.router.planner.fleets import COUNT, CPU, GPU, machine, resident
 
 WORLD = 100
@@ -289,3 +289,10 @@ def test_memory_that_is_measured_without_a_reservation_is_freed_too() -> None:
     view = FreeMemory(rows, [stray])
     claim = dict.fromkeys(GPU[:2], 80)
     assert view.enough(claim, [stray], view.short(claim)) == (stray,)
+
+
+@pytest.mark.parametrize(("driver", "used"), [(75, 80), (95, 95)])
+def test_memory_in_use_is_the_worse_of_driver_and_ledger(driver: int, used: int) -> None:
+    device = Device(id=GPU[0], total=WORLD, used=driver, foreign=10)
+    residents = [resident(1, {GPU[0]: 50}, measured={GPU[0]: 45}), resident(2, {GPU[0]: 20}), resident(3, {GPU[1]: 9})]
+    assert in_use(device, residents) == used

@@ -7,6 +7,7 @@ from random import Random
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from router.planner.reasons import keep_reasons
 from router.planner.types import Demand
 from tests.router.planner.fleets import (
     COUNT,
@@ -213,9 +214,10 @@ def test_residents_that_stay_have_a_reason(fleet: Fleet) -> None:
     plan = fleet.ask()
     residents = {one.id: one for one in fleet.residents}
     for id, wait in plan.waits.items():
-        assert not set(wait.keep) & set(wait.victims)
-        assert not any(residents[one].leaving for one in wait.keep)
-        for one, reason in wait.keep.items():
+        kept = keep_reasons(wait, plan, fleet.residents, fleet.now)
+        assert not set(kept) & {*wait.victims, *plan.evict}
+        assert not any(residents[one].leaving for one in kept)
+        for one, reason in kept.items():
             assert (reason == "pinned") == residents[one].pinned, id
 
 
