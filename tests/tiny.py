@@ -15,6 +15,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+torch.set_num_threads(1)  # test processes run side by side, and their models are too small for more threads
 BOS, EOS = "<s>", "</s>"
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}\n{% endfor %}"

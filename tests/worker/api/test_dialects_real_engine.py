@@ -9,14 +9,12 @@ import anthropic
 import ollama
 import openai
 import pytest
-import torch
 
 from tests import tiny
 from tests.worker.loaded import load
 from tests.worker.serving import serving
 from tests.worker.speaking import TOOLS
 
-torch.set_num_threads(1)
 SCHEMA: Any = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
 SCHEMA["additionalProperties"] = False
 HI: Any = [{"role": "user", "content": "hi"}]

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import openai
 import pydantic
 import pytest
-import torch
 
 from tests import tiny
 from tests.worker.loaded import load
@@ -18,7 +17,6 @@ from tests.worker.openai_clients import asking, in_a_thread
 from tests.worker.serving import Serving, serving
 from worker.engines.transformers.engine import TransformersEngine
 
-torch.set_num_threads(1)
 HELLO: Any = [{"role": "user", "content": "hi"}]
 
 

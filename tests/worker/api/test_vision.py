@@ -34,7 +34,6 @@ from worker.images import MAX_PIXELS, MAX_REQUEST_BYTES, MAX_REQUEST_PIXELS, Enc
 from worker.protocol.architectures import VISION
 from worker.server.server import Server
 
-torch.set_num_threads(1)
 WORDS = "What does it show?"
 IMAGE = picture(seed=1)
 MOST = 16  # maximum tokens of an answer

@@ -2,11 +2,10 @@
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-import torch
 
-from tests import tiny
 from tests.worker.loaded import collect_choices, complete_one, generation
 from tests.worker.stepped import JournalRunner, journaled
 from worker.engines.transformers.engine import TransformersEngine
@@ -15,7 +14,6 @@ from worker.engines.transformers.schedule.scheduler import Batch, Scheduler
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.interface import SamplingParams
 
-torch.set_num_threads(1)
 PROMPT = tuple(range(20, 57))
 WARM = SamplingParams(temperature=1.3, seed=11)
 
@@ -95,9 +93,8 @@ def test_a_choice_that_is_cancelled_while_it_follows_is_forgotten() -> None:
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TransformersEngine, JournalRunner]]:
-    folder = tiny.make("llama", tmp_path_factory.mktemp("llama"))
-    engine, journal = journaled(folder, ctx_size=128, parallel=4, prefill_chunk=16)
+def counted(llama: Path) -> Iterator[tuple[TransformersEngine, JournalRunner]]:
+    engine, journal = journaled(llama, ctx_size=128, parallel=4, prefill_chunk=16)
     yield engine, journal
     asyncio.run(engine.close())
 

@@ -29,7 +29,6 @@ from worker.errors import (
 )
 from worker.interface import EncoderInput
 
-torch.set_num_threads(1)
 TOKENS = [tuple(range(3, 3 + length)) for length in (4, 31, 1, 9, 60, 5, 12)]
 PROMPTS = [EncoderInput(tokens) for tokens in TOKENS]
 

@@ -46,25 +46,19 @@ from worker.errors import (
 from worker.interface import Delta, EncoderInput, PrefillProgress, SamplingParams
 from worker.protocol.events import Exit, Progress, Pulse
 
-torch.set_num_threads(1)
 CTX, EOS = 128, 1
 PROMPT = (9, 41, 70, 77, 80)
 WARM = SamplingParams(temperature=1.3, seed=11)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make("llama", tmp_path_factory.mktemp("llama"))
+def model(llama: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(llama)
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[TransformersEngine]:
-    engine = load(folder, ctx_size=CTX, parallel=4, prefill_chunk=16)
+def engine(llama: Path) -> Iterator[TransformersEngine]:
+    engine = load(llama, ctx_size=CTX, parallel=4, prefill_chunk=16)
     yield engine
     asyncio.run(engine.close())
 
@@ -117,8 +111,8 @@ async def test_an_invalid_request_is_rejected_and_no_other_ends(
     assert (await rest(stream, collected)).tokens == generated(model, PROMPT, 12)
 
 
-async def test_the_error_for_a_long_prompt_names_its_length_and_the_limit(folder: Path) -> None:
-    async with serving(load(folder, ctx_size=32, max_input_tokens=10)) as engine:
+async def test_the_error_for_a_long_prompt_names_its_length_and_the_limit(llama: Path) -> None:
+    async with serving(load(llama, ctx_size=32, max_input_tokens=10)) as engine:
         with pytest.raises(ContextExceeded) as stage_done:
             await complete_one(engine, (5,) * 32)
         assert stage_done.value.extra == {"n_prompt_tokens": 32, "n_ctx": 32}
@@ -134,8 +128,8 @@ async def test_an_empty_prompt_begins_with_the_token_that_begins_texts(engine: T
     ).tokens
 
 
-async def test_an_empty_prompt_without_such_a_token_is_refused(folder: Path) -> None:
-    async with serving(load(folder, ctx_size=32)) as engine:
+async def test_an_empty_prompt_without_such_a_token_is_refused(llama: Path) -> None:
+    async with serving(load(llama, ctx_size=32)) as engine:
         engine.tokenizer.bos_token = None
         with pytest.raises(InvalidValue, match="empty"):
             await complete_one(engine, ())
@@ -149,9 +143,9 @@ async def test_max_tokens_beyond_the_context_ends_with_length_at_its_last_token(
     assert (longest.finish, len(longest.tokens)) == ("length", 1)
 
 
-async def test_no_maximum_means_the_presets_or_the_context(folder: Path) -> None:
+async def test_no_maximum_means_the_presets_or_the_context(llama: Path) -> None:
     never_end = replace(GREEDY, ignore_eos=True)
-    async with serving(load(folder, ctx_size=40, n_predict=7)) as engine:
+    async with serving(load(llama, ctx_size=40, n_predict=7)) as engine:
         assert len((await complete_one(engine, PROMPT, sampling=never_end)).tokens) == 7
         assert len((await complete_one(engine, PROMPT, sampling=never_end, max_tokens=9)).tokens) == 9
 
@@ -190,8 +184,8 @@ async def test_without_a_seed_every_answer_is_another_one(engine: TransformersEn
     assert len({tuple(each.tokens) for each in collected}) == 3
 
 
-async def test_the_presets_seed_stands_in_where_a_request_has_none(folder: Path) -> None:
-    async with serving(load(folder, ctx_size=64, seed=11)) as engine:
+async def test_the_presets_seed_stands_in_where_a_request_has_none(llama: Path) -> None:
+    async with serving(load(llama, ctx_size=64, seed=11)) as engine:
         unseeded = await complete_one(engine, PROMPT, max_tokens=20, sampling=replace(WARM, seed=None))
         assert unseeded.tokens == (await complete_one(engine, PROMPT, max_tokens=20, sampling=WARM)).tokens
 
@@ -332,8 +326,8 @@ async def test_times_and_counts_come_with_the_last_delta_only(engine: Transforme
 # Batching
 
 
-async def test_a_long_prompt_does_not_stall_a_stream(folder: Path) -> None:
-    async with serving(load(folder, ctx_size=256, parallel=2, prefill_chunk=8)) as engine:
+async def test_a_long_prompt_does_not_stall_a_stream(llama: Path) -> None:
+    async with serving(load(llama, ctx_size=256, parallel=2, prefill_chunk=8)) as engine:
         stream = engine.generate(generation(PROMPT, sampling=replace(GREEDY, ignore_eos=True), max_tokens=200))
         await first(stream)
         received = 0
@@ -380,8 +374,8 @@ async def test_a_slow_reader_delays_no_request_and_misses_nothing(engine: Transf
     assert (await rest(slow, collected)).tokens == generated(model, PROMPT, 30)
 
 
-async def test_the_queue_is_bounded(folder: Path) -> None:
-    async with serving(load(folder, ctx_size=CTX, parallel=1, queue_size=2)) as engine:
+async def test_the_queue_is_bounded(llama: Path) -> None:
+    async with serving(load(llama, ctx_size=CTX, parallel=1, queue_size=2)) as engine:
         streams = [engine.generate(generation(PROMPT)) for _ in range(3)]
         readers = [asyncio.create_task(first(stream)) for stream in streams]
         await asyncio.wait(readers[:1])
@@ -396,8 +390,8 @@ async def test_the_queue_is_bounded(folder: Path) -> None:
         assert (await complete_one(engine, PROMPT, max_tokens=2)).finish == "length", "there is room again"
 
 
-async def test_closing_ends_running_requests_and_rejects_new_ones(folder: Path) -> None:
-    engine = load(folder, ctx_size=CTX, parallel=1)
+async def test_closing_ends_running_requests_and_rejects_new_ones(llama: Path) -> None:
+    engine = load(llama, ctx_size=CTX, parallel=1)
     running, waiting = (engine.generate(generation(PROMPT, max_tokens=None)) for _ in range(2))
     await first(running)
     waiter = asyncio.create_task(first(waiting))
@@ -422,20 +416,20 @@ def is_marked(segment: Segment) -> bool:
 MARKED = (13, 5, 6)
 
 
-async def test_steps_run_on_one_thread_with_the_presets_number_of_helpers(folder: Path) -> None:
+async def test_steps_run_on_one_thread_with_the_presets_number_of_helpers(llama: Path) -> None:
     seen: set[tuple[str, int]] = set()
 
     def fault(batch: Batch, ahead: bool) -> None:
         seen.add((threading.current_thread().name, torch.get_num_threads()))
 
-    engine, _ = journaled(folder, fault, ctx_size=CTX, threads=3)
+    engine, _ = journaled(llama, fault, ctx_size=CTX, threads=3)
     async with serving(engine):
         await asyncio.gather(*(complete_one(engine, PROMPT, max_tokens=3) for _ in range(2)))
     assert seen == {("step-loop", 3)}
     assert torch.get_num_threads() == 1, "other threads are unchanged"
 
 
-async def test_the_threads_that_a_load_computed_with_are_gone_when_it_is_done(folder: Path) -> None:
+async def test_the_threads_that_a_load_computed_with_are_gone_when_it_is_done(llama: Path) -> None:
     helpers: set[int] = set()
 
     def progress(_: Progress) -> None:
@@ -443,7 +437,7 @@ async def test_the_threads_that_a_load_computed_with_are_gone_when_it_is_done(fo
         helpers.update(unnamed_threads() - before)
 
     before = unnamed_threads()
-    asked = options(folder, ctx_size=CTX, threads=2)
+    asked = options(llama, ctx_size=CTX, threads=2)
     try:
         engine = await asyncio.to_thread(
             TransformersEngine.load, asked, progress=progress, pulse=lambda _: None, ahead=False
@@ -463,7 +457,7 @@ def unnamed_threads() -> set[int]:
     return set(map(int, os.listdir("/proc/self/task"))) - {each.native_id or 0 for each in threading.enumerate()}
 
 
-async def test_a_cancel_takes_effect_within_one_step(folder: Path) -> None:
+async def test_a_cancel_takes_effect_within_one_step(llama: Path) -> None:
     computing, go_on = threading.Event(), threading.Event()
 
     def fault(batch: Batch, ahead: bool) -> None:
@@ -471,7 +465,7 @@ async def test_a_cancel_takes_effect_within_one_step(folder: Path) -> None:
             computing.set()
             assert go_on.wait(DEADLINE)
 
-    engine, runner = journaled(folder, fault, ctx_size=CTX, parallel=1)
+    engine, runner = journaled(llama, fault, ctx_size=CTX, parallel=1)
     async with serving(engine):
         stream = engine.generate(generation(PROMPT))
         await first(stream)
@@ -484,7 +478,7 @@ async def test_a_cancel_takes_effect_within_one_step(folder: Path) -> None:
         await nothing_runs(engine)
 
 
-async def test_the_runner_forgets_every_freed_row(folder: Path) -> None:
+async def test_the_runner_forgets_every_freed_row(llama: Path) -> None:
     computing, go_on = threading.Event(), threading.Event()
     full: list[Batch] = []
 
@@ -496,7 +490,7 @@ async def test_the_runner_forgets_every_freed_row(folder: Path) -> None:
             computing.set()
             assert go_on.wait(DEADLINE)
 
-    engine, runner = journaled(folder, fault, ctx_size=CTX, parallel=3)
+    engine, runner = journaled(llama, fault, ctx_size=CTX, parallel=3)
     async with serving(engine):
         await asyncio.gather(*(complete_one(engine, (20 + index, 5, 6), max_tokens=5) for index in range(3)))
         assert len(full) == 1
@@ -514,7 +508,7 @@ async def test_the_runner_forgets_every_freed_row(folder: Path) -> None:
         assert freed == ["forget 0"] * 2, "a cancelled sequence, too, before another one gets the row"
 
 
-async def test_prompt_logprobs_are_complete_after_a_preemption(folder: Path) -> None:
+async def test_prompt_logprobs_are_complete_after_a_preemption(llama: Path) -> None:
     """The second prompt shares a step with the end of the first, is preempted and begins again alone."""
     asked, seen = threading.Event(), set[tuple[int, int]]()
 
@@ -527,7 +521,7 @@ async def test_prompt_logprobs_are_complete_after_a_preemption(folder: Path) -> 
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
     prompts = [tuple(range(20, 60)), (13, *range(20, 59))]
-    engine, _ = journaled(folder, fault, ctx_size=CTX, parallel=2, prefill_chunk=16)
+    engine, _ = journaled(llama, fault, ctx_size=CTX, parallel=2, prefill_chunk=16)
     async with serving(engine):
         tasks = [
             asyncio.create_task(complete_one(engine, each, max_tokens=4, prompt_logprobs=True)) for each in prompts
@@ -546,7 +540,7 @@ async def test_prompt_logprobs_are_complete_after_a_preemption(folder: Path) -> 
 @pytest.mark.parametrize("choices", [1, 3])
 @pytest.mark.parametrize("breaks", [False, True], ids=["NaN logits", "an error of the model"])
 async def test_a_failing_sequence_ends_its_request_and_no_other(
-    folder: Path, model: Any, *, breaks: bool, choices: int
+    llama: Path, model: Any, *, breaks: bool, choices: int
 ) -> None:
     def fault(batch: Batch, ahead: bool) -> list[Segment]:
         failing = [segment for segment in batch if is_marked(segment) and segment.sequence.answered == 3]
@@ -555,7 +549,7 @@ async def test_a_failing_sequence_ends_its_request_and_no_other(
             raise IndexError("index out of range in self")
         return failing
 
-    engine, _ = journaled(folder, fault, ctx_size=CTX)
+    engine, _ = journaled(llama, fault, ctx_size=CTX)
     async with serving(engine):
         failed, *others = await asyncio.gather(
             collect_choices(engine, generation(MARKED, n=choices, sampling=WARM)),
@@ -569,7 +563,7 @@ async def test_a_failing_sequence_ends_its_request_and_no_other(
         await nothing_runs(engine)
 
 
-async def test_nan_in_the_cache_ends_with_its_request(folder: Path, model: Any) -> None:
+async def test_nan_in_the_cache_ends_with_its_request(llama: Path, model: Any) -> None:
     """A mask hides padded rows only if they hold numbers: NaN would spread."""
 
     def fault(batch: Batch, ahead: bool) -> None:
@@ -578,7 +572,7 @@ async def test_nan_in_the_cache_ends_with_its_request(folder: Path, model: Any) 
                 for slot, count in segment.table.spans(0, segment.end):
                     runner.pool.values[0][slot : slot + count] = float("nan")
 
-    engine, runner = journaled(folder, fault, ctx_size=CTX, parallel=2)
+    engine, runner = journaled(llama, fault, ctx_size=CTX, parallel=2)
     long = (*range(20, 60), 5)
     async with serving(engine):
         collected, failed = await asyncio.gather(
@@ -593,12 +587,12 @@ async def test_nan_in_the_cache_ends_with_its_request(folder: Path, model: Any) 
             await complete_one(engine, (*MARKED, *long))
 
 
-async def test_a_step_without_memory_is_tried_again_without_the_youngest(folder: Path, model: Any) -> None:
+async def test_a_step_without_memory_is_tried_again_without_the_youngest(llama: Path, model: Any) -> None:
     def fault(batch: Batch, ahead: bool) -> None:
         if len(batch) > 2 and min(each.sequence.answered for each in batch) >= 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
-    engine, runner = journaled(folder, fault, ctx_size=CTX, parallel=3)
+    engine, runner = journaled(llama, fault, ctx_size=CTX, parallel=3)
     async with serving(engine):
         prompts = [(20 + index, 5, 6) for index in range(3)]
         collected = await asyncio.gather(
@@ -609,7 +603,7 @@ async def test_a_step_without_memory_is_tried_again_without_the_youngest(folder:
         assert any(len(batch) > 2 for batch in runner.batches)
 
 
-async def test_without_any_memory_requests_end_and_the_worker_lives_on(folder: Path, model: Any) -> None:
+async def test_without_any_memory_requests_end_and_the_worker_lives_on(llama: Path, model: Any) -> None:
     full = threading.Event()
     full.set()
 
@@ -617,7 +611,7 @@ async def test_without_any_memory_requests_end_and_the_worker_lives_on(folder: P
         if full.is_set():
             raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
 
-    engine, _ = journaled(folder, fault, ctx_size=CTX)
+    engine, _ = journaled(llama, fault, ctx_size=CTX)
     async with serving(engine):
         collected = await asyncio.gather(
             *(complete_one(engine, PROMPT, max_tokens=9) for _ in range(3)), return_exceptions=True
@@ -628,7 +622,7 @@ async def test_without_any_memory_requests_end_and_the_worker_lives_on(folder: P
         assert not engine.fatal.done()
 
 
-async def test_a_sticky_device_error_ends_all_requests_and_the_process(folder: Path) -> None:
+async def test_a_sticky_device_error_ends_all_requests_and_the_process(llama: Path) -> None:
     raised: list[Batch] = []
 
     def fault(batch: Batch, ahead: bool) -> None:
@@ -636,7 +630,7 @@ async def test_a_sticky_device_error_ends_all_requests_and_the_process(folder: P
             raised.append(batch)
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    engine, _ = journaled(folder, fault, ctx_size=CTX)
+    engine, _ = journaled(llama, fault, ctx_size=CTX)
     collected = await asyncio.gather(*(complete_one(engine, PROMPT) for _ in range(2)), return_exceptions=True)
     assert all(isinstance(each, Draining) for each in collected)
     assert len(raised) == 1, "the device is not touched again"
@@ -651,7 +645,7 @@ async def test_a_sticky_device_error_ends_all_requests_and_the_process(folder: P
 # Pulses
 
 
-async def test_pulses_come_from_the_step_loop_with_what_is_measured(folder: Path) -> None:
+async def test_pulses_come_from_the_step_loop_with_what_is_measured(llama: Path) -> None:
     received: list[tuple[str, Pulse]] = []
     came = threading.Event()
 
@@ -660,7 +654,7 @@ async def test_pulses_come_from_the_step_loop_with_what_is_measured(folder: Path
         came.set()
 
     stages: list[Progress] = []
-    asked = options(folder, ctx_size=64)
+    asked = options(llama, ctx_size=64)
     stage_done: list[str] = []
     engine = TransformersEngine.load(asked, progress=stages.append, pulse=pulse, stage_done=stage_done.append)
     async with serving(engine):
@@ -671,7 +665,7 @@ async def test_pulses_come_from_the_step_loop_with_what_is_measured(folder: Path
         assert event.measured["cpu"] > 100 << 20
         assert list(dict.fromkeys(stage.stage for stage in stages)) == ["start", "weights", "warmup"]
         last = [stage for stage in stages if stage.stage == "weights"][-1]
-        assert last.done == last.total >= (folder / "model.safetensors").stat().st_size
+        assert last.done == last.total >= (llama / "model.safetensors").stat().st_size
         assert engine.measured["cpu"] >= event.measured["cpu"]
         steps = engine.occupancy.steps
         await complete_one(engine, PROMPT, max_tokens=5)

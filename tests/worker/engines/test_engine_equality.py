@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 from tests import tiny
@@ -29,7 +28,6 @@ from tests.worker.loaded import (
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load.architectures import VERIFIED, backend
 
-torch.set_num_threads(1)
 NEW = 20  # each answer crosses a border of KV blocks
 LENGTHS = (1, 7, 23, 60)
 

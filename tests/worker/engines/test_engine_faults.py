@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,11 +14,6 @@ from tests.worker.stepped import JournalRunner
 from worker.detokenizer import AnswerText
 from worker.engines.transformers.run.runner import Runner
 from worker.engines.transformers.schedule.scheduler import Batch
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make("llama", tmp_path_factory.mktemp("llama"))
 
 
 def test_the_work_for_a_token_is_the_same_however_long_the_answer_is() -> None:
@@ -75,7 +69,7 @@ class StepSizes(JournalRunner):
         return logits
 
 
-async def test_no_mask_is_as_large_as_the_prompt_squared_nor_as_all_rows_together(folder: Path) -> None:
+async def test_no_mask_is_as_large_as_the_prompt_squared_nor_as_all_rows_together(llama: Path) -> None:
     """512 tokens in 8 rows: a mask over all rows would take 64 MiB, one for a prompt alone 1 MiB."""
     watched: list[StepSizes] = []
 
@@ -84,7 +78,7 @@ async def test_no_mask_is_as_large_as_the_prompt_squared_nor_as_all_rows_togethe
         return watched[0]
 
     ctx, rows, chunk = 512, 8, 32
-    async with serving(load_with(folder, watch, ctx_size=ctx, parallel=rows, prefill_chunk=chunk)) as engine:
+    async with serving(load_with(llama, watch, ctx_size=ctx, parallel=rows, prefill_chunk=chunk)) as engine:
         prompts = [tuple(20 + (7 * at + row) % 400 for at in range(ctx - 8)) for row in range(rows)]
         await asyncio.gather(*(complete_one(engine, prompt, max_tokens=4) for prompt in prompts))
     (runner,) = watched

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests import tiny
 from tests.worker.loaded import complete_one, options, serving
@@ -16,7 +15,6 @@ from worker.engines.transformers.preparation import MAX_MODELS, PrebuiltModels, 
 from worker.interface import EncoderInput
 from worker.protocol.argv import Serve
 
-torch.set_num_threads(1)
 PROMPT = (9, 41, 70, 77, 80)
 
 

@@ -108,11 +108,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def options(snapshot: Path, **settings: Any) -> Estimate:
     return Estimate(snapshot=str(snapshot), **settings)
 

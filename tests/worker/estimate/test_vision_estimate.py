@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from router.config.presets import Preset
 from router.memory import checkpoint
@@ -24,7 +23,6 @@ from worker.protocol.argv import Estimate
 from worker.protocol.memory import HELD_BYTES, OPENING_BYTES
 
 pytestmark = pytest.mark.slow
-torch.set_num_threads(1)
 TOWER = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}
 SIDES = {"gemma3": 144, "idefics3": 128, "llava": 140}
 CTX = 512

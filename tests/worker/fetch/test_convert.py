@@ -27,7 +27,6 @@ from worker.protocol.events import Converted, Event, Exit, Progress
 from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
 from worker.protocol.snapshot_files import INDEX, MANIFEST, ConversionManifest, decode_manifest
 
-torch.set_num_threads(1)
 PROMPT = (9, 41, 70, 77, 80)
 # families whose checkpoints store experts one by one
 STACKED = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "jamba", "olmoe", "phimoe")

@@ -47,7 +47,6 @@ Ask = Callable[..., str]
 @pytest.fixture(scope="module")
 def ask() -> Ask:
     """Answers of demo-chat to a conversation, greedy unless `seed` is given, in float32; with its end mark."""
-    torch.set_num_threads(1)
     tokenizer: Any = AutoTokenizer.from_pretrained(demo.CHAT)
     model: Any = AutoModelForCausalLM.from_pretrained(demo.CHAT, dtype=torch.float32)
 
@@ -243,7 +242,6 @@ def test_an_unknown_name_is_rejected_with_the_known_ones(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_random_model_computes_finite_numbers(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     folder = demo.make("a", tmp_path, ignore)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.bfloat16

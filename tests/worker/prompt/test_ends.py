@@ -6,27 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests import tiny
 from tests.worker.loaded import complete_one, load
 from worker.engines.transformers.engine import TransformersEngine
 from worker.errors import InvalidValue
 from worker.interface import SamplingParams
 
-torch.set_num_threads(1)
 PROMPT = (9, 41, 70, 77, 80)
 LONG = tuple(range(5, 45))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make("llama", tmp_path_factory.mktemp("llama"))
-
-
 @pytest.fixture(scope="module", params=[False, True], ids=["in turn", "ahead"])
-def engine(folder: Path, request: Any) -> Iterator[TransformersEngine]:
-    engine = load(folder, ctx_size=128, parallel=4, ahead=request.param)
+def engine(llama: Path, request: Any) -> Iterator[TransformersEngine]:
+    engine = load(llama, ctx_size=128, parallel=4, ahead=request.param)
     yield engine
     asyncio.run(engine.close())
 
@@ -42,8 +34,8 @@ async def test_a_stop_token_of_the_request_ends_its_answer(engine: TransformersE
     assert (shown.tokens, shown.finish, shown.deltas[-1].hidden_tokens) == (free.tokens[: at + 1], "stop", ())
 
 
-async def test_ignore_eos_ignores_only_the_models_end_tokens_and_min_tokens_all(folder: Path) -> None:
-    engine = load(folder, ctx_size=128, parallel=1)
+async def test_ignore_eos_ignores_only_the_models_end_tokens_and_min_tokens_all(llama: Path) -> None:
+    engine = load(llama, ctx_size=128, parallel=1)
     free = await complete_one(engine, PROMPT, max_tokens=12, sampling=SamplingParams(temperature=0.0, ignore_eos=True))
     end = free.tokens[3]
     at = free.tokens.index(end)
@@ -78,8 +70,8 @@ async def test_a_stop_token_outside_the_vocabulary_is_rejected(engine: Transform
         await complete_one(engine, PROMPT, ends=frozenset({10**6}))
 
 
-async def test_cached_prompts_are_shared_only_with_the_same_salt(folder: Path) -> None:
-    engine = load(folder, ctx_size=128, parallel=2)
+async def test_cached_prompts_are_shared_only_with_the_same_salt(llama: Path) -> None:
+    engine = load(llama, ctx_size=128, parallel=2)
 
     async def cached(salt: str) -> int:
         received = await complete_one(engine, LONG, max_tokens=1, salt=salt)

@@ -9,14 +9,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-import torch
 
 from tests import tiny
 from tests.worker.loaded import DEADLINE, load, options
 from tests.worker.serving import chunks
 from worker.server.server import Server
 
-torch.set_num_threads(1)
 TEMPLATE = (
     "{{ bos_token }}{{ tools | tojson if tools else '' }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n"
     "{% endfor %}{{ '<think>' if enable_thinking else '' }}{# </think> <tool_call></tool_call> arguments #}"

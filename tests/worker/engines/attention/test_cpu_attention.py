@@ -14,7 +14,6 @@ from worker.engines.transformers.schedule import kv_cache
 from worker.estimate.memory_tracer import peak_bytes
 from worker.protocol.memory import BLOCK_TOKENS, SPREAD_SCORES, SPREAD_TENSORS, WIDENED_BYTES
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 
 

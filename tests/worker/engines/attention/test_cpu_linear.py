@@ -29,7 +29,6 @@ from worker.engines.transformers.attention.cpu_linear import (
 from worker.engines.transformers.load import safetensors
 from worker.estimate.memory_tracer import peak_bytes
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(
     not cpu_linear.is_supported(torch.float32), reason="oneDNN has no fast kernels for this processor"
 )

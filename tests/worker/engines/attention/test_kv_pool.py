@@ -26,7 +26,6 @@ from worker.fetch import demo
 from worker.protocol.argv import Serve
 from worker.protocol.memory import BLOCK_TOKENS, DEQUANTIZED_KV_BYTES
 
-torch.set_num_threads(1)
 B, CPU = BLOCK_TOKENS, torch.device("cpu")
 KINDS = ("bf16", "int8", "int4")
 

@@ -27,7 +27,6 @@ from worker.interface import SamplingParams
 from worker.protocol.argv import Serve
 from worker.protocol.memory import BLOCK_TOKENS
 
-torch.set_num_threads(1)
 B = BLOCK_TOKENS
 CTX, NEW = 128, 32
 FAMILIES = ("llama", "mistral", "gpt2")

@@ -15,7 +15,6 @@ from tests.worker.loaded import collect_choices, complete_one, generated, genera
 from worker.engines.transformers.attention.quantized_kv_types import KvStorageType, group_size
 from worker.errors import StartError
 
-torch.set_num_threads(1)
 CTX, NEW = 128, 24
 QUANTISED = ("int8", "int4")
 

@@ -38,11 +38,6 @@ SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "initiali
 PROMPT = [5, 9, 17, 40, 33, 21, 60, 8, 11]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def as_transformers_loads_it(folder: Path, method: str) -> Any:
     bits: Any = transformers.BitsAndBytesConfig
     asked = bits(load_in_8bit=method == "bnb-8bit", load_in_4bit=method == "bnb-4bit")

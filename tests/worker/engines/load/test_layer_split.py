@@ -23,7 +23,6 @@ from worker.estimate import estimate
 from worker.interface import AdapterChoice
 from worker.protocol.argv import AdapterSource, Estimate, encode_adapters
 
-torch.set_num_threads(1)
 COMMON: dict[str, Any] = {"ctx_size": 64, "parallel": 2, "prefill_chunk": 16}
 DEEP = {"num_hidden_layers": 3}
 

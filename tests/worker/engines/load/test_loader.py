@@ -28,7 +28,6 @@ from worker.protocol.events import Exit
 from worker.protocol.memory import BLOCK_TOKENS
 from worker.protocol.snapshot_files import WEIGHTS
 
-torch.set_num_threads(1)
 PROMPT = (9, 41, 70, 77, 80)
 
 

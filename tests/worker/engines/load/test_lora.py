@@ -34,7 +34,6 @@ from worker.estimate.estimate import trace
 from worker.interface import AdapterChoice
 from worker.protocol.argv import AdapterSource, Estimate, encode_adapters
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.slow
 NEW = 20
 LENGTHS = (5, 23, 40)
@@ -151,11 +150,6 @@ async def test_choices_of_one_request_share_its_adapter(engine: TransformersEngi
 
 
 # What a name stands for
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

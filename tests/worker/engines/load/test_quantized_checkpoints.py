@@ -41,11 +41,6 @@ METHODS = [_method(name) for name in quantized_snapshots.METHODS]
 PROMPT = [5, 9, 17, 40, 33, 21, 60, 8, 11]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("method", METHODS)
 async def test_a_quantized_checkpoint_gives_the_text_of_its_dequantized_weights(tmp_path: Path, method: str) -> None:
     folder = quantized_snapshots.make(method, tmp_path / "m")

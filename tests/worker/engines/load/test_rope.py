@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 from router.memory import checkpoint
@@ -16,7 +15,6 @@ from worker.engines.transformers.load import architectures
 from worker.engines.transformers.load.snapshot import load_config
 from worker.errors import StartError
 
-torch.set_num_threads(1)
 PROMPT = tuple(range(20, 80))
 THETA = 10000.0
 

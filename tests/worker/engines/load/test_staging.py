@@ -20,7 +20,6 @@ from worker.engines.transformers.load.staging import HostCopies, RingSize, move
 from worker.errors import StartError
 from worker.protocol.events import Exit
 
-torch.set_num_threads(1)
 HERE = torch.device("cpu")
 
 

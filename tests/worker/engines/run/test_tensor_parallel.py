@@ -49,7 +49,6 @@ from worker.protocol.architectures import DIVISIBLE
 from worker.protocol.argv import Estimate, to_argv
 from worker.protocol.events import Exit
 
-torch.set_num_threads(1)
 COMMON: dict[str, Any] = {"ctx_size": 128, "parallel": 4, "prefill_chunk": 24, "tensor_parallel": 2}
 NEW = 8
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import PIL.Image
 import pytest
-import torch
 import transformers
 
 from tests import tiny_vision
@@ -21,7 +20,6 @@ from worker.images import EncodedImage
 from worker.interface import GenerationRequest
 from worker.protocol.architectures import VISION
 
-torch.set_num_threads(1)
 NEW = 24
 PROMPTS = {
     "one image": ("<s>Look at PLACE and say what it shows.", 1),

@@ -60,7 +60,6 @@ from worker.prompt import tools
 from worker.prompt.chat_formats import find
 from worker.prompt.tools import preamble
 
-torch.set_num_threads(1)
 CTX, EOS = 256, 1
 PROMPT = (9, 41, 70, 77, 80)
 SCHEMAS: list[Any] = [
@@ -88,20 +87,15 @@ def warm(seed: int, **further: Any) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make("llama", tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[TransformersEngine]:
-    made = load(folder, ctx_size=CTX, parallel=16, queue_size=1000)
+def engine(llama: Path) -> Iterator[TransformersEngine]:
+    made = load(llama, ctx_size=CTX, parallel=16, queue_size=1000)
     yield made
     asyncio.run(made.close())
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> Any:
-    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+def model(llama: Path) -> Any:
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(llama)
     return loaded.eval()
 
 
@@ -268,7 +262,7 @@ async def test_a_text_too_complex_for_its_grammar_ends_alone_with_an_error(
     assert collected.tokens == generated(model, PROMPT, 40)
 
 
-async def test_a_preempted_sequence_goes_on_in_its_grammar_where_it_was(folder: Path) -> None:
+async def test_a_preempted_sequence_goes_on_in_its_grammar_where_it_was(llama: Path) -> None:
     failures: list[Batch] = []
 
     def fault(batch: Batch, ahead: bool) -> None:
@@ -284,11 +278,11 @@ async def test_a_preempted_sequence_goes_on_in_its_grammar_where_it_was(folder: 
         )
         return [collected.text for collected in await asyncio.gather(*asked)]
 
-    tight, _ = journaled(folder, fault, ctx_size=CTX, parallel=3)
+    tight, _ = journaled(llama, fault, ctx_size=CTX, parallel=3)
     async with serving(tight):
         preempted = await answer_all(tight)
     assert failures
-    async with serving(load(folder, ctx_size=CTX, parallel=3)) as wide:
+    async with serving(load(llama, ctx_size=CTX, parallel=3)) as wide:
         assert await answer_all(wide) == preempted
 
 
@@ -557,7 +551,7 @@ def test_compiled_grammars_that_took_long_are_kept_for_a_limited_time_together()
     assert list(grammars.begun.queue)[6:] == ["d"], "the last one is kept in any case"
 
 
-def test_compiled_grammars_are_kept_but_not_without_bound(folder: Path) -> None:
+def test_compiled_grammars_are_kept_but_not_without_bound() -> None:
     grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512)
     first = grammars.matcher(Grammar("regex", "a"))
     again = grammars.matcher(Grammar("regex", "a"))
@@ -580,7 +574,7 @@ def test_a_tokenizer_that_cannot_be_read_refuses_grammars_only() -> None:
         Grammars(Slow(), ends={1}, vocab_size=2).matcher(Grammar("regex", "a"))
 
 
-def test_logits_beyond_the_vocabulary_are_never_sampled(folder: Path) -> None:
+def test_logits_beyond_the_vocabulary_are_never_sampled() -> None:
     grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=600)
     bits = grammars.masks([grammars.matcher(Grammar("regex", "(?s:.*)"))]).result(DEADLINE)
     grammars.close()

@@ -17,7 +17,6 @@ from worker.engines.transformers.schedule.sequence import PenaltyCounts
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
 from worker.interface import SamplingParams
 
-torch.set_num_threads(1)
 VOCAB = 24
 LOGITS = [round(3.0 * math.sin(1.7 * token) - 0.05 * token, 3) for token in range(VOCAB)]
 

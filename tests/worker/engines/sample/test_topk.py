@@ -9,7 +9,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from worker.engines.transformers.sample import topk
 
-torch.set_num_threads(1)
 VOCAB = 20_000
 MADE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "as they come": lambda scores: scores,
