@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.worker.every_kind import NEW, comparable, prompts, requests, work_of
 from tests.worker.loaded import (
     DEADLINE,
     GREEDY,
@@ -29,7 +30,6 @@ from tests.worker.loaded import (
 )
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.loop.drafting import Drafter
-from worker.engines.transformers.loop.generation_loop import GenerationLoop
 from worker.engines.transformers.loop.requests import RequestChoice
 from worker.engines.transformers.run.draft_model import DraftModel
 from worker.engines.transformers.sample.grammar import ANSWER_SECONDS, TOKEN_SECONDS, GrammarMatcher
@@ -39,9 +39,7 @@ from worker.engines.transformers.schedule.speculation import DraftLength, DraftL
 from worker.errors import StartError
 from worker.interface import GenerationRequest, Grammar, SamplingParams
 
-torch.set_num_threads(1)
-CTX, NEW = 128, 40
-WARM = SamplingParams(temperature=1.0, seed=11)
+CTX = 128
 ALWAYS = DraftLength((4,))
 
 
@@ -70,16 +68,6 @@ class Oracle:
         ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make("llama", tmp_path_factory.mktemp("llama"))
-
-
-def work_of(engine: TransformersEngine) -> GenerationLoop:
-    assert engine._generation is not None
-    return engine._generation
-
-
 def drafting(engine: TransformersEngine, model: Any = None, length: DraftLength = ALWAYS) -> Drafter:
     """Make the engine draft with `model`, always of one length."""
     work, drafter = work_of(engine), Drafter(length, model)
@@ -91,50 +79,6 @@ def speculating(folder: Path, **changes: Any) -> TransformersEngine:
     return load(folder, **{"ctx_size": CTX, "parallel": 4, "prefill_chunk": 16, "ngram_size": 2, **changes})
 
 
-def prompts(longest: int = 60) -> list[tuple[int, ...]]:
-    source = random.Random(3)
-    return [tuple(source.randrange(2, 500) for _ in range(length)) for length in (1, 7, 17, longest)]
-
-
-def requests() -> list[GenerationRequest]:
-    """Every kind of request."""
-    first, second, third, fourth = prompts()
-    array = Grammar("json_schema", '{"type": "array", "items": {"type": "integer"}, "maxItems": 4}', "response_format")
-    penalised = replace(WARM, repetition_penalty=1.3, presence_penalty=0.5, repeat_last_n=8)
-    return [
-        *(generation(prompt, max_tokens=NEW) for prompt in (first, second, third, fourth)),
-        generation(second, max_tokens=9, sampling=replace(WARM, temperature=1.5)),
-        generation(third, max_tokens=NEW, sampling=replace(WARM, seed=5, top_p=0.9, top_k=40, min_tokens=12)),
-        generation(fourth, max_tokens=NEW, sampling=replace(WARM, seed=6), stop=("e", "t")),
-        generation(third, max_tokens=1),
-        generation(second, max_tokens=0),
-        generation(third, max_tokens=NEW, sampling=penalised),
-        generation(third, max_tokens=NEW, sampling=replace(GREEDY, frequency_penalty=0.7)),
-        generation(third, n=3, max_tokens=11, sampling=WARM),
-        generation(fourth, max_tokens=NEW, sampling=replace(GREEDY, logprobs=3), prompt_logprobs=True),
-        generation(first, max_tokens=40, sampling=replace(WARM, seed=8), grammar=array),
-        generation(second, max_tokens=40, grammar=array),
-        generation(first, max_tokens=NEW, sampling=replace(GREEDY, ignore_eos=True), timings=True),
-        generation(second),
-    ]
-
-
-def comparable(answers: list[list[CollectedChoice]]) -> list[Any]:
-    return [
-        [
-            (
-                choice.text,
-                choice.tokens,
-                choice.finish,
-                choice.stop,
-                [(one.token, round(one.logprob or 0.0, 3)) for one in (*choice.logprobs, *choice.prompt_logprobs)],
-            )
-            for choice in choices
-        ]
-        for choices in answers
-    ]
-
-
 async def answers(engine: TransformersEngine, wanted: Sequence[GenerationRequest]) -> list[list[CollectedChoice]]:
     async with asyncio.timeout(DEADLINE):
         found = await asyncio.gather(*(collect_choices(engine, request) for request in wanted))
@@ -143,11 +87,11 @@ async def answers(engine: TransformersEngine, wanted: Sequence[GenerationRequest
 
 
 @pytest.fixture(scope="module")
-def plain(folder: Path) -> list[list[CollectedChoice]]:
+def plain(llama: Path) -> list[list[CollectedChoice]]:
     """The answers without drafts."""
 
     async def run() -> list[list[CollectedChoice]]:
-        async with serving(load(folder, ctx_size=CTX, parallel=4, prefill_chunk=16)) as engine:
+        async with serving(load(llama, ctx_size=CTX, parallel=4, prefill_chunk=16)) as engine:
             return await answers(engine, requests())
 
     return asyncio.run(run())
@@ -156,14 +100,14 @@ def plain(folder: Path) -> list[list[CollectedChoice]]:
 @pytest.mark.parametrize("ahead", [False, True], ids=["in-turn", "ahead"])
 @pytest.mark.parametrize("quality", [0.0, 0.5, 1.0])
 async def test_every_kind_of_request_gets_the_answer_it_gets_without_drafts(
-    folder: Path, plain: list[list[CollectedChoice]], quality: float, ahead: bool
+    llama: Path, plain: list[list[CollectedChoice]], quality: float, ahead: bool
 ) -> None:
     texts = [
         [*request.prompt, *choice.tokens, *choice.deltas[-1].hidden_tokens]
         for request, choices in zip(requests(), plain, strict=True)
         for choice in choices
     ]
-    async with serving(speculating(folder, ahead=ahead)) as engine:
+    async with serving(speculating(llama, ahead=ahead)) as engine:
         drafter = drafting(engine, Oracle(quality, texts))
         for _ in range(2):  # the second time with cached prefixes
             assert comparable(await answers(engine, requests())) == comparable(plain)
@@ -188,22 +132,22 @@ class Alternating(DraftLength):
         self.turn += 1
 
 
-async def test_steps_launched_ahead_alternate_with_drafts(folder: Path, plain: list[list[CollectedChoice]]) -> None:
+async def test_steps_launched_ahead_alternate_with_drafts(llama: Path, plain: list[list[CollectedChoice]]) -> None:
     texts = [
         [*request.prompt, *choice.tokens]
         for request, choices in zip(requests(), plain, strict=True)
         for choice in choices
     ]
-    async with serving(speculating(folder, ahead=True)) as engine:
+    async with serving(speculating(llama, ahead=True)) as engine:
         drafter = drafting(engine, Oracle(0.7, texts), Alternating())
         assert comparable(await answers(engine, requests())) == comparable(plain)
         assert work_of(engine).steps_ahead > 0
     assert drafter.accepted > 0
 
 
-async def test_prompt_lookup_gives_the_tokens_of_generate_and_accepts_repeated_text(folder: Path) -> None:
-    model = reference(folder)
-    async with serving(speculating(folder)) as engine:
+async def test_prompt_lookup_gives_the_tokens_of_generate_and_accepts_repeated_text(llama: Path) -> None:
+    model = reference(llama)
+    async with serving(speculating(llama)) as engine:
         drafter = drafting(engine)
         text = prompts()[2] * 3
         found = await asyncio.gather(*(complete_one(engine, text[:size], max_tokens=NEW) for size in (30, 34, 51)))
@@ -212,11 +156,11 @@ async def test_prompt_lookup_gives_the_tokens_of_generate_and_accepts_repeated_t
     assert drafter.drafted > 0
 
 
-async def test_preempted_sequences_with_drafts_keep_their_text(folder: Path) -> None:
-    model = reference(folder)
+async def test_preempted_sequences_with_drafts_keep_their_text(llama: Path) -> None:
+    model = reference(llama)
     wanted = [generated(model, prompt, NEW) for prompt in prompts()]
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts(), wanted, strict=True)]
-    async with serving(speculating(folder)) as engine:
+    async with serving(speculating(llama)) as engine:
         drafting(engine, Oracle(0.7, texts))
         tasks = [asyncio.create_task(complete_one(engine, prompt, max_tokens=NEW)) for prompt in prompts()]
         async with asyncio.timeout(DEADLINE):
@@ -226,22 +170,22 @@ async def test_preempted_sequences_with_drafts_keep_their_text(folder: Path) -> 
         assert [task.result().tokens for task in tasks] == wanted
 
 
-async def test_a_pool_that_is_too_small_for_all_drafts_serves_all_texts(folder: Path) -> None:
-    model = reference(folder)
+async def test_a_pool_that_is_too_small_for_all_drafts_serves_all_texts(llama: Path) -> None:
+    model = reference(llama)
     wanted = [generated(model, prompt, NEW) for prompt in prompts()]
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts(), wanted, strict=True)]
-    async with serving(speculating(folder, kv_tokens=CTX)) as engine:
+    async with serving(speculating(llama, kv_tokens=CTX)) as engine:
         drafting(engine, Oracle(1.0, texts), DraftLength((16,)))
         found = await answers(engine, [generation(prompt, max_tokens=NEW) for prompt in prompts()])
     assert [choice.tokens for (choice,) in found] == wanted
 
 
 @pytest.mark.parametrize("quality", [0.0, 1.0])
-async def test_sampled_tokens_keep_the_distribution_of_the_model(folder: Path, quality: float) -> None:
+async def test_sampled_tokens_keep_the_distribution_of_the_model(llama: Path, quality: float) -> None:
     """The second and third token of many seeds, against the model's own probabilities."""
     prompt, seeds = prompts()[1], 900
     warm = SamplingParams(temperature=0.7, top_k=4)
-    model = reference(folder)
+    model = reference(llama)
     exact: dict[tuple[int, ...], float] = {}
 
     def expand(tokens: tuple[int, ...], share: float) -> None:
@@ -256,7 +200,7 @@ async def test_sampled_tokens_keep_the_distribution_of_the_model(folder: Path, q
 
     expand((), 1.0)
     likeliest = max(exact, key=lambda tokens: exact[tokens])
-    async with serving(speculating(folder, parallel=32, prefill_chunk=128)) as engine:
+    async with serving(speculating(llama, parallel=32, prefill_chunk=128)) as engine:
         drafter = drafting(engine, Oracle(quality, [[*prompt, *likeliest]]))
         found = await answers(
             engine, [generation(prompt, max_tokens=3, sampling=replace(warm, seed=seed)) for seed in range(seeds)]
@@ -269,7 +213,7 @@ async def test_sampled_tokens_keep_the_distribution_of_the_model(folder: Path, q
     assert statistic < len(exact) - 1 + 5 * (2 * (len(exact) - 1)) ** 0.5
 
 
-async def test_a_request_may_turn_drafts_off_or_make_them_shorter(folder: Path) -> None:
+async def test_a_request_may_turn_drafts_off_or_make_them_shorter(llama: Path) -> None:
     lengths: list[int] = []
 
     class Journal(Oracle):
@@ -277,7 +221,7 @@ async def test_a_request_may_turn_drafts_off_or_make_them_shorter(folder: Path) 
             lengths.extend(segment.room for segment in segments)
             return super().draft(batch, segments)
 
-    async with serving(speculating(folder)) as engine:
+    async with serving(speculating(llama)) as engine:
         drafting(engine, Journal(0.0))
         off = await complete_one(engine, prompts()[1], max_tokens=9, draft_max=0)
         assert not lengths
@@ -290,9 +234,9 @@ async def test_a_request_may_turn_drafts_off_or_make_them_shorter(folder: Path) 
     assert short.timings.drafted_tokens > 0
 
 
-async def test_a_shortest_draft_does_not_end_the_search_for_the_best_length(folder: Path) -> None:
+async def test_a_shortest_draft_does_not_end_the_search_for_the_best_length(llama: Path) -> None:
     text = prompts()[2] * 3
-    async with serving(speculating(folder, draft_max=8, draft_min=4)) as engine:
+    async with serving(speculating(llama, draft_max=8, draft_min=4)) as engine:
         drafter = work_of(engine)._backend.drafter
         assert drafter is not None
         assert drafter.length.lengths == (0, 4, 8)
@@ -327,9 +271,9 @@ def test_a_long_prompt_beside_an_answer_does_not_end_the_search_for_the_best_len
 
 @pytest.mark.parametrize("error", [RuntimeError("wrong shape"), torch.OutOfMemoryError("out of memory")], ids=str)
 async def test_answers_continue_without_drafts_where_the_draft_model_fails(
-    folder: Path, error: Exception, caplog: pytest.LogCaptureFixture
+    llama: Path, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving(drafted_by(folder, folder)) as engine:
+    async with serving(drafted_by(llama, llama)) as engine:
         model = drafter_of(engine)._model
         assert isinstance(model, DraftModel)
         forward, calls = model._runner.forward, 0
@@ -344,7 +288,7 @@ async def test_answers_continue_without_drafts_where_the_draft_model_fails(
         model._runner.forward = failing  # type: ignore[assignment, method-assign]
         found = await answers(engine, [generation(prompt, max_tokens=NEW) for prompt in prompts()])
         again = drafter_of(engine).drafted
-        assert [choice.tokens for (choice,) in found] == [generated(reference(folder), each, NEW) for each in prompts()]
+        assert [choice.tokens for (choice,) in found] == [generated(reference(llama), each, NEW) for each in prompts()]
         await complete_one(engine, prompts()[1], max_tokens=NEW)
         # Memory may be free later. Any other failure would happen again.
         assert (drafter_of(engine).drafted > again) == isinstance(error, torch.OutOfMemoryError)
@@ -362,7 +306,7 @@ class Letters(Oracle):
     ("quality", "draft_seconds"), [(0.0, TOKEN_SECONDS / 4), (1.0, 1.0)], ids=["rejected", "no-time-for-drafts"]
 )
 async def test_drafts_do_not_use_up_the_time_of_a_grammar(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, quality: float, draft_seconds: float
+    llama: Path, monkeypatch: pytest.MonkeyPatch, quality: float, draft_seconds: float
 ) -> None:
     charge = GrammarMatcher.charge
 
@@ -372,10 +316,10 @@ async def test_drafts_do_not_use_up_the_time_of_a_grammar(
 
     monkeypatch.setattr(GrammarMatcher, "charge", count)
     request = generation(prompts()[1], max_tokens=NEW, grammar=Grammar("regex", "[a-z]{30}", "guided_regex"))
-    async with serving(load(folder, ctx_size=CTX)) as engine:
+    async with serving(load(llama, ctx_size=CTX)) as engine:
         expected = await answers(engine, [request])
     texts = [[*request.prompt, *choice.tokens] for (choice,) in expected]
-    async with serving(speculating(folder)) as engine:
+    async with serving(speculating(llama)) as engine:
         drafter = drafting(engine, Letters(quality, texts), DraftLength((16,)))
         assert comparable(await answers(engine, [request])) == comparable(expected)
     assert drafter.drafted > 50
@@ -404,9 +348,9 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make("qwen3", tmp_path_factory.mktemp("draft"), num_hidden_layers=1)
 
 
-async def test_a_draft_model_that_is_the_target_is_accepted_always(folder: Path) -> None:
-    model = reference(folder)
-    async with serving(drafted_by(folder, folder)) as engine:
+async def test_a_draft_model_that_is_the_target_is_accepted_always(llama: Path) -> None:
+    model = reference(llama)
+    async with serving(drafted_by(llama, llama)) as engine:
         for _ in range(2):  # the second time behind a cached prefix
             found = await answers(engine, [generation(prompt, max_tokens=NEW) for prompt in prompts()])
             assert [choice.tokens for (choice,) in found] == [generated(model, prompt, NEW) for prompt in prompts()]
@@ -416,16 +360,16 @@ async def test_a_draft_model_that_is_the_target_is_accepted_always(folder: Path)
 
 
 @pytest.mark.parametrize("changes", [{}, {"kv_tokens": 2 * CTX}, {"kv_cache_dtype": "int8"}], ids=str)
-async def test_answers_with_a_draft_model_are_those_without(folder: Path, other: Path, changes: dict[str, Any]) -> None:
-    async with serving(load(folder, ctx_size=CTX, parallel=4, prefill_chunk=16, **changes)) as engine:
+async def test_answers_with_a_draft_model_are_those_without(llama: Path, other: Path, changes: dict[str, Any]) -> None:
+    async with serving(load(llama, ctx_size=CTX, parallel=4, prefill_chunk=16, **changes)) as engine:
         expected = await answers(engine, requests())
-    for draft in (folder, other):
-        async with serving(drafted_by(folder, draft, **changes)) as engine:
+    for draft in (llama, other):
+        async with serving(drafted_by(llama, draft, **changes)) as engine:
             for _ in range(2):
                 assert comparable(await answers(engine, requests())) == comparable(expected)
             drafter = drafter_of(engine)
             assert drafter.drafted > 100
-            if draft == folder:  # many of these requests sample
+            if draft == llama:  # many of these requests sample
                 assert drafter.accepted > 0.4 * drafter.drafted
 
 
@@ -439,46 +383,46 @@ def merged(source: Path, target: Path, change: Callable[[dict[str, Any]], None])
     return target
 
 
-def test_a_draft_model_with_another_tokenizer_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+def test_a_draft_model_with_another_tokenizer_is_refused_by_name(llama: Path, tmp_path: Path) -> None:
     def swap(content: dict[str, Any]) -> None:
         vocab = content["model"]["vocab"]
         one, other = (next(token for token, number in vocab.items() if number == wanted) for wanted in (90, 91))
         vocab[one], vocab[other] = 91, 90
 
-    draft = merged(folder, tmp_path / "draft", swap)
+    draft = merged(llama, tmp_path / "draft", swap)
     with pytest.raises(StartError, match=f"model-draft = {draft}: its tokenizer is another one: token 90 is"):
-        speculating(folder, draft_snapshot=str(draft))
+        speculating(llama, draft_snapshot=str(draft))
 
 
 @pytest.mark.parametrize(
     ("family", "message"),
     [("mamba", "architecture 'mamba' cannot draft"), ("gemma2", "architecture 'gemma2' cannot draft")],
 )
-def test_a_model_that_cannot_draft_is_refused_by_name(folder: Path, tmp_path: Path, family: str, message: str) -> None:
+def test_a_model_that_cannot_draft_is_refused_by_name(llama: Path, tmp_path: Path, family: str, message: str) -> None:
     draft = tiny.make(family, tmp_path / "draft")
     with pytest.raises(StartError, match=message):
-        speculating(folder, draft_snapshot=str(draft))
+        speculating(llama, draft_snapshot=str(draft))
 
 
-def test_a_draft_model_is_refused_for_a_target_without_blocks(folder: Path, tmp_path: Path) -> None:
+def test_a_draft_model_is_refused_for_a_target_without_blocks(llama: Path, tmp_path: Path) -> None:
     target = tiny.make("mamba", tmp_path / "target")
     with pytest.raises(StartError, match="it is not for architecture 'mamba', whose KV cache has no blocks"):
-        speculating(target, draft_snapshot=str(folder))
+        speculating(target, draft_snapshot=str(llama))
 
 
-async def test_a_draft_model_drafts_up_to_its_own_longest_text(folder: Path, tmp_path: Path) -> None:
+async def test_a_draft_model_drafts_up_to_its_own_longest_text(llama: Path, tmp_path: Path) -> None:
     draft = tiny.make("gpt2", tmp_path / "draft", n_positions=64)
     prompt = prompts()[2]
-    async with serving(drafted_by(folder, draft)) as engine:
+    async with serving(drafted_by(llama, draft)) as engine:
         found = await complete_one(engine, prompt, max_tokens=100)
         drafted = drafter_of(engine).drafted
-    assert found.tokens == generated(reference(folder), prompt, 100)
+    assert found.tokens == generated(reference(llama), prompt, 100)
     assert 0 < drafted <= 4 * (64 - len(prompt))
 
 
-async def test_the_draft_model_reads_a_cached_prefix_only_once(folder: Path) -> None:
+async def test_the_draft_model_reads_a_cached_prefix_only_once(llama: Path) -> None:
     prompt = prompts(60)[3]
-    async with serving(drafted_by(folder, folder, prefill_chunk=64)) as engine:
+    async with serving(drafted_by(llama, llama, prefill_chunk=64)) as engine:
         model = drafter_of(engine)._model
         assert isinstance(model, DraftModel)
         read: list[int] = []

@@ -5,7 +5,6 @@ from the device once a step.
 """
 
 import asyncio
-import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -20,6 +19,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from tests import tiny
+from tests.worker.every_kind import NEW, WARM, comparable, prompts, requests, work_of
 from tests.worker.loaded import (
     DEADLINE,
     GREEDY,
@@ -39,7 +39,6 @@ from worker.engines.transformers.attention import paged
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import loader
 from worker.engines.transformers.load.snapshot import load_config
-from worker.engines.transformers.loop.generation_loop import GenerationLoop
 from worker.engines.transformers.loop.requests import RequestChoice
 from worker.engines.transformers.run.backends import implementation, make_pool, make_runner
 from worker.engines.transformers.run.cuda_graphs import GraphRunner
@@ -54,74 +53,19 @@ from worker.engines.transformers.schedule.scheduler import Batch, Scheduler, Seg
 from worker.engines.transformers.schedule.sequence import PenaltyCounts
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
 from worker.errors import SequenceFailed
-from worker.interface import GenerationRequest, Grammar, SamplingParams
+from worker.interface import GenerationRequest
 from worker.protocol.memory import BLOCK_TOKENS
 
-torch.set_num_threads(1)
-CTX, NEW = 128, 30
+CTX = 128
 # One for each runner and kind of cache: paged, with its own norms, with windows; aligned with windows, with states,
 # with an encoder.
 FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt_oss", "mamba", "t5")
-WARM = SamplingParams(temperature=1.0, seed=11)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def snapshot(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     changes = {"seed": 2} if request.param == "t5" else {}
     return tiny.make(request.param, tmp_path_factory.mktemp("snapshot"), **changes)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make("llama", tmp_path_factory.mktemp("llama"))
-
-
-def work_of(engine: TransformersEngine) -> GenerationLoop:
-    assert engine._generation is not None
-    return engine._generation
-
-
-def prompts(longest: int = 60) -> list[tuple[int, ...]]:
-    source = random.Random(3)
-    return [tuple(source.randrange(2, 500) for _ in range(length)) for length in (1, 7, 17, longest)]
-
-
-def requests(longest: int, *, prompt_logprobs_too: bool) -> list[GenerationRequest]:
-    """Every kind of request for which a step may have to wait, and many for which it need not."""
-    first, second, third, fourth = prompts(longest)
-    held = Grammar("json_schema", '{"type": "array", "items": {"type": "integer"}, "maxItems": 4}', "response_format")
-    collected = replace(GREEDY, logprobs=3)
-    penalised = replace(WARM, repetition_penalty=1.3, presence_penalty=0.5, repeat_last_n=8)
-    return [
-        *(generation(each, max_tokens=NEW) for each in (first, second, third, fourth)),
-        generation(second, max_tokens=9, sampling=replace(WARM, temperature=1.5)),
-        generation(third, max_tokens=NEW, sampling=replace(WARM, seed=5, top_p=0.9, top_k=40, min_tokens=12)),
-        generation(fourth, max_tokens=NEW, sampling=replace(WARM, seed=6), stop=("e", "t")),
-        generation(third, max_tokens=1),
-        generation(second, max_tokens=0),
-        generation(third, max_tokens=NEW, sampling=penalised),
-        generation(third, n=3, max_tokens=11, sampling=WARM),
-        generation(fourth, max_tokens=NEW, sampling=collected, prompt_logprobs=prompt_logprobs_too),
-        generation(first, max_tokens=40, sampling=replace(WARM, seed=8), grammar=held),
-        generation(first, max_tokens=NEW, sampling=replace(GREEDY, ignore_eos=True), timings=True),
-    ]
-
-
-def comparable(answers: list[list[CollectedChoice]]) -> list[Any]:
-    """The parts of an answer that two engines must share; logprobs to five digits, since sums differ in order."""
-    return [
-        [
-            (
-                each.text,
-                each.tokens,
-                each.finish,
-                each.stop,
-                [(one.token, round(one.logprob or 0.0, 3)) for one in (*each.logprobs, *each.prompt_logprobs)],
-            )
-            for each in collected
-        ]
-        for collected in answers
-    ]
 
 
 async def answer_all(engine: TransformersEngine, wanted: list[GenerationRequest]) -> list[list[CollectedChoice]]:
@@ -149,9 +93,9 @@ async def answer_all(engine: TransformersEngine, wanted: list[GenerationRequest]
 @pytest.mark.slow
 async def test_answers_are_the_same_with_and_without_launching_ahead(snapshot: Path) -> None:
     model = reference(snapshot)
-    wanted = requests(60, prompt_logprobs_too=True)
+    wanted = requests()
     if model.config.model_type != "llama":  # the others matter for their caches only, which costs less
-        wanted = requests(20, prompt_logprobs_too=model.config.model_type != "t5")[::2]
+        wanted = requests(20, prompt_logprobs=model.config.model_type != "t5")[::2]
     found = []
     for ahead in (False, True):
         engine = load(snapshot, ahead=ahead, ctx_size=CTX, parallel=5, prefill_chunk=16)
