@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tests import tiny
-from worker.detokenizer import REPLACEMENT, AnswerText, Detokenizer
+from worker.detokenizer import REPLACEMENT, Detokenizer
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 TEXT = """
@@ -143,38 +143,3 @@ def test_invalid_bytes_do_not_affect_later_text(name: str) -> None:
                 assert so_far.endswith(after), f"a word behind the bytes is said at once ({count})"
         whole = so_far + detokenizer.finish()
         assert re.fullmatch(expected, whole, re.DOTALL), (tokens, whole)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_stop_strings_across_token_borders_are_never_shown(name: str) -> None:
-    of, source = family(name), random.Random(14)
-    found = 0
-    for _ in range(600):
-        tokens = drawn(of, source)
-        whole = of.decode(tokens)
-        stops = source.choices(WORDS, k=2)
-        if len(whole) > 3:
-            at = source.randrange(len(whole) - 2)
-            stops.append(whole[at : at + source.randint(1, 5)])
-        answer = AnswerText(of.decode, stops)
-        shown, stop, count = "", None, 0
-        for token in tokens:
-            piece = answer.push(token)
-            shown, stop, count = shown + piece.text, piece.stop, count + piece.tokens
-            assert not any(each in shown for each in stops)
-            assert whole.startswith(shown)
-            if stop is not None:
-                break
-        else:
-            piece = answer.finish()
-            shown, stop, count = shown + piece.text, piece.stop, count + piece.tokens
-        if stop is None:
-            assert shown == whole
-            assert not any(each in whole for each in stops)
-            assert count == len(tokens)
-        else:
-            found += 1
-            assert whole.startswith(shown + stop)
-            assert not any(each in shown for each in stops)
-            assert count <= len(tokens)
-    assert found > 200

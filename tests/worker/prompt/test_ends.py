@@ -59,10 +59,12 @@ async def test_a_stop_string_is_shown_on_request_and_its_tokens_are_always_repor
     hidden = await complete_one(engine, PROMPT, max_tokens=12, stop=(stop,))
     shown = await complete_one(engine, PROMPT, max_tokens=12, stop=(stop,), include_stop=True)
     at = free.text.index(stop)
+    assert (hidden.finish, hidden.stop) == ("stop", stop)
     assert (hidden.text, shown.text) == (free.text[:at], free.text[: at + len(stop)])
     every = [[*received.tokens, *received.deltas[-1].hidden_tokens] for received in (hidden, shown)]
     assert every[0] == every[1] == free.tokens[: len(every[0])]
-    assert len(every[0]) > len(hidden.tokens)
+    assert hidden.timings is not None
+    assert hidden.timings.completion_tokens == len(every[0]) > len(hidden.tokens), "all that was computed is counted"
 
 
 async def test_a_stop_token_outside_the_vocabulary_is_rejected(engine: TransformersEngine) -> None:

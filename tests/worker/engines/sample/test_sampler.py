@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.engines.transformers.sample import sampler
-from worker.engines.transformers.sample.sampler import RowSampling, Sampled, has_penalties, likelihoods, sample, uniform
+from worker.engines.transformers.sample.sampler import RowSampling, has_penalties, likelihoods, sample, uniform
 from worker.engines.transformers.schedule.sequence import PenaltyCounts
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
 from worker.interface import SamplingParams
@@ -287,26 +287,6 @@ def test_rules_apply_in_their_order(sampling: SamplingParams, further: dict[str,
     assert support(FOUR, sampling, **further) == tokens
 
 
-def test_a_repetition_penalty_makes_a_token_less_likely_on_either_side_of_zero() -> None:
-    pick = RowSampling(SamplingParams(temperature=0.0, repetition_penalty=2.0), 0.0, repeats([0], []))
-    assert sample(torch.tensor([[1.5, 1.0], [-1.0, -1.5]]), [pick] * 2) == [Sampled(1)] * 2
-
-
-def test_a_repetition_is_scaled_before_anything_is_subtracted() -> None:
-    # 4 / 2 - 1 = 1 is below 1.2; (4 - 1) / 2 = 1.5 would be above it
-    picks = [
-        RowSampling(
-            SamplingParams(temperature=0.0, repetition_penalty=2.0, presence_penalty=1.0), 0.0, repeats([], [0])
-        )
-    ]
-    assert sample(torch.tensor([[4.0, 1.2]]), picks) == [Sampled(1)]
-    # 4 / 2 + 3 = 5 is above 4; (4 + 3) / 2 = 3.5 would be below it
-    picks = [
-        RowSampling(SamplingParams(temperature=0.0, repetition_penalty=2.0, logit_bias={0: 3.0}), 0.0, repeats([0], []))
-    ]
-    assert sample(torch.tensor([[4.0, 4.0]]), picks) == [Sampled(0)]
-
-
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -360,14 +340,6 @@ def test_the_number_that_decides_depends_on_seed_and_position_alone() -> None:
     values = {uniform(seed, position) for seed in (0, 1, -1, 2**63) for position in range(50)}
     assert len(values) == 200
     assert all(0.0 <= value < 1.0 for value in values)
-
-
-def test_rows_may_ask_for_different_numbers_of_alternatives_or_none() -> None:
-    picks = [RowSampling(SamplingParams(temperature=0.0, logprobs=count)) for count in (None, 0, 3)]
-    found = sample(torch.tensor([LOGITS] * 3), picks)
-    likelihood = [each.likelihood if each is not None else None for each in found]
-    assert likelihood[0] is None
-    assert [len(each.top) for each in likelihood[1:] if each is not None] == [0, 3]
 
 
 def test_prompt_logprobs_are_those_of_its_own_tokens() -> None:

@@ -301,11 +301,6 @@ def test_keys_name_all_tokens_up_to_the_end_of_a_block() -> None:
     assert len({block_key(b"", [1, 2]), block_key(b"", [2, 1]), block_key(block_key(b"", [1]), [1, 2])}) == 3
 
 
-def test_a_pool_has_room_for_every_row_by_default() -> None:
-    assert pool_blocks(3, 100) == 3 * 7
-    assert pool_blocks(3, 100, kv_tokens=101) == 7
-
-
 def values(each: Sequence) -> list[int]:
     """The value that is stored for each of its tokens."""
     return list(itertools.accumulate(each.tokens, lambda before, token: hash((before, token))))
