@@ -1,16 +1,14 @@
-"""Ollama's calls: the official client, synchronous and asynchronous, and bodies that it never sends."""
+"""Ollama's calls: the official client, and bodies that it never sends."""
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import ollama
 import pytest
 
 from tests import tiny
+from tests.worker.clients import ollama_client
 from tests.worker.fake_engine import SCRIPT
-from tests.worker.serving import TOKEN, Serving, bare_tokenizer, serving
+from tests.worker.serving import bare_tokenizer, serving
 from tests.worker.speaking import ANSWERS, SAID, SCHEMA, THINKING, TOOLS, Speaking
 from worker.protocol.dialects import Dialect
 from worker.protocol.routes import WAITED_HEADER
@@ -19,25 +17,10 @@ from worker.protocol.streams import stream
 HI: Any = [{"role": "user", "content": "hi"}]
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "description": "?", "parameters": SCHEMA}}
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
-Answer = TypeVar("Answer")
-
-
-@contextlib.asynccontextmanager
-async def asking(world: Serving) -> AsyncIterator[ollama.AsyncClient]:
-    async with ollama.AsyncClient(host=world.url, headers={"Authorization": f"Bearer {TOKEN}"}) as client:
-        yield client
-
-
-async def in_a_thread(world: Serving, ask: Callable[[ollama.Client], Answer]) -> Answer:
-    def run() -> Answer:
-        with ollama.Client(host=world.url, headers={"Authorization": f"Bearer {TOKEN}"}) as client:
-            return ask(client)
-
-    return await asyncio.to_thread(run)
 
 
 async def test_a_chat() -> None:
-    async with serving() as world, asking(world) as client:
+    async with serving() as world, ollama_client(world) as client:
         options = {"temperature": 0.5, "top_k": 3, "min_p": 0.1, "seed": 7, "num_predict": 5, "stop": ["dog"]}
         options |= {"repeat_penalty": 1.1, "num_gpu": 9}
         answer = await client.chat("m", HI, options=options)
@@ -75,7 +58,7 @@ async def test_the_load_duration_is_part_of_the_total(told: str, waited: float) 
 
 @pytest.mark.parametrize("said", ANSWERS)
 async def test_the_lines_of_a_stream_add_up_to_the_full_answer(said: str) -> None:
-    async with serving(Speaking(said), chat_template=THINKING) as world, asking(world) as client:
+    async with serving(Speaking(said), chat_template=THINKING) as world, ollama_client(world) as client:
         whole = await client.chat("m", HI, tools=[WEATHER])
         lines = [line async for line in await client.chat("m", HI, tools=[WEATHER], stream=True)]
         assert [line.done for line in lines] == [False] * (len(lines) - 1) + [True]
@@ -87,7 +70,7 @@ async def test_the_lines_of_a_stream_add_up_to_the_full_answer(said: str) -> Non
 
 
 async def test_reasoning_and_calls_are_separated_and_arguments_are_objects() -> None:
-    async with serving(Speaking(SAID), chat_template=THINKING) as world, asking(world) as client:
+    async with serving(Speaking(SAID), chat_template=THINKING) as world, ollama_client(world) as client:
         message = (await client.chat("m", HI, tools=[WEATHER])).message
         assert (message.thinking, message.content) == ("They ask for Oslo.", "Let me look.")
         [call] = message.tool_calls or []
@@ -101,7 +84,7 @@ async def test_a_conversation_with_calls_and_results_reaches_the_template() -> N
         {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Oslo"}}}]},
         {"role": "tool", "content": "rain", "tool_name": "weather"},
     ]
-    async with serving(engine, chat_template=TOOLS) as world, asking(world) as client:
+    async with serving(engine, chat_template=TOOLS) as world, ollama_client(world) as client:
         await client.chat("m", messages)
         call = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
         assert engine.prompt().endswith(f"<user>hi<assistant>{call}<tool>rain<assistant>")
@@ -109,11 +92,11 @@ async def test_a_conversation_with_calls_and_results_reaches_the_template() -> N
 
 async def test_generate_renders_the_template_unless_raw() -> None:
     engine = Speaking("fine")
-    async with serving(engine, chat_template=TOOLS) as world, asking(world) as client:
+    async with serving(engine, chat_template=TOOLS) as world, ollama_client(world) as client:
         answer = await client.generate("m", "hi", system="S")
         assert (answer.response, answer.done_reason) == ("fine", "stop")
         assert engine.prompt().endswith("<system>S<user>hi<assistant>")
-        lines = await in_a_thread(world, lambda client: list(client.generate("m", "hi", raw=True, stream=True)))
+        lines = [line async for line in await client.generate("m", "hi", raw=True, stream=True)]
         assert "".join(line.response or "" for line in lines) == "fine"
         assert engine.prompt().endswith("hi")
         assert "<user>" not in engine.prompt()
@@ -129,7 +112,7 @@ TURNS = (
 
 async def test_a_returned_context_continues_the_conversation() -> None:
     engine = Speaking("fine")
-    async with serving(engine, chat_template=TURNS) as world, asking(world) as client:
+    async with serving(engine, chat_template=TURNS) as world, ollama_client(world) as client:
         first = await client.generate("m", "hi", system="S")
         encoded = engine.tokenizer.encode("<s>[system]S</s>\n[user]hi</s>\n[assistant]", add_special_tokens=False)
         assert list(first.context or []) == [*encoded, *engine.tokenizer.encode("fine", add_special_tokens=False)]
@@ -144,7 +127,7 @@ async def test_a_returned_context_continues_the_conversation() -> None:
 
 async def test_the_context_of_a_reasoning_model_includes_the_reasoning() -> None:
     engine = Speaking(SAID)
-    async with serving(engine, chat_template=THINKING) as world, asking(world) as client:
+    async with serving(engine, chat_template=THINKING) as world, ollama_client(world) as client:
         first = await client.generate("m", "hi")
         assert first.thinking == "They ask for Oslo."
         again = await client.generate("m", "more", context=first.context)
@@ -154,7 +137,10 @@ async def test_the_context_of_a_reasoning_model_includes_the_reasoning() -> None
 
 async def test_a_context_is_continued_by_a_template_without_past_answers() -> None:
     engine = Speaking("fine")
-    async with serving(engine, chat_template="<s>[{{ messages[-1].content }}]") as world, asking(world) as client:
+    async with (
+        serving(engine, chat_template="<s>[{{ messages[-1].content }}]") as world,
+        ollama_client(world) as client,
+    ):
         first = await client.generate("m", "hi")
         await client.generate("m", "more", context=first.context)
         assert engine.prompt() == "<s>[hi]fine[more]"
@@ -163,7 +149,7 @@ async def test_a_context_is_continued_by_a_template_without_past_answers() -> No
 async def test_a_context_is_continued_by_a_model_without_a_template() -> None:
     engine = Speaking("fine")
     engine.tokenizer = bare_tokenizer()
-    async with serving(engine) as world, asking(world) as client:
+    async with serving(engine) as world, ollama_client(world) as client:
         first = await client.generate("m", "hi")
         assert len(first.context or []) > 0
         await client.generate("m", " more", context=first.context)
@@ -171,7 +157,7 @@ async def test_a_context_is_continued_by_a_model_without_a_template() -> None:
 
 
 async def test_raw_prompts_loads_and_chats_return_no_context() -> None:
-    async with serving(Speaking("fine"), chat_template=TOOLS) as world, asking(world) as client:
+    async with serving(Speaking("fine"), chat_template=TOOLS) as world, ollama_client(world) as client:
         assert (await client.generate("m", "hi", raw=True)).context is None
         assert (await client.generate("m")).context is None
         assert "context" not in (await world.post("/api/chat", {"messages": HI, "stream": False}))[2]
@@ -188,12 +174,12 @@ async def test_roles_are_case_insensitive() -> None:
 async def test_a_suffix_uses_the_fill_in_the_middle_layout() -> None:
     engine = Speaking("fine")
     marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
-    async with serving(engine, chat_template=TOOLS) as world, asking(world) as client:
+    async with serving(engine, chat_template=TOOLS) as world, ollama_client(world) as client:
         with pytest.raises(ollama.ResponseError, match="no fill-in-the-middle tokens"):
             await client.generate("m", "def f(", suffix="return 1")
     engine.tokenizer = tiny.make_tokenizer("llama")
     engine.tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    async with serving(engine, chat_template=TOOLS) as world, asking(world) as client:
+    async with serving(engine, chat_template=TOOLS) as world, ollama_client(world) as client:
         assert (await client.generate("m", "def f(", suffix="return 1")).response == "fine"
         assert engine.prompt() == "<s><|fim_prefix|>def f(<|fim_suffix|>return 1<|fim_middle|>"
         with pytest.raises(ollama.ResponseError, match="suffix and system"):
@@ -202,14 +188,14 @@ async def test_a_suffix_uses_the_fill_in_the_middle_layout() -> None:
 
 @pytest.mark.parametrize("most", [0, -1, -2])
 async def test_a_num_predict_of_zero_or_less_is_no_limit(most: int) -> None:
-    async with serving() as world, asking(world) as client:
+    async with serving() as world, ollama_client(world) as client:
         await client.chat("m", HI, options={"num_predict": most})
         assert world.engine.requests[-1].max_tokens is None
 
 
 async def test_a_format_constrains_the_answer() -> None:
     engine = Speaking("fine")
-    async with serving(engine) as world, asking(world) as client:
+    async with serving(engine) as world, ollama_client(world) as client:
         await client.chat("m", HI, format="json")
         await client.generate("m", "hi", format=SCHEMA)
         await client.generate("m", "hi", format=SCHEMA, raw=True)
@@ -247,7 +233,7 @@ async def test_options_of_embeddings_are_validated_and_reported_as_ignored(path:
 
 
 async def test_num_ctx_may_be_below_the_context_size_but_not_above() -> None:
-    async with serving() as world, asking(world) as client:
+    async with serving() as world, ollama_client(world) as client:
         answer = await client.generate("m", "hi", raw=True, options={"num_ctx": 6})
         assert (answer.prompt_eval_count or 0) + (answer.eval_count or 0) == 6
         with pytest.raises(ollama.ResponseError, match="context of 256 tokens"):
@@ -257,7 +243,7 @@ async def test_num_ctx_may_be_below_the_context_size_but_not_above() -> None:
 
 
 async def test_an_empty_request_only_loads_or_unloads() -> None:
-    async with serving() as world, asking(world) as client:
+    async with serving() as world, ollama_client(world) as client:
         assert (await client.generate("m")).done_reason == "load"
         answer = await client.chat("m", keep_alive=0)
         assert (answer.done, answer.done_reason, answer.message.content) == (True, "unload", "")
@@ -298,7 +284,7 @@ async def test_a_load_rejects_invalid_fields(body: dict[str, Any], param: str) -
     [(0, 0.0), (90, 90.0), ("5m", 300.0), ("1h30m", 5400.0), (-1, -1.0), ("-1m", -1.0), ("7", 7.0)],
 )
 async def test_keep_alive_is_reported_in_seconds(value: Any, seconds: float) -> None:
-    async with serving() as world, asking(world) as client:
+    async with serving() as world, ollama_client(world) as client:
         await client.generate("m", "hi", keep_alive=value, options={"num_predict": 1})
         await world.announced.wait()
         assert world.events[-1].keep_alive == seconds
@@ -307,15 +293,15 @@ async def test_keep_alive_is_reported_in_seconds(value: Any, seconds: float) -> 
 
 
 async def test_embeddings() -> None:
-    async with serving() as world, asking(world) as client:
+    async with serving() as world, ollama_client(world) as client:
         answer = await client.embed("m", ["hi", "hi"])
         assert [list(vector) for vector in answer.embeddings] == [[2.0, 4.0, 6.0, 8.0]] * 2
         assert answer.load_duration == 0
         _, _, received = await world.post("/api/embed", {"input": "hi"}, **{WAITED_HEADER: "2.5"})
         assert received["load_duration"] == 2_500_000_000 <= received["total_duration"]
-        one = await in_a_thread(world, lambda client: client.embed("m", "hi", dimensions=1))
+        one = await client.embed("m", "hi", dimensions=1)
         assert [list(vector) for vector in one.embeddings] == [[1.0]]
-        every = await in_a_thread(world, lambda client: client.embed("m", "hi", dimensions=0))
+        every = await client.embed("m", "hi", dimensions=0)
         assert [len(vector) for vector in every.embeddings] == [4]
         older = await client.embeddings("m", "hi")
         assert list(older.embedding) == [2.0, 4.0, 6.0, 8.0]
@@ -323,7 +309,7 @@ async def test_embeddings() -> None:
 
 
 async def test_logprobs() -> None:
-    async with serving() as world, asking(world) as client:
+    async with serving() as world, ollama_client(world) as client:
         answer = await client.chat("m", HI, logprobs=True, top_logprobs=2, options={"num_predict": 2})
         assert answer.logprobs is not None
         assert [len(each.top_logprobs or []) for each in answer.logprobs] == [2, 2]
@@ -358,7 +344,7 @@ async def test_unsupported_fields_are_rejected_by_name() -> None:
 async def test_a_failed_stream_raises_an_error_of_the_client() -> None:
     late: Any = [{"role": "user", "content": " fail-later "}]
     text = ""
-    async with serving(chat_template=PLAIN) as world, asking(world) as client:
+    async with serving(chat_template=PLAIN) as world, ollama_client(world) as client:
         with pytest.raises(ollama.ResponseError, match="logits"):  # noqa: PT012 - the text before the error counts
             async for line in await client.chat("m", late, stream=True):
                 text += line.message.content or ""

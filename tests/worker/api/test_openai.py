@@ -401,17 +401,6 @@ async def test_tool_choice_none_hides_the_tools() -> None:
     assert made.decode(generation.prompt) == "none"
 
 
-async def test_unknown_fields_are_reported_as_ignored() -> None:
-    call = await openai.chat({**CHAT, "frobnicate": 1, "wibble": None, "top_a": 0.2}, model())
-    assert call.ignored == ("frobnicate", "top_a")
-
-
-async def test_an_unknown_field_is_rejected_with_strict_fields() -> None:
-    with pytest.raises(RequestError) as caught:
-        await openai.chat({**CHAT, "frobnicate": 1}, model(strict_fields=True))
-    assert (caught.value.reason, caught.value.param) == ("unknown_parameter", "frobnicate")
-
-
 @pytest.mark.parametrize(
     ("body", "interval"),
     [({}, 15.0), ({"sse_ping_interval": 2}, 2.0), ({"sse_ping_interval": -1}, None)],
@@ -827,11 +816,6 @@ async def test_an_input_longer_than_the_context_is_rejected() -> None:
     with pytest.raises(ContextExceeded) as caught:
         await embeddings.embeddings({"input": [[5], [5] * (size + 1)]}, made)
     assert (caught.value.status, caught.value.param) == (400, "input")
-
-
-async def test_unknown_fields_of_embeddings_are_reported() -> None:
-    result = await embeddings.embeddings({"input": "a", "user": "me", "input_type": "query"}, model())
-    assert result.ignored == ("input_type",)
 
 
 async def test_a_chat_is_embedded_as_its_template_renders_it() -> None:

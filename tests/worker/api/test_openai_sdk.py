@@ -1,19 +1,18 @@
-"""The official OpenAI client, synchronous and asynchronous, against a worker on TCP."""
+"""The official OpenAI client against a worker on TCP."""
 
 from typing import Any
 
 import openai
 import pytest
 
-from tests.worker.fake_engine import SCRIPT
-from tests.worker.openai_clients import asking, in_a_thread
+from tests.worker.clients import openai_client
 from tests.worker.serving import serving
 
 HELLO: Any = [{"role": "user", "content": "hi"}]
 
 
 async def test_a_chat() -> None:
-    async with serving() as world, asking(world) as client:
+    async with serving() as world, openai_client(world) as client:
         answer = await client.chat.completions.create(
             model="m", messages=HELLO, n=2, logprobs=True, top_logprobs=2, max_completion_tokens=3, seed=1
         )
@@ -31,22 +30,8 @@ async def test_a_chat() -> None:
         assert answer.model == "m"
 
 
-async def test_a_streamed_chat() -> None:
-    async with serving() as world, asking(world) as client:
-        text, usage = "", None
-        stream = await client.chat.completions.create(
-            model="m", messages=HELLO, stream=True, stream_options={"include_usage": True}
-        )
-        async for chunk in stream:
-            text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
-            usage = chunk.usage or usage
-        assert text.startswith(f"0 {SCRIPT}")
-        assert usage is not None
-        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-
-
 async def test_a_completion() -> None:
-    async with serving() as world, asking(world) as client:
+    async with serving() as world, openai_client(world) as client:
         answer = await client.completions.create(model="m", prompt=["a", "b"], echo=True, logprobs=1, max_tokens=1)
         assert [choice.text for choice in answer.choices] == ["a0", "b0"]
         assert answer.choices[0].logprobs is not None
@@ -54,19 +39,8 @@ async def test_a_completion() -> None:
         assert answer.choices[0].logprobs.text_offset == [0, 0, 1]
 
 
-async def test_a_streamed_completion_from_the_synchronous_client() -> None:
-    def ask(client: openai.OpenAI) -> list[str]:
-        texts = ["", ""]
-        for chunk in client.completions.create(model="m", prompt=["a", "b"], max_tokens=3, stream=True):
-            texts[chunk.choices[0].index] += chunk.choices[0].text
-        return texts
-
-    async with serving() as world:
-        assert await in_a_thread(world, ask) == ["0 Gr\ufffd", "0 Gr\ufffd"]
-
-
 async def test_embeddings_in_base64_and_as_floats() -> None:
-    async with serving() as world, asking(world) as client:
+    async with serving() as world, openai_client(world) as client:
         answer = await client.embeddings.create(model="m", input=["hi", "hi"])
         assert [item.embedding for item in answer.data] == [[2.0, 4.0, 6.0, 8.0]] * 2
         as_floats = await client.embeddings.create(
@@ -77,7 +51,7 @@ async def test_embeddings_in_base64_and_as_floats() -> None:
 
 
 async def test_each_error_is_raised_as_the_clients_exception() -> None:
-    async with serving() as world, asking(world) as client, asking(world, "wrong") as stranger:
+    async with serving() as world, openai_client(world) as client, openai_client(world, "wrong") as stranger:
         with pytest.raises(openai.AuthenticationError):
             await stranger.chat.completions.create(model="m", messages=HELLO)
         with pytest.raises(openai.BadRequestError) as caught:
@@ -96,7 +70,7 @@ async def test_each_error_is_raised_as_the_clients_exception() -> None:
 
 async def test_a_failed_stream_raises_an_error_of_the_client() -> None:
     text = ""
-    async with serving() as world, asking(world) as client:
+    async with serving() as world, openai_client(world) as client:
         stream = await client.completions.create(model="m", prompt="fail-later", stream=True)
         with pytest.raises(openai.APIError, match="logits"):  # noqa: PT012 - the text before the error counts
             async for chunk in stream:
@@ -105,7 +79,7 @@ async def test_a_failed_stream_raises_an_error_of_the_client() -> None:
 
 
 async def test_closing_a_stream_cancels_it() -> None:
-    async with serving() as world, asking(world) as client:
+    async with serving() as world, openai_client(world) as client:
         stream = await client.completions.create(model="m", prompt="hold-later", stream=True)
         await world.engine.until("holding")
         await stream.close()

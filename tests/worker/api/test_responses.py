@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: the official client, synchronous and asynchronous, and bodies that it never sends."""
+"""OpenAI's Responses API: the official client, and bodies that it never sends."""
 
 import json
 from typing import Any
@@ -7,8 +7,8 @@ import openai
 import pydantic
 import pytest
 
+from tests.worker.clients import openai_client
 from tests.worker.fake_engine import CACHED, SCRIPT
-from tests.worker.openai_clients import asking, in_a_thread
 from tests.worker.serving import serving
 from tests.worker.speaking import ANSWERS, SAID, SCHEMA, THINKING, TOOLS, Speaking
 
@@ -31,7 +31,7 @@ def plain(response: Any) -> Any:
 
 
 async def test_a_response() -> None:
-    async with serving() as world, asking(world) as client:
+    async with serving() as world, openai_client(world) as client:
         response = await client.responses.create(
             **HI, instructions="Be brief.", temperature=0.5, top_p=0.9, max_output_tokens=200
         )
@@ -49,7 +49,7 @@ async def test_a_response() -> None:
 
 async def test_a_response_accepts_further_fields_of_chats() -> None:
     further = {"top_k": 3, "min_p": 0.1, "seed": 7, "stop": ["fox"], "repeat_penalty": 1.2, "logit_bias": {"5": 1}}
-    async with serving() as world, asking(world) as client:
+    async with serving() as world, openai_client(world) as client:
         response = await client.responses.create(**HI, extra_body={**further, "cache_salt": "mine"})
         [asked] = world.engine.requests
         picked = asked.sampling
@@ -65,7 +65,7 @@ async def test_a_response_accepts_further_fields_of_chats() -> None:
 
 @pytest.mark.parametrize("asked", [{"include": ["message.output_text.logprobs"]}, {"top_logprobs": 2}])
 async def test_logprobs_of_a_message_are_returned_on_request(asked: dict[str, Any]) -> None:
-    async with serving(Speaking(SAID), chat_template=THINKING) as world, asking(world) as client:
+    async with serving(Speaking(SAID), chat_template=THINKING) as world, openai_client(world) as client:
         response: Any = await client.responses.create(**HI, tools=[WEATHER], extra_body=asked)
         reasoning, message, call = response.output
         [part] = message.content
@@ -85,7 +85,7 @@ async def test_logprobs_of_a_message_are_returned_on_request(asked: dict[str, An
 
 @pytest.mark.parametrize("said", ANSWERS)
 async def test_a_stream_builds_the_same_response(said: str) -> None:
-    async with serving(Speaking(said), chat_template=THINKING) as world, asking(world) as client:
+    async with serving(Speaking(said), chat_template=THINKING) as world, openai_client(world) as client:
         whole = await client.responses.create(**HI, tools=[WEATHER])
         async with client.responses.stream(**HI, tools=[WEATHER]) as stream:
             events = [event async for event in stream]
@@ -104,7 +104,7 @@ async def test_a_stream_builds_the_same_response(said: str) -> None:
 async def test_a_stream_reports_progress_and_timings_on_request() -> None:
     asked = {"return_progress": True, "timings_per_token": True}
     long: Any = {"model": "m", "input": " prefill "}
-    async with serving(Speaking(SAID), chat_template=THINKING) as world, asking(world) as client:
+    async with serving(Speaking(SAID), chat_template=THINKING) as world, openai_client(world) as client:
         world.engine.gate.set()
         events: list[Any] = [
             event.to_dict()
@@ -126,11 +126,8 @@ async def test_a_stream_reports_progress_and_timings_on_request() -> None:
 
 
 async def test_reasoning_text_and_calls_are_items() -> None:
-    def ask(client: openai.OpenAI) -> Any:
-        return client.responses.create(**HI, tools=[WEATHER])
-
-    async with serving(Speaking(SAID), chat_template=THINKING) as world:
-        response = await in_a_thread(world, ask)
+    async with serving(Speaking(SAID), chat_template=THINKING) as world, openai_client(world) as client:
+        response: Any = await client.responses.create(**HI, tools=[WEATHER])
         reasoning, message, call = response.output
         assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "They ask for Oslo.")
         assert (message.type, message.content[0].text) == ("message", "Let me look.")
@@ -147,7 +144,7 @@ async def test_a_conversation_of_items_reaches_the_template() -> None:
         {"type": "function_call_output", "call_id": "c1", "output": "rain"},
         {"role": "user", "content": "So?"},
     ]
-    async with serving(engine, chat_template=TOOLS) as world, asking(world) as client:
+    async with serving(engine, chat_template=TOOLS) as world, openai_client(world) as client:
         await client.responses.create(model="m", input=items, instructions="S")
         call = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
         expected = f"<system>S<user>Oslo?<assistant>Let me look.{call}<tool>rain<user>So?<assistant>"
@@ -173,7 +170,7 @@ class Pet(pydantic.BaseModel):
 
 async def test_a_format_constrains_the_answer() -> None:
     engine = Speaking('{"kind": "cat"}')
-    async with serving(engine) as world, asking(world) as client:
+    async with serving(engine) as world, openai_client(world) as client:
         response = await client.responses.parse(**HI, text_format=Pet)
         assert response.output_parsed == Pet(kind="cat")
         await client.responses.create(**HI, text={"format": {"type": "json_object"}})
@@ -208,7 +205,7 @@ async def test_reports_and_errors_use_the_clients_field_names() -> None:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
 async def test_a_required_call_is_constrained_by_a_grammar(choice: Any) -> None:
     engine = Speaking("fine")
-    async with serving(engine, chat_template=TOOLS) as world, asking(world) as client:
+    async with serving(engine, chat_template=TOOLS) as world, openai_client(world) as client:
         await client.responses.create(**HI, tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False)
         grammar = engine.requests[-1].grammar
         assert grammar is not None
@@ -218,7 +215,7 @@ async def test_a_required_call_is_constrained_by_a_grammar(choice: Any) -> None:
 async def test_a_call_of_a_function_outside_allowed_tools_is_text() -> None:
     engine = Speaking(SAID)
     clock: Any = {**WEATHER, "name": "clock"}
-    async with serving(engine, chat_template=THINKING) as world, asking(world) as client:
+    async with serving(engine, chat_template=THINKING) as world, openai_client(world) as client:
         for allowed, kinds in ((WEATHER, ["reasoning", "message", "function_call"]), (clock, ["reasoning", "message"])):
             choice: Any = {"type": "allowed_tools", "mode": "auto", "tools": [allowed]}
             response = await client.responses.create(**HI, tools=[WEATHER, clock], tool_choice=choice)
@@ -247,7 +244,7 @@ async def test_a_call_of_a_function_outside_allowed_tools_is_text() -> None:
 )
 async def test_a_tool_choice_without_a_function_of_the_request_is_rejected(choice: Any) -> None:
     asked: Any = {**HI, "tools": [WEATHER], "tool_choice": {"type": "allowed_tools", **choice}}
-    async with serving(Speaking("fine"), chat_template=TOOLS) as world, asking(world) as client:
+    async with serving(Speaking("fine"), chat_template=TOOLS) as world, openai_client(world) as client:
         with pytest.raises(openai.BadRequestError, match="tool_choice") as caught:
             await client.responses.create(**asked)
         assert caught.value.param == "tool_choice"
@@ -271,7 +268,7 @@ async def test_unsupported_fields_are_rejected_by_name() -> None:
         ({"input": []}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
     ]
-    async with serving() as world, asking(world) as client:
+    async with serving() as world, openai_client(world) as client:
         for wrong, message in refused:
             with pytest.raises(openai.BadRequestError, match=message):
                 await client.responses.create(**HI, extra_body=wrong)
@@ -289,7 +286,7 @@ async def test_encrypted_reasoning_is_reported_as_ignored() -> None:
 async def test_a_failed_stream_raises_an_error_of_the_client() -> None:
     late: Any = {"model": "m", "input": " fail-later "}
     text = ""
-    async with serving(chat_template="{{ messages[0].content }}") as world, asking(world) as client:
+    async with serving(chat_template="{{ messages[0].content }}") as world, openai_client(world) as client:
         with pytest.raises(openai.APIError, match="logits"):  # noqa: PT012 - the text before the error counts
             async for event in await client.responses.create(**late, stream=True):
                 text += event.delta if event.type == "response.output_text.delta" else ""

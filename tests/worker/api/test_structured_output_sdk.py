@@ -12,8 +12,8 @@ import pydantic
 import pytest
 
 from tests import tiny
+from tests.worker.clients import openai_client
 from tests.worker.loaded import load
-from tests.worker.openai_clients import asking, in_a_thread
 from tests.worker.serving import Serving, serving
 from worker.engines.transformers.engine import TransformersEngine
 
@@ -43,7 +43,7 @@ def running(engine: TransformersEngine, folder: Path, **changes: Any) -> Abstrac
 
 
 async def test_an_answer_parses_as_the_callers_own_type(engine: TransformersEngine, folder: Path) -> None:
-    async with running(engine, folder) as world, asking(world) as client:
+    async with running(engine, folder) as world, openai_client(world) as client:
         asked = [
             client.chat.completions.parse(model="tiny", messages=HELLO, response_format=Pet, seed=seed, max_tokens=400)
             for seed in range(8)
@@ -55,7 +55,7 @@ async def test_an_answer_parses_as_the_callers_own_type(engine: TransformersEngi
 
 
 async def test_a_streamed_answer_parses_as_the_callers_own_type(engine: TransformersEngine, folder: Path) -> None:
-    async with running(engine, folder) as world, asking(world) as client:
+    async with running(engine, folder) as world, openai_client(world) as client:
         seen = ""
         async with client.chat.completions.stream(
             model="tiny", messages=HELLO, response_format=Pet, seed=3, max_tokens=400
@@ -67,37 +67,8 @@ async def test_a_streamed_answer_parses_as_the_callers_own_type(engine: Transfor
         assert final.choices[0].message.parsed == Pet.model_validate_json(seen)
 
 
-async def test_the_synchronous_client_parses_too(engine: TransformersEngine, folder: Path) -> None:
-    def ask(client: openai.OpenAI) -> Pet | None:
-        answer = client.chat.completions.parse(
-            model="tiny", messages=HELLO, response_format=Pet, seed=1, max_tokens=400
-        )
-        return answer.choices[0].message.parsed
-
-    def ask_for_a_stream(client: openai.OpenAI) -> Pet | None:
-        with client.chat.completions.stream(
-            model="tiny", messages=HELLO, response_format=Pet, seed=1, max_tokens=400
-        ) as stream:
-            return stream.get_final_completion().choices[0].message.parsed
-
-    async with running(engine, folder) as world:
-        whole = await in_a_thread(world, ask)
-        assert whole == await in_a_thread(world, ask_for_a_stream)
-        assert isinstance(whole, Pet)
-
-
-async def test_a_grammar_constrains_every_choice(engine: TransformersEngine, folder: Path) -> None:
-    async with running(engine, folder) as world, asking(world) as client:
-        answer = await client.chat.completions.create(
-            model="tiny", messages=HELLO, n=5, seed=2, max_tokens=200, extra_body={"guided_regex": "[xyz]{4,9}!"}
-        )
-        texts = [choice.message.content or "" for choice in answer.choices]
-        assert all(text.endswith("!") and set(text) <= set("xyz!") for text in texts)
-        assert len(set(texts)) > 1
-
-
 async def test_a_grammar_constrains_text_completions(engine: TransformersEngine, folder: Path) -> None:
-    async with running(engine, folder) as world, asking(world) as client:
+    async with running(engine, folder) as world, openai_client(world) as client:
         answer = await client.completions.create(
             model="tiny", prompt=["a", "b"], max_tokens=20, logprobs=0, extra_body={"guided_choice": ["ja", "nein"]}
         )
@@ -110,7 +81,7 @@ async def test_a_grammar_constrains_text_completions(engine: TransformersEngine,
 
 async def test_a_grammar_that_does_not_compile_is_a_bad_request(engine: TransformersEngine, folder: Path) -> None:
     bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "objekt"}}}
-    async with running(engine, folder) as world, asking(world) as client:
+    async with running(engine, folder) as world, openai_client(world) as client:
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError, match="objekt") as caught:
                 await client.chat.completions.create(model="tiny", messages=HELLO, response_format=bad, stream=stream)
@@ -158,7 +129,7 @@ def checked(calls: Any) -> list[str]:
 @pytest.mark.parametrize("template", [HERMES, HERMES.replace("<tool_call>", "[").replace("</tool_call>", "]")])
 async def test_a_call_that_is_required_is_made(engine: TransformersEngine, folder: Path, template: str) -> None:
     """Constrained calls use the format's syntax, or plain JSON if the format is unknown."""
-    async with running(engine, folder, chat_template=template) as world, asking(world) as client:
+    async with running(engine, folder, chat_template=template) as world, openai_client(world) as client:
         for seed in range(2):
             answer = await client.chat.completions.create(
                 model="tiny", messages=HELLO, tools=TOOLS, tool_choice="required", parallel_tool_calls=False,
@@ -178,7 +149,7 @@ async def test_a_call_that_is_required_is_made(engine: TransformersEngine, folde
 @pytest.mark.parametrize("allowed", ["Weather", "Clock"])
 async def test_only_allowed_functions_are_called(engine: TransformersEngine, folder: Path, allowed: str) -> None:
     only: Any = [{"type": "function", "function": {"name": allowed}}]
-    async with running(engine, folder, chat_template=HERMES) as world, asking(world) as client:
+    async with running(engine, folder, chat_template=HERMES) as world, openai_client(world) as client:
         answer = await client.chat.completions.create(
             model="tiny", messages=HELLO, tools=TOOLS, n=3, max_tokens=300, seed=1,
             tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": only}},
@@ -196,7 +167,7 @@ async def test_an_answer_is_either_a_call_or_in_the_requested_format(engine: Tra
     class Reply(pydantic.BaseModel):
         mood: Literal["good", "bad"]
 
-    async with running(engine, folder, chat_template=HERMES) as world, asking(world) as client:
+    async with running(engine, folder, chat_template=HERMES) as world, openai_client(world) as client:
 
         async def ask(first: str) -> Any:
             """`first`: the letter that decides between the two."""
@@ -216,31 +187,21 @@ async def test_an_answer_is_either_a_call_or_in_the_requested_format(engine: Tra
 async def test_calls_are_parsed_as_the_callers_own_types_streamed_or_not(
     engine: TransformersEngine, folder: Path
 ) -> None:
-    def ask(client: openai.OpenAI) -> Any:
-        answer = client.chat.completions.parse(
-            model="tiny", messages=HELLO, tools=TOOLS, tool_choice="required", seed=5, max_tokens=600
-        )
-        return answer.choices[0].message
-
-    def ask_for_a_stream(client: openai.OpenAI) -> Any:
-        with client.chat.completions.stream(
-            model="tiny", messages=HELLO, tools=TOOLS, tool_choice="required", seed=5, max_tokens=600
-        ) as stream:
-            kinds = {event.type for event in stream}
-            assert "tool_calls.function.arguments.done" in kinds
-            return stream.get_final_completion().choices[0].message
-
-    async with running(engine, folder, chat_template=HERMES) as world:
-        whole, streamed = await in_a_thread(world, ask), await in_a_thread(world, ask_for_a_stream)
+    asked: Any = {
+        "model": "tiny", "messages": HELLO, "tools": TOOLS, "tool_choice": "required", "seed": 5, "max_tokens": 600,
+    }  # fmt: skip
+    async with running(engine, folder, chat_template=HERMES) as world, openai_client(world) as client:
+        whole = (await client.chat.completions.parse(**asked)).choices[0].message
+        async with client.chat.completions.stream(**asked) as stream:
+            kinds = {event.type async for event in stream}
+            streamed = (await stream.get_final_completion()).choices[0].message
+        assert "tool_calls.function.arguments.done" in kinds
+        assert whole.tool_calls
         assert [call.function.parsed_arguments for call in whole.tool_calls] == [
-            call.function.parsed_arguments for call in streamed.tool_calls
+            call.function.parsed_arguments for call in streamed.tool_calls or []
         ]
         assert all(isinstance(call.function.parsed_arguments, Weather | Clock) for call in whole.tool_calls)
-        async with asking(world) as client:
-            chunks = await client.chat.completions.create(
-                model="tiny", messages=HELLO, tools=TOOLS, tool_choice="required", seed=5, max_tokens=600, stream=True
-            )
-            deltas = [chunk.choices[0] async for chunk in chunks]
+        deltas = [chunk.choices[0] async for chunk in await client.chat.completions.create(**asked, stream=True)]
         calls = [call for choice in deltas for call in choice.delta.tool_calls or []]
         assert [call.index for call in calls] == list(range(len(whole.tool_calls)))
         assert deltas[-1].finish_reason == "tool_calls"
@@ -248,28 +209,16 @@ async def test_calls_are_parsed_as_the_callers_own_types_streamed_or_not(
 
 async def test_a_tool_with_invalid_parameters_is_a_bad_request(engine: TransformersEngine, folder: Path) -> None:
     odd: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}]
-    async with running(engine, folder, chat_template=HERMES) as world, asking(world) as client:
+    async with running(engine, folder, chat_template=HERMES) as world, openai_client(world) as client:
         with pytest.raises(openai.BadRequestError, match="objekt") as caught:
             await client.chat.completions.create(model="tiny", messages=HELLO, tools=odd, tool_choice="required")
         assert caught.value.param == "tools"
 
 
-async def test_a_model_may_answer_without_an_optional_call(engine: TransformersEngine, folder: Path) -> None:
-    async with running(engine, folder, chat_template=HERMES) as world, asking(world) as client:
-        plain = {"model": "tiny", "messages": HELLO, "seed": 3, "max_tokens": 20}
-        answer = await client.chat.completions.create(**plain, tools=TOOLS)
-        (choice,) = answer.choices
-        assert choice.message.tool_calls is None
-        assert choice.message.content
-        none = await client.chat.completions.create(**plain, tools=TOOLS, tool_choice="none")
-        without = await client.chat.completions.create(**plain)
-        assert none.choices[0].message.content == without.choices[0].message.content
-
-
 async def test_reasoning_precedes_a_constrained_answer_and_is_separated(
     engine: TransformersEngine, folder: Path
 ) -> None:
-    async with running(engine, folder, chat_template=THINKING) as world, asking(world) as client:
+    async with running(engine, folder, chat_template=THINKING) as world, openai_client(world) as client:
         body: Any = {
             "model": "tiny", "messages": HELLO, "seed": 3, "max_tokens": 40, "extra_body": {"guided_regex": "[0-9]{3}"},
         }  # fmt: skip
@@ -284,22 +233,3 @@ async def test_reasoning_precedes_a_constrained_answer_and_is_separated(
             **{**body, "extra_body": {"guided_regex": "[0-9]{3}", "reasoning_format": "none"}}
         )
         assert (kept.choices[0].message.content or "").startswith(message.reasoning_content[:20].lstrip())
-
-
-async def test_a_conversation_with_calls_and_their_results_is_rendered_by_the_template(
-    engine: TransformersEngine, folder: Path
-) -> None:
-    call = {"id": "call_1", "type": "function", "function": {"name": "Clock", "arguments": '{"zone": "UTC"}'}}
-    messages: Any = [
-        *HELLO,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
-    ]
-    async with running(engine, folder, chat_template=HERMES) as world, asking(world) as client:
-        answer = await client.chat.completions.create(
-            model="tiny", messages=messages, tools=TOOLS, max_tokens=4, temperature=0
-        )
-        assert answer.choices[0].finish_reason == "length"
-        _, _, made = await world.post("/apply-template", {"messages": messages, "tools": TOOLS})
-        assert '<tool_call>{"name": "Clock", "arguments": {"zone": "UTC"}}</tool_call>' in str(made)
-        assert "<|tool|>\\nnoon" in str(made)

@@ -9,7 +9,7 @@ from tests.worker import serving
 from tests.worker.chatting import model
 from worker.api.served_model import LONG_TEXT
 from worker.api.tokens import detokenize, tokenize
-from worker.errors import InvalidValue, RequestError, UnsupportedByModel, UnsupportedField
+from worker.errors import InvalidValue, UnsupportedByModel, UnsupportedField
 
 BOS = 0
 
@@ -91,13 +91,6 @@ async def test_detokenize_rejects_ids_outside_the_vocabulary(value: Any) -> None
     with pytest.raises(InvalidValue) as caught:
         await detokenize({"tokens": value}, model())
     assert caught.value.param == "tokens"
-
-
-async def test_unknown_fields_are_reported_or_rejected() -> None:
-    assert (await tokenize({"content": "a", "x": 1}, model())).ignored == ("x",)
-    with pytest.raises(RequestError) as caught:
-        await detokenize({"tokens": [], "x": 1}, model(strict_fields=True))
-    assert caught.value.reason == "unknown_parameter"
 
 
 async def ask(body: dict[str, Any], **settings: Any) -> Any:

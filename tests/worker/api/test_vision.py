@@ -31,7 +31,6 @@ from worker.engines.transformers.load.snapshot import load_config, load_tokenize
 from worker.engines.transformers.run import vision
 from worker.errors import InvalidValue, QueueFull
 from worker.images import MAX_PIXELS, MAX_REQUEST_BYTES, MAX_REQUEST_PIXELS, EncodedImage, check_images
-from worker.protocol.architectures import VISION
 from worker.server.server import Server
 
 WORDS = "What does it show?"
@@ -436,7 +435,3 @@ async def test_the_event_loop_runs_while_an_image_is_decoded(engine: Transformer
         passes += 1
     assert len((await reading)[0]) == 16
     assert passes > 10, "the loop stood still"
-
-
-def test_all_vision_families_are_tested() -> None:
-    assert set(VISION) == set(tiny_vision.FAMILIES)

@@ -72,22 +72,6 @@ async def test_a_stream_has_the_headers_that_proxies_need() -> None:
         assert (await answer.read()).endswith(b"data: [DONE]\n\n")
 
 
-@pytest.mark.parametrize("content", ["hi", "silent"])
-@pytest.mark.parametrize("n", [1, 3])
-async def test_a_streamed_chat_equals_the_whole_response(content: str, n: int) -> None:
-    async with serving() as world:
-        _, _, expected = await world.post(CHAT, chat(content, n=n))
-        *streamed, done = chunks(await world.stream(CHAT, chat(content, n=n)))
-        assert done == "[DONE]"
-        texts = [""] * n
-        for chunk in streamed:
-            for choice in chunk["choices"]:
-                texts[choice["index"]] += choice["delta"].get("content") or ""
-        assert texts == [choice["message"]["content"] for choice in expected["choices"]]
-        if content == "hi":
-            assert all(SCRIPT in text for text in texts)
-
-
 async def test_the_frames_of_several_prompts_are_interleaved() -> None:
     async with serving() as world:
         *streamed, _ = chunks(await world.stream("/v1/completions", {"prompt": ["one", "two"]}))
