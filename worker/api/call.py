@@ -129,8 +129,6 @@ def read_ping_interval(fields: BodyFields) -> float | None:
     interval = fields.number("sse_ping_interval")
     if interval is None:
         return DEFAULT_PING_INTERVAL
-    if interval != -1 and interval < 0.01:
-        raise InvalidValue("sse_ping_interval must be seconds above 0, or -1 for off", param="sse_ping_interval")
     return None if interval == -1 else interval
 
 

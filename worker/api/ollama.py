@@ -79,7 +79,7 @@ async def generate(body: Json, model: ServedModel, *, waited: float = 0.0) -> Ge
     fields = BodyFields(body, GENERATE)
     chat_body, num_ctx, keep_alive = _read(fields, model)
     prompt, system, raw = fields.text("prompt"), fields.text("system"), fields.flag("raw") or False
-    images = _images("images", fields.take("images"), model)
+    images = _images("images", fields.sequence("images"), model)
     context = _context(fields, model)
     fields.refuse("template", "template is not supported; set chat-template in the model's preset")
     suffix = fields.text("suffix") or ""

@@ -247,7 +247,9 @@ async def completions(body: Json, model: ServedModel) -> GenerationCall:
         raise InvalidValue("suffix and echo exclude each other; send one of them", param="echo")
     logprobs = logprob_options.alternatives(fields, "logprobs", model.options.max_logprobs)
     common = read_common_options(fields, model, logprobs=logprobs)
-    is_only_echo = echo and common.request.max_tokens == 0
+    is_only_echo = common.request.max_tokens == 0
+    if is_only_echo and not echo:
+        raise InvalidValue("max_tokens must be at least 1 without echo, or -1 for no limit", param="max_tokens")
     if not is_only_echo:
         common.check_max_tokens()
     best_of = _best_of(fields, common)

@@ -29,8 +29,6 @@ class CommonOptions:
     ping_interval: float | None
 
     def check_max_tokens(self) -> None:
-        if self.request.max_tokens == 0:
-            raise InvalidValue("max_tokens must be at least 1, or -1 for no limit", param="max_tokens")
         if self.request.max_tokens is not None and self.request.sampling.min_tokens > self.request.max_tokens:
             raise InvalidValue("min_tokens must not exceed max_tokens", param="min_tokens")
 
@@ -144,8 +142,6 @@ def _stop_token_ids(fields: BodyFields, model: ServedModel) -> frozenset[int]:
 
 def _max_prompt_tokens(fields: BodyFields, model: ServedModel) -> int | None:
     tokens = fields.integer("truncate_prompt_tokens")
-    if tokens == 0:
-        raise InvalidValue("truncate_prompt_tokens must be at least 1, or -1", param="truncate_prompt_tokens")
     return model.max_prompt if tokens == -1 else tokens
 
 

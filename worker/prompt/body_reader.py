@@ -10,11 +10,12 @@ import orjson
 
 from worker.errors import InvalidJson, InvalidValue, UnknownField, UnsupportedField
 from worker.protocol.dialects.generation_fields import NEUTRAL, NO_OPS
-from worker.protocol.schema import Body, Schema, allows, bounds, kinds
+from worker.protocol.schema import Body, Schema, allows, kinds, ranges
 from worker.protocol.unknown_fields import unknown_paths
 
 Json = dict[str, Any]
 Value = TypeVar("Value")
+Ranges = list[tuple[float, float | None]]
 MAX_LEVELS = 200
 # Maximum levels that orjson serializes. The difference is for what answers and grammars put around a client's value.
 _LEVELS_WRITTEN = 254
@@ -106,26 +107,24 @@ class BodyFields:
         return InvalidValue(f"{self.path}{name} must be {expected}", param=self.path + name)
 
     def number(self, name: str) -> float | None:
-        """Read a number within the bounds of the table."""
+        """Read a number within the ranges of the table."""
         value = self.take(name)
-        low, high = bounds(self._schema_of(name, "number"))
-        assert low is not None
-        assert high is not None
-        if value is not None and (type(value) not in (int, float) or not low <= value <= high):
-            raise self._invalid(name, f"a number between {low:g} and {high:g}")
-        return None if value is None else float(value)
+        if value is None:
+            return None
+        allowed = ranges(self._schema_of(name, "number"))
+        if type(value) not in (int, float) or not _is_within(value, allowed):
+            raise self._invalid(name, f"a number {_in_words(allowed)}")
+        return float(value)
 
     def integer(self, name: str) -> int | None:
-        """Read an integer within the bounds of the table."""
+        """Read an integer within the ranges of the table."""
         value = self.take(name)
-        low, high = bounds(self._schema_of(name, "integer"))
-        assert low is not None
+        allowed = ranges(self._schema_of(name, "integer"))
         if value is None:
             return None
         whole = to_integer(value)
-        if whole is None or whole < low or (high is not None and whole > high):
-            within = f"of at least {low}" if high is None else f"between {low} and {high}"
-            raise self._invalid(name, f"an integer {within}")
+        if whole is None or not _is_within(whole, allowed):
+            raise self._invalid(name, f"an integer {_in_words(allowed)}")
         return whole
 
     def flag(self, name: str) -> bool | None:
@@ -213,6 +212,17 @@ class BodyFields:
                 param=unknown_names[0][:128],
             )
         return (*self._unused, *unknown_names)
+
+
+def _is_within(value: float, ranges: Ranges) -> bool:
+    return any(low <= value and (high is None or value <= high) for low, high in ranges)
+
+
+def _in_words(ranges: Ranges) -> str:
+    return ", or ".join(
+        f"of at least {low}" if high is None else f"{low}" if low == high else f"between {low} and {high}"
+        for low, high in ranges
+    )
 
 
 def to_integer(value: Any) -> int | None:

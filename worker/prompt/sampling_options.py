@@ -272,7 +272,9 @@ def sampler_names(tuning: Mapping[str, Any]) -> list[str]:
 
 
 def _read_samplers(fields: BodyFields) -> list[str]:
-    given = fields.take("samplers") or []
+    given = fields.take("samplers")
+    if given is None:
+        return []
     listed = [SAMPLER_LETTERS.get(letter, "") for letter in given] if isinstance(given, str) else given
     is_list = isinstance(listed, list) and all(isinstance(item, str) for item in listed)
     named = [SAMPLER_ALIASES.get(item, item) for item in listed] if is_list else []

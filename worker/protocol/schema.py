@@ -113,14 +113,16 @@ def kinds(schema: Schema) -> set[str]:
     return own.union(*(kinds(option) for option in schema.get("anyOf", ())))
 
 
-def bounds(schema: Schema) -> tuple[float | None, float | None]:
-    """Return the smallest and the largest number that the schema allows; None: no bound."""
-    if "anyOf" not in schema:
-        numbers = [value for value in (schema.get("const"), *schema.get("enum", ())) if type(value) in (int, float)]
-        return (min(numbers), max(numbers)) if numbers else (schema.get("minimum"), schema.get("maximum"))
-    found = [bounds(option) for option in schema["anyOf"] if option.get("type") != "null"]
-    lows, highs = [low for low, _ in found if low is not None], [high for _, high in found]
-    return min(lows, default=None), None if None in highs else max(high for high in highs if high is not None)
+def ranges(schema: Schema) -> list[tuple[float, float | None]]:
+    """Return the smallest and the largest number of each range that the schema of a request field allows; None: no
+    bound. A field that takes numbers has a minimum.
+    """
+    if "anyOf" in schema:
+        return [each for option in schema["anyOf"] for each in ranges(option)]
+    if "const" in schema or "enum" in schema:
+        values = (schema.get("const"), *schema.get("enum", ()))
+        return [(value, value) for value in values if type(value) in (int, float)]
+    return [(schema["minimum"], schema.get("maximum"))] if kinds(schema) & {"integer", "number"} else []
 
 
 def _same(left: Any, right: Any) -> bool:
