@@ -31,8 +31,6 @@ def reason_not_to_divide_by(facts: Checkpoint, preset: Preset, ranks: int) -> st
     """Return the reason for which the model cannot be divided among `ranks`; empty if it can."""
     if why := reason_not_to_divide(facts, preset):
         return why
-    if preset.adapter_slots:
-        return "requests may name adapters"
     if facts.model_type not in DIVISIBLE:
         return f"this version divides {', '.join(sorted(DIVISIBLE))}, and this is {facts.model_type or 'unknown'}"
     for number, what in (
@@ -64,6 +62,10 @@ def estimate(
         parts = () if on_host else (1,) * ranks
         stated = estimate_whole(facts, preset, layers=parts, on_host=on_host, forked=forked, overhead=overhead)
         return replace(stated, layers=())
+    # One end of each linear layer is the hidden state, which is not divided: A or B of an adapter is whole there.
+    undivided = facts.linears.count * facts.hidden
+    ends = undivided + -(-(facts.linears.ends - undivided) // ranks)
+    facts = replace(facts, linears=replace(facts.linears, ends=ends))
     # Tensor parallelism has neither CUDA graphs nor reordered weights.
     preset = replace(preset, threads=preset.threads or threads, enforce_eager=True)
     tokens = effective_ctx(facts, preset)

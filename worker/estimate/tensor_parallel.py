@@ -15,10 +15,11 @@ from worker.engines.transformers.device import memory
 from worker.engines.transformers.load import architectures, snapshot, tensor_parallel_plan
 from worker.engines.transformers.load.tensor_parallel_plan import RankSlice
 from worker.engines.transformers.loop import requests
+from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.sample import grammar
 from worker.estimate import estimate, meta_model
-from worker.estimate.largest_steps import GenerationSteps
+from worker.estimate.largest_steps import CPU, GenerationSteps
 from worker.estimate.memory_tracer import peak_bytes
 from worker.estimate.meta_model import StoredTensors, device_of
 from worker.protocol.argv import Estimate, ModelOptions
@@ -44,6 +45,9 @@ class FakeGroup:
 
     def put_together(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([torch.empty_like(tensor) for _ in range(self._count)], dim=-1)
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
 
 def divided_estimate(options: Estimate) -> Estimated:
@@ -92,12 +96,17 @@ def trace(options: ModelOptions, config: Any, stored: StoredTensors, ranks: int)
         model = meta_model.build(snapshot.model_class(options, config, embeds=False), config, dtype, embeds=False)
         whole = meta_model.tensor_bytes(model)
         largest = max(parameter.nbytes for parameter in model.parameters())
-        tensor_parallel_plan.divide(model, RankSlice(0, ranks), FakeGroup(ranks))
+        share = RankSlice(0, ranks), FakeGroup(ranks)
+        tensor_parallel_plan.divide(model, share)
         _copy_slices(model)
         weights = meta_model.tensor_bytes(model)
         runner, capacity = meta_model.make_runner(model, config, options, ctx_size, ranks=ranks)
+        adapters = backends.make_adapters(runner, model, options, CPU, copies=0, share=share)
+        if adapters is not None:
+            weights += adapters.bytes
         meta_model.shorten(model)
-        steps = GenerationSteps(runner, capacity, options, ctx_size)
+        adapter = adapters.pretend() if adapters is not None else None
+        steps = GenerationSteps(runner, capacity, options, ctx_size, adapter)
         peaks = [peak_bytes(step) for step in steps.largest()]
         if options.devices == ("cpu",) and isinstance(runner, PagedRunner):
             heads = config.get_text_config(decoder=True).num_attention_heads // ranks

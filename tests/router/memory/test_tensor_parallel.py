@@ -84,7 +84,6 @@ def test_max_is_one_process_where_there_is_no_accelerator() -> None:
         (replace(LARGE, intermediate=28674, expert=14337), {"tensor_parallel": 2}, "it has 14337 columns in its MLP"),
         (replace(LARGE, model_type="gpt2"), {"tensor_parallel": ALL_DEVICES}, "this version divides .* this is gpt2"),
         (replace(LARGE, matrices=0), {"tensor_parallel": 2}, "its tensor names do not identify the layers"),
-        (LARGE, {"tensor_parallel": 2, "enable_lora": "on"}, "requests may name adapters"),
     ],
 )
 def test_layers_are_split_where_tensor_parallelism_is_not_possible(

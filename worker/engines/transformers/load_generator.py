@@ -188,7 +188,8 @@ def _start_errors(loaded: loader.LoadedModel, config: Any, options: Serve, ctx_s
 
 def _adapters(backend: PagedRunner | AlignedRunner, loaded: loader.LoadedModel, options: Serve) -> LoraAdapters | None:
     """Allocate adapter slots and load the preset's adapters. An unusable adapter is logged and skipped."""
-    adapters = backends.make_adapters(backend, loaded.model, options, loaded.device, copies=options.max_cpu_loras)
+    copies = options.max_cpu_loras
+    adapters = backends.make_adapters(backend, loaded.model, options, loaded.device, copies=copies, share=loaded.share)
     if adapters is not None:
         try:
             sources = decode_adapters(options.adapters)

@@ -20,7 +20,7 @@ import torch
 from router.config.presets import Preset
 from router.memory import checkpoint
 from router.memory import tensor_parallel as static_tensor_parallel
-from tests import tiny
+from tests import lora, tiny
 from tests.worker import kept
 from tests.worker.loaded import (
     DEADLINE,
@@ -40,13 +40,14 @@ from worker.engines.transformers.load.tensor_parallel_plan import RankSlice
 from worker.engines.transformers.loop.drafting import Drafter
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.speculation import DraftLength
-from worker.errors import Draining, RankLost, StartError
+from worker.errors import AdapterNotFound, Draining, RankLost, StartError, UnusableAdapter
 from worker.estimate import estimate, tensor_parallel
 from worker.estimate.meta_model import StoredTensors
+from worker.interface import AdapterChoice
 from worker.program import supervision
 from worker.program.main import _follow
 from worker.protocol.architectures import DIVISIBLE
-from worker.protocol.argv import Estimate, to_argv
+from worker.protocol.argv import AdapterSource, Estimate, encode_adapters, to_argv
 from worker.protocol.events import Exit
 
 COMMON: dict[str, Any] = {"ctx_size": 128, "parallel": 4, "prefill_chunk": 24, "tensor_parallel": 2}
@@ -151,6 +152,50 @@ async def test_ranks_keep_keys_and_values_as_one_would(tmp_path: Path) -> None:
             assert [each.tokens for each in collected] == expected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "mixtral"])
+async def test_adapters_give_the_text_of_one_rank(family: str, tmp_path: Path) -> None:
+    """Two slots for three adapters, in batches with each other and with the base model. A fourth comes at run time."""
+    folder = tiny.make(family, tmp_path / "model")
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj"] if family == "mixtral" else "all-linear"
+    paths = {
+        name: lora.make(folder, tmp_path / name, seed=seed, target_modules=layers) for seed, name in enumerate("abcd")
+    }
+    models = {name: lora.adapted(folder, path) for name, path in paths.items()} | {"": reference(folder)}
+    expected = {(name, each): generated(model, each, NEW) for name, model in models.items() for each in PROMPTS[:3]}
+    assert len({tuple(tokens) for tokens in expected.values()}) == len(expected), "adapters change the text"
+
+    def sources(names: str) -> list[AdapterSource]:
+        return [AdapterSource(name=name, path=str(paths[name])) for name in names]
+
+    async def texts(names: str) -> None:
+        asked = [(name, prompt) for prompt in PROMPTS[:3] for name in (*names, "")]
+        answers = (complete_one(engine, each, max_tokens=NEW, adapter=AdapterChoice(name)) for name, each in asked)
+        assert [each.tokens for each in await asyncio.gather(*answers)] == [expected[each] for each in asked]
+
+    with ranked(folder, max_loras=2, max_lora_rank=4, adapters=encode_adapters(sources("abc"))) as (engine, _):
+        async with serving(engine), asyncio.timeout(DEADLINE):
+            await texts("abc")
+            assert await engine.set_adapters(sources("bd")) == {}
+            with pytest.raises(AdapterNotFound):
+                await complete_one(engine, PROMPTS[0], adapter=AdapterChoice("a"))
+            await texts("db")
+
+
+async def test_an_adapter_whose_files_have_changed_ends_its_request_only(tmp_path: Path) -> None:
+    """No rank has begun the step by then, so none is out of step."""
+    folder = tiny.make("llama", tmp_path / "model")
+    paths = {name: lora.make(folder, tmp_path / name) for name in "ab"}
+    known = encode_adapters([AdapterSource(name=name, path=str(path)) for name, path in paths.items()])
+    with ranked(folder, max_loras=1, max_lora_rank=4, max_cpu_loras=1, adapters=known) as (engine, _):
+        async with serving(engine), asyncio.timeout(DEADLINE):
+            (paths["a"] / "adapter_config.json").write_text("{}")  # its file was closed when that of `b` was read
+            with pytest.raises(UnusableAdapter):
+                await complete_one(engine, PROMPTS[0], adapter=AdapterChoice("a"))
+            answer = await complete_one(engine, PROMPTS[0], max_tokens=NEW, adapter=AdapterChoice("b"))
+            assert answer.tokens == generated(lora.adapted(folder, paths["b"]), PROMPTS[0], NEW)
+
+
 async def test_a_rank_that_is_killed_ends_the_answers_and_the_engine(tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path)
     with ranked(folder) as (engine, ranks):
@@ -240,7 +285,7 @@ def test_slices_are_the_whole_model_and_nothing_twice(family: str) -> None:
     parted = 0
     for rank, part in enumerate(parts):
         part.load_state_dict(whole.state_dict())
-        tensor_parallel_plan.divide(part, RankSlice(rank, count), tensor_parallel.FakeGroup(count))
+        tensor_parallel_plan.divide(part, (RankSlice(rank, count), tensor_parallel.FakeGroup(count)))
     for name, parameter in whole.named_parameters():
         mine = [dict(part.named_parameters()).get(name) for part in parts]
         first = mine[0]
@@ -271,7 +316,6 @@ def test_slices_are_the_whole_model_and_nothing_twice(family: str) -> None:
         ("phi3", {}, {}, r"\(its plan has colwise_gather_output\)"),
         ("t5", {}, {}, "it has an encoder and a decoder; remove tensor-parallel$"),
         ("llama", {"quantization": "bnb-4bit"}, {}, "its weights are quantised; remove tensor-parallel$"),
-        ("llama", {"max_loras": 2}, {}, r"requests may name adapters \(max-loras\); remove tensor-parallel$"),
         ("llama-embed", {}, {}, "tensor-parallel is not for models that embed or score"),
         ("llama", {}, {}, "this process was started without its ranks"),
     ],
@@ -318,18 +362,34 @@ def test_the_exact_estimate_is_of_one_rank_for_each_device(family: str, tmp_path
     assert on_host.host == 0
 
 
+def test_both_estimates_count_the_same_bytes_of_adapters_for_each_rank(tmp_path: Path) -> None:
+    """2 layers: q and o 64 x 64, k and v 64 x 32, gate, up and down 64 x 128; the other side of the 64 is halved."""
+    folder = tiny.make("llama", tmp_path)
+    plain = Estimate(snapshot=str(folder), ctx_size=128, devices=("cuda:0", "cuda:1"), tensor_parallel=2)
+    adapted = replace(plain, max_loras=3, max_lora_rank=5)
+    config = load_config(plain)
+    exact = [tensor_parallel.trace(each, config, StoredTensors(each), 2).weights for each in (plain, adapted)]
+    slots = 3 * 5 * 2 * (2 * 96 + 2 * 80 + 3 * 128) * 4
+    assert exact[1] - exact[0] == slots
+    facts = checkpoint.read(folder)
+    presets = [Preset(id="m", enable_lora=word, max_loras=3, max_lora_rank=5) for word in ("off", "on")]
+    static = [static_tensor_parallel.estimate(facts, each, 2, on_host=False).weights for each in presets]
+    assert [size - less for less, size in zip(*static, strict=True)] == [slots, slots]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [("cpu",), ("cuda:0", "cuda:1")])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
-@pytest.mark.parametrize("ngram_size", [0, 3])
+@pytest.mark.parametrize(("ngram_size", "max_loras"), [(0, 0), (3, 2)])
 def test_the_static_estimate_of_ranks_is_never_below_the_exact_one(
-    family: str, devices: tuple[str, ...], ngram_size: int, tmp_path: Path
+    family: str, devices: tuple[str, ...], ngram_size: int, max_loras: int, tmp_path: Path
 ) -> None:
     folder = tiny.make(family, tmp_path, vocab_size=512, hidden_size=128, num_hidden_layers=3)
-    keys: dict[str, Any] = {"ctx_size": 128, "parallel": 2, "prefill_chunk": 32}
+    keys: dict[str, Any] = {"ctx_size": 128, "parallel": 2, "prefill_chunk": 32, "max_loras": max_loras}
     asked = Estimate(snapshot=str(folder), devices=devices, tensor_parallel=2, ngram_size=ngram_size, **keys)
     exact = tensor_parallel.divided_estimate(asked)
-    preset = Preset(id="m", tensor_parallel=2, spec_type="ngram-simple" if ngram_size else "none", **keys)
+    words = {"spec_type": "ngram-simple" if ngram_size else "none", "enable_lora": "on" if max_loras else "off"}
+    preset = Preset(id="m", tensor_parallel=2, **keys, **words)
     static = static_tensor_parallel.estimate(
         checkpoint.read(folder), preset, 2, on_host=devices == ("cpu",), threads=asked.threads
     )

@@ -23,7 +23,7 @@ _ENVIRONMENT = {
 
 
 class ProcessGroup:
-    """Implements `tensor_parallel_plan.Group`. Usable after `meet`."""
+    """Implements `tensor_parallel_plan.RankGroup`. Usable after `meet`."""
 
     def __init__(self, rank: int, count: int, device: torch.device):
         self.rank, self.count, self.device = rank, count, device
@@ -59,6 +59,10 @@ class ProcessGroup:
         parts = [torch.empty_like(tensor) for _ in range(self.count)]
         dist.all_gather(parts, tensor.contiguous())
         return torch.cat(parts, dim=-1)
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        dist.broadcast(tensor, src=0)
+        return tensor
 
     def abort(self) -> None:
         """Abort running collectives, because a rank is lost. Callable from any thread."""

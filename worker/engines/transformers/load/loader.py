@@ -26,7 +26,7 @@ from worker.engines.transformers.load import (
 )
 from worker.engines.transformers.load.layer_split import LayerSplit
 from worker.engines.transformers.load.snapshot import has_pooler, is_embedder, keeps_float32, model_class
-from worker.engines.transformers.load.tensor_parallel_plan import RankGroup, RankSlice
+from worker.engines.transformers.load.tensor_parallel_plan import RankShare
 from worker.errors import StartError
 from worker.protocol.argv import ModelOptions
 from worker.protocol.events import Exit, Progress
@@ -58,6 +58,7 @@ class LoadedModel:
     embeds: bool
     files: tuple[safetensors.WeightFile, ...] = ()  # that weights on the CPU are views of
     split: LayerSplit | None = None  # layers per device, if there are several
+    share: RankShare | None = None  # of a tensor-parallel model
     unmapped: LazyPages = field(default_factory=LazyPages)  # pages of the files that are cached but not mapped yet
 
     def release_pages(self, view: torch.Tensor) -> bool:
@@ -73,7 +74,7 @@ def load_model(
     report: Report,
     over: Callable[[str], None] = lambda stage: None,
     built: Built | None = None,
-    share: tuple[RankSlice, RankGroup] | None = None,
+    share: RankShare | None = None,
 ) -> LoadedModel:
     """Load the model of `config` in evaluation mode. `attention`: transformers' name, None for its default.
 
@@ -239,7 +240,7 @@ class WeightLoad:
         self.over("read")
         return self._loaded(model, built.dtype, built.files)
 
-    def slices(self, share: tuple[RankSlice, RankGroup]) -> LoadedModel:
+    def slices(self, share: RankShare) -> LoadedModel:
         """Load one rank's slices of a tensor-parallel model.
 
         The model is built around mapped files without reading them. Only the bytes of the slices become memory.
@@ -253,7 +254,7 @@ class WeightLoad:
             dtype = layer_split.resolved(self.options, self.config, files, self.device)
             stored = next((file.floating for file in files if file.floating), dtype)
             model = self._build_around(_views(files), stored)
-        tensor_parallel_plan.divide(model, *share)
+        tensor_parallel_plan.divide(model, share)
         self.over("build")
         total, done = sum(parameter.numel() * dtype.itemsize for parameter in model.parameters()), 0
         self._report(0, total)
@@ -265,7 +266,7 @@ class WeightLoad:
             staging.move(model, files, self.device)
         self._report(total, total)
         self.over("read")
-        return self._loaded(model, dtype, files)
+        return replace(self._loaded(model, dtype, files), share=share)
 
     def random(self) -> LoadedModel:
         """Random weights, the same each time, as initialised for training (load-format = dummy)."""
@@ -339,7 +340,14 @@ class WeightLoad:
         unmapped: LazyPages | None = None,
     ) -> LoadedModel:
         return LoadedModel(
-            model, model.config, self.device, dtype, self.embeds, tuple(files), self.split, unmapped or LazyPages()
+            model,
+            model.config,
+            self.device,
+            dtype,
+            self.embeds,
+            tuple(files),
+            self.split,
+            unmapped=unmapped or LazyPages(),
         )
 
     def _report(self, done: int, total: int) -> None:

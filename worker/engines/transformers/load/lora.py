@@ -3,6 +3,10 @@
 Slots for `max-loras` adapters are allocated at load, for every linear layer that can have one. In a step the tokens of
 each sequence are rows of a layer's input. For the rows of one adapter the layer adds scale * B(Ax); rows without an
 adapter stay unchanged. Steps without any adapter run the model's original forward functions.
+
+Tensor parallelism divides an adapter as its layer is divided: B by outputs, or A by inputs, and then the sum over ranks
+that the layer needs anyway includes the adapter's. Only the leader has names and files. It sends its plan of a step to
+the other ranks, and the weights while all ranks load them.
 """
 
 import threading
@@ -11,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,14 +23,32 @@ from transformers.pytorch_utils import Conv1D
 
 from worker.engines.transformers.attention.cpu_linear import uses_weight_directly
 from worker.engines.transformers.device import lazy_pages, memory
-from worker.engines.transformers.load import lora_files
-from worker.engines.transformers.load.lora_files import LoraFile
+from worker.engines.transformers.load import lora_files, tensor_parallel_plan
+from worker.engines.transformers.load.lora_files import LoraFile, LoraPair
+from worker.engines.transformers.load.tensor_parallel_plan import RankShare
 from worker.engines.transformers.schedule.lora_slots import AppliedAdapter, LoraAdapter, LoraSlots
 from worker.errors import AdapterNotFound, UnsupportedByModel, UnusableAdapter
 from worker.interface import AdapterChoice
 from worker.protocol.argv import AdapterSource
 
 LoraRows = tuple[AppliedAdapter | None, int]  # adapter of one sequence in a step, and its number of input rows
+
+
+class LoraLoad(NamedTuple):
+    """An adapter to load into a slot."""
+
+    slot: int
+    ranks: Mapping[str, int]  # LoRA rank by layer
+
+
+class LoraStep(NamedTuple):
+    """The adapters of one step, as plain numbers: what each rank must do."""
+
+    loads: Sequence[LoraLoad] = ()
+    # Slot, scale, and the ranges of rows of each adapter. No ranges: it is the adapter of all rows.
+    groups: Sequence[tuple[int, float, Sequence[tuple[int, int]]]] = ()
+    # Rows of a layer's input; None if all rows have the same adapter, so their number does not matter.
+    rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +73,8 @@ class _LoraLayer:
     a: torch.Tensor  # [slots, lora_rank, inputs]
     b: torch.Tensor  # [slots, outputs, lora_rank], multiplied with the adapter's scaling
     ranks: list[int]  # LoRA rank by slot; 0: the slot's adapter does not change this layer
-    plan: "_LoraStep"
+    active: "_ActiveAdapters"
+    divided: int | None  # the dimension of its weight [outputs, inputs] of which this tensor-parallel rank has a slice
     plain: Any = None  # the module's forward, while this object replaces it
     own: Any = None  # an instance attribute `forward` that the module had before
 
@@ -59,12 +82,12 @@ class _LoraLayer:
         """`[.., inputs]` to `[.., outputs]`."""
         y: torch.Tensor = self.plain(x)
         rows = x.reshape(-1, x.shape[-1])
-        if self.plan.rows is not None and len(rows) != self.plan.rows:
+        if self.active.rows is not None and len(rows) != self.active.rows:
             raise RuntimeError("a layer with an adapter sees other rows than the tokens of the step")
         # The base layer may return a view or an expanded tensor; the additions below are in place.
         y = y.contiguous()
         out = y.view(-1, y.shape[-1])
-        for group in self.plan.groups:
+        for group in self.active.groups:
             if rank := self.ranks[group.slot]:
                 self._add(rows, out, group if isinstance(group.rows, slice) else group.on(out.device), rank)
         return y
@@ -84,24 +107,33 @@ class _LoraLayer:
 
 
 @dataclass(slots=True)
-class _LoraStep:
+class _ActiveAdapters:
     """Additions of the current step."""
 
     groups: tuple[_LoraGroup, ...] = ()
-    # Rows of a layer's input; None if all rows have the same adapter, so their number does not matter.
-    rows: int | None = None
+    rows: int | None = None  # as in `LoraStep`
 
 
 class LoraAdapters:
     """The adapters of one model. Names are looked up from any thread; steps run in the step loop's thread."""
 
-    def __init__(self, model: Any, *, slots: int, rank: int, copies: int, device: torch.device):
-        """Allocate `slots` slots for LoRA ranks up to `rank`. `copies`: adapter files kept open, 0 for all. Raises
-        UnsupportedByModel if the model has no suitable layer."""
+    def __init__(
+        self,
+        model: Any,
+        *,
+        slots: int,
+        rank: int,
+        copies: int,
+        device: torch.device,
+        share: RankShare | None = None,
+    ):
+        """Allocate `slots` slots for LoRA ranks up to `rank`. `copies`: adapter files kept open, 0 for all. `share`: of
+        a tensor-parallel model. Raises UnsupportedByModel if the model has no suitable layer."""
         self.slots, self._rank, self._copies, self._device = LoraSlots(slots), rank, copies, device
-        self._plan = _LoraStep()
+        self._share, self._step = share, _ActiveAdapters()
+        divided = tensor_parallel_plan.divided_dims(model) if share is not None else {}
         self._layers = {
-            name: self._layer(module, inputs, outputs, model.dtype, slots)
+            name: self._layer(module, inputs, outputs, model.dtype, divided.get(name))
             for name, (module, inputs, outputs) in linear_layers(model).items()
         }
         if not self._layers:
@@ -109,6 +141,7 @@ class LoraAdapters:
         self._modules = {name for name, _ in model.named_modules()}
         self._prefix = f"{model.base_model_prefix}."
         self._held: list[LoraAdapter | None] = [None] * slots
+        self._opened: dict[int, tuple[LoraAdapter, LoraFile]] = {}  # by slot: to be loaded by the planned step
         self._active: list[_LoraLayer] = []
         self._lock = threading.Lock()
         self._numbers = count(1)
@@ -119,12 +152,14 @@ class LoraAdapters:
         self._files: OrderedDict[int, LoraFile] = OrderedDict()
         self._stamps: dict[int, tuple[int, ...]] = {}
 
-    def _layer(self, module: nn.Module, inputs: int, outputs: int, dtype: torch.dtype, slots: int) -> _LoraLayer:
+    def _layer(
+        self, module: nn.Module, inputs: int, outputs: int, dtype: torch.dtype, divided: int | None
+    ) -> _LoraLayer:
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
-        kind = weight.dtype if weight.is_floating_point() else dtype
+        kind, slots = weight.dtype if weight.is_floating_point() else dtype, self.slots.count
         a = lazy_pages.claim(slots, self._rank, inputs, dtype=kind, device=weight.device)  # the layer's own device
         b = lazy_pages.claim(slots, outputs, self._rank, dtype=kind, device=weight.device)
-        return _LoraLayer(module, a, b, [0] * slots, self._plan)
+        return _LoraLayer(module, a, b, [0] * slots, self._step, divided)
 
     @property
     def bytes(self) -> int:
@@ -204,6 +239,7 @@ class LoraAdapters:
             # A file that changed on disk belongs to another registration; mixing both would give wrong text.
             if self._stamps.setdefault(adapter.number, file.stamp) != file.stamp:
                 raise UnusableAdapter(f"{adapter.folder} has changed since '{adapter.name}' was registered: update it")
+            file = replace(file, pairs={self._named(adapter, name): pair for name, pair in file.pairs.items()})
         self._files[adapter.number] = file
         while self._copies and len(self._files) > self._copies:
             self._files.popitem(last=False)
@@ -216,8 +252,7 @@ class LoraAdapters:
                 f"{adapter.folder} has rank {file.rank}, {self._rank} is the most; raise max-lora-rank"
             )
         for name, pair in file.pairs.items():
-            layer = self._layers[self._named(adapter, name)]
-            a, b = (pair.rank, layer.a.shape[2]), (layer.b.shape[1], pair.rank)
+            a, b = self._whole(self._layers[name], pair.rank)
             if (tuple(pair.a.shape), tuple(pair.b.shape)) != (a, b):
                 shapes = f"{list(pair.b.shape)} x {list(pair.a.shape)} in the file, {list(b)} x {list(a)} here"
                 raise UnusableAdapter(f"{adapter.folder} is for another model: {name} is {shapes}")
@@ -235,56 +270,91 @@ class LoraAdapters:
             )
         raise UnusableAdapter(f"{adapter.folder} is for another model: there is no layer {name}")
 
-    def _load(self, adapter: LoraAdapter, slot: int) -> None:
-        """Copy an adapter into its slot. Raises UnusableAdapter."""
+    def _whole(self, layer: _LoraLayer, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shapes of A and B of an undivided layer."""
+        outputs, inputs = (
+            size * self._share[0].count if self._share is not None and layer.divided == dim else size
+            for dim, size in enumerate((layer.b.shape[1], layer.a.shape[2]))
+        )
+        return (rank, inputs), (outputs, rank)
+
+    def _load(self, load: LoraLoad) -> None:
+        """Copy an adapter into its slot: from its file, or from the leader."""
+        slot = load.slot
         # Empty the slot first: after an error below it must not hold a mix of two adapters.
         self._held[slot] = None
         for layer in self._layers.values():
             layer.ranks[slot] = 0
-        with self._lock:
-            file = self._open(adapter)
-        for name, pair in file.pairs.items():
-            layer = self._layers[self._named(adapter, name)]
-            layer.a[slot, : pair.rank] = pair.a.to(layer.a.device)
-            layer.b[slot, :, : pair.rank] = pair.b.to(layer.b.device, torch.float32) * pair.scaling
-            layer.ranks[slot] = pair.rank
-            file.file.release_pages(pair.a)
-            file.file.release_pages(pair.b)
+        adapter, file = self._opened.pop(slot, (None, None))
+        for name, rank in load.ranks.items():
+            layer, pair = self._layers[name], file.pairs[name] if file is not None else None
+            layer.a[slot, :rank], layer.b[slot, :, :rank] = self._parts(layer, rank, pair)
+            layer.ranks[slot] = rank
+            if file is not None and pair is not None:
+                file.file.release_pages(pair.a)
+                file.file.release_pages(pair.b)
         self._held[slot] = adapter
+
+    def _parts(self, layer: _LoraLayer, rank: int, pair: LoraPair | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and scaled B of a layer, or this rank's slices of them. `pair`: None on ranks that get it from the
+        leader."""
+        if pair is not None:
+            a = pair.a.to(layer.a.device, layer.a.dtype)
+            b = (pair.b.to(layer.b.device, torch.float32) * pair.scaling).to(layer.b.dtype)
+        else:
+            a, b = (layer.a.new_empty(shape) for shape in self._whole(layer, rank))
+        if self._share is None:
+            return a, b
+        part, group = self._share
+        a, b = group.broadcast(a), group.broadcast(b)
+        return part.of(a, 1) if layer.divided == 1 else a, part.of(b, 0) if layer.divided == 0 else b
 
     # Steps
 
     def begin(self, parts: Sequence[LoraRows]) -> None:
         """Prepare the next forward pass, which has these rows in this order. Raises UnusableAdapter if an adapter's
         files have changed."""
-        if all(use is None for use, _ in parts):
-            self._uninstall()
-            return
-        for use in {use for use, _ in parts if use is not None}:
-            slot = self.slots.slot(use.adapter)
-            if self._held[slot] is not use.adapter:
-                self._uninstall()
-                self._load(use.adapter, slot)
-        self._plan.groups, self._plan.rows = self._grouped(parts)
-        if not self._active:
-            self._install()
+        self.apply(self.plan(parts))
 
-    def _grouped(self, parts: Sequence[LoraRows]) -> tuple[tuple[_LoraGroup, ...], int | None]:
-        first = parts[0][0]
-        if first is not None and all(use == first for use, _ in parts):
-            return (_LoraGroup(self.slots.slot(first.adapter), first.scale, slice(None)),), None
-        runs: dict[AppliedAdapter, list[tuple[int, int]]] = {}
+    def plan(self, parts: Sequence[LoraRows]) -> LoraStep:
+        """What each rank must do for the forward pass of `begin`. Opens the files of adapters to load, so that `apply`
+        cannot fail because of them. Raises UnusableAdapter."""
+        if all(use is None for use, _ in parts):
+            return LoraStep()
+        self._opened = {}
+        runs: dict[AppliedAdapter | None, list[tuple[int, int]]] = {}
         end = 0
         for use, rows in parts:
             end += rows
+            runs.setdefault(use, []).append((end - rows, end))
+        groups = []
+        for use, spans in runs.items():
             if use is not None:
-                runs.setdefault(use, []).append((end - rows, end))
-        groups = tuple(
-            _LoraGroup(self.slots.slot(use.adapter), use.scale, self._rows(spans)) for use, spans in runs.items()
-        )
-        return groups, end
+                slot = self.slots.slot(use.adapter)
+                groups.append((slot, use.scale, spans if len(runs) > 1 else ()))
+                if self._held[slot] is not use.adapter and slot not in self._opened:
+                    with self._lock:
+                        self._opened[slot] = use.adapter, self._open(use.adapter)
+        loads = [
+            LoraLoad(slot, {name: pair.rank for name, pair in file.pairs.items()})
+            for slot, (_, file) in self._opened.items()
+        ]
+        return LoraStep(loads, groups, end if len(runs) > 1 else None)
 
-    def _rows(self, spans: list[tuple[int, int]]) -> slice | torch.Tensor:
+    def apply(self, step: LoraStep) -> None:
+        """Load the adapters of `step`, and add them in the next forward pass."""
+        if step.loads or not step.groups:
+            self._uninstall()
+        for load in step.loads:
+            self._load(load)
+        self._step.groups = tuple(_LoraGroup(slot, scale, self._rows(spans)) for slot, scale, spans in step.groups)
+        self._step.rows = step.rows
+        if step.groups and not self._active:
+            self._install()
+
+    def _rows(self, spans: Sequence[tuple[int, int]]) -> slice | torch.Tensor:
+        if not spans:
+            return slice(None)
         begin, end = spans[0][0], spans[-1][1]
         if sum(last - first for first, last in spans) == end - begin:
             return slice(begin, end)

@@ -36,6 +36,9 @@ class RankGroup(Protocol):
     def put_together(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-gather: `[.., n]` of each rank to `[.., ranks * n]`, in order of ranks."""
 
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Broadcast: the leader's tensor, in place on other ranks."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankSlice:
@@ -52,6 +55,9 @@ class RankSlice:
         return tensor.narrow(dim, self.rank * (size // self.count), size // self.count)
 
 
+RankShare = tuple[RankSlice, RankGroup]  # the slice of this process, and its connection to the other ranks
+
+
 def requested_ranks(options: ModelOptions, config: Any) -> int:
     """Number of ranks that `options` request; 1: not divided. Raises StartError if the model cannot be divided."""
     count = options.tensor_parallel
@@ -61,8 +67,6 @@ def requested_ranks(options: ModelOptions, config: Any) -> int:
     why = layer_split.reason_against_split(config)
     if getattr(config, "quantization_config", None) or options.quantization not in ("auto", "none"):
         why = "its weights are quantised"
-    elif options.max_loras:
-        why = "requests may name adapters (max-loras)"
     if why:
         instead = ""
     elif options.layers:
@@ -97,15 +101,16 @@ def reason_against_division(config: Any, count: int) -> str:
     return ""
 
 
-def divide(model: Any, part: RankSlice, group: RankGroup) -> None:
+def divide(model: Any, share: RankShare) -> None:
     """Replace each matrix in `model` by one rank's slice, a view, and install hooks for the collectives.
 
     Raises StartError for weights that the model's plan does not cover.
     """
-    styles = _styles(model)
+    part, group = share
     head = model.get_output_embeddings() if is_divided(model, part.count) else None
-    for name, module in model.named_modules():
-        style = styles.get(re.sub(r"\.\d+\.", ".*.", name), "")
+    styles = _module_styles(model)
+    for name, style in styles.items():
+        module = model.get_submodule(name)
         if style == BY_OUTPUTS:
             _keep(module, part, 0)
         elif style == BY_INPUTS:
@@ -131,6 +136,19 @@ def is_divided(model: Any, count: int) -> bool:
     name = next(name for name, module in model.named_modules() if module is head)
     vocabulary: int = model.config.get_text_config().vocab_size
     return _styles(model).get(name) == HEAD and vocabulary % count == 0
+
+
+def divided_dims(model: Any) -> dict[str, int]:
+    """By name of each divided linear layer: the dimension of its weight `[outputs, inputs]` that is divided."""
+    dims = {BY_OUTPUTS: 0, BY_INPUTS: 1}
+    return {name: dims[style] for name, style in _module_styles(model).items() if style in dims}
+
+
+def _module_styles(model: Any) -> dict[str, str]:
+    """Plan entry of each module that the plan names."""
+    styles = _styles(model)
+    starred = {name: re.sub(r"\.\d+\.", ".*.", name) for name, _ in model.named_modules()}
+    return {name: styles[star] for name, star in starred.items() if star in styles}
 
 
 def _styles(model: Any) -> dict[str, str]:
@@ -167,7 +185,7 @@ def _check_rest(model: Any, styles: dict[str, str]) -> None:
     """Raise StartError unless all replicated weights in layers are vectors, which apply to each head alike or to the
     hidden state, or choose experts by the hidden state."""
     _, stack = layer_split.stack_of(model)
-    divided = {id(module) for name, module in model.named_modules() if re.sub(r"\.\d+\.", ".*.", name) in styles}
+    divided = {id(model.get_submodule(name)) for name in styles}
     for name, module in stack.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
             chooses = len(parameter) == getattr(module, "num_experts", 0)

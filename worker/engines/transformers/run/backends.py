@@ -12,6 +12,7 @@ from worker.engines.transformers.load import architectures
 from worker.engines.transformers.load.layer_split import LayerSplit, SplitKvPools, tail_of
 from worker.engines.transformers.load.lora import LoraAdapters
 from worker.engines.transformers.load.snapshot import encodes
+from worker.engines.transformers.load.tensor_parallel_plan import RankShare
 from worker.engines.transformers.run import self_check
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.runner import PagedRunner
@@ -140,13 +141,15 @@ def make_adapters(
     device: torch.device,
     *,
     copies: int,
+    share: RankShare | None = None,
 ) -> LoraAdapters | None:
-    """Allocate the adapter slots of `options` for `runner`. None without adapters. Raises StartError."""
+    """Allocate the adapter slots of `options` for `runner`. None without adapters. `share`: of a tensor-parallel model.
+    Raises StartError."""
     if not options.max_loras:
         return None
     try:
         runner.adapters = LoraAdapters(
-            model, slots=options.max_loras, rank=options.max_lora_rank, copies=copies, device=device
+            model, slots=options.max_loras, rank=options.max_lora_rank, copies=copies, device=device, share=share
         )
     except UnsupportedByModel as error:
         raise StartError(f"{error.message}; set enable-lora = off") from None

@@ -12,7 +12,7 @@ from worker.engines.transformers.attention.kv_pool import KvPool
 from worker.engines.transformers.attention.paged import AttentionLayout, PackedBatch
 from worker.engines.transformers.device.memory import upload
 from worker.engines.transformers.load.layer_split import SplitKvPools
-from worker.engines.transformers.load.lora import LoraAdapters
+from worker.engines.transformers.load.lora import LoraAdapters, LoraStep
 from worker.engines.transformers.schedule.kv_cache import BlockAllocator
 from worker.engines.transformers.schedule.scheduler import Batch
 
@@ -99,6 +99,16 @@ class PagedRunner:
     @torch.inference_mode()
     def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
         self.prepare_blocks(batch)
+        return self.compute(batch, self.plan_adapters(batch), device_tokens)
+
+    def plan_adapters(self, batch: Batch) -> LoraStep:
+        """The adapter of each run of tokens, in the order of the flat batch. Raises UnusableAdapter."""
+        if self.adapters is None:
+            return LoraStep()
+        return self.adapters.plan([(segment.sequence.adapter, segment.length) for segment in batch])
+
+    def compute(self, batch: Batch, lora: LoraStep, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits of `run`, after all preparations."""
         tokens: list[int] = []
         positions: list[int] = []
         wanted: list[int] = []  # positions in the flat batch whose logits are needed
@@ -108,8 +118,7 @@ class PagedRunner:
             positions.extend(range(segment.start, segment.end))
             wanted.extend(range(len(positions) - segment.logits, len(positions)))
         if self.adapters is not None:
-            # LoRA: the adapter of each run of tokens, in the order of the flat batch.
-            self.adapters.begin([(segment.sequence.adapter, segment.length) for segment in batch])
+            self.adapters.apply(lora)
         return self.forward(
             self._to_device(tokens) if device_tokens is None else device_tokens.to(self.device),
             self._to_device(positions),

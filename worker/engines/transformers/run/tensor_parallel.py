@@ -31,6 +31,7 @@ from worker.engines.transformers.device.rank_processes import (
     RankProcesses,
 )
 from worker.engines.transformers.load import layer_split, loader, tensor_parallel_plan
+from worker.engines.transformers.load.lora import LoraStep
 from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.load.tensor_parallel_plan import RankSlice
 from worker.engines.transformers.run import backends
@@ -66,11 +67,12 @@ class FollowerStep(NamedTuple):
     """All that a follower needs for a step."""
 
     updates: BlockUpdates
+    lora: LoraStep
     tokens: Sequence[int]
     segments: Sequence[FollowerSegment]
 
     @classmethod
-    def of(cls, batch: Batch, updates: BlockUpdates) -> "FollowerStep":
+    def of(cls, batch: Batch, updates: BlockUpdates, lora: LoraStep) -> "FollowerStep":
         tokens: list[int] = []
         segments = []
         for segment in batch:
@@ -78,7 +80,7 @@ class FollowerStep(NamedTuple):
             tokens.extend(segment.tokens)
             runs = tuple((run.first, run.block, run.count) for run in segment.table.runs)
             segments.append(FollowerSegment(segment.start, segment.length, segment.logits, runs))
-        return cls(updates, tokens, segments)
+        return cls(updates, lora, tokens, segments)
 
 
 class LeaderRunner(PagedRunner):
@@ -100,12 +102,14 @@ class LeaderRunner(PagedRunner):
     def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
         """See `Runner.run`. Returns when the device has finished: logits are worthless if a rank is lost meanwhile.
 
-        Raises RankLost, or the StartError of a follower that names the exit code of the process.
+        Raises RankLost, or the StartError of a follower that names the exit code of the process. Raises UnusableAdapter
+        before any rank has begun the step.
         """
         assert device_tokens is None, "steps of a tensor-parallel model are not launched ahead"
-        self._ranks.send(FollowerStep.of(batch, self.prepare_blocks(batch)))
+        lora = self.plan_adapters(batch)
+        self._ranks.send(FollowerStep.of(batch, self.prepare_blocks(batch), lora))
         try:
-            logits = super().run(batch)
+            logits = self.compute(batch, lora)
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
         except Exception as error:
@@ -187,7 +191,8 @@ def follow(options: Serve, link: LeaderLink) -> None:
         torch.cuda.set_device(device)  # else pinned memory would open a context on the leader's device
     overhead.begin((), options.overhead)  # the leader accounts for it: NCCL's channels are counted apart
     memory.cap((str(device),), options.reserved)
-    share = RankSlice(link.rank, link.count), ProcessGroup(link.rank, link.count, device)
+    peers = ProcessGroup(link.rank, link.count, device)
+    share = RankSlice(link.rank, link.count), peers
     implementation = backends.implementation(options, config)
 
     def report(progress: Progress) -> None:
@@ -198,12 +203,13 @@ def follow(options: Serve, link: LeaderLink) -> None:
     kv_dtype = options.kv_cache_dtype
     pool = backends.make_pool(config, blocks, loaded.dtype, device, ranks=link.count, kv_dtype=kv_dtype)
     runner = PagedRunner(loaded.model, pool, blocks, device)
+    backends.make_adapters(runner, loaded.model, options, device, copies=0, share=share)
     # Ranks that hold a slice of the head must compute its logits with the leader.
     has_head_slice = tensor_parallel_plan.is_divided(loaded.model, link.count)
     _note(link, device)
     link.ready()
     link.receive()
-    share[1].meet(link.store)
+    peers.meet(link.store)
     while True:
         _compute(runner, link.receive(), has_head_slice=has_head_slice)
         _note(link, device)
@@ -213,6 +219,8 @@ def follow(options: Serve, link: LeaderLink) -> None:
 def _compute(runner: PagedRunner, step: FollowerStep, *, has_head_slice: bool) -> None:
     """A follower's part of a step, with logits only if it has a slice of the head."""
     runner.apply_updates(step.updates)
+    if runner.adapters is not None:
+        runner.adapters.apply(step.lora)
     positions: list[int] = []
     wanted: list[int] = []
     for segment in step.segments:
