@@ -59,7 +59,7 @@ _NO_LINEAR = re.compile(
 _TRANSPOSED = frozenset({"gpt2", "openai-gpt"})  # architectures whose linear layers store inputs first
 
 # The layer of a tensor. Layers of a vision tower have such names too, but models with a tower are not split.
-_ROUTER = re.compile(r"\.(gate|router)\.weight$")  # it chooses experts
+_ROUTER = re.compile(r"[._](gate|router)\.weight$")  # it chooses or weighs experts
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.([0-9]+)\.")
 # Tensors that follow the layers: the head, the last norm.
 _BEHIND = re.compile(r"(^|\.)(lm_head|embed_out|output|norm|norm_f|ln_f|final_layernorm|final_layer_norm)\.\w+$")

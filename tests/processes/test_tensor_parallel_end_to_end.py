@@ -1,4 +1,4 @@
-"""A divided model behind a router: a rank that dies is told to clients, and the worker is replaced."""
+"""A divided model behind a router: its adapters, and a rank that dies."""
 
 import asyncio
 import os
@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny
+from tests import lora, tiny
 from tests.processes.forking import children
 from tests.processes.routers import DEADLINE, Router
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 
-async def text(up: Router, model: str) -> str:
+async def text(up: Router, model: str, **fields: str) -> str:
     body = {"model": model, "prompt": "The quick brown", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-    response = await up.client.post("/v1/completions", json=body)
+    response = await up.client.post("/v1/completions", json=body | fields)
     assert response.status_code == 200, response.text
     found: str = response.json()["choices"][0]["text"]
     return found
@@ -46,3 +46,25 @@ async def test_a_rank_that_dies_ends_a_stream_with_an_error_and_the_next_request
         await real.says(rf"rank 1 of 2 \(process {follower}\): was killed by SIGKILL")
         assert await text(real, "divided") == said
     assert (await real.workers())["divided"] != leader
+
+
+async def test_adapters_of_a_divided_model_change_its_text_as_they_do_in_one_process(real: Router) -> None:
+    snapshot = tiny.make("llama", real.models / "divided", vocab_size=512)
+    french, german = (lora.make(snapshot, real.models / name, seed=seed) for seed, name in enumerate(["fr", "de"]))
+    common = f"model = {snapshot}\nlora = french={french}\ndefault-lora = french\nmax-loras = 2\nctx-size = 128\n"
+    await real.serve_presets(f"[whole]\n{common}[halves]\n{common}tensor-parallel = 2\n")
+
+    async def texts(model: str) -> list[str]:
+        path = f"/models/{model}/adapters"
+        answer = await real.client.post(path, params={"name": "german", "src": str(german)})
+        assert answer.status_code == 200, answer.text
+        calls = (text(real, model), text(real, model, lora=""), text(real, f"{model}@german"))
+        found = await asyncio.gather(*calls)
+        assert (await real.client.delete(f"{path}/german")).status_code == 200
+        assert await text(real, model) == found[0]
+        return found
+
+    found = await texts("halves")
+    assert len(set(found)) == 3
+    assert len(children((await real.workers())["halves"])) == 1, "it has a follower"
+    assert await texts("whole") == found

@@ -53,6 +53,7 @@ DIVISIBLE = frozenset(
         "olmo",
         "phi",
         "qwen2",
+        "qwen2_moe",
         "qwen3",
         "qwen3_moe",
         "smollm3",

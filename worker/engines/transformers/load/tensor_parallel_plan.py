@@ -23,6 +23,13 @@ from worker.protocol.argv import ModelOptions
 
 BY_OUTPUTS, BY_INPUTS, HEAD = "colwise", "rowwise", "colwise_gather_output"
 EXPERTS = "moe_tp_experts"
+# Transformers' plan does not have the shared expert of Qwen2 MoE, which is an MLP like any other and as wide as several
+# experts.
+_SHARED_EXPERT = {
+    "layers.*.mlp.shared_expert.gate_proj": BY_OUTPUTS,
+    "layers.*.mlp.shared_expert.up_proj": BY_OUTPUTS,
+    "layers.*.mlp.shared_expert.down_proj": BY_INPUTS,
+}
 # Plan entry for small weights that are the same for each head. The gradients in its name do not matter for inference.
 _WHOLE = "replicated_with_grad_allreduce"
 
@@ -95,7 +102,11 @@ def reason_against_division(config: Any, count: int) -> str:
     for number, what in ((heads, "attention heads"), (shape.kv_heads, "heads of keys and values")):
         if number % count:
             return f"it has {number} {what}, which {count} does not divide"
-    for name, what in (("intermediate_size", "MLP is"), ("moe_intermediate_size", "experts are")):
+    for name, what in (
+        ("intermediate_size", "MLP is"),
+        ("moe_intermediate_size", "experts are"),
+        ("shared_expert_intermediate_size", "shared expert is"),
+    ):
         if (width := getattr(config, name, None) or 0) % count:
             return f"its {what} {width} wide, which {count} does not divide"
     return ""
@@ -154,7 +165,7 @@ def _module_styles(model: Any) -> dict[str, str]:
 def _styles(model: Any) -> dict[str, str]:
     """Plan entry by module name, with a star in place of the layer number."""
     prefix = f"{model.base_model_prefix}."
-    plan = model.config.base_model_tp_plan or {}
+    plan = _SHARED_EXPERT | (model.config.base_model_tp_plan or {})
     styles = {f"{prefix}{name}": style for name, style in plan.items()}
     return styles | dict(type(model)._tp_plan or {})
 
@@ -182,14 +193,14 @@ def _keep_experts(module: Any, part: RankSlice) -> None:
 
 
 def _check_rest(model: Any, styles: dict[str, str]) -> None:
-    """Raise StartError unless all replicated weights in layers are vectors, which apply to each head alike or to the
-    hidden state, or choose experts by the hidden state."""
+    """Raise StartError unless all replicated weights in layers are vectors or single rows, which apply to each head
+    alike or to the hidden state, or choose experts by the hidden state."""
     _, stack = layer_split.stack_of(model)
     divided = {id(model.get_submodule(name)) for name in styles}
     for name, module in stack.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
             chooses = len(parameter) == getattr(module, "num_experts", 0)
-            if id(module) not in divided and parameter.ndim > 1 and not chooses:
+            if id(module) not in divided and parameter.ndim > 1 and len(parameter) > 1 and not chooses:
                 raise StartError(
                     f"{type(model).__name__} cannot be divided among ranks: its plan says nothing of {name}.{own},"
                     " which is a matrix; remove tensor-parallel"
