@@ -61,7 +61,8 @@ class Places:
         room: Callable[[DeviceId], int],
         with_room: Iterable[Sequence[DeviceId]] | None = None,
     ) -> Iterator[Place]:
-        """Yield the fixed place of `demand`, or one place for each set of devices; only places on `roomy` devices."""
+        """Yield the fixed place of `demand`, or one place for each set of devices. `with_room`: the devices of each
+        group that a place may use; None: all."""
         count = len(demand.shards)
         for group, among in zip(groups, groups if with_room is None else with_room, strict=True):
             if demand.place:

@@ -78,7 +78,7 @@ class _Offer(NamedTuple):
     ahead: Sequence[DeviceId] = ()  # the devices on which it waits for residents that are claimed by demands ahead
 
 
-NO_OFFER = _Offer((), {})
+NO_OFFER = _Offer((), {})  # of a demand that waits without a claim
 
 
 class _Walk:
@@ -93,7 +93,7 @@ class _Walk:
         self.staying = {resident.id: resident for resident in residents if not resident.leaving}
         self.leaving = {resident.id: resident for resident in residents if resident.leaving}
         self.claimed: dict[int, Resident] = {}
-        self.bounds: dict[DeviceId, float] = {}  # by device, when the claimed residents may leave at the latest
+        self.bounds: dict[DeviceId, float] = {}  # by device, the time at which all claimed residents there may leave
         # Claims and evictions take residents out of `staying`; the candidates of each device follow.
         self.victims = EvictionCandidates(self.staying, now, policy.patience)
 
@@ -323,7 +323,7 @@ class _Walk:
 
     def _offer(self, place: Place, claim: Bytes, victims: tuple[Resident, ...], order: VictimOrder) -> _Offer:
         """Return the offer with the devices on which it waits for demands ahead, and the time until then."""
-        bound = order.bound(victims[-1]) if victims else -inf  # the last in this order
+        bound = order.bound(victims[-1]) if victims else -inf  # they are in this order, so no other leaves later
         # A device has less memory at an earlier stage only if claimed residents leave it, so it has a bound.
         ahead = self.stages.least.short_without(claim, victims) if self.stages.many else ()
         if ahead:
@@ -365,8 +365,7 @@ class _Walk:
         # that are under way.
         cause: WaitCause
         on: Iterable[Resident]
-        not_yet = [resident for resident in offer.victims if order.bound(resident) > -inf] if offer.bound > -inf else []
-        if not_yet:
+        if not_yet := [resident for resident in offer.victims if order.bound(resident) > -inf]:
             in_residency = any(resident.starting or resident.residency_ends > self.now for resident in not_yet)
             cause, on = "residency" if in_residency else "busy", not_yet
         elif must_refine:
