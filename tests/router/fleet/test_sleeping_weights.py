@@ -9,6 +9,7 @@ from router.api.status import status, value_of
 from router.errors import AlreadyRunning, LoadFailed, NotRunning
 from router.events import Event
 from router.fleet.admission import Limits
+from router.fleet.sleeping_weights import SleepRequest
 from router.launch.interface import WorkerLost
 from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel
 from tests.router.fleet.worlds import Schedule, virtual
@@ -104,6 +105,16 @@ async def test_nothing_sleeps_without_a_budget_or_beyond_it() -> None:
         assert value(world, "a") == "unloaded"
         assert world.entries("hold") == []
         await world.stop()
+
+
+@virtual
+async def test_a_model_that_has_a_worker_again_when_its_sleep_is_decided_does_not_sleep() -> None:
+    world = gpu("a")
+    await world.ask("a")
+    model = world.fleet.models["a"]
+    model.sleep_request = SleepRequest(files=("a.safetensors",), size=FILES, last_used=world.now, expires=None)
+    world.fleet.sleepers.put_to_sleep([model], 8 * GIB)
+    assert world.fleet.sleepers.all == {}
 
 
 @virtual

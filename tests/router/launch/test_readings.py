@@ -163,6 +163,11 @@ class SwappedDevices(FixedDevices):
         return [replace(reading, id=other.get(reading.id, reading.id)) for reading in super().read()]
 
 
+def test_memory_that_workers_share_is_main_memory() -> None:
+    readings = SharedReservations(FixedDevices({GPU0: 8 * GIB, CPU: 16 * GIB}), None, held=lambda: MIB).read()
+    assert {reading.id: reading.shared for reading in readings} == {GPU0: 0, CPU: MIB}
+
+
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
     totals = {GPU0: 8 * GIB, GPU1: 8 * GIB, CPU: 16 * GIB}
