@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from router.cli import main as cli
+from router.cli import options
 from router.cli.main import main
 from router.config import preset_keys, presets, settings
 
@@ -307,5 +307,5 @@ def test_an_interrupted_start_is_reported_in_one_line(tmp_path: Path) -> None:
 
 
 def test_every_spelling_of_a_key_is_a_flag() -> None:
-    known = {name for _, (name, _) in cli._MODELS.items()}
+    known = {name for _, (name, _) in options.MODEL_KEYS.items()}
     assert known == set(preset_keys.WORDS) - settings.SPELLINGS.keys()
