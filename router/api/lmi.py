@@ -27,7 +27,7 @@ from router.registry.registry import Registry, flag
 from worker.protocol.routes import ignored_fields
 
 T = TypeVar("T")
-MAX_WORKERS = 1000  # of one model; a guess
+MAX_WORKERS, MAX_NUMBER = 1000, 1_000_000  # of workers of one model, and of other numbers; guesses
 MAX_PAGE = 100  # entries of one page, as in LMI
 _DEVICE = re.compile(r"cpu|-1|(?:gpu|cuda:)?[0-9]{1,3}")
 _ENGINES = frozenset({"", "python", "mpi", "transformers"})
@@ -207,19 +207,17 @@ class _WorkerCount:
 
 
 def _worker_count(query: Mapping[str, str]) -> _WorkerCount:
-    low = _number(query, "min_worker", 0, 1)
-    high = _number(query, "max_worker", 0, low)
+    low = _number(query, "min_worker", 0, 1, high=MAX_WORKERS)
+    high = _number(query, "max_worker", 0, low, high=MAX_WORKERS)
     if high < low:
         raise BadRequest(f"max_worker {high} is less than min_worker {low}", param="max_worker")
     return _WorkerCount(low, high)
 
 
-def _number(query: Mapping[str, str], name: str, low: int, default: int = 0) -> int:
+def _number(query: Mapping[str, str], name: str, low: int, default: int = 0, *, high: int = MAX_NUMBER) -> int:
     text = query.get(name, str(default))
-    if not (text.isascii() and text.isdecimal() and low <= int(text[:9]) <= MAX_WORKERS * 1000):
-        raise BadRequest(f"{name} must be a number from {low} to {MAX_WORKERS * 1000}", param=name)
-    if name.endswith("_worker") and int(text) > MAX_WORKERS:
-        raise BadRequest(f"{name} must be at most {MAX_WORKERS}", param=name)
+    if not (text.isascii() and text.isdecimal() and low <= int(text[:9]) <= high):
+        raise BadRequest(f"{name} must be a number from {low} to {high}", param=name)
     return int(text)
 
 

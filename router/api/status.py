@@ -17,6 +17,7 @@ from router.memory.checkpoint_facts import Checkpoint
 from router.planner.ledger import SLOTS, DeviceId, pooled
 from router.registry.registry import Registry
 from router.registry.shared_workers import ListedModel
+from worker.protocol.events import Progress
 
 MIB = 1 << 20
 VALUES = {
@@ -91,9 +92,7 @@ def status(fleet: Fleet, model: Model, *, admin: bool, preset: Preset | None = N
         if worker.state is State.QUEUED and worker.queue.waits_for:
             result["waiting_for"] = worker.queue.waits_for
         if worker.load.latest is not None and worker.state < State.READY:
-            result["progress"] = (
-                download_progress(worker) if worker.state is State.DOWNLOADING else load_progress(worker)
-            )
+            result["progress"] = _progress(worker, worker.load.latest)
         if (beat := pulse(worker)) is not None:
             result["pulse"] = beat
         if worker.process is not None and worker.process.ready.seconds:
@@ -164,23 +163,17 @@ def _in_mib(figures: Mapping[str, int] | None) -> dict[str, int] | None:
     return {"tokens": figures["tokens"], "mib": -(-figures["bytes"] // MIB)}
 
 
-def download_progress(worker: Worker) -> dict[str, Any]:
-    """The bytes of a download by source."""
-    found = worker.load.latest
-    if not found:
-        return {}
-    return bytes_by_source(worker.preset.repo or worker.preset.id, found.done, found.total, found.files)
+def _progress(worker: Worker, latest: Progress) -> dict[str, Any]:
+    """The progress of a download, or of a load."""
+    if worker.state is State.DOWNLOADING:
+        return bytes_by_source(worker.preset.repo or worker.preset.id, latest.done, latest.total, latest.files)
+    return progress_object(worker.load.share, worker.load.as_dict())
 
 
 def bytes_by_source(name: str, done: int, total: int, files: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """Downloaded and total bytes by the URL of each file; by `name` if single files are not known."""
     known = {url: {"done": pair[0], "total": pair[1]} for url, pair in files.items() if len(pair) == 2}
     return known or {name: {"done": done, "total": total}}
-
-
-def load_progress(worker: Worker) -> dict[str, Any]:
-    """The progress of a load as llama-server reports it."""
-    return progress_object(worker.load.share, worker.load.as_dict())
 
 
 def progress_object(share: float, stage: Mapping[str, Any]) -> dict[str, Any]:

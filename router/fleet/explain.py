@@ -7,9 +7,9 @@ from typing import Any
 
 from router.errors import ApiError, DoesNotFit
 from router.events import EventLog
+from router.fleet.load_cost import remedies_for
 from router.fleet.worker import Worker
-from router.fleet.worker_argv import threads
-from router.memory.remedies import Remedies, remedies
+from router.memory.remedies import Remedies
 from router.planner.ledger import SLOTS, Device, DeviceId, Resident, in_use
 from router.planner.planner import queue_order
 from router.planner.reasons import keep_reasons
@@ -187,17 +187,8 @@ def does_not_fit(
 
 
 def _remedies(worker: Worker, capacities: Mapping[DeviceId, int]) -> Remedies | str:
-    costs = worker.costs
-    if costs is None or worker.facts is None:
+    if worker.costs is None:
         return ""
-    if costs.estimate.source == "preset":
+    if worker.costs.estimate.source == "preset":
         return "lower required-memory"
-    return remedies(
-        worker.facts,
-        worker.preset,
-        costs.choice,
-        costs.estimate,
-        capacities,
-        threads=threads(worker.preset, on_host=worker.on_host, ranks=costs.choice.ranks),
-        forked=costs.forked,
-    )
+    return remedies_for(worker, worker.costs, capacities)

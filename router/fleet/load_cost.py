@@ -23,7 +23,7 @@ from router.memory import estimate as estimates
 from router.memory import sharding
 from router.memory.checkpoint_facts import Checkpoint, takes_images
 from router.memory.estimate import Estimate, Overhead
-from router.memory.remedies import remedies
+from router.memory.remedies import Remedies, remedies
 from router.memory.sharding import allowed_devices, best_estimate, device_order, first_fitting, record_key
 from router.planner.ledger import HOST, LOCAL, DeviceId
 from worker.protocol.argv import Estimate as EstimateCommand
@@ -103,7 +103,6 @@ def _estimate(worker: Worker, fleet: Fleet, *, is_last: bool = False, learns: bo
 def _check_bounds(worker: Worker, fleet: Fleet, costs: Costs, bounds: Mapping[DeviceId, int]) -> None:
     """Apply the preset's limits per device. Raises LoadFailed if the worker needs more than these allow."""
     choice, shards = costs.choice, costs.estimate.shards
-    assert worker.facts is not None
     if sharding.fits(choice, shards, bounds):
         if choice.shards == 1:
             devices = frozenset(id for id in choice.devices if bounds[id] >= shards[0])
@@ -112,19 +111,20 @@ def _check_bounds(worker: Worker, fleet: Fleet, costs: Costs, bounds: Mapping[De
         preset, keys = worker.preset, sharding.limiting_keys(worker.preset, on_host=worker.on_host)
         most = ", ".join(f"{size >> 20} MiB of {device}" for device, size in bounds.items())
         needs = " + ".join(f"{size >> 20} MiB" for size in shards)
-        found = remedies(
-            worker.facts,
-            preset,
-            choice,
-            costs.estimate,
-            {**fleet.scheduler.capacities(), **bounds},
-            threads=threads(preset, on_host=worker.on_host, ranks=choice.ranks),
-            forked=costs.forked,
-        )
+        found = remedies_for(worker, costs, {**fleet.scheduler.capacities(), **bounds})
         raise LoadFailed(
             f"{preset.id}: it needs at least {needs}, but {keys} and the device sizes allow {most};"
             f" raise {keys.replace(' and ', ' or ')}" + (f", or {found}" if found.settings else "")
         )
+
+
+def remedies_for(worker: Worker, costs: Costs, room: Mapping[DeviceId, int]) -> Remedies:
+    """Return the keys with which a worker that does not fit would fit into `room`."""
+    assert worker.facts is not None
+    thread_count = threads(worker.preset, on_host=worker.on_host, ranks=costs.choice.ranks)
+    return remedies(
+        worker.facts, worker.preset, costs.choice, costs.estimate, room, threads=thread_count, forked=costs.forked
+    )
 
 
 def _bounds(worker: Worker, fleet: Fleet) -> dict[DeviceId, int]:

@@ -157,16 +157,14 @@ class ForkServerProcess:
     def _reap(self, pid: int, report: Callable[[int], None]) -> None:
         """Have it reap its child `pid`, which has exited, and pass the exit code to `report`."""
         self._forked.discard(pid)
+        self._reaps[pid] = report
         if self.child.exited.done():
-            self._reaps[pid] = report
             self._reap_adopted(pid)
             return
         self._send(Reap(pid=pid))
         if self.is_silent:
-            self._reaps[pid] = report
             self._report_unreaped()
         else:
-            self._reaps[pid] = report
             self._expect_reply()
 
     # Detecting that it hangs

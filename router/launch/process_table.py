@@ -148,9 +148,8 @@ class RunFolder:
         try:
             self._take()
             self.path.chmod(0o700)
-            for pattern in ("*.sock", "*.json", "*.tmp"):  # earlier versions had records of processes
-                for file in self.path.glob(pattern):
-                    file.unlink(missing_ok=True)
+            for file in self.path.glob("*.sock"):
+                file.unlink(missing_ok=True)
         except OSError as error:
             self.close()
             raise RunFolderError(

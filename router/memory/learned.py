@@ -16,7 +16,6 @@ import functools
 import hashlib
 import json
 import logging
-import math
 import os
 import statistics
 import threading
@@ -24,7 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
 
 from router import DISTRIBUTION
 from router.config.presets import Preset
@@ -52,6 +53,9 @@ _Records = dict[str, dict[str, Any]]
 # Kind and key of a record, and a function from its value before (None: no record) to its value after. It is applied
 # again when the file has changed.
 _Change = tuple[_Kind, str, Callable[[Any], Any]]
+_Bytes = Annotated[int, msgspec.Meta(ge=0, le=MOST_BYTES)]
+_Shards = Annotated[tuple[_Bytes, ...], msgspec.Meta(min_length=1)]
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -101,9 +105,37 @@ def version(distribution: str) -> str:
 class Learned:
     """The learned figure of one key, without `reserved-memory`."""
 
-    beside: tuple[int, ...]  # bytes by shard beside weights and KV cache
-    host: int = 0  # bytes of main memory beside the shards; 0: the shard is main memory
+    beside: _Shards  # bytes by shard beside weights and KV cache
+    host: _Bytes = 0  # bytes of main memory beside the shards; 0: the shard is main memory
     steps: bool = False  # `beside` includes the largest steps of the engine
+
+
+class _Exact(msgspec.Struct):
+    """An exact estimate in the file."""
+
+    weights: _Shards
+    context: _Shards
+    compute: _Shards
+    runtime: _Shards
+    host: _Bytes
+    reserved: _Bytes
+    process: _Bytes
+
+    def __post_init__(self) -> None:
+        if not len(self.weights) == len(self.context) == len(self.compute) == len(self.runtime):
+            raise ValueError("the segments have different numbers of shards")
+
+    @property
+    def estimate(self) -> Estimate:
+        segments = self.weights, self.context, self.compute, self.runtime
+        return Estimate(*segments, self.host, "exact", self.reserved, process=self.process)
+
+
+# The entries of each kind.
+_FORMS: Mapping[_Kind, Any] = {
+    "learned": Learned, "exact": _Exact, "seconds": list[Annotated[float, msgspec.Meta(ge=0, le=MOST_BYTES)]],
+    "overhead": dict[str, _Bytes],
+}  # fmt: skip
 
 
 def with_learned(about: Estimate, learned: Learned) -> Estimate:
@@ -155,7 +187,7 @@ class LearnedEstimates:
 
     def learned(self, key: str) -> Learned | None:
         """Return the learned figure of `key`; None if there is none yet."""
-        return _to_learned(self._get("learned", key))
+        return _converted(self._get("learned", key), Learned)
 
     def record(
         self, key: str, about: Estimate, shards: Sequence[int], host: int = 0, *, steps: bool = False
@@ -220,7 +252,8 @@ class LearnedEstimates:
 
     def exact(self, key: str) -> Estimate | None:
         """Return the exact estimate of `key` from before; None if there is none."""
-        return _to_exact(self._get("exact", key))
+        found = _converted(self._get("exact", key), _Exact)
+        return found.estimate if found is not None else None
 
     def store_exact(self, key: str, estimate: Estimate) -> None:
         """Keep the result of `worker estimate` for `key`, with the largest KV cache of its range."""
@@ -269,7 +302,7 @@ class LearnedEstimates:
         after: list[Learned] = []
 
         def change(before: Any) -> Any:
-            after.append(merge(_to_learned(before)))
+            after.append(merge(_converted(before, Learned)))
             return asdict(after[-1])
 
         self._change("learned", key, change)
@@ -376,56 +409,21 @@ def _parse(text: bytes) -> tuple[_Records, str]:
     if body.get("version") != _VERSION:
         raise ValueError(f"its version is {body.get('version')!r}, this router writes {_VERSION}")
     records, invalid = _empty(), 0
-    for kind, is_valid in _VALID.items():
+    for kind, form in _FORMS.items():
         entries = body.get(kind)
         if not isinstance(entries, dict):
             raise ValueError(f"{kind} is missing")
-        records[kind] = {key: entry for key, entry in entries.items() if is_valid(entry)}
+        records[kind] = {key: entry for key, entry in entries.items() if _converted(entry, form) is not None}
         invalid += len(entries) - len(records[kind])
     return records, f"{invalid} invalid entries are ignored" if invalid else ""
 
 
-def _to_exact(record: Any) -> Estimate | None:
-    """Return the exact estimate in a record; None if it is invalid, as in a file that was edited by hand."""
-    if not isinstance(record, Mapping):
+def _converted(record: Any, kind: type[T]) -> T | None:
+    """Return a record of the file; None if it is invalid, as in a file that was edited by hand."""
+    try:
+        return msgspec.convert(record, kind)
+    except msgspec.ValidationError:
         return None
-    by_shard: list[Any] = [record.get(name) for name in ("weights", "context", "compute", "runtime")]
-    sizes: list[Any] = [record.get(name) for name in ("host", "reserved", "process")]
-    if not all(map(_is_sizes, (sizes, *by_shard))) or len({len(part) for part in by_shard}) > 1 or not by_shard[0]:
-        return None
-    weights, context, compute, runtime = map(tuple, by_shard)
-    host, reserved, process = sizes
-    return Estimate(weights, context, compute, runtime, host, "exact", reserved, process=process)
-
-
-def _to_learned(record: Any) -> Learned | None:
-    if not isinstance(record, Mapping):
-        return None
-    beside, host, steps = record.get("beside"), record.get("host"), record.get("steps")
-    if not (_is_sizes(beside) and beside and _is_sizes([host]) and isinstance(steps, bool)):
-        return None
-    return Learned(tuple(beside), cast(int, host), steps)
-
-
-def _is_sizes(sizes: Any) -> bool:
-    return isinstance(sizes, (list, tuple)) and all(type(size) is int and 0 <= size <= MOST_BYTES for size in sizes)
-
-
-def _is_overhead(record: Any) -> bool:
-    return isinstance(record, Mapping) and _is_sizes(list(record.values()))
-
-
-def _is_seconds(record: Any) -> bool:
-    return isinstance(record, list) and all(isinstance(each, (int, float)) and 0 <= each < math.inf for each in record)
-
-
-# A test of the entries of each kind.
-_VALID: Mapping[_Kind, Callable[[Any], bool]] = {
-    "learned": lambda record: _to_learned(record) is not None,
-    "exact": lambda record: _to_exact(record) is not None,
-    "seconds": _is_seconds,
-    "overhead": _is_overhead,
-}
 
 
 def _to_overhead(record: Any) -> Overhead:

@@ -66,7 +66,7 @@ class Snapshots:
         )
         if not preset.drafts_by_model:
             return found
-        folder = self.draft(preset)
+        folder = self._folder(preset.model_draft)
         if folder is None:
             repo = preset.model_draft.removeprefix(HUB)
             raise UnknownCheckpoint(
@@ -76,18 +76,15 @@ class Snapshots:
         identity = f"{found.identity} {draft.identity}"
         return replace(found, draft=draft, draft_snapshot=folder, identity=identity)
 
-    def draft(self, preset: Preset) -> str | None:
-        """Return the folder of the draft model that a preset names; None if it is only on the hub."""
-        if not preset.model_draft.startswith(HUB):
-            return preset.model_draft
-        repo, _, revision = preset.model_draft.removeprefix(HUB).partition(":")
-        return find_snapshot(repo, revision, self._cache)
+    def _folder(self, path: str, *, adapter: bool = False) -> str | None:
+        """Return the folder of a draft model or of an adapter in a preset; None if it is only on the hub."""
+        return find_snapshot(*_hub_name(path), self._cache, adapter=adapter) if path.startswith(HUB) else path
 
     def missing_draft(self, preset: Preset) -> Download | None:
         """Return the command that downloads the draft model of a preset, if it is missing. Raises LoadFailed."""
-        if not preset.drafts_by_model or self.draft(preset) is not None:
+        if not preset.drafts_by_model or self._folder(preset.model_draft) is not None:
             return None
-        repo, _, revision = preset.model_draft.removeprefix(HUB).partition(":")
+        repo, revision = _hub_name(preset.model_draft)
         if self._offline:
             raise LoadFailed(
                 f"{preset.id}: the draft model {repo} is not in the cache, and --offline forbids fetching it; start"
@@ -142,24 +139,16 @@ class Snapshots:
         return self.conversions.sizes
 
     def adapters(self, preset: Preset) -> list[AdapterSource]:
-        return [replace(source, path=self._adapter(source) or source.path) for source in preset.adapters]
+        return [
+            replace(source, path=self._folder(source.path, adapter=True) or source.path) for source in preset.adapters
+        ]
 
     def missing_adapters(self, preset: Preset) -> list[Download]:
         if self._offline or not preset.adapter_slots:
             return []
-        return [self.adapter_download(source.path) for source in preset.adapters if not self._adapter(source)]
-
-    def adapter_download(self, path: str) -> Download:
-        """Return the command that downloads `hub:org/name:revision`."""
-        repo, _, revision = path.removeprefix(HUB).partition(":")
-        return Download(repo=repo, revision=revision, cache=self._cache, adapter=True)
-
-    def _adapter(self, source: AdapterSource) -> str | None:
-        """Return the folder of an adapter; None if it is only on the hub."""
-        if not source.path.startswith(HUB):
-            return source.path
-        repo, _, revision = source.path.removeprefix(HUB).partition(":")
-        return find_snapshot(repo, revision, self._cache, adapter=True)
+        missing = [source.path for source in preset.adapters if not self._folder(source.path, adapter=True)]
+        names = map(_hub_name, missing)
+        return [Download(repo=repo, revision=revision, cache=self._cache, adapter=True) for repo, revision in names]
 
     def can_download_again(self, preset: Preset) -> bool:
         """Return whether damaged files can be downloaded again."""
@@ -174,6 +163,12 @@ class Snapshots:
                 " it; start once without --offline, or point `model` at a folder"
             )
         return Download(repo=preset.repo, revision=preset.revision, cache=self._cache)
+
+
+def _hub_name(path: str) -> tuple[str, str]:
+    """Return repository and revision of `hub:org/name:revision`."""
+    repo, _, revision = path.removeprefix(HUB).partition(":")
+    return repo, revision
 
 
 def _outside(entry: os.DirEntry[str]) -> tuple[int, int]:
