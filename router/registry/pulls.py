@@ -130,7 +130,12 @@ class HubModels:
         try:
             listed = self.registry.model(key, name)
         except ModelNotFound:
-            _, worker = await self.fetch(name)
+            fetching = self._begin(self._fetch(name))
+            try:
+                _, worker = await asyncio.shield(fetching)
+            except asyncio.CancelledError:  # the client has closed the connection before the hub has listed the files
+                fetching.add_done_callback(self._stop_unfollowed)
+                raise
             return Pull(worker, began=True)
         worker = listed.model.open
         if worker is not None and worker.state is State.DOWNLOADING:
@@ -160,8 +165,16 @@ class HubModels:
                 self._followers[worker.id] -= 1
                 if not self._followers[worker.id]:
                     del self._followers[worker.id]
-                    if worker.state is State.DOWNLOADING and not worker.leases:
-                        self.registry.fleet.retire(worker, "requested", drain=0.0)
+                    self._stop(worker)
+
+    def _stop_unfollowed(self, fetching: "asyncio.Task[tuple[str, Worker | None]]") -> None:
+        if fetching.exception() is None and (worker := fetching.result()[1]) and worker.id not in self._followers:
+            self._stop(worker)
+
+    def _stop(self, worker: Worker) -> None:
+        """Cancel a download, unless a request waits for the model."""
+        if worker.state is State.DOWNLOADING and not worker.leases:
+            self.registry.fleet.retire(worker, "requested", drain=0.0)
 
     # Deleting
 
@@ -210,11 +223,14 @@ class HubModels:
 
     async def _uncancelled(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`. It runs to its end even if the caller is cancelled."""
+        return await asyncio.shield(self._begin(work))
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks the error as retrieved
-        return await asyncio.shield(task)
+        return task
 
 
 @dataclass(frozen=True, slots=True)

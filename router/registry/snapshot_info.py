@@ -46,8 +46,7 @@ class SnapshotInfo:
 
     def clear(self) -> None:
         """Drop all facts, because files may have changed."""
-        self._known.clear()
-        self._unreadable.clear()
+        self._known, self._unreadable = {}, {}  # anew: a reading that runs may still add old facts to the others
 
     async def facts(self, preset: Preset) -> Checkpoint | None:
         """The facts of the preset's checkpoint.
@@ -82,10 +81,11 @@ class SnapshotInfo:
         return await asyncio.to_thread(_read_texts, Path(known[0])) if known is not None else SnapshotTexts()
 
     async def _read(self, preset: Preset) -> Checkpoint | None:
+        facts_by_id, unreadable = self._known, self._unreadable
         listed = self._shared_workers.listed.get(preset.id)
         worker = next(iter(listed.model.workers), None) if listed is not None else None
         snapshot = (worker.snapshot if worker is not None else "") or await asyncio.to_thread(self._find, preset)
-        known = self._known.get(preset.id)
+        known = facts_by_id.get(preset.id)
         # Without a snapshot (deleted, or its folder is not mounted) the last known facts still describe the model.
         if known is not None and (not snapshot or known[0] == snapshot):
             return known[1]
@@ -93,16 +93,16 @@ class SnapshotInfo:
             return None
         now = asyncio.get_running_loop().time()
         state = snapshot, await asyncio.to_thread(self._files.look, preset)  # before the files are read
-        before, failed = self._unreadable.get(preset.id, (None, 0.0))
+        before, failed = unreadable.get(preset.id, (None, 0.0))
         if before == state and now < failed + UNREADABLE_PAUSE:
             return None
         try:
             facts = await self._files.read(snapshot, preset)
         except EstimateError:
             if not preset.drafts_by_model:  # a missing draft model appears in another folder
-                self._unreadable[preset.id] = state, now
+                unreadable[preset.id] = state, now
             return None
-        self._known[preset.id] = (snapshot, facts)
+        facts_by_id[preset.id] = (snapshot, facts)
         return facts
 
     def _find(self, preset: Preset) -> str:

@@ -50,7 +50,7 @@ def remove(cache: str, repo: str, revision: str, *, keep: Collection[str] = (), 
 def _sweep(folder: Path) -> None:
     """Delete blobs that no snapshot links to."""
     linked = {os.path.basename(os.readlink(path)) for path in (folder / "snapshots").rglob("*") if path.is_symlink()}
-    for blob in (folder / "blobs").iterdir():
+    for blob in (folder / "blobs").glob("*"):  # without links, there is no such folder
         if blob.name not in linked and not _is_being_written(blob):
             blob.unlink()
 

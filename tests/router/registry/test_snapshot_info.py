@@ -1,3 +1,4 @@
+import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -31,3 +32,27 @@ async def test_unreadable_files_are_not_read_again_for_each_list_of_models() -> 
     info.clear()
     assert await info.facts(MINE) is None
     assert files.reads == 3
+
+
+class Slow(FakeFiles):
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.may_end = asyncio.Event(), asyncio.Event()
+
+    async def read(self, snapshot: str, preset: Preset) -> Checkpoint:
+        facts = self.facts
+        self.begun.set()
+        await self.may_end.wait()
+        return facts
+
+
+async def test_files_that_were_being_read_before_a_reload_are_read_again_after_it() -> None:
+    files = Slow()
+    info = SnapshotInfo(files, cast(Any, SimpleNamespace(listed={})))
+    reading = asyncio.create_task(info.facts(MINE))
+    await files.begun.wait()
+    info.clear()
+    files.facts = new = Checkpoint(model_type="new")
+    files.may_end.set()
+    assert await reading is not new
+    assert await info.facts(MINE) is new

@@ -78,6 +78,13 @@ def test_files_of_a_running_download_are_kept(tmp_path: Path, alone: bool) -> No
     assert blobs == {"config", "weights", "theirs.incomplete"}
 
 
+def test_a_cache_without_links_has_no_folder_of_contents(tmp_path: Path) -> None:
+    for commit in (OLD, NEW):
+        (tmp_path / "models--org--name" / "snapshots" / commit).mkdir(parents=True)
+    remove(str(tmp_path), "org/name", OLD, alone=False)
+    assert [path.name for path in (tmp_path / "models--org--name" / "snapshots").iterdir()] == [NEW]
+
+
 def test_nothing_outside_the_cache_is_touched(tmp_path: Path) -> None:
     elsewhere = cached(tmp_path / "elsewhere", OLD, "main")
     (tmp_path / "cache").mkdir()

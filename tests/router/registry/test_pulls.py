@@ -1,0 +1,44 @@
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from router.errors import ModelNotFound
+from router.fleet.worker import State
+from router.registry.auth import NO_KEY
+from router.registry.pulls import HubModels
+
+WORKER: Any = SimpleNamespace(id=1, state=State.DOWNLOADING, leases=())
+
+
+class Hub(HubModels):
+    """A hub that lists its files once `listed` is set."""
+
+    listed: asyncio.Event
+
+    async def _fetch(self, text: str) -> tuple[str, Any]:
+        await self.listed.wait()
+        return text, WORKER
+
+
+async def test_a_pull_that_is_cancelled_before_the_hub_has_listed_the_files_downloads_nothing() -> None:
+    retired: list[Any] = []
+
+    def unknown(*_: object) -> None:
+        raise ModelNotFound("unknown")
+
+    registry: Any = SimpleNamespace(
+        model=unknown, fleet=SimpleNamespace(retire=lambda worker, reason, drain: retired.append(worker))
+    )
+    hub = Hub(registry)
+    hub.listed = asyncio.Event()
+    pull = asyncio.create_task(hub.pull(NO_KEY, "org/name"))
+    await asyncio.sleep(0)
+    pull.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pull
+    hub.listed.set()
+    await asyncio.gather(*hub._tasks)
+    await asyncio.sleep(0)
+    assert retired == [WORKER]
