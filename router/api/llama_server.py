@@ -282,10 +282,14 @@ def _slots(worker: Worker, first: int) -> list[dict[str, Any]]:
 
 
 async def props(call: ApiCall) -> ApiResult:
-    """GET /props: the properties of the router, or of one model. They come from its files; it need not be loaded."""
+    """GET /props: the properties of the router, or of one model: that of the query, or the only one if it was named at
+    start. They come from its files; it need not be loaded."""
     registry, key, query = call.registry, call.key, call.query
-    settings = registry.settings
-    if not query.get("model"):
+    settings, name = registry.settings, query.get("model", "")
+    served = registry.visible(key)
+    if not name and len(served) == 1 and (settings.model or settings.hf_repo):
+        name = served[0].id  # as llama-server that is started with one model
+    if not name:
         return {
             "role": "router",
             "max_instances": registry.fleet.limits.models_max,
@@ -298,7 +302,7 @@ async def props(call: ApiCall) -> ApiResult:
             "cors_proxy_enabled": False,
             "memory_margin_mib": settings.models_memory_margin.get("", 0) // MIB,
         }
-    chosen = registry.model(key, query["model"])
+    chosen = registry.model(key, name)
     preset = chosen.preset
     if flag(query, "autoload"):
         with errors_with_name(chosen), registry.shared_workers.lease(preset.id, autoload=True) as lease:

@@ -38,7 +38,7 @@ from worker.protocol.routes import ROUTES, Route, ignored_fields, offered, query
 from worker.protocol.streams import stream
 
 API = "router.api"  # the package of the functions that routes name
-LINGERING = 2.0  # seconds for which the rest of a rejected body is read, so that its sender can read the response
+LINGERING = 30.0  # seconds (nginx's) to read the rest of a rejected body, so that its sender can read the response
 # Options of aiohttp's protocol class.
 PROTOCOL: Mapping[str, Any] = {"auto_decompress": False, "lingering_time": LINGERING}
 # The pattern of a model in a path. Without /v1, `load` and `unload` are routes of their own, and a GET of them has the

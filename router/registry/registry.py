@@ -6,6 +6,7 @@ HTTP and API modules reach the rest of the router through a `Registry`.
 import asyncio
 import difflib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -225,10 +226,10 @@ class Registry:
 
 
 class ModelNames:
-    """All names of a set of presets: ids, aliases, cached repositories, and MODEL@ADAPTER."""
+    """All names of a set of presets: ids, aliases, cached repositories, MODEL@ADAPTER, ADAPTER if one model has it."""
 
     def __init__(self, presets: Mapping[str, Preset]):
-        # An id takes precedence over an alias, an alias over a repository, and any of them over MODEL@ADAPTER.
+        # An id takes precedence over an alias, an alias over a repository, and any of them over adapters.
         self._exact: dict[str, str] = {id: id for id in presets}
         for preset in presets.values():
             for alias in preset.aliases:
@@ -237,12 +238,15 @@ class ModelNames:
             if preset.dedup_cache_models and preset.repo:  # not in lists, but requests may still use the repository
                 self._exact.setdefault(preset.repo, preset.id)
         self._adapters: dict[str, str] = {}
+        models_with = Counter(adapter.name for preset in presets.values() for adapter in preset.adapters)
         for preset in presets.values():
-            for base in (preset.id, *preset.aliases):
-                for adapter in preset.adapters:
+            for adapter in preset.adapters:
+                for base in (preset.id, *preset.aliases):
                     name = f"{base}@{adapter.name}"
                     if self._exact.setdefault(name, preset.id) == preset.id and name not in presets:
                         self._adapters[name] = adapter.name
+                if models_with[adapter.name] == 1 and adapter.name not in self._exact:  # as clients of vLLM name it
+                    self._exact[adapter.name], self._adapters[adapter.name] = preset.id, adapter.name
         self._folded: dict[str, set[str]] = {}
         for name, id in self._exact.items():
             self._folded.setdefault(name.casefold(), set()).add(id)

@@ -147,9 +147,11 @@ async def test_slots_are_those_of_loaded_models_and_load_none(shared: Router) ->
 
 async def test_all_worker_routes_are_forwarded(shared: Router) -> None:
     client = shared.client
-    assert (await client.post("/chat/completions", json=chat("alpha"))).status_code == 200
+    for path in ("/chat/completions", "/api/v1/chat/completions"):
+        assert (await client.post(path, json=chat("alpha"))).status_code == 200
     assert (await client.post("/v1/completions", json={"model": "alpha", "prompt": "a b"})).json()["choices"]
     assert (await client.post("/v1/embeddings", json={"model": "alpha", "input": "a"})).json()["data"]
+    assert (await client.post("/v1/engines/alpha/embeddings", json={"input": "a"})).json()["data"]
     for path in ("/embedding", "/embeddings"):
         assert (await client.post(path, json={"model": "alpha", "input": "a"})).json()["data"]
     for path in ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking", "/v2/rerank"):

@@ -84,6 +84,7 @@ COMMENT = rb": queued position=1 waiting_for=memory eta_s=[1-9]\d*\n\n"
 SAID: dict[str, bytes] = {
     "/v1/chat/completions": COMMENT,
     "/chat/completions": COMMENT,
+    "/api/v1/chat/completions": COMMENT,
     "/v1/completions": COMMENT,
     "/completion": COMMENT,
     "/completions": COMMENT,

@@ -17,6 +17,8 @@ async def test_a_named_folder_is_loaded_at_start_and_answers_requests_without_a_
         assert [row["id"] for row in (await up.client.get("/v1/models")).json()["data"]] == ["one"]
         body = {key: value for key, value in chat("").items() if key != "model"}
         assert (await up.client.post("/v1/chat/completions", json=body)).status_code == 200
+        props = (await up.client.get("/props")).json()
+        assert (props["default_generation_settings"]["n_ctx"], props["total_slots"]) == (96, 4)
         args = (await up.status("one"))["args"]
         assert args[args.index("--ctx-size") + 1] == "96"
     async with router("-m", str(one), "--model-path", str(two), *keys, environ={"ROUTER_DEMO": "on"}) as up:

@@ -68,13 +68,14 @@ class Route:
 _PRESETS = "the file of --models-preset, and GET /models?reload=1"
 # fmt: off
 _DECLARATIONS: tuple[Route, ...] = (
-    Route("POST", "/v1/chat/completions /chat/completions", Dialect.OPENAI, "chat", "openai.chat",
+    Route("POST", "/v1/chat/completions /chat/completions /api/v1/chat/completions",
+          Dialect.OPENAI, "chat", "openai.chat",
           summary="A chat completion.", worker=True, streams=True,
           requests=(openai.CHAT,), response=openai.CHAT_RESPONSE),
     Route("POST", "/v1/completions", Dialect.OPENAI, "completions", "openai.completions",
           summary="A text completion.", worker=True, streams=True,
           requests=(openai.COMPLETIONS,), response=openai.COMPLETIONS_RESPONSE),
-    Route("POST", "/v1/embeddings", Dialect.OPENAI, "embeddings", "embeddings.embeddings",
+    Route("POST", "/v1/embeddings /v1/engines/{id}/embeddings", Dialect.OPENAI, "embeddings", "embeddings.embeddings",
           summary="One embedding for each text.", worker=True,
           requests=(openai.EMBEDDINGS, vllm.EMBED_CHAT), response=openai.EMBEDDINGS_RESPONSE),
     Route("POST", "/completion /completions", Dialect.LLAMA_SERVER, "completion", "llama_server.completion",

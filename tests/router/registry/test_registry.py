@@ -100,6 +100,15 @@ def test_a_name_with_an_adapter_means_its_model_and_an_id_with_that_spelling_sta
         assert (names.find(name), names.adapter(name)) == (id, adapter), name
     with pytest.raises(ModelNotFound, match="did you mean m@french"):
         names.find("m@frensh")
+    with pytest.raises(ModelNotFound, match="or m@french or"):
+        names.find("french")
     settings = {"default": "", "fall_back": False, "allowed": lambda _: True}
     with pytest.raises(BadRequest, match="name one"):
         names.choose(path=None, body="m@french", query="m", **settings)  # type: ignore[arg-type]
+
+
+def test_the_name_of_an_adapter_that_one_model_has_means_this_model_with_it() -> None:
+    same = AdapterSource(name="n", path="/n")
+    names = ModelNames({"m": Preset(id="m", path="/m", adapters=(FRENCH, same)), "n": Preset(id="n", path="/n")})
+    for name, id, adapter in (("french", "m", "french"), ("French", "m", "french"), ("m", "m", ""), ("n", "n", "")):
+        assert (names.find(name), names.adapter(name)) == (id, adapter), name
