@@ -62,6 +62,9 @@ async def test_an_evicted_model_sleeps_and_wakes_through_a_planned_load() -> Non
     assert world.entries("hold", "held", "let go", "ready") == [
         "ready a", "hold a", "held a", "ready b", "hold b", "held b", "ready a", "let go a"
     ]  # fmt: skip
+    await world.ask("b")
+    await settled(world)
+    assert (value(world, "a"), value(world, "b")) == ("sleeping", "loaded"), "again"
     await world.stop()
     assert world.launcher.held == {}
 

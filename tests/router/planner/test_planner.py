@@ -321,6 +321,13 @@ def test_a_demand_behind_does_not_take_memory_that_is_free_by_now() -> None:
     assert set(plan.start) == {9}, "2 goes first, and leaves enough for both"
 
 
+def test_a_wait_for_residents_that_only_an_estimate_keeps_has_no_known_end() -> None:
+    """9 fits beside 8 once 1 has left, and 1 may leave now, but the estimate of 8 is static."""
+    residents = [resident(1, {GPU[0]: 70}), resident(2, {GPU[0]: 30}, pinned=True)]
+    wait = decide([demand(8, 60, is_exact=False, since=NOW - 1), demand(9, 10)], residents, ONE).waits[9]
+    assert (wait.cause, wait.on, wait.place, wait.victims, wait.until) == ("memory", (1,), (GPU[0],), (), None)
+
+
 def test_two_demands_do_not_count_on_the_same_victim() -> None:
     residents = [resident(1, {GPU[0]: 50}), resident(2, {GPU[0]: 50})]
     plan = decide([demand(8, 50), demand(9, 50)], residents, ONE)
@@ -339,7 +346,7 @@ def test_an_eviction_reports_its_numbers() -> None:
 def test_each_resident_that_stays_has_its_reason() -> None:
     residents = [
         resident(1, {GPU[0]: 20}, pinned=True),
-        resident(2, {GPU[0]: 10}, busy=True),
+        resident(2, {GPU[0]: 10}, busy=True, residency_ends=NOW),
         resident(3, {GPU[0]: 10}, busy=True, starting=True),
         resident(4, {GPU[0]: 10}, busy=True, **FRESH),
         resident(5, {GPU[1]: 50}),
