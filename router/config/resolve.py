@@ -7,57 +7,33 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import click
 
 from router.config import ini, named_models, preset_keys, serving_properties
+from router.config.adapters import resolve_adapters
 from router.config.ini import Problem
+from router.config.model_source import FoundModel, resolve_source
 from router.config.named_models import NamedModel
 from router.config.option_types import nearest, plain, shown
 from router.config.precedence import OWN, PROPERTIES, STAR, DiskReader, Layer, Setting, SettingReader, unreadable
 from router.config.presets import (
-    ADAPTER_NAME,
     ALL_DEVICES,
     ALL_LAYERS,
     DEFAULT_CHUNK,
-    DEFAULT_LORA_RANK,
-    DEFAULTS,
-    GGUF,
-    REPO,
     Preset,
-    repository,
 )
-from worker.protocol.argv import AdapterSource
 
 SOURCES = {"model", "hf-repo"}  # keys that name the model
 _IS_NO_PATH = re.compile("demo:|[A-Za-z0-9+]+://")  # at the start of a value of `model`
 _DOWNLOADED = re.compile("/models--[^/]+/snapshots/")  # in the path of a folder of the hub cache
 REGISTERED = "registered"  # file name in problems and origins of models that an API call has registered
-MAX_LORA_RANK = 4096  # the limit of max-lora-rank; a larger number in an adapter's file is not a rank
-_NO_SNAPSHOT = {
-    "lmi": "has a serving.properties without option.model_id, and no config.json",
-    "adapter": "is an adapter, which needs the model that it was made for (adapter_config.json names it)",
-    "gguf": "has GGUF files, which need the llama-server engine; this version does not offer it",
-}
-
-
 # Values of RoPE keys that change nothing: llama-server's and EricLLM's defaults. 0 and -1 by default.
 _NEUTRAL_ROPE: Mapping[str, tuple[float | str, ...]] = {
     "rope-scaling": ("",), "rope-scale": (1,), "rope-freq-scale": (0, 1), "alpha-value": (1,),
     "yarn-attn-factor": (0, -1, 1), "yarn-beta-slow": (0, -1, 1), "yarn-beta-fast": (0, -1, 32),
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class FoundModel:
-    """A model on disk that no section names."""
-
-    id: str
-    source: Literal["models_dir", "cache"]
-    path: str = ""
-    repo: str = ""
-    revision: str = "main"
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +202,7 @@ class _Resolution:
 
     def _preset(self, section: ini.Section, settings: Layer, found: Sequence[FoundModel]) -> Preset | None:
         place = Problem(section.file or self._file, section.line, section.name, "", "")
-        fields = self._source(section.name, settings, found, place)
+        fields = resolve_source(section.name, settings, found, place, self._reader, self._sections)
         if fields is None:
             return None
         fields |= self._fields(settings)
@@ -239,7 +215,7 @@ class _Resolution:
             if name in settings and not self._is_for_device(settings[name], fields):
                 fields.pop(preset_keys.BY_NAME[name].field)
         self._texts(settings, fields)
-        self._adapters(settings, fields)
+        resolve_adapters(settings, fields, self._reader)
         origins = {name: setting.origin for name, setting in settings.items()}
         if "replicas" in fields and "replicas" not in origins:
             origins["replicas"] = origins.get("min-workers") or origins["max-workers"]
@@ -287,76 +263,6 @@ class _Resolution:
             found["rope-scaling"] = "yarn" if extrapolation else "linear"
             settings["rope-scaling"] = settings["yarn-ext-factor"]
         return found
-
-    def _source(self, id: str, settings: Layer, found: Sequence[FoundModel], place: Problem) -> dict[str, Any] | None:
-        """The fields for the location of the model's files; None, with a problem, if they cannot be determined."""
-        model, repo, revision = (settings.get(name) for name in ("model", "hf-repo", "revision"))
-        if model and repo:
-            self._fail(repo.place, f"hf-repo and model (line {model.place.line}) both name a source; remove one")
-            return None
-        named = model or repo
-        fields: dict[str, Any] | None
-        if named is not None:
-            fields = self._parse_source(named, is_repo=named is repo)
-        elif (id, "model") in self._collector.faulty or (id, "hf-repo") in self._collector.faulty:
-            return None
-        else:
-            entry = next((entry for entry in found if entry.id.casefold() == id.casefold()), None)
-            if entry is None:
-                self._fail(place, "names no model; add model = a folder or org/name, or hf-repo = org/name")
-                return None
-            if self._disk.kind(entry.path) == "lmi" and not place.line:
-                self._warn(replace(place, file=entry.path, section=""), f"is not listed: it {_NO_SNAPSHOT['lmi']}")
-                return None
-            source = "preset" if place.line else entry.source
-            fields = {"source": source, "path": entry.path, "repo": entry.repo, "revision": entry.revision}
-        if fields is None or revision is None:
-            return fields
-        if not fields.get("repo"):
-            self._fail(revision.place, "revision belongs to a repository of the hub, and this model is none; remove it")
-        elif named is not None and ":" in named.value:
-            self._fail(revision.place, f"a revision stands in {_place_of(named)} already; remove one of the two")
-        return {**fields, "revision": revision.value}
-
-    def _parse_source(self, setting: Setting, *, is_repo: bool) -> dict[str, Any] | None:
-        """The path, repository or built-in model that a value of `model` or `hf-repo` means."""
-        text, place = setting.value, setting.place
-        if text.startswith("demo:") and not is_repo:
-            if text[5:] in preset_keys.DEMOS:
-                return {"demo": text[5:]}
-            near = nearest(text[5:], preset_keys.DEMOS)
-            known = ", ".join(preset_keys.DEMOS)
-            self._fail(place, f"{shown(text)} is no built-in model; there are {known}", f"demo:{near}" if near else "")
-            return None
-        if not text:
-            self._fail(place, f"{place.key or setting.name}: the value is empty; write a folder or org/name")
-            return None
-        if "://" in text:
-            self._fail(place, f"{shown(text)} is a URL; download the model and name its folder, or use hf-repo")
-            return None
-        path = "" if is_repo else self._reader.path(text, place)
-        kind = self._disk.kind(path) if path else ""
-        if text.lower().endswith(".gguf") or (kind and not is_repo and kind == "file"):
-            self._fail(place, GGUF if text.lower().endswith(".gguf") else f"{path} is a file; name the model's folder")
-            return None
-        if kind == "snapshot":
-            return {"path": path}
-        if kind:
-            what = _NO_SNAPSHOT.get(kind, "has no config.json")
-            self._fail(place, f"{path} {what}; name a folder with config.json and safetensors files")
-            return None
-        if REPO.fullmatch(text) is None or (text.startswith((".", "~", "/")) and not is_repo):
-            where = f" ({path})" if path != text else ""
-            # A name on the command line may be that of a section.
-            near = "" if place.line else nearest(text, self._sections)
-            self._fail(place, f"{shown(text)} is {f'neither a folder{where} nor' if path else 'not'} org/name", near)
-            return None
-        try:
-            repo, revision = repository(text)
-        except ValueError as error:
-            self._fail(place, str(error))
-            return None
-        return {"repo": repo, "revision": revision}
 
     def _place(self, settings: Layer, fields: dict[str, Any]) -> None:
         """Apply n-gpu-layers, and reject contradictions between the keys of placement."""
@@ -499,63 +405,6 @@ class _Resolution:
         if variables:
             fields["chat_template_kwargs"] = preset_keys.BY_NAME["chat-template-kwargs"].kind(json.dumps(variables))
 
-    def _adapters(self, settings: Layer, fields: dict[str, Any]) -> None:
-        """Collect the adapters of the model. Those in `lora` take precedence over those in the adapter folder."""
-        if "adapters_dir" not in fields and fields.get("path") and self._disk.folders(f"{fields['path']}/adapters"):
-            fields["adapters_dir"] = f"{fields['path']}/adapters"
-        found: dict[str, AdapterSource] = {}
-        if folder := fields.get("adapters_dir", ""):
-            for name in self._disk.folders(folder):
-                if self._disk.kind(f"{folder}/{name}") == "adapter" and ADAPTER_NAME.fullmatch(name):
-                    found[name] = AdapterSource(name=name, path=f"{folder}/{name}")
-        named: set[str] = set()
-        for key, items in (("lora", fields.get("lora", ())), ("lora-scaled", fields.get("lora_scaled", ()))):
-            for item in items:
-                name, _, target = item.partition("=")
-                path, _, scale = target.rpartition(":") if key == "lora-scaled" else (target, "", "1")
-                if name in named:
-                    self._fail(settings[key].place, f"{key} names {name} twice; give one of them another name")
-                named.add(name)
-                found[name] = AdapterSource(name=name, path=path, scale=float(scale))
-        fields["adapters"] = tuple(found.values())
-        self._lora_rank(settings, fields)
-        if fields.get("enable_lora") == "off":
-            if fields.get("default_lora"):
-                message = "enable-lora is off, and default-lora names an adapter; remove one of the two"
-                self._fail(settings["default-lora"].place, message)
-            for key in ("lora", "lora-scaled"):
-                if key in settings and settings[key].value:
-                    self._warn(
-                        settings[key].place, "enable-lora is off, so these adapters are not used; remove one of the two"
-                    )
-        most, kept = fields.get("max_loras", DEFAULTS["max_loras"]), fields.get("max_cpu_loras", 0)
-        if 0 < kept < most:
-            message = f"max-cpu-loras is {kept}, less than the {most} of max-loras; raise it, or remove it"
-            self._fail(settings["max-cpu-loras"].place, message)
-        default = fields.get("default_lora", "")
-        if default and default not in found:
-            message = f"default-lora: there is no adapter {shown(default)}"
-            self._fail(settings["default-lora"].place, message, nearest(default, found))
-
-    def _lora_rank(self, settings: Layer, fields: dict[str, Any]) -> None:
-        """Set max_lora_rank to the largest rank among the adapters on disk, unless the preset sets it."""
-        ranks = {adapter.name: self._rank_of(adapter.path) for adapter in fields["adapters"]}
-        largest = fields.get("max_lora_rank")
-        if largest is None:
-            fields["max_lora_rank"] = max([DEFAULT_LORA_RANK, *ranks.values()])
-            return
-        place = settings["max-lora-rank"].place
-        for name, rank in ranks.items():
-            if rank > largest:
-                self._warn(place, f"max-lora-rank is {largest}, and adapter {name} has rank {rank}: raise it")
-
-    def _rank_of(self, folder: str) -> int:
-        """The rank of an adapter; 0 if it is not downloaded yet."""
-        try:
-            return lora_rank(self._disk.read(f"{folder}/adapter_config.json"))
-        except (OSError, ValueError):
-            return 0
-
     def _check_aliases(self, presets: Mapping[str, Preset], layers: Mapping[str, Layer]) -> None:
         """Reject an alias that is an id or an alias of another model."""
         owners = {id: id for id in presets}
@@ -591,10 +440,6 @@ class _Resolution:
             yield entry
 
 
-def _place_of(setting: Setting) -> str:
-    return f"line {setting.place.line}" if setting.place.line else setting.place.file
-
-
 def _short_names(presets: Mapping[str, Preset], ids: Sequence[str]) -> dict[str, Preset]:
     """The presets of models named `org/name` at start, with the alias `name`, by which FastChat's users ask for them.
 
@@ -615,14 +460,3 @@ def _own_apart(layer: Layer) -> tuple[Layer, Layer]:
     """The settings for all models, and those for one model."""
     own = {name: setting for name, setting in layer.items() if preset_keys.is_own(name)}
     return {name: setting for name, setting in layer.items() if name not in own}, own
-
-
-def lora_rank(config: str) -> int:
-    """The largest rank in the text of an adapter_config.json, as PEFT writes it; 0 if it contains none."""
-    try:
-        content = json.loads(config)
-        patterns = content.get("rank_pattern") or {}
-        ranks = [content.get("r"), *patterns.values()]
-    except (ValueError, RecursionError, AttributeError):
-        return 0
-    return max((rank for rank in ranks if type(rank) is int and 0 < rank <= MAX_LORA_RANK), default=0)

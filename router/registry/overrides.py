@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from router.config.model_source import FoundModel
 from router.config.presets import Preset
-from router.config.resolve import FoundModel
 from router.registry.worker_groups import PresetGroup, group_presets
 from router.store.catalogue import Further
 from worker.protocol.argv import AdapterSource

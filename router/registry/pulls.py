@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from router.config.model_source import FoundModel
 from router.config.presets import Preset, repository
-from router.config.resolve import FoundModel
 from router.config.settings import ApiKey
 from router.errors import (
     ApiError,

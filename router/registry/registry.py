@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from router import __version__
+from router.config.model_source import FoundModel
 from router.config.presets import Preset
-from router.config.resolve import REGISTERED, FoundModel, LoadedPresets
+from router.config.resolve import REGISTERED, LoadedPresets
 from router.config.settings import ApiKey, Settings
 from router.errors import BadRequest, ConfigError, Duplicate, ModelNotFound, PresetInvalid
 from router.events import Event, EventLog

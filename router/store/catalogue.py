@@ -16,11 +16,12 @@ from typing import Literal
 
 from router.config import ini, precedence, resolve
 from router.config.ini import Problem
+from router.config.model_source import FoundModel
 from router.config.named_models import NamedModel, named_models
 from router.config.option_types import nearest
 from router.config.preset_keys import find, is_own
 from router.config.presets import Preset
-from router.config.resolve import FoundModel, LoadedPresets
+from router.config.resolve import LoadedPresets
 from router.config.settings import ApiKey, Settings, configured_keys, hub_cache
 from router.errors import ConfigError
 from router.memory import checkpoint

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 import pytest
 
 from router.config import settings
+from router.config.model_source import FoundModel
 from router.config.named_models import named_models
 from router.config.presets import Preset
-from router.config.resolve import FoundModel, LoadedPresets, load
+from router.config.resolve import LoadedPresets, load
 from tests.router.preset_texts import Disk
 
 FOLDERS = (

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from router.config import preset_keys
 from router.config.effective import args, effective
+from router.config.model_source import FoundModel
 from router.config.option_types import MIB
 from router.config.presets import ALL_DEVICES, KEYS, Preset, same_load
-from router.config.resolve import FoundModel, LoadedPresets
+from router.config.resolve import LoadedPresets
 from tests.router.preset_texts import Disk, complaint, complaints, one, read
 from worker.fetch import demo
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from router.config.effective import effective
 from router.config.ini import Problem
-from router.config.resolve import FoundModel
+from router.config.model_source import FoundModel
 from router.config.serving_properties import parse
 from tests.router.preset_texts import Disk, complaints, read
 

@@ -1,0 +1,115 @@
+"""The place of a model's files, from the keys that name it and from the models on disk. Pure functions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from router.config import preset_keys
+from router.config.ini import Problem
+from router.config.option_types import nearest, shown
+from router.config.precedence import Layer, Setting, SettingReader
+from router.config.presets import GGUF, REPO, repository
+
+_NO_SNAPSHOT = {
+    "lmi": "has a serving.properties without option.model_id, and no config.json",
+    "adapter": "is an adapter, which needs the model that it was made for (adapter_config.json names it)",
+    "gguf": "has GGUF files, which need the llama-server engine; this version does not offer it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A model on disk that no section names."""
+
+    id: str
+    source: Literal["models_dir", "cache"]
+    path: str = ""
+    repo: str = ""
+    revision: str = "main"
+
+
+def resolve_source(
+    id: str,
+    settings: Layer,
+    found: Sequence[FoundModel],
+    place: Problem,
+    reader: SettingReader,
+    sections: Sequence[str],
+) -> dict[str, Any] | None:
+    """The fields for the location of the model's files; None, with a problem, if they cannot be determined."""
+    fail = reader.collector.fail
+    model, repo, revision = (settings.get(name) for name in ("model", "hf-repo", "revision"))
+    if model and repo:
+        fail(repo.place, f"hf-repo and model (line {model.place.line}) both name a source; remove one")
+        return None
+    named = model or repo
+    fields: dict[str, Any] | None
+    if named is not None:
+        fields = _parse(named, reader, sections, is_repo=named is repo)
+    elif (id, "model") in reader.collector.faulty or (id, "hf-repo") in reader.collector.faulty:
+        return None
+    else:
+        entry = next((entry for entry in found if entry.id.casefold() == id.casefold()), None)
+        if entry is None:
+            fail(place, "names no model; add model = a folder or org/name, or hf-repo = org/name")
+            return None
+        if reader.disk.kind(entry.path) == "lmi" and not place.line:
+            reader.collector.warn(
+                replace(place, file=entry.path, section=""), f"is not listed: it {_NO_SNAPSHOT['lmi']}"
+            )
+            return None
+        source = "preset" if place.line else entry.source
+        fields = {"source": source, "path": entry.path, "repo": entry.repo, "revision": entry.revision}
+    if fields is None or revision is None:
+        return fields
+    if not fields.get("repo"):
+        fail(revision.place, "revision belongs to a repository of the hub, and this model is none; remove it")
+    elif named is not None and ":" in named.value:
+        fail(revision.place, f"a revision stands in {_place_of(named)} already; remove one of the two")
+    return {**fields, "revision": revision.value}
+
+
+def _parse(setting: Setting, reader: SettingReader, sections: Sequence[str], *, is_repo: bool) -> dict[str, Any] | None:
+    """The path, repository or built-in model that a value of `model` or `hf-repo` means."""
+    fail = reader.collector.fail
+    text, place = setting.value, setting.place
+    if text.startswith("demo:") and not is_repo:
+        if text[5:] in preset_keys.DEMOS:
+            return {"demo": text[5:]}
+        near = nearest(text[5:], preset_keys.DEMOS)
+        known = ", ".join(preset_keys.DEMOS)
+        fail(place, f"{shown(text)} is no built-in model; there are {known}", f"demo:{near}" if near else "")
+        return None
+    if not text:
+        fail(place, f"{place.key or setting.name}: the value is empty; write a folder or org/name")
+        return None
+    if "://" in text:
+        fail(place, f"{shown(text)} is a URL; download the model and name its folder, or use hf-repo")
+        return None
+    path = "" if is_repo else reader.path(text, place)
+    kind = reader.disk.kind(path) if path else ""
+    if text.lower().endswith(".gguf") or (kind and not is_repo and kind == "file"):
+        fail(place, GGUF if text.lower().endswith(".gguf") else f"{path} is a file; name the model's folder")
+        return None
+    if kind == "snapshot":
+        return {"path": path}
+    if kind:
+        what = _NO_SNAPSHOT.get(kind, "has no config.json")
+        fail(place, f"{path} {what}; name a folder with config.json and safetensors files")
+        return None
+    if REPO.fullmatch(text) is None or (text.startswith((".", "~", "/")) and not is_repo):
+        where = f" ({path})" if path != text else ""
+        # A name on the command line may be that of a section.
+        near = "" if place.line else nearest(text, sections)
+        fail(place, f"{shown(text)} is {f'neither a folder{where} nor' if path else 'not'} org/name", near)
+        return None
+    try:
+        repo, revision = repository(text)
+    except ValueError as error:
+        fail(place, str(error))
+        return None
+    return {"repo": repo, "revision": revision}
+
+
+def _place_of(setting: Setting) -> str:
+    return f"line {setting.place.line}" if setting.place.line else setting.place.file
