@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 from aiohttp import web
 
 from router.api.request_log import RequestLog
-from router.config.settings import ApiKey
+from router.config.api_keys import ApiKey
 from router.errors import BadRequest
 from router.registry.pulls import HubModels
 from router.registry.registry import Registry

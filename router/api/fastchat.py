@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from router.api.call import ApiCall, ApiResult, JsonReply
-from router.config.settings import ApiKey
+from router.config.api_keys import ApiKey
 from router.errors import BadRequest, ModelNotFound, WorkerCrashed
 from router.launch.worker_client import WorkerClientError
 from router.registry.registry import Registry

@@ -11,8 +11,8 @@ from aiohttp import web
 
 from router.api.call import ApiCall, ApiResult, JsonReply, model_name
 from router.api.status import MIB, capabilities, status_of, value_of
+from router.config.api_keys import ApiKey
 from router.config.presets import Preset
-from router.config.settings import ApiKey
 from router.errors import BadRequest, Forbidden, ModelNotLoaded, NotOffered, SlotsBusy, Starting
 from router.fleet.worker import State, Worker
 from router.memory.checkpoint import modalities

@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 from router.api.call import ApiCall, ApiResult, JsonReply
 from router.api.status import wall_clock
 from router.config import ini, serving_properties
+from router.config.api_keys import ApiKey
 from router.config.presets import Preset, repository
 from router.config.resolve import REGISTERED
-from router.config.settings import ApiKey, Settings
+from router.config.settings import Settings
 from router.errors import ApiError, BadRequest, DoesNotFit, ModelNotFound, PresetInvalid
 from router.fleet.model import Model
 from router.fleet.worker import State, Worker

@@ -14,8 +14,8 @@ from typing import Any
 
 from router.api.call import ApiCall, ApiResult
 from router.api.lmi import allowed_folder, hub_source, page
+from router.config.api_keys import ApiKey
 from router.config.presets import ADAPTER_NAME, HUB, Preset
-from router.config.settings import ApiKey
 from router.errors import ApiError, BadRequest, DoesNotFit, Duplicate, LoadFailed
 from router.fleet.worker import State
 from router.fleet.worker_argv import program_of

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from router.api.call import ApiCall, ApiResult, FrameStream
 from router.api.status import REASONS, VALUES, bytes_by_source, progress_object, status
-from router.config.settings import ApiKey
+from router.config.api_keys import ApiKey
 from router.events import Event
 from router.fleet.lifecycle import FETCHED
 from router.fleet.worker import State

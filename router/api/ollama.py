@@ -11,7 +11,7 @@ from aiohttp import web
 
 from router.api.call import ApiCall, ApiResult, FrameStream
 from router.api.status import capabilities, wall_clock
-from router.config.settings import ApiKey
+from router.config.api_keys import ApiKey
 from router.errors import ApiError, BadRequest, ModelNotFound
 from router.fleet.scheduler import resident_of
 from router.fleet.worker import State, Worker

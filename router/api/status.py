@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from router.config.api_keys import ApiKey
 from router.config.effective import args, effective
 from router.config.presets import Preset
-from router.config.settings import ApiKey
 from router.fleet.failures import Failure
 from router.fleet.fleet import Fleet
 from router.fleet.model import Model

@@ -297,15 +297,15 @@ def check(
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @click.pass_context
 def estimate_command(ctx: click.Context, /, model: str, exact: bool, forget: bool, as_json: bool, **params: Any) -> int:
-    from router.cli import estimate  # Imported late: it reads devices, which no other command needs.
+    from router.cli import estimate, estimate_report  # Imported late: they read devices, as no other command does.
 
     parsed, loaded, preset = _choose(ctx, params, model)
     machine = estimate.Machine(parsed, os.environ, xdg.state(parsed.state_dir))
     report = estimate.report(preset, loaded, machine, exact=exact, forget=forget)
     if as_json:
-        _print_document(estimate.document(report))
+        _print_document(estimate_report.document(report))
     else:
-        click.echo(estimate.text(report))
+        click.echo(estimate_report.text(report))
     if not preset.python and (lacks := missing_packages()):
         click.echo(f"warning: {lacks}", err=True)
     return OK if report.fits else TOO_LARGE

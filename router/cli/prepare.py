@@ -14,7 +14,6 @@ from router.config.settings import Settings
 from router.errors import RouterError
 from router.fleet import worker_argv
 from router.memory import checkpoint
-from router.store.catalogue import find_snapshot
 from router.store.converted import can_be_converted
 from router.store.snapshots import Snapshots
 from worker.protocol.events import Converted
@@ -56,17 +55,17 @@ def prepare(
             f"{preset.id}: models with `python`, `trust-remote-code` or `load-format = dummy` and built-in models are"
             " not converted"
         )
-    snapshot = preset.path or find_snapshot(preset.repo, preset.revision, settings.hub_cache)
+    snapshots = Snapshots(cache=settings.hub_cache, state=state, offline=True)
+    snapshot = snapshots.find(preset)
     if snapshot is None:
         raise PrepareError(
             f"{preset.id}: {preset.repo} at {preset.revision} is not in the hub cache; `router download`"
             " downloads and converts it"
         )
     facts = checkpoint.read(Path(snapshot), override=preset.config_override, rope=preset.rope)
-    conversions = Snapshots(cache=settings.hub_cache, state=state, offline=True).conversions
-    command = conversions.command(snapshot, facts)
+    command = snapshots.conversions.command(snapshot, facts)
     if command is None:
-        return Prepared(snapshot, conversions.find(snapshot) or "")
+        return Prepared(snapshot, snapshots.conversions.find(snapshot) or "")
     command = replace(command, threads=worker_argv.threads(preset, on_host=True))
     done = run_worker(preset, command, Converted, environ, report=report)
     return Prepared(snapshot, command.target, done.weights, done.tokenizer)

@@ -24,10 +24,11 @@ from aiohttp import web
 from router import __version__
 from router import log as log_lines
 from router.config import xdg
+from router.config.api_keys import ApiKey
 from router.config.option_types import MemoryByDevice
 from router.config.presets import Preset
 from router.config.resolve import LoadedPresets
-from router.config.settings import ApiKey, Settings
+from router.config.settings import Settings
 from router.errors import ApiError, ConfigError, RouterError
 from router.events import EventLog
 from router.fleet.admission import Limits

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from router.config.settings import ApiKey
+from router.config.api_keys import ApiKey
 from router.registry.auth import NO_KEY
 from worker.protocol.dialects import Dialect
 from worker.protocol.routes import Route

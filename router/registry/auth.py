@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from router.config.settings import ApiKey, is_address, is_loopback
+from router.config.api_keys import ApiKey
+from router.config.settings import is_address, is_loopback
 from router.errors import BadRequest, Forbidden, QueueFull, Unauthorized
 from worker.protocol.routes import AccessLevel
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from router.config.api_keys import ApiKey
 from router.config.model_source import FoundModel
 from router.config.presets import Preset, repository
-from router.config.settings import ApiKey
 from router.errors import (
     ApiError,
     BadRequest,

@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from router import __version__
+from router.config.api_keys import ApiKey
 from router.config.model_source import FoundModel
 from router.config.presets import Preset
 from router.config.resolve import REGISTERED, LoadedPresets
-from router.config.settings import ApiKey, Settings
+from router.config.settings import Settings
 from router.errors import BadRequest, ConfigError, Duplicate, ModelNotFound, PresetInvalid
 from router.events import Event, EventLog
 from router.fleet.fleet import Fleet

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from router.config import ini, precedence, resolve
+from router.config.api_keys import ApiKey, configured_keys
 from router.config.ini import Problem
 from router.config.model_source import FoundModel
 from router.config.named_models import NamedModel, named_models
@@ -22,7 +23,7 @@ from router.config.option_types import nearest
 from router.config.preset_keys import find, is_own
 from router.config.presets import Preset
 from router.config.resolve import LoadedPresets
-from router.config.settings import ApiKey, Settings, configured_keys, hub_cache
+from router.config.settings import Settings, hub_cache
 from router.errors import ConfigError
 from router.memory import checkpoint
 from router.memory.checkpoint_facts import UnknownCheckpoint

@@ -15,7 +15,7 @@ import ollama
 import openai
 import pytest
 
-from router.config.settings import ApiKey, digest
+from router.config.api_keys import ApiKey, digest
 from router.fleet.admission import Limits
 from router.http.response import Pace
 from router.registry.auth import Access

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.config.settings import ApiKey, digest
+from router.config.api_keys import ApiKey, digest
 from router.registry.auth import Access
 from tests.processes.upstreams import BODY, PATH, World, request, respond, world
 from worker.protocol.routes import ROUTES, Route

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 
-from router.config.settings import ApiKey, digest
+from router.config.api_keys import ApiKey, digest
 from router.registry.auth import Access
 from tests.processes.upstreams import unasked, world
 

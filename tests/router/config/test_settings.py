@@ -9,19 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.config.api_keys import ApiKey, configured_keys, parse_keys
 from router.config.option_types import MIB
-from router.config.settings import (
-    BY_VARIABLE,
-    GROUPS,
-    OPTIONS,
-    ApiKey,
-    Settings,
-    configured_keys,
-    hub_cache,
-    is_local,
-    parse,
-    parse_keys,
-)
+from router.config.settings import BY_VARIABLE, GROUPS, OPTIONS, Settings, hub_cache, is_local, parse
 from router.errors import ConfigError
 from router.planner.ledger import DeviceShare
 

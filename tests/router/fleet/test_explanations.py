@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from router import log
-from router.config.settings import ApiKey
+from router.config.api_keys import ApiKey
 from router.errors import ApiError, DoesNotFit, QueueFull
 from router.fleet.admission import Limits
 from router.fleet.model import FIRST_LOAD_SECONDS

@@ -3,7 +3,7 @@ from collections.abc import Mapping
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from router.config.settings import parse_keys
+from router.config.api_keys import parse_keys
 from router.errors import ApiError, Forbidden, QueueFull, Unauthorized
 from router.registry.auth import Access
 from worker.protocol.routes import AccessLevel
