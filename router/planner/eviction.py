@@ -8,8 +8,8 @@
 The order is one sort key: first those that may leave now, then the others by the time at which they may; then idle
 before busy, best-effort before required, lower priority, least recently used, cheaper to load again. At one place
 victims are taken in that order, skipping those that are not in the way, until the claim fits on every device. Then
-those that are not needed are kept, the last first (`FreeMemory.enough`). So of equals the least recently
-used leave, and none is superfluous.
+those that are not needed are kept, the last first (`FreeMemory.enough`). So of equals the least recently used leave,
+and none is superfluous.
 """
 
 from bisect import bisect_left, bisect_right
