@@ -22,7 +22,7 @@ from router.memory.estimate import (
     required_shards,
 )
 from router.memory.estimate import estimate as estimate_whole
-from router.memory.segments import compute_bytes, is_mapped, kv_range, most_drafted, weight_bytes
+from router.memory.segments import compute_bytes, kv_range, most_drafted, weight_bytes
 from worker.protocol.architectures import DIVISIBLE
 from worker.protocol.memory import GLOO_BYTES, NCCL_BYTES, STAGING_BYTES
 
@@ -82,9 +82,8 @@ def estimate(
     weights = whole - divided + -(-divided // ranks)
     cache = kv_range(part, preset, tokens, on_host=on_host)
     context = cache.least
-    logits = (
-        2 * (preset.parallel + 16 + most_drafted(preset)) * facts.vocab_size * each
-    )  # parts of the ranks, and the gathered ones
+    # Parts of the ranks, and the gathered ones.
+    logits = 2 * (preset.parallel + 16 + most_drafted(preset)) * facts.vocab_size * each
     compute = compute_bytes(part, preset, tokens, on_host=on_host) + logits
     libraries = facts.vocab_size * TOKENIZER_BYTES + grammar_bytes(facts, preset)
     stacked = (facts.stacked + facts.stacked // max(facts.layers, 1)) * each  # as in `kept_bytes`, on each rank
@@ -92,8 +91,6 @@ def estimate(
     extra = preset.reserved_memory
     if on_host:
         kept = max(kept_bytes(facts, preset, compute, context), loading - context)
-        if not is_mapped(facts, preset):
-            kept = max(kept, 2 * facts.largest - context)
         runtime = ranks * (overhead.on_host(forked=forked) + GLOO_BYTES) + libraries + extra
         return Estimate(
             (ranks * weights,),
@@ -122,6 +119,3 @@ def divided_elements(facts: Checkpoint, ranks: int) -> int:
     """Return the number of weights that are divided; the others are on each rank."""
     head = 0 if facts.tied or facts.vocab_size % ranks else facts.vocab_size * facts.hidden
     return facts.matrices + (head if facts.behind >= head else 0)
-
-
-__all__ = ["divided_elements", "estimate", "reason_not_to_divide_by"]

@@ -54,7 +54,7 @@ async def test_adapters_of_a_divided_model_change_its_text_as_they_do_in_one_pro
     common = f"model = {snapshot}\nlora = french={french}\ndefault-lora = french\nmax-loras = 2\nctx-size = 128\n"
     await real.serve_presets(f"[whole]\n{common}[halves]\n{common}tensor-parallel = 2\n")
 
-    async def texts(model: str) -> list[str]:
+    async def texts(model: str) -> tuple[str, ...]:
         path = f"/models/{model}/adapters"
         answer = await real.client.post(path, params={"name": "german", "src": str(german)})
         assert answer.status_code == 200, answer.text

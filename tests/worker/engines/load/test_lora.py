@@ -239,7 +239,7 @@ async def test_the_error_without_adapter_slots_names_the_option(llama: Path, one
 
 
 def problem(llama: Path, folder: Path) -> str:
-    adapters = LoraAdapters(reference(llama), slots=1, rank=4, copies=0, device=torch.device("cpu"))
+    adapters = LoraAdapters(reference(llama), slots=1, lora_rank=4, copies=0, device=torch.device("cpu"))
     return adapters.update([AdapterSource(name="x", path=str(folder))]).get("x", "")
 
 
@@ -316,7 +316,7 @@ async def test_nothing_stands_in_the_way_of_steps_without_adapters(llama: Path, 
 
 def test_the_bytes_of_slots_follow_from_their_shapes(llama: Path) -> None:
     """2 layers: q and o 64 x 64, k and v 64 x 32, gate, up and down 64 x 128; float32."""
-    adapters = LoraAdapters(reference(llama), slots=3, rank=5, copies=0, device=torch.device("cpu"))
+    adapters = LoraAdapters(reference(llama), slots=3, lora_rank=5, copies=0, device=torch.device("cpu"))
     assert adapters.bytes == 3 * 5 * 2 * (2 * 128 + 2 * 96 + 3 * 192) * 4
 
 
@@ -324,5 +324,5 @@ def test_the_exact_estimate_counts_the_slots(llama: Path) -> None:
     asked = Estimate(snapshot=str(llama), ctx_size=64)
     config = load_config(asked)
     without, with_slots = (trace(replace(asked, max_loras=slots), config) for slots in (0, 3))
-    adapters = LoraAdapters(reference(llama), slots=3, rank=16, copies=0, device=torch.device("cpu"))
+    adapters = LoraAdapters(reference(llama), slots=3, lora_rank=16, copies=0, device=torch.device("cpu"))
     assert with_slots.weights - without.weights == adapters.bytes

@@ -388,7 +388,10 @@ def test_the_static_estimate_of_ranks_is_never_below_the_exact_one(
     keys: dict[str, Any] = {"ctx_size": 128, "parallel": 2, "prefill_chunk": 32, "max_loras": max_loras}
     asked = Estimate(snapshot=str(folder), devices=devices, tensor_parallel=2, ngram_size=ngram_size, **keys)
     exact = tensor_parallel.divided_estimate(asked)
-    words = {"spec_type": "ngram-simple" if ngram_size else "none", "enable_lora": "on" if max_loras else "off"}
+    words: dict[str, Any] = {
+        "spec_type": "ngram-simple" if ngram_size else "none",
+        "enable_lora": "on" if max_loras else "off",
+    }
     preset = Preset(id="m", tensor_parallel=2, **keys, **words)
     static = static_tensor_parallel.estimate(
         checkpoint.read(folder), preset, 2, on_host=devices == ("cpu",), threads=asked.threads

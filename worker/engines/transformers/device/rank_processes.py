@@ -80,7 +80,7 @@ class RankProcesses:
     def fork(cls, count: int, follow: Callable[[LeaderLink], int], bind: Callable[[int], None]) -> "RankProcesses":
         """Fork followers 1 to `count - 1`. Each runs `follow` and exits with the code that it returns.
 
-        `bind` gets the leader's process id and ties the new process to it (`worker.program.supervision.follow`).
+        `bind` gets the leader's process id and ties the new process to it (`worker.program.supervision.attach_rank`).
         Must be called by the only thread of the process, or where no other one holds a lock. Raises OSError.
         """
         parent, board = os.getpid(), memoryview(mmap.mmap(-1, count * _FIGURES * 8)).cast("q")

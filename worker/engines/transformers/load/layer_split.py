@@ -17,11 +17,10 @@ import torch
 from torch import nn
 
 from worker.engines.transformers.attention.kv_pool import KvPool
-from worker.engines.transformers.attention.paged import AttentionLayout, LayerAttention, PackedBatch
+from worker.engines.transformers.attention.paged import AttentionLayout, LayerAttention, PackedBatch, PackedSegment
 from worker.engines.transformers.load import safetensors, staging
 from worker.engines.transformers.load.safetensors import WeightFile
 from worker.engines.transformers.load.snapshot import encodes
-from worker.engines.transformers.schedule.scheduler import Batch
 from worker.errors import StartError
 from worker.protocol.argv import ModelOptions
 from worker.protocol.events import Exit
@@ -95,10 +94,7 @@ def split_of(options: ModelOptions, config: Any, devices: Sequence[torch.device]
     have = _count(config)
     if sum(layers) != have:
         raise StartError(f"--layers={','.join(options.layers)} are {sum(layers)} layers, the model has {have}")
-    why = reason_against_split(config)
-    if getattr(config, "quantization_config", None) or options.quantization not in ("auto", "none"):
-        why = "its weights are quantised"
-    if why:
+    if why := reason_against_split(options, config):
         raise StartError(f"architecture {config.model_type!r} cannot be split over devices: {why}; give it one device")
     return LayerSplit(tuple(devices), layers)
 
@@ -124,8 +120,10 @@ def resolved(
     return resolve_dtype(options.dtype, stored, device)
 
 
-def reason_against_split(config: Any) -> str:
-    """Reason why a model of this configuration cannot be split; empty if it can."""
+def reason_against_split(options: ModelOptions, config: Any) -> str:
+    """Reason why a model has to be on one device; empty if it can be on several, as far as known here."""
+    if getattr(config, "quantization_config", None) or options.quantization not in ("auto", "none"):
+        return "its weights are quantised"
     if getattr(config, "is_encoder_decoder", False):
         return "it has an encoder and a decoder"
     if getattr(config, "vision_config", None) is not None:
@@ -310,7 +308,7 @@ class SplitKvPools:
     def bytes_on(self, device: torch.device) -> int:
         return sum(pool.bytes_on(device) for pool in self.pools)
 
-    def lay_out(self, batch: Batch) -> "SplitPackedBatch":
+    def lay_out(self, batch: Sequence[PackedSegment]) -> "SplitPackedBatch":
         return SplitPackedBatch(tuple(PackedBatch.of(batch, pool) for pool in self.pools), self._homes)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -38,7 +38,7 @@ class LoraLoad(NamedTuple):
     """An adapter to load into a slot."""
 
     slot: int
-    ranks: Mapping[str, int]  # LoRA rank by layer
+    lora_ranks: Mapping[str, int]  # by layer
 
 
 class LoraStep(NamedTuple):
@@ -72,7 +72,7 @@ class _LoraLayer:
     module: Any
     a: torch.Tensor  # [slots, lora_rank, inputs]
     b: torch.Tensor  # [slots, outputs, lora_rank], multiplied with the adapter's scaling
-    ranks: list[int]  # LoRA rank by slot; 0: the slot's adapter does not change this layer
+    lora_ranks: list[int]  # by slot; 0: the slot's adapter does not change this layer
     active: "_ActiveAdapters"
     divided: int | None  # the dimension of its weight [outputs, inputs] of which this tensor-parallel rank has a slice
     plain: Any = None  # the module's forward, while this object replaces it
@@ -88,12 +88,12 @@ class _LoraLayer:
         y = y.contiguous()
         out = y.view(-1, y.shape[-1])
         for group in self.active.groups:
-            if rank := self.ranks[group.slot]:
-                self._add(rows, out, group if isinstance(group.rows, slice) else group.on(out.device), rank)
+            if lora_rank := self.lora_ranks[group.slot]:
+                self._add(rows, out, group if isinstance(group.rows, slice) else group.on(out.device), lora_rank)
         return y
 
-    def _add(self, rows: torch.Tensor, out: torch.Tensor, group: _LoraGroup, rank: int) -> None:
-        a, b = self.a[group.slot, :rank], self.b[group.slot, :, :rank]
+    def _add(self, rows: torch.Tensor, out: torch.Tensor, group: _LoraGroup, lora_rank: int) -> None:
+        a, b = self.a[group.slot, :lora_rank], self.b[group.slot, :, :lora_rank]
         inner = rows[group.rows].to(a.dtype) @ a.t()  # [rows of the group, lora_rank]
         if isinstance(group.rows, slice) and out.dtype == a.dtype:
             out[group.rows].addmm_(inner, b.t(), alpha=group.scale)
@@ -122,14 +122,14 @@ class LoraAdapters:
         model: Any,
         *,
         slots: int,
-        rank: int,
+        lora_rank: int,
         copies: int,
         device: torch.device,
         share: RankShare | None = None,
     ):
-        """Allocate `slots` slots for LoRA ranks up to `rank`. `copies`: adapter files kept open, 0 for all. `share`: of
-        a tensor-parallel model. Raises UnsupportedByModel if the model has no suitable layer."""
-        self.slots, self._rank, self._copies, self._device = LoraSlots(slots), rank, copies, device
+        """Allocate `slots` slots for LoRA ranks up to `lora_rank`. `copies`: adapter files kept open, 0 for all.
+        `share`: of a tensor-parallel model. Raises UnsupportedByModel if the model has no suitable layer."""
+        self.slots, self._lora_rank, self._copies, self._device = LoraSlots(slots), lora_rank, copies, device
         self._share, self._step = share, _ActiveAdapters()
         divided = tensor_parallel_plan.divided_dims(model) if share is not None else {}
         self._layers = {
@@ -157,8 +157,8 @@ class LoraAdapters:
     ) -> _LoraLayer:
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
         kind, slots = weight.dtype if weight.is_floating_point() else dtype, self.slots.count
-        a = lazy_pages.claim(slots, self._rank, inputs, dtype=kind, device=weight.device)  # the layer's own device
-        b = lazy_pages.claim(slots, outputs, self._rank, dtype=kind, device=weight.device)
+        a = lazy_pages.claim(slots, self._lora_rank, inputs, dtype=kind, device=weight.device)  # the layer's own device
+        b = lazy_pages.claim(slots, outputs, self._lora_rank, dtype=kind, device=weight.device)
         return _LoraLayer(module, a, b, [0] * slots, self._step, divided)
 
     @property
@@ -247,9 +247,9 @@ class LoraAdapters:
 
     def _check(self, adapter: LoraAdapter, file: LoraFile) -> None:
         """Raise UnusableAdapter if the adapter does not fit the model or the slots."""
-        if file.rank > self._rank:
+        if file.rank > self._lora_rank:
             raise UnusableAdapter(
-                f"{adapter.folder} has rank {file.rank}, {self._rank} is the most; raise max-lora-rank"
+                f"{adapter.folder} has rank {file.rank}, {self._lora_rank} is the most; raise max-lora-rank"
             )
         for name, pair in file.pairs.items():
             a, b = self._whole(self._layers[name], pair.rank)
@@ -270,13 +270,12 @@ class LoraAdapters:
             )
         raise UnusableAdapter(f"{adapter.folder} is for another model: there is no layer {name}")
 
-    def _whole(self, layer: _LoraLayer, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    def _whole(self, layer: _LoraLayer, lora_rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Shapes of A and B of an undivided layer."""
-        outputs, inputs = (
-            size * self._share[0].count if self._share is not None and layer.divided == dim else size
-            for dim, size in enumerate((layer.b.shape[1], layer.a.shape[2]))
-        )
-        return (rank, inputs), (outputs, rank)
+        sizes = [layer.b.shape[1], layer.a.shape[2]]  # outputs, inputs
+        if self._share is not None and layer.divided is not None:
+            sizes[layer.divided] *= self._share[0].count
+        return (lora_rank, sizes[1]), (sizes[0], lora_rank)
 
     def _load(self, load: LoraLoad) -> None:
         """Copy an adapter into its slot: from its file, or from the leader."""
@@ -284,25 +283,25 @@ class LoraAdapters:
         # Empty the slot first: after an error below it must not hold a mix of two adapters.
         self._held[slot] = None
         for layer in self._layers.values():
-            layer.ranks[slot] = 0
+            layer.lora_ranks[slot] = 0
         adapter, file = self._opened.pop(slot, (None, None))
-        for name, rank in load.ranks.items():
+        for name, lora_rank in load.lora_ranks.items():
             layer, pair = self._layers[name], file.pairs[name] if file is not None else None
-            layer.a[slot, :rank], layer.b[slot, :, :rank] = self._parts(layer, rank, pair)
-            layer.ranks[slot] = rank
+            layer.a[slot, :lora_rank], layer.b[slot, :, :lora_rank] = self._parts(layer, lora_rank, pair)
+            layer.lora_ranks[slot] = lora_rank
             if file is not None and pair is not None:
                 file.file.release_pages(pair.a)
                 file.file.release_pages(pair.b)
         self._held[slot] = adapter
 
-    def _parts(self, layer: _LoraLayer, rank: int, pair: LoraPair | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _parts(self, layer: _LoraLayer, lora_rank: int, pair: LoraPair | None) -> tuple[torch.Tensor, torch.Tensor]:
         """A and scaled B of a layer, or this rank's slices of them. `pair`: None on ranks that get it from the
         leader."""
         if pair is not None:
             a = pair.a.to(layer.a.device, layer.a.dtype)
             b = (pair.b.to(layer.b.device, torch.float32) * pair.scaling).to(layer.b.dtype)
         else:
-            a, b = (layer.a.new_empty(shape) for shape in self._whole(layer, rank))
+            a, b = (layer.a.new_empty(shape) for shape in self._whole(layer, lora_rank))
         if self._share is None:
             return a, b
         part, group = self._share
@@ -363,7 +362,7 @@ class LoraAdapters:
     def _install(self) -> None:
         """Replace the forward functions of the layers that an adapter in any slot changes."""
         for layer in self._layers.values():
-            if any(layer.ranks):
+            if any(layer.lora_ranks):
                 layer.own = layer.module.__dict__.get("forward")
                 layer.plain = layer.module.forward
                 layer.module.forward = layer
@@ -385,7 +384,7 @@ class LoraAdapters:
         slot = self.slots.slot(adapter)
         self._held[slot] = adapter
         for layer in self._layers.values():
-            layer.ranks[slot] = self._rank
+            layer.lora_ranks[slot] = self._lora_rank
         return AppliedAdapter(adapter)
 
 

@@ -70,16 +70,12 @@ def requested_ranks(options: ModelOptions, config: Any) -> int:
     count = options.tensor_parallel
     if count == 1:
         return 1
-    instead = "; pipeline-parallel puts whole layers on each accelerator"
-    why = layer_split.reason_against_split(config)
-    if getattr(config, "quantization_config", None) or options.quantization not in ("auto", "none"):
-        why = "its weights are quantised"
-    if why:
-        instead = ""
-    elif options.layers:
-        why, instead = "its layers are to be split as well (--layers)", ""
-    else:
+    why, instead = layer_split.reason_against_split(options, config), ""
+    if not why and options.layers:
+        why = "its layers are to be split as well (--layers)"
+    elif not why:
         why = reason_against_division(config, count)
+        instead = "; pipeline-parallel puts whole layers on each accelerator"
     if why:
         raise StartError(
             f"architecture {config.model_type!r} cannot be divided among {count} ranks: {why};"
@@ -118,7 +114,7 @@ def divide(model: Any, share: RankShare) -> None:
     Raises StartError for weights that the model's plan does not cover.
     """
     part, group = share
-    head = model.get_output_embeddings() if is_divided(model, part.count) else None
+    head = model.get_output_embeddings() if divides_head(model, part.count) else None
     styles = _module_styles(model)
     for name, style in styles.items():
         module = model.get_submodule(name)
@@ -138,7 +134,7 @@ def divide(model: Any, share: RankShare) -> None:
     _check_rest(model, styles)
 
 
-def is_divided(model: Any, count: int) -> bool:
+def divides_head(model: Any, count: int) -> bool:
     """True if the head is divided. It is not if it shares the embeddings, which every rank needs as a whole, or if the
     vocabulary is not divisible."""
     head = model.get_output_embeddings()

@@ -149,7 +149,7 @@ def make_adapters(
         return None
     try:
         runner.adapters = LoraAdapters(
-            model, slots=options.max_loras, rank=options.max_lora_rank, copies=copies, device=device, share=share
+            model, slots=options.max_loras, lora_rank=options.max_lora_rank, copies=copies, device=device, share=share
         )
     except UnsupportedByModel as error:
         raise StartError(f"{error.message}; set enable-lora = off") from None

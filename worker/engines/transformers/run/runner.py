@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from worker.engines.transformers.attention.kv_pool import KvPool
-from worker.engines.transformers.attention.paged import AttentionLayout, PackedBatch
+from worker.engines.transformers.attention.paged import AttentionLayout, PackedBatch, PackedSegment
 from worker.engines.transformers.device.memory import upload
 from worker.engines.transformers.load.layer_split import SplitKvPools
 from worker.engines.transformers.load.lora import LoraAdapters, LoraStep
@@ -50,6 +50,15 @@ class BlockUpdates(NamedTuple):
 
     erased: Sequence[int]
     copied: Sequence[tuple[int, int]]
+
+
+class ForwardSegment(PackedSegment, Protocol):
+    """The part of a scheduler segment that a forward needs."""
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def logits(self) -> int: ...
 
 
 class PagedRunner:
@@ -107,7 +116,9 @@ class PagedRunner:
             return LoraStep()
         return self.adapters.plan([(segment.sequence.adapter, segment.length) for segment in batch])
 
-    def compute(self, batch: Batch, lora: LoraStep, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
+    def compute(
+        self, batch: Sequence[ForwardSegment], lora: LoraStep, device_tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The logits of `run`, after all preparations."""
         tokens: list[int] = []
         positions: list[int] = []

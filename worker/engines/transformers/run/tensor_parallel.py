@@ -18,9 +18,7 @@ import torch
 
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.attention.kv_pool import KvPool
-from worker.engines.transformers.attention.paged import PackedBatch
 from worker.engines.transformers.device import cuda_errors, memory
-from worker.engines.transformers.device.memory import upload
 from worker.engines.transformers.device.process_group import ProcessGroup
 from worker.engines.transformers.device.process_overhead import overhead
 from worker.engines.transformers.device.rank_processes import (
@@ -37,7 +35,7 @@ from worker.engines.transformers.load.tensor_parallel_plan import RankSlice
 from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.runner import BlockUpdates, PagedRunner
 from worker.engines.transformers.schedule.kv_cache import BlockAllocator, BlockRun, BlockTable
-from worker.engines.transformers.schedule.scheduler import Batch
+from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.errors import RankLost, StartError, WorkerError
 from worker.protocol.argv import Serve
 from worker.protocol.events import Progress
@@ -47,12 +45,16 @@ log = logging.getLogger(__name__)
 
 
 class FollowerSegment(NamedTuple):
-    """Tokens of one sequence, as attention needs them."""
+    """Tokens of one sequence, as a forward needs them."""
 
+    tokens: Sequence[int]
     start: int
-    length: int
     logits: int  # number of last positions whose logits are needed
-    runs: tuple[tuple[int, int, int], ...]  # runs of its blocks, as in `kv_cache.Run`
+    runs: tuple[tuple[int, int, int], ...]  # runs of its blocks, as in `kv_cache.BlockRun`
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
 
     @property
     def end(self) -> int:
@@ -68,19 +70,7 @@ class FollowerStep(NamedTuple):
 
     updates: BlockUpdates
     lora: LoraStep
-    tokens: Sequence[int]
     segments: Sequence[FollowerSegment]
-
-    @classmethod
-    def of(cls, batch: Batch, updates: BlockUpdates, lora: LoraStep) -> "FollowerStep":
-        tokens: list[int] = []
-        segments = []
-        for segment in batch:
-            assert segment.table is not None, "this cache has blocks"
-            tokens.extend(segment.tokens)
-            runs = tuple((run.first, run.block, run.count) for run in segment.table.runs)
-            segments.append(FollowerSegment(segment.start, segment.length, segment.logits, runs))
-        return cls(updates, lora, tokens, segments)
 
 
 class LeaderRunner(PagedRunner):
@@ -97,6 +87,8 @@ class LeaderRunner(PagedRunner):
     ):
         super().__init__(model, pool, blocks, device)
         self._ranks, self._peers = ranks, peers
+        # Ranks that hold a slice of the head must compute its logits with the leader.
+        self._divides_head = tensor_parallel_plan.divides_head(model, ranks.count)
 
     @torch.inference_mode()
     def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
@@ -107,7 +99,7 @@ class LeaderRunner(PagedRunner):
         """
         assert device_tokens is None, "steps of a tensor-parallel model are not launched ahead"
         lora = self.plan_adapters(batch)
-        self._ranks.send(FollowerStep.of(batch, self.prepare_blocks(batch), lora))
+        self._ranks.send(FollowerStep(self.prepare_blocks(batch), lora, [self._for_followers(part) for part in batch]))
         try:
             logits = self.compute(batch, lora)
             if self.device.type == "cuda":
@@ -119,6 +111,12 @@ class LeaderRunner(PagedRunner):
         if self._ranks.lost is not None:
             raise self._ranks.lost
         return logits
+
+    def _for_followers(self, segment: Segment) -> FollowerSegment:
+        assert segment.table is not None, "this cache has blocks"
+        runs = tuple((run.first, run.block, run.count) for run in segment.table.runs)
+        logits = segment.logits if self._divides_head else 0
+        return FollowerSegment(segment.tokens, segment.start, logits, runs)
 
     def measured(self) -> dict[str, int]:
         """Peak bytes of all ranks by device name."""
@@ -204,33 +202,19 @@ def follow(options: Serve, link: LeaderLink) -> None:
     pool = backends.make_pool(config, blocks, loaded.dtype, device, ranks=link.count, kv_dtype=kv_dtype)
     runner = PagedRunner(loaded.model, pool, blocks, device)
     backends.make_adapters(runner, loaded.model, options, device, copies=0, share=share)
-    # Ranks that hold a slice of the head must compute its logits with the leader.
-    has_head_slice = tensor_parallel_plan.is_divided(loaded.model, link.count)
     _note(link, device)
     link.ready()
     link.receive()
     peers.meet(link.store)
     while True:
-        _compute(runner, link.receive(), has_head_slice=has_head_slice)
+        _compute(runner, link.receive())
         _note(link, device)
 
 
 @torch.inference_mode()
-def _compute(runner: PagedRunner, step: FollowerStep, *, has_head_slice: bool) -> None:
-    """A follower's part of a step, with logits only if it has a slice of the head."""
+def _compute(runner: PagedRunner, step: FollowerStep) -> None:
     runner.apply_updates(step.updates)
-    if runner.adapters is not None:
-        runner.adapters.apply(step.lora)
-    positions: list[int] = []
-    wanted: list[int] = []
-    for segment in step.segments:
-        positions.extend(range(segment.start, segment.end))
-        wanted.extend(range(len(positions) - segment.logits, len(positions)))
-    tokens, places, logits = (
-        upload(numbers, torch.int64, runner.device)
-        for numbers in (step.tokens, positions, wanted if has_head_slice else ())
-    )
-    runner.forward(tokens, places, logits, PackedBatch.of(step.segments, runner.pool))
+    runner.compute(step.segments, step.lora)
 
 
 def _note(link: LeaderLink, device: torch.device) -> None:
