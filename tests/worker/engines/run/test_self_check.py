@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import transformers
 
 from tests import tiny
-from tests.worker.loaded import complete_one, generated, load, serving
+from tests.worker.loaded import GREEDY, complete_one, generated, load, serving
 from worker.engines.transformers.engine import TransformersEngine
 from worker.errors import StartError
 from worker.protocol.events import Exit
@@ -181,3 +182,14 @@ def test_an_architecture_of_transformers_that_takes_no_cache_but_its_own_is_refu
     with pytest.raises(StartError, match=r"architecture 'minimax' does not run here .*cache of its own") as error:
         load(folder)
     assert error.value.exit is Exit.UNUSABLE
+
+
+@pytest.mark.parametrize("family", ["mamba", "jamba"])
+async def test_a_prompt_in_chunks_gives_the_logprobs_of_the_whole_one_in_16_bits(family: str, tmp_path: Path) -> None:
+    """The code of these families forgets its states when it gets several tokens behind them."""
+    folder, found = tiny.make(family, tmp_path), []
+    for chunk in (16, 64):
+        async with serving(load(folder, dtype="float16", prefill_chunk=chunk, ctx_size=64)) as engine:
+            answer = await complete_one(engine, range(5, 25), max_tokens=1, sampling=replace(GREEDY, logprobs=3))
+            found.append({each.token: each.logprob for each in answer.logprobs[0].top})
+    assert found[0] == pytest.approx(found[1], abs=0.02)
