@@ -13,6 +13,7 @@ from router.api.status import pulse, status_of
 from router.config.effective import effective
 from router.errors import BadRequest
 from router.fleet.load_cost import forget_learned
+from router.fleet.scheduler import device_figures
 from router.fleet.worker import State, figures
 from router.log import KEPT, Line
 from router.memory.checkpoint_facts import EstimateError
@@ -40,11 +41,7 @@ def _state(registry: Registry) -> dict[str, Any]:
             {
                 "id": str(device.id),
                 "name": readings[device.id].name if device.id in readings else "",
-                "total": device.total,
-                "used": device.used,
-                "foreign": device.foreign,
-                "margin": device.margin,
-                "limit": device.limit,
+                **device_figures(device),
                 "shared": device.shared,
                 "reserved": fleet.scheduler.reserved(device.id),
             }

@@ -121,11 +121,7 @@ async def _count(registry: Registry, id: str, prompt: str) -> int:
         exchange = process.worker_client.begin("POST", "/count_token", headers, orjson.dumps({"prompt": prompt}))
         lease.on_abort = exchange.close
         try:
-            await exchange.head()
-            parts = []
-            while part := await exchange.read():
-                parts.append(part)
-            reply = orjson.loads(b"".join(parts))
+            reply = orjson.loads(await exchange.whole())
         except (WorkerClientError, orjson.JSONDecodeError):
             raise lease.aborted or WorkerCrashed(
                 f"{id}: its worker failed while counting tokens; repeat the request"

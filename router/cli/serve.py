@@ -180,7 +180,6 @@ async def _router(
     devices = Devices(os.environ)
     for note in devices.notes:
         log.info("%s", note)
-    holder: list[Fleet] = []
     launcher = LocalLauncher(
         devices=devices,
         runtime_dir=runtime,
@@ -188,7 +187,6 @@ async def _router(
         shared_folder=runtime.absolute().parent / "fleet-router-reservations",
         offline=settings.offline,
         hf_token=settings.hf_token,
-        on_reading=lambda: holder[0].scheduler.plan_soon() if holder else None,
         fork_server=settings.fork_server,
     )
     async with launcher:
@@ -213,7 +211,7 @@ async def _router(
                 memory=any(settings.models_memory_margin.values()),
             ),
         )
-        holder.append(fleet)
+        launcher.on_reading = fleet.scheduler.plan_soon
         fleet.scheduler.plan_now()
         registry = Registry(
             settings=settings,

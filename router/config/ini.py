@@ -9,7 +9,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 MAX_PRESET_BYTES = 1 << 20  # of one file; a guess
@@ -167,16 +167,23 @@ def _value(text: str, environ: Mapping[str, str]) -> tuple[str, bool]:
 
 
 def _unescape(text: str) -> str:
-    def character(match: re.Match[str]) -> str:
-        code = match[1]
-        if len(code) == 5:
-            return chr(int(code[1:], 16))
+    def character(code: str) -> str:
         if code not in _ESCAPES:
             raise ValueError(f'\\{code} is no escape in "..."; write \\\\ for a backslash, or use single quotes')
         return _ESCAPES[code]
 
+    return unescape(text, character)
+
+
+def unescape(text: str, character: Callable[[str], str]) -> str:
+    r"""Replace `\uXXXX`, and the other escapes by the `character` of the code behind the backslash."""
+
+    def replaced(match: re.Match[str]) -> str:
+        code = match[1]
+        return chr(int(code[1:], 16)) if len(code) == 5 else character(code)
+
     # Two \u escapes may be a surrogate pair, which is one character outside the basic multilingual plane.
-    return _ESCAPE.sub(character, text).encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+    return _ESCAPE.sub(replaced, text).encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 
 
 def _fill(text: str, environ: Mapping[str, str], *, in_json: bool = False) -> str:

@@ -7,6 +7,7 @@ variables and files.
 """
 
 import contextlib
+import dataclasses
 import difflib
 import json
 import math
@@ -44,6 +45,13 @@ class Kind(click.ParamType[Any]):
     def write(self, value: Any) -> str:
         """A text that converts to `value`."""
         return str(value)
+
+
+def declared(default: Any, *, shown: bool = True, **facts: Any) -> Any:
+    """Declare a field of a dataclass with a default, and `facts` as its metadata. `shown`: it is part of the repr."""
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy, metadata=facts)
+    return dataclasses.field(default=default, repr=shown, metadata=facts)
 
 
 def shown(text: str) -> str:

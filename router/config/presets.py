@@ -32,6 +32,7 @@ from router.config.option_types import (
     Span,
     Strings,
     Text,
+    declared,
     shown,
     switch_words,
 )  # fmt: skip
@@ -165,10 +166,7 @@ class PresetKey:
 
 def key(default: Any, kind: Kind, group: str, help: str, **facts: Any) -> Any:
     """Declare a field of Preset as a key. `facts`: further fields of `PresetKey`; the default name is the field's."""
-    facts |= {"kind": kind, "group": group, "help": help}
-    if isinstance(default, dict):
-        return field(default_factory=default.copy, metadata=facts)
-    return field(default=default, metadata=facts)
+    return declared(default, kind=kind, group=group, help=help, **facts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,12 @@ value = text, with escapes; a backslash at the end of a line continues it
 import re
 from collections.abc import Iterator
 
+from router.config import ini
 from router.config.ini import Entry, Problem, Section
 
 FILE = "serving.properties"
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _PAIR = re.compile(r"((?:[^\\=:\s]|\\.)+)(?:\s*[=:]\s*|\s+|$)(.*)", re.DOTALL)
-_ESCAPE = re.compile(r"\\(u[0-9A-Fa-f]{4}|.)", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "f": "\f"}
 
 
@@ -25,7 +25,7 @@ def parse(text: str, *, file: str, name: str) -> tuple[Section, list[Problem]]:
         if pair is None or not _KEY.fullmatch(pair[1]):
             problems.append(Problem(file, number, name, "", "neither a comment nor key=value"))
         else:
-            entries.append(Entry(pair[1], _unescape(pair[2]).strip(), number))
+            entries.append(Entry(pair[1], ini.unescape(pair[2], lambda code: _ESCAPES.get(code, code)).strip(), number))
     return Section(name, 1, tuple(entries), file), problems
 
 
@@ -43,11 +43,3 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
         else:
             yield first, (begun + line).rstrip()
             begun = ""
-
-
-def _unescape(text: str) -> str:
-    def character(match: re.Match[str]) -> str:
-        code = match[1]
-        return chr(int(code[1:], 16)) if len(code) == 5 else _ESCAPES.get(code, code)
-
-    return _ESCAPE.sub(character, text).encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")

@@ -26,6 +26,7 @@ from router.config.option_types import (
     Names,
     Seconds,
     Text,
+    declared,
     shown,
 )
 from router.planner.ledger import DeviceShare
@@ -113,11 +114,7 @@ GROUPS = (MODELS, MEMORY, HTTP, ACCESS, QUEUE, LOGS)
 
 def option(default: Any, kind: Kind, group: str, help: str, **facts: Any) -> Any:
     """Declare a field of Settings as an option. `facts`: further fields of `Option`; the flag is the field's name."""
-    facts |= {"kind": kind, "group": group, "help": help}
-    shown = not isinstance(kind, _Secret)
-    if isinstance(default, dict):
-        return dataclasses.field(default_factory=default.copy, metadata=facts)
-    return dataclasses.field(default=default, repr=shown, metadata=facts)
+    return declared(default, shown=not isinstance(kind, _Secret), kind=kind, group=group, help=help, **facts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -440,21 +440,17 @@ def _queue_order(worker: Worker) -> tuple[bool, int, float]:
     return worker.best_effort, -worker.preset.priority, worker.since
 
 
+def device_figures(device: Device) -> dict[str, Any]:
+    """Return the bytes of a device as JSON values."""
+    return {name: getattr(device, name) for name in ("total", "used", "foreign", "margin", "limit")}
+
+
 def _arithmetic(worker: Worker, devices: Sequence[Device]) -> dict[str, Any]:
     """Return the needed and the free bytes by device, for events and previews."""
     if worker.costs is None:
         return {}
-    rows = {
-        str(device.id): {
-            "total": device.total,
-            "used": device.used,
-            "foreign": device.foreign,
-            "margin": device.margin,
-            "limit": device.limit,
-        }
-        for device in devices
-        if device.id in worker.devices or device.id.index in (HOST, SLOTS)
-    }
+    concerned = [each for each in devices if each.id in worker.devices or each.id.index in (HOST, SLOTS)]
+    rows = {str(device.id): device_figures(device) for device in concerned}
     estimate = worker.costs.estimate
     note = {"note": estimate.note} if estimate.note else {}
     return {"needs": list(estimate.shards), "source": estimate.source, **note, "devices": rows}

@@ -55,7 +55,6 @@ class LocalLauncher:
         runtime_dir: Path,
         environ: Mapping[str, str],
         shared_folder: Path | None = None,
-        on_reading: Callable[[], None] = lambda: None,
         offline: bool = False,
         hf_token: str = "",
         sample_interval: float = 1.0,
@@ -68,7 +67,6 @@ class LocalLauncher:
         """
         environ: the router's own environment; an allow-list of it is passed on.
         shared_folder: in which the routers of this machine share their reservations; None: there is no other.
-        on_reading: called on the event loop after each new reading.
         sample_interval: seconds between readings.
         download_silence: seconds without any event after which a download counts as dead.
         estimate_timeout: seconds that an estimate may take in all.
@@ -76,6 +74,7 @@ class LocalLauncher:
         fork_server: True to fork workers where that is possible.
         fork_server_pause: seconds until a fork server that died is replaced for the first time.
         """
+        self.on_reading: Callable[[], None] = lambda: None  # called on the event loop after each new reading
         self._interval = sample_interval
         self._download_silence = download_silence
         self._estimate_timeout = estimate_timeout
@@ -94,7 +93,7 @@ class LocalLauncher:
         self._wants_fork_server = fork_server
         held = (lambda: self.fork_servers.resident) if fork_server else (lambda: 0)
         self._shared = SharedReservations(devices, shared_folder, held=held, latest=lambda: self._sampler.latest)
-        self._sampler = DeviceSampler(self._shared, on_reading)
+        self._sampler = DeviceSampler(self._shared, lambda: self.on_reading())
         self._sampling: asyncio.Task[None] | None = None
         # One estimate at a time: its process takes 360 MiB of main memory without a reservation, which the margin
         # covers as long as there are not several of them.
@@ -166,7 +165,7 @@ class LocalLauncher:
     async def download(self, program: Program, command: Download, listen: Listen) -> str:
         loop = asyncio.get_running_loop()
         silence = self._download_silence
-        heartbeat = Heartbeat(loop.time(), start_timeout=silence, stall_timeout=silence, repeats_count=True)
+        heartbeat = Heartbeat(loop.time(), start_timeout=silence, repeats_count=True)
 
         def on_event(event: Event) -> None:
             heartbeat.record(event, loop.time())
@@ -177,9 +176,8 @@ class LocalLauncher:
 
     async def convert(self, program: Program, command: Convert, listen: Listen) -> Converted:
         now = asyncio.get_running_loop().time()
-        heartbeat = Heartbeat(
-            now, start_timeout=CONVERT_SILENCE, stall_timeout=CONVERT_SILENCE, repeats_count=True
-        )  # those of a process that waits for another conversion
+        # Repeats are those of a process that waits for another conversion.
+        heartbeat = Heartbeat(now, start_timeout=CONVERT_SILENCE, repeats_count=True)
         return await self._run_to_end(program, command, "convert", Converted, heartbeat, listen)
 
     async def estimate(self, program: Program, command: Estimate) -> Estimated:
@@ -187,7 +185,7 @@ class LocalLauncher:
             now = asyncio.get_running_loop().time()
             limit = self._estimate_timeout
             # Events are not recorded in this heartbeat, so no event prolongs the time limit.
-            heartbeat = Heartbeat(now, start_timeout=limit, stall_timeout=limit)
+            heartbeat = Heartbeat(now, start_timeout=limit)
             return await self._run_to_end(program, command, "estimate", Estimated, heartbeat, lambda event: None)
 
     @asynccontextmanager

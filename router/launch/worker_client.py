@@ -101,6 +101,14 @@ class Exchange:
         self._mark_read()
         return data
 
+    async def whole(self) -> bytes:
+        """Return the whole body, once `head` is known. Raises WorkerClientError."""
+        await self.head()
+        parts = []
+        while part := await self.read():
+            parts.append(part)
+        return b"".join(parts)
+
     def _unread_bytes(self) -> bytes:
         return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
 

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any, TypeVar
 
 from router.launch.exit_causes import Verdict, lost_by_exit, lost_by_verdict
@@ -38,7 +39,7 @@ class Heartbeat:
     `serving`, it must send a pulse every `stall_timeout` seconds, and take a step within that time while requests run.
     """
 
-    def __init__(self, now: float, *, start_timeout: float, stall_timeout: float, repeats_count: bool = False):
+    def __init__(self, now: float, *, start_timeout: float, stall_timeout: float = inf, repeats_count: bool = False):
         self._start_timeout = start_timeout
         self._stall_timeout = stall_timeout
         self._repeats_count = repeats_count
@@ -263,9 +264,7 @@ class LocalWorker:
         exchange = self.worker_client.begin("GET", "/health", {TOKEN_HEADER: f"Bearer {self.token}"})
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT):
-                await exchange.head()
-                while await exchange.read():
-                    pass
+                await exchange.whole()
             problem = "" if exchange.status == 200 else f"its /health answered {exchange.status}"
         except (WorkerClientError, TimeoutError) as error:
             problem = f"its socket does not answer ({str(error) or 'no answer in time'})"

@@ -334,10 +334,7 @@ async def _put(worker: Worker, path: str, body: Any) -> tuple[int, Any]:
     headers = {TOKEN_HEADER: f"Bearer {process.token}", "Content-Type": "application/json"}
     exchange = process.worker_client.begin("PUT", path, headers, json.dumps(body).encode())
     try:
-        await exchange.head()
-        reply = b""
-        while part := await exchange.read():
-            reply += part
+        reply = await exchange.whole()
         return exchange.status, json.loads(reply)
     except (WorkerClientError, ValueError) as error:
         raise _not_sent(worker, path.rpartition("/")[2], error) from None

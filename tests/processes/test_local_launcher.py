@@ -494,9 +494,8 @@ async def test_a_process_without_a_result_event_is_a_failure_despite_exit_code_0
 
 async def test_readings_go_on_by_themselves(folder: Path) -> None:
     devices, woken = FixedDevices(), asyncio.Event()
-    launcher = LocalLauncher(
-        devices=devices, runtime_dir=folder, environ={}, sample_interval=0.01, on_reading=woken.set
-    )
+    launcher = LocalLauncher(devices=devices, runtime_dir=folder, environ={}, sample_interval=0.01)
+    launcher.on_reading = woken.set
     async with launcher, asyncio.timeout(DEADLINE):
         woken.clear()
         devices.used[CPU] = GIB
