@@ -28,23 +28,10 @@ VALUES = {
     State.STOPPING: "loaded",
 }
 # Reasons for which a worker stopped, as far as clients see them.
-REASONS = frozenset(
-    {
-        "evicted",
-        "idle",
-        "requested",
-        "crashed",
-        "oom",
-        "load_failed",
-        "load_timeout",
-        "stalled",
-        "config_changed",
-        "download_failed",
-        "shutdown",
-        "abandoned",
-        "does_not_fit",
-    }
-)
+REASONS = frozenset({
+    "evicted", "idle", "requested", "crashed", "oom", "load_failed", "load_timeout", "stalled", "config_changed",
+    "download_failed", "shutdown", "abandoned", "does_not_fit",
+})  # fmt: skip
 
 
 def value_of(model: Model) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from router.config.presets import Preset
 from router.errors import LoadFailed
-from router.fleet.worker import Costs, Worker, kv_cache, later
+from router.fleet.worker import Costs, Worker, kv_cache
 from router.fleet.worker_argv import program_of, question, threads
 from router.launch.interface import Program, WorkerLost
 from router.memory import estimate as estimates
@@ -231,7 +231,7 @@ def settle_reservation(worker: Worker) -> None:
     reservation follows the measurement (`_least_forked`).
     """
     for device, size in worker.occupied.items():
-        size += later(worker) if device.index == HOST else 0
+        size += worker.later if device.index == HOST else 0
         least = _least_forked(worker) if device.index == HOST else None
         worker.reserved[device] = max(worker.reserved.get(device, 0) if least is None else least, size)
 

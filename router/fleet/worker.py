@@ -26,7 +26,7 @@ from router.memory.sharding import Choice
 from router.planner.ledger import HOST, LOCAL, SLOTS, Bytes, DeviceId, Resident, pooled
 from router.planner.types import Start
 from worker.protocol.argv import AdapterSource
-from worker.protocol.events import Progress, Pulse
+from worker.protocol.events import Progress, Pulse, Ready
 
 if TYPE_CHECKING:  # both import this module
     from router.fleet.admission import Lease
@@ -293,10 +293,20 @@ class Worker:
         figure, memory of other programs would look free.
         """
         occupied, host = self.occupied, DeviceId(LOCAL, HOST)
-        latest = self.pulse or (self.process.ready if self.process is not None else None)
+        latest = self.latest_report
         if latest is None or not latest.mapped or host not in occupied:
             return occupied
         return {**occupied, host: max(0, occupied[host] - latest.mapped)}
+
+    @property
+    def latest_report(self) -> Pulse | Ready | None:
+        """The newest event of its process with its memory."""
+        return self.pulse or (self.process.ready if self.process is not None else None)
+
+    @property
+    def later(self) -> int:
+        """Bytes of main memory that it may still allocate, as it last reported."""
+        return self.latest_report.later if self.latest_report is not None else 0
 
     @property
     def on_host(self) -> bool:
@@ -391,15 +401,9 @@ def figures(worker: Worker) -> dict[str, Any]:
         "leases": len(worker.leases),
         "reserved": _by_name(worker.reserved),
         "measured": _by_name(worker.measured),
-        "later": later(worker),
+        "later": worker.later,
         "retired": worker.retired.is_set(),
     }
-
-
-def later(worker: Worker) -> int:
-    """Return the bytes of main memory that the worker may still allocate, as it last reported."""
-    latest = worker.pulse or (worker.process.ready if worker.process is not None else None)
-    return latest.later if latest is not None else 0
 
 
 def estimated(worker: Worker) -> dict[DeviceId, int]:
