@@ -41,6 +41,8 @@ settings.load_profile("busy")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background commands with SIGINT ignored, and programs under test would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# A run that is ended ends what its tests have started: routers, workers, hubs.
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,8 +10,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +17,14 @@ import pytest
 import torch
 
 from scripts.apart import Apart
+from tests.programs import load
 
 PROGRAM = Path(__file__).resolve().parent.parent / "scripts" / "bench_engine"
 
 
 @pytest.fixture(scope="module")
 def bench() -> Any:
-    loader = SourceFileLoader("bench_engine", str(PROGRAM))
-    spec = spec_from_loader("bench_engine", loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    sys.modules["bench_engine"] = module  # dataclasses look their module up
-    loader.exec_module(module)
-    return module
+    return load("bench_engine")
 
 
 class Steady:

@@ -1,28 +1,20 @@
 """scripts/bench_estimates: what it makes of what it measured, and that a run goes on where another one ended."""
 
 import json
-import sys
 from dataclasses import replace
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-PROGRAM = Path(__file__).resolve().parent.parent / "scripts" / "bench_estimates"
+from tests.programs import load
+
 MACHINE = "2 cores"
 
 
 @pytest.fixture(scope="module")
 def bench() -> Any:
-    loader = SourceFileLoader("bench_estimates", str(PROGRAM))
-    spec = spec_from_loader("bench_estimates", loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    sys.modules["bench_estimates"] = module  # dataclasses look their module up
-    loader.exec_module(module)
-    return module
+    return load("bench_estimates")
 
 
 def row(bench: Any, model: str, shape: tuple[int, int], commit: str = "a", exact: int = 100, static: int = 100) -> Any:

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from router.launch.interface import Launcher, Program, WorkerLost, WorkerProcess
-from tests.fakes import CPU, GIB, GPU0, GPU1, Deadlock, FakeLauncher, FakeModel, run_virtual, virtual
+from router.launch.interface import Launcher, Program, WorkerProcess
+from tests.fakes import CPU, GIB, GPU0, Deadlock, FakeLauncher, FakeModel, run_virtual, virtual
 from worker.protocol.argv import Download, Serve
 from worker.protocol.events import Event
 
@@ -56,48 +56,3 @@ async def test_the_journal_tells_who_came_and_went() -> None:
     assert fake.journal == ["download c", "start c", "stop c"]
     assert [reading.used for reading in launcher.readings()] == [0, 0]
     assert asyncio.get_running_loop().time() == 1.0 + 2.0 + 0.5
-
-
-@virtual
-async def test_a_death_is_told_and_needs_no_stop() -> None:
-    fake = FakeLauncher(models={"c": FakeModel(dies_after=5.0)})
-    async with fake.serve(program("c"), SERVE, {CPU: GIB}, ignore) as process:
-        assert (await process.lost()).cause == "crashed"
-    assert fake.journal == ["start c"]
-    assert fake.timeline[-1] == (7.0, "lost c")
-
-
-@virtual
-async def test_who_takes_more_than_there_is_runs_out_of_memory() -> None:
-    fake = FakeLauncher({GPU0: GIB, GPU1: GIB}, {"c": FakeModel(shards=(GIB, 2 * GIB))})
-    with pytest.raises(WorkerLost) as lost:
-        async with fake.serve(program("c"), SERVE, {GPU0: GIB, GPU1: GIB}, ignore):
-            pass
-    assert (lost.value.cause, lost.value.memory) == ("oom", "device")
-    assert fake.over_commits
-    assert fake.used(GPU1) == 0
-
-
-@virtual
-async def test_a_held_load_ends_when_told_or_cancelled() -> None:
-    fake = FakeLauncher()
-    fake.hold("start c")
-
-    async def serve(name: str) -> None:
-        async with fake.serve(program(name), SERVE, {CPU: GIB}, ignore):
-            pass
-
-    loading = asyncio.create_task(serve("c"))
-    await asyncio.sleep(100)
-    assert fake.journal == ["start c"]
-    fake.release("start c")
-    await loading
-    assert fake.journal == ["start c", "stop c"]
-    fake.hold("start d")
-    loading = asyncio.create_task(serve("d"))
-    await asyncio.sleep(1)
-    loading.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await loading
-    assert fake.timeline[-1] == (101.5, "abandoned d")
-    assert fake.used(CPU) == 0

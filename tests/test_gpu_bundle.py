@@ -1,24 +1,16 @@
 """scripts/gpu_bundle: the packages that a machine with Python and torch lacks."""
 
 import re
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-PROGRAM = Path(__file__).resolve().parent.parent / "scripts" / "gpu_bundle"
+from tests.programs import load
 
 
 @pytest.fixture(scope="module")
 def program() -> Any:
-    loader = SourceFileLoader("gpu_bundle", str(PROGRAM))
-    spec = spec_from_loader("gpu_bundle", loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return load("gpu_bundle")
 
 
 def test_it_has_the_packages_of_router_and_worker_but_torch_and_what_torch_requires(program: Any) -> None:

@@ -6,8 +6,6 @@ import random
 import signal
 import subprocess
 import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +13,14 @@ import pytest
 
 from scripts import gpu_parts
 from tests.gpu import running_ahead
+from tests.programs import load
 
 PROGRAM = Path(__file__).resolve().parent.parent / "scripts" / "gpu_check"
 
 
 @pytest.fixture(scope="module")
 def program() -> Any:
-    loader = SourceFileLoader("gpu_check", str(PROGRAM))
-    spec = spec_from_loader("gpu_check", loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return load("gpu_check")
 
 
 def setting(folder: Path) -> gpu_parts.Setting:
