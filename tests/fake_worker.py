@@ -166,21 +166,8 @@ def _frame(path: str, piece: str, end: str | None, *, model: str, id: str) -> by
 
 def whole_answer(path: str, request: Mapping[str, Any], *, model: str, id: str) -> bytes:
     """The JSON body of an answer in one piece."""
-    if path.endswith(("/rerank", "/reranking")):
-        scores = [{"index": at, "relevance_score": 1.0} for at in range(len(request.get("documents", [])))]
-        return _json({"object": "list", "model": model, "results": scores})
-    if path.endswith(("/embedding", "/embeddings")):
-        given = request.get("input", "")
-        texts = [given] if isinstance(given, str) else given
-        data = [{"object": "embedding", "index": at, "embedding": _vector(str(text))} for at, text in enumerate(texts)]
-        usage = {"prompt_tokens": len(texts), "total_tokens": len(texts)}
-        return _json({"object": "list", "model": model, "data": data, "usage": usage})
     if path.endswith("/tokenize"):
         return _json({"tokens": list(str(request.get("content", "")).encode())})
-    if path.endswith("/detokenize"):
-        return _json({"content": bytes(request.get("tokens", [])).decode(errors="replace")})
-    if path.endswith("/apply-template"):
-        return _json({"prompt": " ".join(str(message.get("content", "")) for message in request.get("messages", []))})
     pieces = answer_pieces(request)
     chat = path.endswith("/chat/completions")
     text = "".join(pieces)
@@ -189,12 +176,6 @@ def whole_answer(path: str, request: Mapping[str, Any], *, model: str, id: str) 
     kind = "chat.completion" if chat else "text_completion"
     choices = [{"index": 0, **part, "finish_reason": "stop"}]
     return _json({"id": id, "object": kind, "created": 0, "model": model, "choices": choices, "usage": usage})
-
-
-def _vector(text: str) -> list[float]:
-    """Four numbers that depend on every byte of `text`."""
-    data = text.encode()
-    return [sum(data[part::4]) / 255 for part in range(4)]
 
 
 def _json(value: Any) -> bytes:

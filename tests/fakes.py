@@ -9,7 +9,6 @@ a journal of what it was asked to do, so that a test reads `["download c", "stop
 import asyncio
 import functools
 import json
-import math
 import os
 import selectors
 import sys
@@ -612,46 +611,6 @@ def fake_program(model: str, *, number: int = 1, **told: Any) -> Program:
     fields = {name: told.pop(name) for name in Program.__dataclass_fields__ if name in told}
     env = {"FAKE_WORKER": json.dumps(told)} | fields.pop("env", {})
     return Program(model=model, worker=f"{model}#{number}", env=env, **fields)
-
-
-def fake_snapshot(folder: Path, *, weight_mib: int = 0, **told: Any) -> Path:
-    """A folder like a tiny Llama whose weights take `weight_mib` (the file is sparse), with the behaviour of the fake
-    worker that serves it."""
-    hidden, layers, vocab = 16, 2, max(64, (weight_mib * MIB) // (4 * 16))
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 512,
-        "vocab_size": vocab,
-        "tie_word_embeddings": True,
-        "torch_dtype": "float32",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "fake.json").write_text(json.dumps(told))
-    shapes = {"model.embed_tokens.weight": [vocab, hidden], "model.norm.weight": [hidden]}
-    for layer in range(layers):
-        at = f"model.layers.{layer}"
-        shapes |= {f"{at}.self_attn.{part}_proj.weight": [hidden, hidden] for part in "qo"}
-        shapes |= {f"{at}.self_attn.{part}_proj.weight": [hidden // 2, hidden] for part in "kv"}
-        shapes |= {f"{at}.mlp.{part}_proj.weight": [2 * hidden, hidden] for part in ("gate", "up")}
-        shapes |= {f"{at}.mlp.down_proj.weight": [hidden, 2 * hidden]}
-        shapes |= {f"{at}.{part}_layernorm.weight": [hidden] for part in ("input", "post_attention")}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + 4 * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    with open(folder / "model.safetensors", "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-    return folder
 
 
 class Journal:

@@ -177,26 +177,3 @@ def test_variables_of_lmi_name_models_that_are_loaded_at_start(
     assert (loaded.problems, loaded.warnings) == ((), ())
     assert {id: preset.repo or preset.path for id, preset in loaded.presets.items()} == expected
     assert all(preset.load_on_startup for preset in loaded.presets.values())
-
-
-def test_the_environment_of_lmi_configures_the_model_that_it_names() -> None:
-    environ = {
-        "HF_MODEL_ID": "org/model", "HF_REVISION": "v1", "HF_MODEL_TRUST_REMOTE_CODE": "true",
-        "HF_TASK": "text-generation",
-        "OPTION_ROLLING_BATCH": "lmi-dist", "OPTION_MAX_ROLLING_BATCH_SIZE": "64", "SERVING_JOB_QUEUE_SIZE": "9",
-    }  # fmt: skip
-    preset = start({}, environ=environ).presets["org/model"]
-    assert (preset.revision, preset.trust_remote_code, preset.task) == ("v1", True, "generate")
-    assert (preset.parallel, preset.queue_size) == (64, 9)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("test::PyTorch=/m", '"PyTorch" is an engine that is not offered; remove it'),
-        ("ALL", "give it as --models-dir"),
-    ],
-)
-def test_a_wrong_model_in_lmis_variable_is_explained(text: str, message: str) -> None:
-    _, problems = settings.parse({}, {"SERVING_LOAD_MODELS": text})
-    assert message in str(problems[0])

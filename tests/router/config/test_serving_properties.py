@@ -182,13 +182,8 @@ def test_a_fault_of_another_place_stays_an_error_for_models_on_disk() -> None:
         ("option.max_model_lenn=1", 'unknown key "option.max_model_lenn"; did you mean "max-model-len"?'),
         ("option.model_id=", "option.model_id: the value is empty; write a folder or org/name"),
         ("import=/m/y", "import is not read from this file; write import into a section"),
-        (
-            "engine=PyTorch",
-            "engine: pytorch is not offered by this version: transformers is the only engine; remove it",
-        ),
         ("option.pythonExecutable=/bin/sh", "option.pythonExecutable is not read from this file; write python into a"),
         ("env.LD_PRELOAD=x", "is not read from this file"),
-        ("option.entryPoint=model.py", 'option.entryPoint: "model.py" is not offered by this version: remove it'),
         ("minWorkers=3\nmaxWorkers=2", "the least number of workers is 3, the largest 2"),
     ],
 )

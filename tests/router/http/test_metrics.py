@@ -10,7 +10,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.api.status import status
 from router.fleet.admission import Limits
 from router.http.metrics import Metrics
-from router.launch.interface import WorkerLost
 from router.log import state_line
 from tests.fakes import CPU, GIB, FakeModel, virtual
 from tests.router.fleet.worlds import Schedule
@@ -134,22 +133,6 @@ async def test_evictions_are_counted_by_memory_or_count() -> None:
         await world.ask("b")
         assert samples(metrics)[f'router_evictions_total{{model="a",reason="{reason}"}}'] == 1.0
         await world.stop()
-
-
-@virtual
-async def test_failures_of_real_loads_are_counted() -> None:
-    fails = [
-        WorkerLost("no", cause="oom", exit=6, memory="host"),
-        WorkerLost("no", cause="load_failed", exit=3),
-    ]
-    world = Schedule({"a": GIB, "huge": 90 * GIB}, models={"a": FakeModel(start_fails=fails)})
-    metrics = Metrics(world.fleet, world.events)
-    for name in ("a", "huge"):
-        await asyncio.gather(world.ask(name), return_exceptions=True)
-    found = samples(metrics)
-    assert found['router_loads_total{model="a",result="oom"}'] == 1.0
-    assert found['router_loads_total{model="a",result="failed"}'] == 1.0
-    assert found['router_loads_total{model="huge",result="failed"}'] == 1.0
 
 
 @virtual
