@@ -9,13 +9,13 @@ from typing import Any
 
 import anthropic
 import httpx
-import httpx2
 import ollama
 import openai
 import pytest
 
 from router.http.response import Pace
 from router.launch.interface import WorkerLost
+from tests.processes.clients import async_anthropic, async_ollama, async_openai
 from tests.processes.upstreams import STREAM, Upstream, World, chunk, dying, unasked, world
 from worker.protocol.events import RequestEnded
 
@@ -26,20 +26,13 @@ BEGUN = (
 )
 
 
-def claude(socket: Path) -> anthropic.AsyncAnthropic:
-    transport = httpx2.AsyncHTTPTransport(uds=str(socket))
-    return anthropic.AsyncAnthropic(
-        base_url="http://localhost", api_key="k", max_retries=0, http_client=httpx2.AsyncClient(transport=transport)
-    )
-
-
 async def send_json(upstream: Upstream, body: bytes, status: str = "200 OK") -> None:
     head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     await upstream.send(head.encode() + body)
 
 
 async def test_anthropics_client_raises_when_a_worker_is_lost(tmp_path: Path) -> None:
-    async with dying(tmp_path, BEGUN) as (up, seen), claude(up.socket) as client:
+    async with dying(tmp_path, BEGUN) as (up, seen), async_anthropic(up) as client:
         stream = await client.messages.create(**HI, stream=True)
         assert (await anext(stream)).type == "message_start"
         seen.set()
@@ -48,7 +41,7 @@ async def test_anthropics_client_raises_when_a_worker_is_lost(tmp_path: Path) ->
 
 
 async def test_anthropics_client_knows_the_routers_own_errors(tmp_path: Path) -> None:
-    async with world(tmp_path, unasked) as up, claude(up.socket) as client:
+    async with world(tmp_path, unasked) as up, async_anthropic(up) as client:
         with pytest.raises(anthropic.NotFoundError) as caught:
             await client.messages.create(**{**HI, "model": "b"})
         body: Any = caught.value.body
@@ -64,7 +57,7 @@ async def test_anthropics_client_knows_the_routers_own_errors(tmp_path: Path) ->
 
 
 async def test_anthropics_client_lists_models_by_name_and_date(tmp_path: Path) -> None:
-    async with world(tmp_path, unasked) as up, claude(up.socket) as client:
+    async with world(tmp_path, unasked) as up, async_anthropic(up) as client:
         page = await client.models.list(limit=1)
         [listed] = page.data
         one = await client.models.retrieve("a")
@@ -90,7 +83,7 @@ async def test_a_refusal_after_the_status_line_is_an_error_of_anthropics_client(
         body = b'{"type":"error","error":{"type":"invalid_request_error","message":"too odd"},"request_id":"r"}'
         await send_json(upstream, body, "400 Bad")
 
-    async with world(tmp_path, refuse, pace=Pace(commit=0.05)) as up, claude(up.socket) as client:
+    async with world(tmp_path, refuse, pace=Pace(commit=0.05)) as up, async_anthropic(up) as client:
         with pytest.raises(anthropic.APIStatusError, match="too odd"):
             async for _ in await client.messages.create(**HI, stream=True):
                 pass
@@ -101,32 +94,21 @@ async def test_a_responses_client_raises_when_a_worker_is_lost(tmp_path: Path) -
     response |= {"parallel_tool_calls": True, "tool_choice": "auto", "status": "in_progress"}
     told = json.dumps({"type": "response.created", "response": response, "sequence_number": 0})
     first = f"event: response.created\ndata: {told}\n\n".encode()
-    async with dying(tmp_path, first) as (up, seen):
-        transport = httpx2.AsyncHTTPTransport(uds=str(up.socket))
-        async with openai.AsyncOpenAI(
-            base_url="http://localhost/v1",
-            api_key="k",
-            max_retries=0,
-            http_client=httpx2.AsyncClient(transport=transport),
-        ) as client:
-            stream = await client.responses.create(model="a", input="hi", stream=True)
-            assert (await anext(stream)).type == "response.created"
-            seen.set()
-            with pytest.raises(openai.APIError, match="worker") as caught:
-                await anext(stream)
-            body: Any = caught.value.body
-            assert (body["type"], body["reason"]) == ("server_error", "worker_crashed")
-            with pytest.raises(openai.NotFoundError, match="not found"):
-                await client.responses.create(model="b", input="hi")
+    async with dying(tmp_path, first) as (up, seen), async_openai(up) as client:
+        stream = await client.responses.create(model="a", input="hi", stream=True)
+        assert (await anext(stream)).type == "response.created"
+        seen.set()
+        with pytest.raises(openai.APIError, match="worker") as caught:
+            await anext(stream)
+        body: Any = caught.value.body
+        assert (body["type"], body["reason"]) == ("server_error", "worker_crashed")
+        with pytest.raises(openai.NotFoundError, match="not found"):
+            await client.responses.create(model="b", input="hi")
 
 
 # Ollama
 
 LINES = STREAM.replace(b"text/event-stream", b"application/x-ndjson")
-
-
-def llama(socket: Path) -> ollama.AsyncClient:
-    return ollama.AsyncClient(host="http://localhost", transport=httpx.AsyncHTTPTransport(uds=str(socket)))
 
 
 def line(**told: Any) -> bytes:
@@ -135,7 +117,7 @@ def line(**told: Any) -> bytes:
 
 async def test_ollamas_client_raises_when_a_worker_is_lost(tmp_path: Path) -> None:
     first = line(message={"role": "assistant", "content": "w"}, done=False)
-    async with dying(tmp_path, first, LINES) as (up, seen), llama(up.socket) as client:
+    async with dying(tmp_path, first, LINES) as (up, seen), async_ollama(up) as client:
         stream = await client.chat("a:latest", HI["messages"], stream=True)
         assert (await anext(stream)).message.content == "w"
         seen.set()
@@ -185,7 +167,7 @@ async def test_ollamas_client_lists_and_describes_models(tmp_path: Path) -> None
         body = line(message={"role": "assistant", "content": "w"}, done=True)
         await send_json(upstream, body)
 
-    async with world(tmp_path, answer) as up, llama(up.socket) as client:
+    async with world(tmp_path, answer) as up, async_ollama(up) as client:
         assert [model.model for model in (await client.list()).models] == ["a"]
         assert list((await client.ps()).models) == []
         release = (await client._client.get("/api/version")).json()["version"]
@@ -214,7 +196,7 @@ async def test_ollamas_client_lists_and_describes_models(tmp_path: Path) -> None
 async def test_keep_alive_of_a_shared_worker_is_the_latest_value_by_any_name(
     tmp_path: Path,
 ) -> None:
-    async with world(tmp_path, unasked, keys={"ttl": 600.0}, twin="b") as up, llama(up.socket) as client:
+    async with world(tmp_path, unasked, keys={"ttl": 600.0}, twin="b") as up, async_ollama(up) as client:
         await up.fleet.load("a,b")
         for keep_alive, wanted in ((None, 600.0), (3600.0, 3600.0), (None, 3600.0), (1800.0, 1800.0)):
             up.launcher.say("a,b", RequestEnded(id="r", keep_alive=keep_alive))
@@ -235,7 +217,7 @@ async def test_a_model_that_is_kept_for_no_time_leaves_after_its_reply(tmp_path:
         await send_json(upstream, body)
         up.launcher.say("a", RequestEnded(id="r", keep_alive=0.0))
 
-    async with world(tmp_path, answer) as up, llama(up.socket) as client:
+    async with world(tmp_path, answer) as up, async_ollama(up) as client:
         await client.generate("a", keep_alive=0)
         [worker] = up.fleet.workers()
         async with asyncio.timeout(60):

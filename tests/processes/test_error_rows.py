@@ -19,6 +19,7 @@ from router.config.api_keys import ApiKey, digest
 from router.fleet.admission import Limits
 from router.http.response import Pace
 from router.registry.auth import Access
+from tests.processes.clients import async_anthropic, async_ollama, async_openai
 from tests.processes.upstreams import END, STREAM, Upstream, World, chunk, world
 from worker.errors import RequestError
 from worker.protocol.dialects import Dialect
@@ -49,40 +50,6 @@ TIRED = (openai.APITimeoutError, anthropic.APITimeoutError, httpx.TimeoutExcepti
 Asking = Callable[[World], Awaitable[Any]]
 
 
-def async_openai(up: World, **further: Any) -> openai.AsyncOpenAI:
-    transport = httpx2.AsyncHTTPTransport(uds=str(up.socket))
-    client = httpx2.AsyncClient(transport=transport)
-    return openai.AsyncOpenAI(
-        base_url="http://localhost/v1", **{"api_key": "k", "max_retries": 0, **further}, http_client=client
-    )
-
-
-def sync_openai(up: World) -> openai.OpenAI:
-    client = httpx2.Client(transport=httpx2.HTTPTransport(uds=str(up.socket)))
-    return openai.OpenAI(base_url="http://localhost/v1", api_key="k", max_retries=0, http_client=client)
-
-
-def async_anthropic(up: World, **further: Any) -> anthropic.AsyncAnthropic:
-    client = httpx2.AsyncClient(transport=httpx2.AsyncHTTPTransport(uds=str(up.socket)))
-    return anthropic.AsyncAnthropic(
-        base_url="http://localhost", **{"api_key": "k", "max_retries": 0, **further}, http_client=client
-    )
-
-
-def sync_anthropic(up: World) -> anthropic.Anthropic:
-    client = httpx2.Client(transport=httpx2.HTTPTransport(uds=str(up.socket)))
-    return anthropic.Anthropic(base_url="http://localhost", api_key="k", max_retries=0, http_client=client)
-
-
-def async_ollama(up: World, **further: Any) -> ollama.AsyncClient:
-    transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
-    return ollama.AsyncClient(host="http://localhost", transport=transport, **further)
-
-
-def sync_ollama(up: World) -> ollama.Client:
-    return ollama.Client(host="http://localhost", transport=httpx.HTTPTransport(uds=str(up.socket)))
-
-
 async def by_openai(up: World) -> None:
     async with async_openai(up) as client:
         await client.chat.completions.create(model="a", messages=HI)
@@ -98,29 +65,14 @@ async def by_responses(up: World) -> None:
         await client.responses.create(model="a", input="hi")
 
 
-async def by_openai_in_a_thread(up: World) -> None:
-    with sync_openai(up) as client:
-        await asyncio.to_thread(client.embeddings.create, model="a", input="hi")
-
-
 async def by_anthropic(up: World) -> None:
     async with async_anthropic(up) as client:
         await client.messages.create(model="a", messages=HI, max_tokens=9)
 
 
-async def by_anthropic_in_a_thread(up: World) -> None:
-    with sync_anthropic(up) as client:
-        await asyncio.to_thread(client.messages.count_tokens, model="a", messages=HI)
-
-
 async def by_ollama(up: World) -> None:
     async with async_ollama(up) as client:
         await client.chat("a", HI)
-
-
-async def by_ollama_in_a_thread(up: World) -> None:
-    with sync_ollama(up) as client:
-        await asyncio.to_thread(client.generate, "a", "hi")
 
 
 def refusal(row: ErrorKind, face: Dialect) -> bytes:
@@ -140,11 +92,8 @@ def refusal(row: ErrorKind, face: Dialect) -> bytes:
         (by_openai, Dialect.OPENAI, OPENAI, openai.APIStatusError),
         (by_openai_streaming, Dialect.OPENAI, OPENAI, openai.APIStatusError),
         (by_responses, Dialect.RESPONSES, OPENAI, openai.APIStatusError),
-        (by_openai_in_a_thread, Dialect.OPENAI, OPENAI, openai.APIStatusError),
         (by_anthropic, Dialect.ANTHROPIC, ANTHROPIC, anthropic.APIStatusError),
-        (by_anthropic_in_a_thread, Dialect.ANTHROPIC, ANTHROPIC, anthropic.APIStatusError),
         (by_ollama, Dialect.OLLAMA, {}, ollama.ResponseError),
-        (by_ollama_in_a_thread, Dialect.OLLAMA, {}, ollama.ResponseError),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -55,12 +55,3 @@ async def test_the_quick_start_with_serving_properties_serves_the_model(tmp_path
     (folder / "serving.properties").write_text(PROPERTIES.format(model=model))
     async with router(str(folder), "--no-models-cache", environ=NO_GPU) as up:
         await answers(up, "mymodel")
-
-
-async def test_weights_and_properties_may_be_in_one_folder(tmp_path: Path) -> None:
-    folder = tiny.make("llama", tmp_path / "models" / "mymodel")
-    text = PROPERTIES.replace("option.model_id={model}\n", "")
-    (folder / "serving.properties").write_text(text)
-    async with router("--models-dir", str(folder.parent), "--no-models-cache", environ=NO_GPU) as up:
-        await up.client.post("/models/load", json={"model": "mymodel"})
-        await answers(up, "mymodel")

@@ -34,7 +34,6 @@ from tests.fakes import (
     Journal,
     ended,
     fake_program,
-    fake_snapshot,
 )  # fmt: skip
 from tests.processes.asking import asked, everything
 from tests.processes.forking import ForkingLauncher
@@ -74,7 +73,7 @@ async def launcher(request: pytest.FixtureRequest, folder: Path, devices: FixedD
 
 
 EXECUTED = pytest.mark.parametrize("launcher", [LocalLauncher], indirect=True, ids=["exec"])
-"""For tests that take seconds and do not depend on the parent."""
+"""For tests that do not depend on the parent."""
 
 
 @pytest.fixture
@@ -159,6 +158,7 @@ async def test_no_secret_reaches_a_worker_and_no_token_its_command_line(
     assert env["HF_HUB_OFFLINE"] == env["OMP_NUM_THREADS"] == "1"
 
 
+@EXECUTED
 async def test_only_a_download_gets_the_hub_token(launcher: LocalLauncher, tmp_path: Path) -> None:
     file = tmp_path / "environ"
     program = fake_program("m", environ_file=str(file))
@@ -237,12 +237,14 @@ async def test_without_a_cause_the_last_log_lines_are_reported(launcher: LocalLa
     assert lost.message == "dies-at-start: the worker ended with exit code 1: fake: told to die at start"
 
 
+@EXECUTED
 async def test_an_interpreter_that_is_missing_is_named(launcher: LocalLauncher) -> None:
     lost = await lost_at_start(launcher, fake_program("m", python="/no/such/python"))
     assert lost.message == "m: cannot run /no/such/python (No such file or directory); correct `python` in its preset"
     assert lost.final
 
 
+@EXECUTED
 async def test_garbage_on_stdout_is_skipped(launcher: LocalLauncher, caplog: pytest.LogCaptureFixture) -> None:
     events: asyncio.Queue[Event] = asyncio.Queue()
     async with serve(launcher, fake_program("noisy"), listen=events.put_nowait) as worker:
@@ -417,6 +419,7 @@ async def test_a_pause_of_the_router_itself_kills_no_worker(launcher: LocalLaunc
 # Downloads and estimates
 
 
+@EXECUTED
 async def test_a_download_reports_progress_and_its_folder(launcher: LocalLauncher, tmp_path: Path) -> None:
     events: list[Event] = []
     command = Download(repo="org/m", cache=str(tmp_path))
@@ -425,6 +428,7 @@ async def test_a_download_reports_progress_and_its_folder(launcher: LocalLaunche
     assert [event.done for event in events if isinstance(event, Progress)] == [0, 1, 2]
 
 
+@EXECUTED
 @pytest.mark.parametrize("code", [Exit.UNUSABLE, Exit.NETWORK, Exit.DISK_FULL, 1])
 async def test_a_failed_download_gives_the_reason(launcher: LocalLauncher, code: int) -> None:
     program = fake_program("m", die_at_start=code, message="404 Not Found")
@@ -435,6 +439,7 @@ async def test_a_failed_download_gives_the_reason(launcher: LocalLauncher, code:
     assert lost.value.message.endswith(": 404 Not Found")
 
 
+@EXECUTED
 async def test_a_cancelled_download_is_killed_at_once(launcher: LocalLauncher, journal: Journal) -> None:
     program = fake_program("deaf", ignore_sigterm=True, journal=journal.path)
     downloading = asyncio.create_task(launcher.download(program, Download(repo="org/m"), ignore))
@@ -459,15 +464,14 @@ async def test_silence_ends_a_download_and_time_an_estimate(folder: Path) -> Non
         with pytest.raises(WorkerLost) as late:
             await launcher.estimate(busy, Estimate(snapshot="/"))
         assert late.value.cause == "load_timeout"
-        await launcher.download(busy, Download(demo="m", target=str(folder)), ignore)
         with pytest.raises(WorkerLost) as silent:
             await launcher.download(fake_program("m", deaf=True), Download(demo="m"), ignore)
         assert silent.value.cause == "download_failed"
 
 
 async def test_an_estimate_is_the_workers_event(launcher: LocalLauncher, tmp_path: Path) -> None:
-    snapshot = fake_snapshot(tmp_path / "s", estimated={"weights": [7], "host": 5})
-    answer = await launcher.estimate(fake_program("m"), Estimate(snapshot=str(snapshot)))
+    (tmp_path / "fake.json").write_text('{"estimated": {"weights": [7], "host": 5}}')
+    answer = await launcher.estimate(fake_program("m"), Estimate(snapshot=str(tmp_path)))
     assert (answer.weights, answer.host) == ([7], 5)
 
 
@@ -523,6 +527,7 @@ async def test_kill_all_ends_all_processes_at_once(launcher: LocalLauncher) -> N
 
 
 @pytest.mark.slow
+@EXECUTED
 async def test_fifty_workers_leave_no_descriptor_and_no_zombie(launcher: LocalLauncher) -> None:
     async def run_worker(number: int) -> None:
         program = fake_program("m", number=number, grandchild="group" if number % 10 == 0 else "")

@@ -94,22 +94,6 @@ async def test_what_a_worker_beside_another_does_is_not_what_the_model_does(up: 
         assert events.seen[0]["data"]["info"]["n_ctx"] == 128
 
 
-async def test_a_reconnected_client_gets_missed_events_or_a_reset(up: Router, tmp_path: Path) -> None:
-    await up.serve(tmp_path, {"a": {}})
-    async with events_of(up) as events:
-        await up.client.post("/models/load?wait=1", json={"model": "a"})
-        await events.until("status_change", status="loaded")
-        ids = [id for id in events.ids if id is not None]
-        assert ids == sorted(set(ids))
-    async with events_of(up, Last_Event_ID=str(ids[0])) as again:
-        await again.until("status_change", status="loaded")
-        assert [id for id in again.ids if id is not None] == ids[1:]
-    hour = 3_600_000  # ids count milliseconds: this is one of an earlier router
-    async with events_of(up, Last_Event_ID=str(ids[0] - hour)) as events:
-        await events.until("models_reload")
-        assert [(each["model"], each["event"]) for each in events.seen] == [("*", "models_reload")]
-
-
 async def test_everything_is_below_the_prefix_and_nothing_beside_it(tmp_path: Path) -> None:
     file = presets(tmp_path, {"org/a": {}})
     async with router("--models-preset", str(file), "--api-prefix", "/llm/x", "--no-slots", *MARGIN) as up:

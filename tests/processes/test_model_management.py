@@ -94,21 +94,6 @@ async def test_a_model_is_fetched_without_a_load_listed_served_and_deleted(up: R
     assert error_of(await up.client.delete("/models", params={"model": repo})) == (404, "model_not_found")
 
 
-async def test_what_was_fetched_survives_a_restart(up: Router, hub: Hub, tmp_path: Path) -> None:
-    repo = hub.repo("kept")
-    async with events_of(up) as events:
-        await up.client.post("/models", json={"model": repo})
-        await events.until("download_finished")
-    assert (await up.client.get("/models?reload=1")).json()["reload"]["removed"] == []
-    assert repo in await entries(up)
-    async with fetching(tmp_path, hub, "--offline", HF_HUB_CACHE=f"{up.folder}/cache") as up:
-        assert (await entries(up))[repo]["source"] == "cache"
-        assert (await up.client.post("/v1/completions", json={"model": repo, "prompt": "a"})).status_code == 200
-        response = await up.client.post("/models", json={"model": "org/other"})
-        assert error_of(response) == (400, "invalid_value")
-        assert "--offline" in response.json()["error"]["message"]
-
-
 async def test_what_cannot_be_fetched_is_400_and_not_listed(up: Router, hub: Hub) -> None:
     before = set(await entries(up))
     async with events_of(up) as events:

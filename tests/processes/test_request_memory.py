@@ -71,7 +71,7 @@ async def test_over_long_prompts_take_no_more_memory_than_their_bodies_and_give_
 
 
 AMBIGUOUS = 'root ::= s\ns ::= s s | s s s | [a-z ] | ""'  # each mask takes longer than the one before
-ATTACKERS = 3
+ATTACKERS = 2
 # Limit of the memory of grammars beyond the reservation: three are compiled at once, each within 128 MiB.
 GRAMMARS_BYTES = 3 * 128 * MIB
 NEIGHBOUR = {"model": "m", "prompt": "hello there", "max_tokens": 60, "temperature": 0, "ignore_eos": True}

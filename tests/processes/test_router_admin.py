@@ -1,4 +1,4 @@
-"""The router's own plane: pins, settings, log lines, requests and their end, over a real router and fake workers."""
+"""The router's own plane: pins, log lines, requests and their end, over a real router and fake workers."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ async def requests(up: Router, **query: str) -> dict[str, list[dict[str, Any]]]:
 
 async def test_a_pinned_model_is_not_put_out_whatever_its_file_says(tmp_path: Path) -> None:
     file = presets(tmp_path, {"a": {}, "b": {"pin": "on"}, "c": {}})
-    options = ("--models-max", "1", "--swap-patience", "0", "--queue-timeout", "0.5")
+    options = ("--models-max", "1", "--swap-patience", "0")
     async with router("--models-preset", str(file), *options, *MARGIN) as up:
         client = up.client
         await client.post("/v1/chat/completions", json=chat("a"))
@@ -30,7 +30,8 @@ async def test_a_pinned_model_is_not_put_out_whatever_its_file_says(tmp_path: Pa
             "success": True, "model": "a", "pinned": True,
         }  # fmt: skip
         assert (await up.status("a"))["pinned"] is True
-        assert error_of(await client.post("/v1/chat/completions", json=chat("c"))) == (503, "queue_timeout")
+        plan = (await client.get("/router/plan", params={"model": "c"})).json()
+        assert (plan["decision"], plan["keep"]) == ("wait", {"a": "pinned"})
         await client.get("/models?reload=1")
         assert (await up.status("a"))["pinned"] is True
         rows = (await client.get("/router/config", params={"model": "a"})).json()["settings"]
@@ -42,33 +43,6 @@ async def test_a_pinned_model_is_not_put_out_whatever_its_file_says(tmp_path: Pa
         assert error_of(await client.post("/router/pin", json={"model": "x"})) == (404, "model_not_found")
         assert error_of(await client.post("/router/pin", json={})) == (400, "model_missing")
         assert error_of(await client.post("/router/pin", json={"model": "a", "pinned": 1})) == (400, "invalid_value")
-
-
-async def test_what_was_learned_of_a_model_can_be_dropped(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {}, "b": {}})
-    file.write_text(file.read_text().replace("required-memory = 64\n", ""))
-    async with router("--models-preset", str(file), *MARGIN) as up:
-        client = up.client
-        await client.post("/v1/chat/completions", json=chat("a"))
-        forgotten = (await client.post("/router/forget", json={"model": "a"})).json()
-        assert forgotten == {"success": True, "model": "a", "forgotten": 1}
-        assert (await client.post("/router/forget", json={"model": "a"})).json()["forgotten"] == 0
-        assert (await client.post("/router/forget", json={"model": "b"})).json()["forgotten"] == 0
-        assert error_of(await client.post("/router/forget", json={"model": "x"})) == (404, "model_not_found")
-
-
-async def test_settings_show_their_source_and_no_secret(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {"ctx-size": 128, "env.API_TOKEN": "verysecret"}, "b": {}})
-    line = next(number for number, text in enumerate(file.read_text().split("\n"), 1) if "ctx-size" in text)
-    async with router("--models-preset", str(file), "--parallel", "2", *MARGIN) as up:
-        response = await up.client.get("/router/config", params={"model": "a"})
-        rows = {row["key"]: (row["value"], row["origin"]) for row in response.json()["settings"]}
-        assert rows["ctx-size"] == ("128", f"{file}:{line}")
-        assert rows["parallel"] == ("2", "--parallel")
-        assert rows["ttl"][1] == "built-in"
-        assert "verysecret" not in response.text
-        assert error_of(await up.client.get("/router/config", params={"model": "x"})) == (404, "model_not_found")
-        assert error_of(await up.client.get("/router/config")) == (400, "model_missing")
 
 
 async def test_log_lines_can_be_read_by_model_level_and_number(tmp_path: Path) -> None:

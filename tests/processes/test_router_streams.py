@@ -3,12 +3,10 @@
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from tests.fake_worker import stream_frames
 from tests.processes.routers import (
@@ -18,7 +16,6 @@ from tests.processes.routers import (
     is_alive,
     presets,
     router,
-    shared_router,
 )
 
 MARGIN = ("--models-memory-margin", "64")
@@ -26,15 +23,6 @@ PATH = "/v1/chat/completions"
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-
-@pytest_asyncio.fixture(loop_scope="session", scope="module")
-async def impatient(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
-    """Another one, with short times."""
-    commit = ("--stream-commit-seconds", "0.2", "--sse-ping-interval", "0.1")
-    options = (*commit, "--write-stall", "0.5", "--drain-timeout", "0.5", *MARGIN)
-    async with shared_router(tmp_path_factory.mktemp("impatient"), *options) as running:
-        yield running
 
 
 async def raw_stream(up: Router, body: dict[str, Any], *, version: str = "1.1") -> tuple[str, bytes, bool]:
@@ -86,37 +74,6 @@ async def test_tokens_arrive_one_by_one_while_another_model_loads(up: Router, tm
     assert not loading.done()
     go.touch()
     assert (await loading).status_code == 200
-
-
-async def test_a_stream_that_waits_long_gets_its_status_and_comments(impatient: Router, tmp_path: Path) -> None:
-    go = tmp_path / "go"
-    await impatient.serve(tmp_path, {"a": {"_hold_load": str(go)}})
-    async with impatient.client.stream("POST", PATH, json=chat("a", stream=True)) as response:
-        assert response.status_code == 200
-        lines = response.aiter_lines()
-        comments = [await anext(lines) for _ in range(6)]
-        assert any(line.startswith(": loading") for line in comments)
-        go.touch()
-        rest = [line async for line in lines if line.startswith("data:")]
-    assert rest[-1] == "data: [DONE]"
-    assert len(rest) == 4
-
-
-async def test_an_early_failure_keeps_its_status_and_a_late_one_becomes_a_frame(
-    impatient: Router, tmp_path: Path
-) -> None:
-    await impatient.serve(
-        tmp_path, {"a": {"_die_at_start": 3, "_message": "no good"}, "b": {"_deaf": True, "start-timeout": "0.5"}}
-    )
-    await impatient.client.post(PATH, json=chat("a"))
-    response = await impatient.client.post(PATH, json=chat("a", stream=True))
-    assert error_of(response) == (500, "load_failed")
-    status, rest, _ = await raw_stream(impatient, chat("b", stream=True))
-    assert " 200 " in status
-    comments, _, frame = rest.partition(b"data: ")
-    assert b": loading" in comments
-    assert json.loads(frame.partition(b"\n\n")[0])["error"]["reason"] == "load_backoff"
-    assert not rest.endswith(b"0\r\n\r\n"), "no client may take that for the whole answer"
 
 
 async def test_http_1_0_sees_a_reset_and_not_an_orderly_end(up: Router, tmp_path: Path) -> None:

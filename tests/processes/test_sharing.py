@@ -185,41 +185,6 @@ async def test_defaults_of_requests_change_without_a_restart(up: Router, tmp_pat
     ]  # fmt: skip
 
 
-async def test_a_twin_that_comes_shares_the_worker_that_runs_and_one_that_goes_leaves_it_there(
-    up: Router, tmp_path: Path
-) -> None:
-    await up.serve_presets(one_model(tmp_path, {"cold": COLD}))
-    await ask(up, "cold")
-    assert (await reload(up, tmp_path, {"warm": WARM, "cold": COLD})) == {
-        "added": ["warm"], "changed": [], "restarted": [], "removed": [], "warnings": [],
-    }  # fmt: skip
-    assert await ask(up, "warm") == "warm"
-    assert list(await up.workers()) == ["warm,cold"]
-    assert (await reload(up, tmp_path, {"warm": WARM}))["removed"] == ["cold"]
-    assert await ask(up, "warm") == "warm"
-    assert list(await up.workers()) == ["warm"]
-    assert error_of(await up.client.post("/v1/chat/completions", json=chat("cold"))) == (404, "model_not_found")
-    assert journal(tmp_path, "started") == ["started"], "one process all the time"
-
-
-async def test_twins_part_when_one_changes_and_the_other_keeps_the_worker(up: Router, tmp_path: Path) -> None:
-    await up.serve_presets(one_model(tmp_path, {"cold": COLD, "warm": WARM}))
-    await ask(up, "warm")
-    (pid,) = (await up.workers()).values()
-    told = await reload(up, tmp_path, {"cold": COLD | {"ctx-size": 64}, "warm": WARM})
-    assert (told["changed"], told["restarted"]) == (["cold"], [])
-    assert await up.workers() == {"warm": pid}
-    assert (await up.status("cold"))["value"] == "unloaded"
-    assert await ask(up, "cold") == "cold"
-    found = await up.workers()
-    assert found["warm"] == pid
-    assert found.keys() == {"cold", "warm"}
-    told = await reload(up, tmp_path, {"cold": COLD, "warm": WARM})
-    assert (told["changed"], told["restarted"]) == (["cold"], ["cold"])
-    assert await ask(up, "cold") == "cold"
-    assert (await up.workers())["cold,warm"] in found.values()
-
-
 async def test_who_waits_for_a_worker_that_is_given_up_for_a_shared_one_gets_that(up: Router, tmp_path: Path) -> None:
     await up.serve_presets(
         one_model(tmp_path, {"cold": COLD, "warm": WARM | {"ctx-size": 64, "env.FAKE_WORKER": '{"deaf": true}'}})

@@ -7,7 +7,6 @@ import asyncio
 import fnmatch
 import re
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
@@ -94,45 +93,3 @@ async def test_llama_servers_quick_start_answers_its_completion(tmp_path: Path) 
         answer = await up.client.post("/completion", json=body)
         assert answer.status_code == 200, answer.text
         assert answer.json()["tokens_predicted"] == 16
-
-
-PRESETS = """\
-version = 1
-
-; (Optional) global settings
-[*]
-c = 256
-n-gpu-layers = 8
-
-; the key of an existing model on the server
-[ggml-org/MY-MODEL]
-chat-template = chatml
-n-gpu-layers = 123
-jinja = true
-c = 128
-LLAMA_ARG_CACHE_RAM = 0
-model-draft = ./my-models/draft
-
-; the key of no existing model
-[custom_model]
-model = ./my-models/custom
-"""
-
-
-async def test_llama_servers_presets_are_loaded_with_their_models(tmp_path: Path) -> None:
-    snapshot = make("llama", tmp_path / "models" / "ggml-org" / "MY-MODEL")
-    for name in ("custom", "draft"):
-        shutil.copytree(snapshot, tmp_path / "my-models" / name)
-    (tmp_path / "models.ini").write_text(PRESETS)
-    words = [*starter("llama-server", "--models-dir*"), "--models-preset", "models.ini", "--models-max", "4"]
-    async with router(*words, "--fork-server", working=tmp_path) as up:
-        assert (await up.client.post("/models/load", json={"model": "ggml-org/MY-MODEL"})).status_code == 200
-        args = (await up.becomes("ggml-org/MY-MODEL", "loaded"))["args"]
-        assert args[args.index("--ctx-size") + 1] == "128"
-        assert args[args.index("--model-draft") + 1] == str(tmp_path / "my-models" / "draft")
-        hello = [{"role": "user", "content": "hello"}]
-        for model in ("ggml-org/MY-MODEL", "custom_model"):
-            body = {"model": model, "messages": hello, "max_tokens": 4}
-            answer = await up.client.post("/v1/chat/completions", json=body)
-            assert answer.status_code == 200, answer.text
-        assert sorted(await up.workers()) == ["custom_model", "ggml-org/MY-MODEL"]
