@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import tiny
+from tests import lora, tiny
 from tests.worker.every_kind import NEW, comparable, prompts, requests, work_of
 from tests.worker.loaded import (
     DEADLINE,
@@ -32,12 +32,15 @@ from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.loop.drafting import Drafter
 from worker.engines.transformers.loop.requests import RequestChoice
 from worker.engines.transformers.run.draft_model import DraftModel
+from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.sample.grammar import ANSWER_SECONDS, TOKEN_SECONDS, GrammarMatcher
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
+from worker.engines.transformers.schedule.sequence import PenaltyCounts
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
 from worker.engines.transformers.schedule.speculation import DraftLength, DraftLimits
 from worker.errors import StartError
-from worker.interface import GenerationRequest, Grammar, SamplingParams
+from worker.interface import AdapterChoice, GenerationRequest, Grammar, SamplingParams
+from worker.protocol.argv import AdapterSource, encode_adapters
 
 CTX = 128
 ALWAYS = DraftLength((4,))
@@ -53,7 +56,7 @@ class Oracle:
     def draft(self, batch: Batch, segments: Sequence[Segment]) -> list[list[int]]:
         return [self._one(segment) for segment in segments]
 
-    is_behind = False
+    reading = 0.0
 
     def reorder(self, seconds: float) -> None: ...
 
@@ -97,27 +100,6 @@ def plain(llama: Path) -> list[list[CollectedChoice]]:
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in-turn", "ahead"])
-@pytest.mark.parametrize("quality", [0.0, 0.5, 1.0])
-async def test_every_kind_of_request_gets_the_answer_it_gets_without_drafts(
-    llama: Path, plain: list[list[CollectedChoice]], quality: float, ahead: bool
-) -> None:
-    texts = [
-        [*request.prompt, *choice.tokens, *choice.deltas[-1].hidden_tokens]
-        for request, choices in zip(requests(), plain, strict=True)
-        for choice in choices
-    ]
-    async with serving(speculating(llama, ahead=ahead)) as engine:
-        drafter = drafting(engine, Oracle(quality, texts))
-        for _ in range(2):  # the second time with cached prefixes
-            assert comparable(await answers(engine, requests())) == comparable(plain)
-    assert drafter.drafted > 100
-    if quality == 0.0:
-        assert drafter.accepted < drafter.drafted / 10
-    if quality == 1.0:
-        assert drafter.accepted > drafter.drafted / 2
-
-
 class Alternating(DraftLength):
     """Drafts in two of three steps."""
 
@@ -128,21 +110,34 @@ class Alternating(DraftLength):
     def choose(self, rows: int) -> int:
         return 4 * (self.turn % 3 > 0)
 
-    def learn(self, rows: int, length: int, tokens: int, seconds: float) -> None:
+    def learn(self, rows: int, length: int, tokens: int, seconds: float, reading: float = 0.0) -> None:
         self.turn += 1
 
 
-async def test_steps_launched_ahead_alternate_with_drafts(llama: Path, plain: list[list[CollectedChoice]]) -> None:
-    texts = [
-        [*request.prompt, *choice.tokens]
-        for request, choices in zip(requests(), plain, strict=True)
-        for choice in choices
+def known_texts(choices: Sequence[Sequence[CollectedChoice]]) -> list[list[int]]:
+    """Prompts and answers of `requests`."""
+    return [
+        [*request.prompt, *choice.tokens, *choice.deltas[-1].hidden_tokens]
+        for request, answered in zip(requests(), choices, strict=True)
+        for choice in answered
     ]
-    async with serving(speculating(llama, ahead=True)) as engine:
-        drafter = drafting(engine, Oracle(0.7, texts), Alternating())
-        assert comparable(await answers(engine, requests())) == comparable(plain)
-        assert work_of(engine).steps_ahead > 0
-    assert drafter.accepted > 0
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in-turn", "ahead"])
+@pytest.mark.parametrize("quality", [0.0, 1.0])
+async def test_every_kind_of_request_gets_the_answer_it_gets_without_drafts(
+    llama: Path, plain: list[list[CollectedChoice]], quality: float, ahead: bool
+) -> None:
+    async with serving(speculating(llama, ahead=ahead)) as engine:
+        drafter = drafting(engine, Oracle(quality, known_texts(plain)), Alternating() if ahead else ALWAYS)
+        for _ in range(2):  # the second time with cached prefixes
+            assert comparable(await answers(engine, requests())) == comparable(plain)
+        assert (work_of(engine).steps_ahead > 0) == ahead
+    assert drafter.drafted > 100
+    if quality:
+        assert drafter.accepted > drafter.drafted / 2
+    else:
+        assert drafter.accepted < drafter.drafted / 10
 
 
 async def test_prompt_lookup_gives_the_tokens_of_generate_and_accepts_repeated_text(llama: Path) -> None:
@@ -156,28 +151,20 @@ async def test_prompt_lookup_gives_the_tokens_of_generate_and_accepts_repeated_t
     assert drafter.drafted > 0
 
 
-async def test_preempted_sequences_with_drafts_keep_their_text(llama: Path) -> None:
+async def test_preempted_sequences_keep_their_text_in_a_pool_too_small_for_all_drafts(llama: Path) -> None:
     model = reference(llama)
     wanted = [generated(model, prompt, NEW) for prompt in prompts()]
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts(), wanted, strict=True)]
-    async with serving(speculating(llama)) as engine:
-        drafting(engine, Oracle(0.7, texts))
+    async with serving(speculating(llama, kv_tokens=CTX)) as engine:
+        drafter = drafting(engine, Oracle(0.9, texts), DraftLength((16,)))
         tasks = [asyncio.create_task(complete_one(engine, prompt, max_tokens=NEW)) for prompt in prompts()]
         async with asyncio.timeout(DEADLINE):
             while not all(task.done() for task in tasks):
                 put_back_the_youngest(engine)
                 await asyncio.sleep(0.001)
-        assert [task.result().tokens for task in tasks] == wanted
-
-
-async def test_a_pool_that_is_too_small_for_all_drafts_serves_all_texts(llama: Path) -> None:
-    model = reference(llama)
-    wanted = [generated(model, prompt, NEW) for prompt in prompts()]
-    texts = [[*prompt, *answer] for prompt, answer in zip(prompts(), wanted, strict=True)]
-    async with serving(speculating(llama, kv_tokens=CTX)) as engine:
-        drafting(engine, Oracle(1.0, texts), DraftLength((16,)))
-        found = await answers(engine, [generation(prompt, max_tokens=NEW) for prompt in prompts()])
-    assert [choice.tokens for (choice,) in found] == wanted
+        work_of(engine)._scheduler.check_integrity()
+    assert [task.result().tokens for task in tasks] == wanted
+    assert drafter.accepted > 0
 
 
 @pytest.mark.parametrize("quality", [0.0, 1.0])
@@ -243,30 +230,11 @@ async def test_a_shortest_draft_does_not_end_the_search_for_the_best_length(llam
         # A request whose own shortest or longest draft differs from the length on trial does not stop the trials.
         for changes in ({}, {"draft_min": 7}, {"draft_max": 2, "draft_min": 0}):
             drafter.length = DraftLength.up_to(8, 4)
-            tried: set[int] = set()
             for _ in range(4):
                 await complete_one(engine, text, max_tokens=NEW, sampling=replace(GREEDY, ignore_eos=True), **changes)
-                tried |= {length for length, each in drafter.length._of(1).measured.items() if each.steps}
-            assert tried == {0, 4, 8}
-
-
-def test_a_long_prompt_beside_an_answer_does_not_end_the_search_for_the_best_length() -> None:
-    def sequence(answered: int) -> TokenSequence:
-        tokens = [5] * (8 + answered)
-        return TokenSequence(answered, 8, tokens, limit=90, ends=frozenset(), draft_limits=DraftLimits(4))
-
-    def draft_and_learn(batch: Batch) -> None:
-        drafter.learn(drafter.draft(batch, lambda sequence: RequestChoice(0, sequence, *[None] * 2)), 2, 0.01)  # type: ignore[arg-type]
-
-    model = Oracle(0.0)
-    model.is_behind = True  # from the step with the prompt on, as nothing is drafted in the steps behind it
-    drafter = Drafter(DraftLength((0, 4)), model)
-    answer, other = sequence(4), sequence(1)
-    draft_and_learn((Segment(answer, 0, 11, 1, room=4), Segment(sequence(0), 1, 0, 8)))
-    assert drafter.length.choose(2) == 0
-    for _ in range(4):
-        draft_and_learn((Segment(answer, 0, 11, 1), Segment(other, 1, 8, 1)))
-    assert drafter.length.choose(2) == 4
+            measured = drafter.length._of(1).measured
+            assert measured[0].steps
+            assert measured[4].steps
 
 
 @pytest.mark.parametrize("error", [RuntimeError("wrong shape"), torch.OutOfMemoryError("out of memory")], ids=str)
@@ -293,6 +261,40 @@ async def test_answers_continue_without_drafts_where_the_draft_model_fails(
         # Memory may be free later. Any other failure would happen again.
         assert (drafter_of(engine).drafted > again) == isinstance(error, torch.OutOfMemoryError)
     assert "draft model" in caplog.text
+
+
+async def test_rejected_tokens_with_keys_that_are_not_numbers_spoil_no_text(llama: Path) -> None:
+    model = reference(llama)
+    wanted = [generated(model, prompt, NEW) for prompt in prompts()]
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts(), wanted, strict=True)]
+    unused = min(set(range(2, 500)).difference(*texts))
+    async with serving(speculating(llama)) as engine:
+        runner = work_of(engine)._backend.runner
+        assert isinstance(runner, PagedRunner)
+        runner._model.get_input_embeddings().weight.data[unused] = float("inf")
+        # The first token of each draft is right, and the keys of the others overflow.
+        wrong = [[*text[: len(text) - NEW + end], *[unused] * 9] for text in texts for end in range(2, NEW, 2)]
+        drafter = drafting(engine, Oracle(1.0, wrong), DraftLength((3,)))
+        found = await answers(engine, [generation(prompt, max_tokens=NEW) for prompt in prompts()])
+        assert bool(runner.pool._store.isfinite().all())
+    assert [choice.tokens for (choice,) in found] == wanted
+    assert drafter.drafted > 0
+
+
+def test_the_draft_of_a_text_with_many_penalised_tokens_is_short() -> None:
+    sequence = TokenSequence(
+        1, 2000, list(range(2001)), limit=90, ends=frozenset(), draft_limits=DraftLimits(16), computed=2000
+    )
+    choice = RequestChoice(0, sequence, None, None, PenaltyCounts(sequence, -1))  # type: ignore[arg-type]  # not read
+    lengths = []
+    for _ in range(2):
+        (segment,) = Drafter(ALWAYS, Oracle(0.0)).draft(
+            (Segment(sequence, 0, 2000, 1, room=16),), lambda sequence: choice
+        )
+        lengths.append(len(segment.drafted))
+        assert choice.repeats is not None
+        choice.repeats.update()
+    assert lengths == [16, 2]
 
 
 class Letters(Oracle):
@@ -359,18 +361,43 @@ async def test_a_draft_model_that_is_the_target_is_accepted_always(llama: Path) 
         assert drafter.accepted == drafter.drafted
 
 
-@pytest.mark.parametrize("changes", [{}, {"kv_tokens": 2 * CTX}, {"kv_cache_dtype": "int8"}], ids=str)
-async def test_answers_with_a_draft_model_are_those_without(llama: Path, other: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("is_target", "changes"),
+    [(False, {}), (True, {"kv_tokens": 2 * CTX}), (False, {"kv_cache_dtype": "int8"})],
+    ids=["other", "target-in-a-small-pool", "other-with-int8"],
+)
+async def test_answers_with_a_draft_model_are_those_without(
+    llama: Path, other: Path, is_target: bool, changes: dict[str, Any]
+) -> None:
     async with serving(load(llama, ctx_size=CTX, parallel=4, prefill_chunk=16, **changes)) as engine:
         expected = await answers(engine, requests())
-    for draft in (llama, other):
-        async with serving(drafted_by(llama, draft, **changes)) as engine:
-            for _ in range(2):
-                assert comparable(await answers(engine, requests())) == comparable(expected)
-            drafter = drafter_of(engine)
-            assert drafter.drafted > 100
-            if draft == llama:  # many of these requests sample
-                assert drafter.accepted > 0.4 * drafter.drafted
+    async with serving(drafted_by(llama, llama if is_target else other, **changes)) as engine:
+        for _ in range(2):
+            assert comparable(await answers(engine, requests())) == comparable(expected)
+        drafter = drafter_of(engine)
+        assert drafter.drafted > 100
+        if is_target:  # many of these requests sample
+            assert drafter.accepted > 0.4 * drafter.drafted
+
+
+async def test_adapters_on_the_target_keep_their_text_with_drafts(llama: Path, tmp_path: Path) -> None:
+    adapters = [
+        AdapterSource(name=name, path=str(lora.make(llama, tmp_path / name, seed=seed)))
+        for seed, name in enumerate(("first", "second"))
+    ]
+    changes = {"adapters": encode_adapters(adapters), "max_loras": 2}
+    wanted = [
+        generation(prompt, max_tokens=NEW, adapter=AdapterChoice(name) if name else None)
+        for prompt in prompts()
+        for name in ("", "first", "second")
+    ]
+    async with serving(load(llama, ctx_size=CTX, parallel=4, prefill_chunk=16, **changes)) as engine:
+        expected = await answers(engine, wanted)
+    assert len({tuple(choice.tokens) for (choice,) in expected}) == len(wanted), "adapters change the text"
+    async with serving(drafted_by(llama, llama, **changes)) as engine:
+        for _ in range(2):  # the second time with cached prefixes
+            assert comparable(await answers(engine, wanted)) == comparable(expected)
+        assert drafter_of(engine).accepted > 0
 
 
 def merged(source: Path, target: Path, change: Callable[[dict[str, Any]], None]) -> Path:
@@ -471,7 +498,7 @@ async def test_a_family_without_blocks_gives_the_tokens_of_generate_with_drafts(
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "t5"])
 async def test_every_kind_of_request_is_answered_alike_without_blocks(tmp_path: Path, family: str) -> None:
     snapshot = tiny.make(family, tmp_path / "m", **({"seed": 2} if family == "t5" else {}))
-    kinds = [request for request in requests() if family != "t5" or not request.prompt_logprobs]
+    kinds = requests(prompt_logprobs=family != "t5")
     async with serving(load(snapshot, ctx_size=CTX, parallel=4, prefill_chunk=16)) as engine:
         expected = await answers(engine, kinds)
     texts = [

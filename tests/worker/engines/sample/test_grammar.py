@@ -439,6 +439,16 @@ def test_several_slow_grammars_in_one_step_fail_and_the_others_do_not(ends: bool
     thread.close()
 
 
+def test_masks_of_drafts_take_no_time_from_those_of_answers() -> None:
+    clock, thread = CountedClock(), WorkThread("masks")
+    rows = [CountedMatcher(clock, seconds, None) for seconds in (0.15, 0.06, 0.06, 0.06, 0.045)]
+    for row in rows[1:4]:
+        row.is_drafted = True
+    Masks(WorkThread("masks", clock), rows, 4).result(DEADLINE)
+    assert [row._credit.is_exceeded for row in rows] == [False, False, True, True, False]
+    thread.close()
+
+
 def optional(count: int) -> str:
     return "root ::= " + " ".join(f'"{number:x}"?' for number in range(count))
 

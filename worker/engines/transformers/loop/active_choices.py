@@ -75,6 +75,11 @@ class ActiveChoices:
         self.scheduler.preempt(sequence)
         self._forget_rows()
 
+    def restart(self, sequence: Sequence) -> None:
+        """As `preempt`, because the cache of the sequence may be wrong."""
+        self.scheduler.restart(sequence)
+        self._forget_rows()
+
     def fork(self, follower: Sequence) -> RequestChoice:
         """Give `follower` the cache of the prompt that its leader has computed."""
         self._runner.fork(*self.scheduler.fork(follower))
@@ -82,7 +87,7 @@ class ActiveChoices:
 
     # Batches
 
-    def next(self, pace: PrefillBudget, chunk: int, draft_length: Callable[[int], int]) -> Batch:
+    def next(self, pace: PrefillBudget, chunk: int, draft_length: Callable[[int], int] | None = None) -> Batch:
         """The batch of the next step. `chunk`: the most prompt tokens of a step; `draft_length` as in `Scheduler`."""
         # The budget depends on the running sequences, so the scheduler calls this after it has admitted waiting ones.
         batch = self.scheduler.next(lambda: self._prefill_budget(pace, chunk), draft_length)

@@ -13,16 +13,18 @@ from worker.engines.transformers.schedule.speculation import DraftLength
 
 log = logging.getLogger(__name__)
 
+# Entries of the penalty counts behind all tokens of one draft. The counts are copied for each token, and the sampler
+# handles entry by entry: about a millisecond for so many. A guess.
+_PENALTIES = 4096
+
 
 class BatchDrafter(Protocol):
     """Drafts for several sequences at once: a draft model."""
 
+    reading: float  # seconds that the last call of `draft` took for more than the newest tokens, as those of prompts
+
     def draft(self, batch: Batch, segments: Sequence[Segment]) -> Sequence[Sequence[int]]:
         """The drafts of decoding segments of `batch`, of up to `room` tokens each. Also reads the prompts in it."""
-
-    @property
-    def is_behind(self) -> bool:
-        """True if the last call of `draft` read more than the newest tokens, which takes longer than usual."""
 
     def reorder(self, seconds: float) -> None:
         """Spend up to `seconds` on weight layouts that make later steps faster."""
@@ -34,7 +36,9 @@ class Drafter:
     def __init__(self, length: DraftLength, model: BatchDrafter | None = None):
         """`model` drafts for sequences in whose text nothing was found."""
         self.length, self._model = length, model
-        self._is_behind = False  # the step drafted for last took longer, because the draft model read much
+        # Seconds that the draft model took for more than the newest tokens: in the last step, and since the last one
+        # that was learned from.
+        self._reading = self._readings = 0.0
         self.drafted = self.accepted = 0  # tokens since the start
 
     def drafts_next(self, batch: Batch) -> bool:
@@ -49,14 +53,14 @@ class Drafter:
 
         Segments with one token come first: they attend together.
         """
-        rooms = any(segment.room for segment in batch)
-        if not rooms and (self._model is None or all(segment.is_decode for segment in batch) or not self._pays(batch)):
+        self._reading = 0.0
+        if not any(segment.room for segment in batch) and not self._reads(batch):
             return batch
         found: dict[int, Sequence[int]] = {}  # by sequence id
         for segment in batch:
-            choice = choice_of(segment.sequence)
-            if segment.room and choice.lookup is not None:
-                found[segment.sequence.id] = choice.lookup.draft(segment.room)
+            lookup = choice_of(segment.sequence).lookup
+            if segment.room and lookup is not None:
+                found[segment.sequence.id] = lookup.draft(segment.room)
         if self._model is not None:
             rest = [segment for segment in batch if segment.room and not found.get(segment.sequence.id)]
             found |= self._from_model(self._model, batch, rest)
@@ -64,6 +68,11 @@ class Drafter:
             _with_draft(segment, choice_of(segment.sequence), found.get(segment.sequence.id, ())) for segment in batch
         ]
         return tuple(sorted(drafted, key=lambda segment: (not segment.is_decode, len(segment.drafted) > 0)))
+
+    def _reads(self, batch: Batch) -> bool:
+        """True if the draft model reads the prompts of `batch`, because they will be drafted for."""
+        has_prompts = self._model is not None and not all(segment.is_decode for segment in batch)
+        return has_prompts and self.length.choose(len(batch)) > 0
 
     def _from_model(self, model: BatchDrafter, batch: Batch, segments: Sequence[Segment]) -> dict[int, Sequence[int]]:
         """The drafts of `model` by sequence id. Empty if it fails: an answer does not need its drafts."""
@@ -78,7 +87,7 @@ class Drafter:
                 log.exception("the draft model failed; nothing is drafted with it any more")
                 self._model = None
             return {}
-        self._is_behind = model.is_behind
+        self._reading = model.reading
         return {segment.sequence.id: tokens for segment, tokens in zip(segments, found, strict=True)}
 
     def reorder(self, seconds: float) -> None:
@@ -86,24 +95,19 @@ class Drafter:
         if self._model is not None:
             self._model.reorder(seconds)
 
-    def _pays(self, batch: Batch) -> bool:
-        """True if the prompts of `batch`, none of which is to be drafted for yet, will be."""
-        return self.length.choose(len(batch)) > 0
-
     def learn(self, batch: Batch, tokens: int, seconds: float) -> None:
         """Record that `batch`, which took `seconds`, gave `tokens`."""
-        # Of this step only: the steps behind it may be without a draft, and then nothing would be learned any more.
-        was_behind, self._is_behind = self._is_behind, False
-        if was_behind or not batch or not all(segment.is_decode for segment in batch):
-            return  # the time of prompts says nothing about drafts
-        length = max(len(segment.drafted) for segment in batch)
-        chosen = self.length.choose(len(batch))
+        self._readings += self._reading
+        if not batch or not all(segment.is_decode for segment in batch):
+            return  # the time of the target's prompts says nothing about drafts
         limits = [segment.sequence.draft_limits for segment in batch if segment.sequence.draft_limits is not None]
+        chosen = self.length.choose(len(batch))
         # A step without any draft, though some were wanted, is a plain one. The requests' own limits count: they make
         # the length worth less for these requests, and a trial that is never measured would never end.
         is_wanted = any(min(chosen, limit.most) >= max(limit.least, 1) for limit in limits)
-        if limits and (length > 0) == is_wanted:
-            self.length.learn(len(batch), chosen, tokens, seconds)
+        if limits and is_wanted == any(segment.drafted for segment in batch):
+            self.length.learn(len(batch), chosen, tokens, seconds - self._reading, self._readings)
+            self._readings = 0.0
 
     def count(self, sequence: TokenSequence, drafted: int, accepted: int) -> None:
         """Count the tokens drafted for a sequence in a step, and those of them that became output."""
@@ -114,10 +118,12 @@ class Drafter:
 
 
 def _with_draft(segment: Segment, choice: RequestChoice, tokens: Sequence[int]) -> Segment:
+    if tokens and choice.repeats is not None:
+        tokens = tokens[: _PENALTIES // max(len(choice.repeats.seen), 1)]
     if tokens and choice.matcher is not None:
         # A token that the grammar forbids would be rejected anyway, with those behind it.
         tokens = tokens[: choice.matcher.allowed(tokens)]
     limits = segment.sequence.draft_limits
     if not tokens or (limits is not None and len(tokens) < limits.least):
         return replace(segment, room=0) if segment.room else segment
-    return segment.with_draft(tokens)
+    return replace(segment, length=1 + len(tokens), drafted=tuple(tokens))

@@ -183,8 +183,7 @@ class GenerationLoop:
     def _next(self) -> Batch:
         """The batch of the next step. It has drafts if the backend drafts."""
         drafter = self._backend.drafter
-        length = drafter.length.choose if drafter is not None else _no_drafts
-        return self._active.next(self._backend.pace, self._chunk, length)
+        return self._active.next(self._backend.pace, self._chunk, drafter and drafter.length.choose)
 
     def _launch(self, batch: Batch) -> InFlightStep:
         begin = time.monotonic()
@@ -201,9 +200,6 @@ class GenerationLoop:
         """Wait for a step, record its results and send deltas."""
         results = step.results()
         now = time.monotonic()
-        # Read before results are recorded. Afterwards no segment is a decode, because its sequence has a token more
-        # than the step computed, and weights would never be reordered: decode steps then take 10 to 30 % longer.
-        has_decodes = any(segment.is_decode for segment in step.batch)
         # A step that was launched ahead began computing only when the one in front of it had finished.
         seconds, self._finished_at = now - max(step.begun, self._finished_at), now
         # Steps with images and steps that were repeated for some sequences do not teach the prefill budget: their time
@@ -221,7 +217,7 @@ class GenerationLoop:
             elif None in result.sampled:
                 spoiled.add(sequence.id)
         self._active.step_finished(spoiled)
-        if self._backend.linears is not None and has_decodes:
+        if self._backend.linears is not None and any(segment.is_decode for segment in step.batch):
             self._backend.linears.reorder(REORDER_SHARE * seconds)
             if self._backend.drafter is not None:
                 self._backend.drafter.reorder(REORDER_SHARE * seconds)
@@ -245,12 +241,16 @@ class GenerationLoop:
             self._finish(choice, TextPiece(), "length", now)
             return
         if segment.drafted and self._backend.drafter is not None:
-            self._backend.drafter.count(sequence, len(segment.drafted), len(result.sampled) - 1)
+            self._backend.drafter.count(sequence, len(segment.drafted), max(len(result.sampled) - 1, 0))
         for place, sampled in enumerate(result.sampled):
-            if sequence in self._active:  # its text may end with a token before
-                # The step has computed the accepted tokens of its draft. Those that were rejected are overwritten.
-                sequence.computed = segment.end - len(segment.drafted) + place
-                self._answer(choice, sampled, now)
+            if place:
+                if sequence not in self._active:
+                    break  # its text has ended with the token before
+                sequence.computed += 1  # an accepted token of the draft; rejected ones are overwritten
+            self._answer(choice, sampled, now)
+        if result.is_spoiled and sequence in self._active:
+            sequence.draft_limits = None
+            self._active.restart(sequence)
         for follower, sampled in result.forks:
             if follower in self._active:  # a choice that fails has ended the others
                 self._answer(self._active.of(follower), sampled, now)
@@ -326,7 +326,3 @@ class GenerationLoop:
     def _remove(self, choice: RequestChoice, *, is_corrupt: bool = False) -> None:
         self._active.remove(choice, is_corrupt=is_corrupt)
         self.limit.release(choice.stream, 1)
-
-
-def _no_drafts(rows: int) -> int:
-    return 0

@@ -6,6 +6,7 @@ asked for, usually the last one or two. A cached prefix is read only where it ha
 what a block contains. A mistake in this costs accepted tokens and never changes a text.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,6 +22,9 @@ from worker.engines.transformers.schedule.kv_cache import BlockTable
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.speculation import accepted
 from worker.protocol.memory import BLOCK_TOKENS, DRAFT_LOGITS
+
+# The most tokens that a draft model reads of a sequence which had a draft in the step before.
+_NEWEST = DRAFT_LOGITS + 1
 
 
 class _Part(NamedTuple):
@@ -66,7 +70,7 @@ class DraftModel:
         self._vocab_size, self._positions, self._chunk = vocab_size, positions, chunk
         self._linears = linears
         target.mirrors.append(runner.pool)
-        self.is_behind = False  # as in `BatchDrafter`
+        self.reading = 0.0  # as in `BatchDrafter`
         self._readings: dict[int, _Reading] = {}  # by sequence id
         # The prefix-cache key of each block whose tokens the draft model has computed.
         self._keys: dict[int, bytes] = {}
@@ -99,10 +103,13 @@ class DraftModel:
         wanted = {segment.sequence.id for segment in segments if self._reaches(segment)}
         parts, tokens, ready = self._unread(batch, wanted)
         found: dict[int, list[int]] = {}
-        # More than a step can have accepted.
-        self.is_behind = any(part.length > DRAFT_LOGITS + 1 for part in parts)
+        self.reading = 0.0
         if parts:
+            begin = time.monotonic()
             newest = self._forward(parts, upload(tokens, torch.int64, self._runner.device), list(ready))
+            # More than a step can have accepted. On an accelerator this is the time of the launch only.
+            behind = sum(part.length for place, part in enumerate(parts) if place not in ready or part.length > _NEWEST)
+            self.reading = (time.monotonic() - begin) * behind / len(tokens)
             if ready:
                 found = self._continue(list(ready.values()), newest)
         return [found.get(segment.sequence.id, []) for segment in segments]

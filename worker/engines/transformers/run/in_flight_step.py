@@ -8,9 +8,9 @@ the next forward is launched anyway and its tokens are chosen later (`LaunchedFo
 Nothing here changes a sequence, so a launch can be repeated with a smaller batch.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice, repeat
+from itertools import repeat
 from typing import NamedTuple, Protocol
 
 import torch
@@ -58,6 +58,8 @@ class SegmentResult:
     # The next tokens, if `chooses`: one, and another behind each accepted token of the draft. None: no token could be
     # chosen.
     sampled: tuple[Sampled | None, ...] = ()
+    # Some logits behind the draft are NaN, so the drafted tokens may have spoiled the cache. Tokens may be missing.
+    is_spoiled: bool = False
     # Further choices whose prompt the segment completes, each with its first token.
     forks: tuple[tuple[sequences.Sequence, Sampled | None], ...] = ()
 
@@ -122,15 +124,14 @@ class LaunchedForward:
             self._prompts.append(
                 _prompt_likelihoods(part.segment, prompt, self._to_host) if prompt is not None else None
             )
-            drafted = part.segment.drafted
             for chooser in part.choosers:
                 # Behind the newest token, then behind each drafted one. Followers sample from the same logits as the
                 # leader; nothing is drafted for these.
-                mine = range(end - 1 - len(drafted), end)
+                samplings = _row_samplings(chooser, part.segment)
                 if masking.constrains(chooser):
-                    constrained.extend(range(len(rows), len(rows) + len(mine)))
-                rows.extend(mine)
-                picks.extend(_row_samplings(chooser, part.segment))
+                    constrained.extend(range(len(rows), len(rows) + len(samplings)))
+                rows.extend(range(end - len(samplings), end))
+                picks += samplings
         if rows:
             masks = TokenMasks(constrained, masking.bits()) if constrained else None
             # Plain decoding uses all rows in order: no copy of [rows, vocab] then.
@@ -147,20 +148,24 @@ class LaunchedForward:
     def results(self) -> list[SegmentResult]:
         """Wait for the device, and return the result of each segment."""
         self._to_host.wait()
-        chosen: Iterator[Sampled | None] = iter(self._drawn.read() if self._drawn is not None else ())
-        found = []
+        chosen = self._drawn.read() if self._drawn is not None else []
+        found, row = [], 0
         for part, likelihoods in zip(self._parts, self._prompts, strict=True):
-            drafted = part.segment.drafted
-            sampled = tuple(islice(chosen, 1 + len(drafted))) if part.choosers else ()
-            if drafted:
+            drafted, first = part.segment.drafted, row
+            row += len(part.choosers) + len(drafted)
+            sampled, is_spoiled = tuple(chosen[first : first + 1 + len(drafted)]) if part.choosers else (), False
+            if drafted and self._drawn is not None:
+                is_spoiled = any(self._drawn.is_nan(place) for place in range(first, row))
                 sampled = sampled[: 1 + accepted(drafted, [None if pick is None else pick.token for pick in sampled])]
-                if len(sampled) > 1 and sampled[-1] is None:
-                    # Nothing could be chosen behind the accepted tokens. The next step finds out why, as without a
-                    # draft: here it may be that a grammar had no time left for drafts.
+                if sampled[-1] is None and (is_spoiled or len(sampled) > 1):
+                    # A later step finds out why, as without a draft. Here a drafted token may have spoiled the logits
+                    # before it, since a mask does not hide NaN, or a grammar had no time left for drafts.
                     sampled = sampled[:-1]
-            forks = tuple((chooser.sequence, next(chosen)) for chooser in part.choosers[1:])
+            forks = tuple(
+                (chooser.sequence, chosen[first + number]) for number, chooser in enumerate(part.choosers[1:], 1)
+            )
             prompt = tuple(likelihoods.read()) if likelihoods is not None else ()
-            found.append(SegmentResult(part.segment, bool(part.choosers), prompt, sampled, forks))
+            found.append(SegmentResult(part.segment, bool(part.choosers), prompt, sampled, is_spoiled, forks))
         return found
 
     def device_tokens(self, batch: Batch) -> torch.Tensor:
@@ -227,22 +232,27 @@ def launch_forward(
     return LaunchedForward(parts, runner.run(batch) if device_tokens is None else runner.run(batch, device_tokens))
 
 
-def _row_samplings(chooser: Chooser, segment: Segment) -> Iterator[RowSampling]:
+def _row_samplings(chooser: Chooser, segment: Segment) -> list[RowSampling]:
     """The settings for the next token, then for the token behind each drafted one."""
-    sequence, drafted = chooser.sequence, segment.drafted
-    repeats: Iterable[sequences.PenaltyCounts | None] = repeat(None)
-    if chooser.repeats is not None:
-        chooser.repeats.update()
-        repeats = chooser.repeats.ahead(drafted) if drafted else (chooser.repeats,)
+    repeats = chooser.repeats
+    if repeats is not None:
+        repeats.update()
     # Of a sequence in a step that was launched ahead, this is one more than the host had counted at its launch.
-    answered = segment.end - len(drafted) - sequence.prompt_tokens
-    for place, counts in zip(range(answered, answered + 1 + len(drafted)), repeats, strict=False):
-        yield RowSampling(
-            sequence.sampling,
-            uniform=uniform(sequence.seed, place) if sequence.sampling.temperature > 0.0 else 0.0,
-            repeats=counts,
-            forbidden=tuple(sequence.forbidden_ends(place)),
-        )
+    place = segment.end - len(segment.drafted) - chooser.sequence.prompt_tokens
+    if not segment.drafted:
+        return [_row_sampling(chooser.sequence, place, repeats)]
+    ahead = repeats.ahead(segment.drafted) if repeats is not None else repeat(None, 1 + len(segment.drafted))
+    return [_row_sampling(chooser.sequence, place + more, counts) for more, counts in enumerate(ahead)]
+
+
+def _row_sampling(sequence: sequences.Sequence, place: int, repeats: sequences.PenaltyCounts | None) -> RowSampling:
+    """The settings for output token number `place`."""
+    return RowSampling(
+        sequence.sampling,
+        uniform=uniform(sequence.seed, place) if sequence.sampling.temperature > 0.0 else 0.0,
+        repeats=repeats,
+        forbidden=tuple(sequence.forbidden_ends(place)),
+    )
 
 
 def _prompt_likelihoods(segment: Segment, logits: torch.Tensor, to_host: DeviceToHost) -> TokenLikelihoods | None:

@@ -15,7 +15,7 @@ A grammar comes from a client, and some take a second per token. So its work is 
 
 A sequence whose grammar exceeds them ends with an error of its own. So it delays the other sequences of its batch by at
 most ANSWER_SECONDS + MASK_SECONDS in all, and TOKEN_SECONDS a token. All sequences together delay a step by at most
-2 * MASK_SECONDS.
+2 * MASK_SECONDS, and their drafts by DRAFT_SECONDS more.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ MAX_LEXER_FUEL = 250_000
 COMPILE_SECONDS = 10.0
 ASIDE_SECONDS = 0.25
 MAX_ASIDE = 1  # compilations that go on aside at once, to bound their memory and the cores that they take
-MASK_SECONDS = 0.2
+MASK_SECONDS, DRAFT_SECONDS = 0.2, 0.1
 ANSWER_SECONDS = 0.5
 TOKEN_SECONDS = 0.01
 _POLL_INTERVAL = 0.05  # seconds between looks at the CPU time of a job
@@ -84,25 +84,31 @@ class GrammarMatcher:
     def __init__(self, matcher: "LLMatcher", field: str, credit: "_Credit | None" = None):
         """`field`: the request's field, for errors; `credit`: of the sequence, if another matcher uses it as well."""
         self._matcher, self._field = matcher, field
+        self.is_drafted = credit is not None
         self._credit = credit or _Credit()
+        self._may_draft = True
 
     def copy(self) -> "GrammarMatcher":
         return GrammarMatcher(self._matcher.deep_copy(), self._field)
 
     def allowed(self, tokens: Sequence[int]) -> int:
-        """Number of leading tokens of `tokens` that the grammar allows."""
-        if self._credit.is_exceeded:
+        """Number of leading tokens of `tokens`, a draft, that the grammar allows.
+
+        Rejected drafts must not use up the credit of the answer. So this is not charged, and gives 0 from then on if it
+        takes too long.
+        """
+        if self._credit.is_exceeded or not self._may_draft:
             return 0
         begin = time.thread_time()
         count = self._matcher.validate_tokens(list(tokens))
-        self.charge(time.thread_time() - begin)
+        self._may_draft = time.thread_time() - begin <= TOKEN_SECONDS * len(tokens)
         return count
 
     def ahead(self, tokens: Sequence[int]) -> Iterator["GrammarMatcher"]:
         """The matcher after one, two, ... and all of `tokens`, which are allowed. Unchanged itself.
 
-        They share a credit of their own, as much as these tokens would earn: rejected drafts must not use up the
-        credit of the answer. When it is exceeded, only the rest of the draft fails.
+        They share a credit of their own, as much as these tokens would earn. When it is exceeded, only the rest of the
+        draft fails.
         """
         later, credit = self._matcher, _Credit(TOKEN_SECONDS * len(tokens))
         for token in tokens:
@@ -179,13 +185,13 @@ class GrammarMatcher:
 class MaskBudget:
     """The CPU time of all masks of one step.
 
-    As long as some of MASK_SECONDS is left, a row may take all of that. Afterwards each row may take its equal share of
-    MASK_SECONDS once more. So a row within its share never fails because of other rows, and all rows together take at
-    most 2 * MASK_SECONDS.
+    As long as some of `seconds` is left, a row may take all of that. Afterwards each of `rows` rows may take its equal
+    share of `seconds` once more. So a row within its share never fails because of other rows, and all rows together
+    take at most `2 * seconds`. With `rows` = 0 no row has a share.
     """
 
-    def __init__(self, rows: int):
-        self._left, self._share = MASK_SECONDS, MASK_SECONDS / rows
+    def __init__(self, rows: int, seconds: float = MASK_SECONDS):
+        self._left, self._share = seconds, seconds / rows if rows else 0.0
 
     @property
     def limit(self) -> float:
@@ -206,10 +212,11 @@ class _Rows:
         self,
         matchers: Sequence[GrammarMatcher],
         bits: Bits,
-        budget: MaskBudget,
+        budgets: Mapping[bool, MaskBudget],
         clock_of_thread: Callable[[], Clock],
     ):
-        self._matchers, self._bits, self._budget = matchers, bits, budget
+        """`budgets`: of drafted rows (True) and of others."""
+        self._matchers, self._bits, self._budgets = matchers, bits, budgets
         self._clock_of_thread = clock_of_thread
         self._lock = threading.Lock()
         self._row, self._row_begun = 0, 0.0  # the row in progress, and the job's CPU seconds when it began
@@ -224,7 +231,7 @@ class _Rows:
             with self._lock:
                 if self._is_given_up:
                     return
-                is_within = self._budget.spend(now - self._row_begun)
+                is_within = self._budgets[matcher.is_drafted].spend(now - self._row_begun)
                 self._row, self._row_begun = row + 1, now
             if not is_within:
                 matcher.give_up()
@@ -233,10 +240,12 @@ class _Rows:
     def give_up_slow(self, job: Job[None]) -> int | None:
         """Return the row in progress and stop after it, if it has taken too long. Otherwise None."""
         with self._lock:
-            taken = job.cpu_seconds - self._row_begun
-            if taken <= self._budget.limit or self._row == len(self._matchers):
+            if self._row == len(self._matchers):
                 return None
-            self._budget.spend(taken)
+            taken, budget = job.cpu_seconds - self._row_begun, self._budgets[self._matchers[self._row].is_drafted]
+            if taken <= budget.limit:
+                return None
+            budget.spend(taken)
             self._is_given_up = True
             return self._row
 
@@ -246,12 +255,14 @@ class Masks:
 
     def __init__(self, thread: WorkThread, matchers: Sequence[GrammarMatcher], width: int):
         self._thread, self._matchers, self._width = thread, matchers, width
-        self._budget = MaskBudget(len(matchers))
+        # Rows of drafts have a budget of their own, so that no answer fails because of them.
+        rows = sum(not matcher.is_drafted for matcher in matchers)
+        self._budgets = {False: MaskBudget(rows), True: MaskBudget(0, DRAFT_SECONDS)}
         self._begun = self._begin(matchers)
 
     def _begin(self, matchers: Sequence[GrammarMatcher]) -> tuple[Bits, _Rows, Job[None]]:
         bits = np.zeros((len(matchers), self._width), np.uint8)
-        rows = _Rows(matchers, bits, self._budget, self._thread.clock_of_thread)
+        rows = _Rows(matchers, bits, self._budgets, self._thread.clock_of_thread)
         return bits, rows, self._thread.submit(rows.compute)
 
     def result(self, timeout: float | None = None) -> Bits:

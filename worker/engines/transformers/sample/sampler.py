@@ -91,11 +91,11 @@ class DrawnTokens:
     picks: Sequence[RowSampling]
     asking: Sequence[int]  # rows that want logprobs
     to_host: DeviceToHost
-    place: int  # index of the tokens in `to_host`; the flags of rows with a token and the logprobs follow
+    place: int  # index of the tokens in `to_host`; their logits and the logprobs follow
 
     def read(self) -> list[Sampled | None]:
         """The sampled tokens, as from `sample`, after the copy to the host has been waited for."""
-        chosen, fits = list(map(int, self.to_host[self.place])), self.to_host[self.place + 1]
+        chosen, best = list(map(int, self.to_host[self.place])), self.to_host[self.place + 1]
         likelihoods: dict[int, Likelihood] = {}
         if self.asking:
             values = self.to_host[self.place + 2]
@@ -103,7 +103,14 @@ class DrawnTokens:
             for place, row in enumerate(self.asking):
                 numbers = values[place * width : (place + 1) * width]
                 likelihoods[row] = _read(numbers, chosen[row], self.picks[row].sampling.logprobs)
-        return [Sampled(token, likelihoods.get(row)) if fits[row] else None for row, token in enumerate(chosen)]
+        return [
+            Sampled(token, likelihoods.get(row)) if math.isfinite(best[row]) else None
+            for row, token in enumerate(chosen)
+        ]
+
+    def is_nan(self, row: int) -> bool:
+        """True if the row had NaN among its logits. False if every token was forbidden."""
+        return math.isnan(self.to_host[self.place + 1][row])
 
 
 @torch.inference_mode()
@@ -128,7 +135,7 @@ def draw(
         index = _indices(drawing, logits.device)
         tokens[index] = _draw(logits[index] - best[index, None], [picks[row] for row in drawing])
     place = to_host.add(tokens.double())
-    to_host.add(best.isfinite().double())
+    to_host.add(best.double())
     if raw is not None:
         top = max(picks[row].sampling.logprobs or 0 for row in asking)
         to_host.add(_likelihoods(raw, tokens[which], top))

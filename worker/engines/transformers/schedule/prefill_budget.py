@@ -83,7 +83,8 @@ class StepCost:
         """Record the measured `seconds` of a step."""
         self._steps[tokens > 0] += 1
         key = decodes.bit_length(), tokens.bit_length(), (int(context_reads) // self._READ_GRANULARITY).bit_length()
-        if key in self._kinds:
+        # The fit costs more than the rest, so it is only asked about what may be an outlier.
+        if key in self._kinds and seconds > self._MAX_OUTLIER / 2 * self._kinds[key].seconds:
             seconds = min(seconds, self._MAX_OUTLIER * self.of(decodes, tokens, context_reads) or seconds)
         kind = self._kinds.setdefault(key, _StepKind(decodes, tokens, context_reads, seconds, 0, 0))
         if not kind.count:
@@ -210,10 +211,9 @@ class PrefillBudget:
     def learn(self, batch: Batch, seconds: float) -> None:
         """Record that `batch` took `seconds`."""
         prompts = [segment for segment in batch if not segment.is_decode]
-        tokens = sum(segment.length for segment in prompts)
-        self._has_prompt_timings = self._has_prompt_timings or tokens > 0
-        tokens += sum(
-            len(segment.drafted) for segment in batch
-        )  # a drafted token costs about as much as one of a prompt
+        self._has_prompt_timings = self._has_prompt_timings or bool(prompts)
+        decodes = len(batch) - len(prompts)
+        # A drafted token costs about as much as one of a prompt.
+        tokens = sum(segment.length for segment in batch) - decodes
         reads = sum(context_reads(segment.start, segment.length) for segment in prompts)
-        self._cost.learn(len(batch) - len(prompts), tokens, seconds, reads)
+        self._cost.learn(decodes, tokens, seconds, reads)

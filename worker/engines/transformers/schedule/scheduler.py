@@ -7,8 +7,7 @@ delayed. Prompts share a token budget, so a long prompt does not stall streams t
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from worker.engines.transformers.schedule.kv_cache import BlockTable, RowAllocator
 from worker.engines.transformers.schedule.lora_slots import LoraSlots
@@ -30,6 +29,17 @@ class Segment:
     ahead: bool = False  # scheduled before the previous step finished: its one token is not in `sequence.tokens` yet
     room: int = 0  # tokens that may be drafted behind the newest one: the table covers them
     drafted: tuple[int, ...] = ()  # the segment's last tokens, which are not in `sequence.tokens`
+    # True if this segment leaves nothing to compute, so its last logits choose the next token. Decided once: the
+    # sequence grows before the last reader asks, and each step asks often.
+    completes: bool = field(init=False)
+    is_decode: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        sequence, end = self.sequence, self.end - len(self.drafted)
+        completes = self.ahead or end == len(sequence.tokens)
+        object.__setattr__(self, "completes", completes)
+        is_decode = self.ahead or (completes and end - self.start == 1 and sequence.answered > 0)
+        object.__setattr__(self, "is_decode", is_decode)
 
     @property
     def end(self) -> int:
@@ -39,11 +49,6 @@ class Segment:
     def tokens(self) -> list[int]:
         tokens = self.sequence.tokens[self.start : self.end]
         return [*tokens, *self.drafted] if self.drafted else tokens
-
-    @property
-    def completes(self) -> bool:
-        """True if this segment leaves nothing to compute, so its last logits choose the next token."""
-        return self.ahead or self.end - len(self.drafted) == len(self.sequence.tokens)
 
     @property
     def logits(self) -> int:
@@ -59,14 +64,6 @@ class Segment:
         return prompt_images is not None and any(
             image.begin < self.end and self.start < image.end for image in prompt_images.images
         )
-
-    @property
-    def is_decode(self) -> bool:
-        return self.ahead or (self.sequence.answered > 0 and self.length == 1 + len(self.drafted) and self.completes)
-
-    def with_draft(self, drafted: Tokens[int]) -> "Segment":
-        """The segment with a draft behind its token, of up to `room` tokens."""
-        return replace(self, length=1 + len(drafted), drafted=tuple(drafted))
 
 
 Batch = tuple[Segment, ...]
@@ -152,6 +149,10 @@ class Scheduler:
         self._requeue(sequence)
         self._max_running = max(1, len(self._running))
 
+    def restart(self, sequence: Sequence) -> None:
+        """Compute a running sequence again, because its cache may be wrong."""
+        self._requeue(sequence, is_corrupt=True)
+
     def followers(self, leader: Sequence) -> list[Sequence]:
         """Followers of `leader` in order of arrival."""
         return [self._running[id][0] for id, leads in self._following.items() if leads == leader.id]
@@ -188,19 +189,17 @@ class Scheduler:
             for follower in reversed(self.followers(sequence)):
                 self._requeue(follower)
 
-    def _requeue(self, sequence: Sequence) -> None:
+    def _requeue(self, sequence: Sequence, *, is_corrupt: bool = False) -> None:
         """Preempt: release the row and insert among the waiting ones, preempted before new, then by arrival."""
         has_run = sequence.id not in self._following  # a follower has computed nothing that could be lost
-        self._release(sequence)
+        self._release(sequence, is_corrupt=is_corrupt)
         if has_run:
             sequence.restart()
         key = (not sequence.preempted, sequence.id)
         before = sum((not waiting.preempted, waiting.id) < key for waiting in self._waiting)
         self._waiting.insert(before, sequence)
 
-    def next(
-        self, prompt_budget: int | Callable[[], int], draft_length: Callable[[int], int] = lambda rows: 0
-    ) -> Batch:
+    def next(self, prompt_budget: int | Callable[[], int], draft_length: Callable[[int], int] | None = None) -> Batch:
         """Admit waiting sequences, then select the next step: decodes sorted by position in the cache, then prompts.
 
         `draft_length`: tokens to draft for each of so many decoding sequences. They get room for these where some is
@@ -208,7 +207,7 @@ class Scheduler:
 
         `prompt_budget` caps the prompt tokens of this step below the chunk size. At least one prompt token is computed
         if a prompt is waiting. A callable budget is evaluated after admission, because it depends on the running
-        sequences.
+        sequences, and only if there are prompts.
         """
         # Blocks that are complete by now enter the prefix cache first, so that requests admitted below find them.
         for sequence, row in self._running.values():
@@ -217,10 +216,10 @@ class Scheduler:
         # Prompts that are admitted here begin in this very step, and the budget depends on their number.
         self._admit_all()
         # Decodes that are neighbours in the cache become rows of one strided view (attention/decode_plan).
-        decodes = sorted(self._with_room(list(self._decodes()), draft_length), key=_cache_location)
-        wanted = prompt_budget if isinstance(prompt_budget, int) else prompt_budget()
-        budget = max(1, min(wanted, self._chunk))
-        return (*decodes, *self._prefill(budget))
+        decodes = list(self._decodes())
+        if draft_length is not None:
+            decodes = self._with_room(decodes, draft_length)
+        return (*sorted(decodes, key=_cache_location), *self._prefill(prompt_budget))
 
     def ahead(self, batch: Batch, continuing: Collection[int]) -> Batch:
         """Select the step after `batch` while `batch` is still running: one more token of each sequence in `going`.
@@ -345,7 +344,7 @@ class Scheduler:
     def _segment(self, sequence: Sequence, row: int, length: int) -> Segment:
         return Segment(sequence, row, sequence.computed, length, self._capacity.table(row))
 
-    def _prefill(self, budget: int) -> list[Segment]:
+    def _prefill(self, prompt_budget: int | Callable[[], int]) -> list[Segment]:
         prompts = [
             (prompt, row)
             for prompt, row in self._running.values()
@@ -353,6 +352,8 @@ class Scheduler:
         ]
         if not prompts:
             return []
+        budget = prompt_budget if isinstance(prompt_budget, int) else prompt_budget()
+        budget = max(1, min(budget, self._chunk))
         # Half of the budget for the oldest, the rest for the shortest. All of it for the oldest would block short
         # questions behind a long document; all of it for the shortest would starve the document.
         wanted = _unbudgeted_tokens([prompt for prompt, _ in prompts])

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Tokens
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from worker.engines.transformers.schedule.lora_slots import AppliedAdapter
 from worker.engines.transformers.schedule.speculation import DraftLimits
@@ -140,9 +140,13 @@ class PenaltyCounts:
 
     def update(self) -> None:
         """Add the tokens that are new since the last call, and remove those that left the window."""
-        tokens, prompt = self._sequence.tokens, self._sequence.prompt_tokens
-        begin = self._first if self._window < 0 else max(self._first, len(tokens) - self._window)
-        for position in range(max(self._end, begin), len(tokens)):
+        self._move(self._sequence.tokens, len(self._sequence.tokens))
+
+    def _move(self, tokens: Tokens[int], end: int) -> None:
+        """Count the window before `end`."""
+        prompt = self._sequence.prompt_tokens
+        begin = self._first if self._window < 0 else max(self._first, end - self._window)
+        for position in range(max(self._end, begin), end):
             self.seen[tokens[position]] += 1
             if position >= prompt:
                 self.answer[tokens[position]] += 1
@@ -150,15 +154,16 @@ class PenaltyCounts:
             _uncount(self.seen, tokens[position])
             if position >= prompt:
                 _uncount(self.answer, tokens[position])
-        self._begin, self._end = begin, len(tokens)
+        self._begin, self._end = begin, end
 
     def ahead(self, drafted: Tokens[int]) -> Iterator["PenaltyCounts"]:
         """The counts after none, one, ... and all tokens of `drafted`, as if they were output. Unchanged itself."""
-        for count in range(len(drafted) + 1):
-            later = copy(self)
-            later.seen, later.answer = Counter(self.seen), Counter(self.answer)
-            later._sequence = replace(self._sequence, tokens=[*self._sequence.tokens, *drafted[:count]])
-            later.update()
+        tokens, later = [*self._sequence.tokens, *drafted], self
+        yield later
+        for end in range(len(tokens) - len(drafted) + 1, len(tokens) + 1):
+            later = copy(later)
+            later.seen, later.answer = Counter(later.seen), Counter(later.answer)
+            later._move(tokens, end)
             yield later
 
 

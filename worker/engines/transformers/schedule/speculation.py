@@ -12,22 +12,22 @@ high temperatures, but it needs the draft's probabilities and gives other texts 
 PURE: numbers only.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# Accepted drafts and times are averaged over about this many steps: of the best length, and of one on trial, which has
-# few steps and an old average. Guesses.
-_MEMORY, _TRIAL_MEMORY = 32, 6
-# A trial of a draft length other than the best one takes _TRIAL_STEPS steps. The first is not measured: a draft model
-# may have to compute what was generated without it. Between two trials are _INTERVAL steps at least, and as many more
-# as are needed for trials to lose at most _TRIAL_SHARE of the time. All are guesses.
-_TRIAL_STEPS, _INTERVAL, _TRIAL_SHARE = 4, 32, 0.02
-# At first, lengths are tried from short to long until one gives less than this share of the best. A guess.
-_HOPELESS = 0.85
-# Averages of times follow longer steps so many times more slowly than shorter ones: other processes delay steps, and
-# never make them faster. A guess.
-_DELAYED = 4
-# The least gain for which tokens are drafted, since measurements vary. A guess.
+# Accepted tokens are averaged over about _MEMORY steps, the time for prompts over more: they are rare. Guesses.
+_MEMORY, _READING_MEMORY = 16, 128
+# The seconds of a step are a low quantile of the last _TIMES steps, a quarter from the shortest: other processes delay
+# steps, and never make them faster. Guesses, checked with simulated delays in tests/worker/engines/schedule.
+_TIMES = 9
+# A trial of a draft length takes _TRIAL_STEPS steps. The first is not measured: the draft model may have to read what
+# was generated without it. Trials may lose _TRIAL_SHARE of the time. Each is charged for _LEAST_CHARGE of its own time
+# at least, so that trials that lose nothing do not follow one another. Guesses.
+_TRIAL_STEPS, _TRIAL_SHARE, _LEAST_CHARGE = 4, 0.01, 0.1
+# Longer drafts than one that gives less than this share of the best rate are not tried. A guess.
+_HOPELESS = 0.92
+# The least gain for which drafts begin, since measurements vary. A guess.
 _LEAST_GAIN = 1.05
 
 
@@ -78,41 +78,59 @@ class PromptLookup:
 
 @dataclass(slots=True)
 class _Measured:
-    """Moving averages of the steps of one draft length and batch size."""
+    """The steps of one draft length and batch size."""
 
-    seconds: float = 0.0
-    tokens: float = 0.0
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMES))  # seconds of the last steps
     steps: int = 0
+    tokens: float = 0.0  # of a sequence in a step, moving average
 
-    def learn(self, seconds: float, tokens: float, memory: int) -> None:
+    def learn(self, tokens: float, seconds: float) -> None:
+        self.times.append(seconds)
         self.steps += 1
-        share = max(1.0 / self.steps, 1.0 / memory)
-        is_delayed = self.steps > 1 and seconds > self.seconds
-        self.seconds += share * (seconds - self.seconds) / (_DELAYED if is_delayed else 1)
-        self.tokens += share * (tokens - self.tokens)
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds if self.seconds > 0.0 else 0.0
+        self.tokens += max(1.0 / self.steps, 1.0 / _MEMORY) * (tokens - self.tokens)
 
 
 @dataclass(slots=True)
 class _Choice:
     """The choice among draft lengths for batches of one size."""
 
-    measured: dict[int, _Measured] = field(default_factory=dict)
+    measured: dict[int, _Measured]
     best: int = 0
-    trial: int = 0  # the length on trial, while `trial_left` is positive
-    trial_left: int = 0
-    until_trial: int = 0  # steps
-    credit: float = 0.0  # seconds that trials may lose
+    # Seconds in a step that the draft model spends on prompts and on what was generated without it, moving average.
+    reading: float = 0.0
+    trials: list[int] = field(default_factory=list)  # lengths to try one after the other. The first one is on trial
+    left: int = 0  # steps of the trial
+    seconds: float = 0.0  # of the trial so far
+    tokens: float = 0.0  # of a sequence in the trial so far
+    credit: float = 0.0  # seconds that trials may lose; negative after a trial that has lost more
     turn: int = 0
 
-    def loss(self, length: int) -> float:
-        """Expected seconds that a trial of this length loses against the best one."""
-        tried = self.measured[length]
-        rate = self.measured[self.best].rate
-        return max(0.0, _TRIAL_STEPS * (tried.seconds - tried.tokens / rate)) if rate > 0.0 else 0.0
+    def rate(self, length: int) -> float:
+        """Tokens of a sequence per second. 0 without measurements."""
+        measured = self.measured[length]
+        times = sorted(measured.times)
+        return measured.tokens / (times[len(times) // 4] + (self.reading if length else 0.0)) if times else 0.0
+
+    def begin(self, lengths: Sequence[int]) -> None:
+        """Begin a trial of the first of `lengths`; none if there is none."""
+        self.trials, self.left, self.seconds, self.tokens = list(lengths), _TRIAL_STEPS, 0.0, 0.0
+        for length in lengths[:1]:
+            measured = self.measured[length]
+            measured.times.clear()  # compared are times of now: all steps may have become slower
+            measured.steps = min(
+                measured.steps, _TRIAL_STEPS
+            )  # what was accepted long ago counts as much as what is now
+
+    def end(self) -> None:
+        """End the trial. Continue with the next length, unless longer ones are hopeless."""
+        length, *left = self.trials
+        best, rate = self.rate(self.best), self.rate(length)
+        if length != self.best and best > 0.0:
+            self.credit -= max(self.seconds - self.tokens / best, _LEAST_CHARGE * self.seconds)
+        # Only the two are compared: what was measured of others is old.
+        if rate > best * (1.0 if self.best else _LEAST_GAIN):
+            self.best, best = length, rate
+        self.begin(left if rate >= _HOPELESS * best else ())
 
 
 class DraftLength:
@@ -120,12 +138,12 @@ class DraftLength:
 
     The lengths compared are 0 (no speculation) and the powers of two up to the limit. A gain depends on the model, the
     device, the batch, the text and the draft model in ways that no formula covers, so steps of each length are timed.
-    The best length is used. Another one is tried from time to time, the less often the more its trial is expected to
-    lose. Where no length pays, nothing is drafted outside of these trials.
+    The best length is used. Others are tried from time to time, as often as their losses allow: what a trial has lost
+    is known at its end, and the next one begins when _TRIAL_SHARE of the time since then is as much.
     """
 
     def __init__(self, lengths: Sequence[int]):
-        """`lengths`: those to compare, rising. A single one is used always."""
+        """`lengths`: those to compare, rising from 0. A single one is used always."""
         self.lengths = tuple(lengths)
         self._choices: dict[int, _Choice] = {}
 
@@ -136,61 +154,51 @@ class DraftLength:
 
     def choose(self, rows: int) -> int:
         """Tokens to draft for each of `rows` sequences in the next step."""
+        if len(self.lengths) == 1:
+            return self.lengths[0]
         choice = self._of(rows)
-        return choice.trial if choice.trial_left else choice.best
+        return choice.trials[0] if choice.trials else choice.best
 
-    def learn(self, rows: int, length: int, tokens: int, seconds: float) -> None:
-        """Record a step of `rows` decoding sequences, with drafts of up to `length` tokens, that gave `tokens`."""
-        choice = self._of(rows)
+    def learn(self, rows: int, length: int, tokens: int, seconds: float, reading: float = 0.0) -> None:
+        """Record a step of `rows` decoding sequences, with drafts of up to `length` tokens, that gave `tokens`.
+
+        reading: further seconds, since the last call, that the draft model has spent on more than the newest tokens.
+        """
         if len(self.lengths) == 1 or length != self.choose(rows):
             return  # a trial has begun or ended since the step's drafts were made
-        if not choice.trial_left:
-            choice.measured[length].learn(seconds, tokens / rows, _MEMORY)
-            choice.until_trial -= 1
-            choice.credit += _TRIAL_SHARE * seconds
-            if choice.until_trial <= 0:
-                self._begin_trial(choice)
+        choice = self._of(rows)
+        if choice.trials:
+            choice.left -= 1
+            choice.seconds += seconds + reading
+            choice.tokens += tokens / rows
+            if choice.left < _TRIAL_STEPS - 1:
+                choice.measured[length].learn(tokens / rows, seconds)
+            if not choice.left:
+                choice.end()
             return
-        choice.trial_left -= 1
-        if choice.trial_left < _TRIAL_STEPS - 1:
-            choice.measured[length].learn(seconds, tokens / rows, _TRIAL_MEMORY)
-        if not choice.trial_left:
-            self._end_trial(choice)
+        choice.measured[length].learn(tokens / rows, seconds)
+        if length:
+            choice.reading += (reading - choice.reading) / _READING_MEMORY
+        choice.credit += _TRIAL_SHARE * seconds
+        if choice.credit >= 0.0:
+            choice.begin(self._others(choice))
+        elif choice.rate(length) < choice.rate(0):
+            choice.begin((0,))
 
     def _of(self, rows: int) -> _Choice:
         """The choice for batches of about this size: sizes with the same number of binary digits share one."""
         choice = self._choices.get(rows.bit_length())
         if choice is None:
-            measured = {length: _Measured() for length in self.lengths}
-            choice = self._choices[rows.bit_length()] = _Choice(measured, best=self.lengths[0])
-            if len(self.lengths) > 1:
-                self._begin_trial(choice)
+            choice = self._choices[rows.bit_length()] = _Choice({length: _Measured() for length in self.lengths})
+            choice.begin(self.lengths)
         return choice
 
-    def _begin_trial(self, choice: _Choice) -> None:
-        unknown = [length for length in self.lengths if not choice.measured[length].steps]
-        if unknown:
-            # From short to long, no speculation first.
-            choice.trial = unknown[0]
-        else:
-            others = [length for length in self.lengths if length != choice.best]
-            choice.trial = others[choice.turn % len(others)]
-            if choice.loss(choice.trial) > choice.credit:
-                return  # asked again after the next step
-            choice.credit -= choice.loss(choice.trial)
-            choice.turn += 1
-        choice.trial_left = _TRIAL_STEPS
-
-    def _end_trial(self, choice: _Choice) -> None:
-        known = [length for length in self.lengths if choice.measured[length].steps]
-        best = max(known, key=lambda length: choice.measured[length].rate * (1.0 if length else _LEAST_GAIN))
-        choice.best = best
-        choice.until_trial = _INTERVAL
-        left = self.lengths[len(known) :]
-        last = choice.measured[known[-1]]
-        if left and last.rate < _HOPELESS * choice.measured[best].rate:
-            # Longer ones are assumed to be worse, until a trial of them can be afforded.
-            for length in left:
-                choice.measured[length] = _Measured(last.seconds * length / known[-1], last.tokens, 1)
-        elif left:
-            self._begin_trial(choice)
+    def _others(self, choice: _Choice) -> Sequence[int]:
+        """The lengths to try now: from short to long where nothing is drafted, or else none or a neighbour in turn."""
+        place = self.lengths.index(choice.best)
+        if not place:
+            choice.reading *= 1.0 - _TRIAL_STEPS / _MEMORY  # measured long ago
+            return self.lengths[1:]
+        choice.turn += 1
+        others = (0, *self.lengths[max(place - 1, 1) : place], *self.lengths[place + 1 : place + 2])
+        return others[choice.turn % len(others) :][:1]
