@@ -53,7 +53,6 @@ class Drafter:
 
         Segments with one token come first: they attend together.
         """
-        self._reading = 0.0
         if not any(segment.room for segment in batch) and not self._reads(batch):
             return batch
         found: dict[int, Sequence[int]] = {}  # by sequence id
@@ -97,7 +96,9 @@ class Drafter:
 
     def learn(self, batch: Batch, tokens: int, seconds: float) -> None:
         """Record that `batch`, which took `seconds`, gave `tokens`."""
-        self._readings += self._reading
+        # Of this step only: a step launched ahead has no drafts.
+        reading, self._reading = self._reading, 0.0
+        self._readings += reading
         if not batch or not all(segment.is_decode for segment in batch):
             return  # the time of the target's prompts says nothing about drafts
         limits = [segment.sequence.draft_limits for segment in batch if segment.sequence.draft_limits is not None]
@@ -106,7 +107,7 @@ class Drafter:
         # the length worth less for these requests, and a trial that is never measured would never end.
         is_wanted = any(min(chosen, limit.most) >= max(limit.least, 1) for limit in limits)
         if limits and is_wanted == any(segment.drafted for segment in batch):
-            self.length.learn(len(batch), chosen, tokens, seconds - self._reading, self._readings)
+            self.length.learn(len(batch), chosen, tokens, seconds - reading, self._readings)
             self._readings = 0.0
 
     def count(self, sequence: TokenSequence, drafted: int, accepted: int) -> None:

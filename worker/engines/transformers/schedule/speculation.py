@@ -117,9 +117,8 @@ class _Choice:
         for length in lengths[:1]:
             measured = self.measured[length]
             measured.times.clear()  # compared are times of now: all steps may have become slower
-            measured.steps = min(
-                measured.steps, _TRIAL_STEPS
-            )  # what was accepted long ago counts as much as what is now
+            # What was accepted long ago has about half of the weight.
+            measured.steps = min(measured.steps, _TRIAL_STEPS)
 
     def end(self) -> None:
         """End the trial. Continue with the next length, unless longer ones are hopeless."""
