@@ -385,7 +385,7 @@ async def test_adapters_on_the_target_keep_their_text_with_drafts(llama: Path, t
         AdapterSource(name=name, path=str(lora.make(llama, tmp_path / name, seed=seed)))
         for seed, name in enumerate(("first", "second"))
     ]
-    changes = {"adapters": encode_adapters(adapters), "max_loras": 2}
+    changes: dict[str, Any] = {"adapters": encode_adapters(adapters), "max_loras": 2}
     wanted = [
         generation(prompt, max_tokens=NEW, adapter=AdapterChoice(name) if name else None)
         for prompt in prompts()

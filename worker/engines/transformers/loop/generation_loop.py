@@ -183,7 +183,8 @@ class GenerationLoop:
     def _next(self) -> Batch:
         """The batch of the next step. It has drafts if the backend drafts."""
         drafter = self._backend.drafter
-        return self._active.next(self._backend.pace, self._chunk, drafter and drafter.length.choose)
+        length = drafter.length.choose if drafter is not None else None
+        return self._active.next(self._backend.pace, self._chunk, length)
 
     def _launch(self, batch: Batch) -> InFlightStep:
         begin = time.monotonic()
