@@ -8,7 +8,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for fami
     "falcon with grouped heads": ("falcon-new", {}),
     "falcon with linear biases": ("falcon-alibi", {}),
     "t5": ("t5", {"seed": 2}),
-    "t5 with gates and a head of its own": ("flan-t5", {}),
+    "t5 with gates, a head of its own and a short decoder": ("flan-t5", {"num_layers": 3, "num_decoder_layers": 2}),
     "mistral without a window": ("mistral", {"sliding_window": None}),
     "qwen2 with windows in some layers": (
         "qwen2",

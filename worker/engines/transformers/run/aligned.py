@@ -88,7 +88,7 @@ class AlignedRunner:
         self.adapters: LoraAdapters | None = None
         self._images_by_row: dict[int, PromptImages] = {}  # images of prompts that are being computed
         self._lengths: dict[int, int] = {}  # by row: columns in use after this step
-        shapes = read_layer_shapes(model.config, self._probe)
+        shapes = read_layer_shapes(model, self._probe)
         self._forward.masks_past = any(shape.keys is not None for shape in shapes)
         self._cache = AlignedCache(
             shapes, buffer_rows=rows, width=ctx_size, devices=layer_devices or [device] * len(shapes), kv_dtype=kv_dtype
