@@ -116,6 +116,7 @@ class _Resolution:
             if section.name == "*":
                 star |= self._reader.section(section, STAR)
         general = under | star
+        known = {name.casefold() for name in (*self._sections, *named)}
         presets: dict[str, Preset] = {}
         layers: dict[str, Layer] = {}
         for section in (*added, *document.sections):
@@ -130,6 +131,11 @@ class _Resolution:
                 settings = self._layered(section.name, general, own, over, found)
             preset = self._preset(section, settings, found)
             if preset is not None:
+                if section in added and preset.aliases and preset.aliases[0].casefold() not in known:
+                    # Lists show the first alias, as llama-server, vLLM and FastChat do. The other name stays valid.
+                    preset = replace(preset, id=preset.aliases[0], aliases=(*preset.aliases[1:], preset.id))
+                    named = tuple(preset.id if name == section.name else name for name in named)
+                    known.add(preset.id.casefold())
                 presets[preset.id], layers[preset.id] = preset, settings
         self._check_aliases(presets, layers)
         presets |= _short_names(presets, [section.name for section in added])

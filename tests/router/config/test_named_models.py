@@ -69,8 +69,8 @@ def test_a_model_that_is_named_twice_is_listed_once_with_all_its_names() -> None
     assert ids(model="meta/llama-3", hf_repo="meta/llama-3") == ["meta/llama-3"]
     loaded = start({"model": "llama,./llama,a/llama", "model-names": "x;y,z;w"})
     assert {id: preset.aliases for id, preset in loaded.presets.items()} == {
-        "llama": ("x", "y", "z"),
-        "a/llama": ("w",),
+        "x": ("y", "z", "llama"),
+        "w": ("a/llama",),
     }
 
 
@@ -101,10 +101,12 @@ def test_flags_and_defaults_of_a_file_apply_to_named_models() -> None:
 def test_keys_of_one_model_apply_to_the_one_that_is_named_and_to_no_other() -> None:
     environ = {"HF_REVISION": "v1", "LLAMA_ARG_ALIAS": "weaker"}
     loaded = start({"hf-repo": "org/x"}, text="[other]\nmodel = org/other\n", environ=environ, alias="gpt,mini")
-    x, other = loaded.presets["org/x"], loaded.presets["other"]
-    assert (x.aliases, x.revision) == (("gpt", "mini"), "v1")
+    x, other = loaded.presets["gpt"], loaded.presets["other"]  # lists show the first alias
+    assert (x.aliases, x.revision, loaded.named) == (("mini", "org/x"), "v1", ("gpt",))
     assert (other.aliases, other.revision) == ((), "main")
     assert not loaded.warnings
+    (problem,) = start({"model": "llama"}, text="[other]\nmodel = org/other\n", alias="other").problems
+    assert str(problem) == '--alias: alias "other" is the id of another model; choose another'
     (problem,) = start({"model": "llama,org/x"}, alias="gpt").problems
     assert str(problem).startswith("--alias: is for one model, and 2 are named at start")
     (warning,) = start({"model": "llama,org/x"}, environ={"HF_REVISION": "v1"}).warnings
@@ -154,7 +156,8 @@ def test_a_repository_is_found_by_its_name_alone_unless_two_models_have_it() -> 
 
 def test_model_names_are_given_once_per_model_in_their_order() -> None:
     loaded = start({"model": "org/x,llama", "hf-repo": "org/y", "model-names": "a,b;c;d"})
-    assert [preset.aliases for preset in loaded.presets.values()] == [("a", "b"), ("c",), ("d",)]
+    found = {id: preset.aliases for id, preset in loaded.presets.items()}
+    assert found == {"a": ("b", "org/x"), "c": ("llama",), "d": ("org/y",)}
     (problem,) = settings.parse({"model": "org/x", "model-names": "a;b"}, {})[1]
     assert str(problem) == "--model-names: is given 2 times for 1 model named at start; give it once per model"
 
