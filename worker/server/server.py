@@ -24,7 +24,7 @@ from aiohttp import web
 from worker.api.call import GenerationCall, JsonAnswer
 from worker.api.served_model import ServedModel
 from worker.errors import Draining, InvalidValue, QueueFull, RequestError, StartError, Unauthorized
-from worker.interface import AdapterChoice, Engine, GenerationRequest
+from worker.interface import AdapterChoice, Engine
 from worker.prompt.body_reader import Json, parse
 from worker.protocol.argv import AdapterSource, Profile, Serve
 from worker.protocol.dialects import Dialect
@@ -244,10 +244,9 @@ class Server:
                 call = await function(await _body(exchange.request), model, **waited)
             if isinstance(call, JsonAnswer):
                 return await exchange.send_result(call)
-            call = _with_adapter(call, exchange.request)
-            if model is not self._model:
-                generations = tuple(_with_defaults(generation, model.options) for generation in call.generations)
-                call = replace(call, generations=generations)
+            # The engine has its own default, which replaced adapters may change.
+            default = "" if model is self._model else model.options.default_adapter
+            call = _with_adapter(call, unquote(exchange.request.headers.get(ADAPTER_HEADER, "")), default)
             exchange.keep_alive = call.keep_alive
             exchange.prompt_tokens = sum(len(generation.prompt) for generation in call.generations)
             async with self._deltas(call) as deltas:
@@ -349,31 +348,21 @@ def _load_time(request: web.Request) -> dict[str, float]:
     return {"waited": seconds if 0.0 <= seconds < math.inf else 0.0}
 
 
-def _with_defaults(generation: GenerationRequest, options: Serve) -> GenerationRequest:
-    """Fill fields that the request left open with the defaults of its profile. The engine would use those that it was
-    started with."""
-    if generation.max_tokens is None and options.n_predict >= 0:
-        generation = replace(generation, max_tokens=options.n_predict)
-    if generation.sampling.seed is None and options.seed >= 0:
-        generation = replace(generation, sampling=replace(generation.sampling, seed=options.seed))
-    if generation.adapter is None and options.default_adapter:
-        generation = replace(generation, adapter=AdapterChoice(options.default_adapter))
-    return generation
-
-
-def _with_adapter(call: GenerationCall, request: web.Request) -> GenerationCall:
-    """Apply the adapter that the request names outside its body. Raises InvalidValue if the body names another one."""
-    name = unquote(request.headers.get(ADAPTER_HEADER, ""))
-    if not name:
+def _with_adapter(call: GenerationCall, named: str, default: str) -> GenerationCall:
+    """Apply the adapter that the request names outside its body, or else the default of its profile. Raises
+    InvalidValue if the body names another one."""
+    if not (named or default):
         return call
-    adapter = AdapterChoice(name)
+    generations = []
     for generation in call.generations:
-        if generation.adapter is not None and generation.adapter != adapter:
+        if named and generation.adapter not in (None, AdapterChoice(named)):
             raise InvalidValue(
-                f"the request names adapter '{name[:100]}' outside its body and another one in it; name one",
+                f"the request names adapter '{named[:100]}' outside its body and another one in it; name one",
                 param="adapters",
             )
-    return replace(call, generations=tuple(replace(generation, adapter=adapter) for generation in call.generations))
+        adapter = generation.adapter or AdapterChoice(named or default)
+        generations.append(replace(generation, adapter=adapter))
+    return replace(call, generations=tuple(generations))
 
 
 def stop_requested() -> asyncio.Event:

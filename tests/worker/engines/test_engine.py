@@ -143,11 +143,13 @@ async def test_max_tokens_beyond_the_context_ends_with_length_at_its_last_token(
     assert (longest.finish, len(longest.tokens)) == ("length", 1)
 
 
-async def test_no_maximum_means_the_presets_or_the_context(llama: Path) -> None:
-    never_end = replace(GREEDY, ignore_eos=True)
-    async with serving(load(llama, ctx_size=40, n_predict=7)) as engine:
-        assert len((await complete_one(engine, PROMPT, sampling=never_end)).tokens) == 7
-        assert len((await complete_one(engine, PROMPT, sampling=never_end, max_tokens=9)).tokens) == 9
+async def test_a_request_without_a_maximum_or_a_seed_gets_none_from_the_preset(llama: Path) -> None:
+    """A client turns both off with -1. Defaults of the preset are filled in where the body is parsed."""
+    free = SamplingParams(temperature=2.0, ignore_eos=True)
+    async with serving(load(llama, ctx_size=40, n_predict=7, seed=11)) as engine:
+        answers = [(await complete_one(engine, PROMPT, sampling=free)).tokens for _ in range(2)]
+    assert [len(answer) for answer in answers] == [40 - len(PROMPT)] * 2
+    assert answers[0] != answers[1]
 
 
 async def test_no_tokens_at_all_may_be_asked_for(engine: TransformersEngine) -> None:
@@ -182,12 +184,6 @@ async def test_without_a_seed_every_answer_is_another_one(engine: TransformersEn
     how = SamplingParams(temperature=2.0)
     collected = await asyncio.gather(*(complete_one(engine, PROMPT, max_tokens=20, sampling=how) for _ in range(3)))
     assert len({tuple(each.tokens) for each in collected}) == 3
-
-
-async def test_the_presets_seed_stands_in_where_a_request_has_none(llama: Path) -> None:
-    async with serving(load(llama, ctx_size=64, seed=11)) as engine:
-        unseeded = await complete_one(engine, PROMPT, max_tokens=20, sampling=replace(WARM, seed=None))
-        assert unseeded.tokens == (await complete_one(engine, PROMPT, max_tokens=20, sampling=WARM)).tokens
 
 
 async def test_a_repetition_penalty_equals_that_of_generate(engine: TransformersEngine, model: Any) -> None:

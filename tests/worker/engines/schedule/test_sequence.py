@@ -16,13 +16,12 @@ def sequence(prompt: int = 3, *, limit: int = 4, **sampling: object) -> Sequence
 
 
 @pytest.mark.parametrize(
-    ("prompt", "asked", "default", "limit"),
-    [(10, None, -1, 90), (10, 20, -1, 20), (10, 500, -1, 90), (10, None, 30, 30), (99, None, 30, 1), (10, 0, 30, 0)],
+    ("prompt", "asked", "limit"), [(10, None, 90), (10, 20, 20), (10, 500, 90), (99, 30, 1), (10, 0, 0)]
 )
 def test_the_answer_is_as_long_as_asked_and_never_beyond_the_context(
-    prompt: int, asked: int | None, default: int, limit: int
+    prompt: int, asked: int | None, limit: int
 ) -> None:
-    assert output_limit(prompt, asked, default, ctx_size=100) == limit
+    assert output_limit(prompt, asked, ctx_size=100) == limit
 
 
 def test_an_answer_ends_with_an_end_token_or_at_its_limit() -> None:

@@ -185,12 +185,10 @@ class StreamFactory:
         matcher: GrammarMatcher | None,
         adapter: AppliedAdapter | None,
     ) -> RequestStream:
-        """The stream of `request`. Seeds are random if neither the request nor the preset has one."""
+        """The stream of `request`. Seeds are random if the request has none."""
         stream = RequestStream(asyncio.get_running_loop())
-        limit = output_limit(len(prompt), request.max_tokens, self._options.n_predict, self._ctx_size)
+        limit = output_limit(len(prompt), request.max_tokens, self._ctx_size)
         seed = request.sampling.seed
-        if seed is None and self._options.seed >= 0:
-            seed = self._options.seed
         limits = self._draft_limits(request)
         for index in range(request.n):
             sequence = TokenSequence.of(

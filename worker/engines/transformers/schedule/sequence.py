@@ -14,11 +14,10 @@ from worker.engines.transformers.schedule.speculation import DraftLimits
 from worker.interface import FinishReason, GenerationRequest, PromptImages, SamplingParams
 
 
-def output_limit(prompt_tokens: int, asked: int | None, default: int, ctx_size: int) -> int:
-    """Maximum of new tokens: `asked` or else `default` (negative: unlimited), capped by the free context."""
+def output_limit(prompt_tokens: int, asked: int | None, ctx_size: int) -> int:
+    """Maximum of new tokens: `asked` (None: unlimited), capped by the free context."""
     room = ctx_size - prompt_tokens
-    wanted = default if asked is None else asked
-    return room if wanted < 0 else min(wanted, room)
+    return room if asked is None else min(asked, room)
 
 
 @dataclass(slots=True, eq=False)
