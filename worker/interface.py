@@ -274,6 +274,9 @@ class Engine(Protocol):
         compiled) or QueueFull before the first delta, and SequenceFailed at any time.
         """
 
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Compile a grammar. Raise InvalidValue or UnsupportedByModel as `generate` does."""
+
     async def embed(self, texts: Sequence[EncoderInput], *, normalize: int | None = None) -> list[list[float]]:
         """Return one vector per text, in order. `normalize` is the norm as in llama-server's --embd-normalize; None
         uses the model's configuration.

@@ -32,6 +32,7 @@ from worker.interface import (
     EngineLoad,
     FinishReason,
     GenerationRequest,
+    Grammar,
     ImageProcessor,
     PrefillProgress,
     TokenLogprob,
@@ -143,6 +144,11 @@ class FakeEngine:
             self.journal.append("cancelled")
             asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self._note("")))
             raise
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Report an error for the text "broken"."""
+        if grammar.text == "broken":
+            raise InvalidValue(f"{grammar.field} cannot be compiled", param=grammar.field)
 
     async def embed(self, texts: Sequence[EncoderInput], *, normalize: int | None = None) -> list[list[float]]:
         """Return unnormalized vectors: component i is (length of the text) * (i + 1)."""

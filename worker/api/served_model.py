@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from worker.detokenizer import TokenBytes
-from worker.errors import InvalidValue, UnsupportedByModel, UnsupportedField
+from worker.errors import InvalidValue, RequestError, StartError, UnsupportedByModel, UnsupportedField
 from worker.interface import EncoderInput, Engine, PromptImages
 from worker.prompt import chat_formats, sampling_options
 from worker.prompt.chat_template import ChatTemplate, Conversation
 from worker.prompt.response_parser import AnswerParser, ParseOptions
 from worker.prompt.text_limits import PIECE, TextLimit, bound_of, groups, shorten
 from worker.protocol.argv import ModelOptions, Profile, Serve
+from worker.protocol.events import Exit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,6 +80,14 @@ class ServedModel:
         other = copy.copy(self)
         other._apply_options(replace(self.options, **asdict(profile)))
         return other
+
+    async def check_grammar(self) -> None:
+        """Raise StartError for a grammar of the preset that cannot be compiled. Every request would fail."""
+        if self.defaults.grammar is not None and "completion" in self.engine.capabilities:
+            try:
+                await self.engine.check_grammar(self.defaults.grammar)
+            except RequestError as error:
+                raise StartError(f"sampling: {error.message}", Exit.USAGE) from None
 
     @property
     def capabilities(self) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from worker.errors import InvalidValue, StartError, UnsupportedField
-from worker.interface import SamplingParams
+from worker.interface import Grammar, SamplingParams
 from worker.prompt import guided_decoding
 from worker.prompt.body_reader import BodyFields, Json, parse_setting, to_integer
 from worker.protocol.dialects.generation_fields import (
@@ -59,6 +59,7 @@ class SamplingDefaults:
     tuning: Mapping[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     members: Mapping[str, Any] = field(default_factory=dict)
+    grammar: Grammar | None = None  # that of `members`
 
     def complete(self, body: Json, table: Mapping[str, Any]) -> Json:
         """Return `body` with the members of `table` that it lacks. A member of the body with the same meaning takes
@@ -93,12 +94,11 @@ def defaults(preset: str, checkpoint: Mapping[str, Any], *, vocab_size: int) -> 
     body = {_PRESET_KEYS[key]: value for key, value in values.items() if key in _PRESET_KEYS}
     fields = BodyFields({**members, **body}, {**SAMPLING, **GRAMMAR})
     try:
-        guided_decoding.read(fields)
+        grammar = guided_decoding.read(fields)
         _logit_bias(fields.take("logit_bias"), vocab_size, None)
         apply_samplers(fields, _ALL_ACTIVE)
-        return SamplingDefaults(
-            {**_of_checkpoint(checkpoint), **_tuning(fields)}, tuple(read_stop(fields, "stop") or ()), members
-        )
+        tuning = {**_of_checkpoint(checkpoint), **_tuning(fields)}
+        return SamplingDefaults(tuning, tuple(read_stop(fields, "stop") or ()), members, grammar)
     except (InvalidValue, UnsupportedField) as error:
         raise StartError(f"sampling: {error.message}", Exit.USAGE) from None
 

@@ -127,7 +127,9 @@ class Server:
         return self._model.capabilities
 
     async def start(self) -> str:
-        """Listen. Returns the address with the actual port. Raises StartError for an unusable address."""
+        """Listen. Returns the address with the actual port. Raises StartError for an unusable address, and for a preset
+        whose grammar cannot be compiled."""
+        await self._model.check_grammar()
         return await listen.listen(self._runner, self._address, has_token=self._token is not None)
 
     async def close(self) -> None:
@@ -224,11 +226,13 @@ class Server:
         body = parse(await read(request))
         try:
             profile = Profile(**body)
-            self._profiles[profile.name] = self._model.under(profile)
+            model = self._model.under(profile)
+            await model.check_grammar()
         except TypeError:
             raise InvalidValue("a profile has a name, and options of the worker", param="name") from None
         except StartError as wrong:
             raise InvalidValue(str(wrong), param="name") from None
+        self._profiles[profile.name] = model
         return json_response({})
 
     # API routes

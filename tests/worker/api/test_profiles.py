@@ -84,6 +84,7 @@ async def test_a_valid_profile_replaces_the_old_one_and_an_invalid_one_does_not(
         for wrong, why in (
             ({"chat_template": "{% for %}"}, "chat"),
             ({"sampling": '{"tempo": 1}'}, "tempo"),
+            ({"sampling": '{"grammar": "broken"}'}, "grammar cannot be compiled"),
             ({"chat_template_kwargs": "[]"}, "JSON object"),
             ({"colour": "red"}, "profile"),
         ):

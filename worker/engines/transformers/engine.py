@@ -38,7 +38,7 @@ from worker.errors import (
     UnsupportedByModel,
 )
 from worker.images import TEXT_ONLY
-from worker.interface import Delta, EncoderInput, EncodingConfig, EngineLoad, GenerationRequest
+from worker.interface import Delta, EncoderInput, EncodingConfig, EngineLoad, GenerationRequest, Grammar
 from worker.protocol.argv import AdapterSource, Serve
 from worker.protocol.events import Progress, Pulse
 
@@ -239,6 +239,9 @@ class TransformersEngine:
             raise QueueFull(f"{queue_size} requests are waiting for this model already; try again later")
 
     # Text
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        await self._grammars.compiled(grammar)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """See `worker.interface.Engine`."""

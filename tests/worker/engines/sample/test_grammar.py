@@ -54,11 +54,13 @@ from worker.engines.transformers.sample.grammar import (
 from worker.engines.transformers.sample.sampler import RowSampling, TokenMasks, mask_bias, sample
 from worker.engines.transformers.sample.work_thread import Clock, WorkThread
 from worker.engines.transformers.schedule.scheduler import Batch
-from worker.errors import InvalidValue, SequenceFailed, UnsupportedByModel
+from worker.errors import InvalidValue, SequenceFailed, StartError, UnsupportedByModel
 from worker.interface import Grammar, SamplingParams
 from worker.prompt import tools
 from worker.prompt.chat_formats import find
 from worker.prompt.tools import preamble
+from worker.protocol.events import Exit
+from worker.server.server import Server
 
 CTX, EOS = 256, 1
 PROMPT = (9, 41, 70, 77, 80)
@@ -157,6 +159,14 @@ async def test_a_grammar_does_not_change_other_sequences(engine: TransformersEng
 
 @pytest.mark.parametrize(
     "grammar",
+async def test_a_preset_whose_grammar_cannot_be_compiled_is_not_served(engine: TransformersEngine) -> None:
+    for members in ('{"grammar": "root ::= missing"}', '{"json-schema": {"type": "objekt"}}'):
+        server = Server(engine, engine.tokenizer, options(sampling=members), token=None, announce=lambda event: None)
+        with pytest.raises(StartError, match=r"sampling: (grammar|json_schema)") as error:
+            await server.start()
+        assert error.value.exit is Exit.USAGE
+
+
     [
         schema({"type": "objekt"}),
         schema({"type": "string", "not": {"const": "a"}}),
