@@ -88,8 +88,9 @@ class GrammarMatcher:
         self._credit = credit or _Credit()
         self._may_draft = True
 
-    def copy(self) -> "GrammarMatcher":
-        return GrammarMatcher(self._matcher.deep_copy(), self._field)
+    def copy(self, field: str = "") -> "GrammarMatcher":
+        """`field`: the field of the copy's request, if it is another request."""
+        return GrammarMatcher(self._matcher.deep_copy(), field or self._field)
 
     def allowed(self, tokens: Sequence[int]) -> int:
         """Number of leading tokens of `tokens`, a draft, that the grammar allows.
@@ -339,8 +340,9 @@ class Grammars:
             if seconds > ASIDE_SECONDS or len(grammar.text) > LONG_TEXT:
                 memory.give_back()  # 120 MB for one of 230,000 characters
         if isinstance(found, InvalidValue):
-            raise InvalidValue(found.message, param=found.param)  # a new one: the caller may change it
-        return found.copy()
+            # a new one: the caller may change it, and an equal grammar may have been in another field
+            raise InvalidValue(grammar.field + found.message.removeprefix(str(found.param)), param=grammar.field)
+        return found.copy(grammar.field)
 
     def _keep(self, grammar: Grammar, compiled: GrammarMatcher | InvalidValue, seconds: float = 0.0) -> None:
         """Keep a compiled grammar, or the error, so that a repeated request does not cost the same time again.
