@@ -10,8 +10,10 @@ weights are known, they are multiplied by a stated factor, and the estimate has 
 `UnknownArchitecture` is raised; the way out is the key `required-memory`.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from typing import Any, Literal
 
 from router.config.presets import Preset
@@ -54,10 +56,21 @@ from worker.protocol.memory import (
     UNUSABLE_SHARE,
 )
 
+
+@functools.cache
+def version(distribution: str) -> str:
+    """Return the version of an installed distribution without importing it; "" if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 # Resident bytes of a worker process on main memory beside its model. Measured: 395 MiB of imports (torch 2.13 for the
 # CPU, transformers 5.23, Python 3.11; a third of it mapped libraries) and 15 more until it is ready. A worker with a
-# model of 1.8 MiB had 410 MiB when ready and 433 in service; with tokenizer and kernels, the estimate was 484.
-RUNTIME_HOST = 420 * MIB
+# model of 1.8 MiB had 410 MiB when ready and 433 in service; with tokenizer and kernels, the estimate was 484. A build
+# of torch for accelerators has larger libraries: 494 MiB with the same model.
+RUNTIME_HOST = (420 if version("torch").endswith("+cpu") else 500) * MIB
 
 # The same for a forked worker, without data and libraries that it shares with its fork server. Measured: 28 MiB when
 # ready and 33 in service with a model of half a MiB. A sixteenth of the 266 MiB of shared data is added for pages

@@ -12,7 +12,6 @@ costs an estimate, not a model.
 
 import contextlib
 import fcntl
-import functools
 import hashlib
 import json
 import logging
@@ -21,7 +20,6 @@ import statistics
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -30,7 +28,7 @@ import msgspec
 from router import DISTRIBUTION
 from router.config.presets import Preset
 from router.memory.checkpoint_facts import Checkpoint, effective_ctx
-from router.memory.estimate import UNKNOWN, Estimate, Overhead, beside_steps
+from router.memory.estimate import UNKNOWN, Estimate, Overhead, beside_steps, version
 
 DECAY = 0.25  # part of the difference by which a learned figure falls with a lower measurement; it rises at once
 RAISE = 1.15  # factor for a figure whose worker ran out of memory
@@ -90,15 +88,6 @@ def key(
 def _prefix(checkpoint: Checkpoint) -> str:
     """Return the first part of all keys of a snapshot."""
     return hashlib.sha256(checkpoint.identity.encode()).hexdigest()[:16] + "-"
-
-
-@functools.cache
-def version(distribution: str) -> str:
-    """Return the version of an installed distribution without importing it; "" if it is not installed."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 @dataclass(frozen=True, slots=True)

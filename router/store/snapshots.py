@@ -12,7 +12,7 @@ from router.errors import LoadFailed
 from router.memory import checkpoint
 from router.memory.checkpoint import has_only_pickles
 from router.memory.checkpoint_facts import Checkpoint, EstimateError, UnknownCheckpoint
-from router.memory.learned import version
+from router.memory.estimate import version
 from router.store.catalogue import find_snapshot
 from router.store.converted import ConvertedSnapshots, can_be_converted
 from worker.protocol.argv import AdapterSource, Convert, Download
