@@ -280,7 +280,7 @@ def _seconds(text: str) -> float | None:
 
 def _images(where: str, given: Any, model: ServedModel) -> list[EncodedImage]:
     """Read images in base64 or as data URLs."""
-    if not given:
+    if given in (None, []):
         return []
     if model.engine.no_vision:
         raise UnsupportedField(f"{where}: {model.engine.no_vision}", param=where)

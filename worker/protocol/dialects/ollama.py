@@ -92,7 +92,7 @@ GENERATE: Body = {
     "prompt": text("None: the model is loaded, or with keep_alive 0 unloaded."),
     "system": text(),
     "raw": flag(),
-    "images": array(openai.BASE64, about=f"{openai.VISION_ONLY} They stand before the prompt."),
+    "images": openai.IMAGES,
     "context": array(COUNT, about="The `context` of an earlier response, which the prompt continues."),
     "template": one_of([""]),
     "suffix": text("What follows the gap, for models that can fill one in; the prompt is what goes before it."),

@@ -154,7 +154,7 @@ DATA_URL: Schema = {
 BASE64: Schema = {**TEXT, "contentEncoding": "base64"}
 _IMAGE = described({"url": DATA_URL, "detail": choice(DETAILS, "Reported as ignored.")})
 _IMAGE_PART = tagged("image_url", {"image_url": _IMAGE, **CACHE_HINTS}, about=f"{VISION_ONLY} In messages of the user.")
-IMAGES = any_of(several(BASE64), enum(None, "", 0, False, {}), about=f"{VISION_ONLY} They stand before the text.")
+IMAGES = array(BASE64, about=f"{VISION_ONLY} They stand before the text.")
 CONTENT = any_of(TEXT, several(any_of(*CONTENT_PARTS, _IMAGE_PART)))
 _ARGUMENTS = any_of({"type": ["string", "null", "object"]}, enum(0, False, []))
 TOOL_CALL: Schema = described(
