@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from worker.api.call import GenerationCall, JsonAnswer, event_frame
+from worker.api.call import GenerationCall, JsonAnswer, event_frame, switch_reasoning
 from worker.api.openai import ParsedCompletion, chat_prompt_tokens, parse_chat
 from worker.api.served_model import ServedModel
 from worker.api.usage import UsageTotals
@@ -259,11 +259,7 @@ def _translate_thinking(fields: BodyFields, model: ServedModel) -> Json:
         raise InvalidValue("thinking.type must be enabled, disabled or adaptive", param="thinking.type")
     if within.integer("budget_tokens") is not None:
         fields.mark_unused("thinking.budget_tokens")
-    has_switch = bool(model.template.thinking_switch)
-    has_reasoning = model.chat_format is not None and model.chat_format.has_reasoning
-    if not has_switch and has_reasoning == (kind == "disabled"):
-        fields.mark_unused("thinking")
-    return {"chat_template_kwargs": {"enable_thinking": kind != "disabled"}} if has_switch else {}
+    return switch_reasoning(fields, "thinking", model, is_on=kind != "disabled")
 
 
 def _translate_output(fields: BodyFields) -> Json:

@@ -140,6 +140,17 @@ def read_stream_flag(fields: BodyFields, name: str, *, stream: bool) -> bool:
     return is_set and stream
 
 
+def switch_reasoning(fields: BodyFields, name: str, model: ServedModel, *, is_on: bool) -> Json:
+    """Return the fields of a chat completion that turn reasoning on or off. Field `name` is reported as ignored if the
+    model does otherwise and its template has no switch.
+    """
+    if model.template.thinking_switch:
+        return {"chat_template_kwargs": {"enable_thinking": is_on}}
+    if is_on != (model.chat_format is not None and model.chat_format.has_reasoning):
+        fields.mark_unused(name)
+    return {}
+
+
 def data_frame(body: Json) -> bytes:
     """Return a server-sent event without a name."""
     return b"data: " + orjson.dumps(body) + b"\n\n"

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from worker.api import embeddings as vectors
-from worker.api.call import GenerationCall, JsonAnswer, read_ping_interval
+from worker.api.call import GenerationCall, JsonAnswer, read_ping_interval, switch_reasoning
 from worker.api.openai import ParsedCompletion, parse_chat, parse_text
 from worker.api.openai_replies import token_entry
 from worker.api.served_model import ServedModel
@@ -233,18 +233,11 @@ def _think(fields: BodyFields, model: ServedModel) -> Json:
     given = fields.take("think")
     if given is None:
         return {}
-    if isinstance(given, str):
-        if given not in _THINKING_LEVELS:
-            raise InvalidValue(f"think must be true, false or one of {', '.join(_THINKING_LEVELS)}", param="think")
+    if given in _THINKING_LEVELS:
         return {"reasoning_effort": given}
     if not isinstance(given, bool):
         raise InvalidValue(f"think must be true, false or one of {', '.join(_THINKING_LEVELS)}", param="think")
-    if not model.template.thinking_switch:
-        has_reasoning = model.chat_format is not None and model.chat_format.has_reasoning
-        if has_reasoning != given:
-            fields.mark_unused("think")
-        return {}
-    return {"chat_template_kwargs": {"enable_thinking": given}}
+    return switch_reasoning(fields, "think", model, is_on=given)
 
 
 def _logprobs(fields: BodyFields) -> Json:

@@ -139,13 +139,12 @@ class ChatWriter(_OpenAiWriter):
         *,
         chunk_options: ChunkOptions,
         logprob_settings: LogprobOptions,
-        parse_options: ParseOptions | None = None,
-        include_reasoning: bool = True,
+        parse_options: ParseOptions,
+        include_reasoning: bool,
     ):
         """`parse_options`: how to find reasoning and tool calls in the answer."""
         head = {**head, "object": "chat.completion.chunk"}
         super().__init__(head, generations, chunk_options=chunk_options, logprob_settings=logprob_settings)
-        parse_options = parse_options or ParseOptions(chat_format=None)
         [generation] = generations
         self._answers = [_ChatMessage(parse_options, include_reasoning=include_reasoning) for _ in range(generation.n)]
         self._started: set[int] = set()
