@@ -203,6 +203,3 @@ def storage_key(tensor: torch.Tensor) -> int:
     """Return an identifier of the tensor's storage, valid while the storage lives."""
     key: int = tensor.untyped_storage()._cdata
     return key
-
-
-__all__ = ["LiveBytes", "Step", "live_bytes", "peak_bytes", "storage_key"]

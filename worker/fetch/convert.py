@@ -537,6 +537,3 @@ class TensorWriter:
         head.flush()
         os.fsync(self._descriptor)
         return self._end
-
-
-__all__ = ["PART", "convert", "is_converted_by_loads"]

@@ -149,6 +149,3 @@ def _reservations(folder: Path) -> dict[Path, int]:
             else:
                 path.unlink(missing_ok=True)
     return reservations
-
-
-__all__ = ["PARTIAL", "bytes_present", "reserved"]

@@ -42,6 +42,3 @@ def pickle_fault(path: Path) -> str:
     except pickled_weights.UnusablePickle as error:
         raise StartError(f"{path} {error}; take a revision of the model with safetensors weights") from None
     return ""
-
-
-__all__ = ["pickle_fault", "pickle_files"]
