@@ -6,17 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from tests.worker.loaded import GREEDY, CollectedChoice, generation
-from worker.engines.transformers.engine import TransformersEngine
-from worker.engines.transformers.loop.generation_loop import GenerationLoop
 from worker.interface import GenerationRequest, Grammar, SamplingParams
 
 NEW = 30
 WARM = SamplingParams(temperature=1.0, seed=11)
-
-
-def work_of(engine: TransformersEngine) -> GenerationLoop:
-    assert engine._generation is not None
-    return engine._generation
 
 
 def prompts(longest: int = 60) -> list[tuple[int, ...]]:

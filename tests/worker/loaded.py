@@ -1,6 +1,7 @@
 """Engines with tiny models, and helpers that collect their answers."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -9,19 +10,22 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import architectures, loader
 from worker.engines.transformers.load.snapshot import load_config, load_tokenizer
 from worker.engines.transformers.load_generator import LoadedGenerator
-from worker.engines.transformers.loop.generation_loop import Backend
+from worker.engines.transformers.loop.generation_loop import Backend, GenerationLoop
 from worker.engines.transformers.preparation import PreparedModel
 from worker.engines.transformers.run.backends import make_blocks, make_pool
 from worker.engines.transformers.run.runner import PagedRunner, Runner
+from worker.engines.transformers.schedule.kv_cache import BlockAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.interface import ChoiceTimings, Delta, FinishReason, GenerationRequest, SamplingParams, TokenLogprob
 from worker.protocol.argv import Serve
+from worker.protocol.snapshot_files import WEIGHTS
 
 DEADLINE = 60.0
 GREEDY = SamplingParams(temperature=0.0)
@@ -35,21 +39,31 @@ def load(folder: Path, *, ahead: bool | None = None, **changes: Any) -> Transfor
     return TransformersEngine.load(options(folder, **changes), progress=_ignore, pulse=_ignore, ahead=ahead)
 
 
+def paged_runner(asked: Serve) -> tuple[PagedRunner, BlockAllocator]:
+    """A model whose KV cache has blocks, and these blocks."""
+    paged.register()
+    config = load_config(asked)
+    loaded = loader.load_model(asked, config, paged.SDPA, _ignore)
+    blocks = make_blocks(asked, asked.ctx_size or architectures.positions(config), caches=asked.prefix_caching)
+    pool = make_pool(config, blocks, loaded.dtype, loaded.device, kv_dtype=asked.kv_cache_dtype)
+    return PagedRunner(loaded.model, pool, blocks, loaded.device), blocks
+
+
 def load_with(
     folder: Path, wrap: Callable[[Runner], Runner], *, ahead: bool = False, **changes: Any
 ) -> TransformersEngine:
     """An engine whose runner is wrapped by `wrap`."""
     asked = options(folder, **changes)
-    paged.register()
-    config = load_config(asked)
-    loaded = loader.load_model(asked, config, paged.SDPA, _ignore)
-    ctx_size = asked.ctx_size or architectures.positions(config)
-    blocks = make_blocks(asked, ctx_size, caches=asked.prefix_caching)
-    pool = make_pool(config, blocks, loaded.dtype, loaded.device, kv_dtype=asked.kv_cache_dtype)
-    runner = wrap(PagedRunner(loaded.model, pool, blocks, loaded.device))
-    tokenizer = load_tokenizer(asked)
-    backend = Backend(runner=runner, capacity=blocks, pace=PrefillBudget(), ahead=ahead)
-    return TransformersEngine(asked, PreparedModel(config, tokenizer), LoadedGenerator(ctx_size, backend), _ignore)
+    runner, blocks = paged_runner(asked)
+    prepared = PreparedModel(load_config(asked), load_tokenizer(asked))
+    ctx_size = asked.ctx_size or architectures.positions(prepared.config)
+    backend = Backend(runner=wrap(runner), capacity=blocks, pace=PrefillBudget(), ahead=ahead)
+    return TransformersEngine(asked, prepared, LoadedGenerator(ctx_size, backend), _ignore)
+
+
+def work_of(engine: TransformersEngine) -> GenerationLoop:
+    assert engine._generation is not None
+    return engine._generation
 
 
 @asynccontextmanager
@@ -64,8 +78,7 @@ async def serving(engine: TransformersEngine) -> AsyncIterator[TransformersEngin
 
 def put_back_the_youngest(engine: TransformersEngine) -> None:
     """Preempt the youngest of several running sequences before the next step."""
-    work = engine._generation
-    assert work is not None
+    work = work_of(engine)
 
     def put_back() -> None:
         running = [each for _, each in work._scheduler.places]
@@ -87,6 +100,11 @@ class CollectedChoice:
     finish: FinishReason | None = None
     stop: str | None = None
     timings: ChoiceTimings | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        assert self.timings is not None
+        return self.timings.cached_tokens
 
     def add(self, delta: Delta) -> None:
         assert self.finish is None, "nothing comes after the end"
@@ -116,6 +134,30 @@ async def complete_one(engine: TransformersEngine, prompt: Sequence[int], **chan
     """The only choice of a request."""
     (reported,) = await collect_choices(engine, generation(prompt, **changes))
     return reported
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Set keys of a JSON file; None removes one."""
+    body = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in body.items() if value is not None}))
+
+
+def shard(folder: Path) -> list[Path]:
+    """Split the weights over two files with an index."""
+    tensors = load_file(folder / WEIGHTS)
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, members in parts.items():
+        save_file({name: tensors[name] for name in members}, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, members in parts.items() for name in members}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / WEIGHTS).unlink()
+    return [folder / file for file in parts]
+
+
+def words(count: int, seed: int = 0) -> tuple[int, ...]:
+    """Token ids of a text."""
+    return tuple(3 + (seed * 131 + index * 37) % 480 for index in range(count))
 
 
 def generated(model: Any, prompt: Sequence[int], count: int, **options: Any) -> list[int]:

@@ -24,6 +24,7 @@ from tests.worker.loaded import (
     put_back_the_youngest,
     reference,
     serving,
+    work_of,
 )
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load.architectures import VERIFIED, backend
@@ -102,8 +103,7 @@ async def test_greedy_text_equals_generate_after_preemptions(
     room = 128 if backend(kind) == "paged" else 0
     options: dict[str, Any] = {"ctx_size": 128, "parallel": 4, "prefill_chunk": 16, "kv_tokens": room}
     async with serving(load(snapshot, prefix_caching=False, **options)) as engine:
-        work = engine._generation
-        assert work is not None
+        work = work_of(engine)
 
         async def talk(prompt: tuple[int, ...]) -> list[int]:
             collected = CollectedChoice()
@@ -123,7 +123,7 @@ async def test_greedy_text_equals_generate_after_preemptions(
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
 async def test_eager_attention_gives_the_same_text(family: str, tmp_path: Path) -> None:
     folder = tiny.make(family, tmp_path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = reference(folder)
     prompts = [tuple(range(5, 5 + length)) for length in (3, 40)]
     async with serving(load(folder, prefill_chunk=16, attention="eager")) as engine:
         collected = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in prompts))

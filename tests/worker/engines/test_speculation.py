@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests import lora, tiny
-from tests.worker.every_kind import NEW, comparable, prompts, requests, work_of
+from tests.worker.every_kind import NEW, comparable, prompts, requests
 from tests.worker.loaded import (
     DEADLINE,
     GREEDY,
@@ -27,6 +27,7 @@ from tests.worker.loaded import (
     put_back_the_youngest,
     reference,
     serving,
+    work_of,
 )
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.loop.drafting import Drafter

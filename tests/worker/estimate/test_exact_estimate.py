@@ -23,6 +23,7 @@ from router.planner.ledger import HOST, LOCAL, DeviceId
 from tests import tiny
 from tests.router.checkpoints import most_context
 from tests.worker.families import FAMILIES
+from tests.worker.loaded import edit
 from worker.engines.transformers import load_encoder
 from worker.engines.transformers.attention import cpu_linear
 from worker.engines.transformers.load import architectures, loader, sentence_transformers_config
@@ -440,9 +441,7 @@ def test_a_quantized_checkpoint_is_the_same_by_headers_and_by_the_worker(
         stored[f"{layer}.weight"] = torch.zeros(rows, columns, dtype=torch.float8_e4m3fn)
         stored[f"{layer}.weight_scale_inv"] = torch.zeros(1, 1)
     safetensors.torch.save_file(stored, snapshot / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((snapshot / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": columns}
-    (snapshot / "config.json").write_text(json.dumps(config))
+    edit(snapshot / "config.json", quantization_config={"quant_method": method, "bits": 4, "group_size": columns})
     chosen = options(snapshot, devices=(device,))
     by_worker = quantized.stored_bytes(chosen, load_config(chosen), torch.bfloat16)
     by_headers = weight_bytes(checkpoint.read(snapshot), Preset(id="m"), on_host=device == "cpu")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from router.memory import checkpoint
 from tests import tiny
 from tests.pickled import Command, pickle_weights, poison
-from tests.worker.loaded import complete_one, load, options, serving
+from tests.worker.loaded import complete_one, edit, load, options, serving, shard
 from worker.engines.transformers.load import loader
 from worker.engines.transformers.load.snapshot import load_config, load_tokenizer
 from worker.errors import StartError
@@ -25,7 +25,7 @@ from worker.fetch.convert import PROBES, TensorWriter, check_disk_space
 from worker.protocol.argv import Convert
 from worker.protocol.events import Converted, Event, Exit, Progress
 from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
-from worker.protocol.snapshot_files import INDEX, MANIFEST, ConversionManifest, decode_manifest
+from worker.protocol.snapshot_files import MANIFEST, ConversionManifest, decode_manifest
 
 PROMPT = (9, 41, 70, 77, 80)
 # families whose checkpoints store experts one by one
@@ -97,14 +97,7 @@ def test_other_files_are_linked_and_the_snapshot_is_unchanged(tmp_path: Path) ->
 
 def test_shards_become_one_file(tmp_path: Path) -> None:
     snapshot, target = tiny.make("qwen3_moe", tmp_path / "original"), tmp_path / "converted"
-    tensors = load_file(snapshot / "model.safetensors")
-    names = sorted(tensors)
-    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
-    for file, part in shards.items():
-        save_file({name: tensors[name] for name in part}, snapshot / file)
-    index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
-    (snapshot / INDEX).write_text(json.dumps(index))
-    (snapshot / "model.safetensors").unlink()
+    shard(snapshot)
     convert(snapshot, target)
     assert sorted(path.name for path in target.glob("*.safetensors*")) == ["model.safetensors"]
     assert loader.build(options(target), load_config(options(target)), None) is not None
@@ -317,8 +310,7 @@ def store_slow_tokenizer(snapshot: Path) -> None:
     lines = [" ".join(pair) if isinstance(pair, list) else pair for pair in fast["model"]["merges"]]
     (snapshot / "merges.txt").write_text("#version: 0.2\n" + "\n".join(lines) + "\n")
     (snapshot / "tokenizer.json").unlink()
-    config = json.loads((snapshot / "tokenizer_config.json").read_text()) | {"tokenizer_class": "GPT2Tokenizer"}
-    (snapshot / "tokenizer_config.json").write_text(json.dumps(config))
+    edit(snapshot / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
 
 
 def test_a_slow_tokenizer_gets_a_fast_form_with_the_same_tokens(tmp_path: Path) -> None:

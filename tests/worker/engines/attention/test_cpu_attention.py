@@ -9,111 +9,59 @@ import torch
 
 from tests import tiny
 from tests.worker.loaded import complete_one, load
-from worker.engines.transformers.attention import cpu_attention, decode_plan, dense, kv_pool, paged
-from worker.engines.transformers.schedule import kv_cache
+from tests.worker.paged_reference import assert_formula, formula, random_pool, table
+from worker.engines.transformers.attention import cpu_attention, decode_plan, dense, paged
 from worker.estimate.memory_tracer import peak_bytes
 from worker.protocol.memory import BLOCK_TOKENS, SPREAD_SCORES, SPREAD_TENSORS, WIDENED_BYTES
-
-CPU = torch.device("cpu")
-
-
-def formula(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, low: int, end: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float64, of one row: `query` `[heads, head_dim]`, keys and values `[tokens, kv_heads, head_dim]`."""
-    group = query.shape[0] // keys.shape[1]
-    keys, values = (each[low:end].double().repeat_interleave(group, 1) for each in (keys, values))
-    scores = torch.einsum("hd,phd->hp", query.double(), keys) / query.shape[-1] ** 0.5
-    return torch.einsum("hp,phd->hd", scores.softmax(-1), values), scores.logsumexp(-1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("window", [0, 9])
 def test_rows_that_decode_together_give_the_logits_of_each_alone(group: int, window: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     rows, stride, kv_heads, dim = 40, 3 * BLOCK_TOKENS, 2, 8
-    pool = kv_pool.KvPool(
-        layers=1, kv_heads=kv_heads, head_dim=dim, rows=rows, blocks=3 * rows, dtype=dtype, device=CPU
-    )
-    pool.keys[0].normal_()
+    pool = random_pool(rows=rows, blocks=3 * rows, dtype=dtype)
     pool.values[0].fill_(float("nan"))
     ends = {0: 48, 2: 1, 3: 17, 5: 30, 6: 47}  # three rows belong to no sequence
     ends |= {row: 20 + row % 28 for row in range(8, rows)}
-    decodes = []
+    decodes = tuple((table(*range(3 * row, 3 * row + 3)), end) for row, end in ends.items())
     for row, end in ends.items():
-        table = kv_cache.BlockTable()
-        for block in range(3 * row, 3 * row + 3):
-            table.append(block)
-        decodes.append((table, end))
         low = max(0, end - window) if window else 0
         pool.values[0][row * stride + low : row * stride + end].normal_()
-    packed = paged.PackedBatch(pool, torch.zeros(len(ends), dtype=torch.int64), tuple(decodes), ())
+    packed = paged.PackedBatch(pool, torch.zeros(len(ends), dtype=torch.int64), decodes, ())
     query = torch.randn(len(ends), kv_heads * group, dim).to(dtype)
     plan = packed.plan(window, kv_heads * group, dtype, can_merge=True)
     assert [isinstance(call, decode_plan.PaddedCall) and call.places is not None for call in plan.calls] == [True]
     answers = packed.decode(paged.LayerAttention(dense.sdpa, 0, window), query)
-    for place, (row, end) in enumerate(ends.items()):
-        keys, values = (each[0][row * stride : (row + 1) * stride] for each in (pool.keys, pool.values))
-        low = max(0, end - window) if window else 0
-        answer, _ = formula(query[place], keys, values, low, end)
-        near = 1e-4 if dtype == torch.float32 else 1e-2
-        torch.testing.assert_close(answers[place].double(), answer, atol=near, rtol=near, msg=f"row {row}")
+    near = 1e-4 if dtype == torch.float32 else 1e-2
+    assert_formula(answers, query, pool, decodes, window, atol=near, rtol=near)
 
 
 @pytest.mark.parametrize("window", [0, 9])
 def test_rows_that_begin_anywhere_attend_together(window: int) -> None:
-    torch.manual_seed(0)
-    kv_heads, dim, starts = 2, 8, [3 * row + row * row % 5 for row in range(1, 30)]
-    pool = kv_pool.KvPool(
-        layers=1, kv_heads=kv_heads, head_dim=dim, rows=2, blocks=100, dtype=torch.float32, device=CPU
-    )
-    pool.keys[0].normal_()
-    pool.values[0].normal_()
-    decodes = []
-    for place, start in enumerate(starts):
-        table = kv_cache.BlockTable()
-        for block in (start, start + 1):
-            table.append(block)
-        decodes.append((table, place % 31 + 1))
-    packed = paged.PackedBatch(pool, torch.zeros(len(starts), dtype=torch.int64), tuple(decodes), ())
-    query = torch.randn(len(starts), kv_heads, dim)
-    plan = packed.plan(window, kv_heads, torch.float32, can_merge=True)
+    starts = [3 * row + row * row % 5 for row in range(1, 30)]
+    pool = random_pool(rows=2, blocks=100)
+    decodes = tuple((table(start, start + 1), place % 31 + 1) for place, start in enumerate(starts))
+    packed = paged.PackedBatch(pool, torch.zeros(len(starts), dtype=torch.int64), decodes, ())
+    query = torch.randn(len(starts), 2, 8)
+    plan = packed.plan(window, 2, torch.float32, can_merge=True)
     assert [isinstance(call, decode_plan.PaddedCall) and call.stride == 0 for call in plan.calls] == [True]
     answers = packed.decode(paged.LayerAttention(dense.sdpa, 0, window), query)
     exact = packed.decode(paged.LayerAttention(dense.eager, 0, window), query)
     torch.testing.assert_close(answers, exact, atol=1e-5, rtol=1e-4)
-    for place, (table, end) in enumerate(decodes):
-        first = table.blocks[0] * BLOCK_TOKENS
-        keys, values = (each[0][first : first + 2 * BLOCK_TOKENS] for each in (pool.keys, pool.values))
-        answer, _ = formula(query[place], keys, values, max(0, end - window) if window else 0, end)
-        torch.testing.assert_close(answers[place].double(), answer, atol=1e-5, rtol=1e-4)
+    assert_formula(answers, query, pool, decodes, window)
 
 
 def test_shared_and_own_runs_of_rows_are_merged() -> None:
-    torch.manual_seed(0)
-    rows, kv_heads, dim = 34, 2, 8
-    pool = kv_pool.KvPool(
-        layers=1, kv_heads=kv_heads, head_dim=dim, rows=rows, blocks=3 * rows, dtype=torch.float32, device=CPU
-    )
-    pool.keys[0].normal_()
-    pool.values[0].normal_()
-    decodes = []
-    for row in range(1, rows):
-        table = kv_cache.BlockTable()
-        for block in (0, 1, 3 * row, 3 * row + 1):
-            table.append(block)
-        decodes.append((table, 2 * BLOCK_TOKENS + 5 * (row % 6 + 1)))
-    packed = paged.PackedBatch(pool, torch.zeros(rows - 1, dtype=torch.int64), tuple(decodes), ())
-    plan = packed.plan(0, kv_heads, torch.float32, can_merge=True)
+    rows = 34
+    pool = random_pool(rows=rows, blocks=3 * rows)
+    decodes = tuple((table(0, 1, 3 * row, 3 * row + 1), 2 * BLOCK_TOKENS + 5 * (row % 6 + 1)) for row in range(1, rows))
+    packed = paged.PackedBatch(pool, torch.zeros(rows - 1, dtype=torch.int64), decodes, ())
+    plan = packed.plan(0, 2, torch.float32, can_merge=True)
     assert plan.merges
     assert any(isinstance(call, decode_plan.PaddedCall) and call.places is not None for call in plan.calls)
-    query = torch.randn(rows - 1, kv_heads, dim)
-    answers = packed.decode(paged.LayerAttention(dense.sdpa, 0, 0), query)
-    for place, (table, end) in enumerate(decodes):
-        positions = [slot for first, count in table.spans(0, end) for slot in range(first, first + count)]
-        answer, _ = formula(query[place], pool.keys[0][positions], pool.values[0][positions], 0, end)
-        torch.testing.assert_close(answers[place].double(), answer, atol=1e-5, rtol=1e-4)
+    query = torch.randn(rows - 1, 2, 8)
+    assert_formula(packed.decode(paged.LayerAttention(dense.sdpa, 0, 0), query), query, pool, decodes)
 
 
 def test_two_heads_at_once_answer_as_each_alone() -> None:
@@ -134,7 +82,7 @@ def test_two_heads_at_once_answer_as_each_alone() -> None:
     ):
         for row in range(rows):
             end = 11 if row == 1 else tokens
-            exact, sums = formula(query[row, :, 0], lying[0, row], lying[1, row], 0, end)
+            exact, sums = formula(query[row, :, 0], lying[0, row, :end], lying[1, row, :end])
             torch.testing.assert_close(answer[row, :, 0].double(), exact, atol=2e-2, rtol=2e-2)
             if logsums:
                 torch.testing.assert_close(logsums[0][row, :, 0].double(), sums, atol=2e-2, rtol=2e-2)
@@ -163,7 +111,7 @@ def test_keys_of_many_rows_are_widened_a_few_rows_at_a_time() -> None:
     answer = cpu_attention.decode_attention(query, keys, values, places, None, scaling=None, logsums=logsums)
     for row in range(rows):
         lying = slice(row * tokens, (row + 1) * tokens)
-        exact, sums = formula(query[row, :, 0], keys[lying], values[lying], 0, tokens)
+        exact, sums = formula(query[row, :, 0], keys[lying], values[lying])
         torch.testing.assert_close(answer[row, :, 0].double(), exact, atol=1e-2, rtol=1e-2)
         torch.testing.assert_close(logsums[0][row, :, 0].double(), sums, atol=1e-3, rtol=1e-3)
 

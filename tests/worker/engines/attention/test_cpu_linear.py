@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tests import tiny
 from tests.worker.families import FAMILIES
-from tests.worker.loaded import complete_one, generated, load, reference, serving
+from tests.worker.loaded import complete_one, generated, load, reference, serving, work_of
 from worker.engines.transformers.attention import cpu_linear
 from worker.engines.transformers.attention.cpu_linear import (
     PLAIN,
@@ -283,8 +283,7 @@ def test_no_family_reads_weights_past_their_layer(name: str, tmp_path: Path) -> 
 
 async def test_weights_are_reordered_between_decode_steps(tmp_path: Path) -> None:
     engine = load(tiny.make("llama", tmp_path, intermediate_size=8192, num_hidden_layers=1), ctx_size=64)
-    assert engine._generation is not None
-    linears = engine._generation._backend.linears
+    linears = work_of(engine)._backend.linears
     assert linears is not None
     async with serving(engine):
         await complete_one(engine, range(5, 25), max_tokens=1)

@@ -8,17 +8,15 @@ import transformers
 
 from tests import tiny
 from tests.worker import kept
-from tests.worker.loaded import options, reference
+from tests.worker.loaded import options, paged_runner, reference
+from tests.worker.paged_reference import formula, positions, table
 from worker.engines.transformers.attention import dense, kv_pool, paged
 from worker.engines.transformers.attention.kv_pool import QuantizedKvPool
 from worker.engines.transformers.attention.quantized_kv_types import KvStorageType
-from worker.engines.transformers.load import loader
 from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.backends import make_blocks, make_pool
 from worker.engines.transformers.run.cuda_graphs import GraphRunner
-from worker.engines.transformers.run.runner import PagedRunner
-from worker.engines.transformers.schedule.kv_cache import BlockTable
 from worker.engines.transformers.schedule.scheduler import Segment
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.estimate.memory_tracer import live_bytes
@@ -66,13 +64,6 @@ def test_blocks_are_copied_with_all_that_belongs_to_them_and_erased_to_zeros(nam
     assert all(bool(each.any()) for each in pool.read(1, ((2 * B, B),)))
 
 
-def table(*blocks: int) -> BlockTable:
-    made = BlockTable()
-    for block in blocks:
-        made.append(block)
-    return made
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_attention_over_quantized_tokens_follows_the_formula(name: str) -> None:
     """Rows enough for several pieces; one begins in blocks that another has, so that answers are merged."""
@@ -87,25 +78,18 @@ def test_attention_over_quantized_tokens_follows_the_formula(name: str) -> None:
     for kernel in (dense.sdpa, dense.eager):
         answers = packed.decode(paged.LayerAttention(kernel, 1, 0), query)
         for each, (blocks, end) in enumerate(decodes):
-            slots = [place for first, count in blocks.spans(0, end) for place in range(first, first + count)]
-            keys, values = (whole[slots].double().repeat_interleave(2, 1) for whole in both)
-            scores = torch.einsum("hd,phd->hp", query[each].double(), keys) / 8.0
-            answer = torch.einsum("hp,phd->hd", scores.softmax(-1), values)
+            answer, _ = formula(query[each], *(whole[positions(blocks, end)] for whole in both))
             torch.testing.assert_close(answers[each].double(), answer, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_step_of_fixed_shape_gives_the_logits_of_the_dynamic_one(name: str, tmp_path: Path) -> None:
-    asked = options(tiny.make("llama", tmp_path), ctx_size=128, parallel=3)
-    paged.register()
-    config = load_config(asked)
-    loaded = loader.load_model(asked, config, paged.SDPA, lambda _: None)
-    blocks = make_blocks(asked, 128, caches=False)
-    pool = make_pool(config, blocks, loaded.dtype, CPU, kv_dtype=name)
+    asked = options(tiny.make("llama", tmp_path), ctx_size=128, parallel=3, kv_cache_dtype=name)
+    dynamic, blocks = paged_runner(asked)
+    pool = dynamic.pool
     source = torch.Generator().manual_seed(0)
     for layer in range(2):
         pool.write(layer, torch.arange(pool.positions), *torch.randn(2, pool.positions, 2, 16, generator=source))
-    dynamic = PagedRunner(loaded.model, pool, blocks, CPU)
     fixed = GraphRunner(dynamic, rows=3, ctx_size=128)
     batch = []
     for id, length in enumerate((6, 70, 33)):
@@ -121,12 +105,7 @@ def test_a_step_of_fixed_shape_gives_the_logits_of_the_dynamic_one(name: str, tm
 
 def logits(folder: Path, name: str, tokens: list[int]) -> torch.Tensor:
     """Of every token, computed in chunks."""
-    asked = options(folder, ctx_size=len(tokens), parallel=1)
-    paged.register()
-    config = load_config(asked)
-    loaded = loader.load_model(asked, config, paged.SDPA, lambda _: None)
-    blocks = make_blocks(asked, len(tokens), caches=False)
-    runner = PagedRunner(loaded.model, make_pool(config, blocks, loaded.dtype, CPU, kv_dtype=name), blocks, CPU)
+    runner, blocks = paged_runner(options(folder, ctx_size=len(tokens), parallel=1, kv_cache_dtype=name))
     asker = Sequence(id=0, prompt_tokens=len(tokens), tokens=tokens, limit=1, ends=frozenset(), prompt_logprobs=True)
     row, _ = blocks.admit(asker)
     parts = [(start, min(48, len(tokens) - start)) for start in range(0, len(tokens), 48)]

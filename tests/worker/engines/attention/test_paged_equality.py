@@ -11,17 +11,18 @@ import transformers
 from tests import tiny
 from tests.worker.loaded import (
     DEADLINE,
-    CollectedChoice,
     collect_choices,
     complete_one,
     generated,
     generation,
     load,
     serving,
+    words,
+    work_of,
 )
+from tests.worker.paged_reference import assert_formula, random_pool, table
 from worker.engines.transformers.attention import dense, kv_pool, paged
 from worker.engines.transformers.run.backends import make_blocks
-from worker.engines.transformers.schedule import kv_cache
 from worker.errors import StartError
 from worker.interface import SamplingParams
 from worker.protocol.argv import Serve
@@ -41,15 +42,6 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def models(snapshots: dict[str, Path]) -> dict[str, Any]:
     return {family: transformers.AutoModelForCausalLM.from_pretrained(folder) for family, folder in snapshots.items()}
-
-
-def words(count: int, seed: int = 0) -> tuple[int, ...]:
-    return tuple(3 + (seed * 131 + index * 37) % 480 for index in range(count))
-
-
-def cached(logsums: CollectedChoice) -> int:
-    assert logsums.timings is not None
-    return logsums.timings.cached_tokens
 
 
 SYSTEM = words(2 * B + 3)
@@ -72,11 +64,11 @@ async def test_prompts_with_a_common_prefix_answer_as_alone(
     changes: dict[str, Any] = {"ctx_size": CTX, "parallel": 4, "prefill_chunk": 24, "attention": attention_name}
     async with serving(load(snapshots[family], **changes)) as engine:
         first = await complete_one(engine, PROMPTS[0], max_tokens=NEW)
-        assert (first.tokens, cached(first)) == (expected[0], 0)
+        assert (first.tokens, first.cached_tokens) == (expected[0], 0)
         for _ in range(2):  # with the beginning of one; then with everything of all
             logsums = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
             assert [each.tokens for each in logsums] == expected
-        counts = [cached(each) for each in logsums]
+        counts = [each.cached_tokens for each in logsums]
     assert counts[4:] == [2 * B, B, 0, 2 * B], "whole blocks, never the last token; none of three tokens"
     assert all(count >= 2 * B for count in counts[:4])
 
@@ -96,8 +88,7 @@ async def test_text_is_the_same_when_the_cache_is_too_small_for_all(
             assert [each.tokens for each in logsums] == expected
             choices = await collect_choices(engine, generation(PROMPTS[3], n=6, max_tokens=NEW))
             assert [each.tokens for each in choices] == [expected[3]] * 6
-            assert engine._generation is not None
-            engine._generation._scheduler.check_integrity()
+            work_of(engine)._scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -130,8 +121,7 @@ async def test_a_cancel_frees_blocks_that_others_share_for_them_alone(
                     await stream.aclose()
                 logsums = await asyncio.gather(*tasks)
             assert [each.tokens for each in logsums] == expected
-        assert engine._generation is not None
-        engine._generation._scheduler.check_integrity()
+        work_of(engine)._scheduler.check_integrity()
 
 
 async def test_a_conversation_finds_its_earlier_turns_in_the_cache(
@@ -142,7 +132,7 @@ async def test_a_conversation_finds_its_earlier_turns_in_the_cache(
         for turn in range(3):
             logsums = await complete_one(engine, talk, max_tokens=10)
             assert logsums.tokens == generated(models["llama"], talk, 10)
-            assert cached(logsums) == computed // B * B
+            assert logsums.cached_tokens == computed // B * B
             computed = len(talk) + len(logsums.tokens) - 1  # the keys of the last one were never needed
             talk += [*logsums.tokens, *words(7, seed=turn)]
 
@@ -152,8 +142,8 @@ async def test_logprobs_of_a_prompt_are_whole_though_its_beginning_is_cached(sna
         first = await complete_one(engine, SYSTEM, max_tokens=4, prompt_logprobs=True)
         again = await complete_one(engine, SYSTEM, max_tokens=4, prompt_logprobs=True)
         assert again.prompt_logprobs == first.prompt_logprobs
-        assert (len(again.prompt_logprobs), cached(again)) == (len(SYSTEM), 0)
-        assert cached(await complete_one(engine, SYSTEM, max_tokens=4)) == 2 * B
+        assert (len(again.prompt_logprobs), again.cached_tokens) == (len(SYSTEM), 0)
+        assert (await complete_one(engine, SYSTEM, max_tokens=4)).cached_tokens == 2 * B
 
 
 async def test_timings_report_the_cached_tokens_of_a_prompt(snapshots: dict[str, Path]) -> None:
@@ -172,24 +162,11 @@ def test_a_cache_that_cannot_hold_one_request_is_refused_with_the_way_out() -> N
 # Of the kernels
 
 
-def runs(table: kv_cache.BlockTable, blocks: list[int]) -> kv_cache.BlockTable:
-    for block in blocks:
-        table.append(block)
-    return table
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_runs_merged_are_the_formula_over_all_of_them(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    pool = kv_pool.KvPool(layers=1, kv_heads=2, head_dim=8, rows=3, blocks=12, dtype=dtype, device=torch.device("cpu"))
-    pool.keys[0].normal_()
-    pool.values[0].normal_()
-    tables = [
-        runs(kv_cache.BlockTable(), [0, 1, 4, 5]),  # a beginning that the second shares, then each its own home
-        runs(kv_cache.BlockTable(), [0, 1, 8]),
-        runs(kv_cache.BlockTable(), [6, 2, 3, 10]),
-    ]
-    decodes = tuple(zip(tables, (60, 40, 53), strict=True))
+    pool = random_pool(rows=3, blocks=12, dtype=dtype)
+    # a beginning that the second shares, then each its own home
+    decodes = ((table(0, 1, 4, 5), 60), (table(0, 1, 8), 40), (table(6, 2, 3, 10), 53))
     packed = paged.PackedBatch(pool, torch.zeros(3, dtype=torch.int64), decodes, ())
     query = torch.randn(3, 4, 8).to(dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
@@ -199,13 +176,7 @@ def test_runs_merged_are_the_formula_over_all_of_them(dtype: torch.dtype) -> Non
         answers = packed.decode(paged.LayerAttention(dense.sdpa, 0, window), query)
         exact = packed.decode(paged.LayerAttention(dense.eager, 0, window), query)
         torch.testing.assert_close(answers, exact, atol=tolerance, rtol=1e-2)
-        for each, (table, end) in enumerate(decodes):
-            positions = [place for first, count in table.spans(0, end) for place in range(first, first + count)]
-            positions = positions[-window:] if window else positions
-            keys, values = (part[0][positions].double().repeat_interleave(2, 1) for part in (pool.keys, pool.values))
-            scores = torch.einsum("hd,phd->hp", query[each].double(), keys) / 8**0.5
-            answer = torch.einsum("hp,phd->hd", scores.softmax(-1), values)
-            torch.testing.assert_close(answers[each].double(), answer, atol=tolerance, rtol=1e-2)
+        assert_formula(answers, query, pool, decodes, window, atol=tolerance, rtol=1e-2)
 
 
 def test_blocks_are_copied_as_they_were_and_erased_whole() -> None:

@@ -6,21 +6,26 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from router.memory.segments import head_bytes
 from tests import tiny
 from tests.worker import kept
-from tests.worker.loaded import collect_choices, complete_one, generated, generation, load, reference, serving
+from tests.worker.loaded import (
+    collect_choices,
+    complete_one,
+    generated,
+    generation,
+    load,
+    reference,
+    serving,
+    words,
+    work_of,
+)
 from worker.engines.transformers.attention.quantized_kv_types import KvStorageType, group_size
 from worker.errors import StartError
 
 CTX, NEW = 128, 24
 QUANTISED = ("int8", "int4")
-
-
-def words(count: int, seed: int = 0) -> tuple[int, ...]:
-    return tuple(3 + (seed * 131 + index * 37) % 480 for index in range(count))
 
 
 # The formula
@@ -125,18 +130,17 @@ def expected(model: Any, name: str) -> list[list[int]]:
 async def test_text_is_that_of_generate_over_such_a_cache(family: str, name: str, tmp_path: Path) -> None:
     """Prefixes that are found, a pool too small for all, so that some are put back, and choices that share a prompt."""
     folder = tiny.make(family, tmp_path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = reference(folder)
     texts = expected(model, name)
     changes: dict[str, Any] = {"ctx_size": CTX, "parallel": 4, "prefill_chunk": 24, "kv_cache_dtype": name}
     async with serving(load(folder, **changes, kv_tokens=CTX)) as engine:
         assert (await complete_one(engine, PROMPTS[0], max_tokens=NEW)).tokens == texts[0]
         logsums = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
         assert [each.tokens for each in logsums] == texts
-        assert any(each.timings is not None and each.timings.cached_tokens for each in logsums)
+        assert any(each.cached_tokens for each in logsums)
         choices = await collect_choices(engine, generation(PROMPTS[2], n=3, max_tokens=NEW))
         assert [each.tokens for each in choices] == [texts[2]] * 3
-        assert engine._generation is not None
-        engine._generation._scheduler.check_integrity()
+        work_of(engine)._scheduler.check_integrity()
 
 
 @pytest.mark.slow

@@ -145,8 +145,7 @@ async def test_a_prompt_that_was_cached_is_found_on_all_devices(tmp_path: Path) 
     async with serving(load(folder, **changes)) as engine:
         first = await complete_one(engine, prompt, max_tokens=6)
         again = await complete_one(engine, prompt, max_tokens=6)
-        assert again.timings is not None
-        assert again.timings.cached_tokens == 32
+        assert again.cached_tokens == 32
         assert first.tokens == again.tokens == generated(reference(folder), prompt, 6)
 
 

@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests import tiny
-from tests.worker.loaded import complete_one, generated, load, options, serving
+from tests.worker.loaded import complete_one, edit, generated, load, options, reference, serving, shard
 from worker.engines.transformers.attention import kv_pool
 from worker.engines.transformers.load import architectures, loader, safetensors
 from worker.engines.transformers.load.loader import load_model
@@ -36,31 +36,12 @@ def folder(tmp_path: Path) -> Path:
     return tiny.make("llama", tmp_path / "llama")
 
 
-def edit(path: Path, **changes: Any) -> None:
-    """Set keys of a JSON file; None removes one."""
-    body = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in body.items() if value is not None}))
-
-
 def refused(folder: Path, **changes: Any) -> StartError:
     with pytest.raises(StartError) as error:
         asyncio.run(load(folder, **changes).close())
     assert "\n" not in str(error.value), "one line, for a person"
     assert len(str(error.value)) < 500
     return error.value
-
-
-def shard(folder: Path) -> list[Path]:
-    """Split the weights over two files with an index."""
-    tensors = load_file(folder / WEIGHTS)
-    names = sorted(tensors)
-    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
-    for file, members in parts.items():
-        save_file({name: tensors[name] for name in members}, folder / file, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: file for file, members in parts.items() for name in members}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / WEIGHTS).unlink()
-    return [folder / file for file in parts]
 
 
 # What works
@@ -141,7 +122,7 @@ def test_files_that_are_only_copied_from_are_not_mapped(tmp_path: Path) -> None:
 
 
 async def test_sharded_weights_give_the_same_text(folder: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = reference(folder)
     shard(folder)
     async with serving(load(folder)) as engine:
         assert (await complete_one(engine, PROMPT, max_tokens=9)).tokens == generated(model, PROMPT, 9)
@@ -260,7 +241,7 @@ async def test_all_tokens_that_end_an_answer_end_it(folder: Path) -> None:
     edit(folder / "config.json", eos_token_id=303)
     async with serving(load(folder)) as engine:
         reported = await complete_one(engine, PROMPT, max_tokens=40)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        model = reference(folder)
         answer = generated(model, PROMPT, 40)
         ends = [answer.index(token) for token in (1, 217, 303) if token in answer]
         assert reported.tokens == answer[: min(ends, default=40)]

@@ -99,7 +99,7 @@ def test_router_and_worker_grow_the_context_alike(folder: Path) -> None:
     "scaling",
     [{"rope": '{"rope-scale": 4.0}'}, {"config_override": '{"rope_scaling": {"type": "linear", "factor": 4.0}}'}],
 )
-async def test_a_context_beyond_that_of_the_training_can_be_used(folder: Path, scaling: dict[str, str]) -> None:
+async def test_a_context_beyond_that_of_the_training_can_be_used(folder: Path, scaling: dict[str, Any]) -> None:
     async with serving(load(folder, **scaling, ctx_size=600)) as engine:
         assert engine.ctx_size == 600
         answer = await complete_one(engine, PROMPT * 8, max_tokens=24)

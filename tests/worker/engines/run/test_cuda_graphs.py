@@ -12,15 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from tests import tiny
-from tests.worker.loaded import complete_one, generated, load_with, options, serving
-from worker.engines.transformers.attention import paged
+from tests.worker.loaded import complete_one, generated, load_with, options, paged_runner, reference, serving
 from worker.engines.transformers.attention.kv_pool import KvPool
-from worker.engines.transformers.load import loader
-from worker.engines.transformers.load.snapshot import load_config
-from worker.engines.transformers.run.backends import make_pool
 from worker.engines.transformers.run.cuda_graphs import (
     GraphRunner,
     batch_sizes,
@@ -104,7 +99,7 @@ async def test_a_step_of_fixed_shape_gives_the_logits_of_the_dynamic_one(
 
     source = random.Random(7)
     prompts = [tuple(source.randrange(2, 500) for _ in range(length)) for length in (3, 30, 243, 250, 60, 7, 31, 12)]
-    model = transformers.AutoModelForCausalLM.from_pretrained(snapshot)
+    model = reference(snapshot)
     async with serving(load_with(snapshot, wrap, ctx_size=CTX, parallel=ROWS, prefill_chunk=512)) as engine:
         collected = await asyncio.gather(
             *(complete_one(engine, each, max_tokens=8 + len(each) % 20) for each in prompts)
@@ -119,13 +114,8 @@ async def test_a_step_of_fixed_shape_gives_the_logits_of_the_dynamic_one(
 
 @pytest.fixture
 def world(snapshot: Path) -> tuple[GraphRunner, KvPool, BlockAllocator]:
-    asked = options(snapshot)
-    paged.register()
-    config = load_config(asked)
-    loaded = loader.load_model(asked, config, paged.SDPA, lambda _: None)
-    blocks = BlockAllocator(4, 4 * 8)
-    pool = make_pool(config, blocks, loaded.dtype, loaded.device)
-    return GraphRunner(PagedRunner(loaded.model, pool, blocks, loaded.device), rows=4, ctx_size=128), pool, blocks
+    runner, blocks = paged_runner(options(snapshot, ctx_size=128, parallel=4))
+    return GraphRunner(runner, rows=4, ctx_size=128), runner.pool, blocks
 
 
 def decodes(blocks: BlockAllocator, count: int) -> Batch:

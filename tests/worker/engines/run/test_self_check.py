@@ -1,7 +1,6 @@
 """Custom model code: it runs if it is trusted, and is rejected if the aligned cache would make it wrong."""
 
 import asyncio
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import transformers
 
 from tests import tiny
-from tests.worker.loaded import GREEDY, complete_one, generated, load, serving
+from tests.worker.loaded import GREEDY, complete_one, edit, generated, load, serving
 from worker.engines.transformers.engine import TransformersEngine
 from worker.errors import StartError
 from worker.protocol.events import Exit
@@ -82,13 +81,12 @@ def snapshot(folder: Path, code: str) -> Path:
     """A Llama whose code is in its snapshot, under a model type unknown to transformers."""
     tiny.make("llama", folder)
     (folder / "modeling_odd.py").write_text(CONFIG + code)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {
-        "model_type": "odd",
-        "architectures": ["OddForCausalLM"],
-        "auto_map": {"AutoConfig": "modeling_odd.OddConfig", "AutoModelForCausalLM": "modeling_odd.OddForCausalLM"},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    edit(
+        folder / "config.json",
+        model_type="odd",
+        architectures=["OddForCausalLM"],
+        auto_map={"AutoConfig": "modeling_odd.OddConfig", "AutoModelForCausalLM": "modeling_odd.OddForCausalLM"},
+    )
     return folder
 
 
@@ -145,13 +143,8 @@ def test_the_error_for_a_failing_tokenizer_names_its_folder(tmp_path: Path, modu
         "from transformers import PreTrainedTokenizer\n\n\nclass OddTokenizer(PreTrainedTokenizer):\n"
         "    def __init__(self, **settings):\n        self.sp_tokenizer.begin()\n"
     )
-    path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text())
-    config |= {
-        "tokenizer_class": "OddTokenizer",
-        "auto_map": {"AutoTokenizer": ["tokenization_odd.OddTokenizer", None]},
-    }
-    path.write_text(json.dumps(config))
+    auto_map = {"AutoTokenizer": ["tokenization_odd.OddTokenizer", None]}
+    edit(folder / "tokenizer_config.json", tokenizer_class="OddTokenizer", auto_map=auto_map)
     with pytest.raises(StartError, match="has no tokenizer that can be loaded: AttributeError") as error:
         load(folder, trust_remote_code=True)
     assert str(folder) in str(error.value)

@@ -1,7 +1,6 @@
 """Equality with sentence-transformers: layouts and cross-encoders that it has written, and a real embedder."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import nn
 
 from tests import tiny
 from tests.rankers import RANKERS, ranker
-from tests.worker.loaded import load, options, serving
+from tests.worker.loaded import edit, load, options, serving
 from worker.api import embeddings
 from worker.api.served_model import ServedModel
 from worker.engines.transformers.engine import TransformersEngine
@@ -184,8 +183,8 @@ async def test_a_prompt_is_applied_where_its_author_applies_it(includes: bool, t
 
 async def test_case_length_and_dimensions_follow_the_files(tmp_path: Path) -> None:
     save(tmp_path, pooling("mean"), max_seq_length=24, truncate_dim=10)
-    settings = tmp_path / "saved" / "sentence_bert_config.json"  # the file that older versions wrote
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "do_lower_case": True, "max_seq_length": 24}))
+    older = tmp_path / "saved" / "sentence_bert_config.json"  # the file that older versions wrote
+    edit(older, do_lower_case=True, max_seq_length=24)
     reference = own(tmp_path / "saved")
     async with model_of(tmp_path / "saved") as model:
         assert model.engine.ctx_size == 24
@@ -283,8 +282,7 @@ async def test_a_decoder_that_knows_no_padding_scores_its_pairs_one_by_one(tmp_p
     folder = ranker(tmp_path, "qwen3")
     async with model_of(folder) as model:
         expected = await ranking(model, TEXTS[0], TEXTS[1:])
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": None}))
+    edit(folder / "config.json", pad_token_id=None)
     async with model_of(folder) as model:
         assert dict(await ranking(model, TEXTS[0], TEXTS[1:])) == pytest.approx(dict(expected), abs=1e-5)
 

@@ -31,6 +31,8 @@ from tests.worker.loaded import (
     options,
     reference,
     serving,
+    words,
+    work_of,
 )
 from worker.engines.transformers.device.rank_processes import RankProcesses
 from worker.engines.transformers.engine import TransformersEngine
@@ -52,10 +54,6 @@ from worker.protocol.events import Exit
 
 COMMON: dict[str, Any] = {"ctx_size": 128, "parallel": 4, "prefill_chunk": 24, "tensor_parallel": 2}
 NEW = 8
-
-
-def words(count: int, seed: int = 0) -> tuple[int, ...]:
-    return tuple(3 + (seed * 131 + index * 37) % 480 for index in range(count))
 
 
 PROMPTS = (words(35), words(50), words(9, 1), words(35), words(3, 3))  # some share a prefix; more than run at once
@@ -87,8 +85,7 @@ async def test_text_is_the_same_as_of_one_rank(family: str, tmp_path: Path) -> N
             for _ in range(2):
                 again = await complete_one(engine, PROMPTS[1], max_tokens=NEW)
                 assert again.tokens == expected[1]
-            assert again.timings is not None
-            assert again.timings.cached_tokens == 48, "found by all ranks, or the text would be another"
+            assert again.cached_tokens == 48, "found by all ranks, or the text would be another"
 
 
 @pytest.mark.slow
@@ -104,8 +101,7 @@ async def test_four_ranks_in_bfloat16_with_a_cache_too_small_for_all(tmp_path: P
             assert [len(each.tokens) for each in alone] == [len(each.tokens) for each in together] == [NEW] * 3
             choices = await collect_choices(engine, generation(PROMPTS[1], n=3, max_tokens=NEW))
             assert len({tuple(each.tokens) for each in choices}) == 1, "greedy, so all alike"
-            assert engine._generation is not None
-            engine._generation._scheduler.check_integrity()
+            work_of(engine)._scheduler.check_integrity()
 
 
 @pytest.mark.slow
@@ -132,9 +128,8 @@ async def test_ranks_compute_drafts_together(tmp_path: Path) -> None:
 
     with ranked(folder, ngram_size=2) as (engine, _):
         async with serving(engine):
-            assert engine._generation is not None
-            drafter = Drafter(DraftLength((4,)), Mixed())
-            engine._generation._backend = replace(engine._generation._backend, drafter=drafter)
+            drafter, work = Drafter(DraftLength((4,)), Mixed()), work_of(engine)
+            work._backend = replace(work._backend, drafter=drafter)
             collected = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
             assert [each.tokens for each in collected] == expected
             assert 0 < drafter.accepted < drafter.drafted
