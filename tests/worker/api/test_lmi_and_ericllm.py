@@ -59,17 +59,12 @@ async def test_invocations_accept_openais_bodies() -> None:
 
 async def test_invalid_fields_are_rejected_in_lmis_format() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"inputs": 1}, "inputs"),
         ({"inputs": "a", "parameters": {"stop_sequences": [], "stop": ["x"] * 17}}, "parameters.stop"),
-        ({"inputs": "a", "parameters": {"temperature": "hot"}}, "parameters.temperature"),
         ({"inputs": ["a", "b"], "stream": True}, "stream"),
         ({"inputs": "a", "parameters": {"num_beams": 2}}, "num_beams"),
-        ({"inputs": "a", "parameters": {"typical_p": 0.5}}, "typical_p"),
         ({"inputs": "a", "adapters": ["x", "y"]}, "adapters"),
         ({"inputs": "a", "parameters": {"n": 2}, "stream": True}, "parameters.n"),
         ({"inputs": "a", "parameters": {"n": 3, "best_of": 2}}, "parameters.best_of"),
-        ({"inputs": "a", "parameters": {"truncate": 0}}, "parameters.truncate"),
-        ({"inputs": "a", "parameters": {"stop_token_ids": [-1]}}, "parameters.stop_token_ids"),
         ({"inputs": "a", "parameters": {"details": True, "top_n_tokens": 999}}, "parameters.top_n_tokens"),
         ({"inputs": "a", "parameters": {"min_tokens": 31}}, "parameters.min_tokens"),
         (

