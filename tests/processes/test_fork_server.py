@@ -46,18 +46,29 @@ async def _nothing_is_left() -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def warm_fork_server(*, answer: float = DEADLINE, **environ: str) -> AsyncIterator[ForkServerProcess]:
-    """A warm fork server of `fork_server_program`. `answer`: its `answer_timeout`."""
+async def warm_fork_server(**environ: str) -> AsyncIterator[ForkServerProcess]:
+    """A warm fork server of `fork_server_program`."""
     warm = asyncio.Event()
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": ROOT, "OPENBLAS_NUM_THREADS": "1", **environ}
     fork_server = ForkServerProcess(PROGRAM, env, log=Log("fork-server", "fork-server"), on_warm=warm.set)
-    fork_server.answer_timeout = answer
+    fork_server.answer_timeout = DEADLINE
     try:
         async with asyncio.timeout(DEADLINE):
             await warm.wait()
             yield fork_server
     finally:
         await uncancelled(fork_server.child.end())
+
+
+def stop(fork_server: ForkServerProcess) -> None:
+    """Stop it, and wait for its replies only shortly from now on."""
+    fork_server.answer_timeout = 0.3
+    os.kill(fork_server.pid, signal.SIGSTOP)
+
+
+def go_on(fork_server: ForkServerProcess) -> None:
+    fork_server.answer_timeout = DEADLINE
+    os.kill(fork_server.pid, signal.SIGCONT)
 
 
 async def facts(child: Child, token: str = "a-token-of-this-test") -> dict[str, Any]:
@@ -274,16 +285,16 @@ async def test_a_worker_of_a_stopped_fork_server_is_reaped(launcher: ForkingLaun
 
 async def test_a_stopped_fork_server_costs_no_healthy_worker() -> None:
     """Exits of its children are seen without it. It reaps them when it goes on."""
-    async with warm_fork_server(answer=0.3) as fork_server, asyncio.timeout(DEADLINE):
+    async with warm_fork_server() as fork_server, asyncio.timeout(DEADLINE):
         healthy, killed, orphaned = await staying(fork_server), await staying(fork_server), await staying(fork_server)
-        os.kill(fork_server.pid, signal.SIGSTOP)
+        stop(fork_server)
         killed.kill()
         assert await killed.exited == -signal.SIGKILL
         cut(orphaned)
         assert await orphaned.exited == Exit.ORPHANED
         assert not healthy.exited.done()
         assert not fork_server.child.exited.done()
-        os.kill(fork_server.pid, signal.SIGCONT)
+        go_on(fork_server)
         while not fork_server.can_fork or _children(fork_server.pid).split() != [str(healthy.pid)]:  # noqa: ASYNC110 - see below
             await asyncio.sleep(0.01)
         assert (await facts(await forked(fork_server)))["path"]
@@ -292,9 +303,9 @@ async def test_a_stopped_fork_server_costs_no_healthy_worker() -> None:
 
 
 async def test_a_worker_that_died_while_its_fork_server_was_stopped_is_reaped() -> None:
-    async with warm_fork_server(answer=0.3) as fork_server, asyncio.timeout(DEADLINE):
+    async with warm_fork_server() as fork_server, asyncio.timeout(DEADLINE):
         healthy, killed = await staying(fork_server), await staying(fork_server)
-        os.kill(fork_server.pid, signal.SIGSTOP)
+        stop(fork_server)
         killed.kill()
         assert await killed.exited == -signal.SIGKILL
     assert await healthy.exited == -signal.SIGKILL
@@ -302,15 +313,15 @@ async def test_a_worker_that_died_while_its_fork_server_was_stopped_is_reaped() 
 
 async def test_a_hanging_fork_server_is_kept_while_its_workers_live_and_reused_if_it_answers() -> None:
     """A worker that it forks too late has no owner: it exits by itself, and is reaped."""
-    async with warm_fork_server(answer=0.3) as fork_server:
+    async with warm_fork_server() as fork_server:
         worker = await forked(fork_server)  # it waits for its token
-        os.kill(fork_server.pid, signal.SIGSTOP)
+        stop(fork_server)
         with pytest.raises(ForkFailed, match="does not answer"):
             await forked(fork_server)
         assert fork_server.is_silent
         assert not fork_server.can_fork
         assert not worker.exited.done()
-        os.kill(fork_server.pid, signal.SIGCONT)
+        go_on(fork_server)
         async with asyncio.timeout(DEADLINE):
             while not fork_server.can_fork or len(_children(fork_server.pid).split()) > 1:  # noqa: ASYNC110 - /proc cannot be awaited
                 await asyncio.sleep(0.01)

@@ -24,8 +24,8 @@ def opened(path: Path) -> Iterator[RunFolder]:
         folder.close()
 
 
-def test_files_of_an_earlier_router_are_removed(tmp_path: Path) -> None:
-    for name in ("0123456789ab.sock", "0123456789ab.json", "notes.txt"):
+def test_sockets_of_an_earlier_router_are_removed(tmp_path: Path) -> None:
+    for name in ("0123456789ab.sock", "notes.txt"):
         (tmp_path / name).touch()
     with opened(tmp_path):
         assert sorted(file.name for file in tmp_path.iterdir()) == ["lock", "notes.txt"]
