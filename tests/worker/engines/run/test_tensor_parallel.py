@@ -113,7 +113,7 @@ async def test_ranks_compute_drafts_together(tmp_path: Path) -> None:
     class Mixed:
         """Drafts of which some tokens are right."""
 
-        is_behind = False
+        reading = 0.0
 
         def draft(self, batch: Batch, segments: Sequence[Segment]) -> list[list[int]]:
             texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
