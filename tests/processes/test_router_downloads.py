@@ -59,10 +59,10 @@ async def test_adapters_of_the_hub_come_before_their_model_is_loaded_and_by_a_ca
     response = await real.client.post("/v1/completions", json={"model": "tiny@gone", **body})
     assert response.status_code == 400, "what cannot be fetched does not keep the model from its users"
     assert "cannot be used" in response.json()["error"]["message"]
-    registered = await real.client.post("/adapters", params={"name": "de", "src": "org/german"})
+    registered = await real.client.post("/adapters", params={"name": "de", "src": "org/german", "model": "tiny"})
     assert registered.json() == {"status": "Adapter de registered"}
     response = await real.client.post("/v1/completions", json={"model": "tiny@de", **body})
     texts.append(response.json()["choices"][0]["text"])
     assert len(set(texts)) == 3
-    response = await real.client.post("/adapters", params={"name": "no", "src": "org/none"})
+    response = await real.client.post("/adapters", params={"name": "no", "src": "org/none", "model": "tiny"})
     assert (response.status_code, "org/none" in response.json()["message"]) == (500, True)
