@@ -316,7 +316,7 @@ class LoraAdapters:
         self.apply(self.plan(parts))
 
     def plan(self, parts: Sequence[LoraRows]) -> LoraStep:
-        """What each rank must do for the forward pass of `begin`. Opens the files of adapters to load, so that `apply`
+        """The work of each rank for the forward pass of `begin`. Opens the files of adapters to load, so that `apply`
         cannot fail because of them. Raises UnusableAdapter."""
         if all(use is None for use, _ in parts):
             return LoraStep()

@@ -117,7 +117,7 @@ class _Choice:
         for length in lengths[:1]:
             measured = self.measured[length]
             measured.times.clear()  # compared are times of now: all steps may have become slower
-            # What was accepted long ago has about half of the weight.
+            # Acceptance measured long ago has about half of the weight.
             measured.steps = min(measured.steps, _TRIAL_STEPS)
 
     def end(self) -> None:
