@@ -438,10 +438,11 @@ async def test_a_cancel_takes_effect_within_one_step(llama: Path) -> None:
 
 
 async def test_the_runner_forgets_every_freed_row(llama: Path) -> None:
-    computing, go_on = threading.Event(), threading.Event()
+    asked, computing, go_on = threading.Event(), threading.Event(), threading.Event()
     full: list[Batch] = []
 
     def fault(batch: Batch, ahead: bool) -> None:
+        assert asked.wait(DEADLINE), "the three are in one batch however slow the machine is"
         if not full and len(batch) == 3 and max(each.sequence.answered for each in batch) >= 2:
             full.append(batch)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
@@ -451,7 +452,11 @@ async def test_the_runner_forgets_every_freed_row(llama: Path) -> None:
 
     engine, runner = journaled(llama, fault, ctx_size=CTX, parallel=3)
     async with serving(engine):
-        await asyncio.gather(*(complete_one(engine, (20 + index, 5, 6), max_tokens=5) for index in range(3)))
+        prompts = [(20 + index, 5, 6) for index in range(3)]
+        tasks = [asyncio.create_task(complete_one(engine, prompt, max_tokens=5)) for prompt in prompts]
+        await asyncio.sleep(0)
+        asked.set()
+        await asyncio.gather(*tasks)
         assert len(full) == 1
         freed = sorted(call for call in runner.calls if call.startswith("forget"))
         assert set(freed) == {"forget 0", "forget 1", "forget 2"}
