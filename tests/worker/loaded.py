@@ -57,7 +57,7 @@ def load_with(
     runner, blocks = paged_runner(asked)
     prepared = PreparedModel(load_config(asked), load_tokenizer(asked))
     ctx_size = asked.ctx_size or architectures.positions(prepared.config)
-    backend = Backend(runner=wrap(runner), capacity=blocks, pace=PrefillBudget(), ahead=ahead)
+    backend = Backend(runner=wrap(runner), capacity=blocks, prefill_budget=PrefillBudget(), ahead=ahead)
     return TransformersEngine(asked, prepared, LoadedGenerator(ctx_size, backend), _ignore)
 
 

@@ -89,7 +89,7 @@ class Drive:
     """A generation loop that the test steps."""
 
     def __init__(self, runner: Any, capacity: RowAllocator, *, ahead: bool = True, grammars: Any = None):
-        backend = Backend(runner=runner, capacity=capacity, pace=Steady(), ahead=ahead)
+        backend = Backend(runner=runner, capacity=capacity, prefill_budget=Steady(), ahead=ahead)
         self._outbox = Outbox()
         self.work = GenerationLoop(backend, self._outbox, lambda token: b"x", chunk=64, grammars=grammars)
         self.streams: dict[int, RequestStream] = {}

@@ -40,10 +40,10 @@ class FakeGroup:
     def __init__(self, count: int):
         self._count = count
 
-    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def put_together(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([torch.empty_like(tensor) for _ in range(self._count)], dim=-1)
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ def advance(scheduler: Scheduler, batch: Batch) -> None:
         segment.sequence.computed = segment.end
         if not segment.completes:
             continue
-        forked = scheduler.followers(segment.sequence) if not segment.sequence.answered else []
+        forked = scheduler.followers(segment.sequence) if not segment.sequence.output_tokens else []
         for follower in forked:
             scheduler.fork(follower)
         for each in (segment.sequence, *forked):

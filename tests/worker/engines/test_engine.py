@@ -420,7 +420,7 @@ async def test_a_cancel_takes_effect_within_one_step(llama: Path) -> None:
     computing, go_on = threading.Event(), threading.Event()
 
     def fault(batch: Batch, ahead: bool) -> None:
-        if batch[0].sequence.answered == 3 and not computing.is_set():
+        if batch[0].sequence.output_tokens == 3 and not computing.is_set():
             computing.set()
             assert go_on.wait(DEADLINE)
 
@@ -443,10 +443,10 @@ async def test_the_runner_forgets_every_freed_row(llama: Path) -> None:
 
     def fault(batch: Batch, ahead: bool) -> None:
         assert asked.wait(DEADLINE), "the three are in one batch however slow the machine is"
-        if not full and len(batch) == 3 and max(each.sequence.answered for each in batch) >= 2:
+        if not full and len(batch) == 3 and max(each.sequence.output_tokens for each in batch) >= 2:
             full.append(batch)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-        if is_marked(batch[0]) and batch[0].sequence.answered == 3 and not computing.is_set():
+        if is_marked(batch[0]) and batch[0].sequence.output_tokens == 3 and not computing.is_set():
             computing.set()
             assert go_on.wait(DEADLINE)
 
@@ -507,7 +507,7 @@ async def test_a_failing_sequence_ends_its_request_and_no_other(
     llama: Path, model: Any, *, breaks: bool, choices: int
 ) -> None:
     def fault(batch: Batch, ahead: bool) -> list[Segment]:
-        failing = [segment for segment in batch if is_marked(segment) and segment.sequence.answered == 3]
+        failing = [segment for segment in batch if is_marked(segment) and segment.sequence.output_tokens == 3]
         failing = [segment for segment in failing if choices == 1 or segment.sequence.seed == 12]
         if breaks and failing:
             raise IndexError("index out of range in self")
@@ -553,7 +553,7 @@ async def test_nan_in_the_cache_ends_with_its_request(llama: Path, model: Any) -
 
 async def test_a_step_without_memory_is_tried_again_without_the_youngest(llama: Path, model: Any) -> None:
     def fault(batch: Batch, ahead: bool) -> None:
-        if len(batch) > 2 and min(each.sequence.answered for each in batch) >= 2:
+        if len(batch) > 2 and min(each.sequence.output_tokens for each in batch) >= 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
     engine, runner = journaled(llama, fault, ctx_size=CTX, parallel=3)
@@ -590,7 +590,7 @@ async def test_a_sticky_device_error_ends_all_requests_and_the_process(llama: Pa
     raised: list[Batch] = []
 
     def fault(batch: Batch, ahead: bool) -> None:
-        if raised or batch[0].sequence.answered == 2:
+        if raised or batch[0].sequence.output_tokens == 2:
             raised.append(batch)
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 

@@ -293,8 +293,8 @@ def test_the_draft_of_a_text_with_many_penalised_tokens_is_short() -> None:
             (Segment(sequence, 0, 2000, 1, room=16),), lambda sequence: choice
         )
         lengths.append(len(segment.drafted))
-        assert choice.repeats is not None
-        choice.repeats.update()
+        assert choice.penalty_counts is not None
+        choice.penalty_counts.update()
     assert lengths == [16, 2]
 
 

@@ -50,7 +50,7 @@ class Unhurried(PrefillBudget):
 
 
 def generating() -> GenerationLoop:
-    backend = Backend(runner=Flat(), capacity=RowAllocator(2, 50), pace=Unhurried())
+    backend = Backend(runner=Flat(), capacity=RowAllocator(2, 50), prefill_budget=Unhurried())
     return GenerationLoop(backend, Outbox(), lambda token: b"x", chunk=8)
 
 

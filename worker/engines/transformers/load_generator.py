@@ -126,7 +126,7 @@ def load(
             assert isinstance(capacity, BlockAllocator)
             with claiming() as draft_pages:
                 draft_model = load_draft.load(options, backend, draft_config, capacity, ctx_size)
-        pace = PrefillBudget(apart=not isinstance(backend, PagedRunner))
+        prefill_budget = PrefillBudget(separate=not isinstance(backend, PagedRunner))
         backends.check_cache(backend, config, ctx_size)
         adapters = _adapters(backend, loaded, options)
         # Reordered weights exist only for a whole model on one device.
@@ -139,7 +139,15 @@ def load(
             later = PROMPT_LOGITS * DRAW_BYTES * config.get_text_config(decoder=True).vocab_size
             later += sum(onednn_bytes(loaded.model)) if reorders else 0
         runner = _first_steps(
-            backend, capacity, pace, loaded, options, ctx_size, progress, is_parallel=is_parallel, warms_up=warms_up
+            backend,
+            capacity,
+            prefill_budget,
+            loaded,
+            options,
+            ctx_size,
+            progress,
+            is_parallel=is_parallel,
+            warms_up=warms_up,
         )
     stage_done("warmup")
     return LoadedGenerator(
@@ -147,7 +155,7 @@ def load(
         backend=Backend(
             runner=runner,
             capacity=capacity,
-            pace=pace,
+            prefill_budget=prefill_budget,
             linears=linears,
             adapters=adapters,
             tower=tower,
@@ -226,7 +234,7 @@ def _warms_up(loaded: loader.LoadedModel, options: Serve, config: Any, ctx_size:
 def _first_steps(
     backend: PagedRunner | AlignedRunner,
     capacity: RowAllocator,
-    pace: PrefillBudget,
+    prefill_budget: PrefillBudget,
     loaded: loader.LoadedModel,
     options: Serve,
     ctx_size: int,
@@ -242,8 +250,8 @@ def _first_steps(
         if loaded.device.type == "cpu":
             loaded.unmapped.start()
             loaded.unmapped.finish()  # the warmup reads all weights, and they must not count twice
-            pace = PrefillBudget()  # the first steps are slower than others here, as they map memory
-        warm_up(backend, capacity, pace, chunk=chunk, ctx_size=ctx_size, progress=progress)
+            prefill_budget = PrefillBudget()  # the first steps are slower than others here, as they map memory
+        warm_up(backend, capacity, prefill_budget, chunk=chunk, ctx_size=ctx_size, progress=progress)
     if is_parallel:
         return backend
     overhead.measure()
@@ -256,6 +264,6 @@ def _first_steps(
         return backend
     if loaded.device.type != "cuda" or options.enforce_eager or not isinstance(backend, PagedRunner):
         return backend
-    runner = record(backend, capacity, pace, ctx_size=ctx_size, progress=progress)
+    runner = record(backend, capacity, prefill_budget, ctx_size=ctx_size, progress=progress)
     overhead.measure()  # graphs belong to this model, so they must not count as overhead of any process
     return runner

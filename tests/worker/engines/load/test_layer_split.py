@@ -180,7 +180,7 @@ def test_several_devices_divide_the_ring(tmp_path: Path) -> None:
     views = dict(file.tensors())
     here, there = torch.device("cpu"), torch.device("cpu", 0)
     shares = {here: [views[each] for each in "0246"], there: [views[each] for each in "1357"]}
-    brought = staging.bring_each(shares, [file], reported.append, staging.RingSize(buffer_bytes=4096))
+    brought = staging.copy_to_devices(shares, [file], reported.append, staging.RingSize(buffer_bytes=4096))
     for device, share in shares.items():
         for view in share:
             new = brought[device](view)

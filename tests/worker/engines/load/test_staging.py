@@ -82,16 +82,16 @@ def test_every_byte_arrives_in_its_place_however_many_read(
     buffers: int, readers: int, stored: tuple[Path, dict[str, torch.Tensor]]
 ) -> None:
     path, tensors = stored
-    file, lane, reported = WeightFile(path), Late(), list[int]()
+    file, copies, reported = WeightFile(path), Late(), list[int]()
     model = Holder(file)
-    move(model, [file], HERE, reported.append, lane=lane, size=RingSize(buffers, 4096, readers))
+    move(model, [file], HERE, reported.append, copies=copies, size=RingSize(buffers, 4096, readers))
     file.keep_only(frozenset())
     assert all(torch.equal(parameter, tensors[name]) for name, parameter in model.named_parameters())
     assert all(parameter.data_ptr() % 64 == 0 for parameter in model.parameters() if parameter.numel())
     assert all(file.offset(parameter) is None for parameter in model.parameters() if parameter.numel())
     assert reported == sorted(reported)
     assert reported[-1] == sum(tensor.nbytes for tensor in tensors.values())
-    assert lane.most <= buffers * 4096
+    assert copies.most <= buffers * 4096
 
 
 def test_adjacent_tensors_are_read_together(tmp_path: Path) -> None:
@@ -148,11 +148,11 @@ def test_an_aborted_load_leaves_no_copy_running(stored: tuple[Path, dict[str, to
             raise Enough
 
     gc.collect()  # what other tests have mapped has a descriptor each
-    file, lane = WeightFile(stored[0]), Late()
+    file, copies = WeightFile(stored[0]), Late()
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(Enough):
-        move(Holder(file), [file], HERE, report, lane=lane, size=RingSize(2, 4096))
-    assert lane.on_the_way == []
+        move(Holder(file), [file], HERE, report, copies=copies, size=RingSize(2, 4096))
+    assert copies.on_the_way == []
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("staging")]
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -164,7 +164,7 @@ def test_a_lane_that_breaks_down_breaks_the_load(stored: tuple[Path, dict[str, t
 
     file = WeightFile(stored[0])
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        move(Holder(file), [file], HERE, lane=Broken(), size=RingSize(2, 4096))
+        move(Holder(file), [file], HERE, copies=Broken(), size=RingSize(2, 4096))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("staging")]
 
 
@@ -196,7 +196,7 @@ def test_a_model_copied_through_the_ring_gives_the_same_logits(tmp_path: Path) -
     reported: list[int] = []
     over: list[str] = []
     load = loader.WeightLoad(asked, config, HERE, None, False, lambda event: reported.append(event.done), over.append)
-    model = load.sent(built.model, built.files)
+    model = load.copy_to_devices(built.model, built.files)
     assert over == ["read", "copy"]
     ids = torch.tensor([[9, 41, 70, 77]])
     assert torch.equal(model(ids).logits, usual(ids).logits)

@@ -248,9 +248,9 @@ async def test_an_unforeseen_end_is_the_end_and_other_sequences_go_on(runner: Pa
 
 async def test_a_step_that_cannot_be_launched_ahead_is_computed_in_its_turn(runner: Paged) -> None:
     def fault(batch: Batch, ahead: bool) -> None:
-        if ahead and batch[0].sequence.answered == 2:
+        if ahead and batch[0].sequence.output_tokens == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-        if ahead and batch[0].sequence.answered == 4:
+        if ahead and batch[0].sequence.output_tokens == 4:
             raise ValueError("a model's own code")
 
     journal, plain = JournalRunner(runner[0], fault), Drive(runner[0], runner[1], ahead=False)
@@ -307,7 +307,7 @@ async def test_nan_of_a_dropped_result_is_erased_too(runner: Paged) -> None:
     pool = runner[0].pool
 
     def fault(batch: Batch, ahead: bool) -> list[Segment]:
-        lost = [each for each in batch if ahead and each.sequence.id == 1 and each.sequence.answered == 2]
+        lost = [each for each in batch if ahead and each.sequence.id == 1 and each.sequence.output_tokens == 2]
         for segment in lost:
             assert segment.table is not None
             ((position, _),) = segment.table.spans(segment.start, segment.end)
@@ -329,7 +329,7 @@ async def test_tokens_that_need_the_host_are_chosen_after_it_has_them_without_a_
         drive = Drive(journal, runner[1], ahead=ahead)
         stream = drive.ask(0, most=20, sampling=replace(GREEDY, presence_penalty=penalty))
         (choice,) = stream.choices
-        choice.repeats = PenaltyCounts(choice.sequence, -1)
+        choice.penalty_counts = PenaltyCounts(choice.sequence, -1)
         drive.ask(1, most=12)
         drive.work.step()
         assert journal.calls == ["run 0,1", "ahead 0,1"][: 1 + ahead]
@@ -409,7 +409,7 @@ class WaitCounter(TorchFunctionMode):
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors in main memory are searched on the host, which tensors on a device are not."""
-    monkeypatch.setattr(topk, "_is_here", lambda scores: False)
+    monkeypatch.setattr(topk, "_is_on_cpu", lambda scores: False)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -572,7 +572,7 @@ class SchedulerDrive:
         going = {
             each.sequence.id
             for each in flight
-            if each.sequence.id in self.alive and each.sequence.answered + 1 < each.sequence.limit
+            if each.sequence.id in self.alive and each.sequence.output_tokens + 1 < each.sequence.limit
         }
         self.flight = self.launch(self.scheduler.ahead(flight, going))
         for segment in flight:
@@ -606,10 +606,10 @@ class SchedulerDrive:
         end, is_cancelled = self.ends[sequence.id]
         sequence.computed = segment.end
         if segment.completes:
-            is_over = sequence.append(1000 * (sequence.id + 1) + sequence.answered) is not None
-            if is_over or sequence.answered >= end:
+            is_over = sequence.append(1000 * (sequence.id + 1) + sequence.output_tokens) is not None
+            if is_over or sequence.output_tokens >= end:
                 if not is_cancelled:
-                    self.ended[sequence.id] = sequence.answered
+                    self.ended[sequence.id] = sequence.output_tokens
                 self.leave(sequence)
         elif is_cancelled and sequence.computed > end:
             self.leave(sequence)

@@ -279,7 +279,7 @@ async def test_a_preempted_sequence_goes_on_in_its_grammar_where_it_was(llama: P
 
     def fault(batch: Batch, ahead: bool) -> None:
         """No memory for a third sequence once all have begun to answer."""
-        if len(batch) > 2 and min(segment.sequence.answered for segment in batch) >= 2:
+        if len(batch) > 2 and min(segment.sequence.output_tokens for segment in batch) >= 2:
             failures.append(batch)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 

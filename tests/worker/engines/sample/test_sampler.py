@@ -21,7 +21,7 @@ VOCAB = 24
 LOGITS = [round(3.0 * math.sin(1.7 * token) - 0.05 * token, 3) for token in range(VOCAB)]
 
 
-def repeats(prompt: Sequence[int], answer: Sequence[int], window: int = -1) -> PenaltyCounts:
+def penalty_counts(prompt: Sequence[int], answer: Sequence[int], window: int = -1) -> PenaltyCounts:
     tokens = [*prompt, *answer]
     found = PenaltyCounts(
         TokenSequence(id=1, prompt_tokens=len(prompt), tokens=tokens, limit=99, ends=frozenset()), window
@@ -64,7 +64,7 @@ def reference(
 
 def draw(sampling: SamplingParams, count: int, prompt: Sequence[int] = (), answer: Sequence[int] = ()) -> Any:
     """The frequency of each token in `count` draws with as many seeds."""
-    penalties = repeats(prompt, answer, sampling.repeat_last_n) if has_penalties(sampling) else None
+    penalties = penalty_counts(prompt, answer, sampling.repeat_last_n) if has_penalties(sampling) else None
     rows = torch.tensor([LOGITS] * count)
     picks = [RowSampling(sampling, uniform(seed, 3), penalties) for seed in range(count)]
     counts = np.zeros(VOCAB)
@@ -190,7 +190,7 @@ Row = tuple[list[float], SamplingParams, list[int], list[int], float]
 def pick_of(row: Row) -> RowSampling:
     _, sampling, prompt, answer, at = row
     return RowSampling(
-        sampling, at, repeats(prompt, answer, sampling.repeat_last_n) if has_penalties(sampling) else None
+        sampling, at, penalty_counts(prompt, answer, sampling.repeat_last_n) if has_penalties(sampling) else None
     )
 
 
@@ -267,8 +267,8 @@ FOUR = (0.4, 0.3, 0.2, 0.1)
     [
         # penalties, biases and forbidden tokens come before every cut
         (SamplingParams(top_k=1), {}, {0}),
-        (SamplingParams(top_k=1, presence_penalty=2.0), {"repeats": repeats([], [0])}, {1}),
-        (SamplingParams(top_k=1, repetition_penalty=2.0), {"repeats": repeats([0, 1], [])}, {2}),
+        (SamplingParams(top_k=1, presence_penalty=2.0), {"penalty_counts": penalty_counts([], [0])}, {1}),
+        (SamplingParams(top_k=1, repetition_penalty=2.0), {"penalty_counts": penalty_counts([0, 1], [])}, {2}),
         (SamplingParams(top_k=1, logit_bias={3: 5.0}), {}, {3}),
         (SamplingParams(top_p=0.3, logit_bias={3: 5.0}), {}, {3}),
         (SamplingParams(top_k=2), {"forbidden": [0]}, {1, 2}),

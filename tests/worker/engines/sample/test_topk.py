@@ -57,17 +57,19 @@ def test_a_draw_among_few_is_the_one_among_all(made: str, monkeypatch: pytest.Mo
     floor = logits.topk(50, dim=-1).values[:, -1]
     uniforms = torch.linspace(0, 1, 65)[:-1]
     mine = topk.draw(logits.clone(), floor, uniforms)
-    monkeypatch.setattr(topk, "_is_here", lambda scores: False)
+    monkeypatch.setattr(topk, "_is_on_cpu", lambda scores: False)
     assert torch.equal(mine, topk.draw(logits.clone(), floor, uniforms))
 
 
 def test_where_many_stay_indices_are_not_made() -> None:
     """They would take more memory than the scores, which estimates do not include."""
     logits = scores("as they come")
-    assert topk._kept(logits, logits.median(-1).values) is None
+    assert topk._candidates(logits, logits.median(-1).values) is None
     most = logits[0].median().expand(64)
-    assert topk._kept(torch.cat((logits[:1], logits[1:2].expand(63, -1) - 99.0)), most) is None, "of one row alone"
-    found = topk._kept(logits, logits.topk(100, dim=-1).values[:, -1])
+    assert topk._candidates(torch.cat((logits[:1], logits[1:2].expand(63, -1) - 99.0)), most) is None, (
+        "of one row alone"
+    )
+    found = topk._candidates(logits, logits.topk(100, dim=-1).values[:, -1])
     assert found is not None
     assert found.tokens.shape == (4, 100)
 

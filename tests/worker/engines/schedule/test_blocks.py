@@ -415,12 +415,12 @@ class AnyTraffic(RuleBasedStateMachine):
         each.computed = end
         if end < len(each.tokens):
             return
-        forked = self.scheduler.followers(each) if not each.answered else []
+        forked = self.scheduler.followers(each) if not each.output_tokens else []
         for follower in forked:
             source, target = self.scheduler.fork(follower)
             assert source != target
         for one in (each, *forked):
-            if one.append(answer(one) if one is each else (one.id + one.answered) % 5):
+            if one.append(answer(one) if one is each else (one.id + one.output_tokens) % 5):
                 self.scheduler.remove(self.live.pop(one.id))
 
     def place(self, each: Sequence, position: int) -> int:
@@ -441,7 +441,7 @@ class AnyTraffic(RuleBasedStateMachine):
         for each in self.live.values():
             prompt, limit = self.prompts[each.id]
             assert each.tokens[: len(prompt)] == prompt
-            assert each.answered < limit
+            assert each.output_tokens < limit
             assert 0 <= each.cached < len(prompt) or each.cached == 0
             assert each.cached % B == 0
         held = sum(blocks_for(1) for references in self.blocks._references if references)

@@ -37,7 +37,13 @@ class Burst:
     """
 
     def __init__(
-        self, pace: PrefillBudget, count: int, fixed: float, decode: float, token: float, unsteady: float = 0.0
+        self,
+        prefill_budget: PrefillBudget,
+        count: int,
+        fixed: float,
+        decode: float,
+        token: float,
+        unsteady: float = 0.0,
     ):
         source, scheduler = random.Random(count), Scheduler(RowAllocator(count), 512)
         for number in range(count):
@@ -47,13 +53,13 @@ class Burst:
         self.prompt_tokens: list[int] = []
         while scheduler.has_work:
             decoding = scheduler.decoding
-            batch = scheduler.next(pace.budget(decoding, 512, scheduler.running - decoding))
+            batch = scheduler.next(prefill_budget.budget(decoding, 512, scheduler.running - decoding))
             decodes = sum(each.is_decode for each in batch)
             prompt_tokens = sum(each.length for each in batch) - decodes
             took = fixed + decode * decodes + token * prompt_tokens
             took *= 1.0 + unsteady * source.random()
             now += took
-            pace.learn(batch, took)
+            prefill_budget.learn(batch, took)
             self.prompt_tokens += [prompt_tokens] if prompt_tokens else []
             for each in batch:
                 each.sequence.computed = each.end
@@ -68,29 +74,35 @@ class Burst:
 def test_a_burst_gets_its_first_tokens_soon_after_any_history() -> None:
     """All prompts alone would take 3.0 s; 64 decodes take 0.15 s a step."""
     for before in (0, 1, 16):
-        pace = PrefillBudget()
+        prefill_budget = PrefillBudget()
         if before:
-            Burst(pace, before, fixed=0.03, decode=0.0018, token=0.00095)
-        burst = Burst(pace, 64, fixed=0.03, decode=0.0018, token=0.00095, unsteady=0.3)
+            Burst(prefill_budget, before, fixed=0.03, decode=0.0018, token=0.00095)
+        burst = Burst(prefill_budget, 64, fixed=0.03, decode=0.0018, token=0.00095, unsteady=0.3)
         assert burst.first < 5.3, f"behind {before} at once"
         assert burst.gap < 1.2
         assert min(burst.prompt_tokens[:-1]) >= 64, "prompts do not trickle"
 
 
 def prefill(
-    pace: PrefillBudget, tokens: int, alone: float, token: float, read: float, pair: float, unsteady: float = 0.0
+    prefill_budget: PrefillBudget,
+    tokens: int,
+    alone: float,
+    token: float,
+    read: float,
+    pair: float,
+    unsteady: float = 0.0,
 ) -> tuple[list[float], list[int]]:
     """Seconds and prompt tokens of each step while a prompt comes in beside four streams, whose steps take `alone`; by
     seconds of a token of it, of one that is read back, and of each pair of both."""
     source = random.Random(tokens)
     for decodes in (1, 4) * 20:
-        pace.learn(steps(0, decodes=decodes), alone * (0.88 + 0.03 * decodes))
+        prefill_budget.learn(steps(0, decodes=decodes), alone * (0.88 + 0.03 * decodes))
     start, gaps, parts = 0, [], []
     while start < tokens:
-        part = min(pace.budget(4, 512, 1, start), tokens - start)
+        part = min(prefill_budget.budget(4, 512, 1, start), tokens - start)
         seconds = alone + part * token + start * read + part * start * pair
         seconds *= 1.0 + unsteady * source.random()
-        pace.learn(steps(part, decodes=4, start=start), seconds)
+        prefill_budget.learn(steps(part, decodes=4, start=start), seconds)
         gaps.append(seconds)
         parts.append(part)
         start += part
@@ -170,91 +182,91 @@ def test_no_part_of_a_step_ever_costs_less_than_nothing(
 
 
 def test_knowledge_of_prompts_outlasts_hundreds_of_decode_steps() -> None:
-    pace = PrefillBudget()
-    Burst(pace, 16, fixed=0.03, decode=0.0018, token=0.001)
-    before = pace.budget(4, 512)
+    prefill_budget = PrefillBudget()
+    Burst(prefill_budget, 16, fixed=0.03, decode=0.0018, token=0.001)
+    before = prefill_budget.budget(4, 512)
     for _ in range(300):
-        pace.learn(steps(0, decodes=4), 0.037)
-    assert pace.budget(4, 512) == pytest.approx(before, rel=0.3)
+        prefill_budget.learn(steps(0, decodes=4), 0.037)
+    assert prefill_budget.budget(4, 512) == pytest.approx(before, rel=0.3)
 
 
 def test_a_machine_that_has_become_slower_is_believed_within_some_steps() -> None:
-    pace = PrefillBudget()
+    prefill_budget = PrefillBudget()
     for slower in (1.0, 3.0):
         for _ in range(12):
-            pace.learn(steps(0, decodes=8), 0.05 * slower)
-            pace.learn(steps(48, decodes=8), 0.05 * slower + 0.048)
-    assert pace.budget(8, 512) == pytest.approx(150 * PrefillBudget.MAX_LENGTHENING, rel=0.1)
+            prefill_budget.learn(steps(0, decodes=8), 0.05 * slower)
+            prefill_budget.learn(steps(48, decodes=8), 0.05 * slower + 0.048)
+    assert prefill_budget.budget(8, 512) == pytest.approx(150 * PrefillBudget.MAX_LENGTHENING, rel=0.1)
 
 
 def test_a_step_that_stumbled_over_a_few_tokens_does_not_make_prompts_trickle() -> None:
-    pace = PrefillBudget()
+    prefill_budget = PrefillBudget()
     for _ in range(4):
-        pace.learn(steps(0, decodes=8), 0.05)
-        pace.learn(steps(400, decodes=8), 0.45)
-    before = pace.budget(8, 512)
-    pace.learn(steps(1, decodes=8), 1.0)
-    assert pace.budget(8, 512) > before / 4
+        prefill_budget.learn(steps(0, decodes=8), 0.05)
+        prefill_budget.learn(steps(400, decodes=8), 0.45)
+    before = prefill_budget.budget(8, 512)
+    prefill_budget.learn(steps(1, decodes=8), 1.0)
+    assert prefill_budget.budget(8, 512) > before / 4
 
 
 @pytest.mark.parametrize(("token_seconds", "decode_seconds"), [(0.001, 0.03), (0.00001, 0.02), (0.01, 0.5)])
 def test_prompts_do_not_make_streams_stutter(token_seconds: float, decode_seconds: float) -> None:
-    pace = PrefillBudget()
+    prefill_budget = PrefillBudget()
     for _ in range(50):
-        tokens = pace.budget(2, 512)
-        pace.learn(steps(0, decodes=2), decode_seconds)
-        pace.learn(steps(tokens, decodes=2), decode_seconds + tokens * token_seconds)
-    tokens = pace.budget(2, 512)
+        tokens = prefill_budget.budget(2, 512)
+        prefill_budget.learn(steps(0, decodes=2), decode_seconds)
+        prefill_budget.learn(steps(tokens, decodes=2), decode_seconds + tokens * token_seconds)
+    tokens = prefill_budget.budget(2, 512)
     assert (
         tokens in (512, PrefillBudget.MIN_TOKENS)
         or tokens * token_seconds <= 1.1 * PrefillBudget.MAX_LENGTHENING * decode_seconds
     )
-    assert pace.budget(0, 512) >= tokens, "without streams, prompts get more"
+    assert prefill_budget.budget(0, 512) >= tokens, "without streams, prompts get more"
 
 
 def test_one_stream_is_not_kept_waiting_as_long_as_many_at_once_would_be() -> None:
-    pace = PrefillBudget()
-    pace.learn(steps(64), 0.064)
-    pace.learn(steps(0, decodes=1), 0.01)
-    pace.learn(steps(0, decodes=33), 0.33)
-    budgets = [pace.budget(decoding, 512) for decoding in (1, 5, 17, 33, 60)]
+    prefill_budget = PrefillBudget()
+    prefill_budget.learn(steps(64), 0.064)
+    prefill_budget.learn(steps(0, decodes=1), 0.01)
+    prefill_budget.learn(steps(0, decodes=33), 0.33)
+    budgets = [prefill_budget.budget(decoding, 512) for decoding in (1, 5, 17, 33, 60)]
     alone = (10, 50, 170, 330, 600)
     assert budgets == [pytest.approx(min(PrefillBudget.MAX_LENGTHENING * each, 512), rel=0.05) for each in alone]
 
 
 def test_many_waiting_prompts_outweigh_few_streams() -> None:
-    pace = PrefillBudget()
-    pace.learn(steps(64), 0.064)
-    pace.learn(steps(256), 0.256)
-    pace.learn(steps(0, decodes=4), 0.02)
-    budgets = [pace.budget(4, 512, prompts) for prompts in (1, 2, 3, 5, 9, 1000)]
+    prefill_budget = PrefillBudget()
+    prefill_budget.learn(steps(64), 0.064)
+    prefill_budget.learn(steps(256), 0.256)
+    prefill_budget.learn(steps(0, decodes=4), 0.02)
+    budgets = [prefill_budget.budget(4, 512, prompts) for prompts in (1, 2, 3, 5, 9, 1000)]
     alone = (20, 20, 20, 80, 320, 512)
     assert budgets == [pytest.approx(min(PrefillBudget.MAX_LENGTHENING * each, 512), rel=0.06) for each in alone]
 
 
 def test_a_prompt_that_is_computed_apart_goes_on_in_parts_worth_a_pass() -> None:
-    for pace, fewest in (
+    for prefill_budget, fewest in (
         (PrefillBudget(), PrefillBudget.MIN_TOKENS),
-        (PrefillBudget(apart=True), PrefillBudget.MIN_SEPARATE_TOKENS),
+        (PrefillBudget(separate=True), PrefillBudget.MIN_SEPARATE_TOKENS),
     ):
-        pace.learn(steps(64), 6.4)
-        pace.learn(steps(0, decodes=4), 0.02)
-        assert pace.budget(4, 512) == fewest
+        prefill_budget.learn(steps(64), 6.4)
+        prefill_budget.learn(steps(0, decodes=4), 0.02)
+        assert prefill_budget.budget(4, 512) == fewest
 
 
 def test_a_step_of_a_slow_model_stays_short_enough_for_cancellation() -> None:
-    pace = PrefillBudget()
+    prefill_budget = PrefillBudget()
     for _ in range(20):
-        pace.learn(steps(64), 64 * 0.02)
-    assert 40 <= pace.budget(0, 512) <= 60
+        prefill_budget.learn(steps(64), 64 * 0.02)
+    assert 40 <= prefill_budget.budget(0, 512) <= 60
 
 
 def test_a_very_slow_model_gets_no_tiny_prompt_chunks() -> None:
     """A step reads 140 GB in five seconds: then it may as well compute as many tokens as take so long."""
-    pace = PrefillBudget()
+    prefill_budget = PrefillBudget()
     for tokens in (8, 64):
-        pace.learn(steps(tokens), 5.0 + 0.1 * tokens)
-    assert pace.budget(0, 512) == pytest.approx(50 * PrefillBudget.MAX_LENGTHENING, rel=0.1)
+        prefill_budget.learn(steps(tokens), 5.0 + 0.1 * tokens)
+    assert prefill_budget.budget(0, 512) == pytest.approx(50 * PrefillBudget.MAX_LENGTHENING, rel=0.1)
 
 
 def test_before_anything_is_known_the_first_steps_are_small() -> None:

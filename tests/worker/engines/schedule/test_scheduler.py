@@ -52,7 +52,7 @@ def test_an_image_that_must_be_whole_is_never_cut() -> None:
         scheduler.add(seeing)
         ends = set()
         budgets = iter((first, 1, 4, 7, 2, 3, 5, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1))
-        while not seeing.answered:
+        while not seeing.output_tokens:
             batch = scheduler.next(next(budgets))
             ends.add(batch[0].end)
             advance(scheduler, batch)
@@ -95,7 +95,7 @@ def test_a_long_prompt_is_not_stuck_behind_a_stream_of_short_ones() -> None:
         scheduler.add(sequence(id, prompt=8, limit=1))
     for _ in range(10):
         advance(scheduler, scheduler.next(99))
-    assert long.answered, "it gets half of every step at least"
+    assert long.output_tokens, "it gets half of every step at least"
 
 
 def test_sequences_are_admitted_in_order_of_arrival() -> None:

@@ -28,14 +28,14 @@ def test_an_answer_ends_with_an_end_token_or_at_its_limit() -> None:
     assert sequence().append(99) == "stop"
     long = sequence(limit=2)
     assert (long.append(1), long.append(2)) == (None, "length")
-    assert long.answered == 2
+    assert long.output_tokens == 2
 
 
 def test_no_end_is_allowed_before_min_tokens_and_none_at_all_with_ignore_eos() -> None:
     patient = sequence(min_tokens=1)
-    assert patient.forbidden_ends(patient.answered) == patient.ends
+    assert patient.forbidden_ends(patient.output_tokens) == patient.ends
     patient.append(5)
-    assert not patient.forbidden_ends(patient.answered)
+    assert not patient.forbidden_ends(patient.output_tokens)
     assert sequence(ignore_eos=True).forbidden_ends(9) == sequence().ends
 
 
@@ -59,11 +59,11 @@ def test_repeats_counts_the_window_however_often_it_is_updated(
     prompt: list[int], steps: list[list[int]], window: int
 ) -> None:
     text = Sequence(id=1, prompt_tokens=len(prompt), tokens=list(prompt), limit=99, ends=frozenset())
-    repeats = PenaltyCounts(text, window)
+    penalty_counts = PenaltyCounts(text, window)
     for tokens in steps:
         for token in tokens:
             text.append(token)
-        repeats.update()
+        penalty_counts.update()
         first = 0 if window < 0 else max(0, len(text.tokens) - window)
-        assert repeats.seen == Counter(text.tokens[first:])
-        assert repeats.answer == Counter(text.tokens[max(first, len(prompt)) :])
+        assert penalty_counts.seen == Counter(text.tokens[first:])
+        assert penalty_counts.output == Counter(text.tokens[max(first, len(prompt)) :])

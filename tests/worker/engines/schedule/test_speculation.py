@@ -147,6 +147,6 @@ def test_penalties_behind_a_draft_are_those_of_the_text_with_it(
     before = counts(list(tokens))
     for count, later in enumerate(before.ahead(drafted)):
         expected = counts([*tokens, *drafted[:count]])
-        assert (later.seen, later.answer) == (expected.seen, expected.answer)
+        assert (later.seen, later.output) == (expected.seen, expected.output)
     unchanged = counts(list(tokens))
-    assert (before.seen, before.answer) == (unchanged.seen, unchanged.answer)
+    assert (before.seen, before.output) == (unchanged.seen, unchanged.output)

@@ -23,12 +23,12 @@ _ENVIRONMENT = {
 
 
 class ProcessGroup:
-    """Implements `tensor_parallel_plan.RankGroup`. Usable after `meet`."""
+    """Implements `tensor_parallel_plan.RankGroup`. Usable after `connect`."""
 
     def __init__(self, rank: int, count: int, device: torch.device):
         self.rank, self.count, self.device = rank, count, device
 
-    def meet(self, store: int) -> None:
+    def connect(self, store: int) -> None:
         """Wait for all ranks. `store`: descriptor of the rendezvous file. Raises StartError after PATIENCE."""
         os.environ.update(_ENVIRONMENT)
         on_device = self.device.type == "cuda"
@@ -49,11 +49,11 @@ class ProcessGroup:
                 f" {one_line(error)}; remove tensor-parallel to use one process"
             ) from error
 
-    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(tensor)
         return tensor
 
-    def put_together(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.numel():  # no logits are needed in this step
             return tensor.new_empty(*tensor.shape[:-1], self.count * tensor.shape[-1])
         parts = [torch.empty_like(tensor) for _ in range(self.count)]
@@ -69,7 +69,7 @@ class ProcessGroup:
         if self.device.type == "cuda" and dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
 
-    def part(self) -> None:
+    def disconnect(self) -> None:
         """Leave the group at shutdown."""
         if self.device.type == "cpu" and dist.is_initialized():
             dist.destroy_process_group()

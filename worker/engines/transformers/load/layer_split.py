@@ -34,13 +34,13 @@ class LayerSplit:
     layers: tuple[int, ...]
 
     @property
-    def homes(self) -> tuple[int, ...]:
+    def device_indices(self) -> tuple[int, ...]:
         """Index of the device of each layer."""
         return tuple(place for place, count in enumerate(self.layers) for _ in range(count))
 
     @property
     def by_layer(self) -> tuple[torch.device, ...]:
-        return tuple(self.devices[place] for place in self.homes)
+        return tuple(self.devices[place] for place in self.device_indices)
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -157,20 +157,20 @@ def place(
     """Move the parts of `model` to their devices in parallel, and install hooks that move their inputs.
 
     Views of `files` are read from there. `report` gets the bytes that have arrived. Raises StartError if the layers
-    cannot be found, and the errors of `staging.bring`.
+    cannot be found, and the errors of `staging.copy_to_device`.
     """
     parent, stack = stack_of(model)
     first, last, tail = split.devices[0], split.devices[-1], tail_of(model, split)
     head = model.get_output_embeddings()
-    homes: dict[nn.Module, torch.device] = dict(zip(stack, split.by_layer, strict=True))
-    homes |= dict.fromkeys(_after(parent, stack), last)
+    module_devices: dict[nn.Module, torch.device] = dict(zip(stack, split.by_layer, strict=True))
+    module_devices |= dict.fromkeys(_after(parent, stack), last)
     if head is not None:
-        homes[head] = tail
-    _move(model, homes, first, files, report)
+        module_devices[head] = tail
+    _move(model, module_devices, first, files, report)
     transfers = _ForwardTransfers()
     parent.register_forward_pre_hook(transfers.begin)
     for module in (*stack, *_outside(model, stack)):
-        module.register_forward_pre_hook(transfers.bring(homes.get(module, first)), with_kwargs=True)
+        module.register_forward_pre_hook(transfers.to(module_devices.get(module, first)), with_kwargs=True)
     parent.register_forward_hook(transfers.end(tail))
 
 
@@ -212,34 +212,34 @@ def _outside(model: nn.Module, stack: nn.Module) -> list[nn.Module]:
 
 def _move(
     model: nn.Module,
-    homes: dict[nn.Module, torch.device],
+    module_devices: dict[nn.Module, torch.device],
     first: torch.device,
     files: Sequence[WeightFile],
     report: Callable[[int], None],
 ) -> None:
     """Move weights and buffers to the device of their module. Tensors shared by modules move once."""
     places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    home_of: dict[int, torch.device] = {}
+    device_of_tensor: dict[int, torch.device] = {}
     shares: dict[torch.device, list[torch.Tensor]] = {}
 
-    def find(module: nn.Module, home: torch.device) -> None:
-        home = homes.get(module, home)
+    def find(module: nn.Module, device: torch.device) -> None:
+        device = module_devices.get(module, device)
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                if tensor is None or tensor.device == home_of.get(id(tensor), home):
+                if tensor is None or tensor.device == device_of_tensor.get(id(tensor), device):
                     continue
                 places.append((tensors, name, tensor))
-                if home_of.setdefault(id(tensor), home) is home:
-                    shares.setdefault(home, []).append(tensor)
+                if device_of_tensor.setdefault(id(tensor), device) is device:
+                    shares.setdefault(device, []).append(tensor)
         for child in module.children():
-            find(child, home)
+            find(child, device)
 
     find(model, first)
-    copies = staging.bring_each(shares, files, report)
+    copies = staging.copy_to_devices(shares, files, report)
     moved: dict[int, torch.Tensor] = {}
     for tensors, name, tensor in places:
         if id(tensor) not in moved:
-            new = copies[home_of[id(tensor)]](tensor.detach())
+            new = copies[device_of_tensor[id(tensor)]](tensor.detach())
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
             moved[id(tensor)] = new
@@ -256,13 +256,13 @@ class _ForwardTransfers:
     def begin(self, module: nn.Module, args: Any) -> None:
         self._moved.clear()
 
-    def bring(self, home: torch.device) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:
+    def to(self, device: torch.device) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:
         """Hook that moves a module's arguments to its device."""
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
             # The first argument is the hidden state. It changes with every layer, so it is not kept.
-            hidden = tuple(arg.to(home) if isinstance(arg, torch.Tensor) else arg for arg in args[:1])
-            return (*hidden, *self._moved_to(args[1:], home)), self._moved_to(kwargs, home)
+            hidden = tuple(arg.to(device) if isinstance(arg, torch.Tensor) else arg for arg in args[:1])
+            return (*hidden, *self._moved_to(args[1:], device)), self._moved_to(kwargs, device)
 
         return hook
 
@@ -278,19 +278,19 @@ class _ForwardTransfers:
 
         return hook
 
-    def _moved_to(self, value: Any, home: torch.device) -> Any:
+    def _moved_to(self, value: Any, device: torch.device) -> Any:
         if isinstance(value, torch.Tensor):
-            return value if value.device == home else self._copy(value, home)
+            return value if value.device == device else self._copy(value, device)
         if type(value) in (tuple, list):
-            return type(value)([self._moved_to(item, home) for item in value])
+            return type(value)([self._moved_to(item, device) for item in value])
         if type(value) is dict:
-            return {name: self._moved_to(item, home) for name, item in value.items()}
+            return {name: self._moved_to(item, device) for name, item in value.items()}
         return value
 
-    def _copy(self, tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
-        key = (id(tensor), home)
+    def _copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        key = (id(tensor), device)
         if key not in self._moved:
-            self._moved[key] = tensor, tensor.to(home)
+            self._moved[key] = tensor, tensor.to(device)
         return self._moved[key][1]
 
 
@@ -299,7 +299,9 @@ class SplitKvPools:
 
     def __init__(self, pools: Sequence[KvPool], split: LayerSplit):
         self.pools = tuple(pools)
-        self._homes = tuple((place, layer - split.starts[place]) for layer, place in enumerate(split.homes))
+        self._layer_places = tuple(
+            (place, layer - split.starts[place]) for layer, place in enumerate(split.device_indices)
+        )
 
     @property
     def bytes(self) -> int:
@@ -309,7 +311,7 @@ class SplitKvPools:
         return sum(pool.bytes_on(device) for pool in self.pools)
 
     def lay_out(self, batch: Sequence[PackedSegment]) -> "SplitPackedBatch":
-        return SplitPackedBatch(tuple(PackedBatch.of(batch, pool) for pool in self.pools), self._homes)
+        return SplitPackedBatch(tuple(PackedBatch.of(batch, pool) for pool in self.pools), self._layer_places)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         for pool in self.pools:
@@ -325,9 +327,9 @@ class SplitPackedBatch(AttentionLayout):
     """A packed batch on each device."""
 
     parts: tuple[PackedBatch, ...]
-    homes: tuple[tuple[int, int], ...]  # by layer: index of its device, and index among the layers there
+    layer_places: tuple[tuple[int, int], ...]  # by layer: index of its device, and index among the layers there
 
     def attend(self, at: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """See `AttentionLayout`."""
-        place, layer = self.homes[at.layer]
+        place, layer = self.layer_places[at.layer]
         return self.parts[place].attend(at._replace(layer=layer), query, key, value)

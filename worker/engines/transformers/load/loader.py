@@ -72,15 +72,16 @@ def load_model(
     config: Any,
     attention: str | None,
     report: Report,
-    over: Callable[[str], None] = lambda stage: None,
+    stage_done: Callable[[str], None] = lambda stage: None,
     built: Built | None = None,
     share: RankShare | None = None,
 ) -> LoadedModel:
     """Load the model of `config` in evaluation mode. `attention`: transformers' name, None for its default.
 
-    Progress counts bytes of weights. `over` is called at the end of the stages `read`, `copy` and `build`, each several
-    times, since they overlap. `built`: from `build` with the same options. `share`: this process's slice of a
-    tensor-parallel model, and the group of the other ranks.
+    report: receives progress in bytes of weights.
+    stage_done: called at the end of the stages `read`, `copy` and `build`, each several times, since they overlap.
+    built: from `build` with the same options.
+    share: this process's slice of a tensor-parallel model, and the group of the other ranks.
 
     Raises StartError, with Exit.DAMAGED for truncated files, DEVICE_MEMORY or HOST_MEMORY if memory ran out.
     """
@@ -89,19 +90,19 @@ def load_model(
     split = layer_split.split_of(options, config, devices) if share is None else None
     if options.load_format not in ("auto", "safetensors", "dummy"):
         raise StartError(f"load-format {options.load_format!r} is none of auto, safetensors, dummy", Exit.USAGE)
-    load = WeightLoad(options, config, device, split, is_embedder(options, config), report, over)
+    load = WeightLoad(options, config, device, split, is_embedder(options, config), report, stage_done)
     try:
         if built is not None and share is None:
-            return load.filled(built)
+            return load.load_prebuilt(built)
         with quiet():
             if share is not None:
-                loaded = load.slices(share)
+                loaded = load.load_slices(share)
             elif options.load_format == "dummy":
-                loaded = load.random()
+                loaded = load.load_random()
             elif quantization.is_quantized(options, config):
-                loaded = load.quantized()
+                loaded = load.load_quantized()
             else:
-                loaded = load.stored()
+                loaded = load.load_stored()
         _set_up(loaded.model, attention)
         return loaded
     except Exception as error:
@@ -153,7 +154,7 @@ def build(options: ModelOptions, config: Any, attention: str | None) -> Built | 
 
 @dataclass(frozen=True)
 class WeightLoad:
-    """One load: the model, its place, and the receivers of progress. The ways to load are its methods."""
+    """One load: the model, its devices, and the receivers of progress. Each kind of load is a method."""
 
     options: ModelOptions
     config: Any
@@ -161,13 +162,13 @@ class WeightLoad:
     split: LayerSplit | None
     embeds: bool
     report: Report
-    over: Callable[[str], None]  # called with each stage that has ended
+    stage_done: Callable[[str], None]  # called with each stage that has ended
 
     @property
     def cls(self) -> Any:
         return model_class(self.options, self.config, self.embeds)
 
-    def stored(self) -> LoadedModel:
+    def load_stored(self) -> LoadedModel:
         """Load unquantized weights: views of the mapped files where the dtype matches, else converted tensor by tensor,
         so that memory holds each weight once.
 
@@ -180,20 +181,20 @@ class WeightLoad:
         converts = {file for file in files if not keeps_float32(self.cls) and file.converts_to(dtype)}
         if self.device.type != "cpu" and not converts:
             model = self._build_around(_views(files), dtype)
-            self.over("build")
-            return self._loaded(self.sent(model, files), dtype, files)
+            self.stage_done("build")
+            return self._loaded(self.copy_to_devices(model, files), dtype, files)
         if self.device.type == "cpu" and self.split is None and not converts and safetensors.are_cached(files):
-            self.over("read")
+            self.stage_done("read")
             model = self._build_around(_views(files), dtype)
             _release_unused(files, model)
-            self.over("build")
+            self.stage_done("build")
             return self._loaded(model, dtype, files, self._unmapped(model, files))
         return self._read(files, dtype, converts)
 
     def _read(
         self, files: list[safetensors.WeightFile], dtype: torch.dtype, converts: Set[safetensors.WeightFile]
     ) -> LoadedModel:
-        """`stored` with files that are not cached, or that must be converted."""
+        """`load_stored` with files that are not cached, or that must be converted."""
         converted = most = 0
         with safetensors.ReadAhead(files, converts) as ahead:
 
@@ -211,43 +212,43 @@ class WeightLoad:
             tensors: dict[str, torch.Tensor] = {}
             for file in files:
                 tensors.update(file.converted(dtype, count) if file in converts else file.tensors())
-            self.over("copy" if converts else "read")
+            self.stage_done("copy" if converts else "read")
             model = self._build_around(tensors, dtype)
             if self.device.type != "cpu":
-                self._send(model, files)
+                self._copy(model, files)
             else:
                 model = self._placed(model)
-            self.over("build")
+            self.stage_done("build")
             ahead.finish(report_bytes)
-            self.over("read")
+            self.stage_done("read")
         _release_unused(files, model)
         return self._loaded(model, dtype, files)
 
-    def filled(self, built: Built) -> LoadedModel:
-        """The model of `built` on its devices, with its weights in memory."""
+    def load_prebuilt(self, built: Built) -> LoadedModel:
+        """Load the weights of a model that `build` has made."""
         if self.device.type != "cpu":
-            return self._loaded(self.sent(built.model, built.files), built.dtype, built.files)
+            return self._loaded(self.copy_to_devices(built.model, built.files), built.dtype, built.files)
         if self.split is None and safetensors.are_cached(built.files):
             # Everything is in the page cache: the model can run while its pages are mapped.
-            self.over("read")
+            self.stage_done("read")
             return self._loaded(built.model, built.dtype, built.files, self._unmapped(built.model, built.files))
         with safetensors.ReadAhead(built.files) as ahead:
             self._report(0, ahead.total)
             model = self._placed(built.model)
-            self.over("build")
+            self.stage_done("build")
             ahead.finish(lambda done: self._report(done, ahead.total))
         _release_unused(built.files, model)
-        self.over("read")
+        self.stage_done("read")
         return self._loaded(model, built.dtype, built.files)
 
-    def slices(self, share: RankShare) -> LoadedModel:
+    def load_slices(self, share: RankShare) -> LoadedModel:
         """Load one rank's slices of a tensor-parallel model.
 
         The model is built around mapped files without reading them. Only the bytes of the slices become memory.
         """
         files: list[safetensors.WeightFile] = []
         if self.options.load_format == "dummy":
-            random = replace(self, device=torch.device("cpu")).random()
+            random = replace(self, device=torch.device("cpu")).load_random()
             model, dtype = random.model, random.dtype
         else:
             files = _opened(self.options)
@@ -255,7 +256,7 @@ class WeightLoad:
             stored = next((file.floating for file in files if file.floating), dtype)
             model = self._build_around(_views(files), stored)
         tensor_parallel_plan.divide(model, share)
-        self.over("build")
+        self.stage_done("build")
         total, done = sum(parameter.numel() * dtype.itemsize for parameter in model.parameters()), 0
         self._report(0, total)
         for parameter in model.parameters():
@@ -265,18 +266,18 @@ class WeightLoad:
         if self.device.type != "cpu":
             staging.move(model, files, self.device)
         self._report(total, total)
-        self.over("read")
+        self.stage_done("read")
         return replace(self._loaded(model, dtype, files), share=share)
 
-    def random(self) -> LoadedModel:
-        """Random weights, the same each time, as initialised for training (load-format = dummy)."""
+    def load_random(self) -> LoadedModel:
+        """Initialise weights randomly, the same each time, as for training (load-format = dummy)."""
         dtype = layer_split.resolve_dtype(self.options.dtype, getattr(self.config, "dtype", None), self.device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = self._placed(self.cls._from_config(self.config, dtype=dtype))
         return self._loaded(model, dtype)
 
-    def quantized(self) -> LoadedModel:
+    def load_quantized(self) -> LoadedModel:
         """Load a quantized model with transformers and the library of its method. Raises StartError."""
         files = _opened(self.options)
         total = sum(file.size for file in files)
@@ -292,17 +293,19 @@ class WeightLoad:
         self._report(total, total)
         return self._loaded(model, dtype)
 
-    def sent(self, model: Any, files: Sequence[safetensors.WeightFile]) -> Any:
+    def copy_to_devices(self, model: Any, files: Sequence[safetensors.WeightFile]) -> Any:
         """Copy `model` from its files to its devices. No page of the files stays mapped."""
         total = sum(file.size for file in files)
         self._report(0, total)
-        self._send(model, files, lambda done: self._report(min(done, total - 1), total), partial(self.over, "read"))
+        self._copy(
+            model, files, lambda done: self._report(min(done, total - 1), total), partial(self.stage_done, "read")
+        )
         self._report(total, total)
         _release_unused(files, model)
-        self.over("copy" if self.split is None else "read")
+        self.stage_done("copy" if self.split is None else "read")
         return model
 
-    def _send(
+    def _copy(
         self,
         model: Any,
         files: Sequence[safetensors.WeightFile],

@@ -118,24 +118,24 @@ def move(
     report: Callable[[int], None] = lambda done: None,
     *,
     read: Callable[[], None] = lambda: None,
-    lane: DeviceCopies | None = None,
+    copies: DeviceCopies | None = None,
     size: RingSize = RingSize(),
 ) -> None:
-    """Move all parameters and buffers of `model` to `device` with `bring`. If that raises, `model` is unchanged."""
+    """Move all parameters and buffers of `model` to `device` by `copy_to_device`. An error leaves `model` unchanged."""
     tensors = [*model.parameters(), *model.buffers()]
-    copy_of = bring(tensors, files, device, report, read=read, lane=lane, size=size)
+    copy_of = copy_to_device(tensors, files, device, report, read=read, copies=copies, size=size)
     send: Any = model._apply  # the method behind `Module.to`
     send(copy_of)
 
 
-def bring(
+def copy_to_device(
     tensors: Sequence[torch.Tensor],
     files: Sequence[WeightFile],
     device: torch.device,
     report: Callable[[int], None],
     *,
     read: Callable[[], None] = lambda: None,
-    lane: DeviceCopies | None = None,
+    copies: DeviceCopies | None = None,
     size: RingSize = RingSize(),
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Copy `tensors` to `device` and return a function from each tensor to its copy. Views of `files` are read from
@@ -144,27 +144,27 @@ def bring(
     Shared tensors stay shared. `report` gets the bytes copied so far, `read` is called when everything is read. Raises
     StartError (Exit.DAMAGED) for a truncated file, and errors of the device's allocator.
     """
-    lane = lane or (CudaCopies(device) if device.type == "cuda" else HostCopies())
+    copies = copies or (CudaCopies(device) if device.type == "cuda" else HostCopies())
     moved: dict[tuple[Any, ...], torch.Tensor] = {}
     chunks = _chunks_to_copy(tensors, files, device, moved, size.buffer_bytes)
     if chunks:
         with _ring(min(size.buffers, len(chunks)), size.buffer_bytes, device) as ring:
-            _transfer(chunks, ring, lane, min(size.readers, os.cpu_count() or 1), report, read)
+            _transfer(chunks, ring, copies, min(size.readers, os.cpu_count() or 1), report, read)
 
     def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-        found = moved.get(_key(tensor)) if _lies_here(tensor) else None
+        found = moved.get(_key(tensor)) if _is_in_main_memory(tensor) else None
         return tensor.to(device) if found is None else found
 
     return copy_of
 
 
-def bring_each(
+def copy_to_devices(
     shares: Mapping[torch.device, Sequence[torch.Tensor]],
     files: Sequence[WeightFile],
     report: Callable[[int], None],
     size: RingSize = RingSize(),
 ) -> dict[torch.device, Callable[[torch.Tensor], torch.Tensor]]:
-    """As `bring`, for several devices in parallel. Raises the error of one of them after all have ended."""
+    """As `copy_to_device`, for several devices in parallel. Raises the error of one of them after all have ended."""
     done, lock = dict.fromkeys(shares, 0), threading.Lock()
 
     def report_device(device: torch.device, size: int) -> None:
@@ -175,13 +175,15 @@ def bring_each(
     count = max(len(shares), 1)
     with ThreadPoolExecutor(count) as pool:
         copies = {
-            device: pool.submit(bring, tensors, files, device, partial(report_device, device), size=size.divided(count))
+            device: pool.submit(
+                copy_to_device, tensors, files, device, partial(report_device, device), size=size.divided(count)
+            )
             for device, tensors in shares.items()
         }
     return {device: copy.result() for device, copy in copies.items()}
 
 
-def _lies_here(tensor: torch.Tensor) -> bool:
+def _is_in_main_memory(tensor: torch.Tensor) -> bool:
     """True if the tensor's bytes are contiguous main memory. Fake tensors (estimates) have none."""
     return (
         tensor.device.type == "cpu"
@@ -210,7 +212,7 @@ def _chunks_to_copy(
     here: dict[tuple[Any, ...], torch.Tensor] = {}
     # Shared tensors have one key and are copied once.
     for tensor in tensors:
-        if _lies_here(tensor):
+        if _is_in_main_memory(tensor):
             here[_key(tensor)] = tensor.detach()
     by_file: dict[int, list[tuple[int, tuple[Any, ...]]]] = {}
     outside: list[tuple[Any, ...]] = []
@@ -307,7 +309,7 @@ def _runtime() -> Any:
 def _transfer(
     chunks: Sequence[StagedChunk],
     ring: Sequence[torch.Tensor],
-    lane: DeviceCopies,
+    copies: DeviceCopies,
     readers: int,
     report: Callable[[int], None],
     read: Callable[[], None],
@@ -323,7 +325,7 @@ def _transfer(
             descriptors[file] = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
             stack.callback(os.close, descriptors[file])
         # Callbacks run in reverse: join the readers, finish the copies, close the files.
-        stack.callback(lane.end)
+        stack.callback(copies.end)
         pool = ThreadPoolExecutor(readers, "staging")
         stack.callback(pool.shutdown, cancel_futures=True)
         rest = iter(chunks)
@@ -340,8 +342,8 @@ def _transfer(
             chunk, buffer, filled = filling.popleft()
             filled.result()
             for start, target in chunk.targets:
-                lane.copy(target, buffer[start : start + target.nbytes])
-            fill_next(buffer, lane.mark())
+                copies.copy(target, buffer[start : start + target.nbytes])
+            fill_next(buffer, copies.mark())
             done += chunk.size
             report(done)
         read()

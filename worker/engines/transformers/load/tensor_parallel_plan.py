@@ -37,10 +37,10 @@ _WHOLE = "replicated_with_grad_allreduce"
 class RankGroup(Protocol):
     """Collectives between the ranks. All ranks make the same calls in the same order."""
 
-    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-reduce: the sum over ranks, in place."""
 
-    def put_together(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-gather: `[.., n]` of each rank to `[.., ranks * n]`, in order of ranks."""
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -124,13 +124,13 @@ def divide(model: Any, share: RankShare) -> None:
             _keep(module, part, 1)
             if part.rank:
                 module.bias = None  # rank 0 adds it; the all-reduce would add it once per rank
-            module.register_forward_hook(lambda module, args, output: group.add_up(output))
+            module.register_forward_hook(lambda module, args, output: group.all_reduce(output))
         elif style == EXPERTS:
             _keep_experts(module, part)
-            module.register_forward_hook(lambda module, args, output: group.add_up(output))
+            module.register_forward_hook(lambda module, args, output: group.all_reduce(output))
     if head is not None:
         _keep(head, part, 0)
-        head.register_forward_hook(lambda module, args, output: group.put_together(output))
+        head.register_forward_hook(lambda module, args, output: group.all_gather(output))
     _check_rest(model, styles)
 
 

@@ -87,10 +87,12 @@ class ActiveChoices:
 
     # Batches
 
-    def next(self, pace: PrefillBudget, chunk: int, draft_length: Callable[[int], int] | None = None) -> Batch:
+    def next(
+        self, prefill_budget: PrefillBudget, chunk: int, draft_length: Callable[[int], int] | None = None
+    ) -> Batch:
         """The batch of the next step. `chunk`: the most prompt tokens of a step; `draft_length` as in `Scheduler`."""
         # The budget depends on the running sequences, so the scheduler calls this after it has admitted waiting ones.
-        batch = self.scheduler.next(lambda: self._prefill_budget(pace, chunk), draft_length)
+        batch = self.scheduler.next(lambda: self._prefill_budget(prefill_budget, chunk), draft_length)
         self._forget_rows()
         return batch
 
@@ -106,16 +108,16 @@ class ActiveChoices:
         """The segments of `batch`, each with the choices that sample from its last logits."""
         return [SegmentChoosers(segment, self._choosers(segment)) for segment in batch]
 
-    def _prefill_budget(self, pace: PrefillBudget, chunk: int) -> int:
+    def _prefill_budget(self, prefill_budget: PrefillBudget, chunk: int) -> int:
         decoding = self.scheduler.decoding
-        return pace.budget(decoding, chunk, self.scheduler.running - decoding, self.scheduler.prefill_context)
+        return prefill_budget.budget(decoding, chunk, self.scheduler.running - decoding, self.scheduler.prefill_context)
 
     def _choosers(self, segment: Segment) -> list[RequestChoice]:
         """The segment's own choice, then the choices that wait for the same prompt."""
         sequence = segment.sequence
         if not (segment.completes and sequence.limit > 0):
             return []
-        followers = self.scheduler.followers(sequence) if not sequence.answered else []
+        followers = self.scheduler.followers(sequence) if not sequence.output_tokens else []
         return [self._choices[chooser.id] for chooser in (sequence, *followers)]
 
     def _going(self, step: InFlightStep) -> set[int]:
@@ -128,7 +130,7 @@ class ActiveChoices:
             return going
         for segment in step.batch:
             sequence = segment.sequence
-            if sequence not in self or sequence.answered + 1 >= sequence.limit:
+            if sequence not in self or sequence.output_tokens + 1 >= sequence.limit:
                 continue
             if self.scheduler.followers(sequence):
                 return set()

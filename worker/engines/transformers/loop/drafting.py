@@ -119,8 +119,8 @@ class Drafter:
 
 
 def _with_draft(segment: Segment, choice: RequestChoice, tokens: Sequence[int]) -> Segment:
-    if tokens and choice.repeats is not None:
-        tokens = tokens[: _PENALTIES // max(len(choice.repeats.seen), 1)]
+    if tokens and choice.penalty_counts is not None:
+        tokens = tokens[: _PENALTIES // max(len(choice.penalty_counts.seen), 1)]
     if tokens and choice.matcher is not None:
         # A token that the grammar forbids would be rejected anyway, with those behind it.
         tokens = tokens[: choice.matcher.allowed(tokens)]

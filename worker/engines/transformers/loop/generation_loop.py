@@ -52,7 +52,7 @@ class Backend:
 
     runner: Runner
     capacity: RowAllocator  # the size of the runner's cache
-    pace: PrefillBudget
+    prefill_budget: PrefillBudget
     linears: CpuLinears | None = None
     adapters: LoraAdapters | None = None
     tower: VisionTower | None = None
@@ -150,8 +150,8 @@ class GenerationLoop:
                     row,
                     sequence.id,
                     max(0, sequence.prompt_tokens - sequence.computed),
-                    sequence.answered,
-                    sequence.limit - sequence.answered,
+                    sequence.output_tokens,
+                    sequence.limit - sequence.output_tokens,
                     sequence.drafted,
                     sequence.accepted,
                 )
@@ -169,8 +169,8 @@ class GenerationLoop:
         if (
             # Tokens of the step ahead that depend on the tokens just read (grammar, penalties) are chosen now.
             active.in_flight is not None
-            and not active.in_flight.is_chosen
-            and not self._launcher.choose(active.in_flight)
+            and not active.in_flight.is_sampled
+            and not self._launcher.sample(active.in_flight)
         ):
             # The choice failed. Nothing was recorded, so the next call schedules and computes these tokens again.
             active.in_flight = None
@@ -184,7 +184,7 @@ class GenerationLoop:
         """The batch of the next step. It has drafts if the backend drafts."""
         drafter = self._backend.drafter
         length = drafter.length.choose if drafter is not None else None
-        return self._active.next(self._backend.pace, self._chunk, length)
+        return self._active.next(self._backend.prefill_budget, self._chunk, length)
 
     def _launch(self, batch: Batch) -> InFlightStep:
         begin = time.monotonic()
@@ -192,8 +192,8 @@ class GenerationLoop:
             batch = self._backend.drafter.draft(batch, self._active.of)
         for segment in batch:
             choice = self._active.of(segment.sequence)
-            if not choice.started:
-                choice.started = begin
+            if not choice.started_at:
+                choice.started_at = begin
                 self._writer.progress(choice, begin)
         return self._launcher.launch(batch, begin)
 
@@ -206,7 +206,7 @@ class GenerationLoop:
         # Steps with images and steps that were repeated for some sequences do not teach the prefill budget: their time
         # does not follow from the number of tokens.
         if len(results) == len(step.batch) and not any(segment.has_image_tokens for segment in step.batch):
-            self._backend.pace.learn(step.batch, seconds)
+            self._backend.prefill_budget.learn(step.batch, seconds)
             if self._backend.drafter is not None:
                 self._backend.drafter.learn(step.batch, sum(len(result.sampled) for result in results), seconds)
         spoiled = set()
@@ -237,7 +237,7 @@ class GenerationLoop:
             return
         for follower, _ in result.forks:
             forked = self._active.fork(follower)
-            forked.started, forked.prompt = choice.started, list(choice.prompt)
+            forked.started_at, forked.prompt = choice.started_at, list(choice.prompt)
         if not result.chooses:
             self._finish(choice, TextPiece(), "length", now)
             return
@@ -262,7 +262,7 @@ class GenerationLoop:
             self._end_without_token(choice, now)
             return
         self._counts.decode_tokens += 1
-        choice.answered = choice.answered or now
+        choice.first_token_at = choice.first_token_at or now
         finish = choice.sequence.append(sampled.token)
         try:
             self._send(choice, sampled, self._match(choice, sampled.token, finish), finish, now)

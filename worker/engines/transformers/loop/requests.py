@@ -70,11 +70,11 @@ class RequestChoice:
     sequence: TokenSequence
     stream: RequestStream
     answer: AnswerText
-    repeats: PenaltyCounts | None = None
+    penalty_counts: PenaltyCounts | None = None
     matcher: GrammarMatcher | None = None  # the state of its grammar
     lookup: PromptLookup | None = None  # drafts by prompt lookup
-    started: float = 0.0
-    answered: float = 0.0  # time of the first token
+    started_at: float = 0.0
+    first_token_at: float = 0.0
     # Tokens whose text is held back, as part of a character or of a possible stop string. TokenLogprob if the request
     # wants logprobs.
     unsent: list[TokenLogprob | int] = field(default_factory=list)
@@ -89,15 +89,15 @@ class RequestChoice:
 
     def timings(self, now: float) -> ChoiceTimings:
         """Counts and times so far."""
-        answered = self.answered or now
+        first_token_at = self.first_token_at or now
         return ChoiceTimings(
             prompt_tokens=self.sequence.prompt_tokens,
             cached_tokens=self.sequence.cached,
-            completion_tokens=self.sequence.answered,
+            completion_tokens=self.sequence.output_tokens,
             drafted_tokens=self.sequence.drafted,
             accepted_tokens=self.sequence.accepted,
-            prefill_seconds=answered - self.started,
-            decode_seconds=now - answered,
+            prefill_seconds=first_token_at - self.started_at,
+            decode_seconds=now - first_token_at,
         )
 
 
@@ -241,7 +241,7 @@ class StreamFactory:
         if has_penalties(request.sampling):
             # Penalties look at decoder tokens only: a prompt that an encoder reads is skipped, as in transformers.
             skipped = len(prompt) if self._has_encoder else 0
-            choice.repeats = PenaltyCounts(sequence, request.sampling.repeat_last_n, skipped)
+            choice.penalty_counts = PenaltyCounts(sequence, request.sampling.repeat_last_n, skipped)
         if sequence.draft_limits is not None and self._options.ngram_size:
             choice.lookup = PromptLookup(sequence.tokens, self._options.ngram_size)
         if request.prompt_logprobs:
@@ -304,7 +304,7 @@ class DeltaWriter:
             done=done,
             total=choice.sequence.prompt_tokens,
             cached=choice.sequence.cached,
-            seconds=now - choice.started,
+            seconds=now - choice.started_at,
         )
         self.put(choice.stream, Delta(index=choice.index, progress=prefill))
 

@@ -53,9 +53,11 @@ class StepLauncher:
         begin = time.monotonic()
         parts = self._active.parts(batch)
         # Grammars and penalties depend on the newest token, which the host does not have yet. So only the forward is
-        # launched; `choose` follows when the step in front has finished.
+        # launched; `sample` follows when the step in front has finished.
         waits = any(
-            chooser.matcher is not None or chooser.repeats is not None for part in parts for chooser in part.choosers
+            chooser.matcher is not None or chooser.penalty_counts is not None
+            for part in parts
+            for chooser in part.choosers
         )
         try:
             device_tokens = step.device_tokens(batch)
@@ -74,11 +76,11 @@ class StepLauncher:
         self.steps_ahead += 1
         return InFlightStep(batch, (forward,), begin)
 
-    def choose(self, step: InFlightStep) -> bool:
+    def sample(self, step: InFlightStep) -> bool:
         """Choose the tokens of `step`, after the step in front has finished. False if it must be computed again."""
         here = [self._active.of(segment.sequence) for segment in step.batch if segment.sequence in self._active]
         try:
-            step.choose(PendingMasks(self._grammars, ((choice, ()) for choice in here)))
+            step.sample(PendingMasks(self._grammars, ((choice, ()) for choice in here)))
         except Exception as error:
             if cuda_errors.is_sticky(error):
                 raise

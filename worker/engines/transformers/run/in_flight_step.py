@@ -3,7 +3,7 @@
 Launching passes all kernels of a step to the device, sampling and the copy to the host included, and waits for nothing.
 Reading the results waits for the copy. In between, the next step can be launched: its input tokens stay on the device
 (`InFlightStep.device_tokens`). If the host must know a token before it can choose the next one (grammar, penalties),
-the next forward is launched anyway and its tokens are chosen later (`LaunchedForward.choose`).
+the next forward is launched anyway and its tokens are chosen later (`LaunchedForward.sample`).
 
 Nothing here changes a sequence, so a launch can be repeated with a smaller batch.
 """
@@ -42,7 +42,7 @@ class Chooser(Protocol):
     def sequence(self) -> sequences.Sequence: ...
 
     @property
-    def repeats(self) -> sequences.PenaltyCounts | None: ...
+    def penalty_counts(self) -> sequences.PenaltyCounts | None: ...
 
     @property
     def matcher(self) -> GrammarMatcher | None: ...
@@ -105,13 +105,13 @@ class LaunchedForward:
         self._drawn: DrawnTokens | None = None
 
     @property
-    def is_chosen(self) -> bool:
+    def is_sampled(self) -> bool:
         return self._logits is None
 
-    def choose(self, masking: PendingMasks) -> None:
+    def sample(self, masking: PendingMasks) -> None:
         """Launch sampling and the copy to the host. Sequences must have all tokens before the new ones by now."""
         logits = self._logits
-        assert logits is not None, "choose was called twice"
+        assert logits is not None, "sample was called twice"
         rows: list[int] = []
         picks: list[RowSampling] = []
         constrained: list[int] = []
@@ -192,13 +192,13 @@ class InFlightStep:
         return any(segment.sequence is sequence for segment in self.batch)
 
     @property
-    def is_chosen(self) -> bool:
-        return all(forward.is_chosen for forward in self.forwards)
+    def is_sampled(self) -> bool:
+        return all(forward.is_sampled for forward in self.forwards)
 
-    def choose(self, masking: PendingMasks) -> None:
-        """See `LaunchedForward.choose`. The step has one forward."""
+    def sample(self, masking: PendingMasks) -> None:
+        """See `LaunchedForward.sample`. The step has one forward."""
         (forward,) = self.forwards
-        forward.choose(masking)
+        forward.sample(masking)
 
     def device_tokens(self, batch: Batch) -> torch.Tensor:
         """See `LaunchedForward.device_tokens`. The step has one forward."""
@@ -220,7 +220,7 @@ def launch(
     # The masks are started before the forward: both are computed at the same time.
     masking = PendingMasks(grammars, ((chooser, part.segment.drafted) for part in parts for chooser in part.choosers))
     forward = launch_forward(runner, parts, device_tokens)
-    forward.choose(masking)
+    forward.sample(masking)
     return forward
 
 
@@ -234,23 +234,25 @@ def launch_forward(
 
 def _row_samplings(chooser: Chooser, segment: Segment) -> list[RowSampling]:
     """The settings for the next token, then for the token behind each drafted one."""
-    repeats = chooser.repeats
-    if repeats is not None:
-        repeats.update()
+    counts = chooser.penalty_counts
+    if counts is not None:
+        counts.update()
     # Of a sequence in a step that was launched ahead, this is one more than the host had counted at its launch.
     place = segment.end - len(segment.drafted) - chooser.sequence.prompt_tokens
     if not segment.drafted:
-        return [_row_sampling(chooser.sequence, place, repeats)]
-    ahead = repeats.ahead(segment.drafted) if repeats is not None else repeat(None, 1 + len(segment.drafted))
+        return [_row_sampling(chooser.sequence, place, counts)]
+    ahead = counts.ahead(segment.drafted) if counts is not None else repeat(None, 1 + len(segment.drafted))
     return [_row_sampling(chooser.sequence, place + more, counts) for more, counts in enumerate(ahead)]
 
 
-def _row_sampling(sequence: sequences.Sequence, place: int, repeats: sequences.PenaltyCounts | None) -> RowSampling:
+def _row_sampling(
+    sequence: sequences.Sequence, place: int, penalty_counts: sequences.PenaltyCounts | None
+) -> RowSampling:
     """The settings for output token number `place`."""
     return RowSampling(
         sequence.sampling,
         uniform=uniform(sequence.seed, place) if sequence.sampling.temperature > 0.0 else 0.0,
-        repeats=repeats,
+        penalty_counts=penalty_counts,
         forbidden=tuple(sequence.forbidden_ends(place)),
     )
 

@@ -134,7 +134,7 @@ class LeaderRunner(PagedRunner):
     def end(self) -> None:
         """End all followers, and wait for them."""
         self._ranks.end()
-        self._peers.part()
+        self._peers.disconnect()
 
 
 def start_followers(options: Serve, ctx_size: int, ranks: RankProcesses | None) -> tuple[RankSlice, ProcessGroup]:
@@ -162,8 +162,8 @@ def make_leader(
 
     ranks.until_ready(report)
     ranks.watch(peers.abort)
-    ranks.send("meet")
-    peers.meet(ranks.store)
+    ranks.send("connect")
+    peers.connect(ranks.store)
     blocks = backends.make_blocks(options, ctx_size, caches=options.prefix_caching)
     kv_dtype = options.kv_cache_dtype
     pool = backends.make_pool(config, blocks, loaded.dtype, loaded.device, ranks=ranks.count, kv_dtype=kv_dtype)
@@ -205,7 +205,7 @@ def follow(options: Serve, link: LeaderLink) -> None:
     _note(link, device)
     link.ready()
     link.receive()
-    peers.meet(link.store)
+    peers.connect(link.store)
     while True:
         _compute(runner, link.receive())
         _note(link, device)

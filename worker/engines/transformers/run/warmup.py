@@ -17,13 +17,13 @@ from worker.protocol.events import Progress
 def warm_up(
     runner: Runner,
     capacity: RowAllocator,
-    pace: PrefillBudget,
+    prefill_budget: PrefillBudget,
     *,
     chunk: int,
     ctx_size: int,
     progress: Callable[[Progress], None],
 ) -> None:
-    """Compute steps that choose kernels and teach `pace` the cost of a token, then the largest steps possible.
+    """Compute steps that choose kernels and teach `prefill_budget` the cost of a token, then the largest steps.
 
     Prompt chunks lie at the end of the context and double in size. Decode steps have one row at the beginning of the
     context, and all rows at its end. The largest steps are a whole chunk beside all other rows, and all rows alone,
@@ -31,15 +31,15 @@ def warm_up(
     """
     size = min(chunk, 16)
     while True:
-        _time_step(runner, pace, (_segment(capacity, 0, ctx_size - size, size),))
+        _time_step(runner, prefill_budget, (_segment(capacity, 0, ctx_size - size, size),))
         progress(Progress(stage="warmup", done=size, total=chunk))
         if size == chunk:
             break
         size = min(2 * size, chunk)
     batch = tuple(_segment(capacity, row, ctx_size - 1, 1) for row in range(capacity.rows))
     for _ in range(2):  # the first run of a shape includes the choice of kernels, the second its real time
-        _time_step(runner, pace, (_segment(capacity, 0, min(1, ctx_size - 1), 1),))
-        _time_step(runner, pace, batch)
+        _time_step(runner, prefill_budget, (_segment(capacity, 0, min(1, ctx_size - 1), 1),))
+        _time_step(runner, prefill_budget, batch)
     last = _segment(capacity, capacity.rows - 1, ctx_size - chunk, chunk)
     for largest in ((*batch[:-1], last), batch):
         _compute(runner, largest, COSTLIEST_SAMPLING)
@@ -48,16 +48,18 @@ def warm_up(
 def record(
     runner: PagedRunner,
     capacity: RowAllocator,
-    pace: PrefillBudget,
+    prefill_budget: PrefillBudget,
     *,
     ctx_size: int,
     progress: Callable[[Progress], None],
 ) -> GraphRunner:
-    """Record the decode steps of `runner` as CUDA graphs, and teach `pace` how fast they are."""
+    """Record the decode steps of `runner` as CUDA graphs, and teach `prefill_budget` how fast they are."""
     recorded = GraphRunner(runner, rows=capacity.rows, ctx_size=ctx_size)
     recorded.record(lambda: progress(Progress(stage="warmup")))
     for rows in (1, capacity.rows) * 4:
-        _time_step(recorded, pace, tuple(_segment(capacity, row, min(1, ctx_size - 1), 1) for row in range(rows)))
+        _time_step(
+            recorded, prefill_budget, tuple(_segment(capacity, row, min(1, ctx_size - 1), 1) for row in range(rows))
+        )
     return recorded
 
 
@@ -70,11 +72,11 @@ def _segment(capacity: RowAllocator, row: int, start: int, length: int) -> Segme
     return Segment(sequence, row, start, length, capacity.contiguous_table(row, start + length))
 
 
-def _time_step(runner: Runner, pace: PrefillBudget, batch: tuple[Segment, ...]) -> float:
+def _time_step(runner: Runner, prefill_budget: PrefillBudget, batch: tuple[Segment, ...]) -> float:
     begin = time.monotonic()
     _compute(runner, batch, SamplingParams())
     seconds = time.monotonic() - begin
-    pace.learn(batch, seconds)
+    prefill_budget.learn(batch, seconds)
     return seconds
 
 

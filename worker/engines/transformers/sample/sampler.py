@@ -40,7 +40,7 @@ class RowSampling:
 
     sampling: SamplingParams
     uniform: float = 0.0  # in [0, 1): the random number of the draw; unused if greedy
-    repeats: PenaltyCounts | None = None  # tokens that the penalties count, up to date; None without penalties
+    penalty_counts: PenaltyCounts | None = None  # tokens that the penalties count, up to date; None without penalties
     forbidden: Sequence[int] = ()  # tokens that must not be chosen now
 
 
@@ -199,13 +199,13 @@ def _edit(logits: torch.Tensor, picks: Sequence[RowSampling]) -> None:
     add: list[tuple[int, int, float]] = []
     for row, pick in enumerate(picks):
         sampling = pick.sampling
-        if pick.repeats is not None:
+        if pick.penalty_counts is not None:
             if sampling.repetition_penalty != 1.0:
-                scale.extend((row, token, sampling.repetition_penalty) for token in pick.repeats.seen)
+                scale.extend((row, token, sampling.repetition_penalty) for token in pick.penalty_counts.seen)
             if sampling.presence_penalty or sampling.frequency_penalty:
                 add.extend(
                     (row, token, -(sampling.presence_penalty + sampling.frequency_penalty * count))
-                    for token, count in pick.repeats.answer.items()
+                    for token, count in pick.penalty_counts.output.items()
                 )
         add.extend((row, token, bias) for token, bias in sampling.logit_bias.items())
         add.extend((row, token, -math.inf) for token in pick.forbidden if token < logits.shape[-1])

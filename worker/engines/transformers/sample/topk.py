@@ -27,7 +27,7 @@ _FEW = 16  # at most one of this many scores may remain: indices cost more memor
 
 def highest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The highest score of each row of `scores` `[rows, vocab]` (NaN if there is one) and its token: `[rows]` each."""
-    if not _is_here(scores):
+    if not _is_on_cpu(scores):
         best = scores.max(dim=-1)
         return best.values, best.indices
     where = torch.from_numpy(scores.numpy().argmax(-1))
@@ -37,12 +37,12 @@ def highest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def top(scores: torch.Tensor, count: int) -> torch.Tensor:
     """The `count` highest scores of each row of `scores` `[rows, vocab]`, falling: `[rows, count]`."""
     block = scores.shape[-1] // (_BLOCKS * count)
-    if _is_here(scores) and block >= _SMALLEST:
+    if _is_on_cpu(scores) and block >= _SMALLEST:
         whole = scores.shape[-1] // block * block
         # A block takes every n-th token: neighbours in different blocks make a strided maximum ten times as fast.
         blocks = scores[:, :whole].view(len(scores), block, -1).amax(1)
         least = np.partition(blocks.numpy(), -count, axis=-1)[:, -count]
-        found = _kept(scores, torch.from_numpy(least))
+        found = _candidates(scores, torch.from_numpy(least))
         if found is not None and found.scores.shape[-1] >= count:
             rising = np.sort(found.scores.numpy(), axis=-1)[:, -count:]
             return torch.from_numpy(rising[:, ::-1].copy())
@@ -55,7 +55,7 @@ def draw(scores: torch.Tensor, floor: torch.Tensor | None, uniforms: torch.Tenso
     `scores` `[rows, vocab]`: logits with a maximum of 0 in each row; overwritten. Tokens below `floor` `[rows]` are
     not drawn.
     """
-    found = _kept(scores, floor) if floor is not None and _is_here(scores) else None
+    found = _candidates(scores, floor) if floor is not None and _is_on_cpu(scores) else None
     if found is not None:
         cumulative = found.scores.exp_().cumsum_(dim=-1)
     elif floor is None:
@@ -70,12 +70,12 @@ def draw(scores: torch.Tensor, floor: torch.Tensor | None, uniforms: torch.Tenso
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _Candidates:
     scores: torch.Tensor  # `[rows, most]`, in the order of the vocabulary; minus infinity behind the last of a row
     tokens: torch.Tensor  # [rows, most], the token of each score
 
 
-def _kept(scores: torch.Tensor, least: torch.Tensor) -> _Kept | None:
+def _candidates(scores: torch.Tensor, least: torch.Tensor) -> _Candidates | None:
     """The finite scores of `scores` `[rows, vocab]` not below `least` `[rows]`. None if they are not few."""
     rows, vocab = scores.shape
     lying = scores.numpy()
@@ -94,8 +94,8 @@ def _kept(scores: torch.Tensor, least: torch.Tensor) -> _Kept | None:
     found[row, place] = lying.reshape(-1)[where]
     tokens = np.zeros((rows, most), dtype=np.int64)
     tokens[row, place] = where - row * vocab
-    return _Kept(torch.from_numpy(found), torch.from_numpy(tokens))
+    return _Candidates(torch.from_numpy(found), torch.from_numpy(tokens))
 
 
-def _is_here(scores: torch.Tensor) -> bool:
+def _is_on_cpu(scores: torch.Tensor) -> bool:
     return scores.device.type == "cpu" and scores.dtype == torch.float32 and not isinstance(scores, FakeTensor)

@@ -1,4 +1,4 @@
-"""Runs of free blocks, and the choice of the block at which a sequence begins a run of its own."""
+"""Runs of free blocks, and the choice of the block at which a sequence begins a new run."""
 
 # A sequence accepts free runs of this many blocks rather than evict cached content for a longer one. A guess: reading
 # one run more costs an attention call in each layer, about 15 microseconds on a CPU.

@@ -47,10 +47,8 @@ class StepCost:
 
     # All constants of this class are guesses, checked with simulated steps in tests/worker/engines/schedule.
     _NEWEST_WEIGHT = 0.3  # minimum weight of the newest step in the means of its kind
-    _DECAY, _MIN_WEIGHT = (
-        0.9,
-        0.01,
-    )  # weight of a kind: _DECAY to the power of the steps since the last one, at least _MIN_WEIGHT
+    # Weight of a kind: _DECAY to the power of the steps since the last one, at least _MIN_WEIGHT.
+    _DECAY, _MIN_WEIGHT = 0.9, 0.01
     _PRIOR = 1e-4  # weight of the prior, which decides parts without measurements
     # The prior: numbers of steps, decodes, prompt tokens and context reads that take as long as the fixed part.
     _PRIOR_PARTS: CostParts = (1.0, 16.0, 32.0, 4096.0)
@@ -58,9 +56,7 @@ class StepCost:
     # Maximum of kinds with prompts, and of kinds without. Every kind costs time in each fit, and many old ones together
     # would outweigh the present.
     _MAX_KINDS = 32
-    _MAX_OUTLIER = (
-        4.0  # a duration above this multiple of the expected one is cut: the machine was busy with other work
-    )
+    _MAX_OUTLIER = 4.0  # a longer duration than so many expected ones is cut: the machine was busy with other work
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[int, int, int], _StepKind] = {}
@@ -83,7 +79,7 @@ class StepCost:
         """Record the measured `seconds` of a step."""
         self._steps[tokens > 0] += 1
         key = decodes.bit_length(), tokens.bit_length(), (int(context_reads) // self._READ_GRANULARITY).bit_length()
-        # The fit costs more than the rest, so it is only asked about what may be an outlier.
+        # The fit costs more than the rest, so it is used only for a duration that may be an outlier.
         if key in self._kinds and seconds > self._MAX_OUTLIER / 2 * self._kinds[key].seconds:
             seconds = min(seconds, self._MAX_OUTLIER * self.of(decodes, tokens, context_reads) or seconds)
         kind = self._kinds.setdefault(key, _StepKind(decodes, tokens, context_reads, seconds, 0, 0))
@@ -157,11 +153,11 @@ class PrefillBudget:
     """Number of prompt tokens that fit into a step without stalling running streams.
 
     Without decoding sequences a step may take PROMPT_SECONDS, so that a cancellation takes effect soon (longer only if
-    the model is so large that a few tokens take more). With decoding sequences, prompts may lengthen a step by STRETCH
-    times its duration without them, so to 2.4 times. That leaves a quarter for jitter until three times, the target for
-    the 99th percentile of inter-token latency during a long prefill relative to the median before. Measured: with 1.5
-    instead of 1.4 the percentile was 2.7 to 3.0 times the median. With 1.0 it was not lower, because late in a prompt
-    the context reads dominate, and the prefill took half as long again.
+    the model is so large that a few tokens take more). With decoding sequences, prompts may lengthen a step by
+    MAX_LENGTHENING times its duration without them, so to 2.4 times. That leaves a quarter for jitter until three
+    times, the target for the 99th percentile of inter-token latency during a long prefill relative to the median
+    before. Measured: with 1.5 instead of 1.4 the percentile was 2.7 to 3.0 times the median. With 1.0 it was not lower,
+    because late in a prompt the context reads dominate, and the prefill took half as long again.
 
     Behind a long context, a small budget would spend most of each step on reading that context again. Prompts therefore
     get at least CONTEXT_SHARE times the duration of that read. So a prefill loses at most two thirds of its speed to
@@ -175,14 +171,13 @@ class PrefillBudget:
     # as long as all weights and four decodes (12 heads of 64 in float32, two cores of Zen 5).
     CONTEXT_SHARE = 1.5
     MIN_TOKENS = 4  # minimum budget; a guess
-    MIN_SEPARATE_TOKENS = (
-        64  # minimum where each part of a prompt is its own forward pass and reads all weights; a guess
-    )
+    # Minimum where each chunk of a prompt is a forward pass of its own and reads all weights. A guess.
+    MIN_SEPARATE_TOKENS = 64
     _INITIAL_TOKENS = 64  # budget before any prompt was timed; a guess
 
-    def __init__(self, *, apart: bool = False) -> None:
-        """`apart`: prompts are not computed in one forward pass with decodes."""
-        self._fewest = self.MIN_SEPARATE_TOKENS if apart else self.MIN_TOKENS
+    def __init__(self, *, separate: bool = False) -> None:
+        """`separate`: prompts and decodes are computed in separate forward passes."""
+        self._fewest = self.MIN_SEPARATE_TOKENS if separate else self.MIN_TOKENS
         self._cost = StepCost()
         self._has_prompt_timings = False
 

@@ -23,9 +23,8 @@ class Segment:
     row: int
     start: int
     length: int
-    table: BlockTable | None = (
-        None  # the row's blocks, covering the tokens up to `end`; None for a cache without blocks
-    )
+    # The row's blocks, covering the tokens up to `end`. None for a cache without blocks.
+    table: BlockTable | None = None
     ahead: bool = False  # scheduled before the previous step finished: its one token is not in `sequence.tokens` yet
     room: int = 0  # tokens that may be drafted behind the newest one: the table covers them
     drafted: tuple[int, ...] = ()  # the segment's last tokens, which are not in `sequence.tokens`
@@ -38,7 +37,7 @@ class Segment:
         sequence, end = self.sequence, self.end - len(self.drafted)
         completes = self.ahead or end == len(sequence.tokens)
         object.__setattr__(self, "completes", completes)
-        is_decode = self.ahead or (completes and end - self.start == 1 and sequence.answered > 0)
+        is_decode = self.ahead or (completes and end - self.start == 1 and sequence.output_tokens > 0)
         object.__setattr__(self, "is_decode", is_decode)
 
     @property
@@ -73,8 +72,8 @@ class Scheduler:
     """Sequences from arrival to end, first come, first served. A running sequence holds one row of the cache.
 
     The choices of one request (`n` > 1) start together. The first one, the leader, computes the prompt. The others, the
-    followers, hold a row and are forked from the leader when the prompt is complete. Choices that get no row by then
-    compute the prompt themselves.
+    followers, hold a row and are forked from the leader when the prompt is complete. A choice that gets no row by then
+    computes the prompt itself.
 
     If the cache cannot hold the full context of every row, the youngest sequence is preempted when blocks run out. The
     oldest is never preempted, so there is always progress. Preempted sequences are admitted before new ones.
@@ -202,12 +201,11 @@ class Scheduler:
     def next(self, prompt_budget: int | Callable[[], int], draft_length: Callable[[int], int] | None = None) -> Batch:
         """Admit waiting sequences, then select the next step: decodes sorted by position in the cache, then prompts.
 
-        `draft_length`: tokens to draft for each of so many decoding sequences. They get room for these where some is
-        free (`Segment.room`).
-
-        `prompt_budget` caps the prompt tokens of this step below the chunk size. At least one prompt token is computed
-        if a prompt is waiting. A callable budget is evaluated after admission, because it depends on the running
-        sequences, and only if there are prompts.
+        prompt_budget: the most prompt tokens of this step, capped to the chunk size. At least one prompt token is
+            computed if a prompt is waiting. A callable is called only if there are prompts, and after admission, since
+            the budget depends on the running sequences.
+        draft_length: the number of tokens to draft for each of n decoding sequences. A draft gets blocks only where
+            some are free (`Segment.room`).
         """
         # Blocks that are complete by now enter the prefix cache first, so that requests admitted below find them.
         for sequence, row in self._running.values():
@@ -222,9 +220,9 @@ class Scheduler:
         return (*sorted(decodes, key=_cache_location), *self._prefill(prompt_budget))
 
     def ahead(self, batch: Batch, continuing: Collection[int]) -> Batch:
-        """Select the step after `batch` while `batch` is still running: one more token of each sequence in `going`.
+        """Select the step after `batch` while `batch` is still running: one more token of each continuing sequence.
 
-        The token to compute is known on the device only. `going` has the ids of sequences that continue unless that
+        The token to compute is known on the device only. `continuing`: ids of the sequences that continue unless that
         token ends them. The call reserves cache blocks and changes nothing else.
 
         Return an empty batch if `next` would do anything else: compute a prompt, admit a sequence or preempt one.
@@ -290,10 +288,10 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Give the sequence a row if there is room."""
         # A preempted choice that already has output differs from its group and computes everything itself.
-        group = sequence.group if not sequence.answered else None
+        group = sequence.group if not sequence.output_tokens else None
         leader = self._leaders.get(group) if group is not None else None
-        # A leader that has answered is ahead of the prompt: to fork from it then would copy keys of its answer.
-        if leader is not None and not self._running[leader][0].answered:
+        # A leader with output is ahead of the prompt: a fork from it would copy keys and values of its output.
+        if leader is not None and not self._running[leader][0].output_tokens:
             if not self._capacity.has_row:
                 return False
             self._start(sequence, self._capacity.attach(sequence))
@@ -321,7 +319,7 @@ class Scheduler:
         for sequence, row in sorted(decoding, key=_age):
             end = len(sequence.tokens)
             while sequence.id in self._running and not self._capacity.grow(row, sequence.computed, end):
-                # Asked in order of age, a sequence that already has its part in this step is older than the youngest.
+                # Blocks are given in order of age, so the youngest has no part in this step yet.
                 youngest, _ = max(self._running.values(), key=_age)
                 self._requeue(youngest)
             if sequence.id in self._running:

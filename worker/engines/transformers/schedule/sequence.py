@@ -1,6 +1,6 @@
 """One sequence: a prompt, its output so far, and its limits.
 
-A sequence counts tokens and detects its end. It knows nothing of batches, tensors or text.
+Token ids and numbers only: no batches, tensors or text.
 """
 
 from collections import Counter
@@ -22,14 +22,14 @@ def output_limit(prompt_tokens: int, asked: int | None, ctx_size: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One choice of one request. `computed` tokens of `tokens` have their keys and values in the cache."""
+    """One choice of one request: its tokens, its limits and its progress."""
 
     id: int  # rises with arrival, so a smaller id means an older sequence
     prompt_tokens: int
     tokens: list[int]  # prompt, then output, including the end-of-sequence token
-    limit: int  # maximum of new tokens
-    ends: frozenset[int]  # tokens that end the output
-    stated: frozenset[int] = frozenset()  # the subset of `ends` that the request itself lists
+    limit: int  # maximum of output tokens
+    ends: frozenset[int]  # stop tokens: they end the output
+    requested_ends: frozenset[int] = frozenset()  # the subset of `ends` that the request itself lists
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
     prompt_logprobs: bool = False  # logits are needed at every prompt position, not only at the last one
@@ -40,7 +40,7 @@ class Sequence:
     draft_limits: DraftLimits | None = None  # None: no speculative decoding
     drafted: int = 0  # tokens that were drafted for it so far
     accepted: int = 0  # of these, the tokens that became output
-    computed: int = 0
+    computed: int = 0  # leading tokens whose keys and values are in the cache
     cached: int = 0  # prompt tokens found in the prefix cache at the first admission
     preempted: bool = False  # has run before and was preempted
     preempted_for_memory: bool = False  # was preempted once because a step ran out of device memory
@@ -67,7 +67,7 @@ class Sequence:
             tokens=tokens,
             limit=limit,
             ends=frozenset(ends) | request.ends,
-            stated=request.ends,
+            requested_ends=request.ends,
             sampling=request.sampling,
             seed=seed,
             prompt_logprobs=request.prompt_logprobs,
@@ -78,8 +78,8 @@ class Sequence:
         )
 
     @property
-    def answered(self) -> int:
-        """Number of new tokens so far."""
+    def output_tokens(self) -> int:
+        """Number of output tokens so far."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
@@ -92,27 +92,27 @@ class Sequence:
         limit. 0 for a draft that would be dropped as too short."""
         if self.draft_limits is None:
             return 0
-        room = min(most, self.draft_limits.most, self.limit - self.answered - 1)
+        room = min(most, self.draft_limits.most, self.limit - self.output_tokens - 1)
         return room if room >= max(self.draft_limits.least, 1) else 0
 
     @property
     def is_decoding(self) -> bool:
         """True if exactly the newest output token is left to compute."""
-        return self.answered > 0 and self.pending == 1
+        return self.output_tokens > 0 and self.pending == 1
 
-    def forbidden_ends(self, answered: int) -> frozenset[int]:
-        """Tokens of `ends` that must not be sampled as output token number `answered`."""
-        if answered < self.sampling.min_tokens:
+    def forbidden_ends(self, position: int) -> frozenset[int]:
+        """Tokens of `ends` that must not be sampled as output token number `position`."""
+        if position < self.sampling.min_tokens:
             return self.ends
         # ignore_eos disables the model's own end tokens; tokens that the request lists still end the output.
-        return self.ends - self.stated if self.sampling.ignore_eos else frozenset()
+        return self.ends - self.requested_ends if self.sampling.ignore_eos else frozenset()
 
     def append(self, token: int) -> FinishReason | None:
         """Append the next output token. Return the finish reason if it ends the output."""
         self.tokens.append(token)
         if token in self.ends:
             return "stop"
-        return "length" if self.answered >= self.limit else None
+        return "length" if self.output_tokens >= self.limit else None
 
     def restart(self) -> None:
         """Reset after preemption: all tokens so far are to be computed again, unless found in the prefix cache."""
@@ -123,7 +123,7 @@ class Sequence:
 class PenaltyCounts:
     """Counts of the tokens that repetition penalties consider.
 
-    They cover the last `window` tokens (-1: all) of prompt and output together: `seen` counts all of them, `answer`
+    They cover the last `window` tokens (-1: all) of prompt and output together: `seen` counts all of them, `output`
     those of the output. Counting is incremental, so the cost of a step does not grow with the text.
     """
 
@@ -131,7 +131,7 @@ class PenaltyCounts:
         """`first`: start of the counted text. Tokens before it are an encoder's input."""
         self._first = first
         self.seen: Counter[int] = Counter()
-        self.answer: Counter[int] = Counter()
+        self.output: Counter[int] = Counter()
         self._sequence = sequence
         self._window = window
         self._begin = 0
@@ -148,11 +148,11 @@ class PenaltyCounts:
         for position in range(max(self._end, begin), end):
             self.seen[tokens[position]] += 1
             if position >= prompt:
-                self.answer[tokens[position]] += 1
+                self.output[tokens[position]] += 1
         for position in range(self._begin, min(begin, self._end)):
             _uncount(self.seen, tokens[position])
             if position >= prompt:
-                _uncount(self.answer, tokens[position])
+                _uncount(self.output, tokens[position])
         self._begin, self._end = begin, end
 
     def ahead(self, drafted: Tokens[int]) -> Iterator["PenaltyCounts"]:
@@ -161,7 +161,7 @@ class PenaltyCounts:
         yield later
         for end in range(len(tokens) - len(drafted) + 1, len(tokens) + 1):
             later = copy(later)
-            later.seen, later.answer = Counter(later.seen), Counter(later.answer)
+            later.seen, later.output = Counter(later.seen), Counter(later.output)
             later._move(tokens, end)
             yield later
 
