@@ -131,9 +131,13 @@ def rope_members(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str
     rope = dict(stated.get(FULL, {})) if _is_by_kind(config) else stated
     rope = {**rope, "rope_type": rope.get("rope_type", "default"), "rope_theta": float(rope.get("rope_theta") or 1e4)}
     position_key = next((key for key in POSITION_KEYS if config.get(key)), "")
-    scaled, longest = _scale(rope, config[position_key] if position_key else 0, keys)
-    if _STATES_PRODUCT in str(config.get("model_type")) and scaled["rope_type"] == "linear":
-        longest *= max(1.0, scaled["factor"] / (rope["factor"] if rope["rope_type"] == "linear" else 1.0))
+    states_product = _STATES_PRODUCT in str(config.get("model_type"))
+    trained = config[position_key] if position_key else 0
+    if states_product and rope["rope_type"] == "linear":
+        trained /= rope["factor"]
+    scaled, longest = _scale(rope, trained, keys)
+    if states_product and scaled["rope_type"] == "linear":
+        longest *= scaled["factor"]
     if "alpha-value" in keys or "rope-freq-base" in keys:
         scaled["rope_theta"], slower = _theta(rope, config, keys)
         longest *= slower
@@ -159,8 +163,11 @@ def _theta(rope: Mapping[str, Any], config: Mapping[str, Any], keys: Mapping[str
     return base * alpha**exponent, max(1.0, alpha * (base / rope["rope_theta"]) ** (1 / exponent))
 
 
-def _scale(rope: Mapping[str, Any], longest: int, keys: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
-    """Return the RoPE parameters under the keys for scaling, and the longest sequence for the config to state."""
+def _scale(rope: Mapping[str, Any], longest: float, keys: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
+    """Return the RoPE parameters under the keys for scaling, and the longest sequence for the config to state.
+
+    `longest`: the one that config.json states, without the factor of linear scaling.
+    """
     kind, factor, wanted = rope["rope_type"], keys.get("rope-scale"), keys.get("rope-scaling")
     of_yarn = [name for name in _OF_YARN if name in keys]
     named = next(name for name in (*of_yarn, "rope-scale", "rope-scaling", "") if name in keys or not name)
@@ -173,6 +180,8 @@ def _scale(rope: Mapping[str, Any], longest: int, keys: Mapping[str, Any]) -> tu
             f"{named}: the checkpoint has RoPE scaling of the kind {kind}, which this cannot be combined with; remove"
             " it, or write other rope_parameters into config-override"
         )
+    if kind == "yarn":
+        longest = rope.get("original_max_position_embeddings") or longest  # config.json may state the product
     wanted = wanted or (kind if kind in ("linear", "yarn") else "linear")
     if of_yarn and wanted != "yarn":
         raise ValueError(f"{named}: needs rope-scaling = yarn")
@@ -185,8 +194,7 @@ def _scale(rope: Mapping[str, Any], longest: int, keys: Mapping[str, Any]) -> tu
         return {**unscaled, "rope_type": "linear", "factor": factor}, longest
     if factor == 1.0:
         raise ValueError("rope-scaling: yarn needs rope-scale, the factor by which the context grows")
-    known = rope.get("original_max_position_embeddings") if kind == "yarn" else 0
-    original = int(keys.get("yarn-orig-ctx") or known or longest)
+    original = int(keys.get("yarn-orig-ctx") or longest)
     if not original:
         raise ValueError("rope-scaling: config.json states no longest sequence; set yarn-orig-ctx")
     scaled = {**(rope if kind == "yarn" else unscaled), "rope_type": "yarn", "factor": factor}

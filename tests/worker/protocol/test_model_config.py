@@ -108,6 +108,13 @@ def test_scaling_of_the_checkpoint_is_replaced_or_removed() -> None:
     }}  # fmt: skip
     found, longest = rope(yarn, rope_scale=4.0)
     assert (found["rope_type"], found["factor"], found["mscale"], longest) == ("yarn", 4.0, 0.7, 16384)
+    for keys in ({"rope_scaling": "none"}, {"rope_scaling": "linear", "rope_scale": 1.0}):
+        assert rope(yarn, **keys) == ({"rope_type": "default", "rope_theta": 10000.0}, 4096)
+    assert rope(yarn, rope_scaling="linear")[1] == 8192
+    product = {**GEMMA, "model_type": "gemma3_text", "rope_parameters": {FULL: {"rope_type": "linear", "factor": 8.0}}}
+    assert rope(product, rope_scaling="none")[1] == 512
+    assert rope(product, rope_scale=4.0)[1] == 2048
+    assert rope(product, alpha_value=2.0)[1] == 8192
 
 
 @pytest.mark.parametrize("kind", ["llama3", "longrope"])

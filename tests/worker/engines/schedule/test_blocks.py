@@ -287,6 +287,23 @@ def test_corrupt_blocks_leave_the_prefix_cache_and_are_reported_once() -> None:
     blocks.check_integrity()
 
 
+def test_blocks_of_a_prompt_that_is_cancelled_are_cached_but_erased_before_they_hold_other_tokens() -> None:
+    """No logits of the prompt were checked, so its keys and values may contain NaN."""
+    blocks = BlockAllocator(2, 4)
+    scheduler = Scheduler(blocks, 2 * B + 1)
+    prompt, other = sequence(1, list(range(4 * B - 1))), sequence(2, list(range(1, 4 * B)))
+    scheduler.add(prompt)
+    [segment] = scheduler.next(2 * B + 1)
+    prompt.computed = segment.end
+    scheduler.remove(prompt)
+    partly_filled = blocks.take_corrupt()
+    assert len(partly_filled) == 2
+    assert blocks.reusable == 2 * B
+    scheduler.add(other)
+    scheduler.next(1)
+    assert sorted(partly_filled + blocks.take_corrupt()) == [0, 1, 2, 3]
+
+
 def test_no_sequence_is_admitted_that_would_be_preempted_at_once() -> None:
     blocks = BlockAllocator(3, 6)
     assert blocks.can_admit(sequence(1, [1] * (3 * B)))
@@ -350,8 +367,6 @@ class AnyTraffic(RuleBasedStateMachine):
             for other in [each for each in self.live.values() if gone.group and each.group == gone.group]:
                 self.scheduler.remove(self.live.pop(other.id), is_corrupt=True)
         self.scheduler.remove(gone, is_corrupt=is_corrupt)
-        for block in self.blocks.take_corrupt():
-            self.pool[block] = [None] * B
 
     @rule(budget=st.integers(0, 60))
     def step(self, budget: int) -> None:
@@ -397,7 +412,9 @@ class AnyTraffic(RuleBasedStateMachine):
             assert written.isdisjoint(self.places(each, 0, segment.start)), "a sequence writes where another one reads"
 
     def compute(self, batch: Batch) -> None:
-        """Copy, write, then read all that is seen: it must be the sequence's own tokens."""
+        """Erase, copy, write, then read all that is seen: it must be the sequence's own tokens."""
+        for block in self.blocks.take_corrupt():
+            self.pool[block] = [None] * B
         pairs = [segment.table.copy for segment in batch if segment.table is not None and segment.table.copy]
         for target, content in [(target, list(self.pool[source])) for source, target in pairs]:
             self.pool[target] = content

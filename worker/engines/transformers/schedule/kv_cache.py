@@ -152,8 +152,9 @@ class RowAllocator:
         """Take the next tokens of an incomplete prompt from the prefix cache. Return their number. Here it is 0."""
         return 0
 
-    def release(self, row: int, *, is_corrupt: bool = False) -> None:
-        """Free the row. `is_corrupt`: its content is invalid and must not be reused."""
+    def release(self, row: int, *, is_corrupt: bool = False, is_checked: bool = True) -> None:
+        """Free the row. `is_corrupt`: its content is invalid and must not be reused. `is_checked`: logits behind
+        all of its content were finite."""
         del self._owners[row]
         heapq.heappush(self._free_rows, row)
 
@@ -194,7 +195,8 @@ class BlockAllocator(RowAllocator):
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._empty = FreeRuns(count)
         self._region_size = region_blocks(rows, count)
-        self._corrupt: list[int] = []
+        self._suspect: set[int] = set()  # blocks that may contain NaN
+        self._corrupt: list[int] = []  # those of them that became empty and must be overwritten
         # Id and length of the last sequence looked up, with its block keys: a waiting one is looked up in every step.
         self._last_lookup: tuple[int, int, list[bytes]] = (-1, 0, [])
 
@@ -312,7 +314,7 @@ class BlockAllocator(RowAllocator):
             changed.append(block)
         return len(found) * BLOCK_TOKENS
 
-    def release(self, row: int, *, is_corrupt: bool = False) -> None:
+    def release(self, row: int, *, is_corrupt: bool = False, is_checked: bool = True) -> None:
         super().release(row)
         table = self._tables.pop(row)
         # From the last block to the first, so that a block is evicted before the blocks that it is found behind.
@@ -323,16 +325,23 @@ class BlockAllocator(RowAllocator):
                 self._drop_key(block)
             elif index < len(table.keys):
                 self._keep(block, table.keys[index])
+            if is_corrupt or not is_checked:
+                self._suspect.add(block)
             if not self._references[block]:
                 self.free += 1
-                # Cached blocks keep their content; that is the prefix cache.
+                # Cached blocks keep their content; that is the prefix cache. Unchecked ones, too: if they contain NaN,
+                # the tokens that find them would give NaN again.
                 if self._key_of[block] is None:
-                    self._empty.add(block)
+                    self._add_empty(block)
                 else:
                     self._cached[block] = None
-                # Others may still hold a shared block. It is reported only when it is free.
-                if is_corrupt:
-                    self._corrupt.append(block)
+
+    def _add_empty(self, block: int) -> int:
+        """Count a block as empty. Return the length of its run of empty blocks."""
+        if block in self._suspect:
+            self._suspect.remove(block)
+            self._corrupt.append(block)
+        return self._empty.add(block)
 
     def _keep(self, block: int, key: bytes) -> None:
         """Count the end of a sequence as a use of the block that is cached as `key`, which may be another one with
@@ -355,7 +364,7 @@ class BlockAllocator(RowAllocator):
         return table
 
     def take_corrupt(self) -> list[int]:
-        """Corrupt blocks freed since the last call. The caller must overwrite them with zeros.
+        """Blocks emptied since the last call that may be corrupt. The caller must overwrite them with zeros.
 
         They may contain NaN or infinity. An attention mask does not hide those, because 0 * NaN is NaN.
         """
@@ -435,7 +444,7 @@ class BlockAllocator(RowAllocator):
         """Evict the least recently used block. Return the length of its run of empty blocks."""
         block, _ = self._cached.popitem(last=False)
         self._drop_key(block)
-        return self._empty.add(block)
+        return self._add_empty(block)
 
     def _add_reference(self, block: int) -> None:
         if not self._references[block]:
