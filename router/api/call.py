@@ -33,6 +33,7 @@ class FrameStream:
 
     frames: AsyncIterator[bytes]
     dialect: Dialect = Dialect.ADMIN  # determines the media type; ADMIN: server-sent events
+    first: bytes = b": open\n\n"  # sent before the frames; a comment of server-sent events
 
 
 class RendersMetrics(Protocol):

@@ -108,7 +108,11 @@ async def pull(call: ApiCall) -> ApiResult:
         raise BadRequest("stream must be true or false", param="stream")
     name = known(call.registry, call.key, _repository(body))
     lines = _pull_lines(hub, await hub.pull(call.key, name))
-    return FrameStream(_with_error_line(lines), Dialect.OLLAMA) if wants_stream else await _last(lines)
+    if not wants_stream:
+        return await _last(lines)
+    frames = _with_error_line(lines)
+    # The download is followed from here on. A client that disconnects before it gets a line ends it as well.
+    return FrameStream(frames, Dialect.OLLAMA, first=await anext(frames))
 
 
 async def _with_error_line(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -123,15 +127,16 @@ async def _with_error_line(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 async def _pull_lines(hub: HubModels, pull: Pull) -> AsyncIterator[bytes]:
     """The lines that `ollama pull` shows. Raises BadRequest, LoadBackoff if the download fails."""
-    yield _line(status="pulling manifest")
     worker = pull.worker
-    if worker is not None:
-        digest = f"sha256:{hashlib.sha256(worker.preset.id.encode()).hexdigest()}"
-        with hub.following(pull):
+    with hub.following(pull):
+        yield _line(status="pulling manifest")
+        if worker is not None:
+            digest = f"sha256:{hashlib.sha256(worker.preset.id.encode()).hexdigest()}"
             yield _progress(worker, digest)
             async for event in hub.follow(worker):
                 if event.kind == "progress":
                     yield _progress(worker, digest)
+    if worker is not None:
         hub.check(worker)
         yield _line(status="verifying sha256 digest")  # the worker has verified each file during the download
         yield _line(status="writing manifest")

@@ -33,7 +33,6 @@ from router.http.response import SERVER, own_headers
 from router.registry.auth import SAFE_METHODS
 from router.registry.pulls import HubModels
 from router.registry.registry import Registry
-from worker.protocol.dialects import Dialect
 from worker.protocol.routes import ROUTES, Route, ignored_fields, offered, query, unknown_fields
 from worker.protocol.streams import stream
 
@@ -225,16 +224,15 @@ class Dispatcher:
         """Send frames until the client disconnects or stops reading."""
         request[INCOMING].phase = "events"
         response = web.StreamResponse(headers=stream(result.dialect).headers)
-        await response.prepare(request)
-        if request.method == "HEAD":
-            return response
         task = asyncio.current_task()
         assert task is not None
         self._streams.add(task)
         registry = self._services.registry
         try:
-            if result.dialect is Dialect.ADMIN:
-                await response.write(b": open\n\n")
+            await response.prepare(request)
+            if request.method == "HEAD":
+                return response
+            await response.write(result.first)
             async for frame in result.frames:
                 async with asyncio.timeout(registry.settings.write_stall or None):
                     await response.write(frame)

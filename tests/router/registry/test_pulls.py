@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from router.api import ollama
+from router.api.call import FrameStream
 from router.errors import ModelNotFound
 from router.fleet.worker import State
 from router.registry.auth import NO_KEY
@@ -22,7 +24,7 @@ class Hub(HubModels):
         return text, WORKER
 
 
-async def test_a_pull_that_is_cancelled_before_the_hub_has_listed_the_files_downloads_nothing() -> None:
+def hub_and_retired() -> tuple[Hub, list[Any]]:
     retired: list[Any] = []
 
     def unknown(*_: object) -> None:
@@ -33,6 +35,25 @@ async def test_a_pull_that_is_cancelled_before_the_hub_has_listed_the_files_down
     )
     hub = Hub(registry)
     hub.listed = asyncio.Event()
+    return hub, retired
+
+
+async def test_a_pull_whose_client_disconnects_before_the_first_line_ends_its_download() -> None:
+    hub, retired = hub_and_retired()
+    hub.listed.set()
+
+    async def body() -> dict[str, str]:
+        return {"model": "org/name"}
+
+    call: Any = SimpleNamespace(hub=hub, body=body, registry=hub.registry, key=NO_KEY)
+    stream = await ollama.pull(call)
+    assert isinstance(stream, FrameStream)
+    await stream.frames.aclose()  # type: ignore[attr-defined]
+    assert retired == [WORKER]
+
+
+async def test_a_pull_that_is_cancelled_before_the_hub_has_listed_the_files_downloads_nothing() -> None:
+    hub, retired = hub_and_retired()
     pull = asyncio.create_task(hub.pull(NO_KEY, "org/name"))
     await asyncio.sleep(0)
     pull.cancel()
