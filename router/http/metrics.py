@@ -20,6 +20,7 @@ from router.events import Event, EventLog
 from router.fleet.fleet import Fleet
 from router.fleet.worker import State, estimated
 from router.planner.ledger import LOCAL, SLOTS, DeviceId
+from router.registry.worker_groups import ID_SEPARATOR
 from worker.protocol.events import Pulse
 
 WAITS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -148,12 +149,28 @@ class Metrics:
             case "waited":
                 for cause, seconds in data["seconds"].items():
                     self._queued.labels(event.model, cause).observe(seconds)
+            case "removed":
+                self._forget(event.model)
             case "state" if data["state"] == "stopped":
                 if "settle_seconds" in data:
                     self._settling.labels(LOCAL).observe(data["settle_seconds"])
                 self._exits.labels(event.model, data["reason"] or "stopped").inc()
                 if data.get("was") in ("starting", "queued", "downloading"):
                     self._loads.labels(event.model, _result(data["reason"])).inc()
+
+    def _forget(self, id: str) -> None:
+        """Drop the series of a model that is gone, so that their number does not grow with each model ever listed."""
+        listed = {name for each in self._fleet.models for name in (each, *each.split(ID_SEPARATOR))}
+        for name in {id, *id.split(ID_SEPARATOR)} - listed:
+            self._fresh.pop(name, None)
+            self._fetched.pop(name, None)
+            for own in (self.requests, self.ttft, self._token_seconds, self._token_count):
+                own.forget(name)
+            for metric in (
+                self._loads, self._load_seconds, self._start_seconds, self._downloaded, self._evictions, self._queued,
+                self._exits,
+            ):  # fmt: skip
+                metric.remove_by_labels({"model": name})
 
     def _fold_download(self, model: str, worker: int, done: int) -> None:
         """Count downloaded bytes. A download's first report counts nothing, as it includes what was on disk before."""
@@ -212,6 +229,10 @@ class Tally(Collector):
     def add(self, *labels: str, by: float = 1.0) -> None:
         self._counts[labels] = self._counts.get(labels, 0.0) + by
 
+    def forget(self, model: str) -> None:
+        """Drop the series whose first label is `model`."""
+        self._counts = {labels: count for labels, count in self._counts.items() if labels[:1] != (model,)}
+
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._about, labels=self._labels)
         for labels, count in self._counts.items():
@@ -236,6 +257,11 @@ class Spread(Collector):
             self._sums[labels] = 0.0
         counts[bisect_left(self._bounds, value)] += 1
         self._sums[labels] += value
+
+    def forget(self, model: str) -> None:
+        """Drop the series of `model`."""
+        self._counts.pop((model,), None)
+        self._sums.pop((model,), None)
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._about, labels=self._labels)

@@ -70,6 +70,23 @@ async def test_a_load_that_ended_early_is_counted_by_its_outcome(reason: str, re
     assert found[f'router_worker_exits_total{{model="a",reason="{reason or "stopped"}"}}'] == 1.0
 
 
+async def test_series_of_a_removed_model_are_dropped() -> None:
+    world, metrics = made("a", "b,c", "d")
+    for model in ("a", "d"):
+        world.events.append("state", model, worker=1, state="ready", was="starting", load_seconds=3.0)
+        world.events.append("state", model, worker=1, state="stopped", was="ready", reason="evicted")
+        world.events.mention("request", model, prompt_tokens=5, cached_tokens=2, completion_tokens=7)
+    for model in ("a", "b", "d"):
+        metrics.requests.add(model, "chat", "200")
+        metrics.ttft.observe(1.0, model)
+    world.fleet.models.remove("a", "requested")
+    world.fleet.models.remove("b,c", "requested")
+    found = samples(metrics)
+    assert not [name for name in found if any(f'model="{gone}"' in name for gone in ("a", "b", "b,c"))]
+    assert found['router_loads_total{model="d",result="ready"}'] == 1.0
+    assert found['router_requests_total{code="200",endpoint="chat",model="d"}'] == 1.0
+
+
 async def test_a_worker_that_was_ready_is_not_counted_as_a_failed_load() -> None:
     world, metrics = made("a")
     world.events.append("state", "a", worker=1, state="ready", was="starting", load_seconds=3.0)
