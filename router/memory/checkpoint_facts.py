@@ -92,7 +92,7 @@ class Checkpoint:
     value_dim: int = 0
     expanded: int = 0  # elements of keys and values of one token as attention reads them, of all query heads
     intermediate: int = 0  # width of the MLP; of all experts that one token visits together
-    expert: int = 0  # width of one expert; 0: no experts
+    widths: Mapping[str, int] = field(default_factory=dict)  # of the dense MLP, of an expert and of a shared one
     vocab_size: int = 0
     # Longest sequence that the model was made for; 0: the config states none (ALiBi, state-space models).
     max_positions: int = 0
@@ -221,7 +221,11 @@ def from_config(
         value_dim=value_dim,
         expanded=expanded,
         intermediate=_intermediate(text, hidden),
-        expert=_expert(text, hidden),
+        widths={
+            "MLP": _dense(text, hidden),
+            "experts": _first(text, "moe_intermediate_size"),
+            "shared expert": _first(text, "shared_expert_intermediate_size"),
+        },
         vocab_size=_size(text, "vocab_size") or embedding[0],
         max_positions=_positions(text),
         state_layers=states,
@@ -341,11 +345,6 @@ _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
 
 def _dense(config: Mapping[str, Any], hidden: int) -> int:
     return _first(config, "intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size") or 4 * hidden
-
-
-def _expert(config: Mapping[str, Any], hidden: int) -> int:
-    """Return the width of the MLP of one expert; 0 without experts."""
-    return (_first(config, "moe_intermediate_size") or _dense(config, hidden)) if _first(config, *_ACTIVE) else 0
 
 
 def _intermediate(config: Mapping[str, Any], hidden: int) -> int:

@@ -36,7 +36,7 @@ def reason_not_to_divide_by(facts: Checkpoint, preset: Preset, ranks: int) -> st
     for number, what in (
         (facts.heads, "attention heads"),
         (facts.kv_heads, "heads of keys and values"),
-        (facts.expert or facts.intermediate, "columns in its MLP"),
+        *((width, f"columns in its {part}") for part, width in facts.widths.items()),
     ):
         if number % ranks:
             return f"it has {number} {what}, which {ranks} does not divide"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from router.config.presets import ALL_DEVICES, Preset
 from router.memory import sharding, tensor_parallel
-from router.memory.checkpoint_facts import Checkpoint, effective_ctx
+from router.memory.checkpoint_facts import Checkpoint, effective_ctx, from_config
 from router.memory.estimate import Estimate
 from router.memory.estimate import estimate as estimate_whole
 from router.memory.segments import weight_bytes
@@ -26,6 +26,12 @@ ROOM = dict.fromkeys(GPU, 100 * GIB)
 
 def preset(**changes: Any) -> Preset:
     return Preset(id="a", **changes)
+
+
+def with_widths(**members: int) -> Checkpoint:
+    config = {"hidden_size": 8192, "num_experts_per_tok": 8, **members}
+    stated = from_config(config, embedding=(9, 8192), key_rows=0, query_rows=0, stored_dtype="bfloat16")
+    return replace(LARGE, widths=stated.widths)
 
 
 def ways(facts: Checkpoint, said: Preset, devices: list[DeviceId], room: Mapping[DeviceId, int]) -> list[Choice]:
@@ -80,8 +86,18 @@ def test_max_is_one_process_where_there_is_no_accelerator() -> None:
             {"tensor_parallel": 4},
             "it has 2 heads of keys and values, which 4 does not divi",
         ),
-        (replace(LARGE, intermediate=28673), {"tensor_parallel": 2}, "it has 28673 columns in its MLP"),
-        (replace(LARGE, intermediate=28674, expert=14337), {"tensor_parallel": 2}, "it has 14337 columns in its MLP"),
+        (with_widths(intermediate_size=28673), {"tensor_parallel": 2}, "it has 28673 columns in its MLP"),
+        (
+            with_widths(intermediate_size=28673, moe_intermediate_size=1408),
+            {"tensor_parallel": 2},
+            "it has 28673 columns in its MLP",
+        ),
+        (with_widths(moe_intermediate_size=1407), {"tensor_parallel": 2}, "it has 1407 columns in its experts"),
+        (
+            with_widths(moe_intermediate_size=1408, shared_expert_intermediate_size=5633),
+            {"tensor_parallel": 2},
+            "it has 5633 columns in its shared expert",
+        ),
         (replace(LARGE, model_type="gpt2"), {"tensor_parallel": ALL_DEVICES}, "this version divides .* this is gpt2"),
         (replace(LARGE, matrices=0), {"tensor_parallel": 2}, "its tensor names do not identify the layers"),
     ],
