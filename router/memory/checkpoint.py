@@ -385,13 +385,13 @@ def _facts(config: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> Checkpo
         loaded = {
             name: tensor for name, tensor in loaded.items() if not (_HEAD.search(name) and tensor[1] == embedding)
         }
+    if not tensors:
+        loaded = _implied(facts)
     matrices = sum(
         math.prod(shape)
         for name, (_, shape, _) in loaded.items()
         if len(shape) > 1 and _LAYER.search(name) and not _ROUTER.search(name)
     )
-    if not tensors:
-        loaded, matrices = _implied(facts), facts.layers * _layer_matrices(facts)
     return replace(
         facts,
         tied=tied,
@@ -450,19 +450,20 @@ def _linears(tensors: Mapping[str, _Tensor], *, transposed: bool) -> Linears:
     return Linears(len(shapes), sum(sizes), rows, blocks, sum(map(sum, shapes)))
 
 
-def _layer_matrices(facts: Checkpoint) -> int:
-    """Return the elements of the matrices of one layer, as a gated decoder has them."""
-    queries, keys = facts.heads * facts.head_dim, facts.kv_heads * (facts.head_dim + facts.value_dim)
-    return facts.hidden * (2 * queries + keys + 3 * facts.intermediate)
-
-
 def _implied(facts: Checkpoint) -> dict[str, _Tensor]:
-    """Return one tensor for each layer and some for the rest, with as many elements as a gated decoder of these sizes
-    with an untied head. Rounds up."""
-    queries, keys = facts.heads * facts.head_dim, facts.kv_heads * (facts.head_dim + facts.value_dim)
-    layer = _layer_matrices(facts) + 4 * facts.hidden + queries + keys + 2 * facts.intermediate
-    size = {"float32": 4, "float64": 8}.get(facts.dtype, 2)
+    """Return the matrices of each layer of a gated decoder of these sizes, one tensor for its vectors, and some for the
+    rest with an untied head. Rounds up."""
+    queries, keys, values = (
+        facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim, facts.kv_heads * facts.value_dim
+    )  # fmt: skip
+    to_hidden = (queries, facts.intermediate)
+    from_hidden = (queries, keys, values, facts.intermediate, facts.intermediate)
+    shapes = [(facts.hidden, width) for width in to_hidden] + [(width, facts.hidden) for width in from_hidden]
+    vectors = 4 * facts.hidden + queries + keys + values + 2 * facts.intermediate
     head = facts.vocab_size * facts.hidden
-    parts = {f"layers.{index}.implied": layer for index in range(facts.layers)}
-    parts |= {"embed": head, "lm_head.weight": head, "norm": 2 * facts.hidden}
-    return {name: (facts.dtype, (elements,), elements * size) for name, elements in parts.items() if elements}
+    parts: dict[str, tuple[int, ...]] = {"embed": (head,), "lm_head.weight": (head,), "norm": (2 * facts.hidden,)}
+    for layer in range(facts.layers):
+        parts[f"layers.{layer}.vectors"] = (vectors,)
+        parts |= {f"layers.{layer}.{number}.weight": shape for number, shape in enumerate(shapes)}
+    size = {"float32": 4, "float64": 8}.get(facts.dtype, 2)
+    return {name: (facts.dtype, shape, math.prod(shape) * size) for name, shape in parts.items() if math.prod(shape)}

@@ -331,6 +331,7 @@ def test_random_weights_count_the_tensors_that_the_config_implies(tmp_path: Path
     exact = 2 * 100 * 64 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64) + 64
     assert exact <= facts.params <= 1.05 * exact
     assert facts.tensors["bfloat16"].bytes == 2 * facts.params
+    assert facts.linears.ends == 2 * (4 * 64 + 2 * (64 + 32) + 3 * (64 + 128)), "LoRA slots have room for all of them"
 
 
 def test_meta_has_the_fields_of_llama_server(tmp_path: Path) -> None:
