@@ -28,7 +28,7 @@ from typing import Protocol
 from router.launch.interface import NotStarted
 from router.planner.ledger import HOST, Bytes, DeviceId, Reading
 
-log = logging.getLogger("router.launch.interface")
+log = logging.getLogger("router.launch.readings")
 
 READ_TIMEOUT = 1.0  # seconds for one reading of all devices
 FIRST_READ_TIMEOUT = 15.0  # the first reading may have to wake a driver
@@ -65,7 +65,7 @@ class DeviceSampler:
         self._read_timeout = read_timeout
         self._devices = devices
         self._latest: tuple[Reading, ...] = ()
-        self._problems: Mapping[DeviceId, str] = {}
+        self._problems: Mapping[DeviceId, str] = {}  # those of the last successful reading, which were logged
         # The reading that was requested and has not begun: True if it was successful. Guarded by `_lock`.
         self._next: asyncio.Future[bool] | None = None
         self._lock = threading.Lock()
@@ -77,11 +77,6 @@ class DeviceSampler:
     @property
     def latest(self) -> Sequence[Reading]:
         return self._latest
-
-    @property
-    def problems(self) -> Mapping[DeviceId, str]:
-        """For each device that is shown as full because it cannot be read, the reason, for people."""
-        return self._problems
 
     async def start(self) -> None:
         """Return once there is a first reading, or none arrived in time."""
@@ -99,7 +94,6 @@ class DeviceSampler:
         self._missed = 0 if await self._read_now(self._read_timeout) else self._missed + 1
         if self._missed == LOST_AFTER:
             log.error("the device drivers do not answer: no worker is started until they do")
-            self._problems = {reading.id: "its driver does not answer" for reading in self._latest}
             self._publish(tuple(_full(reading) for reading in self._latest))
 
     async def refresh(self) -> Sequence[Reading]:
@@ -147,9 +141,9 @@ class DeviceSampler:
                 request, self._next = self._next, None
             if request is None:  # closed
                 return
-            readings, problems, error = list[Reading](), self._problems, ""
+            readings, problems, error = list[Reading](), dict[DeviceId, str](), ""
             try:
-                readings, problems = self._devices.read(), self._devices.problems
+                readings, problems = self._devices.read(), dict(self._devices.problems)
             except Exception as failure:  # noqa: BLE001  (logged by `_deliver`)
                 error = f"{type(failure).__name__}: {failure}"
             try:
@@ -164,6 +158,9 @@ class DeviceSampler:
             log.error("the devices cannot be read: %s", error)
         self._error = error
         if not error:
+            for device, problem in problems.items():
+                if problem != self._problems.get(device):
+                    log.error("%s: no worker is started there", problem)
             self._problems = problems
             self._publish(tuple(_full(reading) if reading.id in problems else reading for reading in readings))
         request.set_result(not error)

@@ -91,10 +91,13 @@ async def test_a_refresh_reads_after_it_was_requested(devices: SlowDevices, samp
     patient.close()
 
 
-async def test_a_device_with_a_problem_is_shown_as_full(devices: SlowDevices, sampler: DeviceSampler) -> None:
-    devices.problems = {GPU0: "has fallen off the bus"}
-    assert used(await sampler.refresh()) == [8 * GIB, 0]
-    assert sampler.problems == {GPU0: "has fallen off the bus"}
+async def test_a_device_with_a_problem_is_shown_as_full_and_its_problem_is_logged_once(
+    devices: SlowDevices, sampler: DeviceSampler, caplog: pytest.LogCaptureFixture
+) -> None:
+    devices.problems = {GPU0: "cuda:0 cannot be read: GPU is lost"}
+    for _ in range(2):
+        assert used(await sampler.refresh()) == [8 * GIB, 0]
+    assert caplog.messages == ["cuda:0 cannot be read: GPU is lost: no worker is started there"]
     devices.problems = {}
     assert used(await sampler.refresh()) == [0, 0]
 
@@ -112,7 +115,6 @@ async def test_a_driver_that_hangs_delays_no_caller_and_its_devices_are_shown_as
     assert used(sampler.latest) == [8 * GIB, 16 * GIB]
     devices.go_on()
     assert used(await sampler.refresh()) == [0, 0]
-    assert sampler.problems == {}
 
 
 async def test_a_driver_that_fails_is_like_one_that_hangs(
