@@ -14,12 +14,11 @@ from router.config.presets import Preset
 from router.fleet.worker import State, Worker
 from router.launch.interface import NotLocked
 from router.planner.ledger import HOST, Device
-from router.planner.types import Plan
 
 if TYPE_CHECKING:  # it imports this module
     from router.fleet.fleet import Fleet
 
-log = logging.getLogger("router.fleet.fleet")
+log = logging.getLogger("router.fleet.prefetch")
 T = TypeVar("T")
 
 
@@ -30,17 +29,15 @@ class Prefetcher:
         self._fleet = fleet
         self.tasks: dict[asyncio.Task[None], int] = {}  # reads for models under `prefetch`, with their bytes
 
-    def begin(self, plan: Plan, queued: Iterable[Worker], devices: Sequence[Device]) -> None:
-        """Let workers that wait by this plan read their files meanwhile, in the order of the queue."""
-        in_order = sorted(queued, key=lambda worker: (-worker.preset.priority, worker.since))
+    def begin(self, waiting: Iterable[Worker], devices: Sequence[Device]) -> None:
+        """Let workers that wait for a place read their files meanwhile. `waiting`: in the order of the queue."""
         sizes = [
-            (worker.id, self._bytes_to_read(worker))
-            for worker in in_order
-            if worker.id in plan.waits and not (worker.best_effort or worker.queue.prefetch.is_set())
+            (worker, self._bytes_to_read(worker))
+            for worker in waiting
+            if not (worker.best_effort or worker.queue.prefetch.is_set())
         ]
         if sizes:
-            chosen = set(readable(sizes, devices, self._bytes_in_flight()))
-            for worker in (worker for worker in in_order if worker.id in chosen):
+            for worker in readable(sizes, devices, self._bytes_in_flight()):
                 worker.queue.prefetch.set()
 
     def read_files(self, presets: Iterable[Preset], devices: Sequence[Device]) -> None:

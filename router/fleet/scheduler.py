@@ -22,7 +22,7 @@ from router.fleet.load_cost import weigh
 from router.fleet.worker import State, Worker, enter, kv_cache
 from router.memory.checkpoint_facts import EstimateError
 from router.memory.estimate import prepared_bytes
-from router.planner.ledger import HOST, LOCAL, SLOTS, Device, DeviceId, Ledger, Reading, Resident
+from router.planner.ledger import HOST, MAIN_MEMORY, SLOTS, Device, DeviceId, Ledger, Reading, Resident
 from router.planner.planner import plan
 from router.planner.types import Demand, Eviction, Plan, Policy, Start
 from worker.protocol.argv import ENGINES
@@ -38,7 +38,6 @@ PLAN_PAUSE = 0.001
 FEW_WAITING = 4
 PLAN_AGAIN = 1.0  # seconds until a plan that raised an exception is made again
 MOST_FAILED_PLANS = 10  # in a row, after which the fleet is reported as broken
-MAIN_MEMORY = DeviceId(LOCAL, HOST)
 
 
 class Scheduler:
@@ -207,10 +206,11 @@ class Scheduler:
         decision = early_start.decide(found, candidates, residents, devices)
         by_id = {worker.id: worker for worker in fleet.workers()}
         self._record(question, found, by_id)
-        self._record_waits(found, by_id, sorted(queued, key=_queue_order))
+        queued.sort(key=_queue_order)
+        self._record_waits(found, by_id, queued)
         self._record_early_starts(decision, by_id)
         if found.waits:
-            fleet.prefetcher.begin(found, queued, self.devices)
+            fleet.prefetcher.begin([worker for worker in queued if worker.id in found.waits], self.devices)
         fleet.start_prefetched()
         if fleet.limits.sleep_memory:
             spare = early_start.spare(found, waiting + refining, residents, devices)
