@@ -284,13 +284,6 @@ class Child:
             pipes.close()
             raise
 
-    def send_token(self, token: str) -> None:
-        """Send the token, the first line that the process reads.
-
-        Its stdin then stays open as long as the router lives.
-        """
-        self.send(token.encode() + b"\n")
-
     def send(self, line: bytes) -> None:
         """Write a line to its stdin. Never blocks: few and short lines are sent, and the pipe has room for them."""
         if self.exited.done():  # its pipes are closed, and their numbers may be in use for other files
@@ -333,7 +326,7 @@ class Child:
                 if self._has_exited
                 else "is stuck: it did not end within"
             )
-            logging.getLogger("router.launch.interface").error(
+            logging.getLogger("router.launch.process").error(
                 "%s: process %d %s %g s of SIGKILL; its memory stays reserved",
                 self._name,
                 self.pid,

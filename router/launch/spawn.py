@@ -81,7 +81,7 @@ class Spawner:
             # Not cancelled between fork and registration: a process without an entry in the table would be lost.
             await uncancelled(self._spawn(program, command, verb, tag, token, visible))
             child = self._processes.child(tag)
-            child.send_token(token)
+            child.send(token.encode() + b"\n")  # the first line that it reads; its stdin stays open
             yield child
         finally:
             await uncancelled(self._processes.end(tag))

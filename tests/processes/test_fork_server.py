@@ -75,7 +75,7 @@ async def facts(child: Child, token: str = "a-token-of-this-test") -> dict[str, 
     """The report of the program about itself, once it has exited."""
     events: asyncio.Queue[Event] = asyncio.Queue()
     child.on_event = events.put_nowait
-    child.send_token(token)
+    child.send(token.encode() + b"\n")
     async with asyncio.timeout(DEADLINE):
         event = await events.get()
         assert isinstance(event, Progress)
@@ -107,7 +107,7 @@ async def staying(fork_server: ForkServerProcess) -> Child:
     child = await fork_server.spawn(argv, ENV, name="m#1", log=Log("m", "m#1"))
     events: asyncio.Queue[Event] = asyncio.Queue()
     child.on_event = events.put_nowait
-    child.send_token("a-token-of-this-test")
+    child.send(b"a-token-of-this-test\n")
     await events.get()
     return child
 

@@ -41,7 +41,7 @@ async def running(
     child.pause = pause
     try:
         child.on_event = events.put_nowait
-        child.send_token(TOKEN)
+        child.send(TOKEN.encode() + b"\n")
         async with asyncio.timeout(DEADLINE):
             yield child, events
     finally:
