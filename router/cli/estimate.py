@@ -27,7 +27,7 @@ from router.memory.estimate import RUNTIME_FORKED, RUNTIME_HOST, UNKNOWN, Estima
 from router.memory.learned import LearnedEstimates
 from router.memory.remedies import Remedies, remedies
 from router.memory.sharding import allowed_devices, best_estimate, capacities, device_order, first_fitting
-from router.planner.ledger import HOST, LOCAL, DeviceId, Reading
+from router.planner.ledger import HOST, MAIN_MEMORY, DeviceId, Reading
 from router.store.snapshots import Snapshots
 from worker.protocol.argv import Estimate as EstimateCommand
 from worker.protocol.events import Downloaded, Estimated
@@ -128,7 +128,7 @@ class Machine:
 
     @property
     def host_capacity(self) -> int:
-        return self.capacities[DeviceId(LOCAL, HOST)]
+        return self.capacities[MAIN_MEMORY]
 
     def capacity(self, device: DeviceId, bounds: Mapping[DeviceId, int]) -> int:
         """Bytes of a device for all workers together, and at most the bound of the preset."""
@@ -183,7 +183,7 @@ def report(
         needs = dict(zip(sharding.assigned(choice, estimate.shards, bounds), estimate.shards, strict=True))
     left = max(machine.capacity(device, bounds) - size for device, size in needs.items())
     if not on_host:
-        needs[DeviceId(LOCAL, HOST)] = estimate.host
+        needs[MAIN_MEMORY] = estimate.host
     readings = [reading for reading in machine.readings if reading.id in needs]
     return Report(
         preset=preset,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from router.launch.interface import EarlyProcess
 from router.planner.availability import FreeMemory
-from router.planner.ledger import HOST, LOCAL, Device, DeviceId, Resident
+from router.planner.ledger import HOST, MAIN_MEMORY, Device, DeviceId, Resident
 from router.planner.planner import queue_order
 from router.planner.types import Demand, Plan
 
@@ -195,9 +195,9 @@ def take_place(worker: Worker) -> None:
     The claim of the place lacks that memory, because it was subtracted from the demand. A process that must exit is not
     taken over, and its memory stays reserved beside the worker's until it has exited.
     """
-    early, host = worker.early, DeviceId(LOCAL, HOST)
+    early = worker.early
     if early.held:
-        worker.reserved[host] = worker.reserved.get(host, 0) + early.held
+        worker.reserved[MAIN_MEMORY] = worker.reserved.get(MAIN_MEMORY, 0) + early.held
         if early.is_charged:
             early.held = 0
             early.advance(Phase.TAKEN)

@@ -33,7 +33,7 @@ from router.fleet.worker import State, Worker, enter, estimated
 from router.fleet.worker_argv import options, program_of, serve_fields
 from router.launch.interface import EarlyProcess, Listen, NotLocked, NotStarted, Program, WorkerLost, WorkerProcess
 from router.memory.checkpoint_facts import EstimateError
-from router.planner.ledger import HOST, LOCAL, DeviceId
+from router.planner.ledger import MAIN_MEMORY
 from router.planner.types import Start
 from worker.protocol.argv import Serve
 from worker.protocol.events import Event, Exit, Progress, Pulse, RequestEnded
@@ -275,8 +275,7 @@ def _reserve_measured(worker: Worker, process: EarlyProcess) -> None:
     early = worker.early
     if worker.queue.room.done() or not early.is_charged:
         return
-    host = DeviceId(LOCAL, HOST)
-    measured = process.measured.get(host, 0)
+    measured = process.measured.get(MAIN_MEMORY, 0)
     if not 0 < measured <= early.held:
         log.warning(
             "%s: its early start is ended: it measures %d MiB, %d MiB are reserved",
@@ -284,23 +283,22 @@ def _reserve_measured(worker: Worker, process: EarlyProcess) -> None:
         )  # fmt: skip
         early.advance(Phase.ENDING)
         return
-    worker.reserved[host] = measured
+    worker.reserved[MAIN_MEMORY] = measured
     early.prepared(measured)
 
 
 def _release_early_memory(worker: Worker, held: int) -> None:
     """Take the `held` bytes of an ended early start off the worker's reservation."""
-    host = DeviceId(LOCAL, HOST)
-    if held and host in worker.reserved and worker.state < State.STOPPING:
-        worker.reserved[host] -= held
-        if not worker.reserved[host]:
-            del worker.reserved[host]
+    if held and MAIN_MEMORY in worker.reserved and worker.state < State.STOPPING:
+        worker.reserved[MAIN_MEMORY] -= held
+        if not worker.reserved[MAIN_MEMORY]:
+            del worker.reserved[MAIN_MEMORY]
 
 
 @contextlib.asynccontextmanager
 async def _running(worker: Worker, fleet: Fleet, program: Program, listener: Listen) -> AsyncIterator[WorkerProcess]:
     """Yield the worker's ready process: the one that started early if there is one, else a new one."""
-    # The launcher fills in devices, socket and leash.
+    # The launcher fills in devices, socket and supervision.
     command = replace(options(worker, Serve, listen="unix:"), **serve_fields(worker, fleet))
     process = await worker.early.taken_process()
     if process is not None:

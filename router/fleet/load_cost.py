@@ -25,7 +25,7 @@ from router.memory.checkpoint_facts import Checkpoint, takes_images
 from router.memory.estimate import Estimate, Overhead
 from router.memory.remedies import Remedies, remedies
 from router.memory.sharding import allowed_devices, best_estimate, device_order, first_fitting, record_key
-from router.planner.ledger import HOST, LOCAL, DeviceId
+from router.planner.ledger import HOST, MAIN_MEMORY, DeviceId
 from worker.protocol.argv import Estimate as EstimateCommand
 
 if TYPE_CHECKING:  # it imports this module
@@ -218,7 +218,7 @@ def record_load(worker: Worker, fleet: Fleet) -> None:
         worker.costs = costs = replace(costs, key=key, forked=process.forked)
     fleet.learned_estimates.record_load(costs.key, worker.load_seconds)
     settle_reservation(worker)
-    worker.usual_host = worker.reserved.get(DeviceId(LOCAL, HOST), 0)
+    worker.usual_host = worker.reserved.get(MAIN_MEMORY, 0)
     _learn_overhead(worker, fleet)
     learn(worker, fleet)
 

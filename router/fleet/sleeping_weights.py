@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from router.config.presets import Preset
 from router.launch.interface import NotLocked
-from router.planner.ledger import HOST, LOCAL, DeviceId, Resident
+from router.planner.ledger import MAIN_MEMORY, Resident
 
 if TYPE_CHECKING:  # both import this module
     from router.fleet.fleet import Fleet
     from router.fleet.model import Model
 
-log = logging.getLogger("router.fleet.fleet")
+log = logging.getLogger("router.fleet.sleeping_weights")
 
 # Seconds by which sleeping weights count as longer unused than they are, so that they are evicted before any worker.
 ASLEEP = 1e9
@@ -54,12 +54,11 @@ class SleepingWeights:
 
     def resident(self) -> Resident:
         """Return the planner's view."""
-        host = DeviceId(LOCAL, HOST)
         return Resident(
             id=self.id,
             model=self.preset.id,
-            reserved={host: self.request.size},
-            measured={host: self.request.size if self.is_held else 0},
+            reserved={MAIN_MEMORY: self.request.size},
+            measured={MAIN_MEMORY: self.request.size if self.is_held else 0},
             last_used=self.request.last_used - ASLEEP,
             leaving=self.released.is_set(),
             pinned=self.preset.pin,

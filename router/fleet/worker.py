@@ -23,7 +23,7 @@ from router.launch.interface import WorkerLost, WorkerProcess
 from router.memory.checkpoint_facts import Checkpoint
 from router.memory.estimate import Estimate
 from router.memory.sharding import Choice
-from router.planner.ledger import HOST, LOCAL, SLOTS, Bytes, DeviceId, Resident, pooled
+from router.planner.ledger import HOST, MAIN_MEMORY, SLOTS, Bytes, DeviceId, Resident, pooled
 from router.planner.types import Start
 from worker.protocol.argv import AdapterSource
 from worker.protocol.events import Progress, Pulse, Ready
@@ -292,11 +292,10 @@ class Worker:
         Pages of mapped files are not part of it: the kernel can reclaim them. If they were subtracted from the driver's
         figure, memory of other programs would look free.
         """
-        occupied, host = self.occupied, DeviceId(LOCAL, HOST)
-        latest = self.latest_report
-        if latest is None or not latest.mapped or host not in occupied:
+        occupied, latest = self.occupied, self.latest_report
+        if latest is None or not latest.mapped or MAIN_MEMORY not in occupied:
             return occupied
-        return {**occupied, host: max(0, occupied[host] - latest.mapped)}
+        return {**occupied, MAIN_MEMORY: max(0, occupied[MAIN_MEMORY] - latest.mapped)}
 
     @property
     def latest_report(self) -> Pulse | Ready | None:

@@ -14,9 +14,7 @@ from typing import Any
 import pynvml  # type: ignore[import-untyped]
 
 from router.errors import ConfigError
-from router.planner.ledger import HOST, LOCAL, DeviceId, DeviceShare, Reading
-
-CPU = DeviceId(LOCAL, HOST)  # main memory of this machine
+from router.planner.ledger import LOCAL, MAIN_MEMORY, DeviceId, DeviceShare, Reading
 
 # A cgroup limit above this means no limit (version 1 writes the largest multiple of a page below 2**63).
 _UNLIMITED = 1 << 60
@@ -102,8 +100,8 @@ class Devices:
 
         Raises ValueError with a message for people if there is no such device, or more than one.
         """
-        if name == str(CPU):
-            return CPU
+        if name == str(MAIN_MEMORY):
+            return MAIN_MEMORY
         matches = [each for each in self._accelerators if name == str(each.id) or _names(name, each.uuid)]
         if len(matches) == 1:
             return matches[0].id
@@ -152,7 +150,7 @@ class Devices:
                     available = min(available, max(0, limit - used))
                 if parent == root:
                     break
-        return Reading(CPU, total, max(0, total - available), name="main memory")
+        return Reading(MAIN_MEMORY, total, max(0, total - available), name="main memory")
 
     def close(self) -> None:
         """Shut NVML down."""
@@ -172,7 +170,7 @@ class Devices:
                 device.handle = None
                 self._problems[device.id] = f"{device.id} ({device.name}) cannot be read: {_explain(error)}"
                 return device.last
-            total, used, pool = host.total, host.used, CPU  # unified memory: it has none of its own
+            total, used, pool = host.total, host.used, MAIN_MEMORY  # unified memory: it has none of its own
         self._problems.pop(device.id, None)
         device.last = Reading(device.id, total, used, device.name, device.uuid, pool)
         return device.last

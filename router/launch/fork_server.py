@@ -30,7 +30,7 @@ from worker.protocol.events import Event, Exit, Forked, ForkRefused, ModulesImpo
 from worker.protocol.memory import FORK_SERVER_BYTES, LIBRARY_CODE_BYTES
 from worker.protocol.orders import Fork, ForkSpec, ImportModules, Order, Reap, encode_order, is_family_module
 
-log = logging.getLogger("router.launch.interface")
+log = logging.getLogger("router.launch.fork_server")
 
 NAME = "fork-server"  # in logs
 # Seconds for a reply. A fork takes 10 ms; the import of a model family before it, seconds at most.

@@ -27,11 +27,11 @@ from router.launch.process_table import ProcessTable, reap_ended_orphans
 from router.launch.readings import Claim, DeviceSampler, ReadableDevices, SharedReservations
 from router.launch.spawn import PYTHON_ARGV, Spawner
 from router.launch.worker_process import Heartbeat, LocalWorker, Watchdog, device_names, model_devices
-from router.planner.ledger import HOST, LOCAL, Bytes, DeviceId, Reading
+from router.planner.ledger import MAIN_MEMORY, Bytes, DeviceId, Reading
 from worker.protocol.argv import Command, Convert, Download, Estimate, Serve
 from worker.protocol.events import Converted, Downloaded, Estimated, Event, Exit
 
-log = logging.getLogger("router.launch.interface")
+log = logging.getLogger("router.launch.local")
 
 FinalEvent = TypeVar("FinalEvent", Downloaded, Converted, Estimated)
 
@@ -139,7 +139,7 @@ class LocalLauncher:
     # Readings
 
     def readings(self) -> Sequence[Reading]:
-        """The latest reading of each device. One that cannot be read is shown as full, see `problems`."""
+        """The latest reading of each device. One that cannot be read is shown as full."""
         return self._sampler.latest
 
     async def refresh(self) -> Sequence[Reading]:
@@ -199,7 +199,7 @@ class LocalLauncher:
 
     @asynccontextmanager
     async def prepare(self, program: Program, command: Serve, listen: Listen) -> AsyncIterator[LocalWorker]:
-        names = device_names({DeviceId(LOCAL, HOST): 0})
+        names = device_names({MAIN_MEMORY: 0})
         with self._shared.claim({}) as claim:
             async with self._worker(program, replace(command, prepare=True), names, claim, listen) as worker:
                 yield worker

@@ -35,7 +35,7 @@ from pathlib import Path
 from router.errors import RouterError
 from router.launch.process import KILL_TIMEOUT, Child, known
 
-log = logging.getLogger("router.launch.interface")
+log = logging.getLogger("router.launch.process_table")
 
 CLOSE_TIMEOUT = 5.0  # seconds that killed processes get to be reaped before the table is left anyway
 SOCKET_PATH_BYTES = 107  # longest path of a unix socket: `sun_path` has 108 bytes, one of them for the end (unix(7))

@@ -21,7 +21,7 @@ from worker.protocol.events import Event, Prepared, Progress, Pulse, Ready, Requ
 from worker.protocol.orders import MemoryGrant, encode_grant
 from worker.protocol.routes import TOKEN_HEADER
 
-log = logging.getLogger("router.launch.interface")
+log = logging.getLogger("router.launch.worker_process")
 
 T = TypeVar("T")
 

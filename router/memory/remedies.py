@@ -9,7 +9,7 @@ from router.memory.checkpoint_facts import Checkpoint, EstimateError, effective_
 from router.memory.estimate import Estimate
 from router.memory.segments import ON_LOAD, bits_on_load
 from router.memory.sharding import Choice, fits, static_estimate
-from router.planner.ledger import HOST, LOCAL, DeviceId
+from router.planner.ledger import MAIN_MEMORY, DeviceId
 from worker.protocol.memory import BLOCK_TOKENS
 
 LEAST_CTX = 256  # tokens; a shorter context is no remedy. A guess
@@ -58,7 +58,7 @@ def remedies(
             return False
         parts = zip(found.shards, before.shards, after.shards, strict=True)
         host = found.host + after.host - before.host
-        has_host = not found.host or host <= room.get(DeviceId(LOCAL, HOST), host)
+        has_host = not found.host or host <= room.get(MAIN_MEMORY, host)
         return has_host and fits(choice, [known - was + size for known, was, size in parts], room)
 
     try:

@@ -37,6 +37,7 @@ class DeviceId(NamedTuple):
         return name if self.node == LOCAL else f"{self.node}/{name}"
 
 
+MAIN_MEMORY = DeviceId(LOCAL, HOST)  # of this machine
 Bytes = Mapping[DeviceId, int]
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from router.errors import ConfigError
-from router.launch.devices import CPU, Devices, Found, OomKills, count_oom_kills, visible
-from router.planner.ledger import LOCAL, DeviceId, DeviceShare
+from router.launch.devices import Devices, Found, OomKills, count_oom_kills, visible
+from router.planner.ledger import LOCAL, MAIN_MEMORY, DeviceId, DeviceShare
 
 GIB = 1 << 30
 CARDS = [Found(0, "GPU-a1", "GPU-a1", "A"), Found(1, "GPU-b1", "GPU-b1", "B"), Found(2, "GPU-b2", "GPU-b2", "C")]
@@ -77,7 +77,7 @@ class Machine:
         """Total and used, in GiB."""
         devices = Devices({"CUDA_VISIBLE_DEVICES": ""}, proc=self.proc, cgroup=self.cgroup)
         reading = devices.host()
-        assert reading.id == CPU == DeviceId(LOCAL, -1)
+        assert reading.id == MAIN_MEMORY == DeviceId(LOCAL, -1)
         return reading.total / GIB, reading.used / GIB
 
 
@@ -136,8 +136,8 @@ def test_a_limit_above_the_machine_changes_nothing(machine: Machine) -> None:
 def test_a_share_is_that_of_the_memory_of_its_device(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     devices = Devices({"CUDA_VISIBLE_DEVICES": ""}, proc=machine.proc, cgroup=machine.cgroup)
-    assert devices.by_device({"cpu": DeviceShare(0.75)}, "--device-limit") == {CPU: 12 * GIB}
-    assert devices.by_device({"cpu": 5, "": 7}, "--device-limit") == {CPU: 5}
+    assert devices.by_device({"cpu": DeviceShare(0.75)}, "--device-limit") == {MAIN_MEMORY: 12 * GIB}
+    assert devices.by_device({"cpu": 5, "": 7}, "--device-limit") == {MAIN_MEMORY: 5}
     with pytest.raises(ConfigError, match="--device-limit: 'cuda:0' is no device of this machine"):
         devices.by_device({"cuda:0": DeviceShare(0.5)}, "--device-limit")
 
@@ -148,7 +148,7 @@ def test_an_unsupported_accelerator_is_named_and_not_used(tmp_path: Path, file: 
     devices = Devices({"CUDA_VISIBLE_DEVICES": ""}, dev=tmp_path)
     note = "the AMD accelerator (/dev/kfd) is not supported by this version: it is not used"
     assert devices.notes.count(note) == count
-    assert [reading.id for reading in devices.read()] == [CPU]
+    assert [reading.id for reading in devices.read()] == [MAIN_MEMORY]
 
 
 def test_a_rise_of_the_counter_explains_a_kill_for_some_seconds() -> None:
