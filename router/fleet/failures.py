@@ -101,7 +101,7 @@ class Failures:
         failure, now = model.failure, self._fleet.now()
         if failure is None or now >= failure.until:
             return None
-        if failure.final and self._fleet.files.look(model.preset) != failure.files:
+        if failure.final and self._fleet.files.fingerprint(model.preset) != failure.files:
             return None
         message = f"{model.preset.id} failed: {failure.message}"
         if failure.final:
@@ -139,7 +139,7 @@ class Failures:
         # The first report of damage causes a clean download. If that is damaged too, another download does not help.
         final = lost.final or (repeated and lost.exit == Exit.DAMAGED)
         if final:
-            pause, files = FINAL_PAUSE, self._fleet.files.look(model.preset)
+            pause, files = FINAL_PAUSE, self._fleet.files.fingerprint(model.preset)
         else:
             spread = random.uniform(*SPREAD)
             pause = model.crashes.pause(now, allowed=model.preset.max_restarts, served=served, spread=spread)

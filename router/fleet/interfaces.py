@@ -46,8 +46,8 @@ class Files(Protocol):
     def weights(self, snapshot: str) -> Mapping[str, int]:
         """Return the bytes of each weight file by path. Reads a few directory entries only."""
 
-    def look(self, preset: Preset) -> object:
-        """Return a value that changes with the model's files. Reads a few directory entries only."""
+    def fingerprint(self, preset: Preset) -> object:
+        """Return a value that changes with the model's files; None without files. Reads a few entries only."""
 
     def can_download_again(self, preset: Preset) -> bool:
         """A download would verify the files and replace damaged ones."""

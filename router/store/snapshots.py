@@ -19,7 +19,7 @@ from worker.protocol.argv import AdapterSource, Convert, Download
 
 
 class Snapshots:
-    """Finds and reads snapshots, and builds the commands that download them."""
+    """Finds and reads snapshots, and builds the commands that download them. See `router.fleet.interfaces.Files`."""
 
     def __init__(self, *, cache: str, state: Path, offline: bool, prepare: bool = True):
         """`prepare`: models are loaded from converted snapshots if there are any."""
@@ -44,8 +44,7 @@ class Snapshots:
         if preset.demo:
             self._made[preset.demo] = snapshot
 
-    def look(self, preset: Preset) -> object:
-        """Return a value that changes when the files of the model change; None without files."""
+    def fingerprint(self, preset: Preset) -> object:
         folder = self.find(preset)
         if folder is None:
             return None
@@ -81,7 +80,6 @@ class Snapshots:
         return find_snapshot(*_hub_name(path), self._cache, adapter=adapter) if path.startswith(HUB) else path
 
     def missing_draft(self, preset: Preset) -> Download | None:
-        """Return the command that downloads the draft model of a preset, if it is missing. Raises LoadFailed."""
         if not preset.drafts_by_model or self._folder(preset.model_draft) is not None:
             return None
         repo, revision = _hub_name(preset.model_draft)
@@ -93,7 +91,6 @@ class Snapshots:
         return Download(repo=repo, revision=revision, cache=self._cache)
 
     def weights(self, snapshot: str) -> dict[str, int]:
-        """Return the bytes of each safetensors file of a snapshot by path; empty if it cannot be read."""
         try:
             with os.scandir(snapshot) as entries:
                 return {entry.path: entry.stat().st_size for entry in entries if entry.name.endswith(".safetensors")}
@@ -101,8 +98,6 @@ class Snapshots:
             return {}
 
     async def conversion(self, preset: Preset, snapshot: str) -> Convert | None:
-        """Return the command that converts a downloaded snapshot, or any with pickled weights; None if it is not to be
-        converted."""
         is_local = preset.path and not has_only_pickles(snapshot)
         if not self._prepare or is_local or not can_be_converted(preset):
             return None
@@ -118,14 +113,12 @@ class Snapshots:
         return self.conversions.find(snapshot) is None
 
     def loads_from(self, preset: Preset, snapshot: str) -> str:
-        """Return the converted snapshot if there is one. A preset with its own interpreter may have other libraries and
-        gets the original."""
+        # A preset with its own interpreter may have other libraries and gets the original.
         if not self._prepare or not can_be_converted(preset):
             return snapshot
         return self.conversions.find(snapshot) or snapshot
 
     def give_up_converted(self, snapshot: str) -> bool:
-        """Stop using a converted snapshot. Returns False if `snapshot` is no converted one."""
         if not self.conversions.is_one(snapshot):
             return False
         self.conversions.give_up(Path(snapshot))
@@ -151,7 +144,6 @@ class Snapshots:
         return [Download(repo=repo, revision=revision, cache=self._cache, adapter=True) for repo, revision in names]
 
     def can_download_again(self, preset: Preset) -> bool:
-        """Return whether damaged files can be downloaded again."""
         return not (preset.path or preset.demo or self._offline)
 
     def download(self, preset: Preset) -> Download:

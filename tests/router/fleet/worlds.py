@@ -84,7 +84,7 @@ class FakeFiles:
         """Change the files of this model."""
         self._changes[name] += 1
 
-    def look(self, preset: Preset) -> object:
+    def fingerprint(self, preset: Preset) -> object:
         return preset.id in self.missing, self._changes[preset.id]
 
     def find(self, preset: Preset) -> str | None:

@@ -28,14 +28,14 @@ def a_model(folder: Path) -> Path:
 def test_a_look_tells_whether_anything_has_changed(tmp_path: Path) -> None:
     folder = a_model(tmp_path / "model")
     files, preset = snapshots(tmp_path), Preset(id="m", path=str(folder))
-    looks = [files.look(preset)]
-    assert files.look(preset) == looks[0]
+    looks = [files.fingerprint(preset)]
+    assert files.fingerprint(preset) == looks[0]
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    looks.append(files.look(preset))
+    looks.append(files.fingerprint(preset))
     (folder / "tokenizer.json").write_text("{}")
-    looks.append(files.look(preset))
+    looks.append(files.fingerprint(preset))
     os.utime(folder / "model.safetensors", ns=(1, 1))
-    looks.append(files.look(preset))
+    looks.append(files.fingerprint(preset))
     assert all(looks[one] != looks[other] for one in range(4) for other in range(one))
 
 
@@ -47,24 +47,24 @@ def test_a_look_follows_links_as_they_stand_in_the_hub_cache(tmp_path: Path) -> 
     (folder / "config.json").symlink_to(blob)
     (folder / "dangling").symlink_to(tmp_path / "nothing")
     files, preset = snapshots(tmp_path), Preset(id="m", path=str(folder))
-    before = files.look(preset)
+    before = files.fingerprint(preset)
     blob.write_text("{ }")
-    assert files.look(preset) != before
+    assert files.fingerprint(preset) != before
 
 
 def test_a_missing_snapshot_looks_the_same_until_it_exists(tmp_path: Path) -> None:
     files, preset = snapshots(tmp_path), Preset(id="m", path=str(tmp_path / "model"))
-    before = files.look(preset)
-    assert files.look(preset) == before
+    before = files.fingerprint(preset)
+    assert files.fingerprint(preset) == before
     a_model(tmp_path / "model")
-    assert files.look(preset) != before
+    assert files.fingerprint(preset) != before
     missing = Preset(id="r", repo="org/repo")
-    assert files.look(missing) is None
+    assert files.fingerprint(missing) is None
     commit = a_model(tmp_path / "hub/models--org--repo/snapshots/abc")
     (tmp_path / "hub/models--org--repo/refs").mkdir()
     (tmp_path / "hub/models--org--repo/refs/main").write_text("abc")
     assert files.find(missing) == str(commit)
-    assert files.look(missing) is not None
+    assert files.fingerprint(missing) is not None
 
 
 def test_a_demo_model_is_found_once_it_was_made(tmp_path: Path) -> None:
