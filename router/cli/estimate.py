@@ -198,7 +198,7 @@ def report(
         ranks=choice.ranks,
         devices=tuple(machine.report(reading, needs[reading.id], bounds) for reading in readings),
         beside=tuple(_beside(preset, loaded, machine, allowed, left)),
-        warnings=(*sharding.unused(preset, facts, machine.readings, allowed), *filter(None, [choice.note])),
+        warnings=(*sharding.unused_settings(preset, facts, machine.readings, allowed), *filter(None, [choice.note])),
     )
 
 

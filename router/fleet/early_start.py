@@ -107,7 +107,7 @@ class Decision:
     end: frozenset[int] = frozenset()
 
 
-def less(demand: Demand, held: int) -> Demand:
+def subtract_held(demand: Demand, held: int) -> Demand:
     """Return the demand less `held` bytes of main memory."""
     if not held:
         return demand
@@ -117,7 +117,7 @@ def less(demand: Demand, held: int) -> Demand:
     return replace(demand, shards=tuple(max(0, shard - held) for shard in demand.shards), most=most)
 
 
-def cautious(devices: Iterable[Device], unseen: int) -> list[Device]:
+def add_unseen(devices: Iterable[Device], unseen: int) -> list[Device]:
     """Return the devices with `unseen` more bytes of main memory in use.
 
     A process that is still preparing allocates its reservation step by step. The driver's reading may lack all of it.

@@ -87,7 +87,7 @@ def refused(error: ApiError) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PlanInputs:
     """The values that a plan was made from."""
 
     waiting: Sequence[Demand]
@@ -97,7 +97,7 @@ class Question:
 
 
 def preview(
-    demand: Demand, question: Question, found: Plan, names: Mapping[int, str], numbers: dict[str, Any]
+    demand: Demand, inputs: PlanInputs, found: Plan, names: Mapping[int, str], numbers: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the part of a plan that concerns one demand. `names`: models by resident or worker id."""
     evict = [
@@ -111,11 +111,11 @@ def preview(
         return {"decision": "start", "place": [str(device) for device in start.place], "claim": claim, **numbers}
     if demand.id in found.refuse:
         refusal = found.refuse[demand.id]
-        return {"decision": "refuse", "shortage": shortages(refusal.devices, question), **numbers}
+        return {"decision": "refuse", "shortage": shortages(refusal.devices, inputs), **numbers}
     wait = found.waits.get(demand.id)
     if wait is None:
         return {"decision": "drop", **numbers}
-    before = [other for other in question.waiting if queue_order(other) < queue_order(demand)]
+    before = [other for other in inputs.waiting if queue_order(other) < queue_order(demand)]
     return {
         "decision": "evict" if evict else "wait",
         "cause": wait.cause,
@@ -123,37 +123,35 @@ def preview(
         "evict": evict,
         "waits_for": [names.get(id, "") for id in wait.on],
         "later": [names.get(id, "") for id in wait.victims],
-        "keep": {
-            names.get(id, ""): why for id, why in keep_reasons(wait, found, question.residents, question.now).items()
-        },
-        "shortage": shortages(wait.shortage, question),
+        "keep": {names.get(id, ""): why for id, why in keep_reasons(wait, found, inputs.residents, inputs.now).items()},
+        "shortage": shortages(wait.shortage, inputs),
         "refine": demand.id in found.refine,
         **numbers,
     }
 
 
-def shortages(short: Mapping[DeviceId, Shortage], question: Question) -> dict[str, Any]:
+def shortages(short: Mapping[DeviceId, Shortage], inputs: PlanInputs) -> dict[str, Any]:
     """Return the arithmetic of the devices with too little memory."""
-    rows = {device.id: device for device in question.devices}
+    rows = {device.id: device for device in inputs.devices}
     return {
         str(id): {
             "required": required,
             "available": available,
             "margin": rows[id].margin,
-            "used": in_use(rows[id], question.residents),
+            "used": in_use(rows[id], inputs.residents),
         }
         for id, (required, available) in short.items()
     }
 
 
 def does_not_fit(
-    worker: Worker, refusal: Refusal, question: Question, capacities: Mapping[DeviceId, int]
+    worker: Worker, refusal: Refusal, inputs: PlanInputs, capacities: Mapping[DeviceId, int]
 ) -> DoesNotFit:
     """Return the 507 error with the needed and available MiB by device, and the keys with which it would fit.
 
     `capacities`: the bytes that could ever be free on each device.
     """
-    rows = {device.id: device for device in question.devices}
+    rows = {device.id: device for device in inputs.devices}
     missing = [(short, rows[id]) for id, short in refusal.devices.items()]
     devices = {
         str(row.id): {

@@ -21,13 +21,13 @@ from router.fleet.early_start import Phase
 from router.fleet.failures import NextWorker, error_after_loss, error_of_retirement, lost_error, with_retry_time
 from router.fleet.load_cost import (
     append_estimate,
+    estimate_costs,
     has_excess,
     learn,
     record_load,
     refine,
     settle_reservation,
     trace_unknown,
-    weigh,
 )
 from router.fleet.worker import State, Worker, enter, estimated
 from router.fleet.worker_argv import options, program_of, serve_fields
@@ -43,10 +43,8 @@ if TYPE_CHECKING:  # it imports this module
 
 log = logging.getLogger("router.fleet.lifecycle")
 
-FETCHED = "downloaded"
-"""The `reason` of a worker that was started only to download files."""
-CUT_GRACE = 1.0
-"""Seconds for requests to forward the last bytes or write an error frame before connections close. A guess."""
+FETCHED = "downloaded"  # the `reason` of a worker that was started only to download files
+CUT_GRACE = 1.0  # seconds for requests to forward the last bytes or write an error before connections close; a guess
 
 
 async def run(worker: Worker, fleet: Fleet) -> None:
@@ -120,7 +118,7 @@ async def _run(worker: Worker, fleet: Fleet) -> None:
     draft = fleet.files.missing_draft(preset)
     if draft is not None:  # unlike an adapter, it is part of the estimate: without it the load fails
         await fleet.launcher.download(program, draft, _listener(worker, fleet))
-    await weigh(worker, fleet)
+    await estimate_costs(worker, fleet)
     await trace_unknown(worker, fleet, program)
     assert worker.costs is not None
     program = replace(program, must_fork=worker.costs.forked)

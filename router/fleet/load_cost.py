@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from router.config.presets import Preset
 from router.errors import LoadFailed
 from router.fleet.worker import Costs, Worker, kv_cache
-from router.fleet.worker_argv import program_of, question, threads
+from router.fleet.worker_argv import estimate_command, program_of, threads
 from router.launch.interface import Program, WorkerLost
 from router.memory import estimate as estimates
 from router.memory import sharding
@@ -40,7 +40,7 @@ EXCESS_PATIENCE = 60.0
 # Estimates before the load
 
 
-async def weigh(worker: Worker, fleet: Fleet) -> None:
+async def estimate_costs(worker: Worker, fleet: Fleet) -> None:
     """Set facts, devices and costs of a worker with a snapshot. Raises EstimateError, LoadFailed."""
     worker.facts = await fleet.files.read(worker.snapshot, worker.preset)
     readings = fleet.launcher.readings()
@@ -48,7 +48,8 @@ async def weigh(worker: Worker, fleet: Fleet) -> None:
     worker.devices = allowed_devices(worker.preset, readings)
     _estimate(worker, fleet)
     assert worker.costs is not None
-    for warning in (*sharding.unused(worker.preset, worker.facts, readings, worker.devices), worker.costs.choice.note):
+    unused = sharding.unused_settings(worker.preset, worker.facts, readings, worker.devices)
+    for warning in (*unused, worker.costs.choice.note):
         if warning:
             log.warning("%s: %s", worker.preset.id, warning)
 
@@ -142,7 +143,7 @@ async def trace_unknown(worker: Worker, fleet: Fleet, program: Program) -> None:
     It is one if only the weights are known, or if it exceeds the preset's limits per device.
     """
     while (costs := worker.costs) is not None and not costs.is_exact and _is_a_guess(worker, fleet, costs):
-        command = question(worker)
+        command = estimate_command(worker)
         worker.costs = None  # a worker without costs is not planned
         await _make_exact(worker, fleet, program, command, costs)
 
@@ -156,7 +157,7 @@ def _is_a_guess(worker: Worker, fleet: Fleet, costs: Costs) -> bool:
 async def refine(worker: Worker, fleet: Fleet, program: Program) -> None:
     """Replace the estimate by the exact one. If that fails, the present one counts as exact."""
     assert worker.costs is not None
-    if await _make_exact(worker, fleet, program, question(worker), worker.costs):
+    if await _make_exact(worker, fleet, program, estimate_command(worker), worker.costs):
         append_estimate(worker, fleet)
 
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from router.errors import LoadFailed
 from router.fleet import early_start
 from router.fleet.early_start import Candidate, Decision, Phase
-from router.fleet.explain import Question, does_not_fit, evicted, preview, refused, shortages
-from router.fleet.load_cost import weigh
+from router.fleet.explain import PlanInputs, does_not_fit, evicted, preview, refused, shortages
+from router.fleet.load_cost import estimate_costs
 from router.fleet.worker import State, Worker, enter, kv_cache
 from router.memory.checkpoint_facts import EstimateError
 from router.memory.estimate import prepared_bytes
@@ -158,7 +158,7 @@ class Scheduler:
     def cautious_devices(self) -> list[Device]:
         """Return the devices of the last plan, with the memory that early starts have not yet allocated in use."""
         starts = [worker.early for worker in self._fleet.workers() if worker.state is State.QUEUED]
-        return early_start.cautious(self.devices, sum(start.held for start in starts if not start.is_measured))
+        return early_start.add_unseen(self.devices, sum(start.held for start in starts if not start.is_measured))
 
     def _in_queue(self) -> list[Worker]:
         """Return queued workers with an estimate that wait for a place."""
@@ -193,8 +193,8 @@ class Scheduler:
         estimated = [worker for worker in queued if not worker.queue.refine.is_set()]
         waiting = [demand_of(worker) for worker in estimated]
         refining = [demand_of(worker) for worker in queued if worker.queue.refine.is_set()]
-        question = Question(waiting + refining, residents, devices, now)
-        found = self._answer(question)
+        inputs = PlanInputs(waiting + refining, residents, devices, now)
+        found = self._run_planner(inputs)
         self._planned_at, self._planned_for = now, len(queued)
         is_fresh, self._is_fresh = self._is_fresh, False
         if (found.start or found.evict) and not is_fresh:
@@ -205,7 +205,7 @@ class Scheduler:
         candidates = [candidate_of(worker, demand) for worker, demand in zip(estimated, waiting, strict=True)]
         decision = early_start.decide(found, candidates, residents, devices)
         by_id = {worker.id: worker for worker in fleet.workers()}
-        self._record(question, found, by_id)
+        self._record(inputs, found, by_id)
         queued.sort(key=_queue_order)
         self._record_waits(found, by_id, queued)
         self._record_early_starts(decision, by_id)
@@ -218,15 +218,15 @@ class Scheduler:
         if found.look_again is not None:
             self._set_timer(max(now, found.look_again) + 0.001)
 
-    def _answer(self, question: Question) -> Plan:
-        return plan(question.waiting, question.residents, question.devices, question.now, self._policy)
+    def _run_planner(self, inputs: PlanInputs) -> Plan:
+        return plan(inputs.waiting, inputs.residents, inputs.devices, inputs.now, self._policy)
 
-    def _record(self, question: Question, found: Plan, by_id: Mapping[int, Worker]) -> None:
+    def _record(self, inputs: PlanInputs, found: Plan, by_id: Mapping[int, Worker]) -> None:
         for id, refusal in found.refuse.items():
             worker = by_id[id]
             if not worker.queue.room.done():
-                self._append_event("refuse", worker, worker, shortage=shortages(refusal.devices, question))
-                worker.queue.room.set_exception(does_not_fit(worker, refusal, question, self.capacities()))
+                self._append_event("refuse", worker, worker, shortage=shortages(refusal.devices, inputs))
+                worker.queue.room.set_exception(does_not_fit(worker, refusal, inputs, self.capacities()))
         for worker in [by_id[id] for id in found.drop]:
             self._append_event("drop", worker, worker)
             self._fleet.retire(worker, "no_room", drain=0.0)
@@ -317,18 +317,18 @@ class Scheduler:
             worker = Worker(0, model, State.QUEUED, self._loop.time())
             worker.snapshot = fleet.files.loads_from(model.preset, snapshot)
             try:
-                await weigh(worker, fleet)
+                await estimate_costs(worker, fleet)
             except EstimateError as unknown:
                 raise LoadFailed.of(name, unknown.message) from None
         demand = replace(demand_of(worker), best_effort=False)  # a requested model is required
         queue = [demand, *(demand_of(other) for other in self._in_queue() if other.id != worker.id)]
-        question = Question(queue, self.residents(), self.observe(), self._loop.time())
-        found = self._answer(question)
+        inputs = PlanInputs(queue, self.residents(), self.observe(), self._loop.time())
+        found = self._run_planner(inputs)
         names = {worker.id: worker.preset.id for worker in fleet.workers()}
         names |= {id: weights.preset.id for id, weights in fleet.sleepers.all.items()}
         granted = found.start[demand.id].steps if demand.id in found.start else None
-        numbers = _arithmetic(worker, question.devices) | _with_cache(worker, granted)
-        return preview(demand, question, found, names, numbers)
+        numbers = _arithmetic(worker, inputs.devices) | _with_cache(worker, granted)
+        return preview(demand, inputs, found, names, numbers)
 
 
 # The planner's view of workers
@@ -356,7 +356,7 @@ def demand_of(worker: Worker) -> Demand:
         place=costs.choice.place,
         load_seconds=costs.load_seconds,
     )
-    return early_start.less(demand, worker.early.held) if worker.early.is_charged else demand
+    return early_start.subtract_held(demand, worker.early.held) if worker.early.is_charged else demand
 
 
 def candidate_of(worker: Worker, demand: Demand) -> Candidate:

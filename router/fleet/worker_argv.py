@@ -57,7 +57,7 @@ def options(worker: Worker, kind: Any, **fields: Any) -> Any:
     )
 
 
-def question(worker: Worker) -> Estimate:
+def estimate_command(worker: Worker) -> Estimate:
     """Return the command of `worker estimate`. It runs on the CPU, so it gets the known overhead of accelerators."""
     assert worker.costs is not None
     overhead, forked = worker.costs.estimate.overhead, worker.costs.forked

@@ -227,11 +227,11 @@ class Orphan:
         return self.session not in known and self.tag in (tag, None) and self.is_adopted
 
 
-def adopt_orphans(*, whether: bool = True) -> bool:
+def adopt_orphans(*, enabled: bool = True) -> bool:
     """Become a subreaper, or stop being one. Returns the setting before. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     before = ctypes.c_int()
-    for option, value in ((_PR_GET_CHILD_SUBREAPER, ctypes.byref(before)), (_PR_SET_CHILD_SUBREAPER, int(whether))):
+    for option, value in ((_PR_GET_CHILD_SUBREAPER, ctypes.byref(before)), (_PR_SET_CHILD_SUBREAPER, int(enabled))):
         if libc.prctl(option, value, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), f"prctl({option}): {os.strerror(ctypes.get_errno())}")
     return bool(before.value)

@@ -122,7 +122,7 @@ class Checkpoint:
     tower: int = 0  # bound on the elements of one step of the vision tower, on the largest image; 0: no images
     picture_tokens: int = 0  # of that image in a prompt
     picture_elements: int = 0  # of that image as the tower takes it
-    quantization: str = ""  # method that the config states: gptq, awq, fp8,
+    quantization: str = ""  # method that the config states: gptq, awq, fp8
     bits: int = 0  # of a quantized number
     group: int = 0  # inputs that share a scale, of gptq and awq; -1: all of a layer; 0: not stated
     # Of a quantised checkpoint's scales, zero points, orders and maps, which stay as they are stored; not in

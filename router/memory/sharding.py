@@ -65,7 +65,7 @@ def choices(
             f" {facts.layers} layers in host memory, which the engine {preset.engine} cannot do; remove it, or write 0"
         )
     if preset.tensor_parallel > 1 or preset.split_mode == "tensor":
-        yield from _divided(facts, preset, devices, order, room)
+        yield from _tensor_parallel(facts, preset, devices, order, room)
         return
     on_host = all(device.index == HOST for device in devices)
     least, most = _counts(preset, 0 if on_host else len(devices))
@@ -124,7 +124,7 @@ def _roomiest(bounds: Mapping[DeviceId, int], order: Sequence[DeviceId], count: 
     return tuple(device for device in order if device in chosen)
 
 
-def _divided(
+def _tensor_parallel(
     facts: Checkpoint,
     preset: Preset,
     devices: Collection[DeviceId],
@@ -150,7 +150,7 @@ def _divided(
         return
     reasons = {count: tensor_parallel.reason_not_to_divide_by(facts, preset, count) for count in counts}
     if all(reasons.values()):
-        yield from _instead(facts, preset, bounds, order, reasons)
+        yield from _fallback(facts, preset, bounds, order, reasons)
         return
     for count in (count for count, why in reasons.items() if not why):
         place = _roomiest(bounds, order, count) if len(preset.gpu_split) > 1 else ()
@@ -169,7 +169,7 @@ def _on_host(facts: Checkpoint, preset: Preset, asked: int, devices: frozenset[D
     return Choice(devices=devices, ranks=1 if why else asked, note=note)
 
 
-def _instead(
+def _fallback(
     facts: Checkpoint,
     preset: Preset,
     bounds: Mapping[DeviceId, int],
@@ -369,7 +369,7 @@ def allowed_devices(preset: Preset, readings: Sequence[Reading]) -> frozenset[De
     return devices
 
 
-def unused(
+def unused_settings(
     preset: Preset, facts: Checkpoint, readings: Sequence[Reading], devices: Collection[DeviceId]
 ) -> Iterator[str]:
     """Yield a warning for each key that has no effect, or another one, for this model on these `devices`."""

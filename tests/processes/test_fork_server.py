@@ -38,7 +38,7 @@ async def _nothing_is_left() -> AsyncIterator[None]:
     children = _children(os.getpid())  # routers that other test files share
     had = adopt_orphans()
     yield
-    adopt_orphans(whether=had)
+    adopt_orphans(enabled=had)
     assert set(os.listdir("/proc/self/fd")) == before
     assert known == set()
     assert find_orphans() == []

@@ -649,10 +649,10 @@ async def test_a_router_that_dies_while_its_worker_starts_leaves_nothing(
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
-    before = adopt_orphans(whether=False)
-    adopt_orphans(whether=before)
+    before = adopt_orphans(enabled=False)
+    adopt_orphans(enabled=before)
     yield
-    after = adopt_orphans(whether=before)
+    after = adopt_orphans(enabled=before)
     assert after == before, "a launcher gives back what it changed of this process"
 
 

@@ -289,7 +289,7 @@ DAEMON = (
 def _adopting() -> Iterator[None]:
     had = adopt_orphans()
     yield
-    adopt_orphans(whether=had)
+    adopt_orphans(enabled=had)
 
 
 @pytest.mark.usefixtures("_adopting")

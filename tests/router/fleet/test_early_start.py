@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from router.fleet.early_start import Candidate, Decision, cautious, decide, less, spare
+from router.fleet.early_start import Candidate, Decision, add_unseen, decide, spare, subtract_held
 from router.fleet.prefetch import readable
 from router.planner.planner import plan, queue_order
 from router.planner.types import Policy
@@ -67,15 +67,15 @@ def test_an_early_start_ends_once_a_demand_ahead_lacks_main_memory() -> None:
 
 
 def test_an_early_start_and_the_rest_of_its_demand_add_up_to_the_demand() -> None:
-    assert less(host(1, 50), 10).shards == (40,)
-    assert less(demand(1, 50, host=20), 10) == demand(1, 50, host=10)
-    assert less(host(1, 50), 0) == host(1, 50)
-    assert less(host(1, 50, most={CPU: 70}), 10).most == {CPU: 60}
+    assert subtract_held(host(1, 50), 10).shards == (40,)
+    assert subtract_held(demand(1, 50, host=20), 10) == demand(1, 50, host=10)
+    assert subtract_held(host(1, 50), 0) == host(1, 50)
+    assert subtract_held(host(1, 50, most={CPU: 70}), 10).most == {CPU: 60}
 
 
 def test_memory_that_an_early_start_may_still_allocate_counts_as_used() -> None:
     devices = machine([resident(1, {CPU: 30, GPU[0]: 40})], {CPU: TOTAL, GPU[0]: TOTAL})
-    assert {each.id: each.used for each in cautious(devices, 7)} == {CPU: 37, GPU[0]: 40}
+    assert {each.id: each.used for each in add_unseen(devices, 7)} == {CPU: 37, GPU[0]: 40}
 
 
 def test_no_early_start_begins_behind_a_demand_that_lacks_main_memory() -> None:
@@ -134,13 +134,13 @@ def test_candidates_are_considered_in_queue_order() -> None:
 
 def test_unseen_memory_is_added_to_main_memory_only() -> None:
     devices = machine([], {CPU: TOTAL, GPU[0]: TOTAL})
-    assert cautious(devices, 0) == devices
-    assert [each.used for each in cautious(devices, 7)] == [7, 0]
+    assert add_unseen(devices, 0) == devices
+    assert [each.used for each in add_unseen(devices, 7)] == [7, 0]
 
 
 def test_less_is_never_negative() -> None:
-    assert less(host(1, 5), 10).shards == (0,)
-    assert less(demand(1, 50, host=5), 10).host == 0
+    assert subtract_held(host(1, 5), 10).shards == (0,)
+    assert subtract_held(demand(1, 50, host=5), 10).host == 0
 
 
 # Prefetch: files that are read ahead

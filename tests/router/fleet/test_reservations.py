@@ -13,7 +13,7 @@ from router.fleet.load_cost import EXCESS_BYTES, EXCESS_PATIENCE, forget_learned
 from router.fleet.model import FEWEST_PAUSES
 from router.fleet.scheduler import resident_of
 from router.fleet.worker import Worker
-from router.fleet.worker_argv import options, question, serve_fields, threads
+from router.fleet.worker_argv import estimate_command, options, serve_fields, threads
 from router.launch.interface import WorkerLost
 from router.memory.estimate import SAFETY_FACTOR, SERVING_HOST, beside_steps, estimate
 from router.planner.ledger import LOCAL, DeviceId
@@ -298,7 +298,7 @@ async def test_what_the_first_worker_on_a_device_measures_counts_for_all_models_
     found = worker.costs.estimate
     assert (found.source, found.runtime) == ("static", (300 * MIB + beside_steps(found.compute[0]),))
     assert found.host == first.estimate.host - DEVICE_PROCESS_HOST_BYTES + 700 * MIB + SERVING_HOST
-    asked = question(worker)
+    asked = estimate_command(worker)
     assert asked.overhead == options(worker, Serve, listen="").overhead == 300 * MIB, "its cap is made of it"
     assert asked.host_overhead == 700 * MIB + SERVING_HOST, "the exact figure counts with the same as the static one"
 

@@ -154,7 +154,7 @@ def test_keys_of_placement_without_effect_are_reported(
     said: dict[str, Any], devices: list[DeviceId], found: list[str]
 ) -> None:
     readings = [Reading(id, 100 * GIB, 0, uuid=f"GPU-{id.index}") for id in (*GPU[:2], CPU)]
-    warnings = list(sharding.unused(preset(**said), replace(BIG, max_positions=4096), readings, devices))
+    warnings = list(sharding.unused_settings(preset(**said), replace(BIG, max_positions=4096), readings, devices))
     assert len(warnings) == len(found)
     assert all(warning.startswith(text) for warning, text in zip(warnings, found, strict=True))
 
