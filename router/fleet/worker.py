@@ -97,14 +97,11 @@ class SentAdapters:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while they are being sent
 
 
-PROGRESS_INTERVAL = 0.1
-"""Seconds between two `progress` events of one load."""
-
+PROGRESS_INTERVAL = 0.1  # seconds between two `progress` events of one load
+# The unit of progress by stage. Other stages have no countable steps.
 UNITS = {"download": "bytes", "weights": "bytes", "warmup": "tokens"}
-"""The unit of progress by stage. Other stages have no countable steps."""
-
+# Share of the whole load at begin and end of each stage. A guess: weights take nearly all time.
 PARTS = {"start": (0.0, 0.0), "weights": (0.0, 0.9), "warmup": (0.9, 1.0)}
-"""Share of the whole load at begin and end of each stage. A guess: weights take nearly all time."""
 
 
 def load_share(stage: str, share: float) -> float:

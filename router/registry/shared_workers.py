@@ -132,7 +132,7 @@ class SharedWorkers:
             return self.fleet.unload(listed.model.preset.id, force=force)
 
     async def preview(self, name: str) -> dict[str, Any]:
-        """See `Fleet.preview`."""
+        """See `Scheduler.preview`."""
         listed = self.find(name)
         id = listed.model.preset.id
         with errors_with_name(listed):
@@ -141,7 +141,7 @@ class SharedWorkers:
         return {**found, "message": message.replace(id, name)} if message else found
 
     def turnover(self, name: str) -> float:
-        """See `Fleet.turnover`."""
+        """See `AdmissionQueue.turnover`."""
         return self.fleet.queue.turnover(self.find(name).model)
 
     # Changes of the list
