@@ -81,17 +81,6 @@ def test_a_follower_of_a_preempted_sequence_waits_behind_it() -> None:
     assert computed(scheduler) == {9: 6 + 2, 0: 6 + 2, 1: 2, 2: 6 + 2}, "only two run at once from now on"
 
 
-def test_a_choice_that_is_cancelled_while_it_follows_is_forgotten() -> None:
-    scheduler = Scheduler(RowAllocator(4), chunk=4)
-    first, second, third = choices(3)
-    for each in (first, second, third):
-        scheduler.add(each)
-    scheduler.next(99)
-    scheduler.remove(second)
-    scheduler.check_integrity()
-    assert computed(scheduler) == {0: 6 + 2, 2: 2}
-
-
 @pytest.fixture(scope="module")
 def counted(llama: Path) -> Iterator[tuple[TransformersEngine, JournalRunner]]:
     engine, journal = journaled(llama, ctx_size=128, parallel=4, prefill_chunk=16)

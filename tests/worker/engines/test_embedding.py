@@ -14,7 +14,6 @@ import transformers
 
 from tests import tiny
 from tests.worker.loaded import complete_one, load, serving
-from worker.engines.transformers import load_encoder
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import sentence_transformers_config
 from worker.engines.transformers.run.pooling import PoolingHead, activation, normalized, pool
@@ -82,19 +81,6 @@ async def test_a_text_model_embeds_with_task_embed(tmp_path: Path) -> None:
     async with serving(load(folder, task="embed")) as engine:
         (vector,) = await engine.embed(PROMPTS[:1])
     assert vector == pytest.approx(unit(hidden(folder, TOKENS[0]).mean(0)), abs=1e-5)
-
-
-async def test_a_causal_layout_of_sentence_transformers_is_an_embedder_by_default(tmp_path: Path) -> None:
-    folder = tiny.make("qwen3", tmp_path)
-    (folder / "1_Pooling").mkdir()
-    kinds = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
-    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
-    async with serving(load(folder)) as engine:
-        assert engine.capabilities == {"embedding", "rerank"}
-        (vector,) = await engine.embed(PROMPTS[1:2])
-    assert vector == pytest.approx(unit(hidden(folder, TOKENS[1])[-1]), abs=1e-5)
 
 
 async def test_invalid_texts_are_rejected(engine: TransformersEngine) -> None:
@@ -185,18 +171,6 @@ async def test_a_text_that_the_model_fails_on_ends_its_request_alone(tmp_path: P
         assert isinstance(collected[2], SequenceFailed)
         assert (await engine.embed([good]))[0] == pytest.approx(collected[0][0], abs=1e-6)
         assert engine.occupancy.waiting == 0
-
-
-class Unmasked:
-    """A model that does not mask padding."""
-
-    def run(self, texts: Sequence[EncoderInput]) -> list[torch.Tensor]:
-        return [torch.tensor([1.0, float(len(texts))])] * len(texts)
-
-
-def test_an_encoder_whose_results_depend_on_the_batch_is_not_served() -> None:
-    with pytest.raises(StartError, match="in a batch with a longer one"):
-        load_encoder.warm_up(Unmasked(), ctx_size=8, vocab_size=100)
 
 
 def test_an_architecture_that_mixes_padding_into_texts_is_refused(tmp_path: Path) -> None:

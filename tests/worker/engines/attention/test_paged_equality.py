@@ -21,7 +21,7 @@ from tests.worker.loaded import (
     work_of,
 )
 from tests.worker.paged_reference import assert_formula, random_pool, table
-from worker.engines.transformers.attention import dense, kv_pool, paged
+from worker.engines.transformers.attention import dense, paged
 from worker.engines.transformers.run.backends import make_blocks
 from worker.errors import StartError
 from worker.interface import SamplingParams
@@ -137,23 +137,6 @@ async def test_a_conversation_finds_its_earlier_turns_in_the_cache(
             talk += [*logsums.tokens, *words(7, seed=turn)]
 
 
-async def test_logprobs_of_a_prompt_are_whole_though_its_beginning_is_cached(snapshots: dict[str, Path]) -> None:
-    async with serving(load(snapshots["llama"], ctx_size=CTX, parallel=2)) as engine:
-        first = await complete_one(engine, SYSTEM, max_tokens=4, prompt_logprobs=True)
-        again = await complete_one(engine, SYSTEM, max_tokens=4, prompt_logprobs=True)
-        assert again.prompt_logprobs == first.prompt_logprobs
-        assert (len(again.prompt_logprobs), again.cached_tokens) == (len(SYSTEM), 0)
-        assert (await complete_one(engine, SYSTEM, max_tokens=4)).cached_tokens == 2 * B
-
-
-async def test_timings_report_the_cached_tokens_of_a_prompt(snapshots: dict[str, Path]) -> None:
-    async with serving(load(snapshots["llama"], ctx_size=CTX, parallel=2, prefill_chunk=16)) as engine:
-        await complete_one(engine, SYSTEM, max_tokens=1)
-        logsums = await complete_one(engine, (*SYSTEM, *words(40, seed=3)), max_tokens=1, progress=True)
-        known = [each.progress for each in logsums.deltas if each.progress is not None]
-        assert [(each.done, each.total, each.cached) for each in known][:2] == [(32, 75, 32), (48, 75, 32)]
-
-
 def test_a_cache_that_cannot_hold_one_request_is_refused_with_the_way_out() -> None:
     with pytest.raises(StartError, match=r"kv-tokens 100 is less than the 128 tokens .* raise kv-tokens"):
         make_blocks(Serve(snapshot="x", listen="", kv_tokens=100), CTX, caches=True)
@@ -177,16 +160,3 @@ def test_runs_merged_are_the_formula_over_all_of_them(dtype: torch.dtype) -> Non
         exact = packed.decode(paged.LayerAttention(dense.eager, 0, window), query)
         torch.testing.assert_close(answers, exact, atol=tolerance, rtol=1e-2)
         assert_formula(answers, query, pool, decodes, window, atol=tolerance, rtol=1e-2)
-
-
-def test_blocks_are_copied_as_they_were_and_erased_whole() -> None:
-    pool = kv_pool.KvPool(
-        layers=2, kv_heads=2, head_dim=8, rows=2, blocks=4, dtype=torch.float32, device=torch.device("cpu")
-    )
-    pool.keys[1][:B] = float("nan")
-    pool.values[0][B : 2 * B] = 3.0
-    pool.copy([(1, 2), (0, 1)])
-    assert torch.equal(pool.values[0][2 * B : 3 * B], torch.full((B, 2, 8), 3.0)), "read before anything is written"
-    assert bool(pool.keys[1][B : 2 * B].isnan().all())
-    pool.erase([0, 1])
-    assert not bool(pool.keys[1].isnan().any())

@@ -1,9 +1,7 @@
 """Promises of loading: what works without copies, and what is refused by name, with the exit code that fits."""
 
 import asyncio
-import ctypes
 import json
-import mmap
 import os
 import struct
 from collections.abc import Callable
@@ -289,29 +287,6 @@ def test_a_native_class_is_preferred_to_code_of_the_snapshot(folder: Path, class
         assert type(config) is transformers.LlamaConfig
         loaded = load_model(options(folder, trust_remote_code=trusted), config, None, lambda event: None)
         assert type(loaded.model) is transformers.LlamaForCausalLM
-
-
-def test_the_pool_is_resident_from_the_beginning() -> None:
-    def resident(tensor: torch.Tensor) -> int:
-        """Bytes of the whole pages within it that are in memory, those that were before it was made included."""
-        begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        pages = (tensor.data_ptr() + tensor.nbytes - begin) // mmap.PAGESIZE
-        reported = (ctypes.c_ubyte * pages)()
-        libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(pages * mmap.PAGESIZE), reported) == 0
-        return sum(each & 1 for each in reported) * mmap.PAGESIZE
-
-    pool = kv_pool.KvPool(
-        layers=2,
-        kv_heads=4,
-        head_dim=64,
-        rows=4,
-        blocks=pool_blocks(4, 8192),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    assert pool.bytes == 128 << 20
-    assert sum(map(resident, (*pool.keys, *pool.values))) >= 0.99 * pool.bytes
 
 
 def test_pages_of_the_file_that_the_model_does_not_use_are_let_go(tmp_path: Path) -> None:

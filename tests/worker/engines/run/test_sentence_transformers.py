@@ -17,7 +17,6 @@ from tests.rankers import RANKERS, ranker
 from tests.worker.loaded import edit, load, options, serving
 from worker.api import embeddings
 from worker.api.served_model import ServedModel
-from worker.engines.transformers.engine import TransformersEngine
 from worker.errors import ContextExceeded, InvalidValue, StartError, UnsupportedByModel
 
 pytestmark = pytest.mark.slow  # sentence-transformers takes seconds to import
@@ -323,8 +322,3 @@ def test_a_head_that_gives_no_score_is_refused(tmp_path: Path) -> None:
         load(ranker(tmp_path / "bert", "bert"), pooling="mean")
     with pytest.raises(StartError, match=r"my\.Activation"):
         load(ranker(tmp_path / "odd", "bert", sentence_transformers={"activation_fn": "my.Activation"}))
-
-
-def test_a_real_embedder_states_its_capabilities(real: ServedModel) -> None:
-    assert isinstance(real.engine, TransformersEngine)
-    assert real.capabilities == ["embedding", "rerank"]

@@ -404,6 +404,7 @@ class AnyTraffic(RuleBasedStateMachine):
         written: set[int] = set()
         for segment in batch:
             assert segment.start == segment.sequence.computed
+            assert 0 < segment.length <= segment.sequence.pending
             places = self.places(segment.sequence, segment.start, segment.end)
             assert written.isdisjoint(places), "two write in one place"
             written.update(places)
@@ -476,7 +477,7 @@ class AnyTraffic(RuleBasedStateMachine):
         assert self.blocks.free == self.blocks.count, "blocks are held without a sequence"
 
 
-TestAnyTraffic = pytest.mark.slow(AnyTraffic.TestCase)
+TestAnyTraffic = AnyTraffic.TestCase
 
 
 @pytest.mark.parametrize("caches", [True, False])

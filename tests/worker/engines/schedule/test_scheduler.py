@@ -1,10 +1,6 @@
 """Promises of `worker.engines.transformers.schedule.scheduler`: budget kept, no starvation, first come first served,
 nothing leaks."""
 
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
 from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler
 from worker.engines.transformers.schedule.sequence import Sequence
@@ -145,72 +141,3 @@ def test_removing_an_unknown_sequence_changes_nothing() -> None:
     scheduler = Scheduler(RowAllocator(1), chunk=8)
     scheduler.remove(sequence(1, prompt=2))
     assert not scheduler.has_work
-
-
-@settings(max_examples=50, stateful_step_count=30, deadline=None, derandomize=True)
-class AnyTraffic(RuleBasedStateMachine):
-    """Arrivals, steps, cancels and preemptions in any order."""
-
-    @initialize(rows=st.integers(1, 4), chunk=st.integers(1, 9))
-    def begin(self, rows: int, chunk: int) -> None:
-        self.scheduler, self.rows, self.chunk = Scheduler(RowAllocator(rows), chunk), rows, chunk
-        self.live: dict[int, Sequence] = {}
-        self.next_id = 0
-
-    @rule(prompt=st.integers(1, 30), limit=st.integers(1, 5), prompt_logprobs=st.booleans())
-    def arrive(self, prompt: int, limit: int, prompt_logprobs: bool) -> None:
-        self.next_id += 1
-        self.live[self.next_id] = sequence(self.next_id, prompt, limit, prompt_logprobs=prompt_logprobs)
-        self.scheduler.add(self.live[self.next_id])
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), again=st.booleans())
-    def cancel(self, data: st.DataObject, again: bool) -> None:
-        gone = self.live.pop(data.draw(st.sampled_from(sorted(self.live))))
-        self.scheduler.remove(gone)
-        if again:
-            self.scheduler.remove(gone)
-
-    @rule(budget=st.integers(0, 40))
-    def step(self, budget: int) -> None:
-        batch = self.check(self.scheduler.next(budget), budget)
-        for id in advance(self.scheduler, batch):
-            del self.live[id]
-
-    @rule(budget=st.integers(0, 40))
-    def step_without_memory(self, budget: int) -> None:
-        batch = self.check(self.scheduler.next(budget), budget)
-        fresh = [segment.sequence for segment in batch if not segment.sequence.preempted]
-        if len(batch) > 1 and fresh:
-            self.scheduler.preempt(max(fresh, key=lambda each: each.id))
-
-    def check(self, batch: Batch, budget: int) -> Batch:
-        prompts = [segment for segment in batch if not segment.is_decode]
-        assert sum(segment.length for segment in prompts) <= max(1, min(budget, self.chunk)), "the budget is kept"
-        assert bool(batch) == bool(self.live), "there is a batch while there is work"
-        assert len({segment.row for segment in batch}) == len(batch), "no two share a row"
-        running = {segment.sequence.id for segment in batch}
-        for each in self.live.values():
-            if each.is_decoding:
-                assert each.id in running, "every decoding sequence is in the batch"
-        for segment in batch:
-            assert segment.start == segment.sequence.computed
-            assert 0 < segment.length <= segment.sequence.pending
-        return batch
-
-    @invariant()
-    def nothing_is_leaked(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
-        self.scheduler.check_integrity()
-        assert {each.id for each in self.scheduler} == set(self.live)
-        assert self.scheduler.running <= self.rows
-        waiting = list(self.scheduler)[self.scheduler.running :]
-        order = [(not each.preempted, each.id) for each in waiting]
-        assert order == sorted(order), "first come, first served; preempted sequences before new ones"
-
-    def teardown(self) -> None:
-        drain(self.scheduler)
-
-
-TestAnyTraffic = AnyTraffic.TestCase
