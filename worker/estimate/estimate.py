@@ -36,7 +36,7 @@ from worker.estimate.largest_steps import (
     make_encoder,
     reordered_peak,
 )
-from worker.estimate.memory_tracer import live_bytes, peak_bytes
+from worker.estimate.memory_tracer import Step, live_bytes, peak_bytes
 from worker.estimate.meta_model import StoredTensors, device_of
 from worker.protocol.argv import Estimate, ModelOptions
 from worker.protocol.events import Estimated
@@ -89,7 +89,7 @@ def estimate(options: Estimate) -> Estimated:
     else:
         runtime = host_overhead(options) + max(0, memory.resident() - resident)
     inherited = memory.inheritance.bytes()  # before the trace: pages that it writes to are not shared any more
-    if _generates(options, config):
+    if not snapshot.encodes(options, config):
         runtime += grammar.vocabulary_bytes(tokenizer, config.get_text_config(decoder=True).vocab_size)
     if options.layers or len(options.devices) > 1:
         shards, staged = trace_split(options, config)
@@ -151,13 +151,10 @@ def trace(options: ModelOptions, config: Any) -> Traced:
     Raises StartError for a model that cannot be served.
     """
     dtype = StoredTensors(options).dtype(options, config)
-    if _generates(options, config):
-        traced, arranging = _trace_generation(options, config, dtype)
-    else:
-        traced, arranging = _trace_encoder(options, config, dtype)
-    if options.draft_snapshot and _generates(options, config):
-        return _with_draft(options, config, _further(options, config, traced, arranging))
-    return _further(options, config, traced, arranging)
+    if snapshot.encodes(options, config):
+        return _with_loading(options, config, *_trace_encoder(options, config, dtype))
+    traced = _with_loading(options, config, *_trace_generation(options, config, dtype))
+    return _with_draft(options, config, traced) if options.draft_snapshot else traced
 
 
 def _with_draft(options: ModelOptions, config: Any, traced: Traced) -> Traced:
@@ -181,8 +178,8 @@ def _with_draft(options: ModelOptions, config: Any, traced: Traced) -> Traced:
     )
 
 
-def _further(options: ModelOptions, config: Any, traced: Traced, arranging: int) -> Traced:
-    """Add what only loading takes. `arranging`: bytes that a quantized layer takes while it is arranged."""
+def _with_loading(options: ModelOptions, config: Any, traced: Traced, arranging: int) -> Traced:
+    """Add the bytes that only loading takes. `arranging`: bytes to arrange a quantized layer for its kernel."""
     on_cpu, stored = device_of(options).type == "cpu", StoredTensors(options)
     dtype = stored.dtype(options, config)
     loading = stored.stacked(config) * dtype.itemsize
@@ -195,13 +192,8 @@ def _further(options: ModelOptions, config: Any, traced: Traced, arranging: int)
     return replace(traced, loading=max(loading, arranging), staged=staged)
 
 
-def _generates(options: ModelOptions, config: Any) -> bool:
-    """Return whether the model generates text, instead of embeddings or scores."""
-    return not (snapshot.is_cross_encoder(options, config) or snapshot.is_embedder(options, config))
-
-
 def _trace_encoder(options: ModelOptions, config: Any, dtype: torch.dtype) -> tuple[Traced, int]:
-    """Trace a model that embeds or scores texts. Also returns the bytes that it takes to arrange a quantized layer."""
+    """Trace a model that embeds or scores texts. Also returns the `arranging` of `_with_loading`."""
     embeds = not snapshot.is_cross_encoder(options, config)
     ctx_size = requests.context_size(options, architectures.positions(config))
     with FakeTensorMode():
@@ -218,7 +210,7 @@ def _trace_encoder(options: ModelOptions, config: Any, dtype: torch.dtype) -> tu
 
 
 def _trace_generation(options: ModelOptions, config: Any, dtype: torch.dtype) -> tuple[Traced, int]:
-    """Trace a model that generates. Also returns the bytes that it takes to arrange a quantized layer."""
+    """Trace a model that generates text. Also returns the `arranging` of `_with_loading`."""
     on_cpu = device_of(options).type == "cpu"
     ctx_size = requests.context_size(options, architectures.positions(config))
     processor = _image_processor(options, config)
@@ -235,7 +227,9 @@ def _trace_generation(options: ModelOptions, config: Any, dtype: torch.dtype) ->
         meta_model.shorten(model)
         adapter = adapters.pretend() if adapters is not None else None
         steps = GenerationSteps(runner, capacity, options, ctx_size, adapter)
-        others = [*steps.short_rows(_heads(config))] if isinstance(runner, PagedRunner) and on_cpu else []
+        others: list[Step] = []
+        if isinstance(runner, PagedRunner) and on_cpu:
+            others += steps.short_rows(config.get_text_config(decoder=True).num_attention_heads)
         looping = looping_peak(steps, cpu_linear.CpuLinears(model) if _reorders(options) else None)
         if looping is not None:
             peaks = [max(looping, reordering)]
@@ -267,11 +261,6 @@ def _trace_generation(options: ModelOptions, config: Any, dtype: torch.dtype) ->
 def _reorders(options: ModelOptions) -> bool:
     """Return whether the CPU kernels reorder linear layers."""
     return device_of(options).type == "cpu" and not options.enforce_eager
-
-
-def _heads(config: Any) -> int:
-    heads: int = config.get_text_config(decoder=True).num_attention_heads
-    return heads
 
 
 def _image_processor(options: ModelOptions, config: Any) -> ImageProcessor | None:

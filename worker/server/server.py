@@ -238,42 +238,17 @@ class Server:
     # API routes
 
     def _handler(self, route: Route) -> Handler:
-        """Return the handler of an API route."""
+        """Return the handler of an API route. Each request ends with exactly one `RequestEnded` event."""
         function = _FUNCTIONS[route.handler]
-
-        async def generate(exchange: Exchange) -> web.StreamResponse:
-            model = self._model_of(exchange.request)
-            waited = _load_time(exchange.request) if route.reports_load_time else {}
-            async with self._bodies.admit(exchange.request):
-                call = await function(await _body(exchange.request), model, **waited)
-            if isinstance(call, JsonAnswer):
-                return await exchange.send_result(call)
-            # The engine has its own default, which replaced adapters may change.
-            default = "" if model is self._model else model.options.default_adapter
-            call = _with_adapter(call, unquote(exchange.request.headers.get(ADAPTER_HEADER, "")), default)
-            exchange.keep_alive = call.keep_alive
-            exchange.prompt_tokens = sum(len(generation.prompt) for generation in call.generations)
-            async with self._deltas(call) as deltas:
-                if call.stream:
-                    return await self._stream(exchange, call, deltas, model.options.name)
-                collected: Batch = []
-                while batch := await deltas.next_batch():
-                    exchange.count(batch)
-                    collected += batch
-            return await exchange.send(json_response(call.reply.full_body(collected), call.ignored))
-
-        return self._exchange_handler(generate)
-
-    def _exchange_handler(self, work: Callable[[Exchange], Awaitable[web.StreamResponse]]) -> Handler:
-        """Wrap `work` so that every request ends with exactly one `RequestEnded` event, however it ends."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             exchange = Exchange(request, self._write_timeout)
+            waited = _load_time(request) if route.reports_load_time else {}
             self._requests += 1
             try:
-                response = await work(exchange)
+                response = await self._answer(exchange, function, waited)
                 if exchange.is_broken:
-                    await exchange.connection.abort()
+                    exchange.connection.abort()
                 return response
             except asyncio.CancelledError:
                 exchange.outcome = "cancelled"
@@ -290,6 +265,28 @@ class Server:
                 self._announce(exchange.to_event())
 
         return handle
+
+    async def _answer(self, exchange: Exchange, function: ApiFunction, waited: dict[str, float]) -> web.StreamResponse:
+        """Call the API function, run its generations and write the response. Raises errors that have a status."""
+        request = exchange.request
+        model = self._model_of(request)
+        async with self._bodies.admit(request):
+            call = await function(await _body(request), model, **waited)
+        if isinstance(call, JsonAnswer):
+            return await exchange.send_result(call)
+        # The engine has its own default, which replaced adapters may change.
+        default = "" if model is self._model else model.options.default_adapter
+        call = _with_adapter(call, unquote(request.headers.get(ADAPTER_HEADER, "")), default)
+        exchange.keep_alive = call.keep_alive
+        exchange.prompt_tokens = sum(len(generation.prompt) for generation in call.generations)
+        async with self._deltas(call) as deltas:
+            if call.stream:
+                return await self._stream(exchange, call, deltas, model.options.name)
+            collected: Batch = []
+            while batch := await deltas.next_batch():
+                exchange.count(batch)
+                collected += batch
+        return await exchange.send(json_response(call.reply.full_body(collected), call.ignored))
 
     def _model_of(self, request: web.Request) -> ServedModel:
         """Return the model under the request's profile. Raises InvalidValue for an unknown profile."""

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.worker.loaded import collect_choices, complete_one, generation
+from tests.worker.scheduled import advance, sequence
 from tests.worker.stepped import JournalRunner, journaled
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.schedule.kv_cache import RowAllocator
-from worker.engines.transformers.schedule.scheduler import Batch, Scheduler
+from worker.engines.transformers.schedule.scheduler import Scheduler
 from worker.engines.transformers.schedule.sequence import Sequence
 from worker.interface import SamplingParams
 
@@ -18,25 +19,8 @@ PROMPT = tuple(range(20, 57))
 WARM = SamplingParams(temperature=1.3, seed=11)
 
 
-def choices(count: int, *, first: int = 0, prompt: int = 6, limit: int = 3) -> list[Sequence]:
-    return [
-        Sequence(id=first + each, prompt_tokens=prompt, tokens=[5] * prompt, limit=limit, ends=frozenset(), group=first)
-        for each in range(count)
-    ]
-
-
-def advance(scheduler: Scheduler, batch: Batch) -> None:
-    """Record a step as the engine does."""
-    for segment in batch:
-        segment.sequence.computed = segment.end
-        if not segment.completes:
-            continue
-        forked = scheduler.followers(segment.sequence) if not segment.sequence.output_tokens else []
-        for follower in forked:
-            scheduler.fork(follower)
-        for each in (segment.sequence, *forked):
-            if each.append(7):
-                scheduler.remove(each)
+def choices(count: int, *, first: int = 0, prompt: int = 6) -> list[Sequence]:
+    return [sequence(first + each, prompt, group=first) for each in range(count)]
 
 
 def computed(scheduler: Scheduler) -> dict[int, int]:

@@ -25,22 +25,17 @@ LONG = chat("long", max_tokens=8000, logprobs=True, top_logprobs=2)  # the respo
 
 
 @contextlib.asynccontextmanager
-async def talking(
-    world: Serving, path: str, body: Any, version: str = "1.1", connection: socket.socket | None = None
-) -> AsyncIterator[Any]:
+async def talking(world: Serving, path: str, body: Any) -> AsyncIterator[Any]:
     """A raw connection on which the request has been written: reader and writer."""
     data = json.dumps(body).encode()
-    if connection is not None:
-        reader, writer = await asyncio.open_connection(sock=connection, limit=4096)
-    elif world.url == "http://worker":
+    if world.url == "http://worker":
         connector = world.client.connector
         assert isinstance(connector, aiohttp.UnixConnector)
         reader, writer = await asyncio.open_unix_connection(connector.path)
     else:
         reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
     head = (
-        f"POST {path} HTTP/{version}\r\nHost: worker\r\nAuthorization: Bearer {TOKEN}\r\n"
-        f"Content-Length: {len(data)}\r\n\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: worker\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(data)}\r\n\r\n"
     )
     writer.write(head.encode() + data)
     await writer.drain()
@@ -155,45 +150,6 @@ async def test_one_failing_prompt_of_several_breaks_the_stream_and_cancels_the_o
         assert not received.endswith(b"0\r\n\r\n")
         await ended(world, "error")
         assert world.engine.journal == ["begin", "begin", "cancelled"]
-
-
-async def until_reset(reader: asyncio.StreamReader) -> bytes:
-    """The bytes that arrive before the connection is reset; an orderly end fails."""
-    received = b""
-    try:
-        while data := await reader.read(65536):
-            received += data
-    except ConnectionResetError:
-        return received
-    raise AssertionError(f"an orderly end after {len(received)} bytes")
-
-
-async def test_on_http_1_0_the_frame_arrives_and_then_a_reset() -> None:
-    async with serving() as world, talking(world, CHAT, chat("fail-later", stream=True), "1.0") as (reader, _):
-        received = await until_reset(reader)
-        assert received.startswith(b"HTTP/1.0 200 OK\r\n")
-        assert b"Transfer-Encoding" not in received
-        assert received.count(b'"error"') == 1
-        assert received.endswith(b"\n\n")
-
-
-async def test_on_http_1_0_the_reset_waits_until_the_kernel_has_sent_everything() -> None:
-    async with serving(FakeEngine(worlds.tokenizer(), ctx_size=10**5)) as world:
-        connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", world.port))
-        body = chat("long fail-last", stream=True, max_tokens=1000)
-        async with talking(world, CHAT, body, "1.0", connection) as (reader, _):
-            await world.engine.until("failing")  # more than the reader's buffers hold, less than the writer's
-            received = await until_reset(reader)
-        assert len(received) > 200_000
-        assert received.count(b'"error"') == 1
-
-
-async def test_on_http_1_0_a_complete_stream_has_an_orderly_end() -> None:
-    async with serving() as world, talking(world, CHAT, chat("hi", stream=True), "1.0") as (reader, _):
-        assert (await reader.read()).endswith(b"data: [DONE]\n\n")
 
 
 async def test_a_failing_request_does_not_affect_another() -> None:

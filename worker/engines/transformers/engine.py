@@ -131,45 +131,17 @@ class TransformersEngine:
         try:
             own = snapshot.is_own_code(options, prepared.config)
             with snapshot.own_code("its model", runs=own), snapshot.native_code(prepared.config, runs=not own):
-                if snapshot.encodes(options, prepared.config):
-                    if options.tensor_parallel > 1:
-                        raise StartError("tensor-parallel is not for models that embed or score; remove it")
-                    engine = cls._load_encoder(options, prepared, progress, pulse, stage_done)
+                config, tokenizer, built = prepared.config, prepared.tokenizer, prepared.built
+                loaded: load_generator.LoadedGenerator | load_encoder.LoadedEncoder
+                if snapshot.encodes(options, config):
+                    loaded = load_encoder.load(options, config, tokenizer, progress, stage_done, built)
                 else:
-                    config, tokenizer, built = prepared.config, prepared.tokenizer, prepared.built
                     loaded = load_generator.load(options, config, tokenizer, progress, stage_done, built, ranks, ahead)
-                    engine = cls(options, prepared, loaded, pulse)
+                engine = cls(options, prepared, loaded, pulse)
             engine._take_handles()
             return engine
         finally:
             memory.end_helpers()
-
-    @classmethod
-    def _load_encoder(
-        cls,
-        options: Serve,
-        prepared: PreparedModel,
-        progress: Callable[[Progress], None],
-        pulse: Callable[[Pulse], None],
-        stage_done: Callable[[str], None],
-    ) -> "TransformersEngine":
-        config, tokenizer = prepared.config, prepared.tokenizer
-        if options.max_loras:
-            raise StartError("this model does not generate text, so it takes no adapters; set enable-lora = off")
-        loaded = load_encoder.load(options, config, tokenizer, progress, stage_done, prepared.built)
-        stage_done("build")
-        progress(Progress(stage="warmup"))
-        try:
-            load_encoder.warm_up(
-                loaded.encoder, ctx_size=loaded.ctx_size, vocab_size=config.get_text_config().vocab_size
-            )
-        except Exception as error:
-            if not cuda_errors.is_exhausted(error):
-                raise
-            raise memory.start_error("one step", loaded.device, error) from error
-        overhead.measure()
-        stage_done("warmup")
-        return cls(options, prepared, loaded, pulse)
 
     def _take_handles(self) -> None:
         """Open the libraries' handles on the step loop's thread, so that their memory is measured as overhead.

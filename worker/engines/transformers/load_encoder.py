@@ -9,7 +9,8 @@ import torch
 import transformers
 
 from worker.engines.transformers.attention.cpu_linear import CpuLinears
-from worker.engines.transformers.device import cuda_errors
+from worker.engines.transformers.device import cuda_errors, memory
+from worker.engines.transformers.device.process_overhead import overhead
 from worker.engines.transformers.load import architectures, loader, sentence_transformers_config
 from worker.engines.transformers.load.snapshot import is_cross_encoder, settle
 from worker.engines.transformers.loop import requests
@@ -31,7 +32,6 @@ class LoadedEncoder:
 
     encoder: Encoder
     encoding: EncodingConfig | None  # of an embedder; None of a cross-encoder
-    device: torch.device
     ctx_size: int  # tokens that one text may have
 
 
@@ -40,13 +40,17 @@ def load(
     config: Any,
     tokenizer: transformers.PreTrainedTokenizerBase,
     progress: Callable[[Progress], None],
-    stage_done: Callable[[str], None] = lambda stage: None,
-    built: loader.Built | None = None,
+    stage_done: Callable[[str], None],
+    built: loader.Built | None,
 ) -> LoadedEncoder:
-    """Load an embedder or a cross-encoder. Raises StartError.
+    """Load an embedder or a cross-encoder, and run it once. Raises StartError.
 
-    Changes `tokenizer` to the settings in the snapshot's files. `stage_done` and `built` as for `loader.load_model`.
+    Changes `tokenizer` to the settings in the snapshot's files. Other arguments as for `TransformersEngine.load`.
     """
+    if options.tensor_parallel > 1:
+        raise StartError("tensor-parallel is not for models that embed or score; remove it")
+    if options.max_loras:
+        raise StartError("this model does not generate text, so it takes no adapters; set enable-lora = off")
     snapshot, scores = Path(options.snapshot), is_cross_encoder(options, config)
     if scores and options.pooling not in ("", "rank"):
         raise StartError(f"pooling = {options.pooling} is not for a cross-encoder; leave it out, or set task = embed")
@@ -63,7 +67,17 @@ def load(
     settle(tokenizer, snapshot)
     limits = (architectures.positions(config), sentence_transformers_config.max_tokens(snapshot))
     ctx_size = requests.context_size(options, min(filter(None, limits), default=0))
-    return LoadedEncoder(encoder, encoding, loaded.device, ctx_size)
+    stage_done("build")
+    progress(Progress(stage="warmup"))
+    try:
+        warm_up(encoder, ctx_size=ctx_size, vocab_size=config.get_text_config().vocab_size)
+    except Exception as error:
+        if not cuda_errors.is_exhausted(error):
+            raise
+        raise memory.start_error("one step", loaded.device, error) from error
+    overhead.measure()
+    stage_done("warmup")
+    return LoadedEncoder(encoder, encoding, ctx_size)
 
 
 def warm_up(encoder: Encoder, *, ctx_size: int, vocab_size: int) -> None:

@@ -83,10 +83,10 @@ def load(
     config: Any,
     tokenizer: transformers.PreTrainedTokenizerBase,
     progress: Progress,
-    stage_done: Callable[[str], None] = lambda stage: None,
-    built: loader.Built | None = None,
-    ranks: RankProcesses | None = None,
-    ahead: bool | None = None,
+    stage_done: Callable[[str], None],
+    built: loader.Built | None,
+    ranks: RankProcesses | None,
+    ahead: bool | None,
 ) -> LoadedGenerator:
     """Load a model that generates text. Arguments as for `TransformersEngine.load`. Raises StartError."""
     # Checked first: a model that generates no text may have no maximum length, and that error would mislead.
@@ -158,7 +158,6 @@ def load(
             prefill_budget=prefill_budget,
             linears=linears,
             adapters=adapters,
-            tower=tower,
             drafter=_drafter(options, config, backend, draft_model),
             # Ranks of a tensor-parallel model receive each step from the host, so nothing can be launched ahead.
             ahead=share is None and (loaded.device.type != "cpu" if ahead is None else ahead),

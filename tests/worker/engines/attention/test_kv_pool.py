@@ -10,6 +10,7 @@ from tests import tiny
 from tests.worker import kept
 from tests.worker.loaded import options, paged_runner, reference
 from tests.worker.paged_reference import formula, positions, table
+from tests.worker.scheduled import sequence
 from worker.engines.transformers.attention import dense, kv_pool, paged
 from worker.engines.transformers.attention.kv_pool import QuantizedKvPool
 from worker.engines.transformers.attention.quantized_kv_types import KvStorageType
@@ -18,7 +19,6 @@ from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.backends import make_blocks, make_pool
 from worker.engines.transformers.run.cuda_graphs import GraphRunner
 from worker.engines.transformers.schedule.scheduler import Segment
-from worker.engines.transformers.schedule.sequence import Sequence
 from worker.estimate.memory_tracer import live_bytes
 from worker.fetch import demo
 from worker.protocol.argv import Serve
@@ -93,11 +93,10 @@ def test_a_step_of_fixed_shape_gives_the_logits_of_the_dynamic_one(name: str, tm
     fixed = GraphRunner(dynamic, rows=3, ctx_size=128)
     batch = []
     for id, length in enumerate((6, 70, 33)):
-        sequence = Sequence(
-            id=id, prompt_tokens=length - 1, tokens=[7 + id] * length, limit=99, ends=frozenset(), computed=length - 1
-        )
-        row, _ = blocks.admit(sequence)
-        batch.append(Segment(sequence, row, length - 1, 1, blocks.table(row)))
+        each = sequence(id, [7 + id] * (length - 1), limit=99, computed=length - 1)
+        each.append(7 + id)
+        row, _ = blocks.admit(each)
+        batch.append(Segment(each, row, length - 1, 1, blocks.table(row)))
     found = fixed.run(tuple(batch)).clone()
     assert fixed.graph_steps == 1
     torch.testing.assert_close(found, dynamic.run(tuple(batch)), atol=2e-4, rtol=1e-4)
@@ -106,7 +105,7 @@ def test_a_step_of_fixed_shape_gives_the_logits_of_the_dynamic_one(name: str, tm
 def logits(folder: Path, name: str, tokens: list[int]) -> torch.Tensor:
     """Of every token, computed in chunks."""
     runner, blocks = paged_runner(options(folder, ctx_size=len(tokens), parallel=1, kv_cache_dtype=name))
-    asker = Sequence(id=0, prompt_tokens=len(tokens), tokens=tokens, limit=1, ends=frozenset(), prompt_logprobs=True)
+    asker = sequence(0, tokens, prompt_logprobs=True)
     row, _ = blocks.admit(asker)
     parts = [(start, min(48, len(tokens) - start)) for start in range(0, len(tokens), 48)]
     return torch.cat([runner.run((Segment(asker, row, *part, blocks.table(row)),)) for part in parts])
@@ -131,9 +130,8 @@ def test_nothing_that_was_dequantized_outlives_its_step(tmp_path: Path) -> None:
     """Not in the layers of transformers' cache either, which like to keep what they gave."""
     model = reference(tiny.make("gemma2", tmp_path)).eval()
     runner = AlignedRunner(model, rows=1, ctx_size=128, chunk=100, device=CPU, kv_dtype="int8")
-    asker = Sequence(id=0, prompt_tokens=100, tokens=[7] * 100, limit=1, ends=frozenset())
     logits: list[torch.Tensor] = []
-    live = live_bytes(lambda: logits.append(runner.run((Segment(asker, 0, 0, 100),))))
+    live = live_bytes(lambda: logits.append(runner.run((Segment(sequence(0, 100), 0, 0, 100),))))
     dequantized = 100 * 2 * 2 * 16 * 4  # tokens, keys and values, heads, elements, bytes: of one layer
     assert live.peak > dequantized
     assert live.now - logits[0].nbytes < dequantized

@@ -1,7 +1,6 @@
 """The aligned runner alone: any family, in any batch, with repeated steps, forks and freed rows."""
 
 import random
-from collections.abc import Sequence as Tokens
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from tests import tiny
 from tests.worker.loaded import generated, reference
+from tests.worker.scheduled import sequence
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.self_check import check
 from worker.engines.transformers.schedule.scheduler import Segment
@@ -34,17 +34,6 @@ def made(family: str, folder: Path, **settings: Any) -> tuple[Any, AlignedRunner
     runner = AlignedRunner(model, rows=ROWS, ctx_size=WIDTH, chunk=CHUNK, device=CPU)
     check(runner)
     return model, runner
-
-
-def sequence(id: int, prompt: Tokens[int], *, prompt_logprobs: bool = False) -> Sequence:
-    return Sequence(
-        id=id,
-        prompt_tokens=len(prompt),
-        tokens=list(prompt),
-        limit=NEW,
-        ends=frozenset(),
-        prompt_logprobs=prompt_logprobs,
-    )
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -15,6 +15,7 @@ import torch
 
 from tests import tiny
 from tests.worker.loaded import complete_one, generated, load_with, options, paged_runner, reference, serving
+from tests.worker.scheduled import sequence
 from worker.engines.transformers.attention.kv_pool import KvPool
 from worker.engines.transformers.run.cuda_graphs import (
     GraphRunner,
@@ -27,7 +28,6 @@ from worker.engines.transformers.run.runner import PagedRunner, Runner
 from worker.engines.transformers.schedule.kv_cache import BlockAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
-from worker.engines.transformers.schedule.sequence import Sequence
 from worker.protocol.memory import BLOCK_TOKENS
 
 CTX, ROWS = 600, 6
@@ -121,9 +121,10 @@ def world(snapshot: Path) -> tuple[GraphRunner, KvPool, BlockAllocator]:
 def decodes(blocks: BlockAllocator, count: int) -> Batch:
     batch = []
     for id in range(count):
-        sequence = Sequence(id=id, prompt_tokens=5, tokens=[7 + id] * 6, limit=9, ends=frozenset(), computed=5)
-        row, _ = blocks.admit(sequence)
-        batch.append(Segment(sequence, row, 5, 1, blocks.table(row)))
+        each = sequence(id, [7 + id] * 5, limit=9, computed=5)
+        each.append(7 + id)
+        row, _ = blocks.admit(each)
+        batch.append(Segment(each, row, 5, 1, blocks.table(row)))
     return tuple(batch)
 
 
@@ -186,8 +187,7 @@ def test_a_prompt_or_a_larger_batch_is_no_step_of_fixed_shape(
 ) -> None:
     fixed, _, blocks = world
     batch = decodes(blocks, 4)
-    sequence = Sequence(id=9, prompt_tokens=6, tokens=[7] * 6, limit=9, ends=frozenset(), computed=5)
-    prompt = Segment(sequence, batch[0].row, 5, 1, batch[0].table)
+    prompt = Segment(sequence(9, 6, computed=5), batch[0].row, 5, 1, batch[0].table)
     assert fixed.shape_of(batch) is not None
     assert fixed.shape_of((*batch[:3], prompt)) is None
     assert fixed.shape_of((*batch, batch[0])) is None

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.worker.scheduled import advance, sequence
 from worker.engines.transformers.schedule.kv_cache import BlockAllocator, block_key, blocks_for, pool_blocks
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler
 from worker.engines.transformers.schedule.sequence import Sequence
@@ -18,13 +19,6 @@ from worker.interface import PromptImages
 from worker.protocol.memory import BLOCK_TOKENS
 
 B = BLOCK_TOKENS
-
-
-def sequence(id: int, tokens: list[int], limit: int = 3, **rest: object) -> Sequence:
-    made = Sequence(id=id, prompt_tokens=len(tokens), tokens=list(tokens), limit=limit, ends=frozenset())
-    for name, value in rest.items():
-        setattr(made, name, value)
-    return made
 
 
 def ran(blocks: BlockAllocator, each: Sequence) -> list[int]:
@@ -142,11 +136,9 @@ def test_prompts_that_arrive_together_reuse_their_common_beginning_once_one_has_
         scheduler.add(each)
     computed = 0
     while scheduler.has_work:
-        for segment in scheduler.next(system + own + B):
-            computed += segment.length
-            segment.sequence.computed = segment.end
-            if segment.completes and segment.sequence.append(7):
-                scheduler.remove(segment.sequence)
+        batch = scheduler.next(system + own + B)
+        computed += sum(segment.length for segment in batch)
+        advance(scheduler, batch)
         blocks.check_integrity()
     cached = sum(each.cached for each in sequences)
     assert computed + cached == clients * (system + own)
@@ -490,12 +482,7 @@ def test_preempted_sequences_end_and_the_oldest_is_never_preempted(caches: bool)
     ended: list[int] = []
     put_back: set[int] = set()
     for _ in range(2000):
-        for segment in scheduler.next(64):
-            each = segment.sequence
-            each.computed = segment.end
-            if segment.completes and each.append(7):
-                scheduler.remove(each)
-                ended.append(each.id)
+        ended += advance(scheduler, scheduler.next(64))
         put_back |= {each.id for each in scheduler if each.preempted}
         scheduler.check_integrity()
         if not scheduler.has_work:

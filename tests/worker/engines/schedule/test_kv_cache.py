@@ -5,13 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.worker.scheduled import sequence
 from worker.engines.transformers.schedule.kv_cache import RowAllocator, pool_blocks
-from worker.engines.transformers.schedule.sequence import Sequence
 from worker.protocol.memory import BLOCK_TOKENS
-
-
-def sequence(id: int) -> Sequence:
-    return Sequence(id=id, prompt_tokens=1, tokens=[5], limit=1, ends=frozenset())
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

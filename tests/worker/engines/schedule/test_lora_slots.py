@@ -2,10 +2,10 @@
 
 import pytest
 
+from tests.worker.scheduled import sequence
 from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.lora_slots import AppliedAdapter, LoraAdapter, LoraSlots
 from worker.engines.transformers.schedule.scheduler import Scheduler
-from worker.engines.transformers.schedule.sequence import Sequence
 
 A, B, C = (LoraAdapter(number, name, "") for number, name in enumerate("abc"))
 
@@ -51,15 +51,11 @@ def test_an_unregistered_adapter_leaves_its_slot_with_the_last_user() -> None:
     slots.check_integrity()
 
 
-def sequence(id: int, adapter: LoraAdapter | None) -> Sequence:
-    use = AppliedAdapter(adapter) if adapter is not None else None
-    return Sequence(id=id, prompt_tokens=4, tokens=[1, 2, 3, 4], limit=8, ends=frozenset(), adapter=use)
-
-
 @pytest.mark.parametrize("rows", [2, 8])
 def test_only_requests_without_adapters_pass_one_that_waits_for_a_slot(rows: int) -> None:
     scheduler = Scheduler(RowAllocator(rows), 16, LoraSlots(1))
-    first, waits, same, plain = sequence(0, A), sequence(1, B), sequence(2, A), sequence(3, None)
+    first, waits, same = (sequence(id, 4, adapter=AppliedAdapter(use)) for id, use in enumerate((A, B, A)))
+    plain = sequence(3, 4)
     for each in (first, waits, same, plain):
         scheduler.add(each)
     scheduler.next(16)

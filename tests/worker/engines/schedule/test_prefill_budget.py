@@ -8,14 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.worker.scheduled import sequence
 from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget, StepCost, context_reads
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler, Segment
-from worker.engines.transformers.schedule.sequence import Sequence
-
-
-def sequence(id: int, prompt: int, limit: int = 3) -> Sequence:
-    return Sequence(id=id, prompt_tokens=prompt, tokens=[5] * prompt, limit=limit, ends=frozenset())
 
 
 def steps(prompt_tokens: int, *, decodes: int = 0, start: int = 0) -> Batch:

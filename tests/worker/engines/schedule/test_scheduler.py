@@ -1,29 +1,11 @@
 """Promises of `worker.engines.transformers.schedule.scheduler`: budget kept, no starvation, first come first served,
 nothing leaks."""
 
+from tests.worker.scheduled import advance, sequence
 from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler
-from worker.engines.transformers.schedule.sequence import Sequence
 from worker.interface import PromptImage, PromptImages
 from worker.protocol.memory import PROMPT_LOGITS
-
-
-def sequence(id: int, prompt: int, limit: int = 3, *, prompt_logprobs: bool = False) -> Sequence:
-    tokens = [5] * prompt
-    return Sequence(
-        id=id, prompt_tokens=prompt, tokens=tokens, limit=limit, ends=frozenset(), prompt_logprobs=prompt_logprobs
-    )
-
-
-def advance(scheduler: Scheduler, batch: Batch) -> list[int]:
-    """Record a step as an engine does. Return the ids of the sequences that ended."""
-    ended: list[int] = []
-    for segment in batch:
-        segment.sequence.computed = segment.end
-        if segment.completes and segment.sequence.append(7):
-            scheduler.remove(segment.sequence)
-            ended.append(segment.sequence.id)
-    return ended
 
 
 def drain(scheduler: Scheduler) -> list[int]:

@@ -31,7 +31,6 @@ from worker.engines.transformers.loop.step_launcher import StepLauncher
 from worker.engines.transformers.loop.step_loop import Outbox, WorkReport
 from worker.engines.transformers.run.in_flight_step import InFlightStep, SegmentResult
 from worker.engines.transformers.run.runner import Runner
-from worker.engines.transformers.run.vision import VisionTower
 from worker.engines.transformers.sample.grammar import Grammars
 from worker.engines.transformers.sample.sampler import Sampled
 from worker.engines.transformers.schedule.kv_cache import RowAllocator
@@ -55,7 +54,6 @@ class Backend:
     prefill_budget: PrefillBudget
     linears: CpuLinears | None = None
     adapters: LoraAdapters | None = None
-    tower: VisionTower | None = None
     drafter: Drafter | None = None  # None: no speculative decoding
     ahead: bool = False  # launch ahead; useful only where another device than the host computes
 
