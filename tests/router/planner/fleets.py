@@ -1,4 +1,4 @@
-"""Small fleets as values, and the arithmetic of a plan by another hand than the planner's."""
+"""Small fleets as values, and an independent calculation of what a plan takes."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ PATIENCE = 10.0
 
 
 def resident(id: int, on: Bytes, **facts: Any) -> Resident:
-    """A worker that is ready, idle and past its turn, measuring what it reserved; last used at `NOW - 100 + id`."""
+    """A ready, idle worker whose minimum residency is over. It measures what it reserved. Last used: `NOW - 100 + id`."""
     facts = {"model": f"m{id}", "last_used": NOW - 100 + id, "measured": {} if facts.get("starting") else on, **facts}
     return Resident(id=id, reserved={**on, COUNT: 1}, **facts)
 
@@ -68,14 +68,15 @@ def decide(
 def claim_of(
     demand: Demand, place: Sequence[DeviceId], devices: Sequence[Device], steps: int = 0
 ) -> dict[DeviceId, int]:
-    """Return the bytes that `demand` takes at `place` with so many steps of its range, worked out anew."""
-    claim = {COUNT: 1}
+    """Return the bytes that `demand` takes at `place` with so many steps of its range, calculated independently."""
+    claim = {DeviceId(place[0].node, SLOTS): 1}
     pools = {device.id: device.pool for device in devices}
     for id, shard, step in zip(place, demand.shards, demand.growth or [0] * len(place), strict=True):
         pool = pools.get(id) or id
         claim[pool] = claim.get(pool, 0) + shard + steps * step
     if demand.host:
-        home = CPU if any(device.id == CPU for device in devices) else place[0]
+        main = DeviceId(place[0].node, HOST)
+        home = main if main in pools else place[0]
         claim[home] = claim.get(home, 0) + demand.host
     return claim
 
@@ -83,7 +84,7 @@ def claim_of(
 def overdrawn(
     devices: Sequence[Device], here: Sequence[Resident], gone: Sequence[Resident], claims: Sequence[Bytes]
 ) -> list[DeviceId]:
-    """The devices on which `claims` exceed the margin, by driver or by ledger, once `gone` have left `here`."""
+    """The devices on which `claims` exceed the margin, by driver or by ledger, once `gone` of `here` have stopped."""
     left = {one.id for one in gone}
     result = []
     for device in devices:

@@ -1,9 +1,9 @@
-"""One question to the planner, and what is to be true of its answer, by another hand than the planner's."""
+"""One question to the planner, and independent checks of its answer."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from router.planner.ledger import Bytes, Device, DeviceId, Resident
+from router.planner.ledger import SLOTS, Bytes, Device, DeviceId, Resident
 from router.planner.planner import plan
 from router.planner.types import Demand, Plan, Policy
 from tests.router.planner.fleets import NOW, PATIENCE, claim_of, overdrawn
@@ -55,7 +55,8 @@ class Fleet:
             yield set(gone), list(taken)
 
     def over(self, gone: set[int], claims: Sequence[Bytes]) -> list[DeviceId]:
-        return overdrawn(self.devices, self.residents, [one for one in self.residents if one.id in gone], claims)
+        devices = [device for device in self.devices if self.memory or device.id.index == SLOTS]
+        return overdrawn(devices, self.residents, [one for one in self.residents if one.id in gone], claims)
 
     def leaving(self, plan: Plan) -> list[Resident]:
         """The residents that leave by this plan or an earlier one."""
@@ -70,12 +71,12 @@ def is_pending(plan: Plan, id: int) -> bool:
     )
 
 
-# Laws that a plan may break
+# Violations of a plan
 
 
 def starts_too_much(fleet: Fleet, plan: Plan) -> list[DeviceId]:
     """Devices on which what it starts exceeds the margin, by driver or by ledger."""
-    return overdrawn(fleet.devices, fleet.residents, [], [start.claim for start in plan.start.values()])
+    return fleet.over(set(), [start.claim for start in plan.start.values()])
 
 
 def overtaken(fleet: Fleet, plan: Plan) -> list[DeviceId]:
