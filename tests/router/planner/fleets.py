@@ -15,7 +15,7 @@ PATIENCE = 10.0
 
 
 def resident(id: int, on: Bytes, **facts: Any) -> Resident:
-    """A ready, idle worker whose minimum residency is over. It measures what it reserved. Last used: `NOW - 100 + id`."""
+    """A ready, idle worker past its minimum residency. It measures what it reserved; last used at `NOW - 100 + id`."""
     facts = {"model": f"m{id}", "last_used": NOW - 100 + id, "measured": {} if facts.get("starting") else on, **facts}
     return Resident(id=id, reserved={**on, COUNT: 1}, **facts)
 

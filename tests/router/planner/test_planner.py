@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import permutations
 from typing import Any
 
 import pytest
 
-from router.planner.ledger import HOST, Device, DeviceId, Resident
+from router.planner.ledger import Device, DeviceId, Resident
 from router.planner.planner import plan
 from router.planner.reasons import keep_reasons
 from router.planner.types import Demand, Eviction, KeepReason, Plan, Policy
@@ -41,16 +40,6 @@ def test_a_demand_that_fits_starts_at_once() -> None:
     assert (plan.evict, plan.waits, plan.look_again) == ({}, {}, None)
 
 
-def test_a_claim_has_its_share_of_host_and_slots() -> None:
-    plan = decide([demand(1, 60, 50, on=GPU[:2], host=7)], [], {**TWO, CPU: 20, COUNT: 2})
-    assert plan.start[1].claim == {GPU[0]: 60, GPU[1]: 50, CPU: 7, COUNT: 1}
-
-
-def test_a_model_on_the_cpu_has_its_shard_there() -> None:
-    plan = decide([demand(1, 60, on=[CPU])], [], {CPU: 64})
-    assert places(plan) == {1: (CPU,)}
-
-
 def test_main_memory_can_be_what_is_short() -> None:
     plan = decide([demand(1, 10, host=30)], [resident(2, {GPU[0]: 10, CPU: 80})], {**ONE, CPU: 100})
     assert evicted(plan) == [2]
@@ -62,115 +51,40 @@ def test_with_unified_memory_the_host_share_comes_from_the_one_pool() -> None:
     assert decide([demand(1, 60, host=40)], [], ONE).start[1].claim == {GPU[0]: 100, COUNT: 1}
 
 
-def with_range(one: Demand, *growth: int, steps: int, **most: int) -> Demand:
-    """The same demand with a range; `most` as bytes by `cuda0`, `cuda1`."""
-    limits = {GPU[int(name.removeprefix("cuda"))]: size for name, size in most.items()}
-    return replace(one, growth=growth, steps=steps, most=limits)
+def with_range(one: Demand, growth: int, steps: int, **facts: Any) -> Demand:
+    return replace(one, growth=(growth,), steps=steps, **facts)
 
 
-def test_a_range_gets_what_is_free_in_whole_steps() -> None:
-    plan = decide([with_range(demand(1, 30), 9, steps=100)], [resident(2, {GPU[0]: 40})], ONE)
-    assert (plan.start[1].steps, plan.start[1].claim) == (3, {GPU[0]: 57, COUNT: 1})
-
-
-def test_a_range_ends_at_its_most() -> None:
-    assert decide([with_range(demand(1, 30), 9, steps=2)], [], ONE).start[1].claim[GPU[0]] == 48
-
-
-def test_a_split_grows_on_all_of_its_devices_together() -> None:
-    """The second device has room for two steps, so the first one gets two as well."""
-    split = with_range(demand(1, 30, 30, on=GPU[:2]), 5, 10, steps=9)
-    plan = decide([split], [resident(2, {GPU[1]: 45})], TWO)
-    assert plan.start[1].claim == {GPU[0]: 40, GPU[1]: 50, COUNT: 1}
-
-
-def test_the_margin_and_a_device_limit_hold_for_a_grant() -> None:
-    plan = decide([with_range(demand(1, 30), 1, steps=100)], [], ONE, margin=5, limit={GPU[0]: 80})
-    assert plan.start[1].claim[GPU[0]] == 75
-
-
-def test_a_model_gets_no_more_than_its_own_share_of_the_device() -> None:
-    assert decide([with_range(demand(1, 30), 9, steps=9, cuda0=50)], [], ONE).start[1].claim[GPU[0]] == 48
-
-
-def test_a_limit_below_the_least_grants_nothing() -> None:
-    assert decide([with_range(demand(1, 30), 9, steps=9, cuda0=20)], [], ONE).start[1].steps == 0
-
-
-def test_the_first_in_the_queue_is_granted_first_once_all_are_placed() -> None:
-    """The least of the second comes before the range of the first."""
-    queue = [with_range(demand(id, 30, since=NOW - 10 + id), 10, steps=3) for id in (1, 2)]
-    plan = decide(queue, [], ONE)
-    assert (plan.start[1].steps, plan.start[2].steps) == (3, 1)
-
-
-def test_no_resident_leaves_for_a_range() -> None:
-    plan = decide([with_range(demand(1, 60), 10, steps=9)], [resident(2, {GPU[0]: 40})], ONE)
-    assert (plan.start[1].steps, plan.evict) == (0, {})
+@pytest.mark.parametrize(
+    ("asked", "facts", "granted"),
+    [
+        (with_range(demand(1, 30), 9, 100), {"foreign": {GPU[0]: 40}}, 3),
+        (with_range(demand(1, 30), 9, 2), {}, 2),
+        (with_range(demand(1, 30), 1, 100), {"margin": 5, "limit": {GPU[0]: 80}}, 45),
+        (with_range(demand(1, 30), 9, 9, most={GPU[0]: 50}), {}, 2),
+        (with_range(demand(1, 30), 9, 9, most={GPU[0]: 20}), {}, 0),
+        (with_range(demand(1, 30), 9, 100), {"memory": False}, 100),
+    ],
+    ids=["what is free", "its most", "margin and limit", "its share of the device", "below its least", "no policy"],
+)
+def test_a_range_is_granted_in_whole_steps(asked: Demand, facts: dict[str, Any], granted: int) -> None:
+    start = decide([asked], [], ONE, **facts).start[1]
+    assert (start.steps, start.claim[GPU[0]]) == (granted, 30 + granted * asked.growth[0])
 
 
 def test_a_grant_leaves_memory_that_is_promised_to_a_waiting_demand() -> None:
     """Demand 1 waits for a busy worker inside its residency and for the 20 units that are free beside it."""
     busy = resident(3, {GPU[0]: 60}, busy=True, **FRESH)
-    queue = [demand(1, 70, since=NOW - 1), with_range(demand(2, 5), 1, steps=100)]
+    queue = [demand(1, 70, since=NOW - 1), with_range(demand(2, 5), 1, 100)]
     plan = decide(queue, [busy], ONE)
     assert plan.waits[1].victims == (3,)
     assert plan.start[2].steps == 25  # of 100: 70 of demand 1, and 5 of its own least
-
-
-def test_a_grant_leaves_memory_that_is_promised_while_workers_leave() -> None:
-    """60 units are promised to demand 1: 30 that are free now, and 30 that resident 3 frees when it has left."""
-    queue = [demand(1, 60, since=NOW - 1), with_range(demand(2, 5), 1, steps=100)]
-    plan = decide(queue, [resident(3, {GPU[0]: 30}, leaving=True), resident(4, {GPU[0]: 30}, pinned=True)], ONE)
-    assert (plan.waits[1].cause, plan.start[2].steps) == ("stopping", 5)
-
-
-def test_a_range_without_a_memory_policy_is_granted_as_a_whole() -> None:
-    plan = decide([with_range(demand(1, 30), 9, steps=100)], [], ONE, memory=False)
-    assert plan.start[1].steps == 100
-
-
-def test_loads_run_in_parallel_when_they_fit() -> None:
-    waiting = [demand(1, 30), demand(2, 30), demand(3, 30)]
-    plan = decide(waiting, [resident(4, {GPU[0]: 10}, starting=True, busy=True)], ONE)
-    assert set(plan.start) == {1, 2, 3}
-
-
-def test_a_start_goes_where_it_is_emptiest() -> None:
-    residents = [resident(1, {GPU[0]: 50}), resident(2, {GPU[1]: 20})]
-    assert places(decide([demand(3, 10, on=GPU[:2])], residents, TWO)) == {3: (GPU[1],)}
-
-
-def test_starts_of_one_plan_spread_out() -> None:
-    assert places(decide([demand(id, 10, on=GPU[:2]) for id in (1, 2)], [], TWO)) == {1: (GPU[0],), 2: (GPU[1],)}
-
-
-def test_a_replica_goes_where_the_fewest_replicas_are() -> None:
-    residents = [resident(1, {GPU[0]: 10}, model="m"), resident(2, {GPU[1]: 50})]
-    assert places(decide([demand(3, 10, on=GPU[:2], model="m")], residents, TWO)) == {3: (GPU[1],)}
-
-
-def test_a_start_keeps_to_its_devices() -> None:
-    assert places(decide([demand(1, 10, on=[GPU[1]])], [resident(2, {GPU[1]: 80})], TWO)) == {1: (GPU[1],)}
 
 
 def test_shards_are_never_spread_over_two_nodes() -> None:
     far = DeviceId("far", 0)
     plan = decide([demand(1, 60, 60, on=[GPU[0], far])], [], {GPU[0]: 100, far: 100})
     assert (plan.refuse[1].needs, plan.refuse[1].offered, plan.refuse[1].devices) == (2, 1, {})
-
-
-def test_each_node_has_its_own_main_memory() -> None:
-    far = DeviceId("far", 0)
-    totals = {GPU[0]: 100, CPU: 5, far: 100, DeviceId("far", HOST): 50}
-    assert places(decide([demand(1, 60, host=10, on=[GPU[0], far])], [], totals)) == {1: (far,)}
-
-
-@pytest.mark.parametrize("shards", sorted(permutations([30, 60, 90])))
-def test_the_largest_shard_takes_the_roomiest_device(shards: tuple[int, ...]) -> None:
-    totals = {GPU[0]: 90, GPU[1]: 30, GPU[2]: 60}
-    plan = decide([demand(1, *shards, on=GPU[:3])], [], totals)
-    assert [totals[id] for id in plan.start[1].place] == list(shards)
 
 
 def test_a_place_that_is_given_is_taken_or_waited_for() -> None:
@@ -206,31 +120,6 @@ def test_a_superfluous_victim_stays() -> None:
     """1 is the oldest, but too small to matter once 2, who must leave anyway, is gone."""
     residents = [resident(1, {GPU[0]: 10}), resident(2, {GPU[0]: 80})]
     assert evicted(decide([demand(9, 60)], residents, ONE)) == [2]
-
-
-def test_a_resident_elsewhere_stays() -> None:
-    residents = [resident(1, {GPU[1]: 90}), resident(2, {GPU[0]: 90})]
-    plan = decide([demand(9, 60, on=[GPU[0]])], residents, TWO)
-    assert evicted(plan) == [2]
-    assert kept(plan, residents) == {1: "elsewhere"}
-
-
-def test_of_two_demands_the_second_can_make_a_victim_of_the_first_superfluous() -> None:
-    """1 makes room for 8; but then 2 leaves for 9, and that is room enough for both."""
-    residents = [resident(1, {GPU[0]: 20}), resident(2, {GPU[0]: 80})]
-    plan = decide([demand(8, 20, since=NOW - 2), demand(9, 60)], residents, ONE)
-    assert evicted(plan) == [2]
-    assert plan.waits[8].victims == ()
-    assert kept(plan, residents, 8) == {1: "unneeded"}
-
-
-def test_no_demand_waits_for_a_busy_worker_so_that_an_idle_one_may_stay() -> None:
-    residents = [resident(1, {GPU[0]: 20}), resident(2, {GPU[0]: 80}, busy=True)]
-    plan = decide([demand(8, 20, since=LATE), demand(9, 60, since=LATE)], residents, ONE)
-    assert plan.evict == {
-        1: Eviction(reason="evicted", for_demand=8, idle=True),
-        2: Eviction(reason="evicted", for_demand=9, idle=False),
-    }
 
 
 def test_the_smallest_sufficient_set_is_taken_on_every_device_at_once() -> None:
@@ -281,21 +170,10 @@ def test_the_place_that_disturbs_least_is_claimed() -> None:
     assert choice(best_effort=True, priority=1) == [1]
 
 
-def test_one_victim_is_preferred_to_two() -> None:
-    residents = [resident(1, {GPU[0]: 45}), resident(2, {GPU[0]: 45}), resident(3, {GPU[1]: 90})]
-    assert evicted(decide([demand(9, 60, on=GPU[:2])], residents, TWO)) == [3]
-
-
 def test_memory_of_leaving_workers_counts_until_they_are_stopped() -> None:
     plan = decide([demand(9, 60)], [resident(1, {GPU[0]: 90}, leaving=True)], ONE)
     assert (plan.start, plan.evict) == ({}, {})
     assert (plan.waits[9].cause, plan.waits[9].on, plan.waits[9].victims) == ("stopping", (1,), ())
-
-
-def test_a_second_plan_evicts_no_further_resident() -> None:
-    residents = [resident(1, {GPU[0]: 50}), resident(2, {GPU[0]: 50})]
-    assert evicted(decide([demand(9, 30)], residents, ONE)) == [1]
-    assert evicted(decide([demand(9, 30)], [replace(residents[0], leaving=True), residents[1]], ONE)) == []
 
 
 def test_memory_freed_for_a_demand_is_not_taken_by_another() -> None:
@@ -326,12 +204,6 @@ def test_a_wait_for_residents_that_only_an_estimate_keeps_has_no_known_end() -> 
     residents = [resident(1, {GPU[0]: 70}), resident(2, {GPU[0]: 30}, pinned=True)]
     wait = decide([demand(8, 60, is_exact=False, since=NOW - 1), demand(9, 10)], residents, ONE).waits[9]
     assert (wait.cause, wait.on, wait.place, wait.victims, wait.until) == ("memory", (1,), (GPU[0],), (), None)
-
-
-def test_two_demands_do_not_count_on_the_same_victim() -> None:
-    residents = [resident(1, {GPU[0]: 50}), resident(2, {GPU[0]: 50})]
-    plan = decide([demand(8, 50), demand(9, 50)], residents, ONE)
-    assert {id: eviction.for_demand for id, eviction in plan.evict.items()} == {1: 8, 2: 9}
 
 
 def test_an_eviction_reports_its_numbers() -> None:
@@ -397,12 +269,12 @@ def test_an_idle_worker_inside_its_minimum_residency_is_kept_for_the_idle_grace(
     assert evicted(plan) == [1]
 
 
-@pytest.mark.parametrize(("request_interval", "lingers"), [(0.5, True), (0.6, False)])
-def test_there_is_no_idle_grace_for_clients_that_return_later(request_interval: float, lingers: bool) -> None:
+@pytest.mark.parametrize(("request_interval", "is_kept"), [(0.5, True), (0.6, False)])
+def test_there_is_no_idle_grace_for_clients_that_return_later(request_interval: float, is_kept: bool) -> None:
     waiting = [demand(9, 60, load_seconds=1.0)]
     one = resident(1, {GPU[0]: 90}, last_used=NOW, request_interval=request_interval, **FRESH)
-    assert evicted(decide(waiting, [one], ONE)) == ([] if lingers else [1])
-    assert evicted(decide(waiting, [replace(one, idle_grace=4.0)], ONE)) == [], "its preset's word counts more"
+    assert evicted(decide(waiting, [one], ONE)) == ([] if is_kept else [1])
+    assert evicted(decide(waiting, [replace(one, idle_grace=4.0)], ONE)) == [], "the key of the preset comes first"
 
 
 def test_there_is_no_idle_grace_after_the_minimum_residency() -> None:
@@ -415,47 +287,6 @@ def test_victims_leave_together_or_not_at_all() -> None:
     assert plan.evict == {}
     assert (plan.waits[9].victims, plan.waits[9].on) == ((1, 2), (2,))
     assert evicted(decide([demand(9, 80)], residents, ONE, now=NOW + PATIENCE)) == [1, 2]
-
-
-def test_a_place_that_a_claim_ahead_frees_sooner_is_preferred_to_victims_of_its_own() -> None:
-    """The first demand claims 30 bytes of the first device. Exactly 20 are left there once its victim has left."""
-    residents = [
-        resident(1, {GPU[0]: 40}, busy=True, residency_ends=NOW + 5),
-        resident(2, {GPU[0]: 10}, busy=True, residency_ends=NOW + 20),
-        resident(3, {GPU[1]: 40}, busy=True, residency_ends=NOW + 9),
-    ]
-    waiting = [demand(8, 30, since=LATE), demand(9, 20, on=GPU[:2], since=LATE + 1)]
-    plan = decide(waiting, residents, {GPU[0]: 60, GPU[1]: 40})
-    assert (plan.waits[8].place, plan.waits[8].victims) == ((GPU[0],), (1,))
-    assert (plan.waits[9].place, plan.waits[9].victims, plan.waits[9].until) == ((GPU[0],), (), NOW + 5)
-
-
-def test_of_equal_sets_of_victims_the_one_beside_the_claims_ahead_is_taken() -> None:
-    """Once 1 has left for the first demand, 2 is enough for the second. Without that it would be 3."""
-    residents = [
-        resident(1, {GPU[0]: 40}, busy=True, residency_ends=NOW + 2),
-        resident(2, {GPU[0]: 10}, busy=True, residency_ends=NOW + 9),
-        resident(3, {GPU[0]: 30}, busy=True, residency_ends=NOW + 9),
-        resident(4, {GPU[0]: 20}, pinned=True),
-    ]
-    plan = decide([demand(8, 20, since=LATE - 1), demand(9, 30, since=LATE)], residents, ONE)
-    assert (plan.waits[8].victims, plan.waits[9].victims, plan.waits[9].until) == ((1,), (2,), NOW + 9)
-
-
-def test_the_least_disturbing_place_is_found_among_candidates_of_mixed_priority() -> None:
-    """On the first device, 1 and 3 are enough. The residency of 3 ends before that of 5 on the second device.
-
-    2 comes before 3, but is too small.
-    """
-    residents = [
-        resident(1, {GPU[0]: 20}),
-        resident(2, {GPU[0]: 5}, busy=True, best_effort=True, priority=1, residency_ends=NOW + 50),
-        resident(3, {GPU[0]: 20}, busy=True, residency_ends=NOW + 20),
-        resident(4, {GPU[1]: 20}),
-        resident(5, {GPU[1]: 20}, busy=True, residency_ends=NOW + 30),
-    ]
-    plan = decide([demand(9, 40, on=GPU[:2])], residents, {GPU[0]: 45, GPU[1]: 40}, patience=60.0)
-    assert (plan.waits[9].place, plan.waits[9].victims) == ((GPU[0],), (1, 3))
 
 
 def test_waiting_for_a_measurement_is_preferred_to_an_eviction() -> None:
@@ -488,11 +319,6 @@ def test_of_busy_workers_the_first_to_end_its_minimum_residency_leaves() -> None
         assert evicted(decide([demand(9, 50, since=LATE)], residents, ONE)) == [2]
 
 
-def test_of_busy_workers_the_one_past_its_minimum_residency_leaves() -> None:
-    residents = [resident(1, {GPU[0]: 50}, busy=True, **FRESH), resident(2, {GPU[0]: 50}, busy=True)]
-    assert evicted(decide([demand(9, 50, since=LATE)], residents, ONE)) == [2]
-
-
 def test_a_load_with_requests_is_not_evicted() -> None:
     residents = [resident(1, {GPU[0]: 90}, starting=True, busy=True)]
     plan = decide([demand(9, 60, since=LATE)], residents, ONE, now=NOW + 100)
@@ -522,13 +348,6 @@ def test_no_victim_leaves_for_a_place_that_is_not_available_yet() -> None:
     assert (plan.evict, plan.waits[8].victims, plan.waits[9].victims) == ({}, (1,), (2,))
     assert (plan.waits[9].cause, plan.waits[9].on) == ("memory", (1,))
     assert evicted(decide([demand(8, 50, since=NOW - 1), demand(9, 40)], residents, ONE)) == [2], "beside 1 and 8"
-
-
-def test_an_idle_place_is_preferred_to_the_rest_of_a_claim_ahead() -> None:
-    """After 8 there would be room for 9 beside it; but 2 is idle, and 9 need not wait that long."""
-    residents = [resident(1, {GPU[0]: 100}, busy=True), resident(2, {GPU[1]: 100})]
-    plan = decide([demand(8, 50, since=NOW - 1, on=[GPU[0]]), demand(9, 50, on=GPU[:2])], residents, TWO)
-    assert {id: eviction.for_demand for id, eviction in plan.evict.items()} == {2: 9}
 
 
 def test_evicting_an_idle_worker_is_preferred_to_waiting_for_a_claim_ahead() -> None:
@@ -638,10 +457,6 @@ def test_a_best_effort_demand_starts_at_once_or_is_dropped() -> None:
     assert (set(plan.drop), plan.evict, plan.waits) == ({9}, {}, {})
 
 
-def test_a_best_effort_demand_that_fits_nowhere_is_dropped() -> None:
-    assert decide([demand(9, 101, best_effort=True, is_exact=False)], [], ONE).drop == {9}
-
-
 def test_a_best_effort_demand_evicts_an_older_idle_best_effort_resident() -> None:
     old = resident(1, {GPU[0]: 90}, best_effort=True)
     assert evicted(decide([demand(9, 60, best_effort=True)], [old], ONE)) == [1]
@@ -652,18 +467,6 @@ def test_a_best_effort_demand_evicts_an_older_idle_best_effort_resident() -> Non
     assert decide([demand(9, 60, best_effort=True)], [replace(old, last_used=NOW)], ONE).drop == {9}
     waits = decide([demand(9, 60, best_effort=True)], [replace(old, leaving=True)], ONE).waits
     assert waits[9].cause == "stopping", "having displaced one it is not dropped"
-
-
-def test_best_effort_demands_come_after_required_ones() -> None:
-    waiting = [demand(8, 60, best_effort=True, since=LATE, priority=5), demand(9, 60)]
-    plan = decide(waiting, [], ONE)
-    assert (set(plan.start), set(plan.drop)) == ({9}, {8})
-
-
-def test_a_best_effort_demand_does_not_wait_for_a_claim_ahead() -> None:
-    residents = [resident(1, {GPU[0]: 100}, busy=True)]
-    plan = decide([demand(8, 50, since=NOW - 1), demand(9, 50, best_effort=True)], residents, ONE)
-    assert plan.drop == {9}
 
 
 # Time to live
@@ -683,12 +486,6 @@ def test_memory_of_an_expired_worker_is_used_before_an_eviction() -> None:
     plan = decide([demand(9, 50)], residents, ONE)
     assert {id: eviction.reason for id, eviction in plan.evict.items()} == {2: "idle"}
     assert plan.waits[9].cause == "stopping"
-
-
-def test_memory_of_an_expired_worker_is_promised_in_queue_order() -> None:
-    residents = [resident(1, {GPU[0]: 60}, expires=NOW)]
-    assert set(decide([demand(8, 70, since=NOW - 1), demand(9, 30)], residents, ONE).start) == {9}
-    assert set(decide([demand(8, 70, since=NOW - 1), demand(9, 31)], residents, ONE).start) == set()
 
 
 # Engines that load alone
@@ -723,11 +520,6 @@ def test_no_resident_leaves_a_device_while_it_is_measured() -> None:
     residents = [resident(1, {GPU[0]: 20}, starting=True, busy=True, exclusive=True), resident(2, {GPU[0]: 80})]
     plan = decide([demand(9, 50)], residents, ONE)
     assert (plan.evict, plan.waits[9].cause, plan.waits[9].on) == ({}, "exclusive", (1,))
-
-
-def test_an_exclusive_load_without_clients_may_be_evicted() -> None:
-    residents = [resident(1, {GPU[0]: 80}, starting=True, exclusive=True, last_used=NOW - 5)]
-    assert evicted(decide([demand(9, 50)], residents, ONE)) == [1]
 
 
 # The count of workers
@@ -792,14 +584,3 @@ def test_workers_on_either_name_of_one_memory_make_room_for_each_other() -> None
     for on in ([CPU], [GPU[0]]):
         found = plan([demand(9, 65, on=on)], [on_cpu, on_gpu], one_pool([on_cpu, on_gpu]), NOW, Policy(patience=0.0))
         assert set(found.evict) == {1}
-
-
-def test_one_memory_is_not_given_out_twice_in_one_plan() -> None:
-    asked = [demand(1, 70, on=[CPU]), demand(2, 70)]
-    found = plan(asked, [], one_pool([]), NOW, Policy(patience=PATIENCE))
-    assert (set(found.start), set(found.waits)) == ({1}, {2})
-
-
-def test_a_busy_worker_whose_minimum_residency_just_ended_is_waited_for_as_busy() -> None:
-    plan = decide([demand(9, 60)], [resident(1, {GPU[0]: 90}, busy=True, residency_ends=NOW)], ONE)
-    assert plan.waits[9].cause == "busy"
