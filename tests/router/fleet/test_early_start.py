@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from router.fleet.early_start import Candidate, Decision, add_unseen, decide, spare, subtract_held
+from router.fleet.early_start import Candidate, add_unseen, decide, spare, subtract_held
 from router.fleet.prefetch import readable
-from router.planner.planner import plan, queue_order
+from router.planner.planner import plan
 from router.planner.types import Policy
 from tests.router.planner.fleets import CPU, GPU, NOW, demand, machine, resident
 
@@ -71,30 +71,23 @@ def test_an_early_start_and_the_rest_of_its_demand_add_up_to_the_demand() -> Non
     assert subtract_held(demand(1, 50, host=20), 10) == demand(1, 50, host=10)
     assert subtract_held(host(1, 50), 0) == host(1, 50)
     assert subtract_held(host(1, 50, most={CPU: 70}), 10).most == {CPU: 60}
+    assert subtract_held(host(1, 5), 10).shards == (0,)
+    assert subtract_held(demand(1, 50, host=5), 10).host == 0
 
 
 def test_memory_that_an_early_start_may_still_allocate_counts_as_used() -> None:
     devices = machine([resident(1, {CPU: 30, GPU[0]: 40})], {CPU: TOTAL, GPU[0]: TOTAL})
     assert {each.id: each.used for each in add_unseen(devices, 7)} == {CPU: 37, GPU[0]: 40}
+    assert add_unseen(devices, 0) == devices
 
 
 def test_no_early_start_begins_behind_a_demand_that_lacks_main_memory() -> None:
-    """There is memory for the process, but the first in line waits for main memory and is not to be prepared."""
+    """There is memory for the process, but the first in the queue waits for main memory and is not to be prepared."""
     residents = [resident(1, {CPU: 60}), resident(2, {GPU[0]: 100}, leaving=True)]
     ahead, behind = host(10, 80, priority=1), demand(11, 50, on=[GPU[0]], host=5)
     totals = {CPU: TOTAL, GPU[0]: TOTAL}
     assert asked([behind], residents, totals).begin == {11: RUNTIME}
     assert asked([ahead, behind], residents, totals, runtime={10: 0}).begin == {}
-
-
-def test_a_demand_that_lacks_main_memory_may_start_early_itself() -> None:
-    residents = [resident(1, {CPU: 60}, leaving=True), resident(11, {CPU: 10}, pinned=True)]
-    assert asked([host(11, 80)], residents, {CPU: TOTAL}, standing=[11]).end == frozenset()
-
-
-def test_without_candidates_nothing_is_decided() -> None:
-    residents = [resident(1, {CPU: 45})]
-    assert asked([host(10, 80)], residents, {CPU: TOTAL}, runtime={10: 0}) == Decision()
 
 
 def test_the_larger_of_process_and_demand_is_kept_from_demands_behind() -> None:
@@ -119,28 +112,6 @@ def test_an_early_start_stays_within_the_margin() -> None:
     totals = {CPU: 2 * RUNTIME, GPU[0]: TOTAL}
     assert asked([demand(10, 50)], residents, totals, margin=RUNTIME).begin == {10: RUNTIME}
     assert asked([demand(10, 50)], residents, totals, margin=RUNTIME + 1).begin == {}
-
-
-def test_candidates_are_considered_in_queue_order() -> None:
-    waiting = [
-        host(1, 5, best_effort=True, priority=9, since=NOW - 9),
-        host(2, 5, since=NOW - 1),
-        host(3, 5, since=NOW - 1),
-        host(4, 5, since=NOW - 2),
-        host(5, 5, priority=1),
-    ]
-    assert [one.id for one in sorted(waiting, key=queue_order)] == [5, 4, 2, 3, 1]
-
-
-def test_unseen_memory_is_added_to_main_memory_only() -> None:
-    devices = machine([], {CPU: TOTAL, GPU[0]: TOTAL})
-    assert add_unseen(devices, 0) == devices
-    assert [each.used for each in add_unseen(devices, 7)] == [7, 0]
-
-
-def test_less_is_never_negative() -> None:
-    assert subtract_held(host(1, 5), 10).shards == (0,)
-    assert subtract_held(demand(1, 50, host=5), 10).host == 0
 
 
 # Prefetch: files that are read ahead

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from router.api.status import status
 from router.errors import (
     AlreadyRunning,
     ApiError,
@@ -190,6 +191,8 @@ async def test_a_model_that_can_never_fit_is_refused_with_the_arithmetic_and_evi
         await world.ask("huge")
     row = refused.value.extra["devices"]["cpu"]
     assert row == {"required_mib": 20480, "available_mib": 7168, "margin_mib": 1024}
+    assert "20480 MiB on cpu where 7168 MiB" in refused.value.message
+    assert status(world.fleet, world.fleet.models["huge"], admin=False)["reason"] == "does_not_fit"
     assert world.journal == ["start a"]
     assert world.fleet.models["huge"].open is None
 
@@ -339,7 +342,8 @@ async def test_a_failed_start_backs_off_with_its_cause() -> None:
 
 
 @virtual
-async def test_a_final_failure_is_not_retried_without_a_load_command() -> None:
+@pytest.mark.parametrize("by_command", [True, False])
+async def test_a_final_failure_is_not_retried_without_a_load_command_or_new_files(by_command: bool) -> None:
     world = Schedule({"a": GIB})
     world.launcher.models["a"].start_fails = [WorkerLost("no such architecture", cause="load_failed", exit=3)]
     for _ in range(3):
@@ -347,8 +351,12 @@ async def test_a_final_failure_is_not_retried_without_a_load_command() -> None:
             await world.ask("a")
         await asyncio.sleep(100)
     assert world.journal == ["start a"]
-    await world.fleet.load("a")
-    assert await world.ask("a") == 0.0
+    if by_command:
+        await world.fleet.load("a")
+    else:
+        world.files.change("a")
+    await world.ask("a")
+    assert world.journal == ["start a", "start a"]
 
 
 @virtual
@@ -365,10 +373,9 @@ async def test_a_load_that_runs_out_of_memory_evicts_one_more_and_is_retried() -
     await world.ask("a")
     assert world.journal == ["start c", "start b", "estimate a", "stop c", "start a", "stop b", "start a"]
     assert world.fleet.models["a"].failure is None
-    with world.fleet.lease("a") as lease:
-        assert lease.worker.costs is not None
-        assert lease.worker.costs.estimate.source == "learned"
-        assert sum(lease.worker.costs.estimate.shards) >= 33 * GIB
+    with world.fleet.lease("a"):
+        assert world.costs("a").estimate.source == "learned"
+        assert sum(world.costs("a").estimate.shards) >= 33 * GIB
     await world.fleet.close()
 
 
@@ -381,19 +388,6 @@ async def test_a_worker_that_dies_in_service_is_replaced_by_the_next_request() -
     assert world.fleet.models["a"].reason == "crashed"
     assert await world.ask("a") > 0
     assert world.journal == ["start a", "start a"]
-
-
-@virtual
-async def test_an_idle_worker_leaves_after_its_time_to_live() -> None:
-    world = Schedule({"a": GIB}, keys={"a": {"ttl": 20.0}})
-    await world.ask("a")
-    await asyncio.sleep(19)
-    await world.ask("a")
-    await asyncio.sleep(19.5)
-    assert world.journal == ["start a"]
-    await asyncio.sleep(2)
-    assert world.journal == ["start a", "stop a"]
-    assert world.fleet.models["a"].reason == "idle"
 
 
 @virtual
@@ -489,7 +483,7 @@ async def test_the_idle_grace_holds_only_for_clients_that_return_soon() -> None:
             await world.ask("a")
             await asyncio.sleep(pause)
         await world.ask("a")
-        world.fleet.models["a"].workers[0].usage.residency_ends = world.now + 5.0
+        world.worker("a").usage.residency_ends = world.now + 5.0
         waited[pause] = await world.ask("b")
         await world.stop()
     assert waited[0.5] == pytest.approx(1.0 + 0.5 + 2.0, abs=0.05), "idle grace, stop, load"

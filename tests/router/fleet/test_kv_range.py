@@ -6,7 +6,6 @@ from typing import Any
 
 from router.api.status import status
 from router.config.presets import Preset
-from router.fleet.worker import Worker
 from router.launch.interface import WorkerLost
 from router.memory.estimate import Estimate, estimate
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel
@@ -30,8 +29,10 @@ def world(free: int, **models: FakeModel) -> Schedule:
     return Schedule(dict.fromkeys(fakes, 1), totals=totals, models=fakes, keys=dict.fromkeys(fakes, KEYS), stated=False)
 
 
-def only(world: Schedule, name: str) -> Worker:
-    return world.fleet.models[name].workers[0]
+def granted_tokens(schedule: Schedule) -> list[int]:
+    """Of each start, in order."""
+    plans = [event.data for event in schedule.events_of("plan")]
+    return [plan["kv_cache"]["granted"]["tokens"] for plan in plans if plan["decision"] == "start"]
 
 
 @virtual
@@ -39,7 +40,7 @@ async def test_a_worker_is_granted_the_whole_steps_that_are_free() -> None:
     least = known()
     schedule = world(10 * least.kv_step[0] + 5)
     await schedule.ask("a")
-    assert only(schedule, "a").reserved[CPU] == sum(least.shards) + 10 * least.kv_step[0]
+    assert schedule.worker("a").reserved[CPU] == sum(least.shards) + 10 * least.kv_step[0]
     assert schedule.launcher.kv_tokens["a"] == 1024 + 10 * 16
     shown = status(schedule.fleet, schedule.fleet.models["a"], admin=False)["kv_cache"]
     assert shown["granted"] == {"tokens": 1184, "mib": -(-(least.context[0] + 10 * least.kv_step[0]) // MIB)}
@@ -71,12 +72,7 @@ async def test_a_model_is_placed_by_its_least_beside_a_worker_that_has_a_grant()
         await lease.ready()
         lease.__exit__()
     assert schedule.entries("stop") == []
-    granted = [event.data["kv_cache"]["granted"]["tokens"] for event in starts(schedule)]
-    assert granted == [1024 + 30 * 16, 1024]
-
-
-def starts(schedule: Schedule) -> list[Any]:
-    return [event for event in schedule.events_of("plan") if event.data["decision"] == "start"]
+    assert granted_tokens(schedule) == [1024 + 30 * 16, 1024]
 
 
 @virtual
@@ -105,7 +101,7 @@ async def test_a_load_that_ran_out_of_memory_is_retried_with_the_least() -> None
     fake = FakeModel(shards=(1 << 20,), bytes_per_token=least.kv_step[0] // 16, start_fails=[lost])
     schedule = world(1 << 30, a=fake)
     await schedule.ask("a")
-    granted = [event.data["kv_cache"]["granted"]["tokens"] for event in starts(schedule)]
+    granted = granted_tokens(schedule)
     assert granted[0] > 1024
     assert granted[1:] == [1024]
 
@@ -118,10 +114,9 @@ async def test_an_early_start_gets_its_pool_with_its_memory() -> None:
     await schedule.ask("a")
     await schedule.ask("b")
     assert schedule.entries("stop a", "prepare b", "start b") == ["prepare b", "stop a", "start b"]
-    worker = only(schedule, "b")
-    assert worker.costs is not None
-    assert schedule.launcher.kv_tokens["b"] == worker.costs.estimate.kv_tokens == 65536
-    assert worker.reserved[CPU] == sum(worker.costs.estimate.shards)
+    found = schedule.costs("b").estimate
+    assert schedule.launcher.kv_tokens["b"] == found.kv_tokens == 65536
+    assert schedule.worker("b").reserved[CPU] == sum(found.shards)
 
 
 @virtual
@@ -134,7 +129,7 @@ async def test_a_split_model_gets_the_same_steps_on_each_device() -> None:
     fakes = {"a": FakeModel(shards=(1, 1))}
     schedule = Schedule({"a": 1}, totals={CPU: 8 * GIB, **totals}, models=fakes, keys=keys, stated=False)
     await schedule.ask("a")
-    worker = only(schedule, "a")
+    worker = schedule.worker("a")
     assert worker.kv_range is not None
     assert worker.kv_range.kv_step == least.kv_step
     assert worker.reserved[worker.place[0]] == least.shards[0] + 9 * least.kv_step[0]
@@ -147,10 +142,8 @@ async def test_a_replica_has_a_grant_of_its_own() -> None:
     schedule = world(sum(known().shards) + 200 * MIB)
     keys = {**KEYS, "parallel": 2, "replicas": (1, 2)}
     schedule.fleet.models["a"].preset = replace(schedule.fleet.models["a"].preset, **keys)
-    requests = [asyncio.create_task(schedule.ask("a", 30.0)) for _ in range(6)]
-    await asyncio.gather(*requests)
-    granted = [event.data["kv_cache"]["granted"]["tokens"] for event in starts(schedule)]
-    assert granted == [2048, 2048]
+    await asyncio.gather(*(schedule.ask("a", 30.0) for _ in range(6)))
+    assert granted_tokens(schedule) == [2048, 2048]
     assert sum(worker.reserved[CPU] for worker in schedule.fleet.workers()) <= schedule.launcher.totals[CPU]
 
 
@@ -162,4 +155,4 @@ async def test_gpu_memory_utilization_limits_the_grant() -> None:
     schedule.fleet.models["a"].preset = replace(preset, gpu_memory_utilization=0.95)
     await schedule.ask("a")
     most, step = int(0.95 * schedule.launcher.totals[CPU]), known().kv_step[0]
-    assert most - step < only(schedule, "a").reserved[CPU] <= most
+    assert most - step < schedule.worker("a").reserved[CPU] <= most

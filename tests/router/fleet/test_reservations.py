@@ -12,7 +12,6 @@ from router.errors import DoesNotFit, LoadFailed
 from router.fleet.load_cost import EXCESS_BYTES, EXCESS_PATIENCE, forget_learned
 from router.fleet.model import FEWEST_PAUSES
 from router.fleet.scheduler import resident_of
-from router.fleet.worker import Worker
 from router.fleet.worker_argv import estimate_command, options, serve_fields, threads
 from router.launch.interface import WorkerLost
 from router.memory.estimate import SAFETY_FACTOR, SERVING_HOST, beside_steps, estimate
@@ -41,10 +40,6 @@ def model() -> FakeModel:
     return FakeModel(shards=(NEEDS,), shared=SHARED)
 
 
-def only(world: Schedule, name: str) -> Worker:
-    return world.fleet.models[name].workers[0]
-
-
 def needs(*, forked: bool) -> int:
     """The reservation of one of these models before anything is learned."""
     preset = Preset(id="a")
@@ -62,11 +57,11 @@ async def leave(world: Schedule, name: str) -> None:
 async def test_the_reservation_of_a_forked_worker_excludes_pages_of_the_fork_server() -> None:
     world = forking(a=model())
     await world.ask("a")
-    forked = only(world, "a").reserved[CPU]
+    forked = world.worker("a").reserved[CPU]
     await leave(world, "a")
     world.launcher.fork_server = False
     await world.ask("a")
-    assert (forked, only(world, "a").reserved[CPU]) == (needs(forked=True), needs(forked=False))
+    assert (forked, world.worker("a").reserved[CPU]) == (needs(forked=True), needs(forked=False))
     assert needs(forked=False) - needs(forked=True) > SHARED
 
 
@@ -88,19 +83,15 @@ async def test_a_forked_worker_is_charged_what_it_takes_and_its_preset_asks_for(
     world = Schedule({"a": NEEDS}, totals=TOTALS, models={"a": launched}, keys={"a": keys}, stated=False)
     world.launcher.fork_server = True
     await world.ask("a")
-    worker = only(world, "a")
-    assert worker.costs is not None
-    estimated, measured = worker.costs.estimate, 107 * MIB
-    assert (
-        worker.reserved[CPU]
-        == {
-            "measured": measured,
-            "measured and steps": measured + estimated.compute[0],
-            "measured and reserved": measured + 100 * MIB,
-            "required": GIB,
-            "estimated": estimated.total,
-        }[expected]
-    )
+    worker, estimated, measured = world.worker("a"), world.costs("a").estimate, 107 * MIB
+    reserved = {
+        "measured": measured,
+        "measured and steps": measured + estimated.compute[0],
+        "measured and reserved": measured + 100 * MIB,
+        "required": GIB,
+        "estimated": estimated.total,
+    }
+    assert worker.reserved[CPU] == reserved[expected]
     world.launcher.say("a", Pulse(steps=1, running=0, waiting=0, measured={"cpu": 3 * GIB}, later=0))
     assert worker.reserved[CPU] == 3 * GIB
 
@@ -109,20 +100,17 @@ async def test_a_forked_worker_is_charged_what_it_takes_and_its_preset_asks_for(
 async def test_learned_estimates_of_forked_workers_do_not_hold_for_executed_ones() -> None:
     world = forking(a=model())
     await world.ask("a")
-    assert only(world, "a").measured == {CPU: NEEDS - SHARED}
+    assert world.worker("a").measured == {CPU: NEEDS - SHARED}
     await leave(world, "a")
     await world.ask("a")
-    costs = only(world, "a").costs
-    assert costs is not None
-    assert costs.estimate.source == "learned"
-    assert costs.estimate.total < NEEDS
+    estimate = world.costs("a").estimate
+    assert (estimate.source, estimate.total < NEEDS) == ("learned", True)
     await leave(world, "a")
     world.launcher.fork_server = False
     await world.ask("a")
-    costs = only(world, "a").costs
-    assert costs is not None
+    costs = world.costs("a")
     assert costs.estimate.source == "static", "nothing is known of this way yet"
-    assert only(world, "a").reserved[CPU] >= NEEDS
+    assert world.worker("a").reserved[CPU] >= NEEDS
 
 
 @virtual
@@ -143,7 +131,7 @@ async def test_a_worker_reserved_as_forked_is_never_executed_instead() -> None:
     assert not world.launcher.over_commits
     world.launcher.set_foreign(CPU, 0)
     await waiting
-    assert only(world, "b").reserved[CPU] >= NEEDS
+    assert world.worker("b").reserved[CPU] >= NEEDS
     assert world.fleet.models["b"].failure is None
 
 
@@ -157,18 +145,17 @@ async def test_a_measurement_is_stored_for_the_actual_way_of_starting() -> None:
     await asyncio.sleep(1)
     waiting = asyncio.create_task(world.ask("b"))
     await asyncio.sleep(1)
-    world.launcher.fork_server = True  # warm only now: b was weighed as an executed one
+    world.launcher.fork_server = True  # warm only now: b was estimated as an executed one
     world.launcher.release("start a")
     await asking
     await leave(world, "a")
     await waiting
-    assert only(world, "b").measured == {CPU: NEEDS - SHARED}
+    assert world.worker("b").measured == {CPU: NEEDS - SHARED}
     await leave(world, "b")
     world.launcher.fork_server = False
     world.launcher.set_foreign(CPU, 0)
     await world.ask("b")
-    costs = only(world, "b").costs
-    assert costs is not None
+    costs = world.costs("b")
     assert costs.estimate.source == "exact", "nothing was learned of this way"
     assert costs.estimate.total >= NEEDS
 
@@ -177,16 +164,15 @@ async def test_a_measurement_is_stored_for_the_actual_way_of_starting() -> None:
 async def test_what_a_worker_takes_after_it_is_ready_is_reserved_and_not_learned() -> None:
     world = forking(a=model())
     await world.ask("a")
-    costs, measured = only(world, "a").costs, NEEDS - SHARED
-    assert costs is not None
+    costs, measured = world.costs("a"), NEEDS - SHARED
     [compute] = costs.estimate.compute
     first = world.fleet.learned_estimates.learned(costs.key)
     world.launcher.say("a", Pulse(steps=1, running=0, waiting=0, measured={"cpu": 3 * GIB}, later=200 * MIB))
-    assert only(world, "a").reserved[CPU] == 3 * GIB + 200 * MIB, "it is there, whatever took it"
+    assert world.worker("a").reserved[CPU] == 3 * GIB + 200 * MIB, "it is there, whatever took it"
     await leave(world, "a")
     assert world.fleet.learned_estimates.learned(costs.key) == first
     await world.ask("a")
-    assert only(world, "a").reserved[CPU] == measured + compute, "and the largest steps, which are not measured yet"
+    assert world.worker("a").reserved[CPU] == measured + compute, "and the largest steps, which are not measured yet"
 
 
 @virtual
@@ -194,7 +180,7 @@ async def test_what_a_worker_takes_after_it_is_ready_is_reserved_and_not_learned
 async def test_an_idle_worker_that_keeps_memory_beyond_its_reservation_is_replaced(given_back: bool) -> None:
     world = forking(a=model())
     await world.ask("a")
-    worker = only(world, "a")
+    worker = world.worker("a")
     most = worker.reserved[CPU] + EXCESS_BYTES
 
     def pulse(resident: int) -> None:
@@ -215,7 +201,7 @@ async def test_an_idle_worker_that_keeps_memory_beyond_its_reservation_is_replac
         [event] = [event for event in world.events.since(0) or () if event.kind == "oversized"]
         assert event.data["resident"] == most + 1
         await world.ask("a")
-        assert only(world, "a") is not worker
+        assert world.worker("a") is not worker
 
 
 @virtual
@@ -223,7 +209,7 @@ async def test_a_worker_with_requests_is_not_replaced_for_its_memory() -> None:
     world = forking(a=model())
     with world.fleet.lease("a") as lease:
         await lease.ready()
-        worker = only(world, "a")
+        worker = world.worker("a")
         for _ in range(3):
             world.launcher.say("a", Pulse(steps=1, running=1, waiting=0, measured={}, resident=7 * GIB))
             await asyncio.sleep(EXCESS_PATIENCE)
@@ -236,15 +222,12 @@ async def test_a_worker_with_requests_is_not_replaced_for_its_memory() -> None:
 async def test_a_learned_figure_never_refuses_a_model() -> None:
     world = Schedule({"a": NEEDS}, totals={CPU: needs(forked=False) + 100 * MIB}, models={"a": model()}, stated=False)
     await world.ask("a")
-    costs = only(world, "a").costs
-    assert costs is not None
+    costs = world.costs("a")
     await leave(world, "a")
     known = world.fleet.learned_estimates
     known.record(costs.key, costs.estimate, [20 * GIB])
     await world.ask("a")
-    again = only(world, "a").costs
-    assert again is not None
-    assert again.estimate.source == "static"
+    assert world.costs("a").estimate.source == "static"
     raised = known.learned(costs.key)
     assert raised is not None
     assert raised.beside[0] < 20 * GIB, "measured once more, and lower"
@@ -254,8 +237,7 @@ async def test_a_learned_figure_never_refuses_a_model() -> None:
 async def test_what_was_learned_can_be_dropped() -> None:
     world = forking(a=model())
     await world.ask("a")
-    costs = only(world, "a").costs
-    assert costs is not None
+    costs = world.costs("a")
     assert await forget_learned(world.presets["a"], world.fleet) == 1
     assert world.fleet.learned_estimates.learned(costs.key) is None
     assert await forget_learned(world.presets["a"], world.fleet) == 0
@@ -266,8 +248,7 @@ async def test_accelerators_learn_the_peak_of_the_allocator_and_main_memory_only
     models = {"a": FakeModel(shards=(5 * GIB,), host=GIB)}
     world = Schedule({"a": 0}, totals={GPU: 24 * GIB, CPU: 8 * GIB}, models=models, stated=False)
     await world.ask("a")
-    costs = only(world, "a").costs
-    assert costs is not None
+    costs = world.costs("a")
     world.launcher.say(
         "a", Pulse(steps=1, running=0, waiting=0, measured={"cuda:0": 6 * GIB, "cpu": 7 * GIB}, later=GIB)
     )
@@ -288,14 +269,11 @@ async def test_what_the_first_worker_on_a_device_measures_counts_for_all_models_
     world = Schedule(dict.fromkeys("ab", 0), totals={GPU: 24 * GIB, CPU: 8 * GIB}, models=models, stated=False,
                      keys={"b": {"parallel": 3}})  # fmt: skip
     await world.ask("a")
-    first = only(world, "a").costs
-    assert first is not None
+    first = world.costs("a")
     beside = beside_steps(first.estimate.compute[0])
     assert (first.estimate.runtime, first.estimate.overhead.device) == ((DEVICE_PROCESS_BYTES + beside,), 0)
     await world.ask("b")
-    worker = only(world, "b")
-    assert worker.costs is not None
-    found = worker.costs.estimate
+    worker, found = world.worker("b"), world.costs("b").estimate
     assert (found.source, found.runtime) == ("static", (300 * MIB + beside_steps(found.compute[0]),))
     assert found.host == first.estimate.host - DEVICE_PROCESS_HOST_BYTES + 700 * MIB + SERVING_HOST
     asked = estimate_command(worker)
@@ -307,10 +285,10 @@ async def test_what_the_first_worker_on_a_device_measures_counts_for_all_models_
 async def test_the_largest_step_is_tried_at_a_start_only_until_what_it_takes_is_learned() -> None:
     world = forking(a=model())
     await world.ask("a")
-    assert serve_fields(only(world, "a"), world.fleet)["warm_up"]
+    assert serve_fields(world.worker("a"), world.fleet)["warm_up"]
     await leave(world, "a")
     await world.ask("a")
-    assert not serve_fields(only(world, "a"), world.fleet)["warm_up"]
+    assert not serve_fields(world.worker("a"), world.fleet)["warm_up"]
 
 
 @virtual
@@ -319,16 +297,16 @@ async def test_a_worker_that_drains_or_dies_stays_charged_until_its_memory_is_ba
     world = Schedule(dict.fromkeys("abc", 5 * GIB), totals=TOTALS, launcher=launcher)
     serving = asyncio.create_task(world.ask("a", seconds=20.0))
     await asyncio.sleep(5)
-    worker = only(world, "a")
+    worker = world.worker("a")
     world.fleet.unload("a")
     coming = asyncio.create_task(world.ask("b"))
     await asyncio.sleep(5)
-    assert (worker.reserved[CPU], launcher.journal) == (5 * GIB, ["start a"]), "it drains, and holds what it held"
+    assert (worker.reserved[CPU], launcher.journal) == (5 * GIB, ["start a"]), "it drains and keeps its reservation"
     await serving
     await asyncio.sleep(0.2)
-    assert (worker.reserved[CPU], launcher.journal) == (5 * GIB, ["start a", "stop a"]), "it is going"
+    assert (worker.reserved[CPU], launcher.journal) == (5 * GIB, ["start a", "stop a"]), "it stops"
     await coming
-    dying = only(world, "b")
+    dying = world.worker("b")
     last = asyncio.create_task(world.ask("c"))
     launcher.die("b")
     await asyncio.sleep(1)
@@ -339,7 +317,7 @@ async def test_a_worker_that_drains_or_dies_stays_charged_until_its_memory_is_ba
 
 
 @virtual
-async def test_where_only_the_weights_are_known_the_exact_figure_is_asked_for_before_anybody_plans() -> None:
+async def test_where_only_the_weights_are_known_the_exact_estimate_comes_before_the_plan() -> None:
     world = forking(a=model())
     world.files.facts = replace(LLAMA, kv_heads=0)
     await world.ask("a")
@@ -349,7 +327,7 @@ async def test_where_only_the_weights_are_known_the_exact_figure_is_asked_for_be
 
 
 @virtual
-async def test_without_an_exact_figure_the_weights_are_multiplied_and_everybody_is_told() -> None:
+async def test_without_an_exact_estimate_the_weights_are_multiplied_and_the_state_says_so() -> None:
     world = forking(a=model())
     world.launcher.fork_server = False
     world.files.facts = replace(LLAMA, kv_heads=0, tensors={}, file_bytes=0)
@@ -357,13 +335,12 @@ async def test_without_an_exact_figure_the_weights_are_multiplied_and_everybody_
         await world.ask("a")
     world.files.facts = replace(LLAMA, kv_heads=0)
     world.files.change("a")
-    world.launcher.models["a"].estimate_fails = [WorkerLost("its code wants numbers", cause="crashed", exit=1)]
+    world.launcher.models["a"].estimate_fails = [WorkerLost("no kv heads", cause="crashed", exit=1)]
     await world.ask("a")
-    costs = only(world, "a").costs
-    assert costs is not None
+    costs = world.costs("a")
     assert (costs.estimate.source, costs.is_exact) == ("weights", True)
     weights = costs.estimate.weights[0]
-    assert only(world, "a").reserved[CPU] >= SAFETY_FACTOR * weights
+    assert world.worker("a").reserved[CPU] >= SAFETY_FACTOR * weights
     shown = status(world.fleet, world.fleet.models["a"], admin=False)["estimate"]
     assert shown["source"] == "weights"
     assert f"weights x {SAFETY_FACTOR}" in shown["note"]
@@ -377,7 +354,7 @@ async def test_a_guess_from_the_weights_is_never_unlimited() -> None:
     world = forking(a=model())
     world.files.facts = replace(LLAMA, kv_heads=0, tensors={"bfloat16": replace(LLAMA.tensors["bfloat16"],
                                 elements=weights // 2, bytes=weights)})  # fmt: skip
-    world.launcher.models["a"].estimate_fails = [WorkerLost("its code wants numbers", cause="crashed", exit=1)]
+    world.launcher.models["a"].estimate_fails = [WorkerLost("no kv heads", cause="crashed", exit=1)]
     with pytest.raises(Exception, match="does not fit on empty devices"):
         await world.ask("a")
     assert world.journal == ["estimate a"]

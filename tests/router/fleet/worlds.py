@@ -11,6 +11,7 @@ from router.config.presets import Preset
 from router.events import Event, EventLog
 from router.fleet.admission import Limits
 from router.fleet.fleet import Fleet
+from router.fleet.worker import Costs, Worker
 from router.memory.checkpoint_facts import Checkpoint, Tally, UnknownCheckpoint
 from router.memory.learned import LearnedEstimates
 from router.planner.ledger import DeviceId, Ledger
@@ -61,23 +62,15 @@ class FakeFiles:
 
     def __init__(self, missing: tuple[str, ...] = ()):
         self.missing = set(missing)
-        self.facts = LLAMA
-        """The facts of every snapshot without an entry in `facts_of`."""
-        self.facts_of: dict[str, Checkpoint] = {}
-        """By model."""
-        self.conversions: dict[str, str] = {}
-        """Folders of converted snapshots by the folder of the original."""
-        self.convertible: set[str] = set()
-        """Folders of snapshots that are converted after their download."""
-        self.pickled: set[str] = set()
-        """Those of them that cannot be loaded without a conversion."""
-        self.damaged: set[str] = set()
-        """Folders that cannot be read."""
-        self.is_on_hub = False
-        """The models can be downloaded again."""
+        self.facts = LLAMA  # of every snapshot without an entry in `facts_of`
+        self.facts_of: dict[str, Checkpoint] = {}  # by model
+        self.conversions: dict[str, str] = {}  # folders of converted snapshots by the folder of the original
+        self.convertible: set[str] = set()  # folders of snapshots that are converted after their download
+        self.pickled: set[str] = set()  # those of them that cannot be loaded without a conversion
+        self.damaged: set[str] = set()  # folders that cannot be read
+        self.is_on_hub = False  # the models can be downloaded again
         self.swept = 0
-        self.looks = 0
-        """The number of calls that looked up the size of weights."""
+        self.looks = 0  # calls that looked up the size of weights
         self._changes: Counter[str] = Counter()
 
     def change(self, name: str) -> None:
@@ -196,6 +189,15 @@ class Schedule:
 
     def events_of(self, kind: str) -> list[Event]:
         return [event for event in self.events.since(0) or () if event.kind == kind]
+
+    def worker(self, name: str) -> Worker:
+        """The oldest worker of a model."""
+        return self.fleet.models[name].workers[0]
+
+    def costs(self, name: str) -> Costs:
+        costs = self.worker(name).costs
+        assert costs is not None
+        return costs
 
     @property
     def now(self) -> float:
