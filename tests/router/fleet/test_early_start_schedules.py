@@ -53,7 +53,7 @@ async def test_memory_of_an_early_start_becomes_part_of_its_worker() -> None:
     await world.ask("a")
     request = asyncio.create_task(world.ask("b"))
     await asyncio.sleep(0.5)
-    worker = next(each for each in world.fleet.workers() if each.preset.id == "b")
+    worker = world.worker("b")
     assert worker.state is State.QUEUED
     assert worker.reserved[CPU] > 400 * MIB, "the most that such a process may take, until it is measured"
     await asyncio.sleep(1.0)
@@ -79,7 +79,7 @@ async def test_a_process_without_memory_of_its_own_is_not_started_early() -> Non
     world.launcher.set_foreign(CPU, 2 * GIB - 100 * MIB)
     await world.ask("a")
     await world.ask("b")
-    assert not any(entry.startswith("prepare") for entry in world.entries(""))
+    assert world.entries("prepare") == []
 
 
 @virtual
@@ -123,7 +123,7 @@ async def test_a_new_request_for_a_victim_waits_behind_the_demand() -> None:
     await asyncio.sleep(1.0)
     again = asyncio.create_task(world.ask("a"))
     await asyncio.gather(newcomer, again)
-    assert [entry for entry in world.entries("") if entry.startswith("ready")] == ["ready a", "ready b", "ready a"]
+    assert world.entries("ready") == ["ready a", "ready b", "ready a"]
 
 
 @virtual
@@ -135,25 +135,8 @@ async def test_an_early_start_that_exceeds_its_reservation_ends() -> None:
 
 
 @virtual
-async def test_an_early_start_ends_for_a_demand_ahead() -> None:
-    """`first` has priority and needs what `b` holds: it does not have to wait for b's whole life."""
-    sizes = {"a": 4 * GIB, "b": 4 * GIB, "first": 6 * GIB - 100 * MIB}
-    models = {name: FakeModel(shards=(size,), stop_seconds=3.0, prepared=200 * MIB) for name, size in sizes.items()}
-    keys = {name: {"min_residency": 0.0} for name in "ab"} | {"first": {"priority": 1}}
-    world = Schedule(sizes, totals={CPU: 6 * GIB}, models=models, keys=keys, limits=Limits(patience=0.0))
-    await world.ask("a")
-    behind = asyncio.create_task(world.ask("b"))
-    await asyncio.sleep(1.0)
-    assert "prepared b" in world.entries("")
-    await world.ask("first")
-    assert [entry for entry in world.entries("") if entry.startswith("ready")] == ["ready a", "ready first"]
-    assert at(world, "dismissed b") < at(world, "start first")
-    await behind
-
-
-@virtual
-async def test_victims_do_not_wait_for_the_end_of_an_early_start() -> None:
-    """`first` needs the room of `idle` and that of b's early start. Both stop at the same time."""
+async def test_an_early_start_ends_for_a_demand_ahead_and_other_victims_do_not_wait_for_its_end() -> None:
+    """`first` has priority. It needs the memory of `idle` and that of b's early start. Both stop at the same time."""
     sizes = {"a": 4 * GIB, "b": 4 * GIB, "idle": GIB, "first": 6 * GIB - 100 * MIB}
     models = {name: FakeModel(shards=(size,), stop_seconds=3.0, prepared=200 * MIB) for name, size in sizes.items()}
     keys = {name: {"min_residency": 0.0} for name in sizes} | {"first": {"priority": 1}}
@@ -167,6 +150,8 @@ async def test_victims_do_not_wait_for_the_end_of_an_early_start() -> None:
     arrived = world.now
     await world.ask("first")
     assert at(world, "stop idle") == arrived
+    assert world.entries("ready") == ["ready a", "ready idle", "ready first"]
+    assert at(world, "dismissed b") < at(world, "start first")
     await behind
 
 
@@ -180,8 +165,7 @@ async def test_an_early_start_for_an_accelerator_uses_main_memory_only() -> None
     waited = await world.ask("b")
     assert at(world, "prepared b") < at(world, "stopped a") <= at(world, "start b")
     assert waited == pytest.approx(5.0, abs=0.1)
-    worker = world.fleet.models["b"].open
-    assert worker is not None
+    worker = world.worker("b")
     assert (worker.reserved[GPU0], worker.reserved[CPU]) == (6 * GIB, GIB)
 
 

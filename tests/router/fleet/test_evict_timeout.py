@@ -1,4 +1,4 @@
-"""Those in use who are in the way: how long who waits has patience with them, and what becomes of their answers."""
+"""Eviction of busy workers: after the swap patience they drain, and --evict-timeout cuts their answers."""
 
 import asyncio
 import contextlib
@@ -10,8 +10,7 @@ from router.fleet.admission import Limits
 from tests.fakes import GIB
 from tests.router.fleet.worlds import Schedule, virtual
 
-STOP, LOAD = 0.5, 2.0
-"""Seconds of any fake model."""
+STOP, LOAD = 0.5, 2.0  # seconds of any fake model
 
 
 def pair(evict_timeout: float = -1.0) -> Schedule:
@@ -44,7 +43,7 @@ async def test_an_eviction_waits_for_running_answers_however_long_they_are_and_f
     later = asyncio.create_task(world.ask("a"))
     assert await long == (300.0, None)
     assert await cold == pytest.approx(300.0 + LOAD - 10 + STOP + LOAD, abs=0.1)
-    assert await later > 300.0 - 10, "it stands behind b"
+    assert await later > 300.0 - 10, "it waits behind b"
     assert world.journal == ["start a", "stop a", "start b", "stop b", "start a"]
 
 

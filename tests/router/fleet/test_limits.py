@@ -57,7 +57,7 @@ async def test_a_request_refused_by_one_limit_is_not_counted_by_another() -> Non
     for _ in range(3):
         with pytest.raises(QueueFull, match="max-concurrent"):
             await world.ask("a")
-    assert len(world.fleet.models["a"].workers[0].leases) == 1
+    assert len(world.worker("a").leases) == 1
     await first
     await world.ask("a")
 
@@ -95,7 +95,7 @@ async def test_a_queue_timeout_is_an_event_with_its_numbers() -> None:
     assert numbers == {"reason": "queue_timeout", "cause": "memory", "position": 1, "limit_seconds": 0.5}
 
 
-# When to come back
+# Retry-After
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ async def test_the_eta_of_a_slow_load_uses_its_own_rate() -> None:
     await waiting
 
 
-# What would happen
+# Previews
 
 
 @virtual
@@ -197,7 +197,7 @@ async def test_a_preview_of_a_full_model_is_the_error_of_one_more_request() -> N
     await asyncio.gather(*running)
 
 
-# How long an idle one stays
+# Idle workers
 
 
 @virtual

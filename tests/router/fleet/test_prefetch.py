@@ -1,4 +1,4 @@
-"""Reading ahead: files of those who wait, and of those who are usually asked for together, in free memory only."""
+"""Prefetch: files of queued models and of models under `prefetch` are read into free memory."""
 
 import asyncio
 
@@ -54,14 +54,6 @@ async def test_a_prefetch_ends_when_the_worker_has_its_place() -> None:
     for name in "abc":
         await world.ask(name)
     assert "stopped reading c" in world.entries("stopped reading")
-
-
-@virtual
-async def test_files_larger_than_free_memory_are_not_prefetched() -> None:
-    world = world_of("a", "b", "c", host=FILES - 1)
-    for name in "abc":
-        await world.ask(name)
-    assert world.entries("read ") == []
 
 
 @virtual

@@ -37,21 +37,12 @@ async def load_of(world: Schedule, count: int, seconds: float = 30.0) -> list[as
 
 
 @virtual
-async def test_a_crowded_model_gets_a_replica_on_the_emptier_device() -> None:
+async def test_a_crowded_model_gets_a_replica_on_the_emptier_device_and_leases_go_to_the_least_loaded() -> None:
     scene = world({"a": 3 * GIB})
     await scene.ask("a")
     asking = await load_of(scene, 3)
     await asyncio.sleep(5)
     assert [(worker.place, worker.best_effort) for worker in workers(scene)] == [((GPU0,), False), ((GPU1,), True)]
-    await asyncio.gather(*asking)
-
-
-@virtual
-async def test_leases_go_to_the_least_loaded_worker() -> None:
-    scene = world({"a": 3 * GIB})
-    await scene.ask("a")
-    asking = await load_of(scene, 3)
-    await asyncio.sleep(5)
     asking += await load_of(scene, 3)
     assert [len(worker.leases) for worker in workers(scene)] == [3, 3]
     await asyncio.gather(*asking)

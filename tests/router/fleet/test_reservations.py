@@ -198,7 +198,7 @@ async def test_an_idle_worker_that_keeps_memory_beyond_its_reservation_is_replac
     if not given_back:
         await worker.stopped.wait()
         assert worker.reason == "oversized"
-        [event] = [event for event in world.events.since(0) or () if event.kind == "oversized"]
+        [event] = world.events_of("oversized")
         assert event.data["resident"] == most + 1
         await world.ask("a")
         assert world.worker("a") is not worker

@@ -14,8 +14,7 @@ from router.launch.interface import WorkerLost
 from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel
 from tests.router.fleet.worlds import Schedule, virtual
 
-FILES = 128 * MIB
-"""Bytes of the files of a fake snapshot."""
+FILES = 128 * MIB  # bytes of the files of a fake snapshot
 
 
 def gpu(
@@ -38,8 +37,14 @@ def sleeping_weights(world: Schedule, state: str) -> list[Event]:
 
 
 async def settled(world: Schedule) -> None:
-    """Returns once everything that was begun is over."""
+    """Return once everything that was begun is over."""
     await asyncio.sleep(5.0)
+
+
+async def ask_each(world: Schedule, names: str) -> None:
+    for name in names:
+        await world.ask(name)
+    await settled(world)
 
 
 def value(world: Schedule, name: str) -> str:
@@ -49,9 +54,7 @@ def value(world: Schedule, name: str) -> str:
 @virtual
 async def test_an_evicted_model_sleeps_and_wakes_through_a_planned_load() -> None:
     world = gpu("a", "b")
-    await world.ask("a")
-    await world.ask("b")
-    await settled(world)
+    await ask_each(world, "ab")
     assert (value(world, "a"), value(world, "b")) == ("sleeping", "loaded")
     assert world.launcher.used(CPU) == FILES
     shown = status(world.fleet, world.fleet.models["a"], admin=False)
@@ -81,15 +84,13 @@ async def test_sleeping_weights_are_reserved_and_the_least_recently_used_leave_f
     assert sum(one.reserved.get(CPU, 0) for one in world.fleet.scheduler.residents()) == host.used == 2 * FILES
     assert host.foreign == 0
     asleep = [one for one in world.fleet.scheduler.residents() if CPU in one.measured and one.best_effort]
-    assert max(one.last_used for one in asleep) < -1e6, "they make way before any worker"
+    assert max(one.last_used for one in asleep) < -1e6, "they are evicted before any worker"
 
 
 @virtual
 async def test_a_pinned_model_that_sleeps_stays() -> None:
     world = gpu("a", "b", "c", sleep=FILES)
-    await world.ask("a")
-    await world.ask("b")
-    await settled(world)
+    await ask_each(world, "ab")
     sleeping = world.fleet.models["a"].sleeping
     assert sleeping is not None
     sleeping.preset = replace(sleeping.preset, pin=True)
@@ -131,9 +132,7 @@ async def test_sleeping_weights_are_evicted_for_a_demand() -> None:
         limits=Limits(patience=0.0, sleep_memory=GIB),
         keys={name: {"min_residency": 0.0} for name in sizes},
     )
-    await world.ask("a")
-    await world.ask("b")
-    await settled(world)
+    await ask_each(world, "ab")
     assert value(world, "a") == "sleeping"
     await world.ask("c")
     assert world.launcher.over_commits == []
@@ -145,9 +144,7 @@ async def test_sleeping_weights_are_evicted_for_a_demand() -> None:
 @virtual
 async def test_unloading_a_model_that_sleeps_gives_its_memory_back() -> None:
     world = gpu("a", "b")
-    await world.ask("a")
-    await world.ask("b")
-    await settled(world)
+    await ask_each(world, "ab")
     with pytest.raises(AlreadyRunning):
         world.fleet.load("a")
     [sleeping] = world.fleet.unload("a")
@@ -162,9 +159,7 @@ async def test_unloading_a_model_that_sleeps_gives_its_memory_back() -> None:
 @virtual
 async def test_a_model_that_sleeps_wakes_for_requests_whatever_autoload_says() -> None:
     world = gpu("a", "b")
-    await world.ask("a")
-    await world.ask("b")
-    await settled(world)
+    await ask_each(world, "ab")
     with world.fleet.lease("a", autoload=False) as lease:
         await lease.ready()
 
@@ -200,9 +195,7 @@ async def test_a_model_that_idles_past_its_ttl_and_one_that_was_unloaded_do_not_
 @virtual
 async def test_lost_sleeping_weights_leave_an_unloaded_model() -> None:
     world = gpu("a", "b")
-    await world.ask("a")
-    await world.ask("b")
-    await settled(world)
+    await ask_each(world, "ab")
     world.launcher.held["a"].lose()
     await settled(world)
     assert [event.data["reason"] for event in sleeping_weights(world, "released")] == ["failed"]
@@ -215,9 +208,7 @@ async def test_lost_sleeping_weights_leave_an_unloaded_model() -> None:
 async def test_a_model_that_cannot_be_woken_sleeps_no_longer() -> None:
     """Its files are gone, for example. Then the locked weights are of no use."""
     world = gpu("a", "b")
-    await world.ask("a")
-    await world.ask("b")
-    await settled(world)
+    await ask_each(world, "ab")
     assert value(world, "a") == "sleeping"
     gone = WorkerLost("there is no config.json", cause="load_failed", exit=3)
     world.launcher.models["a"].start_fails.append(gone)
@@ -231,9 +222,7 @@ async def test_a_model_that_cannot_be_woken_sleeps_no_longer() -> None:
 @virtual
 async def test_a_model_that_is_changed_or_removed_sleeps_no_longer() -> None:
     world = gpu("a", "b", "c", sleep=GIB)
-    for name in "abc":
-        await world.ask(name)
-    await settled(world)
+    await ask_each(world, "abc")
     assert [value(world, name) for name in "abc"] == ["sleeping", "sleeping", "loaded"]
     world.fleet.models.apply({"a": replace(world.presets["a"], ctx_size=64), "c": world.presets["c"]})
     await settled(world)
