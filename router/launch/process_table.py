@@ -70,7 +70,7 @@ class ProcessTable:
         with contextlib.ExitStack() as stack:
             self.folder.open()
             stack.callback(self.folder.close)
-            stack.callback(adopt_orphans, whether=adopt_orphans())
+            stack.callback(adopt_orphans, enabled=adopt_orphans())
             self._guard = Guard()
             stack.callback(self._guard.close)
             yield
