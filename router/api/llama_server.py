@@ -95,9 +95,11 @@ async def model(call: ApiCall) -> ApiResult:
 
 
 def _with_anthropic_members(shown: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry with the members that clients of Anthropic's API show: the display name and the date."""
+    """The entry with the members that clients of Anthropic's API show, and without capabilities: there they are an
+    object with an answer for every feature of Anthropic's models."""
     created = datetime.fromtimestamp(shown["created"], UTC).isoformat().replace("+00:00", "Z")
-    return {**shown, "type": "model", "display_name": shown["id"], "created_at": created}
+    named = {"type": "model", "display_name": shown["id"], "created_at": created, "lifecycle": "active"}
+    return {**shown, **named, "capabilities": None}
 
 
 async def lora_adapters(call: ApiCall) -> ApiResult:

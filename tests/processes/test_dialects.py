@@ -57,7 +57,7 @@ async def test_anthropics_client_knows_the_routers_own_errors(tmp_path: Path) ->
 
 
 async def test_anthropics_client_lists_models_by_name_and_date(tmp_path: Path) -> None:
-    async with world(tmp_path, unasked) as up, async_anthropic(up) as client:
+    async with world(tmp_path, unasked) as up, async_anthropic(up, _strict_response_validation=True) as client:
         page = await client.models.list(limit=1)
         [listed] = page.data
         one = await client.models.retrieve("a")

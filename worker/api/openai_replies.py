@@ -60,7 +60,7 @@ class _ChatMessage:
         content = "".join(self._content)
         message: Json = {"role": "assistant", "content": None if self._calls and not content else content}
         if self._reasoning:
-            message["reasoning_content"] = "".join(self._reasoning)
+            message |= _reasoning("".join(self._reasoning))
         if self._calls:
             message["tool_calls"] = self._calls
         return message
@@ -76,9 +76,14 @@ class _ChatMessage:
             return {"tool_calls": [{"index": len(self._calls) - 1, **call}]}
         if part.reasoning:
             self._reasoning.append(part.reasoning)
-            return {"reasoning_content": part.reasoning}
+            return _reasoning(part.reasoning)
         self._content.append(part.content)
         return {"content": part.content}
+
+
+def _reasoning(text: str) -> Json:
+    """Return the reasoning under its name in llama-server and SGLang and under its name in vLLM."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 class _OpenAiWriter:

@@ -204,7 +204,8 @@ class BodyFields:
             if neutral is None:
                 unknown_names.append(name)
             elif not allows(neutral, value):
-                raise UnsupportedField(f"{name} is not supported; leave it out", param=self.path + name)
+                reason = str(neutral["description"]).removesuffix(".")
+                raise UnsupportedField(f"{name} is {reason[0].lower()}{reason[1:]}", param=self.path + name)
         unknown_names += unknown_paths(self._table, self._body, but=self._checked_objects)
         if strict and unknown_names:
             raise UnknownField(

@@ -183,6 +183,7 @@ MEANINGFUL: dict[str, tuple[Any, list[Any]]] = {
     "typ_p": (0.9, [1]),
     "top_n_sigma": (1.5, [-1, 0]),
     "t_max_predict_ms": (100, [-1, 0]),
+    "prompt_embeds": (["AAAA"], [[]]),
 }
 
 
@@ -195,6 +196,20 @@ def test_an_unsupported_field_is_rejected_unless_neutral(name: str) -> None:
         with pytest.raises(UnsupportedField) as caught:
             BodyFields({name: refused}, {}).check_unknown(strict=False)
         assert (caught.value.reason, caught.value.param) == ("unsupported_parameter", name)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"use_beam_search": True}, "use_beam_search is not supported; leave it out"),
+        ({"functions": [{"name": "f"}]}, "functions is not supported; send tools"),
+        ({"priority": 1}, "priority is not supported in a request; set it in the model's preset"),
+    ],
+)
+def test_a_refusal_names_the_remedy_that_the_schema_describes(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedField) as caught:
+        BodyFields(body, {}).check_unknown(strict=False)
+    assert caught.value.message == message
 
 
 @pytest.mark.parametrize("name", ["mirostat", "typical_p", "xtc_probability", "top_n_sigma"])

@@ -63,12 +63,14 @@ NO_OPS: Body = members(
     "backend_sampling", "guided_decoding_backend", "spaces_between_special_tokens",
 )  # fmt: skip
 
-_OFF = "Not supported: only the value without effect is accepted."
+# Descriptions of the refused fields below are also the error messages: the name of the field comes before them.
+_OFF = "Not supported; leave it out."
 _TUNES: Schema = {"description": "No effect: the feature that it tunes is off."}
-_IN_PRESET = "Not supported in a request: set it in the model's preset."
+_IN_PRESET = "Not supported in a request; set it in the model's preset."
 _NULL, _NO, _YES, _EMPTY = one_of([], _OFF), one_of([False], _OFF), one_of([True], _OFF), one_of([""], _OFF)
-_ZERO, _ONE, _UNLIMITED = one_of([0], _OFF), one_of([1], _OFF), one_of([-1], _OFF)
+_ZERO, _ONE = one_of([0], _OFF), one_of([1], _OFF)
 _NO_ENTRIES, _NO_MEMBERS = one_of([[]], _OFF), one_of([{}], _OFF)
+_NO_BUDGET = one_of([-1], "Not supported; turn reasoning off with reasoning_effort none, or limit all with max_tokens.")
 _AT_MOST_ZERO: Schema = {"type": ["number", "null"], "maximum": 0, "description": _OFF}
 # Unsupported fields, with the values that have no effect and are therefore accepted.
 NEUTRAL: Body = {
@@ -81,21 +83,24 @@ NEUTRAL: Body = {
     **members(_ZERO, "mirostat", "xtc_probability", "dry_multiplier", "dynatemp_range"),
     **members(_AT_MOST_ZERO, "top_n_sigma", "adaptive_target", "t_max_predict_ms"),
     **members(_ONE, "typical_p", "typ_p", "tfs_z", "best_of"),
-    **members(_UNLIMITED, "reasoning_budget", "reasoning_budget_tokens"),
-    **members(_UNLIMITED, "thinking_budget_tokens", "thinking_token_budget"),
+    **members(_NO_BUDGET, "reasoning_budget", "reasoning_budget_tokens"),
+    **members(_NO_BUDGET, "thinking_budget_tokens", "thinking_token_budget"),
     **members(_EMPTY, "guided_whitespace_pattern", "structural_tag", "custom_logit_processor"),
-    **members(_NO_ENTRIES, "functions", "grammar_triggers", "preserved_tokens", "allowed_token_ids", "bad_words"),
-    **members(_NO_ENTRIES, "logits_processors", "logprob_token_ids"),
+    **members(_NO_ENTRIES, "grammar_triggers", "preserved_tokens", "logits_processors", "logprob_token_ids"),
+    "allowed_token_ids": one_of([[]], "Not supported; give these tokens 100 in logit_bias."),
+    "bad_words": one_of([[]], "Not supported; give each word false in logit_bias."),
     **members(_NO_MEMBERS, "repetition_detection", "kv_transfer_params", "vllm_xargs", "mm_processor_kwargs"),
     **members(_NO_MEMBERS, "media_io_kwargs", "session_params"),
     "modalities": one_of([[], ["text"]], _OFF),
-    "function_call": one_of(["none", "auto"], _OFF),
+    "functions": one_of([[]], "Not supported; send tools."),
+    "function_call": one_of(["none", "auto"], "Not supported; send tool_choice."),
     "min_keep": one_of([0, 1], _OFF),
     "stop_regex": one_of(["", []], _OFF),
     "chat_template": one_of([""], _IN_PRESET),
     "priority": one_of([0], _IN_PRESET),
-    "image_data": one_of([[]], "Not supported: send images in messages."),
-    "lora_path": one_of([""], "Not supported: an adapter is named in `model`, `adapters` or `lora`."),
+    "image_data": one_of([[]], "Not supported; send images in messages."),
+    "prompt_embeds": one_of([[]], "Not supported; send text or token ids in prompt."),
+    "lora_path": one_of([""], "Not supported; name the adapter in model, adapters or lora."),
 }
 
 # Sampling

@@ -185,10 +185,15 @@ COMPONENTS: Mapping[str, Schema] = {
             "architecture": shape(members(several(TEXT), "input_modalities", "output_modalities")),
             "source": enum("preset", "models_dir", "cache"),
             "can_remove": FLAG,
-            "capabilities": several(enum("chat", "completion", "tools", "vision", "embedding", "rerank")),
+            "capabilities": or_null(several(enum("chat", "completion", "tools", "vision", "embedding", "rerank"))),
             "meta": shape({}, _META),
         },
-        {**members(TEXT, "parent", "display_name", "created_at"), "max_model_len": COUNT, "type": const("model")},
+        {
+            **members(TEXT, "parent", "display_name", "created_at"),
+            "max_model_len": COUNT,
+            "type": const("model"),
+            "lifecycle": const("active"),
+        },
     ),
     "Reload": shape(members(several(TEXT), "added", "changed", "restarted", "removed", "warnings")),
     "Slot": shape(

@@ -277,12 +277,12 @@ _CALL: dict[str, Schema] = {
 }
 _REPLY = shape(
     {"role": const("assistant"), "content": or_null(TEXT)},
-    {"reasoning_content": TEXT, "tool_calls": several(shape(_CALL))},
+    {**members(TEXT, "reasoning_content", "reasoning"), "tool_calls": several(shape(_CALL))},
 )
 _DELTA: dict[str, Schema] = {
     "role": const("assistant"),
     "content": or_null(TEXT),
-    "reasoning_content": TEXT,
+    **members(TEXT, "reasoning_content", "reasoning"),
     "tool_calls": several(shape({"index": COUNT, **_CALL})),
 }
 _FINISH = enum("stop", "length", "tool_calls")
