@@ -11,20 +11,20 @@ from aiohttp import web
 
 from router.api.call import ApiCall, ApiResult, FrameStream
 from router.api.status import capabilities, wall_clock
-from router.config.api_keys import ApiKey
-from router.errors import ApiError, BadRequest, ModelNotFound
+from router.errors import ApiError, BadRequest
 from router.fleet.scheduler import resident_of
 from router.fleet.worker import State, Worker
 from router.planner.ledger import DeviceId
 from router.registry.pulls import HubModels, Pull
-from router.registry.registry import Registry
+from router.registry.registry import LATEST, Registry
 from router.registry.shared_workers import ListedModel
 from worker.protocol.dialects import Dialect
+from worker.protocol.streams import timestamp
 
-LATEST = ":latest"
 # The release of Ollama with the features of this router: tools, reasoning, log probabilities, and the APIs of OpenAI
 # and Anthropic. Clients refuse to work with servers that report an older release.
 VERSION = "0.14.2"
+MAX_UNLOAD = 4096  # bytes of a request that may only unload its model; longer ones are not decoded
 NEVER = datetime(9999, 12, 31, tzinfo=UTC)  # the expiry time of a model without one
 # Our names of capabilities and Ollama's.
 _CAPABILITIES = {
@@ -36,15 +36,14 @@ _CAPABILITIES = {
 }
 
 
-def known(registry: Registry, key: ApiKey, name: str) -> str:
-    """The name without `:latest`, which Ollama's clients append, unless a model has the name with it."""
-    if not name.endswith(LATEST):
-        return name
-    try:
-        registry.model(key, name)
-    except ModelNotFound:
-        return name.removesuffix(LATEST)
-    return name
+def unload_answer(name: str, body: bytes) -> bytes | None:
+    """The answer to a request that only unloads its model: `keep_alive` is 0, and there is no prompt. Else None."""
+    fields = json.loads(body) if len(body) <= MAX_UNLOAD else {}
+    has_content = fields.get("prompt") or fields.get("messages")
+    if has_content or str(fields.get("keep_alive")) not in ("0", "0.0", "0s", "0m", "0h"):
+        return None
+    empty = {"message": {"role": "assistant", "content": ""}, "response": ""}  # of chats and of completions
+    return _line(model=name, created_at=timestamp(), **empty, done_reason="unload", done=True)
 
 
 async def tags(call: ApiCall) -> ApiResult:
@@ -74,8 +73,8 @@ async def ps(call: ApiCall) -> ApiResult:
 
 async def show(call: ApiCall) -> ApiResult:
     """POST /api/show: the details of one model. Raises BadRequest, ModelNotFound."""
-    registry, key = call.registry, call.key
-    listed = registry.model(key, known(registry, key, _model_name(await call.body())))
+    registry = call.registry
+    listed = registry.model(call.key, _model_name(await call.body()))
     facts, meta, _ = await registry.snapshots.describe(listed.preset)
     texts = await registry.snapshots.texts(listed.preset)
     features = {_CAPABILITIES[name] for name in capabilities(listed, facts) if name in _CAPABILITIES}
@@ -106,8 +105,7 @@ async def pull(call: ApiCall) -> ApiResult:
     wants_stream = body.get("stream", True)
     if not isinstance(wants_stream, bool):
         raise BadRequest("stream must be true or false", param="stream")
-    name = known(call.registry, call.key, _repository(body))
-    lines = _pull_lines(hub, await hub.pull(call.key, name))
+    lines = _pull_lines(hub, await hub.pull(call.key, _repository(body)))
     if not wants_stream:
         return await _last(lines)
     frames = _with_error_line(lines)
@@ -152,8 +150,7 @@ async def _last(lines: AsyncIterator[bytes]) -> dict[str, Any]:
 
 async def delete(call: ApiCall) -> ApiResult:
     """DELETE /api/delete. Raises BadRequest, ModelNotFound, InUse."""
-    registry, key = call.registry, call.key
-    await call.hub.delete(key, known(registry, key, _model_name(await call.body())))
+    await call.hub.delete(call.key, _model_name(await call.body()))
     return web.Response(text="")
 
 
@@ -190,9 +187,10 @@ async def _entry(registry: Registry, listed: ListedModel) -> dict[str, Any]:
     facts, meta, _ = await registry.snapshots.describe(preset)
     family = facts.model_type if facts is not None else ""
     origin = f"{preset.repo}@{preset.revision}" if preset.repo else preset.path
+    name = preset.id if ":" in preset.id else preset.id + LATEST  # Open WebUI looks models up by name and tag
     return {
-        "name": preset.id,
-        "model": preset.id,
+        "name": name,
+        "model": name,
         "modified_at": _moment(listed.created),
         "size": meta.get("size", 0),
         "digest": hashlib.sha256(f"{preset.id}\n{origin}".encode()).hexdigest(),

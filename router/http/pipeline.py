@@ -209,6 +209,9 @@ class Pipeline:
         seen = peek(body)
         id, name, named = self._find_model(incoming, seen)
         incoming.model = id
+        if answer := self._unload_answer(incoming, id, name):
+            await self._write(incoming, 200, {"Content-Type": "application/json", **own_headers(incoming.id)}, answer)
+            return 200
         adapter = self._choose_adapter(incoming, id, name)
         request = self._forwarded(incoming, seen, id, adapter, read=read, outside_name="" if named else name)
         shown = f"{id}@{adapter}" if adapter else id
@@ -221,12 +224,9 @@ class Pipeline:
         Raises BadRequest, ModelNotFound.
         """
         assert incoming.route is not None
-        is_ollama = incoming.route.dialect is Dialect.OLLAMA
-        named = seen.name if seen.model is None and is_ollama else seen.model
+        named = seen.name if seen.model is None and incoming.route.dialect is Dialect.OLLAMA else seen.model
         if named is not None and not isinstance(named, str):
             raise BadRequest("model must be a string", param="model")
-        if is_ollama and named is not None:
-            named = ollama.known(self._registry, incoming.key, named)
         path, query = incoming.path_id, incoming.query
         if incoming.route.dialect is Dialect.LMI:
             headers, version = incoming.outlet.headers, query.get("model_version", "")
@@ -238,6 +238,17 @@ class Pipeline:
                 path = lmi.name_in_path(self._registry, incoming.key, path, version)
         id, name = self._registry.choose(incoming.key, path=path, body=named, query=query)
         return id, name, named is not None
+
+    def _unload_answer(self, incoming: Incoming, id: str, name: str) -> bytes | None:
+        """The answer to a request of Ollama's API that unloads a model that is not loaded. Else None.
+
+        Its worker would have to load the model first, and other models might be evicted for that.
+        """
+        route = incoming.route
+        if route is None or route.dialect is not Dialect.OLLAMA or not route.streams:
+            return None
+        is_loaded = self._registry.shared_workers.find(id).model.open is not None
+        return None if is_loaded else ollama.unload_answer(name, incoming.body)
 
     def _choose_adapter(self, incoming: Incoming, id: str, name: str) -> str:
         """The adapter that a request names outside its body: in the model's name, the query or LMI's header.

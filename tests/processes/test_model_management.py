@@ -273,7 +273,7 @@ async def test_ollamas_client_pulls_and_deletes(up: Router, hub: Hub) -> None:
         assert moved[-1].completed == moved[-1].total
         assert (moved[-1].digest or "").startswith("sha256:")
         assert (await client.pull(repo)).status == "success"  # it is here
-        assert repo in {model.model for model in (await client.list()).models}
+        assert f"{repo}:latest" in {model.model for model in (await client.list()).models}
         assert (await client.delete(repo)).status == "success"
         with pytest.raises(ollama.ResponseError) as refused:
             await client.delete(repo)

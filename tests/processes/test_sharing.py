@@ -73,7 +73,7 @@ async def test_lists_tell_the_memory_of_a_shared_worker_once(up: Router, tmp_pat
     assert "--temp" in first["args"]
     assert first["args"] != second["args"]
     held = (await up.client.get("/api/ps")).json()["models"]
-    assert [(each["name"], each["size"] > 0) for each in held] == [("cold", True), ("hot", False)]
+    assert [(each["name"], each["size"] > 0) for each in held] == [("cold:latest", True), ("hot:latest", False)]
     slots = (await up.client.get("/slots")).json()
     assert {slot["model"] for slot in slots} == {"cold"}
     props = [(await up.client.get("/props", params={"model": name})).json() for name in ("cold", "hot")]

@@ -67,7 +67,8 @@ async def chat(body: Json, model: ServedModel, *, waited: float = 0.0) -> Genera
         parsed = await parse_chat(chat_body, model, id=f"chat-{uuid.uuid4().hex}", names=_NAMES)
         return _call(parsed, num_ctx, keep_alive, ignored, is_chat=True, waited=waited)
     read_tools(fields)
-    return _load_answer(fields, model, chat_body, keep_alive, {"message": {"role": "assistant", "content": ""}})
+    empty = {"message": {"role": "assistant", "content": ""}}
+    return _load_answer(fields, model, chat_body, keep_alive, empty, waited=waited)
 
 
 async def generate(body: Json, model: ServedModel, *, waited: float = 0.0) -> GenerationCall | JsonAnswer:
@@ -84,7 +85,7 @@ async def generate(body: Json, model: ServedModel, *, waited: float = 0.0) -> Ge
     fields.refuse("template", "template is not supported; set chat-template in the model's preset")
     suffix = fields.text("suffix") or ""
     if not prompt:
-        return _load_answer(fields, model, chat_body, keep_alive, {"response": ""})
+        return _load_answer(fields, model, chat_body, keep_alive, {"response": ""}, waited=waited)
     logprobs = _logprobs(fields)
     if raw and system:
         fields.mark_unused("system")  # a raw prompt has no system message
@@ -346,7 +347,7 @@ def _limit_to_num_ctx(num_ctx: int, generation: GenerationRequest) -> Generation
 
 
 def _load_answer(
-    fields: BodyFields, model: ServedModel, chat_body: Json, keep_alive: float | None, empty: Json
+    fields: BodyFields, model: ServedModel, chat_body: Json, keep_alive: float | None, empty: Json, *, waited: float
 ) -> JsonAnswer:
     """Return the answer to a request that only loads or unloads the model."""
     model.require("completion")
@@ -355,7 +356,8 @@ def _load_answer(
     reason = "unload" if keep_alive == 0 else "load"
     head = {"model": chat_body["model"], "created_at": timestamp()}
     answer = {**head, **empty, "done_reason": reason, "done": True}
-    return JsonAnswer(body=answer, ignored=ignored, keep_alive=keep_alive, stream=chat_body["stream"])
+    # Ollama's answer is never a stream, and Open WebUI accepts no other. But the router may have begun one in a load.
+    return JsonAnswer(body=answer, ignored=ignored, keep_alive=keep_alive, stream=chat_body["stream"] and waited > 0)
 
 
 class OllamaWriter:

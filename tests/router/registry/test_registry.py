@@ -23,6 +23,13 @@ def test_id_alias_and_any_unique_case_mean_the_model(name: str) -> None:
     assert NAMES.find(name) == "Qwen/Qwen3-8B"
 
 
+def test_the_tag_of_ollamas_clients_is_left_out_once_unless_a_model_has_it() -> None:
+    assert (NAMES.find("qwen:latest"), NAMES.find("QWEN:latest")) == ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B")
+    assert ModelNames({**PRESETS, "qwen:latest": Preset(id="qwen:latest")}).find("qwen:latest") == "qwen:latest"
+    with pytest.raises(ModelNotFound, match="model 'qwen:latest:latest' not found"):
+        NAMES.find("qwen:latest:latest")
+
+
 def test_a_repository_that_is_not_listed_beside_its_section_is_known_by_name_all_the_same() -> None:
     hides = Preset(id="mine", repo="org/model", dedup_cache_models=True)
     other = Preset(id="other", repo="org/model")
@@ -94,6 +101,7 @@ def test_a_name_with_an_adapter_means_its_model_and_an_id_with_that_spelling_sta
         ("m@french", "m", "french"),
         ("em@french", "m", "french"),
         ("M@French", "m", "french"),
+        ("m@french:latest", "m", "french"),
         ("m", "m", ""),
         ("n@french", "n@french", ""),
     ):

@@ -251,13 +251,14 @@ async def test_an_empty_request_only_loads_or_unloads() -> None:
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
-async def test_a_streamed_load_is_a_complete_stream_of_one_line(path: str) -> None:
-    """Otherwise a router that has started the stream could only abort it."""
+async def test_a_load_that_the_router_waited_for_is_a_complete_stream_of_one_line(path: str) -> None:
+    """Otherwise a router that has started the stream could only abort it. Ollama itself answers without a stream."""
     form = stream(Dialect.OLLAMA)
     async with serving() as world:
-        async with world.client.post(world.url + path, json={"model": "m"}) as answer:
-            assert answer.content_type == form.headers["Content-Type"]
-            assert form.is_whole(await answer.read())
+        for headers, media in (({WAITED_HEADER: "1.5"}, form.headers["Content-Type"]), ({}, "application/json")):
+            async with world.client.post(world.url + path, json={"model": "m"}, headers=headers) as answer:
+                assert answer.content_type == media
+                assert form.is_whole(await answer.read() + (b"" if headers else b"\n"))
         async with world.client.post(world.url + path, json={"model": "m", "stream": False}) as answer:
             assert answer.content_type == "application/json"
 
