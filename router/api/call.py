@@ -44,6 +44,9 @@ class RendersMetrics(Protocol):
     def render(self, model: str | None = None, member: str = "") -> bytes:
         """The metrics in Prometheus text format; with `model`, those of one model."""
 
+    def llama_server(self, model: str) -> bytes:
+        """llama-server's metrics about one model."""
+
 
 @dataclass(frozen=True, slots=True)
 class Services:

@@ -215,9 +215,10 @@ async def metrics(call: ApiCall) -> ApiResult:
     if name:
         listed = call.registry.model(call.key, name)
         ids = listed.id, listed.model.preset.id
-    return web.Response(
-        body=call.services.metrics.render(*ids), headers={"Content-Type": call.services.metrics.content_type}
-    )
+    rendered, only = call.services.metrics.render(*ids), call.registry.only_model(call.key)
+    if only is not None and not name:
+        rendered += call.services.metrics.llama_server(only.model.preset.id)
+    return web.Response(body=rendered, headers={"Content-Type": call.services.metrics.content_type})
 
 
 async def streams(call: ApiCall) -> ApiResult:
@@ -287,10 +288,8 @@ async def props(call: ApiCall) -> ApiResult:
     """GET /props: the properties of the router, or of one model: that of the query, or the only one if it was named at
     start. They come from its files; it need not be loaded."""
     registry, key, query = call.registry, call.key, call.query
-    settings, name = registry.settings, query.get("model", "")
-    served = registry.visible(key)
-    if not name and len(served) == 1 and (settings.model or settings.hf_repo):
-        name = served[0].id  # as llama-server that is started with one model
+    settings, only = registry.settings, registry.only_model(key)
+    name = query.get("model") or (only.id if only is not None else "")
     if not name:
         return {
             "role": "router",

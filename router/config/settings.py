@@ -142,8 +142,8 @@ class Settings:
             env=("LLAMA_ARG_MODELS_AUTOLOAD",))
     models_watch: bool = option(False, Flag(), MODELS, "reload when the file or the folder of models changes")
     default_model: str = option("", Text("ID"), MODELS, "model of requests that name none", unset="none")
-    unknown_model: str = option("reject", Choice(("reject", "default")), MODELS,
-            "treatment of requests for an unknown model")
+    unknown_model: str | None = option(None, Choice(("reject", "default")), MODELS,
+            "treatment of requests for an unknown model", unset="reject; default if started with one model by name")
     strict_presets: bool = option(False, Flag(), MODELS, "treat options without meaning here as errors")
     offline: bool = option(False, Flag(), MODELS, "download nothing", env=("LLAMA_ARG_OFFLINE", "LLAMA_OFFLINE"))
     hf_token: str = option("", _Secret(many=False), MODELS, "for downloads only", unset="none", also=("-hft",),

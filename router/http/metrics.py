@@ -194,14 +194,15 @@ class Metrics:
             for line in generate_latest(self._registry).decode().splitlines()
             if line.startswith("#") or any(label in line for label in labels)
         ]
-        return "\n".join([*lines, *self._llama_server(member)]).encode() + b"\n"
+        return "\n".join([*lines, ""]).encode() + self.llama_server(member)
 
-    def _llama_server(self, model: str) -> Iterator[str]:
-        """The lines of llama-server's metrics about one model."""
+    def llama_server(self, model: str) -> bytes:
+        """The text of llama-server's metrics about one model."""
         worker = self._fleet.models[model].open if model in self._fleet.models else None
         pulse = worker.pulse if worker is not None and worker.pulse is not None else NO_PULSE
         rows: Mapping[str, float] = {
-            "prompt_tokens_total": self._tokens(model, "prompt"),
+            "prompt_tokens_total": self._tokens(model, "prompt") - self._tokens(model, "cached"),
+            "prompt_tokens_cached_total": self._tokens(model, "cached"),
             "tokens_predicted_total": self._tokens(model, "completion"),
             "n_decode_total": pulse.steps,
             "requests_processing": pulse.running,
@@ -211,9 +212,9 @@ class Metrics:
             "kv_cache_tokens": pulse.cache_used,
             "kv_cache_usage_ratio": pulse.cache_used / pulse.cache_total if pulse.cache_total else 0,
         }
-        for name, value in rows.items():
-            yield f"# TYPE llamacpp:{name} {'counter' if name.endswith('_total') else 'gauge'}"
-            yield f"llamacpp:{name} {float(value)}"
+        kinds = {name: "counter" if name.endswith("_total") else "gauge" for name in rows}
+        lines = [f"# TYPE llamacpp:{name} {kinds[name]}\nllamacpp:{name} {float(rows[name])}\n" for name in rows]
+        return "".join(lines).encode()
 
     def _tokens(self, model: str, kind: str) -> float:
         return self._registry.get_sample_value("router_tokens_total", {"model": model, "kind": kind}) or 0.0

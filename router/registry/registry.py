@@ -33,6 +33,7 @@ from router.store.catalogue import Further
 BUILD = f"b0-{__version__}"
 TRUE, FALSE = frozenset({"true", "1"}), frozenset({"false", "0"})
 MAX_NAME_LENGTH = 192  # characters; a longer name is neither compared nor repeated in a message
+LATEST = ":latest"  # Ollama's tag of names without one; its clients append it, also on paths of OpenAI's API
 
 
 @dataclass(slots=True)
@@ -71,14 +72,22 @@ class Registry:
 
     def choose(self, key: ApiKey, *, path: str | None, body: str | None, query: Mapping[str, str]) -> tuple[str, str]:
         """The id of the model for a request, and the name that the request used. Raises BadRequest, ModelNotFound."""
-        return self.names.choose(
-            path=path,
-            body=body,
-            query=query.get("model") or query.get("model_name"),
-            default=self.settings.default_model,
-            fall_back=self.settings.unknown_model == "default",
-            allowed=self._allowed(key),
-        )
+        unknown, named = self.settings.unknown_model, query.get("model") or query.get("model_name")
+        try:
+            return self.names.choose(
+                path=path,
+                body=body,
+                query=named,
+                default=self.settings.default_model,
+                fall_back=unknown == "default",
+                allowed=self._allowed(key),
+            )
+        except ModelNotFound:
+            only = self.only_model(key)
+            # The name of an adapter may be misspelled. The model without it would answer differently.
+            if only is None or only.preset.adapters or unknown == "reject":
+                raise
+            return only.id, path or body or named or only.id
 
     def model(self, key: ApiKey, name: str) -> ListedModel:
         """Raises ModelNotFound."""
@@ -90,6 +99,11 @@ class Registry:
     def visible(self, key: ApiKey) -> list[ListedModel]:
         """The models that the key may use."""
         return [listed for id, listed in self.shared_workers.listed.items() if Access.may_use(key, id)]
+
+    def only_model(self, key: ApiKey) -> ListedModel | None:
+        """The model of a router that was started with one by name, as llama-server is. None if others are listed."""
+        is_one = len(self.shared_workers.listed) == 1 and (self.settings.model or self.settings.hf_repo)
+        return next(iter(self.visible(key)), None) if is_one else None
 
     def visible_others(self, key: ApiKey, listed: ListedModel) -> list[str]:
         """The other models that share the worker of `listed`, as far as the key may use them."""
@@ -255,17 +269,18 @@ class ModelNames:
         self._ids = tuple(presets)
 
     def find(self, name: str, allowed: Callable[[str], bool] = lambda id: True) -> str:
-        """The id for `name`: an exact id or alias, else a unique match without regard to case.
+        """The id for `name`: an exact id or alias, else a unique match without regard to case, else without `:latest`.
 
         Raises ModelNotFound with up to three similar names. A model outside `allowed` is treated as unknown and is not
         suggested, so that a key cannot find out which models exist.
         """
-        id = self._exact.get(name)
-        if id is None:
-            folded = self._folded.get(name.casefold(), set())
-            id = next(iter(folded)) if len(folded) == 1 else None
-        if id is not None and allowed(id):
-            return id
+        for known in (name, name.removesuffix(LATEST)):
+            id = self._exact.get(known)
+            if id is None:
+                folded = self._folded.get(known.casefold(), set())
+                id = next(iter(folded)) if len(folded) == 1 else None
+            if id is not None and allowed(id):
+                return id
         if len(name) > MAX_NAME_LENGTH:
             raise ModelNotFound(
                 f"model not found: the name has {len(name)} characters, {MAX_NAME_LENGTH} are allowed", param="model"
@@ -276,6 +291,8 @@ class ModelNames:
 
     def adapter(self, name: str) -> str:
         """The adapter in a name of the form MODEL@ADAPTER; empty if the name has none."""
+        if name not in self._exact:
+            name = name.removesuffix(LATEST)
         if name in self._exact:
             return self._adapters.get(name, "")
         folded = {adapter for known, adapter in self._adapters.items() if known.casefold() == name.casefold()}

@@ -1,6 +1,7 @@
 """Exceptions of the official client of each API: a worker that exits within a stream, and the router's own errors."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
@@ -13,10 +14,14 @@ import ollama
 import openai
 import pytest
 
+from router.config.api_keys import ApiKey
+from router.config.settings import Settings
+from router.errors import ModelNotFound
 from router.http.response import Pace
 from router.launch.interface import WorkerLost
 from tests.processes.clients import async_anthropic, async_ollama, async_openai
 from tests.processes.upstreams import STREAM, Upstream, World, chunk, dying, unasked, world
+from worker.protocol.argv import AdapterSource
 from worker.protocol.events import RequestEnded
 
 HI: Any = {"model": "a", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
@@ -168,7 +173,7 @@ async def test_ollamas_client_lists_and_describes_models(tmp_path: Path) -> None
         await send_json(upstream, body)
 
     async with world(tmp_path, answer) as up, async_ollama(up) as client:
-        assert [model.model for model in (await client.list()).models] == ["a"]
+        assert [model.model for model in (await client.list()).models] == ["a:latest"]
         assert list((await client.ps()).models) == []
         release = (await client._client.get("/api/version")).json()["version"]
         assert [int(part) for part in release.split(".")] >= [0, 6, 4], "editors refuse to talk to older ones"
@@ -176,7 +181,7 @@ async def test_ollamas_client_lists_and_describes_models(tmp_path: Path) -> None
         [running] = (await client.ps()).models
         assert running.size
         assert running.expires_at is not None
-        assert (running.model, running.expires_at.year) == ("a", 9999)
+        assert (running.model, running.expires_at.year) == ("a:latest", 9999)
         up.launcher.say("a", RequestEnded(id="r", keep_alive=3600.0))
         [running] = (await client.ps()).models
         assert running.expires_at is not None
@@ -202,7 +207,7 @@ async def test_keep_alive_of_a_shared_worker_is_the_latest_value_by_any_name(
             up.launcher.say("a,b", RequestEnded(id="r", keep_alive=keep_alive))
             running = (await client.ps()).models
             left = [each.expires_at - datetime.now(UTC) for each in running if each.expires_at is not None]
-            assert [each.model for each in running] == ["a", "b"]
+            assert [each.model for each in running] == ["a:latest", "b:latest"]
             assert [wanted - 300 < each.total_seconds() <= wanted + 1 for each in left] == [True, True]
         up.launcher.say("a,b", RequestEnded(id="r", keep_alive=0.0))
         [worker] = up.fleet.workers()
@@ -218,11 +223,38 @@ async def test_a_model_that_is_kept_for_no_time_leaves_after_its_reply(tmp_path:
         up.launcher.say("a", RequestEnded(id="r", keep_alive=0.0))
 
     async with world(tmp_path, answer) as up, async_ollama(up) as client:
-        await client.generate("a", keep_alive=0)
+        await client.generate("a", "hi", keep_alive=0)
         [worker] = up.fleet.workers()
         async with asyncio.timeout(60):
             await worker.stopped.wait()
         assert up.launcher.journal[-1] == "stop a"
+
+
+async def test_a_model_that_is_not_loaded_is_unloaded_without_a_load(tmp_path: Path) -> None:
+    async with world(tmp_path, unasked) as up, async_ollama(up) as client:
+        for answer in (await client.chat("a:latest", keep_alive="0s"), await client.generate("a:latest", keep_alive=0)):
+            assert (answer.model, answer.done_reason) == ("a:latest", "unload")
+        assert up.launcher.journal == []
+
+
+async def test_a_router_started_with_one_model_by_name_takes_any_name_for_it(tmp_path: Path) -> None:
+    adapted: Any = {"keys": {"adapters": (AdapterSource(name="french", path="/f"),)}}
+    cases: list[tuple[dict[str, Any], Any, bool]] = [
+        ({"model": ("/a",)}, {}, True),
+        ({"hf_repo": ("org/a",)}, {}, True),
+        ({}, {}, False),
+        ({"model": ("/a",), "unknown_model": "reject"}, {}, False),
+        ({"model": ("/a",)}, {"twin": "b"}, False),
+        ({"model": ("/a",)}, adapted, False),
+    ]
+    for number, (settings, further, is_found) in enumerate(cases):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        async with world(folder, unasked, **further) as up:
+            up.registry.settings = Settings(**settings)
+            with contextlib.nullcontext() if is_found else pytest.raises(ModelNotFound):
+                found = up.registry.choose(ApiKey(digest=b""), path=None, body="gpt-4", query={})
+                assert found == ("a", "gpt-4")
 
 
 # LMI

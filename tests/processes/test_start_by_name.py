@@ -16,7 +16,9 @@ async def test_a_named_folder_is_loaded_at_start_and_answers_requests_without_a_
         await up.becomes("one", "loaded")
         assert [row["id"] for row in (await up.client.get("/v1/models")).json()["data"]] == ["one"]
         body = {key: value for key, value in chat("").items() if key != "model"}
-        assert (await up.client.post("/v1/chat/completions", json=body)).status_code == 200
+        for named in ({}, {"model": "gpt-4"}):  # any name, as in llama-server
+            assert (await up.client.post("/v1/chat/completions", json=body | named)).status_code == 200
+        assert "llamacpp:tokens_predicted_total" in (await up.client.get("/metrics")).text
         props = (await up.client.get("/props")).json()
         assert (props["default_generation_settings"]["n_ctx"], props["total_slots"]) == (96, 4)
         args = (await up.status("one"))["args"]
