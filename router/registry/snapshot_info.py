@@ -92,7 +92,7 @@ class SnapshotInfo:
         if not snapshot:
             return None
         now = asyncio.get_running_loop().time()
-        state = snapshot, await asyncio.to_thread(self._files.look, preset)  # before the files are read
+        state = snapshot, await asyncio.to_thread(self._files.fingerprint, preset)  # before the files are read
         before, failed = unreadable.get(preset.id, (None, 0.0))
         if before == state and now < failed + UNREADABLE_PAUSE:
             return None
