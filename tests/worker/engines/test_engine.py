@@ -8,6 +8,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -565,6 +566,30 @@ async def test_a_step_without_memory_is_tried_again_without_the_youngest(llama: 
         assert [each.tokens for each in collected] == [generated(model, prompt, 12) for prompt in prompts]
         assert [len(each.prompt_logprobs) for each in collected] == [3, 3, 3], "reported once, although computed twice"
         assert any(len(batch) > 2 for batch in runner.batches)
+
+
+async def test_the_tensors_of_a_step_without_memory_are_free_before_it_is_tried_again(llama: Path) -> None:
+    asked = threading.Event()
+    failed: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    def fault(batch: Batch, ahead: bool) -> None:
+        assert asked.wait(DEADLINE)
+        alive.extend(each() is not None for each in failed)
+        if len(batch) > 1 and not failed:
+            activations = torch.ones(1)
+            failed.append(weakref.ref(activations))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    engine, _ = journaled(llama, fault, ctx_size=CTX, parallel=2)
+    async with serving(engine):
+        prompts = [(20 + index, 5, 6) for index in range(2)]
+        tasks = [asyncio.create_task(complete_one(engine, prompt, max_tokens=5)) for prompt in prompts]
+        await asyncio.sleep(0)
+        asked.set()
+        await asyncio.gather(*tasks)
+    assert alive
+    assert not any(alive)
 
 
 async def test_without_any_memory_requests_end_and_the_worker_lives_on(llama: Path, model: Any) -> None:

@@ -97,16 +97,17 @@ class StepLauncher:
         except Exception as error:
             if cuda_errors.is_sticky(error):
                 raise
-            if cuda_errors.is_exhausted(error):
-                return self._with_fewer(batch, error)
-            return self._one_by_one(batch)
+            is_exhausted, why = cuda_errors.is_exhausted(error), cuda_errors.one_line(error)
+        # Outside of the handler: until its end the error refers to the frames of the failed forward, and they to its
+        # tensors, which the next attempt could not use the memory of.
+        return self._with_fewer(batch, why) if is_exhausted else self._one_by_one(batch)
 
-    def _with_fewer(self, batch: Batch, error: Exception) -> list[LaunchedForward]:
+    def _with_fewer(self, batch: Batch, why: str) -> list[LaunchedForward]:
         """After out of memory: preempt the youngest sequence and compute the rest once more.
 
         The youngest has the least to lose, and first come stays first served.
         """
-        log.warning("out of memory in a step of %d sequences: %s", len(batch), error)
+        log.warning("out of memory in a step of %d sequences: %s", len(batch), why)
         youngest = max(batch, key=lambda segment: segment.sequence.id).sequence
         alone = len(batch) == 1
         if youngest.preempted_for_memory or alone:

@@ -230,15 +230,16 @@ class GraphRunner:
         self._numbers.zero_()
         self._numbers[:, _LENGTH] = 1  # all rows write to the beginning of block 0, which no sequence owns yet
         try:
-            self._record_all(report)
+            return self._record_all(report)
         except Exception as error:  # noqa: BLE001 - logged; steps are then computed kernel by kernel
-            self._graphs.clear()
-            self.shapes = ()
             log.warning("this model's steps cannot be recorded as CUDA graphs: %s", cuda_errors.one_line(error))
-            device = self._runner.device
-            torch.cuda.set_stream(torch.cuda.default_stream(device))  # a failed recording leaves its own stream set
-            torch.cuda.synchronize(device)  # raises if the device itself is lost
-            torch.cuda.empty_cache()
+        # Outside of the handler, where the error still refers to the tensors of the failed recording.
+        self._graphs.clear()
+        self.shapes = ()
+        device = self._runner.device
+        torch.cuda.set_stream(torch.cuda.default_stream(device))  # a failed recording leaves its own stream set
+        torch.cuda.synchronize(device)  # raises if the device itself is lost
+        torch.cuda.empty_cache()
 
     def _record_all(self, report: Callable[[], object]) -> None:
         device = self._runner.device
