@@ -106,8 +106,8 @@ DEQUANTIZED = frozenset({"compressed-tensors"})
 DEQUANTIZED_ON_CPU = frozenset({"fp8", "mxfp4"})
 
 # Quantization methods whose weights are dequantized on accelerators too if these libraries are missing (transformers
-# 5.23, quantizer_mxfp4.py).
-DEQUANTIZED_WITHOUT: Mapping[str, tuple[str, ...]] = {"mxfp4": ("kernels", "triton")}
+# 5.23, quantizer_mxfp4.py). fp8 would fail in the first step (finegrained_fp8.py).
+DEQUANTIZED_WITHOUT: Mapping[str, tuple[str, ...]] = {"fp8": ("kernels", "triton"), "mxfp4": ("kernels", "triton")}
 
 # Group sizes (inputs that share a scale) for which torch has a 4-bit CPU kernel (_weight_int4pack_mm_for_cpu).
 FUSED_GROUPS = frozenset({32, 64, 128})

@@ -180,6 +180,11 @@ def _start_errors(loaded: loader.LoadedModel, config: Any, options: Serve, ctx_s
             f"architecture {config.model_type!r} cannot be served by this engine: {cuda_errors.one_line(error)};"
             " use another engine"
         ) from error
+    except ImportError as error:  # of a kernel that a library loads in the first step
+        raise StartError(
+            f"{config.model_type!r} needs a library that cannot be loaded: {cuda_errors.one_line(error)}; a worker"
+            " downloads nothing, so install it, or get its kernel into the hub cache"
+        ) from error
     except Exception as error:
         if loaded.split is not None and "on the same device" in str(error):
             # The text of torch's error for tensors on different devices. It has no class of its own.

@@ -471,6 +471,20 @@ def test_a_quantisation_that_contradicts_the_checkpoint_is_refused(folder: Path)
     assert "gptq" in str(refused(folder, quantization="none"))
 
 
+def test_a_kernel_that_the_first_step_cannot_load_is_named_with_a_way_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As fp8's on accelerators: transformers gets it from the hub, which workers do not use."""
+
+    def forward(self: Any, **arguments: Any) -> None:
+        raise ImportError("finegrained-fp8 kernel unavailable")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward)
+    error = str(refused(folder, warm_up=True))
+    assert "finegrained-fp8 kernel unavailable" in error
+    assert "hub cache" in error
+
+
 def test_an_odd_offset_is_read_correctly(tmp_path: Path) -> None:
     """The format does not promise alignment."""
     numbers = torch.arange(5, dtype=torch.float32)

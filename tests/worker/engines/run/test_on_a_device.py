@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import tiny
 from tests.worker.families import FAMILIES, SHALLOW
@@ -24,7 +25,7 @@ from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.cuda_graphs import GraphRunner
 from worker.engines.transformers.run.runner import PagedRunner, Runner
 from worker.engines.transformers.run.warmup import warm_up
-from worker.engines.transformers.sample import sampler
+from worker.engines.transformers.sample import sampler, topk
 from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.scheduler import Batch
@@ -107,6 +108,29 @@ async def test_no_kind_of_sampling_waits(name: str, tmp_path: Path) -> None:
         assert drive.work.steps_ahead > 0
         assert await drive.collected(0) == [*[TOLD] * ANSWER, "length"]
     assert watch.waits == []
+
+
+class Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the shape of each tensor that is summed up cumulatively."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "cumsum" in str(func):
+            self.shapes.append(args[0].shape)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_draw_of_one_row_leaves_out_the_kernel_that_sums_in_any_order(cut: bool) -> None:
+    """torch chooses it for a tensor of a single row (ScanUtils.cuh, `scan_dim`)."""
+    with accelerator(), Sums() as sums:
+        floor = torch.empty(1, device=CUDA) if cut else None
+        drawn = topk.draw(torch.empty(1, 512, device=CUDA), floor, torch.empty(1, device=CUDA))
+    assert drawn.shape == (1,)
+    assert sums.shapes == [(2, 512)]
 
 
 async def test_a_step_of_fixed_shape_is_filled_without_a_wait(tmp_path: Path) -> None:

@@ -59,14 +59,23 @@ def draw(scores: torch.Tensor, floor: torch.Tensor | None, uniforms: torch.Tenso
     if found is not None:
         cumulative = found.scores.exp_().cumsum_(dim=-1)
     elif floor is None:
-        cumulative = scores.exp_().cumsum_(dim=-1)
+        cumulative = _cumulative(scores.exp_())
     else:  # multiplied by zeros and ones: filling by a mask takes ten times as long on the CPU
         stays = scores >= floor[:, None]
-        cumulative = scores.exp_().mul_(stays).cumsum_(dim=-1)
+        cumulative = _cumulative(scores.exp_().mul_(stays))
     total = cumulative[:, -1:]
     target = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
     place = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[-1] - 1)
     return (place if found is None else found.tokens.gather(-1, place))[:, 0]
+
+
+def _cumulative(weights: torch.Tensor) -> torch.Tensor:
+    """The sums of `weights` `[rows, vocab]` up to each token. The weights may be overwritten."""
+    if weights.is_cuda and len(weights) == 1:
+        # torch sums a single row with a kernel of cub, in no fixed order (pytorch/pytorch#75240): a seed would not
+        # always give the same text, and the sum could rise at a token without weight, which would then be drawn.
+        return weights.expand(2, -1).cumsum(dim=-1)[:1]
+    return weights.cumsum_(dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
