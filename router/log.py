@@ -242,27 +242,28 @@ class LogQueue(logging.handlers.QueueHandler):
     def take(self, now: float, name: str, message: str) -> None:
         """Queue a line of level INFO from logger `name`, without control characters."""
         form = self.formatter
-        assert isinstance(form, _Text | _Json)
+        assert isinstance(form, (_Text, _Json))
         self.enqueue(form.line(now, "INFO", name, message))
 
     def enqueue(self, record: logging.LogRecord | str) -> None:
         if self._waiting.qsize() >= self._size:
             self._dropped += 1
             return
-        self._report()
+        if self._dropped:
+            self._report()
         self._waiting.put(record)
 
     def close(self) -> None:
         """Write what waits, for EXIT_TIMEOUT at most. Runs at every normal exit, by `logging.shutdown`."""
-        self._report()
+        if self._dropped:
+            self._report()
         self._writing.stop(EXIT_TIMEOUT)
         super().close()
 
     def _report(self) -> None:
-        if self._dropped:
-            message = f"{self._dropped} log lines were dropped here: the log was not read in time"
-            self._dropped = 0
-            self._waiting.put(self.prepare(logging.LogRecord(__name__, logging.WARNING, "", 0, message, None, None)))
+        message = f"{self._dropped} log lines were dropped here: the log was not read in time"
+        self._dropped = 0
+        self._waiting.put(self.prepare(logging.LogRecord(__name__, logging.WARNING, "", 0, message, None, None)))
 
 
 class _Writer(logging.handlers.QueueListener):
@@ -284,15 +285,10 @@ class _Writer(logging.handlers.QueueListener):
         text."""
         if isinstance(record, str) or record.levelno < logging.WARNING:
             time.sleep(GATHER)
-        following: logging.LogRecord | str | None = record
-        lines = []
-        while following is not None:
-            lines.append(following if isinstance(following, str) else following.msg)
-            if self._waiting.empty():
-                break
-            following = self._waiting.get()
-        else:
+        records = [record, *(self._waiting.get() for _ in range(self._waiting.qsize()))]
+        if None in records:
             self._waiting.put(None)  # the end
+        lines = [record if isinstance(record, str) else record.msg for record in records if record is not None]
         with contextlib.suppress(OSError):  # The reader has closed its end, or the disk is full.
             self._write(("\n".join(lines) + "\n").encode("utf-8", "backslashreplace"))
 

@@ -148,7 +148,7 @@ def request_line(logger: logging.Logger, message: str) -> None:
     if not logger.isEnabledFor(logging.INFO):
         return
     now, shown = time.time(), escaped(message)
-    for handler in logging.getLogger().handlers:
+    for handler in logging.root.handlers:
         if isinstance(handler, (Ring, LogQueue)):
             handler.take(now, logger.name, shown)
         else:

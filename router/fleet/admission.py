@@ -132,13 +132,14 @@ class AdmissionQueue:
 
     # Limits
 
-    def admit(self, model: Model) -> None:
-        """Raises QueueFull if one more request may not run beside the others of its model, or may not wait."""
+    def admit(self, model: Model, worker: Worker | None) -> None:
+        """Raises QueueFull if one more request, for `worker`, may not run beside the others of its model, or may not
+        wait."""
         if (error := self._over_max_concurrent(model)) is not None:
             running, limit = self._requests(model), model.preset.max_concurrent
             self._fleet.rejections.append(model.preset.id, error, running=running, limit=limit)
             raise error
-        if must_wait(model):
+        if must_wait(worker):
             self.admit_to_wait(model)
 
     def admit_to_wait(self, model: Model) -> None:
@@ -153,7 +154,7 @@ class AdmissionQueue:
 
     def refusal(self, model: Model) -> QueueFull | None:
         """Return the error that `admit` would raise, without an event."""
-        return self._over_max_concurrent(model) or (self._queue_full(model) if must_wait(model) else None)
+        return self._over_max_concurrent(model) or (self._queue_full(model) if must_wait(model.open) else None)
 
     def _requests(self, model: Model) -> int:
         return model.leases - sum(lease.model is model for lease in self._fleet.loads.values())
@@ -228,12 +229,11 @@ class AdmissionQueue:
 
     def turnover(self, model: Model) -> float:
         """Return the seconds until a request of `model` is expected to end, by their mean duration."""
-        if must_wait(model):
+        if must_wait(model.open):
             return self.eta(model)
         return max(1.0, (model.request_seconds or 1.0) / max(1, model.leases))
 
 
-def must_wait(model: Model) -> bool:
-    """No worker of the model is ready for one more request."""
-    worker = model.open
+def must_wait(worker: Worker | None) -> bool:
+    """A request for `worker`, the open one of its model, must wait."""
     return worker is None or worker.state is not State.READY

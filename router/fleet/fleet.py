@@ -95,7 +95,7 @@ class Fleet:
         self._check_open()
         if not autoload and not model.sleeps and (worker is None or worker.state is State.DOWNLOADING):
             raise ModelNotLoaded(f"model '{id}' is not loaded; load it with POST /models/load or turn autoload on")
-        self.queue.admit(model)
+        self.queue.admit(model, worker)
         if worker is None:
             self.failures.check(model)
             worker = self._begin(model)

@@ -32,6 +32,7 @@ NO_PULSE = Pulse(steps=0, running=0, waiting=0, measured={})
 # Parts of a worker's start, as the worker reports them.
 SPENT = {"fork", "exec", "imports", "config", "tokenizer", "early_start", "read", "copy", "build", "warmup", "server"}
 STAGES = {"download", "wait", "start", "weights", "warmup"}
+TOKEN_KINDS = {"prompt": "prompt_tokens", "cached": "cached_tokens", "completion": "completion_tokens"}
 TOKEN_WAITS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 # Reasons for which a load may end without having failed.
 INTENDED = frozenset(
@@ -122,8 +123,8 @@ class Metrics:
                 if data.get("ttft") and self._fresh.get(event.model) == data["worker"]:
                     del self._fresh[event.model]
                     self._start_seconds.labels(event.model, "first_token").observe(data["ttft"])
-                for kind in ("prompt", "cached", "completion"):
-                    if count := data[f"{kind}_tokens"]:
+                for kind, field in TOKEN_KINDS.items():
+                    if count := data[field]:
                         self._token_count.add(event.model, kind, by=count)
                 if data.get("token_seconds"):
                     self._token_seconds.observe(data["token_seconds"], event.model)

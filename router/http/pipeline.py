@@ -17,7 +17,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from random import getrandbits
 from typing import Any
 
@@ -143,7 +143,7 @@ class Pipeline:
         self.requests = RequestLog()
         registry.events.fold(self.requests.on_event)
 
-    async def serve(self, plain: PlainRequest) -> None:
+    def serve(self, plain: PlainRequest) -> Coroutine[Any, Any, None]:
         """Take a plain request, which is always for a worker, through all steps. Raises like `run`."""
         incoming = Incoming(
             outlet=plain,
@@ -154,7 +154,7 @@ class Pipeline:
             arrived=plain.arrived,
             route=plain.route,
         )
-        await self.run(incoming, self.forward)
+        return self.run(incoming, self.forward)
 
     async def run(self, incoming: Incoming, respond: Respond) -> None:
         """Take one request through all steps. Raises CancelledError, and nothing else, if the client is gone."""
@@ -195,7 +195,7 @@ class Pipeline:
         route, query = incoming.route, incoming.query
         if route is None:  # the 404 or 405 that follows needs no key
             return
-        level = AccessLevel.ADMIN if any(query.get(name) for name in route.admin_query) else route.access
+        level = AccessLevel.ADMIN if query and any(query.get(name) for name in route.admin_query) else route.access
         incoming.key = self._registry.access.authorize(incoming.outlet, level)
         for name in FLAGS if query else ():
             flag(query, name)  # rejected even where the route does not use it

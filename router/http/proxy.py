@@ -186,10 +186,10 @@ class Proxy:
                 response.overhead = max(0.0, time.monotonic() - request.read - waited)
             await self._exchange(lease, process, response)
 
-    async def _ready(self, lease: Lease, response: ProxiedResponse) -> WorkerProcess:
+    def _ready(self, lease: Lease, response: ProxiedResponse) -> Awaitable[WorkerProcess]:
         if lease.worker.state is State.READY:
-            return await lease.ready()
-        return await self._wait_with_comments(lease.ready(), lease, response)
+            return lease.ready()
+        return self._wait_with_comments(lease.ready(), lease, response)
 
     async def _wait_with_comments(self, work: Awaitable[T], lease: Lease, response: ProxiedResponse) -> T:
         """Return the result of `work`. Meanwhile a stream gets its status line after `commit` seconds, and comments."""
@@ -273,7 +273,9 @@ class Proxy:
         if _streams(exchange, response):
             await self._relay_events(exchange, response, {**headers, **response.form.headers})
             return
-        body = await _read_up_to(exchange, BUFFERED_BYTES)
+        body = await exchange.read()
+        if not exchange.at_end:
+            body += await _read_up_to(exchange, BUFFERED_BYTES)
         response.first_byte = time.monotonic()
         if response.committed:  # the client has a stream's status line, so the worker's error becomes a frame
             response.failed = exchange.status
@@ -373,17 +375,16 @@ def server_timing(queue: float, load: float, stages: Mapping[str, float]) -> str
     return ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in parts.items())
 
 
-_FORWARDED_RESPONSE = tuple((name, name.lower()) for name in RESPONSE_HEADERS)
+_FORWARDED_RESPONSE = {name.lower(): name for name in RESPONSE_HEADERS}
 _FORWARDED_REQUEST = tuple((name, name.lower()) for name in REQUEST_HEADERS)
 
 
 def _response_headers(exchange: Exchange) -> dict[str, str]:
     """The headers of a worker's response that are forwarded."""
-    received = exchange.headers
     return {
-        name: received[lower]
-        for name, lower in _FORWARDED_RESPONSE
-        if lower in received and _is_forwardable(received[lower])
+        _FORWARDED_RESPONSE[lower]: value
+        for lower, value in exchange.headers.items()
+        if lower in _FORWARDED_RESPONSE and _is_forwardable(value)
     }
 
 
@@ -436,11 +437,8 @@ async def _lost_cause(lease: Lease) -> ApiError:
 
 
 async def _read_up_to(exchange: Exchange, limit: int) -> bytes:
-    """The whole body of a response, or at least its first `limit` bytes."""
-    data = await exchange.read()
-    if exchange.at_end:
-        return data
-    parts, size = [data], len(data)
+    """The rest of a body, or at least `limit` bytes of it."""
+    parts, size = [], 0
     while size < limit and (data := await exchange.read()):
         parts.append(data)
         size += len(data)

@@ -78,10 +78,10 @@ class ProxiedResponse:
     queued: float | None = None
     loaded: float | None = None
 
-    def __init__(self, outlet: Outlet, request: ForwardedRequest, pace: Pace, headers: Mapping[str, str]):
+    def __init__(self, outlet: Outlet, request: ForwardedRequest, pace: Pace, headers: dict[str, str]):
         self.outlet = outlet
         self.request = request
-        self.headers = dict(headers)
+        self.headers = headers
         self._dialect = request.stream_dialect or request.route.dialect
         self.form = stream(self._dialect)
         self._pace = pace
@@ -118,25 +118,27 @@ class ProxiedResponse:
         """Send the status line, headers (default: those of a stream) and `data`. Raises ClientGone like `write`."""
         self.status = status
         of_stream = self.form.headers if headers is None else headers
-        await self._sent(self.outlet.begin(status, {**self.headers, **of_stream}, data))
+        if pending := self.outlet.begin(status, {**self.headers, **of_stream}, data):
+            await self._wait_for(pending)
 
     async def send_whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """Send status line, headers and the whole body. Raises ClientGone like `write`."""
         self.status = status
-        await self._sent(self.outlet.begin(status, {**self.headers, **headers}, body, is_whole=True))
+        if pending := self.outlet.begin(status, {**self.headers, **headers}, body, is_whole=True):
+            await self._wait_for(pending)
 
     async def write(self, data: bytes) -> None:
         """Send more of the body. Raises ClientGone, after aborting the connection, if the client does not read."""
-        await self._sent(self.outlet.write(data))
+        if pending := self.outlet.write(data):
+            await self._wait_for(pending)
 
     async def finish(self) -> None:
         """Send the orderly end of the body. Raises ClientGone like `write`."""
-        await self._sent(self.outlet.end())
+        if pending := self.outlet.end():
+            await self._wait_for(pending)
 
-    async def _sent(self, pending: Awaitable[None] | None) -> None:
+    async def _wait_for(self, pending: Awaitable[None]) -> None:
         """Wait for a write of the outlet, at most `write_stall` seconds."""
-        if pending is None:  # the usual case: written already, so no timer is needed
-            return
         try:
             async with asyncio.timeout(self._pace.write_stall or None):
                 await pending

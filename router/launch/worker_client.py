@@ -126,16 +126,14 @@ class Exchange:
         if not self._ended:
             self.fail(ConnectionBroken("closed"))
 
-    async def _wait(self) -> None:
-        self._waiter = waiter = self._loop.create_future()
-        try:
-            await waiter
-        finally:
-            self._waiter = None
+    def _wait(self) -> asyncio.Future[None]:
+        self._waiter = self._loop.create_future()
+        return self._waiter
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():  # done: the reader was cancelled
+            waiter.set_result(None)
 
     # Called by the connection
 

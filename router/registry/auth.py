@@ -75,10 +75,9 @@ class Access:
 
     def authorize(self, request: HasHeaders, level: AccessLevel) -> ApiKey:
         """Return the key of a request if it may use routes of `level`. Raises Unauthorized, Forbidden."""
-        public = level is AccessLevel.PUBLIC or (level is AccessLevel.METRICS and self._metrics_public)
         key = self.identify(request)
         if key is None:
-            if public:
+            if level is AccessLevel.PUBLIC or (level is AccessLevel.METRICS and self._metrics_public):
                 return ApiKey(name="", digest=b"", admin=False, models=(), max_concurrent=0)
             raise Unauthorized
         if level is AccessLevel.ADMIN and not self.is_admin(key):
