@@ -190,17 +190,14 @@ class Ring(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            text = escaped(record.getMessage())[:LONGEST]
+            text = escaped(record.getMessage())
         except (TypeError, ValueError):
             return  # The other handler reports this.
-        self._append(record.created, record.levelname.lower(), record.name, text)
+        self.take(record.created, record.name, text, record.levelname.lower())
 
-    def take(self, now: float, name: str, message: str) -> None:
-        """Append a line of level INFO from logger `name`, without control characters."""
-        self._append(now, "info", name, message[:LONGEST])
-
-    def _append(self, now: float, level: str, name: str, text: str) -> None:
-        self.lines.append(Line(next(self._ids), now, level, name, text))
+    def take(self, now: float, name: str, message: str, level: str = "info") -> None:
+        """Append a line from logger `name`, without control characters."""
+        self.lines.append(Line(next(self._ids), now, level, name, message[:LONGEST]))
         if self._followers:
             for news, loop in tuple(self._followers.items()):
                 loop.call_soon_threadsafe(news.set)  # Records come from any thread.
@@ -224,6 +221,8 @@ class LogQueue(logging.handlers.QueueHandler):
     """The bounded queue in front of a file descriptor, which a thread of its own writes to. Dropped lines are counted,
     and the count is a line of the log."""
 
+    formatter: "_Text | _Json"
+
     def __init__(self, descriptor: int, *, size: int = QUEUE_SIZE):
         self._waiting: queue.SimpleQueue[logging.LogRecord | str | None] = queue.SimpleQueue()
         super().__init__(self._waiting)
@@ -241,9 +240,7 @@ class LogQueue(logging.handlers.QueueHandler):
 
     def take(self, now: float, name: str, message: str) -> None:
         """Queue a line of level INFO from logger `name`, without control characters."""
-        form = self.formatter
-        assert isinstance(form, (_Text, _Json))
-        self.enqueue(form.line(now, "INFO", name, message))
+        self.enqueue(self.formatter.line(now, "INFO", name, message))
 
     def enqueue(self, record: logging.LogRecord | str) -> None:
         if self._waiting.qsize() >= self._size:
@@ -312,7 +309,7 @@ class _Text(logging.Formatter):
         return line + "\n" + self.formatException(record.exc_info) if record.exc_info else line
 
     def line(self, now: float, level: str, name: str, message: str) -> str:
-        return f"{_stamp(now)} {level} {name} {message}"
+        return f"{_stamp(int(now * 1000))} {level} {name} {message}"
 
 
 class _Json(logging.Formatter):
@@ -321,7 +318,7 @@ class _Json(logging.Formatter):
         return self.line(record.created, record.levelname, record.name, record.getMessage(), traceback)
 
     def line(self, now: float, level: str, name: str, message: str, traceback: str = "") -> str:
-        body = {"time": _stamp(now), "level": level, "logger": name, "message": message}
+        body = {"time": _stamp(int(now * 1000)), "level": level, "logger": name, "message": message}
         if traceback:
             body["traceback"] = traceback
         return json.dumps(body, ensure_ascii=False)
@@ -332,13 +329,9 @@ def escaped(message: str) -> str:
     return message if message.isprintable() else message.translate(CONTROL)
 
 
-def _stamp(now: float) -> str:
-    return _milliseconds(int(now * 1000))
-
-
 @functools.lru_cache(maxsize=2)  # a router under load writes many lines in a millisecond
-def _milliseconds(now: int) -> str:
-    return f"{_second(now // 1000)}.{now % 1000:03d}Z"
+def _stamp(milliseconds: int) -> str:
+    return f"{_second(milliseconds // 1000)}.{milliseconds % 1000:03d}Z"
 
 
 @functools.lru_cache(maxsize=2)
