@@ -235,5 +235,5 @@ class AdmissionQueue:
 
 
 def must_wait(worker: Worker | None) -> bool:
-    """A request for `worker`, the open one of its model, must wait."""
+    """True if a request for `worker`, the open one of its model, must wait."""
     return worker is None or worker.state is not State.READY
