@@ -83,7 +83,6 @@ async def rerank(body: Json, model: ServedModel) -> JsonAnswer:
     field = "texts" if is_bare else "documents"
     most = fields.integer("top_n")
     returns_text = bool(fields.flag("return_documents")) | bool(fields.flag("return_text"))
-    fields.refuse("raw_scores", "raw_scores is not supported; leave it out for normalized scores")
     truncate = _read_truncate(fields)
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     if not query:
@@ -98,7 +97,8 @@ async def rerank(body: Json, model: ServedModel) -> JsonAnswer:
     if returns_text:
         for result in results:
             result["document"] = {"text": documents[result["index"]]}
-    return _result({"model": name, "object": "list", "results": results}, texts, ignored)
+    head = {"id": f"rerank-{uuid.uuid4().hex}", "model": name, "object": "list"}
+    return _result({**head, "results": results}, texts, ignored)
 
 
 async def score(body: Json, model: ServedModel) -> JsonAnswer:
@@ -111,7 +111,6 @@ async def score(body: Json, model: ServedModel) -> JsonAnswer:
     fields = BodyFields(body, SCORE)
     name = fields.text("model") or model.options.name
     names, firsts, seconds = _read_pairs(fields)
-    fields.refuse("use_activation", "use_activation must be true: scores are normalized")
     truncate = _read_truncate(fields)
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     scores, texts = await _relevance(firsts, seconds, names, model, truncate=truncate)

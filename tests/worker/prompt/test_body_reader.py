@@ -184,6 +184,9 @@ MEANINGFUL: dict[str, tuple[Any, list[Any]]] = {
     "top_n_sigma": (1.5, [-1, 0]),
     "t_max_predict_ms": (100, [-1, 0]),
     "prompt_embeds": (["AAAA"], [[]]),
+    "use_activation": (False, [True]),
+    "embed_dtype": ("float16", ["float32"]),
+    "endianness": ("big", ["native", "little"]),
 }
 
 

@@ -102,7 +102,6 @@ RERANK: Body = {
     "top_n": integer(1),
     "return_documents": flag(),
     "return_text": flag("The same as `return_documents`."),
-    "raw_scores": one_of([False]),
     **openai.TRUNCATION,
 }
 TEMPLATE = openai.skip_all_but(openai.CHAT, openai.CONVERSATION)
@@ -206,7 +205,12 @@ COMPONENTS: Mapping[str, Schema] = {
         }
     ),
     "Ranking": shape(
-        {"object": const("list"), "model": TEXT, "results": several(_RESULT), "usage": ref("PromptUsage")}
+        {
+            **members(TEXT, "id", "model"),
+            "object": const("list"),
+            "results": several(_RESULT),
+            "usage": ref("PromptUsage"),
+        }
     ),
 }
 

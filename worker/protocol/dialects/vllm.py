@@ -13,7 +13,6 @@ from worker.protocol.schema import (
     const,
     flag,
     members,
-    one_of,
     or_null,
     ref,
     several,
@@ -45,7 +44,6 @@ _SIDE = any_of(
 SCORE: Body = {
     "model": MODEL,
     **members(_SIDE, *(name for pair in SCORE_FIELDS for name in pair)),
-    "use_activation": one_of([True], "Not supported: scores are always activated."),
     **TRUNCATION,
 }
 
