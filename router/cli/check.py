@@ -1,11 +1,83 @@
 """The result of `router check`: problems, warnings, and with --effective all settings of all models."""
 
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from router.config.effective import effective as effective_settings
+from router.config.ini import Problem
+from router.config.option_types import nearest
+from router.config.presets import Preset
 from router.config.resolve import LoadedPresets
+from router.memory import checkpoint
+from router.memory.checkpoint_facts import UnknownCheckpoint
 from router.registry import worker_groups
+from router.store.catalogue import find_snapshot
+from worker.protocol.model_config import ROPE_NAMES
+
+
+def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
+    """Yield what the load of each model would refuse, as far as it shows without torch: the grammar, and of a model on
+    this machine pickled weights and members of `config-override`.
+
+    `cache`: folder of the hub cache. This takes a while, so a start and a reload of the router leave it out.
+    """
+    for preset in loaded.presets.values():
+        for key in preset.sampling.keys() & {"grammar", "json-schema"}:
+            if why := _grammar_fault(preset.sampling[key], is_schema=key == "json-schema"):
+                yield _problem(preset, key, f"{key} cannot be compiled: {why}")
+        folder = preset.path or (find_snapshot(preset.repo, preset.revision, cache) if preset.repo else None)
+        if folder is None:
+            continue
+        try:
+            if checkpoint.has_only_pickles(folder):
+                checkpoint.check_pickles(Path(folder))
+        except UnknownCheckpoint as error:
+            yield _problem(preset, "model" if preset.path else "hf-repo", error.message)
+        if preset.config_override:
+            yield from _unknown_members(preset, Path(folder) / "config.json")
+
+
+def _problem(preset: Preset, key: str, message: str, suggestion: str = "") -> Problem:
+    return Problem(preset.origins.get(key, ""), 0, preset.id, key, message, suggestion)
+
+
+def _grammar_fault(text: str, *, is_schema: bool) -> str:
+    """Return the reason why the worker's library cannot compile a grammar; empty if it can, or is not installed."""
+    try:
+        from llguidance import LLMatcher, grammar_from  # late: a base installation lacks it
+    except ImportError:
+        return ""
+    try:
+        source = LLMatcher.grammar_from_json_schema(text) if is_schema else grammar_from("gbnf", text)
+        return " ".join(LLMatcher.validate_grammar(source).split())
+    except ValueError as error:
+        return " ".join(str(error).split())
+
+
+def _unknown_members(preset: Preset, config: Path) -> Iterator[Problem]:
+    """Yield a problem for each member of `config-override` that neither config.json nor any configuration of the
+    installed transformers mentions. The load knows the members of the model's own configuration only."""
+    package = importlib.util.find_spec("transformers")  # finds it without importing it, and so torch
+    if preset.python or preset.trust_remote_code or package is None:
+        return
+    try:
+        stored = json.loads(config.read_bytes()).keys()
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return  # another fault of the load
+    unknown = json.loads(preset.config_override).keys() - stored - ROPE_NAMES
+    if not unknown:
+        return
+    for root in map(Path, package.submodule_search_locations or ()):
+        for file in (root / "configuration_utils.py", *root.glob("models/*/configuration_*.py")):
+            unknown -= set(re.findall(r"\w+", file.read_text("utf-8")))
+    for name in sorted(unknown):
+        message = f'config-override: config.json and the architectures of transformers have no member "{name}"'
+        yield _problem(preset, "config-override", message, nearest(name, {*stored, *ROPE_NAMES}))
 
 
 def text(loaded: LoadedPresets, *, effective: bool) -> str:

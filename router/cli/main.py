@@ -30,7 +30,7 @@ from router.config.presets import REPO, Preset
 from router.config.resolve import LoadedPresets
 from router.config.settings import Settings
 from router.errors import ConfigError, RouterError
-from router.store.catalogue import Further, find_preset, for_all, load_catalogue, read_keys, unusable_pickles
+from router.store.catalogue import Further, find_preset, for_all, load_catalogue, read_keys
 
 OK, FAULTS, USAGE, UNREACHABLE, TOO_LARGE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 SCHEMA = 1  # version of JSON documents on stdout
@@ -256,8 +256,7 @@ def check(
     loaded = load_catalogue(parsed, models, os.environ)
     if lacks := _lacking_packages(loaded):
         loaded = replace(loaded, warnings=(*loaded.warnings, Problem("", 0, "", "", lacks)))
-    if pickles := unusable_pickles(loaded, parsed.hub_cache):
-        loaded = replace(loaded, problems=(*loaded.problems, *pickles))
+    loaded = replace(loaded, problems=(*loaded.problems, *checks.load_faults(loaded, parsed.hub_cache)))
     document, text = checks.document(loaded, effective=effective), checks.text(loaded, effective=effective)
     misfits: dict[str, str] = {}
     if effective:

@@ -25,8 +25,6 @@ from router.config.presets import Preset
 from router.config.resolve import LoadedPresets
 from router.config.settings import Settings, hub_cache
 from router.errors import ConfigError
-from router.memory import checkpoint
-from router.memory.checkpoint_facts import UnknownCheckpoint
 from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
 from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, shard_names
 
@@ -126,24 +124,6 @@ def find_preset(
 def for_all(model_flags: Mapping[str, str]) -> dict[str, str]:
     """The flags of keys without those for one model."""
     return {flag: text for flag, text in model_flags.items() if not _is_own(flag)}
-
-
-def unusable_pickles(loaded: LoadedPresets, cache: str) -> tuple[Problem, ...]:
-    """Return a problem for each model on this machine whose pickled weights hold more than tensors, or are damaged.
-
-    `cache`: folder of the hub cache. Parsing takes a while, so `router check` does it and a reload does not; a load
-    reports the same.
-    """
-    problems = []
-    for preset in loaded.presets.values():
-        folder = preset.path or (find_snapshot(preset.repo, preset.revision, cache) if preset.repo else None)
-        if folder is None or not checkpoint.has_only_pickles(folder):
-            continue
-        try:
-            checkpoint.check_pickles(Path(folder))
-        except UnknownCheckpoint as error:
-            problems.append(Problem("", 0, preset.id, "model" if preset.path else "hf-repo", error.message))
-    return tuple(problems)
 
 
 def read_keys(settings: Settings) -> tuple[ApiKey, ...]:

@@ -346,12 +346,12 @@ def test_check_reports_changes_of_config_json_that_the_models_class_does_not_tak
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ini, llama = tmp_path / "models.ini", tiny.make("llama", tmp_path / "l")
-    override = '{"rope_thetta": 5}'
+    override = '{"num_experts": 5}'
     ini.write_text(f"[a]\nmodel = {llama}\nconfig-override = {override}\n")
     assert main(["check", str(ini), "--memory"]) == 4
     first, _ = capsys.readouterr().out.splitlines()
     assert first.startswith("a: ")
-    assert first.endswith('LlamaConfig has no member "rope_thetta"; did you mean "rope_theta"?')
+    assert first.endswith('LlamaConfig has no member "num_experts"')
 
 
 def test_check_reports_models_that_no_empty_device_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

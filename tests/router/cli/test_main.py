@@ -14,6 +14,7 @@ import pytest
 from router.cli import options
 from router.cli.main import main
 from router.config import preset_keys, presets, settings
+from tests.router.cli.test_estimate import write
 
 ROOT = Path(__file__).parents[3]
 ENVIRON = {"PATH": os.environ["PATH"], "HF_HUB_CACHE": "/nowhere", "PYTHONPATH": str(ROOT)}
@@ -151,6 +152,28 @@ def test_every_fault_is_reported_with_its_line_and_exit_code_1(
         f"{path}:7: [c] names no model; add model = a folder or org/name, or hf-repo = org/name",
         f'warning: {path}:3: [b] "numa" has no meaning here; remove it',
         "2 faults",
+    ]
+
+
+def test_check_reports_grammars_and_changes_of_config_json_that_no_load_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "m")
+    path = preset(
+        tmp_path,
+        f'[a]\nmodel = {folder}\nconfig-override = {{"rope_thetta": 5, "torch_dtype": "float32"}}\n'
+        '[c]\nmodel = demo:c\ngrammar = root ::= "a" b\n[d]\nmodel = demo:c\njson-schema = {"type": "strange"}\n'
+        f'[e]\nmodel = {folder}\nconfig-override = {{"num_experts": 5}}\n'
+        '[f]\nmodel = demo:c\ngrammar = root ::= "a"\n',
+    )
+    code, out, _ = run(capsys, "check", path)
+    assert (code, out.splitlines()[-1]) == (1, "3 faults")
+    assert out.splitlines()[:3] == [
+        f"{path}:3: [a] config-override: config.json and the architectures of transformers have no member"
+        ' "rope_thetta"; did you mean "rope_theta"?',
+        f"{path}:6: [c] grammar cannot be compiled: Failed to convert the grammar from GBNF to Lark:"
+        " Rule 'b' not found",
+        f"{path}:9: [d] json-schema cannot be compiled: Invalid type: strange",
     ]
 
 
