@@ -28,28 +28,18 @@ class Card:
 
     uuid: str
     total: int
-    used: int | Sequence[int] = 0
-    """By processes that are not ours; a sequence: of one reading after the other, the last one stays."""
+    used: int = 0  # by processes that are not ours
     reserved: int = 0
     name: str = "NVIDIA Fake"
-    error: int = 0
-    """NVML error code of the memory call."""
-    lookup: int = 0
-    """NVML error code of finding the card."""
-    delay: float = 0.0
-    """Seconds that the memory call takes."""
-    late: int = 0
-    """Readings for which the memory of a dead process still counts."""
-    instances: Sequence["Card"] = ()
-    """Not empty: the card is in MIG mode."""
+    error: int = 0  # NVML error code of the memory call
+    lookup: int = 0  # NVML error code of finding the card
+    instances: Sequence["Card"] = ()  # not empty: the card is in MIG mode
 
     def to_text(self, kind: str = "device") -> str:
         """The lines of nvml.c's state file."""
-        used = str(self.used) if isinstance(self.used, int) else ",".join(map(str, self.used))
         line = (
-            f"{kind} uuid={self.uuid} total={self.total} reserved={self.reserved} used={used} error={self.error}"
-            f" lookup={self.lookup} delay={round(self.delay * 1000)} mig={int(bool(self.instances))} late={self.late}"
-            f" name={self.name}\n"
+            f"{kind} uuid={self.uuid} total={self.total} reserved={self.reserved} used={self.used} error={self.error}"
+            f" lookup={self.lookup} mig={int(bool(self.instances))} name={self.name}\n"
         )
         return line + "".join(each.to_text("instance") for each in self.instances)
 

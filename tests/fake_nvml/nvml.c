@@ -9,10 +9,8 @@
  *     device KEY=VALUE ... name=TEXT TO THE END OF THE LINE
  *     instance KEY=VALUE ... name=...          a MIG instance of the device above it
  *
- * Keys: uuid; total, reserved (bytes); used (bytes, or a list with commas: the n-th reading since the file was written
- * returns the n-th); error (what the memory call returns); lookup (what finding the device returns); delay
- * (milliseconds that the memory call takes); mig (1: cut into instances); late (readings for which the memory of a dead
- * process still counts).
+ * Keys: uuid; total, reserved, used (bytes); error (what the memory call returns); lookup (what finding the device
+ * returns); mig (1: cut into instances).
  *
  * Beside it, FAKE_NVML.d/PID holds lines "UUID BYTES": what process PID occupies, for as long as it lives.
  */
@@ -24,18 +22,16 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 
 enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, SHORT = 7, NO_FUNCTION = 13 };
-enum { MOST = 64, DEAD = 1024 };
+enum { MOST = 64 };
 
 typedef struct {
     int is_instance, parent; /* parent: position among the cards */
-    char uuid[96], name[96], used[512];
-    unsigned long long total, reserved;
-    int error, lookup, delay, mig, late;
+    char uuid[96], name[96];
+    unsigned long long total, reserved, used;
+    int error, lookup, mig;
 } Device;
 
 typedef struct { unsigned long long total, free, used; } Memory;
@@ -45,22 +41,15 @@ typedef struct { unsigned int pid; unsigned long long used; unsigned int instanc
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Device devices[MOST];
 static int count, init_code, has_v2, lists, boot, users, users_boot;
-static int readings[MOST];
-static struct timespec written;
-static ino_t inode;
-static struct { long pid; char uuid[96]; int readings; } dead[DEAD];
-static int dead_count;
 
 static void set(Device *device, const char *key, const char *value) {
     if (!strcmp(key, "uuid")) snprintf(device->uuid, sizeof device->uuid, "%s", value);
-    else if (!strcmp(key, "used")) snprintf(device->used, sizeof device->used, "%s", value);
+    else if (!strcmp(key, "used")) device->used = strtoull(value, NULL, 10);
     else if (!strcmp(key, "total")) device->total = strtoull(value, NULL, 10);
     else if (!strcmp(key, "reserved")) device->reserved = strtoull(value, NULL, 10);
     else if (!strcmp(key, "error")) device->error = atoi(value);
     else if (!strcmp(key, "lookup")) device->lookup = atoi(value);
-    else if (!strcmp(key, "delay")) device->delay = atoi(value);
     else if (!strcmp(key, "mig")) device->mig = atoi(value);
-    else if (!strcmp(key, "late")) device->late = atoi(value);
 }
 
 static void parse(char *line, int *cards) {
@@ -89,17 +78,9 @@ static void parse(char *line, int *cards) {
 
 static void refresh(void) {
     const char *path = getenv("FAKE_NVML");
-    struct stat facts;
     FILE *file = path ? fopen(path, "r") : NULL;
     count = 0; init_code = 0; has_v2 = 1; lists = 1; boot = 0;
     if (!file) { init_code = 9; return; } /* driver not loaded */
-    if (!fstat(fileno(file), &facts)
-        && (facts.st_ino != inode || facts.st_mtim.tv_sec != written.tv_sec
-            || facts.st_mtim.tv_nsec != written.tv_nsec)) {
-        memset(readings, 0, sizeof readings);
-        written = facts.st_mtim;
-        inode = facts.st_ino;
-    }
     char line[2048];
     int cards = 0;
     while (fgets(line, sizeof line, file)) parse(line, &cards);
@@ -120,21 +101,6 @@ static int is_alive(long pid) {
     return state != 'Z' && state != 'X';
 }
 
-/* Whether memory of a dead process still counts: for `late` readings of this device. */
-static int lingers(long pid, const Device *device) {
-    int i;
-    for (i = 0; i < dead_count; i++)
-        if (dead[i].pid == pid && !strcmp(dead[i].uuid, device->uuid)) break;
-    if (i == dead_count) {
-        if (dead_count == DEAD) return 0;
-        dead[i].pid = pid;
-        dead[i].readings = 0;
-        snprintf(dead[i].uuid, sizeof dead[i].uuid, "%s", device->uuid);
-        dead_count++;
-    }
-    return dead[i].readings++ < device->late;
-}
-
 /* Bytes of the device that processes hold; those that live are put into `found`, `room` of them at most. */
 static unsigned long long claimed(const Device *device, Process *found, unsigned int room, unsigned int *living) {
     char path[4096], line[256], uuid[96];
@@ -153,11 +119,10 @@ static unsigned long long claimed(const Device *device, Process *found, unsigned
         if (!file) continue;
         while (fgets(line, sizeof line, file)) {
             if (sscanf(line, "%95s %llu", uuid, &bytes) != 2 || strcmp(uuid, device->uuid)) continue;
-            int lives = is_alive(pid);
-            if (!lives && !lingers(pid, device)) continue;
+            if (!is_alive(pid)) continue;
             total += bytes;
-            if (lives && *living < room) found[*living] = (Process){(unsigned int)pid, bytes, 0, 0};
-            *living += lives;
+            if (*living < room) found[*living] = (Process){(unsigned int)pid, bytes, 0, 0};
+            ++*living;
         }
         fclose(file);
     }
@@ -197,27 +162,11 @@ static int leave(int code) {
 static int measure(void *handle, MemoryV2 *memory) {
     Device *device = at(handle);
     if (!device) return INVALID_ARGUMENT;
-    int delay = device->delay;
-    if (delay) { /* the driver is slow, but not for other callers */
-        struct timespec pause = {delay / 1000, (delay % 1000) * 1000000L};
-        pthread_mutex_unlock(&lock);
-        nanosleep(&pause, NULL);
-        pthread_mutex_lock(&lock);
-        refresh();
-        device = at(handle);
-        if (!device) return INVALID_ARGUMENT;
-    }
     if (device->error) return device->error;
     unsigned int living;
-    char *text = device->used;
-    for (int i = readings[device - devices]++; i > 0; i--) {
-        char *next = strchr(text, ',');
-        if (!next) break;
-        text = next + 1;
-    }
     memory->total = device->total;
     memory->reserved = device->reserved;
-    memory->used = strtoull(text, NULL, 10) + claimed(device, NULL, 0, &living);
+    memory->used = device->used + claimed(device, NULL, 0, &living);
     memory->free = memory->total - memory->reserved > memory->used ? memory->total - memory->reserved - memory->used : 0;
     return SUCCESS;
 }

@@ -8,7 +8,7 @@ import stat
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,8 @@ async def launcher(request: pytest.FixtureRequest, folder: Path, devices: FixedD
     assert known == set()
 
 
+# For tests that do not depend on the parent.
 EXECUTED = pytest.mark.parametrize("launcher", [LocalLauncher], indirect=True, ids=["exec"])
-"""For tests that do not depend on the parent."""
 
 
 @pytest.fixture
@@ -279,18 +279,22 @@ async def test_a_load_that_stalls_is_ended_and_a_slow_one_is_not(launcher: Local
     assert not is_there(await journal.pid())
 
 
-async def test_a_cancelled_start_is_killed_at_once(launcher: LocalLauncher, journal: Journal) -> None:
+@pytest.mark.parametrize("verb", ["serve", "download"])
+async def test_a_cancelled_start_or_download_is_killed_at_once(
+    launcher: LocalLauncher, journal: Journal, verb: Verb
+) -> None:
     program = fake_program("deaf", stop_timeout=1000.0, ignore_sigterm=True, journal=journal.path)
 
     async def start() -> None:
         async with serve(launcher, program):
             raise AssertionError("it got ready")
 
-    starting = asyncio.create_task(start())
+    begun = start() if verb == "serve" else launcher.download(program, Download(repo="org/m"), ignore)
+    task = asyncio.create_task(begun)
     pid = await journal.pid()
-    starting.cancel()
+    task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await starting
+        await task
     assert not is_there(pid)
 
 
@@ -333,18 +337,16 @@ async def test_a_worker_that_has_exited_is_lost_and_not_unreachable(launcher: Lo
         out.cancel()
 
 
-async def test_leaving_the_block_stops_the_worker_in_order(launcher: LocalLauncher, journal: Journal) -> None:
-    async with serve(launcher, fake_program("m", journal=journal.path)) as worker:
-        pass
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+async def test_leaving_the_block_stops_the_worker_in_order(
+    launcher: LocalLauncher, journal: Journal, error: type[Exception] | None
+) -> None:
+    with pytest.raises(error) if error else nullcontext():
+        async with serve(launcher, fake_program("m", journal=journal.path)) as worker:
+            if error:
+                raise error
     await journal.line("stopped")
     assert (await worker.lost()).exit == 0
-
-
-async def test_an_error_in_the_block_stops_the_worker_in_order(launcher: LocalLauncher, journal: Journal) -> None:
-    with pytest.raises(ZeroDivisionError):
-        async with serve(launcher, fake_program("m", journal=journal.path)):
-            raise ZeroDivisionError
-    await journal.line("stopped")
 
 
 async def test_a_worker_that_ignores_sigterm_is_killed(launcher: LocalLauncher) -> None:
@@ -437,17 +439,6 @@ async def test_a_failed_download_gives_the_reason(launcher: LocalLauncher, code:
     assert (lost.value.cause, lost.value.exit) == ("download_failed", code)
     assert lost.value.message.startswith(f"m: the download ended with exit code {code:d}")
     assert lost.value.message.endswith(": 404 Not Found")
-
-
-@EXECUTED
-async def test_a_cancelled_download_is_killed_at_once(launcher: LocalLauncher, journal: Journal) -> None:
-    program = fake_program("deaf", ignore_sigterm=True, journal=journal.path)
-    downloading = asyncio.create_task(launcher.download(program, Download(repo="org/m"), ignore))
-    pid = await journal.pid()
-    downloading.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await downloading
-    assert not is_there(pid)
 
 
 @pytest.mark.slow
