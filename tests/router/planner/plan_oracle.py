@@ -1,6 +1,6 @@
 """A brute-force planner for small fleets, written from the documented rules and not from the planner's code.
 
-It knows no rows, floors or ranked crowds. It keeps each moment of the plan as a set of workers that are gone and a list
+It keeps each moment of the plan as a set of workers that are gone and a list
 of what was given out. It tries every place and every set of victims, and compares them by one written-out key.
 """
 
@@ -29,13 +29,11 @@ class Expected:
     """The answer that the rules give; demands and residents by id."""
 
     start: dict[int, Place] = field(default_factory=dict)
-    steps: dict[int, int] = field(default_factory=dict)
-    """The granted steps of each demand that starts."""
+    steps: dict[int, int] = field(default_factory=dict)  # granted to each demand that starts
+    # The place and the victims of each demand that waits; both are empty if it has no place.
     wait: dict[int, tuple[Place, tuple[int, ...]]] = field(default_factory=dict)
-    """The place and the victims of each demand that waits; both are empty if it has no place."""
     until: dict[int, float | None] = field(default_factory=dict)
-    evict: dict[int, int | None] = field(default_factory=dict)
-    """The demand that each evicted resident makes room for."""
+    evict: dict[int, int | None] = field(default_factory=dict)  # the demand that each resident makes room for
     refine: set[int] = field(default_factory=set)
     refuse: set[int] = field(default_factory=set)
     drop: set[int] = field(default_factory=set)
@@ -76,11 +74,11 @@ class Oracle:
     def decide(self) -> Expected:
         for one in self.present:
             if one.expires is not None and one.expires <= self.now and not (one.busy or one.pinned):
-                self.send_away(one, None)
+                self.evict(one, None)
                 self.unpromised.append(one)
         for demand in self.fleet.line:
-            self.meet(demand)
-        self.let_off()
+            self.decide_for(demand)
+        self.keep_unneeded()
         for demand in self.fleet.line:
             if demand.id in self.answer.start:
                 self.grant(demand, self.answer.start[demand.id])
@@ -171,7 +169,7 @@ class Oracle:
 
     # The story
 
-    def meet(self, demand: Demand) -> None:
+    def decide_for(self, demand: Demand) -> None:
         starts = []
         for place in self.places(demand, self.free_now):
             claim = self.claim(demand, place)
@@ -315,7 +313,7 @@ class Oracle:
         ids = {one.id for one in offer.victims}
         if goes:
             for one in offer.victims:
-                self.send_away(one, demand.id)
+                self.evict(one, demand.id)
             for moment in self.stages:
                 moment.claims.append(offer.claim)
             self.step(offer)
@@ -351,7 +349,7 @@ class Oracle:
         self.steps.append(then)
         self.unpromised = [one for one in self.unpromised if one not in chosen]
 
-    def send_away(self, one: Resident, asker: int | None) -> None:
+    def evict(self, one: Resident, asker: int | None) -> None:
         self.answer.evict[one.id] = asker
         del self.staying[one.id]
         for moment in self.stages:
@@ -362,7 +360,7 @@ class Oracle:
         self.answer.wait[demand.id] = (offer.place if offer else ()), victims
         self.answer.until[demand.id] = until if until is not None and self.now < until < inf else None
 
-    def let_off(self) -> None:
+    def keep_unneeded(self) -> None:
         """Victims that are not needed because of other victims stay, the most valuable first, if none is busy."""
         evicted = [self.residents[id] for id, asker in self.answer.evict.items() if asker is not None]
         if any(one.busy for one in evicted):

@@ -22,15 +22,6 @@ def foreign(ledger: Ledger, used: int, residents: Sequence[Resident]) -> int:
 # The foreign row
 
 
-def test_foreign_memory_is_the_driver_figure_less_our_ready_workers() -> None:
-    ours = [resident(1, {GPU[0]: 30}), resident(2, {GPU[0]: 20})]
-    assert foreign(Ledger(), 57, ours) == 7
-
-
-def test_without_workers_all_used_memory_is_foreign() -> None:
-    assert foreign(Ledger(), 12, []) == 12
-
-
 @pytest.mark.parametrize("unquiet", [{"starting": True}, {"leaving": True}], ids=["starting", "leaving"])
 def test_the_last_quiet_value_stands_while_workers_start_or_leave(unquiet: dict[str, bool]) -> None:
     ledger = Ledger()
@@ -40,22 +31,18 @@ def test_the_last_quiet_value_stands_while_workers_start_or_leave(unquiet: dict[
     assert foreign(ledger, 60, [resident(1, {GPU[0]: 40})]) == 20
 
 
-def test_before_any_quiet_value_all_used_memory_is_foreign() -> None:
-    assert foreign(Ledger(), 35, [resident(1, {GPU[0]: 40}, starting=True)]) == 35
-
-
-def test_a_load_elsewhere_does_not_disturb_the_reading() -> None:
-    ledger = Ledger()
-    assert foreign(ledger, 12, [resident(1, {GPU[1]: 40}, starting=True)]) == 12
-    assert foreign(ledger, 17, [resident(1, {GPU[1]: 40}, starting=True)]) == 17
-
-
-def test_a_worker_that_cannot_measure_itself_counts_with_its_reservation() -> None:
-    assert foreign(Ledger(), 45, [resident(1, {GPU[0]: 40}, measured={CPU: 3})]) == 5
-
-
-def test_foreign_memory_is_never_negative() -> None:
-    assert foreign(Ledger(), 30, [resident(1, {GPU[0]: 40})]) == 0
+@pytest.mark.parametrize(
+    ("used", "one", "expected"),
+    [
+        (35, resident(1, {GPU[0]: 40}, starting=True), 35),
+        (17, resident(1, {GPU[1]: 40}, starting=True), 17),
+        (45, resident(1, {GPU[0]: 40}, measured={CPU: 3}), 5),
+        (30, resident(1, {GPU[0]: 40}), 0),
+    ],
+    ids=["no quiet value yet", "a load elsewhere", "without a measurement its reservation counts", "never negative"],
+)
+def test_foreign_memory_beside_one_worker(used: int, one: Resident, expected: int) -> None:
+    assert foreign(Ledger(), used, [one]) == expected
 
 
 @settings(derandomize=True, deadline=None)
@@ -110,11 +97,10 @@ def test_a_device_has_its_usual_name() -> None:
 # What would be free
 
 
-def free(residents: Sequence[Resident], *, gone: Sequence[Resident] = (), promised: int = 0, **facts: object) -> int:
+def free(residents: Sequence[Resident], *, gone: Sequence[Resident] = (), **facts: object) -> int:
     view = FreeMemory(machine(residents, {GPU[0]: WORLD}, **facts), residents)  # type: ignore[arg-type]  # forwarded
     for one in gone:
         view.leave(one)
-    view.promise({GPU[0]: promised})
     return view.free(GPU[0])
 
 
@@ -126,7 +112,7 @@ def test_free_is_the_worse_of_driver_and_ledger() -> None:
 
 
 def test_two_loads_beside_a_foreign_process_do_not_over_commit() -> None:
-    """The driver shows 20, reservations are 40: neither knows that 60 are spoken for."""
+    """The driver shows 20, reservations are 40: neither figure has the 60 that are taken."""
     loading = resident(1, {GPU[0]: 40}, starting=True, measured={GPU[0]: 0})
     assert free([loading], foreign={GPU[0]: 20}) == 40
 
@@ -138,7 +124,7 @@ def test_a_leaving_resident_frees_both_figures() -> None:
 
 
 def test_a_leaving_resident_frees_only_what_it_occupies() -> None:
-    """10 foreign bytes are too new to be in the row: the driver alone knows of them."""
+    """10 foreign bytes are too new to be in the foreign row: only the driver's figure has them."""
     one = resident(1, {GPU[0]: 40}, measured={GPU[0]: 30})
     view = FreeMemory([Device(id=GPU[0], total=100, used=30 + 10, foreign=0)], [one])
     assert view.free(GPU[0]) == 60
@@ -161,10 +147,6 @@ def test_shared_memory_counts_once_against_the_limit_and_is_foreign_otherwise() 
         assert FreeMemory([device], ours).free(CPU) == left
 
 
-def test_a_promise_does_not_change_a_copy() -> None:
-    assert free([resident(1, {GPU[0]: 40})], promised=25) == 35
-
-
 def test_stay_undoes_leave() -> None:
     one = resident(1, {GPU[0]: 40}, measured={GPU[0]: 30, CPU: 5})
     view = FreeMemory(machine([one], {GPU[0]: WORLD, CPU: WORLD}), [one])
@@ -184,17 +166,13 @@ def test_without_memory_only_slots_can_be_short() -> None:
     assert FreeMemory(devices, [one], memory=False).short(claim) == [COUNT]
 
 
-def test_an_unknown_device_is_ignored() -> None:
-    assert FreeMemory(machine([], {GPU[0]: WORLD}), []).short({GPU[0]: 1, COUNT: 1, GPU[1]: 5}) == []
-
-
 # Several views as one
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(st.integers(0, 1 << 40))
 def test_the_timeline_keeps_the_minimum_of_its_views(seed: int) -> None:
-    """Kept as three views, they say what a list of all of them would."""
+    """The timeline keeps three views. A list of all views gives the same figures."""
     random = Random(seed)
     here = [
         resident(id, {GPU[id % 2]: random.randint(1, 9)}, measured={GPU[id % 2]: random.randint(1, 12), CPU: 2})
@@ -261,11 +239,6 @@ def test_the_largest_margin_and_the_smallest_limit_hold_for_all_of_one_memory() 
 
 def test_sizes_are_added_where_their_memory_is() -> None:
     assert pooled({GPU[0]: 30, CPU: 4, GPU[1]: 7}, {GPU[0]: CPU}) == {CPU: 34, GPU[1]: 7}
-
-
-def test_memory_that_was_measured_but_never_reserved_is_freed_too() -> None:
-    one = Resident(id=1, model="m", reserved={GPU[0]: 5}, measured={GPU[0]: 4, CPU: 3})
-    assert one.holds == ((GPU[0], 4, 5), (CPU, 3, 0))
 
 
 @pytest.mark.parametrize("by_driver", [True, False])

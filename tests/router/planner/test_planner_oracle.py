@@ -15,7 +15,7 @@ from tests.router.planner.random_fleets import random_fleet
 FLEETS = 500  # for each number of demands; a few seconds together
 
 
-def told_apart(fleet: Fleet) -> Fleet:
+def without_ties(fleet: Fleet) -> Fleet:
     """The same without two residents that are equal in everything that ranks them: of such, either may leave."""
     apart = [
         replace(one, last_used=one.last_used - one.id / 1000, residency_ends=one.residency_ends - one.id / 1000)
@@ -41,5 +41,5 @@ def answered(fleet: Fleet) -> Expected:
 @pytest.mark.parametrize("demands", [3, 2, 1])
 def test_place_victims_and_grants_are_those_of_the_rules(demands: int) -> None:
     for seed in range(FLEETS):
-        fleet = told_apart(random_fleet(1000 * demands + seed, demands))
+        fleet = without_ties(random_fleet(1000 * demands + seed, demands))
         assert answered(fleet) == expected(fleet), f"seed {seed}: {fleet}"
