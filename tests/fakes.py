@@ -113,48 +113,37 @@ def fake_uuid(device: DeviceId) -> str:
 
 # The launcher
 
-SETTLE_SECONDS = 5.0
-"""Seconds that the end of `serve` waits at most until the driver shows that memory is back."""
+SETTLE_SECONDS = 5.0  # seconds that the end of `serve` waits at most until the driver shows that memory is back
 
 
 @dataclass(kw_only=True)
 class FakeModel:
     """Times and sizes of one model. Seconds are of the virtual clock; bytes are real use, not an estimate."""
 
-    shards: tuple[int, ...] = (GIB,)
-    """Bytes on each device of its place; on the CPU, all of them in main memory."""
-    host: int = 0
-    """Bytes of main memory beside accelerators."""
+    shards: tuple[int, ...] = (GIB,)  # bytes on each device of its place; on the CPU, all of them in main memory
+    host: int = 0  # bytes of main memory beside accelerators
+    # Of them, or of its shard in main memory, bytes that it has in common with its fork server if it is forked.
     shared: int = 0
-    """Of them, or of its shard in main memory, bytes that it has in common with its fork server if it is forked."""
     overhead: dict[str, int] = field(default_factory=dict)
-    knows_its_own: bool = True
-    """As in `Ready`."""
-    bytes_per_token: int = 0
-    """Of the KV cache on each device, for each of `Serve.kv_tokens`."""
+    knows_its_own: bool = True  # as in `Ready`
+    bytes_per_token: int = 0  # of the KV cache on each device, for each of `Serve.kv_tokens`
     warmed_up: bool = False
-    later: int = 0
-    """As in `Ready`."""
-    mapped: int = 0
-    """Of its shard in main memory, bytes of files: it measures them, and the driver does not."""
+    later: int = 0  # as in `Ready`
+    mapped: int = 0  # of its shard in main memory, bytes of files: it measures them, and the driver does not
     download_seconds: float = 1.0
     convert_seconds: float = 1.0
     estimate_seconds: float = 0.5
     load_seconds: float = 2.0
-    stop_seconds: float = 0.5
-    """From the request to stop until memory is back."""
-    estimated: Estimated | None = None
-    """The answer of `estimate`; None: the real use."""
-    dies_after: float | None = None
-    """Seconds after ready."""
+    stop_seconds: float = 0.5  # from the request to stop until memory is back
+    estimated: Estimated | None = None  # the answer of `estimate`; None: the real use
+    dies_after: float | None = None  # seconds after ready
+    # One for each attempt that is to fail, the first first; when used up, attempts succeed.
     download_fails: list[WorkerLost] = field(default_factory=list)
-    """One for each attempt that is to fail, the first first; when used up, attempts succeed."""
     convert_fails: list[WorkerLost] = field(default_factory=list)
     estimate_fails: list[WorkerLost] = field(default_factory=list)
     start_fails: list[WorkerLost] = field(default_factory=list)
     prepare_seconds: float = 0.1
-    prepared: int = 64 * MIB
-    """Bytes of main memory that it holds before its weights."""
+    prepared: int = 64 * MIB  # bytes of main memory that it holds before its weights
     prepare_fails: list[WorkerLost] = field(default_factory=list)
     capabilities: tuple[str, ...] = ("chat", "completion")
 
@@ -226,8 +215,7 @@ class FakeEarlyProcess:
         self._forked = launcher.forks(program)
         self.measured: dict[DeviceId, int] = {}
         self.told = False
-        self.worker: FakeWorker | None = None
-        """The worker that it becomes, once it is ready."""
+        self.worker: FakeWorker | None = None  # the worker that it becomes, once it is ready
         self._prepared: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._lost: asyncio.Future[WorkerLost] = asyncio.get_running_loop().create_future()
         self.preparing = asyncio.ensure_future(self._prepare())
@@ -298,28 +286,20 @@ class FakeLauncher:
     ):
         self.totals = dict(totals or {CPU: 8 * GIB})
         self.models = dict(models or {})
+        # Accelerators without memory of their own, and the devices whose memory they use.
         self.pools = dict(pools or {})
-        """Accelerators without memory of their own, and the devices whose memory they use."""
-        self.on_reading = on_reading
-        """Called after each new reading; assign it once there is a fleet."""
-        self.reading_lag = reading_lag
-        """Seconds from a change of memory until the driver shows it."""
-        self.hold_seconds = 0.5
-        """Seconds that reading the files of any model takes."""
-        self.file_bytes = 128 * MIB
-        """Of each of them."""
-        self.kv_tokens: dict[str, int] = {}
-        """`Serve.kv_tokens` of the last start of each model."""
+        self.on_reading = on_reading  # called after each new reading; assign it once there is a fleet
+        self.reading_lag = reading_lag  # seconds from a change of memory until the driver shows it
+        self.hold_seconds = 0.5  # seconds that reading the files of any model takes
+        self.file_bytes = 128 * MIB  # of each of them
+        self.kv_tokens: dict[str, int] = {}  # `Serve.kv_tokens` of the last start of each model
         self.held: dict[str, FakeHeld] = {}
         self.journal: list[str] = []
         self.timeline: list[tuple[float, str]] = []
-        self.fork_server = False
-        """True if workers are forked."""
-        self.running: dict[str, FakeWorker] = {}
-        """Ready workers, by `Program.worker`."""
+        self.fork_server = False  # true if workers are forked
+        self.running: dict[str, FakeWorker] = {}  # ready workers, by `Program.worker`
         self.foreign = dict.fromkeys(self.totals, 0)
-        self.over_commits: list[str] = []
-        """Each moment at which more was used than a device has."""
+        self.over_commits: list[str] = []  # each moment at which more was used than a device has
         self._occupied: dict[str, dict[DeviceId, int]] = {}
         self._listeners: dict[str, Listen] = {}
         self._gates: dict[str, asyncio.Event] = {}
@@ -600,10 +580,9 @@ class FakeLauncher:
 
 # Real processes: the fake program of `fake_worker.py`
 
+# For `LocalLauncher(python_argv=...)`.
 FAKE_ARGV = (sys.executable, "-P", str(Path(__file__).with_name("fake_worker.py")))
-"""For `LocalLauncher(python_argv=...)`."""
-DEADLINE = 60.0
-"""Seconds; far above what anything here takes on a busy machine."""
+DEADLINE = 60.0  # seconds; far above what anything here takes on a busy machine
 
 
 def fake_program(model: str, *, number: int = 1, **told: Any) -> Program:

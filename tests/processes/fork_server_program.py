@@ -23,8 +23,7 @@ from worker.program import fork_server, supervision
 from worker.protocol.argv import Download, Estimate, ForkServerOptions, from_argv
 from worker.protocol.events import Estimated, Progress
 
-STAY = "stay"
-"""As --config-override: exit only with the router."""
+STAY = "stay"  # as --config-override: exit only with the router
 
 
 def facts() -> dict[str, Any]:

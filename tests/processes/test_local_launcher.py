@@ -43,8 +43,7 @@ from worker.protocol.events import Event, Exit, Progress, Pulse, Ready
 SECRETS = {"HF_TOKEN": "hf_planted", "ROUTER_API_KEY": "sk-planted", "AWS_SECRET_ACCESS_KEY": "aws-planted"}
 PLACE: Bytes = {CPU: 64 * MIB}
 PROMPT = {"messages": [{"role": "user", "content": "one two three four"}]}
-WITHIN = 60.0
-"""Seconds after a kill of the router within which its workers exit."""
+WITHIN = 60.0  # seconds after a kill of the router within which its workers exit
 
 
 @pytest.fixture

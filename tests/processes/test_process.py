@@ -148,13 +148,13 @@ async def test_every_event_is_received_with_any_optional_field_missing() -> None
         assert events.empty()
 
 
+# Reads the token; `end` sends events of requests that ended.
 ENDING = """
 import os, sys
 def end(*ids):
     for id in ids: os.write(1, b'{"event":"request","id":"%d"}\\n' % id)
 sys.stdin.readline()
 """
-"""Reads the token; `end` sends events of requests that ended."""
 
 
 async def test_request_events_close_together_are_received_together() -> None:
@@ -270,6 +270,7 @@ GRANDCHILD = (
     "child = subprocess.Popen([sys.executable, '-ISc', deaf], stdout=subprocess.PIPE, {how})\n"
     "child.stdout.readline(); channel.send(events.Progress(stage='grandchild', done=child.pid))\n"
 )
+# Forked twice, in a session of its own, with a child of its own: nothing links it to the worker but descent.
 DAEMON = (
     "reader, writer = os.pipe()\n"
     "if os.fork() == 0:\n"
@@ -282,7 +283,6 @@ DAEMON = (
     "os.wait()\n"
     "for pid in os.read(reader, 100).split(): channel.send(events.Progress(stage='daemon', done=int(pid)))\n"
 )
-"""Forked twice, in a session of its own, with a child of its own: nothing links it to the worker but descent."""
 
 
 @pytest.fixture

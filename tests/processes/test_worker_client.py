@@ -34,8 +34,7 @@ class Worker:
         self.connections = 0
         self.bodies: list[bytes] = []
         self.heads: list[bytes] = []
-        self.left = asyncio.Event()
-        """The last connection has ended from the other side."""
+        self.left = asyncio.Event()  # the last connection has ended from the other side
 
 
 @asynccontextmanager

@@ -32,14 +32,11 @@ from tests.router.planner.questions import overtaken, starts_too_much, superfluo
 from worker.protocol.events import Estimated
 
 MARGIN = GIB // 2
-RANGE_CTX = 1024
-"""Tokens of one request of a model with a range."""
-CALM = 3
-"""Every third seed is a calm world."""
-CROWDED = (1, 3, 4, 6)
-"""The crowded worlds, by the remainder of the seed by 8."""
+RANGE_CTX = 1024  # tokens of one request of a model with a range
+CALM = 3  # every third seed is a calm world
+CROWDED = (1, 3, 4, 6)  # the crowded worlds, by the remainder of the seed by 8
+# Seconds: of a request in a calm world, of a load, of stopping and settling; the minimum residency.
 LONGEST, LOAD, STOP, RESIDENCY = 8.0, 8.0, 3.0, 10.0
-"""Seconds: of a request in a calm world, of a load, of stopping and settling; the minimum residency."""
 
 
 class Exploration:
@@ -98,16 +95,12 @@ class Exploration:
         self.events.fold(self.check)
         self.most = {name: preset.replicas[1] for name, preset in self.world.presets.items()}
         self.states: dict[int, State] = {}
-        self.kv_tokens: dict[int, int] = {}
-        """The granted tokens of each worker with a range."""
-        self.grants = 0
-        """The number of grants between the least and the most."""
+        self.kv_tokens: dict[int, int] = {}  # the granted tokens of each worker with a range
+        self.grants = 0  # the number of grants between the least and the most
         self.answers = 0
-        self.prepared = 0
-        """The number of early starts."""
+        self.prepared = 0  # the number of early starts
         self.refusals = 0
-        self.longest = 0.0
-        """The longest wait of a calm world, as a share of its bound."""
+        self.longest = 0.0  # the longest wait of a calm world, as a share of its bound
         self._looking = False
         self._broken: list[str] = []
 

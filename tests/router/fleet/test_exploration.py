@@ -13,8 +13,7 @@ from tests.router.fleet.exploration import explore
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "explore_scheduler"
-SEEDS = 240
-"""Some seconds of CPU time. `scripts/explore_scheduler` explores more."""
+SEEDS = 240  # Some seconds of CPU time. `scripts/explore_scheduler` explores more.
 SEEDS_THAT_FAILED: tuple[int, ...] = (
     71, 98, 117, 2975, 3040, 7431, 8386, 12488, 16813, 18671, 21221, 21882, 30872, 37231, 38152, 40576, 92994
 )  # fmt: skip

@@ -13,8 +13,7 @@ from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel
 from tests.router.fleet.worlds import LLAMA, Schedule, virtual
 from worker.protocol.argv import Estimate
 
-FOUR_GIB = replace(LLAMA, by_layer=(GIB,) * 4)
-"""Of weights: a GiB of elements in each of its 4 layers, 2 bytes each."""
+FOUR_GIB = replace(LLAMA, by_layer=(GIB,) * 4)  # of weights: a GiB of elements in each of its 4 layers, 2 bytes each
 FOUR_GIB = replace(FOUR_GIB, tensors={"bfloat16": replace(LLAMA.tensors["bfloat16"], elements=4 * GIB, bytes=8 * GIB)})
 
 

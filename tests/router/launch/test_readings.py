@@ -25,8 +25,7 @@ class SlowDevices(FixedDevices):
         super().__init__({GPU0: 8 * GIB, CPU: 16 * GIB})
         self._may = threading.Event()
         self._may.set()
-        self.asked = threading.Event()
-        """Set when a reading is begun."""
+        self.asked = threading.Event()  # set when a reading is begun
         self.error: Exception | None = None
 
     def hang(self) -> None:

@@ -14,8 +14,7 @@ from tests.router.planner.fleets import COUNT, CPU, GPU, NOW, PATIENCE, decide, 
 
 ONE = {GPU[0]: 100}
 TWO = {GPU[0]: 100, GPU[1]: 100}
-LATE = NOW - PATIENCE
-"""The arrival of a demand whose swap patience is over."""
+LATE = NOW - PATIENCE  # the arrival of a demand whose swap patience is over
 FRESH = {"residency_ends": NOW + 5}
 
 

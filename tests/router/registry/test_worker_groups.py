@@ -10,6 +10,7 @@ from router.registry.worker_groups import fleet_preset, fleet_presets, group_pre
 from router.store.catalogue import LocalDisk
 from worker.protocol.argv import Profile
 
+# A value of each key that differs from its default.
 SAMPLES = {
     "revision": "v1", "tokenizer": "/", "load-format": "dummy", "trust-remote-code": "on", "task": "embed",
     "pooling": "mean", "embd-normalize": "1", "ctx-size": "99", "parallel": "2", "kv-tokens": "512",
@@ -36,7 +37,6 @@ SAMPLES = {
     "alias": "x", "tags": "x", "dedup-cache-models": "on", "request-timeout": "7", "load-on-startup": "on",
     "autoload": "off", "min-workers": "2", "max-workers": "2",
 }  # fmt: skip
-"""A value of each key that differs from its default."""
 # Keys with a test of their own; of `engine` there is only one.
 ELSEWHERE = {
     "grammar-file",
