@@ -95,6 +95,10 @@ def warnings(text: str, **rest: Any) -> list[str]:
         ("no-autoload = on", "autoload", False),
         ("no-pin = off", "pin", True),
         ("keep-alive = 10m", "ttl", 600.0),
+        ("sleep-idle-seconds = 5m\nttl = 1h", "sleep_idle", 300.0),
+        ("replicas = 2", "replicas", (2, 2)),
+        ("num-workers = 1-3", "replicas", (1, 3)),
+        ("", "replicas", (1, 1)),
         ("ttl = -1", "ttl", -1.0),
         ("idle-grace = auto", "idle_grace", -1.0),
         ("idle-grace = -1", "idle_grace", 0.0),
@@ -192,6 +196,8 @@ def test_a_key_that_is_not_offered_is_rejected_with_the_remedy(line: str, messag
         ("ngl = 0\ndevice = cuda:1", "n-gpu-layers = 0 means device = cpu, but device is cuda:1"),
         ("chat-template = {{ x }}\nchat-template-file = qwen.jinja", "are both set; remove one"),
         ("hf-repo = a/b", "hf-repo and model (line 2) both name a source; remove one"),
+        ("LLAMA_ARG_PORT = 1", "use --port"),
+        ("sleep-memory = 1", "use --sleep-memory"),
     ],
 )
 def test_a_wrong_setting_names_file_line_section_and_the_way_out(line: str, message: str) -> None:
@@ -199,17 +205,6 @@ def test_a_wrong_setting_names_file_line_section_and_the_way_out(line: str, mess
     assert problem.startswith("models.ini:")
     assert "[m] " in problem
     assert message in problem
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("LLAMA_ARG_PORT = 1", "use --port"),
-        ("sleep-memory = 1", "use --sleep-memory"),
-    ],
-)
-def test_an_option_of_the_router_is_no_key(line: str, message: str) -> None:
-    assert message in complaint(line)
 
 
 def test_options_without_meaning_are_warned_of_once_each_and_errors_when_strict() -> None:
@@ -504,6 +499,7 @@ SETTINGS = st.fixed_dictionaries(
         "temp": st.floats(0, 2).map(repr),
         "stop": st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=4), max_size=3).map(json.dumps),
         "ttl": st.integers(-1, 1000).map(str),
+        "replicas": st.sampled_from(["2", "1-3"]),
         "pin": st.sampled_from(["on", "off"]),
         "device": st.sampled_from(["auto", "cpu", "0", "cuda:0,cuda:1", "GPU-12-ab"]),
         "required-memory": st.sampled_from(["900", "1.5GiB", "cuda:0=9,cpu=1", "700001B"]),
@@ -626,18 +622,6 @@ def test_the_reference_names_every_key_and_its_comments_are_right() -> None:
     ]
     loaded = read("[*]\n" + "\n".join(body) + "\n[m]\nmodel = demo:a", swap_patience=10.0)
     assert [str(problem) for problem in loaded.problems] == []
-
-
-def test_replicas_are_a_number_or_the_least_and_the_most() -> None:
-    body = "[a]\nmodel = demo:a\nreplicas = 2\n[b]\nmodel = demo:b\nnum-workers = 1-3\n[c]\nmodel = demo:c"
-    loaded = read(body)
-    assert [preset.replicas for preset in loaded.presets.values()] == [(2, 2), (1, 3), (1, 1)]
-    assert args(loaded.presets["b"]).count("1-3") == 1
-
-
-def test_sleep_idle_seconds_and_ttl_are_different_times() -> None:
-    found = read("[a]\nmodel = demo:a\nsleep-idle-seconds = 5m\nttl = 1h").presets["a"]
-    assert (found.sleep_idle, found.ttl) == (300.0, 3600.0)
 
 
 def test_prefetch_names_existing_models() -> None:

@@ -32,14 +32,6 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "state" / "estimates.json"
 
 
-def test_nothing_is_learned_before_the_first_load(file: Path) -> None:
-    known = LearnedEstimates(file)
-    assert known.learned("a") is None
-    assert known.exact("a") is None
-    assert known.load_seconds("a") is None
-    assert not file.exists()
-
-
 def test_a_learned_figure_contains_neither_weights_nor_cache(file: Path) -> None:
     known = LearnedEstimates(file)
     known.record("a", GUESS, [190])
@@ -288,15 +280,6 @@ def test_estimates_stay_in_memory_while_the_file_cannot_be_written(
     with caplog.at_level(logging.WARNING):
         known.record_load("a", 3.0)
     assert caplog.text.count("cannot be kept") == 1, "and again if it went well meanwhile"
-
-
-def test_a_write_that_fails_leaves_nothing_behind(file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file.mkdir(parents=True)  # nothing can be renamed to it
-    with caplog.at_level(logging.WARNING):
-        learned = LearnedEstimates(file).record("a", GUESS, [190])
-    assert learned.beside == (40,)
-    assert "cannot be kept" in caplog.text
-    assert [left.name for left in file.parent.iterdir() if left.suffix == ".draft"] == []
 
 
 KILLED_AS_IT_WRITES = """

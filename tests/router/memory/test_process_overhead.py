@@ -88,13 +88,6 @@ def test_it_is_kept_by_device_type_driver_and_start(tmp_path: Path) -> None:
     assert words.startswith(f"{CARD}, driver 550.54, torch ")
 
 
-def test_it_rises_at_once_and_falls_slowly(tmp_path: Path) -> None:
-    known = LearnedEstimates(tmp_path / "estimates.json")
-    for device in (300, 400, 300):
-        known.record_overhead(CARD, Overhead(device=device * MIB), forked=False)
-    assert known.overhead(CARD, forked=False).device == 375 * MIB
-
-
 def test_a_growth_of_device_memory_counts_once_two_loads_agree(tmp_path: Path) -> None:
     known = LearnedEstimates(tmp_path / "estimates.json")
 
