@@ -105,6 +105,13 @@ class Drive:
         self.work.add(stream)
         return stream
 
+    def step(self, cancelled: Sequence[int] = ()) -> None:
+        """Cancel these requests, then do one step if there is work."""
+        for id in cancelled:
+            self.work.cancel(self.streams[id])
+        if self.work.has_work:
+            self.work.step()
+
     def to_the_end(self) -> None:
         while self.work.has_work:
             self.work.step()

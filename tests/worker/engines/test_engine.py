@@ -181,12 +181,6 @@ async def test_an_answer_does_not_depend_on_the_rest_of_the_batch(engine: Transf
     assert len({tuple(answer.tokens) for answer in alone}) > 6, "the settings make a difference"
 
 
-async def test_without_a_seed_every_answer_is_another_one(engine: TransformersEngine) -> None:
-    how = SamplingParams(temperature=2.0)
-    collected = await asyncio.gather(*(complete_one(engine, PROMPT, max_tokens=20, sampling=how) for _ in range(3)))
-    assert len({tuple(each.tokens) for each in collected}) == 3
-
-
 async def test_a_repetition_penalty_equals_that_of_generate(engine: TransformersEngine, model: Any) -> None:
     tokens = torch.tensor([PROMPT])
     out = model.generate(
@@ -209,11 +203,6 @@ async def test_penalties_look_at_no_prompt_that_an_encoder_reads(tmp_path: Path)
     async with serving(load(folder, ctx_size=256, parallel=1)) as engine:
         collected = await complete_one(engine, prompt, max_tokens=20, sampling=replace(GREEDY, repetition_penalty=3.0))
     assert collected.tokens == expected
-
-
-async def test_a_frequency_penalty_keeps_a_token_from_coming_again(engine: TransformersEngine) -> None:
-    collected = await complete_one(engine, PROMPT, max_tokens=30, sampling=replace(GREEDY, presence_penalty=1000.0))
-    assert len(set(collected.tokens)) == len(collected.tokens)
 
 
 async def test_an_end_of_sequence_ends_the_answer_and_is_no_part_of_it(engine: TransformersEngine) -> None:

@@ -91,6 +91,7 @@ async def test_text_is_the_same_however_the_layers_lie(family: str, tmp_path: Pa
         assert [each.tokens for each in reported] == [generated(model, prompt, 12) for prompt in (*prompts, prompts[0])]
         again = await complete_one(engine, prompts[0], max_tokens=12)
         assert again.tokens == reported[0].tokens
+        assert again.cached_tokens == (16 if family in ("llama", "qwen3", "gpt2") else 0), "found on all devices"
 
 
 @pytest.mark.slow
@@ -135,18 +136,6 @@ async def test_keys_and_values_are_kept_on_each_device_as_on_one(tmp_path: Path)
     changes: dict[str, Any] = {"devices": ("cpu", "cpu"), "layers": ("1", "2"), "kv_cache_dtype": "int4", **COMMON}
     async with serving(load(folder, **changes)) as engine:
         assert (await complete_one(engine, prompt, max_tokens=12)).tokens == expected
-
-
-@pytest.mark.slow
-async def test_a_prompt_that_was_cached_is_found_on_all_devices(tmp_path: Path) -> None:
-    folder = tiny.make("llama", tmp_path, **DEEP)
-    prompt = tuple(range(3, 40))
-    changes: dict[str, Any] = {"devices": ("cpu", "cpu"), "layers": ("1", "2"), **COMMON}
-    async with serving(load(folder, **changes)) as engine:
-        first = await complete_one(engine, prompt, max_tokens=6)
-        again = await complete_one(engine, prompt, max_tokens=6)
-        assert again.cached_tokens == 32
-        assert first.tokens == again.tokens == generated(reference(folder), prompt, 6)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma"])

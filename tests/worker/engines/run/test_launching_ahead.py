@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.overrides import TorchFunctionMode
 
 from tests import tiny
 from tests.worker.every_kind import NEW, WARM, comparable, prompts, requests
@@ -45,12 +44,11 @@ from worker.engines.transformers.run.backends import implementation, make_pool, 
 from worker.engines.transformers.run.cuda_graphs import GraphRunner
 from worker.engines.transformers.run.in_flight_step import SegmentChoosers, launch
 from worker.engines.transformers.run.runner import PagedRunner, Runner
-from worker.engines.transformers.sample import topk
 from worker.engines.transformers.sample.device_to_host import DeviceToHost
 from worker.engines.transformers.sample.sampler import RowSampling, TokenMasks, draw, uniform
 from worker.engines.transformers.schedule.kv_cache import BlockAllocator, RowAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
-from worker.engines.transformers.schedule.scheduler import Batch, Scheduler, Segment
+from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.sequence import PenaltyCounts
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
 from worker.errors import SequenceFailed
@@ -387,68 +385,6 @@ async def test_a_step_ahead_is_computed_again_if_its_tokens_cannot_be_chosen(run
 # Waiting for a device
 
 
-class WaitCounter(TorchFunctionMode):
-    """Counts operations for which the host would wait: every way to read a number from a tensor."""
-
-    _NAMES = frozenset(
-        {"tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "nonzero",
-         "masked_select", "equal", "allclose", "unique", "__iter__", "__contains__"}
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in self._NAMES:
-            self.asked.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors in main memory are searched on the host, which tensors on a device are not."""
-    monkeypatch.setattr(topk, "_is_on_cpu", lambda scores: False)
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.usefixtures("as_on_a_device")
-async def test_a_step_asks_the_device_once(runner: Paged, ahead: bool) -> None:
-    """Chunked prompts, logprobs of prompts and answers, all kinds of sampling, ends: at most one wait a step."""
-    drive = Drive(runner[0], runner[1], ahead=ahead)
-    drive.ask(0, most=12, sampling=replace(GREEDY, logprobs=2))
-    drive.ask(1, most=9, sampling=replace(WARM, top_p=0.9, top_k=20))
-    for step in range(40):
-        if step == 4:
-            drive.ask(2, tuple(range(5, 45)), most=8, sampling=replace(WARM, logprobs=1), prompt_logprobs=True)
-            drive.ask(3, most=8, sampling=replace(WARM, logit_bias={7: 3.0}, min_p=0.05, min_tokens=4))
-        if not drive.work.has_work:
-            break
-        with WaitCounter() as mode:
-            drive.work.step()
-        assert len(mode.asked) <= 1, mode.asked
-    assert not drive.work.has_work
-    assert (drive.work.steps_ahead > 5) == ahead
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("as_on_a_device")
-async def test_a_step_of_an_aligned_cache_asks_the_device_once(tmp_path: Path) -> None:
-    """Only with torch's attention: transformers' code reads the mask to see whether it hides anything."""
-    asked = options(tiny.make("gpt_oss", tmp_path), parallel=2)
-    config = load_config(asked)
-    made = loader.load_model(asked, config, implementation(asked, config), lambda _: None)
-    drive = Drive(*make_runner(made.model, config, asked, 64, made.device, caches=False))
-    drive.ask(0, most=9)
-    drive.ask(1, PROMPT[2:], most=7)
-    while drive.work.has_work:
-        with WaitCounter() as mode:
-            drive.work.step()
-        assert len(mode.asked) <= 1, mode.asked
-    assert drive.work.steps_ahead > 5
-
-
 @pytest.mark.slow
 def test_a_launch_waits_for_no_device_at_all(tmp_path: Path) -> None:
     """On torch's meta device, where reading a value is an error."""
@@ -509,114 +445,85 @@ def test_a_token_is_drawn_with_the_number_of_its_place_however_early(loaded: Any
         assert sampled.token == int(uniform(4, 1 + ahead) * 1000)
 
 
+class PositionRunner:
+    """A runner without a model. Its cache stores which token of which sequence lies at each place. `faults` lists the
+    segments that read another one: the loop would catch an exception. Output token number `end` of a sequence is the
+    stop token, all others are 7."""
+
+    vocab_size, bytes = 10, 0
+
+    def __init__(self, ends: dict[int, int]):
+        self.ends = ends  # by sequence id
+        self.faults: list[tuple[Segment, int]] = []
+        self._written: dict[object, tuple[int, int]] = {}  # by place in the cache: sequence id and position
+
+    def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        logits = torch.zeros(sum(segment.logits for segment in batch), self.vocab_size)
+        rows = iter(logits)
+        for segment in batch:
+            sequence = segment.sequence
+            if segment.ahead != (segment.start == len(sequence.tokens)):
+                self.faults.append((segment, -1))
+            for position in range(segment.end):
+                place = self._place(segment, position)
+                if position >= segment.start:
+                    self._written[place] = sequence.id, position
+                else:
+                    owner, at = self._written.get(place, (-1, -1))
+                    if at != position or (owner != sequence.id and position >= sequence.cached):
+                        self.faults.append((segment, position))
+            if segment.logits:
+                number = segment.end - sequence.prompt_tokens + 1
+                next(rows)[1 if number == self.ends[sequence.id] else 7] = 1.0
+        return logits
+
+    def _place(self, segment: Segment, position: int) -> object:
+        if segment.table is None:
+            return segment.row, position
+        ((place, _),) = segment.table.spans(position, position + 1)
+        return place
+
+    def fork(self, source: int, target: int) -> None: ...
+
+    def forget(self, row: int) -> None: ...
+
+
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     rows=st.integers(1, 4),
     blocks=st.integers(0, 12),
-    chunk=st.integers(1, 40),
     script=st.lists(
-        st.tuples(st.integers(1, 40), st.integers(1, 24), st.integers(1, 30), st.integers(0, 6), st.booleans()),
+        st.tuples(
+            st.integers(1, 40), st.integers(1, 24), st.integers(1, 30), st.integers(0, 6), st.none() | st.integers(0, 9)
+        ),
         min_size=1,
         max_size=9,
     ),
 )
-def test_steps_ahead_compute_the_same_as_steps_in_turn(
-    rows: int, blocks: int, chunk: int, script: list[tuple[int, int, int, int, bool]]
+async def test_steps_ahead_read_and_write_only_the_places_of_their_sequences(
+    rows: int, blocks: int, script: list[tuple[int, int, int, int, int | None]]
 ) -> None:
-    """Sequences arrive, end and are cancelled. A step ahead writes only to its own sequences' positions, and each token
-    of a sequence is computed after all tokens before it."""
+    """Sequences (prompt, limit, end) arrive after some steps, and some are cancelled a few steps later."""
     capacity: RowAllocator = BlockAllocator(rows, max(blocks, 4)) if blocks else RowAllocator(rows, 64)
-    scheduler = Scheduler(capacity, chunk)
-    work = SchedulerDrive(scheduler, capacity)
-    pending = list(enumerate(script))
-    for _ in range(3000):
-        if pending and not pending[0][1][3]:
-            id, (prompt, limit, end, _, is_cancelled) = pending.pop(0)
-            work.add(id, prompt, limit, end, is_cancelled=is_cancelled)
-        elif pending:
-            id, (prompt, limit, end, wait, is_cancelled) = pending[0]
-            pending[0] = id, (prompt, limit, end, wait - 1, is_cancelled)
-        if not scheduler.has_work and not pending:
-            break
-        work.step()
-        scheduler.check_integrity()
-    assert not scheduler.has_work
-    assert work.ended == {id: min(limit, end) for id, (_, limit, end, _, gone) in enumerate(script) if not gone}
-
-
-class SchedulerDrive:
-    """A generation loop's use of a scheduler, with a cache that stores positions and without a model."""
-
-    def __init__(self, scheduler: Scheduler, capacity: RowAllocator):
-        self.scheduler, self.capacity = scheduler, capacity
-        self.flight: Batch = ()
-        self.leaving: list[TokenSequence] = []
-        # By position in the pool: sequence and position in it.
-        self.written: dict[int, tuple[int, int]] = {}
-        self.ends: dict[int, tuple[int, bool]] = {}
-        self.ended: dict[int, int] = {}
-        self.alive: dict[int, TokenSequence] = {}
-
-    def add(self, id: int, prompt: int, limit: int, end: int, *, is_cancelled: bool) -> None:
-        prompt, limit = min(prompt, 40), min(limit, 24)  # fits into the smallest pool
-        sequence = TokenSequence(
-            id=id, prompt_tokens=prompt, tokens=[1000 * (id + 1)] * prompt, limit=limit, ends=frozenset()
-        )
-        self.ends[id] = end, is_cancelled
-        self.alive[id] = sequence
-        self.scheduler.add(sequence)
-
-    def step(self) -> None:
-        flight = self.flight or self.launch(self.scheduler.next(99))
-        going = {
-            each.sequence.id
-            for each in flight
-            if each.sequence.id in self.alive and each.sequence.output_tokens + 1 < each.sequence.limit
-        }
-        self.flight = self.launch(self.scheduler.ahead(flight, going))
-        for segment in flight:
-            self.results(segment)
-        flown = {each.sequence.id for each in self.flight}
-        for sequence in [each for each in self.leaving if each.id not in flown]:
-            self.leaving.remove(sequence)
-            self.scheduler.remove(sequence)
-        self.scheduler.take_freed_rows()
-
-    def launch(self, batch: Batch) -> Batch:
-        for segment in batch:
-            sequence = segment.sequence
-            if segment.table is None:
-                continue
-            for position in range(segment.end):
-                ((place, _),) = segment.table.spans(position, position + 1)
-                if position >= segment.start:
-                    self.written[place] = sequence.id, position
-                else:
-                    id, at = self.written[place]
-                    assert at == position, "another token lies there"
-                    assert id == sequence.id or position < sequence.cached, "a token of another sequence"
-            assert segment.ahead == (segment.start == len(sequence.tokens))
-        return batch
-
-    def results(self, segment: Segment) -> None:
-        sequence = segment.sequence
-        if sequence.id not in self.alive:
-            return
-        end, is_cancelled = self.ends[sequence.id]
-        sequence.computed = segment.end
-        if segment.completes:
-            is_over = sequence.append(1000 * (sequence.id + 1) + sequence.output_tokens) is not None
-            if is_over or sequence.output_tokens >= end:
-                if not is_cancelled:
-                    self.ended[sequence.id] = sequence.output_tokens
-                self.leave(sequence)
-        elif is_cancelled and sequence.computed > end:
-            self.leave(sequence)
-
-    def leave(self, sequence: TokenSequence) -> None:
-        del self.alive[sequence.id]
-        if any(each.sequence is sequence for each in self.flight):
-            self.leaving.append(sequence)
-        else:
-            self.scheduler.remove(sequence)
+    runner = PositionRunner({id: end for id, (_, _, end, _, _) in enumerate(script)})
+    drive = Drive(runner, capacity)
+    cancels: dict[int, list[int]] = {}  # by step
+    now = 0
+    for id, (prompt, limit, _, wait, cancelled_after) in enumerate(script):
+        for _ in range(wait):
+            drive.step(cancels.pop(now, ()))
+            now += 1
+        drive.ask(id, [5] * prompt, most=limit)
+        if cancelled_after is not None:
+            cancels.setdefault(now + cancelled_after, []).append(id)
+    while drive.work.has_work or cancels:
+        drive.step(cancels.pop(now, ()))
+        now += 1
+    drive.work._scheduler.check_integrity()
+    assert not capacity.owners
+    assert not runner.faults
+    for id, (_, limit, end, _, cancelled_after) in enumerate(script):
+        found = await drive.collected(id)
+        if cancelled_after is None:
+            assert found == [*[7] * (end - 1), "stop"] if end <= limit else found == [*[7] * limit, "length"]

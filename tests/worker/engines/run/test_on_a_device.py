@@ -104,6 +104,7 @@ async def test_no_kind_of_sampling_waits(name: str, tmp_path: Path) -> None:
             1, most=2, sampling=SamplingParams(temperature=1.0, top_p=0.9, top_k=40, min_p=0.01, logit_bias={7: 2.0})
         )
         drive.ask(2, most=2, sampling=SamplingParams(temperature=0.7, repetition_penalty=1.2, frequency_penalty=0.5))
+        drive.ask(3, tuple(range(5, 25)), most=2, sampling=SamplingParams(logprobs=1), prompt_logprobs=True)
         drive.to_the_end()
         assert drive.work.steps_ahead > 0
         assert await drive.collected(0) == [*[TOLD] * ANSWER, "length"]

@@ -227,19 +227,6 @@ async def test_minimum_and_ignored_ends_hold_inside_a_grammar(engine: Transforme
     assert (short.finish, len(short.text)) == ("stop", 1)
 
 
-async def test_biases_and_penalties_choose_among_allowed_tokens(engine: TransformersEngine) -> None:
-    choice = Grammar("choice", '["a", "b"]')
-    a, b = 66, 67
-    for liked, said in ((a, "a"), (b, "b")):
-        collected = await complete_one(
-            engine,
-            PROMPT,
-            grammar=choice,
-            sampling=SamplingParams(temperature=0.0, logit_bias={liked: 50.0, 90: 100.0}),
-        )
-        assert collected.text == said
-
-
 async def test_logprobs_are_of_the_distribution_without_the_grammar(engine: TransformersEngine) -> None:
     sampling = SamplingParams(temperature=0.0, logprobs=3)
     free = await complete_one(engine, PROMPT, max_tokens=1, sampling=sampling)
