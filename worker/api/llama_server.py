@@ -193,12 +193,17 @@ def _settings(sampling: SamplingParams, max_tokens: int | None, stop: tuple[str,
 
 
 async def apply_template(body: Json, model: ServedModel) -> JsonAnswer:
-    """Render a chat to its prompt. Raise RequestError."""
+    """Render a chat to its prompt, without a beginning of text that the tokenizer adds to a prompt. Raise
+    RequestError.
+    """
     fields = BodyFields(body, TEMPLATE)
     conversation = chat_template.read(fields, model.template)
     fields.skip(TEMPLATE)
     ignored = fields.check_unknown(strict=model.options.strict_fields)
-    return JsonAnswer(body={"prompt": await model.render(conversation, model.count_limit("messages"))}, ignored=ignored)
+    prompt = await model.render(conversation, model.count_limit("messages"))
+    if model.start:  # the client sends the prompt to /completion, which would add it a second time
+        prompt = prompt.removeprefix(str(model.tokenizer.bos_token))
+    return JsonAnswer(body={"prompt": prompt}, ignored=ignored)
 
 
 class LlamaServerWriter:

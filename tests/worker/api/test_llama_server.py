@@ -7,7 +7,7 @@ import pytest
 
 from tests import tiny
 from tests.worker import serving
-from tests.worker.chatting import model
+from tests.worker.chatting import model, only
 from tests.worker.fake_engine import SCRIPT, FakeEngine
 from worker.api import llama_server
 from worker.api.call import GenerationCall
@@ -265,11 +265,14 @@ async def test_infill_needs_fill_in_the_middle_tokens() -> None:
         await llama_server.infill(GAP, model())
 
 
-async def test_apply_template_shows_the_prompt_of_a_chat() -> None:
+async def test_apply_template_shows_the_prompt_of_a_chat_as_a_completion_takes_it() -> None:
     chat = serving.chat("hi", temperature=0.5, stream=True, max_tokens=3, stop=["x"], model="m", wibble=1)
-    result = await llama_server.apply_template(chat, model())
-    assert result.body == {"prompt": "<s><|user|>\nhi\n<|assistant|>\n"}
+    made = model()
+    result = await llama_server.apply_template(chat, made)
+    assert result.body == {"prompt": "<|user|>\nhi\n<|assistant|>\n"}
     assert result.ignored == ("wibble",)
+    [completion] = (await llama_server.completion(result.body, made)).generations
+    assert completion.prompt == (await only(serving.chat("hi"), made)).prompt
 
 
 async def test_apply_template_shows_tools_to_the_template() -> None:
