@@ -85,8 +85,9 @@ def _read(fields: BodyFields, model: ServedModel) -> Json:
         chat_body["continue_final_message"] = True
     chat_body["tools"] = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(fields.sequence("tools") or ())]
     chat_body |= _tool_choice(fields)
-    thinking = _translate_thinking(fields, model)
-    return chat_body | _translate_output(fields) | thinking
+    thinking = _translate_thinking(fields, model).get("chat_template_kwargs", {})
+    variables = {**(fields.mapping("chat_template_kwargs") or {}), **thinking}
+    return {**chat_body, **_translate_output(fields), "chat_template_kwargs": variables or None}
 
 
 def _system(fields: BodyFields) -> list[Json]:

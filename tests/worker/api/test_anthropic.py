@@ -188,6 +188,8 @@ async def test_thinking_sets_the_switch_of_the_template() -> None:
         assert engine.prompt().endswith("thinks")
         await client.messages.create(**HI, thinking={"type": "disabled"})
         assert engine.prompt().endswith("does not")
+        await client.messages.create(**HI, extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+        assert engine.prompt().endswith("thinks")
     async with serving(Speaking("fine"), chat_template=TOOLS) as world:
         body = {**HI, "thinking": {"type": "enabled", "budget_tokens": 1024}}
         _, headers, _ = await world.post("/v1/messages", body)

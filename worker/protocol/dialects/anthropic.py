@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from worker.protocol.dialects.generation_fields import MAX_STOPS, MAX_TOOLS, NO_EFFECT, NON_EMPTY_TEXT, tuning
-from worker.protocol.dialects.openai import BASE64, MODEL, PING_INTERVAL, VISION_ONLY, skip_all_but
+from worker.protocol.dialects.openai import BASE64, CONVERSATION, MODEL, PING_INTERVAL, VISION_ONLY, skip_all_but
 from worker.protocol.schema import (
     ANY_OBJECT,
     ANYTHING,
@@ -92,6 +92,7 @@ PROMPT: Body = {
     "thinking": record(THINKING),
     "output_config": record(OUTPUT),
     "output_format": _FORMAT,
+    "chat_template_kwargs": CONVERSATION["chat_template_kwargs"],  # vLLM's
     **members(one_of([[], {}, ""]), "mcp_servers", "container", "compaction", "thread"),
     "context_management": or_null({**ANY_OBJECT, "description": "Reported as ignored: the context is never edited."}),
     "cache_control": {"description": "No effect: common prompt prefixes are cached automatically."},
