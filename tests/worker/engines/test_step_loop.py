@@ -134,7 +134,9 @@ async def test_a_pulse_carries_the_whole_report_and_rates_in_proportion() -> Non
             enough.set()
 
     measured = partial(memory.measured, ())
-    loop = StepLoop(Counting(), Outbox(), pulse=receive, measured=measured, later=lambda: 7, threads=1, interval=0.02)
+    loop = StepLoop(
+        Counting(), Outbox(), pulse=receive, measured=measured, later=lambda: 7, threads=lambda: 1, interval=0.02
+    )
     try:
         assert await asyncio.to_thread(enough.wait, DEADLINE)
     finally:
@@ -148,6 +150,32 @@ async def test_a_pulse_carries_the_whole_report_and_rates_in_proportion() -> Non
     assert decode_event(encode(later)) == later
     assert later.slots == [[0, 4, 0, 9, 1, 6, 2], [1, 5, 30, 0, 8, 0, 0]]
     assert (later.drafted, later.accepted) == (12, 5)
+
+
+def test_steps_get_another_number_of_threads_at_a_pulse() -> None:
+    counts = iter((2, 3, 1))
+    received: list[int] = []
+    done = threading.Event()
+
+    def receive(_: Pulse) -> None:
+        received.append(torch.get_num_threads())
+        if len(received) == 3:
+            done.set()
+
+    before = torch.get_num_threads()
+    loop = StepLoop(
+        Counting(),
+        Outbox(),
+        pulse=receive,
+        measured=dict,
+        later=lambda: 0,
+        threads=lambda: next(counts, 1),
+        interval=0.0,
+    )
+    assert done.wait(DEADLINE)
+    loop.close()
+    assert received[:3] == [2, 3, 1]
+    assert torch.get_num_threads() == before, "other threads are unchanged"
 
 
 class Idle:
@@ -167,7 +195,7 @@ class Idle:
 
 def test_a_call_on_the_thread_has_ended_when_it_returns() -> None:
     """Start the thread-local state of libraries before it is counted."""
-    loop = StepLoop(Idle(), Outbox(), pulse=lambda _: None, measured=dict, later=lambda: 0, threads=1)
+    loop = StepLoop(Idle(), Outbox(), pulse=lambda _: None, measured=dict, later=lambda: 0, threads=lambda: 1)
 
     def fail() -> None:
         raise torch.OutOfMemoryError("no room for a handle")

@@ -14,6 +14,7 @@ from typing import Any
 
 from worker.engines.transformers import load_encoder, load_generator, preparation
 from worker.engines.transformers.device import cuda_errors, memory
+from worker.engines.transformers.device.cores import StepThreads
 from worker.engines.transformers.device.process_overhead import overhead
 from worker.engines.transformers.device.rank_processes import RankProcesses
 from worker.engines.transformers.load import layer_split, snapshot
@@ -98,7 +99,7 @@ class TransformersEngine:
             pulse=pulse,
             measured=lambda: self.measured,
             later=lambda: self.later,
-            threads=options.threads,
+            threads=StepThreads(options.threads),
         )
         if self._leader is not None:
             self._leader.on_lost(self._loop.fail)

@@ -110,10 +110,11 @@ class StepLoop:
         pulse: Callable[[Pulse], None],
         measured: Callable[[], dict[str, int]],
         later: Callable[[], int],
-        threads: int,
+        threads: Callable[[], int],
         interval: float = PULSE_INTERVAL,
     ):
-        """`measured` and `later` return the values of these `Pulse` fields."""
+        """`measured` and `later` return the values of these `Pulse` fields, and `threads` the number of torch threads.
+        Each is called once per pulse."""
         self._interval = interval
         self._work, self._outbox = work, outbox
         self._pulse, self._measured, self._later, self._threads = pulse, measured, later, threads
@@ -170,7 +171,6 @@ class StepLoop:
         self._thread.join()
 
     def _run(self) -> None:
-        torch.set_num_threads(self._threads)  # OpenMP has one count for each thread that starts a parallel region
         try:
             self._loop()
             self._end(Draining("the model is being unloaded"))
@@ -227,6 +227,7 @@ class StepLoop:
         self._outbox.flush()
 
     def _send_pulse(self) -> None:
+        torch.set_num_threads(self._threads())  # OpenMP has one count for each thread that starts a parallel region
         now, at, report = self.occupancy, time.monotonic(), self._work.report()
         # Read before `measured`: memory that is allocated in between counts twice, which is safe, and not never.
         later = self._later()
