@@ -35,7 +35,7 @@ async def test_a_waiting_request_gets_its_position_cause_and_time() -> None:
     await asyncio.sleep(7)
     with world.fleet.lease("b") as first, world.fleet.lease("c") as second:
         await asyncio.sleep(1)
-        patience = 9  # seconds of it are left, and then of a's turn none
+        patience = 9  # seconds of it are left, and the minimum residency of `a` ends before
         assert status_comment(world.fleet, first) == f"queued position=1 waiting_for=residency eta_s={patience + 6}"
         assert status_comment(world.fleet, second) == f"queued position=2 waiting_for=memory eta_s={patience + 6 + 6}"
     await asyncio.gather(*asking)

@@ -1,4 +1,4 @@
-"""The progress of a load: its progress, and the rate of the current one."""
+"""The progress of a load: its stages, their times, and the rate of the current stage."""
 
 from router.fleet.worker import LoadProgress, load_share
 

@@ -1,4 +1,4 @@
-"""Which worker goes on for whom when presets change, in virtual time."""
+"""Changes of presets that share a worker: which preset keeps the running worker. In virtual time."""
 
 import asyncio
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ WARM: dict[str, Any] = {"sampling": {"temp": 0.9}}
 
 
 @virtual
-async def test_names_that_part_by_ttl_leave_the_worker_to_the_unchanged_one() -> None:
+async def test_of_two_names_that_differ_by_a_new_ttl_the_unchanged_one_keeps_the_worker() -> None:
     world = World(a={}, b=WARM)
     first = await world.ask("a")
     assert world.reload(a={"ttl": 5.0}, b=WARM) == {"added": [], "changed": ["a"], "restarted": [], "removed": []}

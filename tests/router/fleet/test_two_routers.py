@@ -50,7 +50,7 @@ async def test_memory_of_another_router_is_waited_for_without_an_eviction() -> N
     asking = asyncio.create_task(ours.ask("large"))
     await using
     await asyncio.sleep(1.9)
-    assert ours.journal == ["start small"], "its leaving would help nobody: main memory is short, and not by its part"
+    assert ours.journal == ["start small"], "its eviction would free too little: the other router has the main memory"
     await asking
     assert theirs.journal == ["start theirs", "stop theirs"]
     assert ours.journal[-1] == "start large"
@@ -77,7 +77,7 @@ async def test_two_routers_never_take_the_memory_of_each_other() -> None:
 
 @virtual
 async def test_foreign_memory_is_not_mistaken_for_mapped_files() -> None:
-    """Which our workers measure, and the driver counts as available: what is left of its figure is all the others'."""
+    """Workers measure mapped files, which the driver counts as available. They are not subtracted from its figure."""
     sizes = {"a": 32 * GIB, "b": 30 * GIB}
     models = {name: FakeModel(shards=(size,), mapped=size - GIB) for name, size in sizes.items()}
     world = Schedule(sizes, totals={CPU: 64 * GIB}, margin=GIB, models=models)

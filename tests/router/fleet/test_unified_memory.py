@@ -49,7 +49,7 @@ async def test_shards_and_processes_are_charged_to_the_one_memory() -> None:
 
 @virtual
 async def test_agents_that_go_back_and_forth_do_not_thrash() -> None:
-    """Ten of them, each in a loop over all three: swaps go by turns, not by requests."""
+    """Ten clients, each in a loop over all three models. A minimum residency serves many requests between two swaps."""
     world = Machine()
 
     async def agent(number: int) -> None:
@@ -66,7 +66,7 @@ async def test_agents_that_go_back_and_forth_do_not_thrash() -> None:
 
 @virtual
 async def test_a_model_that_fits_only_without_its_process_is_refused() -> None:
-    """119 GiB of weights beside a margin of one: the one for its process is not there."""
+    """119 GiB of weights and 1 GiB of margin leave nothing for the process."""
     world = Machine(sizes={"giant": 119 * GIB})
     with pytest.raises(DoesNotFit, match="121"):
         await world.ask("giant")

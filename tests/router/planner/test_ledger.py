@@ -85,10 +85,6 @@ def test_models_max_is_a_device_of_slots_on_each_node() -> None:
     assert slots == {COUNT: (3, 1), DeviceId("far", SLOTS): (3, 0)}
 
 
-def test_without_models_max_there_are_no_slots() -> None:
-    assert [device.id for device in Ledger().observe([Reading(GPU[0], 100, 0)], [])] == [GPU[0]]
-
-
 def test_a_device_has_its_usual_name() -> None:
     assert [str(id) for id in (GPU[3], CPU, COUNT, DeviceId("far", 0))] == ["cuda:3", "cpu", "slots", "far/cuda:0"]
     assert GPU[0].node == LOCAL

@@ -115,12 +115,6 @@ def test_the_least_recently_used_leaves_first() -> None:
     assert evicted(decide([demand(9, 90)], residents, ONE)) == [1, 2, 3]
 
 
-def test_a_superfluous_victim_stays() -> None:
-    """1 is the oldest, but too small to matter once 2, who must leave anyway, is gone."""
-    residents = [resident(1, {GPU[0]: 10}), resident(2, {GPU[0]: 80})]
-    assert evicted(decide([demand(9, 60)], residents, ONE)) == [2]
-
-
 def test_the_smallest_sufficient_set_is_taken_on_every_device_at_once() -> None:
     """One worker on both devices is enough where two would be needed otherwise; its age does not matter then."""
     residents = [resident(1, {GPU[0]: 30}), resident(2, {GPU[1]: 30}), resident(3, {GPU[0]: 60, GPU[1]: 60})]
@@ -349,15 +343,6 @@ def test_no_victim_leaves_for_a_place_that_is_not_available_yet() -> None:
     assert evicted(decide([demand(8, 50, since=NOW - 1), demand(9, 40)], residents, ONE)) == [2], "beside 1 and 8"
 
 
-def test_evicting_an_idle_worker_is_preferred_to_waiting_for_a_claim_ahead() -> None:
-    """When 1 goes, at the latest when 8 has waited long enough, there is room for 9 too. But 2 is idle now."""
-    residents = [resident(1, {GPU[0]: 60}, busy=True), resident(2, {GPU[0]: 40})]
-    plan = decide([demand(8, 50, since=NOW - 1), demand(9, 10)], residents, ONE)
-    assert {id: eviction.for_demand for id, eviction in plan.evict.items()} == {2: 9}
-    plan = decide([demand(8, 50, since=NOW - 1), demand(9, 10)], [residents[0], replace(residents[1], busy=True)], ONE)
-    assert (plan.evict, plan.waits[9].victims, plan.waits[9].on) == ({}, (), (1,))
-
-
 def test_the_queue_goes_by_priority_then_arrival() -> None:
     waiting = [demand(1, 60, since=5.0), demand(2, 60, since=9.0, priority=1), demand(3, 60, since=4.0)]
     assert set(decide(waiting, [], ONE).start) == {2}
@@ -384,11 +369,6 @@ def test_foreign_memory_makes_a_demand_wait_not_fail() -> None:
     assert (plan.refuse, plan.evict) == ({}, {}), "nobody leaves in vain"
     assert (plan.waits[9].cause, plan.waits[9].place) == ("memory", ())
     assert plan.waits[9].shortage == {GPU[0]: (60, 10)}
-
-
-def test_a_demand_that_cannot_fit_now_blocks_no_other() -> None:
-    waiting = [demand(8, 60, since=NOW - 50), demand(9, 10)]
-    assert set(decide(waiting, [], ONE, foreign={GPU[0]: 80}).start) == {9}
 
 
 @pytest.mark.parametrize("shared", [0, 30])
@@ -507,12 +487,6 @@ def test_an_exclusive_load_blocks_others_from_its_claim_on() -> None:
     residents = [resident(1, {GPU[0]: 50}, busy=True)]
     plan = decide([demand(8, 60, exclusive=True, since=NOW - 1), demand(9, 10)], residents, ONE)
     assert (plan.start, plan.waits[9].cause) == ({}, "exclusive")
-
-
-def test_an_exclusive_load_blocks_no_other_device() -> None:
-    loading = resident(1, {GPU[0]: 10, CPU: 5}, starting=True, busy=True, exclusive=True)
-    plan = decide([demand(9, 10, host=5, on=GPU[:2])], [loading], {**TWO, CPU: 100})
-    assert places(plan) == {9: (GPU[1],)}
 
 
 def test_no_resident_leaves_a_device_while_it_is_measured() -> None:

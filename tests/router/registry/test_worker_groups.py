@@ -39,15 +39,8 @@ SAMPLES = {
 }  # fmt: skip
 # Keys with a test of their own; of `engine` there is only one.
 ELSEWHERE = {
-    "grammar-file",
-    "json-schema-file",
-    "model",
-    "hf-repo",
-    "engine",
-    "chat-template-file",
-    "default-lora",
-    "import",
-}
+    "grammar-file", "json-schema-file", "model", "hf-repo", "engine", "chat-template-file", "default-lora", "import",
+}  # fmt: skip
 
 SCOPES = {key.name: key.scope for key in KEYS}
 
@@ -82,7 +75,7 @@ def test_keys_of_one_name_do_not_reach_the_fleet(key: str) -> None:
     plain, changed = pair(f"{key} = {SAMPLES[key]}").values()
     first, second = fleet_preset([plain]), fleet_preset([changed])
     aliases: tuple[str, ...] = ("x",) if key == "alias" else ()
-    assert (second.id, second.aliases) == ("two", aliases)  # by its aliases others name it as a companion
+    assert (second.id, second.aliases) == ("two", aliases)  # `prefetch` of other models may name its aliases
     assert [getattr(first, name) for name in vars(first) if name not in ("id", "aliases", "origins")] == [
         getattr(second, name) for name in vars(second) if name not in ("id", "aliases", "origins")
     ]
@@ -118,7 +111,7 @@ def test_a_shared_model_has_the_names_of_all_its_presets() -> None:
     found = presets("[a]\nmodel = demo:a\nalias = x\n[b]\nmodel = demo:b\n[c]\nmodel = demo:a\ntemp = 0\nalias = y\n")
     fleet = fleet_presets(found, group_presets(found))
     assert list(fleet) == ["a,c", "b"]
-    assert fleet["a,c"].aliases == ("a", "x", "c", "y")  # companions name it by any of them
+    assert fleet["a,c"].aliases == ("a", "x", "c", "y")  # `prefetch` may name any of them
     assert preset_ids("a,c") == ("a", "c")
     assert fleet["b"] == found["b"]
 
