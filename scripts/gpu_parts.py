@@ -19,9 +19,10 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_loader
@@ -47,6 +48,8 @@ class Setting:
     models: Path  # folder of the models and files that parts share; they are kept
     out: Path  # without suffix; traces get names that begin with it
     record: Callable[[str, Facts], None]  # append the facts of one step of the part
+    # By step, of an earlier run of the part that was not finished.
+    known: Mapping[str, Facts] = field(default_factory=dict)
 
     @property
     def on_cpu(self) -> bool:
@@ -64,17 +67,21 @@ def used(setting: Setting, pid: int) -> int:
     return int(_reading()[0].used)
 
 
-def _reading() -> tuple[Any, str]:
+@cache
+def _devices() -> Any:
+    """NVML, open as long as the part runs, as in a router. While no process has a card open, the driver may shut it
+    down, and each reading would start it again."""
     from router.launch.devices import Devices
 
-    devices = Devices(os.environ)
-    try:
-        for reading in devices.read():
-            if reading.id.index == 0:
-                return reading, "; ".join(devices.notes)
-        raise Failed(f"NVML shows no accelerator: {'; '.join(devices.notes) or 'no reason given'}")
-    finally:
-        devices.close()
+    return Devices(os.environ)
+
+
+def _reading() -> tuple[Any, str]:
+    devices = _devices()
+    for reading in devices.read():
+        if reading.id.index == 0:
+            return reading, "; ".join(devices.notes)
+    raise Failed(f"NVML shows no accelerator: {'; '.join(devices.notes) or 'no reason given'}")
 
 
 @cache
@@ -151,17 +158,24 @@ def device(setting: Setting) -> Facts:
 
 def smoke(setting: Setting) -> Facts:
     """The tests marked `gpu`: equality with generate, graphs against dynamic steps, constant memory, no waits."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"]
+    command = [sys.executable, "-m", "pytest", "-v", "-n", "0", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"]
+    command += ["--timeout=100"]
     if setting.on_cpu:
         command += ["-k", "test_greedy_text_equals_generate_on_the_device and llama and True"]
     environment = os.environ | {"GPU_TESTS_DEVICE": setting.device}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr.strip()[-300:]
-    passed = re.search(r"(\d+) passed", last)
-    if done.returncode or passed is None:
-        failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    passed, failures, last = 0, list[str](), ""
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True) as tests:
+        assert tests.stdout is not None
+        for line in tests.stdout:
+            print(line, end="", file=sys.stderr, flush=True)  # to the log: tracebacks are needed later
+            last = line.strip() or last
+            if (ended := re.match(r"\S+::(\S+) (PASSED|FAILED|ERROR)", line)) is not None:
+                passed += ended[2] == "PASSED"
+                failures += [ended[1]] * (ended[2] != "PASSED")
+                setting.record("tests", {"passed": passed, "failed": failures})
+    if tests.returncode or not passed:
         raise Failed(f"{last}; {'; '.join(failures)[:1500]}")
-    return {"passed": int(passed[1])}
+    return {"passed": passed}
 
 
 # Models
@@ -196,7 +210,12 @@ def kept(setting: Setting, name: str, make: Callable[[Path], object]) -> Path:
         unfinished = path.with_name(f"{name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.unlink(missing_ok=True)
-        make(unfinished)
+        try:
+            make(unfinished)
+        except BaseException:  # a full disk, above all, would fail other parts, too
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.unlink(missing_ok=True)
+            raise
         unfinished.rename(path)
     return path
 
@@ -367,6 +386,10 @@ def long(setting: Setting) -> Facts:
         cache_bytes = rows * length * shape.cache_bytes(getattr(torch, shape.dtype).itemsize)
         if not setting.on_cpu and stepper.weights + 1.3 * cache_bytes > 0.9 * _mem_info()[1]:
             continue
+        name = f"{rows} x {length}"
+        if name in setting.known:
+            facts[name] = setting.known[name]
+            continue
         with stepper.steps(rows, length) as (step, eager, is_graph):
             seconds = {}
             for kind, run in (("step_ms", step), ("eager_ms", eager)):
@@ -378,7 +401,6 @@ def long(setting: Setting) -> Facts:
                     times.append(time.monotonic() - begin)
                 seconds[kind] = 1e3 * statistics.median(times)
         floor = 1e3 * (stepper.weights + cache_bytes) / rate
-        name = f"{rows} x {length}"
         facts[name] = {"graph": is_graph, **seconds, "of_floor": floor / seconds["step_ms"]}
         setting.record(name, facts[name])
     return facts
@@ -407,15 +429,25 @@ def promise(setting: Setting) -> Facts:
     """A worker of each family under load stays within its own estimate, by torch and by NVML, and all of its memory is
     back after a kill."""
     facts, broken = Facts(), []
-    for family, changes in FAMILIES.items():
-        if setting.on_cpu and family != "llama":
-            break
+    families = ["llama"] if setting.on_cpu else list(FAMILIES)
+    # One after the other they would take a third of the part's time.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        asked = {
+            family: _asked(setting, family) for family in families if "promised" not in setting.known.get(family, {})
+        }
+        estimates = {family: pool.submit(_estimate, options) for family, options in asked.items()}
+    for family in families:
         try:
-            facts[family] = found = _promise(setting, family, {} if setting.on_cpu else changes)
+            found = (
+                _promise(setting, asked[family], estimates[family].result())
+                if family in asked
+                else setting.known[family]
+            )
         except Failed as error:
             broken.append(f"{family}: {error}")
             setting.record(family, {"error": str(error)})
             continue
+        facts[family] = found
         setting.record(family, found)
         if max(found["measured"], found["nvml_loaded"]) > found["promised"]:
             broken.append(f"{family}: promised {found['promised'] >> 20} MiB: {found}")
@@ -426,16 +458,19 @@ def promise(setting: Setting) -> Facts:
     return facts
 
 
-def _promise(setting: Setting, family: str, changes: Facts) -> Facts:
+def _asked(setting: Setting, family: str) -> list[str]:
+    """The options of a worker, of a model that is made here."""
     from tests import tiny
 
-    small = setting.on_cpu
-    given: Facts = changes | ({} if small else {"dtype": "bfloat16"})
+    given: Facts = {} if setting.on_cpu else FAMILIES[family] | {"dtype": "bfloat16"}
     if family != "mamba":
         given["n_positions" if family == "gpt2" else "max_position_embeddings"] = 4096
     snapshot = kept(setting, f"promise-{family}", lambda path: tiny.make(family, path, **given))
-    shared = [f"--snapshot={snapshot}", f"--devices={setting.device}", *_SIZES[small]]
-    estimated = _estimate(shared)
+    return [f"--snapshot={snapshot}", f"--devices={setting.device}", *_SIZES[setting.on_cpu]]
+
+
+def _promise(setting: Setting, shared: list[str], estimated: Facts) -> Facts:
+    small = setting.on_cpu
     parts = ("weights", "context", "compute", "runtime")
     promised = sum(sum(estimated[part]) for part in parts)
     before = 0 if small else used(setting, 0)
@@ -496,7 +531,7 @@ class Events:
     def pulses(self) -> list[Facts]:
         return self.of("pulse")
 
-    def wait(self, happened: Callable[[], bool], seconds: float = 240.0) -> None:
+    def wait(self, happened: Callable[[], bool], seconds: float = 120.0) -> None:
         """Return once `happened`. Raises Failed if the worker ends before that."""
         with self._changed:
             self._changed.wait_for(lambda: happened() or self.ended, seconds)
@@ -540,7 +575,7 @@ def _client(address: str) -> Any:
     import httpx
 
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    return httpx.AsyncClient(base_url=address, headers=headers, timeout=180.0, trust_env=False)
+    return httpx.AsyncClient(base_url=address, headers=headers, timeout=120.0, trust_env=False)
 
 
 async def _load(address: str, setting: Setting) -> None:

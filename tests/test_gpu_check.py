@@ -78,7 +78,40 @@ def test_a_part_is_ended_at_its_limit_and_without_budget_none_begins(program: An
     program.check(args, ["device"], results)
     assert results.lines() == []
     program.start_part("device", args, results, 0.05)
-    assert results.outcomes()["device"]["error"].startswith("ended after its 0 s")
+    ended = results.outcomes()["device"]
+    assert ended["error"].startswith("ended after 0 s")
+    assert ended["outcome"] == "unfinished", "its own limit is longer"
+
+
+def test_a_resumed_run_begins_with_what_was_not_run_and_ends_with_what_failed(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, run = program.Results(tmp_path / "gpu.jsonl"), []
+    for name, outcome in (("device", "passed"), ("smoke", "failed"), ("decode", "unfinished")):
+        results.append({"part": name, "outcome": outcome, "seconds": 1.0})
+
+    def start_part(name: str, args: argparse.Namespace, results: Any, limit: float) -> None:
+        run.append(name)
+        results.append({"part": name, "outcome": "passed", "seconds": 1.0})
+
+    monkeypatch.setattr(program, "start_part", start_part)
+    args = argparse.Namespace(budget=600.0, resume=True)
+    program.check(args, ["device", "smoke", "decode", "trace"], results)
+    assert run == ["decode", "trace", "smoke"]
+
+
+def test_steps_of_an_unfinished_part_are_known_to_its_next_run(program: Any, tmp_path: Path) -> None:
+    results = program.Results(tmp_path / "gpu.jsonl")
+    for line in (
+        {"part": "promise", "step": "llama", "facts": {"promised": 1}},
+        {"part": "promise", "outcome": "failed"},
+        {"part": "promise", "step": "qwen3", "facts": {"promised": 2}},
+        {"part": "promise", "outcome": "unfinished"},
+        {"part": "long", "step": "1 x 64", "facts": {}},
+        {"part": "promise", "step": "gpt2", "facts": {"promised": 3}},
+    ):
+        results.append(line)
+    assert results.steps("promise") == {"qwen3": {"promised": 2}, "gpt2": {"promised": 3}}
 
 
 def test_every_part_is_shorter_than_five_minutes(program: Any) -> None:
@@ -158,7 +191,7 @@ def test_the_load_that_it_measures_arrives_whole(tmp_path: Path) -> None:
     assert min(half["staged"], whole["staged"], half["fraction_of_bus"]) > 0
 
 
-def test_a_model_that_a_kill_left_unfinished_is_made_again(tmp_path: Path) -> None:
+def test_a_model_that_was_not_finished_is_made_again(tmp_path: Path) -> None:
     def breaks(path: Path) -> None:
         path.mkdir()
         (path / "part").write_text("")
@@ -166,6 +199,7 @@ def test_a_model_that_a_kill_left_unfinished_is_made_again(tmp_path: Path) -> No
 
     with pytest.raises(ZeroDivisionError):
         gpu_parts.kept(setting(tmp_path), "model", breaks)
+    assert list((tmp_path / "models").iterdir()) == [], "it takes no space that other parts need"
     made = gpu_parts.kept(setting(tmp_path), "model", lambda path: path.mkdir())
     assert list(made.iterdir()) == []
     assert gpu_parts.kept(setting(tmp_path), "model", breaks) == made, "it is kept"

@@ -83,6 +83,7 @@ async def test_text_is_the_same_on_several_devices(family: str, tmp_path: Path) 
 
 def test_a_recorded_step_says_what_the_dynamic_one_says_at_every_rung(tmp_path: Path) -> None:
     asked = options(tiny.make("llama", tmp_path), devices=(DEVICE,), dtype="float32", parallel=5)
+    memory.keep_small()  # as in a worker: without cuDNN's attention
     paged.register()
     config = load_config(asked)
     loaded = loader.load_model(asked, config, backends.implementation(asked, config), lambda _: None)
@@ -144,6 +145,7 @@ def test_weights_arrive_on_the_device_as_they_lie(tmp_path: Path) -> None:
 async def test_a_step_waits_for_the_device_where_its_numbers_come_back_and_nowhere_else(tmp_path: Path) -> None:
     """Torch raises at every other wait; an event's, of which there is one for each step, it lets pass."""
     asked = options(tiny.make("llama", tmp_path), devices=(DEVICE,), dtype="float32", parallel=4)
+    memory.keep_small()  # as in a worker: without cuDNN's attention
     paged.register()
     config = load_config(asked)
     loaded = loader.load_model(asked, config, backends.implementation(asked, config), lambda _: None)
