@@ -20,16 +20,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for fami
     ),
     "llama with scaled positions": (
         "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
-            }
-        },
+        {"rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+        }},
     ),
     "llama with positions that stretch beyond its context": (
         "llama",
@@ -41,16 +35,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for fami
             "max_position_embeddings": 4096,
             "original_max_position_embeddings": 128,
             "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "original_max_position_embeddings": 128,
-                "short_factor": [1.5] * 8,
-                "long_factor": [4.0] * 8,
+                "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128,
+                "short_factor": [1.5] * 8, "long_factor": [4.0] * 8,
             },
         },
     ),
     "llama with a head for each query": ("llama", {"num_key_value_heads": 4}),
-}
+}  # fmt: skip
 
 # Changes of a family with more than two layers, so that it has one layer of each kind: for tests to which the number of
 # layers adds nothing.

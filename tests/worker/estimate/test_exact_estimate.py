@@ -1,7 +1,6 @@
 """The exact estimate against the real thing: the same model loaded, the same cache made, the same steps taken."""
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from router.memory.sharding import Choice, static_estimate
 from router.planner.ledger import HOST, LOCAL, DeviceId
 from tests import tiny
 from tests.router.checkpoints import most_context
+from tests.worker.allocated import allocated
 from tests.worker.families import FAMILIES
 from tests.worker.loaded import edit
 from worker.engines.transformers import load_encoder
@@ -580,17 +580,6 @@ def test_a_storage_counts_once_and_only_while_it_lives() -> None:
         kept.add_(1)
         assert torch.nn.functional.linear(view.float(), torch.ones(3, 10)).shape == (5, 3)
     assert live.peak == 1100
-
-
-def allocated(step: Step) -> int:
-    """The most bytes that torch's allocator held at once, as the profiler reports."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=False) as recorded:
-        step()
-    profiler: Any = recorded.profiler
-    events = profiler.kineto_results.events()
-    blocks = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    return max(itertools.accumulate(int(size) for _, size in blocks))
 
 
 def test_internal_copies_of_operators_count_as_in_the_allocator() -> None:

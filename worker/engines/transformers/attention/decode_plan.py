@@ -1,6 +1,6 @@
 """Grouping of a step's decodes into attention calls. Made once and shared by layers of the same kind.
 
-One call for each sequence costs more than its arithmetic. One call for all sequences reads keys and values in vain
+One call for each sequence costs more than its arithmetic. One call for all sequences reads unneeded keys and values
 where lengths differ. Sequences whose runs begin at region starts become rows of one strided view of the pool, padded to
 the longest. In float32 on the CPU, many sequences attend in one call wherever they begin.
 """
@@ -23,7 +23,7 @@ from worker.protocol.memory import BLOCK_TOKENS
 _CALL_BYTES = {"cpu": 180 << 10, "cuda": 32 << 20}
 # Elements. CUDA kernels need aligned mask rows; torch makes a padded copy of other masks, in every layer.
 _MASK_ALIGNMENT = 16
-# As _CALL_BYTES for cpu_attention.decode_attention, which hardly reads in vain. A guess.
+# As _CALL_BYTES for cpu_attention.decode_attention, which reads few unneeded keys. A guess.
 _DECODE_ATTENTION_BYTES = 1 << 20
 
 
@@ -123,7 +123,7 @@ class DecodePlanner:
         low, stride, rows, tokens = _rows(at_region_start)
         # The last row may extend beyond the pool if it is padded to the longest.
         fits = low + (rows - 1) * stride + tokens <= self._pool.positions
-        # Padding reads keys and values in vain, which costs bandwidth; one call for each row costs call overhead.
+        # Padding reads unneeded keys and values, which costs bandwidth; one call for each row costs call overhead.
         wasted = rows * tokens - sum(view.tokens - view.hidden for view in at_region_start)
         call = _CALL_BYTES.get(self._device.type, 0)
         if self._can_use_decode_attention(rows, heads, tokens):

@@ -97,7 +97,7 @@ class ActiveChoices:
         return batch
 
     def ahead(self, step: InFlightStep) -> Batch:
-        """The batch of the step behind `step`, while that one runs. Empty if it is not known yet."""
+        """The batch of the step after `step`, while that one runs. Empty if it is not known yet."""
         return self.scheduler.ahead(step.batch, self._going(step))
 
     def present(self, segments: Iterable[Segment]) -> Batch:

@@ -13,7 +13,7 @@ from worker.engines.transformers.schedule.speculation import DraftLength
 
 log = logging.getLogger(__name__)
 
-# Entries of the penalty counts behind all tokens of one draft. The counts are copied for each token, and the sampler
+# Entries of the penalty counts after all tokens of one draft. The counts are copied for each token, and the sampler
 # handles entry by entry: about a millisecond for so many. A guess.
 _PENALTIES = 4096
 
@@ -42,7 +42,7 @@ class Drafter:
         self.drafted = self.accepted = 0  # tokens since the start
 
     def drafts_next(self, batch: Batch) -> bool:
-        """True if the step behind `batch` needs the tokens of `batch` on the host: it will have drafts, or the number
+        """True if the step after `batch` needs the tokens of `batch` on the host: it will have drafts, or the number
         of accepted tokens decides where it begins."""
         if any(segment.drafted for segment in batch):
             return True
@@ -122,7 +122,7 @@ def _with_draft(segment: Segment, choice: RequestChoice, tokens: Sequence[int]) 
     if tokens and choice.penalty_counts is not None:
         tokens = tokens[: _PENALTIES // max(len(choice.penalty_counts.seen), 1)]
     if tokens and choice.matcher is not None:
-        # A token that the grammar forbids would be rejected anyway, with those behind it.
+        # A token that the grammar forbids would be rejected anyway, with those after it.
         tokens = tokens[: choice.matcher.allowed(tokens)]
     limits = segment.sequence.draft_limits
     if not tokens or (limits is not None and len(tokens) < limits.least):

@@ -158,7 +158,7 @@ class GenerationLoop:
         )
 
     def step(self) -> None:
-        """Finish one step. Launch the one behind it before, if possible."""
+        """Finish one step. If possible, launch the next one first."""
         active = self._active
         # The step launched ahead by the last call, or a new one.
         step = active.in_flight or self._launch(self._next())

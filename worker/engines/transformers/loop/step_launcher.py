@@ -46,7 +46,7 @@ class StepLauncher:
         return InFlightStep(batch, self._compute(batch), now)
 
     def launch_ahead(self, step: InFlightStep) -> InFlightStep | None:
-        """Launch the step behind `step`. None if its batch is not known yet, or if that failed."""
+        """Launch the step after `step`. None if its batch is not known yet, or if that failed."""
         batch = self._active.ahead(step)
         if not batch:
             return None

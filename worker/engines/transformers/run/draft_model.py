@@ -45,7 +45,7 @@ class _Reading:
 
     table: BlockTable
     tokens: int = 0  # leading tokens in its pool
-    drafted: list[int] = field(default_factory=list)  # tokens of its own behind them, which may have been rejected
+    drafted: list[int] = field(default_factory=list)  # its own tokens after them, which may have been rejected
 
 
 class DraftModel:
@@ -96,7 +96,7 @@ class DraftModel:
             raise
 
     def _draft(self, batch: Batch, segments: Sequence[Segment]) -> Sequence[Sequence[int]]:
-        # Shared blocks are copied before anything is written behind their tokens.
+        # Shared blocks are copied before anything is written after their tokens.
         self._target.prepare_blocks(batch)
         readings = {segment.sequence.id: self._reading(segment) for segment in batch}
         self._readings = readings
@@ -126,7 +126,7 @@ class DraftModel:
         if known is None or known.table is not table or known.tokens > len(sequence.tokens):
             known = _Reading(table, self._cached(table))  # it begins, or begins again
         kept = accepted(known.drafted, sequence.tokens[known.tokens :])
-        # At least one token is read, for the logits behind it.
+        # At least one token is read, for the logits after it.
         known.tokens = min(known.tokens + kept, len(sequence.tokens) - 1)
         known.drafted = []
         for index in range(min(known.tokens // BLOCK_TOKENS, len(table.keys))):
@@ -141,7 +141,7 @@ class DraftModel:
         return len(table.keys) * BLOCK_TOKENS
 
     def _unread(self, batch: Batch, wanted: set[int]) -> tuple[list[_Part], list[int], dict[int, Segment]]:
-        """Parts to read, their tokens, and by part the segments that can be drafted for behind them.
+        """Parts to read, their tokens, and by part the segments that can be drafted for after them.
 
         Sequences that decode come first. A prompt is read along with the target, up to the tokens of this step.
         """
@@ -176,7 +176,7 @@ class DraftModel:
             self._keys.pop(block, None)
 
     def _forward(self, parts: Sequence[_Part], tokens: torch.Tensor, ready: Sequence[int]) -> torch.Tensor:
-        """The likeliest next tokens `[ready]` behind the parts whose indices are in `ready`."""
+        """The likeliest next tokens `[ready]` after the parts whose indices are in `ready`."""
         device = self._runner.device
         # Single tokens attend together if they come first.
         order = sorted(range(len(parts)), key=lambda place: parts[place].length > 1)

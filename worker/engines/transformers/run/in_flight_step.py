@@ -55,10 +55,10 @@ class SegmentResult:
     segment: Segment
     chooses: bool  # the segment completes a sequence that may have a further token
     prompt: tuple[Likelihood, ...] = ()  # likelihoods of the prompt tokens that follow the segment's tokens
-    # The next tokens, if `chooses`: one, and another behind each accepted token of the draft. None: no token could be
+    # The next tokens, if `chooses`: one, and another after each accepted token of the draft. None: no token could be
     # chosen.
     sampled: tuple[Sampled | None, ...] = ()
-    # Some logits behind the draft are NaN, so the drafted tokens may have spoiled the cache. Tokens may be missing.
+    # Some logits after the draft are NaN, so the drafted tokens may have spoiled the cache. Tokens may be missing.
     is_spoiled: bool = False
     # Further choices whose prompt the segment completes, each with its first token.
     forks: tuple[tuple[sequences.Sequence, Sampled | None], ...] = ()
@@ -75,7 +75,7 @@ class PendingMasks:
     """Grammar masks of some choosers, computed on another thread while the model runs."""
 
     def __init__(self, grammars: Grammars | None, choosers: Iterable[tuple[Chooser, Sequence[int]]]):
-        """`choosers`: with the tokens drafted for each, which its grammar allows. It gets one behind each."""
+        """`choosers`: with the tokens drafted for each, which its grammar allows. It gets one mask after each."""
         self._ids: set[int] = set()
         matchers: list[GrammarMatcher] = []
         for chooser, drafted in choosers:
@@ -125,7 +125,7 @@ class LaunchedForward:
                 _prompt_likelihoods(part.segment, prompt, self._to_host) if prompt is not None else None
             )
             for chooser in part.choosers:
-                # Behind the newest token, then behind each drafted one. Followers sample from the same logits as the
+                # After the newest token, then after each drafted one. Followers sample from the same logits as the
                 # leader; nothing is drafted for these.
                 samplings = _row_samplings(chooser, part.segment)
                 if masking.constrains(chooser):
@@ -233,7 +233,7 @@ def launch_forward(
 
 
 def _row_samplings(chooser: Chooser, segment: Segment) -> list[RowSampling]:
-    """The settings for the next token, then for the token behind each drafted one."""
+    """The settings for the next token, then for the token after each drafted one."""
     counts = chooser.penalty_counts
     if counts is not None:
         counts.update()

@@ -18,7 +18,7 @@ CHECK_TOKENS = 10  # tokens of the longer text, and the least context for which 
 # the choice of experts may differ by rounding. A lost chunk or a wrong position gives 0.5 to 1.5 on random weights.
 _EXACT, _ROUNDED = 1e-2, 0.25
 # A lost state gives only 0.1 to 0.2, where tokens are soon forgotten. With the settings that lose none, rounding gives
-# at most 0.02 (bfloat16), which is measured and tolerated so many times.
+# at most 0.02 (bfloat16), which is measured. A multiple of it is tolerated.
 _TIMES_ROUNDING = 3.0
 
 

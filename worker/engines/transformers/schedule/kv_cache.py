@@ -317,7 +317,7 @@ class BlockAllocator(RowAllocator):
     def release(self, row: int, *, is_corrupt: bool = False, is_checked: bool = True) -> None:
         super().release(row)
         table = self._tables.pop(row)
-        # From the last block to the first, so that a block is evicted before the blocks that it is found behind.
+        # From the last block to the first, so that a block is evicted before the blocks before it.
         for index in reversed(range(len(table.blocks))):
             block = table.blocks[index]
             self._references[block] -= 1
@@ -410,7 +410,7 @@ class BlockAllocator(RowAllocator):
     # Location of new blocks
 
     def _append(self, table: BlockTable, target: int) -> None:
-        """Append one block of those up to `target`: the one behind the last block if that is empty. The caller has
+        """Append one block of those up to `target`: the one after the last block if that is empty. The caller has
         checked that a block is free."""
         block = table.blocks[-1] + 1 if table.blocks else self.count
         if block not in self._empty:

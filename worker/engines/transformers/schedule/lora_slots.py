@@ -3,7 +3,7 @@
 `max-loras` slots are allocated at load. A running sequence holds the slot of its adapter. An unused adapter keeps its
 slot until another one needs it; the least recently used goes first, a pinned one never.
 
-The tensors of the slots lie in `load.lora`; this module handles numbers only.
+The tensors of the slots are in `load.lora`; this module handles numbers only.
 """
 
 from dataclasses import dataclass

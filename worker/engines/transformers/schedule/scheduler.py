@@ -26,7 +26,7 @@ class Segment:
     # The row's blocks, covering the tokens up to `end`. None for a cache without blocks.
     table: BlockTable | None = None
     ahead: bool = False  # scheduled before the previous step finished: its one token is not in `sequence.tokens` yet
-    room: int = 0  # tokens that may be drafted behind the newest one: the table covers them
+    room: int = 0  # tokens that may be drafted after the newest one: the table covers them
     drafted: tuple[int, ...] = ()  # the segment's last tokens, which are not in `sequence.tokens`
     # True if this segment leaves nothing to compute, so its last logits choose the next token. Decided once: the
     # sequence grows before the last reader asks, and each step asks often.
@@ -114,7 +114,7 @@ class Scheduler:
 
     @property
     def prefill_context(self) -> int:
-        """Context length behind the prompts of the next step: the largest number of computed tokens of any of them."""
+        """Largest context length of a prompt in the next step: its computed tokens."""
         prompts = (sequence for sequence, _ in self._running.values() if not sequence.is_decoding)
         return max((prompt.computed for prompt in prompts if prompt.id not in self._following), default=0)
 
@@ -266,7 +266,7 @@ class Scheduler:
             elif self._admit(first):
                 del self._waiting[passed]
             else:
-                break  # no room: smaller requests behind it may not pass, or it would wait for ever
+                break  # no room: smaller requests after it may not pass, or it would wait for ever
 
     def _could_admit(self) -> bool:
         """True if `next` would admit a sequence now. Mirrors `_admit_all` without side effects."""

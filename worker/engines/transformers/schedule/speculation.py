@@ -1,7 +1,7 @@
 """Speculative decoding: how many tokens to draft, and drafts by prompt lookup.
 
-A draft is a guess of the tokens that follow a sequence. One step computes the logits behind the sequence's newest token
-and behind each drafted one. At each of these positions the model's own sampler chooses a token, as it would without a
+A draft is a guess of the tokens that follow a sequence. One step computes the logits after the sequence's newest token
+and after each drafted one. At each of these positions the model's own sampler chooses a token, as it would without a
 draft, given the tokens before. The drafted tokens that agree with the choices are accepted, up to the first difference,
 and the choice there is the next token. So a step gives one token more than it accepts.
 
@@ -57,7 +57,7 @@ class PromptLookup:
     def __init__(self, tokens: Sequence[int], size: int):
         self._tokens, self._size = tokens, size
         self._indexed = 0  # n-grams that end before this position are indexed
-        # Position behind the last occurrence of each n-gram, of those that have a token behind them.
+        # Position after the last occurrence of each n-gram that is followed by a token.
         self._behind: dict[tuple[int, ...], int] = {}
 
     def draft(self, count: int) -> list[int]:
