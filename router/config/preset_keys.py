@@ -130,8 +130,8 @@ REFUSED: tuple[RefusedOption, ...] = (
 # All other options in the documentation of llama-server and LMI: first switches, then options with a value.
 _MEANINGLESS_FLAGS = """
 swa-full perf escape e kv-offload kvo nkvo repack nr no-host mlock mmap direct-io dio cpu-moe cmoe check-tensors
-op-offload backend-sampling bs kv-unified kvu context-shift special sp spm-infill mmproj-auto mmproj-offload
-prefill-assistant cache-idle-slots lora-init-without-apply skip-chat-parsing props reuse-port webui ui-mcp-proxy
+op-offload backend-sampling bs kv-unified kvu special sp spm-infill mmproj-auto mmproj-offload
+cache-idle-slots lora-init-without-apply skip-chat-parsing props reuse-port webui ui-mcp-proxy
 webui-mcp-proxy agent ag reasoning-preserve log-disable log-jsonl log-prefix log-timestamps
 cors-credentials no-ui spec-default spec-draft-backend-sampling spec-draft-cpu-moe cmoed cpu-moe-draft
 record-acceptance-rate enable-chunked-prefill enable-streaming low-cpu-mem-usage parallel-loading
@@ -144,7 +144,7 @@ verbosity lv log-verbosity lookup-cache-static lcs lookup-cache-dynamic lcd kv-u
 swa-checkpoints checkpoint-min-step cms cache-ram cram mmproj-url mmu mmproj-device mmdev image-min-tokens
 image-max-tokens mtmd-batch-max-tokens video-fps video-timestamp-interval video-ffmpeg-dir path cors-methods
 cors-headers ui-config webui-config ui-config-file webui-config-file tools tools-runtime mcp-servers-config
-mcp-servers-json threads-http cache-reuse slot-save-path media-path slot-prompt-similarity sps log-prompts-dir
+mcp-servers-json threads-http cache-reuse media-path slot-prompt-similarity sps log-prompts-dir
 reasoning-budget-message spec-synth-len spec-synth-rates spec-draft-p-min draft-p-min spec-draft-p-split draft-p-split
 spec-draft-threads td threads-draft spec-draft-threads-batch tbd threads-batch-draft spec-draft-type-k ctkd
 cache-type-k-draft spec-draft-type-v ctvd cache-type-v-draft spec-draft-device devd device-draft spec-draft-ngl ngld
@@ -220,6 +220,9 @@ MEANINGLESS: tuple[MeaninglessOption, ...] = (
     MeaninglessOption("jinja", is_flag=True, why="chat templates are always Jinja", neutral="on"),
     MeaninglessOption("metrics", is_flag=True, why="GET /metrics is always there", neutral="on"),
     MeaninglessOption("warmup", is_flag=True, why="only accelerators are warmed up", neutral="on"),
+    MeaninglessOption("context-shift", is_flag=True, why="a text ends with the context: raise ctx-size", neutral="off"),
+    MeaninglessOption("prefill-assistant", is_flag=True, why="send continue_final_message in requests", neutral="off"),
+    MeaninglessOption("slot-save-path", why="common beginnings of prompts are cached in memory"),
     *(MeaninglessOption(name, is_flag=True) for name in _MEANINGLESS_FLAGS.split()),
     *(MeaninglessOption(name) for name in _MEANINGLESS_VALUES.split()),
     *(MeaninglessOption(name) for name in _MEANINGLESS_IN_LMI.split()),
