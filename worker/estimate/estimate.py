@@ -80,7 +80,9 @@ def estimate(options: Estimate) -> Estimated:
     torch.set_num_threads(options.threads)
     memory.keep_small()
     config = snapshot.load_config(options)
-    device, resident = device_of(options), memory.resident()
+    device = device_of(options)
+    # Measured around the imports and the tokenizer: on accelerators only what this model adds to the process counts.
+    resident = memory.resident()
     quantization.bring_library(quantization.method(options, config))  # raises for a method that cannot be loaded
     importlib.import_module("worker.engines.transformers.engine")  # whose code is in the memory of a worker, too
     tokenizer = snapshot.load_tokenizer(options)

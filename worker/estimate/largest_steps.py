@@ -61,6 +61,8 @@ class GenerationSteps:
         and with logprobs of the prompt."""
         rows, chunk = self.capacity.rows, self._chunk
         has_states = isinstance(self.runner, AlignedRunner) and self.runner.has_states
+        # A chunk at the far end of the context attends to the most keys. All rows decoding need the most logits, which
+        # decides where the vocabulary outweighs the layers.
         last = self.segment(rows - 1, self.ctx_size - chunk, chunk)
         yield self.step(*self.drafts(rows - 1), last)
         yield self.step(*self.drafts(rows))

@@ -426,7 +426,7 @@ def test_a_token_is_drawn_with_the_number_of_its_place_however_early(loaded: Any
     sequence.append(50)
 
     class Even:
-        vocab_size, bytes = 1000, 0
+        vocab_size = 1000
 
         def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
             return torch.zeros(1, 1000)
@@ -450,7 +450,7 @@ class PositionRunner:
     segments that read another one: the loop would catch an exception. Output token number `end` of a sequence is the
     stop token, all others are 7."""
 
-    vocab_size, bytes = 10, 0
+    vocab_size = 10
 
     def __init__(self, ends: dict[int, int]):
         self.ends = ends  # by sequence id

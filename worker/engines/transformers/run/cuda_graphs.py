@@ -152,10 +152,6 @@ class GraphRunner:
         return self._runner.vocab_size
 
     @property
-    def bytes(self) -> int:
-        return self._runner.bytes
-
-    @property
     def buffer_bytes(self) -> int:
         """Bytes on the device, without graphs and cache."""
         return self._numbers.nbytes + self._logits.nbytes

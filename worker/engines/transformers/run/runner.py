@@ -23,10 +23,6 @@ class Runner(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the cache. It is allocated at load and does not grow."""
-
     def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Logits `[sum of segment.logits, vocab]` in float32, in the order of the segments.
 
@@ -93,6 +89,7 @@ class PagedRunner:
 
     @property
     def bytes(self) -> int:
+        """Bytes of the cache. It is allocated at load and does not grow."""
         return self._cache.bytes
 
     def bytes_on(self, device: torch.device) -> int:
