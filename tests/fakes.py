@@ -2,8 +2,8 @@
 need to run the fake program of `fake_worker.py` in real ones.
 
 `VirtualLoop` makes time jump: when nothing is ready, the clock goes to the next timer at once. When there is no timer
-either, whoever still waits waits for ever, and that is an error (`Deadlock`). `FakeLauncher` runs no program; it keeps
-a journal of what it was asked to do, so that a test reads `["download c", "stop b", "start c"]`.
+either, a task that still waits would wait for ever, which is an error (`Deadlock`). `FakeLauncher` runs no program; it
+keeps a journal of its orders, so that a test reads `["download c", "stop b", "start c"]`.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""scripts/bench_engine: what it computes from what it measured, and that everybody really takes part."""
+"""scripts/bench_engine: its figures from given measurements, and a run in which every engine takes part."""
 
 import json
 import os

@@ -58,7 +58,7 @@ def map_path_parameters(context, parameters):
 '''
 CONFIG = """
 [checks]
-# answers here, and no faults: 501, this model or this server cannot do that; 503, a model that somebody has unloaded
+# answers here, and no faults: 501, this model or this server cannot do that; 503, a model that is unloaded
 not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "501", "503"]
 negative_data_rejection.expected-statuses = ["4xx", "501", "503"]
 # no schema says what else a request must be: within the context, of fields that go together, a grammar that compiles

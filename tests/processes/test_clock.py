@@ -39,11 +39,11 @@ async def test_nothing_expires_because_the_wall_clock_jumps(tmp_path: Path) -> N
             shown = datetime.fromisoformat((await _ollama(up.client, "a"))["expires_at"])
             wanted = datetime.now(UTC).timestamp() + hours * HOUR + 1800
             assert abs(shown.timestamp() - wanted) < 60, "what is shown follows the wall clock"
-            # somebody loads, so that it is planned anew who is to leave
+            # a load makes the planner choose victims again
             assert (await up.client.post(CHAT, json=chat(newcomer))).status_code == 200
             assert (await up.client.post(CHAT, json=chat("a"))).status_code == 200
             assert error_of(await up.client.post(CHAT, json=chat("broken"))) == (500, "load_failed")
-            assert before.items() <= (await up.workers()).items(), "somebody left"
+            assert before.items() <= (await up.workers()).items(), "a worker was evicted"
         go.touch()
         assert (await waiting).status_code == 200
         later = await _events(up.client, after=began[-1])

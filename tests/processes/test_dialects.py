@@ -131,7 +131,7 @@ async def test_ollamas_client_raises_when_a_worker_is_lost(tmp_path: Path) -> No
 
 
 async def test_ollamas_client_waits_through_a_load_and_gets_its_lines(tmp_path: Path) -> None:
-    """Ollama streams unless it is told not to, and has no comments: while nothing comes, lines say nothing."""
+    """Ollama streams by default and has no comments: until a token comes, lines have an empty text."""
     last = line(response="", done_reason="stop", done=True)
 
     async def answer(upstream: Upstream) -> None:

@@ -88,7 +88,7 @@ async def test_the_line_is_served_as_it_came(one: Router, tmp_path: Path) -> Non
 
 
 async def test_the_request_that_loaded_a_model_is_answered_before_its_eviction(one: Router, tmp_path: Path) -> None:
-    """Its request is on its way to the worker when somebody else wants the place."""
+    """Its request is on its way to the worker when another model needs its place."""
     up_to = tmp_path / "up-to"
     await one.serve(tmp_path, three(tmp_path, a={"_hold_load": str(up_to)}))
     first = tokenize(one, "a")

@@ -1,4 +1,4 @@
-"""A chunk that comes alone goes past the parser in its framing, and nobody can tell it from one that is parsed."""
+"""A chunk that comes alone is passed on without parsing. The response is the same as with parsing."""
 
 import asyncio
 import itertools

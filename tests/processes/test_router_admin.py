@@ -77,7 +77,7 @@ async def test_log_lines_can_be_followed_from_where_one_left(tmp_path: Path) -> 
         async with up.client.stream("GET", "/router/logs/sse", params=query, headers=headers) as response:
             assert response.headers["content-type"] == "text/event-stream"
             async for line in response.aiter_lines():
-                if line == ": open" and text == "POST":  # what is said while somebody listens
+                if line == ": open" and text == "POST":  # text that is logged while a client follows the log
                     await up.client.post("/v1/chat/completions", json=chat("a"))
                 if line.startswith("data: "):
                     told = json.loads(line.removeprefix("data: "))

@@ -94,7 +94,7 @@ async def test_a_disk_that_does_not_answer_holds_up_neither_other_models_nor_the
     file = presets(tmp_path, {"a": {}, "gone": {}})
     unanswered = tmp_path / "snapshots" / "gone" / "tokenizer_config.json"
     unanswered.unlink()
-    os.mkfifo(unanswered)  # whoever opens it waits for a writer that never comes
+    os.mkfifo(unanswered)  # opening it blocks, since no writer comes
     async with router("--models-preset", str(file), *MARGIN) as up:
         asked = asyncio.create_task(up.client.post(PATH, json=chat("gone")))
         await up.becomes("gone", "loading")

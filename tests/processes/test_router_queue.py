@@ -21,7 +21,7 @@ from worker.protocol.routes import ROUTES
 
 PATH = "/v1/chat/completions"
 PATIENCE, TIMEOUT = 10.0, 2.0
-"""Seconds: as it is unless told, and as it is told here."""
+"""Seconds: the default, and the value in these tests."""
 ONE_PLACE = ("--models-max", "1", "--models-memory-margin", "64", "--queue-timeout", f"{TIMEOUT:.0f}")
 SOON = ("--stream-commit-seconds", "0.05", "--sse-ping-interval", "0.1")
 

@@ -311,7 +311,7 @@ def test_a_command_line_needs_neither_server_nor_gpu_libraries() -> None:
 
 
 def test_an_interrupted_start_is_reported_in_one_line(tmp_path: Path) -> None:
-    """The preset is a pipe that nobody writes to, so the start waits for it until it is interrupted."""
+    """The preset is a pipe without a writer, so the start waits for it until it is interrupted."""
     pipe = tmp_path / "models.ini"
     os.mkfifo(pipe)
     process = subprocess.Popen(

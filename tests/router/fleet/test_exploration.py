@@ -25,8 +25,8 @@ def test_a_seed_that_failed_once_holds(seed: int) -> None:
 
 
 def test_every_request_ends_once_and_the_kth_in_the_queue_waits_no_longer_than_stated() -> None:
-    """Its lease is back, and a quiet loop has no waiter: if nothing is left to happen while somebody waits,
-    `run_virtual` raises. The bound of a wait is checked in calm worlds."""
+    """Its lease is returned. `run_virtual` raises if no event is left while a request waits. The bound of a wait is
+    checked in calm worlds."""
     done = subprocess.run([sys.executable, SCRIPT, "--seeds", str(SEEDS)], capture_output=True, text=True, check=False)
     report = json.loads(done.stdout)
     assert (done.stderr, report["failed"], report["seeds"]) == ("", [], SEEDS)

@@ -86,9 +86,8 @@ def overtaken(fleet: Fleet, plan: Plan) -> list[DeviceId]:
 
 
 def superfluous(fleet: Fleet, plan: Plan) -> list[int]:
-    """Victims without whose leaving the one they leave for, and everybody ahead of it, would have its place as soon.
-
-    No victim leaves for more than the least of a range.
+    """Victims that need not be evicted: the demand they make room for, and all demands ahead of it, would start as soon
+    without that. No victim is evicted for more than the least of a range.
     """
     line = fleet.line
     found = []

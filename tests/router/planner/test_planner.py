@@ -335,7 +335,7 @@ def test_a_claim_protects_its_place_from_those_behind() -> None:
 
 
 def test_no_victim_leaves_for_a_place_that_is_not_available_yet() -> None:
-    """9 counts on what 8 leaves over of 1's memory. To send 2 away before 1 may leave would help nobody."""
+    """9 needs the memory of 1 that 8 does not take. To evict 2 before 1 may be evicted would start neither."""
     residents = [resident(1, {GPU[0]: 60}, busy=True), resident(2, {GPU[0]: 40})]
     plan = decide([demand(8, 50, since=NOW - 1), demand(9, 45)], residents, ONE)
     assert (plan.evict, plan.waits[8].victims, plan.waits[9].victims) == ({}, (1,), (2,))
@@ -366,7 +366,7 @@ def test_the_refusal_names_the_place_that_comes_nearest() -> None:
 
 def test_foreign_memory_makes_a_demand_wait_not_fail() -> None:
     plan = decide([demand(9, 60)], [resident(1, {GPU[0]: 10})], ONE, foreign={GPU[0]: 80})
-    assert (plan.refuse, plan.evict) == ({}, {}), "nobody leaves in vain"
+    assert (plan.refuse, plan.evict) == ({}, {}), "no model is evicted in vain"
     assert (plan.waits[9].cause, plan.waits[9].place) == ("memory", ())
     assert plan.waits[9].shortage == {GPU[0]: (60, 10)}
 

@@ -62,7 +62,7 @@ def test_a_range_changes_nothing_but_the_grant(fleet: Fleet) -> None:
 
 @law
 def test_no_victim_is_superfluous(fleet: Fleet) -> None:
-    """If any one stayed, the one it leaves for, or somebody ahead of that, would not have its place, or later."""
+    """If any victim stayed, its demand, or a demand ahead of that, would start later or not at all."""
     assert superfluous(fleet, fleet.ask()) == []
 
 

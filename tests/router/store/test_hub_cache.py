@@ -1,4 +1,4 @@
-"""Deleting from the hub cache: what was asked for goes, what somebody else needs stays."""
+"""Deleting from the hub cache: the named snapshot is deleted, files that other models need are kept."""
 
 import fcntl
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_files_of_a_running_download_are_kept(tmp_path: Path, alone: bool) -> No
         fcntl.flock(writing, fcntl.LOCK_EX)
         remove(str(tmp_path), "org/name", "gone", alone=alone)
     snapshots, blobs = left(folder)
-    assert snapshots == ({OLD} if alone else {OLD, NEW})  # nobody else: it was mine
+    assert snapshots == ({OLD} if alone else {OLD, NEW})  # alone: no other model is listed
     assert blobs == {"config", "weights", "theirs.incomplete"}
 
 

@@ -1,4 +1,4 @@
-"""Promises of the cache in blocks: none lost, none shared wrongly, what is found is right, and everybody ends.
+"""The block cache: no block is lost or shared wrongly, found blocks are right, and each sequence ends.
 
 The state machine keeps a pool of its own. What is computed into it depends on a token and all that precede it, as keys
 and values do, and each sequence is read back from there in every step, as attention would.

@@ -1,4 +1,4 @@
-"""Promises about which texts are computed together: little padding, everybody's turn."""
+"""Which texts are computed together: little padding, and each text is computed in its turn."""
 
 from collections import Counter
 
