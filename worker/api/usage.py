@@ -98,6 +98,7 @@ class UsageTotals:
             prompt_n=self._prompt_tokens - self._cached,
             prefill_seconds=max((timings.prefill_seconds for timings in self._latest.values()), default=0.0),
             completion_tokens=self._completion_tokens,
+            first_tokens=len(self._latest),
             decode_seconds=max((timings.decode_seconds for timings in self._latest.values()), default=0.0),
         )
 
@@ -107,8 +108,15 @@ class UsageTotals:
 
 
 def _timings(
-    *, cached: int, prompt_n: int, prefill_seconds: float, completion_tokens: int = 0, decode_seconds: float = 0.0
+    *,
+    cached: int,
+    prompt_n: int,
+    prefill_seconds: float,
+    completion_tokens: int = 0,
+    first_tokens: int = 0,
+    decode_seconds: float = 0.0,
 ) -> Json:
+    decoded = max(completion_tokens - first_tokens, 0)  # the prefill computes the first token of each choice
     return {
         "cache_n": cached,
         "prompt_n": prompt_n,
@@ -117,8 +125,8 @@ def _timings(
         "prompt_per_second": _rate(prompt_n, prefill_seconds),
         "predicted_n": completion_tokens,
         "predicted_ms": decode_seconds * 1e3,
-        "predicted_per_token_ms": _rate(decode_seconds * 1e3, completion_tokens),
-        "predicted_per_second": _rate(completion_tokens, decode_seconds),
+        "predicted_per_token_ms": _rate(decode_seconds * 1e3, decoded),
+        "predicted_per_second": _rate(decoded, decode_seconds),
     }
 
 

@@ -472,8 +472,8 @@ async def test_the_answer_of_a_chat_has_the_format_of_the_api() -> None:
             "prompt_per_second": (prompt - 2) / 0.5,
             "predicted_n": 2,
             "predicted_ms": 250.0,
-            "predicted_per_token_ms": 125.0,
-            "predicted_per_second": 8.0,
+            "predicted_per_token_ms": 250.0,
+            "predicted_per_second": 4.0,
         },
     }
 
