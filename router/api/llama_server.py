@@ -327,7 +327,9 @@ async def props(call: ApiCall) -> ApiResult:
         "eos_token": texts.eos_token,
         "capabilities": features,
         "build_info": BUILD,
-        "is_sleeping": chosen.model.sleeps,
+        # llama-server's clients wait for it after `sleep-idle-seconds`, also where no --sleep-memory keeps the weights.
+        "is_sleeping": chosen.model.sleeps
+        or (worker is None and chosen.model.reason == "idle" and preset.sleep_idle >= 0),
         "is_loaded": worker is not None and worker.state is State.READY,
     }
 

@@ -339,6 +339,15 @@ async def test_load_unload_and_their_errors(up: Router, tmp_path: Path) -> None:
     assert not is_alive(pid)
 
 
+async def test_a_model_past_its_sleep_idle_seconds_is_sleeping_for_clients_of_llama_server(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {"sleep-idle-seconds": "0"}})
+    async with router("--models-preset", str(file), *MARGIN) as up:
+        assert (await up.client.get("/props?model=a")).json()["is_sleeping"] is False
+        assert (await up.client.post("/v1/chat/completions", json=chat("a"))).status_code == 200
+        await up.becomes("a", "unloaded")
+        assert (await up.client.get("/props?model=a")).json()["is_sleeping"] is True
+
+
 @pytest.mark.skipif((lockable() or 1 << 60) < 8 << 20, reason="this user may not lock 8 MiB of memory")
 async def test_an_evicted_model_sleeps_in_main_memory_until_it_is_asked_for_or_unloaded(tmp_path: Path) -> None:
     file = presets(tmp_path, {"a": {}, "b": {}})
