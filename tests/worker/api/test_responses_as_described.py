@@ -82,6 +82,10 @@ async def test_answers_and_frames_match_the_schemas(path: str, *, speaks: bool) 
             async with world.client.post(world.url + path, json={**body, "stream": True}) as answer:
                 received = await answer.text()
                 media = answer.content_type
+            if media == "application/json":  # an Ollama call without a prompt only loads the model
+                assert not body
+                judge(path, 200, media).validate(json.loads(received))
+                continue
             schema = DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"][media]["schema"]
             frame = schema.get("contentSchema") or contained(schema["properties"]["data"])
             validator = jsonschema.Draft202012Validator({**frame, "components": DOCUMENT["components"]})
