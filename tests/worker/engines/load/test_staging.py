@@ -176,7 +176,7 @@ def anonymous() -> int:
 @pytest.mark.slow
 def test_main_memory_holds_the_ring_and_no_more(tmp_path: Path) -> None:
     """The target, which would be the device's, is measured first; the file is 80 MiB, the ring 1 MiB."""
-    # glibc gives memory of more than 32 MiB back at once, whatever was allocated before (M_MMAP_THRESHOLD of mallopt(3)).
+    # glibc gives memory of more than 32 MiB back at once, whatever came before (M_MMAP_THRESHOLD of mallopt(3)).
     save_file({"a": torch.ones(40 << 18), "b": torch.ones(40 << 18)}, tmp_path / "model.safetensors")
     file = WeightFile(tmp_path / "model.safetensors")
     model = Holder(file)
