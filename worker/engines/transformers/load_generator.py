@@ -26,7 +26,7 @@ from worker.engines.transformers.run.cache_probe import UnsupportedCache
 from worker.engines.transformers.run.draft_model import DraftModel
 from worker.engines.transformers.run.runner import PagedRunner, Runner
 from worker.engines.transformers.run.vision import ImageReader, VisionTower, load_image_processor
-from worker.engines.transformers.run.warmup import record, warm_up
+from worker.engines.transformers.run.warmup import compute_largest_steps, record, warm_up
 from worker.engines.transformers.schedule.kv_cache import BlockAllocator, RowAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.speculation import DraftLength
@@ -37,9 +37,9 @@ from worker.protocol.argv import Serve, decode_adapters
 from worker.protocol.events import Exit
 from worker.protocol.memory import DRAFT_LOGITS, DRAW_BYTES, PROMPT_LOGITS
 
-# Multiply-adds of a warmup on the CPU, at most: it is computed in about a second. A guess. The steps of a larger model
-# are a smaller part of its memory, and the first request should not wait for them.
-MOST_WARMUP_WORK = 1 << 34
+# Multiply-adds of a warmup on the CPU, at most: about half a second. A guess. The steps of a larger model are a smaller
+# part of its memory, and the first request should not wait for them.
+MOST_WARMUP_WORK = 1 << 33
 
 log = logging.getLogger(__name__)
 Progress = Callable[[events.Progress], None]
@@ -231,7 +231,7 @@ def _warms_up(loaded: loader.LoadedModel, options: Serve, config: Any, ctx_size:
     text = config.get_text_config(decoder=True)
     attention = 2 * (getattr(text, "num_hidden_layers", 0) or 0) * (getattr(text, "hidden_size", 0) or 0) * ctx_size
     elements = sum(weight.numel() for weight in loaded.model.parameters())
-    tokens = 2 * min(options.prefill_chunk, ctx_size) + 4 * options.parallel
+    tokens = min(options.prefill_chunk, ctx_size) + 2 * options.parallel
     return bool(tokens * (elements + attention) <= MOST_WARMUP_WORK)
 
 
@@ -254,8 +254,10 @@ def _first_steps(
         if loaded.device.type == "cpu":
             loaded.unmapped.start()
             loaded.unmapped.finish()  # the warmup reads all weights, and they must not count twice
-            prefill_budget = PrefillBudget()  # the first steps are slower than others here, as they map memory
-        warm_up(backend, capacity, prefill_budget, chunk=chunk, ctx_size=ctx_size, progress=progress)
+            # No timed steps: the first steps are slower than others here, as they map memory.
+            compute_largest_steps(backend, capacity, chunk=chunk, ctx_size=ctx_size)
+        else:
+            warm_up(backend, capacity, prefill_budget, chunk=chunk, ctx_size=ctx_size, progress=progress)
     if is_parallel:
         return backend
     overhead.measure()

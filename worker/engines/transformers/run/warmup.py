@@ -26,8 +26,7 @@ def warm_up(
     """Compute steps that choose kernels and teach `prefill_budget` the cost of a token, then the largest steps.
 
     Prompt chunks lie at the end of the context and double in size. Decode steps have one row at the beginning of the
-    context, and all rows at its end. The largest steps are a whole chunk beside all other rows, and all rows alone,
-    both with the most expensive sampling: buffers reach their final size, and the peak measured now is the worker's.
+    context, and all rows at its end.
     """
     size = min(chunk, 16)
     while True:
@@ -36,10 +35,19 @@ def warm_up(
         if size == chunk:
             break
         size = min(2 * size, chunk)
-    batch = tuple(_segment(capacity, row, ctx_size - 1, 1) for row in range(capacity.rows))
+    batch = _all_rows(capacity, ctx_size)
     for _ in range(2):  # the first run of a shape includes the choice of kernels, the second its real time
         _time_step(runner, prefill_budget, (_segment(capacity, 0, min(1, ctx_size - 1), 1),))
         _time_step(runner, prefill_budget, batch)
+    compute_largest_steps(runner, capacity, chunk=chunk, ctx_size=ctx_size)
+
+
+def compute_largest_steps(runner: Runner, capacity: RowAllocator, *, chunk: int, ctx_size: int) -> None:
+    """Compute a whole chunk beside all other rows, and all rows alone, both with the most expensive sampling.
+
+    Buffers reach their final size, and the peak measured now is the worker's.
+    """
+    batch = _all_rows(capacity, ctx_size)
     last = _segment(capacity, capacity.rows - 1, ctx_size - chunk, chunk)
     for largest in ((*batch[:-1], last), batch):
         _compute(runner, largest, COSTLIEST_SAMPLING)
@@ -61,6 +69,11 @@ def record(
             recorded, prefill_budget, tuple(_segment(capacity, row, min(1, ctx_size - 1), 1) for row in range(rows))
         )
     return recorded
+
+
+def _all_rows(capacity: RowAllocator, ctx_size: int) -> tuple[Segment, ...]:
+    """A decode step of all rows at the end of the context."""
+    return tuple(_segment(capacity, row, ctx_size - 1, 1) for row in range(capacity.rows))
 
 
 def _segment(capacity: RowAllocator, row: int, start: int, length: int) -> Segment:
