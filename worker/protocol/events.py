@@ -204,8 +204,7 @@ _NAMES = {kind: name for name, kind in EVENTS.items()}
 
 
 def encode(event: Event) -> bytes:
-    """Return one line, ending in a newline. The member `event` comes first: the router recognizes `request` lines by
-    their first bytes."""
+    """Return one line, ending in a newline, with the name of the event as its first member."""
     body = {"event": _NAMES[type(event)], **dataclasses.asdict(event)}
     return json.dumps(body, separators=(",", ":")).encode() + b"\n"
 
