@@ -89,7 +89,8 @@ async def test_llama_servers_quick_start_answers_its_completion(tmp_path: Path) 
     words = starter("llama-server", "-m models/7B*")
     make("llama", tmp_path / "models" / "7B")
     async with router(*words, "--fork-server", working=tmp_path) as up:
-        body = {"prompt": "Building a website can be done in 10 simple steps:", "n_predict": 16}
+        # Random weights may draw an end token.
+        body = {"prompt": "Building a website can be done in 10 simple steps:", "n_predict": 16, "ignore_eos": True}
         answer = await up.client.post("/completion", json=body)
         assert answer.status_code == 200, answer.text
         assert answer.json()["tokens_predicted"] == 16
