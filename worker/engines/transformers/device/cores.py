@@ -1,8 +1,8 @@
 """Threads of a step beside other programs on the same cores.
 
 OpenMP threads spin at the end of each parallel region until the last one arrives. That is fastest while each thread has
-a core. While others compute on the cores, the threads spin in turns, and steps take up to ten times as long as with one
-thread. Shorter spinning (GOMP_SPINCOUNT) was rejected: one short enough for busy cores is slower than one thread
+a core. While other programs use the cores, the threads spin in turns. Steps then take up to ten times as long as with
+one thread. Shorter spinning (GOMP_SPINCOUNT) was rejected: one short enough for busy cores is slower than one thread
 on quiet ones. docs/engine.md has the measurements.
 """
 
