@@ -35,8 +35,11 @@ LONGEST = (
 )
 """Files that run first. pytest-xdist gives a whole file to one process, so a long file at the end would run alone."""
 
-settings.register_profile("busy", deadline=None)  # the time that one example takes depends on the machine
-settings.load_profile("busy")
+# No deadline: the time that one example takes depends on the machine. The same examples in each run: a failure belongs
+# to a change. `pytest --hypothesis-profile random` draws others.
+settings.register_profile("random", deadline=None)
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.load_profile("same")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background commands with SIGINT ignored, and programs under test would inherit that.

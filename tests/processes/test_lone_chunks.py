@@ -102,7 +102,7 @@ PIECES = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(pieces=st.lists(PIECES, max_size=8), cuts=st.lists(st.integers(0, 300), max_size=4), takes=st.integers(-1, 3))
 @example(pieces=[chunk(b"abc"), b"3", b"\r\nabc\r\n"], cuts=[], takes=-1)
 @example(pieces=[chunk(b"abc") + b"1", chunk(b"abc")], cuts=[], takes=-1)  # its size is 13 in hexadecimal

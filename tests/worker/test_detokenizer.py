@@ -46,7 +46,7 @@ def test_bytes_are_held_until_their_character_is_complete() -> None:
     assert pieces(tokens) == ["", "", "", "🦊", ""]
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400)
 @given(st.lists(st.integers(0, VOCABULARY - 1), max_size=80), st.lists(st.integers(0, VOCABULARY - 1), max_size=4))
 def test_any_byte_level_tokens_add_up_to_the_decoded_text(tokens: list[int], prompt: list[int]) -> None:
     said = "".join(pieces(tokens, prompt))
@@ -97,7 +97,7 @@ def test_tokens_of_the_stop_string_are_not_counted() -> None:
     assert shown("abcSTOPxyz", ["STOP"], 2)[2] == 2, "the token across the border belongs to the text"
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(st.text("ab🦊", max_size=40), st.lists(st.text("ab🦊", min_size=1, max_size=4), max_size=3), st.integers(1, 5))
 def test_the_shown_text_ends_before_the_first_stop_string(text: str, stops: list[str], size: int) -> None:
     said, stop, _ = shown(text, stops, size)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config import preset_keys
@@ -19,7 +19,6 @@ from router.config.resolve import LoadedPresets
 from tests.router.preset_texts import Disk, complaint, complaints, one, read
 from worker.fetch import demo
 
-steady = settings(derandomize=True, deadline=None)
 CONFIG = Path(__file__).parents[3] / "config"
 
 
@@ -511,7 +510,6 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
-@steady
 @given(SETTINGS)
 def test_the_flags_of_a_preset_make_the_same_preset_again(wanted: dict[str, str]) -> None:
     loaded = read("[m]\nmodel = demo:a\n" + "".join(f"{key} = {value}\n" for key, value in wanted.items()))
@@ -526,13 +524,11 @@ def test_the_flags_of_a_preset_make_the_same_preset_again(wanted: dict[str, str]
     assert read("\n".join(lines)).presets["m"] == preset
 
 
-@steady
 @given(st.text(st.characters(codec="utf-8") | st.sampled_from("[]=\n"), max_size=300))
 def test_any_file_is_read_without_an_exception(text: str) -> None:
     assert isinstance(read(text, environ={}), LoadedPresets)
 
 
-@steady
 @given(
     st.lists(st.tuples(st.sampled_from(sorted(preset_keys.WORDS)), st.text(st.characters(codec="utf-8"), max_size=12)))
 )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config.effective import effective
@@ -65,7 +65,6 @@ def test_lines_have_the_numbers_of_the_file() -> None:
     assert problems == [Problem("f", 4, "m", "", "neither a comment nor key=value")]
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.text(st.characters(codec="utf-8") | st.sampled_from("\\=:#\n u0"), max_size=60))
 def test_any_text_is_read_without_an_exception(text: str) -> None:
     read("[m]\nimport = /m/x", disk=disk(text))

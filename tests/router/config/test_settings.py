@@ -6,7 +6,7 @@ import hashlib
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config.api_keys import ApiKey, configured_keys, parse_keys
@@ -14,8 +14,6 @@ from router.config.option_types import MIB
 from router.config.settings import BY_VARIABLE, GROUPS, OPTIONS, Settings, hub_cache, is_local, parse
 from router.errors import ConfigError
 from router.planner.ledger import DeviceShare
-
-steady = settings(derandomize=True, deadline=None)
 
 
 def parsed(given: dict[str, str] | None = None, environ: dict[str, str] | None = None) -> Settings:
@@ -188,7 +186,6 @@ def test_the_hub_cache_is_where_the_hub_library_looks() -> None:
     assert hub_cache({"HOME": "/d"}) == "/d/.cache/huggingface/hub"
 
 
-@steady
 @given(st.dictionaries(st.sampled_from([option.flag for option in OPTIONS]), st.text(max_size=12)))
 def test_any_text_for_any_option_is_read_or_refused(given: dict[str, str]) -> None:
     parse(given, {})
@@ -259,7 +256,6 @@ def test_a_key_does_not_show_its_digest() -> None:
     assert "digest" not in repr(ApiKey(digest=sha("a")))
 
 
-@steady
 @given(st.text(max_size=80), st.booleans())
 def test_any_key_file_is_read_or_refused(text: str, admin: bool) -> None:
     with contextlib.suppress(ConfigError):

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config.presets import Preset
@@ -389,7 +389,6 @@ def test_an_accelerator_has_its_context_and_main_memory_the_process() -> None:
     assert found.total == found.shards[0] + BESIDE
 
 
-@settings(deadline=None)
 @given(facts=checkpoints, said=presets, on_host=st.booleans(), more=st.integers(1, 900))
 def test_an_estimate_never_falls_when_anything_grows(facts: Checkpoint, said: Preset, on_host: bool, more: int) -> None:
     base = estimate(facts, said, on_host=on_host)
@@ -403,7 +402,6 @@ def test_an_estimate_never_falls_when_anything_grows(facts: Checkpoint, said: Pr
     assert min(base.shards) > 0
 
 
-@settings(deadline=None)
 @given(
     facts=checkpoints,
     said=presets,
@@ -445,7 +443,6 @@ def test_a_model_of_real_size_needs_less_when_quantized_steps_included() -> None
     assert sorted(sizes, reverse=True) == sizes
 
 
-@settings(deadline=None)
 @given(
     facts=checkpoints,
     said=presets,
@@ -559,7 +556,6 @@ def test_a_model_that_generates_has_memory_for_grammars() -> None:
     assert estimates.grammar_bytes(QWEN3_4B, preset(task="embed")) == 0
 
 
-@settings(deadline=None)
 @given(facts=checkpoints, said=presets, counts=st.lists(st.integers(1, 8), min_size=2, max_size=5))
 def test_splitting_loses_nothing(facts: Checkpoint, said: Preset, counts: list[int]) -> None:
     layers = sum(counts)
@@ -616,7 +612,6 @@ def test_states_of_all_sequences_are_in_the_least_cache_of_blocks() -> None:
     assert found.kv_step == (16 * per_token,)
 
 
-@settings(deadline=None)
 @given(facts=checkpoints, said=presets, rows=st.integers(1, 32))
 def test_the_range_is_the_cache_of_as_many_kv_tokens(facts: Checkpoint, said: Preset, rows: int) -> None:
     """A worker gets its grant as kv-tokens, so each size of the range must be that of a preset with this key."""

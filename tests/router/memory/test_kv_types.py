@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from router.config.presets import Preset
@@ -48,7 +48,6 @@ def test_only_another_type_than_the_models_is_dequantized() -> None:
     assert same == compute_bytes(QWEN3_4B, preset(), 4096, on_host=True)
 
 
-@settings(deadline=None)
 @given(facts=checkpoints, preset=presets, on_host=st.booleans(), name=st.sampled_from(["int8", "int4"]))
 def test_quantised_keys_and_values_never_enlarge(facts: Checkpoint, preset: Preset, on_host: bool, name: str) -> None:
     """A layer is dequantized at a time, so a model with but a few has nothing to gain: real ones have dozens."""

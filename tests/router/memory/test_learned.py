@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router import DISTRIBUTION
@@ -58,7 +58,6 @@ def test_a_learned_figure_counts_up_to_a_bound_above_the_estimate_without_it() -
     assert (huge.weights, huge.context) == (SPLIT.weights, SPLIT.context)
 
 
-@settings(deadline=None)
 @given(
     sizes=st.tuples(*[st.integers(0, 1 << 40)] * 5),
     beside=st.integers(0, 1 << 40),

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config.presets import Preset
@@ -36,7 +36,6 @@ def with_setting(said: Preset, setting: str) -> Preset:
     return replace(said, **changes)
 
 
-@settings(deadline=None)
 @given(
     ctx_size=st.sampled_from([300, 4096, 32768, 40000]),
     parallel=st.integers(1, 64),

@@ -45,7 +45,6 @@ def test_foreign_memory_beside_one_worker(used: int, one: Resident, expected: in
     assert foreign(Ledger(), used, [one]) == expected
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.integers(0, 40), st.lists(st.integers(1, 10), max_size=5))
 def test_the_driver_figure_is_foreign_or_ours(others: int, ours: list[int]) -> None:
     residents = [resident(id, {GPU[0]: size}) for id, size in enumerate(ours)]
@@ -165,7 +164,7 @@ def test_without_memory_only_slots_can_be_short() -> None:
 # Several views as one
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(0, 1 << 40))
 def test_the_timeline_keeps_the_minimum_of_its_views(seed: int) -> None:
     """The timeline keeps three views. A list of all views gives the same figures."""

@@ -12,7 +12,7 @@ from tests.router.planner.fleets import claim_of
 from tests.router.planner.questions import Fleet, overtaken, starts_too_much, superfluous
 from tests.router.planner.random_fleets import random_fleet
 
-laws = settings(derandomize=True, deadline=None, max_examples=250)
+laws = settings(max_examples=250)
 
 
 def fleets() -> st.SearchStrategy[Fleet]:

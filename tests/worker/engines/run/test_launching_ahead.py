@@ -497,7 +497,7 @@ def _may_share(sequence: TokenSequence, owner: TokenSequence | None, position: i
 
 @pytest.mark.slow
 @example(rows=2, blocks=5, script=[*[(1, 1, 1, 0, None)] * 6, (9, 1, 1, 0, None), *[(40, 10, 10, 0, None)] * 2])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     rows=st.integers(1, 4),
     blocks=st.integers(0, 12),

@@ -87,7 +87,7 @@ def test_odds_are_those_of_the_draw_and_logprobs_those_of_the_model() -> None:
             assert math.exp(logprob) == pytest.approx(odds[token], abs=1e-5)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(
     st.lists(st.integers(-8000, 8000).map(lambda n: n / 1000), min_size=VOCAB, max_size=VOCAB, unique=True),
     st.sampled_from([0.0, 0.5, 1.0, 1.8]),
@@ -152,7 +152,7 @@ def pick_of(row: Row) -> RowSampling:
     )
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400)
 @given(ROWS.filter(lambda row: has_penalties(row[1]) or row[1].logit_bias))
 def test_penalties_and_biases_are_those_of_the_formulas_for_any_history(row: Row) -> None:
     logits, sampling, prompt, answer, at = row
@@ -169,7 +169,7 @@ def test_penalties_and_biases_are_those_of_the_formulas_for_any_history(row: Row
     assert after - probabilities[found.token] - 1e-5 <= at <= after + 1e-5
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(st.lists(ROWS, min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_no_row_depends_on_other_rows(rows: list[Row], chance: Any) -> None:
     alone = [sample(torch.tensor([row[0]]), [pick_of(row)])[0] for row in rows]
@@ -186,7 +186,7 @@ def test_no_row_depends_on_other_rows(rows: list[Row], chance: Any) -> None:
             assert [token for token, _ in found.likelihood.top] == [token for token, _ in expected.likelihood.top]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(
     st.lists(st.one_of(st.floats(-60, 60, width=32), st.just(-math.inf)), min_size=VOCAB, max_size=VOCAB),
     SAMPLINGS,

@@ -86,7 +86,7 @@ class Rows(RuleBasedStateMachine):
 
 
 TestRows = Rows.TestCase
-TestRows.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRows.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_rows_that_end_together_stay_where_they_are() -> None:

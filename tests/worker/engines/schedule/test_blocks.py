@@ -194,7 +194,7 @@ def test_a_sequence_that_grows_in_a_full_pool_evicts_whole_runs_and_not_block_by
     assert len(blocks.table(row).runs) < 20
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(
     rows=st.integers(1, 4),
     room=st.integers(4, 40),
@@ -320,7 +320,7 @@ def answer(each: Sequence) -> int:
     return sum(each.tokens) % 5
 
 
-@settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+@settings(max_examples=60, stateful_step_count=40)
 class AnyTraffic(RuleBasedStateMachine):
     """Arrivals (alone, or several choices of one prompt), steps, cancels, failures and steps without memory."""
 

@@ -17,7 +17,7 @@ def queue(requests: list[list[int]]) -> EncoderQueue[int]:
     return made
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(REQUESTS, st.integers(1, 600))
 def test_every_text_is_computed_once_in_batches_within_budget_and_waste(requests: list[list[int]], budget: int) -> None:
     waiting, done = queue(requests), []
@@ -34,7 +34,7 @@ def test_every_text_is_computed_once_in_batches_within_budget_and_waste(requests
     assert sorted(done) == [(job, index) for job, lengths in enumerate(requests) for index in range(len(lengths))]
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(REQUESTS, st.integers(1, 600))
 def test_requests_take_turns(requests: list[list[int]], budget: int) -> None:
     """A request of k texts among j requests is done after k x j batches."""
@@ -47,7 +47,7 @@ def test_requests_take_turns(requests: list[list[int]], budget: int) -> None:
             assert left[job] or steps <= len(requests[job]) * len(requests)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(st.lists(st.integers(50, 54), min_size=16, max_size=40))
 def test_texts_of_like_length_fill_the_budget(lengths: list[int]) -> None:
     waiting = queue([[length] for length in lengths])

@@ -10,7 +10,7 @@ from worker.engines.transformers.schedule.kv_cache import RowAllocator, pool_blo
 from worker.protocol.memory import BLOCK_TOKENS
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(st.integers(1, 6), st.lists(st.integers(0, 9), max_size=60))
 def test_no_row_is_lost_or_lent_twice(count: int, moves: list[int]) -> None:
     rows, owner = RowAllocator(count), 0

@@ -49,7 +49,7 @@ def test_a_sequence_decodes_once_only_its_newest_token_is_left() -> None:
     assert (fresh.pending, fresh.is_decoding, fresh.preempted) == (4, False, True)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=8),
     st.lists(st.lists(st.integers(0, 3), max_size=4), max_size=6),

@@ -18,7 +18,7 @@ def test_a_draft_is_accepted_up_to_the_first_difference(drafted: list[int], chos
     assert accepted(drafted, chosen) == count
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     text=st.lists(st.integers(0, 3), min_size=1, max_size=60), size=st.integers(1, 4), count=st.integers(1, 8),
     begin=st.integers(1, 60),
