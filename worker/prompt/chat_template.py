@@ -115,6 +115,10 @@ class ChatTemplate:
         """Check whether the source contains `word`. If it does not, a variable of that name has no effect."""
         return word in self._source
 
+    def compares_with(self, text: str) -> bool:
+        """Check whether the source contains `text` as a string: a role of this model only, such as `ipython`."""
+        return f"'{text}'" in self._source or f'"{text}"' in self._source
+
     def render(self, conversation: Conversation) -> str:
         """Render the prompt. Raise InvalidValue with the template's own message if it rejects the messages.
 
@@ -222,7 +226,9 @@ def read(fields: BodyFields, template: ChatTemplate, *, no_vision: str = TEXT_ON
     given = fields.sequence("messages")
     if not given:
         raise InvalidValue("messages must be an array of at least one message", param="messages")
-    messages = [_message(f"messages[{index}]", message, fields, no_vision) for index, message in enumerate(given)]
+    messages = [
+        _message(f"messages[{index}]", message, fields, template, no_vision) for index, message in enumerate(given)
+    ]
     if not template.mentions("developer"):
         messages = [
             {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
@@ -294,13 +300,16 @@ def _parts(message: Json) -> list[str | EncodedImage]:
     return content if isinstance(content, list) else [content or ""]
 
 
-def _message(where: str, message: Any, fields: BodyFields, no_vision: str) -> Json:
+def _message(where: str, message: Any, fields: BodyFields, template: ChatTemplate, no_vision: str) -> Json:
     """Normalize a message for templates: content is a string, or texts and images; tool-call arguments are objects."""
     if not isinstance(message, dict):
         raise InvalidValue(f"{where} must be an object", param=where)
     role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise InvalidValue(f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
+    if not isinstance(role, str) or not (role in ROLES or template.compares_with(role)):
+        raise InvalidValue(
+            f"{where}.role must be one of {', '.join(ROLES)}, or one that the model's chat template names",
+            param=f"{where}.role",
+        )
     for name in ("audio", "function_call"):
         if message.get(name) is not None:
             raise UnsupportedField(f"{where}.{name} is not supported; leave it out", param=f"{where}.{name}")

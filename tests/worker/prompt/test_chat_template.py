@@ -88,6 +88,15 @@ def test_every_role_of_the_api_is_accepted(role: str) -> None:
     assert prompt(said({"role": role, "content": "x"})) == f"[{shown}:x][go]"
 
 
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_a_role_that_only_the_template_names_is_accepted(quote: str) -> None:
+    text = "{% for m in messages %}{{ 'tool' if m.role == 'ipython' else 'other' }}{% endfor %}".replace("'", quote)
+    message = {"role": "ipython", "content": "x"}
+    assert prompt(said(message), template(text)) == "tool"
+    with pytest.raises(InvalidValue, match="or one that the model's chat template names"):
+        prompt(said(message))
+
+
 def test_the_developer_role_is_kept_for_templates_that_mention_it() -> None:
     text = SHOWING + "{# developer #}"
     assert prompt(said({"role": "developer", "content": "x"}), template(text)) == "[developer:x][go]"
