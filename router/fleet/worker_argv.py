@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import TYPE_CHECKING, Any
 
 from router.config.presets import Preset
 from router.fleet.early_start import Phase
 from router.fleet.worker import Worker, estimated
+from router.launch.devices import usable_cores
 from router.launch.interface import Program
 from router.memory.checkpoint_facts import Checkpoint, effective_ctx
 from router.planner.ledger import HOST
@@ -37,7 +37,7 @@ def threads(preset: Preset, *, on_host: bool, ranks: int = 1) -> int:
 
     On the CPU all ranks together use half the cores, so that two workers can run at once.
     """
-    return preset.threads or (max(1, (os.cpu_count() or 2) // 2 // ranks) if on_host else 1)
+    return preset.threads or (max(1, usable_cores() // 2 // ranks) if on_host else 1)
 
 
 def options(worker: Worker, kind: Any, **fields: Any) -> Any:

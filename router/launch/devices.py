@@ -5,6 +5,9 @@ driver fails keeps its last reading and is named in `problems`, and no worker is
 """
 
 import contextlib
+import functools
+import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -333,6 +336,23 @@ def _memory_groups(proc: Path, cgroup: Path) -> Iterator[tuple[Path, Path, _Memo
         root, files = (cgroup / "memory", _VERSION_1) if controllers else (cgroup, _VERSION_2)
         group = root / path.strip("/")
         yield group if group.is_dir() and ".." not in group.parts else root, root, files
+
+
+@functools.cache
+def usable_cores(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """CPU cores that this process may use at once, by its affinity and the quota of its control group (version 2).
+
+    Under a quota of two cores, one thread for each of 64 cores would be stopped for most of each period.
+    """
+    cores = len(os.sched_getaffinity(0))
+    for group, root, files in _memory_groups(proc, cgroup):
+        for parent in (group, *group.parents) if files is _VERSION_2 else ():
+            with contextlib.suppress(OSError, ValueError):
+                quota, period = (parent / "cpu.max").read_text().split()
+                cores = min(cores, math.ceil(int(quota) / int(period)))  # ValueError without a quota: "max"
+            if parent == root:
+                break
+    return max(cores, 1)
 
 
 def _number(file: Path) -> int | None:

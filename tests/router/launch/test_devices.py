@@ -1,11 +1,12 @@
 """Visible accelerators, main memory and the counter of OOM kills. The driver is tested in tests/processes."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from router.errors import ConfigError
-from router.launch.devices import Devices, Found, OomKills, count_oom_kills, visible
+from router.launch.devices import Devices, Found, OomKills, count_oom_kills, usable_cores, visible
 from router.planner.ledger import LOCAL, MAIN_MEMORY, DeviceId, DeviceShare
 
 GIB = 1 << 30
@@ -124,6 +125,22 @@ def test_a_container_that_sees_only_its_own_group_finds_it_at_the_root(machine: 
     machine.write("cgroup/memory.max", f"{2 * GIB}\n")
     machine.write("cgroup/memory.current", f"{GIB}\n")
     assert machine.host() == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "cores"), [("150000 100000", "max 100000", 2), ("max 100000", "1000 100000", 1)]
+)
+def test_the_quota_of_a_control_group_limits_the_cores(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, outer: str, inner: str, cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    machine.write("proc/self/cgroup", "0::/box/inner\n")
+    assert usable_cores(proc=machine.proc, cgroup=machine.cgroup) == 8
+    usable_cores.cache_clear()
+    (machine.cgroup / "box/inner").mkdir(parents=True)
+    machine.write("cgroup/box/cpu.max", f"{outer}\n")
+    machine.write("cgroup/box/inner/cpu.max", f"{inner}\n")
+    assert usable_cores(proc=machine.proc, cgroup=machine.cgroup) == cores
 
 
 def test_a_limit_above_the_machine_changes_nothing(machine: Machine) -> None:
