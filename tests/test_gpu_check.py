@@ -120,6 +120,7 @@ def test_every_part_is_shorter_than_five_minutes(program: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1300)  # two runs of at most --budget seconds
 def test_a_run_that_is_killed_at_any_moment_is_resumed_to_a_whole_table(tmp_path: Path) -> None:
     """The moment is a line of its progress, drawn at random."""
     command = [sys.executable, str(PROGRAM), "--device", "cpu", "--budget", "600"]
