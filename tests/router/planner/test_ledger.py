@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.planner.availability import FreeMemory, FreeMemoryTimeline
-from router.planner.ledger import LOCAL, SLOTS, Device, DeviceId, Ledger, Reading, Resident, in_use, pooled
+from router.planner.ledger import LOCAL, SLOTS, Bytes, Device, DeviceId, Ledger, Reading, Resident, in_use, pooled
 from tests.router.planner.fleets import COUNT, CPU, GPU, machine, resident
 
 WORLD = 100
@@ -251,8 +251,9 @@ def test_victims_are_kept_only_while_the_rest_is_enough(by_driver: bool) -> None
     assert [one.id for one in victims or ()] == [1, 4]
 
 
-def test_memory_that_is_measured_without_a_reservation_is_freed_too() -> None:
-    stray = resident(1, {CPU: 1}, measured={GPU[0]: 50, GPU[1]: 50})
+@pytest.mark.parametrize("further", [{}, {CPU: 1}])
+def test_memory_that_is_measured_without_a_reservation_is_freed_too(further: Bytes) -> None:
+    stray = resident(1, {CPU: 1}, measured={GPU[0]: 50, GPU[1]: 50, **further})
     rows = [Device(id=id, total=100, used=50, foreign=0) for id in GPU[:2]]
     view = FreeMemory(rows, [stray])
     claim = dict.fromkeys(GPU[:2], 80)
