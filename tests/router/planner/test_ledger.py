@@ -251,7 +251,7 @@ def test_victims_are_kept_only_while_the_rest_is_enough(by_driver: bool) -> None
     assert [one.id for one in victims or ()] == [1, 4]
 
 
-@pytest.mark.parametrize("further", [{}, {CPU: 1}])
+@pytest.mark.parametrize("further", [{}, {CPU: 1, COUNT: 1}])
 def test_memory_that_is_measured_without_a_reservation_is_freed_too(further: Bytes) -> None:
     stray = resident(1, {CPU: 1}, measured={GPU[0]: 50, GPU[1]: 50, **further})
     rows = [Device(id=id, total=100, used=50, foreign=0) for id in GPU[:2]]
