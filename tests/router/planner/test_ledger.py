@@ -258,6 +258,8 @@ def test_memory_that_is_measured_without_a_reservation_is_freed_too(further: Byt
     view = FreeMemory(rows, [stray])
     claim = dict.fromkeys(GPU[:2], 80)
     assert view.enough(claim, [stray], view.short(claim)) == (stray,)
+    view.leave(stray)
+    assert not view.short(claim)
 
 
 @pytest.mark.parametrize(("driver", "used"), [(75, 80), (95, 95)])
