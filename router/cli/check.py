@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ from router.memory import checkpoint
 from router.memory.checkpoint_facts import UnknownCheckpoint
 from router.registry import worker_groups
 from router.store.catalogue import find_snapshot
-from worker.protocol.model_config import ROPE_NAMES
+from worker.protocol.model_config import ROPE_NAMES, apply_rope, merge
 
 
 def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
     """Yield what the load of each model would refuse, as far as it shows without torch: the grammar, and of a model on
-    this machine pickled weights and members of `config-override`.
+    this machine pickled weights, members of `config-override`, and RoPE keys that its config.json does not allow.
 
     `cache`: folder of the hub cache. This takes a while, so a start and a reload of the router leave it out.
     """
@@ -38,8 +38,9 @@ def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
                 checkpoint.check_pickles(Path(folder))
         except UnknownCheckpoint as error:
             yield _problem(preset, "model" if preset.path else "hf-repo", error.message)
-        if preset.config_override:
-            yield from _unknown_members(preset, Path(folder) / "config.json")
+        if (preset.config_override or preset.rope) and (stored := _config(Path(folder) / "config.json")):
+            yield from _unknown_members(preset, stored)
+            yield from _rope_faults(preset, stored)
 
 
 def _problem(preset: Preset, key: str, message: str, suggestion: str = "") -> Problem:
@@ -59,17 +60,33 @@ def _grammar_fault(text: str, *, is_schema: bool) -> str:
         return " ".join(str(error).split())
 
 
-def _unknown_members(preset: Preset, config: Path) -> Iterator[Problem]:
+def _config(path: Path) -> dict[str, Any]:
+    """Return config.json; empty if it cannot be read, which is another fault of the load."""
+    try:
+        stored = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return stored if isinstance(stored, dict) else {}
+
+
+def _rope_faults(preset: Preset, stored: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a problem if a RoPE key lacks a key that belongs to it, or contradicts config.json."""
+    try:
+        config = merge(stored, json.loads(preset.config_override or "{}"))
+        apply_rope(config, preset.rope)
+    except ValueError as error:
+        yield _problem(preset, str(error).partition(":")[0], str(error))
+    except (ArithmeticError, AttributeError, TypeError):
+        return  # config.json describes no RoPE: another fault of the load
+
+
+def _unknown_members(preset: Preset, stored: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield a problem for each member of `config-override` that neither config.json nor any configuration of the
     installed transformers mentions. The load knows the members of the model's own configuration only."""
     package = importlib.util.find_spec("transformers")  # finds it without importing it, and so torch
     if preset.python or preset.trust_remote_code or package is None:
         return
-    try:
-        stored = json.loads(config.read_bytes()).keys()
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return  # another fault of the load
-    unknown = json.loads(preset.config_override).keys() - stored - ROPE_NAMES
+    unknown = json.loads(preset.config_override or "{}").keys() - stored.keys() - ROPE_NAMES
     if not unknown:
         return
     for root in map(Path, package.submodule_search_locations or ()):

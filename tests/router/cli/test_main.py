@@ -177,6 +177,28 @@ def test_check_reports_grammars_and_changes_of_config_json_that_no_load_takes(
     ]
 
 
+def test_check_reports_rope_keys_that_the_load_would_refuse(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = write(tmp_path / "m")
+    llama3 = write(tmp_path / "n", rope_scaling={"rope_type": "llama3", "factor": 8.0})
+    path = preset(
+        tmp_path,
+        f"[a]\nmodel = {folder}\nrope-scaling = yarn\n[b]\nmodel = {folder}\nyarn-beta-fast = 16\n"
+        f"[c]\nmodel = {llama3}\ncompress-pos-emb = 4\n[d]\nmodel = {folder}\nrope-scaling = yarn\nrope-scale = 4\n"
+        f"[e]\nmodel = {llama3}\nrope-scale = 1\n",
+    )
+    code, out, _ = run(capsys, "check", path)
+    assert (code, out.splitlines()) == (
+        1,
+        [
+            f"{path}:3: [a] rope-scaling: yarn needs rope-scale, the factor by which the context grows",
+            f"{path}:6: [b] yarn-beta-fast: needs rope-scaling = yarn",
+            f"{path}:9: [c] rope-scale: the checkpoint has RoPE scaling of the kind llama3, which this cannot be"
+            " combined with; remove it, or write other rope_parameters into config-override",
+            "3 faults",
+        ],
+    )
+
+
 SHARED = "[exact]\nmodel = demo:a\ntemp = 0\n[alone]\nmodel = demo:a\nctx-size = 512\n[poet]\nmodel = demo:a\n"
 
 
