@@ -92,6 +92,9 @@ REFUSED: tuple[RefusedOption, ...] = (
     RefusedOption("output-formatter", "a request asks for a stream with stream: true", neutral="json"),
     RefusedOption("tgi-compat", neutral=_OFF, is_flag=True),
     RefusedOption("bedrock-compat", neutral=_OFF, is_flag=True),
+    # With it, LMI batches continuously although rolling_batch is `disable`, which is parallel = 1 here.
+    RefusedOption("async-mode", "requests are always batched continuously; remove rolling_batch = disable beside it",
+                  neutral=_OFF, is_flag=True),
     RefusedOption("mpi-mode", "the router starts its own processes", neutral=f"{_ON} {_OFF}"),
     RefusedOption("entry-point", "the engine's own handler answers; models with handlers of their own are not run",
                   also=("entryPoint", "entrypoint"), neutral="djl_python.huggingface"),
@@ -134,7 +137,7 @@ op-offload backend-sampling bs kv-unified kvu special sp spm-infill mmproj-auto 
 cache-idle-slots lora-init-without-apply skip-chat-parsing props reuse-port webui ui-mcp-proxy
 webui-mcp-proxy agent ag reasoning-preserve log-disable log-jsonl log-prefix log-timestamps
 cors-credentials no-ui spec-default spec-draft-backend-sampling spec-draft-cpu-moe cmoed cpu-moe-draft
-record-acceptance-rate enable-chunked-prefill enable-streaming low-cpu-mem-usage parallel-loading
+enable-chunked-prefill enable-streaming low-cpu-mem-usage parallel-loading
 """
 _MEANINGLESS_VALUES = """
 threads-batch tb cpu-mask C cpu-range Cr cpu-strict prio poll cpu-mask-batch Cb cpu-range-batch Crb cpu-strict-batch
@@ -177,7 +180,19 @@ _REASONS = (
     MeaninglessOption("debug", why="use --log-level debug"),
     *(MeaninglessOption(name, why=_STATED) for name in ("gptq-wbits", "gptq-groupsize", "awq-wbits", "awq-groupsize")),
     MeaninglessOption("gptq-act-order", is_flag=True, why=_STATED),
-    *(MeaninglessOption(name, why=_CONTROLLER) for name in ("controller-address", "worker-address")),
+    # FastChat's parser takes the beginning of an option for it, and its README has --controller and --worker.
+    *(
+        MeaninglessOption(name, why=_CONTROLLER)
+        for name in ("controller-address", "controller", "worker-address", "worker")
+    ),
+    MeaninglessOption("style", why="the chat in the terminal shows plain text"),
+    MeaninglessOption("multiline", is_flag=True, why="the chat in the terminal sends each line"),
+    MeaninglessOption(
+        "record-acceptance-rate",
+        is_flag=True,
+        neutral="off",
+        why="GET /metrics always has the drafted and the accepted tokens",
+    ),
     MeaninglessOption("no-register", is_flag=True, why="the router registers at no controller"),
     MeaninglessOption("dispatch-method", why="the replica with the fewest requests gets the next one"),
     MeaninglessOption("stream-interval", why="each token is sent when it is there", neutral="1"),

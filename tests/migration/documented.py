@@ -11,7 +11,7 @@ DOCUMENTED = {
 
         engine job_queue_size model_id trust_remote_code revision rolling_batch max_rolling_batch_size dtype
         tensor_parallel_degree entryPoint parallel_loading model_loading_timeout output_formatter mpi_mode task
-        low_cpu_mem_usage device_map max_num_batched_tokens tgi_compat enable_streaming
+        low_cpu_mem_usage device_map max_num_batched_tokens tgi_compat enable_streaming async_mode
 
         load_on_devices translatorFactory batch_size max_batch_delay max_idle_time log_request_metric
         metrics_aggregation minWorkers maxWorkers gpu.minWorkers gpu.maxWorkers cpu.minWorkers cpu.maxWorkers
@@ -23,10 +23,11 @@ DOCUMENTED = {
         SERVING_JOB_QUEUE_SIZE SERVING_MODEL_STORE SERVING_INFERENCE_ADDRESS SERVING_MANAGEMENT_ADDRESS
         SERVING_KEYSTORE SERVING_CERTIFICATE_FILE
     """,
-    # --help of model_worker, multi_model_worker, vllm_worker, controller and openai_api_server; variables
+    # --help of model_worker, multi_model_worker, vllm_worker, controller and openai_api_server; cli in the README;
+    # variables
     "fastchat": """
         host port worker-address controller-address model-path model-names conv-template embed-in-truncate
-        limit-worker-concurrency stream-interval no-register seed debug ssl lazy
+        limit-worker-concurrency stream-interval no-register seed debug ssl lazy style multiline
 
         revision device gpus num-gpus max-gpu-memory dtype load-8bit cpu-offloading gptq-ckpt gptq-wbits gptq-groupsize
         gptq-act-order awq-ckpt awq-wbits awq-groupsize enable-exllama exllama-max-seq-len exllama-gpu-split
