@@ -21,7 +21,7 @@ class Event:
 
     Kinds: `state` (a worker changed its state), `progress` (of a load), `plan` (a decision and its figures), `request`
     (a request ended), `config` (presets changed), `listed` (a model changed or is new), `removed` (a model is no longer
-    listed), `holding` (sleeping weights are locked or released), `converted` (a snapshot was converted, or its
+    listed), `sleeping_weights` (locked or released), `converted` (a snapshot was converted, or its
     conversion failed), `shutdown`."""
 
     id: int

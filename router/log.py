@@ -101,7 +101,7 @@ def _log_event(event: Event) -> None:
             log.info("%s#%s estimate=%s source=%s %s", event.model, data["worker"], size(total), data["source"], parts)
         case "converted":
             log.log(logging.WARNING if "error" in data else logging.INFO, "%s", converted_line(event))
-        case "holding":
+        case "sleeping_weights":
             why = f" reason={data['reason']}" if "reason" in data else ""
             log.info("%s#%s weights %s %s%s", event.model, data["id"], data["state"], size(data["bytes"]), why)
         case "config_refused":

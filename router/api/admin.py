@@ -59,7 +59,7 @@ def _state(registry: Registry) -> dict[str, Any]:
         ],
         "sleeping": [
             {"model": sleeping.preset.id, "bytes": sleeping.request.size, "held": sleeping.is_held}
-            for sleeping in fleet.sleepers.all.values()
+            for sleeping in fleet.sleeping_weights.all.values()
         ],
         "prepared": [{"snapshot": folder, "bytes": size} for folder, size in registry.files.converted.items()],
         "queue": [

@@ -118,7 +118,7 @@ async def render(registry: Registry, event: Event, name: str, *, last: bool = Tr
             stage = {name: data[name] for name in ("stage", "done", "total", "unit", "rate", "eta")}
             progress = progress_object(min(1.0, share), stage)
             return [frame(id, name, "status_change", {"status": "loading", "progress": progress})]
-        case "holding" if listed is not None and not listed.model.workers:
+        case "sleeping_weights" if listed is not None and not listed.model.workers:
             value = "unloaded" if data["state"] == "released" else "sleeping"
             return [frame(id, name, "status_change", {"status": value})]
         case "state":

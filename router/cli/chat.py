@@ -54,7 +54,7 @@ def _first(http: httpx.Client, model: str) -> str:
 
 def _served(model: str, url: str, key: str) -> str:
     """The id of the model at the running router; empty if there is none, or it does not list the model."""
-    with contextlib.suppress(client.Unreachable):
+    with contextlib.suppress(client.RouterUnreachable):
         return next((row["id"] for row in client.models(url, key) if model in (row["id"], *row["aliases"])), "")
     return ""
 

@@ -15,16 +15,16 @@ _HEAD = ("NAME", "STATE", "DEVICE", "EST/MEAS MiB", "KV TOKENS", "KV MiB", "ACTI
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-class Unreachable(Exception):
+class RouterUnreachable(Exception):
     """No router answered, or the answer is not a router's. The message names the remedy."""
 
 
 def models(url: str, key: str = "") -> list[dict[str, Any]]:
-    """The models of the router at `url`. Raises Unreachable."""
+    """The models of the router at `url`. Raises RouterUnreachable."""
     answer = get(url, "/v1/models", key)  # with --lmi-management, /models is LMI's list
     rows = answer.get("data") if isinstance(answer, dict) else None
     if not isinstance(rows, list) or not all(map(_is_ours, rows)):
-        raise Unreachable(f"what answers at {url} is not this kind of router; give --url, or set ROUTER_URL")
+        raise RouterUnreachable(f"what answers at {url} is not this kind of router; give --url, or set ROUTER_URL")
     return rows
 
 
@@ -35,20 +35,20 @@ def _is_ours(row: Any) -> bool:
 
 
 def get(url: str, path: str, key: str = "") -> Any:
-    """The JSON answer of the router at `url`. Raises Unreachable."""
+    """The JSON answer of the router at `url`. Raises RouterUnreachable."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     if not url.startswith(("http://", "https://")):
-        raise Unreachable(f"{url} is no address such as {URL}; give --url, or set ROUTER_URL")
+        raise RouterUnreachable(f"{url} is no address such as {URL}; give --url, or set ROUTER_URL")
     request = urllib.request.Request(url.rstrip("/") + path, headers=headers)
     try:
         with _DIRECT.open(request, timeout=TIMEOUT) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as refused:
         hint = "; give --api-key, or set ROUTER_API_KEY" if refused.code in (401, 403) else ""
-        raise Unreachable(f"{url} answered {refused.code}{hint}") from None
+        raise RouterUnreachable(f"{url} answered {refused.code}{hint}") from None
     except (OSError, ValueError) as failed:
         why = getattr(failed, "reason", failed)
-        raise Unreachable(f"no router answers at {url} ({why}); give --url, or set ROUTER_URL") from None
+        raise RouterUnreachable(f"no router answers at {url} ({why}); give --url, or set ROUTER_URL") from None
 
 
 def processes(models: Sequence[Mapping[str, Any]], *, now: float, everything: bool = False) -> str:

@@ -23,13 +23,13 @@ from router.launch.spawn import may_fork
 from router.memory import estimate as estimates
 from router.memory import sharding
 from router.memory.checkpoint_facts import Checkpoint
-from router.memory.estimate import RUNTIME_FORKED, RUNTIME_HOST, UNKNOWN, Estimate
+from router.memory.estimate import RUNTIME_FORKED, RUNTIME_HOST, UNKNOWN, MemoryEstimate
 from router.memory.learned import LearnedEstimates
 from router.memory.remedies import Remedies, remedies
 from router.memory.sharding import allowed_devices, best_estimate, capacities, device_order, first_fitting
 from router.planner.ledger import HOST, MAIN_MEMORY, DeviceId, Reading
 from router.store.snapshots import Snapshots
-from worker.protocol.argv import Estimate as EstimateCommand
+from worker.protocol.argv import Estimate
 from worker.protocol.events import Downloaded, Estimated
 from worker.protocol.memory import FORK_SERVER_BYTES, LIBRARY_CODE_BYTES
 
@@ -61,7 +61,9 @@ class Machine:
     def forks(self, preset: Preset) -> bool:
         return self.settings.fork_server and may_fork(worker_argv.program_of(preset, preset.id), "serve")
 
-    def estimate(self, preset: Preset, facts: Checkpoint, choice: sharding.Choice, *, learns: bool = True) -> Estimate:
+    def estimate(
+        self, preset: Preset, facts: Checkpoint, choice: sharding.Choice, *, learns: bool = True
+    ) -> MemoryEstimate:
         """The best estimate without a run of the worker program. Without `learns`, learned figures are left out. Raises
         EstimateError."""
         threads = worker_argv.threads(preset, on_host=choice.on_host, ranks=choice.ranks)
@@ -77,7 +79,7 @@ class Machine:
             learns=learns,
         )
 
-    def static(self, preset: Preset, facts: Checkpoint, choice: sharding.Choice) -> Estimate:
+    def static(self, preset: Preset, facts: Checkpoint, choice: sharding.Choice) -> MemoryEstimate:
         """The static estimate, with the process overhead that was measured on this machine. Raises EstimateError."""
         forked, overhead = self.forks(preset), UNKNOWN
         if self._records is not None:
@@ -85,13 +87,13 @@ class Machine:
         threads = worker_argv.threads(preset, on_host=choice.on_host, ranks=choice.ranks)
         return sharding.static_estimate(choice, facts, preset, threads=threads, forked=forked, overhead=overhead)
 
-    def exact(self, preset: Preset, facts: Checkpoint, choice: sharding.Choice, folder: Path) -> Estimate:
+    def exact(self, preset: Preset, facts: Checkpoint, choice: sharding.Choice, folder: Path) -> MemoryEstimate:
         """The estimate of the worker program; that of the preset if it has its own. Raises RouterError."""
         first, forked = self.static(preset, facts, choice), self.forks(preset)
         if first.source == "preset":
             return first
         command = worker_argv.model_options(
-            EstimateCommand,
+            Estimate,
             preset,
             facts,
             str(folder),
@@ -118,7 +120,7 @@ class Machine:
         preset: Preset,
         facts: Checkpoint,
         choice: sharding.Choice,
-        estimate: Estimate,
+        estimate: MemoryEstimate,
         bounds: Mapping[DeviceId, int],
     ) -> Remedies:
         """The keys with which a model would fit that does not."""
@@ -144,7 +146,7 @@ class Machine:
 def report(
     preset: Preset, loaded: LoadedPresets, machine: Machine, *, exact: bool = False, forget: bool = False
 ) -> Report:
-    """Estimate the memory of a preset. Blocks on the disk, the hub and the worker program. Raises RouterError.
+    """MemoryEstimate the memory of a preset. Blocks on the disk, the hub and the worker program. Raises RouterError.
 
     `forget`: first drop what was learned of its files.
     """
@@ -164,8 +166,8 @@ def report(
         room = sharding.limited(preset, machine.readings, machine.capacities)
         bounds = sharding.bounded(preset, order, room)
 
-        def choose(*, learns: bool) -> tuple[sharding.Choice, Estimate, bool]:
-            def estimate_of(choice: sharding.Choice) -> Estimate:
+        def choose(*, learns: bool) -> tuple[sharding.Choice, MemoryEstimate, bool]:
+            def estimate_of(choice: sharding.Choice) -> MemoryEstimate:
                 if exact:
                     return machine.exact(preset, facts, choice, folder)
                 return machine.estimate(preset, facts, choice, learns=learns)

@@ -6,7 +6,7 @@ from typing import Any
 
 from router.config.presets import Preset
 from router.memory.checkpoint_facts import DTYPE_BYTES, Checkpoint, compute_dtype, effective_ctx, serves_embeddings
-from router.memory.estimate import Estimate
+from router.memory.estimate import MemoryEstimate
 from router.memory.remedies import Remedies
 from router.memory.segments import bits_on_load, head_bytes, quantized_and_kept, weight_bytes
 
@@ -49,7 +49,7 @@ class Report:
     facts: Checkpoint
     files: str  # the folder of the snapshot, or its address on the hub
     is_downloaded: bool
-    estimate: Estimate  # with the least KV cache
+    estimate: MemoryEstimate  # with the least KV cache
     remedies: Remedies  # empty if it fits
     steps: int  # of the range of the KV cache that the devices would grant if they were empty
     is_forked: bool  # of a worker that is forked from the fork server, not executed
@@ -182,7 +182,7 @@ def text(report: Report) -> str:
     return "\n".join(lines)
 
 
-def device_line(device: DeviceReport, estimate: Estimate) -> str:
+def device_line(device: DeviceReport, estimate: MemoryEstimate) -> str:
     usable = _size(device.usable_when_empty)
     if device.fits:
         now = "and now" if device.fits_now else f"not now: {_size(device.usable_now)} are free"

@@ -218,7 +218,7 @@ def run_command(url: str, api_key: str, model: str, further: tuple[str, ...]) ->
 def ps(url: str, api_key: str, everything: bool, as_json: bool) -> int:
     try:
         models = client.models(url, api_key.partition(",")[0])
-    except client.Unreachable as failed:
+    except client.RouterUnreachable as failed:
         click.echo(f"router ps: {failed}", err=True)
         return UNREACHABLE
     table = client.processes(models, now=time.time(), everything=everything)

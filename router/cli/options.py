@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from router.config import preset_keys, settings
-from router.config.option_types import Choice, Flag, Integer, Names, Seconds, Strings
+from router.config.option_types import Flag, Integer, Names, OneOf, Seconds, Strings
 from router.config.preset_keys import MeaninglessOption
 from router.config.presets import DEFAULTS, KEYS, PresetKey
 from router.config.settings import Option, Settings
@@ -103,7 +103,7 @@ def short_row(option: Option) -> tuple[str, str]:
 
 def _metavar(option: Option) -> str:
     kind = option.kind
-    if isinstance(kind, Choice):
+    if isinstance(kind, OneOf):
         return "|".join(kind.choices)
     return {Integer: "N", Seconds: "SECONDS"}.get(type(kind), "LIST" if kind.hint == "list" else kind.hint)
 

@@ -24,7 +24,7 @@ class PrepareError(RouterError):
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class ConversionResult:
     """The result of one conversion."""
 
     snapshot: str
@@ -44,7 +44,7 @@ def prepare(
     *,
     state: Path,
     report: Callable[[int, int], object],
-) -> Prepared:
+) -> ConversionResult:
     """Convert the snapshot of a preset. Blocks until the worker program has exited.
 
     `report` is called with the steps done and their total. Raises PrepareError and other RouterErrors for a snapshot
@@ -65,13 +65,13 @@ def prepare(
     facts = checkpoint.read(Path(snapshot), override=preset.config_override, rope=preset.rope)
     command = snapshots.conversions.command(snapshot, facts)
     if command is None:
-        return Prepared(snapshot, snapshots.conversions.find(snapshot) or "")
+        return ConversionResult(snapshot, snapshots.conversions.find(snapshot) or "")
     command = replace(command, threads=worker_argv.threads(preset, on_host=True))
     done = run_worker(preset, command, Converted, environ, report=report)
-    return Prepared(snapshot, command.target, done.weights, done.tokenizer)
+    return ConversionResult(snapshot, command.target, done.weights, done.tokenizer)
 
 
-def text(prepared: Prepared) -> str:
+def text(prepared: ConversionResult) -> str:
     """Return the result for a terminal."""
     if prepared.is_converted:
         parts = [f"weights ({prepared.weights / 2**20:.1f} MiB)"] if prepared.weights else []

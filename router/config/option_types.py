@@ -92,7 +92,7 @@ class Flag(Kind, click.types.BoolParamType):
 
 
 def switch_words(on: str, off: str) -> dict[str, str]:
-    """The words for on and off as other spellings of two values of a `Choice`."""
+    """The words for on and off as other spellings of two values of a `OneOf`."""
     words = {"on": on, "yes": on, "true": on, "1": on, "enabled": on}
     return words | {"off": off, "no": off, "false": off, "0": off, "disabled": off}
 
@@ -144,7 +144,7 @@ class Number(Kind, click.FloatRange):
         return plain(value)
 
 
-class Choice(Kind, click.Choice[str]):
+class OneOf(Kind, click.Choice[str]):
     """One of `values`. `also` maps other spellings to them, `refused` maps words that are not offered to advice."""
 
     def __init__(
@@ -437,7 +437,7 @@ class MemoryByDevice(Kind):
 
 
 @dataclass(frozen=True)
-class Devices(Kind):
+class DeviceNames(Kind):
     """`auto` (empty), `cpu`, or accelerators as `cuda:0`, `0`, `gpu0` or a UUID."""
 
     hint: str = "auto, cpu, cuda:0,cuda:1 or UUIDs"

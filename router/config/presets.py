@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from router.config.chat_templates import Template
 from router.config.option_types import (
-    Choice,
-    Devices,
+    DeviceNames,
     Flag,
     Integer,
     JsonObject,
@@ -25,6 +24,7 @@ from router.config.option_types import (
     Names,
     Number,
     Numbers,
+    OneOf,
     Samplers,
     Seconds,
     Share,
@@ -59,7 +59,7 @@ SOURCE, CONTEXT, SPECULATION, NUMERICS, PLACEMENT, ADAPTERS, PROMPT, LIFECYCLE, 
     "Prompt and sampling", "Lifecycle", "Process",
 )  # fmt: skip
 GROUPS = (SOURCE, CONTEXT, SPECULATION, NUMERICS, PLACEMENT, ADAPTERS, PROMPT, LIFECYCLE, PROCESS)
-_LOAD_FORMAT = Choice(
+_LOAD_FORMAT = OneOf(
     ("auto", "safetensors", "dummy"),
     refused={
         "pt": "pickled weights are converted to safetensors where a model has no others; remove it",
@@ -67,7 +67,7 @@ _LOAD_FORMAT = Choice(
         "gguf": "GGUF needs the llama-server engine; use a safetensors repository",
     },
 )
-_KV_TYPE = Choice(
+_KV_TYPE = OneOf(
     ("auto", "f32", "f16", "bf16", "int8", "int4"),
     {
         "float32": "f32", "fp32": "f32", "float16": "f16", "fp16": "f16", "half": "f16", "bfloat16": "bf16",
@@ -75,7 +75,7 @@ _KV_TYPE = Choice(
     },
     dict.fromkeys(("q4_1", "iq4_nl", "q5_0", "q5_1"), "int4 and int8 are") | {"fp8": "int8 is"},
 )  # fmt: skip
-_DTYPE = Choice(
+_DTYPE = OneOf(
     ("auto", "float32", "float16", "bfloat16"),
     {
         "fp32": "float32", "f32": "float32", "float": "float32", "fp16": "float16", "f16": "float16",
@@ -83,7 +83,7 @@ _DTYPE = Choice(
     },
     {"int8": "write quantization = bnb-8bit"},
 )  # fmt: skip
-_QUANTIZATION = Choice(
+_QUANTIZATION = OneOf(
     ("auto", "none", "bnb-8bit", "bnb-4bit", "gptq", "awq", "fp8"),
     {"bitsandbytes": "bnb-4bit", "bitsandbytes4": "bnb-4bit", "bitsandbytes8": "bnb-8bit"},
     {"squeezellm": "transformers cannot load it; take a checkpoint quantised with gptq or awq"},
@@ -92,7 +92,7 @@ _TASKS = {
     "text-generation": "generate", "text2text-generation": "generate", "text-embedding": "embed",
     "feature-extraction": "embed", "sentence-similarity": "embed", "text-ranking": "rerank",
 }  # fmt: skip
-_ATTENTION = Choice(
+_ATTENTION = OneOf(
     ("auto", "eager", "sdpa"),
     {**switch_words("auto", "eager"), "-1": "auto"},
     dict.fromkeys(
@@ -100,8 +100,8 @@ _ATTENTION = Choice(
         "leave attention at auto, which uses PyTorch's FlashAttention kernel where the device has one",
     ),
 )
-_ENABLE_LORA = Choice(("auto", "on", "off"), switch_words("on", "off"))
-_ENGINE = Choice(
+_ENABLE_LORA = OneOf(("auto", "on", "off"), switch_words("on", "off"))
+_ENGINE = OneOf(
     tuple(ENGINES),
     {"python": "transformers", "mpi": "transformers"},
     dict.fromkeys(
@@ -202,11 +202,11 @@ class Preset:
     tags: tuple[str, ...] = key((), Names(), SOURCE, "shown in lists; not used for routing", unset="none", live=True,
             scope=Scope.NAME)
     task: Literal["auto", "generate", "embed", "rerank"] = key("auto",
-            Choice(("auto", "generate", "embed", "rerank"), _TASKS),
+            OneOf(("auto", "generate", "embed", "rerank"), _TASKS),
             SOURCE, "auto: by the architecture", env=("LLAMA_ARG_EMBEDDINGS", "LLAMA_ARG_RERANKING", "HF_TASK"),
             switches={"embedding": ("embed", "auto"), "embeddings": ("embed", "auto"),
                       "reranking": ("rerank", "auto"), "rerank": ("rerank", "auto")})
-    pooling: str = key("", Choice(("none", "mean", "cls", "last", "rank", "")), SOURCE,
+    pooling: str = key("", OneOf(("none", "mean", "cls", "last", "rank", "")), SOURCE,
             "method that combines token vectors into one embedding; rank: a cross-encoder", unset="the model's")
     embd_normalize: int = key(2, Integer(-1, 1 << 20, unit="-1 none, 0 max, 1 taxicab, 2 euclidean, p"), SOURCE,
             "norm of an embedding")
@@ -257,7 +257,7 @@ class Preset:
 
     # Speculative decoding
     spec_type: Literal["none", "ngram-simple"] = key("none",
-            Choice(("none", "ngram-simple"),
+            OneOf(("none", "ngram-simple"),
                    {"draft-simple": "none"}  # a draft model drafts wherever it is named
                    | dict.fromkeys(("ngram-cache", "ngram-map-k", "ngram-map-k4v", "ngram-mod"), "ngram-simple"),
                    dict.fromkeys(("draft-eagle3", "draft-mtp"), "write model-draft, or use ngram-simple")),
@@ -298,10 +298,10 @@ class Preset:
 
     # Placement
     # `cpu`, `cuda:N` or a UUID. If empty, the planner chooses among the accelerators, or the CPU if there are none.
-    device: tuple[str, ...] = key((), Devices(), PLACEMENT, "devices that the model may use", unset="auto",
+    device: tuple[str, ...] = key((), DeviceNames(), PLACEMENT, "devices that the model may use", unset="auto",
             also=("dev", "mg", "main-gpu", "load-on-devices", "gpus"))
     split_mode: Literal["auto", "none", "layer", "tensor"] = key("auto",
-            Choice(("auto", "none", "layer", "tensor"), {"row": "tensor"}), PLACEMENT,
+            OneOf(("auto", "none", "layer", "tensor"), {"row": "tensor"}), PLACEMENT,
             "auto: one accelerator if the model fits, else its layers on as few as possible; layer: on two at least;"
             " tensor: each matrix divided among as few as possible, two at least",
             also=("sm",))
@@ -474,7 +474,7 @@ _OTHER_KEYS: tuple[PresetKey, ...] = (
             ("ignore-eos", _FLAG, (), (), "go on behind the end of an answer"),
             ("grammar", Text("GBNF"), (), (), "grammar of answers, where a request has neither one nor tools"),
             ("json-schema", JsonObject(), ("j",), (), "JSON schema in place of grammar"),
-            ("reasoning-format", Choice(("auto", "none"), {"deepseek": "auto"},
+            ("reasoning-format", OneOf(("auto", "none"), {"deepseek": "auto"},
                 {"deepseek-legacy": "reasoning is either in the content (none) or in reasoning_content (auto)"}),
              (), ("LLAMA_ARG_THINK",), "none: reasoning stays in the content"),
         )
@@ -484,16 +484,16 @@ _OTHER_KEYS: tuple[PresetKey, ...] = (
             help=f"file with the text of {name}", unset="none")
         for name, also in (("grammar", ()), ("json-schema", ("jf",)))
     ),
-    PresetKey(name="reasoning", kind=Choice(("auto", "on", "off"), switch_words("on", "off")), group=PROMPT,
+    PresetKey(name="reasoning", kind=OneOf(("auto", "on", "off"), switch_words("on", "off")), group=PROMPT,
         also=("rea",), scope=Scope.REQUEST, unset="auto",
         help="off: enable_thinking is false in the chat template; otherwise true where the template has such a switch"),
-    PresetKey(name="reasoning-effort", kind=Choice(("default", *EFFORTS)), group=PROMPT, scope=Scope.REQUEST,
+    PresetKey(name="reasoning-effort", kind=OneOf(("default", *EFFORTS)), group=PROMPT, scope=Scope.REQUEST,
         help="reasoning_effort of the chat template", unset="the template's"),
     *(
         PresetKey(name=name, kind=kind, field="rope", item=name, group=CONTEXT, also=also, env=env, help=help,
             unset="the model's")
         for name, kind, also, env, help in (
-            ("rope-scaling", Choice(("none", "linear", "yarn", "")), (), ("LLAMA_ARG_ROPE_SCALING_TYPE",),
+            ("rope-scaling", OneOf(("none", "linear", "yarn", "")), (), ("LLAMA_ARG_ROPE_SCALING_TYPE",),
              "method of rope-scale: linear by default; none: remove that of the model"),
             ("rope-scale", Number(1.0, 1e6), ("compress-pos-emb",), (), "factor by which the context grows; 1: none"),
             ("rope-freq-scale", Number(0.0, 1.0), (), (), "1 / rope-scale; 0 and 1: none"),

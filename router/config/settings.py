@@ -16,7 +16,6 @@ import click
 from router.config.ini import Problem
 from router.config.option_types import (
     MIB,
-    Choice,
     Flag,
     Groups,
     Integer,
@@ -24,6 +23,7 @@ from router.config.option_types import (
     Memory,
     MemoryByDevice,
     Names,
+    OneOf,
     Seconds,
     Text,
     declared,
@@ -142,7 +142,7 @@ class Settings:
             env=("LLAMA_ARG_MODELS_AUTOLOAD",))
     models_watch: bool = option(False, Flag(), MODELS, "reload when the file or the folder of models changes")
     default_model: str = option("", Text("ID"), MODELS, "model of requests that name none", unset="none")
-    unknown_model: str | None = option(None, Choice(("reject", "default")), MODELS,
+    unknown_model: str | None = option(None, OneOf(("reject", "default")), MODELS,
             "treatment of requests for an unknown model", unset="reject; default if started with one model by name")
     strict_presets: bool = option(False, Flag(), MODELS, "treat options without meaning here as errors")
     offline: bool = option(False, Flag(), MODELS, "download nothing", env=("LLAMA_ARG_OFFLINE", "LLAMA_OFFLINE"))
@@ -214,10 +214,10 @@ class Settings:
     evict_timeout: float = option(-1.0, Seconds(off=-1.0), QUEUE,
             "time to finish running requests at an eviction; off: no limit", unset="off")
 
-    log_level: str = option("info", Choice(("debug", "info", "warning", "error"), {"warn": "warning"}), LOGS,
+    log_level: str = option("info", OneOf(("debug", "info", "warning", "error"), {"warn": "warning"}), LOGS,
             "lowest level of lines to write")
-    log_format: str = option("text", Choice(("text", "json")), LOGS, "format of lines on stderr")
-    access_log: str = option("all", Choice(("all", "errors", "off")), LOGS, "which requests to log")
+    log_format: str = option("text", OneOf(("text", "json")), LOGS, "format of lines on stderr")
+    access_log: str = option("all", OneOf(("all", "errors", "off")), LOGS, "which requests to log")
     # fmt: on
 
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)  # flag or variable, by flag

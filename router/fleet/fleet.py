@@ -20,8 +20,8 @@ from router.fleet.interfaces import Files
 from router.fleet.lifecycle import end, run
 from router.fleet.model import REPLICA_PAUSE, Model, ModelList
 from router.fleet.prefetch import Prefetcher
-from router.fleet.scheduler import Scheduler
-from router.fleet.sleeping_weights import Sleepers, SleepingWeights
+from router.fleet.scheduler import FleetScheduler
+from router.fleet.sleeping_weights import AllSleepingWeights, SleepingWeights
 from router.fleet.worker import State, Worker, append_state
 from router.launch.interface import Launcher
 from router.memory.learned import LearnedEstimates
@@ -63,8 +63,8 @@ class Fleet:
         self.failures = Failures(self)
         self.queue = AdmissionQueue(self)
         self.prefetcher = Prefetcher(self)
-        self.sleepers = Sleepers(self)
-        self.scheduler = Scheduler(self, ledger)
+        self.sleeping_weights = AllSleepingWeights(self)
+        self.scheduler = FleetScheduler(self, ledger)
 
     def now(self) -> float:
         return self._loop.time()
@@ -190,7 +190,7 @@ class Fleet:
         else:
             model.reason, model.since = worker.reason, self.now()
             if self.failures.remember(model, worker):
-                self.sleepers.let_go(model, "load_failed")  # its next load would fail, too
+                self.sleeping_weights.let_go(model, "load_failed")  # its next load would fail, too
         model.ran_out_of_memory = worker.lost is not None and worker.lost.memory != ""
         model.load_seconds = worker.load_seconds or model.load_seconds
         if self.limits.sleep_memory and not model.workers and not self.closing:
@@ -347,7 +347,7 @@ class Fleet:
         sleeping = [] if model.sleeping is None else [model.sleeping]
         if all(ending) and not (workers and force) and not model.sleeps:
             raise NotRunning(f"model '{id}' is not running")
-        self.sleepers.let_go(model, "requested")
+        self.sleeping_weights.let_go(model, "requested")
         for worker in workers:
             self.retire(worker, "requested", drain=0.0 if force else self.limits.drain_timeout)
         return [*workers, *sleeping]
@@ -355,7 +355,7 @@ class Fleet:
     async def close(self, *, force: bool = False) -> None:
         """Retire all workers and wait until their processes are reaped. `force` aborts requests at once."""
         self.closing = True
-        for weights in self.sleepers.all.values():
+        for weights in self.sleeping_weights.all.values():
             weights.release("shutdown")
         self.prefetcher.cancel()
         for worker in self.workers():

@@ -22,11 +22,11 @@ from router.launch.interface import Program, WorkerLost
 from router.memory import estimate as estimates
 from router.memory import sharding
 from router.memory.checkpoint_facts import Checkpoint, takes_images
-from router.memory.estimate import Estimate, Overhead
+from router.memory.estimate import MemoryEstimate, Overhead
 from router.memory.remedies import Remedies, remedies
 from router.memory.sharding import allowed_devices, best_estimate, device_order, first_fitting, record_key
 from router.planner.ledger import HOST, MAIN_MEMORY, DeviceId
-from worker.protocol.argv import Estimate as EstimateCommand
+from worker.protocol.argv import Estimate
 
 if TYPE_CHECKING:  # it imports this module
     from router.fleet.fleet import Fleet
@@ -67,7 +67,7 @@ def _estimate(worker: Worker, fleet: Fleet, *, is_last: bool = False, learns: bo
     order = device_order(preset, readings, worker.devices)
     room = sharding.limited(preset, readings, fleet.scheduler.capacities())
 
-    def estimate_of(choice: sharding.Choice) -> Estimate:
+    def estimate_of(choice: sharding.Choice) -> MemoryEstimate:
         thread_count = threads(preset, on_host=worker.on_host, ranks=choice.ranks)
         records = fleet.learned_estimates
         return best_estimate(
@@ -161,7 +161,7 @@ async def refine(worker: Worker, fleet: Fleet, program: Program) -> None:
         append_estimate(worker, fleet)
 
 
-async def _make_exact(worker: Worker, fleet: Fleet, program: Program, command: EstimateCommand, costs: Costs) -> bool:
+async def _make_exact(worker: Worker, fleet: Fleet, program: Program, command: Estimate, costs: Costs) -> bool:
     """Set the exact estimate in place of `costs`; return whether it could be made."""
     try:
         exact = await fleet.launcher.estimate(program, command)

@@ -40,7 +40,7 @@ PLAN_AGAIN = 1.0  # seconds until a plan that raised an exception is made again
 MOST_FAILED_PLANS = 10  # in a row, after which the fleet is reported as broken
 
 
-class Scheduler:
+class FleetScheduler:
     """The planning pass of one fleet. It does not await between reading the state and recording the plan."""
 
     def __init__(self, fleet: Fleet, ledger: Ledger):
@@ -129,7 +129,7 @@ class Scheduler:
         """Return all that occupies memory: workers, early starts and sleeping weights."""
         return [
             *(resident_of(worker) for worker in self._fleet.workers() if worker.holds_memory),
-            *(weights.resident() for weights in self._fleet.sleepers.all.values()),
+            *(weights.resident() for weights in self._fleet.sleeping_weights.all.values()),
         ]
 
     def reserved(self, id: DeviceId) -> int:
@@ -214,7 +214,7 @@ class Scheduler:
         fleet.start_prefetched()
         if fleet.limits.sleep_memory:
             spare = early_start.spare(found, waiting + refining, residents, devices)
-            fleet.sleepers.put_to_sleep(fleet.models.values(), spare - sum(decision.begin.values()))
+            fleet.sleeping_weights.put_to_sleep(fleet.models.values(), spare - sum(decision.begin.values()))
         if found.look_again is not None:
             self._set_timer(max(now, found.look_again) + 0.001)
 
@@ -233,8 +233,8 @@ class Scheduler:
         for id in found.refine:
             by_id[id].queue.refine.set()
         for id, eviction in found.evict.items():
-            if (weights := self._fleet.sleepers.all.get(id)) is not None:
-                self._fleet.sleepers.release(weights, eviction.reason)
+            if (weights := self._fleet.sleeping_weights.all.get(id)) is not None:
+                self._fleet.sleeping_weights.release(weights, eviction.reason)
             else:
                 self._evict(by_id[id], eviction, by_id, found)
         for id, start in found.start.items():
@@ -325,7 +325,7 @@ class Scheduler:
         inputs = PlanInputs(queue, self.residents(), self.observe(), self._loop.time())
         found = self._run_planner(inputs)
         names = {worker.id: worker.preset.id for worker in fleet.workers()}
-        names |= {id: weights.preset.id for id, weights in fleet.sleepers.all.items()}
+        names |= {id: weights.preset.id for id, weights in fleet.sleeping_weights.all.items()}
         granted = found.start[demand.id].steps if demand.id in found.start else None
         numbers = _arithmetic(worker, inputs.devices) | _with_cache(worker, granted)
         return preview(demand, inputs, found, names, numbers)

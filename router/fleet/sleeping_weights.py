@@ -73,7 +73,7 @@ class SleepingWeights:
         self.released.set()
 
 
-class Sleepers:
+class AllSleepingWeights:
     """All sleeping weights of one fleet. No method awaits."""
 
     def __init__(self, fleet: Fleet):
@@ -132,12 +132,12 @@ class Sleepers:
 
 async def hold(weights: SleepingWeights, fleet: Fleet) -> None:
     """Lock the weights in main memory until they are released or lost."""
-    _append_event(weights, fleet, "holding")
+    _append_event(weights, fleet, "locking")
     try:
         async with fleet.launcher.keep(weights.request.files) as held:
             await fleet.launcher.refresh()  # the driver's reading must contain what `is_held` counts as measured
             weights.is_held = True
-            _append_event(weights, fleet, "held")
+            _append_event(weights, fleet, "locked")
             fleet.scheduler.plan_soon()
             lost = asyncio.ensure_future(held.lost())
             released = asyncio.ensure_future(weights.released.wait())
@@ -161,7 +161,9 @@ async def hold(weights: SleepingWeights, fleet: Fleet) -> None:
 
 def _append_event(weights: SleepingWeights, fleet: Fleet, state: str) -> None:
     data = {"reason": weights.reason} if weights.reason else {}
-    fleet.events.append("holding", weights.preset.id, id=weights.id, state=state, bytes=weights.request.size, **data)
+    fleet.events.append(
+        "sleeping_weights", weights.preset.id, id=weights.id, state=state, bytes=weights.request.size, **data
+    )
 
 
 def make_room(present: Iterable[SleepingWeights], size: int, budget: int) -> Sequence[SleepingWeights] | None:

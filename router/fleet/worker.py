@@ -21,7 +21,7 @@ from router.fleet.early_start import EarlyStart
 from router.fleet.sleeping_weights import SleepRequest
 from router.launch.interface import WorkerLost, WorkerProcess
 from router.memory.checkpoint_facts import Checkpoint
-from router.memory.estimate import Estimate
+from router.memory.estimate import MemoryEstimate
 from router.memory.sharding import Choice
 from router.planner.ledger import HOST, MAIN_MEMORY, SLOTS, Bytes, DeviceId, Resident, pooled
 from router.planner.types import Start
@@ -53,7 +53,7 @@ class State(IntEnum):
 class Costs:
     """The predicted cost of a load."""
 
-    estimate: Estimate
+    estimate: MemoryEstimate
     choice: Choice  # the placement that the estimate holds for
     is_exact: bool  # a plan may evict or refuse because of this estimate
     key: str  # of the learned estimates
@@ -237,7 +237,7 @@ class Worker:
         self.place: tuple[DeviceId, ...] = ()
         self.reserved: dict[DeviceId, int] = {}
         # The estimate that its grant was made from, if the KV cache had a range. `costs` has the granted one since.
-        self.kv_range: Estimate | None = None
+        self.kv_range: MemoryEstimate | None = None
         self.kv_steps = 0  # granted steps of that range
         self.usual_host = 0  # main memory reserved when it became ready; 0: it is not ready
         self.excess_since: float | None = None  # since when it has used far more than that, see `has_excess`

@@ -49,11 +49,13 @@ class Metrics:
         self._fleet = fleet
         self._registry = registry = CollectorRegistry()
         counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
-        self.requests = Tally("router_requests", "Finished requests.", ("model", "endpoint", "code"))
+        self.requests = RequestCounter("router_requests", "Finished requests.", ("model", "endpoint", "code"))
         self.rejections = counter("router_rejections", "Rejected requests.", ["reason"])
         self.disconnects = counter("router_client_disconnects", "Clients that disconnected early.", ["phase"])
-        self.ttft = Spread("router_ttft_seconds", "From arrival to the first byte of the response.", ("model",), WAITS)
-        self.overhead = Spread(
+        self.ttft = RequestHistogram(
+            "router_ttft_seconds", "From arrival to the first byte of the response.", ("model",), WAITS
+        )
+        self.overhead = RequestHistogram(
             "router_overhead_seconds",
             "From a request's last byte until it is sent to the worker, without waits for the worker.",
             (),
@@ -73,13 +75,13 @@ class Metrics:
             buckets=(0.001, 0.003, *WAITS),
         )
         self._fresh: dict[str, int] = {}  # workers without a first token yet, by model
-        self._token_seconds = Spread(
+        self._token_seconds = RequestHistogram(
             "router_token_seconds",
             "Mean time per output token of a response, without the first.",
             ("model",),
             TOKEN_WAITS,
         )
-        self._token_count = Tally("router_tokens", "Tokens by kind.", ("model", "kind"))
+        self._token_count = RequestCounter("router_tokens", "Tokens by kind.", ("model", "kind"))
         self._downloaded = counter("router_download_bytes", "Downloaded bytes.", ["model"])
         self._fetched: dict[str, tuple[int, int]] = {}
         self._evictions = counter("router_evictions", "Workers evicted by the planner.", ["model", "reason"])
@@ -221,7 +223,7 @@ class Metrics:
         return self._registry.get_sample_value("router_tokens_total", {"model": model, "kind": kind}) or 0.0
 
 
-class Tally(Collector):
+class RequestCounter(Collector):
     """A counter for events of every request. An addition costs a third of that of the library's counter."""
 
     def __init__(self, name: str, about: str, labels: tuple[str, ...]):
@@ -242,7 +244,7 @@ class Tally(Collector):
         yield family
 
 
-class Spread(Collector):
+class RequestHistogram(Collector):
     """A histogram for events of every request. `bounds`: upper ends of its buckets, ascending."""
 
     def __init__(self, name: str, about: str, labels: tuple[str, ...], bounds: tuple[float, ...]):

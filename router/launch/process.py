@@ -143,13 +143,13 @@ class Log:
         return "".join(char if char.isprintable() or char == "\t" else repr(char)[1:-1] for char in text)
 
 
-class _Kind(msgspec.Struct):
+class _EventKind(msgspec.Struct):
     """The member of an event that names its kind."""
 
     event: str
 
 
-_KIND_DECODER = msgspec.json.Decoder(_Kind)
+_KIND_DECODER = msgspec.json.Decoder(_EventKind)
 _EVENT_DECODERS = {name: msgspec.json.Decoder(kind) for name, kind in EVENTS.items()}
 
 

@@ -134,7 +134,7 @@ UNKNOWN = Overhead()
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class MemoryEstimate:
     """Bytes of a model by shard and segment, and on main memory beside its shards."""
 
     weights: tuple[int, ...]
@@ -164,7 +164,7 @@ class Estimate:
         """All shards and main memory together."""
         return sum(self.shards) + self.host
 
-    def granted(self, steps: int) -> "Estimate":
+    def granted(self, steps: int) -> "MemoryEstimate":
         """Return the estimate of a worker whose KV cache is `steps` larger than the least: a fixed estimate."""
         context = self.context
         if steps:
@@ -178,7 +178,9 @@ class Estimate:
         return self.source not in ("static", "weights")
 
 
-def from_trace(traced: Estimated, preset: Preset, *, forked: bool = False, first: Estimate | None = None) -> Estimate:
+def from_trace(
+    traced: Estimated, preset: Preset, *, forked: bool = False, first: MemoryEstimate | None = None
+) -> MemoryEstimate:
     """Return the estimate of a trace by `worker estimate`, with `reserved-memory` of the preset on top.
 
     `forked`: subtract memory that a forked worker shares with its fork server, as far as the estimating process was
@@ -189,14 +191,14 @@ def from_trace(traced: Estimated, preset: Preset, *, forked: bool = False, first
     shared = int(INHERITED_SHARE * traced.inherited) if forked else 0
     runtime = tuple(max(0, size - shared) + extra for size in traced.runtime)
     segments = tuple(traced.weights), tuple(traced.context), tuple(traced.compute), runtime
-    found = Estimate(*segments, traced.host, "exact", extra)
+    found = MemoryEstimate(*segments, traced.host, "exact", extra)
     if first is None:
         return found
     found = replace(found, layers=first.layers, overhead=first.overhead, process=first.process)
     return _with_range(found, first) if first.kv_steps else replace(found, kv_tokens=first.kv_tokens)
 
 
-def _with_range(largest: Estimate, static: Estimate) -> Estimate:
+def _with_range(largest: MemoryEstimate, static: MemoryEstimate) -> MemoryEstimate:
     """Return the estimate with the range of `static`, in which the most is the cache of `largest`.
 
     The cache grows by equal steps above what does not grow (buffers, states of all sequences). The trace has their sum
@@ -217,7 +219,7 @@ def _with_range(largest: Estimate, static: Estimate) -> Estimate:
     )
 
 
-def refreshed(known: Estimate, first: Estimate) -> Estimate:
+def refreshed(known: MemoryEstimate, first: MemoryEstimate) -> MemoryEstimate:
     """Return a `known` exact estimate from before with the layers, the range of the KV cache and the process overhead
     of the static one (`first`), which may be measured better by now. Exact estimates are kept with the largest cache.
     """
@@ -239,7 +241,7 @@ def estimate(
     threads: int = 0,
     forked: bool = False,
     overhead: Overhead = UNKNOWN,
-) -> Estimate:
+) -> MemoryEstimate:
     """Return the estimate of a worker of `preset` on one accelerator, on main memory (`on_host`), or on several
     accelerators with so many `layers` each.
 
@@ -260,7 +262,7 @@ def estimate(
         none = (0,) * shards
         host = 0 if on_host else preset.required_memory.get("cpu", beside)
         own = (extra,) * shards
-        return Estimate(required, none, none, own, host, "preset", extra, layers=layers, overhead=overhead)
+        return MemoryEstimate(required, none, none, own, host, "preset", extra, layers=layers, overhead=overhead)
     tokens = effective_ctx(facts, preset)
     whole = weight_bytes(facts, preset, on_host=on_host)
     source: Source = "static"
@@ -292,7 +294,7 @@ def estimate(
                 f" {LEAST_BESIDE // MIB} MiB beside them at least: {unknown.fact}; required-memory would replace this"
             )
         weights, context, compute = (whole,), (cache,), (step,)
-    return Estimate(
+    return MemoryEstimate(
         weights=weights,
         context=context,
         compute=compute,
@@ -407,7 +409,7 @@ def indivisible(facts: Checkpoint, preset: Preset) -> str:
     )
 
 
-def prepared_bytes(facts: Checkpoint, found: Estimate, *, on_host: bool, forked: bool) -> int:
+def prepared_bytes(facts: Checkpoint, found: MemoryEstimate, *, on_host: bool, forked: bool) -> int:
     """Return the bytes of main memory, at most, of a worker that is prepared up to its weights: process and tokenizer,
     as far as `found` includes them."""
     most = found.shards[0] if on_host else found.host

@@ -28,7 +28,7 @@ import msgspec
 from router import DISTRIBUTION
 from router.config.presets import Preset
 from router.memory.checkpoint_facts import Checkpoint, effective_ctx
-from router.memory.estimate import UNKNOWN, Estimate, Overhead, beside_steps, version
+from router.memory.estimate import UNKNOWN, MemoryEstimate, Overhead, beside_steps, version
 
 DECAY = 0.25  # part of the difference by which a learned figure falls with a lower measurement; it rises at once
 RAISE = 1.15  # factor for a figure whose worker ran out of memory
@@ -115,9 +115,9 @@ class _Exact(msgspec.Struct):
             raise ValueError("the segments have different numbers of shards")
 
     @property
-    def estimate(self) -> Estimate:
+    def estimate(self) -> MemoryEstimate:
         segments = self.weights, self.context, self.compute, self.runtime
-        return Estimate(*segments, self.host, "exact", self.reserved, process=self.process)
+        return MemoryEstimate(*segments, self.host, "exact", self.reserved, process=self.process)
 
 
 # The entries of each kind.
@@ -127,7 +127,7 @@ _FORMS: Mapping[_Kind, Any] = {
 }  # fmt: skip
 
 
-def with_learned(about: Estimate, learned: Learned) -> Estimate:
+def with_learned(about: MemoryEstimate, learned: Learned) -> MemoryEstimate:
     """Return `about`, the estimate without `learned`, with what was learned in place of compute, runtime and host.
 
     No shard and no host figure is larger than MOST_FACTOR x that of `about` + MOST_BESIDE.
@@ -179,7 +179,7 @@ class LearnedEstimates:
         return _converted(self._get("learned", key), Learned)
 
     def record(
-        self, key: str, about: Estimate, shards: Sequence[int], host: int = 0, *, steps: bool = False
+        self, key: str, about: MemoryEstimate, shards: Sequence[int], host: int = 0, *, steps: bool = False
     ) -> Learned:
         """Record a measurement of a worker of `key` that was started on `about`, whose KV cache is the granted one.
 
@@ -209,7 +209,9 @@ class LearnedEstimates:
 
         return self._learn(key, merge)
 
-    def record_out_of_memory(self, key: str, about: Estimate, memory: Literal["device", "host"]) -> Estimate:
+    def record_out_of_memory(
+        self, key: str, about: MemoryEstimate, memory: Literal["device", "host"]
+    ) -> MemoryEstimate:
         """Raise the estimate of `key` by 15 %: its worker, which was started on `about`, ran out of memory of the
         device or the host. Returns the raised estimate."""
         is_beside = memory == "host" and about.host > 0
@@ -239,12 +241,12 @@ class LearnedEstimates:
             self._change("learned", key, lambda before: None)
         return len(keys)
 
-    def exact(self, key: str) -> Estimate | None:
+    def exact(self, key: str) -> MemoryEstimate | None:
         """Return the exact estimate of `key` from before; None if there is none."""
         found = _converted(self._get("exact", key), _Exact)
         return found.estimate if found is not None else None
 
-    def store_exact(self, key: str, estimate: Estimate) -> None:
+    def store_exact(self, key: str, estimate: MemoryEstimate) -> None:
         """Keep the result of `worker estimate` for `key`, with the largest KV cache of its range."""
         largest = estimate.granted(estimate.kv_steps)
         self._change("exact", key, lambda before: asdict(largest))

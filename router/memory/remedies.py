@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from router.config.presets import Preset
 from router.memory.checkpoint_facts import Checkpoint, EstimateError, effective_ctx
-from router.memory.estimate import Estimate
+from router.memory.estimate import MemoryEstimate
 from router.memory.segments import ON_LOAD, bits_on_load
 from router.memory.sharding import Choice, fits, static_estimate
 from router.planner.ledger import MAIN_MEMORY, DeviceId
@@ -34,7 +34,7 @@ def remedies(
     facts: Checkpoint,
     preset: Preset,
     choice: Choice,
-    found: Estimate,
+    found: MemoryEstimate,
     room: Mapping[DeviceId, int],
     *,
     threads: int,
@@ -48,7 +48,7 @@ def remedies(
     if found.source == "preset":
         return Remedies()  # its figure replaces the estimate, so no other key changes it
 
-    def static(of: Preset) -> Estimate:
+    def static(of: Preset) -> MemoryEstimate:
         return static_estimate(choice, facts, of, threads=threads, forked=forked, overhead=found.overhead)
 
     def fit(changed: Preset) -> bool:

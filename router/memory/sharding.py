@@ -18,7 +18,7 @@ from router.config.presets import ALL_DEVICES, ALL_LAYERS, Preset
 from router.errors import LoadFailed
 from router.memory import learned, tensor_parallel
 from router.memory.checkpoint_facts import Checkpoint, EstimateError, UnknownArchitecture
-from router.memory.estimate import UNKNOWN, Estimate, Overhead, estimate, indivisible, layer_costs, refreshed
+from router.memory.estimate import UNKNOWN, MemoryEstimate, Overhead, estimate, indivisible, layer_costs, refreshed
 from router.planner.ledger import HOST, DeviceId, Ledger, Reading
 
 STEPS = 60  # of a binary search: as exact as a float
@@ -203,7 +203,7 @@ def static_estimate(
     threads: int,
     forked: bool,
     overhead: Overhead = UNKNOWN,
-) -> Estimate:
+) -> MemoryEstimate:
     """Return the static estimate of a model that is placed by `choice`; see `router.memory.estimate.estimate`."""
     process: dict[str, Any] = {"on_host": choice.on_host, "threads": threads, "forked": forked, "overhead": overhead}
     if choice.ranks > 1:
@@ -336,7 +336,7 @@ def assigned(choice: Choice, shards: Sequence[int], room: Mapping[DeviceId, int]
     return tuple(placed[shard] for shard in range(len(shards)))
 
 
-def grantable(choice: Choice, found: Estimate, room: Mapping[DeviceId, int]) -> int:
+def grantable(choice: Choice, found: MemoryEstimate, room: Mapping[DeviceId, int]) -> int:
     """Return the steps of the range of the KV cache for which devices with so much `room` have memory."""
     places = assigned(choice, found.shards, room)
     sizes = zip(places, found.shards, found.kv_step, strict=False)  # without a range there is no step
@@ -344,7 +344,7 @@ def grantable(choice: Choice, found: Estimate, room: Mapping[DeviceId, int]) -> 
     return max(0, min((found.kv_steps, *steps)))
 
 
-def floor(found: Estimate) -> tuple[int, ...]:
+def floor(found: MemoryEstimate) -> tuple[int, ...]:
     """Return the least that each shard takes: its weights."""
     return found.weights if any(found.weights) else found.shards
 
@@ -418,11 +418,11 @@ def capacities(
 
 def first_fitting(
     choices: Iterable[Choice],
-    estimate_of: Callable[[Choice], Estimate],
+    estimate_of: Callable[[Choice], MemoryEstimate],
     bounds: Mapping[DeviceId, int],
     *,
-    can_wait: Callable[[Estimate], bool],
-) -> tuple[Choice, Estimate]:
+    can_wait: Callable[[MemoryEstimate], bool],
+) -> tuple[Choice, MemoryEstimate]:
     """Return the first choice whose estimate fits within `bounds`, else the last one.
 
     `can_wait`: an exact estimate replaces this one before it decides anything. A choice whose weights fit is then taken
@@ -449,7 +449,7 @@ def best_estimate(
     threads: int,
     or_executed: bool = False,
     learns: bool = True,
-) -> Estimate:
+) -> MemoryEstimate:
     """Return the estimate of the preset itself, else the exact one from before, else the static one, and the last two
     with what was learned.
 

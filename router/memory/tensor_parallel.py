@@ -12,7 +12,7 @@ from router.memory.checkpoint_facts import DTYPE_BYTES, Checkpoint, compute_dtyp
 from router.memory.estimate import (
     TOKENIZER_BYTES,
     UNKNOWN,
-    Estimate,
+    MemoryEstimate,
     Overhead,
     beside_steps,
     grammar_bytes,
@@ -54,7 +54,7 @@ def estimate(
     threads: int = 0,
     forked: bool = False,
     overhead: Overhead = UNKNOWN,
-) -> Estimate:
+) -> MemoryEstimate:
     """Return the estimate of a model that is divided among `ranks`, each on its own device or all on main memory.
     Raises EstimateError."""
     shards = 1 if on_host else ranks
@@ -92,7 +92,7 @@ def estimate(
     if on_host:
         kept = max(kept_bytes(facts, preset, compute, context), loading - context)
         runtime = ranks * (overhead.on_host(forked=forked) + GLOO_BYTES) + libraries + extra
-        return Estimate(
+        return MemoryEstimate(
             (ranks * weights,),
             (ranks * context,),
             (ranks * kept,),
@@ -102,7 +102,7 @@ def estimate(
             **range_fields([replace(cache, step=ranks * cache.step)]),
         )
     process = overhead.beside_device(forked=forked)
-    return Estimate(
+    return MemoryEstimate(
         weights=(weights,) * ranks,
         context=(context,) * ranks,
         compute=(compute,) * ranks,

@@ -132,7 +132,7 @@ class SharedWorkers:
             return self.fleet.unload(listed.model.preset.id, force=force)
 
     async def preview(self, name: str) -> dict[str, Any]:
-        """See `Scheduler.preview`."""
+        """See `FleetScheduler.preview`."""
         listed = self.find(name)
         id = listed.model.preset.id
         with errors_with_name(listed):

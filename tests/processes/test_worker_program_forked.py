@@ -17,7 +17,7 @@ from router.config.presets import Preset
 from router.launch.interface import NotStarted, Program, WorkerLost
 from router.launch.worker_process import LocalWorker
 from router.memory import checkpoint, tensor_parallel
-from router.memory.estimate import Estimate, Overhead, estimate, from_trace
+from router.memory.estimate import MemoryEstimate, Overhead, estimate, from_trace
 from tests import tiny
 from tests.children import await_end
 from tests.fakes import CPU, DEADLINE, GIB, FixedDevices
@@ -185,7 +185,7 @@ async def test_a_ready_worker_never_grows_past_its_reservation_grammars_included
     assert last.later < later, "the tables for grammars are there now"
 
 
-def segments(found: Estimate) -> str:
+def segments(found: MemoryEstimate) -> str:
     return f"{[sum(each) >> 20 for each in (found.weights, found.context, found.compute, found.runtime)]} MiB"
 
 

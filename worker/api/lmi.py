@@ -141,7 +141,7 @@ def _answer_options(within: BodyFields, fields: BodyFields, *, stream: bool) -> 
 
 
 @dataclass(slots=True)
-class _Choice:
+class _ChoiceReply:
     """One choice of one input, as far as it is generated."""
 
     text: str
@@ -185,7 +185,9 @@ class LmiWriter:
         self._is_list = is_list
         self._inputs = inputs
         self._options = options
-        self._choices = [[_Choice(text if options.is_full else "") for _ in range(options.choices)] for text in inputs]
+        self._choices = [
+            [_ChoiceReply(text if options.is_full else "") for _ in range(options.choices)] for text in inputs
+        ]
         self._prefill: list[list[Json]] = [[] for _ in inputs]
 
     def full_body(self, deltas: Iterable[tuple[int, Delta]]) -> Any:

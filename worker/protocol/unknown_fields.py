@@ -19,7 +19,7 @@ _KNOWN: dict[int, tuple[Body, Mapping[str, "_Shape"]]] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _ObjectKind:
     """One kind of object."""
 
     members: Mapping[str, "_Shape"]
@@ -33,7 +33,7 @@ class _Kind:
 class _Shape:
     """The objects and arrays that one place allows."""
 
-    kinds: Sequence[_Kind] = ()  # of objects
+    kinds: Sequence[_ObjectKind] = ()  # of objects
     entries: "_Shape | None" = None  # of an array
     is_free: bool = False  # objects with arbitrary members are allowed
     is_deep: bool = False  # it contains an object whose members are known
@@ -114,7 +114,7 @@ def _shape(schema: Schema) -> _Shape:
             for name, member in schema["properties"].items()
             if "const" in member or "enum" in member
         }
-        return _Shape(kinds=[_Kind(members, fixed)], is_deep=True)
+        return _Shape(kinds=[_ObjectKind(members, fixed)], is_deep=True)
     if "items" in schema:
         entries = _shape(schema["items"])
         return _Shape(entries=entries, is_deep=entries.is_deep)

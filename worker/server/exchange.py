@@ -35,7 +35,7 @@ class WrongMethod(RequestError):
     status, type, reason = 405, "not_found_error", "method"
 
 
-class Exchange:
+class ServerExchange:
     """One request in progress, with the counts for its `RequestEnded` event."""
 
     def __init__(self, request: web.Request, write_timeout: float | None):
@@ -117,7 +117,7 @@ class StreamFrames:
         self._began = asyncio.get_running_loop().time()
         self._prompts: dict[int, PrefillProgress] = {}  # prefill progress by generation, from its first choice
 
-    async def first(self, deltas: MergedDeltas, exchange: Exchange) -> bytes | None:
+    async def first(self, deltas: MergedDeltas, exchange: ServerExchange) -> bytes | None:
         """Wait for the first frames, which commit the status 200. These are frames with tokens, or a comment once a
         prompt is being computed for a ping interval. Every failure before that gets a status of its own."""
         interval, due = self._call.ping_interval, None
@@ -130,7 +130,7 @@ class StreamFrames:
                 return frames
             due = None if interval is None else self._began + interval
 
-    async def next(self, deltas: MergedDeltas, exchange: Exchange) -> bytes | None:
+    async def next(self, deltas: MergedDeltas, exchange: ServerExchange) -> bytes | None:
         """Wait for the next frames; None at the end."""
         interval = self._call.ping_interval
         due = None if interval is None else asyncio.get_running_loop().time() + interval
@@ -143,7 +143,7 @@ class StreamFrames:
             if frames := self._frames(batch, exchange):
                 return frames
 
-    def _frames(self, batch: Batch, exchange: Exchange) -> bytes:
+    def _frames(self, batch: Batch, exchange: ServerExchange) -> bytes:
         exchange.count(batch)
         for number, delta in batch:
             if delta.progress is not None and delta.index == 0:
@@ -176,7 +176,7 @@ def json_response(
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json", headers=merged)
 
 
-def public_error(exchange: Exchange, error: Exception) -> RequestError:
+def public_error(exchange: ServerExchange, error: Exception) -> RequestError:
     """Return the error that the client may see. Unexpected errors are logged without their message, because it may
     quote the prompt."""
     if isinstance(error, web.HTTPException):

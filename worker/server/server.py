@@ -51,7 +51,7 @@ from worker.server.connection import WRITE_TIMEOUT, ClientGone
 from worker.server.exchange import (
     DIALECT,
     ID,
-    Exchange,
+    ServerExchange,
     StreamFrames,
     from_http_exception,
     json_response,
@@ -242,7 +242,7 @@ class Server:
         function = _FUNCTIONS[route.handler]
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            exchange = Exchange(request, self._write_timeout)
+            exchange = ServerExchange(request, self._write_timeout)
             waited = _load_time(request) if route.reports_load_time else {}
             self._requests += 1
             try:
@@ -266,7 +266,9 @@ class Server:
 
         return handle
 
-    async def _answer(self, exchange: Exchange, function: ApiFunction, waited: dict[str, float]) -> web.StreamResponse:
+    async def _answer(
+        self, exchange: ServerExchange, function: ApiFunction, waited: dict[str, float]
+    ) -> web.StreamResponse:
         """Call the API function, run its generations and write the response. Raises errors that have a status."""
         request = exchange.request
         model = self._model_of(request)
@@ -306,7 +308,7 @@ class Server:
                 self._running.discard(deltas)
 
     async def _stream(
-        self, exchange: Exchange, call: GenerationCall, deltas: MergedDeltas, name: str
+        self, exchange: ServerExchange, call: GenerationCall, deltas: MergedDeltas, name: str
     ) -> web.StreamResponse:
         """Write the response frame by frame. Raises errors that occur before the first frame: they have a status."""
         dialect = call.frame_dialect or exchange.request[DIALECT]

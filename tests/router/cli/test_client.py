@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.cli.client import Unreachable, get, models, processes
+from router.cli.client import RouterUnreachable, get, models, processes
 from router.cli.main import main
 
 
@@ -87,10 +87,10 @@ def test_failed_models_are_shown_with_the_reason_and_the_next_attempt() -> None:
 
 def test_the_message_without_a_router_names_the_remedy() -> None:
     with pytest.raises(
-        Unreachable, match=r"no router answers at http://127\.0\.0\.1:1 .*give --url, or set ROUTER_URL"
+        RouterUnreachable, match=r"no router answers at http://127\.0\.0\.1:1 .*give --url, or set ROUTER_URL"
     ):
         get("http://127.0.0.1:1", "/models")
-    with pytest.raises(Unreachable, match="no address"):
+    with pytest.raises(RouterUnreachable, match="no address"):
         get("ftp://x", "/models")
 
 

@@ -22,7 +22,7 @@ from router.fleet.scheduler import demand_of
 from router.fleet.worker import State, Worker
 from router.launch.interface import WorkerLost
 from router.memory.checkpoint_facts import Checkpoint, Tally
-from router.memory.estimate import Estimate, estimate
+from router.memory.estimate import MemoryEstimate, estimate
 from router.planner.ledger import DeviceId, Resident
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeLauncher, FakeModel, run_virtual
 from tests.router.fleet.worlds import LLAMA, Schedule
@@ -136,7 +136,7 @@ class Exploration:
         pick = random.Random(self.random.getstate()[1][0] + 2)
         return {"parallel": pick.choice([2, 8, 64]), "ctx_size": RANGE_CTX, "threads": 1, "split_mode": "none"}
 
-    def grow(self, model: FakeModel, found: Estimate) -> None:
+    def grow(self, model: FakeModel, found: MemoryEstimate) -> None:
         """Give a model the memory that its static estimate bounds, with a KV cache of the granted tokens."""
         model.shards, model.host = (sum(found.shards) - sum(found.context),), found.host
         model.bytes_per_token = found.kv_step[0] // found.step_tokens
@@ -202,7 +202,7 @@ class Exploration:
         fleet = self.world.fleet
         for device, total in self.totals.items():
             reserved = sum(worker.reserved.get(device, 0) for worker in fleet.workers())
-            reserved += sum(weights.request.size for weights in fleet.sleepers.all.values() if device == CPU)
+            reserved += sum(weights.request.size for weights in fleet.sleeping_weights.all.values() if device == CPU)
             assert reserved <= total - MARGIN, f"{device}: {reserved} reserved"
         if fleet.limits.models_max:
             assert sum(worker.state.holds_memory for worker in fleet.workers()) <= fleet.limits.models_max

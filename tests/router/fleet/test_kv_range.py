@@ -7,7 +7,7 @@ from typing import Any
 from router.api.status import status
 from router.config.presets import Preset
 from router.launch.interface import WorkerLost
-from router.memory.estimate import Estimate, estimate
+from router.memory.estimate import MemoryEstimate, estimate
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel
 from tests.router.fleet.worlds import LLAMA, Schedule, virtual
 
@@ -15,7 +15,7 @@ MIB = 1 << 20
 KEYS: dict[str, Any] = {"parallel": 64, "threads": 1, "ctx_size": 1024}
 
 
-def known(parallel: int = 64) -> Estimate:
+def known(parallel: int = 64) -> MemoryEstimate:
     """The estimate of each model here; the range is 1024 to 65536 tokens in steps of 16 for `parallel` 64."""
     return estimate(LLAMA, Preset(id="a", **{**KEYS, "parallel": parallel}), on_host=True)
 

@@ -33,7 +33,7 @@ def gpu(
 
 
 def sleeping_weights(world: Schedule, state: str) -> list[Event]:
-    return [event for event in world.events_of("holding") if event.data["state"] == state]
+    return [event for event in world.events_of("sleeping_weights") if event.data["state"] == state]
 
 
 async def settled(world: Schedule) -> None:
@@ -117,8 +117,8 @@ async def test_a_model_that_has_a_worker_again_when_its_sleep_is_decided_does_no
     await world.ask("a")
     model = world.fleet.models["a"]
     model.sleep_request = SleepRequest(files=("a.safetensors",), size=FILES, last_used=world.now, expires=None)
-    world.fleet.sleepers.put_to_sleep([model], 8 * GIB)
-    assert world.fleet.sleepers.all == {}
+    world.fleet.sleeping_weights.put_to_sleep([model], 8 * GIB)
+    assert world.fleet.sleeping_weights.all == {}
 
 
 @virtual

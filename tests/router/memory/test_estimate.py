@@ -26,7 +26,7 @@ from router.memory.estimate import (
     RUNTIME_HOST,
     SAFETY_FACTOR,
     TOKENIZER_BYTES,
-    Estimate,
+    MemoryEstimate,
     Overhead,
     beside_steps,
     estimate,
@@ -380,7 +380,7 @@ def test_reserved_memory_is_added_on_each_device_to_any_estimate() -> None:
     required = preset(reserved_memory=1000, required_memory={"": 900})
     assert estimate(QWEN3_4B, required, on_host=True).shards == (1900,)
     said = Estimated(weights=[5], context=[4], compute=[3], runtime=[2], host=1)
-    assert estimates.from_trace(said, more) == Estimate((5,), (4,), (3,), (1002,), 1, "exact", 1000)
+    assert estimates.from_trace(said, more) == MemoryEstimate((5,), (4,), (3,), (1002,), 1, "exact", 1000)
 
 
 def test_an_accelerator_has_its_context_and_main_memory_the_process() -> None:
@@ -430,7 +430,7 @@ def test_quantization_never_enlarges(
     assert at_rest(quantized_one) <= at_rest(plain_one)
 
 
-def at_rest(found: Estimate) -> int:
+def at_rest(found: MemoryEstimate) -> int:
     """Bytes of the device that the model holds between steps; the method's library is not part of it."""
     return sum((*found.weights, *found.context))
 
@@ -568,7 +568,7 @@ def test_splitting_loses_nothing(facts: Checkpoint, said: Preset, counts: list[i
 
 
 def test_a_grant_grows_the_cache_of_each_shard_by_whole_steps_and_fixes_it() -> None:
-    ranged = Estimate((9, 9), (64, 32), (1, 1), (2, 2), kv_step=(16, 8), kv_steps=5, kv_tokens=64, step_tokens=16)
+    ranged = MemoryEstimate((9, 9), (64, 32), (1, 1), (2, 2), kv_step=(16, 8), kv_steps=5, kv_tokens=64, step_tokens=16)
     assert ranged.shards == (76, 44), "the least"
     granted = ranged.granted(3)
     assert (granted.context, granted.kv_tokens, granted.kv_steps) == ((112, 56), 112, 0)

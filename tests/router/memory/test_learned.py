@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from router import DISTRIBUTION
 from router.config.presets import Preset
 from router.memory.checkpoint_facts import Checkpoint
-from router.memory.estimate import Estimate
+from router.memory.estimate import MemoryEstimate
 from router.memory.learned import MOST_BESIDE, Learned, LearnedEstimates, key, with_learned
 
-GUESS = Estimate(weights=(100,), context=(50,), compute=(30,), runtime=(20,))
-SPLIT = Estimate(weights=(60, 60), context=(20, 20), compute=(10, 10), runtime=(10, 10), host=500)
+GUESS = MemoryEstimate(weights=(100,), context=(50,), compute=(30,), runtime=(20,))
+SPLIT = MemoryEstimate(weights=(60, 60), context=(20, 20), compute=(10, 10), runtime=(10, 10), host=500)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_no_part_of_a_learned_estimate_is_negative_or_above_the_bound(
     sizes: tuple[int, int, int, int, int], beside: int, host: int, steps: bool
 ) -> None:
     weights, context, compute, runtime, main = sizes
-    about = Estimate((weights,), (context,), (compute,), (runtime,), main)
+    about = MemoryEstimate((weights,), (context,), (compute,), (runtime,), main)
     found = with_learned(about, Learned((beside,), host, steps))
     assert min(found.weights + found.context + found.compute + found.runtime) >= 0
     assert found.shards[0] == min(
@@ -142,7 +142,7 @@ def test_only_the_memory_that_ran_out_is_raised(file: Path) -> None:
 
 def test_reserved_memory_is_added_to_what_was_learned(file: Path) -> None:
     known = LearnedEstimates(file)
-    asked = Estimate((100,), (50,), (30,), (20 + 1000,), reserved=1000)
+    asked = MemoryEstimate((100,), (50,), (30,), (20 + 1000,), reserved=1000)
     assert with_learned(asked, known.record("a", asked, [190], steps=True)).shards == (1190,)
     assert known.record_out_of_memory("b", asked, "device").shards == (1230,)
 
@@ -241,11 +241,11 @@ WRITER = """
 import sys
 from pathlib import Path
 from router.memory.learned import LearnedEstimates
-from router.memory.estimate import Estimate
+from router.memory.estimate import MemoryEstimate
 
 known = LearnedEstimates(Path(sys.argv[1]))
 for number in range(20):
-    known.record(f"{sys.argv[2]}{number}", Estimate((1,), (1,), (1,), (1,)), [4])
+    known.record(f"{sys.argv[2]}{number}", MemoryEstimate((1,), (1,), (1,), (1,)), [4])
 """
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config.presets import Preset
-from router.memory.estimate import Estimate, estimate
+from router.memory.estimate import MemoryEstimate, estimate
 from router.memory.remedies import LEAST_CTX, Remedies, remedies
 from router.memory.sharding import Choice, fits, static_estimate
 from router.planner.ledger import DeviceId
@@ -102,7 +102,7 @@ def test_the_difference_is_applied_to_the_estimate_in_use() -> None:
     exact = replace(static, compute=(static.compute[0] // 2,), source="exact")
     room = {GPU[0]: exact.shards[0] - 300 * MIB, CPU: 1 << 50}
 
-    def context(known: Estimate) -> int:
+    def context(known: MemoryEstimate) -> int:
         what = remedies(QWEN3_4B, said, ONE, known, room, threads=1, forked=False)
         return int(what.settings[0].removeprefix("ctx-size = "))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from router.config.presets import ALL_DEVICES, Preset
 from router.memory import sharding, tensor_parallel
 from router.memory.checkpoint_facts import Checkpoint, effective_ctx, from_config
-from router.memory.estimate import Estimate
+from router.memory.estimate import MemoryEstimate
 from router.memory.estimate import estimate as estimate_whole
 from router.memory.segments import weight_bytes
 from router.memory.sharding import Choice, Indivisible, choices
@@ -196,7 +196,7 @@ def test_dividing_conserves_weights_and_keys(
     tally = replace(LARGE.tensors["bfloat16"], elements=elements, bytes=2 * elements)
     facts = replace(LARGE, matrices=matrices, tied=tied, vocab_size=vocab, behind=head, tensors={"bfloat16": tally})
     said = preset(ctx_size=tokens)
-    found: Estimate = tensor_parallel.estimate(facts, said, ranks, on_host=False)
+    found: MemoryEstimate = tensor_parallel.estimate(facts, said, ranks, on_host=False)
     whole = weight_bytes(facts, said, on_host=False)
     parted = 2 * tensor_parallel.divided_elements(facts, ranks)
     assert 2 * matrices <= parted <= 2 * (matrices + head)

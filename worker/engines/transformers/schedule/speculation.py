@@ -91,7 +91,7 @@ class _Measured:
 
 
 @dataclass(slots=True)
-class _Choice:
+class _LengthChoice:
     """The choice among draft lengths for batches of one size."""
 
     measured: dict[int, _Measured]
@@ -144,7 +144,7 @@ class DraftLength:
     def __init__(self, lengths: Sequence[int]):
         """`lengths`: those to compare, rising from 0. A single one is used always."""
         self.lengths = tuple(lengths)
-        self._choices: dict[int, _Choice] = {}
+        self._choices: dict[int, _LengthChoice] = {}
 
     @classmethod
     def up_to(cls, most: int, least: int = 0) -> "DraftLength":
@@ -184,15 +184,15 @@ class DraftLength:
         elif choice.rate(length) < choice.rate(0):
             choice.begin((0,))
 
-    def _of(self, rows: int) -> _Choice:
+    def _of(self, rows: int) -> _LengthChoice:
         """The choice for batches of about this size: sizes with the same number of binary digits share one."""
         choice = self._choices.get(rows.bit_length())
         if choice is None:
-            choice = self._choices[rows.bit_length()] = _Choice({length: _Measured() for length in self.lengths})
+            choice = self._choices[rows.bit_length()] = _LengthChoice({length: _Measured() for length in self.lengths})
             choice.begin(self.lengths)
         return choice
 
-    def _others(self, choice: _Choice) -> Sequence[int]:
+    def _others(self, choice: _LengthChoice) -> Sequence[int]:
         """The lengths to try now: from short to long where nothing is drafted, or else none or a neighbour in turn."""
         place = self.lengths.index(choice.best)
         if not place:
