@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from router.events import Event, EventLog
+from worker.protocol.memory import MIB
 
 log = logging.getLogger("router.fleet.fleet")
 
@@ -34,7 +35,7 @@ QUEUE_SIZE = 4000  # lines that wait to be written. Further ones are dropped and
 GATHER = 0.05  # seconds for which lines below the level WARNING are gathered, to be written together. A guess.
 # Seconds at exit to write the lines that wait. A reader that does not read must not keep the router from ending.
 EXIT_TIMEOUT = 1.0
-GIB, MIB = 1 << 30, 1 << 20
+GIB = 1 << 30
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
 
 

@@ -41,7 +41,7 @@ packages = [item["metadata"] for item in json.loads(Path(sys.argv[1]).read_text(
 pins = sorted((re.sub("[-_.]+", "-", p["name"]).lower(), p["version"].partition("+")[0]) for p in packages)
 header = (
     f"# Tested versions, made by scripts/refresh_constraints.sh on {datetime.now(timezone.utc):%Y-%m-%d}. No local label at\n"
-    "# torch: a CPU wheel satisfies the pin as well as a CUDA one. gptqmodel wants just this numpy, so everybody gets it.\n"
+    "# torch: a CPU wheel satisfies the pin as well as a CUDA one. gptqmodel requires exactly this numpy.\n"
 )
 Path(sys.argv[2]).write_text(header + "".join(f"{name}=={version}\n" for name, version in pins), "utf-8")
 print(f"{len(pins)} pins")

@@ -1,7 +1,7 @@
 """Interface between the API modules and the engines: GenerationRequest, SamplingParams, Delta and the Engine protocol.
 
 An API module turns the JSON of one dialect into GenerationRequests and turns Deltas back into JSON. An engine turns
-GenerationRequests into Deltas and knows no dialect. This module holds values only: no torch and no I/O.
+GenerationRequests into Deltas and contains no dialect. This module holds values only: no torch and no I/O.
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence

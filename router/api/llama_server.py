@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from router.api.call import ApiCall, ApiResult, JsonReply, model_name
-from router.api.status import MIB, capabilities, status_of, value_of
+from router.api.status import capabilities, status_of, value_of
 from router.config.api_keys import ApiKey
 from router.config.presets import Preset
 from router.errors import BadRequest, Forbidden, ModelNotLoaded, NotOffered, SlotsBusy, Starting
@@ -23,6 +23,7 @@ from router.registry.snapshot_info import SnapshotTexts
 from router.registry.worker_groups import preset_ids
 from worker.protocol.dialects import Dialect
 from worker.protocol.errors import error_body
+from worker.protocol.memory import MIB
 
 _ANTHROPIC_VERSION = "anthropic-version"  # a request header of all Anthropic clients
 # llama-server's names of sampling options that have another name in presets or checkpoints.

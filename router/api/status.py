@@ -18,8 +18,8 @@ from router.planner.ledger import SLOTS, DeviceId, pooled
 from router.registry.registry import Registry
 from router.registry.shared_workers import ListedModel
 from worker.protocol.events import Progress
+from worker.protocol.memory import MIB
 
-MIB = 1 << 20
 VALUES = {
     State.DOWNLOADING: "downloading",
     State.QUEUED: "loading",

@@ -82,7 +82,7 @@ def _rope_faults(preset: Preset, stored: Mapping[str, Any]) -> Iterator[Problem]
 
 def _unknown_members(preset: Preset, stored: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield a problem for each member of `config-override` that neither config.json nor any configuration of the
-    installed transformers mentions. The load knows the members of the model's own configuration only."""
+    installed transformers mentions. The load accepts members of the model's own configuration only."""
     package = importlib.util.find_spec("transformers")  # finds it without importing it, and so torch
     if preset.python or preset.trust_remote_code or package is None:
         return

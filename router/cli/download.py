@@ -17,8 +17,7 @@ from router.fleet import worker_argv
 from router.store.snapshots import Snapshots
 from worker.protocol.argv import Download
 from worker.protocol.events import Converted, Downloaded
-
-MIB = 1 << 20
+from worker.protocol.memory import MIB
 
 
 def download(preset: Preset, settings: Settings, environ: Mapping[str, str], *, state: Path) -> str:

@@ -158,7 +158,7 @@ def report(
         if is_downloaded:
             folder = Path(machine.snapshots.loads_from(preset, files))  # a conversion may take another size
         elif exact:
-            raise EstimateFailed(f"{preset.id}: --exact wants the files here; `router` fetches them on first use")
+            raise EstimateFailed(f"{preset.id}: --exact needs the files here; `router` fetches them on first use")
         facts = machine.snapshots.facts(folder, preset)
         if forget:
             machine.forget(facts)
@@ -208,7 +208,7 @@ def check(loaded: LoadedPresets, machine: Machine) -> tuple[dict[str, str], list
     """Return a message for each model with files on this machine that no empty device holds, and the warnings of all
     models.
 
-    A preset that changes config.json is estimated by the worker program, which knows the classes of configurations, and
+    A preset that changes config.json is estimated by the worker program, which has the classes of configurations, and
     its errors are messages, too. Other models without an estimate are left out.
     """
     found: dict[str, str] = {}
@@ -223,7 +223,7 @@ def check(loaded: LoadedPresets, machine: Machine) -> tuple[dict[str, str], list
         except RouterError as error:
             if changes_config:
                 found[preset.id] = str(error)
-            continue  # its first load and `router estimate` tell why
+            continue  # its first load and `router estimate` report the error
         warnings += (f"{preset.id}: {warning}" for warning in answer.warnings)
         if not answer.fits:
             lines = [device_line(device, answer.estimate) for device in answer.devices if not device.fits]

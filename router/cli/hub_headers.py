@@ -12,12 +12,11 @@ from typing import Any
 import httpx
 
 from router.errors import RouterError
-from worker.protocol.snapshot_files import INDEX, WEIGHTS, is_below, shard_names
+from worker.protocol.snapshot_files import INDEX, MAX_HEADER_BYTES, WEIGHTS, is_below, shard_names
 
 HUB = "https://huggingface.co"
 TIMEOUT = 30.0  # seconds without a byte
 FIRST = 1 << 16  # bytes of a weight file in the first request. Most headers are shorter, so one request is enough.
-MAX_HEADER = 100 << 20  # bytes; the limit of the safetensors format
 MAX_SMALL = 64 << 20
 
 _SMALL = frozenset({
@@ -76,7 +75,7 @@ class _Hub:
         """
         head, size = self._read(name, 0, FIRST)
         end = 8 + int.from_bytes(head[:8], "little")
-        if len(head) < 8 or not 8 < end <= min(size, MAX_HEADER):
+        if len(head) < 8 or not 8 < end <= min(size, MAX_HEADER_BYTES):
             raise RemoteError(f"{self._repo}: {name} on {self._base} is no safetensors file")
         if end > len(head):
             rest, _ = self._read(name, len(head), end - len(head))
@@ -134,7 +133,7 @@ def _check_model(names: Collection[str], repo: str) -> None:
             raise RemoteError(f"{repo} is an adapter, which needs the model that it was made for: name that model")
         if "gguf" in ends:
             raise RemoteError(f"{repo} has GGUF files only; choose the original repository, with safetensors weights")
-        raise RemoteError(f"{repo} has no config.json: it is no model that transformers knows")
+        raise RemoteError(f"{repo} has no config.json: it is no model for transformers")
     if "safetensors" not in ends:
         pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
         if pickles:

@@ -49,6 +49,7 @@ from router.registry.shared_workers import SharedWorkers
 from router.registry.worker_groups import fleet_presets, group_presets
 from router.store.catalogue import NOTHING, Further
 from router.store.snapshots import Snapshots
+from worker.protocol.memory import MIB
 
 log = logging.getLogger("router.cli.serve")
 # New objects between two collections of the youngest generation. Python's default of 700 suits small programs.
@@ -60,7 +61,6 @@ LAST_MOMENT = 2.0  # seconds to send the last answers after all workers have exi
 # Tasks, by name, without which the router must not go on: without readings every plan is a guess.
 ESSENTIAL = frozenset({"devices"})
 GIB = 1 << 30
-MIB = 1 << 20
 
 
 def run(settings: Settings, load: Callable[[Further], LoadedPresets], keys: Callable[[], tuple[ApiKey, ...]]) -> int:
@@ -190,11 +190,11 @@ async def _router(
         fork_server=settings.fork_server,
     )
     async with launcher:
-        aside = ThreadPoolExecutor(1, thread_name_prefix="estimates")
+        writer = ThreadPoolExecutor(1, thread_name_prefix="estimates")
         files = Snapshots(cache=settings.hub_cache, state=state, offline=settings.offline, prepare=settings.prepare)
         fleet = Fleet(
             launcher=launcher,
-            learned_estimates=LearnedEstimates(state / "estimates.json", driver=devices.driver, later=aside.submit),
+            learned_estimates=LearnedEstimates(state / "estimates.json", driver=devices.driver, later=writer.submit),
             events=events,
             files=files,
             ledger=_ledger(settings, devices, {reading.id for reading in launcher.readings()}),

@@ -20,8 +20,8 @@ import click
 
 from router.planner.ledger import DeviceShare
 from worker.protocol.dialects.generation_fields import SAMPLER_ALIASES, SAMPLER_LETTERS
+from worker.protocol.memory import MIB
 
-MIB = 1 << 20
 _WHOLE = re.compile(r"[0-9]{1,18}")
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]{1,18}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})(?:[eE][+-]?[0-9]{1,3})?")
 _TIME = re.compile(r"([0-9]{1,12}(?:\.[0-9]{0,9})?)[ ]*(ms|s|m|h|d)?")

@@ -242,7 +242,7 @@ class SettingReader:
 
     def _ignore(self, word: MeaninglessOption, spelling: Spelling, written: str, text: str, place: Problem) -> None:
         """Record an option without a meaning here, unless its value changes nothing. `finish` warns about it."""
-        with contextlib.suppress(click.BadParameter):  # it has no effect, whatever it says
+        with contextlib.suppress(click.BadParameter):  # it has no effect with any value
             text = spelling.text(text)
         if word.accepts(text):
             return

@@ -291,7 +291,7 @@ class _Resolution:
         if fields.get("split_mode") == "none":
             self._fail(place, "split-mode = none forbids what this asks for; remove one of the two")
         if fields.get("device") == ("cpu",):
-            self._fail(place, "wants accelerators, and device is cpu; remove one of the two")
+            self._fail(place, "needs accelerators, and device is cpu; remove one of the two")
 
     def _check_tensor_parallel(self, settings: Layer, fields: dict[str, Any], shares: Sequence[float]) -> None:
         """Reject settings that contradict tensor parallelism."""

@@ -15,7 +15,6 @@ import click
 
 from router.config.ini import Problem
 from router.config.option_types import (
-    MIB,
     Flag,
     Groups,
     Integer,
@@ -30,8 +29,9 @@ from router.config.option_types import (
     shown,
 )
 from router.planner.ledger import DeviceShare
+from worker.protocol.memory import MIB
 
-MAX_BUFFERED = 512 * MIB  # of all request bodies together, and so of each
+MAX_BUFFERED = 512 * MIB  # bytes of all request bodies in memory, and so of each; more are rejected
 _TLS = "a proxy in front of the router offers TLS"
 # Options of other servers, or of the design, that this version does not have, with what to do instead. They have their
 # own message, to distinguish them from keys.
@@ -226,7 +226,7 @@ class Settings:
 
     @property
     def names_models(self) -> bool:
-        """True if the user says which models to serve: by name, by a file or by a folder."""
+        """True if the options name the models to serve: by name, by a file or by a folder."""
         return bool(self.model or self.hf_repo or self.models_preset or self.models_dir)
 
     @property

@@ -14,12 +14,11 @@ from router.errors import ApiError, QueueFull, QueueTimeout
 from router.fleet.failures import NextWorker
 from router.fleet.worker import State, Worker
 from router.launch.interface import WorkerProcess
+from worker.protocol.memory import MIB
 
 if TYPE_CHECKING:  # both import this module
     from router.fleet.fleet import Fleet
     from router.fleet.model import Model
-
-MIB = 1 << 20
 
 # The causes in `waited` events, by stage of a load. The cause of all other stages is "start".
 CAUSE_BY_STAGE = {"download": "download", "convert": "download", "wait": "memory"}

@@ -14,8 +14,7 @@ from router.planner.ledger import SLOTS, Device, DeviceId, Resident, in_use
 from router.planner.planner import queue_order
 from router.planner.reasons import keep_reasons
 from router.planner.types import Demand, Eviction, Plan, Refusal, Shortage, Wait
-
-MIB = 1 << 20
+from worker.protocol.memory import MIB
 
 # Seconds between two events of the same model and reason, so that a burst of refusals does not fill the event log.
 REJECTION_PAUSE = 1.0

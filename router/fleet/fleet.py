@@ -260,7 +260,7 @@ class Fleet:
             self._consider_replica(model, self.now())
 
     def _consider_replica(self, model: Model, now: float) -> None:
-        """Queue one more worker of a model that wants it. It is best-effort: it is dropped unless it fits at once."""
+        """Queue a replica of a model if its load calls for one. It is best-effort: dropped unless it fits at once."""
         if not self.closing and model.wants_replica(now) and self.models.get(model.preset.id) is model:
             since = model.wanted_since(now)
             self._begin(model, best_effort=True).wanted_since = since

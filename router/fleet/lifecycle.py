@@ -339,7 +339,7 @@ def _min_residency(worker: Worker, fleet: Fleet) -> float:
 
 
 async def _room(worker: Worker, fleet: Fleet, program: Program) -> Start:
-    """Wait until the fleet has reserved a place. Make the exact estimate when the planner wants it."""
+    """Wait until the fleet has reserved a place. Make the exact estimate when the planner asks for it."""
     while not worker.queue.room.done():
         await _until_room(worker, worker.queue.refine.wait())
         if not worker.queue.room.done():
@@ -401,7 +401,7 @@ async def _drain(worker: Worker, fleet: Fleet) -> None:
 async def _requests_end(worker: Worker) -> None:
     """Wait, for a bounded time, until the requests of a lost worker have read its last bytes and ended.
 
-    Connections are closed only then: a reader cannot tell a connection that we closed from a silent worker.
+    Connections are closed only then: to a reader, a connection that we closed looks like a silent worker.
     """
     await _leases_back(worker)
     worker.cut(lost_error(worker))

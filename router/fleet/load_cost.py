@@ -277,7 +277,7 @@ def learn(worker: Worker, fleet: Fleet) -> None:
     """Record a worker's memory as a learned figure. Called when it is ready and when it stops.
 
     On accelerators it is the peak of the engine's allocator so far. On main memory it is what the worker took until it
-    was ready: later it also contains what requests left behind.
+    was ready: later it also contains memory that requests did not free.
     """
     costs, process, facts = worker.costs, worker.process, worker.facts
     if costs is None or process is None or facts is None or costs.estimate.source == "preset" or not worker.place:

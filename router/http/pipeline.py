@@ -25,6 +25,7 @@ import msgspec
 
 from router.api import lmi, ollama
 from router.api.request_log import RequestLog, RequestRecord, request_line
+from router.config.settings import MAX_BUFFERED
 from router.errors import (
     ApiError,
     BadRequest,
@@ -51,7 +52,6 @@ access_log = logging.getLogger("router.http.access")
 # ApiError while nothing has been sent.
 Respond = Callable[[Incoming], Awaitable[int]]
 
-MAX_BUFFERED = 512 << 20  # bytes of all request bodies in memory; more are rejected
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 LMI_ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
 _CONTROL = dict.fromkeys((*range(32), 127), "?")

@@ -108,13 +108,14 @@ class Proxy:
             self._start_limit(limit, max(0.0, request.arrived + request.timeout - time.monotonic()))
         late = False
         try:
+            # Not asyncio.timeout(): it would cost a timer for each request, and almost none expires (`_start_limit`).
             try:
                 await self._attempts(response)
             finally:
                 self._limits.pop(limit, None)
                 late = limit.end()
         except asyncio.CancelledError:
-            if not late:
+            if not late:  # the client has disconnected, or the router stops: nobody would read an error
                 raise
             await _fail(response, RequestTimeout(f"no complete answer within {request.timeout:g} s (request-timeout)"))
         except ClientGone:

@@ -1,6 +1,6 @@
 """Readings of this machine's devices from NVML, /proc and the control groups. The only module that imports pynvml.
 
-It never creates a context on a device. It never reports free memory that it does not know of: an accelerator whose
+It never creates a context on a device. It never reports free memory that it has not read: an accelerator whose
 driver fails keeps its last reading and is named in `problems`, and no worker is started there.
 """
 
@@ -129,11 +129,11 @@ class Devices:
         return found
 
     def _total(self, device: DeviceId) -> int:
-        """The memory of a device. Raises ValueError if the driver does not tell."""
+        """The memory of a device. Raises ValueError if the driver does not report it."""
         for reading in self.read():
             if reading.id == device:
                 return reading.total
-        raise ValueError(f"the driver does not tell the memory of {device}, so write the limit in MiB")
+        raise ValueError(f"the driver does not report the memory of {device}; write the limit in MiB")
 
     def host(self) -> Reading:
         """The reading of main memory, or of the cgroup's share if that is less.
@@ -282,7 +282,7 @@ def _find(uuid: str) -> Any:
 def _memory(handle: Any) -> tuple[int, int]:
     """Bytes of a device: those that programs can have, and those that they do have.
 
-    The driver's own share, which version 2 of the call tells apart, is in neither; older drivers count it as used.
+    The driver's own share, which version 2 of the call separates, is in neither; older drivers count it as used.
     """
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
@@ -379,7 +379,7 @@ class OomKills:
     """Samples of the kernel's counter of OOM kills. Times are seconds of a monotonic clock.
 
     A process that the OOM killer ends cannot report it, and SIGKILL may also come from a person. A recent rise of the
-    counter tells the two apart.
+    counter distinguishes the two.
     """
 
     def __init__(self, count: Callable[[], int]):

@@ -95,4 +95,4 @@ def _signal(number: int) -> str:
 
 
 def _last(last_message: str) -> str:
-    return f"; it last said: {last_message}" if last_message else ""
+    return f"; its last line: {last_message}" if last_message else ""

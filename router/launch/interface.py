@@ -1,7 +1,7 @@
 """The seam between the fleet, which decides, and machines, which run programs.
 
-A launcher is the only thing that touches a machine. It knows processes, sockets and drivers, and nothing about leases,
-plans or the meaning of presets. There is one implementation for this machine and one fake for the schedule tests.
+A launcher is the only thing that touches a machine. It handles processes, sockets and drivers, but no leases,
+plans or meanings of presets. There is one implementation for this machine and one fake for the schedule tests.
 """
 
 import signal

@@ -267,9 +267,11 @@ class LocalLauncher:
             child.on_event = on_event
             watchdog = Watchdog(child, heartbeat, verdicts.append)
             try:
+                # Shielded: the child owns this future, and a cancellation would lose the exit code.
                 code = await asyncio.shield(child.exited)
             finally:
                 watchdog.cancel()
+            # A verdict comes first: the exit code of a process that the watchdog killed is only SIGKILL.
             if verdicts:
                 raise lost_by_verdict(program, verb, verdicts[0], child.cause)
             if code != Exit.OK or not results:

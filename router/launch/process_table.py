@@ -34,11 +34,11 @@ from pathlib import Path
 
 from router.errors import RouterError
 from router.launch.process import KILL_TIMEOUT, Child, known
+from worker.protocol.memory import SOCKET_PATH_BYTES
 
 log = logging.getLogger("router.launch.process_table")
 
 CLOSE_TIMEOUT = 5.0  # seconds that killed processes get to be reaped before the table is left anyway
-SOCKET_PATH_BYTES = 107  # longest path of a unix socket: `sun_path` has 108 bytes, one of them for the end (unix(7))
 _TAG_DIGITS = 12
 TAG = "FLEET_WORKER"  # the variable that names the run that a process belongs to; its descendants inherit it
 _GUARD_PROGRAM = Path(__file__).with_name("programs") / "guard.py"

@@ -33,9 +33,7 @@ from worker.protocol import pickled_weights
 from worker.protocol.architectures import EXPERT, GENERATES, SCALE, VISION
 from worker.protocol.model_config import apply_rope, merge
 from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
-from worker.protocol.snapshot_files import INDEX, WEIGHTS, is_below, shard_names
-
-MAX_HEADER = 100 << 20  # bytes; the limit of the format
+from worker.protocol.snapshot_files import INDEX, MAX_HEADER_BYTES, WEIGHTS, is_below, shard_names
 
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -121,7 +119,7 @@ def header(file: Path) -> dict[str, _Tensor]:
         size = file.stat().st_size
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            if size < 8 or length > min(MAX_HEADER, size - 8):
+            if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
                 raise UnknownCheckpoint(f"{file} is no complete safetensors file ({size} bytes); fetch it again")
             table = json.loads(opened.read(length))
         tensors = {name: _tensor(entry) for name, entry in table.items() if name != "__metadata__"}
@@ -258,8 +256,8 @@ def _weight_files(folder: Path, index_name: str, single_name: str) -> list[Path]
     """Return the weight files of the model in order, of the index or the single one; empty if there are none."""
     index = folder / index_name
     if index.is_file():
-        if index.stat().st_size > MAX_HEADER:
-            raise UnknownCheckpoint(f"{index} is larger than {MAX_HEADER} bytes; fetch it again")
+        if index.stat().st_size > MAX_HEADER_BYTES:
+            raise UnknownCheckpoint(f"{index} is larger than {MAX_HEADER_BYTES} bytes; fetch it again")
         try:
             files = [folder / name for name in shard_names(index.read_bytes())]
         except OSError as error:

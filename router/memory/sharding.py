@@ -79,7 +79,7 @@ def choices(
             f"{preset.id}: {least} devices are asked for, and it cannot be split over several: {why};"
             " remove pipeline-parallel, split-mode and tensor-split"
         )
-    if least == 1:
+    if least == 1:  # one device comes first: each further one adds copies between layers to every step
         yield Choice(devices=frozenset(bounds))
     if why:
         return
@@ -95,7 +95,7 @@ def choices(
         return
     if len(bounds) < least:
         raise Indivisible(
-            f"{preset.id}: pipeline-parallel = {least} wants so many devices, and it may use {len(bounds)}; lower it"
+            f"{preset.id}: pipeline-parallel = {least} needs {least} devices, and it may use {len(bounds)}; lower it"
         )
     if len(facts.by_layer) < least:
         raise Indivisible(f"{preset.id}: it has {len(facts.by_layer)} layers for {least} devices; lower the number")
@@ -141,9 +141,10 @@ def _tensor_parallel(
     offered = len(bounds)
     if asked != ALL_DEVICES and asked > offered:
         raise Indivisible(
-            f"{preset.id}: tensor-parallel = {asked} wants so many accelerators, and there are {offered} that it may"
+            f"{preset.id}: tensor-parallel = {asked} needs {asked} accelerators, and there are {offered} that it may"
             " use; lower it"
         )
+    # Asked for without a number (`split-mode = tensor`): the fewest ranks that fit, since each adds communication.
     counts = range(2, offered + 1) if asked == 1 else [offered if asked == ALL_DEVICES else asked]
     if offered < 2:
         yield Choice(devices=frozenset(bounds))

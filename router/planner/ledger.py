@@ -136,7 +136,7 @@ class Resident:
         if not measured.keys() <= reserved.keys():
             holds += [(id, size, 0) for id, size in measured.items() if id not in reserved]
         object.__setattr__(self, "holds", tuple(holds))
-        # All busy ones are in use now, so the end of the last lease does not tell them apart, and it would change with
+        # All busy ones are in use now, so the end of the last lease does not order them, and it would change with
         # each request that ends without a new plan. The end of the minimum residency is stable.
         since = self.residency_ends if self.busy else self.last_used
         cost = self.load_seconds * sum([size for id, size in reserved.items() if id.index != SLOTS])

@@ -1,6 +1,6 @@
 """Placement: the places that a demand could take. PURE.
 
-A place is a tuple of devices of one node, one for each shard. `Places` does not know the residents: the caller passes
+A place is a tuple of devices of one node, one for each shard. `Places` has no residents: the caller passes
 the free memory as a function or a mapping. `Occupants` knows which residents and models are on a device, and which
 loads run there.
 """

@@ -163,7 +163,7 @@ class _Walk:
 
         This comes after all decisions, so that no grant causes an eviction or takes memory that is promised: the free
         memory is that of every step and stage, with the victims that are kept after all. One demand gets all that is
-        free: a share for each would leave memory unused, because a ready worker does not grow.
+        free: a share for each would waste memory, because a ready worker does not grow.
         """
         for demand, place in self.starting:
             growth = self.places.growth(demand, place)

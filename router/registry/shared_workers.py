@@ -1,7 +1,7 @@
 """Shared workers: presets that would start the same worker are served by one model of the fleet.
 
-The fleet knows only its own models. The id of a fleet model is the list of the presets that it serves (`a,b`), or the
-preset's own id if it serves one. When presets change, a worker keeps running as long as some preset still wants the
+The fleet has only its own models. The id of a fleet model is the list of the presets that it serves (`a,b`), or the
+preset's own id if it serves one. When presets change, a worker keeps running as long as some preset still needs the
 same load; only its id changes.
 
 As in the fleet, no method awaits between reading a state and writing what follows from it.
@@ -149,7 +149,7 @@ class SharedWorkers:
     def apply(self, presets: Mapping[str, Preset], groups: Sequence[PresetGroup]) -> dict[str, list[str]]:
         """Replace all presets, and return the ids that were added, changed, restarted and removed.
 
-        Each group shares a worker. Workers that no preset wants any more retire; all others keep running.
+        Each group shares a worker. Workers that no preset needs any more retire; all others keep running.
         """
         before, open_before = self.listed, {name: listed.model.open for name, listed in self.listed.items()}
         wanted = fleet_presets(presets, groups)

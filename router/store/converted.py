@@ -19,12 +19,10 @@ from pathlib import Path
 from router.config.presets import Preset
 from router.memory.checkpoint_facts import Checkpoint
 from worker.protocol.argv import Convert
-from worker.protocol.snapshot_files import MANIFEST, ConversionManifest, decode_manifest
+from worker.protocol.snapshot_files import MANIFEST, PART, ConversionManifest, decode_manifest
 
 log = logging.getLogger("router.store.converted")
 
-# Suffix of an incomplete folder (worker/fetch/convert.py). Its process holds a lock on the folder of all.
-PART = ".part"
 # Files of tokenizers that have to be converted on each load, where there is no tokenizer.json beside them.
 _SLOW_TOKENIZERS = frozenset(
     {"merges.txt", "sentencepiece.bpe.model", "spiece.model", "tokenizer.model", "vocab.json", "vocab.txt"}

@@ -29,7 +29,7 @@ class Snapshots:
         self._prepare = prepare
         versions = [version(name) for name in ("transformers", "tokenizers", DISTRIBUTION)]
         self.conversions = ConvertedSnapshots(state / "converted", versions=versions)
-        # Folders of demo models, by name; only `worker download` knows where it makes them.
+        # Folders of demo models, by name; only `worker download` defines where they are made.
         self._made: dict[str, str] = {}
 
     def find(self, preset: Preset) -> str | None:

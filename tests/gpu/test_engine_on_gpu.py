@@ -6,7 +6,6 @@
 import asyncio
 import os
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 import transformers
 
 from tests import tiny
-from tests.worker.loaded import complete_one, load, options, serving
+from tests.worker.loaded import complete_one, generated, load, options, serving
 from tests.worker.stepped import Drive
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.device import memory
@@ -40,14 +39,6 @@ NEW = 32
 FAMILIES = ("llama", "mistral", "gpt2", "qwen3", "qwen3_moe", "gemma3_text", "phi3")
 
 
-def generated(model: Any, prompt: Sequence[int]) -> list[int]:
-    tokens = torch.tensor([list(prompt)], device=model.device)
-    mask = torch.ones_like(tokens)
-    out = model.generate(tokens, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
-    answer: list[int] = out[0, len(prompt) :].tolist()
-    return answer[:-1] if answer and answer[-1] == model.generation_config.eos_token_id else answer
-
-
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_greedy_text_equals_generate_on_the_device(family: str, enforce_eager: bool, tmp_path: Path) -> None:
@@ -62,7 +53,7 @@ async def test_greedy_text_equals_generate_on_the_device(family: str, enforce_ea
     )  # fmt: skip
     async with serving(engine):
         told = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in prompts))
-    assert [each.tokens for each in told] == [generated(model, prompt) for prompt in prompts]
+    assert [each.tokens for each in told] == [generated(model, prompt, NEW) for prompt in prompts]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mamba"])
@@ -77,7 +68,7 @@ async def test_text_is_the_same_on_several_devices(family: str, tmp_path: Path) 
     engine = load(folder, devices=devices, layers=layers, dtype="float32", ctx_size=160, parallel=3, prefill_chunk=16)
     async with serving(engine):
         told = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in prompts))
-    assert [each.tokens for each in told] == [generated(model, prompt) for prompt in prompts]
+    assert [each.tokens for each in told] == [generated(model, prompt, NEW) for prompt in prompts]
     assert set(devices) <= engine.measured.keys()
 
 

@@ -545,8 +545,8 @@ def test_log_lines_before_a_kill_are_not_the_reason() -> None:
         for code, oom_killed in ((-9, False), (-9, True), (3, False))
     ]
     assert messages == [
-        f"m: the worker was killed by SIGKILL; it last said: {line}",
-        f"m: the worker was killed by the kernel because main memory ran out (SIGKILL); it last said: {line}",
+        f"m: the worker was killed by SIGKILL; its last line: {line}",
+        f"m: the worker was killed by the kernel because main memory ran out (SIGKILL); its last line: {line}",
         f"m: the worker ended with exit code 3 (the model cannot be used): {line}",
     ]
 

@@ -162,7 +162,7 @@ def words(count: int, seed: int = 0) -> tuple[int, ...]:
 
 def generated(model: Any, prompt: Sequence[int], count: int, **options: Any) -> list[int]:
     """Tokens of transformers' own greedy `generate`, without the end token."""
-    tokens = torch.tensor([list(prompt)])
+    tokens = torch.tensor([list(prompt)], device=model.device)
     mask = torch.ones_like(tokens)
     out = model.generate(tokens, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0, **options)
     answer: list[int] = out[0, 1 if model.config.is_encoder_decoder else len(prompt) :].tolist()

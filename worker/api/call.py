@@ -49,7 +49,7 @@ class GenerationCall:
 class JsonAnswer:
     """An answer that needs no generated tokens, such as embeddings or token counts."""
 
-    body: Any  # JSON: an object, or an array where the dialect wants one
+    body: Any  # JSON: an object, or an array where the dialect has one
     ignored: tuple[str, ...] = ()
     prompt_tokens: int = 0
     keep_alive: float | None = None  # keep_alive in seconds, as in `Request`

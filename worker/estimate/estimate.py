@@ -293,7 +293,7 @@ def trace_split(options: ModelOptions, config: Any) -> tuple[list[Traced], int]:
     with FakeTensorMode():
         model = meta_model.build(snapshot.model_class(options, config, embeds=False), config, dtype, embeds=False)
         # The runner is made before the parts are placed: it tries the cache of transformers on the model, which makes
-        # tensors with a call that does not know such devices.
+        # tensors with a call that does not support such devices.
         runner, capacity = meta_model.make_runner(model, config, options, ctx_size, parts=parts)
         layer_split.place(model, parts)
         weights = meta_model.bytes_by_device(model, dtype)

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 MAX_OPERATORS = 6000
 TRACED_TOKENS = 64
 
-# A name that transformers does not know as an attention implementation. It builds no mask for such a name. A text
+# A name that is no attention implementation of transformers. It builds no mask for such a name. A text
 # without padding needs none, but transformers cannot see in a fake tensor that there is no padding.
 UNMASKED = "unmasked_sdpa"
 

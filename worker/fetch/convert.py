@@ -34,7 +34,7 @@ from worker.protocol import pickled_weights
 from worker.protocol.argv import Convert, Estimate, ModelOptions
 from worker.protocol.events import Converted, Event, Exit, Progress
 from worker.protocol.pickled_weights import PICKLED_INDEX
-from worker.protocol.snapshot_files import INDEX, MANIFEST, WEIGHTS, ConversionManifest, encode_manifest
+from worker.protocol.snapshot_files import INDEX, MANIFEST, PART, WEIGHTS, ConversionManifest, encode_manifest
 
 Emit = Callable[[Event], None]
 # A caught parameter by the id of its module and its name there, because its full name is unknown until the model is
@@ -43,7 +43,6 @@ TensorKey = str | tuple[int, str]
 
 log = logging.getLogger(__name__)
 
-PART = ".part"  # suffix of an unfinished target; its process holds a lock (flock) on the folder of all targets
 MIN_COMPUTED_SHARE = 0.1  # weights are copied if a load would compute at least this share of their bytes; a guess
 SPARE_BYTES = 1 << 30  # disk space left free
 _WAIT_INTERVAL = 0.25  # seconds between two tries to lock the folder of all targets

@@ -22,11 +22,10 @@ from worker.fetch.disk_reservation import PARTIAL, reserved
 from worker.fetch.pickles import pickle_fault
 from worker.protocol.events import Exit
 from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
-from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, WEIGHTS, shard_names
+from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, MAX_HEADER_BYTES, WEIGHTS, shard_names
 
 log = logging.getLogger(__name__)
 
-MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
 _TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model",

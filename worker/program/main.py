@@ -249,7 +249,7 @@ def limit_cpu(seconds: float) -> None:
     has not ended some seconds later.
 
     A request may wait for an estimate, so its cost must have a bound. CPU time is counted, because on a busy machine
-    the wall clock says little about the model.
+    the wall clock depends more on other programs than on the model.
     """
     import resource
 

@@ -61,7 +61,7 @@ class TextBound:
         return tokens * self.bytes_per_token + self.grace
 
     def fit(self, text: str, limit: TextLimit) -> str:
-        """Return `text`, cut if the limit says so. Raise ContextExceeded if its length alone is above the limit."""
+        """Return `text`, cut if the limit allows it. Raise ContextExceeded if its length alone is above the limit."""
         most = self.most_bytes(limit.tokens)
         if limit.keep:
             # A character has at least one byte, so this many characters are enough.
@@ -178,7 +178,7 @@ def _covers_bytes(model: Any, vocabulary: Mapping[str, int], *, is_byte_level: b
         from tokenizers.pre_tokenizers import ByteLevel
 
         return all(symbol in vocabulary for symbol in ByteLevel.alphabet())
-    # Unigram may fall back to bytes as well, but its object does not say so.
+    # Unigram may fall back to bytes as well, but its object does not show it.
     return kind == "BPE" and model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
 
 

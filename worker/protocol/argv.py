@@ -304,7 +304,7 @@ def _convert(hint: Any, text: str) -> Any:
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """Properties of an engine that the router needs to know."""
+    """Properties of an engine that the router depends on."""
 
     forks: bool  # workers may be forked from the fork server
     exclusive: bool  # measures its device while it loads, so no other load may run on that device meanwhile

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 MIB = 1 << 20
 
+# Longest path of a unix socket: `sun_path` has 108 bytes, one of them for the end (unix(7)).
+SOCKET_PATH_BYTES = 107
+
 # Process overhead.
 
 # Device context and libraries of one process on an accelerator, until a worker has measured them. A guess: published
@@ -109,8 +112,8 @@ DRAFT_LOGITS = 64
 ATTENTION_TILE_BYTES = 2 * MIB
 
 # Joint attention of short decoding rows on the CPU: the number of scores that are computed at once, over all rows and
-# heads, and the number of tensors of that size, with 4 bytes per element, that are alive at the same time.
-SPREAD_SCORES, SPREAD_TENSORS = 1 << 18, 4
+# heads.
+SPREAD_SCORES = 1 << 18
 
 # Float32 copies of bfloat16 keys in that computation: small enough for the processor's cache.
 WIDENED_BYTES = 8 * MIB

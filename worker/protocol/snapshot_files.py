@@ -6,8 +6,12 @@ from dataclasses import dataclass
 
 # The file of a model's weights, and the index if there are several files.
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # of a safetensors file; the limit of the reference implementation
 # The files that PEFT writes for an adapter; no others are read.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+# Suffix of an unfinished folder of a conversion. Its process holds a lock (flock) on the folder of all conversions.
+PART = ".part"
 
 
 def shard_names(index: bytes) -> list[str]:

@@ -10,8 +10,8 @@ from aiohttp import web
 
 from worker.errors import StartError
 from worker.protocol.events import Exit
+from worker.protocol.memory import SOCKET_PATH_BYTES
 
-MAX_PATH_BYTES = 107  # of a unix socket (sun_path, Linux)
 BACKLOG = 1024
 
 
@@ -46,8 +46,10 @@ def unlink(address: str) -> None:
 
 
 async def _listen_unix(runner: web.AppRunner, path: str, *, may_create_folder: bool) -> str:
-    if len(os.fsencode(path)) > MAX_PATH_BYTES:
-        raise StartError(f"--listen: the path of a socket has at most {MAX_PATH_BYTES} bytes; shorten it", Exit.USAGE)
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
+        raise StartError(
+            f"--listen: the path of a socket has at most {SOCKET_PATH_BYTES} bytes; shorten it", Exit.USAGE
+        )
     if may_create_folder:  # the folder is the router's; cleanup tools may have deleted it since the worker started
         os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
     await web.UnixSite(runner, path, backlog=BACKLOG).start()

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config.option_types import (
-    MIB,
     DeviceNames,
     Flag,
     Integer,
@@ -26,6 +25,7 @@ from router.config.option_types import (
     Text,
 )
 from router.planner.ledger import DeviceShare
+from worker.protocol.memory import MIB
 
 TIME = Seconds(off=-1.0, words={"auto": -2.0})
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from router.config import preset_keys
 from router.config.effective import args, effective
 from router.config.model_source import FoundModel
-from router.config.option_types import MIB
 from router.config.presets import ALL_DEVICES, KEYS, Preset, same_load
 from router.config.resolve import LoadedPresets
 from tests.router.preset_texts import Disk, complaint, complaints, one, read
 from worker.fetch import demo
+from worker.protocol.memory import MIB
 
 CONFIG = Path(__file__).parents[3] / "config"
 
@@ -660,7 +660,7 @@ def test_a_split_can_be_set_by_the_keys_of_several_servers(line: str, field: str
         ("tensor-split = 1,1\ngpu-split = 8,8", "tensor-split and gpu-split both set the placement; remove one"),
         ("tensor-split = 1,1\npipeline-parallel = 3", "tensor-split is for 2 devices, pipeline-parallel for another"),
         ("pipeline-parallel = 2\nsplit-mode = none", "split-mode = none forbids what this asks for"),
-        ("tensor-split = 1,1\ndevice = cpu", "wants accelerators, and device is cpu"),
+        ("tensor-split = 1,1\ndevice = cpu", "needs accelerators, and device is cpu"),
         ("tp = 2\npipeline-parallel = 2", "pipeline-parallel splits it by layers, and this divides each: remove one"),
         ("tp = 2\nsplit-mode = layer", "split-mode = layer forbids what this asks for; remove one of the two"),
         ("split-mode = tensor\ntensor-split = 3,1", "all devices get equal parts of each matrix: remove tensor-split"),

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config.api_keys import ApiKey, configured_keys, parse_keys
-from router.config.option_types import MIB
 from router.config.settings import BY_VARIABLE, GROUPS, OPTIONS, Settings, hub_cache, is_local, parse
 from router.errors import ConfigError
 from router.planner.ledger import DeviceShare
+from worker.protocol.memory import MIB
 
 
 def parsed(given: dict[str, str] | None = None, environ: dict[str, str] | None = None) -> Settings:

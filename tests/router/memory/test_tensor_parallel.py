@@ -43,7 +43,7 @@ def test_tensor_parallel_is_the_number_of_devices() -> None:
     assert (found.ranks, found.shards, found.devices, found.place) == (2, 2, frozenset(GPU), ())
     (found,) = ways(LARGE, preset(tensor_parallel=ALL_DEVICES), GPU, ROOM)
     assert found.shards == 4
-    with pytest.raises(Indivisible, match="a: tensor-parallel = 8 wants so many accelerators, and there are 4 that"):
+    with pytest.raises(Indivisible, match="a: tensor-parallel = 8 needs 8 accelerators, and there are 4 that"):
         ways(LARGE, preset(tensor_parallel=8), GPU, ROOM)
     assert ways(LARGE, preset(tensor_parallel=ALL_DEVICES), GPU[:1], ROOM) == [Choice(devices=frozenset(GPU[:1]))]
 

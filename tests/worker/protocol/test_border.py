@@ -7,7 +7,7 @@ from pathlib import Path
 from worker.protocol.architectures import DIVISIBLE, OFFSET_POSITIONS, PAGED, VISION
 
 ROOT = Path(__file__).resolve().parents[3]
-SIZES = ("_BYTES", "_TOKENS", "_SHARE", "_LOGITS", "_SCORES", "_FACTOR", "_GROUP", "_GROUPS")
+SIZES = ("_BYTES", "_TOKENS", "_SHARE", "_LOGITS", "_SCORES", "_FACTOR", "_GROUP", "_GROUPS", "_HEADER", "MIB", "PART")
 # Limits of files and pipes that have the same name on both sides by chance.
 UNRELATED = {"MOST_BYTES", "READ_BYTES", "WRITE_BYTES"}
 

@@ -12,7 +12,7 @@ from tests.worker.loaded import complete_one, load
 from tests.worker.paged_reference import assert_formula, formula, random_pool, table
 from worker.engines.transformers.attention import cpu_attention, decode_plan, dense, paged
 from worker.estimate.memory_tracer import peak_bytes
-from worker.protocol.memory import BLOCK_TOKENS, SPREAD_SCORES, SPREAD_TENSORS, WIDENED_BYTES
+from worker.protocol.memory import BLOCK_TOKENS, SPREAD_SCORES, WIDENED_BYTES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -141,7 +141,7 @@ def test_live_bytes_are_as_estimated(dtype: torch.dtype) -> None:
         ]
     )
     scores, widened = rows * heads * tokens, 4 * keys.numel() if dtype == torch.bfloat16 else 0
-    assert (2 if widened else 3) * 4 * scores + widened < peak <= 4 * SPREAD_TENSORS * scores + widened
+    assert (2 if widened else 3) * 4 * scores + widened < peak <= 4 * 4 * scores + widened
 
 
 async def test_a_batch_of_many_rows_answers_as_each_row_alone(tmp_path: Path) -> None:

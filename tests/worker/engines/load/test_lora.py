@@ -252,7 +252,7 @@ def problem(llama: Path, folder: Path) -> str:
         ({"target_parameters": ["experts.gate_up_proj"]}, "no linear layers, as those of experts"),
         ({"init_lora_weights": "pissa"}, "changes the model's own weights"),
         ({"something_new": 1}, "something_new is set"),
-        ({"r": 3}, "has rank 4, and adapter_config.json says 3"),
+        ({"r": 3}, "has rank 4, and the rank in adapter_config.json is 3"),
         ({"rank_pattern": {"(": 4}}, "rank_pattern"),
         ({"lora_alpha": None}, "states no r or lora_alpha"),
     ],

@@ -328,7 +328,7 @@ def test_a_matrix_that_the_plan_does_not_name_is_refused(tmp_path: Path) -> None
     """Cohere's norm may have weights for each head."""
     asked = options(tiny.make("cohere", tmp_path, use_qk_norm=True), **COMMON)
     config = load_config(asked)
-    with pytest.raises(StartError, match=r"its plan says nothing of .*norm.weight, which is a matrix"):
+    with pytest.raises(StartError, match=r"its plan has no entry for .*norm.weight, which is a matrix"):
         loader.load_model(
             asked, config, None, lambda progress: None, share=(RankSlice(0, 2), tensor_parallel.FakeGroup(2))
         )

@@ -36,7 +36,7 @@ _KEPT_BLOCK = 32 << 20  # largest block on glibc's heap (mallopt(3), DEFAULT_MMA
 def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Copy values to a one-dimensional tensor on `device`, without waiting for work queued on the device."""
     if device.type == "cpu" and device.index:
-        # A fake one of an estimate. `to` would keep one element on the first CPU, as torch knows its value (2.13).
+        # A fake one of an estimate. `to` would keep one element on the first CPU: torch has its value (2.13).
         return torch.empty(len(values), dtype=dtype, device=device)
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype).to(device)

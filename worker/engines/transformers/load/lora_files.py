@@ -167,7 +167,7 @@ def _scaling(folder: str, config: Mapping[str, Any], layer: str, rank: int) -> f
     stated = _pattern_value(folder, config, "rank_pattern", layer, config.get("r"))
     alpha = _pattern_value(folder, config, "alpha_pattern", layer, config.get("lora_alpha"))
     if stated != rank:
-        raise UnusableAdapter(f"{folder}: {layer[:120]} has rank {rank}, and {CONFIG} says {stated:g}")
+        raise UnusableAdapter(f"{folder}: {layer[:120]} has rank {rank}, and the rank in {CONFIG} is {stated:g}")
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 

@@ -24,7 +24,7 @@ from worker.engines.transformers.device.lazy_pages import LazyPages
 from worker.engines.transformers.load.page_cache import READERS, STRETCH, BackgroundReader, cached, read
 from worker.errors import StartError
 from worker.protocol.events import Exit
-from worker.protocol.snapshot_files import INDEX, WEIGHTS, shard_names
+from worker.protocol.snapshot_files import INDEX, MAX_HEADER_BYTES, WEIGHTS, shard_names
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -34,7 +34,6 @@ _DTYPES = {
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in _DTYPES.items()}  # names of torch's types in the format
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_LARGEST_HEADER = 100_000_000  # bytes; limit of the reference implementation
 _WARM = 0.9  # cached share of the files from which one thread is enough; a guess, since some pages are often evicted
 _AROUND = 1 << 16  # bytes that the kernel maps per page fault if cached (default of fault_around_bytes)
 _SAMPLE = 1 << 20  # bytes checked of each part
@@ -88,7 +87,7 @@ class WeightFile:
         with path.open("rb") as file:
             head = file.read(8)
             length = int.from_bytes(head, "little")
-            if len(head) < 8 or length > min(_LARGEST_HEADER, self.size - 8):
+            if len(head) < 8 or length > min(MAX_HEADER_BYTES, self.size - 8):
                 raise self._damaged("its header is cut short")
             try:
                 header: dict[str, Any] = json.loads(file.read(length))
@@ -96,7 +95,7 @@ class WeightFile:
                 self._entries = [self._entry(name, entry, 8 + length) for name, entry in header.items()]
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise self._damaged(f"its header cannot be read ({type(error).__name__})") from error
-            # Private and writable, since torch wants writable memory. A write would copy the page, not change the file.
+            # Private and writable: torch requires writable memory. A write would copy the page, not change the file.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
         # Pages of 2 MiB where the file system has them, also for later mappings of the file: 2.3 GB are then mapped in

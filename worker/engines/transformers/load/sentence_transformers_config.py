@@ -165,7 +165,7 @@ def activation_of_scores(snapshot: Path, config: Any) -> str:
 def _check_transformer(path: Path, config: Mapping[str, Any], *tasks: str) -> None:
     """Raise StartError for settings that use other input than a text's tokens or another output."""
     if config.get("transformer_task", tasks[0]) not in tasks:
-        raise StartError(f"{path} wants transformer_task {config['transformer_task']!r}, which cannot be served")
+        raise StartError(f"{path} has transformer_task {config['transformer_task']!r}, which cannot be served")
     modalities = config.get("modality_config") or {}
     if "message" in modalities or (modalities and "text" not in modalities):
         raise StartError(f"{path} takes {', '.join(modalities)}; only embedders of plain text can be served")

@@ -198,6 +198,6 @@ def _check_rest(model: Any, styles: dict[str, str]) -> None:
             chooses = len(parameter) == getattr(module, "num_experts", 0)
             if id(module) not in divided and parameter.ndim > 1 and len(parameter) > 1 and not chooses:
                 raise StartError(
-                    f"{type(model).__name__} cannot be divided among ranks: its plan says nothing of {name}.{own},"
+                    f"{type(model).__name__} cannot be divided among ranks: its plan has no entry for {name}.{own},"
                     " which is a matrix; remove tensor-parallel"
                 )

@@ -100,7 +100,7 @@ class Drafter:
         reading, self._reading = self._reading, 0.0
         self._readings += reading
         if not batch or not all(segment.is_decode for segment in batch):
-            return  # the time of the target's prompts says nothing about drafts
+            return  # the time of the target's prompts does not depend on drafts
         limits = [segment.sequence.draft_limits for segment in batch if segment.sequence.draft_limits is not None]
         chosen = self.length.choose(len(batch))
         # A step without any draft, though some were wanted, is a plain one. The requests' own limits count: they make

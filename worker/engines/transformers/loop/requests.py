@@ -80,7 +80,7 @@ class RequestChoice:
     unsent: list[TokenLogprob | int] = field(default_factory=list)
     sent: int = 0  # tokens that were sent
     # Logprobs of the prompt's tokens computed so far, beginning with the first one, which has none. Empty once they
-    # are sent, or if the request does not want them.
+    # are sent, or if the request does not ask for them.
     prompt: list[TokenLogprob] = field(default_factory=list)
     include_stop: bool = False  # the token that ends the answer is part of it
     wants_progress: bool = False

@@ -1,6 +1,6 @@
 """The aligned runner: any model that transformers runs through its `Cache`, by the model's own forward and attention.
 
-All rows that decode share one forward `[rows, 1]`. They end at one common column, and the attention mask tells where
+All rows that decode share one forward `[rows, 1]`. They end at one common column, and the attention mask shows where
 each begins, as with left padding (`aligned_layout`). Rows with drafts of equal length share a forward
 `[rows, 1 + draft]`. The next step overwrites the columns of rejected tokens. States cannot be taken back, so nothing is
 drafted where there are any. A prompt is computed alone, in chunks, and joins at the next step. No padding goes through

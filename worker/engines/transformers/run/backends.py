@@ -116,9 +116,11 @@ def make_runner(
         pool_of = partial(make_pool, config, blocks, model.dtype, kv_dtype=options.kv_cache_dtype)
         if split is None:
             return PagedRunner(model, pool_of(device, ranks=ranks), blocks, device), blocks
+        # One block table for all devices: block n has its layers' part in the pool of each device.
         parts = zip(split.devices, split.layers, strict=True)
         pools = SplitKvPools([pool_of(at, layers=count) for at, count in parts], split)
         return PagedRunner(model, pools, blocks, device, tail_of(model, split)), blocks
+    # An aligned cache is one tensor [rows, ctx_size] per layer, so `kv_tokens` buys whole rows only.
     rows = min(options.parallel, options.kv_tokens // ctx_size) if options.kv_tokens else options.parallel
     chunk = min(options.prefill_chunk, ctx_size)
     runner = AlignedRunner(

@@ -63,7 +63,7 @@ class DraftModel:
     ):
         """`runner`: of the draft model, with a pool that mirrors the target's.
 
-        vocab_size: tokens that both models know. positions: longest text of the draft model, 0 for no limit. chunk: the
+        vocab_size: tokens that both models have. positions: longest text of the draft model, 0 for no limit. chunk: the
         most tokens that it reads in one step beside the newest ones.
         """
         self._runner, self._target = runner, target

@@ -1,6 +1,6 @@
 """A model's own forward, called for rows that begin at different columns.
 
-The signature of the forward tells which arguments it takes: the name of its cache, positions, and the number of logits
+The signature of the forward shows which arguments it takes: the name of its cache, positions, and the number of logits
 to compute.
 """
 

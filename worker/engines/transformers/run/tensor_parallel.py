@@ -1,7 +1,7 @@
 """Tensor parallelism: all ranks compute the same step, each with its slice of the weights and its heads' keys.
 
 Rank 0, the leader, has the sequences, the scheduler and the sampler. It sends each step as plain numbers: tokens,
-blocks of each sequence, and blocks to erase and copy. Followers know blocks by number only, and their pools have the
+blocks of each sequence, and blocks to erase and copy. Followers have block numbers only, and their pools have the
 same blocks. Partial sums and logits are combined inside the forward (`tensor_parallel_plan`).
 
 A rank that fails in a step is out of step for good, since the others wait for its sums. So a failing rank ends the

@@ -41,7 +41,7 @@ _LOAD_FAULTS = (OSError, ValueError, KeyError, ImportError, TypeError, Attribute
 
 
 class NoVision(Exception):
-    """This model takes no images; the message says why."""
+    """This model takes no images; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class Likelihood:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The next token of one row, with its `likelihood` if the request wants logprobs."""
+    """The next token of one row, with its `likelihood` if the request asks for logprobs."""
 
     token: int
     likelihood: Likelihood | None = None
@@ -89,7 +89,7 @@ class DrawnTokens:
 
     tokens: torch.Tensor  # [rows], int64; an arbitrary token of the vocabulary for a row without any to choose
     picks: Sequence[RowSampling]
-    asking: Sequence[int]  # rows that want logprobs
+    asking: Sequence[int]  # rows with logprobs
     to_host: DeviceToHost
     place: int  # index of the tokens in `to_host`; their logits and the logprobs follow
 
@@ -211,9 +211,11 @@ def _edit(logits: torch.Tensor, picks: Sequence[RowSampling]) -> None:
         add.extend((row, token, -math.inf) for token in pick.forbidden if token < logits.shape[-1])
     if scale:
         rows, columns, factors = _columns(scale, logits.device)
+        # Division would raise a negative logit, so that the token became more likely (Keskar et al. 2019, as in
+        # transformers). No pair occurs twice here, so a plain assignment is enough.
         values = logits[rows, columns]
         logits[rows, columns] = torch.where(values > 0, values / factors, values * factors)
-    if add:
+    if add:  # a token may have a penalty and a bias, so pairs may occur twice: accumulate
         rows, columns, terms = _columns(add, logits.device)
         logits.index_put_((rows, columns), terms, accumulate=True)
 
@@ -276,9 +278,9 @@ def _temper(scores: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.
 def _write_drawn_logprobs(
     raw: torch.Tensor, logits: torch.Tensor, picks: Sequence[RowSampling], asking: Sequence[int]
 ) -> None:
-    """Write the logprobs of the distribution that `_draw` uses into the rows of `raw` `[asking, vocab]` that want it.
+    """Write the logprobs of the distribution that `_draw` uses into the rows of `raw` `[asking, vocab]`.
 
-    `logits` `[rows, vocab]`: before temperature and filters. Row by row, because few requests want it and a batch
+    `logits` `[rows, vocab]`: before temperature and filters. Row by row, because few requests ask for it and a batch
     would need another `[rows, vocab]` of memory.
     """
     for index, row in enumerate(asking):

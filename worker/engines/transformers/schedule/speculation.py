@@ -121,7 +121,7 @@ class _LengthChoice:
             measured.steps = min(measured.steps, _TRIAL_STEPS)
 
     def end(self) -> None:
-        """End the trial. Continue with the next length, unless longer ones are hopeless."""
+        """End the trial. Continue with the next length, unless longer ones cannot be faster."""
         length, *left = self.trials
         best, rate = self.rate(self.best), self.rate(length)
         if length != self.best and best > 0.0:
