@@ -89,7 +89,8 @@ def _parse(setting: Setting, reader: SettingReader, sections: Sequence[str], *, 
     path = "" if is_repo else reader.path(text, place)
     kind = reader.disk.kind(path) if path else ""
     if text.lower().endswith(".gguf") or (kind and not is_repo and kind == "file"):
-        fail(place, GGUF if text.lower().endswith(".gguf") else f"{path} is a file; name the model's folder")
+        presets = "give presets as --models-preset, or " if text.endswith(".ini") else ""
+        fail(place, GGUF if text.lower().endswith(".gguf") else f"{path} is a file; {presets}name the model's folder")
         return None
     if kind == "snapshot":
         return {"path": path}

@@ -130,7 +130,8 @@ class Settings:
             "repository of the hub to load at start; repeatable", unset="none", also=("-hf", "-hfr"),
             env=("LLAMA_ARG_HF_REPO",))
     model_names: tuple[tuple[str, ...], ...] = option((), Groups(), MODELS,
-            "other names of a model named at start; repeat it once per model, in their order", unset="none")
+            "other names of a model named at start; repeat it once per model, in their order", unset="none",
+            also=("--model-name",))  # as in FastChat's documents: its parser completes options
     models_preset: str = option("", _FILE, MODELS, "INI file of models", unset="none", env=("LLAMA_ARG_MODELS_PRESET",))
     models_dir: str = option("", _FOLDER, MODELS, "folder of models: each folder in it is one", unset="none",
             env=("LLAMA_ARG_MODELS_DIR", "SERVING_MODEL_STORE"))
@@ -166,7 +167,7 @@ class Settings:
             "main memory, in MiB, for the weights of evicted models", unset="0: none")
     models_max: int | None = option(None, Integer(0, 100_000), MEMORY, "workers at once; 0: as memory allows",
             unset="0; 4 if the margin is 0",  # None: see `workers_at_once`
-            also=("--limit-worker-concurrency",), env=("LLAMA_ARG_MODELS_MAX",))
+            also=("--limit-worker-concurrency", "--limit"), env=("LLAMA_ARG_MODELS_MAX",))
 
     host: str = option("127.0.0.1", Text("ADDRESS"), HTTP,
             "addresses to listen on, separated by commas, or a path ending in .sock", env=("LLAMA_ARG_HOST",))

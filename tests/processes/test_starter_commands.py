@@ -66,7 +66,7 @@ async def test_ericllms_workers_share_its_requests(tmp_path: Path) -> None:
         ]
         answers = await asyncio.gather(
             *(
-                up.client.post("/generate", json={"prompt": prompt, "max_tokens": 16, "temperature": 0.7})
+                up.client.post("/generate", json={"prompt": prompt, "max_tokens": 128, "temperature": 0.7})
                 for prompt in prompts
             )
         )

@@ -72,6 +72,13 @@ def test_a_configuration_error_is_one_line_and_exit_code_2(
     assert err.startswith(message)
 
 
+def test_a_preset_file_that_is_named_as_a_model_is_answered_with_its_option(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, _, err = run(capsys, preset(tmp_path, "[a]\nmodel = demo:a\n"))
+    assert (code, "is a file; give presets as --models-preset, or name the model's folder" in err) == (2, True)
+
+
 def test_all_faults_of_a_preset_are_printed_before_anything_starts(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
