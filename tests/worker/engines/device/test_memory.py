@@ -17,8 +17,9 @@ MIB = 1 << 20
 WEIGHTS = Path(__file__).parents[4] / "worker" / "fetch" / "demo" / "chat" / "model.safetensors"
 
 
-def forked(look: Inheritance, written: torch.Tensor) -> int:
-    """Bytes that a child shares with its parent, after it has overwritten `written`."""
+def forked(look: Inheritance, written: torch.Tensor, mapped_file: mmap.mmap | None = None, read: int = 0) -> int:
+    """Bytes that a child shares with its parent, after it has overwritten `written` and read the first `read` bytes of
+    `mapped_file`."""
     reported, tell = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the child does nothing that another thread's lock could hold up
@@ -27,6 +28,8 @@ def forked(look: Inheritance, written: torch.Tensor) -> int:
         try:
             look.take()
             written.fill_(7)
+            if mapped_file is not None:
+                assert not any(mapped_file[: read : mmap.PAGESIZE])
             os.write(tell, str(look.bytes()).encode())
         finally:
             os._exit(0)
@@ -45,6 +48,19 @@ def test_a_child_counts_shared_pages_until_it_writes_to_them() -> None:
     shared, less = forked(look, ours[:0]), forked(look, ours[: 48 * MIB])
     assert shared > 64 * MIB
     assert shared - less == pytest.approx(48 * MIB, rel=0.1)
+
+
+def test_the_first_half_of_a_library_is_counted_as_half(tmp_path: Path) -> None:
+    (tmp_path / "library").write_bytes(bytes(4 * MIB))
+    with (
+        (tmp_path / "library").open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as area,
+    ):
+        assert not any(area[:: mmap.PAGESIZE])
+        look = Inheritance()
+        look.survey()
+        nothing, half = (forked(look, torch.empty(0), area, read) for read in (0, 2 * MIB))
+    assert half - nothing == pytest.approx(2 * MIB, abs=MIB // 2)
 
 
 def test_a_process_that_was_not_forked_shares_nothing() -> None:
