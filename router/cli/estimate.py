@@ -137,10 +137,12 @@ class Machine:
         capacity = self.capacities[device]
         return min(capacity, bounds.get(device, capacity))
 
-    def report(self, reading: Reading, needs: int, bounds: Mapping[DeviceId, int]) -> DeviceReport:
+    def report(self, reading: Reading, needs: int, bounds: Mapping[DeviceId, int], keys: str) -> DeviceReport:
+        """`keys`: those of the preset that `bounds` come from."""
         margin, usable = self._margin(reading.id), self.capacity(reading.id, bounds)
         free = max(0, min(usable, reading.total - margin - reading.used))
-        return DeviceReport(str(reading.id), reading.name, needs, reading.total, margin, usable, free)
+        limited_by = keys if usable < self.capacities[reading.id] else ""
+        return DeviceReport(str(reading.id), reading.name, needs, reading.total, margin, usable, free, limited_by)
 
 
 def report(
@@ -187,6 +189,7 @@ def report(
     if not on_host:
         needs[MAIN_MEMORY] = estimate.host
     readings = [reading for reading in machine.readings if reading.id in needs]
+    keys = sharding.limiting_keys(preset, on_host=on_host)
     return Report(
         preset=preset,
         facts=facts,
@@ -198,7 +201,7 @@ def report(
         is_forked=machine.forks(preset),
         on_host=on_host,
         ranks=choice.ranks,
-        devices=tuple(machine.report(reading, needs[reading.id], bounds) for reading in readings),
+        devices=tuple(machine.report(reading, needs[reading.id], bounds, keys) for reading in readings),
         beside=tuple(_beside(preset, loaded, machine, allowed, left)),
         warnings=(*sharding.unused_settings(preset, facts, machine.readings, allowed), *filter(None, [choice.note])),
     )

@@ -31,6 +31,7 @@ class DeviceReport:
     margin: int
     usable_when_empty: int  # for all workers together: the size or the limit of the device, less the margin
     usable_now: int  # the part of it that is free
+    limited_by: str = ""  # the keys of the preset that allow the model less than that of all workers
 
     @property
     def fits(self) -> bool:
@@ -187,12 +188,13 @@ def device_line(device: DeviceReport, estimate: MemoryEstimate) -> str:
     if device.fits:
         now = "and now" if device.fits_now else f"not now: {_size(device.usable_now)} are free"
         return f"{device.device:9} fits when empty: {usable} usable; {now}"
-    fits_without_margin = device.needs <= min(device.total, device.usable_when_empty + device.margin)
-    lower = ["required-memory"] if estimate.source == "preset" else []
-    if fits_without_margin:
-        lower.insert(0, f"--models-memory-margin ({_size(device.margin)})")
+    ways = ["lower required-memory"] if estimate.source == "preset" else []
+    if device.limited_by:
+        ways.insert(0, f"raise {device.limited_by.replace(' and ', ' or ')}")
+    elif device.needs <= min(device.total, device.usable_when_empty + device.margin):
+        ways.insert(0, f"lower --models-memory-margin ({_size(device.margin)})")
     needs = f"{_size(device.needs)} needed at least, {usable} usable when empty"
-    return f"{device.device:9} does not fit: {needs}" + (f"; lower {' or '.join(lower)}" if lower else "")
+    return f"{device.device:9} does not fit: {needs}" + (f"; {' or '.join(ways)}" if ways else "")
 
 
 def _shard_lines(report: Report) -> Iterator[str]:

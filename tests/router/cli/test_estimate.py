@@ -320,6 +320,8 @@ def test_the_message_for_a_model_that_does_not_fit_names_the_options_to_lower(
     assert capsys.readouterr().out.endswith("usable when empty; lower --models-memory-margin (97656.2 GiB)\n")
     assert main(["estimate", folder, "--required-memory", "100000000"]) == 4
     assert "usable when empty; lower required-memory" in capsys.readouterr().out
+    assert main(["estimate", folder, "--gpu-memory-utilization", "0.0001"]) == 4
+    assert capsys.readouterr().out.endswith("usable when empty; raise gpu-memory-utilization\n")
 
 
 def test_the_settings_with_which_a_model_would_fit_are_named_with_their_values(
