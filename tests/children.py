@@ -142,6 +142,12 @@ class Child:
                 stream.close()
 
 
+def memory(pid: int, field: str) -> int:
+    """Bytes of a field of /proc/PID/status."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition(f"{field}:")[2].split()[0]) * 1024
+
+
 def await_end(pid: int, timeout: float = DEADLINE) -> None:
     """Returns once process `pid`, no child of ours, has ended. Raises TimeoutError."""
     try:

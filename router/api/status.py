@@ -14,7 +14,7 @@ from router.fleet.model import Model
 from router.fleet.worker import State, Worker, estimated, kv_cache, load_share
 from router.memory.checkpoint import offered
 from router.memory.checkpoint_facts import Checkpoint
-from router.planner.ledger import SLOTS, DeviceId, pooled
+from router.planner.ledger import WORKER_SLOTS, DeviceId, pooled
 from router.registry.registry import Registry
 from router.registry.shared_workers import ListedModel
 from worker.protocol.events import Progress
@@ -140,7 +140,7 @@ def memory_of(workers: Sequence[Worker]) -> dict[str, dict[str, int | None]]:
             "reserved_mib": -(-size // MIB),
         }
         for device, size in reserved.items()
-        if device.index != SLOTS  # --models-max counts workers as units of a device of its own
+        if device.index != WORKER_SLOTS  # --models-max counts workers as units of a device of its own
     }
 
 

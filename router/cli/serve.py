@@ -37,7 +37,7 @@ from router.http import listen
 from router.http.app import App
 from router.http.metrics import Metrics
 from router.http.proxy import Proxy
-from router.http.response import Pace
+from router.http.response import ResponseTimeouts
 from router.launch.devices import Devices
 from router.launch.local import LocalLauncher
 from router.launch.page_lock import lockable
@@ -233,11 +233,11 @@ async def _router(
             startup_pending=frozenset(preset.id for preset in loaded.presets.values() if preset.load_on_startup),
         )
         events.fold(registry.on_event, mentions=False)
-        pace = Pace(
+        timeouts = ResponseTimeouts(
             commit=settings.stream_commit_seconds, ping=settings.sse_ping_interval, write_stall=settings.write_stall
         )
         metrics = Metrics(fleet, events)
-        app = App(registry, Proxy(registry.shared_workers, pace), metrics)
+        app = App(registry, Proxy(registry.shared_workers, timeouts), metrics)
         async with (
             _listening(app, bound),
             _closing(registry, launcher, stop),

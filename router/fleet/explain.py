@@ -10,7 +10,7 @@ from router.events import EventLog
 from router.fleet.load_cost import remedies_for
 from router.fleet.worker import Worker
 from router.memory.remedies import Remedies
-from router.planner.ledger import SLOTS, Device, DeviceId, Resident, in_use
+from router.planner.ledger import WORKER_SLOTS, Device, DeviceId, Resident, in_use
 from router.planner.planner import queue_order
 from router.planner.reasons import keep_reasons
 from router.planner.types import Demand, Eviction, Plan, Refusal, Shortage, Wait
@@ -76,7 +76,7 @@ def evicted(
         "for": for_worker.preset.id if for_worker else "",
         "resident_seconds": None if worker.ready_at is None else round(now - worker.ready_at, 1),
         "idle_seconds": 0.0 if worker.leases else round(now - worker.usage.last_used, 1),
-        "frees": {str(id): size for id, size in worker.reserved.items() if id.index != SLOTS},
+        "frees": {str(id): size for id, size in worker.reserved.items() if id.index != WORKER_SLOTS},
     }
 
 
@@ -160,7 +160,7 @@ def does_not_fit(
             **({"shared_mib": -(-row.shared // MIB)} if row.shared else {}),
         }
         for short, row in missing
-        if row.id.index != SLOTS
+        if row.id.index != WORKER_SLOTS
     }
     parts = (
         ", ".join(

@@ -22,7 +22,7 @@ from router.fleet.load_cost import estimate_costs
 from router.fleet.worker import State, Worker, enter, kv_cache
 from router.memory.checkpoint_facts import EstimateError
 from router.memory.estimate import prepared_bytes
-from router.planner.ledger import HOST, MAIN_MEMORY, SLOTS, Device, DeviceId, Ledger, Reading, Resident
+from router.planner.ledger import HOST, MAIN_MEMORY, WORKER_SLOTS, Device, DeviceId, Ledger, Reading, Resident
 from router.planner.planner import plan
 from router.planner.types import Demand, Eviction, Plan, Policy, Start
 from worker.protocol.argv import ENGINES
@@ -187,7 +187,9 @@ class FleetScheduler:
         self.devices = self._ledger.observe(readings, residents)
         if readings is not self._readings:
             self._readings = readings
-            self.breaches.update(d.id for d in self.devices if d.id.index != SLOTS and d.total - d.used < d.margin)
+            self.breaches.update(
+                d.id for d in self.devices if d.id.index != WORKER_SLOTS and d.total - d.used < d.margin
+            )
         devices = self.cautious_devices()
         # A demand whose exact estimate is being made is planned last, and gets no early start.
         estimated = [worker for worker in queued if not worker.queue.refine.is_set()]
@@ -254,7 +256,7 @@ class FleetScheduler:
                 continue
             cause = "estimate" if is_refining else wait.cause
             queue.waits_for, queue.waits_until = cause, wait.until
-            queue.waits_for_slot = bool(wait.shortage) and all(id.index == SLOTS for id in wait.shortage)
+            queue.waits_for_slot = bool(wait.shortage) and all(id.index == WORKER_SLOTS for id in wait.shortage)
             if queue.reported != cause:
                 queue.reported = cause
                 on = [by_id[id].preset.id for id in wait.on if id in by_id]
@@ -449,7 +451,7 @@ def _arithmetic(worker: Worker, devices: Sequence[Device]) -> dict[str, Any]:
     """Return the needed and the free bytes by device, for events and previews."""
     if worker.costs is None:
         return {}
-    concerned = [each for each in devices if each.id in worker.devices or each.id.index in (HOST, SLOTS)]
+    concerned = [each for each in devices if each.id in worker.devices or each.id.index in (HOST, WORKER_SLOTS)]
     rows = {str(device.id): device_figures(device) for device in concerned}
     estimate = worker.costs.estimate
     note = {"note": estimate.note} if estimate.note else {}

@@ -23,7 +23,7 @@ from router.launch.interface import WorkerLost, WorkerProcess
 from router.memory.checkpoint_facts import Checkpoint
 from router.memory.estimate import MemoryEstimate
 from router.memory.sharding import Choice
-from router.planner.ledger import HOST, MAIN_MEMORY, SLOTS, Bytes, DeviceId, Resident, pooled
+from router.planner.ledger import HOST, MAIN_MEMORY, WORKER_SLOTS, Bytes, DeviceId, Resident, pooled
 from router.planner.types import Start
 from worker.protocol.argv import AdapterSource
 from worker.protocol.events import Progress, Pulse, Ready
@@ -362,7 +362,7 @@ def append_state(worker: Worker, events: EventLog, *, was: State | None, **facts
     if was is not None:
         data["was"] = was.name.lower()
     if worker.state is State.STARTING:
-        data["reserved"] = {str(id): size for id, size in worker.reserved.items() if id.index != SLOTS}
+        data["reserved"] = {str(id): size for id, size in worker.reserved.items() if id.index != WORKER_SLOTS}
         if worker.costs is not None and worker.costs.estimate.kv_tokens:
             data["kv_tokens"] = worker.costs.estimate.kv_tokens
     elif worker.state is State.READY and worker.process is not None and was is not None:

@@ -19,7 +19,7 @@ from router.api.status import value_of
 from router.events import Event, EventLog
 from router.fleet.fleet import Fleet
 from router.fleet.worker import State, estimated
-from router.planner.ledger import LOCAL, SLOTS, DeviceId
+from router.planner.ledger import LOCAL, WORKER_SLOTS, DeviceId
 from router.registry.worker_groups import ID_SEPARATOR
 from worker.protocol.events import Pulse
 
@@ -294,7 +294,7 @@ class _Gauges(Collector):
         memory = GaugeMetricFamily("router_device_memory_bytes", "By segment.", labels=[*labels, "segment"])
         breaches = CounterMetricFamily("router_device_margin_breaches", "Readings below the margin.", labels=labels)
         for device in self._fleet.scheduler.devices:
-            if device.id.index == SLOTS:
+            if device.id.index == WORKER_SLOTS:
                 continue
             at = [device.id.node, str(device.id)]
             total.add_metric(at, device.total)

@@ -50,7 +50,7 @@ def whole_seconds(seconds: float) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class ResponseTimeouts:
     """Time limits of a response, in seconds."""
 
     commit: float = 10.0  # until a waiting stream gets its status line
@@ -78,13 +78,13 @@ class ProxiedResponse:
     queued: float | None = None
     loaded: float | None = None
 
-    def __init__(self, outlet: Outlet, request: ForwardedRequest, pace: Pace, headers: dict[str, str]):
+    def __init__(self, outlet: Outlet, request: ForwardedRequest, timeouts: ResponseTimeouts, headers: dict[str, str]):
         self.outlet = outlet
         self.request = request
         self.headers = headers
         self._dialect = request.stream_dialect or request.route.dialect
         self.form = stream(self._dialect)
-        self._pace = pace
+        self._timeouts = timeouts
 
     @property
     def is_complete(self) -> bool:
@@ -140,7 +140,7 @@ class ProxiedResponse:
     async def _wait_for(self, pending: Awaitable[None]) -> None:
         """Wait for a write of the outlet, at most `write_stall` seconds."""
         try:
-            async with asyncio.timeout(self._pace.write_stall or None):
+            async with asyncio.timeout(self._timeouts.write_stall or None):
                 await pending
         except TimeoutError:
             if self.outlet.transport is not None:
@@ -178,7 +178,7 @@ class ProxiedResponse:
         transport = self.outlet.transport
         if transport is None:
             return
-        limit = time.monotonic() + (self._pace.write_stall or FLUSH_TIMEOUT)
+        limit = time.monotonic() + (self._timeouts.write_stall or FLUSH_TIMEOUT)
         sock: socket.socket | None = transport.get_extra_info("socket")
         old = self.outlet.is_old and sock is not None and sock.family != socket.AF_UNIX
         while time.monotonic() < limit and not transport.is_closing():

@@ -280,8 +280,8 @@ def _no_weights(folder: Path) -> str:
             f"{folder} has no model.safetensors, only {pickled[0]}; of pickled weights only {PICKLED} and the parts of"
             f" {PICKLED_INDEX} are read; take a revision with safetensors weights"
         )
-    if packed := sorted(file.name for file in folder.glob("*.gguf")):
-        return f"{folder} has only GGUF weights ({packed[0]}), which this version does not load; take safetensors ones"
+    if gguf := sorted(file.name for file in folder.glob("*.gguf")):
+        return f"{folder} has only GGUF weights ({gguf[0]}), which this version does not load; take safetensors ones"
     parts = sorted(file.name for file in folder.glob("*.safetensors"))
     if "model.safetensors" in parts:
         return f"{folder / 'model.safetensors'} is no file, or a link to none; fetch it again"

@@ -5,7 +5,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from router.planner.ledger import SLOTS, Bytes, Device, DeviceId, Resident, is_on
+from router.planner.ledger import WORKER_SLOTS, Bytes, Device, DeviceId, Resident, is_on
 
 NO_LIMIT = 1 << 62  # more bytes than any device has; the budget of a device without a limit
 
@@ -28,12 +28,12 @@ class FreeMemory:
     __slots__ = ("_binds", "_figures", "promised", "room")
 
     def __init__(self, devices: Sequence[Device], residents: Sequence[Resident], *, memory: bool = True):
-        """`residents`: all whose memory is in the devices' figures. Without `memory`, only SLOTS can be short."""
+        """`residents`: all whose memory is in the devices' figures. Without `memory`, only worker slots can be short."""
         ours: dict[DeviceId, int] = {}
         for resident in residents:
             for id, reserved in resident.reserved.items():
                 ours[id] = ours.get(id, 0) + reserved
-        self._binds = frozenset(d.id for d in devices if memory or d.id.index == SLOTS)
+        self._binds = frozenset(d.id for d in devices if memory or d.id.index == WORKER_SLOTS)
         self._figures = {
             device.id: (
                 device.total - device.margin - device.used,

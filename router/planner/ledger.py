@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 HOST = -1  # index of a node's main memory
-SLOTS = -2  # index of a node's count of workers (--models-max); its unit is one worker, not a byte
+WORKER_SLOTS = -2  # index of a node's count of workers (--models-max); its unit is one worker, not a byte
 LOCAL = "local"  # the only node of a router on one machine
 
 
@@ -33,7 +33,7 @@ class DeviceId(NamedTuple):
     index: int  # type: ignore[assignment]  # shadows tuple.index, which is not used
 
     def __str__(self) -> str:
-        name = {HOST: "cpu", SLOTS: "slots"}.get(self.index, f"cuda:{self.index}")
+        name = {HOST: "cpu", WORKER_SLOTS: "slots"}.get(self.index, f"cuda:{self.index}")
         return name if self.node == LOCAL else f"{self.node}/{name}"
 
 
@@ -68,11 +68,11 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One row of the ledger, in bytes (in workers for SLOTS)."""
+    """One row of the ledger, in bytes (in workers for WORKER_SLOTS)."""
 
     id: DeviceId
     total: int
-    # The driver's figure, foreign memory included. For SLOTS: our workers.
+    # The driver's figure, foreign memory included. For WORKER_SLOTS: our workers.
     used: int
     foreign: int  # the part of `used` that is not ours
     margin: int = 0  # bytes that are kept free
@@ -100,7 +100,7 @@ class Resident:
 
     id: int
     model: str
-    # By device, HOST and SLOTS shares included: the claim it was started with, or its measurement since READY.
+    # By device, HOST and WORKER_SLOTS shares included: the claim it was started with, or its measurement since READY.
     reserved: Bytes
     # The memory that it reports; a device without a report counts with its reservation.
     measured: Bytes = field(default_factory=dict)
@@ -139,7 +139,7 @@ class Resident:
         # All busy ones are in use now, so the end of the last lease does not order them, and it would change with
         # each request that ends without a new plan. The end of the minimum residency is stable.
         since = self.residency_ends if self.busy else self.last_used
-        cost = self.load_seconds * sum([size for id, size in reserved.items() if id.index != SLOTS])
+        cost = self.load_seconds * sum([size for id, size in reserved.items() if id.index != WORKER_SLOTS])
         object.__setattr__(self, "eviction_key", (self.busy, not self.best_effort, self.priority, since, cost))
 
     @property
@@ -230,7 +230,7 @@ class Ledger:
             devices.append(device)
         if self._models_max:
             nodes = {reading.id.node for reading in readings}
-            devices.extend(self._slots(DeviceId(node, SLOTS), residents) for node in nodes)
+            devices.extend(self._slots(DeviceId(node, WORKER_SLOTS), residents) for node in nodes)
         return sorted(devices, key=lambda device: device.id)
 
     def _observe_foreign(self, id: DeviceId, seen: int, *, is_settled: bool) -> int:

@@ -8,7 +8,7 @@ loads run there.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 
-from router.planner.ledger import HOST, SLOTS, Bytes, Device, DeviceId, Resident
+from router.planner.ledger import HOST, WORKER_SLOTS, Bytes, Device, DeviceId, Resident
 from router.planner.types import Demand
 
 # On more devices only aligned runs are tried: 8 devices have at most 70 sets of one size, 16 have 12,870.
@@ -22,15 +22,15 @@ class Places:
     __slots__ = ("_commons", "_groups", "_memory", "binds", "devices", "pools")
 
     def __init__(self, devices: Sequence[Device], *, memory: bool = True):
-        """Without `memory`, only SLOTS can be short."""
+        """Without `memory`, only WORKER_SLOTS can be short."""
         self.devices = {device.id: device for device in sorted(devices, key=lambda device: device.id)}
         # By device, the device whose memory it uses.
         self.pools = {id: device.pool or id for id, device in self.devices.items()}
         nodes = {id.node for id in self.devices}
-        self._commons = {node: (DeviceId(node, HOST), DeviceId(node, SLOTS)) for node in nodes}
+        self._commons = {node: (DeviceId(node, HOST), DeviceId(node, WORKER_SLOTS)) for node in nodes}
         self._groups: dict[frozenset[DeviceId], list[list[DeviceId]]] = {}
         self._memory = memory
-        self.binds = {id for id in self.devices if memory or id.index == SLOTS}  # the devices that can be short
+        self.binds = {id for id in self.devices if memory or id.index == WORKER_SLOTS}  # the devices that can be short
 
     def groups(self, able: frozenset[DeviceId]) -> list[list[DeviceId]]:
         """Return those of the `able` devices that exist, by node."""

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from router.planner.availability import Moments
 from router.planner.eviction import EVICTION_ORDER, NO_VICTIMS, EvictionCandidates, VictimOrder, disturbance_by
-from router.planner.ledger import SLOTS, Bytes, Device, DeviceId, Resident
+from router.planner.ledger import WORKER_SLOTS, Bytes, Device, DeviceId, Resident
 from router.planner.placement import Occupants, Place, Places
 from router.planner.reasons import scarcity, without_kept
 from router.planner.types import Demand, Eviction, Plan, Policy, Refusal, Shortage, Start, Wait, WaitCause
@@ -339,7 +339,7 @@ class _Walk:
         is_measured = bool(offer.victims and self.occupants.measured) and self._disturbs_a_measurement(offer)
         # A static bound may be several times too high. Nobody is evicted on it: the exact estimate comes first. Where
         # only the number of workers is short, memory is enough even by that bound.
-        must_refine = bool(offer.victims) and not demand.is_exact and any(id.index != SLOTS for id in shortage)
+        must_refine = bool(offer.victims) and not demand.is_exact and any(id.index != WORKER_SLOTS for id in shortage)
         evicts_now = offer.bound == -inf and not (is_measured or must_refine)
         if must_refine:
             self.refine.add(demand.id)

@@ -6,13 +6,13 @@ They change no decision.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from router.planner.ledger import SLOTS, DeviceId, Resident, is_on
+from router.planner.ledger import WORKER_SLOTS, DeviceId, Resident, is_on
 from router.planner.types import KeepReason, Plan, Wait, WaitCause
 
 
 def scarcity(shortage: Collection[DeviceId]) -> WaitCause:
     """Return the cause of a wait for more than there is."""
-    return "slots" if shortage and all(id.index == SLOTS for id in shortage) else "memory"
+    return "slots" if shortage and all(id.index == WORKER_SLOTS for id in shortage) else "memory"
 
 
 def without_kept(wait: Wait, kept_ids: set[int], leaving: Iterable[Resident]) -> Wait:

@@ -51,12 +51,12 @@ class Policy:
 
     # Swap patience: seconds that a demand waits before busy workers past their minimum residency are drained.
     patience: float
-    # False: only SLOTS count; no demand waits, evicts or is refused for memory or a --device-limit.
+    # False: only WORKER_SLOTS count; no demand waits, evicts or is refused for memory or a --device-limit.
     memory: bool = True
 
 
 class Shortage(NamedTuple):
-    """One device with too little memory, in bytes (in workers for SLOTS)."""
+    """One device with too little memory, in bytes (in workers for WORKER_SLOTS)."""
 
     required: int
     # In a Wait: bytes that are free now and promised to no demand ahead. In a Refusal: the capacity of the device.
@@ -68,7 +68,7 @@ class Start:
     """Memory for a demand, from now on."""
 
     place: tuple[DeviceId, ...]  # the device of each shard, in the order of shards
-    claim: Bytes  # bytes to reserve: the shards with their granted steps, and the HOST and SLOTS shares
+    claim: Bytes  # bytes to reserve: the shards with their granted steps, and the HOST and WORKER_SLOTS shares
     steps: int = 0  # granted steps of the range
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from router.config.api_keys import ApiKey, digest
 from router.fleet.admission import Limits
-from router.http.response import Pace
+from router.http.response import ResponseTimeouts
 from router.registry.auth import Access
 from tests.processes.clients import async_anthropic, async_ollama, async_openai
 from tests.processes.upstreams import END, STREAM, Upstream, World, chunk, world
@@ -309,7 +309,7 @@ async def test_who_leaves_a_stream_stops_the_worker_and_gives_the_lease_back(
         await upstream.left()
         gone.set()
 
-    async with world(tmp_path, begin, pace=Pace(ping=0)) as up:
+    async with world(tmp_path, begin, timeouts=ResponseTimeouts(ping=0)) as up:
         await up.fleet.load("a")
         stream = opening(up)
         assert await anext(stream)

@@ -15,7 +15,7 @@ from router.memory import checkpoint
 from router.memory.checkpoint_facts import Checkpoint, compute_dtype, effective_ctx, serves_embeddings
 from router.memory.estimate import estimate
 from tests import tiny
-from tests.children import Child, python
+from tests.children import Child, memory, python
 from tests.router.checkpoints import most_context
 from worker.protocol.argv import Estimate, Serve, to_argv
 from worker.protocol.events import Ready
@@ -105,15 +105,7 @@ def peak_of_a_worker(folder: Path, facts: Checkpoint, preset: Preset, prompts: S
                 answer.read()
 
         list(pool.map(ask, prompts))
-        return peak_resident(worker.pid)
-
-
-def peak_resident(pid: int) -> int:
-    """The kernel's high-water mark of a process, in bytes."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no VmHWM")
+        return memory(worker.pid, "VmHWM")
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from router.config.presets import Preset
 from router.memory import checkpoint
 from router.memory.estimate import estimate
 from tests import tiny
+from tests.children import memory
 from tests.processes.routers import Router, router
 
 pytestmark = pytest.mark.slow
@@ -22,14 +23,6 @@ SHAPE = {
     "max_position_embeddings": 1024, "vocab_size": 8000,
 }  # fmt: skip
 MODELS = {"paged": ("llama", {"num_key_value_heads": 2}), "wide": ("phi", {}), "aligned": ("bloom", {})}
-
-
-def highest(pid: int) -> int:
-    """The most bytes that a process ever had resident."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no VmHWM")
 
 
 async def ask(up: Router, model: str, seed: int) -> None:
@@ -62,5 +55,5 @@ async def test_three_models_at_full_batch_and_full_context_stay_within_the_limit
         await asyncio.gather(*(ask(up, name, 100 + seed) for name in MODELS for seed in range(ROWS)))
         pids = await up.workers()
         assert set(pids) == set(MODELS), "all three are loaded at once, and none was evicted"
-        peaks = {name: highest(pid) for name, pid in pids.items()}
+        peaks = {name: memory(pid, "VmHWM") for name, pid in pids.items()}
     assert sum(peaks.values()) <= (limit - MARGIN) * MIB, f"{peaks} in {limit - MARGIN} MiB"

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from tests import tiny
-from tests.children import Child, python
+from tests.children import Child, memory, python
 from tests.processes.routers import Router
 from worker.protocol.events import Ready
 
@@ -24,12 +24,6 @@ CALLS = {
     "/count_token": "prompt",
     "/v1/responses": "input",
 }
-
-
-def memory(pid: int, field: str) -> int:
-    """Bytes of a field of /proc/PID/status."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.partition(f"{field}:")[2].split()[0]) * 1024
 
 
 async def rejected(client: aiohttp.ClientSession, url: str, field: str, text: str) -> None:

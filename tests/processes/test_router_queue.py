@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from router.fleet.model import FIRST_LOAD_SECONDS
-from router.http.response import Pace
+from router.http.response import ResponseTimeouts
 from tests.fakes import CPU, GIB
 from tests.processes.routers import Router, chat, error_of, presets, router
 from tests.processes.upstreams import unasked, until, world
@@ -109,7 +109,7 @@ def test_every_streaming_route_defines_its_waiting_comments() -> None:
 
 @pytest.mark.parametrize("path", SAID)
 async def test_a_waiting_stream_of_every_dialect_gets_its_position_and_cause(path: str, tmp_path: Path) -> None:
-    async with world(tmp_path, unasked, pace=Pace(commit=0.01, ping=0.01)) as up:
+    async with world(tmp_path, unasked, timeouts=ResponseTimeouts(commit=0.01, ping=0.01)) as up:
         up.launcher.set_foreign(CPU, 8 * GIB - 1)
         reader, writer = await up.connect()
         body = json.dumps({"model": "a", "stream": True}).encode()

@@ -22,7 +22,7 @@ from router.http.app import App
 from router.http.listener import Listener
 from router.http.metrics import Metrics
 from router.http.proxy import Proxy
-from router.http.response import Pace
+from router.http.response import ResponseTimeouts
 from router.launch.interface import Listen, Program, WorkerProcess
 from router.launch.worker_client import WorkerClient
 from router.memory.learned import LearnedEstimates
@@ -144,7 +144,7 @@ async def world(
     folder: Path,
     answer: Answering,
     *,
-    pace: Pace | None = None,
+    timeouts: ResponseTimeouts | None = None,
     keys: Mapping[str, Any] | None = None,
     limits: Limits | None = None,
     load_seconds: float = 0.0,
@@ -178,7 +178,7 @@ async def world(
     metrics = Metrics(fleet, events)
     shared_workers = SharedWorkers(fleet, presets)
     registry = Registry(
-        settings=Settings(write_stall=(pace or Pace()).write_stall),
+        settings=Settings(write_stall=(timeouts or ResponseTimeouts()).write_stall),
         fleet=fleet,
         launcher=launcher,
         files=files,
@@ -190,7 +190,7 @@ async def world(
     )
     made = World(registry, fleet, launcher, metrics, socket)
     loop.set_exception_handler(lambda _, context: made.errors.append(context))
-    app = App(registry, Proxy(shared_workers, pace or Pace()), metrics, **further)
+    app = App(registry, Proxy(shared_workers, timeouts or ResponseTimeouts()), metrics, **further)
     made.app = app
     runner = web.AppRunner(app.build(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     server = await asyncio.start_unix_server(

@@ -126,8 +126,8 @@ def _of_archive(file: BinaryIO) -> Mapping[str, PickledTensor]:
         if len({name.casefold() for name in entries}) < len(listed):
             raise UnusablePickle("has two entries with the same name")
         # Compressed entries could be any size in memory; torch does not compress.
-        if packed := next((each for each in listed if each.compress_type != zipfile.ZIP_STORED), None):
-            raise UnusablePickle(f"has a compressed entry, {packed.filename[:100]!a}; torch.save compresses none")
+        if compressed := next((each for each in listed if each.compress_type != zipfile.ZIP_STORED), None):
+            raise UnusablePickle(f"has a compressed entry, {compressed.filename[:100]!a}; torch.save compresses none")
         if entry.file_size > MAX_PICKLE_BYTES:
             raise UnusablePickle(f"has a pickle of {entry.file_size} bytes; at most {MAX_PICKLE_BYTES} are read")
         order = entries.get(f"{folder}byteorder")

@@ -3,12 +3,12 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from router.planner.ledger import HOST, LOCAL, SLOTS, Bytes, Device, DeviceId, Resident
+from router.planner.ledger import HOST, LOCAL, WORKER_SLOTS, Bytes, Device, DeviceId, Resident
 from router.planner.planner import plan
 from router.planner.types import Demand, Plan, Policy
 
 CPU = DeviceId(LOCAL, HOST)
-COUNT = DeviceId(LOCAL, SLOTS)
+COUNT = DeviceId(LOCAL, WORKER_SLOTS)
 GPU = [DeviceId(LOCAL, index) for index in range(16)]
 NOW = 1000.0
 PATIENCE = 10.0
@@ -69,7 +69,7 @@ def claim_of(
     demand: Demand, place: Sequence[DeviceId], devices: Sequence[Device], steps: int = 0
 ) -> dict[DeviceId, int]:
     """Return the bytes that `demand` takes at `place` with so many steps of its range, calculated independently."""
-    claim = {DeviceId(place[0].node, SLOTS): 1}
+    claim = {DeviceId(place[0].node, WORKER_SLOTS): 1}
     pools = {device.id: device.pool for device in devices}
     for id, shard, step in zip(place, demand.shards, demand.growth or [0] * len(place), strict=True):
         pool = pools.get(id) or id

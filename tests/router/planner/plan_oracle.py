@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from math import inf
 
-from router.planner.ledger import HOST, SLOTS, Bytes, Device, DeviceId, Resident
+from router.planner.ledger import HOST, WORKER_SLOTS, Bytes, Device, DeviceId, Resident
 from router.planner.types import Demand
 from tests.router.planner.questions import Fleet
 
@@ -103,7 +103,7 @@ class Oracle:
         return min(sizes) - given
 
     def binds(self, id: DeviceId) -> bool:
-        return id in self.devices and (self.fleet.memory or id.index == SLOTS)
+        return id in self.devices and (self.fleet.memory or id.index == WORKER_SLOTS)
 
     def short(self, claim: Bytes, moments: Iterable[Moment], gone: Iterable[int] = ()) -> set[DeviceId]:
         """The devices on which `claim` does not fit at one of the moments, if those had left as well."""
@@ -148,7 +148,7 @@ class Oracle:
     def claim(self, demand: Demand, place: Place) -> dict[DeviceId, int]:
         """The bytes that it takes at that place, by the device that has the memory."""
         node = place[0].node
-        claim = {DeviceId(node, SLOTS): 1}
+        claim = {DeviceId(node, WORKER_SLOTS): 1}
         parts = [(self.pool(id), size) for id, size in zip(place, demand.shards, strict=True)]
         if demand.host:
             host = DeviceId(node, HOST)
@@ -302,7 +302,7 @@ class Oracle:
         late = [bound for one in offer.victims if (bound := self.bound(one, demand)) > -inf]
         missing = self.short(offer.claim, self.stages, [one.id for one in offer.victims])
         lacking = self.short(offer.claim, [*self.stages, *self.steps], [])
-        unsure = bool(offer.victims) and not demand.is_exact and any(id.index != SLOTS for id in lacking)
+        unsure = bool(offer.victims) and not demand.is_exact and any(id.index != WORKER_SLOTS for id in lacking)
         goes = not (late or missing or unsure or self.disturbs(offer))
         if unsure:
             self.answer.refine.add(demand.id)
@@ -385,7 +385,7 @@ class Oracle:
 def worth(one: Resident) -> tuple[bool, bool, int, float, float]:
     """Idle before busy, best-effort before required, lower priority, least recently used (of busy ones: whose minimum
     residency ended first), cheaper to bring back."""
-    size = sum(size for id, size in one.reserved.items() if id.index != SLOTS)
+    size = sum(size for id, size in one.reserved.items() if id.index != WORKER_SLOTS)
     since = one.residency_ends if one.busy else one.last_used
     return one.busy, not one.best_effort, one.priority, since, one.load_seconds * size
 

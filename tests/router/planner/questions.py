@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from router.planner.ledger import SLOTS, Bytes, Device, DeviceId, Resident
+from router.planner.ledger import WORKER_SLOTS, Bytes, Device, DeviceId, Resident
 from router.planner.planner import plan
 from router.planner.types import Demand, Plan, Policy
 from tests.router.planner.fleets import NOW, PATIENCE, claim_of, overdrawn
@@ -55,7 +55,7 @@ class Fleet:
             yield set(gone), list(taken)
 
     def over(self, gone: set[int], claims: Sequence[Bytes]) -> list[DeviceId]:
-        devices = [device for device in self.devices if self.memory or device.id.index == SLOTS]
+        devices = [device for device in self.devices if self.memory or device.id.index == WORKER_SLOTS]
         return overdrawn(devices, self.residents, [one for one in self.residents if one.id in gone], claims)
 
     def leaving(self, plan: Plan) -> list[Resident]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from router.planner.ledger import HOST, LOCAL, SLOTS, DeviceId, Resident
+from router.planner.ledger import HOST, LOCAL, WORKER_SLOTS, DeviceId, Resident
 from router.planner.types import Demand
 from tests.router.planner.fleets import CPU, GPU, NOW, PATIENCE, demand, machine, resident
 from tests.router.planner.questions import Fleet
@@ -55,7 +55,7 @@ def random_resident(random: Random, id: int, on: tuple[DeviceId, ...], *, hosts:
     if plain:
         facts |= {"starting": False, "leaving": False, "expires": None, "measured": reserved}
     one = resident(id, reserved, **facts)
-    return replace(one, reserved={**reserved, DeviceId(on[0].node, SLOTS): 1})
+    return replace(one, reserved={**reserved, DeviceId(on[0].node, WORKER_SLOTS): 1})
 
 
 def random_demand(random: Random, id: int, ids: list[DeviceId], *, host: bool, plain: bool) -> Demand:
@@ -96,10 +96,10 @@ def random_fleet(seed: int, demands: int) -> Fleet:
         totals[CPU] = one_of([30, 60, 90, 200])
     nodes = {id.node for id in ids}
     if random.random() < 0.25:
-        totals |= {DeviceId(node, SLOTS): random.randint(1, 4) for node in nodes}
-    foreign = {id: one_of([0, 0, 0, 0, 5]) for id in totals if id.index != SLOTS}
+        totals |= {DeviceId(node, WORKER_SLOTS): random.randint(1, 4) for node in nodes}
+    foreign = {id: one_of([0, 0, 0, 0, 5]) for id in totals if id.index != WORKER_SLOTS}
     margin = one_of([0, 0, 5])
-    left = {id: total - margin - foreign.get(id, 0) for id, total in totals.items() if id.index != SLOTS}
+    left = {id: total - margin - foreign.get(id, 0) for id, total in totals.items() if id.index != WORKER_SLOTS}
     residents: list[Resident] = []
     plain = random.random() < 0.6
     for id in range(1, 1 + random.randint(*((4, 10) if plain else (1, 7)))):
@@ -115,7 +115,7 @@ def random_fleet(seed: int, demands: int) -> Fleet:
         residents.append(one)
     limit = {id: one_of([20, 40, 45]) for id in left if random.random() < 0.1}
     rows = machine(residents, totals, foreign=foreign, margin=margin, limit=limit)
-    rows = [replace(row, margin=0) if row.id.index == SLOTS else row for row in rows]
+    rows = [replace(row, margin=0) if row.id.index == WORKER_SLOTS else row for row in rows]
     pool = next((row for row in rows if row.id.index == HOST), None)
     rows += [replace(pool, id=id, pool=CPU) for id in unified if pool]
     waiting = [random_demand(random, 20 + number, ids, host=host, plain=plain) for number in range(demands)]

@@ -8,7 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.planner.availability import FreeMemory, FreeMemoryTimeline
-from router.planner.ledger import LOCAL, SLOTS, Bytes, Device, DeviceId, Ledger, Reading, Resident, in_use, pooled
+from router.planner.ledger import (
+    LOCAL,
+    WORKER_SLOTS,
+    Bytes,
+    Device,
+    DeviceId,
+    Ledger,
+    Reading,
+    Resident,
+    in_use,
+    pooled,
+)
 from tests.router.planner.fleets import COUNT, CPU, GPU, machine, resident
 
 WORLD = 100
@@ -80,8 +91,8 @@ def test_models_max_is_a_device_of_slots_on_each_node() -> None:
     devices = Ledger(models_max=3).observe(
         [Reading(GPU[0], 100, 10), Reading(far, 100, 0)], [resident(1, {GPU[0]: 10})]
     )
-    slots = {device.id: (device.total, device.used) for device in devices if device.id.index == SLOTS}
-    assert slots == {COUNT: (3, 1), DeviceId("far", SLOTS): (3, 0)}
+    slots = {device.id: (device.total, device.used) for device in devices if device.id.index == WORKER_SLOTS}
+    assert slots == {COUNT: (3, 1), DeviceId("far", WORKER_SLOTS): (3, 0)}
 
 
 def test_a_device_has_its_usual_name() -> None:

@@ -34,7 +34,6 @@ class KvPool:
         """`rows`: sequences that may run at once; that many regions divide the pool (`kv_cache.BlockAllocator`)."""
         self.rows, self.blocks = rows, blocks
         self.kv_heads, self.head_dim, self.dtype = kv_heads, head_dim, dtype  # as read, after dequantization
-        self.kv_dtype = ""  # storage type, if it differs from `dtype` (`QuantizedKvPool`)
         self.positions = blocks * BLOCK_TOKENS
         self.stride = region_blocks(rows, blocks) * BLOCK_TOKENS  # positions from one region start to the next
         # One allocation with the layer first: [layers, keys and values, positions, kv_heads, head_dim]. Blocks are then
@@ -131,7 +130,6 @@ class QuantizedKvPool(KvPool):
             layers=layers, kv_heads=1, head_dim=kind.width, rows=rows, blocks=blocks, dtype=torch.uint8, device=device
         )
         self.kv_heads, self.head_dim, self.dtype = kind.heads, kind.head_dim, kind.dtype
-        self.kv_dtype = kind.name
         self._kind = kind
 
     def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:

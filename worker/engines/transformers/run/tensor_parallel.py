@@ -83,10 +83,10 @@ class LeaderRunner(PagedRunner):
         blocks: BlockAllocator,
         device: torch.device,
         ranks: RankProcesses,
-        peers: ProcessGroup,
+        group: ProcessGroup,
     ):
         super().__init__(model, pool, blocks, device)
-        self._ranks, self._peers = ranks, peers
+        self._ranks, self._group = ranks, group
         # Ranks that hold a slice of the head must compute its logits with the leader.
         self._divides_head = tensor_parallel_plan.divides_head(model, ranks.count)
 
@@ -134,7 +134,7 @@ class LeaderRunner(PagedRunner):
     def end(self) -> None:
         """End all followers, and wait for them."""
         self._ranks.end()
-        self._peers.disconnect()
+        self._group.disconnect()
 
 
 def start_followers(options: Serve, ctx_size: int, ranks: RankProcesses | None) -> tuple[RankSlice, ProcessGroup]:
@@ -151,7 +151,7 @@ def make_leader(
     options: Serve,
     ctx_size: int,
     ranks: RankProcesses,
-    peers: ProcessGroup,
+    group: ProcessGroup,
     progress: Callable[[Progress], None],
 ) -> tuple[LeaderRunner, BlockAllocator]:
     """The leader's runner, after all ranks have loaded and connected. Raises StartError or RankLost."""
@@ -161,14 +161,14 @@ def make_leader(
         progress(Progress(stage="weights", done=own + done, total=max(own * ranks.count, own + done)))
 
     ranks.until_ready(report)
-    ranks.watch(peers.abort)
+    ranks.watch(group.abort)
     ranks.send("connect")
-    peers.connect(ranks.store)
+    group.connect(ranks.store)
     blocks = backends.make_blocks(options, ctx_size, caches=options.prefix_caching)
     kv_dtype = options.kv_cache_dtype
     pool = backends.make_pool(config, blocks, loaded.dtype, loaded.device, ranks=ranks.count, kv_dtype=kv_dtype)
     log.info("%d ranks, the followers processes %s", ranks.count, ", ".join(map(str, ranks.pids)))
-    return LeaderRunner(loaded.model, pool, blocks, loaded.device, ranks, peers), blocks
+    return LeaderRunner(loaded.model, pool, blocks, loaded.device, ranks, group), blocks
 
 
 def follow(options: Serve, link: LeaderLink) -> None:
@@ -189,8 +189,8 @@ def follow(options: Serve, link: LeaderLink) -> None:
         torch.cuda.set_device(device)  # else pinned memory would open a context on the leader's device
     overhead.begin((), options.overhead)  # the leader accounts for it: NCCL's channels are counted apart
     memory.cap((str(device),), options.reserved)
-    peers = ProcessGroup(link.rank, link.count, device)
-    share = RankSlice(link.rank, link.count), peers
+    group = ProcessGroup(link.rank, link.count, device)
+    share = RankSlice(link.rank, link.count), group
     implementation = backends.implementation(options, config)
 
     def report(progress: Progress) -> None:
@@ -205,7 +205,7 @@ def follow(options: Serve, link: LeaderLink) -> None:
     _note(link, device)
     link.ready()
     link.receive()
-    peers.connect(link.store)
+    group.connect(link.store)
     while True:
         _compute(runner, link.receive())
         _note(link, device)
