@@ -28,7 +28,7 @@ class FreeMemory:
     __slots__ = ("_binds", "_figures", "promised", "room")
 
     def __init__(self, devices: Sequence[Device], residents: Sequence[Resident], *, memory: bool = True):
-        """`residents`: all whose memory is in the devices' figures. Without `memory`, only worker slots can be short."""
+        """`residents`: all whose memory is in the devices' figures. Without `memory`, only worker slots can lack."""
         ours: dict[DeviceId, int] = {}
         for resident in residents:
             for id, reserved in resident.reserved.items():
