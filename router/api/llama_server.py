@@ -269,7 +269,7 @@ def _slots(worker: Worker, first: int) -> list[dict[str, Any]]:
     running = last.running if last is not None and not tasks else 0
     slots: list[dict[str, Any]] = []
     for slot in range(worker.preset.parallel):
-        task, prompt_left, decoded, remain, drafted, accepted = tasks.get(slot, (-1, 0, 0, 0, 0, 0))
+        task, prompt_left, decoded, remain, drafted, accepted = tasks.get(slot, (-1, 0, 0, -1, 0, 0))
         slots.append(
             {
                 "id": first + slot,
@@ -279,7 +279,8 @@ def _slots(worker: Worker, first: int) -> list[dict[str, Any]]:
                 "draft_n": drafted,
                 "draft_n_accepted": accepted,
                 "n_prompt_tokens_left": prompt_left,
-                "next_token": {"n_decoded": decoded, "n_remain": remain},
+                # A list of one object, as llama-server sends it. Its documentation shows the bare object.
+                "next_token": [{"has_next_token": slot in tasks, "n_decoded": decoded, "n_remain": remain}],
             }
         )
     return slots

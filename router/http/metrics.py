@@ -203,24 +203,36 @@ class Metrics:
         """The text of llama-server's metrics about one model."""
         worker = self._fleet.models[model].open if model in self._fleet.models else None
         pulse = worker.pulse if worker is not None and worker.pulse is not None else NO_PULSE
-        rows: Mapping[str, float] = {
-            "prompt_tokens_total": self._tokens(model, "prompt") - self._tokens(model, "cached"),
-            "prompt_tokens_cached_total": self._tokens(model, "cached"),
-            "tokens_predicted_total": self._tokens(model, "completion"),
-            "n_decode_total": pulse.steps,
-            "requests_processing": pulse.running,
-            "requests_deferred": pulse.waiting,
-            "prompt_tokens_seconds": pulse.prefill_rate,
-            "predicted_tokens_seconds": pulse.decode_rate,
-            "kv_cache_tokens": pulse.cache_used,
-            "kv_cache_usage_ratio": pulse.cache_used / pulse.cache_total if pulse.cache_total else 0,
-        }
-        kinds = {name: "counter" if name.endswith("_total") else "gauge" for name in rows}
-        lines = [f"# TYPE llamacpp:{name} {kinds[name]}\nllamacpp:{name} {float(rows[name])}\n" for name in rows]
+        rows: Mapping[str, tuple[float, str]] = {
+            "prompt_tokens_total": (
+                self._tokens(model, "prompt") - self._tokens(model, "cached"), "Prompt tokens computed."
+            ),
+            "prompt_tokens_cached_total": (self._tokens(model, "cached"), "Prompt tokens found in the cache."),
+            "tokens_predicted_total": (self._tokens(model, "completion"), "Tokens generated."),
+            "n_decode_total": (pulse.steps, "Steps of the model."),
+            "spec_decode_num_draft_tokens_total": (pulse.drafted, "Tokens drafted by speculative decoding."),
+            "spec_decode_num_accepted_tokens_total": (pulse.accepted, "Drafted tokens that were accepted."),
+            "requests_processing": (pulse.running, "Running sequences."),
+            "requests_deferred": (pulse.waiting, "Waiting sequences."),
+            "prompt_tokens_seconds": (pulse.prefill_rate, "Prompt tokens computed per second."),
+            "predicted_tokens_seconds": (pulse.decode_rate, "Tokens generated per second."),
+            "kv_cache_tokens": (pulse.cache_used, "Tokens in the KV cache of running sequences."),
+            "kv_cache_usage_ratio": (
+                pulse.cache_used / pulse.cache_total if pulse.cache_total else 0, "Used part of the KV cache."
+            ),
+        }  # fmt: skip
+        lines = [
+            f"# HELP llamacpp:{name} {about}\n# TYPE llamacpp:{name} {_kind(name)}\nllamacpp:{name} {float(value)}\n"
+            for name, (value, about) in rows.items()
+        ]
         return "".join(lines).encode()
 
     def _tokens(self, model: str, kind: str) -> float:
         return self._registry.get_sample_value("router_tokens_total", {"model": model, "kind": kind}) or 0.0
+
+
+def _kind(name: str) -> str:
+    return "counter" if name.endswith("_total") else "gauge"
 
 
 class RequestCounter(Collector):

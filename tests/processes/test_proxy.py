@@ -338,7 +338,9 @@ async def test_the_figures_of_a_pulse_appear_in_every_view(tmp_path: Path) -> No
             assert [slot["is_processing"] for slot in reported] == [True, False, True]
             assert [slot["id_task"] for slot in reported] == [41, -1, 44]
             assert [slot["next_token"] for slot in reported] == [
-                {"n_decoded": 7, "n_remain": 5}, {"n_decoded": 0, "n_remain": 0}, {"n_decoded": 0, "n_remain": 12},
+                [{"has_next_token": True, "n_decoded": 7, "n_remain": 5}],
+                [{"has_next_token": False, "n_decoded": 0, "n_remain": -1}],
+                [{"has_next_token": True, "n_decoded": 0, "n_remain": 12}],
             ]  # fmt: skip
             assert [(slot["draft_n"], slot["draft_n_accepted"]) for slot in reported] == [(9, 4), (0, 0), (0, 0)]
             up.launcher.say("a", Pulse(steps=71, running=1, waiting=0, measured={"cpu": 1}))

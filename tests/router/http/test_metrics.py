@@ -157,7 +157,7 @@ async def test_the_metrics_of_one_model_include_those_of_llama_server() -> None:
     world = Schedule({"a": GIB, "aa": GIB, 'q"\\x': GIB})
     metrics = Metrics(world.fleet, world.events)
     await world.ask("a")
-    world.launcher.say("a", Pulse(steps=9, running=1, waiting=2, measured={"cpu": GIB}))
+    world.launcher.say("a", Pulse(steps=9, running=1, waiting=2, measured={"cpu": GIB}, drafted=6, accepted=4))
     world.launcher.say("a", RequestEnded(id="r", prompt_tokens=8, cached_tokens=3, completion_tokens=7))
     found = samples(metrics, "a")
     assert {name for name in found if "model=" in name and 'model="a"' not in name} == set()
@@ -167,6 +167,11 @@ async def test_the_metrics_of_one_model_include_those_of_llama_server() -> None:
     assert found["llamacpp:n_decode_total"] == 9.0
     assert found["llamacpp:requests_processing"] == 1.0
     assert found["llamacpp:requests_deferred"] == 2.0
+    assert found["llamacpp:spec_decode_num_draft_tokens_total"] == 6.0
+    assert found["llamacpp:spec_decode_num_accepted_tokens_total"] == 4.0
+    lines = metrics.render("a").decode().splitlines()
+    kinds = [line.split()[2] for line in lines if line.startswith("# TYPE llamacpp:")]
+    assert [line.split()[2] for line in lines if line.startswith("# HELP llamacpp:")] == kinds
     idle = samples(metrics, "aa")
     assert idle["llamacpp:prompt_tokens_total"] == 0.0
     strange = samples(metrics, 'q"\\x')

@@ -198,7 +198,7 @@ async def test_without_pooling_each_token_has_its_vector(tmp_path: Path) -> None
     async with serving(load(folder, pooling="none")) as engine:
         assert engine.capabilities == {"embedding"}
         found = await engine.embed_tokens(PROMPTS)
-        with pytest.raises(UnsupportedByModel, match="/embedding"):
+        with pytest.raises(InvalidValue, match="/embedding"):
             await engine.embed(PROMPTS)
     for prompt, rows in zip(PROMPTS, found, strict=True):
         assert (torch.tensor(rows) - hidden(folder, prompt.tokens)).abs().max() < 1e-4

@@ -270,7 +270,7 @@ class TransformersEngine:
         if self.encoding is None:
             raise UnsupportedByModel("this model has no embeddings; use an embedding model, or set task = embed")
         if not self.encoding.is_pooled:
-            raise UnsupportedByModel("pooling = none gives one vector per token; use POST /embedding for these")
+            raise InvalidValue("pooling = none gives one vector per token; use POST /embedding for these")
         return await self._encode(texts, self._options.embd_normalize if normalize is None else normalize)
 
     async def embed_tokens(self, texts: Sequence[EncoderInput]) -> list[list[list[float]]]:

@@ -201,7 +201,7 @@ COMPONENTS: Mapping[str, Schema] = {
             "model": TEXT,
             "id_task": WHOLE,
             **members(FLAG, "is_processing", "speculative"),
-            "next_token": shape({"n_decoded": COUNT, "n_remain": WHOLE}),
+            "next_token": several(shape({"has_next_token": FLAG, "n_decoded": COUNT, "n_remain": WHOLE})),
         }
     ),
     "Ranking": shape(
