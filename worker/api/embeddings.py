@@ -83,11 +83,12 @@ async def rerank(body: Json, model: ServedModel) -> JsonAnswer:
     field = "texts" if is_bare else "documents"
     most = fields.integer("top_n")
     returns_text = bool(fields.flag("return_documents")) | bool(fields.flag("return_text"))
-    truncate = _read_truncate(fields)
+    truncate, most_tokens = _read_truncate(fields), fields.integer("max_tokens_per_doc")
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     if not query:
         raise InvalidValue("query must be a non-empty string", param="query")
-    scores, texts = await _relevance([query], documents, ("query", field), model, truncate=truncate)
+    read = await model.first_tokens(documents, most_tokens, field) if most_tokens else documents
+    scores, texts = await _relevance([query], read, ("query", field), model, truncate=truncate)
     order = sorted(range(len(documents)), key=lambda index: (-scores[index], index))[:most]
     if is_bare:
         text = [{"text": document} if returns_text else {} for document in documents]

@@ -212,6 +212,24 @@ class ServedModel:
 
         return await self._in_thread(encode)
 
+    async def first_tokens(self, texts: Sequence[str], count: int, param: str) -> list[str]:
+        """Return the beginning of each text that its first `count` tokens stand for. Special tokens do not count.
+        `param`: the field of the texts.
+        """
+        limit = TextLimit(count, param, keep="start")
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+
+        def cut(text: str) -> str:
+            text = shorten(self.text_bound.fit(text, limit), limit, self._count)
+            if backend is None:
+                ids = self._encode([text], add_special=False, parse_special=True)[0]
+                return text if len(ids) <= count else self.decode(ids[:count])
+            # The text itself and not its tokens decoded: these may be in lower case, or end within a character.
+            ends = [end for _, end in backend.encode(text, add_special_tokens=False).offsets]
+            return text if len(ends) <= count else text[: ends[count - 1]]
+
+        return await self._in_thread(lambda: [cut(text) for text in texts])
+
     async def encode_pairs(
         self, first: str, seconds: Sequence[str], limit: TextLimit, *, truncate: bool = False
     ) -> list[EncoderInput]:

@@ -217,7 +217,8 @@ FASTCHAT: dict[str, Sample] = alone(
 )  # fmt: skip
 RERANK: dict[str, Sample] = {
     **alone(documents=["a b c", "d"], top_n=1, return_documents=True, return_text=True, raw_scores=True, model="other"),
-    **alone(query="ho ho", rank_fields=["x"], max_tokens_per_doc=5, priority=3),
+    **alone(query="ho ho", rank_fields=["x"], priority=3),
+    "max_tokens_per_doc": (1, {"documents": ["a b c", "d"]}),
     "truncate": (True, {"documents": ["hi " * 400], "truncate": False}),
 }
 EMBEDDING: dict[str, Sample] = {

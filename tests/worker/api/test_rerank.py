@@ -275,3 +275,23 @@ async def test_an_invalid_field_of_score_is_rejected_by_name(body: dict[str, Any
     with pytest.raises(RequestError) as caught:
         await embeddings.score(body, model())
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("field", ["documents", "texts"])
+async def test_a_document_is_cut_to_max_tokens_per_doc(field: str) -> None:
+    texts = ["Ä much longer one 🦊", "hi"]
+    for made in (model(), embedder()):
+        ids = made.tokenizer(texts[0], add_special_tokens=False)["input_ids"]
+        assert len(ids) > 4
+        body = {"query": "q", field: texts, "max_tokens_per_doc": 4}
+        answer = await embeddings.rerank(body, made)
+        assert answer.ignored == ()
+        first, second = seen(made)[-2:]
+        kept = str(made.tokenizer.decode(ids[:4]))
+        assert texts[0].startswith(kept)
+        assert first.endswith(kept)
+        assert second.endswith("hi")
+        whole = await embeddings.rerank({**body, "max_tokens_per_doc": 0}, made)
+        assert whole.prompt_tokens - answer.prompt_tokens == len(ids) - 4
+    with pytest.raises(InvalidValue, match="max_tokens_per_doc"):
+        await embeddings.rerank({"query": "q", field: texts, "max_tokens_per_doc": -5}, model())

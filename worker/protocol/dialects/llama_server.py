@@ -100,6 +100,9 @@ RERANK: Body = {
     "documents": array(_DOCUMENT, least=1, most=MAX_TEXTS, about="Either these or `texts`."),
     "texts": array(TEXT, least=1, most=MAX_TEXTS, about="As in text-embeddings-inference: the answer is a bare list."),
     "top_n": integer(1),
+    "max_tokens_per_doc": integer(
+        0, None, "The first tokens of each document that are read, as in Cohere's API; 0: all."
+    ),
     "return_documents": flag(),
     "return_text": flag("The same as `return_documents`."),
     **openai.TRUNCATION,
