@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from router.cli.worker_packages import NEEDED
 from tests.programs import load
 
 
@@ -21,6 +22,12 @@ def test_it_has_the_packages_of_router_and_worker_but_torch_and_what_torch_requi
     assert declared - torch - program.LEFT_OUT <= names
     assert {"numpy", "tokenizers", "pytest", "aiosignal"} <= names, "with what they require in turn"
     assert not names & (torch | {"hf-xet", "typer", "rich", "pydantic", "pillow"})
+
+
+def test_with_it_the_router_starts(program: Any) -> None:
+    """Without one of NEEDED, the router does not start, and gpu_check has no swap."""
+    there = {each.partition("==")[0] for each in program.wanted("3.12")} | program.closure(["torch"], "3.12")
+    assert {module.lower() for module in NEEDED} <= there
 
 
 def test_requirements_hold_for_the_other_python(program: Any) -> None:

@@ -5,13 +5,14 @@ import sys
 
 from router import DISTRIBUTION
 
-# Packages of the extra `worker` without which no model loads.
-_NEEDED = ("accelerate", "jinja2", "llguidance", "PIL", "safetensors", "torch", "transformers")
+# Packages of the extra `worker` without which no model loads. Pillow is not among them: without it, models with vision
+# are served for text (worker/engines/transformers/run/vision.py).
+NEEDED = ("accelerate", "jinja2", "llguidance", "safetensors", "torch", "transformers")
 
 
 def missing_packages() -> str:
     """The packages of a worker that this interpreter lacks, with the remedy; empty if it has all of them."""
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]  # finds torch without importing it
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]  # finds torch without importing it
     if not missing:
         return ""
     return (
