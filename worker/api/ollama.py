@@ -314,7 +314,8 @@ def _message(where: str, message: Any, model: ServedModel) -> Json:
     known = {name: message.get(name) for name in ("role", "content", "tool_call_id")}
     if isinstance(known["role"], str):
         known["role"] = known["role"].lower()  # Ollama is case-insensitive here
-    known["content"] = _content(_images(f"{where}.images", message.get("images"), model), message.get("content"))
+    text = "" if known["content"] is None else known["content"]  # Ollama's clients leave out a content that is empty
+    known["content"] = _content(_images(f"{where}.images", message.get("images"), model), text)
     known["reasoning_content"] = message.get("thinking")
     known["name"] = message.get("tool_name")
     known["tool_calls"] = message.get("tool_calls")

@@ -90,6 +90,20 @@ async def test_a_conversation_with_calls_and_results_reaches_the_template() -> N
         assert engine.prompt().endswith(f"<user>hi<assistant>{call}<tool>rain<assistant>")
 
 
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+async def test_a_message_without_content_is_empty(role: str) -> None:
+    engine = Speaking("fine")
+    async with serving(engine, chat_template=TOOLS) as world, ollama_client(world) as client:
+        await client.chat("m", [{"role": role}, *HI])
+        without = engine.prompt()
+        await client.chat("m", [{"role": role, "content": ""}, *HI])
+        assert engine.prompt() == without
+        status, _, _ = await world.post(
+            "/api/chat", {"messages": [{"role": role, "content": None}, *HI], "stream": False}
+        )
+        assert (status, engine.prompt()) == (200, without)
+
+
 async def test_generate_renders_the_template_unless_raw() -> None:
     engine = Speaking("fine")
     async with serving(engine, chat_template=TOOLS) as world, ollama_client(world) as client:

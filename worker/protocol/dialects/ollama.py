@@ -71,7 +71,7 @@ _CHAT_MESSAGE = any_of(
     described(
         {
             "role": required(choice(ROLES)),
-            "content": openai.CONTENT,
+            "content": or_null(openai.CONTENT),
             **members(text(), "thinking", "tool_name", "tool_call_id"),
             "images": openai.IMAGES,
         }
