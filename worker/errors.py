@@ -72,8 +72,9 @@ class ContextExceeded(RequestError):
         least = "" if is_exact else "at least "
         what = "prompt" if setting else "context"
         super().__init__(
-            f"the prompt has {least}{prompt_tokens} tokens, but this model's maximum {what} length is {limit} tokens;"
-            f" shorten the prompt or raise {setting or 'ctx-size'} in the preset",
+            # Clients recognize this error by "prompt is too long" (Anthropic) or "maximum context length" (OpenAI).
+            f"the prompt is too long: it has {least}{prompt_tokens} tokens, but this model's maximum {what} length is"
+            f" {limit} tokens; shorten the prompt or raise {setting or 'ctx-size'} in the preset",
             param=param,
             extra={"n_prompt_tokens": prompt_tokens, "n_ctx": limit},
         )

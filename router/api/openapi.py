@@ -7,7 +7,7 @@ from typing import Any
 from router import __version__
 from worker.protocol.dialects import Dialect, anthropic, fastchat, llama_server, lmi, ollama, openai, responses
 from worker.protocol.dialects.generation_fields import NON_EMPTY_TEXT
-from worker.protocol.errors import ERRORS
+from worker.protocol.errors import ERRORS, anthropic_error_type
 from worker.protocol.routes import FLAGS, AccessLevel, Route, body_schema, offered, query
 from worker.protocol.schema import ANY_OBJECT, COUNT, TEXT, WHOLE, Schema, any_of, const, enum, or_null, ref, shape
 from worker.protocol.streams import stream
@@ -272,7 +272,7 @@ def _errors() -> dict[str, Schema]:
         )
         for row in ERRORS
     ]
-    types = sorted({row.type for row in ERRORS if row.status < 500} | {"overloaded_error", "api_error"})
+    types = sorted({anthropic_error_type(row.status, row.type) for row in ERRORS})
     anthropic_error = shape({"type": enum(*types), "message": TEXT}, {"details": ANY_OBJECT})
     return {
         "Error": shape({"error": any_of(*rows)}),

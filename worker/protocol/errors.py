@@ -66,7 +66,7 @@ def error_body(dialect: Dialect, error: ReportedError, *, request_id: str = "") 
     status, type = error.status, error.type
     message = error.message.encode(errors="replace").decode()  # lone surrogates, as of a path, cannot be sent
     if dialect is Dialect.ANTHROPIC:
-        kind = "overloaded_error" if status in (503, 507) else "api_error" if status >= 500 else type
+        kind = anthropic_error_type(status, type)
         details = {"details": error.extra["details"]} if "details" in error.extra else {}
         return {"type": "error", "error": {"type": kind, "message": message, **details}, "request_id": request_id}
     if dialect is Dialect.OLLAMA:
@@ -78,6 +78,13 @@ def error_body(dialect: Dialect, error: ReportedError, *, request_id: str = "") 
     if dialect is Dialect.FASTCHAT:
         return {"error_code": _fastchat_code(status, error.reason), "text": message}
     return {"error": _error_object(status, type, message, error.param, error.reason) | error.extra}
+
+
+def anthropic_error_type(status: int, type: str) -> str:
+    """Return the error type of Anthropic's API. Its clients know one type for all invalid requests."""
+    if status >= 500:
+        return "overloaded_error" if status in (503, 507) else "api_error"
+    return "invalid_request_error" if status == 400 else type
 
 
 def _error_object(status: int, type: str, message: str, param: str | None, reason: str) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import anthropic
 import pytest
 
 from tests.worker.clients import anthropic_client
-from tests.worker.fake_engine import CACHED, SCRIPT
-from tests.worker.serving import serving
+from tests.worker.fake_engine import CACHED, SCRIPT, FakeEngine
+from tests.worker.serving import serving, tokenizer
 from tests.worker.speaking import ANSWERS, SAID, SCHEMA, THINKING, TOOLS, Speaking
 
 HI: Any = {"model": "m", "max_tokens": 200, "messages": [{"role": "user", "content": "hi"}]}
@@ -153,6 +153,13 @@ async def test_errors_have_anthropics_shape() -> None:
         full = {"messages": [{"role": "user", "content": "full"}]}
         status, _, body = await world.post("/v1/messages", full)
         assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+
+
+async def test_a_prompt_that_is_too_long_is_an_invalid_request_with_anthropics_words() -> None:
+    async with serving(FakeEngine(tokenizer(), ctx_size=10)) as world:
+        status, _, body = await world.post("/v1/messages", {"messages": [{"role": "user", "content": "a " * 40}]})
+        assert (status, body["error"]["type"]) == (400, "invalid_request_error")
+        assert "prompt is too long" in body["error"]["message"]
 
 
 async def test_a_failed_stream_raises_an_error_of_the_client() -> None:
