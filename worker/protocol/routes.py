@@ -66,6 +66,7 @@ class Route:
 
 
 _PRESETS = "the file of --models-preset, and GET /models?reload=1"
+_UNSTORED = "the whole conversation in `input` of POST /v1/responses: no response is stored"
 # fmt: off
 _DECLARATIONS: tuple[Route, ...] = (
     Route("POST", "/v1/chat/completions /chat/completions /api/v1/chat/completions",
@@ -372,6 +373,12 @@ _DECLARATIONS: tuple[Route, ...] = (
           errors=(501,), instead="POST /v1/embeddings, or POST /v1/rerank"),
     Route("POST", "/v1/load_lora_adapter /v1/unload_lora_adapter", Dialect.OPENAI, "not_offered", "about.not_offered",
           errors=(501,), instead="/models/{id}/adapters"),
+    Route("GET DELETE", "/v1/responses/{id}", Dialect.RESPONSES, "not_offered", "about.not_offered",
+          errors=(501,), instead=_UNSTORED),
+    Route("GET", "/v1/responses/{id}/input_items", Dialect.RESPONSES, "not_offered", "about.not_offered",
+          errors=(501,), instead=_UNSTORED),
+    Route("POST", "/v1/responses/{id}/cancel", Dialect.RESPONSES, "not_offered", "about.not_offered",
+          errors=(501,), instead="a closed connection: a response ends with it"),
     Route("GET", "/tokenizer_info", Dialect.OPENAI, "not_offered", "about.not_offered",
           errors=(501,), instead="GET /props?model=, or POST /tokenize"),
     Route("POST", "/v1/audio/transcriptions /v1/audio/speech /v1/images/generations /v1/moderations",
