@@ -161,7 +161,7 @@ def text(report: Report) -> str:
     else:
         lines.append(_line("weights", sum(estimate.weights), "from checkpoint headers"))
         if method:
-            quantized = f"quantised tensors with their scales take {_size(report.quantized)}"
+            quantized = f"quantized tensors with their scales take {_size(report.quantized)}"
             parts = ": embeddings, head, norms, routers and experts" if report.quantized_on_load else ""
             lines.append(_line("", None, f"{quantized}; {_size(report.unquantized)} stay in {report.dtype}{parts}"))
         lines.append(_line("context", sum(estimate.context), _context_formula(report)))

@@ -86,7 +86,7 @@ _DTYPE = OneOf(
 _QUANTIZATION = OneOf(
     ("auto", "none", "bnb-8bit", "bnb-4bit", "gptq", "awq", "fp8"),
     {"bitsandbytes": "bnb-4bit", "bitsandbytes4": "bnb-4bit", "bitsandbytes8": "bnb-8bit"},
-    {"squeezellm": "transformers cannot load it; take a checkpoint quantised with gptq or awq"},
+    {"squeezellm": "transformers cannot load it; take a checkpoint quantized with gptq or awq"},
 )
 _TASKS = {
     "text-generation": "generate", "text2text-generation": "generate", "text-embedding": "embed",

@@ -125,7 +125,7 @@ class Checkpoint:
     quantization: str = ""  # method that the config states: gptq, awq, fp8
     bits: int = 0  # of a quantized number
     group: int = 0  # inputs that share a scale, of gptq and awq; -1: all of a layer; 0: not stated
-    # Of a quantised checkpoint's scales, zero points, orders and maps, which stay as they are stored; not in
+    # Of a quantized checkpoint's scales, zero points, orders and maps, which stay as they are stored; not in
     # `tensors`.
     scale_bytes: int = 0
     linears: Linears = Linears()

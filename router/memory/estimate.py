@@ -396,7 +396,7 @@ def reason_not_to_divide(facts: Checkpoint, preset: Preset) -> str:
     if "vision" in facts.capabilities:
         return "it takes images"
     if facts.quantization or bits_on_load(facts, preset):
-        return "its weights are quantised"
+        return "its weights are quantized"
     if facts.draft is not None:
         return "it has a draft model"
     return ""

@@ -164,13 +164,13 @@ def check_quantization(facts: Checkpoint, preset: Preset, *, on_host: bool) -> N
     asked, is_ = preset.quantization, facts.quantization
     if is_ and is_ not in SERVED:
         raise WrongQuantization(
-            f"{preset.id}: the checkpoint is quantised with {is_}, which this version cannot load; take one that is not"
-            f" quantised, or quantised with {', '.join(SERVED)}"
+            f"{preset.id}: the checkpoint is quantized with {is_}, which this version cannot load; take one that is not"
+            f" quantized, or quantized with {', '.join(SERVED)}"
         )
     if on_host and is_ == "awq" and not is_fused(facts):
         group = facts.group if facts.group > 0 else "all"
         raise WrongQuantization(
-            f"{preset.id}: the checkpoint is quantised with awq in {facts.bits or 4} bits and groups of {group} inputs,"
+            f"{preset.id}: the checkpoint is quantized with awq in {facts.bits or 4} bits and groups of {group} inputs,"
             " which this version computes on an accelerator only; on main memory it takes 4 bits and groups of"
             f" {', '.join(map(str, sorted(FUSED_GROUPS)))}"
         )
@@ -178,7 +178,7 @@ def check_quantization(facts: Checkpoint, preset: Preset, *, on_host: bool) -> N
         return
     if is_.startswith("bnb") and asked.startswith("bnb"):
         return  # bitsandbytes loads the stored bits
-    fact = f"quantised with {is_}" if is_ else "not quantised"
+    fact = f"quantized with {is_}" if is_ else "not quantized"
     raise WrongQuantization(f"{preset.id}: quantization = {asked}, but the checkpoint is {fact}; leave the key out")
 
 

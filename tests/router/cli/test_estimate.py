@@ -206,10 +206,10 @@ def test_quantization_on_load_is_estimated_and_explained(tmp_path: Path, capsys:
     assert main(["estimate", folder, "--load-in-4bit"]) == 0
     told = capsys.readouterr().out
     assert "bnb-4bit, bfloat16" in told
-    assert "quantised tensors with their scales take" in told
+    assert "quantized tensors with their scales take" in told
     assert "stay in bfloat16: embeddings, head, norms, routers and experts" in told
     assert main(["estimate", folder, "--quantization", "awq"]) == 1
-    assert "the checkpoint is not quantised" in capsys.readouterr().err
+    assert "the checkpoint is not quantized" in capsys.readouterr().err
 
 
 def test_an_estimate_from_the_weights_alone_is_called_a_guess(

@@ -169,11 +169,11 @@ def test_quantization_on_load_shrinks_linear_layers_only() -> None:
 @pytest.mark.parametrize(
     ("asked", "stored", "message"),
     [
-        ("gptq", "", "quantization = gptq, but the checkpoint is not quantised"),
-        ("awq", "gptq", "quantization = awq, but the checkpoint is quantised with gptq"),
-        ("bnb-4bit", "fp8", "but the checkpoint is quantised with fp8"),
-        ("none", "gptq", "but the checkpoint is quantised with gptq; leave the key out"),
-        ("auto", "torchao", "quantised with torchao, which this version cannot load; take .* or quantised with awq"),
+        ("gptq", "", "quantization = gptq, but the checkpoint is not quantized"),
+        ("awq", "gptq", "quantization = awq, but the checkpoint is quantized with gptq"),
+        ("bnb-4bit", "fp8", "but the checkpoint is quantized with fp8"),
+        ("none", "gptq", "but the checkpoint is quantized with gptq; leave the key out"),
+        ("auto", "torchao", "quantized with torchao, which this version cannot load; take .* or quantized with awq"),
     ],
 )
 def test_another_quantization_than_the_checkpoints_is_rejected(asked: str, stored: str, message: str) -> None:

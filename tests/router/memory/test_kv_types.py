@@ -49,7 +49,7 @@ def test_only_another_type_than_the_models_is_dequantized() -> None:
 
 
 @given(facts=checkpoints, preset=presets, on_host=st.booleans(), name=st.sampled_from(["int8", "int4"]))
-def test_quantised_keys_and_values_never_enlarge(facts: Checkpoint, preset: Preset, on_host: bool, name: str) -> None:
+def test_quantized_keys_and_values_never_enlarge(facts: Checkpoint, preset: Preset, on_host: bool, name: str) -> None:
     """A layer is dequantized at a time, so a model with but a few has nothing to gain: real ones have dozens."""
     assume(facts.layers >= 12)
     plain = estimate(facts, preset, on_host=on_host)

@@ -115,7 +115,7 @@ def test_lists_count_devices_in_the_order_of_the_preset() -> None:
 @pytest.mark.parametrize(
     ("facts", "why"),
     [
-        (replace(BIG, quantization="gptq"), "its weights are quantised"),
+        (replace(BIG, quantization="gptq"), "its weights are quantized"),
         (replace(BIG, cross_attention=True), "it has an encoder and a decoder"),
         (replace(BIG, capabilities=("embedding",)), "it embeds or scores texts"),
         (replace(BIG, capabilities=("completion", "vision")), "it takes images"),

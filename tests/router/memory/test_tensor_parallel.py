@@ -124,8 +124,8 @@ def test_layers_are_split_where_tensor_parallelism_is_not_possible(
 @pytest.mark.parametrize(
     ("facts", "said", "why"),
     [
-        (replace(LARGE, quantization="gptq"), {}, "its weights are quantised"),
-        (LARGE, {"quantization": "bnb-4bit"}, "its weights are quantised"),
+        (replace(LARGE, quantization="gptq"), {}, "its weights are quantized"),
+        (LARGE, {"quantization": "bnb-4bit"}, "its weights are quantized"),
         (replace(LARGE, capabilities=("embedding",)), {}, "it embeds or scores texts"),
         (replace(LARGE, cross_attention=True), {}, "it has an encoder and a decoder"),
         (replace(LARGE, capabilities=("completion", "vision")), {}, "it takes images"),

@@ -92,7 +92,7 @@ def test_a_prebuilt_model_with_changed_files_is_not_used(folder: Path, ours: Pre
 @pytest.mark.parametrize(
     ("family", "changes"),
     [("llama", {"dtype": "bfloat16"}), ("qwen3_moe", {}), ("llama", {"quantization": "bnb-8bit"})],
-    ids=["another type", "experts to be stacked", "quantised"],
+    ids=["another type", "experts to be stacked", "quantized"],
 )
 def test_models_that_need_memory_for_weights_are_not_prebuilt(
     family: str, changes: dict[str, str], tmp_path: Path, ours: PrebuiltModels

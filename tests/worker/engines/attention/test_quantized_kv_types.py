@@ -25,14 +25,14 @@ from worker.engines.transformers.attention.quantized_kv_types import KvStorageTy
 from worker.errors import StartError
 
 CTX, NEW = 128, 24
-QUANTISED = ("int8", "int4")
+QUANTIZED = ("int8", "int4")
 
 
 # The formula
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["f32", "f16", "bf16", *QUANTISED])
+@pytest.mark.parametrize("name", ["f32", "f16", "bf16", *QUANTIZED])
 def test_unquantized_numbers_follow_the_documented_formula(name: str, dtype: torch.dtype) -> None:
     source = torch.Generator().manual_seed(0)
     for heads, dim in ((2, 64), (1, 80), (3, 16), (1, 8)):
@@ -56,7 +56,7 @@ def test_bytes_of_a_record() -> None:
     assert width("int8", 8, 128) == 8 * (128 + 4 * 2)
     assert width("int4", 8, 128) == 8 * (64 + 4 * 4)
     assert width("bf16", 8, 128) == 8 * 256
-    for name in ("f32", "f16", "bf16", *QUANTISED):
+    for name in ("f32", "f16", "bf16", *QUANTIZED):
         for dim in (8, 16, 37 if name == "int8" else 40, 64, 72, 80, 96, 128, 192, 512):
             kind = KvStorageType.of(name, 2, dim, torch.float64)
             assert kind is not None
@@ -66,7 +66,7 @@ def test_bytes_of_a_record() -> None:
         KvStorageType.of("int4", 1, 37, torch.float32)
 
 
-@pytest.mark.parametrize("name", [*QUANTISED, "f16"])
+@pytest.mark.parametrize("name", [*QUANTIZED, "f16"])
 def test_tensors_that_are_not_contiguous_are_stored_alike(name: str) -> None:
     """Keys of families with partial rotary positions arrive as transposed views."""
     given = torch.randn(2, 3, 5, 32, generator=torch.Generator().manual_seed(0)).transpose(1, 2)  # [2, 5, 3, 32]
@@ -76,7 +76,7 @@ def test_tensors_that_are_not_contiguous_are_stored_alike(name: str) -> None:
     assert torch.equal(storage.pack(given), storage.pack(given.contiguous()))
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_nothing_is_further_off_than_half_a_scale(name: str) -> None:
     source = torch.Generator().manual_seed(1)
     given = torch.randn(200, 4, 64, generator=source)
@@ -91,7 +91,7 @@ def test_nothing_is_further_off_than_half_a_scale(name: str) -> None:
     assert bool(((groups - read).abs().amax(-1) <= bound).all())
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
 def test_nan_stays_nan(name: str, wrong: float) -> None:
     kind = KvStorageType.of(name, 2, 32, torch.float32)
@@ -117,7 +117,7 @@ PROMPTS = (
 
 def expected(model: Any, name: str) -> list[list[int]]:
     texts = [generated(model, prompt, NEW, past_key_values=kept.cache(model, name)) for prompt in PROMPTS]
-    if name in QUANTISED:
+    if name in QUANTIZED:
         exact = (generated(model, prompt, NEW) for prompt in PROMPTS)  # computed up to the first that differs
         assert any(text != other for text, other in zip(texts, exact, strict=True)), "the text shows the cache's type"
     return texts

@@ -199,7 +199,7 @@ def test_a_split_that_cannot_be_is_refused_with_the_way_out(
         load(folder, devices=devices, layers=layers)
 
 
-def test_a_quantised_model_is_not_split(tmp_path: Path) -> None:
+def test_a_quantized_model_is_not_split(tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path)
-    with pytest.raises(StartError, match="its weights are quantised; give it one device"):
+    with pytest.raises(StartError, match="its weights are quantized; give it one device"):
         load(folder, devices=("cpu", "cpu"), layers=("1", "1"), quantization="bnb-4bit")

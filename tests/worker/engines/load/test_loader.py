@@ -360,7 +360,7 @@ def _without_a_tensor(folder: Path) -> None:
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-_quantised = changed(quantization_config={"quant_method": "gptq", "bits": 4})
+_quantized = changed(quantization_config={"quant_method": "gptq", "bits": 4})
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ _quantised = changed(quantization_config={"quant_method": "gptq", "bits": 4})
             ["config.json", "llama", "KeyError: 'spiral'"],
         ),
         (changed(pad_token_id=99999), ["config.json", "llama", "Padding_idx must be within num_embeddings"]),
-        (_quantised, ["gptq", "pip install"]),
+        (_quantized, ["gptq", "pip install"]),
     ],
 )
 def test_the_error_for_an_unusable_snapshot_names_the_reason(folder: Path, damage: Damage, words: list[str]) -> None:
@@ -466,8 +466,8 @@ def test_a_family_that_transformers_dropped_names_the_way(folder: Path, kind: st
 
 
 def test_a_quantisation_that_contradicts_the_checkpoint_is_refused(folder: Path) -> None:
-    assert "not quantised" in str(refused(folder, quantization="awq"))
-    _quantised(folder)
+    assert "not quantized" in str(refused(folder, quantization="awq"))
+    _quantized(folder)
     assert "gptq" in str(refused(folder, quantization="none"))
 
 

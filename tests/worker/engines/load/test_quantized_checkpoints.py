@@ -84,7 +84,7 @@ def held_bytes(model: torch.nn.Module) -> int:
     [
         ({"quant_method": "gptq", "bits": 4}, ["gptqmodel", "pip install"]),
         ({"quant_method": "compressed-tensors"}, ["compressed_tensors", "pip install"]),
-        ({"quant_method": "brand-new"}, ["'brand-new'", "cannot load", "not quantised"]),
+        ({"quant_method": "brand-new"}, ["'brand-new'", "cannot load", "not quantized"]),
     ],
 )
 def test_an_unsupported_quantization_is_rejected_before_any_read(

@@ -310,7 +310,7 @@ def test_slices_are_the_whole_model_and_nothing_twice(family: str) -> None:
         ("qwen3_moe", {}, {"moe_intermediate_size": 33}, "its experts are 33 wide, which 2 does not divide"),
         ("phi3", {}, {}, r"this version divides cohere, .* only \(its plan has colwise_gather_output\)"),
         ("t5", {}, {}, "it has an encoder and a decoder; remove tensor-parallel$"),
-        ("llama", {"quantization": "bnb-4bit"}, {}, "its weights are quantised; remove tensor-parallel$"),
+        ("llama", {"quantization": "bnb-4bit"}, {}, "its weights are quantized; remove tensor-parallel$"),
         ("llama-embed", {}, {}, "tensor-parallel is not for models that embed or score"),
         ("llama", {}, {}, "this process was started without its ranks"),
     ],

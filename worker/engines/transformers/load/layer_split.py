@@ -123,7 +123,7 @@ def resolved(
 def reason_against_split(options: ModelOptions, config: Any) -> str:
     """Reason why a model has to be on one device; empty if it can be on several, as far as known here."""
     if getattr(config, "quantization_config", None) or options.quantization not in ("auto", "none"):
-        return "its weights are quantised"
+        return "its weights are quantized"
     if getattr(config, "is_encoder_decoder", False):
         return "it has an encoder and a decoder"
     if getattr(config, "vision_config", None) is not None:

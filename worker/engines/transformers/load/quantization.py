@@ -63,24 +63,24 @@ def method(options: ModelOptions, config: Any) -> str:
     if not found and asked in ("bnb-8bit", "bnb-4bit"):
         found = "bitsandbytes"
     elif asked != "auto" and not found.startswith("bitsandbytes" if asked.startswith("bnb") else asked):
-        fact = f"quantised with {found}" if found else "not quantised"
+        fact = f"quantized with {found}" if found else "not quantized"
         raise StartError(f"quantization = {asked}, but the checkpoint is {fact}; leave the key out")
     if family(found) not in LIBRARIES:
         raise StartError(
-            f"the checkpoint is quantised with {found!r}, which this version cannot load; take one that is not"
-            f" quantised, or quantised with {', '.join(LIBRARIES)}"
+            f"the checkpoint is quantized with {found!r}, which this version cannot load; take one that is not"
+            f" quantized, or quantized with {', '.join(LIBRARIES)}"
         )
     settings = quantization_config(config)
     if found == "awq" and options.devices[0] == "cpu" and not is_fused(settings):
         raise StartError(
-            f"the checkpoint is quantised with awq in {settings.get('bits', 4)} bits and groups of"
+            f"the checkpoint is quantized with awq in {settings.get('bits', 4)} bits and groups of"
             f" {settings.get('group_size')} inputs, which this version computes on an accelerator only; on main memory"
             " it takes 4 bits and groups of"
             f" {', '.join(map(str, sorted(FUSED_GROUPS)))}"
         )
     module, command = LIBRARIES[family(found)]
     if module and not _is_installed(module):
-        raise StartError(f"a checkpoint quantised with {found} needs the library {module}: {command}")
+        raise StartError(f"a checkpoint quantized with {found} needs the library {module}: {command}")
     return found
 
 
