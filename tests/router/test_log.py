@@ -113,11 +113,17 @@ def test_a_log_that_is_not_read_blocks_nothing_and_dropped_lines_are_counted() -
         queue.close()
         os.dup2(os.open(os.devnull, os.O_WRONLY), end)  # the end of the pipe
         reading.join()
-    *written, notice = (line.removeprefix("x" * found[0].count("x")) for line in found)
-    assert [line.rpartition(" ")[2] for line in written] == [str(number) for number in range(len(written))]
-    match = re.search(r"WARNING router.log (\d+) log lines were dropped here", notice)
-    assert match is not None
-    assert int(match[1]) == 100 - len(written)
+    number = dropped = 0
+    for line in found:
+        # The thread may take lines before the last one is queued, so lines may follow a count.
+        if match := re.search(r"WARNING router.log (\d+) log lines were dropped here", line):
+            dropped += int(match[1])
+            number += int(match[1])
+        else:
+            assert line.endswith(f" line {number}")
+            number += 1
+    assert number == 100
+    assert dropped > 0
 
 
 def test_the_count_of_dropped_lines_stands_where_they_are_missing() -> None:
