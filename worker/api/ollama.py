@@ -198,11 +198,10 @@ def _options(fields: BodyFields, model: ServedModel) -> tuple[Json, int | None]:
     chat_body["max_tokens"] = -1 if most is not None and most <= 0 else most
     num_ctx = within.integer("num_ctx")
     if num_ctx is not None and num_ctx > model.engine.ctx_size:
-        raise InvalidValue(
-            f"options.num_ctx is above this model's context of {model.engine.ctx_size} tokens; raise ctx-size in the"
-            " preset",
-            param="options.num_ctx",
-        )
+        # Ollama lowers it to the model's context as well. Editors send a fixed number, whatever the model is. A prompt
+        # that does not fit is still rejected, with both lengths.
+        fields.mark_unused("options.num_ctx")
+        num_ctx = None
     for name in LOAD_OPTIONS:
         if within.take(name) is not None:
             fields.mark_unused(within.path + name)

@@ -246,12 +246,16 @@ async def test_options_of_embeddings_are_validated_and_reported_as_ignored(path:
         assert (status, answer["error"].startswith("options.temperature")) == (400, True)
 
 
-async def test_num_ctx_may_be_below_the_context_size_but_not_above() -> None:
+async def test_num_ctx_lowers_the_context_size_and_is_reported_as_ignored_above_it() -> None:
     async with serving() as world, ollama_client(world) as client:
         answer = await client.generate("m", "hi", raw=True, options={"num_ctx": 6})
         assert (answer.prompt_eval_count or 0) + (answer.eval_count or 0) == 6
-        with pytest.raises(ollama.ResponseError, match="context of 256 tokens"):
-            await client.generate("m", "hi", options={"num_ctx": 257})
+        above = {"prompt": "hi", "raw": True, "stream": False, "options": {"num_ctx": 257, "num_predict": -1}}
+        status, headers, body = await world.post("/api/generate", above)
+        assert (status, headers["X-Ignored-Fields"]) == (200, "options.num_ctx")
+        assert body["prompt_eval_count"] + body["eval_count"] <= 256
+        with pytest.raises(ollama.ResponseError, match="maximum context length is 256 tokens"):
+            await client.generate("m", "hi " * 600, raw=True, options={"num_ctx": 8192})
         with pytest.raises(ollama.ResponseError, match="maximum context length is 2 tokens"):
             await client.generate("m", "hi", raw=True, options={"num_ctx": 2})
 

@@ -49,7 +49,9 @@ OPTIONS: Body = {
     "stop": STOP,
     **{name: NEUTRAL[name] for name in ("typical_p", "mirostat", "mirostat_tau", "mirostat_eta", "tfs_z")},
     "num_predict": integer(-2, None, "New tokens at most; 0, -1 and -2 are all that fit."),
-    "num_ctx": integer(1, None, "Tokens of prompt and answer together, at most; never above the model's context."),
+    "num_ctx": integer(
+        1, None, "Tokens of prompt and answer together, at most. Above the model's context: reported as ignored."
+    ),
     **members({"description": "Reported as ignored: set in the preset."}, *LOAD_OPTIONS),
 }
 _NAMES: Body = {"model": openai.MODEL, "name": text("Name of the model in older clients.")}
