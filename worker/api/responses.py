@@ -66,7 +66,8 @@ def _read(fields: BodyFields, model: ServedModel) -> tuple[Json, Json]:
     """Return the fields of a chat completion, and the request fields that a response repeats."""
     fields.refuse("previous_response_id", f"previous_response_id is not supported: {_STATELESS}")
     fields.refuse("conversation", f"conversation is not supported: {_STATELESS}")
-    fields.refuse("store", f"store is not supported: {_STATELESS}; leave store out or send false")
+    if fields.flag("store"):
+        fields.mark_unused("store")  # the default of OpenAI, which some clients send
     fields.refuse("background", "background is not supported: an answer ends when its connection closes; use stream")
     fields.refuse("truncation", 'truncation must be "disabled": input is never truncated')
     fields.refuse("prompt", "prompt is not supported: prompts are not stored; use instructions and input")

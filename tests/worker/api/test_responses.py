@@ -255,7 +255,6 @@ async def test_unsupported_fields_are_rejected_by_name() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"previous_response_id": "resp_1"}, "requests are stateless"),
         ({"conversation": "conv_1"}, "requests are stateless"),
-        ({"store": True}, "store"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"tools": [{"type": "web_search"}]}, "hosted tools"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
@@ -268,6 +267,13 @@ async def test_unsupported_fields_are_rejected_by_name() -> None:
                 await client.responses.create(**HI, extra_body=wrong)
         assert world.engine.requests == []
         await client.responses.create(**HI, store=False, truncation="disabled")
+
+
+async def test_a_request_to_store_the_response_is_reported_as_ignored() -> None:
+    async with serving() as world:
+        status, headers, body = await world.post("/v1/responses", {**HI, "store": True})
+        assert (status, headers["X-Ignored-Fields"]) == (200, "store")
+        assert body["store"] is False
 
 
 async def test_encrypted_reasoning_is_reported_as_ignored() -> None:

@@ -123,7 +123,7 @@ RESPONSES: Body = {
     "metadata": or_null(ANY_OBJECT),
     "previous_response_id": one_of([""], _STATELESS),
     "conversation": one_of([], _STATELESS),
-    "store": one_of([False], _STATELESS),
+    "store": flag("No effect: nothing is stored, and the response has store false."),
     "background": one_of([False]),
     "truncation": one_of(["disabled"]),
     "prompt": one_of([]),
