@@ -38,7 +38,7 @@ def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
                 checkpoint.check_pickles(Path(folder))
         except UnknownCheckpoint as error:
             yield _problem(preset, "model" if preset.path else "hf-repo", error.message)
-        if (preset.config_override or preset.rope) and (stored := _config(Path(folder) / "config.json")):
+        if (preset.config_override or preset.rope) and (stored := checkpoint.json_object(Path(folder) / "config.json")):
             yield from _unknown_members(preset, stored)
             yield from _rope_faults(preset, stored)
 
@@ -58,15 +58,6 @@ def _grammar_fault(text: str, *, is_schema: bool) -> str:
         return " ".join(LLMatcher.validate_grammar(source).split())
     except ValueError as error:
         return " ".join(str(error).split())
-
-
-def _config(path: Path) -> dict[str, Any]:
-    """Return config.json; empty if it cannot be read, which is another fault of the load."""
-    try:
-        stored = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return stored if isinstance(stored, dict) else {}
 
 
 def _rope_faults(preset: Preset, stored: Mapping[str, Any]) -> Iterator[Problem]:

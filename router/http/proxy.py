@@ -115,7 +115,7 @@ class Proxy:
                 self._limits.pop(limit, None)
                 late = limit.end()
         except asyncio.CancelledError:
-            if not late:  # the client has disconnected, or the router stops: nobody would read an error
+            if not late:  # the client has disconnected, or the router stops: an error would not be read
                 raise
             await _fail(response, RequestTimeout(f"no complete answer within {request.timeout:g} s (request-timeout)"))
         except ClientGone:

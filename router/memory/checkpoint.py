@@ -208,6 +208,14 @@ def _tensor(entry: Mapping[str, Any]) -> _Tensor:
     return _DTYPES.get(dtype, dtype.lower()), shape, end - begin
 
 
+def json_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in `file`; empty if there is no file, or no object in it."""
+    try:
+        return _json(file)
+    except UnknownCheckpoint:
+        return {}
+
+
 def _json(file: Path) -> dict[str, Any]:
     """Return the JSON object in `file`; empty if there is no file. Raises UnknownCheckpoint for any other content."""
     content = _content(file, {})

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from router.config.presets import Preset
 from router.fleet.interfaces import Files
-from router.memory.checkpoint import meta, modalities, offered
+from router.memory.checkpoint import json_object, meta, modalities, offered
 from router.memory.checkpoint_facts import Checkpoint, EstimateError, effective_ctx
 from router.registry.shared_workers import SharedWorkers
 
@@ -110,24 +109,15 @@ class SnapshotInfo:
 
 
 def _read_texts(folder: Path) -> SnapshotTexts:
-    tokenizer = _json_object(folder / "tokenizer_config.json")
+    tokenizer = json_object(folder / "tokenizer_config.json")
     template = tokenizer.get("chat_template")
     if isinstance(template, list):  # several templates, by name
         template = next((entry.get("template") for entry in template if entry.get("name") == "default"), "")
     if not template:  # older checkpoints of vision models have it in a file of its own
-        template = _json_object(folder / "chat_template.json").get("chat_template", "")
+        template = json_object(folder / "chat_template.json").get("chat_template", "")
     with contextlib.suppress(OSError, UnicodeDecodeError):
         template = (folder / "chat_template.jinja").read_text()
     tokens = [tokenizer.get(name) for name in ("bos_token", "eos_token")]
     bos, eos = (str(token.get("content", "")) if isinstance(token, dict) else str(token or "") for token in tokens)
-    generation = _json_object(folder / "generation_config.json")
+    generation = json_object(folder / "generation_config.json")
     return SnapshotTexts(template if isinstance(template, str) else "", bos, eos, generation)
-
-
-def _json_object(file: Path) -> dict[str, Any]:
-    """The content of a JSON file; empty if it is missing, broken or not an object."""
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -198,7 +198,7 @@ def _options(fields: BodyFields, model: ServedModel) -> tuple[Json, int | None]:
     chat_body["max_tokens"] = -1 if most is not None and most <= 0 else most
     num_ctx = within.integer("num_ctx")
     if num_ctx is not None and num_ctx > model.engine.ctx_size:
-        # Ollama lowers it to the model's context as well. Editors send a fixed number, whatever the model is. A prompt
+        # Ollama lowers it to the model's context as well. Editors send one number for all models. A prompt
         # that does not fit is still rejected, with both lengths.
         fields.mark_unused("options.num_ctx")
         num_ctx = None

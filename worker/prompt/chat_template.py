@@ -117,7 +117,7 @@ class ChatTemplate:
 
     def compares_with(self, text: str) -> bool:
         """Check whether the source contains `text` as a string: a role of this model only, such as `ipython`."""
-        return f"'{text}'" in self._source or f'"{text}"' in self._source
+        return bool(text) and (f"'{text}'" in self._source or f'"{text}"' in self._source)
 
     def render(self, conversation: Conversation) -> str:
         """Render the prompt. Raise InvalidValue with the template's own message if it rejects the messages.

@@ -90,9 +90,11 @@ def test_every_role_of_the_api_is_accepted(role: str) -> None:
 
 @pytest.mark.parametrize("quote", ["'", '"'])
 def test_a_role_that_only_the_template_names_is_accepted(quote: str) -> None:
-    text = "{% for m in messages %}{{ 'tool' if m.role == 'ipython' else 'other' }}{% endfor %}".replace("'", quote)
+    text = "{% for m in messages %}{{ 'tool' if m.role == 'ipython' else '' }}{% endfor %}".replace("'", quote)
     message = {"role": "ipython", "content": "x"}
     assert prompt(said(message), template(text)) == "tool"
+    with pytest.raises(InvalidValue, match="role must be one of"):
+        prompt(said({"role": "", "content": "x"}), template(text))
     with pytest.raises(InvalidValue, match="or one that the model's chat template names"):
         prompt(said(message))
 

@@ -99,7 +99,7 @@ class Inheritance:
         self._shared = 0, 0  # bytes of data and of libraries
         self._sampled_at = -math.inf
         self._files = 0  # bytes of mapped files then
-        # When a worker is ready, two threads ask at once. One sample serves both: it takes longer than all else then.
+        # Two threads measure at once when a worker is ready. With the lock, one sample (5 ms) serves both.
         self._lock = threading.Lock()
 
     def survey(self) -> None:
