@@ -256,7 +256,8 @@ async def test_a_text_too_complex_for_its_grammar_ends_alone_with_an_error(
         failing, complete_one(engine, PROMPT, max_tokens=40), return_exceptions=True
     )
     assert isinstance(failed, InvalidValue)
-    assert failed.message.startswith("response_format is too complex") or "items" in failed.message
+    # llguidance's limit of items ends it, or our limit of CPU time on a slow machine.
+    assert failed.message.startswith("grammar is too complex: ")
     assert isinstance(collected, CollectedChoice)
     assert collected.tokens == generated(model, PROMPT, 40)
 
