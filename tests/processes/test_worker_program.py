@@ -66,7 +66,10 @@ def test_help_names_the_verbs() -> None:
             ("sing",),
             f"worker: unknown verb 'sing'; one of: {', '.join(VERBS)}; see worker --help",
         ),
-        (("serve", "--snapshot=/m"), "worker: serve: missing --listen; see worker --help"),
+        (
+            ("serve", "--snapshot=/m"),
+            "worker: serve: the following arguments are required: --listen; see worker --help",
+        ),
         (("download", "--supervised"), "worker: --supervised needs --parent-pid=PID, the process id of the parent"),
     ],
 )
@@ -76,7 +79,9 @@ def test_a_wrong_command_line_exits_2_with_a_message(options: tuple[str, ...], m
 
 def test_a_supervised_worker_reports_the_cause_of_its_failure() -> None:
     with Child([*WORKER, "serve", "--snapshot=/m", *SUPERVISED], stdin=STDIN) as child:
-        assert child.events() == [Failed(message="serve: missing --listen; see worker --help")]
+        assert child.events() == [
+            Failed(message="serve: the following arguments are required: --listen; see worker --help")
+        ]
         assert child.exit() == Exit.USAGE
 
 

@@ -60,9 +60,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def run(argv: list[str]) -> int:
     """Run the verb of `argv` (verb first) and return the exit code. Attaches to the router: once per process."""
     if {"-h", "--help"} & set(argv):
-        from worker.program import help  # late, like all imports below: see the module's docstring
+        from worker.protocol.argv import help_text  # late, like all imports below: see the module's docstring
 
-        print(help.of(argv[0]))
+        print(help_text(argv[0]), end="")
         return 0
     if not argv:
         print("worker: no verb; one of download, convert, estimate, serve; see worker --help", file=sys.stderr)

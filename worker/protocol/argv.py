@@ -1,111 +1,123 @@
 """The command line of a worker: one frozen dataclass for each verb, and the engines that a worker may run.
 
-The router starts `python -m worker VERB --options`. The options are the fields of the verb's dataclass. The string
-under a field is its text in `worker VERB --help`, and the docstring of the class is the text of the verb.
+The router starts `python -m worker VERB --options`. The options are the fields of the verb's dataclass. The docstring
+of the class is the text of the verb in `worker --help`.
 """
 
+import argparse
 import dataclasses
+import inspect
 import json
-import types
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
+
+
+def _option(default: T, text: str) -> T:
+    """A field with its text in the help."""
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Download:
+class Supervised:
+    """Options that routers add to each verb."""
+
+    supervised: bool = _option(False, "Read a token line from stdin, and exit when stdin ends or the parent exits.")
+    parent_pid: int = _option(0, "Process id of the parent; required with --supervised.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Download(Supervised):
     """Download one snapshot and print its folder. The only verb that may use the network."""
 
-    repo: str = ""
-    """`org/name` on the hub; empty with `demo`."""
-    revision: str = "main"
-    demo: str = ""
-    """Name of a built-in model to create instead of downloading one."""
-    target: str = ""
-    """Folder in which a `demo` model is created."""
-    cache: str = ""
-    """Hub cache folder; empty: the hub library's own default."""
-    adapter: bool = False
-    """The repository contains a LoRA adapter: download only the adapter's files."""
-    supervised: bool = False
-    parent_pid: int = 0
+    repo: str = _option("", "`org/name` on the hub; empty with `demo`.")
+    revision: str = _option("main", "Branch, tag or commit.")
+    demo: str = _option("", "Name of a built-in model to create instead of downloading one.")
+    target: str = _option("", "Folder in which a `demo` model is created.")
+    cache: str = _option("", "Hub cache folder; empty: the hub library's own default.")
+    adapter: bool = _option(False, "The repository contains a LoRA adapter: download only the adapter's files.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Convert:
-    """Convert weights and tokenizer of a snapshot to the form that the engine uses, so that loads need not. Write them
-    to a folder that is a snapshot too. Runs at the lowest CPU and disk priority."""
+class Convert(Supervised):
+    """Convert weights and tokenizer of a snapshot to the form that the engine uses, so that loads need not.
 
-    snapshot: str
-    """Folder with config.json, tokenizer and safetensors files."""
-    target: str
-    """Folder to create. Files that need no conversion become links. If nothing needs conversion, only the manifest is
-    written."""
-    threads: int = 1
-    """torch threads of this process."""
-    supervised: bool = False
-    parent_pid: int = 0
+    The target is a snapshot too. Runs at the lowest CPU and disk priority.
+    """
+
+    snapshot: str = field(metadata={"help": "Folder with config.json, tokenizer and safetensors files."})
+    target: str = field(
+        metadata={
+            "help": "Folder to create. Files that need no conversion become links. If nothing needs conversion, only"
+            " the manifest is written."
+        }
+    )
+    threads: int = _option(1, "torch threads of this process.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """Options that decide the memory and the output of a model: shared by `estimate` and `serve`."""
 
-    snapshot: str
-    """Folder with config.json, tokenizer and safetensors files."""
-    tokenizer: str = ""
-    """Folder of the tokenizer; empty: the snapshot."""
-    task: str = "auto"
-    """auto, generate, embed or rerank."""
-    devices: tuple[str, ...] = ("cpu",)
-    """Device of each shard, numbered as the worker sees them: `cpu`, `cuda:0`. The router hides all other devices."""
-    layers: tuple[str, ...] = ()
-    """Layer split: number of layers on each of several devices, in order; none: one device."""
-    tensor_parallel: int = 1
-    """Number of tensor-parallel ranks (processes): one for each device, or all of them on the CPU."""
-    dtype: str = "auto"
-    """auto, float32, float16 or bfloat16. auto: the type of the checkpoint; on the CPU float16 becomes float32."""
-    quantization: str = "auto"
-    load_format: str = "auto"
-    """auto, safetensors or dummy (random weights)."""
-    trust_remote_code: bool = False
-    config_override: str = ""
-    """JSON object merged into config.json."""
-    rope: str = ""
-    """JSON object of RoPE keys, as in a preset (`rope-scale`, `alpha-value`, ...)."""
-    attention: str = "auto"
-    """auto, eager or sdpa."""
-    enforce_eager: bool = False
-    """Do not record CUDA graphs. On the CPU: use torch's kernels for linear layers and do not reorder weights."""
-    ctx_size: int = 0
-    """Context length of one request in tokens, prompt and completion together; 0: the model's maximum."""
-    parallel: int = 4
-    """Maximum number of sequences in one step."""
-    kv_tokens: int = 0
-    """Capacity of the KV cache in tokens, over all sequences; 0: ctx_size x parallel."""
-    kv_cache_dtype: str = "auto"
-    """Type of the KV cache: auto (the type of the model), f32, f16, bf16, int8 or int4. Does not apply to the states of
-    state-space layers."""
-    draft_max: int = 16
-    """Speculative decoding: maximum number of tokens that are drafted for one sequence in one step."""
-    draft_snapshot: str = ""
-    """Folder of the draft model; empty: none."""
-    ngram_size: int = 0
-    """Draft by prompt lookup: number of newest tokens that are looked up in the text; 0: no prompt lookup."""
-    prefill_chunk: int = 512
-    """Maximum number of prompt tokens of one sequence in one step (chunked prefill)."""
-    max_loras: int = 0
-    """LoRA adapters in device memory at once; 0: adapters are disabled."""
-    max_lora_rank: int = 16
-    """Largest LoRA rank of an adapter."""
-    limit_images: int = 8
-    """Maximum number of images in one prompt of a vision model; 0: none."""
-    threads: int = 1
-    """torch threads of this process, or of each rank."""
-    overhead: int = 0
-    """Process overhead in bytes on each accelerator, outside torch's allocator (context, libraries), as measured by an
-    earlier worker; 0: not measured yet, a constant is used."""
+    snapshot: str = field(metadata={"help": "Folder with config.json, tokenizer and safetensors files."})
+    tokenizer: str = _option("", "Folder of the tokenizer; empty: the snapshot.")
+    task: str = _option("auto", "auto, generate, embed or rerank.")
+    devices: tuple[str, ...] = _option(
+        ("cpu",),
+        "Device of each shard, numbered as the worker sees them: `cpu`, `cuda:0`. The router hides all other devices.",
+    )
+    layers: tuple[str, ...] = _option(
+        (), "Layer split: number of layers on each of several devices, in order; none: one device."
+    )
+    tensor_parallel: int = _option(
+        1, "Number of tensor-parallel ranks (processes): one for each device, or all of them on the CPU."
+    )
+    dtype: str = _option(
+        "auto",
+        "auto, float32, float16 or bfloat16. auto: the type of the checkpoint; on the CPU float16 becomes float32.",
+    )
+    quantization: str = _option("auto", "Quantization method of the checkpoint; auto: as its config states.")
+    load_format: str = _option("auto", "auto, safetensors or dummy (random weights).")
+    trust_remote_code: bool = _option(
+        False, "Run code that comes with the model. Off: models that need it are rejected."
+    )
+    config_override: str = _option("", "JSON object merged into config.json.")
+    rope: str = _option("", "JSON object of RoPE keys, as in a preset (`rope-scale`, `alpha-value`, ...).")
+    attention: str = _option("auto", "auto, eager or sdpa.")
+    enforce_eager: bool = _option(
+        False,
+        "Do not record CUDA graphs. On the CPU: use torch's kernels for linear layers and do not reorder weights.",
+    )
+    ctx_size: int = _option(
+        0, "Context length of one request in tokens, prompt and completion together; 0: the model's maximum."
+    )
+    parallel: int = _option(4, "Maximum number of sequences in one step.")
+    kv_tokens: int = _option(0, "Capacity of the KV cache in tokens, over all sequences; 0: ctx_size x parallel.")
+    kv_cache_dtype: str = _option(
+        "auto",
+        "Type of the KV cache: auto (the type of the model), f32, f16, bf16, int8 or int4. Does not apply to "
+        "the states of state-space layers.",
+    )
+    draft_max: int = _option(
+        16, "Speculative decoding: maximum number of tokens that are drafted for one sequence in one step."
+    )
+    draft_snapshot: str = _option("", "Folder of the draft model; empty: none.")
+    ngram_size: int = _option(
+        0, "Draft by prompt lookup: number of newest tokens that are looked up in the text; 0: no prompt lookup."
+    )
+    prefill_chunk: int = _option(512, "Maximum number of prompt tokens of one sequence in one step (chunked prefill).")
+    max_loras: int = _option(0, "LoRA adapters in device memory at once; 0: adapters are disabled.")
+    max_lora_rank: int = _option(16, "Largest LoRA rank of an adapter.")
+    limit_images: int = _option(8, "Maximum number of images in one prompt of a vision model; 0: none.")
+    threads: int = _option(1, "torch threads of this process, or of each rank.")
+    overhead: int = _option(
+        0,
+        "Process overhead in bytes on each accelerator, outside torch's allocator (context, libraries), as "
+        "measured by an earlier worker; 0: not measured yet, a constant is used.",
+    )
 
     @property
     def speculates(self) -> bool:
@@ -114,63 +126,57 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate(ModelOptions):
+class Estimate(ModelOptions, Supervised):
     """Estimate the memory that `serve` needs with the same options, without reading weights."""
 
-    host_overhead: int = 0
-    """Process overhead in bytes of main memory for a process, or for each rank, that uses accelerators, as measured by
-    an earlier worker; 0: not measured yet, a constant is used. On the CPU the estimating process measures itself."""
-    supervised: bool = False
-    parent_pid: int = 0
+    host_overhead: int = _option(
+        0,
+        "Process overhead in bytes of main memory for a process, or for each rank, that uses accelerators, as "
+        "measured by an earlier worker; 0: not measured yet, a constant is used. On the CPU the estimating "
+        "process measures itself.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(ModelOptions):
+class Serve(ModelOptions, Supervised):
     """Load a model without network access and serve it over HTTP."""
 
-    listen: str
-    """Address: `unix:PATH` or `tcp:HOST:PORT`; port 0: any free port."""
-    name: str = ""
-    """Id of the model in responses to requests that name no model."""
-    reserved: str = ""
-    """Reservation, a JSON object of bytes by device name; empty: no limit."""
-    prefix_caching: bool = True
-    """Reuse the KV cache of earlier requests that begin with the same tokens. Paged caches only."""
-    max_input_tokens: int = 0
-    """Longest prompt in tokens; 0: ctx_size - 1."""
-    n_predict: int = -1
-    """New tokens of a request that states no maximum; -1: up to the end of the context."""
-    draft_min: int = 0
-    """Shortest draft that is worth a step."""
-    queue_size: int = 1000
-    """Maximum number of requests that wait for a place in the batch."""
-    adapters: str = ""
-    """JSON array of AdapterSource: the adapters that requests may name, until the router replaces the list."""
-    default_adapter: str = ""
-    """Adapter of requests that name none; empty: no adapter."""
-    max_cpu_loras: int = 0
-    """Number of adapters whose files stay open; 0: all."""
-    max_logprobs: int = 20
-    warm_up: bool = True
-    """On an accelerator, run the largest step before reporting readiness, so that its memory is measured. Not needed
-    where earlier loads have measured it."""
-    seed: int = -1
-    """Seed of requests that have none; -1: random."""
-    sampling: str = ""
-    """JSON object of sampling defaults, keys as in a preset (`temp`, `top-k`, ...)."""
-    pooling: str = ""
-    """none (one vector for each token), mean, cls, last or rank (cross-encoder); empty: as the model is configured."""
-    embd_normalize: int = 2
-    chat_template: str = ""
-    """Jinja text of the chat template; empty: the tokenizer's template."""
-    chat_template_kwargs: str = ""
-    """JSON object of variables for the chat template."""
-    strict_fields: bool = False
-    prepare: bool = False
-    """Early start: do the part of the load that needs neither weights nor devices, report `prepared`, and wait for a
-    MemoryGrant on stdin. Until then `devices` names only the kind of device."""
-    supervised: bool = False
-    parent_pid: int = 0
+    listen: str = field(metadata={"help": "Address: `unix:PATH` or `tcp:HOST:PORT`; port 0: any free port."})
+    name: str = _option("", "Id of the model in responses to requests that name no model.")
+    reserved: str = _option("", "Reservation, a JSON object of bytes by device name; empty: no limit.")
+    prefix_caching: bool = _option(
+        True, "Reuse the KV cache of earlier requests that begin with the same tokens. Paged caches only."
+    )
+    max_input_tokens: int = _option(0, "Longest prompt in tokens; 0: ctx_size - 1.")
+    n_predict: int = _option(-1, "New tokens of a request that states no maximum; -1: up to the end of the context.")
+    draft_min: int = _option(0, "Shortest draft that is worth a step.")
+    queue_size: int = _option(1000, "Maximum number of requests that wait for a place in the batch.")
+    adapters: str = _option(
+        "", "JSON array of AdapterSource: the adapters that requests may name, until the router replaces the list."
+    )
+    default_adapter: str = _option("", "Adapter of requests that name none; empty: no adapter.")
+    max_cpu_loras: int = _option(0, "Number of adapters whose files stay open; 0: all.")
+    max_logprobs: int = _option(20, "Maximum number of alternatives per token in one request.")
+    warm_up: bool = _option(
+        True,
+        "On an accelerator, run the largest step before reporting readiness, so that its memory is measured. "
+        "Not needed where earlier loads have measured it.",
+    )
+    seed: int = _option(-1, "Seed of requests that have none; -1: random.")
+    sampling: str = _option("", "JSON object of sampling defaults, keys as in a preset (`temp`, `top-k`, ...).")
+    pooling: str = _option(
+        "",
+        "none (one vector for each token), mean, cls, last or rank (cross-encoder); empty: as the model is configured.",
+    )
+    embd_normalize: int = _option(2, "Norm of vectors: -1 none, 0 largest value, 1 taxicab, 2 Euclidean.")
+    chat_template: str = _option("", "Jinja text of the chat template; empty: the tokenizer's template.")
+    chat_template_kwargs: str = _option("", "JSON object of variables for the chat template.")
+    strict_fields: bool = _option(False, "Reject requests with fields that have no meaning here.")
+    prepare: bool = _option(
+        False,
+        "Early start: do the part of the load that needs neither weights nor devices, report `prepared`, and "
+        "wait for a MemoryGrant on stdin. Until then `devices` names only the kind of device.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,13 +220,10 @@ def decode_adapters(text: str) -> list[AdapterSource]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForkServerOptions:
+class ForkServerOptions(Supervised):
     """Import the libraries once, then fork workers on the router's orders. Started by routers only."""
 
-    orders: int
-    """Descriptor of the socket (AF_UNIX, SOCK_SEQPACKET) that receives orders."""
-    supervised: bool = False
-    parent_pid: int = 0
+    orders: int = field(metadata={"help": "Descriptor of the socket (AF_UNIX, SOCK_SEQPACKET) that receives orders."})
 
 
 Command = Download | Convert | Estimate | Serve | ForkServerOptions
@@ -234,11 +237,11 @@ _VERB_OF = {kind: verb for verb, kind in COMMANDS.items()}
 def to_argv(command: Command) -> list[str]:
     """Return verb and options, without defaults. `from_argv` parses them to an equal command."""
     argv = [_VERB_OF[type(command)]]
-    for field in dataclasses.fields(command):
-        value = getattr(command, field.name)
-        if value == field.default:
+    for each in dataclasses.fields(command):
+        value = getattr(command, each.name)
+        if value == each.default:
             continue
-        flag = "--" + field.name.replace("_", "-")
+        flag = _flag(each.name)
         if isinstance(value, bool):
             argv.append(flag if value else "--no-" + flag[2:])
         elif isinstance(value, tuple):
@@ -255,51 +258,80 @@ def from_argv(argv: Sequence[str]) -> Command:
     """
     if not argv or argv[0] not in COMMANDS:
         raise ValueError(f"unknown verb {argv[0] if argv else ''!r}; one of: {', '.join(VERBS)}")
-    kind = COMMANDS[argv[0]]
-    hints = typing.get_type_hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    values: dict[str, Any] = {}
-    words = list(argv[1:])
-    while words:
-        word = words.pop(0)
-        name, has_value, text = word.removeprefix("--").partition("=")
-        name = name.replace("-", "_")
-        if word.startswith("--no-") and hints.get(name[3:]) is bool:
-            values[name[3:]] = False
-            continue
-        if not word.startswith("--") or name not in fields:
-            raise ValueError(f"{argv[0]}: unknown option {word!r}")
-        if hints[name] is bool:
-            if has_value:
-                flag = name.replace("_", "-")
-                raise ValueError(f"{argv[0]}: {word!r} takes no value; use --{flag} or --no-{flag}")
-            values[name] = True
-            continue
-        if not has_value:
-            if not words:
-                raise ValueError(f"{argv[0]}: option {word!r} needs a value")
-            text = words.pop(0)
-        try:
-            values[name] = _convert(hints[name], text)
-        except ValueError:
-            raise ValueError(f"{argv[0]}: {word!r} needs a number") from None
-    missing = [
-        f"--{name.replace('_', '-')}"
-        for name, field in fields.items()
-        if field.default is dataclasses.MISSING and name not in values
-    ]
-    if missing:
-        raise ValueError(f"{argv[0]}: missing {', '.join(missing)}")
-    command: Command = kind(**values)
+    command: Command = COMMANDS[argv[0]](**vars(_parser(argv[0]).parse_args(argv[1:])))
     return command
 
 
-def _convert(hint: Any, text: str) -> Any:
-    if hint is int:
-        return int(text)
-    if isinstance(hint, types.GenericAlias):
-        return tuple(part for part in text.split(",") if part)
-    return text
+def help_text(verb: str) -> str:
+    """The text of `worker VERB --help`; that of `worker --help` for an unknown verb."""
+    return _parser(verb).format_help() if verb in COMMANDS else _overview()
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are ValueErrors."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{self.prog}: {message}")
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # argparse of Python 3.11 drops the value in `--name=--`.
+        return self._get_value(action, "--") if arg_strings == ["--"] else super()._get_values(action, arg_strings)
+
+
+def _parser(verb: str) -> _Parser:
+    """The parser of the options of a verb. An option that is not given has no value in its namespace."""
+    kind = COMMANDS[verb]
+    hints = typing.get_type_hints(kind)
+    parser = _Parser(
+        prog=verb, usage=f"worker {verb} [--option=value ...]", description=inspect.getdoc(kind),
+        argument_default=argparse.SUPPRESS, allow_abbrev=False, add_help=False,
+    )  # fmt: skip
+    by_routers = parser.add_argument_group("options that routers add")
+    for each in dataclasses.fields(kind):
+        group = by_routers if hasattr(Supervised, each.name) else parser
+        text = each.metadata["help"] + _default(each.default)
+        group.add_argument(
+            _flag(each.name), required=each.default is dataclasses.MISSING, help=text, **_VALUES[hints[each.name]]
+        )
+    return parser
+
+
+def _overview() -> str:
+    verbs = "\n".join(f"  {verb:<13}{(kind.__doc__ or '').splitlines()[0]}" for verb, kind in COMMANDS.items())
+    return (
+        "usage: worker VERB [--option=value ...]\n"
+        "       worker VERB --help\n\n"
+        "One process that serves one model. Events are JSON lines on stdout; the log goes to stderr.\n\n"
+        f"{verbs}\n\n"
+        "Example: worker serve --snapshot=FOLDER --listen=tcp:127.0.0.1:9000\n"
+        "         curl http://127.0.0.1:9000/v1/chat/completions -d '{\"messages\": [...]}'\n"
+    )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _default(value: Any) -> str:
+    """The default of an option in its help."""
+    if value is dataclasses.MISSING:
+        return " Required."
+    if value in ("", False, 0, ()):
+        return ""
+    return f" [{','.join(value) if isinstance(value, tuple) else value}]"
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part)
+
+
+# Arguments of `add_argument` by the type of a field.
+_VALUES: dict[Any, dict[str, Any]] = {
+    bool: {"action": argparse.BooleanOptionalAction},
+    int: {"type": int, "metavar": "N"},
+    str: {"metavar": "TEXT"},
+    tuple[str, ...]: {"type": _parts, "metavar": "A,B,..."},
+}
 
 
 @dataclass(frozen=True)
