@@ -21,6 +21,12 @@ def model(
     return ServedModel(FakeEngine(tokenizer, capabilities=capabilities), tokenizer, serving.options(**settings))
 
 
+def seen(made: ServedModel) -> list[str]:
+    """Return the texts that the engine encoded, without special tokens."""
+    assert isinstance(made.engine, FakeEngine)
+    return [str(made.tokenizer.decode(list(text.tokens), skip_special_tokens=True)) for text in made.engine.texts]
+
+
 async def only(body: dict[str, Any], made: ServedModel | None = None) -> GenerationRequest:
     [generation] = (await openai.chat({**CHAT, **body}, made or model())).generations
     return generation

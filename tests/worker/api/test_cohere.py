@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.worker import serving
+from tests.worker.chatting import seen
 from tests.worker.fake_engine import FakeEngine
 from worker.api import cohere
 from worker.api.served_model import ServedModel
@@ -20,12 +21,6 @@ def model(*, dimensions: int = 4, **settings: Any) -> ServedModel:
     encoding = EncodingConfig(dimensions=dimensions, prompts=PROMPTS)
     engine = FakeEngine(serving.tokenizer(), capabilities=("embedding",), encoding=encoding)
     return ServedModel(engine, engine.tokenizer, serving.options(**settings))
-
-
-def seen(made: ServedModel) -> list[str]:
-    """Return the inputs of the engine as text without special tokens."""
-    assert isinstance(made.engine, FakeEngine)
-    return [str(made.tokenizer.decode(list(text.tokens), skip_special_tokens=True)) for text in made.engine.texts]
 
 
 async def test_texts_become_vectors_by_type() -> None:

@@ -12,7 +12,7 @@ from tests.worker.fake_engine import SCRIPT, FakeEngine
 from worker.api import llama_server
 from worker.api.call import GenerationCall
 from worker.api.served_model import ServedModel
-from worker.errors import InvalidValue, RequestError, UnsupportedByModel
+from worker.errors import RequestError, UnsupportedByModel
 from worker.interface import Grammar
 
 PROMPT = {"prompt": "hi"}
@@ -143,15 +143,8 @@ async def test_every_field_of_a_completion_reaches_the_engine() -> None:
         ({"prompt": {"prompt_string": "x", "multimodal_data": ["aGk="]}}, "prompt", "unsupported_parameter"),
         ({"n": 2, "n_cmpl": 3}, "n_cmpl", "invalid_value"),
         ({"samplers": ["top_q"]}, "samplers", "invalid_value"),
-        ({"n_predict": 3, "max_tokens": 4}, "max_tokens", "invalid_value"),
-        ({"n_probs": 99}, "n_probs", "invalid_value"),
         ({"logit_bias": [["", 1.0]]}, "logit_bias", "invalid_value"),
         ({"logit_bias": [["x" * 129, 1.0]]}, "logit_bias", "invalid_value"),
-        ({"lora": [{"id": 0, "scale": 1}, {"id": 1, "scale": 1}]}, "lora", "unsupported_parameter"),
-        ({"mirostat": 1}, "mirostat", "unsupported_parameter"),
-        ({"image_data": [{"data": "aGk=", "id": 1}]}, "image_data", "unsupported_parameter"),
-        ({"grammar": "root ::= x", "json_schema": {}}, "grammar", "invalid_value"),
-        ({"prompt": [5] * 300}, "prompt", "context_length_exceeded"),
     ],
 )
 async def test_an_unsupported_or_invalid_field_is_rejected_by_name(
@@ -160,15 +153,6 @@ async def test_an_unsupported_or_invalid_field_is_rejected_by_name(
     with pytest.raises(RequestError) as caught:
         await read(body)
     assert (caught.value.param, caught.value.reason) == (param, reason)
-
-
-async def test_chunks_report_progress_and_timings_only_on_request() -> None:
-    async with serving.serving() as world:
-        plain = serving.chunks(await world.stream("/completion", {**PROMPT, "n_predict": 3}))
-        assert all("timings" not in chunk for chunk in plain[:-1])
-        assert "timings" in plain[-1]
-        status, headers, _ = await world.post("/completion", {**PROMPT, "n_predict": 1, "return_progress": True})
-        assert (status, headers["X-Ignored-Fields"]) == (200, "return_progress")
 
 
 async def test_a_progress_chunk_has_the_timings_so_far_on_request() -> None:
@@ -244,22 +228,6 @@ async def test_infill_accepts_the_fields_of_completions() -> None:
         assert "".join(chunk["content"] for chunk in chunks) == answer["content"]
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"input_extra": [{"filename": "ok"}]}, "input_extra"),
-        ({"input_extra": [{"filename": 123, "text": "abc"}]}, "input_extra"),
-        ({"input_extra": [{"filename": "a", "text": 456}]}, "input_extra"),
-        ({"input_extra": {"text": "a"}}, "input_extra"),
-    ],
-    ids=str,
-)
-async def test_an_invalid_field_of_infill_is_rejected_by_name(body: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidValue) as caught:
-        await gap(body, coder())
-    assert caught.value.param == param
-
-
 async def test_infill_needs_fill_in_the_middle_tokens() -> None:
     with pytest.raises(UnsupportedByModel, match="fill-in-the-middle"):
         await llama_server.infill(GAP, model())
@@ -273,15 +241,3 @@ async def test_apply_template_shows_the_prompt_of_a_chat_as_a_completion_takes_i
     assert result.ignored == ("wibble",)
     [completion] = (await llama_server.completion(result.body, made)).generations
     assert completion.prompt == (await only(serving.chat("hi"), made)).prompt
-
-
-async def test_apply_template_shows_tools_to_the_template() -> None:
-    tool = {"type": "function", "function": {"name": "f"}}
-    made = model(chat_template="{{ tools[0].function.name }}")
-    result = await llama_server.apply_template(serving.chat("hi", tools=[tool]), made)
-    assert result.body == {"prompt": "f"}
-
-
-async def test_apply_template_needs_a_template() -> None:
-    with pytest.raises(UnsupportedByModel):
-        await llama_server.apply_template(serving.chat("hi"), model(bare=True))

@@ -1,11 +1,11 @@
 """Rerank, score, llama-server's embeddings, and instructions: inputs, outputs and rejections."""
 
-import asyncio
 from typing import Any
 
 import pytest
 
 from tests.worker import serving
+from tests.worker.chatting import seen
 from tests.worker.fake_engine import FakeEngine
 from worker.api import embeddings
 from worker.api.served_model import ServedModel
@@ -29,12 +29,6 @@ def embedder(**settings: Any) -> ServedModel:
     prompts = {"query": "? ", "document": "", "title": "# "}
     encoding = EncodingConfig(dimensions=4, prompts=prompts, default_prompt="# ", skips_prompt=True)
     return model("embedding", "rerank", encoding=encoding, **settings)
-
-
-def seen(made: ServedModel) -> list[str]:
-    """Return the inputs of the engine as text without special tokens."""
-    assert isinstance(made.engine, FakeEngine)
-    return [str(made.tokenizer.decode(list(text.tokens), skip_special_tokens=True)) for text in made.engine.texts]
 
 
 async def test_documents_are_sorted_by_score_with_their_indices() -> None:
@@ -203,16 +197,6 @@ async def test_all_paths_of_reranking_and_embedding_are_served() -> None:
             status, _, body = await up.post(path, {"content": "b"})
             assert (status, len(body[0]["embedding"])) == (200, 1)
         assert up.events[0].prompt_tokens > 0
-
-
-async def test_a_disconnect_cancels_reranking() -> None:
-    async with serving.serving(engine()) as up:
-        asking = asyncio.create_task(up.post("/v1/rerank", {"query": "hold", "documents": ["b"]}))
-        await up.engine.until("embed")
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-        await up.engine.until("cancelled")
 
 
 async def test_llama_servers_text_objects_are_embedded_and_media_rejected() -> None:

@@ -1,10 +1,7 @@
 """The official OpenAI client's helpers for structured output and tools, against a real engine with random weights."""
 
 import asyncio
-import json
 from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Any, Literal
 
 import openai
@@ -14,7 +11,9 @@ import pytest
 from tests import tiny
 from tests.worker.clients import openai_client
 from tests.worker.loaded import load
-from tests.worker.serving import Serving, serving
+from tests.worker.serving import serving
+from tests.worker.speaking import THINKING
+from tests.worker.speaking import TOOLS as HERMES
 from worker.engines.transformers.engine import TransformersEngine
 
 HELLO: Any = [{"role": "user", "content": "hi"}]
@@ -27,26 +26,18 @@ class Pet(pydantic.BaseModel):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=768)
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[TransformersEngine]:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransformersEngine]:
+    folder = tiny.make("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=768)
     made = load(folder, ctx_size=768, parallel=8)
     yield made
     asyncio.run(made.close())
 
 
-def running(engine: TransformersEngine, folder: Path, **changes: Any) -> AbstractAsyncContextManager[Serving]:
-    return serving(engine, snapshot=str(folder), **changes)
-
-
-async def test_an_answer_parses_as_the_callers_own_type(engine: TransformersEngine, folder: Path) -> None:
-    async with running(engine, folder) as world, openai_client(world) as client:
+async def test_an_answer_parses_as_the_callers_own_type(engine: TransformersEngine) -> None:
+    async with serving(engine) as world, openai_client(world) as client:
         asked = [
             client.chat.completions.parse(model="tiny", messages=HELLO, response_format=Pet, seed=seed, max_tokens=400)
-            for seed in range(8)
+            for seed in range(3)
         ]
         for answer in await asyncio.gather(*asked):
             (choice,) = answer.choices
@@ -54,52 +45,24 @@ async def test_an_answer_parses_as_the_callers_own_type(engine: TransformersEngi
             assert isinstance(choice.message.parsed, Pet)
 
 
-async def test_a_streamed_answer_parses_as_the_callers_own_type(engine: TransformersEngine, folder: Path) -> None:
-    async with running(engine, folder) as world, openai_client(world) as client:
-        seen = ""
-        async with client.chat.completions.stream(
-            model="tiny", messages=HELLO, response_format=Pet, seed=3, max_tokens=400
-        ) as stream:
-            async for event in stream:
-                if event.type == "content.delta":
-                    seen += event.delta
-            final = await stream.get_final_completion()
-        assert final.choices[0].message.parsed == Pet.model_validate_json(seen)
-
-
-async def test_a_grammar_constrains_text_completions(engine: TransformersEngine, folder: Path) -> None:
-    async with running(engine, folder) as world, openai_client(world) as client:
-        answer = await client.completions.create(
-            model="tiny", prompt=["a", "b"], max_tokens=20, logprobs=0, extra_body={"guided_choice": ["ja", "nein"]}
-        )
-        assert {choice.text for choice in answer.choices} <= {"ja", "nein"}
-        answer = await client.completions.create(
-            model="tiny", prompt="a", max_tokens=99, seed=4, extra_body={"response_format": {"type": "json_object"}}
-        )
-        assert answer.choices[0].finish_reason == "length" or isinstance(json.loads(answer.choices[0].text), dict)
-
-
-async def test_a_grammar_that_does_not_compile_is_a_bad_request(engine: TransformersEngine, folder: Path) -> None:
+async def test_a_grammar_that_does_not_compile_is_a_bad_request(engine: TransformersEngine) -> None:
     bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "objekt"}}}
-    async with running(engine, folder) as world, openai_client(world) as client:
+    async with serving(engine) as world, openai_client(world) as client:
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError, match="objekt") as caught:
                 await client.chat.completions.create(model="tiny", messages=HELLO, response_format=bad, stream=stream)
             assert caught.value.param == "response_format.json_schema"
-        fine = await client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=3)
-        assert fine.usage is not None
-        assert fine.usage.completion_tokens == 3
+
+
+async def test_a_tool_with_parameters_that_do_not_compile_is_a_bad_request(engine: TransformersEngine) -> None:
+    odd: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}]
+    async with serving(engine, chat_template=HERMES) as world, openai_client(world) as client:
+        with pytest.raises(openai.BadRequestError, match="objekt") as caught:
+            await client.chat.completions.create(model="tiny", messages=HELLO, tools=odd, tool_choice="required")
+        assert caught.value.param == "tools"
 
 
 # Tools
-
-HERMES = (
-    "{{ bos_token }}{% if tools %}{{ tools | tojson }} <tool_call>name, arguments</tool_call>{% endif %}"
-    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% for c in m.tool_calls or [] %}"
-    "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
-THINKING = HERMES.replace("<|assistant|>\n{% endif %}", "<|assistant|>\n<think>\n{% endif %}") + "{# </think> #}"
 
 
 class Weather(pydantic.BaseModel):
@@ -127,9 +90,9 @@ def checked(calls: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("template", [HERMES, HERMES.replace("<tool_call>", "[").replace("</tool_call>", "]")])
-async def test_a_call_that_is_required_is_made(engine: TransformersEngine, folder: Path, template: str) -> None:
+async def test_a_call_that_is_required_is_made(engine: TransformersEngine, template: str) -> None:
     """Constrained calls use the format's syntax, or plain JSON if the format is unknown."""
-    async with running(engine, folder, chat_template=template) as world, openai_client(world) as client:
+    async with serving(engine, chat_template=template) as world, openai_client(world) as client:
         for seed in range(2):
             answer = await client.chat.completions.create(
                 model="tiny", messages=HELLO, tools=TOOLS, tool_choice="required", parallel_tool_calls=False,
@@ -146,28 +109,11 @@ async def test_a_call_that_is_required_is_made(engine: TransformersEngine, folde
             assert set(checked(choice.message.tool_calls)) == {"Clock"}
 
 
-@pytest.mark.parametrize("allowed", ["Weather", "Clock"])
-async def test_only_allowed_functions_are_called(engine: TransformersEngine, folder: Path, allowed: str) -> None:
-    only: Any = [{"type": "function", "function": {"name": allowed}}]
-    async with running(engine, folder, chat_template=HERMES) as world, openai_client(world) as client:
-        answer = await client.chat.completions.create(
-            model="tiny", messages=HELLO, tools=TOOLS, n=3, max_tokens=300, seed=1,
-            tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": only}},
-        )  # fmt: skip
-        for choice in answer.choices:
-            assert set(checked(choice.message.tool_calls)) == {allowed}
-        free = await client.chat.completions.create(
-            model="tiny", messages=HELLO, tools=TOOLS, max_tokens=4,
-            tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": only}},
-        )  # fmt: skip
-        assert free.choices[0].finish_reason == "length"
-
-
-async def test_an_answer_is_either_a_call_or_in_the_requested_format(engine: TransformersEngine, folder: Path) -> None:
+async def test_an_answer_is_either_a_call_or_in_the_requested_format(engine: TransformersEngine) -> None:
     class Reply(pydantic.BaseModel):
         mood: Literal["good", "bad"]
 
-    async with running(engine, folder, chat_template=HERMES) as world, openai_client(world) as client:
+    async with serving(engine, chat_template=HERMES) as world, openai_client(world) as client:
 
         async def ask(first: str) -> Any:
             """`first`: the letter that decides between the two."""
@@ -184,13 +130,11 @@ async def test_an_answer_is_either_a_call_or_in_the_requested_format(engine: Tra
         assert isinstance(replied.parsed, Reply)
 
 
-async def test_calls_are_parsed_as_the_callers_own_types_streamed_or_not(
-    engine: TransformersEngine, folder: Path
-) -> None:
+async def test_calls_are_parsed_as_the_callers_own_types_streamed_or_not(engine: TransformersEngine) -> None:
     asked: Any = {
         "model": "tiny", "messages": HELLO, "tools": TOOLS, "tool_choice": "required", "seed": 5, "max_tokens": 600,
     }  # fmt: skip
-    async with running(engine, folder, chat_template=HERMES) as world, openai_client(world) as client:
+    async with serving(engine, chat_template=HERMES) as world, openai_client(world) as client:
         whole = (await client.chat.completions.parse(**asked)).choices[0].message
         async with client.chat.completions.stream(**asked) as stream:
             kinds = {event.type async for event in stream}
@@ -207,18 +151,8 @@ async def test_calls_are_parsed_as_the_callers_own_types_streamed_or_not(
         assert deltas[-1].finish_reason == "tool_calls"
 
 
-async def test_a_tool_with_invalid_parameters_is_a_bad_request(engine: TransformersEngine, folder: Path) -> None:
-    odd: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}]
-    async with running(engine, folder, chat_template=HERMES) as world, openai_client(world) as client:
-        with pytest.raises(openai.BadRequestError, match="objekt") as caught:
-            await client.chat.completions.create(model="tiny", messages=HELLO, tools=odd, tool_choice="required")
-        assert caught.value.param == "tools"
-
-
-async def test_reasoning_precedes_a_constrained_answer_and_is_separated(
-    engine: TransformersEngine, folder: Path
-) -> None:
-    async with running(engine, folder, chat_template=THINKING) as world, openai_client(world) as client:
+async def test_reasoning_precedes_a_constrained_answer_and_is_separated(engine: TransformersEngine) -> None:
+    async with serving(engine, chat_template=THINKING) as world, openai_client(world) as client:
         body: Any = {
             "model": "tiny", "messages": HELLO, "seed": 3, "max_tokens": 40, "extra_body": {"guided_regex": "[0-9]{3}"},
         }  # fmt: skip

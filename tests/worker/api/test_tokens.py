@@ -9,7 +9,7 @@ from tests.worker import serving
 from tests.worker.chatting import model
 from worker.api.served_model import LONG_TEXT
 from worker.api.tokens import detokenize, tokenize
-from worker.errors import InvalidValue, UnsupportedByModel, UnsupportedField
+from worker.errors import InvalidValue, UnsupportedField
 
 BOS = 0
 
@@ -41,12 +41,6 @@ async def test_special_tokens_in_a_text_are_parsed_by_default() -> None:
     assert (await tokens({"content": "<s>"})) == [BOS]
 
 
-async def test_reading_special_tokens_as_text_does_not_change_the_shared_tokenizer() -> None:
-    made = model()
-    await tokenize({"content": "<s>", "parse_special": False}, made)
-    assert made.tokenizer.backend_tokenizer.encode_special_tokens is False
-
-
 async def test_pieces_are_text_or_the_bytes_of_a_part_of_a_character() -> None:
     pieces = await tokens({"content": "hi ü", "with_pieces": True})
     assert [each["piece"] for each in pieces] == ["hi", [0x20, 0xC3], [0xBC]]
@@ -65,23 +59,9 @@ async def test_a_long_text_is_tokenized_like_a_short_one() -> None:
     assert await tokens({"content": text}) == serving.tokenizer().encode(text, add_special_tokens=False)
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "content"),
-    ],
-    ids=str,
-)
-async def test_an_invalid_field_of_tokenize_is_rejected_by_name(body: dict[str, Any], param: str) -> None:
+async def test_detokenize_rejects_ids_outside_the_vocabulary() -> None:
     with pytest.raises(InvalidValue) as caught:
-        await tokenize(body, model())
-    assert caught.value.param == param
-
-
-@pytest.mark.parametrize("value", [None, 5, "5", [True], ["5"], [-1], [1.5], [10**6], [10**30], [None]], ids=str)
-async def test_detokenize_rejects_ids_outside_the_vocabulary(value: Any) -> None:
-    with pytest.raises(InvalidValue) as caught:
-        await detokenize({"tokens": value}, model())
+        await detokenize({"tokens": [10**6]}, model())
     assert caught.value.param == "tokens"
 
 
@@ -139,21 +119,17 @@ async def test_a_text_longer_than_the_context_is_tokenized() -> None:
     assert received["count"] == len(received["tokens"]) > received["max_model_len"]
 
 
-async def test_tokens_of_a_chat_need_a_template() -> None:
-    with pytest.raises(UnsupportedByModel):
-        await tokenize(serving.chat("hi"), model(bare=True))
-
-
 @pytest.mark.parametrize(
     ("body", "param"),
     [
+        ({}, "content"),
         ({"messages": []}, "messages"),
         ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "messages"),
         ({"content": "a", "prompt": "a"}, "prompt"),
     ],
     ids=str,
 )
-async def test_an_invalid_field_of_vllms_clients_is_rejected_by_name(body: dict[str, Any], param: str) -> None:
+async def test_an_invalid_field_is_rejected_by_name(body: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         await tokenize(body, model())
     assert caught.value.param == param

@@ -36,31 +36,22 @@ def test_the_shipped_folder_is_complete_and_small() -> None:
     assert sum(files.values()) <= 2 * MIB
 
 
-def test_the_card_states_data_seed_licence_and_that_it_is_a_toy() -> None:
-    card = (demo.CHAT / "README.md").read_text("utf-8")
-    assert [word for word in ("license: mit", "demo_model.toml", "seed 20", "toy") if word not in card] == []
-
-
 Ask = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
 def ask() -> Ask:
-    """Answers of demo-chat to a conversation, greedy unless `seed` is given, in float32; with its end mark."""
+    """Greedy answers of demo-chat to a conversation, in float32, with its end mark."""
     tokenizer: Any = AutoTokenizer.from_pretrained(demo.CHAT)
     model: Any = AutoModelForCausalLM.from_pretrained(demo.CHAT, dtype=torch.float32)
 
-    def answer(*said: str, system: str = "", seed: int | None = None) -> str:
+    def answer(*said: str, system: str = "") -> str:
         messages = [{"role": "system", "content": system}] if system else []
         for number, text in enumerate(said):
             messages.append({"role": "assistant" if number % 2 else "user", "content": text})
         prompt: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         tokens = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])
-        sampled: dict[str, Any] = {"do_sample": False}
-        if seed is not None:
-            torch.manual_seed(seed)
-            sampled = {"do_sample": True, "temperature": 1.0, "top_k": 0}
-        output = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=250, **sampled)
+        output = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=250, do_sample=False)
         return str(tokenizer.decode(output[0, tokens.shape[1] :]))
 
     return answer
@@ -81,12 +72,9 @@ SELF = (
     ("question", "answer"),
     [
         ("What is an eviction?", EVICTION),
-        ("please tell me about evictions", EVICTION),
         ("so what does eviction mean??", EVICTION),
         ("Count to five.", "1, 2, 3, 4, 5.<|end|>"),
         ("Who are you?", SELF),
-        ("name a colour", "Blue.<|end|>"),
-        ("Count to 12", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12.<|end|>"),
         ("say hello in japanese", "こんにちは<|end|>"),
     ],
 )
@@ -112,11 +100,6 @@ def test_the_demo_model_follows_its_system_prompt(ask: Ask) -> None:
     brief = "An idle model is stopped to make room for another one.<|end|>"
     assert ask("What is an eviction?", system="Answer briefly.") == brief
     assert ask("What is an eviction?", system="You are a helpful assistant.") == EVICTION
-
-
-@pytest.mark.slow
-def test_the_demo_model_is_stable_at_temperature_one(ask: Ask) -> None:
-    assert [ask("What is an eviction?", seed=seed) for seed in range(3)] == [EVICTION] * 3
 
 
 def test_the_template_accepts_parts_and_rejects_unknown_roles() -> None:
@@ -238,17 +221,3 @@ def test_two_processes_at_once_make_one_model(tmp_path: Path) -> None:
 def test_an_unknown_name_is_rejected_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no demo model 'd'; the demo models are chat, embed, a, b, c"):
         demo.make("d", tmp_path, ignore)
-
-
-@pytest.mark.slow
-def test_a_random_model_computes_finite_numbers(tmp_path: Path) -> None:
-    folder = demo.make("a", tmp_path, ignore)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    assert model.dtype == torch.bfloat16
-    deviations = {name: p.float().std().item() for name, p in model.named_parameters() if p.ndim == 2}
-    assert all(0.01 < deviation < 0.03 for deviation in deviations.values())
-    tokens = torch.arange(6, 38)[None]
-    with torch.inference_mode():
-        logits = model(tokens).logits
-    assert logits.isfinite().all()
-    assert logits.float().softmax(-1).max() < 0.5, "no token is certain"

@@ -123,25 +123,18 @@ def test_a_part_of_another_modality_is_rejected_by_name(kind: str, modality: str
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
-        (None, "messages"),
         ([], "messages"),
-        ("hi", "messages"),
         ([5], "messages[0]"),
         ([{"content": "x"}], "messages[0].role"),
         ([{"role": "wizard", "content": "x"}], "messages[0].role"),
-        ([{"role": ["user"], "content": "x"}], "messages[0].role"),
-        ([{"role": "function", "content": "x"}], "messages[0].role"),
         ([USER, {"role": "user"}], "messages[1].content"),
-        ([{"role": "user", "content": None}], "messages[0].content"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
         ([{"role": "user", "content": [5]}], "messages[0].content[0]"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0]"),
         ([{"role": "user", "content": "x", "name": 5}], "messages[0].name"),
         ([{"role": "assistant", "content": "x", "reasoning_content": 5}], "messages[0].reasoning_content"),
         ([{"role": "tool", "content": "x", "tool_call_id": 5}], "messages[0].tool_call_id"),
         ([{"role": "assistant", "tool_calls": 5}], "messages[0].tool_calls"),
-        ([{"role": "assistant", "tool_calls": [5]}], "messages[0].tool_calls[0]"),
         ([{"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}], "messages[0].tool_calls[0]"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}],
@@ -195,7 +188,6 @@ def test_a_last_message_can_be_continued() -> None:
     [
         said(USER, continue_final_message=True),
         said(USER, {"role": "assistant", "content": "a"}, continue_final_message=True, add_generation_prompt=True),
-        said(USER, continue_final_message="yes"),
     ],
 )
 def test_only_a_last_message_of_the_assistant_can_be_continued(body: dict[str, Any]) -> None:
@@ -265,13 +257,6 @@ def test_a_variable_that_the_template_does_not_use_is_warned_of(caplog: pytest.L
 def test_effort_without_effect_is_reported_as_ignored() -> None:
     body = said(USER, reasoning_effort="low", verbosity="high")
     assert ignored(body, "no such thing") == ("no such thing", ("reasoning_effort", "verbosity"))
-
-
-@pytest.mark.parametrize(("name", "value"), [("reasoning_effort", "most"), ("verbosity", "loud"), ("verbosity", 1)])
-def test_invalid_efforts_and_verbosities_are_rejected(name: str, value: Any) -> None:
-    with pytest.raises(InvalidValue) as caught:
-        prompt(said(USER, **{name: value}))
-    assert caught.value.param == name
 
 
 def test_an_exception_of_the_template_is_the_error_message() -> None:

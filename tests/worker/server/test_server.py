@@ -15,7 +15,7 @@ import pytest
 
 from tests.worker import serving as worlds
 from tests.worker.fake_engine import DECODE, FakeEngine
-from tests.worker.serving import LOOPBACK, TOKEN, Serving, chat, serving
+from tests.worker.serving import TOKEN, Serving, chat, serving
 from worker.errors import StartError, Unauthorized
 from worker.protocol.dialects import Dialect
 from worker.protocol.errors import error_body
@@ -137,15 +137,6 @@ async def test_a_socket_path_beyond_the_kernels_limit_is_rejected(tmp_path: Path
         await make(f"unix:{tmp_path / ('x' * 107)}").start()
 
 
-async def test_a_server_that_never_started_can_be_closed() -> None:
-    await make(LOOPBACK).close()
-
-
-async def test_a_preset_that_cannot_be_served_stops_the_start() -> None:
-    with pytest.raises(StartError, match="sampling"):
-        make(LOOPBACK, sampling='{"temp": "hot"}')
-
-
 @pytest.mark.parametrize(("text", "temperature"), [('{"temperature": 0.25, "do_sample": true}', 0.25), ("{", 1.0)])
 async def test_sampling_defaults_come_from_the_checkpoint_unless_the_file_is_damaged(
     tmp_path: Path, text: str, temperature: float
@@ -154,10 +145,6 @@ async def test_sampling_defaults_come_from_the_checkpoint_unless_the_file_is_dam
     async with serving(snapshot=str(tmp_path)) as world:
         assert (await world.post(CHAT, chat("hi", max_tokens=1)))[0] == 200
         assert world.engine.requests[0].sampling.temperature == temperature
-
-
-async def test_capabilities_are_the_engines_and_the_templates() -> None:
-    assert make(LOOPBACK).capabilities == ["chat", "completion", "embedding"]
 
 
 # Errors
@@ -207,22 +194,6 @@ async def test_every_error_is_one_json_object_with_the_same_members(
         assert (error["code"], error["type"], error["reason"], error["param"]) == (status, type, reason, param)
         assert isinstance(error["message"], str)
         assert error["message"]
-
-
-async def test_a_wrong_method_lists_the_allowed_ones() -> None:
-    async with serving() as world:
-        _, headers, _ = await raw(world, "GET", "/v1/embeddings")
-        assert headers["Allow"] == "POST"
-
-
-async def test_a_prompt_longer_than_the_context_states_both_lengths() -> None:
-    async with serving(FakeEngine(worlds.tokenizer(), ctx_size=10)) as world:
-        status, _, body = await world.post("/v1/completions", {"prompt": [5] * 12})
-        assert status == 400
-        error = body["error"]
-        assert (error["type"], error["reason"]) == ("exceed_context_size_error", "context_length_exceeded")
-        assert (error["n_prompt_tokens"], error["n_ctx"]) == (12, 10)
-        assert "maximum context length is 10 tokens" in error["message"]
 
 
 @pytest.mark.parametrize(("waiting", "seconds"), [(0, "1"), (40, "11"), (4000, "60")])
@@ -330,14 +301,6 @@ async def test_the_token_counts_of_an_event_are_those_of_the_usage() -> None:
             assert answer["usage"].items() >= counts.items()
 
 
-async def test_the_event_of_a_stream_counts_all_its_prompts() -> None:
-    async with serving() as world:
-        await world.stream("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 3})
-        [event] = world.events
-        assert (event.prompt_tokens, event.completion_tokens, event.cached_tokens) == (4, 6, 4)
-        assert event.outcome == "ok"
-
-
 @pytest.mark.parametrize("given", ["", "a b", "x" * 129, "ü"])
 async def test_an_invalid_request_id_is_replaced(given: str) -> None:
     async with serving() as world:
@@ -382,13 +345,6 @@ async def test_closing_the_server_ends_a_stream_with_an_error_frame_and_an_abort
             received = [line async for line in until_broken(answer.content)]
         assert b'"reason":"draining"' in received[-1]
         assert b"data: [DONE]\n" not in received
-
-
-async def test_a_stopping_engine_rejects_requests_with_draining() -> None:
-    async with serving() as world:
-        await world.engine.close()
-        status, headers, body = await world.post(CHAT, chat("hi"))
-        assert (status, body["error"]["reason"], headers["Retry-After"]) == (503, "draining", "1")
 
 
 async def until_broken(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

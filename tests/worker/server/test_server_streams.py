@@ -75,14 +75,6 @@ async def test_the_frames_of_several_prompts_are_interleaved() -> None:
         assert order.index(0) < len(order) - 1 - order[::-1].index(1)
 
 
-async def test_more_prompts_than_run_at_once_are_answered_in_order() -> None:
-    async with serving() as world:
-        prompts = [[5] * (1 + number % 9) for number in range(150)]
-        status, _, body = await world.post("/v1/completions", {"prompt": prompts})
-        assert status == 200
-        assert [choice["text"] for choice in body["choices"]] == [f"0 {SCRIPT} {len(prompt)}" for prompt in prompts]
-
-
 async def test_a_text_is_streamed_while_it_is_generated() -> None:
     async with serving() as world, world.client.post(world.url + CHAT, json=chat("hold-later", stream=True)) as answer:
         seen = b""
@@ -150,15 +142,6 @@ async def test_one_failing_prompt_of_several_breaks_the_stream_and_cancels_the_o
         assert not received.endswith(b"0\r\n\r\n")
         await ended(world, "error")
         assert world.engine.journal == ["begin", "begin", "cancelled"]
-
-
-async def test_a_failing_request_does_not_affect_another() -> None:
-    async with serving() as world:
-        good = asyncio.create_task(world.stream(CHAT, chat("hold")))
-        await world.engine.until("begin")
-        assert (await world.post(CHAT, chat("fail-later")))[0] == 500
-        world.engine.gate.set()
-        assert (await good)[-1] == "data: [DONE]"
 
 
 # Silence
