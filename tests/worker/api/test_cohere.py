@@ -81,13 +81,3 @@ async def test_invalid_fields_are_rejected_by_name(body: dict[str, Any], param: 
     with pytest.raises(RequestError) as caught:
         await cohere.embed(body, model())
     assert caught.value.param == param
-
-
-async def test_the_paths_of_embed_and_score_are_served() -> None:
-    engine = FakeEngine(serving.tokenizer(), capabilities=("embedding", "rerank"))
-    async with serving.serving(engine) as world:
-        status, headers, body = await world.post("/v2/embed", {"texts": ["a"], "wibble": 1})
-        assert (status, headers["X-Ignored-Fields"], list(body["embeddings"])) == (200, "wibble", ["float"])
-        for path in ("/score", "/v1/score"):
-            status, _, body = await world.post(path, {"text_1": "a", "text_2": ["b", "c"]})
-            assert (status, [each["index"] for each in body["data"]]) == (200, [0, 1])

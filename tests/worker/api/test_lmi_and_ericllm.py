@@ -61,7 +61,6 @@ async def test_invalid_fields_are_rejected_in_lmis_format() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"inputs": "a", "parameters": {"stop_sequences": [], "stop": ["x"] * 17}}, "parameters.stop"),
         ({"inputs": ["a", "b"], "stream": True}, "stream"),
-        ({"inputs": "a", "parameters": {"num_beams": 2}}, "num_beams"),
         ({"inputs": "a", "adapters": ["x", "y"]}, "adapters"),
         ({"inputs": "a", "parameters": {"n": 2}, "stream": True}, "parameters.n"),
         ({"inputs": "a", "parameters": {"n": 3, "best_of": 2}}, "parameters.best_of"),

@@ -38,10 +38,6 @@ def test_a_chat_becomes_the_prompt_of_the_tokenizers_template() -> None:
     assert prompt(body, template("")) == "<s><|system|>\nbe kind\n<|user|>\nhi\n<|assistant|>\n"
 
 
-def test_the_presets_template_replaces_the_tokenizers() -> None:
-    assert prompt(said(USER)) == "[user:hi][go]"
-
-
 PARTS = (
     "{% for m in messages %}[{{ m.role }}:{% for p in m.content %}"
     "{% if p.type == 'image' %}<picture>{% else %}{{ p.text }}{% endif %}{% endfor %}]{% endfor %}"

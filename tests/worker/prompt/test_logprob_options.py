@@ -141,10 +141,6 @@ async def test_documents_reach_templates_that_mention_them() -> None:
     assert (made.decode(call.generations[0].prompt), call.ignored) == ("Oslo rains!", ())
 
 
-async def test_the_cache_salt_reaches_the_engine() -> None:
-    assert (await only({"cache_salt": "mine"})).salt == "mine"
-
-
 @pytest.mark.parametrize("count", [-1, 21])
 @pytest.mark.parametrize(
     ("path", "name", "body"),

@@ -33,10 +33,6 @@ def stop(body: dict[str, Any], defaults: SamplingDefaults | None = None) -> tupl
     return options(body, defaults)[1]
 
 
-def test_an_empty_request_gets_the_defaults_of_the_api() -> None:
-    assert read({}) == SamplingParams(temperature=1.0, top_p=1.0)
-
-
 def test_the_request_precedes_the_preset_and_the_preset_the_checkpoint() -> None:
     checkpoint = {"temperature": 0.6, "top_k": 50, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
     defaults = defaults_of('{"temp": 0.3, "top-k": 20}', checkpoint)
@@ -145,11 +141,6 @@ def test_minus_one_is_neutral_for_top_k_and_seed() -> None:
 
 def test_a_top_p_of_zero_keeps_the_most_likely_token() -> None:
     assert 0 < read({"top_p": 0}).top_p < 1e-3
-
-
-def test_the_presets_seed_is_the_default() -> None:
-    assert read({}, seed=5).seed == 5
-    assert read({"seed": 6}, seed=5).seed == 6
 
 
 def test_both_names_of_the_repetition_penalty_are_one_field() -> None:
