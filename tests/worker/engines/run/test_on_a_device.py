@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(
 )
 CTX = 128
 FAST = ("llama", "gemma2", "mamba")  # one family of each kind. The others are in the slow tier.
-ANSWER = 4
+ANSWER = 2
 # Families whose own code waits for the device in a step, and the place. They are not recorded as graphs.
 WAITING = {
     "dbrx": "nonzero",  # the experts that were chosen
@@ -77,19 +77,18 @@ def every(names: tuple[str, ...]) -> list[Any]:
 
 @pytest.mark.parametrize("name", every(tuple(FAMILIES)))
 async def test_every_step_of_every_family_is_all_on_the_device_and_waits_for_nothing(name: str, tmp_path: Path) -> None:
-    """Steps of any shape, and those of fixed shapes, which are recorded as graphs."""
+    """A prompt in two chunks, a decode of two rows, and the largest of the steps that are recorded as graphs."""
     with made(name, tmp_path) as (runner, capacity, watch):
         drive = Drive(runner, capacity)
         drive.ask(0, tuple(range(5, 25)), most=ANSWER)
-        drive.ask(1, most=2)
+        drive.ask(1, most=ANSWER)
         drive.to_the_end()
         assert drive.work.steps_ahead > 0
         assert await drive.collected(0) == [*[TOLD] * ANSWER, "length"]
         if isinstance(runner, PagedRunner) and name not in WAITING:
             fixed = GraphRunner(runner, rows=4, ctx_size=CTX)
             with torch.inference_mode():
-                for shape in fixed.shapes:
-                    fixed.compute(*shape)
+                fixed.compute(*fixed.shapes[-1])
     expected = WAITING.get(name, "")
     assert [each for each in watch.waits if not expected or expected not in each] == []
     assert bool(watch.waits) == bool(expected)
@@ -144,11 +143,13 @@ async def test_a_step_of_fixed_shape_is_filled_without_a_wait(tmp_path: Path) ->
         drive.to_the_end()
         assert fixed.graph_steps > 0
         assert drive.work.steps_ahead > 0
+        with torch.inference_mode():
+            for shape in fixed.shapes:
+                fixed.compute(*shape)
     assert watch.waits == []
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "f16"])
-@pytest.mark.parametrize("name", every(("llama", "gemma2")))
+@pytest.mark.parametrize(("name", "kv_dtype"), [("llama", "int8"), ("llama", "f16"), ("gemma2", "int4")])
 async def test_a_cache_in_another_type_is_read_without_a_wait(name: str, kv_dtype: str, tmp_path: Path) -> None:
     with made(name, tmp_path, kv_cache_dtype=kv_dtype) as (runner, capacity, watch):
         drive = Drive(runner, capacity)
@@ -212,7 +213,7 @@ class Noting:
         return self._runner.run(batch, device_tokens)
 
 
-@pytest.mark.parametrize("name", every(("llama", "gemma2", "t5")))
+@pytest.mark.parametrize("name", every(("llama", "t5")))
 def test_the_largest_steps_lie_behind_a_load(name: str, tmp_path: Path) -> None:
     """A whole chunk beside all other rows, and all rows: the peak is known before the worker is ready."""
     with made(name, tmp_path) as (runner, capacity, _):
