@@ -5,7 +5,6 @@ Alone, and in a changing batch: requests of many lengths join, end and are cance
 
 import asyncio
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from tests.worker.families import FAMILIES
 from tests.worker.loaded import (
     DEADLINE,
     CollectedChoice,
-    complete_one,
     generated,
     generation,
     load,
@@ -26,7 +24,6 @@ from tests.worker.loaded import (
     serving,
     work_of,
 )
-from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load.architectures import VERIFIED, backend
 
 NEW = 20  # each answer crosses a border of KV blocks
@@ -55,25 +52,12 @@ def expected(snapshot: Path) -> dict[tuple[int, ...], list[int]]:
     return {prompt: generated(model, prompt, NEW) for prompt in prompts}
 
 
-@pytest.fixture(scope="module")
-def engine(snapshot: Path) -> Iterator[TransformersEngine]:
-    engine = load(snapshot, ctx_size=128, parallel=3, prefill_chunk=16)
-    yield engine
-    asyncio.run(engine.close())
-
-
-async def test_greedy_text_equals_generate(
-    engine: TransformersEngine, expected: dict[tuple[int, ...], list[int]]
-) -> None:
-    for prompt, answer in expected.items():
-        assert (await complete_one(engine, prompt, max_tokens=NEW)).tokens == answer
-
-
-async def test_greedy_text_equals_generate_while_others_join_end_and_are_cancelled(
-    engine: TransformersEngine, expected: dict[tuple[int, ...], list[int]]
+async def test_greedy_text_equals_generate_alone_and_while_others_join_end_and_are_cancelled(
+    snapshot: Path, expected: dict[tuple[int, ...], list[int]]
 ) -> None:
     source = random.Random(5)
     prompts = list(expected)
+    engine = load(snapshot, ctx_size=128, parallel=3, prefill_chunk=16)
 
     async def talk(prompt: tuple[int, ...], count: int, leave_after: int | None) -> None:
         collected = CollectedChoice()
@@ -86,13 +70,15 @@ async def test_greedy_text_equals_generate_while_others_join_end_and_are_cancell
         assert collected.tokens == expected[prompt][: len(collected.tokens)]
         assert leave_after is not None or collected.tokens == expected[prompt][:count]
 
-    async with asyncio.timeout(DEADLINE), asyncio.TaskGroup() as tasks:
-        for _ in range(10):
-            count = source.choice((3, 9, NEW))
-            leave = source.choice((None, None, source.randrange(1, count + 1)))
-            tasks.create_task(talk(source.choice(prompts), count, leave))
-            for _ in range(source.randrange(40)):
-                await asyncio.sleep(0)  # some requests join while others are running
+    async with serving(engine), asyncio.timeout(DEADLINE):
+        await talk(prompts[-1], NEW, None)
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(10):
+                count = source.choice((3, 9, NEW))
+                leave = source.choice((None, None, source.randrange(1, count + 1)))
+                tasks.create_task(talk(source.choice(prompts), count, leave))
+                for _ in range(source.randrange(40)):
+                    await asyncio.sleep(0)  # some requests join while others are running
 
 
 async def test_greedy_text_equals_generate_after_preemptions(
@@ -118,16 +104,6 @@ async def test_greedy_text_equals_generate_after_preemptions(
         assert collected == list(expected.values())
         assert work.report().prefill_tokens > sum(map(len, expected)), "some tokens were computed again"
         work._scheduler.check_integrity()
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
-async def test_eager_attention_gives_the_same_text(family: str, tmp_path: Path) -> None:
-    folder = tiny.make(family, tmp_path)
-    model = reference(folder)
-    prompts = [tuple(range(5, 5 + length)) for length in (3, 40)]
-    async with serving(load(folder, prefill_chunk=16, attention="eager")) as engine:
-        collected = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in prompts))
-    assert [each.tokens for each in collected] == [generated(model, prompt, NEW) for prompt in prompts]
 
 
 def test_all_verified_families_are_tested_here() -> None:
