@@ -90,13 +90,6 @@ async def test_each_choice_answers_as_it_would_alone(counted: tuple[Transformers
     assert collected[0].prompt_logprobs == collected[2].prompt_logprobs
 
 
-async def test_more_choices_than_rows_are_all_answered(counted: tuple[TransformersEngine, JournalRunner]) -> None:
-    engine, _ = counted
-    collected = await collect_choices(engine, generation(PROMPT, n=7, sampling=WARM, max_tokens=5))
-    alone = await complete_one(engine, PROMPT, sampling=SamplingParams(temperature=1.3, seed=11 + 6), max_tokens=5)
-    assert collected[6].tokens == alone.tokens
-
-
 async def test_one_token_of_each_choice_ends_them_all_in_the_step_of_the_prompt(
     counted: tuple[TransformersEngine, JournalRunner],
 ) -> None:

@@ -67,15 +67,6 @@ async def test_vectors_are_the_mean_of_a_plain_forward_in_any_batch(engine: Tran
         assert alone == pytest.approx(exact, abs=1e-5)
 
 
-@pytest.mark.parametrize(("pooling", "position"), [("cls", 0), ("last", -1)])
-async def test_pooling_is_as_asked(pooling: str, position: int, tmp_path: Path) -> None:
-    folder = tiny.make("llama-embed", tmp_path)
-    async with serving(load(folder, pooling=pooling, embd_normalize=-1)) as engine:
-        vectors = await engine.embed(PROMPTS)
-    for prompt, vector in zip(PROMPTS, vectors, strict=True):
-        assert vector == pytest.approx(hidden(folder, prompt.tokens)[position].tolist(), abs=1e-4)
-
-
 async def test_a_text_model_embeds_with_task_embed(tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path)
     async with serving(load(folder, task="embed")) as engine:
@@ -94,16 +85,6 @@ async def test_invalid_texts_are_rejected(engine: TransformersEngine) -> None:
         await complete_one(engine, TOKENS[0])
     assert await engine.embed([]) == []
     assert len((await engine.embed([EncoderInput((5,) * 256)]))[0]) == 64, "the longest input fits"
-
-
-async def test_an_embedding_that_is_cancelled_leaves_the_queue(engine: TransformersEngine) -> None:
-    many = asyncio.create_task(engine.embed([PROMPTS[4]] * 400))
-    await asyncio.sleep(0)
-    many.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await many
-    assert len(await engine.embed(PROMPTS[:1])) == 1
-    assert engine.occupancy.waiting == 0
 
 
 async def test_the_queue_of_embeddings_is_bounded_and_ends_with_the_engine(folder: Path) -> None:
@@ -183,7 +164,9 @@ def test_an_architecture_that_mixes_padding_into_texts_is_refused(tmp_path: Path
         load(tmp_path)
 
 
-async def test_a_short_request_is_not_held_up_by_one_of_a_thousand_texts(engine: TransformersEngine) -> None:
+async def test_a_short_request_is_not_held_up_by_one_of_a_thousand_texts_which_can_be_cancelled(
+    engine: TransformersEngine,
+) -> None:
     many = asyncio.create_task(engine.embed([PROMPTS[4]] * 1000))
     await asyncio.sleep(0)
     await engine.embed([PROMPTS[0], PROMPTS[4]])
@@ -191,6 +174,8 @@ async def test_a_short_request_is_not_held_up_by_one_of_a_thousand_texts(engine:
     many.cancel()
     with pytest.raises(asyncio.CancelledError):
         await many
+    assert len(await engine.embed(PROMPTS[:1])) == 1
+    assert engine.occupancy.waiting == 0
 
 
 async def test_without_pooling_each_token_has_its_vector(tmp_path: Path) -> None:

@@ -1,14 +1,9 @@
 """Promises of `worker.engines.transformers.attention.cpu_attention`: the formula of attention, by whatever calls it is
 computed."""
 
-import asyncio
-from pathlib import Path
-
 import pytest
 import torch
 
-from tests import tiny
-from tests.worker.loaded import complete_one, load
 from tests.worker.paged_reference import assert_formula, formula, random_pool, table
 from worker.engines.transformers.attention import cpu_attention, decode_plan, dense, paged
 from worker.estimate.memory_tracer import peak_bytes
@@ -142,14 +137,3 @@ def test_live_bytes_are_as_estimated(dtype: torch.dtype) -> None:
     )
     scores, widened = rows * heads * tokens, 4 * keys.numel() if dtype == torch.bfloat16 else 0
     assert (2 if widened else 3) * 4 * scores + widened < peak <= 4 * 4 * scores + widened
-
-
-async def test_a_batch_of_many_rows_answers_as_each_row_alone(tmp_path: Path) -> None:
-    prompts = [tuple(5 + (7 * row + 3 * place) % 200 for place in range(4 + row % 9)) for row in range(40)]
-    engine = load(tiny.make("llama", tmp_path), ctx_size=64, parallel=40)
-    try:
-        alone = [(await complete_one(engine, prompt, max_tokens=10)).tokens for prompt in prompts]
-        together = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=10) for prompt in prompts))
-        assert [each.tokens for each in together] == alone
-    finally:
-        await engine.close()

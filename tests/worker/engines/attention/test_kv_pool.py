@@ -17,7 +17,6 @@ from worker.engines.transformers.attention.quantized_kv_types import KvStorageTy
 from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.backends import make_blocks, make_pool
-from worker.engines.transformers.run.cuda_graphs import GraphRunner
 from worker.engines.transformers.schedule.scheduler import Segment
 from worker.estimate.memory_tracer import live_bytes
 from worker.fetch import demo
@@ -80,26 +79,6 @@ def test_attention_over_quantized_tokens_follows_the_formula(name: str) -> None:
         for each, (blocks, end) in enumerate(decodes):
             answer, _ = formula(query[each], *(whole[positions(blocks, end)] for whole in both))
             torch.testing.assert_close(answers[each].double(), answer, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_step_of_fixed_shape_gives_the_logits_of_the_dynamic_one(name: str, tmp_path: Path) -> None:
-    asked = options(tiny.make("llama", tmp_path), ctx_size=128, parallel=3, kv_cache_dtype=name)
-    dynamic, blocks = paged_runner(asked)
-    pool = dynamic.pool
-    source = torch.Generator().manual_seed(0)
-    for layer in range(2):
-        pool.write(layer, torch.arange(pool.positions), *torch.randn(2, pool.positions, 2, 16, generator=source))
-    fixed = GraphRunner(dynamic, rows=3, ctx_size=128)
-    batch = []
-    for id, length in enumerate((6, 70, 33)):
-        each = sequence(id, [7 + id] * (length - 1), limit=99, computed=length - 1)
-        each.append(7 + id)
-        row, _ = blocks.admit(each)
-        batch.append(Segment(each, row, length - 1, 1, blocks.table(row)))
-    found = fixed.run(tuple(batch)).clone()
-    assert fixed.graph_steps == 1
-    torch.testing.assert_close(found, dynamic.run(tuple(batch)), atol=2e-4, rtol=1e-4)
 
 
 def logits(folder: Path, name: str, tokens: list[int]) -> torch.Tensor:

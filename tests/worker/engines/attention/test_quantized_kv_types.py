@@ -125,44 +125,31 @@ def expected(model: Any, name: str) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "name"), [("llama", "int4"), ("mistral", "int8"), ("gpt2", "int8"), ("phi3", "int8"), ("qwen3", "bf16")]
+    ("family", "name", "kv_tokens"),
+    [
+        ("llama", "int4", CTX),
+        ("mistral", "int8", CTX),
+        ("qwen3", "bf16", CTX),
+        ("gemma2", "int8", 0),  # windows
+        ("deepseek_v3", "int4", 0),  # compressed rows
+        ("falcon_h1", "int4", 0),  # states and keys in one layer
+        ("t5", "int4", 0),  # keys of what an encoder read
+    ],
 )
-async def test_text_is_that_of_generate_over_such_a_cache(family: str, name: str, tmp_path: Path) -> None:
-    """Prefixes that are found, a pool too small for all, so that some are put back, and choices that share a prompt."""
-    folder = tiny.make(family, tmp_path)
-    model = reference(folder)
-    texts = expected(model, name)
+async def test_text_is_that_of_generate_over_such_a_cache(
+    family: str, name: str, kv_tokens: int, tmp_path: Path
+) -> None:
+    """In blocks: with cached prefixes and a pool too small for all, so that some are preempted. Without blocks: by the
+    model's own forward."""
+    folder = tiny.make(family, tmp_path, seed=2 if family == "t5" else 0)
+    texts = expected(reference(folder), name)
     changes: dict[str, Any] = {"ctx_size": CTX, "parallel": 4, "prefill_chunk": 24, "kv_cache_dtype": name}
-    async with serving(load(folder, **changes, kv_tokens=CTX)) as engine:
+    async with serving(load(folder, **changes, kv_tokens=kv_tokens)) as engine:
         assert (await complete_one(engine, PROMPTS[0], max_tokens=NEW)).tokens == texts[0]
         logsums = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
         assert [each.tokens for each in logsums] == texts
-        assert any(each.cached_tokens for each in logsums)
+        assert any(each.cached_tokens for each in logsums) == bool(kv_tokens)
         choices = await collect_choices(engine, generation(PROMPTS[2], n=3, max_tokens=NEW))
         assert [each.tokens for each in choices] == [texts[2]] * 3
         work_of(engine)._scheduler.check_integrity()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        ("gemma2", "int8"),  # windows
-        ("deepseek_v3", "int4"),  # compressed rows
-        ("jamba", "int4"),  # states beside layers with keys
-        ("falcon_h1", "int4"),  # states and keys in one layer
-        ("t5", "int4"),  # keys of what an encoder read
-    ],
-)
-async def test_so_it_is_where_a_model_runs_by_its_own_forward(family: str, name: str, tmp_path: Path) -> None:
-    folder = tiny.make(family, tmp_path, seed=2 if family == "t5" else 0)
-    model = reference(folder)
-    texts = expected(model, name)
-    changes: dict[str, Any] = {"ctx_size": CTX, "parallel": 3, "prefill_chunk": 24, "kv_cache_dtype": name}
-    async with serving(load(folder, **changes)) as engine:
-        assert (await complete_one(engine, PROMPTS[2], max_tokens=NEW)).tokens == texts[2]
-        logsums = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
-        assert [each.tokens for each in logsums] == texts
-        choices = await collect_choices(engine, generation(PROMPTS[0], n=2, max_tokens=NEW))
-        assert [each.tokens for each in choices] == [texts[0]] * 2
     assert len({token for text in texts for token in text}) > 10, "the text is varied enough for the comparison"

@@ -12,7 +12,6 @@ from router.config.presets import Preset
 from router.memory import checkpoint
 from router.memory.estimate import estimate as static_estimate
 from tests import lora, tiny
-from tests.worker import kept
 from tests.worker.families import SHALLOW
 from tests.worker.loaded import complete_one, generated, load, reference, serving
 from worker.engines.transformers.load import layer_split, staging
@@ -35,7 +34,7 @@ def traced(folder: Path, layers: tuple[str, ...], **changes: Any) -> list[estima
     return estimate.trace_split(options, load_config(options))[0]
 
 
-KINDS = ("llama", "gpt2", "opt", "mistral", "gemma2", "falcon-alibi", "mpt", "mamba", "jamba", "deepseek_v2", "mixtral")
+KINDS = ("llama", "gpt2", "mistral", "gemma2", "falcon-alibi", "jamba", "deepseek_v2")
 """Of each way in which models of today hand things from layer to layer one."""
 
 
@@ -77,7 +76,7 @@ def test_the_exact_estimate_has_a_figure_for_each_device(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2", "mamba", "jamba"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "jamba"])
 async def test_text_is_the_same_however_the_layers_lie(family: str, tmp_path: Path) -> None:
     folder = tiny.make(family, tmp_path)
     model = reference(folder)
@@ -91,7 +90,7 @@ async def test_text_is_the_same_however_the_layers_lie(family: str, tmp_path: Pa
         assert [each.tokens for each in reported] == [generated(model, prompt, 12) for prompt in (*prompts, prompts[0])]
         again = await complete_one(engine, prompts[0], max_tokens=12)
         assert again.tokens == reported[0].tokens
-        assert again.cached_tokens == (16 if family in ("llama", "qwen3", "gpt2") else 0), "found on all devices"
+        assert again.cached_tokens == (16 if family in ("llama", "gpt2") else 0), "found on all devices"
 
 
 @pytest.mark.slow
@@ -126,16 +125,6 @@ def test_the_slots_of_adapters_lie_with_their_layers(tmp_path: Path) -> None:
     facts = checkpoint.read(folder)
     static = [static_estimate(facts, preset, layers=(1, 2), on_host=False).weights for preset in presets]
     assert [after - before for before, after in zip(*static, strict=True)] == [first, second]
-
-
-@pytest.mark.slow
-async def test_keys_and_values_are_kept_on_each_device_as_on_one(tmp_path: Path) -> None:
-    folder = tiny.make("llama", tmp_path, **DEEP)
-    prompt = tuple(range(3, 40))
-    expected = generated(reference(folder), prompt, 12, past_key_values=kept.cache(reference(folder), "int4"))
-    changes: dict[str, Any] = {"devices": ("cpu", "cpu"), "layers": ("1", "2"), "kv_cache_dtype": "int4", **COMMON}
-    async with serving(load(folder, **changes)) as engine:
-        assert (await complete_one(engine, prompt, max_tokens=12)).tokens == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma"])

@@ -162,13 +162,6 @@ def test_progress_of_a_conversion_never_goes_back(tmp_path: Path) -> None:
     assert reported[-1] == sum(part.stat().st_size for part in parts)
 
 
-async def test_a_converted_checkpoint_gives_the_text_of_generate(tmp_path: Path) -> None:
-    folder = tiny.make("llama", tmp_path, dtype="bfloat16")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    async with serving(load(folder, dtype="float32")) as engine:
-        assert (await complete_one(engine, PROMPT, max_tokens=24)).tokens == generated(model, PROMPT, 24)
-
-
 async def test_random_weights_need_no_files(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     answers = []
@@ -177,14 +170,6 @@ async def test_random_weights_need_no_files(folder: Path) -> None:
             answers.append((await complete_one(engine, PROMPT, max_tokens=9)).tokens)
     assert answers[0] == answers[1]
     assert len(answers[0]) > 0
-
-
-async def test_a_config_override_is_merged_into_the_configuration(folder: Path) -> None:
-    override = json.dumps({"max_position_embeddings": 50, "rope_parameters": {"rope_theta": 500.0}})
-    config = load_config(options(folder, config_override=override))
-    assert config.rope_parameters == {"rope_theta": 500.0, "rope_type": "default"}
-    async with serving(load(folder, config_override=override)) as engine:
-        assert engine.ctx_size == 50
 
 
 async def test_a_context_beyond_the_models_positions_is_cut_to_them(folder: Path) -> None:

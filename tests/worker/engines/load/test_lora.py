@@ -5,7 +5,6 @@ import json
 import random
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from tests import lora, tiny
 from tests.worker.loaded import (
     DEADLINE,
     CollectedChoice,
-    collect_choices,
     complete_one,
     generated,
     generation,
@@ -29,11 +27,9 @@ from tests.worker.loaded import (
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import lora_files
 from worker.engines.transformers.load.lora import LoraAdapters, linear_layers
-from worker.engines.transformers.load.snapshot import load_config
 from worker.errors import AdapterNotFound, StartError, UnsupportedByModel, UnusableAdapter
-from worker.estimate.estimate import trace
 from worker.interface import AdapterChoice
-from worker.protocol.argv import AdapterSource, Estimate, encode_adapters
+from worker.protocol.argv import AdapterSource, encode_adapters
 
 pytestmark = pytest.mark.slow
 NEW = 20
@@ -44,7 +40,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
-    "mistral with a window": ("mistral", {}),
     "qwen2 with biases": ("qwen2", {}),
     "gpt2 with weights that lie across": ("gpt2", {}),
     "t5": ("t5", {"seed": 2}),
@@ -137,15 +132,6 @@ async def test_preempted_requests_with_adapters_answer_the_same_with_one_slot(
             reported = await asyncio.gather(*(talk(*each) for each in expected))
         assert reported == list(expected.values())
         work_of(engine)._scheduler.check_integrity()
-
-
-async def test_choices_of_one_request_share_its_adapter(engine: TransformersEngine, expected: Expected) -> None:
-    for (name, prompt), answer in expected.items():
-        if name:
-            reported = await collect_choices(
-                engine, generation(prompt, max_tokens=NEW, n=2, adapter=AdapterChoice(name))
-            )
-            assert [each.tokens for each in reported] == [answer, answer]
 
 
 # What a name stands for
@@ -303,25 +289,7 @@ def test_an_embedder_has_no_adapters(tmp_path: Path) -> None:
 # What they cost
 
 
-async def test_nothing_stands_in_the_way_of_steps_without_adapters(llama: Path, one: Path) -> None:
-    async with serving(load(llama, max_loras=1, adapters=encode_adapters(sources({"one": one})))) as engine:
-        adapters = engine._adapters
-        assert adapters is not None
-        await complete_one(engine, PROMPT, max_tokens=2, adapter=AdapterChoice("one"))
-        assert adapters._active
-        await complete_one(engine, PROMPT, max_tokens=2)
-        assert not adapters._active
-
-
 def test_the_bytes_of_slots_follow_from_their_shapes(llama: Path) -> None:
     """2 layers: q and o 64 x 64, k and v 64 x 32, gate, up and down 64 x 128; float32."""
     adapters = LoraAdapters(reference(llama), slots=3, lora_rank=5, copies=0, device=torch.device("cpu"))
     assert adapters.bytes == 3 * 5 * 2 * (2 * 128 + 2 * 96 + 3 * 192) * 4
-
-
-def test_the_exact_estimate_counts_the_slots(llama: Path) -> None:
-    asked = Estimate(snapshot=str(llama), ctx_size=64)
-    config = load_config(asked)
-    without, with_slots = (trace(replace(asked, max_loras=slots), config) for slots in (0, 3))
-    adapters = LoraAdapters(reference(llama), slots=3, lora_rank=16, copies=0, device=torch.device("cpu"))
-    assert with_slots.weights - without.weights == adapters.bytes

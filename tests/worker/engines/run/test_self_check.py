@@ -98,12 +98,6 @@ async def test_code_of_a_snapshot_is_batched_where_it_is_trusted(tmp_path: Path,
     assert [each.tokens for each in collected] == [generated(model, prompt, 36) for prompt in PROMPTS]
 
 
-def test_code_of_a_snapshot_names_the_way_where_it_is_not_trusted(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match="trust-remote-code = on") as error:
-        load(snapshot(tmp_path / "right", RIGHT))
-    assert "'odd'" in str(error.value)
-
-
 @pytest.mark.parametrize(
     ("code", "why"),
     [(COUNTS_FROM_THE_LEFT, "gives other text"), (KEEPS_ITS_OWN, "takes no cache")],

@@ -230,22 +230,6 @@ async def test_a_real_embedder_equals_its_own_forward_and_sentence_transformers(
     assert_equal(await vectors(real, ["word " * 400], truncate=True), reference.encode(["word " * 400]))
 
 
-async def test_similar_texts_have_similar_vectors(real: ServedModel) -> None:
-    cats, money = await vectors(real, ABOUT_CATS), await vectors(real, ABOUT_MONEY)
-
-    def cosine(first: Sequence[float], second: Sequence[float]) -> float:
-        return sum(a * b for a, b in zip(first, second, strict=True))
-
-    assert min(cosine(*cats), cosine(*money)) > 0.5
-    assert max(cosine(cat, dollar) for cat in cats for dollar in money) < 0.15
-
-
-async def test_an_embedder_reranks_by_cosine(real: ServedModel) -> None:
-    order = await ranking(real, "Where do cats sleep?", [*ABOUT_MONEY, *ABOUT_CATS])
-    assert {index for index, _ in order[:2]} == {2, 3}
-    assert all(-1 <= score <= 1 for _, score in order)
-
-
 # --- cross-encoders --------------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,6 @@ from router.config.presets import Preset
 from router.memory import checkpoint
 from router.memory import tensor_parallel as static_tensor_parallel
 from tests import lora, tiny
-from tests.worker import kept
 from tests.worker.loaded import (
     DEADLINE,
     collect_choices,
@@ -133,18 +132,6 @@ async def test_ranks_compute_drafts_together(tmp_path: Path) -> None:
             collected = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
             assert [each.tokens for each in collected] == expected
             assert 0 < drafter.accepted < drafter.drafted
-
-
-@pytest.mark.slow
-async def test_ranks_keep_keys_and_values_as_one_would(tmp_path: Path) -> None:
-    folder = tiny.make("llama", tmp_path)
-    model = reference(folder)
-    expected = [generated(model, each, NEW, past_key_values=kept.cache(model, "int4")) for each in PROMPTS[:3]]
-    assert expected != [generated(model, each, NEW) for each in PROMPTS[:3]]
-    with ranked(folder, kv_cache_dtype="int4") as (engine, _):
-        async with serving(engine):
-            collected = await asyncio.gather(*(complete_one(engine, prompt, max_tokens=NEW) for prompt in PROMPTS[:3]))
-            assert [each.tokens for each in collected] == expected
 
 
 @pytest.mark.slow
@@ -335,7 +322,7 @@ def test_a_matrix_that_the_plan_does_not_name_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_exact_estimate_is_of_one_rank_for_each_device(family: str, tmp_path: Path) -> None:
     """Llama's head is divided here; Qwen 3's is its embeddings, which every rank needs."""
     folder = tiny.make(family, tmp_path, vocab_size=512)
@@ -373,9 +360,15 @@ def test_both_estimates_count_the_same_bytes_of_adapters_for_each_rank(tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [("cpu",), ("cuda:0", "cuda:1")])
-@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_moe"])
-@pytest.mark.parametrize(("ngram_size", "max_loras"), [(0, 0), (3, 2)])
+@pytest.mark.parametrize(
+    ("family", "devices", "ngram_size", "max_loras"),
+    [
+        ("llama", ("cpu",), 3, 2),
+        ("mixtral", ("cpu",), 0, 0),
+        ("mixtral", ("cuda:0", "cuda:1"), 0, 0),
+        ("qwen2_moe", ("cuda:0", "cuda:1"), 3, 2),
+    ],
+)
 def test_the_static_estimate_of_ranks_is_never_below_the_exact_one(
     family: str, devices: tuple[str, ...], ngram_size: int, max_loras: int, tmp_path: Path
 ) -> None:

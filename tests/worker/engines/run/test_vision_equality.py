@@ -120,14 +120,6 @@ async def test_other_requests_do_not_change_the_features_of_images(
     assert [each.tokens for each in answers] == language
 
 
-async def test_another_image_makes_another_text(engine: TransformersEngine) -> None:
-    text, _ = PROMPTS["one image"]
-    [one] = await collect_choices(engine, await request(engine, text, PICTURES[:1]))
-    [other] = await collect_choices(engine, await request(engine, text, PICTURES[1:2]))
-    [again] = await collect_choices(engine, await request(engine, text, PICTURES[:1]))
-    assert one.tokens == again.tokens != other.tokens
-
-
 async def test_choices_share_the_images_of_their_prompt(engine: TransformersEngine, reference: Reference) -> None:
     text, count = PROMPTS["two images side by side"]
     _, answer = reference.answer(text, PICTURES[:count])

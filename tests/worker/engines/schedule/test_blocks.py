@@ -52,16 +52,6 @@ def test_a_prompt_that_begins_like_another_finds_whole_blocks_and_never_its_last
         assert each.cached == found
 
 
-def test_a_block_is_found_only_behind_the_tokens_that_it_was_computed_behind() -> None:
-    blocks = BlockAllocator(2, 16)
-    one, other, both = ([each] * B for each in (1, 2, 3))
-    ran(blocks, sequence(1, [*one, *one, 9]))
-    ran(blocks, sequence(2, [*other, *both, 9]))
-    probe = sequence(3, [*one, *both, 9])
-    ran(blocks, probe)
-    assert probe.cached == B
-
-
 def test_without_caching_and_where_all_logits_are_wanted_nothing_is_found() -> None:
     words = list(range(50))
     off = BlockAllocator(2, 16, caches=False)
@@ -99,17 +89,6 @@ def test_sequences_share_prefix_blocks_and_continue_in_own_regions() -> None:
     blocks.release(row)
     blocks.check_integrity()
     assert list(blocks.table(other).spans(0, 2 * B + 1)) == [(0, 2 * B), (8 * B, 1)]
-
-
-def test_the_conversation_that_was_idle_for_longest_makes_room_from_its_end() -> None:
-    blocks = BlockAllocator(3, 64)
-    talks = [[each] * (8 * B) + [99] for each in range(8)]
-    for each in (0, 1, 2, 3, 4, 5, 6, 0, 7):  # 1 is the oldest when 7 comes, and the pool has room for seven
-        ran(blocks, sequence(10 + each, talks[each]))
-    found = {each: len(blocks._find_prefix(sequence(20 + each, talks[each]))) for each in range(8)}
-    assert [found[each] for each in (0, 3, 4, 5, 6, 7)] == [8] * 6
-    assert found[1] < 8
-    assert found[1] <= found[2]
 
 
 def test_prompts_asked_in_turn_are_all_found_as_long_as_the_pool_has_room_for_them() -> None:
@@ -242,26 +221,6 @@ def test_only_the_least_recently_used_block_is_evicted_and_only_in_need(
             assert not evicted or not kept or max(used[key] for key in evicted) < min(kept)
             assert not evicted or needed, "only a sequence that gets blocks evicts any"
             assert not evicted or len(evicted) + empty <= 2 * max(needed, room), "early eviction is bounded"
-
-
-def test_writing_to_a_borrowed_block_copies_it_first() -> None:
-    blocks = BlockAllocator(3, 3 * 4)
-    leader = sequence(1, list(range(B + 5)))
-    row, _ = blocks.admit(leader)
-    leader.computed = len(leader.tokens)
-    blocks.cache_blocks(row, leader)
-    one, two = (blocks.attach(sequence(each, leader.tokens)) for each in (2, 3))
-    for target in (one, two):
-        blocks.fork(row, target, B + 5)
-    assert blocks.grow(row, B + 5, B + 6)
-    assert blocks.table(row).copy is None, "the owner writes in place"
-    shared = blocks.table(row).blocks[1]
-    for target in (one, two):
-        assert blocks.grow(target, B + 5, B + 6)
-        source, copied = blocks.table(target).copy or (None, None)
-        assert source == shared
-        assert blocks.table(target).blocks == [blocks.table(row).blocks[0], copied]
-    blocks.check_integrity()
 
 
 def test_corrupt_blocks_leave_the_prefix_cache_and_are_reported_once() -> None:
@@ -470,23 +429,3 @@ class AnyTraffic(RuleBasedStateMachine):
 
 
 TestAnyTraffic = AnyTraffic.TestCase
-
-
-@pytest.mark.parametrize("caches", [True, False])
-def test_preempted_sequences_end_and_the_oldest_is_never_preempted(caches: bool) -> None:
-    """Four that need five blocks each, in seven."""
-    blocks = BlockAllocator(4, 7, caches=caches)
-    scheduler = Scheduler(blocks, 64)
-    for id in range(4):
-        scheduler.add(sequence(id, [id] * 10, limit=5 * B - 10))
-    ended: list[int] = []
-    put_back: set[int] = set()
-    for _ in range(2000):
-        ended += advance(scheduler, scheduler.next(64))
-        put_back |= {each.id for each in scheduler if each.preempted}
-        scheduler.check_integrity()
-        if not scheduler.has_work:
-            break
-    assert ended == [0, 1, 2, 3]
-    assert 0 not in put_back
-    assert put_back, "there was not enough room for all at once"
