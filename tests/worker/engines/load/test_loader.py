@@ -486,3 +486,15 @@ def test_an_odd_offset_is_read_correctly(tmp_path: Path) -> None:
     assert found["a"].tolist() == [1, 2, 3]
     assert found["b"].tolist() == numbers.tolist()
     assert found["c"].shape == (0, 4)
+
+
+def test_a_file_larger_than_main_memory_is_mapped(tmp_path: Path) -> None:
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    kilobytes = {name.rstrip(":"): int(size) for name, size, *_ in lines}
+    size = 2 * 1024 * (kilobytes["MemTotal"] + kilobytes["SwapTotal"])
+    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    with (tmp_path / WEIGHTS).open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + size)  # sparse
+    [(name, tensor)] = safetensors.WeightFile(tmp_path / WEIGHTS).tensors()
+    assert (name, tensor.nbytes, int(tensor[-1])) == ("w", size, 0)
