@@ -21,6 +21,7 @@ from worker.engines.transformers.device import memory
 from worker.engines.transformers.load import architectures, layer_split, quantization, snapshot
 from worker.engines.transformers.loop import requests
 from worker.engines.transformers.run import backends
+from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.pooling import Embedder, Encoder
 from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.run.vision import ImageProcessor, VisionTower, load_image_processor
@@ -226,7 +227,10 @@ def _trace_generation(options: ModelOptions, config: Any, dtype: torch.dtype) ->
         arranging = quantized.pretend(options, config, model)
         adapters = backends.make_adapters(runner, model, options, CPU, copies=0)
         kernels, reordering = cpu_linear.onednn_bytes(model) if _reorders(options) else (0, 0)
+        context = runner.bytes
         meta_model.shorten(model)
+        if isinstance(runner, AlignedRunner):
+            runner.shorten()
         adapter = adapters.pretend() if adapters is not None else None
         steps = GenerationSteps(runner, capacity, options, ctx_size, adapter)
         others: list[Step] = []
@@ -251,7 +255,7 @@ def _trace_generation(options: ModelOptions, config: Any, dtype: torch.dtype) ->
             graphs = graphs_bytes(runner, options.parallel, ctx_size)
     traced = Traced(
         weights + (adapters.bytes if adapters is not None else 0),
-        runner.bytes,
+        context,
         max(peaks),
         on_device=meta_model.repeated_bytes(config, ctx_size, dtype) + graphs,
         kernels=kernels,
@@ -299,7 +303,10 @@ def trace_split(options: ModelOptions, config: Any) -> tuple[list[Traced], int]:
         weights = meta_model.bytes_by_device(model, dtype)
         adapters = backends.make_adapters(runner, model, options, CPU, copies=0)
         slots = adapters.bytes_by_device() if adapters is not None else {}
+        context = {device: runner.bytes_on(device) for device in devices}
         meta_model.shorten_parts(model, parts)
+        if isinstance(runner, AlignedRunner):
+            runner.shorten()
         adapter = adapters.pretend() if adapters is not None else None
         steps = GenerationSteps(runner, capacity, options, ctx_size, adapter)
         peaks = [live_bytes(step).peaks for step in steps.largest()]
@@ -307,7 +314,7 @@ def trace_split(options: ModelOptions, config: Any) -> tuple[list[Traced], int]:
         shards = [
             Traced(
                 weights[device] + slots.get(device, 0),
-                runner.bytes_on(device),
+                context[device],
                 max(peak.get(device, 0) for peak in peaks),
                 on_device=repeated,
             )

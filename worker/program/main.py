@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from worker.protocol.argv import Convert, Download, Estimate, Serve
 
 CRASHED = 1  # exit code of an unexpected error; the router treats every unknown code as a crash
-ESTIMATE_CPU_SECONDS = 15.0  # beyond the imports; most models take less than one
+ESTIMATE_CPU_SECONDS = 10.0  # beyond the imports; most models take less than three
 _QUIET = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
 # Compiled matrix kernels that oneDNN and torch's layer above it cache, one per shape
 # (`engines.transformers.attention.cpu_linear`). Each takes about 0.65 MB: with the default of 1024 a worker could grow

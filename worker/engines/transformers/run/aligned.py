@@ -116,6 +116,10 @@ class AlignedRunner:
         """Bytes of the cache on one device."""
         return self._cache.bytes_on(device)
 
+    def shorten(self) -> None:
+        """See `AlignedCache.shorten`."""
+        self._cache.shorten()
+
     @property
     def mixes_lengths(self) -> bool:
         """True if rows of different lengths may share a forward."""

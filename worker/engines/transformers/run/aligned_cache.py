@@ -220,6 +220,12 @@ class AlignedCache:
     def has_states(self) -> bool:
         return bool(self._states)
 
+    def shorten(self) -> None:
+        """For an estimate: carry out moves on one buffer of each kind from now on. Moves take no memory beside the
+        scratch buffer, but 0.1 ms of CPU time for each buffer of fake tensors. `bytes` counts these buffers only."""
+        for buffers in (self._timed, self._across, self._states):
+            del buffers[1:]
+
     def _all(self) -> list[torch.Tensor]:
         return [*self._timed, *self._across, *(buffer for pair in self._states for buffer in pair)]
 
