@@ -155,6 +155,13 @@ def shard(folder: Path) -> list[Path]:
     return [folder / file for file in parts]
 
 
+def mapped(path: Path) -> tuple[int, int]:
+    """The mappings of a file into this process: their number, and their bytes in memory."""
+    areas = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    found = [area for area in areas if str(path) in area]
+    return len(found), sum(int(area.partition("Rss:")[2].split()[0]) << 10 for area in found)
+
+
 def words(count: int, seed: int = 0) -> tuple[int, ...]:
     """Token ids of a text."""
     return tuple(3 + (seed * 131 + index * 37) % 480 for index in range(count))

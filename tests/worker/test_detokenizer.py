@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,11 +29,6 @@ def decode(tokens: Sequence[int]) -> str:
 def pieces(tokens: Sequence[int], context: Sequence[int] = ()) -> list[str]:
     detokenizer = Detokenizer(decode, context)
     return [*(detokenizer.push(token) for token in tokens), detokenizer.finish()]
-
-
-def test_bytes_are_held_until_their_character_is_complete() -> None:
-    tokens = [IDS[char] for char in "ðŁ¦Ĭ"]  # the four bytes of a fox
-    assert pieces(tokens) == ["", "", "", "🦊", ""]
 
 
 @settings(max_examples=400)
@@ -66,16 +60,6 @@ def shown(text: str, stops: Sequence[str], size: int = 1) -> tuple[str, str | No
             return said, piece.stop, tokens
     piece = answer.finish()
     return said + piece.text, piece.stop, tokens + piece.tokens
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 50])
-def test_a_stop_string_across_token_borders_ends_the_text_before_it(size: int) -> None:
-    text, stop, _ = shown("one two END three", ["END", "three"], size)
-    assert (text, stop) == ("one two ", "END")
-
-
-def test_an_incomplete_stop_string_is_shown() -> None:
-    assert shown("a EN b E", ["END"]) == ("a EN b E", None, 8)
 
 
 def test_the_earliest_stop_string_wins() -> None:

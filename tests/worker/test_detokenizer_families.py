@@ -22,7 +22,7 @@ TEXT = """
 WORDS = re.findall(r"\S+", TEXT)
 CHARACTERS = "aeßéяλשم狐の여नส🦊👧🇩\u200d\u0301\ufffd \n\t…“"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-SEQUENCES = 1700  # examples per family
+SEQUENCES = 800  # examples per family
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from tests.worker.loaded import complete_one, options, serving
+from tests.worker.loaded import complete_one, mapped, options, serving
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.preparation import MAX_MODELS, PrebuiltModels, prebuilt_models
 from worker.interface import EncoderInput
 from worker.protocol.argv import Serve
+from worker.protocol.snapshot_files import WEIGHTS
 
 PROMPT = (9, 41, 70, 77, 80)
 
@@ -28,20 +29,13 @@ def ours() -> PrebuiltModels:
     return PrebuiltModels()
 
 
-def mapped(folder: Path) -> tuple[int, int]:
-    """The number of mappings of the folder's weights, and their bytes in memory."""
-    areas = Path("/proc/self/smaps").read_text().split("VmFlags:")
-    here = [area for area in areas if str(folder / "model.safetensors") in area]
-    return len(here), sum(int(area.partition("Rss:")[2].split()[0]) << 10 for area in here)
-
-
 def load(asked: Serve) -> TransformersEngine:
     return TransformersEngine.load(asked, progress=lambda event: None, pulse=lambda event: None)
 
 
 def test_nothing_of_the_weights_is_read_before_a_worker_wants_them(folder: Path, ours: PrebuiltModels) -> None:
     ours.build(options(folder))
-    assert mapped(folder) == (1, 0)
+    assert mapped(folder / WEIGHTS) == (1, 0)
 
 
 async def test_a_prebuilt_model_answers_like_any_other(folder: Path) -> None:
@@ -50,7 +44,7 @@ async def test_a_prebuilt_model_answers_like_any_other(folder: Path) -> None:
         usual = (await complete_one(engine, PROMPT, max_tokens=24)).tokens
     del engine
     async with asyncio.timeout(60):
-        while mapped(folder)[0]:  # the thread that closes the engine releases them a little later
+        while mapped(folder / WEIGHTS)[0]:  # the thread that closes the engine releases them a little later
             gc.collect()
             await asyncio.sleep(0)
     prebuilt_models.build(asked)
@@ -59,7 +53,7 @@ async def test_a_prebuilt_model_answers_like_any_other(folder: Path) -> None:
     assert made.built is not None
     async with serving(load(asked)) as engine:
         assert engine.tokenizer is made.tokenizer, "it was loaded once more"
-        assert mapped(folder)[0] == 1, "it was built once more"
+        assert mapped(folder / WEIGHTS)[0] == 1, "it was built once more"
         assert (await complete_one(engine, PROMPT, max_tokens=24)).tokens == usual
 
 
@@ -86,7 +80,7 @@ def test_a_prebuilt_model_with_changed_files_is_not_used(folder: Path, ours: Pre
     assert ours.lacks(asked)
     ours.drop_stale()
     assert len(ours) == 0
-    assert mapped(folder) == (0, 0), "the old content stays on the disk"
+    assert mapped(folder / WEIGHTS) == (0, 0), "the old content stays on the disk"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +111,7 @@ def test_weights_that_do_not_lie_where_kernels_expect_them_are_left_to_the_worke
     made = ours.find(asked)
     assert made is not None
     assert made.built is None
-    assert mapped(folder) == (0, 0)
+    assert mapped(folder / WEIGHTS) == (0, 0)
 
 
 def test_code_of_a_snapshots_own_never_runs_in_a_fork_server(folder: Path, ours: PrebuiltModels) -> None:

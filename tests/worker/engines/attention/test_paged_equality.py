@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 from tests import tiny
@@ -20,8 +19,6 @@ from tests.worker.loaded import (
     words,
     work_of,
 )
-from tests.worker.paged_reference import assert_formula, random_pool, table
-from worker.engines.transformers.attention import dense, paged
 from worker.engines.transformers.run.backends import make_blocks
 from worker.errors import StartError
 from worker.protocol.argv import Serve
@@ -115,20 +112,3 @@ def test_a_cache_that_cannot_hold_one_request_is_refused_with_the_way_out() -> N
 
 
 # Of the kernels
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_runs_merged_are_the_formula_over_all_of_them(dtype: torch.dtype) -> None:
-    pool = random_pool(rows=3, blocks=12, dtype=dtype)
-    # a beginning that the second shares, then each its own home
-    decodes = ((table(0, 1, 4, 5), 60), (table(0, 1, 8), 40), (table(6, 2, 3, 10), 53))
-    packed = paged.PackedBatch(pool, torch.zeros(3, dtype=torch.int64), decodes, ())
-    query = torch.randn(3, 4, 8).to(dtype)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for window in (0, 20, 5):
-        plan = packed.plan(window, 4, dtype, can_merge=True)
-        assert plan.merges == (window == 0)
-        answers = packed.decode(paged.LayerAttention(dense.sdpa, 0, window), query)
-        exact = packed.decode(paged.LayerAttention(dense.eager, 0, window), query)
-        torch.testing.assert_close(answers, exact, atol=tolerance, rtol=1e-2)
-        assert_formula(answers, query, pool, decodes, window, atol=tolerance, rtol=1e-2)

@@ -77,21 +77,6 @@ def test_tensors_that_are_not_contiguous_are_stored_alike(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_nothing_is_further_off_than_half_a_scale(name: str) -> None:
-    source = torch.Generator().manual_seed(1)
-    given = torch.randn(200, 4, 64, generator=source)
-    given[..., 7] += 9.0  # a channel that stands out
-    kind = KvStorageType.of(name, 4, 64, torch.float32)
-    assert kind is not None
-    found = kind.unpack(kind.pack(given))
-    groups, read = given.view(200, 4, 2, 32), found.view(200, 4, 2, 32)
-    largest = groups.abs().amax(-1)
-    scales = largest / 127 if name == "int8" else (groups.amax(-1) - groups.amin(-1)) / 15
-    bound = 0.5 * scales + largest / 256  # which is what rounding scales and minima to 8 bits may add
-    assert bool(((groups - read).abs().amax(-1) <= bound).all())
-
-
-@pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
 def test_nan_stays_nan(name: str, wrong: float) -> None:
     kind = KvStorageType.of(name, 2, 32, torch.float32)

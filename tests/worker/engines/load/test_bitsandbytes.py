@@ -15,7 +15,7 @@ from router.memory import checkpoint
 from router.memory.segments import compute_bytes, weight_bytes
 from tests import tiny
 from tests.worker.allocated import allocated
-from tests.worker.loaded import complete_one, generated, load, serving
+from tests.worker.loaded import complete_one, generated, load, mapped, serving
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.load import loader
 from worker.engines.transformers.load.snapshot import load_config
@@ -23,6 +23,7 @@ from worker.engines.transformers.run import backends
 from worker.estimate import estimate
 from worker.estimate.largest_steps import GenerationSteps
 from worker.protocol.argv import Estimate
+from worker.protocol.snapshot_files import WEIGHTS
 
 pytestmark = [
     pytest.mark.slow,
@@ -118,16 +119,4 @@ def test_layers_that_were_quantized_do_not_keep_the_files_in_memory(tmp_path: Pa
     loaded = loader.load_model(chosen, config, None, lambda progress: None)
     kept = sum(tensor.nbytes for tensor in (loaded.model.model.embed_tokens.weight, loaded.model.lm_head.weight))
     assert loaded.model.lm_head.weight.dtype == torch.float32
-    assert resident_of(folder) <= kept + (1 << 20)
-
-
-def resident_of(folder: Path) -> int:
-    """Bytes of the folder's files that this process has in memory."""
-    resident, is_ours = 0, False
-    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
-        first, *rest = line.split()
-        if not first.endswith(":"):
-            is_ours = str(folder) in line
-        elif is_ours and first == "Rss:":
-            resident += int(rest[0]) * 1024
-    return resident
+    assert mapped(folder / WEIGHTS)[1] <= kept + (1 << 20)

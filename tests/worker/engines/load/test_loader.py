@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests import tiny
-from tests.worker.loaded import complete_one, edit, generated, load, options, reference, serving, shard
+from tests.worker.loaded import complete_one, edit, generated, load, mapped, options, reference, serving, shard
 from worker.engines.transformers.attention import kv_pool
 from worker.engines.transformers.load import architectures, loader, safetensors
 from worker.engines.transformers.load.loader import load_model
@@ -58,13 +58,6 @@ def test_weights_on_the_cpu_are_the_mapped_file_itself(folder: Path) -> None:
     assert stages[-1] == (folder / WEIGHTS).stat().st_size
 
 
-def resident(path: Path) -> int:
-    """Bytes of the file that are mapped into this process, and in memory."""
-    areas = Path("/proc/self/smaps").read_text().split("VmFlags:")
-    ours = [area for area in areas if str(path) in area]
-    return sum(int(area.partition("Rss:")[2].split()[0]) << 10 for area in ours)
-
-
 @pytest.mark.parametrize("is_cached", [True, False])
 def test_a_load_ends_with_its_weights_in_memory(is_cached: bool, tmp_path: Path) -> None:
     """So that no first request waits for a disk, and what is measured then is what the model takes."""
@@ -75,10 +68,10 @@ def test_a_load_ends_with_its_weights_in_memory(is_cached: bool, tmp_path: Path)
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     opened, reported = safetensors.WeightFile(path), list[int]()
-    assert resident(path) == 0
+    assert mapped(path)[1] == 0
     with safetensors.ReadAhead([opened]) as ahead:
         ahead.finish(reported.append)
-    assert resident(path) >= path.stat().st_size
+    assert mapped(path)[1] >= path.stat().st_size
     assert reported == sorted(reported)
     assert reported[-1] == path.stat().st_size
 
@@ -89,10 +82,10 @@ def test_weights_in_the_page_cache_are_mapped_while_the_model_computes(tmp_path:
     path, asked = folder / WEIGHTS, options(folder)
     loaded = load_model(asked, load_config(asked), None, lambda event: None)
     weight = sum(weight.nbytes for weight in loaded.model.parameters())
-    assert resident(path) < loaded.unmapped.left == weight
+    assert mapped(path)[1] < loaded.unmapped.left == weight
     loaded.unmapped.start()
     loaded.unmapped.finish()
-    assert resident(path) >= weight
+    assert mapped(path)[1] >= weight
     assert loaded.unmapped.left == 0
 
 
@@ -107,7 +100,7 @@ def test_weights_that_were_let_go_are_not_mapped_again(tmp_path: Path) -> None:
     assert all(loaded.release_pages(view) for view in views)
     assert not loaded.release_pages(torch.zeros(8))
     unmapped.finish()
-    assert resident(path) < 1 << 20
+    assert mapped(path)[1] < 1 << 20
 
 
 def test_files_that_are_only_copied_from_are_not_mapped(tmp_path: Path) -> None:
@@ -116,7 +109,7 @@ def test_files_that_are_only_copied_from_are_not_mapped(tmp_path: Path) -> None:
     opened = safetensors.WeightFile(path)
     with safetensors.ReadAhead([opened], {opened}) as ahead:
         ahead.finish(lambda done: None)
-    assert resident(path) == 0
+    assert mapped(path)[1] == 0
 
 
 async def test_sharded_weights_give_the_same_text(folder: Path) -> None:
@@ -279,10 +272,8 @@ def test_pages_of_the_file_that_the_model_does_not_use_are_let_go(tmp_path: Path
     folder = tiny.make("mixtral", tmp_path, hidden_size=256, intermediate_size=1024, vocab_size=512)
     asked = options(folder)
     loaded = load_model(asked, load_config(asked), None, lambda event: None)
-    smaps = Path("/proc/self/smaps").read_text().split(str(folder / WEIGHTS))[1]
-    kept = next(int(line.split()[1]) << 10 for line in smaps.splitlines() if line.startswith("Rss:"))
     experts = sum(each.nbytes for name, each in loaded.model.named_parameters() if "experts" in name)
-    assert kept <= (folder / WEIGHTS).stat().st_size - 0.9 * experts
+    assert 0 < mapped(folder / WEIGHTS)[1] <= (folder / WEIGHTS).stat().st_size - 0.9 * experts
 
 
 # What is refused
