@@ -72,20 +72,6 @@ def test_margins_and_limits_are_asked_for_by_device() -> None:
     assert [(device.id, device.margin, device.limit) for device in devices] == [(CPU, 7, 50), (GPU[0], 5, None)]
 
 
-@pytest.mark.parametrize(
-    ("total", "margin", "limit", "shared", "capacity"),
-    [
-        (100, 0, None, 0, 100), (100, 10, None, 0, 90), (100, 10, 60, 0, 50), (100, 10, 600, 0, 90), (100, 10, 5, 0, 0),
-        (100, 10, None, 20, 70), (100, 10, 60, 20, 30), (100, 10, 25, 20, 0),
-    ],
-)  # fmt: skip
-def test_capacity_is_the_smaller_of_device_and_limit_less_the_margin_and_shared_memory(
-    total: int, margin: int, limit: int | None, shared: int, capacity: int
-) -> None:
-    device = Device(id=GPU[0], total=total, used=80, foreign=80, margin=margin, limit=limit, shared=shared)
-    assert device.capacity == capacity
-
-
 def test_models_max_is_a_device_of_slots_on_each_node() -> None:
     far = DeviceId("far", 0)
     devices = Ledger(models_max=3).observe(
@@ -103,47 +89,6 @@ def test_a_device_has_its_usual_name() -> None:
 # What would be free
 
 
-def free(residents: Sequence[Resident], *, gone: Sequence[Resident] = (), **facts: object) -> int:
-    view = FreeMemory(machine(residents, {GPU[0]: WORLD}, **facts), residents)  # type: ignore[arg-type]  # forwarded
-    for one in gone:
-        view.leave(one)
-    return view.free(GPU[0])
-
-
-def test_free_is_the_worse_of_driver_and_ledger() -> None:
-    grows = resident(1, {GPU[0]: 40}, measured={GPU[0]: 10})
-    exceeds = resident(1, {GPU[0]: 40}, measured={GPU[0]: 45})
-    assert free([grows], foreign={GPU[0]: 20}, margin=5) == 100 - 5 - 20 - 40
-    assert free([exceeds], foreign={GPU[0]: 20}, margin=5) == 100 - 5 - 20 - 45
-
-
-def test_two_loads_beside_a_foreign_process_do_not_over_commit() -> None:
-    """The driver shows 20, reservations are 40: neither figure has the 60 that are taken."""
-    loading = resident(1, {GPU[0]: 40}, starting=True, measured={GPU[0]: 0})
-    assert free([loading], foreign={GPU[0]: 20}) == 40
-
-
-def test_a_leaving_resident_frees_both_figures() -> None:
-    a, b = resident(1, {GPU[0]: 40}), resident(2, {GPU[0]: 30}, measured={GPU[0]: 25})
-    assert free([a, b], gone=[a], foreign={GPU[0]: 10}) == 100 - 10 - 30
-    assert free([a, b], gone=[a, b], foreign={GPU[0]: 10}) == 90
-
-
-def test_a_leaving_resident_frees_only_what_it_occupies() -> None:
-    """10 foreign bytes are too new to be in the foreign row: only the driver's figure has them."""
-    one = resident(1, {GPU[0]: 40}, measured={GPU[0]: 30})
-    view = FreeMemory([Device(id=GPU[0], total=100, used=30 + 10, foreign=0)], [one])
-    assert view.free(GPU[0]) == 60
-    view.leave(one)
-    assert view.free(GPU[0]) == 90
-
-
-def test_foreign_memory_counts_against_the_device_but_not_against_the_limit() -> None:
-    a = resident(1, {GPU[0]: 10})
-    assert free([a], foreign={GPU[0]: 70}, limit={GPU[0]: 40}, margin=5) == 100 - 5 - 80
-    assert free([a], foreign={GPU[0]: 30}, limit={GPU[0]: 40}, margin=5) == 40 - 5 - 10
-
-
 def test_shared_memory_counts_once_against_the_limit_and_is_foreign_otherwise() -> None:
     ours = [resident(1, {CPU: 10}), resident(2, {CPU: 5})]
     reading = Reading(CPU, 100, 10 + 5 + 20, shared=20)
@@ -151,25 +96,6 @@ def test_shared_memory_counts_once_against_the_limit_and_is_foreign_otherwise() 
         [device] = Ledger(margin=lambda _: 3, limit={CPU: limit}.get).observe([reading], ours)
         assert (device.foreign, device.shared) == (20, 20)
         assert FreeMemory([device], ours).free(CPU) == left
-
-
-def test_stay_undoes_leave() -> None:
-    one = resident(1, {GPU[0]: 40}, measured={GPU[0]: 30, CPU: 5})
-    view = FreeMemory(machine([one], {GPU[0]: WORLD, CPU: WORLD}), [one])
-    before = view.free(GPU[0]), view.free(CPU)
-    other = view.copy()
-    view.leave(one)
-    assert (other.free(GPU[0]), other.free(CPU)) == before
-    view.stay(one)
-    assert (view.free(GPU[0]), view.free(CPU)) == before
-
-
-def test_without_memory_only_slots_can_be_short() -> None:
-    one = resident(1, {GPU[0]: 90})
-    devices = machine([one], {GPU[0]: WORLD, COUNT: 1})
-    claim = {GPU[0]: 50, COUNT: 1}
-    assert set(FreeMemory(devices, [one]).short(claim)) == {GPU[0], COUNT}
-    assert FreeMemory(devices, [one], memory=False).short(claim) == [COUNT]
 
 
 # Several views as one
@@ -245,21 +171,6 @@ def test_the_largest_margin_and_the_smallest_limit_hold_for_all_of_one_memory() 
 
 def test_sizes_are_added_where_their_memory_is() -> None:
     assert pooled({GPU[0]: 30, CPU: 4, GPU[1]: 7}, {GPU[0]: CPU}) == {CPU: 34, GPU[1]: 7}
-
-
-@pytest.mark.parametrize("by_driver", [True, False])
-def test_victims_are_kept_only_while_the_rest_is_enough(by_driver: bool) -> None:
-    """15 and 40 bytes are needed for 45. Of the other two, 10 bytes each, neither is."""
-    sizes = {1: 15, 2: 10, 3: 10, 4: 40}
-    residents = [
-        resident(id, {GPU[0]: 1 if by_driver else size}, measured={GPU[0]: size if by_driver else 1})
-        for id, size in sizes.items()
-    ]
-    rows = [Device(id=GPU[0], total=100, used=100 if by_driver else 29, foreign=25)]
-    view = FreeMemory(rows, residents)
-    claim = {GPU[0]: 45}
-    victims = view.enough(claim, residents, view.short(claim))
-    assert [one.id for one in victims or ()] == [1, 4]
 
 
 @pytest.mark.parametrize("further", [{}, {CPU: 1, COUNT: 1}])
