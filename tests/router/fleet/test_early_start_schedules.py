@@ -40,14 +40,6 @@ async def test_a_worker_starts_early_while_its_victim_stops() -> None:
 
 
 @virtual
-async def test_an_early_start_slower_than_its_victim_continues_as_the_worker() -> None:
-    world = two(prepare_seconds=5.0)
-    await world.ask("a")
-    assert await world.ask("b") == pytest.approx(5.0 + 2.0, abs=0.1)
-    assert world.entries("").count("prepare b") == 1
-
-
-@virtual
 async def test_memory_of_an_early_start_becomes_part_of_its_worker() -> None:
     world = two(prepare_seconds=1.0)
     await world.ask("a")
@@ -83,21 +75,6 @@ async def test_a_process_without_memory_of_its_own_is_not_started_early() -> Non
 
 
 @virtual
-async def test_an_early_start_without_clients_ends_and_returns_its_memory() -> None:
-    world = two()
-    await world.ask("a")
-    request = asyncio.create_task(world.ask("b"))
-    await asyncio.sleep(1.0)
-    assert "prepared b" in world.entries("")
-    request.cancel()
-    await asyncio.gather(request, return_exceptions=True)
-    await asyncio.sleep(10.0)
-    assert "dismissed b" in world.entries("")
-    assert world.fleet.workers() == []
-    assert world.launcher.used(CPU) == 0
-
-
-@virtual
 async def test_a_crashed_early_start_does_not_fail_the_request() -> None:
     world = two(prepare_fails=[WorkerLost("b: ended by signal 9", cause="crashed", exit=-9)])
     await world.ask("a")
@@ -113,17 +90,6 @@ async def test_a_final_error_of_an_early_start_fails_the_load_at_once() -> None:
     with pytest.raises(LoadFailed, match=r"^b cannot be loaded: config\.json names no architecture$"):
         await world.ask("b")
     assert at(world, "dismissed b") < at(world, "stop a") + 1.0
-
-
-@virtual
-async def test_a_new_request_for_a_victim_waits_behind_the_demand() -> None:
-    world = two()
-    await world.ask("a")
-    newcomer = asyncio.create_task(world.ask("b"))
-    await asyncio.sleep(1.0)
-    again = asyncio.create_task(world.ask("a"))
-    await asyncio.gather(newcomer, again)
-    assert world.entries("ready") == ["ready a", "ready b", "ready a"]
 
 
 @virtual
@@ -167,15 +133,3 @@ async def test_an_early_start_for_an_accelerator_uses_main_memory_only() -> None
     assert waited == pytest.approx(5.0, abs=0.1)
     worker = world.worker("b")
     assert (worker.reserved[GPU0], worker.reserved[CPU]) == (6 * GIB, GIB)
-
-
-@virtual
-async def test_a_closing_router_leaves_no_early_start() -> None:
-    world = two()
-    await world.ask("a")
-    request = asyncio.create_task(world.ask("b"))
-    await asyncio.sleep(1.0)
-    closing = asyncio.create_task(world.fleet.close())
-    await asyncio.gather(request, closing, return_exceptions=True)
-    assert world.entries("")[-1] in ("dismissed b", "stopped a")
-    assert world.launcher.used(CPU) == 0

@@ -58,12 +58,3 @@ async def test_with_an_evict_timeout_a_running_answer_is_cut_when_that_is_over_a
     assert why is not None
     assert (why.reason, why.status) == ("draining", 503)
     assert waited == pytest.approx(5.0 + 20.0 + STOP + LOAD, abs=0.1)
-
-
-@virtual
-async def test_an_answer_that_ends_within_the_evict_timeout_is_whole() -> None:
-    world = pair(evict_timeout=20.0)
-    short = asyncio.create_task(answered(world, "a", 20.0))
-    await asyncio.sleep(10)
-    await world.ask("b")
-    assert await short == (20.0, None)

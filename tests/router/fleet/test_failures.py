@@ -20,7 +20,6 @@ from router.errors import (
 )
 from router.events import Event
 from router.fleet.admission import Limits
-from router.fleet.scheduler import resident_of
 from router.fleet.worker import State
 from router.launch.interface import WorkerLost
 from router.planner.ledger import Reading
@@ -82,19 +81,6 @@ async def test_service_and_a_complete_answer_reset_the_crash_count() -> None:
         world.launcher.say("a", RequestEnded(id="r", completion_tokens=3))
         await asyncio.sleep(80)
     assert world.journal == ["start a"] * 5
-
-
-@virtual
-async def test_waiting_requests_get_the_real_pause() -> None:
-    world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 0}})
-    world.launcher.models["a"].start_fails = [crash() for _ in range(8)]
-    for _ in range(8):
-        with pytest.raises(LoadBackoff) as refused:
-            await world.ask("a")
-        failure = world.fleet.models["a"].failure
-        assert failure is not None
-        assert refused.value.retry_after == pytest.approx(min(60.0, max(1.0, failure.until - world.now)))
-        await asyncio.sleep(failure.until - world.now + 0.01)
 
 
 @virtual
@@ -262,20 +248,6 @@ async def test_a_load_that_exits_by_itself_is_not_retried_at_once() -> None:
         await world.stop()
 
 
-@virtual
-async def test_a_killed_load_without_requests_is_not_retried() -> None:
-    world = Schedule({"a": GIB})
-    world.launcher.models["a"].start_fails = [killed()]
-    asked = asyncio.create_task(world.ask("a"))
-    world.launcher.hold("start a")
-    await asyncio.sleep(0.1)
-    asked.cancel()
-    await asyncio.sleep(0)
-    world.launcher.release("start a")
-    await asyncio.sleep(10)
-    assert world.journal == ["start a"]
-
-
 # Reloads
 
 
@@ -411,21 +383,6 @@ async def test_many_progress_reports_do_not_crowd_out_other_events() -> None:
     await asked
 
 
-@virtual
-async def test_leaving_since_is_the_time_of_retirement() -> None:
-    world = Schedule({"a": GIB, "b": GIB})
-    requests = [asyncio.create_task(world.ask(name, 100.0)) for name in "ab"]
-    await asyncio.sleep(10)
-    world.fleet.unload("b")
-    await asyncio.sleep(5)
-    world.fleet.unload("a")
-    retired = {worker.preset.id: resident_of(worker).leaving_since for worker in world.fleet.workers()}
-    assert retired == {"b": pytest.approx(10.0), "a": pytest.approx(15.0)}
-    for request in requests:
-        request.cancel()
-    await asyncio.gather(*requests, return_exceptions=True)
-
-
 # The router's own faults
 
 
@@ -468,17 +425,6 @@ async def test_a_planner_that_keeps_failing_ends_the_router() -> None:
         await world.fleet.scheduler.broken.wait()
     await world.fleet.close()
     assert world.fleet.workers() == []
-
-
-@virtual
-async def test_a_failing_event_listener_harms_no_lifecycle() -> None:
-    world = Schedule({"a": GIB})
-
-    def fail(event: Event) -> None:
-        raise ValueError("a bug in an event listener")
-
-    world.events.fold(fail)
-    await world.ask("a")
 
 
 @virtual

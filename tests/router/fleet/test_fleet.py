@@ -13,9 +13,7 @@ from router.errors import (
     ApiError,
     DoesNotFit,
     Draining,
-    LoadBackoff,
     LoadFailed,
-    ModelNotFound,
     ModelNotLoaded,
     NotRunning,
     QueueTimeout,
@@ -130,48 +128,6 @@ async def test_the_least_recently_used_is_evicted(size: int, limits: Limits) -> 
 
 
 @virtual
-async def test_memory_is_reserved_before_spawn_and_returned_after_settling() -> None:
-    world = Schedule({"a": 5 * GIB, "b": 5 * GIB})
-    world.launcher.reading_lag = 1.5
-    await world.ask("a")
-    await asyncio.sleep(60)
-    asked = asyncio.create_task(world.ask("b"))
-    await asked
-    stopped = next(at for at, entry in world.launcher.timeline if entry == "stopped a")
-    started = next(at for at, entry in world.launcher.timeline if entry == "start b")
-    assert started >= stopped + 1.5
-
-
-@virtual
-async def test_a_leased_worker_is_not_stopped() -> None:
-    world = Schedule({"a": 5 * GIB, "b": 5 * GIB})
-    long = asyncio.create_task(world.ask("a", 100.0))
-    await asyncio.sleep(10)
-    waited = await world.ask("b")
-    assert long.done()
-    assert waited > 90
-    assert world.journal == ["start a", "stop a", "start b"]
-
-
-@virtual
-async def test_a_retired_worker_takes_no_new_leases() -> None:
-    """A hot model cannot starve a cold one: past patience its newcomers wait behind the cold one."""
-    world = Schedule({"hot": 5 * GIB, "cold": 5 * GIB})
-
-    async def heat() -> None:
-        while True:
-            await world.ask("hot", 3.0)
-
-    heaters = [asyncio.create_task(heat()) for _ in range(3)]
-    await asyncio.sleep(30)
-    waited = await world.ask("cold")
-    assert waited < 10 + 3 + 0.5 + 2 + 1  # patience, longest request, stop, load
-    for heater in heaters:
-        heater.cancel()
-    await gather(*heaters)
-
-
-@virtual
 async def test_a_ready_model_waits_for_nobody() -> None:
     world = Schedule({"a": GIB, "slow": GIB}, models={"slow": FakeModel(shards=(GIB,), load_seconds=500.0)})
     await world.ask("a")
@@ -198,17 +154,6 @@ async def test_a_model_that_can_never_fit_is_refused_with_the_arithmetic_and_evi
 
 
 @virtual
-async def test_no_eviction_or_refusal_on_a_static_estimate() -> None:
-    sizes = {"a": 5 * GIB, "b": 5 * GIB}
-    world = Schedule(sizes, keys={"a": {"required_memory": {"": 5 * GIB}}}, totals={CPU: 5 * GIB + 300}, stated=False)
-    world.launcher.models["b"].shards = (GIB,)
-    await world.ask("a")
-    await asyncio.sleep(60)
-    await world.ask("b")
-    assert world.journal == ["start a", "estimate b", "stop a", "start b"]
-
-
-@virtual
 async def test_a_request_that_waits_for_an_estimate_is_told_so_and_holds_up_nobody() -> None:
     stated = {name: {"required_memory": {"": size}} for name, size in (("a", 5 * GIB), ("c", 60 * MIB))}
     world = Schedule({"a": 5 * GIB, "b": GIB, "c": 60 * MIB}, keys=stated, totals={CPU: 5 * GIB + 64 * MIB},
@@ -224,20 +169,6 @@ async def test_a_request_that_waits_for_an_estimate_is_told_so_and_holds_up_nobo
 
 
 @virtual
-async def test_an_exact_estimate_is_made_once() -> None:
-    world = Schedule({"a": 5 * GIB, "b": GIB}, totals={CPU: 5 * GIB}, keys={"a": {"required_memory": {"": 5 * GIB}}},
-                     stated=False)  # fmt: skip
-    await world.ask("a")
-    await asyncio.sleep(60)
-    await world.ask("b")
-    await asyncio.sleep(60)
-    await world.ask("a")
-    await asyncio.sleep(60)
-    await world.ask("b")
-    assert world.journal.count("estimate b") == 1
-
-
-@virtual
 async def test_a_download_comes_before_the_queue_and_takes_no_memory() -> None:
     world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, missing=("b",))
     world.launcher.models["b"].download_seconds = 30.0
@@ -247,21 +178,6 @@ async def test_a_download_comes_before_the_queue_and_takes_no_memory() -> None:
     assert await world.ask("a") == 0.0
     await coming
     assert world.journal == ["start a", "download b", "stop a", "start b"]
-
-
-@virtual
-async def test_no_eviction_for_a_client_that_left() -> None:
-    world = Schedule({"a": 5 * GIB, "b": 5 * GIB})
-    busy = asyncio.create_task(world.ask("a", 5.0))
-    await asyncio.sleep(3)
-    leaver = asyncio.create_task(world.ask("b"))
-    await asyncio.sleep(1)
-    leaver.cancel()
-    await gather(leaver)
-    await asyncio.sleep(60)
-    assert busy.done()
-    assert world.journal == ["start a"]
-    assert world.fleet.models["b"].workers == []
 
 
 @virtual
@@ -318,30 +234,6 @@ async def test_an_unload_drains_and_cuts_only_after_the_drain_timeout() -> None:
 
 
 @virtual
-async def test_a_draining_model_is_loaded_again_for_new_requests() -> None:
-    world = Schedule({"a": GIB})
-    long = asyncio.create_task(world.ask("a", 20.0))
-    await asyncio.sleep(5)
-    world.fleet.unload("a")
-    assert await world.ask("a") == pytest.approx(2.0, abs=0.1)
-    assert not long.done()
-    await long
-
-
-@virtual
-async def test_a_failed_start_backs_off_with_its_cause() -> None:
-    world = Schedule({"a": GIB})
-    world.launcher.models["a"].start_fails = [crash("no luck")]
-    with pytest.raises(LoadBackoff, match="no luck"):
-        await world.ask("a")
-    with pytest.raises(LoadBackoff, match="no luck"):
-        await world.ask("a")
-    assert world.journal == ["start a"]
-    await asyncio.sleep(1.1)
-    await world.ask("a")
-
-
-@virtual
 @pytest.mark.parametrize("by_command", [True, False])
 async def test_a_final_failure_is_not_retried_without_a_load_command_or_new_files(by_command: bool) -> None:
     world = Schedule({"a": GIB})
@@ -377,17 +269,6 @@ async def test_a_load_that_runs_out_of_memory_evicts_one_more_and_is_retried() -
         assert world.costs("a").estimate.source == "learned"
         assert sum(world.costs("a").estimate.shards) >= 33 * GIB
     await world.fleet.close()
-
-
-@virtual
-async def test_a_worker_that_dies_in_service_is_replaced_by_the_next_request() -> None:
-    world = Schedule({"a": GIB})
-    await world.ask("a")
-    world.launcher.die("a")
-    await asyncio.sleep(1)
-    assert world.fleet.models["a"].reason == "crashed"
-    assert await world.ask("a") > 0
-    assert world.journal == ["start a", "start a"]
 
 
 @virtual
@@ -442,19 +323,6 @@ async def test_a_changed_preset_restarts_its_worker_and_a_live_key_does_not() ->
     await asyncio.sleep(5)
     assert world.journal == ["start a", "start b", "stop a"]
     assert world.fleet.models["a"].reason == "config_changed"
-
-
-@virtual
-async def test_a_removed_model_drains_and_is_not_found() -> None:
-    world = Schedule({"a": GIB})
-    long = asyncio.create_task(world.ask("a", 10.0))
-    await asyncio.sleep(3)
-    world.fleet.models.apply({})
-    with pytest.raises(ModelNotFound):
-        await world.ask("a")
-    await long
-    await asyncio.sleep(5)
-    assert world.fleet.workers() == []
 
 
 @virtual

@@ -73,17 +73,6 @@ async def test_a_model_larger_than_all_devices_is_refused_with_the_figures_of_ea
 
 
 @virtual
-async def test_victims_on_both_devices_leave_together_or_not_at_all() -> None:
-    scene = world(7 * GIB, small=4 * GIB)
-    await scene.ask("a")
-    await scene.ask("b")
-    assert await scene.ask("big") < 30.0
-    assert sorted(scene.entries("stop ")) == ["stop a", "stop b"]
-    await scene.ask("a")  # and it leaves both for a small one
-    assert {worker.preset.id for worker in scene.fleet.workers() if worker.open} == {"a"}
-
-
-@virtual
 async def test_a_refusal_names_the_settings_that_would_fit() -> None:
     scene = world(7 * GIB, split_mode="none")
     scene.files.facts = replace(FOUR_GIB, linears=Linears(28, 4 * GIB, 1000, GIB // 16))

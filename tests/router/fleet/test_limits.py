@@ -201,14 +201,6 @@ async def test_a_preview_of_a_full_model_is_the_error_of_one_more_request() -> N
 
 
 @virtual
-async def test_models_max_of_zero_is_no_limit() -> None:
-    names = [f"m{number}" for number in range(30)]
-    world = Schedule(dict.fromkeys(names, GIB // 8), limits=Limits(models_max=0))
-    assert max(await asyncio.gather(*map(world.ask, names))) < 3.0
-    assert len(world.fleet.workers()) == 30
-
-
-@virtual
 async def test_the_shorter_idle_time_holds_unless_a_request_sets_another() -> None:
     """`sleep-idle-seconds` 20 s, `ttl` 60 s; what requests wish as keep-alive stands in place of `ttl`."""
     for request, leaves_after in ((None, 20.0), (5.0, 5.0), (0.0, 0.0), (40.0, 20.0), (-1.0, 20.0)):

@@ -8,7 +8,6 @@ import pytest
 
 from router.errors import QueueFull
 from router.fleet.admission import Limits
-from router.fleet.model import REPLICA_PAUSE
 from router.fleet.worker import State, Worker
 from router.launch.interface import WorkerLost
 from tests.fakes import CPU, GIB, GPU0, GPU1, GPU2, MIB, FakeModel
@@ -57,14 +56,6 @@ async def test_an_idle_replica_ends_and_the_required_worker_stays() -> None:
     await asyncio.sleep(25)
     [left] = workers(scene)
     assert (left.best_effort, left.state) == (False, State.READY)
-
-
-@virtual
-async def test_the_minimum_of_replicas_starts_with_the_first_request_and_stays() -> None:
-    scene = world({"a": GIB}, (3, 3))
-    await scene.ask("a")
-    await asyncio.sleep(120)
-    assert [worker.state for worker in workers(scene)] == [State.READY] * 3
 
 
 @virtual
@@ -142,20 +133,6 @@ async def test_a_replica_without_memory_is_dropped_and_not_tried_with_each_reque
 
 
 @virtual
-async def test_a_crowded_model_gets_its_replica_once_memory_is_free() -> None:
-    scene = world({"a": 5 * GIB, "b": 5 * GIB})
-    await scene.ask("b")
-    await scene.ask("a")
-    asking = await load_of(scene, 4, 60.0)
-    scene.fleet.unload("b")
-    await asyncio.sleep(REPLICA_PAUSE + 1)
-    asking += await load_of(scene, 1, 1.0)
-    await asyncio.sleep(5)
-    assert len(workers(scene)) == 2
-    await asyncio.gather(*asking)
-
-
-@virtual
 async def test_a_failed_replica_harms_no_request() -> None:
     models = {"a": FakeModel(shards=(3 * GIB,))}
     scene = world({"a": 3 * GIB}, models=models)
@@ -187,16 +164,6 @@ async def test_replicas_of_an_unused_model_are_not_started_again() -> None:
     begun = len(scene.journal)
     await asyncio.sleep(600)
     assert (workers(scene), len(scene.journal)) == ([], begun)
-
-
-@virtual
-async def test_an_unload_ends_all_replicas() -> None:
-    scene = world({"a": 3 * GIB}, (2, 2))
-    await scene.ask("a")
-    await asyncio.sleep(10)
-    ended = scene.fleet.unload("a")
-    await asyncio.gather(*(worker.stopped.wait() for worker in ended))
-    assert (len(ended), scene.launcher.running) == (2, {})
 
 
 @virtual

@@ -10,8 +10,6 @@ from router.api.status import status
 from router.config.presets import Preset
 from router.errors import DoesNotFit, LoadFailed
 from router.fleet.load_cost import EXCESS_BYTES, EXCESS_PATIENCE, forget_learned
-from router.fleet.model import FEWEST_PAUSES
-from router.fleet.scheduler import resident_of
 from router.fleet.worker_argv import estimate_command, options, serve_fields, threads
 from router.launch.interface import WorkerLost
 from router.memory.estimate import SAFETY_FACTOR, SERVING_HOST, beside_steps, estimate
@@ -317,6 +315,18 @@ async def test_a_worker_that_drains_or_dies_stays_charged_until_its_memory_is_ba
 
 
 @virtual
+async def test_shards_on_an_accelerator_without_memory_and_their_process_are_charged_to_main_memory() -> None:
+    launcher = FakeLauncher({CPU: 8 * GIB, GPU: 8 * GIB}, {"a": FakeModel(shards=(GIB,), host=GIB)}, pools={GPU: CPU})
+    keys = {"a": {"required_memory": {"": GIB, "cpu": GIB}}}
+    world = Schedule({"a": GIB}, keys=keys, launcher=launcher)
+    await world.ask("a")
+    worker = world.worker("a")
+    assert (worker.place, worker.reserved[CPU], worker.reserved.get(GPU, 0)) == ((GPU,), 2 * GIB, 0)
+    world.fleet.scheduler.plan_now()
+    assert [(device.used, device.foreign) for device in world.fleet.scheduler.devices] == [(2 * GIB, 0)] * 2
+
+
+@virtual
 async def test_where_only_the_weights_are_known_the_exact_estimate_comes_before_the_plan() -> None:
     world = forking(a=model())
     world.files.facts = replace(LLAMA, kv_heads=0)
@@ -362,46 +372,13 @@ async def test_a_guess_from_the_weights_is_never_unlimited() -> None:
 
 @virtual
 async def test_a_refusal_names_the_keys_that_lower_the_estimate() -> None:
-    for stated, way_out in (
-        (True, "lower required-memory"),
-        (False, "use a device with more memory, or a smaller model"),
+    for total, stated, way_out in (
+        (GIB // 2, True, "lower required-memory"),
+        (GIB // 2, False, "use a device with more memory, or a smaller model"),
+        (GIB, True, "lower required-memory, or lower the margin"),
     ):
-        world = Schedule({"a": GIB}, totals={CPU: GIB // 2}, models={"a": FakeModel(shards=(GIB,))}, stated=stated)
+        models = {"a": FakeModel(shards=(GIB,))}
+        world = Schedule({"a": GIB}, totals={CPU: total}, margin=64 * MIB, models=models, stated=stated)
         with pytest.raises(DoesNotFit, match=rf"MiB\); {way_out}$"):
             await world.ask("a")
         await world.stop()
-
-
-@virtual
-async def test_the_planners_view_of_a_worker_is_cached_until_it_changes() -> None:
-    world = Schedule({"a": GIB}, keys={"a": {"ttl": 60.0}})
-    await world.ask("a")
-    [worker] = world.fleet.workers()
-    before = resident_of(worker)
-    assert resident_of(worker) is before
-    world.launcher.say("a", Pulse(steps=1, running=0, waiting=0, measured={"cpu": 2 * GIB}, mapped=GIB))
-    assert (resident_of(worker).measured[CPU], resident_of(worker).reserved[CPU]) == (GIB, 2 * GIB)
-    before = resident_of(worker)
-    for change in (
-        lambda: world.fleet.models.change(replace(world.presets["a"], priority=1)),
-        lambda: setattr(worker.usage, "keep_alive", 5.0),
-        lambda: world.fleet.unload("a"),
-    ):
-        change()
-        assert resident_of(worker) != before
-        before = resident_of(worker)
-    assert (before.priority, before.expires, before.leaving) == (1, worker.usage.last_used + 5.0, True)
-    worker.model.pauses.extend([1.0] * FEWEST_PAUSES)
-    assert resident_of(worker).request_interval == 1.0
-
-
-@virtual
-async def test_the_planners_view_shows_the_present_reservation_and_is_a_copy() -> None:
-    world = Schedule({"a": GIB})
-    await world.ask("a")
-    [worker] = world.fleet.workers()
-    before = resident_of(worker)
-    worker.reserved[CPU] -= GIB // 4  # as after an early start has ended
-    assert before.reserved[CPU] == GIB
-    assert resident_of(worker).reserved[CPU] == GIB - GIB // 4
-    assert {id: reserved for id, _, reserved in resident_of(worker).holds} == worker.reserved

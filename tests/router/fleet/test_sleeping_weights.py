@@ -100,18 +100,6 @@ async def test_a_pinned_model_that_sleeps_stays() -> None:
 
 
 @virtual
-async def test_nothing_sleeps_without_a_budget_or_beyond_it() -> None:
-    for sleep in (0, FILES - 1):
-        world = gpu("a", "b", sleep=sleep)
-        await world.ask("a")
-        await world.ask("b")
-        await settled(world)
-        assert value(world, "a") == "unloaded"
-        assert world.entries("hold") == []
-        await world.stop()
-
-
-@virtual
 async def test_a_model_that_has_a_worker_again_when_its_sleep_is_decided_does_not_sleep() -> None:
     world = gpu("a")
     await world.ask("a")

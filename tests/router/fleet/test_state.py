@@ -20,9 +20,3 @@ async def test_a_later_state_is_entered_with_an_event_and_a_state_never_goes_bac
         enter(worker, to, events, 5.0)
         expected = (to, 5.0, 1) if to > current else (current, 0.0, 0)
         assert (worker.state, worker.since, len(events.since(0) or ())) == expected
-
-
-def test_memory_is_held_from_starting_until_stopped() -> None:
-    names = ["DOWNLOADING", "QUEUED", "STARTING", "READY", "STOPPING", "STOPPED"]
-    assert [state.name for state in sorted(STATES)] == names
-    assert [state for state in STATES if state.holds_memory] == [State.STARTING, State.READY, State.STOPPING]

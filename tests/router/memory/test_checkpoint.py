@@ -232,24 +232,6 @@ def test_files_outside_the_snapshot_are_not_opened(tmp_path: Path) -> None:
             read(folder)
 
 
-@pytest.mark.parametrize(
-    ("files", "capabilities"),
-    [
-        ({}, ("completion",)),
-        ({"chat_template.jinja": "{{ messages }}"}, ("chat", "completion")),
-        ({"tokenizer_config.json": '{"chat_template": "{{ messages }}"}'}, ("chat", "completion")),
-        ({"modules.json": "[]", "chat_template.jinja": "{{ messages }}"}, ("embedding", "rerank")),
-    ],
-)
-def test_capabilities_follow_from_the_files(
-    tmp_path: Path, files: dict[str, str], capabilities: tuple[str, ...]
-) -> None:
-    folder = snapshot(tmp_path)
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    assert read(folder).capabilities == capabilities
-
-
 def test_a_head_that_scores_pairs_reranks_and_does_not_embed(tmp_path: Path) -> None:
     scorer = ["BertForSequenceClassification"]
     assert read(snapshot(tmp_path / "scorer", architectures=scorer)).capabilities == ("rerank",)
@@ -344,6 +326,9 @@ TOOLS = "{% if tools %}{{ tools }}{% endif %}{{ messages }}"
 @pytest.mark.parametrize(
     ("config", "files", "settings", "capabilities"),
     [
+        ({}, {}, {}, ["completion"]),
+        ({}, {"tokenizer_config.json": '{"chat_template": "{{ messages }}"}'}, {}, ["chat", "completion"]),
+        ({}, {"modules.json": "[]", "chat_template.jinja": "{{ messages }}"}, {}, ["embedding", "rerank"]),
         ({}, {"chat_template.jinja": TOOLS}, {}, ["chat", "completion", "tools"]),
         ({}, {"chat_template.jinja": TOOLS}, {"chat_template": "{{ messages }}"}, ["chat", "completion"]),
         ({}, {}, {"chat_template": TOOLS}, ["chat", "completion", "tools"]),

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from router.config.presets import Preset
 from router.memory import estimate as estimates
 from router.memory.checkpoint_facts import (
-    DTYPE_BYTES,
     Checkpoint,
     ContextTooLarge,
     Linears,
@@ -36,7 +35,6 @@ from tests.router.checkpoints import QWEN3_4B, checkpoints, most_context, preset
 from worker.protocol.events import Estimated
 from worker.protocol.memory import (
     ATTENTION_TILE_BYTES,
-    DEVICE_PROCESS_BYTES,
     DEVICE_PROCESS_HOST_BYTES,
     GATHERED_BYTES,
     GRAMMAR_BYTES,
@@ -251,11 +249,6 @@ def test_segments_and_source_are_stated_by_shard() -> None:
     assert (two.layers, len(two.shards)) == ((16, 20), 2)
 
 
-def test_a_step_of_a_4b_model_is_above_its_logits_and_below_a_gibibyte() -> None:
-    compute = estimate(QWEN3_4B, preset(), on_host=False).compute[0]
-    assert 4 * 151936 * 4 < 30 * MIB < compute < 1024 * MIB
-
-
 def test_layers_behind_an_embedder_are_float32() -> None:
     plain = replace(QWEN3_4B, capabilities=("embedding", "rerank"))
     projected = replace(plain, head_elements=1000)
@@ -383,12 +376,6 @@ def test_reserved_memory_is_added_on_each_device_to_any_estimate() -> None:
     assert estimates.from_trace(said, more) == MemoryEstimate((5,), (4,), (3,), (1002,), 1, "exact", 1000)
 
 
-def test_an_accelerator_has_its_context_and_main_memory_the_process() -> None:
-    found = estimate(QWEN3_4B, preset(), on_host=False)
-    assert found.runtime == (DEVICE_PROCESS_BYTES + beside_steps(found.compute[0]),)
-    assert found.total == found.shards[0] + BESIDE
-
-
 @given(facts=checkpoints, said=presets, on_host=st.booleans(), more=st.integers(1, 900))
 def test_an_estimate_never_falls_when_anything_grows(facts: Checkpoint, said: Preset, on_host: bool, more: int) -> None:
     base = estimate(facts, said, on_host=on_host)
@@ -402,71 +389,12 @@ def test_an_estimate_never_falls_when_anything_grows(facts: Checkpoint, said: Pr
     assert min(base.shards) > 0
 
 
-@given(
-    facts=checkpoints,
-    said=presets,
-    on_host=st.booleans(),
-    elements=st.integers(64, 1 << 33),
-    kept=st.integers(0, 1 << 20),
-    form=st.sampled_from(
-        [("gptq", "int32", 8), ("awq", "int32", 8), ("fp8", "float8_e4m3fn", 1), ("bnb-4bit", "uint8", 2)]
-    ),
-)
-def test_quantization_never_enlarges(
-    facts: Checkpoint, said: Preset, on_host: bool, elements: int, kept: int, form: tuple[str, str, int]
-) -> None:
-    """The same parameters quantized, with a 16-bit scale for 64 of them, and some plain ones. A step may need more,
-    because it dequantizes a matrix: in a model with few matrices that is all that was saved."""
-    method, stored, each = form
-    size = {"int32": 4}.get(stored, 1)
-    number = -(-elements // each)
-    quantized = {stored: Tally(number, number * size), facts.dtype: Tally(kept, kept * DTYPE_BYTES[facts.dtype])}
-    plain = {facts.dtype: Tally(elements + kept, (elements + kept) * DTYPE_BYTES[facts.dtype])}
-    whole = replace(facts, tensors=plain, file_bytes=plain[facts.dtype].bytes, largest=1 << 20)
-    scales = elements // 64 * 2
-    small = replace(facts, tensors=quantized, file_bytes=sum(t.bytes for t in quantized.values()) + scales,
-                    quantization=method, scale_bytes=scales, largest=1 << 20)  # fmt: skip
-    quantized_one, plain_one = (estimate(each, said, on_host=on_host) for each in (small, whole))
-    assert at_rest(quantized_one) <= at_rest(plain_one)
-
-
-def at_rest(found: MemoryEstimate) -> int:
-    """Bytes of the device that the model holds between steps; the method's library is not part of it."""
-    return sum((*found.weights, *found.context))
-
-
 def test_a_model_of_real_size_needs_less_when_quantized_steps_included() -> None:
     sizes = [
         estimate(LARGE_LAYERS, preset(quantization=method), on_host=False).shards[0]
         for method in ("auto", "bnb-8bit", "bnb-4bit")
     ]
     assert sorted(sizes, reverse=True) == sizes
-
-
-@given(
-    facts=checkpoints,
-    said=presets,
-    on_host=st.booleans(),
-    count=st.integers(4, 500),
-    rows=st.integers(64, 8192),
-    columns=st.integers(64, 8192),
-    method=st.sampled_from(["bnb-8bit", "bnb-4bit"]),
-)
-def test_quantization_on_load_never_enlarges_a_model_at_rest(
-    facts: Checkpoint, said: Preset, on_host: bool, count: int, rows: int, columns: int, method: str
-) -> None:
-    each = rows * columns
-    linears = Linears(count, count * each, count * rows, count * -(-each // 64))
-    elements = linears.elements + 100_000
-    size = DTYPE_BYTES[facts.dtype]
-    whole = replace(facts, tensors={facts.dtype: Tally(elements, elements * size)}, file_bytes=elements * size,
-                    linears=linears, largest=each * size)  # fmt: skip
-    small = replace(said, quantization=method)
-    if on_host:
-        assert weight_bytes(whole, small, on_host=True) <= weight_bytes(whole, said, on_host=True)
-    else:
-        quantized_one, plain_one = (estimate(whole, each, on_host=False) for each in (small, said))
-        assert at_rest(quantized_one) <= at_rest(plain_one)
 
 
 @pytest.mark.parametrize(

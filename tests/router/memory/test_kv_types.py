@@ -2,15 +2,8 @@
 
 from dataclasses import replace
 
-import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
-
-from router.config.presets import Preset
-from router.memory.checkpoint_facts import Checkpoint
-from router.memory.estimate import estimate
 from router.memory.segments import compute_bytes, head_bytes, is_compact
-from tests.router.checkpoints import QWEN3_4B, checkpoints, most_context, preset, presets
+from tests.router.checkpoints import QWEN3_4B, most_context, preset
 
 KINDS = ("auto", "f32", "f16", "bf16", "int8", "int4")
 
@@ -46,25 +39,3 @@ def test_only_another_type_than_the_models_is_dequantized() -> None:
     assert is_compact("int8", "float32")
     same = compute_bytes(QWEN3_4B, preset(kv_cache_dtype="bf16"), 4096, on_host=True)
     assert same == compute_bytes(QWEN3_4B, preset(), 4096, on_host=True)
-
-
-@given(facts=checkpoints, preset=presets, on_host=st.booleans(), name=st.sampled_from(["int8", "int4"]))
-def test_quantized_keys_and_values_never_enlarge(facts: Checkpoint, preset: Preset, on_host: bool, name: str) -> None:
-    """A layer is dequantized at a time, so a model with but a few has nothing to gain: real ones have dozens."""
-    assume(facts.layers >= 12)
-    plain = estimate(facts, preset, on_host=on_host)
-    quantized = estimate(facts, replace(preset, kv_cache_dtype=name), on_host=on_host)
-    assert quantized.context[0] <= plain.context[0]
-    # One layer is dequantized for all sequences, so a cache of a single sequence may gain less than that.
-    assert quantized.granted(quantized.kv_steps).total <= plain.granted(plain.kv_steps).total
-
-
-@pytest.mark.parametrize("on_host", [True, False])
-def test_a_model_of_real_size_takes_much_less(on_host: bool) -> None:
-    plain, int8, int4 = (
-        estimate(QWEN3_4B, preset(kv_cache_dtype=name, kv_tokens=4 * 4096), on_host=on_host).total
-        for name in ("auto", "int8", "int4")
-    )
-    cache = 4 * 4096 * 36 * 2 * 8 * 128 * 2
-    assert plain - int8 > 0.3 * cache
-    assert plain - int4 > 0.5 * cache

@@ -8,14 +8,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from router import DISTRIBUTION
 from router.config.presets import Preset
@@ -56,24 +53,6 @@ def test_a_learned_figure_counts_up_to_a_bound_above_the_estimate_without_it() -
     assert huge.shards == (150 + MOST_BESIDE, 60 + 20 + 10 + 7)
     assert huge.host == 750 + MOST_BESIDE
     assert (huge.weights, huge.context) == (SPLIT.weights, SPLIT.context)
-
-
-@given(
-    sizes=st.tuples(*[st.integers(0, 1 << 40)] * 5),
-    beside=st.integers(0, 1 << 40),
-    host=st.integers(0, 1 << 40),
-    steps=st.booleans(),
-)
-def test_no_part_of_a_learned_estimate_is_negative_or_above_the_bound(
-    sizes: tuple[int, int, int, int, int], beside: int, host: int, steps: bool
-) -> None:
-    weights, context, compute, runtime, main = sizes
-    about = MemoryEstimate((weights,), (context,), (compute,), (runtime,), main)
-    found = with_learned(about, Learned((beside,), host, steps))
-    assert min(found.weights + found.context + found.compute + found.runtime) >= 0
-    assert found.shards[0] == min(
-        weights + context + beside + (0 if steps else compute), about.shards[0] * 3 // 2 + MOST_BESIDE
-    )
 
 
 def test_a_learned_figure_rises_at_once_and_falls_slowly(file: Path) -> None:
@@ -350,16 +329,6 @@ def test_each_record_reaches_the_disk_once(file: Path) -> None:
         write()
     assert json.loads(file.read_text())["seconds"] == {"a": [1.0, 2.0, 9.0]}
     assert known.load_seconds("a") == 2.0
-
-
-def test_another_thread_may_write(file: Path) -> None:
-    with ThreadPoolExecutor(1) as aside:
-        known = LearnedEstimates(file, later=aside.submit)
-        for number in range(200):
-            known.record_load(str(number % 7), float(number))
-            assert known.load_seconds(str(number % 7)) is not None
-    body = json.loads(file.read_text())["seconds"]
-    assert body == {str(name): [float(n) for n in range(200) if n % 7 == name][-5:] for name in range(7)}
 
 
 def test_the_key_differs_exactly_if_the_memory_may() -> None:

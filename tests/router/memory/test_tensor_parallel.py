@@ -87,11 +87,6 @@ def test_max_is_one_process_where_there_is_no_accelerator() -> None:
             "it has 2 heads of keys and values, which 4 does not divi",
         ),
         (with_widths(intermediate_size=28673), {"tensor_parallel": 2}, "it has 28673 columns in its MLP"),
-        (
-            with_widths(intermediate_size=28673, moe_intermediate_size=1408),
-            {"tensor_parallel": 2},
-            "it has 28673 columns in its MLP",
-        ),
         (with_widths(moe_intermediate_size=1407), {"tensor_parallel": 2}, "it has 1407 columns in its experts"),
         (
             with_widths(moe_intermediate_size=1408, shared_expert_intermediate_size=5633),

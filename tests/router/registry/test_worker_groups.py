@@ -121,7 +121,3 @@ def test_the_fleet_uses_the_same_object_for_a_preset_without_keys_of_its_name() 
     fleet = fleet_presets(found, group_presets(found))
     assert fleet["a"] is found["a"]
     assert fleet["b"] is not found["b"]
-
-
-def test_presets_with_different_worker_options_do_not_share_a_worker() -> None:
-    assert group_presets(pair("env.OWN = 1")) == [("one",), ("two",)]

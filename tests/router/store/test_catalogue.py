@@ -220,19 +220,6 @@ def test_a_folder_is_no_preset(tmp_path: Path) -> None:
     ]
 
 
-def test_a_second_read_finds_changes(tmp_path: Path) -> None:
-    path = tmp_path / "m.ini"
-    path.write_text("[a]\nmodel = demo:a\n")
-    found = Settings(models_preset=str(path), models_cache=False)
-    assert list(load_catalogue(found, {}, {}).presets) == ["a"]
-    path.write_text("[b]\nmodel = demo:b\n")
-    assert list(load_catalogue(found, {}, {}).presets) == ["b"]
-    path.write_text("[b]\nmodle = demo:b\n")
-    broken = load_catalogue(found, {}, {})
-    assert not broken.presets
-    assert str(broken.problems[0]) == f'{path}:2: [b] unknown key "modle"; did you mean "model"?'
-
-
 def test_the_built_in_models_are_listed_where_they_are_asked_for() -> None:
     assert not read().presets
     loaded = read(demo="on")
