@@ -50,15 +50,6 @@ async def test_a_snapshot_that_is_here_is_not_converted_by_a_load() -> None:
 
 
 @virtual
-async def test_a_snapshot_that_is_converted_already_is_not_converted_again() -> None:
-    schedule = schedule_of()
-    schedule.files.conversions["/snapshots/a"] = "/converted/a"
-    await schedule.ask("a")
-    assert schedule.journal == ["download a", "start a"]
-    assert schedule.worker("a").snapshot == "/converted/a"
-
-
-@virtual
 async def test_a_failed_conversion_is_an_event_and_the_snapshot_is_loaded_as_it_is() -> None:
     full = WorkerLost("a: the disk is full", cause="crashed", exit=Exit.DISK_FULL)
     schedule = schedule_of(model=FakeModel(shards=(GIB,), convert_fails=[full]))

@@ -75,18 +75,6 @@ async def test_files_that_are_being_prefetched_count_against_free_memory() -> No
 
 
 @virtual
-async def test_files_of_a_second_waiting_model_are_prefetched_beside_those_of_the_first() -> None:
-    world = world_of("a", "b", "c", "d", host=2 * FILES)
-    using = [asyncio.create_task(world.ask(name, 60.0)) for name in "ab"]
-    await asyncio.sleep(5)
-    for name in "cd":
-        using.append(asyncio.create_task(world.ask(name)))
-        await asyncio.sleep(5)
-    assert world.entries("read ") == ["read c", "read d"]
-    await asyncio.gather(*using)
-
-
-@virtual
 async def test_a_prefetched_model_evicts_no_worker_and_is_evicted_first() -> None:
     world = world_of("a", "b", "c", keys={"a": {"prefetch": ("b",)}})
     await world.ask("c")

@@ -4,9 +4,6 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
-from router.errors import QueueFull
 from router.fleet.admission import Limits
 from router.fleet.worker import State, Worker
 from router.launch.interface import WorkerLost
@@ -176,19 +173,3 @@ async def test_fewer_replicas_take_effect_without_a_restart() -> None:
     await asyncio.sleep(25)
     assert len(workers(scene)) == 1
     assert scene.journal == ["start a", "start a", "stop a"]
-
-
-# Limits of one model
-
-
-@virtual
-async def test_max_concurrent_refuses_with_the_time_to_retry() -> None:
-    scene = Schedule({"a": GIB}, keys={"a": {"max_concurrent": 2}})
-    await scene.ask("a", 8.0)
-    both = [asyncio.create_task(scene.ask("a", 8.0)) for _ in range(2)]
-    await asyncio.sleep(1)
-    with pytest.raises(QueueFull, match="max-concurrent") as refused:
-        await scene.ask("a")
-    assert refused.value.retry_after == pytest.approx(4.0)  # two at a time, eight seconds each
-    await asyncio.gather(*both)
-    await scene.ask("a")

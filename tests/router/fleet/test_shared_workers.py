@@ -86,16 +86,6 @@ async def test_presets_that_become_equal_share_the_running_worker() -> None:
 
 
 @virtual
-async def test_of_three_names_the_two_equal_ones_keep_the_worker() -> None:
-    world = World(a={}, b={}, c=WARM)
-    first = await world.ask("c")
-    result = world.reload(a={"ctx_size": 64}, b={}, c=WARM)
-    assert (result["changed"], result["restarted"]) == (["a"], [])
-    assert [await world.ask(name) for name in "bc"] == [first, first]
-    assert sorted(world.shared) == ["a", "b,c"]
-
-
-@virtual
 async def test_names_with_the_same_change_restart_once() -> None:
     world = World(a={}, b=WARM)
     first = await world.ask("a")

@@ -159,16 +159,6 @@ def test_more_devices_than_layers_are_not_used() -> None:
         ways(small, preset(pipeline_parallel=4), GPU, ROOM)
 
 
-def test_each_part_is_smaller_than_the_whole_model() -> None:
-    whole = estimate_whole(LARGE, preset(), on_host=False)
-    for ranks in (2, 4):
-        parts = tensor_parallel.estimate(LARGE, preset(), ranks, on_host=False)
-        assert len(parts.shards) == ranks
-        assert len(set(parts.shards)) == 1
-        assert parts.shards[0] < whole.shards[0]
-        assert parts.host > whole.host, "each process has libraries of its own"
-
-
 def test_required_memory_counts_for_each_rank() -> None:
     said = tensor_parallel.estimate(LARGE, preset(required_memory={"": 70 * GIB, "cpu": GIB}), 2, on_host=False)
     assert (said.weights, said.host, said.source, said.layers) == ((70 * GIB,) * 2, GIB, "preset", ())
