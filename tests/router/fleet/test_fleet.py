@@ -128,6 +128,30 @@ async def test_the_least_recently_used_is_evicted(size: int, limits: Limits) -> 
 
 
 @virtual
+async def test_memory_is_reserved_before_spawn_and_returned_after_settling() -> None:
+    world = Schedule({"a": 5 * GIB, "b": 5 * GIB})
+    world.launcher.reading_lag = 1.5
+    await world.ask("a")
+    await asyncio.sleep(60)
+    asked = asyncio.create_task(world.ask("b"))
+    await asked
+    stopped = next(at for at, entry in world.launcher.timeline if entry == "stopped a")
+    started = next(at for at, entry in world.launcher.timeline if entry == "start b")
+    assert started >= stopped + 1.5
+
+
+@virtual
+async def test_a_leased_worker_is_not_stopped() -> None:
+    world = Schedule({"a": 5 * GIB, "b": 5 * GIB})
+    long = asyncio.create_task(world.ask("a", 100.0))
+    await asyncio.sleep(10)
+    waited = await world.ask("b")
+    assert long.done()
+    assert waited > 90
+    assert world.journal == ["start a", "stop a", "start b"]
+
+
+@virtual
 async def test_a_ready_model_waits_for_nobody() -> None:
     world = Schedule({"a": GIB, "slow": GIB}, models={"slow": FakeModel(shards=(GIB,), load_seconds=500.0)})
     await world.ask("a")
@@ -151,6 +175,17 @@ async def test_a_model_that_can_never_fit_is_refused_with_the_arithmetic_and_evi
     assert status(world.fleet, world.fleet.models["huge"], admin=False)["reason"] == "does_not_fit"
     assert world.journal == ["start a"]
     assert world.fleet.models["huge"].open is None
+
+
+@virtual
+async def test_no_eviction_or_refusal_on_a_static_estimate() -> None:
+    sizes = {"a": 5 * GIB, "b": 5 * GIB}
+    world = Schedule(sizes, keys={"a": {"required_memory": {"": 5 * GIB}}}, totals={CPU: 5 * GIB + 300}, stated=False)
+    world.launcher.models["b"].shards = (GIB,)
+    await world.ask("a")
+    await asyncio.sleep(60)
+    await world.ask("b")
+    assert world.journal == ["start a", "estimate b", "stop a", "start b"]
 
 
 @virtual
@@ -178,6 +213,21 @@ async def test_a_download_comes_before_the_queue_and_takes_no_memory() -> None:
     assert await world.ask("a") == 0.0
     await coming
     assert world.journal == ["start a", "download b", "stop a", "start b"]
+
+
+@virtual
+async def test_no_eviction_for_a_client_that_left() -> None:
+    world = Schedule({"a": 5 * GIB, "b": 5 * GIB})
+    busy = asyncio.create_task(world.ask("a", 5.0))
+    await asyncio.sleep(3)
+    leaver = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(1)
+    leaver.cancel()
+    await gather(leaver)
+    await asyncio.sleep(60)
+    assert busy.done()
+    assert world.journal == ["start a"]
+    assert world.fleet.models["b"].workers == []
 
 
 @virtual

@@ -52,17 +52,10 @@ def machine(
 
 
 def decide(
-    waiting: Sequence[Demand],
-    residents: Sequence[Resident],
-    totals: Bytes,
-    *,
-    now: float = NOW,
-    patience: float = PATIENCE,
-    memory: bool = True,
-    **facts: Any,
+    waiting: Sequence[Demand], residents: Sequence[Resident], totals: Bytes, *, now: float = NOW, **facts: Any
 ) -> Plan:
-    policy = Policy(patience=patience, memory=memory)
-    return plan(waiting, residents, machine(residents, totals, **facts), now, policy)
+    """Return the plan of a machine with these residents; `facts` are those of `machine`."""
+    return plan(waiting, residents, machine(residents, totals, **facts), now, Policy(patience=PATIENCE))
 
 
 def claim_of(

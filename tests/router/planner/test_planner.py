@@ -10,10 +10,9 @@ from dataclasses import replace
 import pytest
 
 from router.planner.ledger import DeviceId, Resident
-from router.planner.planner import plan
 from router.planner.reasons import keep_reasons
-from router.planner.types import Eviction, KeepReason, Plan, Policy
-from tests.router.planner.fleets import COUNT, CPU, GPU, NOW, PATIENCE, decide, demand, machine, resident
+from router.planner.types import Eviction, KeepReason, Plan
+from tests.router.planner.fleets import COUNT, CPU, GPU, NOW, PATIENCE, decide, demand, resident
 
 ONE = {GPU[0]: 100}
 TWO = {GPU[0]: 100, GPU[1]: 100}
@@ -154,8 +153,8 @@ def test_a_limit_is_a_budget_for_our_memory_alone(shared: int) -> None:
 
     def ask(size: int) -> Plan:
         ours, waiting = resident(1, {CPU: 100}), [demand(9, size - shared, on=[CPU])]
-        limits = {"limit": {CPU: 200}, "shared": {CPU: shared}, "foreign": {CPU: 700}}
-        return plan(waiting, [ours], machine([ours], {CPU: 1000}, margin=20, **limits), NOW, Policy(patience=PATIENCE))
+        limit, ours_too, others = {CPU: 200}, {CPU: shared}, {CPU: 700}
+        return decide(waiting, [ours], {CPU: 1000}, margin=20, limit=limit, shared=ours_too, foreign=others)
 
     assert set(ask(80).start) == {9}
     assert evicted(ask(81)) == [1]
