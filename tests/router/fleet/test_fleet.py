@@ -96,16 +96,6 @@ async def test_a_fetch_takes_no_memory_and_becomes_a_load_with_a_request() -> No
     assert world.journal[2:] == ["download c", "stop a", "start c"]
 
 
-@virtual
-async def test_a_client_that_disconnects_stops_no_load_of_others() -> None:
-    world = Schedule({"a": GIB})
-    leaver = asyncio.create_task(world.ask("a"))
-    stayer = asyncio.create_task(world.ask("a"))
-    await asyncio.sleep(1.0)
-    leaver.cancel()
-    assert await stayer == pytest.approx(2.0, abs=0.1)
-
-
 @pytest.mark.parametrize(
     ("size", "limits"),
     [
@@ -257,30 +247,44 @@ async def test_load_and_unload_reject_what_is_already_done() -> None:
     assert world.fleet.models["a"].reason == "requested"
 
 
+async def answer_until_cut(world: Schedule) -> tuple[float, ApiError | None]:
+    """Answer a request for `a` until the worker ends it; return the time of that and the cause."""
+    cut = asyncio.Event()
+    with world.fleet.lease("a") as lease:
+        await lease.ready()
+        lease.on_abort = cut.set
+        await cut.wait()
+        return world.now, lease.aborted
+
+
 @virtual
 async def test_an_unload_drains_and_cuts_only_after_the_drain_timeout() -> None:
     world = Schedule({"a": GIB}, limits=Limits(drain_timeout=30.0))
-    outcome: list[tuple[float, ApiError | None]] = []
-
-    async def request() -> None:
-        with world.fleet.lease("a") as lease:
-            await lease.ready()
-            cut = asyncio.Event()
-            lease.on_abort = cut.set
-            await cut.wait()
-            outcome.append((world.now, lease.aborted))
-
-    asked = asyncio.create_task(request())
+    answer = asyncio.create_task(answer_until_cut(world))
     await asyncio.sleep(5)
     began = world.now
     (worker,) = world.fleet.unload("a")
     again = asyncio.create_task(world.ask("a"))
-    await asked
-    ((at, error),) = outcome
+    at, error = await answer
     assert at - began == pytest.approx(30.0)
     assert isinstance(error, Draining)
     await worker.stopped.wait()
     await again
+
+
+@virtual
+async def test_with_an_evict_timeout_a_running_answer_is_cut_when_that_is_over_and_not_before() -> None:
+    limits = Limits(patience=5.0, evict_timeout=20.0)
+    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"min_residency": 1.0}}, limits=limits)
+    answer = asyncio.create_task(answer_until_cut(world))
+    await asyncio.sleep(10)
+    arrived = world.now
+    waited = await world.ask("b")
+    at, error = await answer
+    assert at - arrived == pytest.approx(5.0 + 20.0, abs=0.1), "swap patience and evict timeout"
+    assert error is not None
+    assert (error.reason, error.status) == ("draining", 503)
+    assert waited == pytest.approx(5.0 + 20.0 + 0.5 + 2.0, abs=0.1), "and stop and load"
 
 
 @virtual

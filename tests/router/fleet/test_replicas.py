@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from router.fleet.admission import Limits
-from router.fleet.worker import State, Worker
+from router.fleet.worker import Worker
 from router.launch.interface import WorkerLost
 from tests.fakes import CPU, GIB, GPU0, GPU1, GPU2, MIB, FakeModel
 from tests.router.fleet.worlds import Schedule, virtual
@@ -42,17 +42,6 @@ async def test_a_crowded_model_gets_a_replica_on_the_emptier_device_and_leases_g
     asking += await load_of(scene, 3)
     assert [len(worker.leases) for worker in workers(scene)] == [3, 3]
     await asyncio.gather(*asking)
-
-
-@virtual
-async def test_an_idle_replica_ends_and_the_required_worker_stays() -> None:
-    scene = world({"a": 3 * GIB})
-    await scene.ask("a")
-    await asyncio.gather(*await load_of(scene, 3, 15.0))
-    assert len(workers(scene)) == 2
-    await asyncio.sleep(25)
-    [left] = workers(scene)
-    assert (left.best_effort, left.state) == (False, State.READY)
 
 
 @virtual

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from router.config.presets import Preset
-from router.memory.checkpoint import header, meta, modalities, offered, read
+from router.memory.checkpoint import meta, modalities, offered, read
 from router.memory.checkpoint_facts import Linears, Tally, UnknownCheckpoint
 from tests import tiny
 from tests.pickled import pickle_weights, poison
@@ -498,11 +498,6 @@ def test_reading_time_is_linear_in_the_number_of_tensors(tmp_path: Path) -> None
 
     calls(8)  # fills caches
     assert calls(160) < 12 * calls(16)
-
-
-def test_the_header_of_a_file_lists_dtype_shape_and_bytes(tmp_path: Path) -> None:
-    write_weights(tmp_path / "x.safetensors", {"a": ("F16", [2, 3]), "b": ("U8", [])})
-    assert header(tmp_path / "x.safetensors") == {"a": ("float16", (2, 3), 12), "b": ("uint8", (), 1)}
 
 
 def test_pickled_weights_have_the_facts_of_safetensors(tmp_path: Path) -> None:

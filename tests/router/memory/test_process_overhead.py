@@ -5,7 +5,7 @@ from pathlib import Path
 
 from router.config.presets import Preset
 from router.memory import estimate, tensor_parallel
-from router.memory.estimate import RUNTIME_FORKED, RUNTIME_HOST, SERVING_HOST, UNKNOWN, Overhead
+from router.memory.estimate import RUNTIME_HOST, SERVING_HOST, UNKNOWN, Overhead
 from router.memory.learned import LearnedEstimates
 from tests.router.fleet.worlds import LLAMA
 from worker.estimate import estimate as exact
@@ -17,12 +17,6 @@ MIB = 1 << 20
 CARD = "NVIDIA Fake A"
 MEASURED = Overhead(device=300 * MIB, host=900 * MIB)
 PRESET = Preset(id="a")
-
-
-def test_constants_stand_in_until_it_is_measured() -> None:
-    assert UNKNOWN.on_device == DEVICE_PROCESS_BYTES
-    assert (UNKNOWN.on_host(forked=False), UNKNOWN.on_host(forked=True)) == (RUNTIME_HOST, RUNTIME_FORKED)
-    assert UNKNOWN.beside_device(forked=False) == DEVICE_PROCESS_HOST_BYTES
 
 
 def test_router_and_worker_count_workspaces_and_fragmentation_alike() -> None:
