@@ -173,6 +173,21 @@ def test_sizes_are_added_where_their_memory_is() -> None:
     assert pooled({GPU[0]: 30, CPU: 4, GPU[1]: 7}, {GPU[0]: CPU}) == {CPU: 34, GPU[1]: 7}
 
 
+@pytest.mark.parametrize("by_driver", [True, False])
+def test_victims_are_kept_only_while_the_rest_is_enough(by_driver: bool) -> None:
+    """15 and 40 bytes are needed for 45. Of the other two, 10 bytes each, neither is."""
+    sizes = {1: 15, 2: 10, 3: 10, 4: 40}
+    residents = [
+        resident(id, {GPU[0]: 1 if by_driver else size}, measured={GPU[0]: size if by_driver else 1})
+        for id, size in sizes.items()
+    ]
+    rows = [Device(id=GPU[0], total=100, used=100 if by_driver else 29, foreign=25)]
+    view = FreeMemory(rows, residents)
+    claim = {GPU[0]: 45}
+    victims = view.enough(claim, residents, view.short(claim))
+    assert [one.id for one in victims or ()] == [1, 4]
+
+
 @pytest.mark.parametrize("further", [{}, {CPU: 1, COUNT: 1}])
 def test_memory_that_is_measured_without_a_reservation_is_freed_too(further: Bytes) -> None:
     stray = resident(1, {CPU: 1}, measured={GPU[0]: 50, GPU[1]: 50, **further})
