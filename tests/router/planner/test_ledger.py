@@ -98,6 +98,17 @@ def test_shared_memory_counts_once_against_the_limit_and_is_foreign_otherwise() 
         assert FreeMemory([device], ours).free(CPU) == left
 
 
+def test_stay_undoes_leave() -> None:
+    one = resident(1, {GPU[0]: 40}, measured={GPU[0]: 30, CPU: 5})
+    view = FreeMemory(machine([one], {GPU[0]: WORLD, CPU: WORLD}), [one])
+    before = view.free(GPU[0]), view.free(CPU)
+    other = view.copy()
+    view.leave(one)
+    assert (other.free(GPU[0]), other.free(CPU)) == before
+    view.stay(one)
+    assert (view.free(GPU[0]), view.free(CPU)) == before
+
+
 # Several views as one
 
 
