@@ -142,12 +142,6 @@ async def test_continuous_writes_to_another_file_delay_nothing(file: Path, calls
     writing.cancel()
 
 
-async def test_a_new_model_folder_is_reported(tmp_path: Path, calls: Calls) -> None:
-    async with watching([tmp_path], calls):
-        (tmp_path / "qwen").mkdir()
-        await calls.once_more()
-
-
 @pytest.mark.parametrize("name", ["qwen", "org/qwen"])
 async def test_a_model_that_is_copied_file_by_file_is_reported_when_complete(
     name: str, tmp_path: Path, calls: Calls

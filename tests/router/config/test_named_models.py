@@ -74,12 +74,6 @@ def test_a_model_that_is_named_twice_is_listed_once_with_all_its_names() -> None
     }
 
 
-def test_named_models_are_loaded_at_start_and_others_are_not() -> None:
-    loaded = start({"model": "llama"}, text="[other]\nmodel = org/other\n")
-    assert {id: preset.load_on_startup for id, preset in loaded.presets.items()} == {"llama": True, "other": False}
-    assert not start({"model": "llama"}, load_on_startup="off").presets["llama"].load_on_startup
-
-
 def test_the_name_of_a_section_means_that_section() -> None:
     text = "[*]\nload-on-startup = off\n[one]\nmodel = org/one\n[org/two]\nmodel = llama\nctx-size = 9\n"
     loaded = start({"model": "org/two,org/three"}, text=text)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from router.config import preset_keys
 from router.config.effective import args, effective
 from router.config.model_source import FoundModel
-from router.config.presets import ALL_DEVICES, KEYS, Preset, same_load
+from router.config.presets import ALL_DEVICES, KEYS, same_load
 from router.config.resolve import LoadedPresets
 from tests.router.preset_texts import Disk, complaint, complaints, one, read
 from worker.fetch import demo
@@ -34,29 +34,19 @@ def warnings(text: str, **rest: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "field", "value"),
     [
-        ("ctx-size = 4096", "ctx_size", 4096),
         ("--ctx_size = 4096", "ctx_size", 4096),
         ("LLAMA_ARG_CTX_SIZE = 4096", "ctx_size", 4096),
         ("max-model-len = 0", "ctx_size", 0),
-        ("kv-tokens = 9000", "kv_tokens", 9000),
         ("kv-tokens = auto", "kv_tokens", 0),
-        ("ctk = q8_0", "kv_cache_dtype", "int8"),
         ("cache-type-k = q4_0\nctv = int4", "kv_cache_dtype", "int4"),
         ("LLAMA_ARG_CACHE_TYPE_V = f16", "kv_cache_dtype", "f16"),
-        ("cache-8bit = on", "kv_cache_dtype", "int8"),
         ("cache-8bit = off", "kv_cache_dtype", "auto"),
-        ("prefix-caching = off", "prefix_caching", False),
-        ("enable-prefix-caching = off", "prefix_caching", False),
-        ("no-prefix-caching = on", "prefix_caching", False),
         ("np = -1", "parallel", 4),
-        ("LLAMA_ARG_N_PARALLEL = 2", "parallel", 2),
         ("ub = 128", "prefill_chunk", 128),
         ("", "chunk", 512),
         ("b = 64", "chunk", 64),
         ("batch-size = 4096", "chunk", 512),
-        ("LLAMA_ARG_BATCH = 4096", "chunk", 512),
         ("batch-size = 4096\nubatch-size = 1024", "chunk", 1024),
-        ("max-prefill-tokens = 4096\nprefill-chunk = 1024", "chunk", 1024),
         ("ub = 4096", "chunk", 4096),
         ("max-input-len = 5", "max_input_tokens", 5),
         ("n = -2", "n_predict", -1),
@@ -69,57 +59,38 @@ def warnings(text: str, **rest: Any) -> list[str]:
         ("load-in-8bit = off", "quantization", "auto"),
         ("fa = auto", "attention", "auto"),
         ("t = -1", "threads", 0),
-        ("no-enforce-eager = on", "enforce_eager", False),
         ("ENABLE_CUDA_GRAPHS = on", "enforce_eager", False),
         ("s = 42", "seed", 42),
-        ("device = 0,gpu1", "device", ("cuda:0", "cuda:1")),
-        ("dev = none", "device", ("cpu",)),
         ("ngl = 99", "device", ()),
-        ("required-memory = 9000", "required_memory", {"": 9000 * MIB}),
         ("required-memory-mb = cuda:0=9000,cpu=1500", "required_memory", {"cuda:0": 9000 * MIB, "cpu": 1500 * MIB}),
-        ("reserved-memory = 1GiB", "reserved_memory", 1 << 30),
         ('config-override = {"b": 1, "a": 2}', "config_override", '{"a":2,"b":1}'),
-        ('chat-template = "{{ messages }}"', "chat_template", "{{ messages }}"),
-        ("embedding = on", "task", "embed"),
         ("embeddings = off", "task", "auto"),
-        ("task = rerank", "task", "rerank"),
-        ("pooling = rank", "pooling", "rank"),
-        ("no-embedding = on", "task", "auto"),
         ("embd-normalize = -1", "embd_normalize", -1),
         ("a = x, y , m", "aliases", ("x", "y")),
         ("stop = a,b", "sampling", {"stop": ("a", "b")}),
         ('stop = ", "', "sampling", {"stop": (", ",)}),
         ('stop-sequence = ["a,b", "c"]', "sampling", {"stop": ("a,b", "c")}),
-        ("autoload = off", "autoload", False),
-        ("no-autoload = on", "autoload", False),
         ("no-pin = off", "pin", True),
         ("keep-alive = 10m", "ttl", 600.0),
         ("sleep-idle-seconds = 5m\nttl = 1h", "sleep_idle", 300.0),
-        ("replicas = 2", "replicas", (2, 2)),
         ("num-workers = 1-3", "replicas", (1, 3)),
         ("", "replicas", (1, 1)),
         ("ttl = -1", "ttl", -1.0),
         ("idle-grace = auto", "idle_grace", -1.0),
         ("idle-grace = -1", "idle_grace", 0.0),
-        ("min-residency = 0", "min_residency", 0.0),
         ("python = python3.12", "python", "python3.12"),
         ("logit-bias = 15043+1,9-inf", "sampling", {"logit-bias": {"15043": 1.0, "9": False}}),
         ('l = {"5": -1}', "sampling", {"logit-bias": {"5": -1}}),
-        ("samplers = top_k;temperature", "sampling", {"samplers": ("top_k", "temperature")}),
         ("sampler-seq = edkpt", "sampling", {"samplers": ("penalties", "dry", "top_k", "top_p", "temperature")}),
-        ('grammar = "root ::= [0-9]+"', "sampling", {"grammar": "root ::= [0-9]+"}),
         ('j = {"type": "object"}', "sampling", {"json-schema": '{"type":"object"}'}),
         ("rea = on", "chat_template_kwargs", '{"enable_thinking":true}'),
-        ("reasoning = auto", "chat_template_kwargs", ""),
         (
             'reasoning = off\nchat-template-kwargs = {"enable_thinking": true}',
             "chat_template_kwargs",
             '{"enable_thinking":true}',
         ),
         ("rope-scaling = yarn\nyarn-ext-factor = 0", "rope", {"rope-scaling": "linear"}),
-        ("alpha_value = 2.5", "rope", {"alpha-value": 2.5}),
         ("compress_pos_emb = 1.0\nalpha_value = 1.0\nrope-freq-base = 0.0\nrope-freq-scale = 1", "rope", {}),
-        ("yarn-orig-ctx = 0\nyarn-ext-factor = -1.00\nyarn-attn-factor = -1.00\nyarn-beta-slow = -1.00", "rope", {}),
         ("yarn-attn-factor = 1.0\nyarn-beta-slow = 1.0\nyarn-beta-fast = 32.0", "rope", {}),
         ("env.A_b = x", "env", {"A_b": "x"}),
         ("env = A=1, B=x=y\nenv.B = 2", "env", {"A": "1", "B": "2"}),
@@ -149,13 +120,9 @@ def test_a_value_that_matches_the_behaviour_is_accepted_for_a_key_that_is_not_of
         ("cpu-offload = 4", "device = cpu keeps all of it in host memory"),
         ("rope-freq-scale = 0.5\nrope-scale = 4", "rope-freq-scale is 1 / rope-scale, which is 4"),
         ("alpha_value = 0.5", 'alpha_value: "0.5" is not a number from 1 to'),
-        ("ctk = q5_1", "ctk: q5_1 is not offered by this version: int4 and int8 are"),
         ("cmd = x", "only engine"),
-        ("quantization = squeezellm", "quantization: squeezellm is not offered"),
         ("load-format = gguf", "gguf is not offered"),
         ("attention = flash", "leave attention at auto, which uses PyTorch's FlashAttention kernel"),
-        ("attention = flash_attention_2", "leave attention at auto"),
-        ("conv-template = vicuna", "chat-template"),
     ],
 )
 def test_a_key_that_is_not_offered_is_rejected_with_the_remedy(line: str, message: str) -> None:
@@ -257,7 +224,6 @@ def test_all_faults_of_all_sections_are_reported() -> None:
     [
         ("model = demo:chat", {"demo": "chat"}),
         ("model = models/qwen", {"path": "/etc/llm/models/qwen"}),
-        ("model = ./models/qwen", {"path": "/etc/llm/models/qwen"}),
         ("model = /etc/llm/models/qwen", {"path": "/etc/llm/models/qwen"}),
         ("m = ~/snap", {"path": "/home/you/snap"}),
         ("model = Qwen/Qwen3-0.6B", {"repo": "Qwen/Qwen3-0.6B", "revision": "main"}),
@@ -284,7 +250,6 @@ def test_a_model_is_a_folder_a_repository_or_built_in(line: str, fields: Mapping
             '"demo:chta" is no built-in model; there are chat, embed, a, b, c; did you mean "demo:chat"?',
         ),
         ("model = gpt2", '"gpt2" is neither a folder (/etc/llm/gpt2) nor org/name'),
-        ("model = ./gone/away", '"./gone/away" is neither a folder'),
         ("model = /gone", '"/gone" is neither a folder nor org/name'),
         ("hf-repo = org/name:IQ2_XS", "GGUF needs the llama-server engine"),
         ("model = s3://bucket/x", "is a URL; download the model"),
@@ -406,9 +371,7 @@ def test_unknown_variables_and_those_of_one_model_cause_a_warning() -> None:
     ("name", "near"),
     [
         ("OPTION_MAX_MODEL_LENN", "OPTION_MAX_MODEL_LEN"),
-        ("OPTION_MODEL_LOADING_TIMOUT", "OPTION_MODEL_LOADING_TIMEOUT"),
         ("SERVING_JOB_QUEUE_SIZ", "SERVING_JOB_QUEUE_SIZE"),
-        ("SERVING_MODEL_STOR", "SERVING_MODEL_STORE"),
         ("LLAMA_ARG_CTX_SISE", "LLAMA_ARG_CTX_SIZE"),
         ("ROUTER_MODEL_MAX", "ROUTER_MODELS_MAX"),
     ],
@@ -588,14 +551,6 @@ def test_a_context_for_all_models_is_capped_and_one_of_a_section_is_not() -> Non
     assert same_load(loaded["a"], dataclasses.replace(loaded["a"], caps_ctx=False))
 
 
-def test_every_key_has_a_field_that_exists() -> None:
-    fields = {field.name for field in dataclasses.fields(Preset)}
-    assert {key.field for key in KEYS if key.field} <= fields
-    read_by_the_loader = {"id", "source", "path", "repo", "demo", "env", "strict_fields", "caps_ctx", "gpu_layers",
-                          "origins", "adapters"}  # fmt: skip
-    assert fields == {key.field for key in KEYS if key.field} | read_by_the_loader
-
-
 def test_only_queue_size_and_names_of_models_are_keys_and_options_of_the_router() -> None:
     from router.config.settings import LATER, SPELLINGS
 
@@ -632,12 +587,9 @@ def test_prefetch_names_existing_models() -> None:
 @pytest.mark.parametrize(
     ("line", "field", "value"),
     [
-        ("sm = none", "split_mode", "none"),
         ("pipeline-parallel = 3", "pipeline_parallel", 3),
         ("pipeline-parallel-degree = max", "pipeline_parallel", ALL_DEVICES),
-        ("tp = 4", "tensor_parallel", 4),
         ("gpu-split = 16,24.5", "gpu_split", (16 << 30, 49 << 29)),
-        ("max-gpu-memory = 20GiB", "gpu_split", (20 << 30,)),
         ("exllama-gpu-split = 0, 8000MiB", "gpu_split", (0, 8000 << 20)),
         ("gpu_memory_utilization = 85%", "gpu_memory_utilization", 0.85),
         ("ts = 1/0/2.5", "tensor_split", (1.0, 0.0, 2.5)),
@@ -655,7 +607,6 @@ def test_a_split_can_be_set_by_the_keys_of_several_servers(line: str, field: str
     ("lines", "message"),
     [
         ("tensor-split = 1", 'tensor-split: "1" names no two shares; for one device, write device = it'),
-        ("tensor-split = 0,1", "names no two shares"),
         ("gpu-split = 0", "gpu-split: no size above 0 is given"),
         ("tensor-split = 1,1\ngpu-split = 8,8", "tensor-split and gpu-split both set the placement; remove one"),
         ("tensor-split = 1,1\npipeline-parallel = 3", "tensor-split is for 2 devices, pipeline-parallel for another"),
