@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import statistics
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -159,11 +158,6 @@ def test_a_contestant_apart_is_called_in_its_own_process() -> None:
     assert process.exitcode == 0
     with pytest.raises(RuntimeError, match="JSONDecodeError: "):
         Apart(partial(json.loads, "letters"))
-
-
-def test_the_program_starts_by_its_path() -> None:
-    done = subprocess.run([sys.executable, str(PROGRAM), "--help"], capture_output=True, text=True, check=True)
-    assert "--no-long-prompt" in done.stdout
 
 
 def test_a_draft_agrees_the_more_the_less_its_target_adds(bench: Any, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """scripts/bench_estimates: what it makes of what it measured, and that a run goes on where another one ended."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +47,3 @@ def test_a_run_goes_on_with_what_is_not_measured_of_this_code(bench: Any, tmp_pa
     assert missing.startswith("Llama, 16 bits, Llama, large vocabulary, Mistral")
     assert missing.endswith("T5, int8 cache.")
     assert f"{len(kept)} rows" in told
-
-
-def test_rows_of_models_and_shapes_that_are_gone_are_left_out(bench: Any, tmp_path: Path) -> None:
-    out = tmp_path / "estimates"
-    record = bench.Record(out)
-    record.put([row(bench, "Llama", bench.SHAPES[0])], MACHINE)
-    body = json.loads(out.with_suffix(".json").read_text())
-    gone = [replace(record.rows[0], model="Alpaca"), replace(record.rows[0], ctx_size=7)]
-    body["rows"] += [bench.asdict(each) for each in gone]
-    out.with_suffix(".json").write_text(json.dumps(body))
-    assert bench.Record(out).rows == record.rows

@@ -189,15 +189,6 @@ def test_a_process_whose_log_is_not_read_ends(form: str) -> None:
     assert ended.returncode == 0
 
 
-def test_the_last_lines_before_a_normal_exit_are_written() -> None:
-    code = (
-        "import logging; from router.log import set_up; set_up('info', 'text')\n"
-        "for number in range(1000): logging.info('line %d', number)"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert len(ended.stderr.splitlines()) == 1000
-
-
 def test_a_log_whose_reader_has_gone_harms_nothing() -> None:
     source, end = os.pipe()
     os.close(source)

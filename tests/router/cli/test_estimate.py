@@ -17,7 +17,7 @@ from router.cli.main import main
 from router.config.resolve import LoadedPresets
 from router.config.settings import Settings
 from router.memory import checkpoint, learned
-from router.memory.estimate import RUNTIME_FORKED, RUNTIME_HOST, SERVING_HOST, Overhead
+from router.memory.estimate import RUNTIME_HOST, SERVING_HOST, Overhead
 from router.memory.learned import LearnedEstimates
 from router.memory.sharding import Choice
 from router.planner.ledger import HOST, LOCAL, DeviceId
@@ -108,15 +108,6 @@ def test_the_segments_of_a_folder_sum_to_the_total(tmp_path: Path, capsys: pytes
     assert (room["device"], room["needs"], room["fits"]) == ("cpu", said["total"], True)
 
 
-def test_a_quantized_kv_cache_is_estimated_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [str(write(tmp_path / "m")), "--ctx-size", "256", "--parallel", "2", "-ctk", "q8_0", "-ctv", "q8_0"]
-    _, said = estimate(capsys, *words)
-    assert (said["kv_cache_dtype"], said["dtype"]) == ("int8", "bfloat16")
-    assert said["context"] == 2 * 2 * 2 * (16 + 2) * 256, "layers, keys and values, heads, a head's bytes, tokens"
-    main(["estimate", *words])
-    assert "2 layers x 2 KV heads x 36 B of int8 x 256 tokens, for one request" in capsys.readouterr().out
-
-
 def test_less_than_the_most_kv_cache_is_granted_where_less_is_free(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,16 +168,6 @@ def test_each_command_that_reads_presets_shows_the_warnings(
     assert warning in capsys.readouterr().out
 
 
-def test_preset_keys_as_flags_change_the_estimate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(write(tmp_path / "m"))
-    base = estimate(capsys, folder, "--ctx-size", "256", "--parallel", "1")[1]
-    longer = estimate(capsys, folder, "--ctx-size", "1024", "--parallel", "1")[1]
-    more = estimate(capsys, folder, "--ctx-size", "256", "--parallel", "4")[1]
-    wider = estimate(capsys, folder, "--ctx-size", "256", "--parallel", "1", "--dtype", "float32")[1]
-    assert longer["context"] == more["kv_cache"]["most"]["bytes"] == 4 * base["context"]
-    assert (wider["context"], wider["dtype"]) == (2 * base["context"], "float32")
-
-
 def test_quantization_on_load_is_estimated_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(write(tmp_path / "m", torch_dtype="bfloat16"))
     elements = 300 * 100
@@ -232,16 +213,6 @@ def test_a_built_in_model_has_an_estimate(tmp_path: Path, capsys: pytest.Capture
     assert (code, said["source"], said["fits"], said["downloaded"]) == (0, "static", True, True)
     assert 1 << 20 < said["weights"] < 8 << 20
     assert not (tmp_path / "demo").exists(), "it is shipped"
-
-
-def test_the_estimate_of_a_forked_worker_lacks_the_shared_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = str(write(tmp_path / "m"))
-    forked = estimate(capsys, folder)[1]
-    executed = estimate(capsys, folder, "--no-fork-server")[1]
-    assert (forked["forked"], executed["forked"]) == (True, False)
-    assert executed["runtime"] - forked["runtime"] == RUNTIME_HOST - RUNTIME_FORKED
 
 
 def test_a_measured_process_overhead_is_used_and_called_measured(
@@ -302,14 +273,6 @@ def test_a_share_of_a_device_limits_the_model(
     code, said = estimate(capsys, *words)
     [device] = said["devices"]
     assert (code, device["usable_when_empty"]) == (0, device["total"] // 2)
-
-
-def test_a_model_that_fits_no_empty_device_exits_with_4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(write(tmp_path / "m"))
-    code, said = estimate(capsys, folder, "--device-limit", "cpu=1100")
-    assert (code, said["fits"], said["devices"][0]["fits"]) == (4, False, False), "a limit less the margin of 1024"
-    assert main(["estimate", folder, "--device-limit", "cpu=1100"]) == 4
-    assert "does not fit" in capsys.readouterr().out
 
 
 def test_the_message_for_a_model_that_does_not_fit_names_the_options_to_lower(
@@ -376,14 +339,6 @@ def test_check_reports_models_that_no_empty_device_holds(tmp_path: Path, capsys:
     assert main(["check", *options, "--device-limit", "cuda:9=5"]) == 2
 
 
-def test_a_fault_in_the_serving_properties_of_a_folder_names_its_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "serving.properties").write_text("option.model_id=org/name\noption.max_model_lenn=1")
-    assert main(["estimate", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f'{tmp_path}/serving.properties:2: unknown key "option.max_model_lenn"')
-
-
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
@@ -406,16 +361,6 @@ def test_a_failure_has_a_message_and_an_exit_code(
     said = capsys.readouterr()
     assert message in said.err
     assert said.out == ""
-
-
-def test_a_failure_is_a_json_document_with_json(capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = estimate(capsys, "org/absent", "--offline")
-    assert (code, said["error"]["code"]) == (1, "estimate_failed")
-
-
-def test_required_memory_replaces_the_estimate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = estimate(capsys, str(write(tmp_path / "m")), "--required-memory", "700")
-    assert (code, said["source"], said["total"]) == (0, "preset", 700 << 20)
 
 
 @pytest.mark.parametrize(("shards", "padding"), [(1, 0), (3, 0), (1, 200_000)])
@@ -447,13 +392,6 @@ def test_the_skeleton_has_the_weights_that_a_download_would_choose(hub: FakeHub,
     spare = tmp_path / "spare"
     hub_headers.skeleton("org/both", "main", spare, environ={"HF_ENDPOINT": hub.url})
     assert sorted(file.name for file in spare.iterdir()) == ["config.json", "model.safetensors"]
-
-
-def test_a_skeleton_is_read_as_the_snapshot_that_it_stands_for(hub: FakeHub, tmp_path: Path) -> None:
-    folder = write(hub.root / "org" / "whole", shards=2)
-    spare = tmp_path / "spare"
-    hub_headers.skeleton("org/whole", "main", spare, environ={"HF_ENDPOINT": hub.url})
-    assert checkpoint.read(spare) == checkpoint.read(folder)
 
 
 @pytest.mark.parametrize(

@@ -30,17 +30,6 @@ def test_a_repository_that_is_not_in_the_cache_is_reported(capsys: pytest.Captur
     assert "is not in the hub cache" in found["error"]["message"]
 
 
-def test_a_built_in_model_is_not_converted(capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = prepare(capsys, "demo:tiny")
-    assert code in (1, 2)
-    assert "error" in found
-
-
-def test_an_unknown_name_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = prepare(capsys, "nothing")
-    assert (code, found["error"]["code"]) == (2, "configuration")
-
-
 def test_a_conversion_that_the_worker_cannot_do_fails_with_its_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

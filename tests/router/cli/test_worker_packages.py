@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from router import DISTRIBUTION
-from router.cli.worker_packages import missing_packages
 from tests.processes.routers import ROOT, fake_python
 from tests.router.cli.test_estimate import write
 
@@ -42,10 +41,6 @@ def command(environ: dict[str, str], *words: str) -> tuple[int, str, str]:
     argv = [sys.executable, "-P", "-m", "router", *words]
     done = subprocess.run(argv, env=environ, capture_output=True, text=True, check=False, timeout=240)
     return done.returncode, done.stdout, done.stderr
-
-
-def test_this_installation_lacks_nothing() -> None:
-    assert missing_packages() == ""
 
 
 @pytest.mark.slow

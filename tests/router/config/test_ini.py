@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config.ini import MAX_PRESET_BYTES, Document, Problem, is_name, parse
+from router.config.ini import MAX_PRESET_BYTES, Document, Problem, parse
 
 ENVIRON = {"HOME": "/home/me", "ODD": 'say "hi"', "BROKEN": "\udcff"}
 
@@ -107,41 +107,11 @@ def test_a_problem_is_one_line_with_its_way_out() -> None:
     assert str(Problem("--port", 0, "", "port", "is no number")) == "--port: is no number"
 
 
-def test_names_of_the_grammar_are_names() -> None:
-    assert all(map(is_name, ("a", "Qwen/Qwen3-0.6B", "a:b@c+d_e", "0")))
-    assert not any(map(is_name, ("", "/a", "a/", "a/./b", "a/../b", " a", "a\n", "ä")))
-
-
 @given(st.text(st.characters(codec="utf-8") | st.sampled_from("[]=\"'{};#\\$:\n\r\t \0"), max_size=200))
 def test_any_text_is_parsed_without_an_exception(text: str) -> None:
     document = parse(text, file="m.ini", environ=ENVIRON)
     assert isinstance(document, Document)
     assert all(problem.line <= text.count("\n") + 1 for problem in document.problems)
-
-
-KEY = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]{0,12}", fullmatch=True)
-NAME = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,12}", fullmatch=True).filter(is_name)
-CHARACTER = st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]) | st.sampled_from("\n\t\"\\'#;")
-VALUE = st.text(CHARACTER, max_size=20).filter(lambda value: "${env:" not in value)
-
-
-def quote(value: str) -> str:
-    """The text in double quotes with all escapes."""
-    for plain, escape in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n"), ("\t", "\\t"), ("\x7f", "\\u007f")):
-        value = value.replace(plain, escape)
-    return f'"{value}"'
-
-
-@given(st.dictionaries(NAME, st.lists(st.tuples(KEY, VALUE), max_size=3), max_size=2))
-def test_a_quoted_value_is_read_unchanged(sections: dict[str, list[tuple[str, str]]]) -> None:
-    text = "".join(
-        f"[{name}]  # {name}\n" + "".join(f"  {key} = {quote(value)} ; {key}\n" for key, value in entries)
-        for name, entries in sections.items()
-    )
-    document = parse(text)
-    assert not document.problems
-    for section in document.sections:
-        assert [(entry.key, entry.value) for entry in section.entries] == sections[section.name]
 
 
 @given(st.dictionaries(st.text(max_size=8), st.text(max_size=8) | st.integers() | st.lists(st.booleans()), max_size=4))

@@ -243,10 +243,8 @@ def test_the_prefix_option_may_stand_in_a_section() -> None:
     [
         ("minWorkers=2\nmaxWorkers=4", (2, 4), ""),
         ("minWorkers=2", (2, 2), ""),
-        ("maxWorkers=3", (1, 3), ""),
         ("minWorkers=0\nmaxWorkers=2", (1, 2), ""),
         ("gpu.minWorkers=2\ngpu.maxWorkers=3\nminWorkers=1", (2, 3), "has no effect beside"),
-        ("gpu.minWorkers=2\ngpu.maxWorkers=3\ncpu.minWorkers=4\ncpu.maxWorkers=4", (2, 3), "has no effect beside"),
         ("cpu.minWorkers=2", (2, 2), "applies on every device"),
         ("cpu.minWorkers=2\nload_on_devices=-1", (2, 2), ""),
         ("gpu.minWorkers=2\nload_on_devices=-1", (1, 1), "has no effect, because device is cpu"),

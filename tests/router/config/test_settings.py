@@ -1,7 +1,6 @@
 """The router's own options and its keys."""
 
 import contextlib
-import dataclasses
 import hashlib
 from typing import Any
 
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config.api_keys import ApiKey, configured_keys, parse_keys
-from router.config.settings import BY_VARIABLE, GROUPS, OPTIONS, Settings, hub_cache, is_local, parse
+from router.config.settings import OPTIONS, Settings, hub_cache, is_local, parse
 from router.errors import ConfigError
 from router.planner.ledger import DeviceShare
 from worker.protocol.memory import MIB
@@ -25,13 +24,6 @@ def parsed(given: dict[str, str] | None = None, environ: dict[str, str] | None =
 
 def complaints(given: dict[str, str], environ: dict[str, str] | None = None) -> list[str]:
     return [str(problem) for problem in parse(given, environ or {})[1]]
-
-
-def test_each_option_is_written_once_and_has_its_field() -> None:
-    fields = {field.name for field in dataclasses.fields(Settings)}
-    assert fields == {option.field for option in OPTIONS} | {"hub_cache", "origins"}
-    assert len(BY_VARIABLE) == sum(len(option.variables) for option in OPTIONS)
-    assert {option.group for option in OPTIONS} == set(GROUPS)
 
 
 def test_without_flags_the_defaults_apply() -> None:
