@@ -10,7 +10,7 @@ from router.api.openapi import document, statuses
 from router.errors import ApiError
 from worker.errors import RequestError
 from worker.protocol.dialects import Dialect
-from worker.protocol.errors import ERRORS, error_body
+from worker.protocol.errors import error_body
 from worker.protocol.routes import ROUTES, offered, query
 
 DOCUMENT = document()
@@ -77,11 +77,6 @@ def test_every_reference_has_a_target() -> None:
         found: Any = DOCUMENT
         for step in reference.removeprefix("#/").split("/"):
             found = found[step]
-
-
-def test_every_error_is_a_row_of_the_table() -> None:
-    rows = {(row.status, row.type, reason) for row in ERRORS for reason in row.reasons}
-    assert [kind for kind in KINDS if (kind.status, kind.type, kind.reason) not in rows] == []
 
 
 @pytest.mark.parametrize("dialect", Dialect)

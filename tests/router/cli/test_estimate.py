@@ -16,7 +16,7 @@ from router.cli.main import main
 from router.config.resolve import LoadedPresets
 from router.config.settings import Settings
 from router.memory import checkpoint, learned
-from router.memory.estimate import RUNTIME_HOST, SERVING_HOST, Overhead
+from router.memory.estimate import RUNTIME_FORKED, RUNTIME_HOST, SERVING_HOST, Overhead
 from router.memory.learned import LearnedEstimates
 from router.memory.sharding import Choice
 from router.planner.ledger import HOST, LOCAL, DeviceId
@@ -100,6 +100,15 @@ def test_the_segments_of_a_folder_sum_to_the_total(tmp_path: Path, capsys: pytes
     assert parts == said["total"]
     [room] = said["devices"]
     assert (room["device"], room["needs"], room["fits"]) == ("cpu", said["total"], True)
+
+
+def test_a_quantized_kv_cache_is_estimated_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(write(tmp_path / "m")), "--ctx-size", "256", "--parallel", "2", "-ctk", "q8_0", "-ctv", "q8_0"]
+    _, said = estimate(capsys, *words)
+    assert (said["kv_cache_dtype"], said["dtype"]) == ("int8", "bfloat16")
+    assert said["context"] == 2 * 2 * 2 * (16 + 2) * 256, "layers, keys and values, heads, a head's bytes, tokens"
+    main(["estimate", *words])
+    assert "2 layers x 2 KV heads x 36 B of int8 x 256 tokens, for one request" in capsys.readouterr().out
 
 
 def test_less_than_the_most_kv_cache_is_granted_where_less_is_free(
@@ -196,6 +205,16 @@ def test_a_built_in_model_has_an_estimate(tmp_path: Path, capsys: pytest.Capture
     assert (code, said["source"], said["fits"], said["downloaded"]) == (0, "static", True, True)
     assert 1 << 20 < said["weights"] < 8 << 20
     assert not (tmp_path / "demo").exists(), "it is shipped"
+
+
+def test_the_estimate_of_a_forked_worker_lacks_the_shared_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(write(tmp_path / "m"))
+    forked = estimate(capsys, folder)[1]
+    executed = estimate(capsys, folder, "--no-fork-server")[1]
+    assert (forked["forked"], executed["forked"]) == (True, False)
+    assert executed["runtime"] - forked["runtime"] == RUNTIME_HOST - RUNTIME_FORKED
 
 
 def test_a_measured_process_overhead_is_used_and_called_measured(

@@ -109,19 +109,6 @@ async def test_a_link_to_a_missing_file_and_a_cycle_of_links_are_watched(file: P
         await calls.once_more()
 
 
-async def test_a_replaced_folder_is_reported_and_watched(tmp_path: Path, calls: Calls) -> None:
-    file = tmp_path / "config" / "models.ini"
-    put_below(file, "[a]\n")
-    async with watching([file], calls):
-        os.rename(file.parent, tmp_path / "old")
-        await calls.once_more()
-        put_below(tmp_path / "new" / "models.ini", "[b]\n")
-        os.rename(tmp_path / "new", file.parent)
-        await calls.once_more()
-        put(file, "[c]\n")
-        await calls.once_more()
-
-
 async def test_a_file_that_becomes_readable_is_reported(file: Path, calls: Calls) -> None:
     os.chmod(file, 0)
     async with watching([file], calls):
