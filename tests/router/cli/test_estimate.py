@@ -46,7 +46,7 @@ def write(folder: Path, *, shards: int = 1, padding: int = 0, **config: Any) -> 
     names = [
         f"model-{number:05}-of-{shards:05}.safetensors" if shards > 1 else "model.safetensors" for number in numbers
     ]
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, name in enumerate(names):
         tensors = {f"model.layers.{number}.mlp.weight": ("BF16", [300, 100])}
         if number == 0:
