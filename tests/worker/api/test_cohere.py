@@ -64,20 +64,3 @@ async def test_long_texts_are_truncated_by_default() -> None:
 def test_bits_are_the_signs_of_components() -> None:
     vector = [1.0, -1.0, 0.0, 0.5, -0.5, 2.0, 3.0, -4.0]
     assert cohere.to_bits(vector) == [0b10010110]
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "texts"),
-        ({"texts": ["a"], "inputs": [{"content": "b"}]}, "texts"),
-        ({"inputs": [{"content": [{"type": "image_url"}]}]}, "inputs"),
-        ({"texts": ["a"], "embedding_types": ["binary"]}, "embedding_types"),
-        ({"texts": ["a"], "output_dimension": 5}, "output_dimension"),
-    ],
-    ids=str,
-)
-async def test_invalid_fields_are_rejected_by_name(body: dict[str, Any], param: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        await cohere.embed(body, model())
-    assert caught.value.param == param

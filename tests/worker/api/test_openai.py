@@ -71,7 +71,6 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 5, "n_predict": 6}, "n_predict", "invalid_value"),
     ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "invalid_value"),
     ({"stop_token_ids": [10**6]}, "stop_token_ids", "invalid_value"),
-    ({"json_schema": {}, "grammar": "root ::= x"}, "grammar", "invalid_value"),
     ({"structured_outputs": {}}, "structured_outputs", "invalid_value"),
     ({"lora": [{"id": 0, "scale": 1}, {"id": 1, "scale": 1}]}, "lora", "unsupported_parameter"),
     ({"adapters": "french", "lora": "german"}, "lora", "invalid_value"),
@@ -684,21 +683,6 @@ async def test_fewer_dimensions_are_truncated_and_normalized() -> None:
     result = await embeddings.embeddings({"input": "hi", "dimensions": 2}, model())
     vector = result.body["data"][0]["embedding"]
     assert vector == pytest.approx([1 / math.sqrt(5), 2 / math.sqrt(5)])
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "input"),
-        ({"input": [10**6]}, "input"),
-        ({"input": "a", "dimensions": 5}, "dimensions"),
-    ],
-    ids=str,
-)
-async def test_an_invalid_field_of_embeddings_is_rejected_by_name(body: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidValue) as caught:
-        await embeddings.embeddings(body, model())
-    assert caught.value.param == param
 
 
 async def test_a_chat_is_embedded_as_its_template_renders_it() -> None:

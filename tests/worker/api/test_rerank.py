@@ -9,7 +9,7 @@ from tests.worker.chatting import seen
 from tests.worker.fake_engine import FakeEngine
 from worker.api import embeddings
 from worker.api.served_model import ServedModel
-from worker.errors import ContextExceeded, InvalidValue, RequestError, UnsupportedByModel, UnsupportedField
+from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel, UnsupportedField
 from worker.interface import EncodingConfig
 
 DOCUMENTS = ["hi", {"text": "a much longer one"}, "hello you"]
@@ -77,24 +77,6 @@ async def test_an_embedder_ranks_by_its_prompts_for_queries_and_documents() -> N
     result = await embeddings.rerank({"query": "why", "documents": ["so", "because"]}, made)
     assert seen(made) == ["? why", "so", "because"]
     assert {each["index"] for each in result.body["results"]} == {0, 1}
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"documents": ["a"]}, "query"),
-        ({"query": "a"}, "documents"),
-        ({"query": "a", "documents": ["a"] * 2049}, "documents"),
-        ({"query": "a", "documents": ["a", 5]}, "documents[1]"),
-        ({"query": "a", "documents": ["a"], "texts": ["a"]}, "texts"),
-        ({"query": "a", "texts": ["a", {"text": "b"}]}, "texts"),
-    ],
-    ids=str,
-)
-async def test_an_invalid_field_of_rerank_is_rejected_by_name(body: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidValue) as caught:
-        await embeddings.rerank(body, model())
-    assert caught.value.param == param
 
 
 async def test_a_long_pair_is_rejected_unless_truncation_is_allowed() -> None:
@@ -238,24 +220,6 @@ async def test_an_embedder_scores_by_the_angle_between_vectors_with_its_prompts(
         # the engine's vectors are (1, 2, 3, 4) times the number of tokens, and it does not normalize
         assert [each["score"] for each in result.body["data"]] == [sizes[0] * left * 30.0, sizes[1] * right * 30.0]
     assert seen(made) == ["? a", "b", "c d", "? a", "? a b", "b", "c d"]
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "text_1"),
-        ({"text_1": "a"}, "text_1"),
-        ({"text_1": "a", "text_2": "b", "items": "c"}, "text_1"),
-        ({"queries": ["a", "b"], "documents": ["c"]}, "documents"),
-        ({"queries": "a", "documents": [{"text": "c"}]}, "documents"),
-        ({"text_1": "a", "text_2": "b " * 300}, "text_2"),
-    ],
-    ids=str,
-)
-async def test_an_invalid_field_of_score_is_rejected_by_name(body: dict[str, Any], param: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        await embeddings.score(body, model())
-    assert caught.value.param == param
 
 
 @pytest.mark.parametrize("field", ["documents", "texts"])

@@ -11,9 +11,6 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-import anthropic
-import ollama
-import openai
 import PIL.Image
 import pytest
 import torch
@@ -24,6 +21,7 @@ from router.memory.checkpoint import offered
 from tests import tiny_vision
 from tests.tiny_vision import data_url, encoded, picture
 from tests.worker import serving as workers
+from tests.worker.clients import anthropic_client, ollama_client, openai_client
 from tests.worker.loaded import load, options
 from tests.worker.serving import Serving
 from worker.engines.transformers.engine import TransformersEngine
@@ -87,7 +85,7 @@ async def test_every_dialect_gives_the_same_answer_about_an_image(engine: Transf
     async with serving(engine) as world:
         text = await say(world, shown(IMAGE), TEXT)
         assert text != await say(world, TEXT)
-        async with openai.AsyncOpenAI(base_url=world.url + "/v1", api_key="k", max_retries=0) as client:
+        async with openai_client(world) as client:
             message: Any = {"role": "user", "content": [shown(IMAGE), TEXT]}
             asked: Any = {"model": "tiny", "messages": [message], "max_tokens": MOST}
             chat = await client.chat.completions.create(**asked)
@@ -106,7 +104,7 @@ async def test_every_dialect_gives_the_same_answer_about_an_image(engine: Transf
             assert response.output_text == text
             counted = await client.responses.input_tokens.count(model="tiny", input=[item])
             assert counted.input_tokens == chat.usage.prompt_tokens
-        async with anthropic.AsyncAnthropic(base_url=world.url, api_key="k", max_retries=0) as claude:
+        async with anthropic_client(world) as claude:
             source: Any = {"type": "base64", "media_type": "image/png", "data": encoded(IMAGE)}
             block: Any = {"role": "user", "content": [{"type": "image", "source": source}, TEXT]}
             answer: Any = await claude.messages.create(model="tiny", max_tokens=MOST, messages=[block])
@@ -114,7 +112,7 @@ async def test_every_dialect_gives_the_same_answer_about_an_image(engine: Transf
             assert answer.usage.input_tokens == chat.usage.prompt_tokens
             tokens = await claude.messages.count_tokens(model="tiny", messages=[block])
             assert tokens.input_tokens == chat.usage.prompt_tokens
-        async with ollama.AsyncClient(host=world.url) as llama:
+        async with ollama_client(world) as llama:
             settings = {"num_predict": MOST}
             asking: Any = [{"role": "user", "content": WORDS, "images": [encoded(IMAGE)]}]
             assert (await llama.chat("tiny", asking, options=settings)).message.content == text
