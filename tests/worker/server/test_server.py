@@ -181,6 +181,7 @@ async def test_every_error_is_one_json_object_with_the_same_members(
         assert headers["Content-Type"].partition(";")[0] == "application/json"
         assert headers["X-Should-Retry"] == ("true" if status == 429 else "false")
         assert ("Retry-After" in headers) == (status == 429)
+        assert headers.get("Allow") == ("POST" if status == 405 else None)
         assert headers["X-Request-Id"] == "r-1"
         assert list(answer) == ["error"]
         error = answer["error"]
