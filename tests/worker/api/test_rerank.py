@@ -141,8 +141,12 @@ async def test_a_text_is_truncated_by_its_tokenizer() -> None:
 
 async def test_the_error_for_a_long_input_names_the_setting_with_the_limit() -> None:
     for made, setting in ((embedder(max_input_tokens=20), "max-input-tokens"), (embedder(ctx_size=20), "ctx-size")):
-        with pytest.raises(ContextExceeded, match=f"length is 20 tokens; shorten the prompt or raise {setting}"):
-            await embeddings.embeddings({"input": [5] * 21}, made)
+        await embeddings.embeddings({"input": [5] * 20}, made)
+        with pytest.raises(
+            ContextExceeded, match=f"length is 20 tokens; shorten the prompt or raise {setting}"
+        ) as long:
+            await embeddings.embeddings({"input": [[5], [5] * 21]}, made)
+        assert (long.value.status, long.value.param) == (400, "input")
 
 
 async def test_llama_servers_embeddings_have_a_list_for_each_text() -> None:
