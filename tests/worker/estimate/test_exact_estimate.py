@@ -248,9 +248,9 @@ def test_each_size_of_the_range_is_the_cache_of_so_many_tokens(
 ) -> None:
     """One trace, of the largest cache, shows the least cache and the bytes of a step."""
     snapshot = tiny.make(family, tmp_path / "m", **settings)
-    chosen = options(snapshot, parallel=3, ctx_size=100, prefill_chunk=32, **changes)
+    chosen = options(snapshot, parallel=3, ctx_size=100, prefill_chunk=8, **changes)
     facts = checkpoint.read(snapshot)
-    preset = Preset(id="m", ctx_size=100, parallel=3, prefill_chunk=32, kv_cache_dtype=chosen.kv_cache_dtype)
+    preset = Preset(id="m", ctx_size=100, parallel=3, prefill_chunk=8, kv_cache_dtype=chosen.kv_cache_dtype)
     choice = Choice(
         layers=tuple(map(int, chosen.layers)),
         ranks=chosen.tensor_parallel,
