@@ -92,6 +92,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("tokenize", {"messages": []}, "messages"),
     ("tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "messages"),
     ("tokenize", {"content": "a", "prompt": "a"}, "prompt"),
+    ("detokenize", {"tokens": None}, "tokens"),
     ("detokenize", {"tokens": [10**6]}, "tokens"),
 ]
 

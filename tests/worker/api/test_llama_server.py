@@ -163,6 +163,8 @@ async def test_a_progress_chunk_has_the_timings_so_far_on_request() -> None:
             received = serving.chunks(await world.stream("/completion", {**asked, **further}))
             timed = ["timings" in chunk for chunk in received if "prompt_progress" in chunk]
             assert timed == [bool(further)] * 2
+        plain = serving.chunks(await world.stream("/completion", {"prompt": "prefill it now", "n_predict": 1}))
+        assert not any("prompt_progress" in chunk for chunk in plain)
 
 
 async def test_an_answer_that_fills_the_context_is_reported_as_truncated() -> None:

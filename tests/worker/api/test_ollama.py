@@ -236,6 +236,16 @@ async def test_reports_and_errors_use_the_clients_field_names() -> None:
         assert headers["X-Ignored-Fields"] == "top_logprobs"
 
 
+@pytest.mark.parametrize(("path", "text"), [("/api/embed", "input"), ("/api/embeddings", "prompt")])
+async def test_options_of_embeddings_are_validated_and_reported_as_ignored(path: str, text: str) -> None:
+    async with serving() as world:
+        options = {"num_gpu": 9, "temperature": 0.5, "num_ctx": 64, "seed": None, "odd": 1}
+        _, headers, _ = await world.post(path, {text: "hi", "options": options})
+        assert set(headers["X-Ignored-Fields"].split(",")) == {f"options.{name}" for name in options} - {"options.seed"}
+        status, _, answer = await world.post(path, {text: "hi", "options": {"temperature": -1}})
+        assert (status, answer["error"].startswith("options.temperature")) == (400, True)
+
+
 async def test_num_ctx_lowers_the_context_size_and_is_reported_as_ignored_above_it() -> None:
     async with serving() as world, ollama_client(world) as client:
         answer = await client.generate("m", "hi", raw=True, options={"num_ctx": 6})

@@ -88,6 +88,7 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"best_of": 2}, "best_of", "unsupported_parameter"),
 ]
 TEXT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"max_tokens": 0}, "max_tokens", "invalid_value"),
     ({"prompt": [10**6]}, "prompt", "invalid_value"),
     ({"prompt": ["a"] * 2049}, "prompt", "invalid_value"),
     ({"suffix": "x"}, "suffix", "unsupported_parameter"),

@@ -233,12 +233,14 @@ async def test_a_call_of_a_function_outside_allowed_tools_is_text() -> None:
 
 async def test_unsupported_fields_are_rejected_by_name() -> None:
     image = {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,aGk="}]}
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp", "server_label": "x"}]}
     refused: list[tuple[dict[str, Any], str]] = [
         ({"previous_response_id": "resp_1"}, "requests are stateless"),
         ({"conversation": "conv_1"}, "requests are stateless"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"tools": [{"type": "web_search"}]}, "hosted tools"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": allowed}, "tool_choice"),
         ({"input": [image]}, "takes text, not images"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "items of this type"),
     ]
