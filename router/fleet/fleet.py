@@ -16,7 +16,6 @@ from router.events import EventLog
 from router.fleet.admission import AdmissionQueue, Lease, Limits
 from router.fleet.explain import RejectionLog
 from router.fleet.failures import Failure, Failures
-from router.fleet.interfaces import Files
 from router.fleet.lifecycle import end, run
 from router.fleet.model import REPLICA_PAUSE, Model, ModelList
 from router.fleet.prefetch import Prefetcher
@@ -26,6 +25,7 @@ from router.fleet.worker import State, Worker, append_state
 from router.launch.interface import Launcher
 from router.memory.learned import LearnedEstimates
 from router.planner.ledger import Ledger
+from router.store.snapshots import Snapshots
 
 log = logging.getLogger("router.fleet.fleet")
 
@@ -42,7 +42,7 @@ class Fleet:
         launcher: Launcher,
         learned_estimates: LearnedEstimates,
         events: EventLog,
-        files: Files,
+        files: Snapshots,
         ledger: Ledger,
         limits: Limits,
         presets: Mapping[str, Preset],

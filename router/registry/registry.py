@@ -20,7 +20,6 @@ from router.config.settings import Settings
 from router.errors import BadRequest, ConfigError, Duplicate, ModelNotFound, PresetInvalid
 from router.events import Event, EventLog
 from router.fleet.fleet import Fleet
-from router.fleet.interfaces import Files
 from router.fleet.worker import State, Worker
 from router.launch.interface import Launcher
 from router.log import Ring
@@ -29,6 +28,7 @@ from router.registry.overrides import ModelOverrides, RegisteredAdapter
 from router.registry.shared_workers import ListedModel, SharedWorkers
 from router.registry.snapshot_info import SnapshotInfo
 from router.store.catalogue import Further
+from router.store.snapshots import Snapshots
 
 BUILD = f"b0-{__version__}"
 TRUE, FALSE = frozenset({"true", "1"}), frozenset({"false", "0"})
@@ -43,7 +43,7 @@ class Registry:
     settings: Settings
     fleet: Fleet
     launcher: Launcher
-    files: Files
+    files: Snapshots
     events: EventLog
     access: Access
     load: Callable[[Further], LoadedPresets]  # reads presets, folders and caches; returns problems, does not raise them

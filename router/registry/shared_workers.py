@@ -21,7 +21,6 @@ from router.config.presets import Preset, same_load
 from router.errors import ApiError, LoadFailed, ModelNotFound, WorkerCrashed
 from router.fleet.admission import Lease
 from router.fleet.fleet import Fleet
-from router.fleet.interfaces import Files
 from router.fleet.model import Model
 from router.fleet.sleeping_weights import SleepingWeights
 from router.fleet.worker import State, Worker
@@ -35,6 +34,7 @@ from router.registry.worker_groups import (
     preset_ids,
     request_profile,
 )
+from router.store.snapshots import Snapshots
 from worker.protocol.argv import Profile
 from worker.protocol.routes import ADAPTERS_PATH, PROFILES_PATH, TOKEN_HEADER
 
@@ -301,7 +301,7 @@ def with_name(error: ApiError, id: str, name: str) -> ApiError:
 # Settings that a running worker receives
 
 
-async def send_adapters(worker: Worker, files: Files) -> dict[str, str]:
+async def send_adapters(worker: Worker, files: Snapshots) -> dict[str, str]:
     """Send the LoRA adapters of its preset to a ready worker, and return the problems by adapter name.
 
     Returns at once if the worker has them. A worker starts with the adapters of its model; the sender of a change and

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from router.config.presets import Preset
-from router.fleet.interfaces import Files
 from router.memory.checkpoint import json_object, meta, modalities, offered
 from router.memory.checkpoint_facts import Checkpoint, EstimateError, effective_ctx
 from router.registry.shared_workers import SharedWorkers
+from router.store.snapshots import Snapshots
 
 READ_TIMEOUT = 5.0  # seconds that a response waits for the disk; a guess
 UNREADABLE_PAUSE = 60.0  # seconds until unreadable files are read again although they have not changed; a guess
@@ -30,7 +30,7 @@ class SnapshotTexts:
 class SnapshotInfo:
     """Cached reader of the models' files. A slow disk delays a response by READ_TIMEOUT at most."""
 
-    def __init__(self, files: Files, shared_workers: SharedWorkers):
+    def __init__(self, files: Snapshots, shared_workers: SharedWorkers):
         self._files = files
         self._shared_workers = shared_workers
         self._known: dict[str, tuple[str, Checkpoint]] = {}  # by model id: snapshot folder and its facts

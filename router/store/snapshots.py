@@ -19,7 +19,7 @@ from worker.protocol.argv import AdapterSource, Convert, Download
 
 
 class Snapshots:
-    """Finds and reads snapshots, and builds the commands that download them. See `router.fleet.interfaces.Files`."""
+    """Finds and reads snapshots, and builds the commands that download them."""
 
     def __init__(self, *, cache: str, state: Path, offline: bool, prepare: bool = True):
         """`prepare`: models are loaded from converted snapshots if there are any."""
@@ -33,6 +33,7 @@ class Snapshots:
         self._made: dict[str, str] = {}
 
     def find(self, preset: Preset) -> str | None:
+        """Return the folder of the preset's complete snapshot, if any. Reads a few directory entries only."""
         if preset.path:
             return preset.path
         if preset.demo:
@@ -41,10 +42,12 @@ class Snapshots:
         return find_snapshot(preset.repo, preset.revision, self._cache)
 
     def fetched(self, preset: Preset, snapshot: str) -> None:
+        """Record that a download of `preset` has made `snapshot`."""
         if preset.demo:
             self._made[preset.demo] = snapshot
 
     def fingerprint(self, preset: Preset) -> object:
+        """Return a value that changes with the model's files; None without files. Reads a few entries only."""
         folder = self.find(preset)
         if folder is None:
             return None
@@ -55,6 +58,7 @@ class Snapshots:
             return folder, error.errno
 
     async def read(self, snapshot: str, preset: Preset) -> Checkpoint:
+        """Read a snapshot's facts, with the overrides of `preset`. Raises UnknownCheckpoint."""
         return await asyncio.to_thread(self.facts, Path(snapshot), preset)
 
     def facts(self, snapshot: Path, preset: Preset) -> Checkpoint:
@@ -80,6 +84,7 @@ class Snapshots:
         return find_snapshot(*_hub_name(path), self._cache, adapter=adapter) if path.startswith(HUB) else path
 
     def missing_draft(self, preset: Preset) -> Download | None:
+        """Return the download command of the draft model, if it is missing. Raises LoadFailed."""
         if not preset.drafts_by_model or self._folder(preset.model_draft) is not None:
             return None
         repo, revision = _hub_name(preset.model_draft)
@@ -91,6 +96,7 @@ class Snapshots:
         return Download(repo=repo, revision=revision, cache=self._cache)
 
     def weights(self, snapshot: str) -> dict[str, int]:
+        """Return the bytes of each weight file by path. Reads a few directory entries only."""
         try:
             with os.scandir(snapshot) as entries:
                 return {entry.path: entry.stat().st_size for entry in entries if entry.name.endswith(".safetensors")}
@@ -98,6 +104,11 @@ class Snapshots:
             return {}
 
     async def conversion(self, preset: Preset, snapshot: str) -> Convert | None:
+        """Return the command that converts a downloaded snapshot.
+
+        None for a local folder without pickled weights, for a snapshot that needs no conversion, and for one that is
+        converted already or cannot be converted. Deletes incomplete targets first.
+        """
         is_local = preset.path and not has_only_pickles(snapshot)
         if not self._prepare or is_local or not can_be_converted(preset):
             return None
@@ -108,35 +119,42 @@ class Snapshots:
         return await asyncio.to_thread(self.conversions.command, snapshot, facts)
 
     def must_convert(self, preset: Preset, snapshot: str) -> bool:
+        """Return whether the snapshot cannot be loaded as it is and is not converted yet. Reads a few entries only."""
         if not self._prepare or not can_be_converted(preset) or not has_only_pickles(snapshot):
             return False
         return self.conversions.find(snapshot) is None
 
     def loads_from(self, preset: Preset, snapshot: str) -> str:
+        """Return the folder that a worker loads: the converted copy of `snapshot` if there is one, else `snapshot`."""
         # A preset with its own interpreter may have other libraries and gets the original.
         if not self._prepare or not can_be_converted(preset):
             return snapshot
         return self.conversions.find(snapshot) or snapshot
 
     def give_up_converted(self, snapshot: str) -> bool:
+        """Stop using `snapshot` if it is a converted copy or the target of one. Return whether it is."""
         if not self.conversions.is_one(snapshot):
             return False
         self.conversions.give_up(Path(snapshot))
         return True
 
     def sweep(self) -> None:
+        """Delete converted copies of snapshots that are gone or changed. Blocks on the disk."""
         self.conversions.sweep()
 
     @property
     def converted(self) -> Mapping[str, int]:
+        """Bytes of converted copies by the folder of the original. Does not read the disk."""
         return self.conversions.sizes
 
     def adapters(self, preset: Preset) -> list[AdapterSource]:
+        """Return the adapters of `preset`, with their folders for adapters from the hub that are here."""
         return [
             replace(source, path=self._folder(source.path, adapter=True) or source.path) for source in preset.adapters
         ]
 
     def missing_adapters(self, preset: Preset) -> list[Download]:
+        """Return the download commands of missing adapters."""
         if self._offline or not preset.adapter_slots:
             return []
         missing = [source.path for source in preset.adapters if not self._folder(source.path, adapter=True)]
@@ -144,9 +162,11 @@ class Snapshots:
         return [Download(repo=repo, revision=revision, cache=self._cache, adapter=True) for repo, revision in names]
 
     def can_download_again(self, preset: Preset) -> bool:
+        """A download would verify the files and replace damaged ones."""
         return not (preset.path or preset.demo or self._offline)
 
     def download(self, preset: Preset) -> Download:
+        """Return the download command. Raises LoadFailed if the model cannot be downloaded."""
         if preset.demo:
             return Download(demo=preset.demo, target=str(self._demo))
         if self._offline:

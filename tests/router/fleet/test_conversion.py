@@ -77,13 +77,13 @@ async def test_a_converted_snapshot_that_cannot_be_read_or_loaded_is_not_used_ag
     """The request does not fail."""
     lost = WorkerLost("a: damaged", cause="crashed", exit=Exit.DAMAGED)
     schedule = schedule_of(missing=False, model=FakeModel(shards=(GIB,), start_fails=[lost] if readable else []))
-    schedule.files.conversions["/snapshots/a"] = "/converted/a"
+    schedule.files.copies["/snapshots/a"] = "/converted/a"
     if not readable:
         schedule.files.damaged.add("/converted/a")
     await schedule.ask("a")
     assert schedule.worker("a").snapshot == "/snapshots/a"
     assert schedule.journal == ["start a"] * (2 if readable else 1)
-    assert schedule.files.conversions == {}
+    assert schedule.files.copies == {}
     assert schedule.fleet.models["a"].failure is None
 
 

@@ -32,7 +32,7 @@ def world(total: int, *, real: int = 9 * GIB, small: int = 0, **keys: object) ->
             "b": {"required_memory": stated},
         },
     )
-    scene.files.facts = FOUR_GIB
+    scene.files.checkpoint = FOUR_GIB
     return scene
 
 
@@ -75,7 +75,7 @@ async def test_a_model_larger_than_all_devices_is_refused_with_the_figures_of_ea
 @virtual
 async def test_a_refusal_names_the_settings_that_would_fit() -> None:
     scene = world(7 * GIB, split_mode="none")
-    scene.files.facts = replace(FOUR_GIB, linears=Linears(28, 4 * GIB, 1000, GIB // 16))
+    scene.files.checkpoint = replace(FOUR_GIB, linears=Linears(28, 4 * GIB, 1000, GIB // 16))
     with pytest.raises(DoesNotFit, match=r"; set quantization = bnb-8bit$"):
         await scene.ask("big")
 
@@ -105,7 +105,7 @@ async def test_a_model_that_exceeds_its_gpu_memory_utilization_is_refused_by_thi
 @virtual
 async def test_tensor_parallelism_reserves_all_devices_of_the_preset_at_once() -> None:
     scene = world(12 * GIB, small=6 * GIB, tensor_parallel=2)
-    scene.files.facts = replace(FOUR_GIB, matrices=4 * GIB, heads=4, kv_heads=2, intermediate=64)
+    scene.files.checkpoint = replace(FOUR_GIB, matrices=4 * GIB, heads=4, kv_heads=2, intermediate=64)
     await scene.ask("a")
     await scene.ask("b")
     await scene.ask("big")
@@ -122,7 +122,7 @@ async def test_a_model_that_tensor_parallelism_does_not_divide_is_split_by_layer
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     scene = world(12 * GIB, tensor_parallel=2)
-    scene.files.facts = replace(FOUR_GIB, matrices=4 * GIB, heads=3)
+    scene.files.checkpoint = replace(FOUR_GIB, matrices=4 * GIB, heads=3)
     await scene.ask("big")
     worker, choice = scene.worker("big"), scene.costs("big").choice
     assert (set(worker.place), sum(choice.layers), choice.ranks) == ({GPU0, GPU1}, 4, 1)

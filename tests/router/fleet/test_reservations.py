@@ -329,7 +329,7 @@ async def test_shards_on_an_accelerator_without_memory_and_their_process_are_cha
 @virtual
 async def test_where_only_the_weights_are_known_the_exact_estimate_comes_before_the_plan() -> None:
     world = forking(a=model())
-    world.files.facts = replace(LLAMA, kv_heads=0)
+    world.files.checkpoint = replace(LLAMA, kv_heads=0)
     await world.ask("a")
     assert world.journal == ["estimate a", "start a"]
     shown = status(world.fleet, world.fleet.models["a"], admin=False)
@@ -340,10 +340,10 @@ async def test_where_only_the_weights_are_known_the_exact_estimate_comes_before_
 async def test_without_an_exact_estimate_the_weights_are_multiplied_and_the_state_says_so() -> None:
     world = forking(a=model())
     world.launcher.fork_server = False
-    world.files.facts = replace(LLAMA, kv_heads=0, tensors={}, file_bytes=0)
+    world.files.checkpoint = replace(LLAMA, kv_heads=0, tensors={}, file_bytes=0)
     with pytest.raises(LoadFailed, match="set required-memory"):
         await world.ask("a")
-    world.files.facts = replace(LLAMA, kv_heads=0)
+    world.files.checkpoint = replace(LLAMA, kv_heads=0)
     world.files.change("a")
     world.launcher.models["a"].estimate_fails = [WorkerLost("no kv heads", cause="crashed", exit=1)]
     await world.ask("a")
@@ -362,7 +362,7 @@ async def test_without_an_exact_estimate_the_weights_are_multiplied_and_the_stat
 async def test_a_guess_from_the_weights_is_never_unlimited() -> None:
     weights = 5 * GIB
     world = forking(a=model())
-    world.files.facts = replace(LLAMA, kv_heads=0, tensors={"bfloat16": replace(LLAMA.tensors["bfloat16"],
+    world.files.checkpoint = replace(LLAMA, kv_heads=0, tensors={"bfloat16": replace(LLAMA.tensors["bfloat16"],
                                 elements=weights // 2, bytes=weights)})  # fmt: skip
     world.launcher.models["a"].estimate_fails = [WorkerLost("no kv heads", cause="crashed", exit=1)]
     with pytest.raises(Exception, match="does not fit on empty devices"):

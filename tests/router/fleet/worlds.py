@@ -15,6 +15,7 @@ from router.fleet.worker import Costs, Worker
 from router.memory.checkpoint_facts import Checkpoint, Tally, UnknownCheckpoint
 from router.memory.learned import LearnedEstimates
 from router.planner.ledger import DeviceId, Ledger
+from router.store.snapshots import Snapshots
 from tests.fakes import CPU, GIB, FakeLauncher, FakeModel, run_virtual
 from worker.protocol.argv import AdapterSource, Convert, Download
 
@@ -57,14 +58,14 @@ def virtual(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
     return run
 
 
-class FakeFiles:
+class FakeFiles(Snapshots):
     """Snapshots of all models except those in `missing`."""
 
     def __init__(self, missing: tuple[str, ...] = ()):
         self.missing = set(missing)
-        self.facts = LLAMA  # of every snapshot without an entry in `facts_of`
+        self.checkpoint = LLAMA  # of every snapshot without an entry in `facts_of`
         self.facts_of: dict[str, Checkpoint] = {}  # by model
-        self.conversions: dict[str, str] = {}  # folders of converted snapshots by the folder of the original
+        self.copies: dict[str, str] = {}  # folders of converted snapshots by the folder of the original
         self.convertible: set[str] = set()  # folders of snapshots that are converted after their download
         self.pickled: set[str] = set()  # those of them that cannot be loaded without a conversion
         self.damaged: set[str] = set()  # folders that cannot be read
@@ -84,20 +85,20 @@ class FakeFiles:
         return None if preset.id in self.missing else f"/snapshots/{preset.id}"
 
     def must_convert(self, preset: Preset, snapshot: str) -> bool:
-        return snapshot in self.pickled and snapshot not in self.conversions
+        return snapshot in self.pickled and snapshot not in self.copies
 
     async def conversion(self, preset: Preset, snapshot: str) -> Convert | None:
-        if snapshot not in self.convertible or snapshot in self.conversions:
+        if snapshot not in self.convertible or snapshot in self.copies:
             return None
         return Convert(snapshot=snapshot, target=f"/converted/{preset.id}")
 
     def loads_from(self, preset: Preset, snapshot: str) -> str:
-        return self.conversions.get(snapshot, snapshot)
+        return self.copies.get(snapshot, snapshot)
 
     def give_up_converted(self, snapshot: str) -> bool:
-        sources = [source for source, made in self.conversions.items() if made == snapshot]
+        sources = [source for source, made in self.copies.items() if made == snapshot]
         for source in sources:
-            del self.conversions[source]
+            del self.copies[source]
         return bool(sources)
 
     def sweep(self) -> None:
@@ -105,7 +106,7 @@ class FakeFiles:
 
     @property
     def converted(self) -> dict[str, int]:
-        return dict.fromkeys(self.conversions, 128 << 20)
+        return dict.fromkeys(self.copies, 128 << 20)
 
     def adapters(self, preset: Preset) -> list[AdapterSource]:
         return list(preset.adapters)
@@ -127,7 +128,7 @@ class FakeFiles:
         await asyncio.sleep(0)
         if snapshot in self.damaged:
             raise UnknownCheckpoint(f"{snapshot} has no valid header")
-        return self.facts_of.get(preset.id, self.facts)
+        return self.facts_of.get(preset.id, self.checkpoint)
 
     def can_download_again(self, preset: Preset) -> bool:
         return self.is_on_hub

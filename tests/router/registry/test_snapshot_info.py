@@ -40,7 +40,7 @@ class Slow(FakeFiles):
         self.begun, self.may_end = asyncio.Event(), asyncio.Event()
 
     async def read(self, snapshot: str, preset: Preset) -> Checkpoint:
-        facts = self.facts
+        facts = self.checkpoint
         self.begun.set()
         await self.may_end.wait()
         return facts
@@ -52,7 +52,7 @@ async def test_files_that_were_being_read_before_a_reload_are_read_again_after_i
     reading = asyncio.create_task(info.facts(MINE))
     await files.begun.wait()
     info.clear()
-    files.facts = new = Checkpoint(model_type="new")
+    files.checkpoint = new = Checkpoint(model_type="new")
     files.may_end.set()
     assert await reading is not new
     assert await info.facts(MINE) is new
