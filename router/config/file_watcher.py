@@ -75,7 +75,9 @@ async def _triggers(folders: Set[Path], interval: float) -> AsyncGenerator[None]
 async def _settled(paths: Sequence[Path], reported: list[object], quiet: float) -> list[object]:
     """The state of `paths`. One that differs from `reported` is returned when it has been the same for `quiet` seconds.
 
-    Only these paths have to be quiet, not their folders: a log that is written beside a file delays nothing.
+    Only these paths have to be quiet, not their folders: a log that is written beside a file delays nothing. The
+    debounce of watchfiles cannot replace this: it waits for the end of new paths, so it ends each second while one long
+    file is copied.
     """
     state = await asyncio.to_thread(_look, paths)
     while state != reported:
