@@ -93,7 +93,7 @@ class Report:
     @property
     def unquantized(self) -> int:
         """Bytes of the floating-point weights."""
-        return quantized_and_kept(self.facts, self.preset, on_host=self.on_host)[1]
+        return quantized_and_kept(self.facts, self.preset, self.facts, on_host=self.on_host)[1]
 
     @property
     def quantized(self) -> int:

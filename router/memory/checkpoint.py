@@ -20,6 +20,7 @@ from router.config.presets import Preset
 from router.memory.checkpoint_facts import (
     Checkpoint,
     Linears,
+    Part,
     Tally,
     UnknownCheckpoint,
     at_most,
@@ -30,7 +31,7 @@ from router.memory.checkpoint_facts import (
     quantized_numbers,
 )
 from worker.protocol import pickled_weights
-from worker.protocol.architectures import EXPERT, GENERATES, SCALE, VISION
+from worker.protocol.architectures import BEHIND, EXPERT, GENERATES, LAYER, SCALE, VISION
 from worker.protocol.model_config import apply_rope, merge
 from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
 from worker.protocol.snapshot_files import INDEX, MAX_HEADER_BYTES, WEIGHTS, is_below, shard_names
@@ -55,12 +56,9 @@ _NO_LINEAR = re.compile(
     r"|pooler\.|\.experts?\.|(^|\.)(gate|router)\.(\w+\.)?weight$|(^|\.)wo\.weight$)"
 )
 _TRANSPOSED = frozenset({"gpt2", "openai-gpt"})  # architectures whose linear layers store inputs first
+_LAST = -1  # the place of tensors behind the layers, among numbers of layers
 
-# The layer of a tensor. Layers of a vision tower have such names too, but models with a tower are not split.
 _ROUTER = re.compile(r"[._](gate|router)\.weight$")  # it chooses or weighs experts
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.([0-9]+)\.")
-# Tensors that follow the layers: the head, the last norm.
-_BEHIND = re.compile(r"(^|\.)(lm_head|embed_out|output|norm|norm_f|ln_f|final_layernorm|final_layer_norm)\.\w+$")
 
 _CAPABILITIES = ("chat", "completion", "tools", "vision", "embedding", "rerank")
 
@@ -382,10 +380,10 @@ def _facts(config: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> Checkpo
         query_rows=_rows(tensors, ".q_proj.weight"),
         stored_dtype=next((dtype for dtype, _, _ in loaded.values() if "float" in dtype), "float32"),
     )
-    scale_bytes = 0
+    scales: dict[str, _Tensor] = {}
     if facts.quantization:
-        scale_bytes = sum(size for name, (_, _, size) in loaded.items() if SCALE.search(name))
-        loaded = {name: tensor for name, tensor in loaded.items() if not SCALE.search(name)}
+        scales = {name: tensor for name, tensor in loaded.items() if SCALE.search(name)}
+        loaded = {name: tensor for name, tensor in loaded.items() if name not in scales}
     tied = is_tied(config, has_head=any(map(_HEAD.search, tensors)))
     if tied and embedding != (0, 0):  # a stored copy of the embedding is not loaded
         loaded = {
@@ -393,10 +391,12 @@ def _facts(config: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> Checkpo
         }
     if not tensors:
         loaded = _implied(facts)
+    transposed = facts.model_type in _TRANSPOSED
+    by_layer, behind = _parts(loaded, scales, facts.layers, transposed=transposed)
     matrices = sum(
         math.prod(shape)
         for name, (_, shape, _) in loaded.items()
-        if len(shape) > 1 and _LAYER.search(name) and not _ROUTER.search(name)
+        if len(shape) > 1 and LAYER.search(name) and not _ROUTER.search(name)
     )
     return replace(
         facts,
@@ -407,14 +407,14 @@ def _facts(config: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> Checkpo
             for name, (stored, shape, _) in loaded.items()
             if not _NO_PARAMETER.search(name)
         ),
-        by_layer=_by_layer(loaded, facts.layers),
+        by_layer=by_layer,
         matrices=matrices,
-        named_layers=len({match[1] for match in map(_LAYER.search, loaded) if match}),
-        behind=sum(math.prod(shape) for name, (_, shape, _) in loaded.items() if _BEHIND.search(name)),
+        named_layers=len({match[1] for match in map(LAYER.search, loaded) if match}),
+        behind=behind,
         stacked=sum(math.prod(shape) for name, (_, shape, _) in tensors.items() if EXPERT.search(name)),
         largest=max((size for _, _, size in tensors.values()), default=0),
-        scale_bytes=scale_bytes,
-        linears=_linears(loaded, transposed=facts.model_type in _TRANSPOSED),
+        scale_bytes=_bytes(scales),
+        linears=_linears(loaded, transposed=transposed),
     )
 
 
@@ -434,14 +434,27 @@ def _tallies(tensors: Iterable[_Tensor]) -> dict[str, Tally]:
     return totals
 
 
-def _by_layer(tensors: Mapping[str, _Tensor], layers: int) -> tuple[int, ...]:
-    """Return the elements of each layer; empty if the tensor names do not show the layers."""
-    found: dict[int, int] = {}
-    for name, (_, shape, _) in tensors.items():
-        match = _LAYER.search(name)
-        if match:
-            found[int(match[1])] = found.get(int(match[1]), 0) + math.prod(shape)
-    return tuple(found[layer] for layer in range(layers)) if sorted(found) == list(range(layers)) else ()
+def _bytes(tensors: Mapping[str, _Tensor]) -> int:
+    return sum(size for _, _, size in tensors.values())
+
+
+def _parts(
+    tensors: Mapping[str, _Tensor], scales: Mapping[str, _Tensor], layers: int, *, transposed: bool
+) -> tuple[tuple[Part, ...], Part]:
+    """Return the tensors of each layer (empty if the names do not show the layers) and of what stands behind them."""
+    found: dict[int, tuple[dict[str, _Tensor], dict[str, _Tensor]]] = {}
+    for kind, source in enumerate((tensors, scales)):
+        for name, tensor in source.items():
+            match = LAYER.search(name)
+            if match or BEHIND.search(name):
+                place = int(match[1]) if match else _LAST
+                found.setdefault(place, ({}, {}))[kind][name] = tensor
+    parts = {
+        place: Part(_tallies(plain.values()), _bytes(beside), _linears(plain, transposed=transposed))
+        for place, (plain, beside) in found.items()
+    }
+    behind = parts.pop(_LAST, Part())
+    return tuple(parts[layer] for layer in range(layers)) if sorted(parts) == list(range(layers)) else (), behind
 
 
 def _linears(tensors: Mapping[str, _Tensor], *, transposed: bool) -> Linears:

@@ -76,6 +76,15 @@ class Linears:
     ends: int = 0  # inputs and outputs of all of them: a LoRA adapter of rank 1 has so many elements
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The tensors of one layer, or of what stands behind the layers; the fields are those of `Checkpoint`."""
+
+    tensors: Mapping[str, Tally] = field(default_factory=dict)
+    scale_bytes: int = 0
+    linears: Linears = Linears()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """The facts of a snapshot. 0 and "" mean: not stated."""
@@ -110,10 +119,10 @@ class Checkpoint:
     # Elements to load, by dtype as stored (torch's names); a stored copy of a tied head is not among it.
     tensors: Mapping[str, Tally] = field(default_factory=dict)
     params: int = 0  # parameters of the model; quantized ones are counted dequantized
-    by_layer: tuple[int, ...] = ()  # elements of each layer's tensors; empty: the names do not show them
+    by_layer: tuple[Part, ...] = ()  # empty: the tensor names do not show the layers
     matrices: int = 0  # elements of all layers' matrices, without their vectors; 0: the names do not show them
     named_layers: int = 0  # number of layers that the tensor names show
-    behind: int = 0  # elements of what stands behind the layers: a head that is not the embedding, the last norm
+    behind: Part = Part()  # what stands behind the layers: a head that is not the embedding, the last norm
     file_bytes: int = 0  # of the weight files
     pickled: bool = False  # the weights are pickled: they are converted before a load
     head_elements: int = 0  # parameters of layers behind an embedder's model, which the worker keeps in float32

@@ -35,6 +35,7 @@ from router.memory.segments import (
     compute_bytes,
     is_mapped,
     kv_range,
+    part_bytes,
     weight_bytes,
 )
 from worker.protocol.events import Estimated
@@ -352,19 +353,20 @@ def _widest_context(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: 
 def _weights_by_shard(facts: Checkpoint, preset: Preset, total: int, layers: tuple[int, ...]) -> tuple[int, ...]:
     """Split `total` bytes of weights: each shard has its layers, the last one also what follows them, the first one the
     rest."""
-    size = DTYPE_BYTES[compute_dtype(facts, preset, on_host=False)]
-    slots = _adapter_share(facts, preset, size)
+    slots = _adapter_share(facts, preset)
     first, sizes = 0, []
     for count in layers:
-        sizes.append(sum(facts.by_layer[first : first + count]) * size + count * slots)
+        parts = facts.by_layer[first : first + count]
+        sizes.append(sum(part_bytes(facts, preset, part) for part in parts) + count * slots)
         first += count
-    sizes[-1] += facts.behind * size
+    sizes[-1] += part_bytes(facts, preset, facts.behind)
     sizes[0] += max(0, total - sum(sizes))
     return tuple(sizes)
 
 
-def _adapter_share(facts: Checkpoint, preset: Preset, size: int) -> int:
+def _adapter_share(facts: Checkpoint, preset: Preset) -> int:
     """Return the bytes of the LoRA slots of one layer."""
+    size = DTYPE_BYTES[compute_dtype(facts, preset, on_host=False)]
     return -(-adapter_bytes(facts, preset, size) // max(1, len(facts.by_layer)))
 
 
@@ -380,10 +382,9 @@ def _part(facts: Checkpoint, layers: int) -> Checkpoint:
 
 def layer_costs(facts: Checkpoint, preset: Preset) -> tuple[int, ...]:
     """Return the bytes of weights and least context of each layer on an accelerator. Raises EstimateError."""
-    size = DTYPE_BYTES[compute_dtype(facts, preset, on_host=False)]
     context = kv_range(facts, preset, effective_ctx(facts, preset), on_host=False).least
-    share = -(-context // max(1, len(facts.by_layer))) + _adapter_share(facts, preset, size)
-    return tuple(elements * size + share for elements in facts.by_layer)
+    share = -(-context // max(1, len(facts.by_layer))) + _adapter_share(facts, preset)
+    return tuple(part_bytes(facts, preset, part) + share for part in facts.by_layer)
 
 
 def reason_not_to_divide(facts: Checkpoint, preset: Preset) -> str:
@@ -395,8 +396,6 @@ def reason_not_to_divide(facts: Checkpoint, preset: Preset) -> str:
         return "it has an encoder and a decoder"
     if "vision" in facts.capabilities:
         return "it takes images"
-    if facts.quantization or bits_on_load(facts, preset):
-        return "its weights are quantized"
     if facts.draft is not None:
         return "it has a draft model"
     return ""

@@ -65,8 +65,8 @@ def remedies(
         before, tokens = static(preset), effective_ctx(facts, preset)
     except EstimateError:
         return Remedies()
-    is_split = len(choice.layers) > 1 or choice.ranks > 1  # a quantized model is not split
-    methods = () if facts.quantization or bits_on_load(facts, preset) or is_split else tuple(ON_LOAD)
+    is_fixed = facts.quantization or bits_on_load(facts, preset) or choice.ranks > 1  # ranks divide no quantized matrix
+    methods = () if is_fixed else tuple(ON_LOAD)
     caches = _SMALLER_CACHES if preset.kv_cache_dtype not in _SMALLER_CACHES else ()
     contexts = range(LEAST_CTX, tokens, BLOCK_TOKENS)
     pools = range(-(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS, preset.kv_tokens, BLOCK_TOKENS)

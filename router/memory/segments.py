@@ -12,6 +12,7 @@ from router.memory.checkpoint_facts import (
     DTYPE_BYTES,
     Checkpoint,
     ContextTooLarge,
+    Part,
     UnknownArchitecture,
     WrongQuantization,
     compute_dtype,
@@ -88,19 +89,30 @@ def weight_bytes(facts: Checkpoint, preset: Preset, *, on_host: bool) -> int:
     resident as a whole, with tensors that the model does not use. Layers behind an embedder are float32.
     """
     size = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
-    quantized, kept = quantized_and_kept(facts, preset, on_host=on_host)
-    dequantizes = is_dequantized(facts, on_host=on_host)
-    total = quantized + kept
-    for stored, tally in facts.tensors.items():
-        if _is_plain(stored, facts):
-            continue
-        total += tally.elements * quantized_numbers(stored, facts.bits) * size if dequantizes else tally.bytes
+    total = _tensor_bytes(facts, preset, facts, on_host=on_host)
     total = max(total, facts.file_bytes) if on_host and is_mapped(facts, preset) else total
     if facts.model_type == "gpt_bigcode":  # its model builds a causal mask of all positions, a byte each
         total += facts.max_positions**2
     total += facts.head_elements * DTYPE_BYTES["float32"] + adapter_bytes(facts, preset, size)
     if facts.draft is not None:
         total += weight_bytes(facts.draft, draft_preset(preset), on_host=on_host)
+    return total
+
+
+def part_bytes(facts: Checkpoint, preset: Preset, part: Part) -> int:
+    """Return the bytes of the tensors of one layer, or of what stands behind the layers, on an accelerator."""
+    return _tensor_bytes(facts, preset, part, on_host=False)
+
+
+def _tensor_bytes(facts: Checkpoint, preset: Preset, part: Checkpoint | Part, *, on_host: bool) -> int:
+    """Return the bytes in memory of the tensors of `part`: the model itself, or a part of it."""
+    size = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
+    dequantizes = is_dequantized(facts, on_host=on_host)
+    total = sum(quantized_and_kept(facts, preset, part, on_host=on_host))
+    for stored, tally in part.tensors.items():
+        if _is_plain(stored, facts):
+            continue
+        total += tally.elements * quantized_numbers(stored, facts.bits) * size if dequantizes else tally.bytes
     return total
 
 
@@ -118,22 +130,22 @@ def adapter_bytes(facts: Checkpoint, preset: Preset, size: int) -> int:
     return preset.adapter_slots * preset.max_lora_rank * facts.linears.ends * size
 
 
-def quantized_and_kept(facts: Checkpoint, preset: Preset, *, on_host: bool) -> tuple[int, int]:
-    """Return the bytes of quantized tensors (or scales of a quantized checkpoint) and the bytes of what stays in plain
-    floating point.
+def quantized_and_kept(facts: Checkpoint, preset: Preset, part: Checkpoint | Part, *, on_host: bool) -> tuple[int, int]:
+    """Return the bytes of quantized tensors of `part` (or scales of a quantized checkpoint) and the bytes of what stays
+    in plain floating point.
 
     8 bits: a byte for each element, a float32 for each row (Dettmers et al. 2022, section 3). 4 bits: half a byte, a
     float32 for each 64 elements, and a table of 16 for each layer (Dettmers et al. 2023, section 3; the default of
     bitsandbytes, without double quantisation).
     """
     size = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
-    plain = sum(tally.elements * size for stored, tally in facts.tensors.items() if _is_plain(stored, facts))
-    linears, bits = facts.linears, bits_on_load(facts, preset)
+    plain = sum(tally.elements * size for stored, tally in part.tensors.items() if _is_plain(stored, facts))
+    linears, bits = part.linears, bits_on_load(facts, preset)
     if not bits:  # dequantized weights have no scales any more
         times = 1.0
         if on_host and facts.quantization in ARRANGED:
             times = ARRANGED[facts.quantization] if is_fused(facts) else WIDENED
-        return 0 if is_dequantized(facts, on_host=on_host) else int(times * facts.scale_bytes), plain
+        return 0 if is_dequantized(facts, on_host=on_host) else int(times * part.scale_bytes), plain
     quantized = linears.elements + 4 * linears.rows
     if bits == 4:
         quantized = -(-linears.elements // 2) + 4 * linears.blocks + 64 * linears.count

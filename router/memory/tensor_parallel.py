@@ -22,7 +22,7 @@ from router.memory.estimate import (
     required_shards,
 )
 from router.memory.estimate import estimate as estimate_whole
-from router.memory.segments import compute_bytes, kv_range, most_drafted, weight_bytes
+from router.memory.segments import bits_on_load, compute_bytes, kv_range, most_drafted, weight_bytes
 from worker.protocol.architectures import DIVISIBLE
 from worker.protocol.memory import GLOO_BYTES, NCCL_BYTES, STAGING_BYTES
 
@@ -31,6 +31,8 @@ def reason_not_to_divide_by(facts: Checkpoint, preset: Preset, ranks: int) -> st
     """Return the reason for which the model cannot be divided among `ranks`; empty if it can."""
     if why := reason_not_to_divide(facts, preset):
         return why
+    if facts.quantization or bits_on_load(facts, preset):
+        return "its weights are quantized"
     if facts.model_type not in DIVISIBLE:
         return f"this version divides {', '.join(sorted(DIVISIBLE))}, and this is {facts.model_type or 'unknown'}"
     for number, what in (
@@ -118,4 +120,5 @@ def estimate(
 def divided_elements(facts: Checkpoint, ranks: int) -> int:
     """Return the number of weights that are divided; the others are on each rank."""
     head = 0 if facts.tied or facts.vocab_size % ranks else facts.vocab_size * facts.hidden
-    return facts.matrices + (head if facts.behind >= head else 0)
+    behind = sum(tally.elements for tally in facts.behind.tensors.values())
+    return facts.matrices + (head if behind >= head else 0)

@@ -189,10 +189,24 @@ def _with_loading(options: ModelOptions, config: Any, traced: Traced, arranging:
     converts = stored.are_converted(dtype)
     if on_cpu and not converts:  # files are mapped and read whole; unused parts are released after the load
         loading = max(loading, stored.bytes - traced.weights)
-    staged = traced.weights if converts or options.load_format == "dummy" else 0  # random weights are drawn there
-    if quantization.is_quantized(options, config) and not quantization.quantization_config(config):
-        loading = staged = stored.elements * dtype.itemsize  # all plain tensors, until the last one is quantized
+    staged = _staged_bytes(options, config, stored, traced.weights)
+    if _quantizes(options, config):
+        loading = staged
     return replace(traced, loading=max(loading, arranging), staged=staged)
+
+
+def _staged_bytes(options: ModelOptions, config: Any, stored: StoredTensors, weights: int) -> int:
+    """Return the bytes of main memory for the `weights` of a model on their way to accelerators."""
+    dtype = stored.dtype(options, config)
+    if _quantizes(options, config):
+        return stored.elements * dtype.itemsize  # all plain tensors, until the last one is quantized
+    is_random = options.load_format == "dummy"  # random weights are drawn there
+    return weights if is_random or stored.are_converted(dtype) else 0
+
+
+def _quantizes(options: ModelOptions, config: Any) -> bool:
+    """Return whether weights are quantized on load."""
+    return quantization.is_quantized(options, config) and not quantization.quantization_config(config)
 
 
 def _trace_encoder(options: ModelOptions, config: Any, dtype: torch.dtype) -> tuple[Traced, int]:
@@ -300,7 +314,8 @@ def trace_split(options: ModelOptions, config: Any) -> tuple[list[Traced], int]:
         # tensors with a call that does not support such devices.
         runner, capacity = meta_model.make_runner(model, config, options, ctx_size, parts=parts)
         layer_split.place(model, parts)
-        weights = meta_model.bytes_by_device(model, dtype)
+        weights = meta_model.weights_by_device(options, config, model, dtype, parts)
+        quantized.pretend(options, config, model)
         adapters = backends.make_adapters(runner, model, options, CPU, copies=0)
         slots = adapters.bytes_by_device() if adapters is not None else {}
         context = {device: runner.bytes_on(device) for device in devices}
@@ -320,5 +335,4 @@ def trace_split(options: ModelOptions, config: Any) -> tuple[list[Traced], int]:
             )
             for device in devices
         ]
-    is_staged = stored.are_converted(dtype) or options.load_format == "dummy"
-    return shards, sum(shard.weights for shard in shards) if is_staged else 0
+    return shards, _staged_bytes(options, config, stored, sum(shard.weights for shard in shards))

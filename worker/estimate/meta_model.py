@@ -1,5 +1,6 @@
 """Models without memory: built on fake tensors, with the engine's own cache, and the bytes of their tensors."""
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from worker.errors import StartError
 from worker.estimate import quantized
 from worker.estimate.largest_steps import CPU, UNMASKED
 from worker.estimate.memory_tracer import LiveBytes, storage_key
-from worker.protocol.architectures import EXPERT
+from worker.protocol.architectures import BEHIND, EXPERT, LAYER
 from worker.protocol.argv import ModelOptions
 
 
@@ -140,6 +141,33 @@ def weight_bytes(options: ModelOptions, config: Any, model: Any, dtype: torch.dt
     if options.load_format == "dummy":
         return tensor_bytes(model)
     return sum(bytes_by_device(model, dtype).values())
+
+
+def weights_by_device(
+    options: ModelOptions, config: Any, model: Any, dtype: torch.dtype, split: layer_split.LayerSplit
+) -> dict[torch.device, int]:
+    """Return the bytes of `weight_bytes` on each device of a model that is placed by `split`."""
+    if quantization.quantization_config(config):
+        stored = model.state_dict()
+        sizes: dict[torch.device, int] = defaultdict(int)
+        for name, buffer in model.named_buffers():
+            sizes[buffer.device] += 0 if name in stored else buffer.nbytes
+        for name, size in quantized.stored_tensors(options, config, dtype):
+            sizes[_device_of_stored(name, split)] += size
+        return sizes
+    sizes = bytes_by_device(model, dtype)
+    if options.quantization.startswith("bnb"):
+        bits = 4 if options.quantization == "bnb-4bit" else 8
+        for device, saved in quantized.saved_by_device(model, dtype, bits=bits).items():
+            sizes[device] -= saved
+    return sizes
+
+
+def _device_of_stored(name: str, split: layer_split.LayerSplit) -> torch.device:
+    """Return the device of a tensor of the files, by the rules of the router (router/memory/checkpoint.py)."""
+    if match := LAYER.search(name):
+        return split.by_layer[int(match[1])]
+    return split.devices[-1 if BEHIND.search(name) else 0]
 
 
 def tensor_bytes(model: torch.nn.Module) -> int:

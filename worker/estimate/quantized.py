@@ -1,5 +1,6 @@
 """Bytes of quantized weights: in memory, in a step, and while they are loaded."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -28,8 +29,14 @@ _DEQUANTIZING_BYTES = {4: 8, 8: 5}
 
 
 def stored_bytes(options: ModelOptions, config: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of a quantized checkpoint in memory: quantized tensors and their scales as stored, other floats
-    in the dtype of the model. If loading dequantizes the weights, all tensors have that dtype, and there are no scales.
+    """Return the bytes of a quantized checkpoint in memory."""
+    return sum(size for _, size in stored_tensors(options, config, dtype))
+
+
+def stored_tensors(options: ModelOptions, config: Any, dtype: torch.dtype) -> Iterator[tuple[str, int]]:
+    """Yield the bytes in memory of each tensor of a quantized checkpoint: quantized tensors and their scales as stored,
+    other floats in the dtype of the model. If loading dequantizes the weights, all tensors have that dtype, and there
+    are no scales.
     """
     stated = quantization.quantization_config(config)
     device = torch.device(options.devices[0])
@@ -37,17 +44,15 @@ def stored_bytes(options: ModelOptions, config: Any, dtype: torch.dtype) -> int:
     arranged = _as_stored
     if options.devices[0] == "cpu" and stated.get("quant_method") in _GPTQ:
         arranged = _side_by_side if quantization.is_fused(stated) else partial(_widened, bits=stated.get("bits", 4))
-    total = 0
     for file in map(safetensors.WeightFile, safetensors.files(Path(options.snapshot))):
         for name, stored, count in file.listed():
             is_plain = stored.is_floating_point and stored.itemsize > 1
             if SCALE.search(name):
-                total += 0 if dequantizes else arranged(name, stored, count)
+                yield name, 0 if dequantizes else arranged(name, stored, count)
             elif is_plain or dequantizes:
-                total += count * (1 if is_plain else quantization.numbers(stored, stated)) * dtype.itemsize
+                yield name, count * (1 if is_plain else quantization.numbers(stored, stated)) * dtype.itemsize
             else:
-                total += count * stored.itemsize
-    return total
+                yield name, count * stored.itemsize
 
 
 def _as_stored(name: str, stored: torch.dtype, count: int) -> int:
@@ -84,18 +89,23 @@ def _quantized_layers(model: Any) -> Iterator[Any]:
 
 
 def saved_by_bitsandbytes(model: Any, dtype: torch.dtype, *, bits: int) -> int:
-    """Return the bytes by which quantization on load shrinks the model.
+    """Return the bytes by which quantization on load shrinks the model."""
+    return sum(saved_by_device(model, dtype, bits=bits).values())
+
+
+def saved_by_device(model: Any, dtype: torch.dtype, *, bits: int) -> dict[torch.device, int]:
+    """Return the bytes by which quantization on load shrinks the parts of the model on each device.
 
     8 bits: a byte for each element, and a float32 scale for each row (Dettmers et al. 2022, section 3). 4 bits: half a
     byte, a float32 for each block of 64, and a table of 16 for each layer (Dettmers et al. 2023, section 3; defaults of
     bitsandbytes, without double quantization).
     """
-    saved = 0
+    saved: dict[torch.device, int] = defaultdict(int)
     for module in _quantized_layers(model):
         elements = module.weight.numel()
         rows = module.weight.shape[1 if isinstance(module, Conv1D) else 0]
         quantized = elements + 4 * rows if bits == 8 else -(-elements // 2) + 4 * -(-elements // 64) + 64
-        saved += elements * dtype.itemsize - quantized
+        saved[module.weight.device] += elements * dtype.itemsize - quantized
     return saved
 
 
@@ -137,7 +147,7 @@ class _Bitsandbytes(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         outputs, inputs = self.out_features, self.in_features
         if self._bits == 4:
-            return F.linear(x, torch.empty(outputs, inputs, dtype=x.dtype), self.bias)
+            return F.linear(x, torch.empty(outputs, inputs, dtype=x.dtype, device=x.device), self.bias)
         rows = x.reshape(-1, inputs)
         half = rows.to(torch.float16)
         is_outlier = half.abs() >= 0
@@ -145,13 +155,13 @@ class _Bitsandbytes(torch.nn.Linear):
         quantized = torch.round(half * (127.0 / scales)).to(torch.int8)
         del half, is_outlier
         few = -(-inputs // OUTLIERS)
-        met = torch.empty(outputs, few, dtype=torch.int8)  # the weights of the outliers
+        met = torch.empty(outputs, few, dtype=torch.int8, device=x.device)  # the weights of the outliers
         dequantized = met.float().to(x.dtype)
         if torch.backends.cpu.get_cpu_capability() == "AVX512":
-            sums = torch.empty(len(rows), outputs, dtype=torch.int32)
+            sums = torch.empty(len(rows), outputs, dtype=torch.int32, device=x.device)
         else:  # a CPU without kernels for bytes dequantizes both
-            sums = F.linear(quantized.float(), torch.empty(outputs, inputs)).to(torch.int32)
-        out = sums.float() * (scales * torch.empty(1, outputs))  # the CPU converts integers by a copy
+            sums = F.linear(quantized.float(), torch.empty(outputs, inputs, device=x.device)).to(torch.int32)
+        out = sums.float() * (scales * torch.empty(1, outputs, device=x.device))  # the CPU converts integers by a copy
         if self.bias is not None:
             out += self.bias
         out = out.to(x.dtype).addmm(rows[:, :few], dequantized.t())

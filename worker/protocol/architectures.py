@@ -91,6 +91,12 @@ GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MTModel"
 # Tensors of single experts. transformers stacks those of a layer into one tensor while it loads.
 EXPERT = re.compile(r"\.experts\.\d+\.")
 
+# The layer of a tensor. Layers of a vision tower have such names too, but models with a tower are not split.
+LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.([0-9]+)\.")
+
+# Tensors that follow the layers, if they are of no layer: the head, the last norm.
+BEHIND = re.compile(r"(^|\.)(lm_head|embed_out|output|norm|norm_f|ln_f|final_layernorm|final_layer_norm)\.\w+$")
+
 # Tensors that accompany quantized weights of gptq, awq, bitsandbytes, fp8, mxfp4 and compressed-tensors. They keep
 # their stored type.
 SCALE = re.compile(

@@ -8,12 +8,13 @@ from router.errors import DoesNotFit, LoadFailed
 from router.fleet import worker_argv
 from router.fleet.scheduler import candidate_of, demand_of
 from router.launch.interface import WorkerLost
-from router.memory.checkpoint_facts import Linears
+from router.memory.checkpoint_facts import Linears, Part, Tally
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel
 from tests.router.fleet.worlds import LLAMA, Schedule, virtual
 from worker.protocol.argv import Estimate
 
-FOUR_GIB = replace(LLAMA, by_layer=(GIB,) * 4)  # of weights: a GiB of elements in each of its 4 layers, 2 bytes each
+# A GiB of elements in each of its 4 layers, 2 bytes each.
+FOUR_GIB = replace(LLAMA, by_layer=(Part({"bfloat16": Tally(GIB, 2 * GIB)}),) * 4)
 FOUR_GIB = replace(FOUR_GIB, tensors={"bfloat16": replace(LLAMA.tensors["bfloat16"], elements=4 * GIB, bytes=8 * GIB)})
 
 

@@ -12,7 +12,7 @@ from router.events import Event, EventLog
 from router.fleet.admission import Limits
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Costs, Worker
-from router.memory.checkpoint_facts import Checkpoint, Tally, UnknownCheckpoint
+from router.memory.checkpoint_facts import Checkpoint, Part, Tally, UnknownCheckpoint
 from router.memory.learned import LearnedEstimates
 from router.planner.ledger import DeviceId, Ledger
 from router.store.snapshots import Snapshots
@@ -33,7 +33,7 @@ LLAMA = Checkpoint(
     max_positions=1024,
     dtype="bfloat16",
     tensors={"bfloat16": Tally(64 << 20, 128 << 20)},
-    by_layer=(16 << 20,) * 4,
+    by_layer=(Part({"bfloat16": Tally(16 << 20, 32 << 20)}),) * 4,
     capabilities=("chat", "completion"),
 )
 

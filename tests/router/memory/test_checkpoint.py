@@ -14,7 +14,7 @@ import pytest
 
 from router.config.presets import Preset
 from router.memory.checkpoint import meta, modalities, offered, read
-from router.memory.checkpoint_facts import Linears, Tally, UnknownCheckpoint
+from router.memory.checkpoint_facts import Linears, Part, Tally, UnknownCheckpoint
 from tests import tiny
 from tests.pickled import pickle_weights, poison
 from tests.sparse import SIZES, Tensors, write_weights
@@ -145,6 +145,27 @@ def test_quantized_weights_have_stored_bytes_and_dequantized_parameters(tmp_path
     assert facts.quantization == "gptq"
     assert facts.tensors["int32"] == Tally(1024, 4096)
     assert facts.params == 12800 + 8 * 1024
+
+
+def test_each_layer_has_its_own_tensors_and_scales(tmp_path: Path) -> None:
+    """A layer may stay unquantized, and a head may be quantized."""
+    tensors = {
+        "model.embed_tokens.weight": ("F16", [512, 64]),
+        "model.layers.0.mlp.up_proj.weight": ("F16", [128, 64]),
+        "model.layers.1.mlp.up_proj.qweight": ("I32", [8, 128]),
+        "model.layers.1.mlp.up_proj.scales": ("F16", [1, 128]),
+        "model.layers.1.self_attn.norm.weight": ("F16", [16]),
+        "model.norm.weight": ("F16", [64]),
+        "lm_head.qweight": ("I32", [8, 512]),
+        "lm_head.scales": ("F16", [1, 512]),
+    }
+    stated = {"quant_method": "gptq", "bits": 4}
+    facts = read(snapshot(tmp_path, tensors=tensors, num_hidden_layers=2, quantization_config=stated))
+    plain, quantized = facts.by_layer
+    assert plain == Part({"float16": Tally(8192, 16384)}, 0, Linears(1, 8192, 128, 128, 192))
+    assert (quantized.tensors, quantized.scale_bytes) == ({"int32": Tally(1024, 4096), "float16": Tally(16, 32)}, 256)
+    assert facts.behind == Part({"float16": Tally(64, 128), "int32": Tally(4096, 16384)}, 1024)
+    assert facts.scale_bytes == 256 + 1024
 
 
 @pytest.mark.parametrize(

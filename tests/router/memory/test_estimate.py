@@ -13,6 +13,7 @@ from router.memory.checkpoint_facts import (
     Checkpoint,
     ContextTooLarge,
     Linears,
+    Part,
     Tally,
     UnknownArchitecture,
     WrongQuantization,
@@ -472,7 +473,12 @@ def test_a_model_that_generates_has_memory_for_grammars() -> None:
 @given(facts=checkpoints, said=presets, counts=st.lists(st.integers(1, 8), min_size=2, max_size=5))
 def test_splitting_loses_nothing(facts: Checkpoint, said: Preset, counts: list[int]) -> None:
     layers = sum(counts)
-    facts = replace(facts, layers=layers, state_layers=min(facts.state_layers, layers), by_layer=(1000,) * layers)
+    facts = replace(
+        facts,
+        layers=layers,
+        state_layers=min(facts.state_layers, layers),
+        by_layer=(Part({facts.dtype: Tally(1000)}),) * layers,
+    )
     whole, split = estimate(facts, said, on_host=False), estimate(facts, said, layers=tuple(counts), on_host=False)
     assert whole.weights[0] <= sum(split.weights) <= max(whole.weights[0], layers * 1000 * 8)
     assert whole.context[0] <= sum(split.context)

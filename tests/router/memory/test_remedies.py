@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config.presets import Preset
+from router.memory.checkpoint_facts import Linears
 from router.memory.estimate import MemoryEstimate, estimate
 from router.memory.remedies import LEAST_CTX, Remedies, remedies
 from router.memory.sharding import Choice, fits, static_estimate
@@ -18,6 +19,7 @@ from tests.router.large import BIG, CPU, GIB, GPU
 MIB = 1 << 20
 ORDER = ["kv-tokens", "parallel", "ctx-size", "kv-cache-dtype", "quantization"]
 ONE = Choice(devices=frozenset(GPU[:1]))
+TWO = frozenset(GPU[:2])
 
 
 def found(said: Preset, room: int | dict[DeviceId, int], choice: Choice = ONE, facts: Any = QWEN3_4B) -> Remedies:
@@ -109,14 +111,17 @@ def test_the_difference_is_applied_to_the_estimate_in_use() -> None:
     assert context(exact) > context(static)
 
 
-@pytest.mark.parametrize(
-    "choice",
-    [
-        Choice(layers=(40, 40), devices=frozenset(GPU[:2])),
-        Choice(ranks=2, devices=frozenset(GPU[:2])),
-    ],
-)
-def test_the_parts_of_a_split_model_count_on_each_device_and_quantization_is_no_remedy(choice: Choice) -> None:
+def test_quantization_is_a_remedy_for_a_layer_split_but_not_for_ranks() -> None:
+    linears = Linears(8, 800_000_000, 60_000, 12_500_000)
+    parts = tuple(replace(part, linears=linears) for part in BIG.by_layer)
+    facts = replace(BIG, matrices=80 * 800_000_000, by_layer=parts, linears=Linears(640, 64 * 10**9, 4_800_000, 10**9))
+    for choice, is_remedy in ((Choice(layers=(40, 40), devices=TWO), True), (Choice(ranks=2, devices=TWO), False)):
+        what = found(preset(parallel=1), {**dict.fromkeys(GPU, 60 * GIB), CPU: 1 << 50}, choice, facts)
+        assert ("quantization = bnb-8bit" in what.settings) is is_remedy
+
+
+@pytest.mark.parametrize("choice", [Choice(layers=(40, 40), devices=TWO), Choice(ranks=2, devices=TWO)])
+def test_the_parts_of_a_split_model_count_on_each_device(choice: Choice) -> None:
     facts = replace(BIG, matrices=80 * 800_000_000)
     said = preset(ctx_size=8192, parallel=1)
     known = static_estimate(choice, facts, said, threads=1, forked=False)

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from router.config.presets import ALL_DEVICES, Preset
 from router.memory import sharding
-from router.memory.checkpoint_facts import Checkpoint, EstimateError
+from router.memory.checkpoint_facts import Checkpoint, EstimateError, Linears, Part, Tally
 from router.memory.estimate import estimate
 from router.memory.sharding import Choice, Indivisible, boundaries, bounded, choices, fits
 from router.planner.ledger import DeviceId, Reading
-from tests.router.large import BIG, CPU, GIB, GPU
+from tests.router.large import BIG, CPU, GIB, GPU, LAYER
 
 
 def preset(**changes: Any) -> Preset:
@@ -115,7 +115,6 @@ def test_lists_count_devices_in_the_order_of_the_preset() -> None:
 @pytest.mark.parametrize(
     ("facts", "why"),
     [
-        (replace(BIG, quantization="gptq"), "its weights are quantized"),
         (replace(BIG, cross_attention=True), "it has an encoder and a decoder"),
         (replace(BIG, capabilities=("embedding",)), "it embeds or scores texts"),
         (replace(BIG, capabilities=("completion", "vision")), "it takes images"),
@@ -128,6 +127,24 @@ def test_an_indivisible_model_stays_whole_or_is_rejected_with_the_reason(facts: 
     assert [each.shards for each in choices(facts, preset(), GPU, GPU, room)] == [1]
     with pytest.raises(EstimateError, match=f"{why}; remove pipeline-parallel"):
         list(choices(facts, preset(pipeline_parallel=2), GPU, GPU, room))
+
+
+def test_a_quantized_model_is_split_by_the_bytes_of_its_layers() -> None:
+    """Half of the layers are quantized: to a quarter, with scales."""
+    quantized = Part({"int32": Tally(LAYER // 8, LAYER // 2)}, scale_bytes=LAYER // 16)
+    parts = (quantized,) * 40 + BIG.by_layer[:40]
+    plain = 40 * LAYER + 2 * 128256 * 8192
+    tensors = {"int32": Tally(5 * LAYER, 20 * LAYER), "bfloat16": Tally(plain, 2 * plain)}
+    facts = replace(BIG, quantization="gptq", by_layer=parts, tensors=tensors, scale_bytes=40 * (LAYER // 16))
+    (found,) = choices(facts, preset(pipeline_parallel=2), GPU[:2], GPU, dict.fromkeys(GPU, 180 * GIB))
+    first, second = found.layers
+    assert first > 50 > second
+    weights = estimate(facts, preset(), layers=(40, 40), on_host=False).weights
+    assert weights[1] == 40 * 2 * LAYER + 2 * 128256 * 8192
+    said = preset(quantization="bnb-8bit")
+    linears = replace(BIG.by_layer[0], linears=Linears(7, LAYER, 1000, LAYER // 64))
+    weights = estimate(replace(BIG, by_layer=(linears,) * 80), said, layers=(30, 50), on_host=False).weights
+    assert weights[1] == 50 * (LAYER + 4 * 1000) + 2 * 128256 * 8192
 
 
 def test_required_memory_means_one_device() -> None:

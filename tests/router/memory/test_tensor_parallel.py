@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from router.config.presets import ALL_DEVICES, Preset
 from router.memory import sharding, tensor_parallel
-from router.memory.checkpoint_facts import Checkpoint, effective_ctx, from_config
+from router.memory.checkpoint_facts import Checkpoint, Part, Tally, effective_ctx, from_config
 from router.memory.estimate import MemoryEstimate
 from router.memory.estimate import estimate as estimate_whole
 from router.memory.segments import weight_bytes
@@ -95,6 +95,8 @@ def test_max_is_one_process_where_there_is_no_accelerator() -> None:
         ),
         (replace(LARGE, model_type="gpt2"), {"tensor_parallel": ALL_DEVICES}, "this version divides .* this is gpt2"),
         (replace(LARGE, matrices=0), {"tensor_parallel": 2}, "its tensor names do not identify the layers"),
+        (replace(LARGE, quantization="gptq"), {"tensor_parallel": ALL_DEVICES}, "its weights are quantized"),
+        (LARGE, {"tensor_parallel": 2, "quantization": "bnb-4bit"}, "its weights are quantized"),
     ],
 )
 def test_layers_are_split_where_tensor_parallelism_is_not_possible(
@@ -119,8 +121,6 @@ def test_layers_are_split_where_tensor_parallelism_is_not_possible(
 @pytest.mark.parametrize(
     ("facts", "said", "why"),
     [
-        (replace(LARGE, quantization="gptq"), {}, "its weights are quantized"),
-        (LARGE, {"quantization": "bnb-4bit"}, "its weights are quantized"),
         (replace(LARGE, capabilities=("embedding",)), {}, "it embeds or scores texts"),
         (replace(LARGE, cross_attention=True), {}, "it has an encoder and a decoder"),
         (replace(LARGE, capabilities=("completion", "vision")), {}, "it takes images"),
@@ -152,7 +152,7 @@ def test_a_layer_split_in_place_of_ranks_keeps_required_memory() -> None:
 
 
 def test_more_devices_than_layers_are_not_used() -> None:
-    small = replace(LARGE, model_type="gpt2", layers=3, by_layer=(LAYER,) * 3)
+    small = replace(LARGE, model_type="gpt2", layers=3, by_layer=LARGE.by_layer[:3])
     (found,) = ways(small, preset(tensor_parallel=4), GPU, ROOM)
     assert found.layers == (1, 1, 1)
     with pytest.raises(Indivisible, match="a: it has 3 layers for 4 devices; lower the number"):
@@ -179,7 +179,8 @@ def test_dividing_conserves_weights_and_keys(
     head = 0 if tied else vocab * 8192
     elements = matrices + rest + head
     tally = replace(LARGE.tensors["bfloat16"], elements=elements, bytes=2 * elements)
-    facts = replace(LARGE, matrices=matrices, tied=tied, vocab_size=vocab, behind=head, tensors={"bfloat16": tally})
+    facts = replace(LARGE, matrices=matrices, tied=tied, vocab_size=vocab, tensors={"bfloat16": tally})
+    facts = replace(facts, behind=Part({"bfloat16": Tally(head, 2 * head)}))
     said = preset(ctx_size=tokens)
     found: MemoryEstimate = tensor_parallel.estimate(facts, said, ranks, on_host=False)
     whole = weight_bytes(facts, said, on_host=False)

@@ -63,9 +63,11 @@ async def test_a_quantized_model_gives_the_text_of_transformers(
         folder, model = stored, as_transformers_loads_it(stored, method)
     expected = generated(model, PROMPT, 8)
     asked: dict[str, Any] = {} if is_quantized else {"quantization": method}
-    async with serving(load(folder, parallel=2, ctx_size=64, **asked)) as engine:
-        reported = await complete_one(engine, PROMPT, max_tokens=8)
-    assert reported.tokens == expected
+    layers: dict[str, Any] = {"devices": ("cpu", "cpu"), "layers": ("1", str(len(model.model.layers) - 1))}
+    for split in ({}, layers):
+        async with serving(load(folder, parallel=2, ctx_size=64, **asked, **split)) as engine:
+            reported = await complete_one(engine, PROMPT, max_tokens=8)
+        assert reported.tokens == expected
     assert logging.getLogger("bitsandbytes").level == logging.ERROR, "it would write a line for each layer and step"
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from router.config.presets import Preset
 from router.memory import checkpoint
 from router.memory.estimate import estimate as static_estimate
-from tests import lora, tiny
+from tests import lora, quantized_snapshots, tiny
 from tests.worker.families import SHALLOW
 from tests.worker.loaded import complete_one, generated, load, reference, serving
 from worker.engines.transformers.load import layer_split, staging
@@ -127,6 +127,25 @@ def test_the_slots_of_adapters_lie_with_their_layers(tmp_path: Path) -> None:
     assert [after - before for before, after in zip(*static, strict=True)] == [first, second]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [*quantized_snapshots.METHODS, "bnb-8bit", "bnb-4bit"])
+def test_the_estimates_have_the_quantized_weights_of_each_device(method: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {}
+    if method.startswith("bnb"):
+        folder, changes = tiny.make("llama", tmp_path / "m", **DEEP), {"quantization": method}
+    else:
+        folder = quantized_snapshots.make(method, tmp_path / "m", num_hidden_layers=3)
+    options = Estimate(snapshot=str(folder), devices=("cuda:0",), **COMMON, **changes)
+    whole = estimate.trace(options, load_config(options))
+    first, second = traced(folder, ("1", "2"), **changes)
+    assert first.weights + second.weights == whole.weights
+    preset = Preset(id="m", **COMMON, **changes)
+    static = static_estimate(checkpoint.read(folder), preset, layers=(1, 2), on_host=False)
+    assert static.weights[1] == second.weights
+    assert 0 <= first.weights - static.weights[0] <= 1024, "buffers that no file has"
+    assert all(found.compute <= bound for found, bound in zip((first, second), static.compute, strict=True))
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma"])
 def test_weights_go_to_all_devices_at_once_from_their_files(family: str, tmp_path: Path) -> None:
     """`cpu:0` is no other memory, but another device by its name: what belongs there goes the way through the ring."""
@@ -149,6 +168,18 @@ def test_weights_go_to_all_devices_at_once_from_their_files(family: str, tmp_pat
     assert all(files[0].offset(each) is not None for each in stack[0].parameters())
     assert reported == sorted(reported)
     assert reported[-1] >= sum(each.nbytes for each in stack[1:].parameters())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_each_part_has_a_device_by_its_name(family: str, tmp_path: Path) -> None:
+    """Qwen 3's head is its embeddings here, and stays with them."""
+    first, second = torch.device("cpu"), torch.device("cpu", 0)
+    model = reference(tiny.make(family, tmp_path, **DEEP))
+    found = layer_split.device_map(model, layer_split.LayerSplit((first, second), (1, 2)))
+    parts = ("embed_tokens", "rotary_emb", "layers.0", "layers.1", "layers.2", "norm")
+    expected = dict(zip((f"model.{part}" for part in parts), (first,) * 3 + (second,) * 3, strict=True))
+    assert found == expected | {"lm_head": {"llama": second, "qwen3": first}[family]}
+    assert all(name.startswith(tuple(f"{part}." for part in found)) for name in model.state_dict())
 
 
 def test_several_devices_divide_the_ring(tmp_path: Path) -> None:
@@ -186,9 +217,3 @@ def test_a_split_that_cannot_be_is_refused_with_the_way_out(
     folder = tiny.make(family, tmp_path)
     with pytest.raises(StartError, match=why):
         load(folder, devices=devices, layers=layers)
-
-
-def test_a_quantized_model_is_not_split(tmp_path: Path) -> None:
-    folder = tiny.make("llama", tmp_path)
-    with pytest.raises(StartError, match="its weights are quantized; give it one device"):
-        load(folder, devices=("cpu", "cpu"), layers=("1", "1"), quantization="bnb-4bit")

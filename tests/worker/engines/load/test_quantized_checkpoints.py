@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import accelerate  # type: ignore[import-untyped]
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from tests.worker.allocated import allocated
 from tests.worker.loaded import complete_one, load, serving
 from worker.engines.transformers.attention import paged
 from worker.engines.transformers.load import loader, quantization
+from worker.engines.transformers.load.layer_split import LayerSplit
 from worker.engines.transformers.load.snapshot import load_config
 from worker.engines.transformers.run import backends
 from worker.errors import StartError
@@ -45,10 +47,26 @@ PROMPT = [5, 9, 17, 40, 33, 21, 60, 8, 11]
 async def test_a_quantized_checkpoint_gives_the_text_of_its_dequantized_weights(tmp_path: Path, method: str) -> None:
     folder = quantized_snapshots.make(method, tmp_path / "m")
     reported = []
-    for each in (quantized_snapshots.plain(folder), folder):
-        async with serving(load(each, parallel=2, ctx_size=64, dtype="float32")) as engine:
+    layers: dict[str, Any] = {"devices": ("cpu", "cpu"), "layers": ("1", "1")}
+    for each, split in ((quantized_snapshots.plain(folder), {}), (folder, {}), (folder, layers)):
+        async with serving(load(each, parallel=2, ctx_size=64, dtype="float32", **split)) as engine:
             reported.append((await complete_one(engine, PROMPT, max_tokens=8)).tokens)
-    assert reported[0] == reported[1]
+    assert reported[0] == reported[1] == reported[2]
+
+
+def test_a_split_model_is_loaded_onto_its_devices_without_hooks_of_accelerate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`cpu:0` is another device by its name, and its tensors report `cpu`: accelerate would copy them each time."""
+    monkeypatch.setattr(accelerate.utils.modeling, "check_device_same", lambda one, other: one.type == other.type)
+    here, there = torch.device("cpu"), torch.device("cpu", 0)
+    folder = quantized_snapshots.make("fp8", tmp_path / "m")
+    chosen = Estimate(snapshot=str(folder))
+    split = LayerSplit((here, there), (1, 1))
+    load = loader.WeightLoad(chosen, load_config(chosen), here, split, False, lambda progress: None, lambda stage: None)
+    loaded = load.load_quantized()
+    assert set(loaded.model.hf_device_map.values()) == {here, there}
+    assert not any(hasattr(module, "_hf_hook") for module in loaded.model.modules())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -94,7 +94,7 @@ def split_of(options: ModelOptions, config: Any, devices: Sequence[torch.device]
     have = _count(config)
     if sum(layers) != have:
         raise StartError(f"--layers={','.join(options.layers)} are {sum(layers)} layers, the model has {have}")
-    if why := reason_against_split(options, config):
+    if why := reason_against_split(config):
         raise StartError(f"architecture {config.model_type!r} cannot be split over devices: {why}; give it one device")
     return LayerSplit(tuple(devices), layers)
 
@@ -120,10 +120,8 @@ def resolved(
     return resolve_dtype(options.dtype, stored, device)
 
 
-def reason_against_split(options: ModelOptions, config: Any) -> str:
+def reason_against_split(config: Any) -> str:
     """Reason why a model has to be on one device; empty if it can be on several, as far as known here."""
-    if getattr(config, "quantization_config", None) or options.quantization not in ("auto", "none"):
-        return "its weights are quantized"
     if getattr(config, "is_encoder_decoder", False):
         return "it has an encoder and a decoder"
     if getattr(config, "vision_config", None) is not None:
@@ -159,19 +157,32 @@ def place(
     Views of `files` are read from there. `report` gets the bytes that have arrived. Raises StartError if the layers
     cannot be found, and the errors of `staging.copy_to_device`.
     """
-    parent, stack = stack_of(model)
-    first, last, tail = split.devices[0], split.devices[-1], tail_of(model, split)
-    head = model.get_output_embeddings()
-    module_devices: dict[nn.Module, torch.device] = dict(zip(stack, split.by_layer, strict=True))
-    module_devices |= dict.fromkeys(_after(parent, stack), last)
-    if head is not None:
-        module_devices[head] = tail
-    _move(model, module_devices, first, files, report)
+    parent, _ = stack_of(model)
+    module_devices = _module_devices(model, split)
+    _move(model, module_devices, split.devices[0], files, report)
     transfers = _ForwardTransfers()
     parent.register_forward_pre_hook(transfers.begin)
-    for module in (*stack, *_outside(model, stack)):
-        module.register_forward_pre_hook(transfers.to(module_devices.get(module, first)), with_kwargs=True)
-    parent.register_forward_hook(transfers.end(tail))
+    for module, device in module_devices.items():
+        module.register_forward_pre_hook(transfers.to(device), with_kwargs=True)
+    parent.register_forward_hook(transfers.end(tail_of(model, split)))
+
+
+def device_map(model: Any, split: LayerSplit) -> dict[str, torch.device]:
+    """The devices of all parts of `model` by their names. Raises StartError if the layers cannot be identified."""
+    module_devices = _module_devices(model, split)
+    return {name: module_devices[module] for name, module in model.named_modules() if module in module_devices}
+
+
+def _module_devices(model: Any, split: LayerSplit) -> dict[nn.Module, torch.device]:
+    """The devices of the layers and of the largest modules beside them."""
+    parent, stack = stack_of(model)
+    devices: dict[nn.Module, torch.device] = dict(zip(stack, split.by_layer, strict=True))
+    devices |= dict.fromkeys(_outside(model, stack), split.devices[0])
+    devices |= dict.fromkeys(_after(parent, stack), split.devices[-1])
+    head = model.get_output_embeddings()
+    if head is not None:
+        devices[head] = tail_of(model, split)
+    return devices
 
 
 def stack_of(model: Any) -> tuple[nn.Module, nn.ModuleList]:

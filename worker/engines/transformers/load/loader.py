@@ -283,7 +283,13 @@ class WeightLoad:
         total = sum(file.size for file in files)
         self._report(0, total)
         dtype = layer_split.resolved(self.options, self.config, files, self.device)
-        model = quantization.load(self.cls, self.options, self.config, self.device, dtype, files)
+        devices = {"": self.device}
+        if self.split is not None:
+            with torch.device("meta"):
+                devices = layer_split.device_map(self.cls._from_config(self.config, dtype=dtype), self.split)
+        model = quantization.load(self.cls, self.options, self.config, devices, dtype, files)
+        if self.split is not None:
+            layer_split.place(model, self.split)
         _release_unused(files, model)
         if self.device.type == "cpu":
             quantization.convert_layouts(model, dtype)

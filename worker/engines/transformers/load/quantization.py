@@ -9,11 +9,12 @@ import copy
 import importlib
 import importlib.util
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import transformers
+from accelerate.hooks import remove_hook_from_submodules  # type: ignore[import-untyped]
 
 from worker.engines.transformers.device import cuda_errors
 from worker.engines.transformers.load import safetensors
@@ -145,11 +146,12 @@ def load(
     cls: Any,
     options: ModelOptions,
     config: Any,
-    device: torch.device,
+    devices: Mapping[str, torch.device],
     dtype: torch.dtype,
     files: Sequence[safetensors.WeightFile],
 ) -> Any:
-    """Load the model on `device` with transformers. Raises StartError."""
+    """Load the model with transformers. `devices`: by names of modules, "" for the whole model. Raises StartError."""
+    device = next(iter(devices.values()))
     found = method(options, config)
     if family(found) == "bitsandbytes":  # it logs a conversion for each layer in each step
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -169,13 +171,14 @@ def load(
         config = copy.deepcopy(config)  # the default backend picks kernels without support for these groups or bits
         config.quantization_config = {**settings, "backend": "torch"}
     try:
-        model = cls.from_pretrained(source, config=config, dtype=dtype, device_map={"": device}, **given)
+        model = cls.from_pretrained(source, config=config, dtype=dtype, device_map=dict(devices), **given)
     except (ImportError, ValueError, RuntimeError) as error:
         if cuda_errors.is_exhausted(error):
             raise
         raise StartError(
             f"transformers cannot load this {found} checkpoint here: {cuda_errors.one_line(error)}"
         ) from error
+    remove_hook_from_submodules(model)  # accelerate's, of a model on several devices, which has those of `layer_split`
     if settings and dequantizes(found, device):
         _unify(model, dtype)
     return model

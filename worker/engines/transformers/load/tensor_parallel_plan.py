@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from worker.engines.transformers.load import architectures, layer_split
+from worker.engines.transformers.load import architectures, layer_split, quantization
 from worker.errors import StartError
 from worker.protocol.architectures import DIVISIBLE
 from worker.protocol.argv import ModelOptions
@@ -70,8 +70,10 @@ def requested_ranks(options: ModelOptions, config: Any) -> int:
     count = options.tensor_parallel
     if count == 1:
         return 1
-    why, instead = layer_split.reason_against_split(options, config), ""
-    if not why and options.layers:
+    why, instead = layer_split.reason_against_split(config), ""
+    if quantization.is_quantized(options, config):
+        why = "its weights are quantized"
+    elif not why and options.layers:
         why = "its layers are to be split as well (--layers)"
     elif not why:
         why = reason_against_division(config, count)
