@@ -18,6 +18,14 @@ async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="session")
+async def one(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
+    """A router with room for one fake model, which another one replaces at once."""
+    limits = ("--models-max", "1", "--swap-patience", "0", "--models-memory-margin", "64")
+    async with shared_router(tmp_path_factory.mktemp("one"), *limits) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="session")
 async def hub(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Hub]:
     async with running_hub(tmp_path_factory.mktemp("hub")) as running:
         yield running

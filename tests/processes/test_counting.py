@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.routers import error_of, presets, router
+from tests.processes.routers import Router, error_of
 from worker.protocol.routes import ROUTES
 
 COUNTING = (
@@ -18,15 +18,14 @@ def test_every_counting_path_is_answered_by_a_worker() -> None:
     assert {route.path for route in ROUTES if route.worker and route.path in COUNTING} == set(COUNTING)
 
 
-@pytest.mark.slow
-async def test_counting_loads_the_model_and_is_400_where_autoload_is_off(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {}, "manual": {"autoload": "off"}})
-    async with router("--models-preset", str(file)) as up:
-        assert (await up.client.post("/tokenize", json={"model": "a", "content": "x"})).status_code == 200
-        assert (await up.status("a"))["value"] == "loaded"
-        for path in COUNTING:
-            refused = await up.client.post(path, json={"model": "manual", "content": "x", "messages": []})
-            assert refused.status_code == 400, (path, refused.text)
-        refused = await up.client.post("/tokenize", json={"model": "manual", "content": "x"})
-        assert error_of(refused) == (400, "model_not_loaded")
-        assert (await up.status("manual"))["value"] == "unloaded"
+@pytest.mark.asyncio(loop_scope="session")
+async def test_counting_loads_the_model_and_is_400_where_autoload_is_off(up: Router, tmp_path: Path) -> None:
+    await up.serve(tmp_path, {"a": {}, "manual": {"autoload": "off"}})
+    assert (await up.client.post("/tokenize", json={"model": "a", "content": "x"})).status_code == 200
+    assert (await up.status("a"))["value"] == "loaded"
+    for path in COUNTING:
+        refused = await up.client.post(path, json={"model": "manual", "content": "x", "messages": []})
+        assert refused.status_code == 400, (path, refused.text)
+    refused = await up.client.post("/tokenize", json={"model": "manual", "content": "x"})
+    assert error_of(refused) == (400, "model_not_loaded")
+    assert (await up.status("manual"))["value"] == "unloaded"

@@ -19,7 +19,6 @@ import pytest_asyncio
 from router.config.settings import DEMO_LIMIT, DEMO_MARGIN
 from tests.processes.forking import parent
 from tests.processes.routers import DEADLINE, ROOT, Router, gone, router
-from tests.tiny import make
 
 MIB = 1 << 20
 LIMIT, MARGIN = DEMO_LIMIT // MIB, DEMO_MARGIN // MIB
@@ -221,81 +220,6 @@ async def test_two_models_stream_at_once_and_both_progress(demo: Router, client:
         last[name] = at
     assert len(first) == 2
     assert max(first.values()) < min(last.values()), "one streamed only after the other"
-
-
-async def test_answers_do_not_depend_on_who_else_is_in_the_batch(client: openai.AsyncOpenAI) -> None:
-    questions = ["What are you?", "What is a margin?", "Hello!", "How do I add a model?"]
-
-    async def ask(question: str) -> str | None:
-        messages: list[Any] = [{"role": "user", "content": question}]
-        answer = await client.chat.completions.create(
-            model="demo-chat", messages=messages, temperature=0, max_tokens=40
-        )
-        return answer.choices[0].message.content
-
-    alone = [await ask(question) for question in questions]
-    together = await asyncio.gather(*(ask(question) for question in questions * 2))
-    assert list(together) == alone * 2
-
-
-async def test_tokens_templates_and_errors_of_a_real_model(demo: Router) -> None:
-    post = demo.client.post
-    tokens = (await post("/tokenize", json={"model": "demo-chat", "content": "héllo wörld 🙂"})).json()["tokens"]
-    text = "héllo wörld 🙂"
-    assert (await post("/detokenize", json={"model": "demo-chat", "tokens": tokens})).json() == {
-        "content": text,
-        "prompt": text,
-    }
-    prompt = (
-        await post("/apply-template", json={"model": "demo-chat", "messages": [{"role": "user", "content": "hi"}]})
-    ).json()["prompt"]
-    assert "hi" in prompt
-    response = await post("/v1/completions", json={"model": "demo-chat", "prompt": "word " * 5000})
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert error["type"] == "exceed_context_size_error"
-    assert error["n_prompt_tokens"] > error["n_ctx"]
-    response = await post(
-        "/v1/chat/completions", json={"model": "demo-embed", "messages": [{"role": "user", "content": "x"}]}
-    )
-    assert (response.status_code, response.json()["error"]["reason"]) == (501, "unsupported_by_model")
-
-
-async def test_a_real_worker_killed_in_mid_stream_is_replaced(demo: Router, client: openai.AsyncOpenAI) -> None:
-    await client.completions.create(model="demo-chat", prompt="x", max_tokens=1)
-    pid = (await demo.workers())["demo-chat"]
-    stream = await client.completions.create(
-        model="demo-chat", prompt="x", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
-    )
-
-    async def listen() -> None:
-        seen = 0
-        async for _ in stream:
-            seen += 1
-            if seen == 5:
-                os.kill(pid, signal.SIGKILL)
-
-    with pytest.raises((openai.APIError, Exception)) as raised:
-        await listen()
-    assert isinstance(raised.value, openai.APIError) or "peer closed" in str(raised.value)
-    answer = await client.completions.create(model="demo-chat", prompt="x", max_tokens=3)
-    assert answer.choices[0].text is not None
-    assert (await demo.workers())["demo-chat"] != pid
-
-
-async def test_a_broken_model_folder_is_reported_by_its_file_and_stops_no_other_model(
-    real: Router, tmp_path: Path
-) -> None:
-    for name in ("good", "bad"):
-        make("llama", tmp_path / name)
-    weights = tmp_path / "bad" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    await real.serve_presets(f"[good]\nmodel = {tmp_path}/good\n[bad]\nmodel = {tmp_path}/bad\n")
-    response = await real.client.post("/v1/completions", json={"model": "bad", "prompt": "x"})
-    assert (response.status_code, response.json()["error"]["reason"]) == (500, "load_failed")
-    assert "model.safetensors" in response.json()["error"]["message"]
-    response = await real.client.post("/v1/completions", json={"model": "good", "prompt": "x", "max_tokens": 3})
-    assert response.status_code == 200, response.text
 
 
 async def test_no_process_of_the_demo_outlives_a_killed_router(demo: Router) -> None:

@@ -4,7 +4,7 @@ import json
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class Case:
     family: str
     config: dict[str, Any]
     preset: dict[str, Any]
-    prompts: Sequence[int] = field(default=(1000, 900, 300))
+    prompts: Sequence[int]
     """Tokens of requests that are sent at once."""
 
 
@@ -43,7 +43,6 @@ SMALL = {
 }  # fmt: skip
 
 CASES = {
-    "65 MiB, mapped": Case("llama", {**SMALL, "num_hidden_layers": 3}, {"ctx_size": 1024}),
     "33 MiB, converted": Case(
         "llama", {**SMALL, "num_hidden_layers": 3, "dtype": "float16"}, {"ctx_size": 512, "parallel": 2}, (500, 500)
     ),

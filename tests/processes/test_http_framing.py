@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from router.http.listener import SWEEP
-from tests.processes.upstreams import BODY, PATH, World, respond, until, world
+from tests.processes.upstreams import PATH, World, respond, until, world
 
 SENT = b'{"model":"a","messages":[]}'
 CHUNKED = b"1b\r\n%b\r\n0\r\n\r\n" % SENT
@@ -53,6 +53,7 @@ REJECTED = {
     "a zero byte": post(LENGTH, b"X-A: a\0b"),
     "spaces before the method": b"  " + post(LENGTH),
     "two hosts": post(LENGTH, b"Host: y"),
+    "no host": post(LENGTH, host=b""),
     "a header too long": post(LENGTH, b"X-A: " + b"a" * 20_000),
     "too many headers": post(LENGTH, *(b"X-%d: a" % number for number in range(2000))),
     "a target too long": post(LENGTH, target=PATH + "?a=" + "a" * 20_000),
@@ -145,22 +146,6 @@ async def test_a_client_that_expects_100_continue_gets_it(tmp_path: Path) -> Non
         assert up.requests[-1].body == SENT
 
 
-async def test_head_has_no_body_and_a_content_length(tmp_path: Path) -> None:
-    async with world(tmp_path, respond) as up:
-        reader, writer = await up.connect()
-        writer.write(
-            b"HEAD /health HTTP/1.1\r\nHost: x\r\n\r\n" + post(b"X-Odd: 1").replace(b"POST", b"HEAD")[: -len(SENT)]
-        )
-        writer.write(LAST)
-        async with asyncio.timeout(60):
-            heads = [await reader.readuntil(b"\r\n\r\n") for _ in range(3)]
-            assert b"status" in await reader.read()
-        writer.close()
-        assert [head.split(b" ")[1] for head in heads] == [b"200", b"405", b"200"]
-        assert b"Content-Length: 15\r\n" in heads[0]
-        assert b"Allow: OPTIONS, POST\r\n" in heads[1]
-
-
 @pytest.mark.parametrize("head", [b"X-A: " + b"a" * 40_000, b"\r\n".join(b"X-%d: a" % number for number in range(400))])
 async def test_the_error_for_a_head_that_is_too_long_says_so(tmp_path: Path, head: bytes) -> None:
     async with world(tmp_path, respond) as up:
@@ -195,14 +180,3 @@ async def test_a_head_that_never_ends_is_cut_off(tmp_path: Path) -> None:
         assert up.requests == []
         await impatient.close(0.0)
         await runner.cleanup()
-
-
-async def test_a_client_of_http_1_0_gets_its_response_and_the_connection_closes(tmp_path: Path) -> None:
-    async with world(tmp_path, respond) as up:
-        reader, writer = await up.connect()
-        writer.write(post(LENGTH, version="1.0", host=b""))
-        async with asyncio.timeout(60):
-            got = await reader.read()
-        writer.close()
-    assert got.startswith(b"HTTP/1.0 200 OK\r\n")
-    assert got.endswith(b"\r\n\r\n" + BODY)

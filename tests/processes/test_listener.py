@@ -95,37 +95,6 @@ async def test_pipelined_requests_are_answered_in_order_by_any_transport(tmp_pat
         writer.close()
 
 
-async def test_one_task_answers_all_plain_requests_of_a_connection_and_ends_with_it(tmp_path: Path) -> None:
-    """The client disconnects, aiohttp takes over the connection, or the listener is closed."""
-
-    def answering() -> set[asyncio.Task[Any]]:
-        return {
-            task
-            for task in asyncio.all_tasks()
-            if getattr(task.get_coro(), "__qualname__", "") == "_PlainConnection._answer_requests"
-        }
-
-    async with world(tmp_path, respond) as up:
-        for end in ("leave", "hand over", "close"):
-            reader, writer = await up.connect()
-            tasks = set()
-            for asked in (request({}), request({"stream": True}), request({"model": "nobody"}), request({})):
-                writer.write(asked)
-                await answer(reader)
-                tasks |= answering()
-            assert len(tasks) == 1
-            if end == "hand over":
-                writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-                assert (await answer(reader))[0] == 200
-            elif end == "close":
-                await up.listener.close(1.0)
-                assert answering() == set()
-            else:
-                writer.close()
-            await until(lambda: not answering())
-            writer.close()
-
-
 @pytest.mark.slow
 async def test_pipelined_requests_beyond_the_buffer_wait_until_the_first_is_answered(tmp_path: Path) -> None:
     go = asyncio.Event()
@@ -263,8 +232,8 @@ async def test_two_hundred_streams_at_once_leave_nothing_behind(tmp_path: Path) 
 
 
 @pytest.mark.slow
-async def test_a_slow_reader_gets_everything_and_a_client_that_does_not_read_is_dropped(tmp_path: Path) -> None:
-    """The connection pauses for the slow reader; the other one exceeds the time limit of a write."""
+async def test_a_slow_reader_gets_everything(tmp_path: Path) -> None:
+    """The connection to the worker pauses for it."""
     count = 40_000
 
     async def pour(upstream: Upstream) -> None:
@@ -285,18 +254,7 @@ async def test_a_slow_reader_gets_everything_and_a_client_that_does_not_read_is_
                 if len(body) < 200_000:
                     await asyncio.sleep(0.001)  # the reader must be slow
         assert body == EVENT * count + DONE
-        assert (await asyncio.wait_for(_cut(up), 20)) == 499
         writer.close()
-
-
-async def _cut(up: World) -> int:
-    _, writer = await up.connect()
-    cast("asyncio.Transport", writer.transport).pause_reading()
-    writer.write(request({"stream": True}))
-    await until(lambda: up.count('router_client_disconnects_total{phase="streaming"}') == 1)
-    await up.idle()
-    writer.transport.abort()
-    return 499
 
 
 # Which requests are plain

@@ -2,24 +2,16 @@
 goes on. (Lists, properties, keys, downloads and reloads: test_router_http.py, test_model_management.py.)"""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 
-from tests.processes.routers import Router, shared_router
+from tests.processes.routers import Router
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-
-@pytest_asyncio.fixture(loop_scope="session", scope="module")
-async def one(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
-    """A router with room for one model, to which each test gives its own."""
-    async with shared_router(tmp_path_factory.mktemp("one"), "--models-max", "1") as running:
-        yield running
 
 
 def three(folder: Path, **keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -127,25 +127,6 @@ async def _compared(pieces: list[bytes], cuts: list[int], takes: int) -> None:
         assert (ours.content, ours.end) == (theirs.content, theirs.end)
 
 
-async def test_chunks_that_come_alone_go_past_the_parser_and_others_do_not() -> None:
-    hearing = Hearing(past=True)
-    for part in (
-        HEAD,
-        chunk(b"a"),
-        chunk(b"b"),
-        chunk(b"c") * 2,
-        chunk(b"d"),
-        chunk(b"e")[:3],
-        chunk(b"e")[3:],
-        chunk(b"f"),
-    ):
-        hearing.connection.data_received(part)
-    assert hearing.content == b"abccdef"
-    assert hearing.lone == 3  # b, d and f: the first has to be seen to end what is before it
-    hearing.connection.data_received(END)
-    assert hearing.end == "whole"
-
-
 async def test_events_arrive_one_by_one_in_the_workers_framing_and_a_death_between_them_is_reported(
     tmp_path: Path,
 ) -> None:

@@ -33,11 +33,12 @@ LOADED = ("status_change", "loaded")
 ENDS = [("status_change", "loaded", "draining"), ("status_change", "unloaded")]
 
 
-async def test_a_load_an_eviction_an_unload_and_a_crash_are_reported_in_order(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {}, "b": {}, "broken": {"_die_at_start": 3, "_message": "no architecture"}})
-    async with router("--models-preset", str(file), "--models-max", "1", *MARGIN) as up, events_of(up) as events:
-        await up.client.post("/models/load?wait=1", json={"model": "a"})
-        loaded = await up.client.post("/models/load?wait=1", json={"model": "b"})
+async def test_a_load_an_eviction_an_unload_and_a_crash_are_reported_in_order(one: Router, tmp_path: Path) -> None:
+    broken = {"_die_at_start": 3, "_message": "no architecture"}
+    await one.serve(tmp_path, {"a": {}, "b": {}, "broken": broken})
+    async with events_of(one) as events:
+        await one.client.post("/models/load?wait=1", json={"model": "a"})
+        loaded = await one.client.post("/models/load?wait=1", json={"model": "b"})
         assert loaded.json()["evicted"] == [{"model": "a", "reason": "evicted"}]
         await events.until_one(lambda each: each["model"] == "b" and each["data"].get("status") == "loaded")
         assert told(events, "a") == [*BEGINS, LOADED, *ENDS]
@@ -46,17 +47,17 @@ async def test_a_load_an_eviction_an_unload_and_a_crash_are_reported_in_order(tm
         assert last == {"status": "unloaded", "exit_code": 0, "reason": "evicted"}
         (info,) = (each["data"]["info"] for each in events.seen if "info" in each["data"] and each["model"] == "b")
         assert info["n_ctx"] == 256
-        await up.client.post("/models/unload?wait=1", json={"model": "b"})
+        await one.client.post("/models/unload?wait=1", json={"model": "b"})
         await events.until("status_change", status="unloaded", reason="requested")
         assert told(events, "b") == [*BEGINS, LOADED, *ENDS]
         events.seen.clear()
-        await up.client.post("/models/load?wait=1", json={"model": "a"})
-        os.kill((await up.workers())["a"], signal.SIGKILL)
+        await one.client.post("/models/load?wait=1", json={"model": "a"})
+        os.kill((await one.workers())["a"], signal.SIGKILL)
         await events.until("status_change", status="unloaded", reason="crashed")
         assert told(events, "a") == [*BEGINS, LOADED, *ENDS]
         assert events.seen[-1]["data"]["exit_code"] == -signal.SIGKILL
         assert "SIGKILL" in events.seen[-1]["data"]["error"]
-        await up.client.post("/models/load?wait=1", json={"model": "broken"})
+        await one.client.post("/models/load?wait=1", json={"model": "broken"})
         await events.until("status_change", status="unloaded", exit_code=3, reason="load_failed")
         assert told(events, "broken") == [*BEGINS, ("status_change", "unloaded")]
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from router.launch.process import LOG_BURST, ROUND, Child, Lines, Log, Pipes, uncancelled
 from router.launch.process_table import adopt_orphans, end_orphans
 from tests.fakes import DEADLINE
-from worker.protocol.events import MAX_EVENT_BYTES, Event, Failed, Progress, Pulse, RequestEnded, encode
+from worker.protocol.events import MAX_EVENT_BYTES, Event, Progress, RequestEnded
 
 ROOT = str(Path(__file__).resolve().parents[2])
 SUPERVISED = (
@@ -74,13 +74,6 @@ def test_lines_do_not_depend_on_how_the_bytes_are_split(lines: list[bytes], data
     assert found == expected
 
 
-@pytest.mark.parametrize(("code", "exit"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 11)", -11), ("pass", 0)])
-async def test_the_exit_code_of_a_child_is_reported(code: str, exit: int) -> None:
-    async with running(f"import os, sys; {code}") as (child, _):
-        assert await child.exited == exit
-        assert not is_there(child.pid)
-
-
 async def test_a_child_starts_in_the_routers_folder_or_if_that_was_deleted_in_the_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,26 +90,6 @@ async def test_a_child_starts_in_the_routers_folder_or_if_that_was_deleted_in_th
         assert child.cause == "/"
 
 
-async def test_the_last_log_line_is_the_cause_of_an_exit() -> None:
-    async with running(
-        "import sys; print('first', file=sys.stderr); sys.stderr.write('cannot read x\\n\\n'); sys.exit(1)"
-    ) as (
-        child,
-        _,
-    ):
-        await child.exited
-        assert child.cause == "cannot read x"
-
-
-async def test_a_failed_event_takes_precedence_over_the_last_log_line() -> None:
-    code = (
-        SUPERVISED + "print('Traceback', file=sys.stderr); channel.send(events.Failed(message='no room')); sys.exit(4)"
-    )
-    async with running(code) as (child, _):
-        assert await child.exited == 4
-        assert child.cause == "no room"
-
-
 async def test_a_line_that_is_no_event_is_skipped() -> None:
     noise = [b"x" * (MAX_EVENT_BYTES + 1), b"Loading: 100%", b'{"event":"unheard_of"}', b"\xff", b"[" * 5000]
     noise += [b'{"event":"pulse","steps":"many","running":0,"waiting":0,"measured":{}}', b'{"event":"ready"}', b""]
@@ -131,20 +104,6 @@ async def test_a_line_that_is_no_event_is_skipped() -> None:
     async with running(code) as (child, events):
         assert await number(events) == 7
         assert await child.exited == 0
-        assert events.empty()
-
-
-async def test_every_event_is_received_with_any_optional_field_missing() -> None:
-    sent: list[Event] = [
-        RequestEnded(id="plain"),
-        RequestEnded(id="kept", ttft=1, keep_alive=5.0),
-        Pulse(steps=1, running=0, waiting=0, measured={"cpu": 1}, slots=[[0, 1, 2, 3, 4, 5, 6]]),
-    ]
-    wrong = b'{"event":"request","id":"wrong","keep_alive":"5m"}'
-    lines = [wrong, *(encode(event).strip() for event in sent)]
-    async with running(f"import os\nfor line in {lines!r}: os.write(1, line + b'\\n')") as (child, events):
-        assert [await events.get() for _ in sent] == sent
-        await child.exited
         assert events.empty()
 
 
@@ -186,20 +145,6 @@ async def test_every_request_event_is_received_at_any_rate(pause: float) -> None
         assert events.empty()
 
 
-async def test_a_line_of_the_maximum_length_is_received() -> None:
-    code = (
-        "import os\n"
-        f'text = b\'{{"event":"failed","message":"\' + b\'x\' * {MAX_EVENT_BYTES - 31} + b\'"}}\'\n'
-        f"assert len(text) == {MAX_EVENT_BYTES}\n"
-        "text += b'\\n'\n"
-        "while text: text = text[os.write(1, text):]\n"
-    )
-    async with running(code) as (child, events):
-        event = await events.get()
-        assert isinstance(event, Failed)
-        assert await child.exited == 0
-
-
 async def test_no_secret_and_no_control_character_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     code = "import sys; print(f'\\x1b[31mtoken {sys.stdin.readline()[:-1]} and sesame\\r\\x07end', file=sys.stderr)"
     with caplog.at_level(logging.INFO, "worker.m"):
@@ -238,32 +183,6 @@ async def test_events_of_an_orderly_stop_are_received() -> None:
         assert await number(events) == 2
 
 
-async def test_a_child_stopped_by_sigstop_is_killed() -> None:
-    polite = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
-    async with running(SUPERVISED + polite + "channel.send(events.Progress(stage='up'))\n" + WAIT) as (child, events):
-        await events.get()
-        os.kill(child.pid, signal.SIGSTOP)
-        await child.stop(0.1)
-        assert child.exited.result() == -signal.SIGKILL
-
-
-async def test_a_cancelled_stop_still_kills_the_child() -> None:
-    code = (
-        SUPERVISED
-        + "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); channel.send(events.Progress(stage='up'))\n"
-    )
-    async with running(code + WAIT) as (child, events):
-        await events.get()
-        stopping = asyncio.create_task(uncancelled(child.stop(0.2)))
-        await asyncio.sleep(0)
-        stopping.cancel()
-        await asyncio.sleep(0)
-        stopping.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await stopping
-        assert child.exited.done()
-
-
 GRANDCHILD = (
     "import os, subprocess, sys\n"
     "deaf = 'import signal, sys; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()'\n"
@@ -293,8 +212,16 @@ def _adopting() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_adopting")
-@pytest.mark.parametrize("end", ["exit", "crash", "stop"])
-@pytest.mark.parametrize("how", ["", "start_new_session=True", "process_group=0, env={}"])
+@pytest.mark.parametrize(
+    ("how", "end"),
+    [
+        ("", "exit"),
+        ("", "crash"),
+        ("", "stop"),
+        ("start_new_session=True", "stop"),
+        ("process_group=0, env={}", "stop"),
+    ],
+)
 async def test_grandchildren_end_with_the_child(how: str, end: str) -> None:
     last = {"exit": "sys.exit(0)", "crash": "os.kill(os.getpid(), 11)", "stop": WAIT}[end]
     async with running(SUPERVISED + GRANDCHILD.replace("{how}", how) + last) as (child, events):
@@ -304,15 +231,6 @@ async def test_grandchildren_end_with_the_child(how: str, end: str) -> None:
         await child.exited
         await end_orphans(child.pid, TAG)
         assert not is_there(grandchild)
-
-
-@pytest.mark.usefixtures("_adopting")
-async def test_a_daemon_that_left_its_parent_is_killed() -> None:
-    async with running(SUPERVISED + DAEMON + WAIT) as (child, events):
-        daemons = [await number(events), await number(events)]
-        await child.stop(DEADLINE)
-        await end_orphans(child.pid, TAG)
-        assert not any(is_there(pid) for pid in daemons)
 
 
 @pytest.mark.usefixtures("_adopting")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.processes.routers import Router, chat, error_of, lines_written, presets, router, until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 MARGIN = ("--models-memory-margin", "64")
 
@@ -20,29 +20,27 @@ async def requests(up: Router, **query: str) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-async def test_a_pinned_model_is_not_put_out_whatever_its_file_says(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {}, "b": {"pin": "on"}, "c": {}})
-    options = ("--models-max", "1", "--swap-patience", "0")
-    async with router("--models-preset", str(file), *options, *MARGIN) as up:
-        client = up.client
-        await client.post("/v1/chat/completions", json=chat("a"))
-        assert (await client.post("/router/pin", json={"model": "a"})).json() == {
-            "success": True, "model": "a", "pinned": True,
-        }  # fmt: skip
-        assert (await up.status("a"))["pinned"] is True
-        plan = (await client.get("/router/plan", params={"model": "c"})).json()
-        assert (plan["decision"], plan["keep"]) == ("wait", {"a": "pinned"})
-        await client.get("/models?reload=1")
-        assert (await up.status("a"))["pinned"] is True
-        rows = (await client.get("/router/config", params={"model": "a"})).json()["settings"]
-        assert {"key": "pin", "value": "on", "origin": "/router/pin"} in rows
-        await client.post("/router/pin", json={"model": "a", "pinned": False})
-        await client.post("/router/pin", json={"model": "b", "pinned": False})
-        assert (await up.status("b"))["pinned"] is False
-        assert (await client.post("/v1/chat/completions", json=chat("c"))).status_code == 200
-        assert error_of(await client.post("/router/pin", json={"model": "x"})) == (404, "model_not_found")
-        assert error_of(await client.post("/router/pin", json={})) == (400, "model_missing")
-        assert error_of(await client.post("/router/pin", json={"model": "a", "pinned": 1})) == (400, "invalid_value")
+async def test_a_pinned_model_is_not_put_out_whatever_its_file_says(one: Router, tmp_path: Path) -> None:
+    await one.serve(tmp_path, {"a": {}, "b": {"pin": "on"}, "c": {}})
+    client = one.client
+    await client.post("/v1/chat/completions", json=chat("a"))
+    assert (await client.post("/router/pin", json={"model": "a"})).json() == {
+        "success": True, "model": "a", "pinned": True,
+    }  # fmt: skip
+    assert (await one.status("a"))["pinned"] is True
+    plan = (await client.get("/router/plan", params={"model": "c"})).json()
+    assert (plan["decision"], plan["keep"]) == ("wait", {"a": "pinned"})
+    await client.get("/models?reload=1")
+    assert (await one.status("a"))["pinned"] is True
+    rows = (await client.get("/router/config", params={"model": "a"})).json()["settings"]
+    assert {"key": "pin", "value": "on", "origin": "/router/pin"} in rows
+    await client.post("/router/pin", json={"model": "a", "pinned": False})
+    await client.post("/router/pin", json={"model": "b", "pinned": False})
+    assert (await one.status("b"))["pinned"] is False
+    assert (await client.post("/v1/chat/completions", json=chat("c"))).status_code == 200
+    assert error_of(await client.post("/router/pin", json={"model": "x"})) == (404, "model_not_found")
+    assert error_of(await client.post("/router/pin", json={})) == (400, "model_missing")
+    assert error_of(await client.post("/router/pin", json={"model": "a", "pinned": 1})) == (400, "invalid_value")
 
 
 async def test_log_lines_can_be_read_by_model_level_and_number(tmp_path: Path) -> None:

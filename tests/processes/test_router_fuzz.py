@@ -56,6 +56,16 @@ BODIES = (
     b"2\r\n{}extra", b"0\r\nX: y\r\n\r\n", b"a" * 100_000, b"\x1f\x8b\x08\0",
     b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n",
 )  # fmt: skip
+MALFORMED = (
+    b"GE T / HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"sk-secret\r\n\r\n",
+    b"GET / HTTP/9.9\r\nHost: x\r\n\r\n",
+    b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: sk-secret\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: x\r\nsk-secret\r\n\r\n",
+    b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 9000 + b"\r\n\r\n",
+)
+"""Each is answered as any other error is, and not quoted."""
 OWN_LINE = re.compile(rb"HTTP/1\.[01] ([0-9]{3}) [A-Z]")
 
 
@@ -106,40 +116,19 @@ async def test_no_malformed_request_makes_the_router_fail_hang_or_quote_it(tmp_p
                 assert not any(code.startswith(b"5") for code in OWN_LINE.findall(got)), (pieces, got)
 
         await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+        for malformed in MALFORMED:
+            head, _, body = (await converse(up.port, [malformed])).partition(b"\r\n\r\n")
+            assert head.split(b" ")[1] == b"400", malformed
+            assert b"Content-Type: application/json" in head
+            assert b"Server: router/" in head
+            error = json.loads(body)["error"]
+            assert (error["code"], error["type"], error["reason"]) == (400, "invalid_request_error", "invalid_value")
+            assert b"sk-secret" not in head + body
         await is_well(up)
     # the fake worker's end is none of the router's: asyncio 3.11 makes a traceback of a stream's task cancelled then
     mine = [line for line in up.log if " worker.alpha " not in line]
     assert not any("Traceback" in line for line in mine)
     assert not any(SECRET.decode() in line for line in up.log)
-
-
-MALFORMED = (
-    b"GE T / HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"sk-secret\r\n\r\n",
-    b"GET / HTTP/9.9\r\nHost: x\r\n\r\n",
-    b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: sk-secret\r\n\r\n",
-    b"GET / HTTP/1.1\r\nHost: x\r\nsk-secret\r\n\r\n",
-    b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 9000 + b"\r\n\r\n",
-)
-
-
-async def test_what_is_not_http_is_answered_like_any_other_error_and_not_quoted(tmp_path: Path) -> None:
-    async with router("--models-preset", str(presets(tmp_path, {"alpha": {}}))) as up:
-        for request in MALFORMED:
-            reader, writer = await asyncio.open_connection("127.0.0.1", up.port)
-            writer.write(request)
-            async with asyncio.timeout(SLOWEST):
-                got = await reader.read()
-            writer.close()
-            head, _, body = got.partition(b"\r\n\r\n")
-            assert head.split(b" ")[1] == b"400", request
-            assert b"Content-Type: application/json" in head
-            assert b"Server: router/" in head
-            error = json.loads(body)["error"]
-            assert (error["code"], error["type"], error["reason"]) == (400, "invalid_request_error", "invalid_value")
-            assert b"sk-secret" not in got
-        await is_well(up)
 
 
 async def is_well(up: Router) -> None:

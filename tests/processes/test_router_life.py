@@ -54,7 +54,7 @@ async def streaming(up: Router, body: dict[str, Any]) -> "tuple[asyncio.Task[byt
 # Signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 async def test_a_signal_during_the_start_takes_effect(tmp_path: Path, number: int) -> None:
     """The first line that it says may come before its devices have been read."""
     file = presets(tmp_path, {"a": {"load-on-startup": "on"}})

@@ -17,6 +17,7 @@ from router.http.response import ResponseTimeouts
 from tests.fakes import CPU, GIB
 from tests.processes.routers import Router, chat, error_of, presets, router
 from tests.processes.upstreams import unasked, until, world
+from worker.protocol.dialects import Dialect
 from worker.protocol.routes import ROUTES
 
 PATH = "/v1/chat/completions"
@@ -81,46 +82,37 @@ async def test_a_waiting_request_gets_its_position_and_cause_and_a_rejected_one_
 # In every dialect that streams
 
 COMMENT = rb": queued position=1 waiting_for=memory eta_s=[1-9]\d*\n\n"
-SAID: dict[str, bytes] = {
-    "/v1/chat/completions": COMMENT,
-    "/chat/completions": COMMENT,
-    "/api/v1/chat/completions": COMMENT,
-    "/v1/completions": COMMENT,
-    "/completion": COMMENT,
-    "/completions": COMMENT,
-    "/infill": COMMENT,
-    "/v1/responses": COMMENT,
-    "/responses": COMMENT,
-    "/v1/messages": COMMENT,
-    "/api/chat": rb'\{"model":"a",.*"done":false\}\n',
-    "/api/generate": rb'\{"model":"a",.*"done":false\}\n',
-    "/worker_generate_stream": rb'\{"error_code":0,"text":"",.*\}\0',
-    "/invocations": b"",
-    "/predictions/{id}": b"",
-    "/models/{id}/invoke": b"",
+SAID: dict[Dialect, bytes] = {
+    Dialect.OPENAI: COMMENT,
+    Dialect.LLAMA_SERVER: COMMENT,
+    Dialect.RESPONSES: COMMENT,
+    Dialect.ANTHROPIC: COMMENT,
+    Dialect.OLLAMA: rb'\{"model":"a",.*"done":false\}\n',
+    Dialect.FASTCHAT: rb'\{"error_code":0,"text":"",.*\}\0',
+    Dialect.LMI: b"",
 }
 """The first bytes of a stream that waits for memory, in the format of its API. JSON lines have no comments: Ollama's
 stream gets a line without text, FastChat's an empty text, LMI's only its status line."""
 
 
-def test_every_streaming_route_defines_its_waiting_comments() -> None:
-    assert {route.path for route in ROUTES if route.worker and route.streams} == SAID.keys()
+STREAMING = {route.dialect: route for route in ROUTES if route.worker and route.streams}
 
 
-@pytest.mark.parametrize("path", SAID)
-async def test_a_waiting_stream_of_every_dialect_gets_its_position_and_cause(path: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dialect", STREAMING)
+async def test_a_waiting_stream_of_every_dialect_gets_its_position_and_cause(dialect: Dialect, tmp_path: Path) -> None:
+    path = STREAMING[dialect].path.replace("{id}", "a")
     async with world(tmp_path, unasked, timeouts=ResponseTimeouts(commit=0.01, ping=0.01)) as up:
         up.launcher.set_foreign(CPU, 8 * GIB - 1)
         reader, writer = await up.connect()
         body = json.dumps({"model": "a", "stream": True}).encode()
-        head = f"POST {path.replace('{id}', 'a')} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
-        if SAID[path]:
+        if SAID[dialect]:
             for _ in range(2):
                 size = int(await reader.readline(), 16)
                 told_ = await reader.readexactly(size)
-                assert re.fullmatch(SAID[path], told_), told_
+                assert re.fullmatch(SAID[dialect], told_), told_
                 await reader.readline()
         writer.close()
         await until(lambda: not any(worker.leases for worker in up.fleet.workers()))

@@ -91,11 +91,6 @@ def test_a_folder_that_cannot_be_created_is_an_error_for_people(tmp_path: Path) 
         RunFolder(tmp_path / "file" / "run").open()
 
 
-def test_no_tag_is_given_twice_even_by_another_router(tmp_path: Path) -> None:
-    tags = {folder.tag("m", "m#1") for folder in (RunFolder(tmp_path), RunFolder(tmp_path)) for _ in range(100)}
-    assert len(tags) == 200
-
-
 def test_a_deleted_folder_is_created_again_for_the_next_process(tmp_path: Path) -> None:
     """Services that clean /tmp delete what is old, and a router lives for months."""
     path = tmp_path / "run"

@@ -135,6 +135,7 @@ async def test_a_key_hears_of_its_own_names_only(tmp_path: Path) -> None:
         assert await ask(up, "warm", **guest) == "warm"
         (entry,) = (await up.client.get("/models", headers=guest)).json()["data"]
         assert "shares" not in entry["status"]
+        assert (entry["status"]["args"], "preset" in entry["status"]) == ([], False), "they are for administrators"
         assert "memory" in entry["status"], "it is the first that this key sees"
         refused = await up.client.post("/v1/chat/completions", json=chat("cold"), headers=guest)
         assert error_of(refused) == (404, "model_not_found")
@@ -145,6 +146,7 @@ async def test_a_key_hears_of_its_own_names_only(tmp_path: Path) -> None:
         ]
         assert [error_of(each) for each in answers] == [(400, "model_not_loaded")] * 2
         assert not any("cold" in each.text for each in answers)
+        assert not any("guest" in line.replace("name=guest", "") for line in up.log), "keys are not logged"
 
 
 async def test_events_tell_each_name_of_the_worker_that_it_shares(up: Router, tmp_path: Path) -> None:

@@ -90,22 +90,6 @@ def test_the_parts_of_a_tensor_parallel_model_are_shown(library: Path, tmp_path:
     assert "cpu       does not fit" in text, "random weights are drawn as a whole by each process"
 
 
-def test_a_family_without_tensor_parallelism_gets_the_estimate_of_its_layer_split(
-    library: Path, tmp_path: Path
-) -> None:
-    cards = [LARGE, SMALL]
-    for words in (["--num-gpus", "2"], ["--tensor-parallel", "max"]):
-        found = document(library, tmp_path, cards, *words, model_type="stablelm")
-        layers = document(library, tmp_path, cards, "--split-mode", "layer", model_type="stablelm")
-        [warning] = found.pop("warnings")
-        assert warning.startswith(f"tensor-parallel = {words[1]} is not possible, so its layers are split over 2 acc")
-        assert layers.pop("warnings") == []
-        for each in (found, layers):  # what is free on this machine changes
-            each["devices"] = [device["needs"] for device in each["devices"]]
-        assert found == layers
-        assert (found["fits"], sum(found["layers"]), len(found["layers"])) == (True, 40, 2)
-
-
 def test_check_memory_reports_keys_of_placement_without_effect(library: Path, tmp_path: Path) -> None:
     presets = tmp_path / "models.ini"
     presets.write_text(f"[m]\nmodel = {tmp_path / 'model'}\nrequired-memory = cuda:7=100\ntensor-parallel = max\n")

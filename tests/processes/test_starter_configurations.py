@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.config.presets import Preset
-from router.memory import checkpoint
-from router.memory.sharding import Choice, choices, first_fitting, static_estimate
-from router.planner.ledger import HOST, LOCAL, DeviceId, Ledger, Reading
-from router.planner.planner import plan
-from router.planner.types import Demand, Policy
+from router.planner.ledger import HOST, LOCAL, DeviceId
 from tests import fake_nvml
 from tests.fake_nvml import Card, Driver
 from tests.sparse import write_weights
@@ -92,33 +87,3 @@ def test_a_starter_configuration_fits_its_card(name: str, tmp_path: Path, tmp_pa
     if cache["granted"] != cache["most"]:
         step = cache["least"]["bytes"] // cache["least"]["tokens"] * 16
         assert card["usable_when_empty"] - taken < step, "less than a block is left"
-
-
-@pytest.mark.parametrize("name", STARTERS)
-def test_the_planner_grants_a_starter_configuration_what_its_card_has_free(name: str, tmp_path: Path) -> None:
-    config, keys, total = STARTERS[name]
-    facts, preset = checkpoint.read(write(tmp_path / "m", config)), Preset(id="m", **keys)
-    readings = [Reading(id=GPU, total=total * MIB, used=0), Reading(id=CPU, total=64 << 30, used=0)]
-    devices = Ledger(margin=lambda device: MARGIN).observe(readings, ())
-    room = {device.id: device.capacity for device in devices}
-    found = first_fitting(
-        choices(facts, preset, [GPU], [GPU], room),
-        lambda choice: static_estimate(choice, facts, preset, threads=1, forked=True),
-        room,
-        can_wait=lambda estimate: False,
-    )[1]
-    demand = Demand(
-        id=1,
-        model="m",
-        shards=found.shards,
-        host=found.host,
-        growth=found.kv_step,
-        steps=found.kv_steps,
-        since=0.0,
-        devices=Choice(devices=frozenset([GPU])).devices,
-    )
-    start = plan([demand], [], devices, 0.0, Policy(patience=0.0)).start[1]
-    assert 0 < start.steps <= found.kv_steps
-    granted = found.granted(start.steps)
-    assert start.claim[GPU] == granted.shards[0] <= total * MIB - MARGIN
-    assert start.steps == found.kv_steps or granted.shards[0] + found.kv_step[0] > total * MIB - MARGIN

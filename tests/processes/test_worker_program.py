@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.children import TOKEN, Child, await_end, environment, python
+from tests.children import TOKEN, Child, environment, python
 from worker.errors import StartError
 from worker.program.main import CRASHED, diagnose, limit_cpu
 from worker.program.serve import _wait_for_grant
@@ -254,26 +254,6 @@ def test_a_device_that_is_lost_while_serving_ends_the_worker_as_poisoned(snapsho
             assert client.post("/v1/embeddings", json={"input": [400]}).status_code >= 500
         assert "illegal memory access" in child.event(Failed).message
         assert child.exit() == Exit.POISONED
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", ["at once", "while loading"])
-def test_a_router_killed_during_a_load_leaves_nothing(snapshot: Path, moment: str) -> None:
-    serve = ["serve", f"--snapshot={snapshot}", "--listen=tcp:127.0.0.1:0", "--supervised"]
-    program = (
-        "import json, os, subprocess, sys, threading\n"
-        "argv = [*json.loads(sys.argv[1]), f'--parent-pid={os.getpid()}']\n"
-        "child = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)\n"
-        f"child.stdin.write({STDIN!r}); child.stdin.flush()\n"
-        "print(child.pid, flush=True)\n"
-        "threading.Event().wait()\n"
-    )
-    with Child(python("-c", program, json.dumps([*WORKER, *serve]))) as router:
-        pid = int(router.line() or 0)
-        if moment == "while loading":
-            assert router.event(Progress).stage == "start"
-        router.signal(signal.SIGKILL)
-        await_end(pid)
 
 
 @pytest.mark.slow

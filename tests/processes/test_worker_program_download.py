@@ -331,16 +331,6 @@ def test_weights_that_contradict_their_header_are_damaged(hub: Hub, tmp_path: Pa
     assert [path.name for path in tmp_path.rglob("model.safetensors")] == []
 
 
-def test_a_file_damaged_in_the_cache_is_fetched_again(hub: Hub, tmp_path: Path) -> None:
-    repo = hub.repo("rotten")
-    snapshot, _ = succeed(hub, tmp_path, repo)
-    with (snapshot / "model.safetensors").open("r+b") as file:
-        file.truncate(1000)
-    assert succeed(hub, tmp_path, repo)[0] == snapshot
-    assert (snapshot / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
-    assert hub.fetched(repo).count("tokenizer.json") == 1
-
-
 def test_a_download_that_does_not_fit_the_disk_is_refused_at_once(hub: Hub, tmp_path: Path) -> None:
     repo = hub.repo("huge")
     hub.fails(**{f"{repo}/model.safetensors": {"size": 10**15}})
@@ -399,15 +389,6 @@ def test_two_downloads_of_one_model_fetch_each_file_once(hub: Hub, tmp_path: Pat
     assert asked == ["model.safetensors", "model.safetensors bytes=100000-"]
 
 
-def test_pickled_weights_are_fetched_where_there_are_no_others(hub: Hub, tmp_path: Path) -> None:
-    repo = hub.repo("pickled", **{"pytorch_model.bin": PICKLED})
-    (hub.root / repo / "model.safetensors").unlink()
-    snapshot, _ = succeed(hub, tmp_path, repo)
-    assert (snapshot / "pytorch_model.bin").read_bytes() == PICKLED
-    succeed(hub, tmp_path, repo)
-    assert hub.fetched(repo).count("pytorch_model.bin") == 1
-
-
 def test_a_pickle_that_could_run_code_is_refused_by_a_download_and_not_fetched_again(hub: Hub, tmp_path: Path) -> None:
     repo = hub.repo("unsafe", **{"pytorch_model.bin": torch_file(b"cos\nsystem\nX\x04\x00\x00\x00exit\x85R.")})
     (hub.root / repo / "model.safetensors").unlink()
@@ -454,18 +435,3 @@ def test_a_download_never_imports_torch(hub: Hub, tmp_path: Path) -> None:
         child.event(Downloaded)
         assert child.exit() == 0
         assert child.log == "0\n"
-
-
-def test_a_demo_model_needs_no_hub(tmp_path: Path) -> None:
-    command = python("-m", "worker", "download", f"--target={tmp_path}")
-    env = environment(HF_HUB_OFFLINE="1")
-    with Child([*command, "--demo=a"], env=env) as child:
-        *progress, done = child.events()
-        assert isinstance(done, Downloaded)
-        assert {type(event) for event in progress} == {Progress}
-        assert Path(done.snapshot).parent == tmp_path
-        assert child.exit() == Exit.OK
-    with Child([*command, "--demo=nobody"], env=env) as child:
-        assert child.events() == []
-        assert child.exit() == Exit.UNUSABLE
-        assert "no demo model 'nobody'" in child.log

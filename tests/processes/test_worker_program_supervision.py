@@ -53,12 +53,6 @@ def child_of_another(code: str) -> Iterator[tuple[Child, int]]:
         os.close(writer)
 
 
-def test_a_worker_dies_with_its_spawner() -> None:
-    with child_of_another(WAIT) as (spawner, pid):
-        spawner.signal(signal.SIGKILL)
-        await_end(pid)
-
-
 def test_a_worker_dies_with_its_spawner_even_while_c_code_holds_the_interpreter() -> None:
     with child_of_another(WAIT_IN_C) as (spawner, pid):
         spawner.signal(signal.SIGKILL)
@@ -78,13 +72,6 @@ def test_a_worker_receives_the_first_line_after_the_token_and_no_other() -> None
         child.event(Progress)
         child.send(b" on\nnoise\n")
         assert [child.event(Failed).message for _ in range(2)] == ["go on", "go on"]
-
-
-def test_lines_after_the_token_change_nothing() -> None:
-    with supervised(SEND_PID + WAIT, stdin=STDIN + b"noise\n" * 9) as child:
-        child.event(Progress)
-        child.close_stdin()
-        assert child.exit() == Exit.ORPHANED
 
 
 def test_a_worker_of_another_parent_ends_as_orphaned() -> None:
