@@ -34,19 +34,22 @@ class Hub:
         (folder / "tokenizer.json").write_text("{}")
         return f"org/{name}"
 
-    async def fails(self, **faults: Any) -> None:
-        async with httpx.AsyncClient() as client:
-            await client.put(f"{self.address}/_faults", json=faults)
+    def fails(self, **faults: Any) -> None:
+        """From now on these faults, and no others; `repo` of the name stands for its listing."""
+        httpx.put(f"{self.address}/_faults", json=faults)
 
-    async def commit(self, repo: str) -> str:
+    def commit(self, repo: str) -> str:
         """The commit that `main` names now."""
-        async with httpx.AsyncClient() as client:
-            commit: str = (await client.get(f"{self.address}/api/models/{repo}/revision/main")).json()["sha"]
-            return commit
+        commit: str = httpx.get(f"{self.address}/api/models/{repo}/revision/main").json()["sha"]
+        return commit
 
-    async def journal(self) -> list[str]:
-        async with httpx.AsyncClient() as client:
-            return (await client.get(f"{self.address}/_journal")).text.split("\n")
+    def journal(self, repo: str) -> list[str]:
+        """Requests for this repository so far."""
+        return [line for line in httpx.get(f"{self.address}/_journal").text.split("\n") if repo in line]
+
+    def fetched(self, repo: str) -> list[str]:
+        """The files asked for so far, with ranges."""
+        return [line.partition("/resolve/")[2].partition("/")[2] for line in self.journal(repo) if "/resolve/" in line]
 
 
 @asynccontextmanager

@@ -63,10 +63,3 @@ async def test_a_chat_goes_through_fastchats_api_server_as_it_does_directly(up: 
     async with up.client.stream("POST", f"{address}/worker_generate_stream", json=body) as response:
         frames = [json.loads(frame) for frame in (await response.aread()).removesuffix(b"\0").split(b"\0")]
     assert (frames[-1]["text"], frames[-1]["finish_reason"]) == (whole["text"], "length")
-
-
-async def test_a_text_with_logprobs_and_without_beam_search_is_answered(up: Router) -> None:
-    body = await parameters(up, "", logprobs=1, use_beam_search=False)
-    answer = await post(up, "/worker_generate", body)
-    assert set(answer["logprobs"]) == {"text_offset", "token_logprobs", "tokens", "top_logprobs"}
-    assert len(answer["logprobs"]["tokens"]) == 8

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,24 +10,47 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
-from tests.processes.routers import Router, chat, fake_python, fake_snapshot, router
+from tests.processes.routers import Router, chat, fake_python, fake_snapshot, router, shared_router
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 MARGIN = ("--models-memory-margin", "64")
 LIMIT = ("--device-limit", "cpu=264")  # 200 MiB for models
 
 
+def text_of(folder: Path, text: str = "") -> str:
+    """Presets of fake models of 64 MiB, made in `folder`; `text` stands at the end."""
+    return f"[*]\npython = {fake_python(folder)}\nrequired-memory = 64\nreplica-idle-seconds = 600\n{text}"
+
+
 @asynccontextmanager
 async def world(tmp_path: Path, *options: str, text: str = "") -> AsyncIterator[Router]:
-    """A router with one model of its own, `local`, of 64 MiB as all are."""
+    """A router with options of its own and one model, `local`."""
     fake_snapshot(tmp_path / "models" / "local")
     file = tmp_path / "models.ini"
-    file.write_text(f"[*]\npython = {fake_python(tmp_path)}\nrequired-memory = 64\nreplica-idle-seconds = 600\n{text}")
+    file.write_text(text_of(tmp_path, text))
     arguments = ("--models-preset", str(file), "--models-dir", str(tmp_path / "models"))
     async with router(*arguments, *options, *MARGIN, *LIMIT) as up:
         yield up
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
+    async with shared_router(tmp_path_factory.mktemp("lmi"), *MARGIN, *LIMIT) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def up(shared: Router) -> AsyncIterator[Router]:
+    """The router of several tests, with `local` and what a test registers."""
+    fake_snapshot(shared.models / "local")
+    await shared.serve_presets(text_of(shared.folder))
+    yield shared
+    for row in (await shared.client.get("/lmi/models")).json()["models"]:
+        await shared.client.delete(f"/lmi/models/{row['modelName']}")
+    shutil.rmtree(shared.models / "further", ignore_errors=True)
 
 
 def error(response: httpx.Response) -> tuple[int, str]:
@@ -44,49 +68,48 @@ async def described(up: Router, name: str) -> dict[str, Any]:
     return found
 
 
-async def test_a_model_is_registered_described_listed_and_unregistered(tmp_path: Path) -> None:
-    async with world(tmp_path) as up:
-        client = up.client
-        url = str(fake_snapshot(tmp_path / "models" / "further" / "one"))
-        query = {"url": f"file://{url}", "model_name": "org/mine", "job_queue_size": "7", "max_idle_time": "9",
-                 "device": "cpu", "batch_size": "4", "engine": "Python"}  # fmt: skip
-        response = await client.post("/lmi/models", params=query)
-        assert (response.status_code, response.json()) == (200, {"status": 'Model "org/mine" registered.'})
-        assert response.headers["x-ignored-fields"] == "batch_size"
-        assert (await up.status("org/mine"))["value"] == "loaded"
-        assert (await client.post("/predictions/org/mine", json={"inputs": "a"})).status_code == 200
-        model = await described(up, "org/mine")
-        assert (model["queueSize"], model["maxIdleSeconds"], model["status"]) == (7, 9, "Healthy")
-        (group,) = model["workerGroups"]
-        assert (group["device"], group["minWorkers"], group["maxWorkers"]) == (
-            {"deviceType": "cpu", "deviceId": -1}, 1, 1,
-        )  # fmt: skip
-        assert [worker["status"] for worker in group["workers"]] == ["READY"]
-        code, message = error(await client.post("/lmi/models", params=query))
-        assert (code, "org/mine" in message) == (409, True)
-        listed = (await client.get("/lmi/models")).json()["models"]
-        assert [(each["modelName"], each["status"]) for each in listed] == [("local", "PENDING"), ("org/mine", "READY")]
-        page = (await client.get("/lmi/models", params={"limit": 1})).json()
-        assert ([each["modelName"] for each in page["models"]], page["nextPageToken"]) == (["local"], "1")
-        page = (await client.get("/lmi/models", params={"limit": 1, "next_page_token": 1})).json()
-        assert ([each["modelName"] for each in page["models"]], "nextPageToken" in page) == (["org/mine"], False)
-        await client.get("/models?reload=1")  # it stays, for as long as this router runs
-        rows = (await client.get("/router/config", params={"model": "org/mine"})).json()["settings"]
-        assert {row["origin"] for row in rows if row["key"] == "queue-size"} == {"registered:4"}
-        pid = (await up.workers())["org/mine"]
-        response = await client.delete("/lmi/models/org/mine")
-        assert response.json() == {"status": 'Model or workflow "org/mine" unregistered'}
-        await up.says(r"org/mine#\d+ stopping→stopped")
-        assert pid not in (await up.workers()).values()
-        assert error(await client.delete("/lmi/models/org/mine"))[0] == 404
-        folder = tmp_path / "models" / "further" / "two"
-        folder.mkdir()
-        (folder / "serving.properties").write_text(f"option.model_id={url}\njob_queue_size=6\nmaxWorkers=2\n")
-        assert (await client.post("/lmi/models", params={"url": str(folder)})).status_code == 200
-        model = await described(up, "two")
-        assert (model["queueSize"], model["workerGroups"][0]["maxWorkers"]) == (6, 2)
-        assert error(await client.get("/lmi/models/org/mine"))[0] == 404
-        assert error(await client.delete("/lmi/models/local"))[0] == 400
+async def test_a_model_is_registered_described_listed_and_unregistered(up: Router) -> None:
+    client = up.client
+    url = str(fake_snapshot(up.models / "further" / "one"))
+    query = {"url": f"file://{url}", "model_name": "org/mine", "job_queue_size": "7", "max_idle_time": "9",
+             "device": "cpu", "batch_size": "4", "engine": "Python"}  # fmt: skip
+    response = await client.post("/lmi/models", params=query)
+    assert (response.status_code, response.json()) == (200, {"status": 'Model "org/mine" registered.'})
+    assert response.headers["x-ignored-fields"] == "batch_size"
+    assert (await up.status("org/mine"))["value"] == "loaded"
+    assert (await client.post("/predictions/org/mine", json={"inputs": "a"})).status_code == 200
+    model = await described(up, "org/mine")
+    assert (model["queueSize"], model["maxIdleSeconds"], model["status"]) == (7, 9, "Healthy")
+    (group,) = model["workerGroups"]
+    assert (group["device"], group["minWorkers"], group["maxWorkers"]) == (
+        {"deviceType": "cpu", "deviceId": -1}, 1, 1,
+    )  # fmt: skip
+    assert [worker["status"] for worker in group["workers"]] == ["READY"]
+    code, message = error(await client.post("/lmi/models", params=query))
+    assert (code, "org/mine" in message) == (409, True)
+    listed = (await client.get("/lmi/models")).json()["models"]
+    assert [(each["modelName"], each["status"]) for each in listed] == [("local", "PENDING"), ("org/mine", "READY")]
+    page = (await client.get("/lmi/models", params={"limit": 1})).json()
+    assert ([each["modelName"] for each in page["models"]], page["nextPageToken"]) == (["local"], "1")
+    page = (await client.get("/lmi/models", params={"limit": 1, "next_page_token": 1})).json()
+    assert ([each["modelName"] for each in page["models"]], "nextPageToken" in page) == (["org/mine"], False)
+    await client.get("/models?reload=1")  # it stays, for as long as this router runs
+    rows = (await client.get("/router/config", params={"model": "org/mine"})).json()["settings"]
+    assert {row["origin"] for row in rows if row["key"] == "queue-size"} == {"registered:4"}
+    pid = (await up.workers())["org/mine"]
+    response = await client.delete("/lmi/models/org/mine")
+    assert response.json() == {"status": 'Model or workflow "org/mine" unregistered'}
+    await up.says(r"org/mine#\d+ stopping→stopped")
+    assert pid not in (await up.workers()).values()
+    assert error(await client.delete("/lmi/models/org/mine"))[0] == 404
+    folder = up.models / "further" / "two"
+    folder.mkdir()
+    (folder / "serving.properties").write_text(f"option.model_id={url}\njob_queue_size=6\nmaxWorkers=2\n")
+    assert (await client.post("/lmi/models", params={"url": str(folder)})).status_code == 200
+    model = await described(up, "two")
+    assert (model["queueSize"], model["workerGroups"][0]["maxWorkers"]) == (6, 2)
+    assert error(await client.get("/lmi/models/org/mine"))[0] == 404
+    assert error(await client.delete("/lmi/models/local"))[0] == 400
 
 
 async def test_workers_are_scaled_up_within_memory_and_down(tmp_path: Path) -> None:
@@ -163,22 +186,24 @@ async def test_a_failed_registration_gives_the_reason_and_lists_nothing(tmp_path
         assert (await up.client.post("/v1/chat/completions", json=chat("broken"))).status_code == 200
 
 
-async def test_a_model_that_is_unregistered_while_presets_are_read_does_not_come_back(tmp_path: Path) -> None:
+async def test_a_model_that_is_unregistered_while_presets_are_read_does_not_come_back(
+    up: Router, tmp_path: Path
+) -> None:
     """The file is a pipe: what is in it is read when we say so."""
-    async with world(tmp_path) as up:
-        url = str(fake_snapshot(tmp_path / "models" / "further" / "one"))
-        query = {"url": f"file://{url}", "model_name": "mine", "synchronous": "false"}
-        assert (await up.client.post("/lmi/models", params=query)).status_code == 202
-        file, pipe = tmp_path / "models.ini", tmp_path / "pipe"
-        text = file.read_text()
-        os.mkfifo(pipe)
-        os.replace(pipe, file)
-        reading = asyncio.create_task(up.client.post("/router/reload"))
-        with await asyncio.to_thread(open, file, "w") as writer:
-            assert (await up.client.delete("/lmi/models/mine")).status_code == 200
-            writer.write(text)
-        assert (await reading).status_code == 200
-        assert (await up.client.get("/lmi/models/mine")).status_code == 404
+    url = str(fake_snapshot(up.models / "further" / "one"))
+    query = {"url": f"file://{url}", "model_name": "mine", "synchronous": "false"}
+    assert (await up.client.post("/lmi/models", params=query)).status_code == 202
+    file, pipe = up.folder / "models.ini", tmp_path / "pipe"
+    text = file.read_text()
+    os.mkfifo(pipe)
+    os.replace(pipe, file)
+    reading = asyncio.create_task(up.client.post("/router/reload"))
+    with await asyncio.to_thread(open, file, "w") as writer:
+        assert (await up.client.delete("/lmi/models/mine")).status_code == 200
+        writer.write(text)
+    assert (await reading).status_code == 200
+    assert (await up.client.get("/lmi/models/mine")).status_code == 404
+    file.unlink()
 
 
 async def test_with_the_flag_lmis_management_is_at_its_own_paths(tmp_path: Path) -> None:
@@ -202,45 +227,44 @@ async def test_with_the_flag_lmis_management_is_at_its_own_paths(tmp_path: Path)
         assert paths["/models"]["get"]["tags"] == paths["/lmi/models"]["get"]["tags"] == ["LMI"]
 
 
-async def test_a_version_is_a_model_of_its_own(tmp_path: Path) -> None:
-    async with world(tmp_path) as up:
-        client = up.client
-        for version in ("1", "2"):
-            url = str(fake_snapshot(tmp_path / "models" / "further" / version))
-            query = {"url": url, "model_name": "local", "model_version": version, "synchronous": "false"}
-            assert (await client.post("/lmi/models", params=query)).status_code == 202
-        body = {"inputs": "a"}
-        for path, model in (("/predictions/local/2", "local:2"), ("/predictions/local", "local"),
-                            ("/invocations?model_name=local&model_version=1", "local:1"),
-                            ("/predictions/local:1", "local:1")):  # fmt: skip
-            response = await client.post(path, json=body)
-            assert (response.status_code, response.headers["x-router-model"]) == (200, model), path
-        code, message = error(await client.post("/predictions/local/3", json=body))
-        assert (code, "model 'local' has no version '3'" in message) == (404, True)
-        assert error(await client.post("/predictions/none/3", json=body))[0] == 404
-        assert (await client.put("/lmi/models/local/2", params={"min_worker": 0})).status_code == 200
-        assert (await client.delete("/lmi/models/local/2")).status_code == 200
-        assert error(await client.get("/lmi/models/local/2"))[0] == 404
+async def test_a_version_is_a_model_of_its_own(up: Router) -> None:
+    client = up.client
+    for version in ("1", "2"):
+        url = str(fake_snapshot(up.models / "further" / version))
+        query = {"url": url, "model_name": "local", "model_version": version, "synchronous": "false"}
+        assert (await client.post("/lmi/models", params=query)).status_code == 202
+    body = {"inputs": "a"}
+    for path, model in (("/predictions/local/2", "local:2"), ("/predictions/local", "local"),
+                        ("/invocations?model_name=local&model_version=1", "local:1"),
+                        ("/predictions/local:1", "local:1")):  # fmt: skip
+        response = await client.post(path, json=body)
+        assert (response.status_code, response.headers["x-router-model"]) == (200, model), path
+    code, message = error(await client.post("/predictions/local/3", json=body))
+    assert (code, "model 'local' has no version '3'" in message) == (404, True)
+    assert error(await client.post("/predictions/none/3", json=body))[0] == 404
+    assert (await client.put("/lmi/models/local/2", params={"min_worker": 0})).status_code == 200
+    assert (await client.delete("/lmi/models/local/2")).status_code == 200
+    assert error(await client.get("/lmi/models/local/2"))[0] == 404
 
 
-async def test_sagemakers_headers_name_the_model_and_an_asynchronous_request_is_refused(tmp_path: Path) -> None:
-    async with world(tmp_path, text="[other]\nmodel = models/local\n") as up:
+async def test_sagemakers_headers_name_the_model_and_an_asynchronous_request_is_refused(up: Router) -> None:
+    await up.serve_presets(text_of(up.folder, f"[other]\nmodel = {up.models}/local\n"))
 
-        async def post(body: dict[str, Any], **headers: str) -> httpx.Response:
-            named = {name.replace("_", "-"): value for name, value in headers.items()}
-            return await up.client.post("/invocations", json=body, headers=named)
+    async def post(body: dict[str, Any], **headers: str) -> httpx.Response:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return await up.client.post("/invocations", json=body, headers=named)
 
-        for target in ("other", "other.tar.gz"):
-            response = await post({"inputs": "a"}, X_Amzn_SageMaker_Target_Model=target)
-            assert (response.status_code, response.headers["x-router-model"]) == (200, "other")
-        assert error(await post({"inputs": "a"}, X_Amzn_SageMaker_Target_Model="none"))[0] == 404
-        body = {"inputs": "a", "model": "local"}
-        assert error(await post(body, X_Amzn_SageMaker_Target_Model="other"))[0] == 400
-        assert (await post(body, X_Synchronous="true")).status_code == 200
-        for headers in ({"X_Synchronous": "false"}, {"X_Starting_Token": "a"},
-                        {"X_Amzn_SageMaker_Custom_Attributes": "trace=1,x-synchronous=false"}):  # fmt: skip
-            code, message = error(await post(body, **headers))
-            assert (code, "results are not stored" in message) == (400, True)
+    for target in ("other", "other.tar.gz"):
+        response = await post({"inputs": "a"}, X_Amzn_SageMaker_Target_Model=target)
+        assert (response.status_code, response.headers["x-router-model"]) == (200, "other")
+    assert error(await post({"inputs": "a"}, X_Amzn_SageMaker_Target_Model="none"))[0] == 404
+    body = {"inputs": "a", "model": "local"}
+    assert error(await post(body, X_Amzn_SageMaker_Target_Model="other"))[0] == 400
+    assert (await post(body, X_Synchronous="true")).status_code == 200
+    for headers in ({"X_Synchronous": "false"}, {"X_Starting_Token": "a"},
+                    {"X_Amzn_SageMaker_Custom_Attributes": "trace=1,x-synchronous=false"}):  # fmt: skip
+        code, message = error(await post(body, **headers))
+        assert (code, "results are not stored" in message) == (400, True)
 
 
 async def test_calls_register_what_lies_in_folders_that_the_administrator_allowed(tmp_path: Path) -> None:

@@ -484,17 +484,6 @@ async def test_a_process_without_a_result_event_is_a_failure_despite_exit_code_0
 # The launcher itself
 
 
-async def test_readings_go_on_by_themselves(folder: Path) -> None:
-    devices, woken = FixedDevices(), asyncio.Event()
-    launcher = LocalLauncher(devices=devices, runtime_dir=folder, environ={}, sample_interval=0.01)
-    launcher.on_reading = woken.set
-    async with launcher, asyncio.timeout(DEADLINE):
-        woken.clear()
-        devices.used[CPU] = GIB
-        await woken.wait()
-        assert [reading.used for reading in as_launcher(launcher).readings()] == [GIB]
-
-
 async def test_closing_ends_what_still_runs(folder: Path, journal: Journal) -> None:
     program = fake_program("deaf", journal=journal.path)
     async with LocalLauncher(

@@ -113,7 +113,7 @@ async def test_what_cannot_be_fetched_is_400_and_not_listed(up: Router, hub: Hub
         assert error_of(await up.client.post("/models", json={"model": name})) == (400, "invalid_value"), name
     assert error_of(await up.client.post("/models", json={})) == (400, "model_missing")
     assert error_of(await up.client.delete("/models")) == (400, "model_missing")
-    await hub.fails(**{hub.repo("ill"): {"status": 503}})
+    hub.fails(**{hub.repo("ill"): {"status": 503}})
     response = await up.client.post("/models", json={"model": "org/ill"})
     assert error_of(response) == (503, "load_backoff")
     assert set(await entries(up)) == before
@@ -121,7 +121,7 @@ async def test_what_cannot_be_fetched_is_400_and_not_listed(up: Router, hub: Hub
 
 async def test_a_download_that_broke_off_stays_listed_and_goes_on_where_it_was(up: Router, hub: Hub) -> None:
     repo = hub.repo("big")
-    await hub.fails(**{f"{repo}/{WEIGHTS}": [{"drop": HALF}, {"status": 503}]})
+    hub.fails(**{f"{repo}/{WEIGHTS}": [{"drop": HALF}, {"status": 503}]})
     async with events_of(up) as events:
         assert (await up.client.post("/models", json={"model": repo})).status_code == 200
         await events.until("download_failed", reason="network")
@@ -130,14 +130,13 @@ async def test_a_download_that_broke_off_stays_listed_and_goes_on_where_it_was(u
         assert [path.stat().st_size for path in partials(up, repo)] == [HALF]
         assert (await up.client.post("/models", json={"model": repo})).status_code == 200
         await events.until("download_finished")
-    assert f"GET /{repo}/resolve" in "\n".join(await hub.journal())
-    assert any(line.endswith(f"bytes={HALF}-") for line in await hub.journal())
+    assert any(line.endswith(f"bytes={HALF}-") for line in hub.fetched(repo))
     assert "failed" not in await up.status(repo)
 
 
 async def test_a_download_is_cancelled_by_unload_which_keeps_and_by_delete_which_frees(up: Router, hub: Hub) -> None:
     repo = hub.repo("slow")
-    await hub.fails(**{f"{repo}/{WEIGHTS}": {"stall": HALF}})
+    hub.fails(**{f"{repo}/{WEIGHTS}": {"stall": HALF}})
     async with events_of(up) as events:
         assert (await up.client.post("/models", json={"model": repo})).status_code == 200
         await up.becomes(repo, "downloading")
@@ -164,7 +163,7 @@ async def test_a_request_that_comes_during_a_download_waits_for_it_and_the_load(
     async with fetching(tmp_path, hub, "--stream-commit-seconds", "0", HF_HUB_DOWNLOAD_TIMEOUT="1") as up:
         repo = hub.repo("awaited")
         body = {"model": repo, "prompt": "a"}
-        await hub.fails(**{f"{repo}/{WEIGHTS}": [{"stall": HALF}]})  # it goes on after a second
+        hub.fails(**{f"{repo}/{WEIGHTS}": [{"stall": HALF}]})  # it goes on after a second
         async with events_of(up) as events:
             await up.client.post("/models", json={"model": repo})
             await events.fetched(HALF)
@@ -250,7 +249,7 @@ async def test_a_revision_is_a_model_of_its_own_and_leaves_the_others_alone(up: 
     folder = cached(up, repo)
     (commit,) = (each.name for each in (folder / "snapshots").iterdir())
     (hub.root / repo / "config.json").write_text((hub.root / repo / "config.json").read_text() + "\n")
-    commit_now = await hub.commit(repo)
+    commit_now = hub.commit(repo)
     pinned = f"{repo}:{commit_now}"
     await up.client.post("/models", json={"model": pinned})
     await up.becomes(pinned, "unloaded")
@@ -281,7 +280,7 @@ async def test_ollamas_client_pulls_and_deletes(up: Router, hub: Hub) -> None:
         with pytest.raises(ollama.ResponseError) as refused:
             await client.pull("org/nowhere")
         assert refused.value.status_code == 400
-        await hub.fails(**{f"{repo}/{WEIGHTS}": [{"drop": HALF}, {"status": 503}]})
+        hub.fails(**{f"{repo}/{WEIGHTS}": [{"drop": HALF}, {"status": 503}]})
         with pytest.raises(ollama.ResponseError, match="cannot be fetched now"):
             _ = [part async for part in await client.pull(repo, stream=True)]
         assert partials(up, repo)
@@ -290,7 +289,7 @@ async def test_ollamas_client_pulls_and_deletes(up: Router, hub: Hub) -> None:
 
 async def test_a_pull_that_is_left_ends_its_download_and_keeps_what_came(up: Router, hub: Hub) -> None:
     repo = hub.repo("left")
-    await hub.fails(**{f"{repo}/{WEIGHTS}": {"stall": HALF}})
+    hub.fails(**{f"{repo}/{WEIGHTS}": {"stall": HALF}})
     async with up.client.stream("POST", "/api/pull", json={"model": repo}) as first:
         assert first.headers["content-type"] == "application/x-ndjson"
         lines = first.aiter_lines()

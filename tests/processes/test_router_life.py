@@ -150,7 +150,7 @@ async def test_a_worker_with_a_deleted_socket_is_replaced_for_the_next_request(u
         await up.says(r"a#\d+ ready→stopping reason=unreachable")
 
 
-async def test_a_download_ends_with_the_router_and_with_an_unload(tmp_path: Path) -> None:
+async def test_a_download_ends_with_the_router(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     behaviour = json.dumps({"journal": str(journal), "hold_load": str(tmp_path / "never")})
     file = tmp_path / "models.ini"
@@ -158,19 +158,11 @@ async def test_a_download_ends_with_the_router_and_with_an_unload(tmp_path: Path
     file.write_text(f"[a]\nmodel = org/repo\nrequired-memory = 64\npython = {python}\nenv.FAKE_WORKER = {behaviour}\n")
     async with lines_written(journal) as lines, router("--models-preset", str(file), *MARGIN) as up:
         asked = asyncio.create_task(up.client.post(PATH, json=chat("a")))
-        first = int((await until(lines, "started")).split()[1])
+        download = int((await until(lines, "started")).split()[1])
         assert (await up.status("a"))["value"] == "downloading"
-        assert error_of(await up.client.post(PATH + "?autoload=false", json=chat("a"))) == (400, "model_not_loaded")
-        assert (await up.client.post("/models/unload?wait=1", json={"model": "a"})).status_code == 200
-        assert error_of(await asked) == (503, "draining")
-        assert not is_alive(first)
-        status = await up.status("a")
-        assert (status["value"], status["reason"], "failed" in status) == ("unloaded", "requested", False)
-        asked = asyncio.create_task(up.client.post(PATH, json=chat("a")))
-        second = int((await until(lines, "started")).split()[1])
         assert await up.end() == 0
         assert error_of(await asked) == (503, "draining")
-        assert not is_alive(second)
+        assert not is_alive(download)
 
 
 async def test_a_hangup_reads_presets_and_keys_again_and_a_bad_one_changes_nothing(tmp_path: Path) -> None:

@@ -79,6 +79,25 @@ async def test_a_waiting_request_gets_its_position_and_cause_and_a_rejected_one_
         assert (await up.client.post(PATH, json=chat("b"))).status_code == 200
 
 
+@pytest.mark.asyncio(loop_scope="session")
+async def test_the_request_that_loaded_a_model_is_answered_before_its_eviction(one: Router, tmp_path: Path) -> None:
+    """Its request is on its way to the worker when another model needs its place."""
+    up_to, journal = tmp_path / "up-to", {"_journal": str(tmp_path / "journal")}
+    await one.serve(tmp_path, {"a": {"_hold_load": str(up_to), **journal}, "b": journal})
+    asked = []
+    for name in "ab":
+        body = {"model": name, "content": "hello world"}
+        sent = one.client.post("/tokenize", json=body, headers={"X-Request-Id": f"of-{name}"})
+        asked.append(asyncio.create_task(sent))
+        await one.becomes(name, "loading", queued=1)
+    up_to.touch()
+    async with asyncio.timeout(60):
+        assert [(await each).status_code for each in asked] == [200, 200]
+    lines = (tmp_path / "journal").read_text().splitlines()
+    requests = [line for line in lines if line.startswith("request")]
+    assert requests == ["request of-a /tokenize", "request of-b /tokenize"]
+
+
 # In every dialect that streams
 
 COMMENT = rb": queued position=1 waiting_for=memory eta_s=[1-9]\d*\n\n"

@@ -52,14 +52,6 @@ async def test_two_names_have_one_process_and_each_its_own_defaults(up: Router, 
     assert list(state["models"]) == ["cold", "warm"]
 
 
-async def test_a_preset_alone_is_told_beside_its_command_line_too(up: Router, tmp_path: Path) -> None:
-    await up.serve_presets(one_model(tmp_path, {"cold": COLD}))
-    await ask(up, "cold", **{"X-Request-Id": "r0"})
-    (pid,) = (await up.workers()).values()
-    assert b"sampling" not in await asyncio.to_thread(Path(f"/proc/{pid}/cmdline").read_bytes)
-    assert journal(tmp_path, "request") == ["request r0 /v1/chat/completions under cold"]
-
-
 async def test_lists_tell_the_memory_of_a_shared_worker_once(up: Router, tmp_path: Path) -> None:
     await up.serve_presets(one_model(tmp_path, {"cold": COLD, "hot": WARM | {"tags": "x", "alias": "w"}}))
     await up.client.post("/v1/chat/completions", json=chat("w"))
@@ -220,15 +212,6 @@ async def test_a_template_that_cannot_be_used_is_an_error_of_its_own_name_alone(
     assert await ask(up, "good") == "good"
     waited = await up.client.post("/models/load", params={"wait": "1"}, json={"model": "bad"})
     assert error_of(waited) == (500, "load_failed")
-
-
-async def test_both_are_loaded_at_the_start_once(tmp_path: Path) -> None:
-    file, start = tmp_path / "models.ini", {"load-on-startup": "on"}
-    file.write_text(one_model(tmp_path, {"cold": COLD | start, "warm": WARM | start}))
-    async with router("--models-preset", str(file)) as up:
-        await up.becomes("warm", "loaded")
-        assert (await up.client.get("/ready")).status_code == 200
-        assert journal(tmp_path, "started") == ["started"]
 
 
 REAL = """

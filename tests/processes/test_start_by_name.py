@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 
 async def test_a_named_folder_is_loaded_at_start_and_answers_requests_without_a_model(tmp_path: Path) -> None:
-    one, two = fake_snapshot(tmp_path / "one"), fake_snapshot(tmp_path / "two")
+    one = fake_snapshot(tmp_path / "one")
     keys = ("--python", str(fake_python(tmp_path)), "--required_memory", "64", "--ctx-size=96")
     async with router(str(one), *keys) as up:
         await up.becomes("one", "loaded")
@@ -23,10 +23,6 @@ async def test_a_named_folder_is_loaded_at_start_and_answers_requests_without_a_
         assert (props["default_generation_settings"]["n_ctx"], props["total_slots"]) == (96, 4)
         args = (await up.status("one"))["args"]
         assert args[args.index("--ctx-size") + 1] == "96"
-    async with router("-m", str(one), "--model-path", str(two), *keys, environ={"ROUTER_DEMO": "on"}) as up:
-        await up.becomes("one", "loaded")
-        await up.becomes("two", "loaded")
-        assert [row["id"] for row in (await up.client.get("/models")).json()["data"]] == ["one", "two"]
 
 
 async def test_a_router_without_names_serves_the_hub_cache_and_says_so(tmp_path: Path) -> None:

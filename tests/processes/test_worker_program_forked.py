@@ -25,7 +25,7 @@ from tests.processes.asking import asked, everything
 from tests.processes.forking import ForkingLauncher, children, parent
 from worker.protocol import argv
 from worker.protocol.argv import Serve
-from worker.protocol.events import Estimated, Event, Exit, Pulse
+from worker.protocol.events import Estimated, Event, Pulse
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 ROOT = Path(__file__).resolve().parents[2]
@@ -195,15 +195,6 @@ async def test_a_worker_that_must_be_forked_is_never_executed(launcher: ForkingL
     with pytest.raises(NotStarted, match="m#3: no fork server can fork it"):
         async with launcher.serve(program, command, {CPU: GIB}, lambda event: None):
             raise AssertionError("it got ready")
-
-
-async def test_a_forked_worker_reports_the_cause_of_its_failure(launcher: ForkingLauncher, tmp_path: Path) -> None:
-    with pytest.raises(WorkerLost, match=r"config\.json") as lost:
-        async with launcher.serve(
-            FORKED, Serve(snapshot=str(tmp_path), listen="", name="m"), {CPU: GIB}, lambda event: None
-        ):
-            raise AssertionError("it got ready")
-    assert lost.value.exit == Exit.UNUSABLE
 
 
 async def test_a_tensor_parallel_model_stays_within_its_estimate_and_ends_as_a_whole(
