@@ -107,11 +107,6 @@ async def test_a_workers_refusal_in_a_frame_keeps_its_status_and_fails_a_stream_
             await begun.wait()
         await upstream.send(b"HTTP/1.1 400 No\r\n%bContent-Length: %d\r\n\r\n%b" % (type_, len(said), said))
 
-    begun, seen = asyncio.Event(), list[bytes]()
-    async with world(tmp_path, refuse) as up, up.client() as asking:
-        early = await asking.post(PATH, json={"model": "a", "prompt": "early"})
-        assert (early.status_code, early.content) == (400, said)
-
     async def listen(asking: httpx.AsyncClient) -> None:
         async with asking.stream("POST", PATH, json={"model": "a", "prompt": "late"}) as got:
             assert got.status_code == 200
@@ -119,8 +114,11 @@ async def test_a_workers_refusal_in_a_frame_keeps_its_status_and_fails_a_stream_
             async for part in got.aiter_raw():
                 seen.append(part)
 
-    (tmp_path / "late").mkdir()
-    async with world(tmp_path / "late", refuse, timeouts=ResponseTimeouts(commit=0.05)) as up, up.client() as asking:
+    begun, seen = asyncio.Event(), list[bytes]()
+    async with world(tmp_path, refuse, timeouts=ResponseTimeouts(commit=0.05)) as up, up.client() as asking:
+        await up.fleet.load("a")
+        early = await asking.post("/worker_generate", json={"model": "a", "prompt": "early"})
+        assert (early.status_code, early.content) == (400, said)
         with pytest.raises(httpx.RemoteProtocolError):
             await listen(asking)
     assert seen[-1] == said

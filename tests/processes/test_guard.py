@@ -55,7 +55,7 @@ def test_a_router_that_is_killed_leaves_no_group(group: "subprocess.Popen[bytes]
     assert group.wait(WITHIN) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_guard_ignores_signals_for_the_router(number: signal.Signals, group: "subprocess.Popen[bytes]") -> None:
     guard = Guard()
     guard.add(group.pid)

@@ -307,7 +307,7 @@ EDITS = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=700, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(edits=EDITS, split=st.integers(0, len(HEAD) + 20))
 @example(edits=[(0, 0, b"\r\n")], split=0)
 @example(edits=[(len(HEAD) - 2, 0, b"Connection: close\r\n")], split=3)

@@ -266,10 +266,10 @@ async def test_ready_counts_only_once_it_answers(
 @pytest.mark.slow
 @EXECUTED
 async def test_a_load_that_stalls_is_ended(launcher: LocalLauncher, journal: Journal) -> None:
-    stuck = fake_program("stuck", start_timeout=1.5, stuck_progress=True, journal=journal.path)
+    stuck = fake_program("stuck", start_timeout=4.0, stuck_progress=True, journal=journal.path)
     lost = await lost_at_start(launcher, stuck)
     assert (lost.cause, lost.exit) == ("load_timeout", None)
-    assert lost.message == "stuck: the worker made no progress for 1.5 s (last: weights, 0 of 1) and was killed"
+    assert lost.message == "stuck: the worker made no progress for 4 s (last: weights, 0 of 1) and was killed"
     assert not is_there(await journal.pid())
 
 
@@ -501,21 +501,6 @@ async def test_kill_all_ends_all_processes_at_once(launcher: LocalLauncher) -> N
     async with serve(launcher, program) as worker:
         launcher.kill_all()
         assert (await worker.lost()).exit == -9
-
-
-@pytest.mark.slow
-@EXECUTED
-async def test_twenty_workers_leave_no_descriptor_and_no_zombie(launcher: LocalLauncher) -> None:
-    async def run_worker(number: int) -> None:
-        program = fake_program("m", number=number, grandchild="group" if number % 10 == 0 else "")
-        async with serve(launcher, program) as worker, post(worker, PROMPT) as response:
-            assert response.status == 200
-
-    await run_worker(0)
-    before = set(os.listdir("/proc/self/fd"))
-    for batch in range(4):
-        await asyncio.gather(*(run_worker(1 + 5 * batch + number) for number in range(5)))
-    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_an_oom_kill_is_distinguished_from_a_crash() -> None:

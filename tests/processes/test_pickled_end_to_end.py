@@ -70,15 +70,11 @@ async def test_a_pickle_that_could_run_code_is_refused_by_check_and_by_a_load(tm
         response = await up.client.post("/v1/completions", json=body)
         assert response.status_code == 500
         assert "pytorch_model.bin needs io.open, which could run code" in response.json()["error"]["message"]
+    pickle_weights(tiny.make("llama", models / "pickled"))
     async with router("--models-dir", str(models), "--models-memory-margin", "64", "--no-prepare") as up:
         response = await up.client.post("/v1/completions", json=body)
         assert "needs io.open" in response.json()["error"]["message"]
-    assert not trace.exists()
-
-
-async def test_without_conversions_the_error_names_the_option(tmp_path: Path) -> None:
-    pickle_weights(tiny.make("llama", tmp_path / "models" / "pickled"))
-    async with router("--models-dir", str(tmp_path / "models"), "--models-memory-margin", "64", "--no-prepare") as up:
         response = await up.client.post("/v1/completions", json={"model": "pickled", "prompt": "a"})
         assert response.status_code == 500
-        assert "--no-prepare" in response.json()["error"]["message"]
+        assert "--no-prepare" in response.json()["error"]["message"], "the error names the option"
+    assert not trace.exists()

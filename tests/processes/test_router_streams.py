@@ -89,7 +89,7 @@ async def test_http_1_0_sees_a_reset_and_not_an_orderly_end(up: Router, tmp_path
 
 
 async def test_a_wedged_worker_is_replaced_and_its_client_told(up: Router, tmp_path: Path) -> None:
-    await up.serve(tmp_path, {"a": {"stall-timeout": "0.6", "_pulse_interval": 0.1}})
+    await up.serve(tmp_path, {"a": {"stall-timeout": "1.5", "_pulse_interval": 0.1}})
     body = chat("a", "one two three", stream=True, fake={"hang_after": 1})
     _, rest, _ = await raw_stream(up, body)
     assert b'"reason":"stalled"' in rest
