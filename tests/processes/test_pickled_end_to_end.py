@@ -11,7 +11,7 @@ from tests import tiny
 from tests.pickled import pickle_weights, poison
 from tests.processes.routers import Router, router
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 
 async def text(up: Router, model: str) -> str:
@@ -27,35 +27,24 @@ def command(*words: str, state: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, check=False)
 
 
-async def test_a_local_folder_of_pickled_weights_is_converted_once_and_gives_the_same_text(tmp_path: Path) -> None:
-    models, state = tmp_path / "models", tmp_path / "state"
-    tiny.make("llama", models / "plain")
-    pickle_weights(shutil.copytree(models / "plain", models / "pickled"), shards=2)
-    words = ["--models-dir", str(models), "--models-memory-margin", "64", "--ctx-size", "128"]
-    words += ["--state-dir", str(state)]
-    assert command("check", "--models-dir", str(models), state=state).returncode == 0
-    async with router(*words) as up:
-        assert await text(up, "pickled") == await text(up, "plain")
-        [target] = (state / "converted").iterdir()
-        before = (target / "model.safetensors").stat()
-    async with router(*words, "--offline") as up:
-        await text(up, "pickled")
-        assert not any("convert" in line for line in up.log)
-        assert (target / "model.safetensors").stat().st_ino == before.st_ino
-
-
-def test_prepare_and_estimate_read_pickled_weights(tmp_path: Path) -> None:
-    folder, state = tmp_path / "model", tmp_path / "state"
+async def test_a_local_folder_of_pickled_weights_is_converted_once_and_gives_the_same_text(
+    real: Router, tmp_path: Path
+) -> None:
     plain = tiny.make("llama", tmp_path / "plain")
-    pickle_weights(shutil.copytree(plain, folder))
-    weights = [
-        next(line for line in command("estimate", str(path), state=state).stdout.splitlines() if "weights" in line)
-        for path in (plain, folder)
-    ]
-    assert weights[0] == weights[1]
-    prepared = command("prepare", str(folder), state=state)
-    assert (prepared.returncode, "converted weights" in prepared.stdout) == (0, True), prepared.stderr
-    assert "is already converted" in command("prepare", str(folder), state=state).stdout
+    pickle_weights(shutil.copytree(plain, tmp_path / "pickled"), shards=2)
+    folder = real.state / "converted"
+    before = set(folder.glob("*"))
+    sections = [f"[{name}]\nmodel = {tmp_path}/{name}\n" for name in ("plain", "pickled")]
+    await real.serve_presets("[*]\nctx-size = 128\n" + "".join(sections))
+    first = await text(real, "pickled")
+    assert first == await text(real, "plain")
+    [target] = set(folder.iterdir()) - before
+    file = (target / "model.safetensors").stat()
+    await real.client.post("/models/unload?wait=1", json={"model": "pickled"})
+    real.log.clear()
+    assert await text(real, "pickled") == first
+    assert not any("convert" in line for line in real.log)
+    assert (target / "model.safetensors").stat().st_ino == file.st_ino
 
 
 async def test_a_pickle_that_could_run_code_is_refused_by_check_and_by_a_load(tmp_path: Path) -> None:
@@ -72,8 +61,6 @@ async def test_a_pickle_that_could_run_code_is_refused_by_check_and_by_a_load(tm
         assert "pytorch_model.bin needs io.open, which could run code" in response.json()["error"]["message"]
     pickle_weights(tiny.make("llama", models / "pickled"))
     async with router("--models-dir", str(models), "--models-memory-margin", "64", "--no-prepare") as up:
-        response = await up.client.post("/v1/completions", json=body)
-        assert "needs io.open" in response.json()["error"]["message"]
         response = await up.client.post("/v1/completions", json={"model": "pickled", "prompt": "a"})
         assert response.status_code == 500
         assert "--no-prepare" in response.json()["error"]["message"], "the error names the option"

@@ -30,7 +30,7 @@ async def test_fastchats_worker_serves_one_model_for_its_api_and_its_workers_pro
     make("llama", hub.root / "lmsys" / "vicuna-7b-v1.5")
     environ = {"HF_ENDPOINT": hub.address, "HF_HUB_CACHE": str(tmp_path / "hub")}
     words = starter("fastchat", "--model-path lmsys/vicuna-7b-v1.5")
-    async with router(*words, "--fork-server", environ=environ) as up:
+    async with router(*words, environ=environ) as up:
         await up.becomes("lmsys/vicuna-7b-v1.5", "loaded")
         body = {"model": "vicuna-7b-v1.5", "prompt": "Once upon a time", "max_tokens": 4}
         completed = await up.client.post("/v1/completions", json=body)
@@ -44,7 +44,7 @@ async def test_fastchats_lazy_workers_take_turns(hub: Hub, tmp_path: Path) -> No
     for name in ("vicuna-7b-v1.5", "longchat-7b-16k"):
         make("llama", hub.root / "lmsys" / name)
     environ = {"HF_ENDPOINT": hub.address, "HF_HUB_CACHE": str(tmp_path / "hub")}
-    async with router(*starter("fastchat", "*--lazy*"), "--fork-server", environ=environ) as up:
+    async with router(*starter("fastchat", "*--lazy*"), environ=environ) as up:
         ids = [row["id"] for row in (await up.client.get("/v1/models")).json()["data"]]
         assert ids == ["lmsys/vicuna-7b-v1.5", "lmsys/longchat-7b-16k"]
         assert [(await up.status(id))["value"] for id in ids] == ["unloaded"] * 2
@@ -57,7 +57,7 @@ async def test_fastchats_lazy_workers_take_turns(hub: Hub, tmp_path: Path) -> No
 async def test_ericllms_workers_share_its_requests(tmp_path: Path) -> None:
     words = starter("ericllm", "*--num_workers 2*")
     make("mistral", tmp_path / words[1])
-    async with router(*words, "--fork-server", working=tmp_path) as up:
+    async with router(*words, working=tmp_path) as up:
         await up.becomes("NeuralHermes-2.5-Mistral-7B", "loaded")
         prompts = [
             "This will only test single-threaded performance",
@@ -88,7 +88,7 @@ async def test_ericllms_command_for_two_cards_has_no_fault(
 async def test_llama_servers_quick_start_answers_its_completion(tmp_path: Path) -> None:
     words = starter("llama-server", "-m models/7B*")
     make("llama", tmp_path / "models" / "7B")
-    async with router(*words, "--fork-server", working=tmp_path) as up:
+    async with router(*words, working=tmp_path) as up:
         # Random weights may draw an end token.
         body = {"prompt": "Building a website can be done in 10 simple steps:", "n_predict": 16, "ignore_eos": True}
         answer = await up.client.post("/completion", json=body)
