@@ -160,10 +160,10 @@ async def test_a_download_is_cancelled_by_unload_which_keeps_and_by_delete_which
 
 
 async def test_a_request_that_comes_during_a_download_waits_for_it_and_the_load(hub: Hub, tmp_path: Path) -> None:
-    async with fetching(tmp_path, hub, "--stream-commit-seconds", "0", HF_HUB_DOWNLOAD_TIMEOUT="1") as up:
+    async with fetching(tmp_path, hub, "--stream-commit-seconds", "0", HF_HUB_DOWNLOAD_TIMEOUT="5") as up:
         repo = hub.repo("awaited")
         body = {"model": repo, "prompt": "a"}
-        hub.fails(**{f"{repo}/{WEIGHTS}": [{"stall": HALF}]})  # it goes on after a second
+        hub.fails(**{f"{repo}/{WEIGHTS}": [{"stall": HALF}]})  # it goes on after 5 seconds, when all below is done
         async with events_of(up) as events:
             await up.client.post("/models", json={"model": repo})
             await events.fetched(HALF)
