@@ -182,6 +182,20 @@ async def test_an_answer_does_not_depend_on_the_rest_of_the_batch(engine: Transf
     assert len({tuple(answer.tokens) for answer in alone}) > 6, "the settings make a difference"
 
 
+async def test_a_repetition_penalty_equals_that_of_generate(engine: TransformersEngine, model: Any) -> None:
+    tokens = torch.tensor([PROMPT])
+    out = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=20,
+        do_sample=False,
+        repetition_penalty=1.8,
+        pad_token_id=0,
+    )
+    collected = await complete_one(engine, PROMPT, max_tokens=20, sampling=replace(GREEDY, repetition_penalty=1.8))
+    assert collected.tokens == out[0, len(PROMPT) :].tolist()
+
+
 async def test_penalties_look_at_no_prompt_that_an_encoder_reads(tmp_path: Path) -> None:
     folder = tiny.make("t5", tmp_path, seed=2)
     prompt = tuple(range(300, 505))
@@ -205,21 +219,31 @@ async def test_an_end_of_sequence_ends_the_answer_and_is_no_part_of_it(engine: T
 
 
 async def test_logprobs_are_those_of_a_plain_forward(engine: TransformersEngine, model: Any) -> None:
-    """Of a prompt in several chunks."""
-    prompt = tuple(range(20, 90))
     how = replace(WARM, logprobs=3, top_k=4, repetition_penalty=1.3)
-    collected = await complete_one(engine, prompt, max_tokens=12, sampling=how, prompt_logprobs=True)
+    collected = await complete_one(engine, PROMPT, max_tokens=12, sampling=how, prompt_logprobs=True)
     with torch.inference_mode():
-        exact = model(torch.tensor([[*prompt, *collected.tokens]])).logits[0].log_softmax(-1)
+        exact = model(torch.tensor([[*PROMPT, *collected.tokens]])).logits[0].log_softmax(-1)
     answers = [*collected.prompt_logprobs, *collected.logprobs]
-    assert [each.token for each in answers] == [*prompt, *collected.tokens]
+    assert [each.token for each in answers] == [*PROMPT, *collected.tokens]
     assert answers[0].logprob is None
-    assert len(collected.deltas[0].prompt_logprobs) == len(prompt), "they come with the first delta"
     for position, each in enumerate(answers[1:]):
         assert each.logprob == pytest.approx(exact[position, each.token].item(), abs=1e-4)
         best = exact[position].topk(3)
         assert [top.token for top in each.top] == best.indices.tolist()
         assert [top.logprob for top in each.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+async def test_logprobs_of_a_prompt_longer_than_a_chunk_are_complete(engine: TransformersEngine, model: Any) -> None:
+    prompt = tuple(range(20, 90))
+    collected = await asyncio.gather(
+        *(complete_one(engine, prompt, max_tokens=2, prompt_logprobs=True) for _ in range(3))
+    )
+    with torch.inference_mode():
+        exact = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    expected = [exact[position, token].item() for position, token in enumerate(prompt[1:])]
+    for each in collected:
+        assert [one.logprob for one in each.prompt_logprobs[1:]] == pytest.approx(expected, abs=1e-4)
+        assert each.deltas[0].prompt_logprobs, "they come with the first delta"
 
 
 # Text
@@ -235,6 +259,13 @@ async def test_deltas_add_up_to_the_text_of_the_tokens(engine: TransformersEngin
         whole = tokenizer.decode([*prompt, *each.tokens], skip_special_tokens=True)
         assert tokenizer.decode(list(prompt), skip_special_tokens=True) + each.text == whole
         assert "".join(delta.text for delta in each.deltas) == each.text
+
+
+async def test_each_token_is_sent_once_and_soon(engine: TransformersEngine) -> None:
+    collected = await complete_one(engine, PROMPT, max_tokens=80, sampling=replace(GREEDY, ignore_eos=True))
+    assert sum(len(delta.tokens) for delta in collected.deltas) == 80
+    assert max(len(delta.tokens) for delta in collected.deltas) < 40, "held back for a character at most"
+    assert sum(len(delta.text) for delta in collected.deltas) == len(collected.text)
 
 
 async def test_times_and_counts_come_with_the_last_delta_or_with_every_one_on_request(
@@ -400,6 +431,41 @@ async def test_a_cancel_takes_effect_within_one_step(llama: Path) -> None:
         await nothing_runs(engine)
 
 
+async def test_the_runner_forgets_every_freed_row(llama: Path) -> None:
+    asked, computing, go_on = threading.Event(), threading.Event(), threading.Event()
+    full: list[Batch] = []
+
+    def fault(batch: Batch, ahead: bool) -> None:
+        assert asked.wait(DEADLINE), "the three are in one batch however slow the machine is"
+        if not full and len(batch) == 3 and max(each.sequence.output_tokens for each in batch) >= 2:
+            full.append(batch)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        if is_marked(batch[0]) and batch[0].sequence.output_tokens == 3 and not computing.is_set():
+            computing.set()
+            assert go_on.wait(DEADLINE)
+
+    engine, runner = journaled(llama, fault, ctx_size=CTX, parallel=3)
+    async with serving(engine):
+        prompts = [(20 + index, 5, 6) for index in range(3)]
+        tasks = [asyncio.create_task(complete_one(engine, prompt, max_tokens=5)) for prompt in prompts]
+        await asyncio.sleep(0)
+        asked.set()
+        await asyncio.gather(*tasks)
+        assert len(full) == 1
+        freed = sorted(call for call in runner.calls if call.startswith("forget"))
+        assert set(freed) == {"forget 0", "forget 1", "forget 2"}
+        assert len(freed) == 4, "three ends and a preemption"
+        del runner.calls[:]
+        stream = engine.generate(generation(MARKED))
+        await first(stream)
+        assert await asyncio.to_thread(computing.wait, DEADLINE)
+        await stream.aclose()
+        go_on.set()
+        await complete_one(engine, PROMPT, max_tokens=1)
+        freed = [call for call in runner.calls if call.startswith("forget")]
+        assert freed == ["forget 0"] * 2, "a cancelled sequence, too, before another one gets the row"
+
+
 async def test_prompt_logprobs_are_complete_after_a_preemption(llama: Path) -> None:
     """The second prompt shares a step with the end of the first, is preempted and begins again alone."""
     asked, seen = threading.Event(), set[tuple[int, int]]()
@@ -453,6 +519,30 @@ async def test_a_failing_sequence_ends_its_request_and_no_other(
         expected = [generated(model, prompt, 20) for prompt in (PROMPT, (7, 8))]
         assert [answer.tokens for answer in others if isinstance(answer, CollectedChoice)] == expected
         await nothing_runs(engine)
+
+
+async def test_nan_in_the_cache_ends_with_its_request(llama: Path, model: Any) -> None:
+    """A mask hides padded rows only if they hold numbers: NaN would spread."""
+
+    def fault(batch: Batch, ahead: bool) -> None:
+        for segment in batch:
+            if is_marked(segment) and segment.table is not None:
+                for slot, count in segment.table.spans(0, segment.end):
+                    runner.pool.values[0][slot : slot + count] = float("nan")
+
+    engine, runner = journaled(llama, fault, ctx_size=CTX, parallel=2)
+    long = (*range(20, 60), 5)
+    async with serving(engine):
+        collected, failed = await asyncio.gather(
+            complete_one(engine, long, max_tokens=30), complete_one(engine, (*MARKED, *long)), return_exceptions=True
+        )
+        assert isinstance(failed, SequenceFailed)
+        assert isinstance(collected, CollectedChoice)
+        assert collected.tokens == generated(model, long, 30)
+        pair = await asyncio.gather(*(complete_one(engine, each, max_tokens=30) for each in (PROMPT, long)))
+        assert [each.tokens for each in pair] == [generated(model, each, 30) for each in (PROMPT, long)]
+        with pytest.raises(SequenceFailed):
+            await complete_one(engine, (*MARKED, *long))
 
 
 async def test_a_step_without_memory_is_tried_again_without_the_youngest(llama: Path, model: Any) -> None:
