@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from scripts import gpu_parts
-from tests.gpu import running_ahead
 from tests.programs import load
 
 PROGRAM = Path(__file__).resolve().parent.parent / "scripts" / "gpu_check"
@@ -114,13 +113,24 @@ def test_steps_of_an_unfinished_part_are_known_to_its_next_run(program: Any, tmp
     assert results.steps("promise") == {"qwen3": {"promised": 2}, "gpt2": {"promised": 3}}
 
 
+def test_launching_ahead_fails_if_it_costs_time_or_does_not_happen() -> None:
+    """The measurement itself runs in the part `ahead`."""
+    rows = {"step by step": 0, "ahead": 95, "step by step, no graphs": 0, "ahead, no graphs": 95}
+    even = {name: {"tokens_per_second": 100.0, "steps": 100, "steps_ahead": ahead} for name, ahead in rows.items()}
+    assert gpu_parts.judge_ahead(even)["ahead, no graphs"] == 100.0
+    with pytest.raises(gpu_parts.Failed, match="ahead made 90 tokens per second"):
+        gpu_parts.judge_ahead(even | {"ahead": even["ahead"] | {"tokens_per_second": 90.0}})
+    with pytest.raises(gpu_parts.Failed, match="0 were launched ahead"):
+        gpu_parts.judge_ahead(even | {"ahead": even["ahead"] | {"steps_ahead": 0}})
+
+
 def test_every_part_is_shorter_than_five_minutes(program: Any) -> None:
     assert all(part.limit < 300 for part in gpu_parts.PARTS.values())
     assert all(f"    {name} " in program.__doc__ for name in gpu_parts.PARTS)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1300)  # two runs of at most --budget seconds
+@pytest.mark.timeout(2500)  # four runs of at most --budget seconds
 def test_a_run_that_is_killed_at_any_moment_is_resumed_to_a_whole_table(tmp_path: Path) -> None:
     """The moment is a line of its progress, drawn at random."""
     command = [sys.executable, str(PROGRAM), "--device", "cpu", "--budget", "600"]
@@ -137,37 +147,21 @@ def test_a_run_that_is_killed_at_any_moment_is_resumed_to_a_whole_table(tmp_path
     assert not (tmp_path / "gpu.md").exists()
     passed = [line for line in map(json.loads, lines) if line.get("outcome") == "passed"]
 
-    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=False)
+    for _ in range(3):  # a slow machine needs more than one budget for all parts
+        done = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            break
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line for line in done.stdout.splitlines() if " | passed | " in line]
     assert [row.split()[1] for row in rows] == list(gpu_parts.PARTS)
     assert (tmp_path / "gpu.md").read_text("utf-8") in done.stdout
     again = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text("utf-8").splitlines()]
+    assert {line["outcome"] for line in again if "outcome" in line} <= {"passed", "unfinished"}, "no part has failed"
     assert [line for line in again if line.get("outcome") == "passed"][: len(passed)] == passed
     assert len([line for line in again if line.get("outcome") == "passed"]) == len(gpu_parts.PARTS)
     for rows_in_step in (1, 4):
         trace = json.loads((tmp_path / f"gpu-step-{rows_in_step}.trace.json").read_text("utf-8"))
         assert any(event["name"] == "aten::mm" for event in trace["traceEvents"])
-
-
-@pytest.mark.slow
-def test_what_running_ahead_is_worth_is_measured_and_judged(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The measurement itself runs on any device; a minute of a card is a second of a small model here."""
-    words = ["--device=cpu", "--hidden=128", "--layers=1", "--requests=2", "--tokens=12"]
-    monkeypatch.setattr(sys, "argv", ["running_ahead", *words])
-    running_ahead.main()
-    found = json.loads(capsys.readouterr().out)
-    assert {name: each["steps_ahead"] > 20 for name, each in found.items()} == {
-        "step by step": False, "ahead": True, "step by step, no graphs": False, "ahead, no graphs": True,
-    }  # fmt: skip
-    even = {name: each | {"tokens_per_second": 100.0} for name, each in found.items()}
-    assert gpu_parts.judge_ahead(even)["ahead, no graphs"] == 100.0
-    with pytest.raises(gpu_parts.Failed, match="ahead made 90 tokens per second"):
-        gpu_parts.judge_ahead(even | {"ahead": even["ahead"] | {"tokens_per_second": 90.0}})
-    with pytest.raises(gpu_parts.Failed, match="0 were launched ahead"):
-        gpu_parts.judge_ahead(even | {"ahead": even["ahead"] | {"steps_ahead": 0}})
 
 
 @pytest.mark.slow
@@ -180,16 +174,6 @@ def test_without_an_accelerator_it_says_so_and_is_no_success(tmp_path: Path) -> 
     assert (done.returncode, done.stdout) == (3, "")
     assert "nothing was checked" in done.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_the_load_that_it_measures_arrives_whole(tmp_path: Path) -> None:
-    """Within main memory, where there is no bus."""
-    path = tmp_path / "load.safetensors"
-    gpu_parts._write_weights(path, 32 << 20)
-    half, whole = gpu_parts.measure_load("cpu", path)
-    assert (half["bytes"], whole["bytes"]) == (16 << 20, 32 << 20)
-    assert min(half["staged"], whole["staged"], half["fraction_of_bus"]) > 0
 
 
 def test_a_model_that_was_not_finished_is_made_again(tmp_path: Path) -> None:
