@@ -1,5 +1,6 @@
 """The KV cache as a range: the worker gets as much of it as is free at its start, and no other worker leaves for it."""
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +8,7 @@ from router.api.status import status
 from router.config.presets import Preset
 from router.launch.interface import WorkerLost
 from router.memory.estimate import MemoryEstimate, estimate
-from tests.fakes import CPU, FakeModel
+from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel
 from tests.router.fleet.worlds import LLAMA, Schedule, virtual
 
 MIB = 1 << 20
@@ -116,6 +117,34 @@ async def test_an_early_start_gets_its_pool_with_its_memory() -> None:
     found = schedule.costs("b").estimate
     assert schedule.launcher.kv_tokens["b"] == found.kv_tokens == 65536
     assert schedule.worker("b").reserved[CPU] == sum(found.shards)
+
+
+@virtual
+async def test_a_split_model_gets_the_same_steps_on_each_device() -> None:
+    """As many as the device with less memory has room for."""
+    preset = Preset(id="a", **KEYS)
+    least = estimate(LLAMA, preset, layers=(2, 2), on_host=False)
+    totals = {GPU0: least.shards[0] + 9 * least.kv_step[0], GPU1: least.shards[1] + 100 * least.kv_step[1]}
+    keys = {"a": {**KEYS, "pipeline_parallel": 2}}
+    fakes = {"a": FakeModel(shards=(1, 1))}
+    schedule = Schedule({"a": 1}, totals={CPU: 8 * GIB, **totals}, models=fakes, keys=keys, stated=False)
+    await schedule.ask("a")
+    worker = schedule.worker("a")
+    assert worker.kv_range is not None
+    assert worker.kv_range.kv_step == least.kv_step
+    assert worker.reserved[worker.place[0]] == least.shards[0] + 9 * least.kv_step[0]
+    assert worker.reserved[worker.place[1]] == least.shards[1] + 9 * least.kv_step[1]
+    assert schedule.launcher.kv_tokens["a"] == 1024 + 9 * 16
+
+
+@virtual
+async def test_a_replica_has_a_grant_of_its_own() -> None:
+    schedule = world(sum(known().shards) + 200 * MIB)
+    keys = {**KEYS, "parallel": 2, "replicas": (1, 2)}
+    schedule.fleet.models["a"].preset = replace(schedule.fleet.models["a"].preset, **keys)
+    await asyncio.gather(*(schedule.ask("a", 30.0) for _ in range(6)))
+    assert granted_tokens(schedule) == [2048, 2048]
+    assert sum(worker.reserved[CPU] for worker in schedule.fleet.workers()) <= schedule.launcher.totals[CPU]
 
 
 @virtual

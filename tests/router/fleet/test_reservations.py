@@ -10,6 +10,8 @@ from router.api.status import status
 from router.config.presets import Preset
 from router.errors import DoesNotFit, LoadFailed
 from router.fleet.load_cost import EXCESS_BYTES, EXCESS_PATIENCE, forget_learned
+from router.fleet.model import FEWEST_PAUSES
+from router.fleet.scheduler import resident_of
 from router.fleet.worker_argv import estimate_command, options, serve_fields, threads
 from router.launch.interface import WorkerLost
 from router.memory.estimate import SAFETY_FACTOR, SERVING_HOST, beside_steps, estimate
@@ -382,3 +384,38 @@ async def test_a_refusal_names_the_keys_that_lower_the_estimate() -> None:
         with pytest.raises(DoesNotFit, match=rf"MiB\); {way_out}$"):
             await world.ask("a")
         await world.stop()
+
+
+@virtual
+async def test_the_planners_view_of_a_worker_is_cached_until_it_changes() -> None:
+    world = Schedule({"a": GIB}, keys={"a": {"ttl": 60.0}})
+    await world.ask("a")
+    [worker] = world.fleet.workers()
+    before = resident_of(worker)
+    assert resident_of(worker) is before
+    world.launcher.say("a", Pulse(steps=1, running=0, waiting=0, measured={"cpu": 2 * GIB}, mapped=GIB))
+    assert (resident_of(worker).measured[CPU], resident_of(worker).reserved[CPU]) == (GIB, 2 * GIB)
+    before = resident_of(worker)
+    for change in (
+        lambda: world.fleet.models.change(replace(world.presets["a"], priority=1)),
+        lambda: setattr(worker.usage, "keep_alive", 5.0),
+        lambda: world.fleet.unload("a"),
+    ):
+        change()
+        assert resident_of(worker) != before
+        before = resident_of(worker)
+    assert (before.priority, before.expires, before.leaving) == (1, worker.usage.last_used + 5.0, True)
+    worker.model.pauses.extend([1.0] * FEWEST_PAUSES)
+    assert resident_of(worker).request_interval == 1.0
+
+
+@virtual
+async def test_the_planners_view_shows_the_present_reservation_and_is_a_copy() -> None:
+    world = Schedule({"a": GIB})
+    await world.ask("a")
+    [worker] = world.fleet.workers()
+    before = resident_of(worker)
+    worker.reserved[CPU] -= GIB // 4  # as after an early start has ended
+    assert before.reserved[CPU] == GIB
+    assert resident_of(worker).reserved[CPU] == GIB - GIB // 4
+    assert {id: reserved for id, _, reserved in resident_of(worker).holds} == worker.reserved
