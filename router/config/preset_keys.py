@@ -246,7 +246,7 @@ MEANINGLESS: tuple[MeaninglessOption, ...] = (
         for name in ("response-template", "tool-call-parser", "reasoning-parser")
     ),
 )
-# Names with a different meaning in LMI's settings.
+# Names with a different meaning in LMI's settings. llama-server spells them with a dash.
 _IN_LMI: Mapping[str, MeaninglessOption] = {
     "batch-size": MeaninglessOption("batch-size", why="max_rolling_batch_size limits the requests in one step"),
 }
@@ -305,8 +305,8 @@ class Spelling:
 def find(written: str, *, in_lmi: bool = False) -> Spelling | None:
     """The meaning of a name; None if it is unknown.
 
-    Leading dashes are ignored, `_` is `-`, prefixes of variables are removed, and `no-` negates a flag. `in_lmi`: it is
-    written in LMI's own file.
+    Leading dashes are ignored, `_` is `-` (except in a name that LMI spells with `_` and gives another meaning),
+    prefixes of variables are removed, and `no-` negates a flag. `in_lmi`: it is written in LMI's own file.
     """
     bare = written.lstrip("-")
     if bare.startswith("env."):
@@ -318,7 +318,7 @@ def find(written: str, *, in_lmi: bool = False) -> Spelling | None:
     name = name.lower() if prefix.isupper() else name
     if prefix.isupper() and len(name) < 3:
         return None  # one-letter and two-letter names are valid as flags and keys only
-    if name in _IN_LMI and (in_lmi or prefix in _LMI_PREFIXES):
+    if name in _IN_LMI and (in_lmi or prefix in _LMI_PREFIXES or bare == name.replace("-", "_")):
         return Spelling(_IN_LMI[name], name)
     if name in WORDS:
         return Spelling(WORDS[name], name)

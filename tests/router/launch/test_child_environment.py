@@ -27,7 +27,7 @@ ORDINARY = {
     "LD_LIBRARY_PATH": "/usr/local/cuda/lib64",
 }
 NETWORK = {"HTTPS_PROXY": "http://u:pw@proxy:3128", "HF_ENDPOINT": "https://mirror", "SSL_CERT_FILE": "/etc/ca.pem"}
-VERBS: tuple[Verb, ...] = ("download", "estimate", "serve")
+VERBS: tuple[Verb, ...] = ("download", "convert", "estimate", "serve")
 
 
 def of(verb: Verb, *, extra: dict[str, str] | None = None, offline: bool = False, token: str = "") -> dict[str, str]:
@@ -60,7 +60,8 @@ def test_only_a_download_reaches_the_hub() -> None:
     assert NETWORK.items() <= online.items()
     assert online["HF_TOKEN"] == "hf_given"
     assert "HF_HUB_OFFLINE" not in online
-    for env in (of("serve", token="hf_given"), of("estimate", token="hf_given"), of("download", offline=True)):
+    others = [of(verb, token="hf_given") for verb in VERBS if verb != "download"]
+    for env in (*others, of("download", offline=True)):
         assert not NETWORK.keys() & env.keys()
         assert env["HF_HUB_OFFLINE"] == env["TRANSFORMERS_OFFLINE"] == "1"
         assert "HF_TOKEN" not in env

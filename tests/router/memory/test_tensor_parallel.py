@@ -124,6 +124,7 @@ def test_layers_are_split_where_tensor_parallelism_is_not_possible(
         (replace(LARGE, capabilities=("embedding",)), {}, "it embeds or scores texts"),
         (replace(LARGE, cross_attention=True), {}, "it has an encoder and a decoder"),
         (replace(LARGE, capabilities=("completion", "vision")), {}, "it takes images"),
+        (replace(LARGE, draft=LARGE), {}, "it has a draft model"),
         (
             replace(LARGE, model_type="gpt2", by_layer=()),
             {},

@@ -72,6 +72,8 @@ def test_a_body_gets_the_members_of_the_preset_that_it_lacks() -> None:
     own = {"logit_bias": {}, "ignore_eos": False, "samplers": ["top_p"], "grammar": "root ::= y"}
     assert defaults.complete(own, TABLE) == own
     assert defaults.complete({}, {"ignore_eos": {}}) == {"ignore_eos": True}, "the call has no others"
+    schema = {"type": "object"}
+    assert defaults_of('{"json-schema": {"type": "object"}}', {}).complete({}, TABLE)["json_schema"] == schema
     assert read(defaults.complete({}, SAMPLING), defaults) == SamplingParams(
         logit_bias={5: 1.0}, ignore_eos=True, temperature_last=False
     )
