@@ -62,7 +62,7 @@ async def serve(command: Serve, channel: RouterChannel, began: float, ranks: "Ra
         raise StartError("--prepare waits for a memory grant on stdin, so it needs --supervised", Exit.USAGE)
     prepared = prepare(command, times.end)
     if command.prepare:
-        channel.send(Prepared(measured=memory.measured(("cpu",))))
+        channel.send(Prepared(measured={"cpu": memory.prepared()}))
         command = _wait_for_grant(command, channel)
         times.end("early_start")
     prefetch.stop()

@@ -6,6 +6,7 @@ of the class is the text of the verb in `worker --help`.
 
 import argparse
 import dataclasses
+import functools
 import inspect
 import json
 import typing
@@ -278,6 +279,7 @@ class _Parser(argparse.ArgumentParser):
         return self._get_value(action, "--") if arg_strings == ["--"] else super()._get_values(action, arg_strings)
 
 
+@functools.cache  # forked workers use that of the fork server, which has parsed such a command line before
 def _parser(verb: str) -> _Parser:
     """The parser of the options of a verb. An option that is not given has no value in its namespace."""
     kind = COMMANDS[verb]

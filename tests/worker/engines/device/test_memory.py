@@ -4,6 +4,7 @@ import gc
 import mmap
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,15 @@ MIB = 1 << 20
 WEIGHTS = Path(__file__).parents[4] / "worker" / "fetch" / "demo" / "chat" / "model.safetensors"
 
 
-def forked(look: Inheritance, written: torch.Tensor, mapped_file: mmap.mmap | None = None, read: int = 0) -> int:
-    """Bytes that a child shares with its parent, after it has overwritten `written` and read the first `read` bytes of
-    `mapped_file`."""
+def forked(
+    look: Inheritance,
+    written: torch.Tensor,
+    mapped_file: mmap.mmap | None = None,
+    read: int = 0,
+    count: Callable[[Inheritance], int] = Inheritance.bytes,
+) -> int:
+    """Bytes that a child shares with its parent by `count`, after it has overwritten `written` and read the first
+    `read` bytes of `mapped_file`."""
     reported, tell = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the child does nothing that another thread's lock could hold up
@@ -30,7 +37,7 @@ def forked(look: Inheritance, written: torch.Tensor, mapped_file: mmap.mmap | No
             written.fill_(7)
             if mapped_file is not None:
                 assert not any(mapped_file[: read : mmap.PAGESIZE])
-            os.write(tell, str(look.bytes()).encode())
+            os.write(tell, str(count(look)).encode())
         finally:
             os._exit(0)
     os.close(tell)
@@ -48,6 +55,16 @@ def test_a_child_counts_shared_pages_until_it_writes_to_them() -> None:
     shared, less = forked(look, ours[:0]), forked(look, ours[: 48 * MIB])
     assert shared > 64 * MIB
     assert shared - less == pytest.approx(48 * MIB, rel=0.1)
+
+
+def test_what_a_child_shares_at_least_is_a_sixteenth_less_than_the_data_of_its_parent() -> None:
+    gc.collect()
+    ours = torch.ones(256 * MIB, dtype=torch.uint8)
+    look = Inheritance()
+    look.survey()
+    least, shared = (forked(look, ours[:0], count=count) for count in (Inheritance.least, Inheritance.bytes))
+    assert least == pytest.approx(shared * 15 / 16, rel=0.02)
+    assert look.least() == 0, "this process was not forked"
 
 
 def test_the_first_half_of_a_library_is_counted_as_half(tmp_path: Path) -> None:

@@ -25,6 +25,9 @@ _SAMPLE_INTERVAL, _SAMPLE_GROWTH = 10.0, 4 << 20
 _MAX_AREAS = 256
 # Sample: 64 consecutive pages of every 4 x 64 in areas with data, and of every 8 x 64 in others.
 _SAMPLE_PAGES, _DATA_STRIDE, _FILE_STRIDE = 64, 4, 8
+# A worker copies at most one in so many bytes of the data that it shares with its fork server. A guess: see `least` and
+# `yet_to_copy`.
+_COPIED_SHARE = 16
 # malloc.h. With one arena per thread, memory freed by one thread could not be used by others.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _OMP_PAUSE_HARD = 2  # omp.h
@@ -67,6 +70,12 @@ def measured(devices: Sequence[str]) -> dict[str, int]:
     return peaks
 
 
+def prepared() -> int:
+    """Peak bytes of a process that has prepared a load. In a forked one it is an upper bound: a sample of its pages
+    would take 6 ms of each swap."""
+    return max(0, _status("VmHWM") - inheritance.least())
+
+
 def resident() -> int:
     """Resident bytes of this process, including shared pages."""
     return _status("VmRSS")
@@ -105,6 +114,7 @@ class Inheritance:
 
     def __init__(self) -> None:
         self._areas: list[tuple[int, int, int]] = []  # first page, number of pages, and stride of the sample
+        self._data = 0  # bytes of data in the areas before the fork
         self.modules = 0  # modules imported before this process was forked: the first ones of `sys.modules`
         self._pagemap = -1
         self._shared = 0, 0  # bytes of data and of libraries
@@ -127,6 +137,7 @@ class Inheritance:
                     sizes.setdefault(area, []).append(int(rest.split()[0]))
         largest = sorted(sizes, key=lambda area: sizes[area], reverse=True)[:_MAX_AREAS]
         self._areas = [(*area, _DATA_STRIDE if sizes[area][1] else _FILE_STRIDE) for area in largest if sizes[area][0]]
+        self._data = sum(sizes[area][1] for area in largest) * 1024
 
     def take(self) -> None:
         """In the child: open its page map while it still may. A worker that cannot be debugged cannot open this
@@ -143,6 +154,11 @@ class Inheritance:
     def bytes(self) -> int:
         """Bytes shared with the parent, at most some seconds old."""
         return sum(self._sample())
+
+    def least(self) -> int:
+        """A lower bound of `bytes` before any weight is mapped, without a sample: all mapped files are libraries, and
+        not more than a share of the data has been copied (3 % were, measured)."""
+        return self._data - self._data // _COPIED_SHARE + _status("RssFile") if self.is_heir else 0
 
     def data(self) -> int:
         """Those of `bytes` that this process would copy by writing to them."""
@@ -189,7 +205,7 @@ def yet_to_copy() -> int:
 
     Measured: 5 of 266 MiB between the end of a load and the end of many requests. A sixteenth is a guess for others.
     """
-    return inheritance.data() // 16
+    return inheritance.data() // _COPIED_SHARE
 
 
 def keep_small() -> None:
