@@ -43,8 +43,9 @@ def fake_snapshot(folder: Path, **behaviour: Any) -> Path:
 def fake_python(folder: Path) -> Path:
     """An "interpreter" for the preset key `python` that runs the fake worker in the place of `-P -m worker`."""
     path = folder / "fake-python"
-    path.write_text(f'#!/bin/sh\nshift 3\nexec "{sys.executable}" -P "{FAKE_WORKER}" "$@"\n')
-    path.chmod(0o755)
+    if not path.exists():  # a file that is being executed cannot be written
+        path.write_text(f'#!/bin/sh\nshift 3\nexec "{sys.executable}" -P "{FAKE_WORKER}" "$@"\n')
+        path.chmod(0o755)
     return path
 
 
