@@ -162,7 +162,7 @@ class Snapshots:
         return [Download(repo=repo, revision=revision, cache=self._cache, adapter=True) for repo, revision in names]
 
     def can_download_again(self, preset: Preset) -> bool:
-        """A download would verify the files and replace damaged ones."""
+        """Return whether a download would verify the files and replace damaged ones."""
         return not (preset.path or preset.demo or self._offline)
 
     def download(self, preset: Preset) -> Download:

@@ -57,7 +57,7 @@ def prepare(options: Serve, stage_done: Callable[[str], None]) -> PreparedModel:
     check(options)
     torch.set_num_threads(options.threads)
     memory.keep_small()
-    imported = 0 if memory.inheritance.is_heir else memory.resident()
+    imported = 0 if memory.inheritance.is_forked else memory.resident()
     if (prebuilt := prebuilt_models.find(options)) is not None:
         stage_done("config")
         stage_done("tokenizer")

@@ -279,8 +279,8 @@ class AlignedCache:
     def show(self, buffer_rows: slice, low: int, time: int, *, has_past: bool, cross_columns: int = 0) -> Cache:
         """Transformers' cache, showing `buffer_rows` with their past in the columns `low` to `time`.
 
-        `has_past`: the states are those of earlier tokens, not empty. `crossed`: columns of the encoder's output to
-        show; 0 if the forward is to write them.
+        `has_past`: the states are those of earlier tokens, not empty. `cross_columns`: columns of the encoder's output
+        to show; 0 if the forward is to write them.
         """
         view = self._view
         view.buffer_rows, view.low, view.time, view.cross_columns = buffer_rows, low, time, cross_columns
