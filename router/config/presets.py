@@ -263,7 +263,7 @@ class Preset:
                    dict.fromkeys(("draft-eagle3", "draft-mtp"), "write model-draft, or use ngram-simple")),
             SPECULATION, "ngram-simple: draft the tokens that followed the newest ones before in the text")
     model_draft: str = key("", Text("folder or org/name[:revision]"), SPECULATION,
-            "a small model of the same vocabulary that drafts, for models with plain attention on one device",
+            "a small model of the same vocabulary that drafts, for models on one device without states and encoder",
             unset="none", own=True, path=True,
             also=("md", "spec-draft-model", "speculative-draft-model", "hf-repo-draft", "hfd", "hfrd", "spec-draft-hf"),
             env=("LLAMA_ARG_SPEC_DRAFT_HF_REPO",))

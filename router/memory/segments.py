@@ -255,19 +255,20 @@ def kv_range(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -
         for elements in (facts.head_dim, facts.value_dim or facts.head_dim)
     ]
     per_token = attending * sum(sizes)
-    if facts.draft is not None:  # in blocks of the same numbers
-        per_token += kv_range(facts.draft, draft_preset(preset), tokens, on_host=on_host).step // BLOCK_TOKENS
-    state = facts.state_elements * max(element, 4)
+    draft_block = 0
+    if facts.draft is not None:
+        draft_block = kv_range(facts.draft, draft_preset(preset), tokens, on_host=on_host).step
+    state, blocks = facts.state_elements * max(element, 4), -(-tokens // BLOCK_TOKENS)
     if facts.aligned:
         unit, units = tokens, 1
-        step = tokens * per_token + 2 * facts.state_layers * state
+        step = tokens * per_token + 2 * facts.state_layers * state + blocks * draft_block
         one_layer = tokens * max(sizes) if attending else 0
         base = max(one_layer, state)
         most = preset.parallel
         stated = min(preset.parallel, preset.kv_tokens // tokens)
     else:
-        unit, units = BLOCK_TOKENS, -(-tokens // BLOCK_TOKENS)
-        step = BLOCK_TOKENS * per_token
+        unit, units = BLOCK_TOKENS, blocks
+        step = BLOCK_TOKENS * per_token + draft_block
         base = preset.parallel * facts.state_layers * state  # each sequence that may run at once has its states
         most = preset.parallel * units
         stated = -(-preset.kv_tokens // BLOCK_TOKENS)

@@ -161,14 +161,17 @@ def trace(options: ModelOptions, config: Any) -> Traced:
 
 
 def _with_draft(options: ModelOptions, config: Any, traced: Traced) -> Traced:
-    """Add the draft model of `options`: its weights, its cache in the blocks of the target, and its steps, which come
+    """Add the draft model of `options`: its weights, its cache beside that of the target, and its steps, which come
     before those of the target. Raises StartError if it does not fit the target."""
     drafting = load_draft.draft_options(options)
     draft_config = load_draft.load_config(options, config, snapshot.load_tokenizer(options))
     # The cache of the target, also where the draft model has fewer positions.
     ctx_size = requests.context_size(options, architectures.positions(config))
-    slots = pool_blocks(options.parallel, ctx_size, options.kv_tokens) * BLOCK_TOKENS
-    draft = trace(replace(drafting, ctx_size=ctx_size, kv_tokens=slots), draft_config)
+    if architectures.backend(config) == "paged":
+        blocks = pool_blocks(options.parallel, ctx_size, options.kv_tokens)
+    else:
+        blocks = pool_blocks(backends.aligned_rows(options, ctx_size), ctx_size)
+    draft = trace(replace(drafting, ctx_size=ctx_size, kv_tokens=blocks * BLOCK_TOKENS), draft_config)
     return Traced(
         traced.weights + draft.weights,
         traced.context + draft.context,

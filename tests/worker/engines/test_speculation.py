@@ -30,8 +30,10 @@ from tests.worker.loaded import (
     work_of,
 )
 from worker.engines.transformers.engine import TransformersEngine
+from worker.engines.transformers.load import architectures
 from worker.engines.transformers.loop.drafting import Drafter
 from worker.engines.transformers.loop.requests import RequestChoice
+from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.draft_model import DraftModel
 from worker.engines.transformers.run.runner import PagedRunner
 from worker.engines.transformers.sample.grammar import ANSWER_SECONDS, TOKEN_SECONDS, GrammarMatcher
@@ -426,12 +428,12 @@ def test_a_draft_model_with_another_tokenizer_is_refused_by_name(llama: Path, tm
     [
         ("llama", "mamba", "architecture 'mamba' cannot draft"),
         ("llama", "gemma2", "architecture 'gemma2' cannot draft"),
-        ("mamba", "llama", "it is not for architecture 'mamba', whose KV cache has no blocks"),
+        ("mamba", "llama", "the model has states, and states cannot be taken back"),
+        ("t5", "llama", "it is not for architecture 't5', which has an encoder"),
+        ("zamba2", "llama", "architecture 'zamba2' was not tested with several tokens of a row"),
     ],
 )
-def test_a_draft_model_or_target_without_blocks_is_refused_by_name(
-    tmp_path: Path, target: str, draft: str, message: str
-) -> None:
+def test_a_pair_that_cannot_draft_is_refused_by_name(tmp_path: Path, target: str, draft: str, message: str) -> None:
     folders = [tiny.make(family, tmp_path / family) for family in (target, draft)]
     with pytest.raises(StartError, match=message):
         speculating(folders[0], draft_snapshot=str(folders[1]))
@@ -447,19 +449,25 @@ async def test_a_draft_model_drafts_up_to_its_own_longest_text(llama: Path, tmp_
     assert 0 < drafted <= 4 * (64 - len(prompt))
 
 
+def read_lengths(drafter: Drafter) -> list[int]:
+    """The number of tokens of each later step of the draft model; the list grows."""
+    model = drafter._model
+    assert isinstance(model, DraftModel)
+    read: list[int] = []
+    forward = model._runner.forward
+
+    def journaled(tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        read.append(len(tokens))
+        return forward(tokens, *rest)
+
+    model._runner.forward = journaled  # type: ignore[assignment, method-assign]
+    return read
+
+
 async def test_the_draft_model_reads_a_cached_prefix_only_once(llama: Path) -> None:
     prompt = prompts(60)[3]
     async with serving(drafted_by(llama, llama, prefill_chunk=64)) as engine:
-        model = drafter_of(engine)._model
-        assert isinstance(model, DraftModel)
-        read: list[int] = []
-        forward = model._runner.forward
-
-        def journaled(tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
-            read.append(len(tokens))
-            return forward(tokens, *rest)
-
-        model._runner.forward = journaled  # type: ignore[assignment, method-assign]
+        read = read_lengths(drafter_of(engine))
         await complete_one(engine, prompt, max_tokens=10)
         assert max(read) >= 60
         read.clear()
@@ -517,6 +525,45 @@ async def test_every_kind_of_request_is_answered_alike_without_blocks(tmp_path: 
         drafter = drafting(engine, Oracle(0.7, texts))
         assert comparable(await answers(engine, kinds)) == comparable(expected)
         assert drafter.accepted > 0
+
+
+@pytest.mark.parametrize("family", ["bloom", "deepseek_v2", "gemma2"])
+async def test_answers_without_blocks_are_the_same_with_a_draft_model(tmp_path: Path, llama: Path, family: str) -> None:
+    snapshot, kinds = tiny.make(family, tmp_path / "m"), requests()
+    async with serving(load(snapshot, ctx_size=CTX, parallel=4, prefill_chunk=16)) as engine:
+        expected = await answers(engine, kinds)
+    async with serving(drafted_by(snapshot, llama)) as engine:
+        assert comparable(await answers(engine, kinds)) == comparable(expected)
+        assert drafter_of(engine).drafted > 100
+
+
+async def test_a_draft_model_without_blocks_that_is_the_target_is_accepted_always(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = shutil.copytree(llama, tmp_path / "draft")
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({**config, "initializer_range": 0.5}))  # has no effect: a mark
+    backend = architectures.backend
+    monkeypatch.setattr(
+        architectures, "backend", lambda config: backend(config) if config.initializer_range == 0.5 else "aligned"
+    )
+    model = reference(llama)
+    # More sequences than rows. Each row has several in turn, and some begin like the one before.
+    asked = [*prompts(), *prompts(40), *prompts()]
+    async with serving(drafted_by(llama, draft)) as engine:
+        assert isinstance(work_of(engine)._backend.runner, AlignedRunner)
+        read = read_lengths(drafter_of(engine))
+        found = await answers(engine, [generation(prompt, max_tokens=NEW) for prompt in asked])
+        assert [choice.tokens for (choice,) in found] == [generated(model, prompt, NEW) for prompt in asked]
+        assert drafter_of(engine).drafted > 100
+        assert drafter_of(engine).accepted == drafter_of(engine).drafted
+        several = await answers(engine, [generation(asked[0], max_tokens=NEW, n=3)])
+        assert [choice.tokens for choice in several[0]] == [generated(model, asked[0], NEW)] * 3
+        assert drafter_of(engine).accepted == drafter_of(engine).drafted
+        await complete_one(engine, prompts(60)[3], max_tokens=10)
+        read.clear()
+        await complete_one(engine, prompts(60)[3], max_tokens=10)
+        assert max(read) <= 16, "the row has the prompt already"
 
 
 async def test_a_model_with_states_is_served_without_drafts_and_with_a_warning(

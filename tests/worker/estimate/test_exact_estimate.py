@@ -337,18 +337,23 @@ def test_the_logits_behind_drafts_are_in_both_estimates(tmp_path: Path, family: 
     assert_static_covers(drafting, checkpoint.read(snapshot))
 
 
-@pytest.mark.parametrize(("draft", "device"), [("qwen3", "cpu"), ("gpt2", "cuda:0")])
-def test_a_draft_model_is_in_both_estimates(tmp_path: Path, device: str, draft: str) -> None:
-    snapshot, small = tiny.make("llama", tmp_path / "m"), tiny.make(draft, tmp_path / "draft")
-    plain = options(snapshot, devices=(device,), ctx_size=256, parallel=8, prefill_chunk=64)
+@pytest.mark.parametrize(
+    ("family", "draft", "device", "ctx_size"),
+    [("llama", "qwen3", "cpu", 256), ("llama", "gpt2", "cuda:0", 256), ("gemma2", "qwen3", "cpu", 250)],
+)
+def test_a_draft_model_is_in_both_estimates(
+    tmp_path: Path, family: str, draft: str, device: str, ctx_size: int
+) -> None:
+    snapshot, small = tiny.make(family, tmp_path / "m"), tiny.make(draft, tmp_path / "draft")
+    plain = options(snapshot, devices=(device,), ctx_size=ctx_size, parallel=8, prefill_chunk=64)
     drafting = dataclasses.replace(plain, draft_snapshot=str(small))
     alone = dataclasses.replace(plain, snapshot=str(small))
     target, other, both = (estimate.trace(chosen, load_config(chosen)) for chosen in (plain, alone, drafting))
     assert (both.weights, both.context) == (target.weights + other.weights, target.context + other.context)
     facts = dataclasses.replace(checkpoint.read(snapshot), draft=checkpoint.read(small), draft_snapshot=str(small))
     assert_static_covers(drafting, facts)
-    preset = Preset(id="m", ctx_size=256, parallel=8, prefill_chunk=64, model_draft=str(small))
-    assert kv_range(facts, preset, 256, on_host=device == "cpu").most == both.context
+    preset = Preset(id="m", ctx_size=ctx_size, parallel=8, prefill_chunk=64, model_draft=str(small))
+    assert kv_range(facts, preset, ctx_size, on_host=device == "cpu").most == both.context
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -9,9 +9,10 @@ import transformers
 from worker.engines.transformers.attention.cpu_linear import CpuLinears
 from worker.engines.transformers.load import architectures, loader, snapshot
 from worker.engines.transformers.run import backends
-from worker.engines.transformers.run.draft_model import DraftModel
+from worker.engines.transformers.run.aligned import AlignedRunner
+from worker.engines.transformers.run.draft_model import DraftModel, RowTables, TargetTables
 from worker.engines.transformers.run.runner import PagedRunner
-from worker.engines.transformers.schedule.kv_cache import BlockAllocator
+from worker.engines.transformers.schedule.kv_cache import BlockAllocator, RowAllocator, pool_blocks
 from worker.errors import StartError
 from worker.protocol.argv import ModelOptions
 from worker.protocol.events import Exit
@@ -44,9 +45,12 @@ def load_config(options: ModelOptions, target: Any, tokenizer: transformers.PreT
     wanted = draft_options(options)
     if len(options.devices) > 1 or options.tensor_parallel > 1:
         raise _refused(options, "it is for models on one device only; remove it, or give the model one device")
-    if architectures.backend(target) != "paged":
+    if getattr(target, "is_encoder_decoder", False):
+        raise _refused(options, f"it is not for architecture {target.model_type!r}, which has an encoder; remove it")
+    if target.model_type not in architectures.VERIFIED:
         raise _refused(
-            options, f"it is not for architecture {target.model_type!r}, whose KV cache has no blocks; remove it"
+            options,
+            f"architecture {target.model_type!r} was not tested with several tokens of a row in one step; remove it",
         )
     config = snapshot.load_config(wanted)
     if snapshot.encodes(wanted, config) or architectures.backend(config) != "paged":
@@ -80,16 +84,24 @@ def check_vocabulary(
         )
 
 
-def load(options: ModelOptions, target: PagedRunner, config: Any, blocks: BlockAllocator, ctx_size: int) -> DraftModel:
-    """Load the draft model of `config`. Call within `claiming`, so that its pool is mapped later. Raises StartError."""
+def load(
+    options: ModelOptions, target: PagedRunner | AlignedRunner, config: Any, capacity: RowAllocator, ctx_size: int
+) -> DraftModel:
+    """Load the draft model of `config`, for a target with the cache `capacity`. Call within `claiming`, so that its
+    pool is mapped later. Raises StartError."""
+    if isinstance(target, AlignedRunner) and target.has_states:
+        raise _refused(options, "the model has states, and states cannot be taken back; remove it")
     wanted = draft_options(options)
     loaded = loader.load_model(wanted, config, backends.implementation(wanted, config), lambda progress: None)
     loaded.unmapped.start()
     loaded.unmapped.finish()
+    blocks = capacity
+    if not isinstance(blocks, BlockAllocator):
+        blocks = BlockAllocator(capacity.rows, pool_blocks(capacity.rows, ctx_size), caches=False)
     runner = make_runner(loaded.model, config, wanted, blocks, loaded.device)
     return DraftModel(
         runner,
-        target,
+        TargetTables(target, runner.pool) if isinstance(target, PagedRunner) else RowTables(ctx_size),
         vocab_size=min(runner.vocab_size, target.vocab_size),
         positions=architectures.positions(config),
         # Beside one further token of each sequence: with these a step is as large as one of the target.
@@ -101,7 +113,7 @@ def load(options: ModelOptions, target: PagedRunner, config: Any, blocks: BlockA
 def make_runner(
     model: Any, config: Any, options: ModelOptions, blocks: BlockAllocator, device: torch.device
 ) -> PagedRunner:
-    """The runner of a draft model on the blocks of its target. `options`: from `draft_options`."""
+    """The runner of a draft model with a pool of `blocks`. `options`: from `draft_options`."""
     pool = backends.make_pool(config, blocks, model.dtype, device, kv_dtype=options.kv_cache_dtype)
     return PagedRunner(model, pool, blocks, device)
 

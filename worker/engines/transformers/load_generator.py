@@ -27,7 +27,7 @@ from worker.engines.transformers.run.draft_model import DraftModel
 from worker.engines.transformers.run.runner import PagedRunner, Runner
 from worker.engines.transformers.run.vision import ImageReader, VisionTower, load_image_processor
 from worker.engines.transformers.run.warmup import compute_largest_steps, record, warm_up
-from worker.engines.transformers.schedule.kv_cache import BlockAllocator, RowAllocator
+from worker.engines.transformers.schedule.kv_cache import RowAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.speculation import DraftLength
 from worker.errors import StartError
@@ -122,8 +122,6 @@ def load(
                 )
         draft_pages, draft_model = LazyPages(), None
         if draft_config is not None:
-            assert isinstance(backend, PagedRunner)
-            assert isinstance(capacity, BlockAllocator)
             with claiming() as draft_pages:
                 draft_model = load_draft.load(options, backend, draft_config, capacity, ctx_size)
         prefill_budget = PrefillBudget(separate=not isinstance(backend, PagedRunner))

@@ -120,8 +120,7 @@ def make_runner(
         parts = zip(split.devices, split.layers, strict=True)
         pools = SplitKvPools([pool_of(at, layers=count) for at, count in parts], split)
         return PagedRunner(model, pools, blocks, device, tail_of(model, split)), blocks
-    # An aligned cache is one tensor [rows, ctx_size] per layer, so `kv_tokens` buys whole rows only.
-    rows = min(options.parallel, options.kv_tokens // ctx_size) if options.kv_tokens else options.parallel
+    rows = aligned_rows(options, ctx_size)
     chunk = min(options.prefill_chunk, ctx_size)
     runner = AlignedRunner(
         model,
@@ -134,6 +133,11 @@ def make_runner(
         kv_dtype=options.kv_cache_dtype,
     )
     return runner, RowAllocator(rows, ctx_size)
+
+
+def aligned_rows(options: ModelOptions, ctx_size: int) -> int:
+    """Rows of an aligned cache. It is one tensor `[rows, ctx_size]` per layer, so `kv_tokens` buys whole rows only."""
+    return min(options.parallel, options.kv_tokens // ctx_size) if options.kv_tokens else options.parallel
 
 
 def make_adapters(

@@ -1,15 +1,16 @@
 """The draft model of speculative decoding: a small model of the same vocabulary that guesses the next tokens, greedily.
 
-Its keys and values are in a pool of its own, at the positions of the target's block tables. So blocks are allocated,
-shared and freed for both pools at once. The draft model reads the tokens that it has not computed yet when a draft is
-asked for, usually the last one or two. A cached prefix is read only where it has not been: the prefix-cache keys tell
-what a block contains. A mistake in this costs accepted tokens and never changes a text.
+Its keys and values are in a pool of its own. If the target has paged attention, they are at the positions of the
+target's block tables, so blocks are allocated, shared and freed for both pools at once (`TargetTables`). If the target
+has an aligned cache, each row has blocks of its own (`RowTables`). The draft model reads the tokens that it has not
+computed yet when a draft is asked for, usually the last one or two. A cached prefix is read only where it has not been:
+the prefix-cache keys state what a block contains. A mistake in this costs accepted tokens and never changes a text.
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -18,7 +19,7 @@ from worker.engines.transformers.attention.kv_pool import KvPool
 from worker.engines.transformers.attention.paged import PackedBatch
 from worker.engines.transformers.device.memory import upload
 from worker.engines.transformers.run.runner import PagedRunner
-from worker.engines.transformers.schedule.kv_cache import BlockTable
+from worker.engines.transformers.schedule.kv_cache import BlockTable, blocks_for, next_key
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.speculation import accepted
 from worker.protocol.memory import BLOCK_TOKENS, DRAFT_LOGITS
@@ -48,28 +49,79 @@ class _Reading:
     drafted: list[int] = field(default_factory=list)  # its own tokens after them, which may have been rejected
 
 
+class DraftTables(Protocol):
+    """The blocks of the draft model's pool, by sequence."""
+
+    def prepare(self, batch: Batch) -> None:
+        """Copy shared blocks before anything is written after their tokens."""
+
+    def table(self, segment: Segment) -> BlockTable:
+        """The blocks of the segment's sequence. Another object as soon as they are other blocks."""
+
+
+class TargetTables:
+    """The block tables of a target with paged attention."""
+
+    def __init__(self, target: PagedRunner, pool: KvPool):
+        """`pool`: of the draft model, with the blocks of the target's. Its blocks are erased and copied along."""
+        self._target = target
+        target.mirrors.append(pool)
+
+    def prepare(self, batch: Batch) -> None:
+        self._target.prepare_blocks(batch)
+
+    def table(self, segment: Segment) -> BlockTable:
+        assert segment.table is not None, "the target's cache has blocks"
+        return segment.table
+
+
+class RowTables:
+    """Block tables for a target whose cache has rows: each row has blocks for a whole context.
+
+    A further choice of a prompt reads the prompt again, into its own row.
+    """
+
+    def __init__(self, ctx_size: int):
+        self._blocks = blocks_for(ctx_size)
+        self._tables: dict[int, tuple[int, BlockTable]] = {}  # by row: the id of its sequence, and the blocks
+
+    def prepare(self, batch: Batch) -> None:
+        """Do nothing: no block is shared."""
+
+    def table(self, segment: Segment) -> BlockTable:
+        id, table = self._tables.get(segment.row, (None, None))
+        if table is None or id != segment.sequence.id:
+            table = BlockTable()
+            for block in range(segment.row * self._blocks, (segment.row + 1) * self._blocks):
+                table.append(block)
+            self._tables[segment.row] = segment.sequence.id, table
+        # With keys, a sequence that begins like the one before it in this row reuses what is the same.
+        while len(table.keys) < len(segment.sequence.tokens) // BLOCK_TOKENS:
+            table.keys.append(next_key(table.keys, segment.sequence))
+        return table
+
+
 class DraftModel:
-    """Implements `loop.drafting.BatchDrafter` for a target with paged attention on the same device."""
+    """Implements `loop.drafting.BatchDrafter` for a target on the same device."""
 
     def __init__(
         self,
         runner: PagedRunner,
-        target: PagedRunner,
+        tables: DraftTables,
         *,
         vocab_size: int,
         positions: int,
         chunk: int,
         linears: CpuLinears | None = None,
     ):
-        """`runner`: of the draft model, with a pool that mirrors the target's.
+        """`runner`: of the draft model, with a pool that has the blocks of `tables`.
 
         vocab_size: tokens that both models have. positions: longest text of the draft model, 0 for no limit. chunk: the
         most tokens that it reads in one step beside the newest ones.
         """
-        self._runner, self._target = runner, target
+        self._runner, self._tables = runner, tables
         self._vocab_size, self._positions, self._chunk = vocab_size, positions, chunk
         self._linears = linears
-        target.mirrors.append(runner.pool)
         self.reading = 0.0  # as in `BatchDrafter`
         self._readings: dict[int, _Reading] = {}  # by sequence id
         # The prefix-cache key of each block whose tokens the draft model has computed.
@@ -96,8 +148,7 @@ class DraftModel:
             raise
 
     def _draft(self, batch: Batch, segments: Sequence[Segment]) -> Sequence[Sequence[int]]:
-        # Shared blocks are copied before anything is written after their tokens.
-        self._target.prepare_blocks(batch)
+        self._tables.prepare(batch)
         readings = {segment.sequence.id: self._reading(segment) for segment in batch}
         self._readings = readings
         wanted = {segment.sequence.id for segment in segments if self._reaches(segment)}
@@ -120,8 +171,7 @@ class DraftModel:
 
     def _reading(self, segment: Segment) -> _Reading:
         """The draft state of the segment's sequence, after its newest tokens."""
-        sequence, table = segment.sequence, segment.table
-        assert table is not None, "the target's cache has blocks"
+        sequence, table = segment.sequence, self._tables.table(segment)
         known = self._readings.get(sequence.id)
         if known is None or known.table is not table or known.tokens > len(sequence.tokens):
             known = _Reading(table, self._cached(table))  # it begins, or begins again

@@ -273,7 +273,7 @@ class BlockAllocator(RowAllocator):
             return
         # A key may be present already: two sequences computed equal blocks side by side. The first one stays.
         for index in range(len(table.keys), sequence.computed // BLOCK_TOKENS):
-            key = block_key(table.keys[-1] if index else _root(sequence), _block_tokens(sequence.tokens, index))
+            key = next_key(table.keys, sequence)
             table.keys.append(key)
             block = table.blocks[index]
             if key not in self._block_of:
@@ -294,8 +294,8 @@ class BlockAllocator(RowAllocator):
         ):
             return 0
         found, keys = [], list(table.keys)
-        for index in range(held, (len(sequence.tokens) - 1) // BLOCK_TOKENS):
-            key = block_key(keys[-1] if keys else _root(sequence), _block_tokens(sequence.tokens, index))
+        for _ in range(held, (len(sequence.tokens) - 1) // BLOCK_TOKENS):
+            key = next_key(keys, sequence)
             if key not in self._block_of:
                 break
             keys.append(key)
@@ -394,10 +394,9 @@ class BlockAllocator(RowAllocator):
         # Hashing a long prompt takes milliseconds, and a waiting sequence is looked up before every step.
         id, length, keys = self._last_lookup
         if (id, length) != (sequence.id, len(sequence.tokens)):
-            keys, key = [], _root(sequence)
-            for index in range((len(sequence.tokens) - 1) // BLOCK_TOKENS):
-                key = block_key(key, _block_tokens(sequence.tokens, index))
-                keys.append(key)
+            keys = []
+            while len(keys) < (len(sequence.tokens) - 1) // BLOCK_TOKENS:
+                keys.append(next_key(keys, sequence))
             self._last_lookup = sequence.id, len(sequence.tokens), keys
         return keys
 
@@ -490,12 +489,14 @@ def block_key(before: bytes, tokens: Tokens[int]) -> bytes:
     return hashlib.blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
+def next_key(keys: Tokens[bytes], sequence: Sequence) -> bytes:
+    """Prefix-cache key of the block behind the leading blocks of `sequence`, whose keys are `keys`."""
+    begin = len(keys) * BLOCK_TOKENS
+    return block_key(keys[-1] if keys else _root(sequence), sequence.tokens[begin : begin + BLOCK_TOKENS])
+
+
 def _root(sequence: Sequence) -> bytes:
     """Start of the key chain: the adapter, under which equal tokens have other keys and values, and the request's own
     salt, which separates clients."""
     adapter = sequence.adapter.salt if sequence.adapter is not None else b""
     return adapter + b"\0" + sequence.salt if sequence.salt else adapter
-
-
-def _block_tokens(tokens: list[int], index: int) -> list[int]:
-    return tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
