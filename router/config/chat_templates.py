@@ -77,7 +77,7 @@ _FORMATS: Mapping[str, _Format] = {
 }  # fmt: skip
 
 NAMES = tuple(_FORMATS)
-# Further names of llama-server. Checkpoints of these models have a template of their own.
+# Further names of llama-server. Checkpoints of these models have a template of their own, which is used.
 _OTHERS = """
 bailing bailing-think bailing2 chatglm3 chatglm4 deepseek-ocr exaone-moe exaone3 exaone4 gigachat glmedge gpt-oss
 granite-4.0 granite-4.1 grok-2 hunyuan-dense hunyuan-moe hunyuan-vl kimi-k2 megrez minicpm monarch orion pangu-embedded
@@ -87,7 +87,7 @@ NOT_OFFERED = frozenset(_OTHERS.split())
 
 
 class Template(Kind):
-    """Jinja text, which a template in `NAMES` may stand for."""
+    """Jinja text, which a template in `NAMES` may stand for, or a name in `NOT_OFFERED`."""
 
     hint = "Jinja text, or a name such as chatml"
 
@@ -97,11 +97,8 @@ class Template(Kind):
         if value in NAMES:
             return jinja(value)
         if value in NOT_OFFERED:
-            self.fail(
-                f"{value} is not offered by this version; remove it to use the checkpoint's own template, or write one"
-                " into chat-template-file"
-            )
-        near = nearest(value, NAMES)
+            return value  # `resolve` knows the checkpoint, and replaces the name by its own template
+        near = nearest(value, NAMES) or nearest(value, NOT_OFFERED)
         hint = f"; did you mean {near}?" if near else "; see chat-template-file"
         self.fail(f"{shown(value)} is neither Jinja text nor the name of a template{hint}")
 

@@ -13,6 +13,7 @@ import click
 
 from router.config import ini, named_models, preset_keys, serving_properties
 from router.config.adapters import resolve_adapters
+from router.config.chat_templates import NOT_OFFERED
 from router.config.ini import Problem
 from router.config.model_source import FoundModel, resolve_source
 from router.config.named_models import NamedModel
@@ -364,6 +365,8 @@ class _Resolution:
             fields.pop("chat_template_file", None)
         else:
             fields["chat_template"] = template
+        if fields.get("chat_template") in NOT_OFFERED:
+            self._use_own_template(settings["chat-template"].place, fields)
         sampling = fields["sampling"]
         for name in ("grammar", "json-schema"):
             if (text := self._file_of(name, settings)) is not None:
@@ -382,6 +385,32 @@ class _Resolution:
             del sampling[lower]
         fields["sampling"] = {name: value for name, value in sampling.items() if value not in ("", {})}
         self._reasoning(settings, fields)
+
+    def _use_own_template(self, place: Problem, fields: dict[str, Any]) -> None:
+        """Replace a name of llama-server without a template here by the checkpoint's own template.
+
+        A model of the hub may not be on disk yet, so only a folder without a template is refused.
+        """
+        name, fields["chat_template"] = fields["chat_template"], ""
+        if fields.get("path") and not self._has_template(fields["path"]):
+            why = f"{name} is not offered by this version, and {fields['path']} has no template of its own"
+            self._fail(place, f"chat-template: {why}; write one into chat-template-file")
+        else:
+            why = f"{name} is not offered by this version; the checkpoint's own template is used"
+            self._warn(place, f"chat-template: {why}; remove the key, or write a template into chat-template-file")
+
+    def _has_template(self, folder: str) -> bool:
+        """True if a checkpoint has a chat template, or a file that cannot be read may contain one."""
+        if self._disk.kind(f"{folder}/chat_template.jinja"):
+            return True
+        for name in ("tokenizer_config.json", "chat_template.json"):
+            if self._disk.kind(f"{folder}/{name}"):
+                try:
+                    if json.loads(self._disk.read(f"{folder}/{name}")).get("chat_template"):
+                        return True
+                except (OSError, ValueError, AttributeError):
+                    return True
+        return False
 
     def _file_of(self, name: str, settings: Layer) -> str | None:
         """The text of the file of a key; None if there is none, or the key itself takes precedence."""

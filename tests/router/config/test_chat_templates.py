@@ -6,7 +6,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from router.config.chat_templates import NAMES, NOT_OFFERED, jinja
 from router.config.effective import effective
-from tests.router.preset_texts import complaint, one
+from tests.router.preset_texts import Disk, complaint, complaints, one, read
 
 SYSTEM, FIRST, ANSWER, SECOND = " be brief ", "hello ", " hi ", "again"
 CHAT = [
@@ -79,10 +79,33 @@ def test_a_preset_names_a_template() -> None:
     assert one("chat-template = {{ messages }}").chat_template == "{{ messages }}"
 
 
-def test_other_names_are_refused_with_the_way_out() -> None:
-    assert not set(NAMES) & NOT_OFFERED
-    assert "chat-template: kimi-k2 is not offered by this version; remove it to use" in complaint(
-        "chat-template = kimi-k2"
+@pytest.mark.parametrize("name", sorted(NOT_OFFERED))
+def test_a_name_without_a_template_here_stands_for_the_checkpoints_own(name: str) -> None:
+    line = f"[m]\nmodel = ./models/qwen\nchat-template = {name}"
+    own = Disk()
+    own.texts["/etc/llm/models/qwen/tokenizer_config.json"] = '{"chat_template": "{{ messages }}"}'
+    loaded = read(line, disk=own)
+    assert loaded.presets["m"].chat_template == ""
+    (warning,) = map(str, loaded.warnings)
+    assert warning.startswith(f"models.ini:3: [m] chat-template: {name} is not offered by this version; the")
+    assert read(f"[m]\nhf-repo = org/name\nchat-template = {name}").presets["m"].chat_template == ""
+    own.texts["/etc/llm/models/qwen/tokenizer_config.json"] = "{}"
+    (problem,) = complaints(line, disk=own)
+    assert f"{name} is not offered by this version, and /etc/llm/models/qwen has no template of its own; wr" in problem
+
+
+def test_a_template_in_a_file_of_its_own_counts_as_the_checkpoints() -> None:
+    loaded = read(
+        "[*]\nchat-template = kimi-k2\n[m]\nmodel = ./models/qwen\n[n]\nmodel = demo:a",
+        disk=Disk("/etc/llm/models/qwen/chat_template.jinja"),
     )
+    assert [preset.chat_template for preset in loaded.presets.values()] == ["", ""]
+    assert len(loaded.warnings) == 1
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
+    assert not set(NAMES) & NOT_OFFERED
+    assert len(NAMES) + len(NOT_OFFERED) == 54
     message = complaint("chat-template = chatlm")
     assert message.endswith('"chatlm" is neither Jinja text nor the name of a template; did you mean chatml?')
+    assert complaint("chat-template = kimi-k3").endswith("did you mean kimi-k2?")
