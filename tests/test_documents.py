@@ -1,9 +1,12 @@
 """The documents agree with the program."""
 
+import contextlib
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
+import click
 import pytest
 
 from router.config.presets import KEYS
@@ -98,3 +101,31 @@ def test_every_file_named_in_the_design_exists() -> None:
     named = re.findall(r"`((?:router|worker|tests|config)/[\w/.]+)`", (ROOT / "docs" / "design.md").read_text())
     assert len(named) > 10
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def command_lines() -> list[str]:
+    """The lines and code spans of the documents that begin with `router`, without comments."""
+    text = "\n".join(page.read_text() for page in PAGES)
+    blocks = "\n".join(re.findall(r"```\w*\n(.*?)```", text, re.DOTALL))
+    found = re.findall(r"^router .*", blocks, re.MULTILINE) + re.findall(r"`(router [^`]+)`", text)
+    return sorted({line.partition(" #")[0].strip() for line in found})
+
+
+@pytest.mark.parametrize("line", command_lines())
+def test_a_command_line_in_the_documents_is_parsed(line: str) -> None:
+    from router.cli.main import cli
+
+    words = shlex.split(line)[1:]
+    if words[0].startswith("-"):
+        words = ["serve", *words]
+    name, command, rest = cli.resolve_command(click.Context(cli, info_name="router"), words)
+    assert command is not None
+    # `--help` exits; `router estimate` in a sentence is a command without its model
+    with contextlib.suppress(click.exceptions.Exit, click.MissingParameter):
+        command.make_context(name, rest, parent=click.Context(cli, info_name="router", **cli.context_settings))
+
+
+def test_the_lines_for_nginx_pass_the_host_and_need_no_setting_for_streams() -> None:
+    (block,) = re.findall(r"```nginx\n(.+?)```", README, re.DOTALL)
+    assert "proxy_set_header Host $host;" in block  # --allowed-hosts is about this name
+    assert "proxy_buffering off;" in block or "X-Accel-Buffering: no" in README

@@ -94,6 +94,11 @@ def test_max_is_one_process_where_there_is_no_accelerator() -> None:
             "it has 5633 columns in its shared expert",
         ),
         (replace(LARGE, model_type="gpt2"), {"tensor_parallel": ALL_DEVICES}, "this version divides .* this is gpt2"),
+        (
+            replace(LARGE, model_type="gpt2"),
+            {"tensor_parallel": 2, "enable_lora": "on", "max_loras": 2},
+            "this version divides .* this is gpt2",
+        ),
         (replace(LARGE, matrices=0), {"tensor_parallel": 2}, "its tensor names do not identify the layers"),
         (replace(LARGE, quantization="gptq"), {"tensor_parallel": ALL_DEVICES}, "its weights are quantized"),
         (LARGE, {"tensor_parallel": 2, "quantization": "bnb-4bit"}, "its weights are quantized"),
