@@ -43,9 +43,11 @@ if TYPE_CHECKING:
 
 Bits = NDArray[np.uint8]  # one bit per token: bit `i % 8` of byte `i // 8` is that of token i
 MAX_COMPILED = 32  # compiled grammars in the LRU cache; that of a usual schema takes about a megabyte. A guess
-# CPU time that all compiled grammars in the LRU cache took. Memory grows with it: `(a{1000}){200}` takes 0.2 s and
-# 60 MB, and a schema of 3,000 properties 0.4 s and 10 MB (llguidance 1.9).
-KEPT_SECONDS = 0.5
+# CPU time that all compiled grammars in the LRU cache took, which bounds their memory: `(a{1000}){70}` takes 0.09 s and
+# 24 MiB, a schema of 3,000 properties 0.4 s and 10 MiB, and 32 usual schemas 0.06 s and 8 MiB (llguidance 1.9).
+KEPT_SECONDS = 0.1
+# CPU time of a compilation after which freed memory is returned to the system. `(a{1000}){70}` leaves 50 MiB of it.
+TRIM_SECONDS = 0.02
 MAX_TEXT = 1 << 18  # characters of a grammar, to bound the work of one request
 LONG_TEXT = 1 << 13  # characters of a grammar that is compiled on the thread for long ones
 # Symbols of a grammar. llguidance compiles 50,000 in half a second, and fails from 65,525 alternatives and options on.
@@ -329,15 +331,22 @@ class Grammars:
             if found is not None:
                 self._compiled.move_to_end(grammar)
         if found is None:
+            if len(grammar.text) > MAX_TEXT:
+                raise InvalidValue(
+                    f"{grammar.field} has {len(grammar.text)} characters; at most {MAX_TEXT} are allowed",
+                    param=grammar.field,
+                )
+            with self._building:  # its time is not that of the grammar
+                environment = self._environment or self._build()
             clock = self._clock_of_thread()
             begun = clock()
             try:
-                found = self._compile(grammar)
+                found = self._compile(grammar, environment)
             except InvalidValue as error:
                 found = error
             seconds = clock() - begun
             self._keep(grammar, found, 0.0 if isinstance(found, InvalidValue) else seconds)
-            if seconds > ASIDE_SECONDS or len(grammar.text) > LONG_TEXT:
+            if seconds > TRIM_SECONDS or len(grammar.text) > LONG_TEXT:
                 memory.give_back()  # 120 MB for one of 230,000 characters
         if isinstance(found, InvalidValue):
             # a new one: the caller may change it, and an equal grammar may have been in another field
@@ -413,16 +422,9 @@ class Grammars:
         """The larger of both vocabularies: some models have more logits than tokens, some tokenizers more tokens."""
         return max(self._vocab_size, int(max(self._tokenizer.get_vocab().values())) + 1)
 
-    def _compile(self, grammar: Grammar) -> GrammarMatcher:
+    def _compile(self, grammar: Grammar, environment: "LLTokenizer") -> GrammarMatcher:
         import llguidance  # late: the import takes a tenth of a second, and few requests need it
 
-        if len(grammar.text) > MAX_TEXT:
-            raise InvalidValue(
-                f"{grammar.field} has {len(grammar.text)} characters; at most {MAX_TEXT} are allowed",
-                param=grammar.field,
-            )
-        with self._building:
-            environment = self._environment or self._build()
         try:
             source = _after(grammar.preamble, _source(grammar))
         except Exception as error:  # noqa: BLE001 - untrusted input: the converters raise anything
