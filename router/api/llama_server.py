@@ -29,7 +29,7 @@ _ANTHROPIC_VERSION = "anthropic-version"  # a request header of all Anthropic cl
 # llama-server's names of sampling options that have another name in presets or checkpoints.
 SAMPLING_NAMES = {"temp": "temperature", "repetition_penalty": "repeat_penalty"}
 # The sampling options of a request if neither it, its preset nor the model sets them: the defaults of the worker's
-# `Sampling`, by llama-server's names.
+# `SamplingParams`, by llama-server's names.
 NEUTRAL = {
     "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "repeat_last_n": -1,
     "presence_penalty": 0.0, "frequency_penalty": 0.0,

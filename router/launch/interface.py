@@ -60,7 +60,7 @@ class Program:
     worker: str  # the worker's own id, unique in the router's life, for logs, records and the socket's name
     python: str = ""  # another interpreter; empty: the router's own
     env: Mapping[str, str] = field(default_factory=dict)  # besides the launcher's allow-list
-    forks: bool = True  # its engine allows forking from a process that has the imports done (`EngineTraits`)
+    forks: bool = True  # its engine allows forking from a process that has the imports done (`EngineCapabilities`)
     must_fork: bool = False  # its reservation is enough for a forked worker only
     start_timeout: float = 240.0  # without load progress
     stop_timeout: float = 10.0  # from SIGTERM to SIGKILL

@@ -35,8 +35,9 @@ class Heartbeat:
     """Decides by the events of one process whether it is alive. Times are seconds of a monotonic clock.
 
     Before `serving`, the process must make progress every `start_timeout` seconds: send an event that differs from the
-    last one of its kind (with `repeats_count`, any event). A prepared process that waits for `Go` is exempt. After
-    `serving`, it must send a pulse every `stall_timeout` seconds, and take a step within that time while requests run.
+    last one of its kind (with `repeats_count`, any event). A prepared process that waits for its `MemoryGrant` is
+    exempt. After `serving`, it must send a pulse every `stall_timeout` seconds, and take a step within that time while
+    requests run.
     """
 
     def __init__(self, now: float, *, start_timeout: float, stall_timeout: float = inf, repeats_count: bool = False):
@@ -74,7 +75,7 @@ class Heartbeat:
             self._steps, self._running = event.steps, event.running
 
     def go(self, now: float) -> None:
-        """Expect progress from now on: a prepared process got `Go`."""
+        """Expect progress from now on: a prepared process got its `MemoryGrant`."""
         self._waits_for_go = False
         self._progress_at = now
 

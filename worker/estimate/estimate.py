@@ -24,7 +24,7 @@ from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.pooling import Embedder, Encoder
 from worker.engines.transformers.run.runner import PagedRunner
-from worker.engines.transformers.run.vision import ImageProcessor, VisionTower, load_image_processor
+from worker.engines.transformers.run.vision import TransformersImageProcessor, VisionTower, load_image_processor
 from worker.engines.transformers.sample import grammar
 from worker.engines.transformers.schedule.kv_cache import pool_blocks
 from worker.estimate import meta_model, quantized
@@ -286,7 +286,7 @@ def _reorders(options: ModelOptions) -> bool:
     return device_of(options).type == "cpu" and not options.enforce_eager
 
 
-def _image_processor(options: ModelOptions, config: Any) -> ImageProcessor | None:
+def _image_processor(options: ModelOptions, config: Any) -> TransformersImageProcessor | None:
     if getattr(config, "vision_config", None) is None:
         return None
     return load_image_processor(options, config, snapshot.load_tokenizer(options))[0]

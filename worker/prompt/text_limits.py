@@ -26,7 +26,7 @@ PIECE_SLACK = 64
 _CUT_BYTES = 1024  # kept beyond the tokens of a cut text, so that the word at the cut is not among them
 
 # The most UTF-8 bytes of a text that become one byte in a normalized text: Hangul syllables, the Kelvin sign and
-# mathematical letters are the worst. `test_text_limits` tries all characters.
+# mathematical letters are the worst. tests/worker/prompt/test_text_limits.py tries all characters.
 _SHRINKING = {"NFC": 3, "NFD": 3, "NFKC": 4, "NFKD": 4, "Lowercase": 3, "ByteLevel": 1, "Prepend": 1}
 _KEEPING = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "Punctuation", "Split"}
 

@@ -381,7 +381,7 @@ async def test_the_checkpoint_gives_the_capabilities_of_the_worker(tmp_path: Pat
 async def test_images_of_all_requests_are_limited_but_one_request_always_proceeds(tmp_path: Path) -> None:
     settings = options(tiny_vision.make("llava", tmp_path))
     tokenizer = load_tokenizer(settings)
-    processor = vision.ImageProcessor(settings, load_config(settings), tokenizer)
+    processor = vision.TransformersImageProcessor(settings, load_config(settings), tokenizer)
     eyes = vision.ImageReader(processor, torch.float32, most=4, max_bytes=1)
     image = EncodedImage("here", encoded(IMAGE))
     try:

@@ -75,7 +75,7 @@ def test_the_step_with_the_largest_image_is_exact(snapshot: Path, traced: exact.
     config = load_config(chosen)
     loaded = loader.load_model(chosen, config, None, lambda progress: None)
     assert traced.weights == meta_model.tensor_bytes(loaded.model)
-    processor = vision.ImageProcessor(chosen, config, load_tokenizer(chosen))
+    processor = vision.TransformersImageProcessor(chosen, config, load_tokenizer(chosen))
     tower = vision.VisionTower(loaded.model, processor.token, loaded.device)
     runner, capacity = meta_model.make_runner(loaded.model, config, chosen, CTX, tower)
     largest = processor.largest(loaded.dtype, CTX)

@@ -122,7 +122,8 @@ class TransformersEngine:
         pulse: called each second on the step loop's thread.
         stage_done: called with the name of each stage that has ended (config, tokenizer, read, copy, build, warmup).
             Stages overlap, so one may end several times.
-        prepared: from `preparation.prepare` for the same options except those that `Go` changes; None: prepare now.
+        prepared: from `preparation.prepare` for the same options, except those that a `MemoryGrant` changes; None:
+            prepare now.
         ahead: launch each step before the one in front of it has finished; None: on accelerators only.
         ranks: the rank processes of a tensor-parallel model.
         """

@@ -1,6 +1,6 @@
 """Decode steps of fixed shape: the recorded sizes, and equality of graph steps and dynamic steps.
 
-All but the recording itself, which tests/gpu/test_graphs.py tests.
+All but the recording itself, which tests/gpu/test_engine_on_gpu.py tests.
 """
 
 import asyncio

@@ -97,7 +97,7 @@ class PagedRunner:
         return self._cache.bytes_on(device)
 
     def fork(self, source: int, target: int) -> None:
-        """Do nothing: both rows share their blocks until one must be copied (`Table.copy`)."""
+        """Do nothing: both rows share their blocks until one must be copied (`BlockTable.copy`)."""
 
     def forget(self, row: int) -> None:
         """Do nothing: attention reads a row only up to the length that its current sequence has written."""

@@ -58,17 +58,17 @@ class PreparedImage:
 
 def load_image_processor(
     options: ModelOptions, config: Any, tokenizer: transformers.PreTrainedTokenizerBase
-) -> tuple["ImageProcessor | None", str]:
+) -> tuple["TransformersImageProcessor | None", str]:
     """The image processor, or None with the reason why the model takes no images."""
     try:
-        return ImageProcessor(options, config, tokenizer), ""
+        return TransformersImageProcessor(options, config, tokenizer), ""
     except NoVision as why:
         if getattr(config, "vision_config", None) is not None:
             log.warning("no images: %s", why)
         return None, str(why)
 
 
-class ImageProcessor:
+class TransformersImageProcessor:
     """The image processor of a model, with the worker's tokenizer."""
 
     def __init__(self, options: ModelOptions, config: Any, tokenizer: transformers.PreTrainedTokenizerBase):
@@ -173,11 +173,11 @@ class ImageProcessor:
 
 
 class ImageReader:
-    """Implements `worker.interface.Vision`."""
+    """Implements `worker.interface.ImageProcessor`."""
 
     def __init__(
         self,
-        processor: ImageProcessor,
+        processor: TransformersImageProcessor,
         dtype: torch.dtype,
         *,
         most: int,
@@ -195,7 +195,7 @@ class ImageReader:
         return self._processor.placeholder
 
     async def read(self, prompt: str, images: Sequence[EncodedImage]) -> tuple[list[int], PromptImages]:
-        """See `worker.interface.Vision`."""
+        """See `worker.interface.ImageProcessor`."""
         if len(images) > self._most:
             raise UnsupportedField(
                 f"{images[self._most].where}: this model is served with {self._most} images in a prompt at most;"

@@ -1,9 +1,9 @@
 """The sampler: from logits to tokens, for all rows of a step at once, each by its own request's settings.
 
 Order: repetition penalty; presence and frequency penalties and logit bias; forbidden tokens and grammars; temperature;
-top-k; top-p; min-p; one draw. With `tempers_last`, temperature follows min-p, as in llama.cpp. The three filters only
-set the lowest score that stays. Tokens with an equal score stay too, so that the order of equal tokens, which differs
-between sort algorithms, cannot change an answer.
+top-k; top-p; min-p; one draw. With `temperature_last`, temperature follows min-p, as in llama.cpp. The three filters
+only set the lowest score that stays. Tokens with an equal score stay too, so that the order of equal tokens, which
+differs between sort algorithms, cannot change an answer.
 
 A draw inverts the cumulative distribution, in the order of the vocabulary, at a number in [0, 1) that depends only on
 the sequence's seed and position. The same seed therefore gives the same text, whatever else is in the batch.
