@@ -7,11 +7,11 @@ minutes on a CPU:
     nice .venv/bin/python scripts/make_demo_model.py --target DIR --steps 200
     nice .venv/bin/python scripts/make_demo_model.py --steps 0      # goes on with what is there: only the last steps
 
-Whoever asks for an answer by a JSON schema has the model write objects, whatever was asked: in the last steps it learns
-to come to the end of them, and of the strings in them, without being taught to begin any.
+A JSON schema in a request makes the model write objects whatever the question is. In the last steps it therefore learns
+to end objects and strings, but not to begin them.
 
-It ends by asking the saved model every question, the rewordings and tools it never saw included, and says how many came
-out right.
+At the end, the saved model answers all questions, with rewordings and tools that it was not trained on, and the number
+of right answers is printed.
 """
 
 import argparse

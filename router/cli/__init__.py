@@ -1,4 +1,4 @@
-"""Command line: `router serve` and the client commands (ps, estimate, check, load, prepare, ...).
+"""Command line: `router serve` and the client commands (ps, run, check, estimate, prepare, download).
 
 May import every package of the router.
 """

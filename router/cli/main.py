@@ -1,7 +1,6 @@
 """The commands: `router` serves, `router check` reads presets, `router estimate` estimates a model's memory.
 
-Heavy modules are imported late, so that `--help` is
-quick.
+Heavy modules are imported late, so that `--help` is quick.
 """
 
 import gc

@@ -35,8 +35,7 @@ def run_worker(
     """The event of type `result` that ends `command`. Blocks without a time limit, since the user can interrupt it.
 
     The process has the environment of a worker. Only a download that is not `offline` has network access and the token
-    of the hub. `report` is called with the steps done and
-    their total. Raises WorkerProgramError.
+    of the hub. `report` is called with the steps done and their total. Raises WorkerProgramError.
     """
     verb: Verb = "convert" if result is Converted else "download" if result is Downloaded else "estimate"
     argv = [preset.python or sys.executable, "-P", "-m", "worker", *to_argv(command)]

@@ -1,4 +1,4 @@
-"""HTTP server: application, request pipeline, proxy to workers, access log, metrics endpoint, OpenAPI, static page.
+"""HTTP server: application, transports, request pipeline with its access log, proxy to workers, metrics.
 
 May import api and all packages below it. Nothing imports http but cli.
 """

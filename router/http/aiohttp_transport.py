@@ -54,7 +54,7 @@ class AiohttpConnection(web.RequestHandler):
 
 
 class AiohttpOutlet:
-    """A request that aiohttp has read, and the way back to its client (`router.http.proxy.Outlet`)."""
+    """A request that aiohttp has read, and the way back to its client (`router.http.request.Outlet`)."""
 
     def __init__(self, request: web.Request):
         self._request = request

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 # Responses up to this many bytes are read whole, so that the loss of a worker in the middle still gets a status.
 BUFFERED_BYTES = 1 << 20
-MAX_EVENT_BYTES = 1 << 20  # the largest incomplete event that is held back
+MAX_TAIL_BYTES = 1 << 20  # the largest incomplete event that is held back
 EXIT_WAIT = 2.0  # seconds to wait, after a connection to a worker broke, for the worker's exit
 # Time limits longer than this, in seconds, are checked by one timer for all requests, so that a request needs no timer
 # of its own.
@@ -302,7 +302,7 @@ class Proxy:
         ignored = exchange.headers.get(IGNORED_FIELDS_HEADER.lower(), "")
         if response.committed and ignored:
             await response.comment(f"ignored-fields {ignored}")
-        outlet, end, longest = response.outlet, form.end, MAX_EVENT_BYTES
+        outlet, end, longest = response.outlet, form.end, MAX_TAIL_BYTES
 
         # The loop at the end handles every event. Two callbacks take over from it while the client keeps up: the
         # worker's connection calls them as bytes arrive, and they write to the client's connection without waking

@@ -214,7 +214,7 @@ class ForkServerProcess:
     def _report_unreaped(self) -> None:
         """Report the exits that it should have reported. A zombie holds nothing but its number.
 
-        Kills it if no worker lives that would die with it.
+        Kill the fork server if it has no running workers, which would end with it.
         """
         for pid in tuple(self._reaps):
             self._zombies.add(pid)

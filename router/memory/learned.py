@@ -1,9 +1,9 @@
 """Learned figures: measurements of real loads, kept on disk and shared by all routers of a state folder.
 
 A learned figure contains what a worker takes beside its weights and its KV cache, which are known exactly. On
-accelerators the engine's allocator tells it. On main memory it is what the worker took until it was ready: after that a
-process also holds what requests left behind, even those that never reached the engine. A figure counts only up to a
-bound above the estimate that was made without it (`with_learned`), and falls with lower measurements.
+accelerators the engine's allocator reports it. On main memory it is what the worker took until it was ready: after that
+a process also holds memory that requests did not free, even requests that never reached the engine. A figure counts
+only up to a bound above the estimate that was made without it (`with_learned`), and falls with lower measurements.
 
 They are in one JSON file, which is replaced as a whole under a lock. A reader never sees half of it, and a writer never
 undoes another. A record counts at once; the file follows. Damage and a full disk are warnings: the loss of a record

@@ -337,7 +337,7 @@ class _Walk:
         """
         shortage = self._shortage(offer.claim, self._free)
         is_measured = bool(offer.victims and self.occupants.measured) and self._disturbs_a_measurement(offer)
-        # A static bound may be several times too high. Nobody is evicted on it: the exact estimate comes first. Where
+        # A static bound may be several times too high. Nothing is evicted on it: the exact estimate comes first. Where
         # only the number of workers is short, memory is enough even by that bound.
         must_refine = bool(offer.victims) and not demand.is_exact and any(id.index != WORKER_SLOTS for id in shortage)
         evicts_now = offer.bound == -inf and not (is_measured or must_refine)

@@ -2,9 +2,9 @@
 
 Pickled weights (pytorch_model.bin) become safetensors. Experts that the checkpoint stores one by one are stacked as the
 model has them. A tokenizer without its fast form (tokenizer.json) gets it, if both give the same tokens. Everything
-else is linked. The conversion is that of the model's
-own loading code, whose results are written to disk one by one, so that memory holds only the experts of one layer and
-what they are made of. The target appears with one rename, complete and synced to disk, or not at all.
+else is linked. The model's own loading code converts, and its results are written to disk one by one, so that memory
+holds only the experts of one layer and what they are made of. The target appears with one rename, complete and synced
+to disk, or not at all.
 """
 
 import contextlib

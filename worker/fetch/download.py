@@ -24,7 +24,7 @@ from huggingface_hub.errors import (
 )
 
 from worker.errors import StartError
-from worker.fetch.hub_cache import RemoteFile, RepoCache
+from worker.fetch.hub_cache import COMMIT, RemoteFile, RepoCache
 from worker.fetch.transfer import LIBRARY, PROGRESS_INTERVAL, RequestError, Transfer
 from worker.protocol.argv import Download
 from worker.protocol.events import Downloaded, Event, Exit, Progress
@@ -39,7 +39,6 @@ _SMALL = re.compile(
     r"|\d+_[A-Za-z]+/(config\.json|model\.safetensors)"  # modules of sentence-transformers
 )
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _REVISION = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._/+-]*")
 
@@ -161,7 +160,7 @@ def _list_files(command: Download, token: str | None) -> tuple[str, Mapping[str,
         digest = (sibling.lfs.sha256 if sibling.lfs else sibling.blob_id) or ""
         if sibling.size is not None and _HASH.fullmatch(digest):
             files[sibling.rfilename] = RemoteFile(sibling.rfilename, sibling.size, digest)
-    if not info.sha or not _COMMIT.fullmatch(info.sha):
+    if not info.sha or not COMMIT.fullmatch(info.sha):
         raise StartError(f"{command.repo}: the hub gives no commit for revision {command.revision}", Exit.NETWORK)
     return info.sha, files
 

@@ -30,7 +30,7 @@ _TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model",
 )  # fmt: skip
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class RepoCache:
 
     def latest_snapshot(self, revision: str) -> Path | None:
         """The folder of the commit that `revision` meant at the last download. None: there was no download."""
-        if _COMMIT.fullmatch(revision):
+        if COMMIT.fullmatch(revision):
             return self.snapshot(revision)
         try:
             return self.snapshot((self.folder / "refs" / revision).read_text().strip() or "none")

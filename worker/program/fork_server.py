@@ -2,7 +2,7 @@
 
 A forked worker runs the same `main` as an executed one: in a session of its own, with the descriptors and the
 environment of its `ForkSpec`, and with none of the fork server's. For models that it has forked workers for, the fork
-server keeps prebuilt everything that needs no weights (`worker.engines.transformers.prebuilt_models`). Each prebuild is
+server keeps prebuilt everything that needs no weights (`worker.engines.transformers.preparation`). Each prebuild is
 tried in a child first, because it may crash, hang or start a thread.
 
 Rules:
