@@ -10,9 +10,8 @@ from router.config.effective import args, effective
 from router.config.presets import Preset
 from router.fleet.failures import Failure
 from router.fleet.fleet import Fleet
-from router.fleet.load_progress import load_share
 from router.fleet.model import Model
-from router.fleet.worker import State, Worker, estimated, kv_cache
+from router.fleet.worker import State, Worker, estimated, kv_cache, load_share
 from router.memory.checkpoint import offered
 from router.memory.checkpoint_facts import Checkpoint
 from router.planner.ledger import WORKER_SLOTS, DeviceId, pooled

@@ -1,6 +1,6 @@
 """The progress of a load: its stages, their times, and the rate of the current stage."""
 
-from router.fleet.load_progress import LoadProgress, load_share
+from router.fleet.worker import LoadProgress, load_share
 
 
 def test_stages_follow_one_another_and_their_times_add_up() -> None:
