@@ -271,7 +271,7 @@ def _begin(registry: Registry, id: str, count: _WorkerCount) -> None:
     model = registry.shared_workers.find(id).model
     model.no_replica_before = 0.0
     if count.least:
-        registry.fleet.wanted(model.preset.id)
+        registry.fleet.ensure_loaded(model.preset.id)
 
 
 async def _wait_for_workers(registry: Registry, id: str, count: _WorkerCount) -> None:

@@ -161,7 +161,9 @@ def _may_begin(plan: Plan, candidate: Candidate) -> bool:
     return candidate.runtime > 0 and wait is not None and wait.cause == "stopping"
 
 
-def spare(plan: Plan, waiting: Sequence[Demand], residents: Sequence[Resident], devices: Sequence[Device]) -> int:
+def spare_memory(
+    plan: Plan, waiting: Sequence[Demand], residents: Sequence[Resident], devices: Sequence[Device]
+) -> int:
     """Return the bytes of main memory that are free for best-effort use after `plan`.
 
     0 while any demand lacks main memory. Memory that waiting demands will take is not free.

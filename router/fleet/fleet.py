@@ -180,7 +180,7 @@ class Fleet:
         if not worker.stopped.is_set():  # cancelled before its first step
             end(worker, self, None)
 
-    def over(self, worker: Worker) -> Failure | None:
+    def record_end(self, worker: Worker) -> Failure | None:
         """Record the end of a worker, before its leases get the outcome. Return the failure of its model, if any."""
         del self.running[worker.id]
         model = worker.model
@@ -190,7 +190,7 @@ class Fleet:
         else:
             model.reason, model.since = worker.reason, self.now()
             if self.failures.remember(model, worker):
-                self.sleeping_weights.let_go(model, "load_failed")  # its next load would fail, too
+                self.sleeping_weights.release_model(model, "load_failed")  # its next load would fail, too
         model.ran_out_of_memory = worker.lost is not None and worker.lost.memory != ""
         model.load_seconds = worker.load_seconds or model.load_seconds
         if self.limits.sleep_memory and not model.workers and not self.closing:
@@ -284,9 +284,9 @@ class Fleet:
         model = self.model(id)
         if model.open is not None or model.sleeps:
             raise AlreadyRunning(f"model '{id}' is already running")
-        return self.wanted(id)
+        return self.ensure_loaded(id)
 
-    def wanted(self, id: str) -> asyncio.Task[None]:
+    def ensure_loaded(self, id: str) -> asyncio.Task[None]:
         """Return a task that leases model `id` until it is ready. Its outcome is that of the load.
 
         A back-off is ignored. Raises ModelNotFound, QueueFull, Draining.
@@ -347,7 +347,7 @@ class Fleet:
         sleeping = [] if model.sleeping is None else [model.sleeping]
         if all(ending) and not (workers and force) and not model.sleeps:
             raise NotRunning(f"model '{id}' is not running")
-        self.sleeping_weights.let_go(model, "requested")
+        self.sleeping_weights.release_model(model, "requested")
         for worker in workers:
             self.retire(worker, "requested", drain=0.0 if force else self.limits.drain_timeout)
         return [*workers, *sleeping]
@@ -361,7 +361,7 @@ class Fleet:
         for worker in self.workers():
             self.retire(worker, "shutdown", drain=0.0 if force else self.limits.drain_timeout)
             if force:
-                worker.cut(Draining("the router is shutting down; the answer was cut", retry_after=5))
+                worker.abort_leases(Draining("the router is shutting down; the answer was cut", retry_after=5))
         await self.scheduler.close()
         while left := {*self.tasks, *self.loads, *self.prefetcher.tasks}:
             await asyncio.wait(left)

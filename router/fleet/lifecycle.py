@@ -88,7 +88,7 @@ def end(worker: Worker, fleet: Fleet, error: ApiError | NextWorker | None) -> No
     enter(worker, State.STOPPED, fleet.events, fleet.now())
     worker.ended.set()
     worker.reserved = {}
-    failure = fleet.over(worker)
+    failure = fleet.record_end(worker)
     if isinstance(error, LoadBackoff) and failure is not None:
         error = with_retry_time(error, failure, fleet.now())
     if not worker.ready.done():
@@ -390,8 +390,8 @@ async def _drain(worker: Worker, fleet: Fleet) -> None:
         worker.leases_changed.clear()
         left = None if worker.deadline is None else worker.deadline - fleet.now()
         if left is not None and left <= 0:
-            worker.cut(Draining(f"{worker.preset.id} is being unloaded; the answer was cut", retry_after=1))
-            await _leases_back(worker)
+            worker.abort_leases(Draining(f"{worker.preset.id} is being unloaded; the answer was cut", retry_after=1))
+            await _wait_for_leases(worker)
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(left):
@@ -403,12 +403,12 @@ async def _requests_end(worker: Worker) -> None:
 
     Connections are closed only then: to a reader, a connection that we closed looks like a silent worker.
     """
-    await _leases_back(worker)
-    worker.cut(lost_error(worker))
-    await _leases_back(worker)
+    await _wait_for_leases(worker)
+    worker.abort_leases(lost_error(worker))
+    await _wait_for_leases(worker)
 
 
-async def _leases_back(worker: Worker) -> None:
+async def _wait_for_leases(worker: Worker) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(CUT_GRACE):
             while worker.leases:

@@ -191,7 +191,7 @@ class ModelList(dict[str, Model]):
     def remove(self, id: str, reason: str) -> list[Worker]:
         """Remove a model. Return its workers, which drain and stop."""
         fleet, model = self._fleet, self.pop(id)
-        fleet.sleeping_weights.let_go(model, reason)
+        fleet.sleeping_weights.release_model(model, reason)
         workers = list(model.workers)
         for worker in workers:
             fleet.retire(worker, reason, drain=fleet.limits.drain_timeout)
@@ -214,7 +214,7 @@ class ModelList(dict[str, Model]):
             for worker in model.workers:
                 worker.preset = preset
             return False
-        fleet.sleeping_weights.let_go(model, "config_changed")
+        fleet.sleeping_weights.release_model(model, "config_changed")
         model.failure, model.failed_attempts = None, 0
         model.crashes.forget()
         before = model.open
@@ -222,7 +222,7 @@ class ModelList(dict[str, Model]):
             fleet.retire(worker, "config_changed", drain=fleet.limits.drain_timeout)
         if before is not None and (preset.pin or (before.leases and before.state < State.READY)):
             with suppress(ApiError):  # the queue may be full; then the next request loads it
-                fleet.wanted(preset.id)
+                fleet.ensure_loaded(preset.id)
         return before is not None
 
     # Prefetch

@@ -215,7 +215,7 @@ class FleetScheduler:
             fleet.prefetcher.begin([worker for worker in queued if worker.id in found.waits], self.devices)
         fleet.start_prefetched()
         if fleet.limits.sleep_memory:
-            spare = early_start.spare(found, waiting + refining, residents, devices)
+            spare = early_start.spare_memory(found, waiting + refining, residents, devices)
             fleet.sleeping_weights.put_to_sleep(fleet.models.values(), spare - sum(decision.begin.values()))
         if found.look_again is not None:
             self._set_timer(max(now, found.look_again) + 0.001)

@@ -89,7 +89,7 @@ class AllSleepingWeights:
             if model.sleeping is None and model.sleep_request is None:
                 continue
             if model.sleeping is not None and model.is_ready:
-                self.let_go(model, "awake")
+                self.release_model(model, "awake")
             request, model.sleep_request = model.sleep_request, None
             if request is None or model.workers or model.sleeping is not None or request.size > spare:
                 continue
@@ -101,7 +101,7 @@ class AllSleepingWeights:
             spare -= request.size
             self._begin(model, request)
 
-    def let_go(self, model: Model, reason: str) -> None:
+    def release_model(self, model: Model, reason: str) -> None:
         """Release the model's sleeping weights, if any, and drop its request to sleep."""
         model.sleep_request = None
         if model.sleeping is not None:

@@ -336,7 +336,7 @@ class Worker:
             files=tuple(files), size=sum(files.values()), last_used=self.usage.last_used, expires=expires
         )
 
-    def cut(self, error: ApiError) -> None:
+    def abort_leases(self, error: ApiError) -> None:
         """Abort all requests that hold this worker."""
         for lease in tuple(self.leases):
             lease.abort(error)

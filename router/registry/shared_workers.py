@@ -114,7 +114,7 @@ class SharedWorkers:
         worker = listed.model.open
         if worker is None or worker.state is not State.READY:
             with errors_with_name(listed):
-                await asyncio.shield(self.fleet.wanted(listed.model.preset.id))
+                await asyncio.shield(self.fleet.ensure_loaded(listed.model.preset.id))
             worker = listed.model.open
         if worker is not None and worker.state is State.READY:
             await self.prepare(worker, name)
@@ -175,7 +175,7 @@ class SharedWorkers:
             # A pinned model that had a worker is loaded again at once.
             if presets[name].pin and open_before[name] is not None and self.listed[name].model.open is None:
                 with contextlib.suppress(ApiError):  # its next request loads it
-                    fleet.wanted(self.listed[name].model.preset.id)
+                    fleet.ensure_loaded(self.listed[name].model.preset.id)
         fleet.events.append("config", "*", **result)
         fleet.scheduler.plan_soon()
         return result

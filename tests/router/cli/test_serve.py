@@ -10,8 +10,8 @@ import pytest
 from router.cli.serve import (
     ESSENTIAL,
     _check_locking,
+    _freeze_collector,
     _say,
-    _spare_the_collector,
     _state_folder,
     _Stop,
     reload_when_set,
@@ -38,7 +38,7 @@ def test_objects_from_before_serving_are_exempt_from_garbage_collection() -> Non
     before = gc.get_threshold()
     gc.disable()
     try:
-        _spare_the_collector()
+        _freeze_collector()
         assert gc.isenabled()
         assert gc.get_freeze_count() > 1000
     finally:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from router.fleet.early_start import Candidate, add_unseen, decide, spare, subtract_held
+from router.fleet.early_start import Candidate, add_unseen, decide, spare_memory, subtract_held
 from router.fleet.prefetch import readable
 from router.planner.planner import plan
 from router.planner.types import Policy
@@ -134,7 +134,7 @@ def test_files_are_read_ahead_only_into_memory_that_is_free_beside_the_margin() 
 def left(waiting: list[Any], residents: list[Any], totals: Any, **facts: Any) -> int:
     """Bytes of main memory for weights that are put to sleep."""
     devices = machine(residents, totals, **facts)
-    return spare(plan(waiting, residents, devices, NOW, Policy(patience=0.0)), waiting, residents, devices)
+    return spare_memory(plan(waiting, residents, devices, NOW, Policy(patience=0.0)), waiting, residents, devices)
 
 
 def test_memory_of_started_and_waiting_demands_is_not_spare() -> None:
@@ -163,6 +163,6 @@ def test_main_memory_under_the_name_of_an_accelerator_is_the_same_memory() -> No
 
     def rest(size: int) -> int:
         waiting = [demand(9, size, on=[GPU[0]])]
-        return spare(plan(waiting, there, devices, NOW, Policy(patience=0.0)), waiting, there, devices)
+        return spare_memory(plan(waiting, there, devices, NOW, Policy(patience=0.0)), waiting, there, devices)
 
     assert (rest(30), rest(41)) == (10, 0)

@@ -23,7 +23,7 @@ async def test_a_load_command_counts_towards_no_request_limit() -> None:
         ({"max_concurrent": 1}, Limits()),
     ):
         world = Schedule({"a": GIB}, keys={"a": keys}, limits=limits)
-        loading = [world.fleet.load("a"), world.fleet.wanted("a")]
+        loading = [world.fleet.load("a"), world.fleet.ensure_loaded("a")]
         await asyncio.sleep(0.5)
         first = asyncio.create_task(world.ask("a", 5.0))
         await asyncio.sleep(0.5)
