@@ -365,7 +365,7 @@ async def describe_model(call: ApiCall) -> ApiResult:
 def _worker(registry: Registry, worker: Worker) -> dict[str, Any]:
     assert worker.ready_at is not None
     started = datetime.fromtimestamp(wall_clock(registry.fleet, worker.ready_at), UTC)
-    serves = worker.state is State.READY and not worker.retired.is_set()
+    serves = worker.state is State.READY and not worker.retired
     return {
         "id": worker.id,
         "startTime": started.isoformat(timespec="milliseconds").replace("+00:00", "Z"),

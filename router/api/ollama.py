@@ -64,7 +64,7 @@ async def ps(call: ApiCall) -> ApiResult:
     found, counted, registry = [], set(), call.registry
     for listed in registry.visible(call.key):
         for worker in listed.model.workers:
-            if worker.state is State.READY and not worker.retired.is_set():
+            if worker.state is State.READY and not worker.retired:
                 sizes = {} if worker.id in counted else {**worker.reserved, **worker.occupied}
                 counted.add(worker.id)
                 found.append({**await _entry(registry, listed), **await _running(registry, listed, worker, sizes)})

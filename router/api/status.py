@@ -73,7 +73,7 @@ def status(fleet: Fleet, model: Model, *, admin: bool, preset: Preset | None = N
         result["replicas"] = {"ready": ready, "open": len(model.all_open), "least": least, "most": most}
     if worker is not None:
         result["since"] = wall_clock(fleet, worker.since)
-        result["draining"] = leaving = worker.retired.is_set() or worker.state is State.STOPPING
+        result["draining"] = leaving = worker.retired or worker.state is State.STOPPING
         if leaving and worker.reason in REASONS:
             result["reason"] = worker.reason
         if worker.state is State.QUEUED and worker.queue.waits_for:

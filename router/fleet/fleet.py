@@ -132,7 +132,7 @@ class Fleet:
             model.idle_since = now
         # If all workers are ready, one plan after IDLE_LOOK serves many requests that end until then: it only finds the
         # time at which idle workers expire.
-        at_once = worker.retired.is_set() or worker.usage.keep_alive == 0 or model.preset.replicas[1] > 1
+        at_once = worker.retired or worker.usage.keep_alive == 0 or model.preset.replicas[1] > 1
         at_once = at_once or worker.state is not State.READY
         if at_once or any(other.state is not State.READY for other in self.running.values()):
             self.scheduler.plan_soon()
@@ -210,14 +210,15 @@ class Fleet:
         if worker.state > State.READY:
             return  # it is stopping already; the first reason stays
         deadline = None if drain is None else self.now() + drain
-        if worker.retired.is_set():
-            if deadline is not None and (worker.deadline is None or deadline < worker.deadline):
-                worker.deadline = deadline
+        if worker.retired:
+            if deadline is not None and (worker.retirement.deadline is None or deadline < worker.retirement.deadline):
+                worker.retirement.deadline = deadline
                 worker.leases_changed.set()
             return
-        worker.reason, worker.made_room_for, worker.deadline = reason, made_room_for, deadline
-        worker.leaving_since = self.now()
-        worker.retired.set()
+        worker.reason = reason
+        worker.retirement.since, worker.retirement.deadline = self.now(), deadline
+        worker.retirement.made_room_for = made_room_for
+        worker.retirement.began.set()
         worker.leases_changed.set()
         if worker.id in self.running:
             if worker.best_effort:
@@ -237,9 +238,9 @@ class Fleet:
 
     def replace_oversized(self, worker: Worker) -> None:
         """Stop an idle worker that keeps memory beyond its reservation. The next request starts a new one."""
-        if worker.retired.is_set() or worker.pulse is None:
+        if worker.retired or worker.pulse is None:
             return
-        figures = {"resident": worker.pulse.resident, "reserved": worker.usual_host}
+        figures = {"resident": worker.pulse.resident, "reserved": worker.host_use.usual}
         self.events.append("oversized", worker.preset.id, worker=worker.id, **figures)
         log.warning(
             "%s keeps %d MiB of main memory, %d MiB were reserved; it is replaced",
@@ -343,7 +344,7 @@ class Fleet:
         ModelNotFound."""
         model = self.model(id)
         workers = list(model.workers)
-        ending = [worker.retired.is_set() and worker.deadline is not None for worker in workers]
+        ending = [worker.retired and worker.retirement.deadline is not None for worker in workers]
         sleeping = [] if model.sleeping is None else [model.sleeping]
         if all(ending) and not (workers and force) and not model.sleeps:
             raise NotRunning(f"model '{id}' is not running")

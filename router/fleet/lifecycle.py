@@ -22,7 +22,6 @@ from router.fleet.failures import NextWorker, error_after_loss, error_of_retirem
 from router.fleet.load_cost import (
     append_estimate,
     estimate_costs,
-    has_excess,
     learn,
     record_load,
     refine,
@@ -385,10 +384,10 @@ async def _until_over(worker: Worker, fleet: Fleet, process: WorkerProcess) -> N
 
 
 async def _drain(worker: Worker, fleet: Fleet) -> None:
-    await worker.retired.wait()
+    await worker.retirement.began.wait()
     while worker.leases:
         worker.leases_changed.clear()
-        left = None if worker.deadline is None else worker.deadline - fleet.now()
+        left = None if worker.retirement.deadline is None else worker.retirement.deadline - fleet.now()
         if left is not None and left <= 0:
             worker.abort_leases(Draining(f"{worker.preset.id} is being unloaded; the answer was cut", retry_after=1))
             await _wait_for_leases(worker)
@@ -451,7 +450,7 @@ def _listener(worker: Worker, fleet: Fleet) -> Listen:
                 worker.pulse = event
                 if worker.state is State.READY:
                     settle_reservation(worker)
-                    if has_excess(worker, fleet.now()) and not worker.leases:
+                    if worker.host_use.is_excessive(event.resident, fleet.now()) and not worker.leases:
                         fleet.replace_oversized(worker)
 
     return listen

@@ -32,10 +32,6 @@ if TYPE_CHECKING:  # it imports this module
     from router.fleet.fleet import Fleet
 
 log = logging.getLogger("router.fleet.load_cost")
-# Main memory beyond its reservation, and the time for which a worker may keep it before it is replaced. Guesses: more
-# than malloc keeps for the next requests, and less than a small model.
-EXCESS_BYTES = 256 << 20
-EXCESS_PATIENCE = 60.0
 
 # Estimates before the load
 
@@ -219,7 +215,7 @@ def record_load(worker: Worker, fleet: Fleet) -> None:
         worker.costs = costs = replace(costs, key=key, forked=process.forked)
     fleet.learned_estimates.record_load(costs.key, worker.load_seconds)
     settle_reservation(worker)
-    worker.usual_host = worker.reserved.get(MAIN_MEMORY, 0)
+    worker.host_use.usual = worker.reserved.get(MAIN_MEMORY, 0)
     _learn_overhead(worker, fleet)
     learn(worker, fleet)
 
@@ -258,19 +254,6 @@ def _least_forked(worker: Worker) -> int | None:
 def _exceeds_warmup(preset: Preset, facts: Checkpoint) -> bool:
     """Return whether requests may bring larger steps than the warmup computes: with images, adapters or drafts."""
     return bool(preset.adapter_slots or preset.speculates or takes_images(facts, preset))
-
-
-def has_excess(worker: Worker, now: float) -> bool:
-    """True if a ready worker has used EXCESS_BYTES more main memory than was reserved for EXCESS_PATIENCE seconds.
-
-    What it needs was reserved when it became ready. What large requests take beyond that is given back after them.
-    """
-    resident = worker.pulse.resident if worker.pulse is not None else 0
-    if not worker.usual_host or resident <= worker.usual_host + EXCESS_BYTES:
-        worker.excess_since = None
-        return False
-    worker.excess_since = now if worker.excess_since is None else worker.excess_since
-    return now - worker.excess_since >= EXCESS_PATIENCE
 
 
 def learn(worker: Worker, fleet: Fleet) -> None:

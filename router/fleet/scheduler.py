@@ -167,7 +167,7 @@ class FleetScheduler:
             for worker in self._fleet.workers()
             if worker.state is State.QUEUED
             and worker.costs is not None
-            and not (worker.retired.is_set() or worker.queue.room.done())
+            and not (worker.retired or worker.queue.room.done())
         ]
 
     # The plan
@@ -176,7 +176,7 @@ class FleetScheduler:
         fleet, now = self._fleet, self._loop.time()
         # 1. Retire queued workers whose clients have disconnected, so that no eviction is made for them.
         for worker in fleet.workers():
-            is_idle = worker.state < State.STARTING and not worker.leases and not worker.retired.is_set()
+            is_idle = worker.state < State.STARTING and not worker.leases and not worker.retired
             if is_idle and not worker.best_effort and not (worker.fetch_only and worker.state is State.DOWNLOADING):
                 fleet.retire(worker, "abandoned", drain=0.0)
         fleet.update_replicas()
@@ -268,7 +268,7 @@ class FleetScheduler:
             self.plan_soon()  # its memory counts as leaving, so the next plan may evict further victims at once
         for id, held in decision.begin.items():
             worker = by_id[id]
-            if not worker.retired.is_set():
+            if not worker.retired:
                 worker.reserved[MAIN_MEMORY] = held
                 worker.early.reserve(held)
                 self._append_event("early_start", worker, worker)
@@ -385,9 +385,9 @@ def resident_of(worker: Worker) -> Resident:
         return _early_resident(worker)
     usage, request_interval = worker.usage, worker.model.request_interval
     made_from = (
-        worker.preset, worker.state, worker.retired.is_set(), bool(worker.leases),
+        worker.preset, worker.state, worker.retired, bool(worker.leases),
         usage.last_used, usage.residency_ends, usage.keep_alive,
-        worker.leaving_since, worker.best_effort, worker.is_excess,
+        worker.retirement.since, worker.best_effort, worker.is_excess,
         worker.load_seconds, worker.process, worker.pulse,
         worker.reserved.copy(), {**worker.measured}, request_interval,  # copies: both mappings change in place
     )  # fmt: skip
@@ -423,8 +423,8 @@ def _resident(worker: Worker, request_interval: float | None) -> Resident:
         measured={**worker.counted},
         last_used=usage.last_used,
         busy=bool(worker.leases),
-        leaving=worker.retired.is_set() or worker.state is State.STOPPING,
-        leaving_since=worker.leaving_since or worker.since,
+        leaving=worker.retired or worker.state is State.STOPPING,
+        leaving_since=worker.retirement.since or worker.since,
         pinned=preset.pin and not worker.best_effort,
         priority=preset.priority,
         best_effort=worker.best_effort,

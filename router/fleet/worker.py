@@ -32,6 +32,11 @@ if TYPE_CHECKING:  # both import this module
     from router.fleet.admission import Lease
     from router.fleet.model import Model
 
+# Main memory beyond its usual use, and the seconds for which a worker may keep it before it is replaced. Guesses: more
+# than malloc keeps for the next requests, and less than a small model.
+EXCESS_BYTES = 256 << 20
+EXCESS_PATIENCE = 60.0
+
 
 class State(IntEnum):
     """The states of a worker. A later state is greater."""
@@ -194,6 +199,36 @@ class LoadProgress:
         }
 
 
+@dataclass(slots=True)
+class Retirement:
+    """The drain of a worker that takes no new leases. Times are seconds of the fleet's clock."""
+
+    began: asyncio.Event = field(default_factory=asyncio.Event)
+    since: float = 0.0
+    deadline: float | None = None  # when running requests are aborted; None: never
+    made_room_for: str = ""  # the model that gets its memory; empty: it is not evicted
+
+
+@dataclass(slots=True)
+class HostUse:
+    """The main memory of a ready worker beside its usual use: what was reserved when it became ready."""
+
+    usual: int = 0  # bytes; 0: the worker is not ready
+    excess_since: float | None = None
+
+    def is_excessive(self, resident: int, now: float) -> bool:
+        """Record `resident` bytes. True if they were EXCESS_BYTES above the usual ones for EXCESS_PATIENCE seconds.
+
+        What a worker needs was reserved when it became ready. What large requests take beyond that is given back after
+        them.
+        """
+        if not self.usual or resident <= self.usual + EXCESS_BYTES:
+            self.excess_since = None
+            return False
+        self.excess_since = now if self.excess_since is None else self.excess_since
+        return now - self.excess_since >= EXCESS_PATIENCE
+
+
 class Worker:
     """One worker as fleet and planner see it. Times are seconds of the fleet's clock."""
 
@@ -214,10 +249,7 @@ class Worker:
         self.wanted_since = now  # of a best-effort replica: it evicts no best-effort resident used after this
         self.task: asyncio.Task[None] | None = None
         self.reason = ""  # why it was retired or ended
-        self.made_room_for = ""
-        self.retired = asyncio.Event()  # takes no new leases
-        self.leaving_since = 0.0
-        self.deadline: float | None = None  # when running requests are aborted after retirement; None: never
+        self.retirement = Retirement()
         self.ready: asyncio.Future[WorkerProcess] = _future()
         self.ready_at: float | None = None
         self.ended = asyncio.Event()  # the process is gone, stopping or unreachable: it answers no further request
@@ -239,8 +271,7 @@ class Worker:
         # The estimate that its grant was made from, if the KV cache had a range. `costs` has the granted one since.
         self.kv_range: MemoryEstimate | None = None
         self.kv_steps = 0  # granted steps of that range
-        self.usual_host = 0  # main memory reserved when it became ready; 0: it is not ready
-        self.excess_since: float | None = None  # since when it has used far more than that, see `has_excess`
+        self.host_use = HostUse()
         self.early = EarlyStart()
 
         # Wait, process and requests
@@ -259,9 +290,14 @@ class Worker:
         return f"{self.preset.id}#{self.id}"
 
     @property
+    def retired(self) -> bool:
+        """The worker takes no new leases."""
+        return self.retirement.began.is_set()
+
+    @property
     def open(self) -> bool:
         """The worker may take new leases."""
-        return self.state <= State.READY and not self.retired.is_set()
+        return self.state <= State.READY and not self.retired
 
     @property
     def beside(self) -> bool:
@@ -377,8 +413,8 @@ def append_state(worker: Worker, events: EventLog, *, was: State | None, **facts
         data["reason"] = worker.reason
         if worker.state is State.STOPPED and worker.process is not None:
             data["settle_seconds"] = round(worker.process.settle_seconds, 3)
-        if worker.made_room_for:
-            data["for"] = worker.made_room_for
+        if worker.retirement.made_room_for:
+            data["for"] = worker.retirement.made_room_for
         if worker.lost is not None:
             data["error"] = worker.lost.message
             if worker.lost.exit is not None:
@@ -398,7 +434,7 @@ def figures(worker: Worker) -> dict[str, Any]:
         "reserved": _by_name(worker.reserved),
         "measured": _by_name(worker.measured),
         "later": worker.later,
-        "retired": worker.retired.is_set(),
+        "retired": worker.retired,
     }
 
 

@@ -65,7 +65,7 @@ class HubModels:
                 raise BadRequest(f"model '{id}' already exists", param="model") from None
         listed = registry.shared_workers.find(id)
         model = listed.model
-        if any(not worker.retired.is_set() for worker in model.workers):
+        if any(not worker.retired for worker in model.workers):
             raise BadRequest(f"model '{id}' already exists: it is being fetched", param="model")
         if registry.files.find(listed.preset) is not None:
             if not is_new:

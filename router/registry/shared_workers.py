@@ -160,7 +160,7 @@ class SharedWorkers:
         self._update_fleet(wanted)
         self._list(presets, groups)
         both = [name for name in presets if name in before]
-        retired = [name for name in both if (worker := open_before[name]) is not None and worker.retired.is_set()]
+        retired = [name for name in both if (worker := open_before[name]) is not None and worker.retired]
         result = {
             "added": [name for name in presets if name not in before],
             "changed": [name for name in both if presets[name] != before[name].preset],

@@ -257,7 +257,7 @@ class Exploration:
         if fleet.closing:
             return
         scheduler = fleet.scheduler
-        queued = [worker for worker in fleet.workers() if worker.state is State.QUEUED and not worker.retired.is_set()]
+        queued = [worker for worker in fleet.workers() if worker.state is State.QUEUED and not worker.retired]
         waiting = [demand_of(worker) for worker in queued if worker.costs and not worker.queue.room.done()]
         devices = scheduler.cautious_devices()
         question = Question(waiting, scheduler.residents(), devices, fleet.now(), fleet.limits.patience)
@@ -344,8 +344,8 @@ class Exploration:
                 assert worker.process is process, "the lease has moved to another worker"
                 assert worker.state is State.READY, f"{worker} was stopped under its lease: {worker.reason}"
             elif lease.aborted is not None and worker.lost is None:
-                assert worker.deadline is not None, f"{worker} was cut without a deadline: {worker.reason}"
-                assert over >= worker.deadline, f"{worker} was cut too early: {worker.reason}"
+                assert worker.retirement.deadline is not None, f"{worker} was cut without a deadline: {worker.reason}"
+                assert over >= worker.retirement.deadline, f"{worker} was cut too early: {worker.reason}"
         return began - arrived
 
     async def meddle(self) -> None:

@@ -326,10 +326,10 @@ async def test_an_unload_sets_a_deadline_for_an_eviction_without_one() -> None:
     other = asyncio.create_task(world.ask("b"))
     await asyncio.sleep(20)
     (worker,) = world.fleet.models["a"].workers
-    assert worker.retired.is_set()
-    assert worker.deadline is None
+    assert worker.retired
+    assert worker.retirement.deadline is None
     world.fleet.unload("a")
-    assert worker.deadline == pytest.approx(world.now + 30.0)
+    assert worker.retirement.deadline == pytest.approx(world.now + 30.0)
     with pytest.raises(NotRunning):
         world.fleet.unload("a")
     long.cancel()

@@ -70,7 +70,7 @@ async def test_an_idle_worker_leaves_at_once_for_a_demand_and_else_at_its_ttl() 
     await long
     await world.ask("b", 7.0)
     (worker,), idle_since = world.fleet.workers(), world.now
-    await worker.retired.wait()
+    await worker.retirement.began.wait()
     assert worker.reason == "idle"
     assert 1.0 <= world.now - idle_since <= 1.0 + 2 * IDLE_LOOK
 

@@ -211,7 +211,7 @@ async def test_the_shorter_idle_time_holds_unless_a_request_sets_another() -> No
                 world.launcher.say("a", RequestEnded(id="r", keep_alive=request))
         idle_since = world.now
         (worker,) = world.fleet.workers()
-        await worker.retired.wait()
+        await worker.retirement.began.wait()
         assert world.now - idle_since == pytest.approx(leaves_after, abs=0.2), request
         await world.stop()
 

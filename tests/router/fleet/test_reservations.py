@@ -9,9 +9,10 @@ import pytest
 from router.api.status import status
 from router.config.presets import Preset
 from router.errors import DoesNotFit, LoadFailed
-from router.fleet.load_cost import EXCESS_BYTES, EXCESS_PATIENCE, forget_learned
+from router.fleet.load_cost import forget_learned
 from router.fleet.model import FEWEST_PAUSES
 from router.fleet.scheduler import resident_of
+from router.fleet.worker import EXCESS_BYTES, EXCESS_PATIENCE
 from router.fleet.worker_argv import estimate_command, options, serve_fields, threads
 from router.launch.interface import WorkerLost
 from router.memory.estimate import SAFETY_FACTOR, SERVING_HOST, beside_steps, estimate
@@ -191,10 +192,10 @@ async def test_an_idle_worker_that_keeps_memory_beyond_its_reservation_is_replac
     if given_back:
         pulse(most)
     pulse(most + 1)
-    assert not worker.retired.is_set()
+    assert not worker.retired
     await asyncio.sleep(EXCESS_PATIENCE / 2)
     pulse(most + 1)
-    assert worker.retired.is_set() is not given_back
+    assert worker.retired is not given_back
     if not given_back:
         await worker.stopped.wait()
         assert worker.reason == "oversized"
@@ -213,9 +214,9 @@ async def test_a_worker_with_requests_is_not_replaced_for_its_memory() -> None:
         for _ in range(3):
             world.launcher.say("a", Pulse(steps=1, running=1, waiting=0, measured={}, resident=7 * GIB))
             await asyncio.sleep(EXCESS_PATIENCE)
-        assert not worker.retired.is_set()
+        assert not worker.retired
     world.launcher.say("a", Pulse(steps=1, running=0, waiting=0, measured={}, resident=7 * GIB))
-    assert worker.retired.is_set()
+    assert worker.retired
 
 
 @virtual
