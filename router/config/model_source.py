@@ -16,6 +16,8 @@ _NO_SNAPSHOT = {
     "gguf": "has GGUF files, which need the llama-server engine; this version does not offer it",
 }
 
+_REMEDY = "name a folder with config.json and safetensors files"
+
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
@@ -96,7 +98,8 @@ def _parse(setting: Setting, reader: SettingReader, sections: Sequence[str], *, 
         return {"path": path}
     if kind:
         what = _NO_SNAPSHOT.get(kind, "has no config.json")
-        fail(place, f"{path} {what}; name a folder with config.json and safetensors files")
+        remedy = "name that model, and the adapter as lora" if kind == "adapter" else _REMEDY
+        fail(place, f"{path} {what}; {remedy}")
         return None
     if REPO.fullmatch(text) is None or (text.startswith((".", "~", "/")) and not is_repo):
         where = f" ({path})" if path != text else ""

@@ -166,21 +166,36 @@ class SettingReader:
         order = {"ROUTER_": 0, "LLAMA_": 1, "OPTION_": 2}
         for name in sorted(self._environ, key=lambda name: (order.get(name[: name.find("_") + 1], 3), name)):
             spelling = None
-            if name not in BY_VARIABLE and self._environ[name]:
+            if name in BY_VARIABLE:
+                self._check_option(name)
+            elif self._environ[name]:
                 is_ours = name.startswith(preset_keys.PREFIXES) and name not in CLIENT_VARIABLES
                 spelling = preset_keys.find(name) if is_ours or name in preset_keys.VARIABLES else None
                 if is_ours and spelling is None:
                     self._unknown_variable(name)
-            if spelling is None or (spelling.canonical in layer and not _completes(layer, spelling)):
+            if spelling is None:
                 continue
             place = Problem(name, 0, "", name, "")
+            before = layer.get(spelling.canonical)
+            if before is not None and spelling.word.name != "env" and not _completes(layer, spelling):
+                if self._environ[name] != self._environ[before.place.file]:
+                    self._warn(place, f"has no effect beside {before.place.file}; remove one of the two")
+                continue
             if named != 1 and preset_keys.is_own(spelling.canonical):
                 self._warn(place, f"is for one model, and {_count(named)} named at start, so it is not read;"
                                   " write a section in a file for --models-preset")  # fmt: skip
                 continue
             for meaning, text in self._spelled(name, self._environ[name], place):
+                if meaning is not spelling and (before := layer.get(meaning.canonical)):  # rolling_batch = disable
+                    self._warn(before.place, f"has no effect beside {name}; remove one of the two")
                 self._add(layer, meaning, text, place, ENVIRONMENT)
         return layer
+
+    def _check_option(self, name: str) -> None:
+        """Warn if a variable of an option of the router has no effect, because an earlier one has another value."""
+        first = next((each for each in BY_VARIABLE[name].variables if self._environ.get(each)), name)
+        if self._environ[name] not in ("", self._environ[first]):
+            self._warn(Problem(name, 0, "", name, ""), f"has no effect beside {first}; remove one of the two")
 
     def flags(self, flags: Mapping[str, str], *, named: int = 0) -> Layer:
         """The settings on the command line; `flags` by name without dashes, `named` as for `environment`."""
@@ -365,6 +380,10 @@ class SettingReader:
 
     def _unknown_variable(self, name: str) -> None:
         near = preset_keys.nearest_variable(name, BY_VARIABLE)
+        flag = name.removeprefix("LLAMA_ARG_").lower().replace("_", "-")
+        if LATER.get(flag):
+            self._fail(Problem(name, 0, "", name, ""), f"is not offered by this version: {LATER[flag]}")
+            return
         report = self._fail if self.strict else self._warn
         report(Problem(name, 0, "", name, ""), "is not a variable of this router", near)
 

@@ -69,12 +69,21 @@ KnownOption = PresetKey | RefusedOption | MeaninglessOption
 
 _OFF = "off false no disabled 0 none"
 _ON = "on true yes enabled 1 auto"
+# Further options of llama-server that name one of its authors' models.
+_GGUF_DEFAULTS = """
+embd-gemma fim-qwen-1.5b fim-qwen-3b fim-qwen-7b fim-qwen-30b gpt-oss-120b vision-gemma-4b vision-gemma-12b
+"""
 _DOWNLOAD = "download the model and write model = its folder, or hf-repo = org/name"
 
 REFUSED: tuple[RefusedOption, ...] = (
     RefusedOption("hf-file", "it names a GGUF file; use a safetensors repository", also=("hff",)),
     RefusedOption("model-url", _DOWNLOAD, also=("mu",)),
     RefusedOption("docker-repo", _DOWNLOAD, also=("dr",)),
+    RefusedOption("gpt-oss-20b-default", "it names a GGUF repository; give -hf org/name of one with safetensors files",
+                  is_flag=True, neutral=_OFF, also=tuple(f"{name}-default" for name in _GGUF_DEFAULTS.split())),
+    RefusedOption("list-devices", "GET /router/state shows the devices of a router", is_flag=True, neutral=_OFF),
+    RefusedOption("cache-list", "`router` without a model serves the models of the hub cache", also=("cl",),
+                  is_flag=True, neutral=_OFF),
     RefusedOption("cont-batching", also=("cb",), neutral=_ON, is_flag=True, means={"off": ("parallel", "1")}),
     RefusedOption("rolling-batch", "the transformers engine batches continuously",
                   neutral="auto lmi-dist vllm trtllm tensorrtllm scheduler", means={"disable": ("parallel", "1")}),
@@ -134,10 +143,11 @@ REFUSED: tuple[RefusedOption, ...] = (
 _MEANINGLESS_FLAGS = """
 swa-full perf escape e kv-offload kvo nkvo repack nr no-host mlock mmap direct-io dio cpu-moe cmoe check-tensors
 op-offload backend-sampling bs kv-unified kvu special sp spm-infill mmproj-auto mmproj-offload
-cache-idle-slots lora-init-without-apply skip-chat-parsing props reuse-port webui ui-mcp-proxy
+cache-idle-slots lora-init-without-apply skip-chat-parsing reuse-port webui ui-mcp-proxy
 webui-mcp-proxy agent ag reasoning-preserve log-disable log-jsonl log-prefix log-timestamps
 cors-credentials no-ui spec-default spec-draft-backend-sampling spec-draft-cpu-moe cmoed cpu-moe-draft
-enable-chunked-prefill enable-streaming low-cpu-mem-usage parallel-loading
+enable-chunked-prefill enable-streaming low-cpu-mem-usage parallel-loading fully-sharded-loras disable-flash-attn
+disable-log-stats disable-log-requests enable-auto-tool-choice
 """
 _MEANINGLESS_VALUES = """
 threads-batch tb cpu-mask C cpu-range Cr cpu-strict prio poll cpu-mask-batch Cb cpu-range-batch Crb cpu-strict-batch
@@ -145,7 +155,7 @@ prio-batch poll-batch keep defrag-thold dt rpc load-mode lm lazy-mode lzm numa o
 moe-cache-mib n-cpu-ffn ncffn override-kv control-vector control-vector-scaled control-vector-layer-range log-colors
 verbosity lv log-verbosity lookup-cache-static lcs lookup-cache-dynamic lcd kv-unified-per-slot ctx-checkpoints ctxcp
 swa-checkpoints checkpoint-min-step cms cache-ram cram mmproj-url mmu mmproj-device mmdev image-min-tokens
-image-max-tokens mtmd-batch-max-tokens video-fps video-timestamp-interval video-ffmpeg-dir path cors-methods
+image-max-tokens mtmd-batch-max-tokens video-fps video-timestamp-interval video-ffmpeg-dir cors-methods
 cors-headers ui-config webui-config ui-config-file webui-config-file tools tools-runtime mcp-servers-config
 mcp-servers-json threads-http cache-reuse media-path slot-prompt-similarity sps log-prompts-dir
 reasoning-budget-message spec-synth-len spec-synth-rates spec-draft-p-min draft-p-min spec-draft-p-split draft-p-split
@@ -161,10 +171,10 @@ spec-draft-override-tensor otd override-tensor-draft lora-extra-vocab-size devic
 """
 # All other options in the documentation of DJL Serving and LMI, first of a model, then of the server.
 _MEANINGLESS_IN_LMI = """
-log-request-metric metrics-aggregation modelName model-name-prefix max-output-size fully-sharded-loras swap-space
-waiting-steps record-octopus disable-flash-attn block-size disable-log-stats disable-log-requests
-guided-decoding-backend enable-auto-tool-choice opts fail-fast wait-model-loading number-of-netty-threads
-allow-multi-status cors-allowed-methods cors-allowed-headers plugin-folder use-native-io io-ratio model-url-pattern
+log-request-metric metrics-aggregation modelName model-name-prefix max-output-size swap-space
+waiting-steps record-octopus block-size guided-decoding-backend opts fail-fast wait-model-loading
+number-of-netty-threads allow-multi-status cors-allowed-methods cors-allowed-headers
+plugin-folder use-native-io io-ratio model-url-pattern
 """
 # Samplers of llama-server that the engine does not have, by name, with the values that turn each off.
 _SAMPLERS: Mapping[str, str] = {
@@ -233,7 +243,17 @@ MEANINGLESS: tuple[MeaninglessOption, ...] = (
     ),
     *(MeaninglessOption(name, why="images need no file of their own") for name in ("mmproj", "mm")),
     MeaninglessOption("jinja", is_flag=True, why="chat templates are always Jinja", neutral="on"),
-    MeaninglessOption("metrics", is_flag=True, why="GET /metrics is always there", neutral="on"),
+    MeaninglessOption(
+        "metrics", is_flag=True, why="GET /metrics is always there", neutral="on", env=("LLAMA_ARG_ENDPOINT_METRICS",)
+    ),
+    MeaninglessOption("props", is_flag=True, env=("LLAMA_ARG_ENDPOINT_PROPS",)),
+    MeaninglessOption("path", env=("LLAMA_ARG_STATIC_PATH",)),
+    MeaninglessOption("llama-cache", why="HF_HUB_CACHE names the folder of downloads", env=("LLAMA_CACHE",)),
+    MeaninglessOption(
+        "llama-log",
+        why="--log-level and --log-format control the log, which is on stderr",
+        env=tuple(f"LLAMA_LOG_{name}" for name in ("FILE", "COLORS", "VERBOSITY", "PREFIX", "TIMESTAMPS")),
+    ),
     MeaninglessOption("warmup", is_flag=True, why="only accelerators are warmed up", neutral="on"),
     MeaninglessOption("context-shift", is_flag=True, why="a text ends with the context: raise ctx-size", neutral="off"),
     MeaninglessOption("prefill-assistant", is_flag=True, why="send continue_final_message in requests", neutral="off"),

@@ -306,12 +306,12 @@ class Preset:
             " tensor: each matrix divided among as few as possible, two at least",
             also=("sm",))
     pipeline_parallel: int = key(1, Integer(1, 64, {"max": ALL_DEVICES}), PLACEMENT,
-            "number of accelerators that the layers are split over; max: all", also=("pipeline-parallel-degree",),
-            env=("PIPELINE_PARALLEL_DEGREE",))
+            "number of accelerators that the layers are split over; max: all",
+            also=("pipeline-parallel-degree", "pipeline-parallel-size"), env=("PIPELINE_PARALLEL_DEGREE",))
     tensor_parallel: int = key(1, Integer(1, 64, {"max": ALL_DEVICES}), PLACEMENT,
             "number of accelerators that each matrix is divided among, or of processes on the CPU; max: all"
             " accelerators; a model that cannot be divided is split by layers",
-            also=("tp", "tensor-parallel-degree", "num-gpus"), env=("TENSOR_PARALLEL_DEGREE",))
+            also=("tp", "tensor-parallel-degree", "tensor-parallel-size", "num-gpus"), env=("TENSOR_PARALLEL_DEGREE",))
     gpu_split: tuple[int, ...] = key((), Sizes(), PLACEMENT,
             "most memory of each accelerator, or of the first, the second, ...; 0: do not use it",
             unset="all", also=("max-gpu-memory", "exllama-gpu-split"))

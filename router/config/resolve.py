@@ -319,7 +319,10 @@ class _Resolution:
         if device is None or device.rank < layers.rank or (device.rank == layers.rank and not device.value):
             fields["device"] = ("cpu",)
         elif device.rank == layers.rank and device.value != ("cpu",):
-            self._fail(layers.place, f"n-gpu-layers = 0 means device = cpu, but device is {','.join(device.value)}")
+            self._fail(
+                layers.place,
+                f"n-gpu-layers = 0 means device = cpu, but device is {','.join(device.value)}; remove one of the two",
+            )
 
     def _chunk(self, settings: Layer, fields: dict[str, Any]) -> None:
         """Keep the default of prefill-chunk beside llama-server's batch-size, which never raises ubatch-size."""

@@ -159,7 +159,10 @@ def test_a_key_that_is_not_offered_is_rejected_with_the_remedy(line: str, messag
         ("revision = v1", "revision belongs to a repository of the hub"),
         ("ctx-size = 10\nmax-input-tokens = 10", "max-input-tokens must be less than ctx-size"),
         ("min-residency = 11", "min-residency must not be more than --swap-patience, 10 s"),
-        ("ngl = 0\ndevice = cuda:1", "n-gpu-layers = 0 means device = cpu, but device is cuda:1"),
+        (
+            "ngl = 0\ndevice = cuda:1",
+            "n-gpu-layers = 0 means device = cpu, but device is cuda:1; remove one of the two",
+        ),
         ("chat-template = {{ x }}\nchat-template-file = qwen.jinja", "are both set; remove one"),
         ("hf-repo = a/b", "hf-repo and model (line 2) both name a source; remove one"),
         ("LLAMA_ARG_PORT = 1", "use --port"),
