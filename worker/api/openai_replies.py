@@ -26,13 +26,13 @@ class _ChoiceState:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     # all computed tokens, in the end including those that are not shown
     tokens: list[int] = field(default_factory=list)
-    finish: FinishReason | None = None
+    last: Delta = field(default_factory=Delta)
 
     def add(self, delta: Delta) -> None:
         self.text.append(delta.text)
         self.logprobs.extend(delta.logprobs)
         self.tokens.extend((*delta.tokens, *delta.hidden_tokens))
-        self.finish = delta.finish or self.finish
+        self.last = delta
 
     def mean_logprob(self) -> float:
         known = [entry.logprob for entry in self.logprobs if entry.logprob is not None]
@@ -111,6 +111,15 @@ class _OpenAiWriter:
     def _has_logprobs(self) -> bool:
         return self._logprob_settings.logprobs is not None
 
+    def _finish(self, number: int, last: Delta, reason: str | None) -> Json:
+        """Return the reason of a choice's end, and vLLM's `stop_reason`: the request's stop string or stop token that
+        ended it; null after the model's own end or at the token limit. `last`: the last delta of the choice."""
+        stop: str | int | None = last.stop
+        if last.finish == "stop" and stop is None:
+            ended = (*last.tokens, *last.hidden_tokens)[-1:]
+            stop = next((token for token in ended if token in self._generations[number].ends), None)
+        return {"finish_reason": reason, "stop_reason": stop}
+
     def _ids(self, choice: _ChoiceState) -> Json:
         return {"token_ids": choice.tokens} if self._logprob_settings.return_token_ids else {}
 
@@ -171,7 +180,7 @@ class ChatWriter(_OpenAiWriter):
                     "index": index,
                     "message": answer.message(),
                     "logprobs": self._logprobs(choice.logprobs) if self._has_logprobs else None,
-                    "finish_reason": answer.finish_reason(choice.finish),
+                    **self._finish(0, choice.last, answer.finish_reason(choice.last.finish)),
                     **self._ids(choice),
                 }
                 for index, (choice, answer) in enumerate(zip(choices, self._answers, strict=True))
@@ -203,8 +212,8 @@ class ChatWriter(_OpenAiWriter):
             frames.append(self._delta(delta.index, part, pending, **self._timings()))
             pending = self._pending[delta.index] = _ChoiceState()
         if delta.finish is not None:
-            reason = answer.finish_reason(delta.finish)
-            frames.append(self._delta(delta.index, {}, pending, reason, **self._timings(is_last=True)))
+            finish = self._finish(number, delta, answer.finish_reason(delta.finish))
+            frames.append(self._delta(delta.index, {}, pending, finish, **self._timings(is_last=True)))
         return b"".join(frames)
 
     def _delta(
@@ -212,16 +221,16 @@ class ChatWriter(_OpenAiWriter):
         index: int,
         delta: Json,
         pending: _ChoiceState | None = None,
-        finish: str | None = None,
+        finish: Json | None = None,
         **further: Any,
     ) -> bytes:
-        """Return a chunk. `pending`: tokens that no chunk has reported yet."""
+        """Return a chunk. `pending`: tokens that no chunk has reported yet; `finish`: fields of the last chunk."""
         pending = pending or _ChoiceState()
         choice = {
             "index": index,
             "delta": delta,
             "logprobs": self._logprobs(pending.logprobs) if pending.logprobs else None,
-            "finish_reason": finish,
+            **(finish or {"finish_reason": None}),
             **self._ids(pending),
         }
         return self._chunk(choice, **further)
@@ -289,10 +298,9 @@ class TextWriter(_OpenAiWriter):
                 prompt = prompts.get(number, ())
                 logprobs = self._legacy(number).arrays(self._echoed(prompt), choice.logprobs)
                 text = self._echoes[number] + "".join(choice.text)
-                choice_body = self._choice(len(choices), text, logprobs if self._has_logprobs else None, choice.finish)
-                choices.append(
-                    choice_body | self._prompt_logprobs(prompt) | self._ids(choice) | self._prompt_ids(number)
-                )
+                choice_body = self._choice(len(choices), text, logprobs if self._has_logprobs else None)
+                choice_body |= self._finish(number, choice.last, choice.last.finish) | self._prompt_logprobs(prompt)
+                choices.append(choice_body | self._ids(choice) | self._prompt_ids(number))
         return {**self._head, "choices": choices, "usage": self._totals.usage(), "timings": self._totals.timings()}
 
     def frames(self, number: int, delta: Delta) -> bytes:
@@ -301,7 +309,7 @@ class TextWriter(_OpenAiWriter):
         if delta.progress is not None:
             if not self._chunk_options.has_progress:
                 return b""
-            return self._chunk(self._choice(index, "", None, None), **self._chunk_options.progress(delta.progress))
+            return self._chunk(self._choice(index, "", None), **self._chunk_options.progress(delta.progress))
         text, prompt_ids = delta.text, {}
         if key not in self._streams:
             self._streams[key] = self._legacy(number)
@@ -311,11 +319,12 @@ class TextWriter(_OpenAiWriter):
         pending.add(delta)
         frames = []
         if text or delta.prompt_logprobs or prompt_ids:
-            choice_body = self._choice(index, text, self._arrays(key, delta.prompt_logprobs, pending), None)
+            choice_body = self._choice(index, text, self._arrays(key, delta.prompt_logprobs, pending))
             frames.append(self._chunk(choice_body | self._ids(pending) | prompt_ids, **self._timings()))
             pending = self._pending[key] = _ChoiceState()
         if delta.finish is not None:
-            choice_body = self._choice(index, "", self._arrays(key, (), pending), delta.finish)
+            choice_body = self._choice(index, "", self._arrays(key, (), pending))
+            choice_body |= self._finish(number, delta, delta.finish)
             frames.append(self._chunk(choice_body | self._ids(pending), **self._timings(is_last=True)))
         return b"".join(frames)
 
@@ -332,7 +341,9 @@ class TextWriter(_OpenAiWriter):
         if not self._is_only_echo:
             return self._logprob_settings.cut(delta)
         self._totals.without_completion()
-        return replace(delta, text="", tokens=(), hidden_tokens=(), logprobs=(), finish=delta.finish and "length")
+        return replace(
+            delta, text="", tokens=(), hidden_tokens=(), logprobs=(), finish=delta.finish and "length", stop=None
+        )
 
     def _arrays(self, key: tuple[int, int], prompt: Sequence[TokenLogprob], pending: _ChoiceState) -> Json | None:
         if not self._has_logprobs or not (prompt or pending.logprobs):
@@ -340,8 +351,8 @@ class TextWriter(_OpenAiWriter):
         return self._streams[key].arrays(prompt, pending.logprobs)
 
     @staticmethod
-    def _choice(index: int, text: str, logprobs: Json | None, finish: FinishReason | None) -> Json:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+    def _choice(index: int, text: str, logprobs: Json | None) -> Json:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
 
 
 class LegacyLogprobs:

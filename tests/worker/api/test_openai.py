@@ -417,6 +417,7 @@ async def test_the_answer_of_a_chat_has_the_format_of_the_api() -> None:
                 "message": {"role": "assistant", "content": "0 G"},
                 "logprobs": None,
                 "finish_reason": "length",
+                "stop_reason": None,
             }
         ],
         "usage": {
@@ -449,12 +450,29 @@ async def test_the_stream_of_a_chat_has_the_format_of_the_api() -> None:
     assert first["choices"] == [{**choice, "delta": {"role": "assistant", "content": None}}]
     assert one["choices"] == [{**choice, "delta": {"content": "0"}}]
     assert two["choices"] == [{**choice, "delta": {"content": " G"}}]
-    assert last["choices"] == [{**choice, "delta": {}, "finish_reason": "length"}]
+    assert last["choices"] == [{**choice, "delta": {}, "finish_reason": "length", "stop_reason": None}]
     assert done == "[DONE]"
     assert {chunk["object"] for chunk in (first, one, two, last)} == {"chat.completion.chunk"}
     assert len({chunk["id"] for chunk in (first, one, two, last)}) == 1
     assert "usage" not in first
     assert [("timings" in chunk) for chunk in (first, one, two, last)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("asked", [{"stop": ["never", "G"]}, {"stop_token_ids": [408, 5]}, {"ignore_eos": False}])
+async def test_the_stop_string_or_token_that_ended_an_answer_is_named_as_in_vllm(asked: dict[str, Any]) -> None:
+    made = model()
+    expected = {"stop": "G", "stop_token_ids": 408, "ignore_eos": None}[next(iter(asked))]
+    chat, text = {**CHAT, **asked}, {"prompt": "a", **asked}
+    for call in (await openai.chat(chat, made), await openai.completions(text, made)):
+        [choice] = (await whole(call, made.engine))["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", expected)
+    for call in (
+        await openai.chat(chat | {"stream": True}, made),
+        await openai.completions(text | {"stream": True}, made),
+    ):
+        ends = [chunk["choices"][0] for chunk in (await streamed(call, made.engine))[:-1]]
+        assert (ends[-1]["finish_reason"], ends[-1]["stop_reason"]) == ("stop", expected)
+        assert not any("stop_reason" in choice for choice in ends[:-1])
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
@@ -575,7 +593,7 @@ async def test_the_answer_of_a_completion_has_the_format_of_the_api() -> None:
     assert body["id"].startswith("cmpl-")
     assert body["object"] == "text_completion"
     assert body["choices"] == [
-        {"index": index, "text": text, "logprobs": None, "finish_reason": "length"}
+        {"index": index, "text": text, "logprobs": None, "finish_reason": "length", "stop_reason": None}
         for index, text in enumerate(["0 G", "1 G", "0 G", "1 G"])
     ]
     assert body["usage"]["prompt_tokens"] == 4

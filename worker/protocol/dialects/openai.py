@@ -18,6 +18,7 @@ from worker.protocol.schema import (
     ANY_OBJECT,
     ANYTHING,
     COUNT,
+    NULL,
     NUMBER,
     TEXT,
     Body,
@@ -295,6 +296,7 @@ _TEXT_CHOICE: dict[str, Schema] = {
 }
 _HEAD: dict[str, Schema] = {"created": COUNT, **members(TEXT, "id", "model", "system_fingerprint")}
 # Members that some requests ask for, or that only the last chunk has.
+_STOP_REASON: dict[str, Schema] = {"stop_reason": any_of(TEXT, COUNT, NULL)}
 _IDS = several(COUNT)
 _OF_PROMPT: dict[str, Schema] = {"prompt_logprobs": _PROMPT_LOGPROBS, "prompt_token_ids": _IDS}
 _OF_CHUNK: dict[str, Schema] = {
@@ -328,7 +330,9 @@ COMPONENTS: Mapping[str, Schema] = {
         {
             **_HEAD,
             "object": const("chat.completion"),
-            "choices": several(shape({**_CHOICE, "message": _REPLY, "finish_reason": _FINISH}, {"token_ids": _IDS})),
+            "choices": several(
+                shape({**_CHOICE, **_STOP_REASON, "message": _REPLY, "finish_reason": _FINISH}, {"token_ids": _IDS})
+            ),
             "usage": ref("Usage"),
             "timings": ref("Timings"),
         },
@@ -339,7 +343,10 @@ COMPONENTS: Mapping[str, Schema] = {
             **_HEAD,
             "object": const("chat.completion.chunk"),
             "choices": several(
-                shape({**_CHOICE, "delta": shape({}, _DELTA), "finish_reason": or_null(_FINISH)}, {"token_ids": _IDS})
+                shape(
+                    {**_CHOICE, "delta": shape({}, _DELTA), "finish_reason": or_null(_FINISH)},
+                    {"token_ids": _IDS, **_STOP_REASON},
+                )
             ),
         },
         {**_OF_CHUNK, "prompt_token_ids": _IDS},
@@ -348,7 +355,7 @@ COMPONENTS: Mapping[str, Schema] = {
         {
             **_HEAD,
             "object": const("text_completion"),
-            "choices": several(shape(_TEXT_CHOICE, {"token_ids": _IDS, **_OF_PROMPT})),
+            "choices": several(shape(_TEXT_CHOICE, {"token_ids": _IDS, **_OF_PROMPT, **_STOP_REASON})),
         },
         _OF_CHUNK,
     ),
