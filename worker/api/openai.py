@@ -104,6 +104,8 @@ async def _parse_chat(
     conversation = replace(chats.read(fields, model.template, no_vision=model.engine.no_vision), before=before)
     tooling = tools.read(fields, conversation.tools, has_place=model.template.mentions("tools"))
     separate_reasoning = _reads_reasoning(fields, model)
+    if fields.flag("store"):
+        fields.mark_unused("store")
     include_reasoning = fields.flag("include_reasoning") is not False
     if not (include_reasoning or separate_reasoning):
         raise InvalidValue(

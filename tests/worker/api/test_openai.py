@@ -114,6 +114,11 @@ async def test_an_invalid_field_of_a_completion_is_rejected_by_name(
     assert (caught.value.status, caught.value.param, caught.value.reason) == (400, param, reason)
 
 
+@pytest.mark.parametrize("body", [{"store": True}, {"prediction": {"type": "content", "content": "hi"}}])
+async def test_a_field_that_changes_no_answer_is_reported_as_ignored(body: dict[str, Any]) -> None:
+    assert (await openai.chat({**CHAT, **body}, model())).ignored == tuple(body)
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -77,7 +77,7 @@ NEUTRAL: Body = {
     **members(_TUNES, "mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent", "adaptive_decay"),
     **members(_TUNES, "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
     **members(_TUNES, "length_penalty", "early_stopping"),
-    **members(_NULL, "audio", "web_search_options", "prediction"),
+    **members(_NULL, "audio", "web_search_options"),
     **members(_NO, "store", "grammar_lazy", "thinking_forced_open", "use_beam_search", "echo", "return_hidden_states"),
     "raw_scores": _NO,
     **members(_YES, "parse_tool_calls", "include_reasoning", "use_activation"),

@@ -211,6 +211,7 @@ CHAT: Body = {
     "top_logprobs": integer(0, None, "At most the model's max-logprobs."),
     "reasoning_format": choice(("none", "auto", "deepseek")),
     "include_reasoning": flag("false: the reasoning is omitted."),
+    "store": flag("No effect: nothing is stored."),
     "add_special_tokens": one_of([False], "Not supported: the chat template adds them."),
     "adapters": ADAPTERS,
     "lora": ADAPTERS,
