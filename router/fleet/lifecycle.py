@@ -474,4 +474,6 @@ def _request_ended(worker: Worker, fleet: Fleet, event: RequestEnded) -> None:
         outcome=event.outcome,
         ttft=event.ttft,
         token_seconds=event.token_seconds,
+        prefill_seconds=event.prefill_seconds,
+        decode_seconds=event.decode_seconds,
     )

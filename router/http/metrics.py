@@ -33,6 +33,7 @@ NO_PULSE = Pulse(steps=0, running=0, waiting=0, measured={})
 SPENT = {"fork", "exec", "imports", "config", "tokenizer", "early_start", "read", "copy", "build", "warmup", "server"}
 STAGES = {"download", "wait", "start", "weights", "warmup"}
 TOKEN_KINDS = {"prompt": "prompt_tokens", "cached": "cached_tokens", "completion": "completion_tokens"}
+STEP_STAGES = {"prefill": "prefill_seconds", "decode": "decode_seconds"}
 TOKEN_WAITS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 # Reasons for which a load may end without having failed.
 INTENDED = frozenset(
@@ -82,6 +83,9 @@ class Metrics:
             TOKEN_WAITS,
         )
         self._token_count = RequestCounter("router_tokens", "Tokens by kind.", ("model", "kind"))
+        self._step_seconds = RequestCounter(
+            "router_step_seconds", "Seconds that requests spent in steps of the engine, by stage.", ("model", "stage")
+        )
         self._downloaded = counter("router_download_bytes", "Downloaded bytes.", ["model"])
         self._fetched: dict[str, tuple[int, int]] = {}
         self._evictions = counter("router_evictions", "Workers evicted by the planner.", ["model", "reason"])
@@ -105,8 +109,8 @@ class Metrics:
         self._loop_lag = histogram("router_loop_lag_seconds", "Lateness of a timer of the event loop.", buckets=MOMENTS)
         self._reloads = counter("router_reloads", "Reloads of the presets.", ["result"])
         self._exits = counter("router_worker_exits", "Workers that exited.", ["model", "reason"])
-        own = (self.requests, self.ttft, self.overhead, self._token_seconds, self._token_count, _Gauges(fleet))
-        for collector in own:
+        own = (self.requests, self.ttft, self.overhead, self._token_seconds, self._token_count, self._step_seconds)
+        for collector in (*own, _Gauges(fleet)):
             registry.register(collector)
         events.fold(self._fold)
 
@@ -128,6 +132,9 @@ class Metrics:
                 for kind, field in TOKEN_KINDS.items():
                     if count := data[field]:
                         self._token_count.add(event.model, kind, by=count)
+                for stage, field in STEP_STAGES.items():
+                    if seconds := data.get(field):
+                        self._step_seconds.add(event.model, stage, by=seconds)
                 if data.get("token_seconds"):
                     self._token_seconds.observe(data["token_seconds"], event.model)
             case "progress" if data["stage"] == "download":
@@ -167,7 +174,7 @@ class Metrics:
         for name in {id, *id.split(ID_SEPARATOR)} - listed:
             self._fresh.pop(name, None)
             self._fetched.pop(name, None)
-            for own in (self.requests, self.ttft, self._token_seconds, self._token_count):
+            for own in (self.requests, self.ttft, self._token_seconds, self._token_count, self._step_seconds):
                 own.forget(name)
             for metric in (
                 self._loads, self._load_seconds, self._start_seconds, self._downloaded, self._evictions, self._queued,
@@ -208,7 +215,11 @@ class Metrics:
                 self._tokens(model, "prompt") - self._tokens(model, "cached"), "Prompt tokens computed."
             ),
             "prompt_tokens_cached_total": (self._tokens(model, "cached"), "Prompt tokens found in the cache."),
+            "prompt_seconds_total": (self._seconds(model, "prefill"), "Seconds of prefill, summed over prompts."),
             "tokens_predicted_total": (self._tokens(model, "completion"), "Tokens generated."),
+            "tokens_predicted_seconds_total": (
+                self._seconds(model, "decode"), "Seconds after the first token, summed over answers."
+            ),
             "n_decode_total": (pulse.steps, "Steps of the model."),
             "spec_decode_num_draft_tokens_total": (pulse.drafted, "Tokens drafted by speculative decoding."),
             "spec_decode_num_accepted_tokens_total": (pulse.accepted, "Drafted tokens that were accepted."),
@@ -229,6 +240,9 @@ class Metrics:
 
     def _tokens(self, model: str, kind: str) -> float:
         return self._registry.get_sample_value("router_tokens_total", {"model": model, "kind": kind}) or 0.0
+
+    def _seconds(self, model: str, stage: str) -> float:
+        return self._registry.get_sample_value("router_step_seconds_total", {"model": model, "stage": stage}) or 0.0
 
 
 def _kind(name: str) -> str:

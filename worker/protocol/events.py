@@ -97,6 +97,8 @@ class RequestEnded:
     outcome: str = "ok"  # ok, cancelled or error
     ttft: float = 0.0  # seconds from arrival at the worker to the first token; 0.0: no token
     token_seconds: float = 0.0  # mean seconds per token after the first, over all choices; 0.0: no such token
+    prefill_seconds: float = 0.0  # summed over prompts
+    decode_seconds: float = 0.0  # after the first token, summed over choices
     # Idle seconds after which the worker may stop, if the request states it (Ollama). -1.0: never. None: unchanged.
     keep_alive: float | None = None
 

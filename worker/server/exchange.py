@@ -51,6 +51,7 @@ class ServerExchange:
         # Tokens by generation and choice. Of a finished choice: all computed tokens, as `usage` reports them.
         self._tokens: Counter[tuple[int, int]] = Counter()
         self._ttft = 0.0
+        self._prefill_seconds = 0.0
         self._later_tokens = 0  # after the first one of each choice
         self._later_seconds = 0.0
 
@@ -68,6 +69,7 @@ class ServerExchange:
         """Add the timings of a finished choice."""
         if index == 0:
             self._cached_tokens += timings.cached_tokens
+            self._prefill_seconds += timings.prefill_seconds
         if timings.completion_tokens > 1:
             self._later_tokens += timings.completion_tokens - 1
             self._later_seconds += timings.decode_seconds
@@ -81,6 +83,8 @@ class ServerExchange:
             outcome=self.outcome,
             ttft=self._ttft,
             token_seconds=self._later_seconds / self._later_tokens if self._later_tokens else 0.0,
+            prefill_seconds=self._prefill_seconds,
+            decode_seconds=self._later_seconds,
             keep_alive=self.keep_alive,
         )
 

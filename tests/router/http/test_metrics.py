@@ -158,12 +158,16 @@ async def test_the_metrics_of_one_model_include_those_of_llama_server() -> None:
     metrics = Metrics(world.fleet, world.events)
     await world.ask("a")
     world.launcher.say("a", Pulse(steps=9, running=1, waiting=2, measured={"cpu": GIB}, drafted=6, accepted=4))
+    for _ in range(2):
+        world.launcher.say("a", RequestEnded(id="r", prefill_seconds=0.5, decode_seconds=1.5))
     world.launcher.say("a", RequestEnded(id="r", prompt_tokens=8, cached_tokens=3, completion_tokens=7))
     found = samples(metrics, "a")
     assert {name for name in found if "model=" in name and 'model="a"' not in name} == set()
     assert found["llamacpp:prompt_tokens_total"] == 5.0
     assert found["llamacpp:prompt_tokens_cached_total"] == 3.0
     assert found["llamacpp:tokens_predicted_total"] == 7.0
+    assert found["llamacpp:prompt_seconds_total"] == 1.0
+    assert found["llamacpp:tokens_predicted_seconds_total"] == 3.0
     assert found["llamacpp:n_decode_total"] == 9.0
     assert found["llamacpp:requests_processing"] == 1.0
     assert found["llamacpp:requests_deferred"] == 2.0

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from tests.worker import serving as worlds
-from tests.worker.fake_engine import DECODE, FakeEngine
+from tests.worker.fake_engine import DECODE, PREFILL, FakeEngine
 from tests.worker.serving import TOKEN, Serving, chat, serving
 from worker.errors import StartError, Unauthorized
 from worker.protocol.dialects import Dialect
@@ -279,6 +279,7 @@ async def test_each_request_has_one_event_at_its_end() -> None:
         assert event.cached_tokens == 2
         assert event.ttft > 0
         assert event.token_seconds == DECODE / 2, "two choices, of two tokens after the first each"
+        assert (event.prefill_seconds, event.decode_seconds) == (PREFILL, 2 * DECODE)
         await world.post("/v1/embeddings", {"input": ["hi", "ho"]})
         assert (world.events[1].prompt_tokens, world.events[1].completion_tokens) == (4, 0)
         assert world.events[1].ttft == 0
