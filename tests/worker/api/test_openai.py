@@ -64,6 +64,12 @@ async def test_the_presets_token_limit_is_the_default() -> None:
     assert (await only({"max_tokens": -1}, model(n_predict=9))).max_tokens is None
 
 
+async def test_a_text_without_a_limit_has_that_of_the_preset_and_no_other() -> None:
+    for n_predict, expected in ((-1, None), (9, 9)):
+        [generation] = (await openai.completions({"prompt": "a"}, model(n_predict=n_predict))).generations
+        assert generation.max_tokens == expected
+
+
 FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "invalid_value"),
     ({"max_tokens": 5, "min_tokens": 6}, "min_tokens", "invalid_value"),
