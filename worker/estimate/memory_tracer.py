@@ -6,14 +6,14 @@ is possible.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 Step = Callable[[], object]
 
@@ -50,30 +50,29 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         self.operators += 1
+        traits = _traits(func)
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return _worst(args[0].dtype)
-        if func in _WORST_SHAPES and isinstance(args[0], FakeTensor):
-            result = _WORST_SHAPES[func](*args)
+        if traits.worst_shape is not None and isinstance(args[0], FakeTensor):
+            result = traits.worst_shape(*args)
             if result is not None:
                 self._count(result)
                 return result
         if func is torch.ops.aten.split_with_sizes.default and sum(args[1]) != args[0].shape[0] and len(args[1]) == 1:
             return [args[0]]  # the size is a number that is not known: all of it
-        if func in _AS_COMPILED:
+        if traits.as_compiled is not None:
             with self:
-                return _AS_COMPILED[func](*args, **kwargs)
-        if func.namespace == "aten":
+                return traits.as_compiled(*args, **kwargs)
+        if traits.is_composite:
             # In inference mode composite operators arrive whole. Their own allocations have to count, too.
             with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        given = {storage_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+                return func.decompose(*args, **kwargs)
+        given = {storage_key(tensor) for tensor in (*_tensors(args), *_tensors(kwargs.values()))}
         result = func(*args, **kwargs)
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and storage_key(leaf) not in given:
-                self._count(leaf)
-        self._count_briefly(_cast_bytes(func, args, kwargs))
+        for tensor in _tensors((result,)):
+            if storage_key(tensor) not in given:
+                self._count(tensor)
+        self._count_briefly(_cast_bytes(func, traits, args, kwargs))
         return result
 
     def _count_briefly(self, size: int) -> None:
@@ -103,17 +102,26 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 _CPU = torch.device("cpu")
 
 
-def _cast_bytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among arguments or results of an operator: itself, or in lists and tuples."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _cast_bytes(func: Any, traits: "_Traits", args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Return the bytes of copies in another dtype that an operator makes internally on the CPU: of a summed tensor in a
     wider dtype, and of the narrower of two operands (torch 2.13)."""
-    if func in _SUMS:
+    if traits.is_sum:
         summed = args[0]
         wide = kwargs.get("dtype") or (summed.dtype if summed.dtype.is_floating_point else torch.int64)
         return _size_as(wide, summed)
     operands = args[1:] if func is torch.ops.aten.where.self else args
-    if torch.Tag.pointwise not in func.tags or len(operands) != 2:
+    if not traits.is_pointwise or len(operands) != 2:
         return 0
-    if not all(isinstance(operand, torch.Tensor) for operand in operands):
+    if not all(isinstance(operand, torch.Tensor) for operand in operands) or operands[0].dtype == operands[1].dtype:
         return 0
     wide = torch.result_type(*operands)
     return sum(_size_as(wide, operand) for operand in operands)
@@ -197,6 +205,28 @@ _WORST_SHAPES: Mapping[Any, Callable[..., torch.Tensor | None]] = {
     torch.ops.aten.nonzero.default: _every_index,
     torch.ops.aten.index.Tensor: _every_row,
 }
+
+
+class _Traits(NamedTuple):
+    """The properties of an operator that decide how it is traced. They are looked up for each of thousands of calls."""
+
+    worst_shape: Callable[..., torch.Tensor | None] | None
+    as_compiled: Callable[..., torch.Tensor] | None
+    is_composite: bool  # it is computed by other operators
+    is_sum: bool
+    is_pointwise: bool
+
+
+@cache
+def _traits(func: Any) -> _Traits:
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return _Traits(
+        _WORST_SHAPES.get(func),
+        _AS_COMPILED.get(func),
+        func.namespace == "aten" and func.has_kernel_for_dispatch_key(composite),
+        func in _SUMS,
+        torch.Tag.pointwise in func.tags,
+    )
 
 
 def storage_key(tensor: torch.Tensor) -> int:
