@@ -51,6 +51,7 @@ signal.signal(signal.SIGTERM, signal.default_int_handler)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ranks = {TESTS / name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+    slow = {path for path in {item.path for item in items} if any(path.is_relative_to(TESTS / name) for name in SLOW)}
     for item in items:
-        if any(item.path.is_relative_to(TESTS / name) for name in SLOW):
+        if item.path in slow:
             item.add_marker("slow")
