@@ -185,7 +185,7 @@ def fake_steps(chosen: Estimate, ctx_size: int, *, is_short: bool = True) -> Gen
     return GenerationSteps(runner, capacity, chosen, ctx_size)
 
 
-@pytest.mark.parametrize(("family", "rows", "chunk"), [("mamba", 1, 100), ("jamba", 3, 80)])
+@pytest.mark.parametrize(("family", "rows", "chunk"), [("mamba", 1, 72), ("jamba", 3, 80)])
 def test_a_prompt_that_is_traced_in_part_is_never_below_the_whole(
     tmp_path: Path, family: str, rows: int, chunk: int
 ) -> None:
@@ -308,7 +308,7 @@ def assert_static_covers(chosen: Estimate, facts: Checkpoint) -> None:
 
 # Device, ctx-size, parallel, prefill-chunk: a long chunk, many rows and a full context let different parts of a step
 # decide.
-SETTINGS = (("cpu", 256, 3, 256), ("cpu", 96, 16, 24), ("cuda:0", 256, 4, 64))
+SETTINGS = (("cpu", 128, 3, 128), ("cpu", 96, 16, 24), ("cuda:0", 256, 4, 64))
 # One family for each kind of cache, mask and layer.
 KINDS = {
     "llama", "mistral", "mixtral", "falcon-alibi", "gemma2", "gpt_oss", "deepseek_v3", "mamba", "mamba2", "jamba",
@@ -358,15 +358,15 @@ def test_a_draft_model_is_in_both_estimates(
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_static_estimate_at_published_sizes_is_never_below_the_exact_one(tmp_path: Path, name: str) -> None:
-    """Wide enough that the layers decide, not the constant part of the bound. Only config.json exists."""
+    """Wide enough that the layers decide, not the constant part of the bound. Only config.json exists. The devices take
+    turns, since a trace takes long."""
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     facts = checkpoint.read(tmp_path, needs_weights=False)
-    for device, chunk in (("cpu", 64), ("cuda:0", 512)):
-        if name != "Mamba 2.8B" or device == "cpu":  # its scan is a loop over the tokens of a chunk
-            chosen = options(
-                tmp_path, devices=(device,), ctx_size=512, parallel=3, prefill_chunk=chunk, load_format="dummy"
-            )
-            assert_static_covers(chosen, facts)
+    device, chunk = (("cpu", 64), ("cuda:0", 512))[list(PUBLISHED).index(name) % 2]
+    if name == "Mamba 2.8B":  # its scan is a loop over the tokens of a chunk
+        chunk = 32
+    chosen = options(tmp_path, devices=(device,), ctx_size=512, parallel=3, prefill_chunk=chunk, load_format="dummy")
+    assert_static_covers(chosen, facts)
 
 
 @pytest.mark.parametrize(("asked", "bytes_each"), [("bfloat16", 2), ("auto", 4)])
