@@ -58,6 +58,18 @@ async def test_a_chat_uses_a_running_router_that_lists_the_model(up: Router, tmp
     assert (await up.status("a"))["value"] == "loaded"
 
 
+async def test_a_chat_with_a_model_of_the_hub_downloads_it_and_answers(hub: Hub, tmp_path: Path) -> None:
+    make("llama", hub.root / "org" / "chat")
+    environ = {"HF_ENDPOINT": hub.address}
+    words = ("org/chat", "--ctx-size", "128", "--n-predict", "4", "--device", "cpu", "--no-fork-server")
+    code, out, errors = await done(await command("run", *words, folder=tmp_path, environ=environ), "one two\n/bye\n")
+    assert code == 0, errors
+    assert errors.startswith("org/chat: downloading org/chat: ")
+    assert errors.splitlines()[-1].startswith("org/chat: /bye"), "no error behind it"
+    assert out.endswith("\n")
+    assert (tmp_path / "hub" / "models--org--chat" / "snapshots").is_dir()
+
+
 async def test_ctrl_c_stops_an_answer_and_not_the_chat(tmp_path: Path) -> None:
     snapshot = fake_snapshot(tmp_path / "tiny", hang_after=1)
     chat = await command("run", str(snapshot), *fake(tmp_path), folder=tmp_path)
