@@ -27,6 +27,9 @@ spec-type = ngram-mod
 model = {models}/plain
 model-draft = {models}/small
 speculative_length = 4
+[heavy]
+model = {models}/plain
+model-draft = {models}/large
 [foreign]
 model = {models}/plain
 model-draft = {models}/foreign
@@ -38,6 +41,7 @@ async def models(real: Router) -> AsyncIterator[Path]:
     folder = real.models / "speculation"
     tiny.make("llama", folder / "plain")
     tiny.make("llama", folder / "small")  # the same: each of its drafts is accepted
+    tiny.make("llama", folder / "large", hidden_size=1024, intermediate_size=4096)
     tiny.make("mamba", folder / "foreign")
     yield folder
     shutil.rmtree(folder)
@@ -73,6 +77,17 @@ async def test_presets_that_draft_give_the_text_of_one_that_does_not(up: Router)
     async with asyncio.timeout(DEADLINE):  # the counts come with the worker's next pulse
         while counted not in (await up.client.get("/metrics")).text:
             pass
+
+
+async def test_the_weights_of_a_draft_model_are_reserved(up: Router, models: Path) -> None:
+    reserved = {}
+    for model in ("plain", "heavy"):  # the second one may evict the first
+        await completion(up, model)
+        rows = (await up.client.get("/router/state")).json()["workers"]
+        [reserved[model]] = [row["reserved"]["cpu"] for row in rows if row["model"].split(",")[0] == model]
+    draft = (models / "large" / "model.safetensors").stat().st_size
+    # What is learned about the process after the first load differs by a few MiB.
+    assert reserved["heavy"] >= reserved["plain"] + 0.9 * draft
 
 
 async def test_a_model_that_cannot_draft_is_refused_with_its_name(up: Router) -> None:
