@@ -33,6 +33,19 @@ async def rejected(client: aiohttp.ClientSession, url: str, field: str, text: st
         assert "maximum context length" in await answer.text()
 
 
+@pytest.mark.asyncio(loop_scope="session")
+async def test_the_router_keeps_no_body_of_a_request_that_has_ended(up: Router) -> None:
+    """Bodies are few objects, so the garbage collector does not run for them."""
+    content = b'{"model": "unknown", "prompt": "' + b"x" * (20 * MIB) + b'"}'
+    pid = up.process.pid
+    for _ in range(2):
+        assert (await up.client.post("/v1/completions", content=content)).status_code == 404
+    before = memory(pid, "VmRSS")
+    for _ in range(12):
+        assert (await up.client.post("/v1/completions", content=content)).status_code == 404
+    assert memory(pid, "VmRSS") - before < 60 * MIB
+
+
 @pytest.mark.slow
 async def test_over_long_prompts_take_no_more_memory_than_their_bodies_and_give_it_back(tmp_path: Path) -> None:
     snapshot = tiny.make("llama", tmp_path / "tiny", max_position_embeddings=2048)
