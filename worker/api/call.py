@@ -98,6 +98,17 @@ async def read_texts(
     return prompts, [item if isinstance(item, str) else None for item in items]
 
 
+def check_choices(prompts: int, n: int) -> None:
+    """Raise InvalidValue if a request has more than MAX_TEXTS choices over all its prompts. Each choice takes memory
+    from the beginning: 260,000 took 700 MiB."""
+    if prompts * n > MAX_TEXTS:
+        raise InvalidValue(
+            f"{prompts} prompts with {n} choices each are more than {MAX_TEXTS} choices; send fewer prompts, or a lower"
+            " n",
+            param="prompt",
+        )
+
+
 def _without_media(item: Json, name: str) -> Any:
     """Return the text of an object that may also hold media: `prompt_string`, or `content` as a string or as text
     parts.

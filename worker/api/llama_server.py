@@ -9,6 +9,7 @@ from typing import Any
 from worker.api.call import (
     GenerationCall,
     JsonAnswer,
+    check_choices,
     data_frame,
     read_ping_interval,
     read_stream_flag,
@@ -78,6 +79,7 @@ def _completion(fields: BodyFields, model: ServedModel, prompts: list[list[int]]
     max_tokens = _n_predict(fields, options.n_predict)
     has_timings = read_stream_flag(fields, "timings_per_token", stream=stream)
     n = fields.any_of(fields.integer, "n", "n_cmpl") or 1
+    check_choices(len(prompts), n)
     ping_interval = read_ping_interval(fields)
     adapters = adapter_choice.read(fields, "lora", "adapters", prompts=len(prompts))
     draft_limits = sampling_options.read_draft_limits(fields, speculates=options.speculates)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from worker.api.call import GenerationCall, JsonAnswer, ReplyWriter, read_texts
+from worker.api.call import GenerationCall, JsonAnswer, ReplyWriter, check_choices, read_texts
 from worker.api.openai_options import CommonOptions, read_common_options
 from worker.api.openai_replies import ChatWriter, TextWriter
 from worker.api.served_model import ServedModel
@@ -257,6 +257,7 @@ async def completions(body: Json, model: ServedModel) -> GenerationCall:
     best_of = _best_of(fields, common)
     add_special = fields.flag("add_special_tokens") is not False
     prompts, texts = await _read_prompts(fields, model, common, suffix, add_special=add_special)
+    check_choices(len(prompts), best_of)
     adapters = adapter_choice.read(fields, "adapters", "lora", prompts=len(prompts))
     ignored = fields.check_unknown(strict=model.options.strict_fields)
     id = f"cmpl-{uuid.uuid4().hex}"

@@ -104,3 +104,12 @@ async def test_a_body_that_is_contradictory_or_beyond_the_model_is_rejected_with
     with pytest.raises(RequestError) as caught:
         await handler(name)(body)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("name", ["completion", "completions"])
+async def test_the_choices_of_all_prompts_together_are_limited(name: str) -> None:
+    call = handler(name)
+    await call({"prompt": ["hi"] * 16, "n": 128, "max_tokens": 1})
+    with pytest.raises(RequestError, match="17 prompts with 128 choices each are more than 2048 choices") as failure:
+        await call({"prompt": ["hi"] * 17, "n": 128, "max_tokens": 1})
+    assert (failure.value.status, failure.value.param) == (400, "prompt")
