@@ -42,8 +42,8 @@ KINDS: list[dict[str, Any]] = [
 ]  # fmt: skip
 CTX, ROWS, MARGIN = 256, 2, 16
 KEYS = (f"ctx-size = {CTX}", f"parallel = {ROWS}", "threads = 1")
-# Grammars with tables for some hundred tokens, and a thirty-second of at most 300 MiB of shared data.
-MOST_LATER = GRAMMAR_BYTES + MIB + 300 * MIB // 32
+# The fixed amount: grammars with tables for some hundred tokens, and a sixteenth of at most 300 MiB of shared data.
+MOST_LATER = GRAMMAR_BYTES + MIB + 300 * MIB // 16
 
 
 def account(pid: int) -> dict[str, int]:

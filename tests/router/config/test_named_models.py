@@ -157,20 +157,30 @@ def test_model_names_are_given_once_per_model_in_their_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "expected"),
+    ("environ", "expected", "without_effect"),
     [
-        ({"HF_MODEL_ID": "org/model"}, {"org/model": "org/model"}),
-        ({"OPTION_MODEL_ID": "/home/me/llama"}, {"llama": "/home/me/llama"}),
-        ({"OPTION_MODEL_ID": "org/one", "HF_MODEL_ID": "org/two"}, {"org/one": "org/one"}),
-        ({"SERVING_LOAD_MODELS": "test::MPI=/home/me/llama"}, {"llama": "/home/me/llama"}),
-        ({"SERVING_LOAD_MODELS": "[a:v1:Python:*]=org/one,[b]=org/two"}, {"org/one": "org/one", "org/two": "org/two"}),
-        ({"HF_MODEL_ID": "org/two", "SERVING_LOAD_MODELS": "test::Python=/home/me/llama"}, {"org/two": "org/two"}),
+        ({"HF_MODEL_ID": "org/model"}, {"org/model": "org/model"}, ""),
+        ({"OPTION_MODEL_ID": "/home/me/llama"}, {"llama": "/home/me/llama"}, ""),
+        ({"OPTION_MODEL_ID": "org/one", "HF_MODEL_ID": "org/two"}, {"org/one": "org/one"}, "HF_MODEL_ID"),
+        ({"OPTION_MODEL_ID": "org/one", "HF_MODEL_ID": "org/one"}, {"org/one": "org/one"}, ""),
+        ({"SERVING_LOAD_MODELS": "test::MPI=/home/me/llama"}, {"llama": "/home/me/llama"}, ""),
+        (
+            {"SERVING_LOAD_MODELS": "[a:v1:Python:*]=org/one,[b]=org/two"},
+            {"org/one": "org/one", "org/two": "org/two"},
+            "",
+        ),
+        (
+            {"HF_MODEL_ID": "org/two", "SERVING_LOAD_MODELS": "test::Python=/home/me/llama"},
+            {"org/two": "org/two"},
+            "SERVING_LOAD_MODELS",
+        ),
     ],
 )
 def test_variables_of_lmi_name_models_that_are_loaded_at_start(
-    environ: dict[str, str], expected: dict[str, str]
+    environ: dict[str, str], expected: dict[str, str], without_effect: str
 ) -> None:
     loaded = start({}, environ=environ)
-    assert (loaded.problems, loaded.warnings) == ((), ())
+    assert loaded.problems == ()
+    assert [warning.key for warning in loaded.warnings] == ([without_effect] if without_effect else [])
     assert {id: preset.repo or preset.path for id, preset in loaded.presets.items()} == expected
     assert all(preset.load_on_startup for preset in loaded.presets.values())

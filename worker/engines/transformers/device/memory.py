@@ -25,10 +25,9 @@ _SAMPLE_INTERVAL, _SAMPLE_GROWTH = 10.0, 4 << 20
 _MAX_AREAS = 256
 # Sample: 64 consecutive pages of every 4 x 64 in areas with data, and of every 8 x 64 in others.
 _SAMPLE_PAGES, _DATA_STRIDE, _FILE_STRIDE = 64, 4, 8
-# Upper limits of the data that a worker shares with its fork server and then copies by writing: one byte of so many.
-# Measured: 3 to 4 % until the load is prepared. After the load 1.0 to 1.3 % by 1,500 varied requests, and 2.6 % with
-# grammars.
-_COPIED_BY_LOAD, _COPIED_BY_REQUESTS = 16, 32
+# Upper limit of the data that a worker shares with its fork server and then copies by writing: one byte of so many. A
+# guess. Measured: 3 to 4 % until the load is prepared, 1.0 to 1.3 % by 1,500 varied requests, 2.6 % with grammars.
+_COPIED_SHARE = 16
 # malloc.h. With one arena per thread, memory freed by one thread could not be used by others.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _OMP_PAUSE_HARD = 2  # omp.h
@@ -159,7 +158,7 @@ class Inheritance:
     def lower_bound(self) -> int:
         """A lower bound of `bytes` without a sample, for a process that has mapped no weights: all its mapped files are
         libraries."""
-        return self._data - self._data // _COPIED_BY_LOAD + _status("RssFile") if self.is_forked else 0
+        return self._data - self._data // _COPIED_SHARE + _status("RssFile") if self.is_forked else 0
 
     def data(self) -> int:
         """Those of `bytes` that this process would copy by writing to them."""
@@ -202,9 +201,11 @@ inheritance = Inheritance()  # of this process, or of the one that it was forked
 
 
 def yet_to_copy() -> int:
-    """Upper limit of the bytes shared with the fork server that requests to a loaded worker write to, so that it then
-    owns them."""
-    return inheritance.data() // _COPIED_BY_REQUESTS
+    """Estimate of the bytes shared with the fork server that this process will write to and then own.
+
+    Measured: 5 of 266 MiB between the end of a load and the end of many requests. A sixteenth is a guess for others.
+    """
+    return inheritance.data() // _COPIED_SHARE
 
 
 def keep_small() -> None:
