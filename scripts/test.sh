@@ -34,8 +34,9 @@ step mypy
 export OMP_NUM_THREADS=1
 # Where it is set, each of the many processes of the tests would compile the modules of this project again.
 unset PYTHONDONTWRITEBYTECODE
-# Two processes. A file runs in one of them; tests/conftest.py puts the longest files first.
-step pytest -n 2 --dist loadfile --no-loadscope-reorder ${tests[@]+"${tests[@]}"}
+# Three processes keep two cores busy, since many tests wait for other processes. A file runs in one of them;
+# tests/conftest.py puts the longest files first.
+step pytest -n 3 --dist loadfile --no-loadscope-reorder ${tests[@]+"${tests[@]}"}
 
 if [ ${#failed[@]} -gt 0 ]; then
     echo "test.sh: failed: ${failed[*]}" >&2

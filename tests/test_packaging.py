@@ -180,7 +180,7 @@ def test_the_test_command_checks_everything_and_shows_the_tests_last(checkout: P
             "ruff check .",
             "ruff format --check .",
             "mypy",
-            "pytest -n 2 --dist loadfile --no-loadscope-reorder -x tests/router 1",
+            "pytest -n 3 --dist loadfile --no-loadscope-reorder -x tests/router 1",
         ],
     )
 
