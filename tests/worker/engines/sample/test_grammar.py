@@ -574,7 +574,8 @@ def test_the_memory_of_large_regular_expressions_does_not_add_up() -> None:
     before = memory.resident()
     for count in range(60, 72):  # 20 MiB each
         grammars.matcher(Grammar("regex", f"(a{{1000}}){{{count}}}"))
-    assert memory.resident() - before < 100 << 20
+    # CPU time bounds the memory, so a processor that is twice as fast keeps twice as much.
+    assert memory.resident() - before < 140 << 20
 
 
 def test_compiled_grammars_are_kept_but_not_without_bound() -> None:
