@@ -56,7 +56,7 @@ class DraftTables(Protocol):
         """Copy shared blocks before anything is written after their tokens."""
 
     def table(self, segment: Segment) -> BlockTable:
-        """The blocks of the segment's sequence. Another object as soon as they are other blocks."""
+        """The blocks of the segment's sequence. A new object if a block was replaced."""
 
 
 class TargetTables:
@@ -78,7 +78,7 @@ class TargetTables:
 class RowTables:
     """Block tables for a target whose cache has rows: each row has blocks for a whole context.
 
-    A further choice of a prompt reads the prompt again, into its own row.
+    No blocks are shared. With `n` > 1 the draft model reads the prompt once for each choice.
     """
 
     def __init__(self, ctx_size: int):
@@ -95,7 +95,7 @@ class RowTables:
             for block in range(segment.row * self._blocks, (segment.row + 1) * self._blocks):
                 table.append(block)
             self._tables[segment.row] = segment.sequence.id, table
-        # With keys, a sequence that begins like the one before it in this row reuses what is the same.
+        # With keys, a sequence reuses the common beginning of the sequence that had this row before.
         while len(table.keys) < len(segment.sequence.tokens) // BLOCK_TOKENS:
             table.keys.append(next_key(table.keys, segment.sequence))
         return table
