@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import statistics
@@ -157,9 +158,11 @@ def device(setting: Setting) -> Facts:
 
 
 def smoke(setting: Setting) -> Facts:
-    """The tests marked `gpu`: equality with generate, graphs against dynamic steps, constant memory, no waits."""
-    command = [sys.executable, "-m", "pytest", "-v", "-n", "0", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"]
-    command += ["--timeout=100"]
+    """The tests marked `gpu`: equality with generate and with the CPU, graphs against dynamic steps, constant memory,
+    no waits."""
+    # Packages beside torch may warn where the test environment's do not.
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", "-W", "default"]
+    command += ["--timeout=100", "-n", "0" if setting.on_cpu else "6", "tests/gpu"]
     if setting.on_cpu:
         command += ["-k", "test_greedy_text_equals_generate_on_the_device and llama and True"]
     environment = os.environ | {"GPU_TESTS_DEVICE": setting.device}
@@ -169,13 +172,23 @@ def smoke(setting: Setting) -> Facts:
         for line in tests.stdout:
             print(line, end="", file=sys.stderr, flush=True)  # to the log: tracebacks are needed later
             last = line.strip() or last
-            if (ended := re.match(r"\S+::(\S+) (PASSED|FAILED|ERROR)", line)) is not None:
-                passed += ended[2] == "PASSED"
-                failures += [ended[1]] * (ended[2] != "PASSED")
+            if (ended := _test_outcome(line)) is not None:
+                name, outcome = ended
+                passed += outcome == "PASSED"
+                failures += [name] * (outcome != "PASSED")
                 setting.record("tests", {"passed": passed, "failed": failures})
     if tests.returncode or not passed:
         raise Failed(f"{last}; {'; '.join(failures)[:1500]}")
     return {"passed": passed}
+
+
+def _test_outcome(line: str) -> tuple[str, str] | None:
+    """Name and outcome of a test, from a line of `pytest -v`, with or without processes of pytest-xdist."""
+    outcomes = r"(PASSED|FAILED|ERROR)"
+    if (found := re.match(rf"\S+?::(.+?) {outcomes}", line)) is not None:
+        return found[1], found[2]
+    found = re.match(rf"\[gw\d+\] \[ *\d+%\] {outcomes} \S+?::(.+?)\s*$", line)
+    return (found[2], found[1]) if found is not None else None
 
 
 # Models
@@ -260,9 +273,19 @@ def decode(setting: Setting) -> Facts:
             found = {"tokens_per_second": trace.tokens / trace.seconds, "step_ms": 1e3 * gap, "of_floor": floor / gap}
             setting.record(f"{level} at once", found)
             facts |= {f"{level} at once": found}
+        if not setting.on_cpu:
+            facts["memory"] = {
+                "allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved(),
+                "driver": used(setting, os.getpid()), "host": _peak_host_bytes(),
+            }  # fmt: skip
     finally:
         ours.close()
     return facts
+
+
+def _peak_host_bytes() -> int:
+    """Largest main memory of this process, mapped files included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class Stepper:
@@ -283,6 +306,8 @@ class Stepper:
         self._loaded = loader.load_model(self._options, self._config, implementation, lambda _: None)
         self.layers: int = self._config.num_hidden_layers
         self.weights = sum(each.nbytes for each in self._loaded.model.parameters())
+        # Of the last recording: graphs, their bytes outside torch's allocator and in it, and seconds.
+        self.recording: Facts = {}
 
     @contextmanager
     def steps(self, rows: int, length: int) -> Iterator[tuple[Callable[[], object], Callable[[], object], bool]]:
@@ -303,9 +328,14 @@ class Stepper:
         held: dict[str, Any] = {"eager": runner, "best": runner}  # emptied at the end: the steps outlive the block
         is_graph = False
         if not self.setting.on_cpu:
+            before, begin = _driver_and_allocator(), time.monotonic()
             held["best"] = recorded = warmup.record(
                 runner, capacity, PrefillBudget(), ctx_size=length, progress=lambda _: None
             )
+            outside, inside = (now - then for now, then in zip(_driver_and_allocator(), before, strict=True))
+            self.recording = {
+                "graphs": recorded.recorded, "outside": outside, "inside": inside, "seconds": time.monotonic() - begin,
+            }  # fmt: skip
             is_graph = recorded.recorded > 0 and recorded.shape_of(batch) is not None
             del recorded
         del runner, capacity
@@ -322,6 +352,16 @@ class Stepper:
             gc.collect()
             if not self.setting.on_cpu:
                 torch.cuda.empty_cache()
+
+
+def _driver_and_allocator() -> tuple[int, int]:
+    """Used bytes of the device outside torch's allocator, and bytes in it."""
+    import torch
+
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved()
+    return total - free - reserved, reserved
 
 
 def trace(setting: Setting) -> Facts:
@@ -343,7 +383,7 @@ def trace(setting: Setting) -> Facts:
         each = {name: count // stepper.layers for name, count in counted.items() if count >= stepper.layers}
         facts[f"{rows} rows"] = {
             "graph": is_graph, "kernels": sum(counted.values()), "per_layer": sum(each.values()), "file": path.name,
-            "most": {name[:60]: count for name, count in Counter(each).most_common(8)},
+            "most": {name[:60]: count for name, count in Counter(each).most_common(8)}, "recording": stepper.recording,
         }  # fmt: skip
         setting.record(f"{rows} rows", facts[f"{rows} rows"])
         if not counted:
@@ -485,7 +525,8 @@ def _promise(setting: Setting, shared: list[str], estimated: Facts) -> Facts:
     return {
         **{part: estimated[part][0] for part in parts},
         "promised": promised, "measured": max(pulses), "nvml_ready": ready, "nvml_loaded": loaded,
-        "back_after": seconds,
+        "overhead": events.of("ready")[0]["overhead"],
+        "host": max(pulse["measured"]["cpu"] for pulse in events.pulses()), "back_after": seconds,
     }  # fmt: skip
 
 

@@ -113,6 +113,19 @@ def test_steps_of_an_unfinished_part_are_known_to_its_next_run(program: Any, tmp
     assert results.steps("promise") == {"qwen3": {"promised": 2}, "gpt2": {"promised": 3}}
 
 
+@pytest.mark.parametrize(
+    ("line", "outcome"),
+    [
+        ("tests/gpu/test_a.py::test_b[x-{'n': 2}] PASSED      [ 10%]\n", ("test_b[x-{'n': 2}]", "PASSED")),
+        ("[gw0] [ 12%] FAILED tests/gpu/test_a.py::test_b[x-{'n': 2}] \n", ("test_b[x-{'n': 2}]", "FAILED")),
+        ("tests/gpu/test_a.py::test_b \n", None),
+        ("FAILED tests/gpu/test_a.py::test_b - AssertionError\n", None),
+    ],
+)
+def test_outcomes_of_tests_are_read_with_and_without_xdist(line: str, outcome: tuple[str, str] | None) -> None:
+    assert gpu_parts._test_outcome(line) == outcome
+
+
 def test_launching_ahead_fails_if_it_costs_time_or_does_not_happen() -> None:
     """The measurement itself runs in the part `ahead`."""
     rows = {"step by step": 0, "ahead": 95, "step by step, no graphs": 0, "ahead, no graphs": 95}

@@ -1,0 +1,124 @@
+"""On an accelerator: every feature of the engine gives the answers that it gives on the CPU, in float32."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.worker.every_kind import comparable, prompts, requests
+from tests.worker.loaded import DEADLINE, GREEDY, CollectedChoice, collect_choices, generation, load, serving
+from worker.images import EncodedImage
+from worker.interface import AdapterChoice, EncoderInput, GenerationRequest
+from worker.protocol.argv import AdapterSource, encode_adapters
+
+DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda:0")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE != "cpu" and not torch.cuda.is_available(), reason="torch sees no accelerator here"),
+]
+Answers = list[list[CollectedChoice]]
+
+
+async def answers(folder: Path, device: str, wanted: list[GenerationRequest], **changes: Any) -> Answers:
+    """Answers to `wanted`, requested at once."""
+    engine = load(folder, devices=(device,), ctx_size=128, parallel=4, prefill_chunk=16, dtype="float32", **changes)
+    async with serving(engine), asyncio.timeout(DEADLINE):
+        return list(await asyncio.gather(*(collect_choices(engine, each) for each in wanted)))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"kv_tokens": 160}),
+        ("llama", {"ngram_size": 2}),
+        ("gpt2", {}),
+        ("qwen3_moe", {}),
+        ("gemma2", {}),
+        ("gpt_oss", {}),
+        ("deepseek_v2", {}),
+        ("mamba", {}),
+        ("falcon_h1", {}),
+        ("t5", {}),
+    ],
+    ids=str,
+)
+async def test_every_kind_of_request_gets_the_answer_of_the_cpu(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = tiny.make(family, tmp_path)
+    wanted = requests(prompt_logprobs=family != "t5")
+    found = [await answers(folder, device, wanted, **changes) for device in (DEVICE, "cpu")]
+    assert comparable(found[0]) == comparable(found[1])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+async def test_a_draft_model_changes_no_text(family: str, tmp_path: Path) -> None:
+    folder, draft = tiny.make(family, tmp_path / "target"), tiny.make("llama", tmp_path / "draft", seed=3)
+    wanted = requests()
+    found = [await answers(folder, DEVICE, wanted, draft_snapshot=name) for name in (str(draft), "")]
+    assert comparable(found[0]) == comparable(found[1])
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+async def test_a_quantized_cache_gives_the_text_of_the_cpu(kind: str, tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path)
+    wanted = [generation(each, max_tokens=12) for each in prompts()]
+    found = [await answers(folder, device, wanted, kv_cache_dtype=kind) for device in (DEVICE, "cpu")]
+    assert comparable(found[0]) == comparable(found[1])
+
+
+async def test_adapters_give_the_text_of_the_cpu(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="no part of the bundle of scripts/gpu_bundle")
+    from tests import lora
+
+    folder = tiny.make("llama", tmp_path / "model")
+    sources = [
+        AdapterSource(name=name, path=str(lora.make(folder, tmp_path / name, seed=seed)))
+        for seed, name in enumerate(("first", "second"))
+    ]
+    changes: dict[str, Any] = {"adapters": encode_adapters(sources), "max_loras": 2}
+    wanted = [
+        generation(prompt, max_tokens=20, adapter=AdapterChoice(name) if name else None)
+        for prompt in prompts()
+        for name in ("", "first", "second")
+    ]
+    found = [await answers(folder, device, wanted, **changes) for device in (DEVICE, "cpu")]
+    assert comparable(found[0]) == comparable(found[1])
+
+
+async def test_images_give_the_text_of_the_cpu(tmp_path: Path) -> None:
+    pytest.importorskip("PIL", reason="no part of the bundle of scripts/gpu_bundle")
+    from tests import tiny_vision
+
+    folder, found = tiny_vision.make("llava", tmp_path), []
+    for device in (DEVICE, "cpu"):
+        engine = load(folder, devices=(device,), ctx_size=400, parallel=3, prefill_chunk=11, dtype="float32")
+        async with serving(engine), asyncio.timeout(DEADLINE):
+            assert engine.vision is not None
+            images = [
+                EncodedImage(f"image {seed}", tiny_vision.encoded(tiny_vision.picture(40, 30, seed=seed)))
+                for seed in (1, 2)
+            ]
+            text = "<s>Compare PLACE with PLACE now.".replace("PLACE", engine.vision.placeholder)
+            tokens, seen = await engine.vision.read(text, images)
+            wanted = GenerationRequest(
+                id="test", prompt=tuple(tokens), prompt_images=seen, sampling=GREEDY, max_tokens=24
+            )
+            found.append([await collect_choices(engine, wanted)])
+    assert comparable(found[0]) == comparable(found[1])
+
+
+@pytest.mark.parametrize("family", ["bert-embed", "llama-embed"])
+async def test_vectors_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
+    folder, found = tiny.make(family, tmp_path), []
+    texts = [EncoderInput(tuple(range(3, 3 + length))) for length in (4, 31, 1, 9, 60, 5, 12)]
+    for device in (DEVICE, "cpu"):
+        async with serving(load(folder, devices=(device,), parallel=3, prefill_chunk=64)) as engine:
+            found.append(await engine.embed(texts))
+    for one, other in zip(*found, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
