@@ -516,6 +516,10 @@ def _promise(setting: Setting, shared: list[str], estimated: Facts) -> Facts:
     before = 0 if small else used(setting, 0)
     with _worker([*shared, f"--reserved={json.dumps({setting.device: promised})}"]) as (address, events, process):
         ready = used(setting, process.pid) - before
+        grown: Facts = {}
+        for kind, body in _KINDS.items():
+            asyncio.run(_ask(address, {"prompt": [10] * 40, "max_tokens": 8, "ignore_eos": True} | body))
+            grown[kind] = used(setting, process.pid) - before - ready
         asyncio.run(_load(address, setting))
         loaded = used(setting, process.pid) - before
         pulses = _next_pulses(events, setting.device)
@@ -524,7 +528,7 @@ def _promise(setting: Setting, shared: list[str], estimated: Facts) -> Facts:
         seconds = _settled(setting, before, time.monotonic())
     return {
         **{part: estimated[part][0] for part in parts},
-        "promised": promised, "measured": max(pulses), "nvml_ready": ready, "nvml_loaded": loaded,
+        "promised": promised, "measured": max(pulses), "nvml_ready": ready, "nvml_loaded": loaded, "grown": grown,
         "overhead": events.of("ready")[0]["overhead"],
         "host": max(pulse["measured"]["cpu"] for pulse in events.pulses()), "back_after": seconds,
     }  # fmt: skip
@@ -619,21 +623,30 @@ def _client(address: str) -> Any:
     return httpx.AsyncClient(base_url=address, headers=headers, timeout=120.0, trust_env=False)
 
 
+# Requests that may load further kernels into the context of the device, sent one after the other.
+_KINDS: dict[str, Facts] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 1.0, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
+    "penalties": {"temperature": 1.0, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+    "logprobs": {"temperature": 0, "logprobs": 5, "echo": True},
+    "choices": {"temperature": 1.0, "n": 3},
+    "grammar": {"temperature": 0, "response_format": {"type": "json_object"}},
+}
+
+
 async def _load(address: str, setting: Setting) -> None:
     """Prompts of all lengths at once."""
     lengths = [300, 5] if setting.on_cpu else [3000, 5, 800, 1900, 2500, 60, 3500, 400] * 4
+    body = {"max_tokens": 64, "ignore_eos": True, "temperature": 1.0, "top_p": 0.9, "logprobs": 5}
+    bodies = ({"prompt": [10 + place] * length} | body for place, length in enumerate(lengths))
+    await asyncio.gather(*(_ask(address, body) for body in bodies))
+
+
+async def _ask(address: str, body: Facts) -> None:
     async with _client(address) as client:
-
-        async def ask(place: int, length: int) -> None:
-            body = {
-                "model": "m", "prompt": [10 + place] * length, "max_tokens": 64, "ignore_eos": True,
-                "temperature": 1.0, "top_p": 0.9, "logprobs": 5,
-            }  # fmt: skip
-            response = await client.post("/v1/completions", json=body)
-            if response.status_code != 200:
-                raise Failed(f"under load: {response.status_code} {response.text[:300]}")
-
-        await asyncio.gather(*(ask(place, length) for place, length in enumerate(lengths)))
+        response = await client.post("/v1/completions", json={"model": "m"} | body)
+        if response.status_code != 200:
+            raise Failed(f"under load: {response.status_code} {response.text[:300]}")
 
 
 # A load

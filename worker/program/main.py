@@ -233,6 +233,9 @@ def _estimate(command: "Estimate", channel: "RouterChannel") -> None:
     _set_environment(command.threads)
     # A worker that serves has the server imported. Import it before the estimate measures the process.
     import_module("worker.server.server")
+    # The limit is on what depends on the model. Imports took 10 CPU-seconds on a machine with many packages (H100).
+    import_module("worker.engines.transformers.engine")
+    import_module("worker.estimate.estimate")
     limit_cpu(ESTIMATE_CPU_SECONDS)
     if command.tensor_parallel > 1:
         from worker.estimate import tensor_parallel

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from worker.engines.transformers.attention import cpu_attention
+from worker.engines.transformers.attention import cpu_attention, paged_kernel
 from worker.engines.transformers.attention.decode_plan import (
     DecodePlan,
     DecodePlanner,
@@ -36,7 +36,7 @@ from worker.engines.transformers.attention.decode_plan import (
 from worker.engines.transformers.attention.dense import cpu_flash_attention, eager, sdpa
 from worker.engines.transformers.attention.kv_pool import KvPool
 from worker.engines.transformers.device.memory import upload
-from worker.engines.transformers.schedule.kv_cache import BlockTable
+from worker.engines.transformers.schedule.kv_cache import BlockTable, blocks_for
 
 SDPA, EAGER = "packed_sdpa", "packed_eager"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "cache")
@@ -98,6 +98,8 @@ class PackedBatch:
     masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
     # Plans of the decodes by (window, query heads, kernel can merge); shared by the layers likewise.
     plans: dict[tuple[int, int, bool], DecodePlan] = field(default_factory=dict)
+    # Block tables `[decodes, blocks]` and lengths `[decodes]` of the decodes, for `paged_kernel`.
+    tables: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def of(cls, batch: Sequence["PackedSegment"], pool: KvPool) -> "PackedBatch":
@@ -150,6 +152,10 @@ class PackedBatch:
 
     def decode(self, at: LayerAttention, tokens: torch.Tensor) -> torch.Tensor:
         """Attention of the decodes: `tokens` `[decodes, heads, head_dim]`, each the newest of its sequence."""
+        if at.kernel is sdpa and paged_kernel.supports(self.pool):
+            keys, values = self.pool.keys[at.layer], self.pool.values[at.layer]
+            blocks, lengths = self._decode_tables()
+            return paged_kernel.attend(tokens, keys, values, blocks, lengths, window=at.window, scaling=at.scaling)
         # Only torch's CPU kernel returns the log-sum-exp. (Its CUDA kernels do, too, but not through a stable
         # operator.)
         can_merge = at.kernel is sdpa and tokens.device.type == "cpu"
@@ -163,6 +169,20 @@ class PackedBatch:
         for call in plan.calls:
             out[call.indices] = self._call(at, call, tokens[call.indices])
         return out
+
+    def _decode_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`tables`, made by the first layer."""
+        if self.tables is None:
+            counts = [blocks_for(length) for _, length in self.decodes]
+            width, numbers = max(counts), list[int]()
+            for (table, _), count in zip(self.decodes, counts, strict=True):
+                numbers += table.blocks[:count]
+                numbers += [0] * (width - count)
+            numbers += [length for _, length in self.decodes]
+            together = upload(numbers, torch.int64, self.positions.device)
+            rows = len(counts)
+            self.tables = together[:-rows].view(rows, width), together[-rows:]
+        return self.tables
 
     def _merged(self, at: LayerAttention, plan: DecodePlan, tokens: torch.Tensor) -> torch.Tensor:
         """As `decode`, where some sequences lie in several runs.

@@ -5,7 +5,8 @@ them. A graph launches all of them at once, but replays exactly what was recorde
 addresses. So there is a fixed set of batch sizes and of sequence lengths, and a batch is padded to the next of both.
 The numbers of a step (tokens, positions, targets in the pool, lengths, blocks) are copied in one go into buffers that
 never move. Padding rows repeat the first row: they write the same keys and values to the same position, which is
-harmless.
+harmless. Where attention has its Triton kernel (`paged_kernel`), lengths are read on the device, and the length of the
+shape is the whole context.
 
 Only `record` needs CUDA. Without recordings, `GraphRunner` computes the same steps kernel by kernel, which is how the
 tests check it on a machine without a GPU.
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from worker.engines.transformers.attention import paged_kernel
 from worker.engines.transformers.attention.kv_pool import KvPool
 from worker.engines.transformers.attention.paged import LayerAttention
 from worker.engines.transformers.device import cuda_errors
@@ -51,12 +53,15 @@ def block_counts(ctx_size: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < most), most)
 
 
-def graph_shapes(rows: int, ctx_size: int, token_bytes: int) -> tuple[tuple[int, int], ...]:
+def graph_shapes(rows: int, ctx_size: int, token_bytes: int, *, gathers: bool = True) -> tuple[tuple[int, int], ...]:
     """Batch sizes and lengths (in blocks) to record. `token_bytes`: keys and values of one token in one layer.
+    `gathers`: attention reads a copy of the keys and values; else every shape has the whole context.
 
     Shapes that would gather more than GATHERED_BYTES in a layer are left out: such a step computes long enough to hide
     its launches, and its gather buffers would dominate the memory of all graphs.
     """
+    if not gathers:
+        return tuple((size, blocks_for(ctx_size)) for size in batch_sizes(rows))
     return tuple(
         (size, blocks)
         for size in batch_sizes(rows)
@@ -68,19 +73,27 @@ def graph_shapes(rows: int, ctx_size: int, token_bytes: int) -> tuple[tuple[int,
 class GraphLayout:
     """Layout of a step of fixed shape, for attention: views of the buffers, and masks made from them."""
 
-    def __init__(self, pool: KvPool, numbers: torch.Tensor):
-        """`numbers` `[rows, 4 + blocks]`: the buffer, one row for each token."""
+    def __init__(self, pool: KvPool, numbers: torch.Tensor, *, has_kernel: bool):
+        """`numbers` `[rows, 4 + blocks]`: the buffer, one row for each token. `has_kernel`: `paged_kernel` attends."""
         self._pool = pool
         self._targets = numbers[:, _TARGET].contiguous()  # positions in the pool to write
         self._lengths = numbers[:, _LENGTH, None]
-        self._blocks = numbers[:, _BLOCKS:].flatten()
+        self._tables = numbers[:, _BLOCKS:]
         self._rows = len(numbers)
+        self._has_kernel = has_kernel
         self._masks: dict[int, torch.Tensor] = {}
 
     def attend(self, at: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attend from `query` `[1, heads, rows, head_dim]` to the pool; result `[1, rows, heads, head_dim]`."""
         self._pool.write(at.layer, self._targets, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        keys, values = self._pool.gather(at.layer, self._blocks, self._rows)  # [rows, kv_heads, tokens, head_dim]
+        if self._has_kernel:
+            keys, values = self._pool.keys[at.layer], self._pool.values[at.layer]
+            tokens, lengths = query[0].transpose(0, 1), self._lengths[:, 0]
+            return paged_kernel.attend(
+                tokens, keys, values, self._tables, lengths, window=at.window, scaling=at.scaling
+            )[None]
+        # [rows, kv_heads, tokens, head_dim]
+        keys, values = self._pool.gather(at.layer, self._tables.flatten(), self._rows)
         _, heads, rows, head_dim = query.shape
         kv_heads = keys.shape[1]
         # Grouped-query attention: heads that share keys become queries of one head.
@@ -93,8 +106,8 @@ class GraphLayout:
     def _mask(self, window: int, dtype: torch.dtype) -> torch.Tensor:
         """`[rows, 1, 1, tokens]`, added to the scores: each row sees its own tokens, the last `window` of them."""
         if window not in self._masks:
-            tokens = len(self._blocks) // self._rows * BLOCK_TOKENS
-            position = torch.arange(tokens, device=self._blocks.device)
+            tokens = self._tables.shape[1] * BLOCK_TOKENS
+            position = torch.arange(tokens, device=self._tables.device)
             hidden = position >= self._lengths
             if window:
                 hidden |= position < self._lengths - window
@@ -137,7 +150,9 @@ class GraphRunner:
         """Allocate the buffers. `record` makes the graphs."""
         self._runner = runner
         pool, device = runner.pool, runner.device
-        self.shapes = graph_shapes(rows, ctx_size, pool.token_bytes)  # batch sizes and lengths in blocks, rising
+        self._has_kernel = runner.has_decode_kernel
+        # Batch sizes and lengths in blocks, rising.
+        self.shapes = graph_shapes(rows, ctx_size, pool.token_bytes, gathers=not self._has_kernel)
         width = _BLOCKS + blocks_for(ctx_size)
         self._numbers = torch.zeros(rows, width, dtype=torch.int64, device=device)
         # Two, used in turn: the copy of the step in front may still be running. The copy of the step before that has
@@ -212,7 +227,7 @@ class GraphRunner:
             numbers[:, _TOKEN].contiguous(),
             numbers[:, _POSITION].contiguous(),
             torch.arange(rows, device=numbers.device),
-            GraphLayout(self._runner.pool, numbers),
+            GraphLayout(self._runner.pool, numbers, has_kernel=self._has_kernel),
         )
         self._logits[:rows].copy_(logits)
 

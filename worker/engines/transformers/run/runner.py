@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from worker.engines.transformers.attention import paged_kernel
 from worker.engines.transformers.attention.kv_pool import KvPool
-from worker.engines.transformers.attention.paged import AttentionLayout, PackedBatch, PackedSegment
+from worker.engines.transformers.attention.paged import SDPA, AttentionLayout, PackedBatch, PackedSegment
 from worker.engines.transformers.device.memory import upload
 from worker.engines.transformers.load.layer_split import SplitKvPools
 from worker.engines.transformers.load.lora import LoraAdapters, LoraStep
@@ -86,6 +87,11 @@ class PagedRunner:
         """Keys and values of all layers. Only for a model on one device."""
         assert isinstance(self._cache, KvPool), "a split model has a pool on each device"
         return self._cache
+
+    @property
+    def has_decode_kernel(self) -> bool:
+        """True if decodes attend with `paged_kernel`."""
+        return self._model.config._attn_implementation == SDPA and paged_kernel.supports(self.pool)
 
     @property
     def bytes(self) -> int:

@@ -1,0 +1,123 @@
+"""Decode attention on an accelerator: one Triton kernel that reads keys and values through block tables.
+
+Each program computes the query heads of one key-value head of one sequence, over a part of its tokens (flash decoding:
+Dao et al. 2023; online softmax: Milakov and Gimelshein 2018). A second kernel adds up the parts. Lengths and block
+tables are read on the device, so one recorded CUDA graph serves all lengths, nothing is gathered or padded, and a
+sequence may lie anywhere in the pool.
+
+This module imports Triton, which only builds of torch for an accelerator bring along; `is_available` tells.
+"""
+
+import functools
+import importlib.util
+import os
+import shutil
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from worker.engines.transformers.attention.kv_pool import KvPool
+from worker.protocol.memory import BLOCK_TOKENS
+
+# Programs that keep all multiprocessors of a large card busy. A few rows are split into as many parts.
+_PROGRAMS = 512
+_MOST_PARTS = 32
+_LEAST_QUERIES = 16  # rows of the smallest matrix product of Triton
+_TILE_BYTES = 16 << 10  # keys of one step of the loop
+
+
+@functools.cache
+def is_available() -> bool:
+    """True if the kernel can be compiled here: with Triton, and a C compiler for its launcher."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    return importlib.util.find_spec("triton") is not None and compiler is not None
+
+
+def supports(pool: KvPool) -> bool:
+    """True if the kernel can read `pool`: on an accelerator, in the model's own type."""
+    device = pool.device
+    on_accelerator = device.type == "cuda" or (device.type == "cpu" and bool(device.index))  # a fake one of an estimate
+    return on_accelerator and type(pool) is KvPool and is_available()
+
+
+def parts_for(rows: int, kv_heads: int) -> int:
+    """The number of parts into which the tokens of each sequence are divided: a power of two."""
+    parts = 1
+    while parts < _MOST_PARTS and 2 * parts * rows * kv_heads <= _PROGRAMS:
+        parts *= 2
+    return parts
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    blocks: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    window: int,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attention of the newest token of each sequence: `query` `[rows, heads, head_dim]`, result alike.
+
+    keys, values: `[positions, kv_heads, head_dim]` of one layer.
+    blocks: `[rows, any]`, int64: block table of each row. Entries behind its length are not read.
+    lengths: `[rows]`, int64: tokens of each row, at least 1.
+    window: a row sees so many of its last tokens; 0: all.
+    """
+    rows, heads, head_dim = query.shape
+    kv_heads = keys.shape[1]
+    parts = parts_for(rows, kv_heads)
+    query = query.contiguous()
+    out = torch.empty_like(query)
+    sums = query.new_empty(0, dtype=torch.float32)
+    partial = out
+    if parts > 1:
+        partial = query.new_empty(rows, heads, parts, head_dim, dtype=torch.float32)
+        sums = query.new_empty(rows, heads, parts, dtype=torch.float32)
+    if isinstance(query, FakeTensor):  # in an estimate
+        return out
+    _launch(query, keys, values, blocks, lengths, partial, sums, out, parts, window, scaling or head_dim**-0.5)
+    return out
+
+
+def _launch(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    blocks: torch.Tensor,
+    lengths: torch.Tensor,
+    partial: torch.Tensor,
+    sums: torch.Tensor,
+    out: torch.Tensor,
+    parts: int,
+    window: int,
+    scaling: float,
+) -> None:
+    rows, heads, head_dim = query.shape
+    kv_heads = keys.shape[1]
+    width = _power_of_two(head_dim)
+    tile = max(16, min(128, _TILE_BYTES // (width * keys.element_size())))
+    decode, add_up = _kernels()
+    decode[(rows, kv_heads, parts)](
+        query, keys, values, blocks, lengths, partial, sums,
+        blocks.stride(0), lengths.stride(0), keys.stride(0), values.stride(0), scaling,
+        window=window, parts=parts, group=heads // kv_heads, head_dim=head_dim, block_tokens=BLOCK_TOKENS,
+        queries=max(_LEAST_QUERIES, _power_of_two(heads // kv_heads)), width=width, tile=tile,
+        num_warps=4, num_stages=3 if tile * width * keys.element_size() <= _TILE_BYTES else 2,
+    )  # fmt: skip
+    if parts > 1:
+        add_up[(rows * heads,)](partial, sums, out, parts=parts, head_dim=head_dim, width=width, num_warps=1)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+@functools.cache
+def _kernels() -> tuple[Any, Any]:
+    """The two kernels. Triton compiles them for each shape at the first call, and keeps them in its cache folder."""
+    from worker.engines.transformers.attention import triton_decode
+
+    return triton_decode.decode, triton_decode.add_up
