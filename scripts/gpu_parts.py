@@ -773,8 +773,10 @@ async def _swap(setting: Setting, snapshot: Path) -> Facts:
             )
         )
         before = 0 if setting.on_cpu else used(setting, 0)
-        async with router("--models-preset", str(presets), "--models-max", "1") as up:
+        async with router("--models-preset", str(presets), "--models-max", "1", "--fork-server") as up:
+            await up.says("is warm")
             for model in ("one", "two", "one", "two") if not setting.on_cpu else ("one", "two"):
+                await asyncio.sleep(2.5)  # so soon after a load a model is evicted only once idle for 2 s
                 begin = time.monotonic()
                 body = {"model": model, "prompt": [300, 301, 302], "max_tokens": 4, "temperature": 0}
                 response = await up.client.post("/v1/completions", json=body)
