@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.machinery import SourceFileLoader
@@ -470,29 +470,31 @@ def promise(setting: Setting) -> Facts:
     back after a kill."""
     facts, broken = Facts(), []
     families = ["llama"] if setting.on_cpu else list(FAMILIES)
-    # One after the other they would take a third of the part's time.
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ExitStack() as stack:
         asked = {
             family: _asked(setting, family) for family in families if "promised" not in setting.known.get(family, {})
         }
+        # Imports and estimates would take most of the part's time one after the other. Each worker waits for its grant.
+        workers = {family: stack.enter_context(Worker([*asked[family], "--prepare"])) for family in asked}
+        pool = stack.enter_context(ThreadPoolExecutor(os.cpu_count()))
         estimates = {family: pool.submit(_estimate, options) for family, options in asked.items()}
-    for family in families:
-        try:
-            found = (
-                _promise(setting, asked[family], estimates[family].result())
-                if family in asked
-                else setting.known[family]
-            )
-        except Failed as error:
-            broken.append(f"{family}: {error}")
-            setting.record(family, {"error": str(error)})
-            continue
-        facts[family] = found
-        setting.record(family, found)
-        if max(found["measured"], found["nvml_loaded"]) > found["promised"]:
-            broken.append(f"{family}: promised {found['promised'] >> 20} MiB: {found}")
-        elif found["nvml_loaded"] > found["nvml_ready"] + 16 * MIB and not setting.on_cpu:
-            broken.append(f"{family} grew under load after it was ready: {found}")
+        for family in families:
+            try:
+                found = (
+                    _promise(setting, workers[family], estimates[family].result())
+                    if family in asked
+                    else setting.known[family]
+                )
+            except Failed as error:
+                broken.append(f"{family}: {error}")
+                setting.record(family, {"error": str(error)})
+                continue
+            facts[family] = found
+            setting.record(family, found)
+            if max(found["measured"], found["nvml_loaded"]) > found["promised"]:
+                broken.append(f"{family}: promised {found['promised'] >> 20} MiB: {found}")
+            elif found["nvml_loaded"] > found["nvml_ready"] + 16 * MIB and not setting.on_cpu:
+                broken.append(f"{family} grew under load after it was ready: {found}")
     if broken:
         raise Failed("; ".join(broken))
     return facts
@@ -509,23 +511,28 @@ def _asked(setting: Setting, family: str) -> list[str]:
     return [f"--snapshot={snapshot}", f"--devices={setting.device}", *_SIZES[setting.on_cpu]]
 
 
-def _promise(setting: Setting, shared: list[str], estimated: Facts) -> Facts:
+def _promise(setting: Setting, worker: "Worker", estimated: Facts) -> Facts:
     small = setting.on_cpu
     parts = ("weights", "context", "compute", "runtime")
     promised = sum(sum(estimated[part]) for part in parts)
+    process, events = worker.process, worker.events
+    events.wait(lambda: bool(events.of("prepared")))
     before = 0 if small else used(setting, 0)
-    with _worker([*shared, f"--reserved={json.dumps({setting.device: promised})}"]) as (address, events, process):
-        ready = used(setting, process.pid) - before
-        grown: Facts = {}
-        for kind, body in _KINDS.items():
-            asyncio.run(_ask(address, {"prompt": [10] * 40, "max_tokens": 8, "ignore_eos": True} | body))
-            grown[kind] = used(setting, process.pid) - before - ready
-        asyncio.run(_load(address, setting))
-        loaded = used(setting, process.pid) - before
-        pulses = _next_pulses(events, setting.device)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        seconds = _settled(setting, before, time.monotonic())
+    reserved = json.dumps({setting.device: promised})
+    visible = "" if small else os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    worker.send(json.dumps({"devices": [setting.device], "reserved": reserved, "visible": visible}))
+    address = worker.ready()
+    ready = used(setting, process.pid) - before
+    grown: Facts = {}
+    for kind, body in _KINDS.items():
+        asyncio.run(_ask(address, {"prompt": [10] * 40, "max_tokens": 8, "ignore_eos": True} | body))
+        grown[kind] = used(setting, process.pid) - before - ready
+    asyncio.run(_load(address, setting))
+    loaded = used(setting, process.pid) - before
+    pulses = _next_pulses(events, setting.device)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    seconds = _settled(setting, before, time.monotonic())
     return {
         **{part: estimated[part][0] for part in parts},
         "promised": promised, "measured": max(pulses), "nvml_ready": ready, "nvml_loaded": loaded, "grown": grown,
@@ -584,35 +591,43 @@ class Events:
             raise Failed(f"the worker {'ended' if self.ended else 'is not ready'}: {self._all[-2:]}")
 
 
-@contextmanager
-def _worker(options: list[str]) -> Iterator[tuple[str, Events, "subprocess.Popen[str]"]]:
-    """A ready worker: its address, its events, and its process. It is supervised as a router's workers are, since only
-    those report their memory."""
-    command = [
-        *(sys.executable, "-P", "-m", "worker", "serve", "--supervised", f"--parent-pid={os.getpid()}"),
-        *("--listen=tcp:127.0.0.1:0", "--name=m", *options),
-    ]
-    events = Events()
-    with (
-        tempfile.TemporaryFile("w+") as said,
-        subprocess.Popen(command, cwd=ROOT, stdin=-1, stdout=-1, stderr=said, text=True) as process,
-    ):
-        assert process.stdin is not None
-        process.stdin.write(f"{TOKEN}\n")
-        process.stdin.flush()
-        reader = threading.Thread(target=events.read, args=[process.stdout])
-        reader.start()
+class Worker:
+    """A worker process. It is supervised as a router's workers are, since only those report their memory."""
+
+    def __init__(self, options: list[str]):
+        command = [
+            *(sys.executable, "-P", "-m", "worker", "serve", "--supervised", f"--parent-pid={os.getpid()}"),
+            *("--listen=tcp:127.0.0.1:0", "--name=m", *options),
+        ]
+        self.events = Events()
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in __exit__
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=-1, stdout=-1, stderr=self._said, text=True)
+        self._reader = threading.Thread(target=self.events.read, args=[self.process.stdout])
+        self._reader.start()
+        self.send(TOKEN)
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self._reader.join()
+        self._said.close()
+
+    def send(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def ready(self) -> str:
+        """The address, once it is ready."""
         try:
-            try:
-                events.wait(lambda: bool(events.of("ready")))
-            except Failed as error:
-                said.seek(0)
-                raise Failed(f"{error} {said.read()[-600:]}") from None
-            yield "http://" + events.of("ready")[0]["address"].removeprefix("tcp:"), events, process
-        finally:
-            process.kill()
-            process.wait()
-            reader.join()
+            self.events.wait(lambda: bool(self.events.of("ready")))
+        except Failed as error:
+            self._said.seek(0)
+            raise Failed(f"{error} {self._said.read()[-600:]}") from None
+        return "http://" + str(self.events.of("ready")[0]["address"]).removeprefix("tcp:")
 
 
 def _client(address: str) -> Any:
@@ -885,18 +900,19 @@ def ranks(setting: Setting) -> Facts:
         lambda path: tiny.make("llama", path, max_position_embeddings=4096, initializer_range=0.02, **size),
     )  # fmt: skip
     shared = [f"--snapshot={snapshot}", "--dtype=float32", *_SIZES[setting.on_cpu]]
-    with _worker([*shared, f"--devices={setting.device}"]) as (address, _, _):
-        alone = asyncio.run(_texts(address, setting))
+    with Worker([*shared, f"--devices={setting.device}"]) as worker:
+        alone = asyncio.run(_texts(worker.ready(), setting))
     shared += ["--devices=cpu" if setting.on_cpu else "--devices=cuda:0,cuda:1", "--tensor-parallel=2"]
     estimated = _estimate(shared)
     parts = ("weights", "context", "compute", "runtime")
     promised = [sum(estimated[part][shard] for part in parts) for shard in range(len(estimated["weights"]))]
     names = [setting.device] if setting.on_cpu else [f"cuda:{shard}" for shard in range(2)]
     reserved = dict(zip(names, promised, strict=True))
-    with _worker([*shared, f"--reserved={json.dumps(reserved)}"]) as (address, events, _):
+    with Worker([*shared, f"--reserved={json.dumps(reserved)}"]) as worker:
+        address = worker.ready()
         together = asyncio.run(_texts(address, setting))
         asyncio.run(_load(address, setting))
-        measured = [max(_next_pulses(events, name)) for name in reserved]
+        measured = [max(_next_pulses(worker.events, name)) for name in reserved]
     facts = {"promised": promised, "measured": measured}
     if together != alone:
         raise Failed(f"two ranks say something else than one: {together} and {alone}")

@@ -39,6 +39,9 @@ from worker.engines.transformers.device.memory import upload
 from worker.engines.transformers.schedule.kv_cache import BlockTable, blocks_for
 
 SDPA, EAGER = "packed_sdpa", "packed_eager"
+# Calls of a step that is not a recorded graph, above which one launch of the Triton kernel takes less time: each call
+# launches about six kernels, and Triton's launch takes as long as 30 of them (H100, 0.5 ms).
+_MOST_CALLS = 4
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "cache")
 
 
@@ -152,16 +155,16 @@ class PackedBatch:
 
     def decode(self, at: LayerAttention, tokens: torch.Tensor) -> torch.Tensor:
         """Attention of the decodes: `tokens` `[decodes, heads, head_dim]`, each the newest of its sequence."""
-        if at.kernel is sdpa and paged_kernel.supports(self.pool):
-            keys, values = self.pool.keys[at.layer], self.pool.values[at.layer]
-            blocks, lengths = self._decode_tables()
-            return paged_kernel.attend(tokens, keys, values, blocks, lengths, window=at.window, scaling=at.scaling)
         # Only torch's CPU kernel returns the log-sum-exp. (Its CUDA kernels do, too, but not through a stable
         # operator.)
         can_merge = at.kernel is sdpa and tokens.device.type == "cpu"
         plan = self.plan(at.window, tokens.shape[1], tokens.dtype, can_merge=can_merge)
         if plan.merges:
             return self._merged(at, plan, tokens)
+        if len(plan.calls) > _MOST_CALLS and at.kernel is sdpa and paged_kernel.supports(self.pool):
+            keys, values = self.pool.keys[at.layer], self.pool.values[at.layer]
+            blocks, lengths = self._decode_tables()
+            return paged_kernel.attend(tokens, keys, values, blocks, lengths, window=at.window, scaling=at.scaling)
         # The usual case: all decodes are rows of one view, in order, so nothing is indexed or copied.
         if len(plan.calls) == 1 and plan.calls[0].indices is None:
             return self._call(at, plan.calls[0], tokens)

@@ -1,21 +1,22 @@
 """The Triton kernels of `paged_kernel`. Only that module imports this one."""
 
-# mypy: ignore-errors  # Triton's language is not Python's, and its functions have no types
+# Triton's language is not Python's, and its functions have no types.
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def decode(
     query, keys, values, blocks, lengths, partial, sums, blocks_stride, lengths_stride, keys_stride, values_stride,
-    scaling, window: tl.constexpr, parts: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr,
+    scaling, parts, is_whole: tl.constexpr, window: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr,
     block_tokens: tl.constexpr, queries: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """One part of the tokens of one row, for the `group` query heads of one key-value head.
 
-    With one part `partial` is the result `[rows, heads, head_dim]`. Otherwise it is `[rows, heads, parts, head_dim]`,
-    and `sums` `[rows, heads, parts]` gets the logarithm of the sum of exponentials of each part.
+    If one part is the whole, `partial` is the result `[rows, heads, head_dim]`. Otherwise it is
+    `[rows, heads, parts, head_dim]`, and `sums` `[rows, heads, parts]` gets the logarithm of the sum of exponentials.
     """
     row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1) * group
@@ -59,7 +60,7 @@ def decode(
         found = found * rescale[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
 
     answer = found / tl.where(total == 0.0, 1.0, total)[:, None]
-    if parts == 1:
+    if is_whole:
         at = head[:, None] * head_dim + dim[None, :]
     else:
         at = (head[:, None] * parts + part) * head_dim + dim[None, :]
@@ -67,15 +68,16 @@ def decode(
     tl.store(partial + at, answer.to(partial.dtype.element_ty), mask=is_query)
 
 
-@triton.jit
-def add_up(partial, sums, out, parts: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr):
-    """The average of the parts of one head, weighted by their sums of exponentials. One part at least has tokens."""
+@triton.jit(do_not_specialize=["parts"])
+def add_up(partial, sums, out, parts, most: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr):
+    """The average of the parts of one head, weighted by their sums of exponentials. One part at least has tokens.
+    `most`: a power of two, at least `parts`."""
     head = tl.program_id(0)
-    part, dim = tl.arange(0, parts), tl.arange(0, width)
-    is_dim = dim < head_dim
-    logs = tl.load(sums + head * parts + part)
+    part, dim = tl.arange(0, most), tl.arange(0, width)
+    is_part, is_dim = part < parts, dim < head_dim
+    logs = tl.load(sums + head * parts + part, mask=is_part, other=float("-inf"))
     weight = tl.exp(logs - tl.max(logs, 0))
     offset = (head * parts + part)[:, None] * head_dim + dim[None, :]
-    each = tl.load(partial + offset, mask=is_dim[None, :], other=0.0)
+    each = tl.load(partial + offset, mask=is_part[:, None] & is_dim[None, :], other=0.0)
     answer = tl.sum(each * weight[:, None], 0) / tl.sum(weight, 0)
     tl.store(out + head * head_dim + dim, answer.to(out.dtype.element_ty), mask=is_dim)
