@@ -42,6 +42,7 @@ from worker.protocol.events import Estimated
 from worker.protocol.memory import (
     ATTENTION_TILE_BYTES,
     CUBLAS_WORKSPACE_BYTES,
+    DEVICE_LIBRARIES_HOST_BYTES,
     DEVICE_PROCESS_BYTES,
     DEVICE_PROCESS_HOST_BYTES,
     FIRST_STEPS_BYTES,
@@ -128,7 +129,7 @@ class Overhead:
         """Return the bytes of main memory to count for a worker on accelerators, without its tokenizer."""
         if not self.host:
             return DEVICE_PROCESS_HOST_BYTES
-        return self.host + (RUNTIME_FORKED if forked else SERVING_HOST)
+        return self.host + DEVICE_LIBRARIES_HOST_BYTES + (RUNTIME_FORKED if forked else SERVING_HOST)
 
 
 UNKNOWN = Overhead()

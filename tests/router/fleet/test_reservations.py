@@ -21,7 +21,7 @@ from tests.fakes import CPU, GIB, FakeLauncher, FakeModel
 from tests.router.fleet.worlds import LLAMA, Schedule, virtual
 from worker.protocol.argv import Serve
 from worker.protocol.events import Pulse
-from worker.protocol.memory import DEVICE_PROCESS_BYTES, DEVICE_PROCESS_HOST_BYTES
+from worker.protocol.memory import DEVICE_LIBRARIES_HOST_BYTES, DEVICE_PROCESS_BYTES, DEVICE_PROCESS_HOST_BYTES
 
 MIB = 1 << 20
 TOTALS = {CPU: 8 * GIB}
@@ -276,10 +276,11 @@ async def test_what_the_first_worker_on_a_device_measures_counts_for_all_models_
     await world.ask("b")
     worker, found = world.worker("b"), world.costs("b").estimate
     assert (found.source, found.runtime) == ("static", (300 * MIB + beside_steps(found.compute[0]),))
-    assert found.host == first.estimate.host - DEVICE_PROCESS_HOST_BYTES + 700 * MIB + SERVING_HOST
+    process = 700 * MIB + DEVICE_LIBRARIES_HOST_BYTES + SERVING_HOST
+    assert found.host == first.estimate.host - DEVICE_PROCESS_HOST_BYTES + process
     asked = estimate_command(worker)
     assert asked.overhead == options(worker, Serve, listen="").overhead == 300 * MIB, "its cap is made of it"
-    assert asked.host_overhead == 700 * MIB + SERVING_HOST, "the exact figure counts with the same as the static one"
+    assert asked.host_overhead == process, "the exact figure counts with the same as the static one"
 
 
 @virtual

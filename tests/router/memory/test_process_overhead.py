@@ -11,7 +11,13 @@ from tests.router.fleet.worlds import LLAMA
 from worker.estimate import estimate as exact
 from worker.protocol.argv import Estimate
 from worker.protocol.events import Estimated
-from worker.protocol.memory import CUBLAS_WORKSPACE_BYTES, DEVICE_PROCESS_BYTES, DEVICE_PROCESS_HOST_BYTES, NCCL_BYTES
+from worker.protocol.memory import (
+    CUBLAS_WORKSPACE_BYTES,
+    DEVICE_LIBRARIES_HOST_BYTES,
+    DEVICE_PROCESS_BYTES,
+    DEVICE_PROCESS_HOST_BYTES,
+    NCCL_BYTES,
+)
 
 MIB = 1 << 20
 CARD = "NVIDIA Fake A"
@@ -25,12 +31,16 @@ def test_router_and_worker_count_workspaces_and_fragmentation_alike() -> None:
     assert exact.device_overhead(asked, 400 * MIB) == 7 * MIB + estimate.beside_steps(400 * MIB)
 
 
+# Main memory of an executed process on accelerators that has measured itself.
+BESIDE = 900 * MIB + DEVICE_LIBRARIES_HOST_BYTES + SERVING_HOST
+
+
 def test_the_static_estimate_uses_the_measurement() -> None:
     guessed = estimate.estimate(LLAMA, PRESET, on_host=False)
     known = estimate.estimate(LLAMA, PRESET, on_host=False, overhead=MEASURED)
     beside = estimate.beside_steps(guessed.compute[0])
     assert (guessed.runtime, known.runtime) == ((DEVICE_PROCESS_BYTES + beside,), (300 * MIB + beside,))
-    assert guessed.host - known.host == DEVICE_PROCESS_HOST_BYTES - (900 * MIB + SERVING_HOST)
+    assert guessed.host - known.host == DEVICE_PROCESS_HOST_BYTES - BESIDE
     assert known.overhead == MEASURED
     assert (known.weights, known.context, known.compute) == (guessed.weights, guessed.context, guessed.compute)
     split = estimate.estimate(LLAMA, PRESET, layers=(1, 1), on_host=False, overhead=MEASURED)
@@ -44,7 +54,7 @@ def test_each_rank_has_it_beside_its_communication() -> None:
     beside = estimate.beside_steps(found.compute[0])
     assert found.runtime == (300 * MIB + NCCL_BYTES + beside,) * 2
     guessed = tensor_parallel.estimate(LLAMA, PRESET, 2, on_host=False)
-    assert guessed.host - found.host == 2 * (DEVICE_PROCESS_HOST_BYTES - (900 * MIB + SERVING_HOST))
+    assert guessed.host - found.host == 2 * (DEVICE_PROCESS_HOST_BYTES - BESIDE)
 
 
 def test_an_earlier_exact_estimate_gets_the_current_overhead() -> None:
@@ -56,7 +66,7 @@ def test_an_earlier_exact_estimate_gets_the_current_overhead() -> None:
     first = estimate.estimate(LLAMA, PRESET, on_host=False, overhead=MEASURED)
     assert estimate.refreshed(exact, first).runtime == (300 * MIB + estimate.beside_steps(first.compute[0]),)
     assert estimate.refreshed(exact, first).weights == (9,)
-    assert estimate.refreshed(exact, first).host == 900 * MIB + SERVING_HOST + own
+    assert estimate.refreshed(exact, first).host == BESIDE + own
     assert estimate.refreshed(estimate.refreshed(exact, first), first) == estimate.refreshed(exact, first)
 
 

@@ -18,7 +18,8 @@ from tests.worker.families import FAMILIES, SHALLOW
 from tests.worker.loaded import options
 from tests.worker.pretended import CUDA, TOLD, Watch, accelerator, moved
 from tests.worker.stepped import Drive
-from worker.engines.transformers.attention import paged
+from worker.engines.transformers.attention import paged, paged_kernel
+from worker.engines.transformers.attention.kv_pool import KvPool
 from worker.engines.transformers.load import snapshot
 from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.aligned import AlignedRunner
@@ -146,6 +147,22 @@ async def test_a_step_of_fixed_shape_is_filled_without_a_wait(tmp_path: Path) ->
         with torch.inference_mode():
             for shape in fixed.shapes:
                 fixed.compute(*shape)
+    assert watch.waits == []
+
+
+async def test_with_the_decode_kernel_one_shape_for_each_batch_size_gathers_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_kernel, "is_available", lambda: True)
+    monkeypatch.setattr(KvPool, "gather", None)
+    with made("llama", tmp_path) as (runner, capacity, watch):
+        assert isinstance(runner, PagedRunner)
+        fixed = GraphRunner(runner, rows=5, ctx_size=10_000)
+        assert fixed.shapes == tuple((rows, 625) for rows in (1, 2, 4, 5))
+        drive = Drive(GraphRunner(runner, rows=4, ctx_size=CTX), capacity)
+        for id in range(3):
+            drive.ask(id, most=ANSWER)
+        drive.to_the_end()
     assert watch.waits == []
 
 
