@@ -201,7 +201,8 @@ def accelerator() -> Iterator[Watch]:
         setattr(torch.cuda, name, instead)
     try:
         watch = Watch()
-        with FakeTensorMode(allow_non_fake_inputs=True), watch, _Bindings(watch):
+        # Inference mode for the reason in `meta_model.no_memory`.
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode(), watch, _Bindings(watch):
             yield watch
     finally:
         for name, own in before.items():

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from worker.engines.transformers import load_draft
 from worker.engines.transformers.attention import cpu_linear
@@ -216,7 +216,7 @@ def _trace_encoder(options: ModelOptions, config: Any, dtype: torch.dtype) -> tu
     """Trace a model that embeds or scores texts. Also returns the `arranging` of `_with_loading`."""
     embeds = not snapshot.is_cross_encoder(options, config)
     ctx_size = requests.context_size(options, architectures.positions(config))
-    with FakeTensorMode():
+    with meta_model.no_memory():
         model = meta_model.build(snapshot.model_class(options, config, embeds), config, dtype, embeds=embeds)
         encoder = make_encoder(model, options, embeds=embeds)
         weights = meta_model.weight_bytes(options, config, model, dtype) + head_bytes(encoder)
@@ -234,7 +234,7 @@ def _trace_generation(options: ModelOptions, config: Any, dtype: torch.dtype) ->
     on_cpu = device_of(options).type == "cpu"
     ctx_size = requests.context_size(options, architectures.positions(config))
     processor = _image_processor(options, config)
-    with FakeTensorMode():
+    with meta_model.no_memory():
         # Fake tensors are always on the CPU: the first one on a CUDA device would create a context there, of half a
         # gigabyte.
         model = meta_model.build(snapshot.model_class(options, config, embeds=False), config, dtype, embeds=False)
@@ -311,7 +311,7 @@ def trace_split(options: ModelOptions, config: Any) -> tuple[list[Traced], int]:
     assert parts is not None, "several devices"
     dtype = stored.dtype(options, config)
     ctx_size = requests.context_size(options, architectures.positions(config))
-    with FakeTensorMode():
+    with meta_model.no_memory():
         model = meta_model.build(snapshot.model_class(options, config, embeds=False), config, dtype, embeds=False)
         # The runner is made before the parts are placed: it tries the cache of transformers on the model, which makes
         # tensors with a call that does not support such devices.

@@ -8,7 +8,7 @@ is possible.
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +50,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         self.operators += 1
+        if func is torch.ops.aten._unsafe_view.default:
+            func = torch.ops.aten.view.default  # the same result, which torch caches of fake tensors
         traits = _traits(func)
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return _worst(args[0].dtype)
@@ -63,10 +65,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if traits.as_compiled is not None:
             with self:
                 return traits.as_compiled(*args, **kwargs)
-        if traits.is_composite:
+        if traits.composite is not None:
             # In inference mode composite operators arrive whole. Their own allocations have to count, too.
             with self:
-                return func.decompose(*args, **kwargs)
+                return traits.composite(*args, **kwargs)
         given = {storage_key(tensor) for tensor in (*_tensors(args), *_tensors(kwargs.values()))}
         result = func(*args, **kwargs)
         for tensor in _tensors((result,)):
@@ -100,6 +102,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _CPU = torch.device("cpu")
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -212,21 +215,30 @@ class _Traits(NamedTuple):
 
     worst_shape: Callable[..., torch.Tensor | None] | None
     as_compiled: Callable[..., torch.Tensor] | None
-    is_composite: bool  # it is computed by other operators
+    composite: Callable[..., Any] | None  # its computation by other operators
     is_sum: bool
     is_pointwise: bool
 
 
 @cache
 def _traits(func: Any) -> _Traits:
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
     return _Traits(
         _WORST_SHAPES.get(func),
         _AS_COMPILED.get(func),
-        func.namespace == "aten" and func.has_kernel_for_dispatch_key(composite),
+        _composite(func),
         func in _SUMS,
         torch.Tag.pointwise in func.tags,
     )
+
+
+def _composite(func: Any) -> Callable[..., Any] | None:
+    """Return the computation of a composite operator by other operators; None for any other operator."""
+    if func.namespace != "aten" or not func.has_kernel_for_dispatch_key(_COMPOSITE):
+        return None
+    # `decompose` prefers a second implementation in Python where there is one (of matrix products), which is slower.
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE):
+        return partial(func._op_dk, _COMPOSITE)
+    return func.decompose  # type: ignore[no-any-return]
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.load import architectures, snapshot, tensor_parallel_plan
@@ -92,7 +91,7 @@ def trace(options: ModelOptions, config: Any, stored: StoredTensors, ranks: int)
     """Return the bytes of one rank. Raises StartError for a model that cannot be divided."""
     ctx_size = requests.context_size(options, architectures.positions(config))
     dtype = stored.dtype(options, config)
-    with FakeTensorMode():
+    with meta_model.no_memory():
         model = meta_model.build(snapshot.model_class(options, config, embeds=False), config, dtype, embeds=False)
         whole = meta_model.tensor_bytes(model)
         largest = max(parameter.nbytes for parameter in model.parameters())

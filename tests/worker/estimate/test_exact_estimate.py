@@ -10,7 +10,6 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from router.config.presets import Preset
 from router.memory import checkpoint
@@ -191,7 +190,7 @@ def test_a_prompt_that_is_traced_in_part_is_never_below_the_whole(
 ) -> None:
     """These models loop over the tokens of a prompt, so a whole chunk takes long to trace."""
     chosen = options(tiny.make(family, tmp_path / "m"), prefill_chunk=chunk, parallel=rows, ctx_size=128)
-    with FakeTensorMode():
+    with meta_model.no_memory():
         steps = fake_steps(chosen, chosen.ctx_size)
         whole = largest(steps.largest())
         bound = largest_steps.looping_peak(steps, max_operators=0)
@@ -203,7 +202,7 @@ def test_a_prompt_that_is_traced_in_part_is_never_below_the_whole(
 def test_the_operators_of_a_long_chunk_are_bounded(tmp_path: Path) -> None:
     """A chunk of 2,048 tokens has more than 100,000."""
     chosen = options(tiny.make("mamba", tmp_path / "m"), prefill_chunk=2048, parallel=3, ctx_size=2048)
-    with FakeTensorMode():
+    with meta_model.no_memory():
         steps = fake_steps(chosen, chosen.ctx_size)
         with LiveBytes() as counted:
             assert largest_steps.looping_peak(steps) is not None
@@ -429,7 +428,7 @@ def test_bitsandbytes_weights_are_the_same_by_headers_and_by_the_rules_of_transf
         chosen = options(snapshot, quantization=method)
         config = load_config(chosen)
         cls = model_class(chosen, config, is_embedder(chosen, config))
-        with FakeTensorMode():
+        with meta_model.no_memory():
             model = meta_model.build(cls, config, torch.float32, embeds=family == "bert-embed")
             saved = quantized.saved_by_bitsandbytes(model, torch.float32, bits=bits)
         plain, small = (
@@ -479,7 +478,7 @@ def test_a_cross_encoder_is_estimated_with_its_head(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "smollm3", "gpt2", "gemma2", "deepseek_v3", "t5"])
 def test_a_step_takes_the_same_in_a_model_of_any_depth(tmp_path: Path, family: str) -> None:
     chosen = options(tiny.make(family, tmp_path / "m"), prefill_chunk=64)
-    with FakeTensorMode():
+    with meta_model.no_memory():
         short, whole = (largest(fake_steps(chosen, 128, is_short=each).largest()) for each in (True, False))
     assert short == whole
 
@@ -610,7 +609,7 @@ def test_the_most_expensive_sampling_is_traced_as_the_allocator_counts_it() -> N
     picks = [sampler.RowSampling(sampler.COSTLIEST_SAMPLING, uniform=0.5)] * rows
     logits = torch.randn(rows, vocab)
     expected = allocated(lambda: sampler.sample(logits, picks))
-    with FakeTensorMode():
+    with meta_model.no_memory():
         fake = torch.empty(rows, vocab)
         traced = peak_bytes(lambda: sampler.sample(fake, picks))
     assert expected <= traced <= 1.01 * expected
@@ -620,7 +619,7 @@ def test_the_most_expensive_sampling_is_traced_as_the_allocator_counts_it() -> N
 def test_reordering_needs_the_bytes_of_the_largest_untied_matrix(tmp_path: Path, is_tied: bool) -> None:
     snapshot = tiny.make("llama", tmp_path / "m", vocab_size=16000, tie_word_embeddings=is_tied)
     chosen = options(snapshot, parallel=1)
-    with FakeTensorMode():
+    with meta_model.no_memory():
         model = meta_model.build(transformers.LlamaForCausalLM, load_config(chosen), torch.float32, embeds=False)
         _, reordering = cpu_linear.onednn_bytes(model)
     assert reordering == (0 if is_tied else 16000 * 64 * 4), "the others are small enough to be left alone"
