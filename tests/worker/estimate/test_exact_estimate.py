@@ -21,7 +21,7 @@ from router.planner.ledger import HOST, LOCAL, DeviceId
 from tests import tiny
 from tests.router.checkpoints import most_context
 from tests.worker.allocated import allocated
-from tests.worker.families import FAMILIES
+from tests.worker.families import FAMILIES, SHALLOW
 from tests.worker.loaded import edit
 from worker.engines.transformers import load_encoder
 from worker.engines.transformers.attention import cpu_linear
@@ -32,6 +32,7 @@ from worker.engines.transformers.run.cuda_graphs import graph_shapes
 from worker.engines.transformers.sample import sampler
 from worker.errors import StartError
 from worker.estimate import estimate, largest_steps, meta_model, quantized, tensor_parallel
+from worker.estimate.estimate import Traced
 from worker.estimate.largest_steps import GenerationSteps
 from worker.estimate.memory_tracer import LiveBytes, Step, peak_bytes
 from worker.interface import EncoderInput
@@ -165,7 +166,8 @@ def test_weights_and_context_are_exact_and_compute_is_close(
     tmp_path: Path, family: str, settings: dict[str, Any]
 ) -> None:
     ctx_size = 48 if family in ("mamba", "qwen3_next") else 0  # mamba states no longest sequence, and both are slow
-    chosen = options(tiny.make(family, tmp_path / "m", **settings), prefill_chunk=256, parallel=3, ctx_size=ctx_size)
+    snapshot = tiny.make(family, tmp_path / "m", **settings, **SHALLOW.get(family, {}))
+    chosen = options(snapshot, prefill_chunk=256, parallel=3, ctx_size=ctx_size)
     said = estimate.estimate(chosen)
     weights, context, compute = measured(chosen)
     assert said.weights == [weights]
@@ -238,7 +240,7 @@ def test_a_cache_of_another_dtype_is_exact_with_its_dequantized_part(
         ("deepseek_v3", {}, {}),
         ("t5", {}, {}),
         ("mamba", {}, {}),  # states only
-        ("qwen3_next", {}, {}),  # states in some layers, keys in others
+        ("qwen3_next", SHALLOW["qwen3_next"], {}),  # states in some layers, keys in others
         ("jamba", {}, {"devices": ("cuda:0", "cuda:1"), "layers": ("1", "3")}),
     ],
 )
@@ -270,7 +272,7 @@ def test_each_size_of_the_range_is_the_cache_of_so_many_tokens(
 
 
 def test_a_model_with_an_aligned_cache_that_is_split_is_traced_with_one_row(tmp_path: Path) -> None:
-    asked = {"parallel": 1, "ctx_size": 64, "devices": ("cuda:0", "cuda:1"), "layers": ("1", "3")}
+    asked = {"parallel": 1, "ctx_size": 64, "prefill_chunk": 8, "devices": ("cuda:0", "cuda:1"), "layers": ("1", "3")}
     chosen = options(tiny.make("jamba", tmp_path / "m"), **asked)
     parts, _ = estimate.trace_split(chosen, load_config(chosen))
     assert all(part.context and part.compute for part in parts)
@@ -283,10 +285,10 @@ def test_a_load_counts_on_the_least_kv_cache_only(tmp_path: Path) -> None:
     assert estimate.least_context(dataclasses.replace(chosen, kv_tokens=64), 400) == 400
 
 
-def assert_static_covers(chosen: Estimate, facts: Checkpoint) -> None:
+def assert_static_covers(chosen: Estimate, facts: Checkpoint, found: Traced | None = None) -> None:
     """Assert that the static estimate is not below the exact one: as a whole, and in KV cache and activations. Buffers
     that a model makes itself (rotary frequencies, causal masks) are not in its files, so only the whole covers them."""
-    found, on_host = estimate.trace(chosen, load_config(chosen)), chosen.devices == ("cpu",)
+    found, on_host = found or estimate.trace(chosen, load_config(chosen)), chosen.devices == ("cpu",)
     preset = Preset(
         id="m",
         ctx_size=chosen.ctx_size,
@@ -319,7 +321,7 @@ KINDS = {
 def test_the_static_estimate_of_every_family_is_never_below_the_exact_one(tmp_path: Path, name: str) -> None:
     """A family of each kind is traced in all settings. The others have one each, in turn, since a trace takes long."""
     family, changes = EVERY[name]
-    snapshot = tiny.make(family, tmp_path / "m", **changes)
+    snapshot = tiny.make(family, tmp_path / "m", **(changes | SHALLOW.get(name, {})))
     turn = list(EVERY).index(name) % len(SETTINGS)
     for device, ctx_size, parallel, chunk in SETTINGS if name in KINDS else SETTINGS[turn : turn + 1]:
         chosen = options(snapshot, devices=(device,), ctx_size=ctx_size, parallel=parallel, prefill_chunk=chunk)
@@ -331,9 +333,9 @@ def test_the_logits_behind_drafts_are_in_both_estimates(tmp_path: Path, family: 
     snapshot = tiny.make(family, tmp_path / "m", vocab_size=20_000)
     plain = options(snapshot, devices=(device,), ctx_size=256, parallel=8, prefill_chunk=64)
     drafting = dataclasses.replace(plain, ngram_size=3)
-    less, more = (estimate.trace(chosen, load_config(chosen)).compute for chosen in (plain, drafting))
-    assert more - less > DRAFT_LOGITS * 20_000 * 4
-    assert_static_covers(drafting, checkpoint.read(snapshot))
+    less, more = (estimate.trace(chosen, load_config(chosen)) for chosen in (plain, drafting))
+    assert more.compute - less.compute > DRAFT_LOGITS * 20_000 * 4
+    assert_static_covers(drafting, checkpoint.read(snapshot), more)
 
 
 @pytest.mark.parametrize(
@@ -350,7 +352,7 @@ def test_a_draft_model_is_in_both_estimates(
     target, other, both = (estimate.trace(chosen, load_config(chosen)) for chosen in (plain, alone, drafting))
     assert (both.weights, both.context) == (target.weights + other.weights, target.context + other.context)
     facts = dataclasses.replace(checkpoint.read(snapshot), draft=checkpoint.read(small), draft_snapshot=str(small))
-    assert_static_covers(drafting, facts)
+    assert_static_covers(drafting, facts, both)
     preset = Preset(id="m", ctx_size=ctx_size, parallel=8, prefill_chunk=64, model_draft=str(small))
     assert kv_range(facts, preset, ctx_size, on_host=device == "cpu").most == both.context
 
@@ -521,7 +523,7 @@ def test_weights_quantized_or_converted_for_an_accelerator_pass_through_main_mem
     snapshot = tiny.make("llama", tmp_path / "m")
 
     def staged(**changes: str) -> int:
-        chosen = options(snapshot, devices=("cuda:0",), ctx_size=64, **changes)
+        chosen = options(snapshot, devices=("cuda:0",), ctx_size=64, parallel=2, enforce_eager=True, **changes)
         return estimate.trace(chosen, load_config(chosen)).staged
 
     elements = sum(count for _, count in meta_model.StoredTensors(options(snapshot)).sizes)
