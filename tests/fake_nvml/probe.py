@@ -13,7 +13,6 @@ from typing import Any
 from router.config.option_types import device_name
 from router.launch.devices import Devices
 from tests import fake_nvml
-from worker.engines.transformers.device.process_overhead import NvmlMemory
 
 
 def main() -> None:
@@ -41,6 +40,9 @@ def answer(devices: Devices, verb: str, *words: str) -> Any:
         except ValueError as error:
             return f"error: {error}"
     if verb == "worker":
+        # Late, because it imports torch, which takes longer than all else here.
+        from worker.engines.transformers.device.process_overhead import NvmlMemory
+
         return {"used": NvmlMemory().used(words[0]), "own": NvmlMemory().own(words[0])}
     fake_nvml.occupy(Path(os.environ["FAKE_NVML"]), words[0], int(words[1]))
     return None
