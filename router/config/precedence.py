@@ -68,11 +68,6 @@ def _completes(layer: Layer, spelling: Spelling) -> bool:
     )  # fmt: skip
 
 
-def _side(name: str) -> int:
-    """The strength of a spelling among those of one key: LMI's `gpu.minWorkers`, `minWorkers`, `cpu.minWorkers`."""
-    return {"gpu.": 2, "cpu.": 0}.get(name[:4], 1)
-
-
 class ProblemCollector:
     """Problems and warnings of one resolution. Collecting them shows the user all problems at once."""
 
@@ -128,14 +123,7 @@ class SettingReader:
             place = Problem(section.file or self._file, entry.line, section.name, entry.key, "")
             for spelling, text in self._spelled(entry.key, entry.value, place, in_lmi=rank == PROPERTIES):
                 before = written.get(spelling.canonical)
-                present = layer.get(spelling.canonical)
-                sides = _side(spelling.name), _side(present.name if present else spelling.name)
-                if before is not None and sides[0] != sides[1]:
-                    weak, strong = (entry, before) if sides[0] < sides[1] else (before, entry)
-                    self._warn(place, f'"{weak.key}" has no effect beside "{strong.key}"; remove one of the two')
-                    if weak is entry:
-                        continue
-                elif before is not None and spelling.word.name != "env" and not _completes(layer, spelling):
+                if before is not None and spelling.word.name != "env" and not _completes(layer, spelling):
                     self._warn(place, f'"{entry.key}" repeats "{before.key}" of line {before.line}; the last counts')
                 written[spelling.canonical] = entry
                 self._add(layer, spelling, text, place, rank, quoted=entry.quoted)

@@ -292,6 +292,7 @@ VARIABLES: Mapping[str, KnownOption] = {
 }
 _LMI_PREFIXES = ("OPTION_", "SERVING_", "option.")
 PREFIXES = ("LLAMA_ARG_", "ROUTER_", *_LMI_PREFIXES)
+DEVICE_PREFIXES = ("gpu.", "cpu.")  # of LMI's keys for one kind of device
 
 
 @dataclass(frozen=True)
@@ -305,7 +306,10 @@ class Spelling:
 
     @property
     def canonical(self) -> str:
-        return f"env.{self.variable}" if self.variable else self.word.name
+        """The name in a layer of settings. LMI's spellings for one kind of device keep their prefix until the device of
+        the model is known."""
+        prefix = next((prefix for prefix in DEVICE_PREFIXES if self.name.startswith(prefix)), "")
+        return f"env.{self.variable}" if self.variable else f"{prefix}{self.word.name}"
 
     @property
     def is_flag(self) -> bool:

@@ -216,11 +216,9 @@ class _Resolution:
         fields["rope"] = self._rope(settings, fields["rope"])
         fields["caps_ctx"] = "ctx-size" in settings and settings["ctx-size"].rank != OWN
         self._place(settings, fields)
+        self._choose_by_device(settings, fields)
         self._chunk(settings, fields)
         self._replicas(settings, fields)
-        for name in ("required-memory", "reserved-memory"):
-            if name in settings and not self._is_for_device(settings[name], fields):
-                fields.pop(preset_keys.BY_NAME[name].field)
         self._texts(settings, fields)
         resolve_adapters(settings, fields, self._reader)
         origins = {name: setting.origin for name, setting in settings.items()}
@@ -244,6 +242,8 @@ class _Resolution:
             if name.startswith("env."):
                 variables[name[4:]] = setting.value
                 continue
+            if name.startswith(preset_keys.DEVICE_PREFIXES):
+                continue  # see `_choose_by_device`
             key = preset_keys.BY_NAME[name]
             if key.item:
                 mappings[key.field][key.item] = setting.value
@@ -332,8 +332,7 @@ class _Resolution:
 
     def _replicas(self, settings: Layer, fields: dict[str, Any]) -> None:
         """Apply LMI's numbers of workers, unless `replicas` is set with the same or higher precedence."""
-        names = [name for name in ("min-workers", "max-workers") if name in settings]
-        given = {name: settings[name] for name in names if self._is_for_device(settings[name], fields)}
+        given = {name: settings[name] for name in ("min-workers", "max-workers") if name in settings}
         if not given:
             return
         rank, place = max(((setting.rank, setting.place) for setting in given.values()), key=lambda pair: pair[0])
@@ -349,17 +348,35 @@ class _Resolution:
             self._fail(place, f"the least number of workers is {least}, the largest {most}; change one of the two")
         fields["replicas"] = (least, most)
 
-    def _is_for_device(self, setting: Setting, fields: dict[str, Any]) -> bool:
-        """True if a setting of LMI for one kind of device applies. Where the device is not set, any one does."""
-        on_cpu = fields.get("device") == ("cpu",)
-        applies = not (setting.name.startswith("gpu.") and on_cpu)
-        if not applies:
-            self._warn(
-                setting.place, f"{setting.place.key} has no effect, because device is cpu; remove one of the two"
-            )
-        elif setting.name.startswith("cpu.") and not on_cpu:
-            self._warn(setting.place, f"{setting.place.key} applies on every device; write device = cpu, or replicas")
-        return applies
+    def _choose_by_device(self, settings: Layer, fields: dict[str, Any]) -> None:
+        """Choose among LMI's `gpu.KEY`, `KEY` and `cpu.KEY`.
+
+        Within one place, that for the model's device takes precedence over `KEY`. Where the device is not set, the
+        model may be on an accelerator, so `gpu.KEY` takes precedence.
+        """
+        device = fields.get("device", ())
+        own, other = ("cpu.", "gpu.") if device == ("cpu",) else ("gpu.", "cpu.")
+        for name in ("min-workers", "max-workers", "required-memory", "reserved-memory"):
+            order = (own, "", other)
+            given = [settings[f"{prefix}{name}"] for prefix in order if f"{prefix}{name}" in settings]
+            if device and (wrong := settings.get(f"{other}{name}")):
+                given.remove(wrong)
+                why = f"because device is {','.join(device)}; remove one of the two"
+                self._warn(wrong.place, f"{wrong.place.key} has no effect, {why}")
+            settings.pop(f"{other}{name}", None)
+            settings.pop(f"{own}{name}", None)
+            if not given:
+                continue
+            best = max(given, key=lambda setting: setting.rank)  # the first of `order` among equals
+            for weak in given:
+                if weak is not best and weak.rank == best.rank:
+                    message = f'"{weak.place.key}" has no effect beside "{best.place.key}"; remove one of the two'
+                    self._warn(weak.place, message)
+            if best.name.startswith(other):
+                self._warn(best.place, f"{best.place.key} applies on every device; write device = cpu, or replicas")
+            settings[name] = best
+            if field := preset_keys.BY_NAME[name].field:
+                fields[field] = best.value
 
     def _texts(self, settings: Layer, fields: dict[str, Any]) -> None:
         """Read the files of the chat template and of the grammar, and apply the keys for reasoning."""

@@ -248,6 +248,11 @@ def test_the_prefix_option_may_stand_in_a_section() -> None:
         ("cpu.minWorkers=2", (2, 2), "applies on every device"),
         ("cpu.minWorkers=2\nload_on_devices=-1", (2, 2), ""),
         ("gpu.minWorkers=2\nload_on_devices=-1", (1, 1), "has no effect, because device is cpu"),
+        ("cpu.maxWorkers=3\ngpu.maxWorkers=2\nload_on_devices=-1", (1, 3), "gpu.maxWorkers has no effect, because"),
+        ("cpu.maxWorkers=3\nmaxWorkers=2\nload_on_devices=-1", (1, 3), '"maxWorkers" has no effect beside "cpu.max'),
+        ("gpu.maxWorkers=2\ncpu.maxWorkers=3\nload_on_devices=0", (1, 2), "cpu.maxWorkers has no effect, because"),
+        ("cpu.maxWorkers=3\nload_on_devices=0", (1, 1), "cpu.maxWorkers has no effect, because device is cuda:0"),
+        ("cpu.maxWorkers=3\ngpu.maxWorkers=2", (1, 2), '"cpu.maxWorkers" has no effect beside "gpu.maxWorkers"'),
     ],
 )
 def test_numbers_of_workers_are_replicas(text: str, replicas: tuple[int, int], warning: str) -> None:
@@ -264,3 +269,9 @@ def test_replicas_and_numbers_of_workers_follow_precedence() -> None:
     assert read("[m]\nmodel = /m/x\nreplicas = 3", disk=found).presets["m"].replicas == (3, 3)
     assert read("[*]\nreplicas = 3\n[m]\nmodel = /m/x", disk=found).presets["m"].replicas == (2, 2)
     assert "replicas is set as well" in complaints("[m]\nmodel = demo:a\nreplicas = 3\nmin-workers = 2")[0]
+
+
+def test_a_number_of_workers_of_a_section_replaces_that_of_all_models_for_one_device() -> None:
+    for star, own in (("gpu.maxWorkers", "maxWorkers"), ("maxWorkers", "gpu.maxWorkers")):
+        loaded = read(f"[*]\n{star} = 2\n[m]\nmodel = demo:a\n{own} = 3")
+        assert (loaded.presets["m"].replicas, loaded.warnings) == ((1, 3), ())
