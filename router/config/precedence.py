@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 import click
 
-from router.config import ini, preset_keys, serving_properties
+from router.config import ini, preset_keys, rope_scaling, serving_properties
 from router.config.ini import Problem
 from router.config.option_types import Strings, sendable, shown
 from router.config.preset_keys import MeaninglessOption, RefusedOption, Spelling
@@ -240,6 +240,8 @@ class SettingReader:
                 self._fail(place, _not_offered(word, place, text))
         elif word.name == "env" and not spelling.variable:
             yield from self._variables(text, place)
+        elif word.name == "rope-scaling" and text.lstrip().startswith("{"):
+            yield from self._scaling(text, place)
         else:
             yield spelling, text
 
@@ -269,6 +271,17 @@ class SettingReader:
                 yield spelling, value
             elif pair.strip():
                 self._fail(place, "env: write NAME=value, several with commas, or one env.NAME = value each")
+
+    def _scaling(self, text: str, place: Problem) -> Iterator[tuple[Spelling, str]]:
+        """The keys that vLLM's and LMI's form of rope-scaling means."""
+        try:
+            found = rope_scaling.keys_of(text)
+        except click.BadParameter as error:
+            self._fault(place, "rope-scaling", error.message)
+        except ValueError as error:
+            self._fault(place, "rope-scaling", str(error))
+        else:
+            yield from ((Spelling(preset_keys.BY_NAME[name], name), value) for name, value in found.items())
 
     def _add(
         self, layer: Layer, spelling: Spelling, text: str, place: Problem, rank: int, *, quoted: bool = False

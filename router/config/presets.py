@@ -350,7 +350,8 @@ class Preset:
     max_cpu_loras: int = key(0, Integer(0, 1 << 20), ADAPTERS, "unused adapters whose files stay open", unset="all")
 
     # Prompt and sampling
-    config_override: str = key("", JsonObject(), PROMPT, "merged into config.json", unset="none")
+    config_override: str = key("", JsonObject(), PROMPT, "merged into config.json", unset="none",
+            also=("hf-overrides",))
     chat_template: str = key("", Template(), PROMPT, "template that converts messages to a prompt",
             unset="the tokenizer's", scope=Scope.REQUEST)
     chat_template_file: str = key("", Text("file"), PROMPT, "the same, read from a file", unset="none", path=True,
@@ -497,7 +498,7 @@ _OTHER_KEYS: tuple[PresetKey, ...] = (
              "method of rope-scale: linear by default; none: remove that of the model"),
             ("rope-scale", Number(1.0, 1e6), ("compress-pos-emb",), (), "factor by which the context grows; 1: none"),
             ("rope-freq-scale", Number(0.0, 1.0), (), (), "1 / rope-scale; 0 and 1: none"),
-            ("rope-freq-base", Number(0.0, 1e15), (), (), "base of the rotation; 0: the model's"),
+            ("rope-freq-base", Number(0.0, 1e15), ("rope-theta",), (), "base of the rotation; 0: the model's"),
             ("alpha-value", Number(1.0, 1e6), (), (),
              "NTK-aware scaling: base x alpha ^ (d / (d - 2)) for d rotated dimensions of a head; 1: none"),
             ("yarn-orig-ctx", Integer(0, unit="tokens"), (), (), "context that the model was trained with"),
