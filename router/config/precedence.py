@@ -240,6 +240,8 @@ class SettingReader:
                 self._fail(place, _not_offered(word, place, text))
         elif word.name == "env" and not spelling.variable:
             yield from self._variables(text, place)
+        elif word.name == "model-draft" and text.strip() == "[ngram]":  # vLLM's speculative-model
+            yield Spelling(preset_keys.BY_NAME["spec-type"], spelling.name), "ngram-simple"
         elif word.name == "rope-scaling" and text.lstrip().startswith("{"):
             yield from self._scaling(text, place)
         else:

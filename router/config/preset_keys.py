@@ -93,7 +93,8 @@ REFUSED: tuple[RefusedOption, ...] = (
     # A model takes what is free between one request of ctx-size and `parallel` of them.
     RefusedOption("fit", "write on or off", neutral=f"{_ON} {_OFF}"),
     RefusedOption("cache-prompt", neutral=_ON, is_flag=True, means={"off": ("prefix-caching", "off")}),
-    RefusedOption("draft-model-tp-size", "the draft model is on one device", neutral="1"),
+    RefusedOption("draft-model-tp-size", "the draft model is on one device", neutral="1",
+                  also=("speculative-draft-tensor-parallel-size",)),
     RefusedOption("num-experts", 'config-override = {"num_experts_per_tok": N} does it'),
     RefusedOption("conv-template", "write the template into chat-template or chat-template-file"),
     RefusedOption("reasoning-budget", "write reasoning = off, or max_tokens in requests", neutral="-1",
@@ -120,7 +121,8 @@ REFUSED: tuple[RefusedOption, ...] = (
     RefusedOption("inference-address", "use --host and --port", also=("management-address",)),
     RefusedOption("max-request-size", "use --max-body-size, in MiB"),
     RefusedOption("keystore", "a proxy in front of the router offers TLS",
-                  also=("keystore-pass", "keystore-type", "certificate-file", "private-key-file")),
+                  also=("keystore-pass", "keystore-type", "certificate-file", "private-key-file", "ssl-keyfile",
+                        "ssl-certfile", "ssl-ca-certs")),
     RefusedOption("cmd", "transformers is the only engine"),
     RefusedOption("extra-args", "the transformers engine takes none"),
     # EricLLM
@@ -137,6 +139,43 @@ REFUSED: tuple[RefusedOption, ...] = (
     RefusedOption("embed-in-truncate", "a request to /v1/embeddings may have truncate_prompt_tokens: -1",
                   neutral=_OFF, is_flag=True),
     RefusedOption("ssl", "a proxy in front of the router offers TLS", neutral=_OFF, is_flag=True),
+    RefusedOption("model-info-file", "the router serves models of this machine only; give --model-path for each"),
+    # LightLLM, which FastChat's lightllm_worker starts
+    RefusedOption("load-way", "checkpoints must be in the Hugging Face format", neutral="hf"),
+    RefusedOption("mode", "kv-cache-dtype = int8, quantization = bnb-8bit and bnb-4bit store less",
+                  neutral="triton_flashdecoding triton_gqa_attention triton_gqa_flashdecoding ppl_fp16",
+                  means={"triton_int8kv": ("kv-cache-dtype", "int8"), "ppl_int8kv": ("kv-cache-dtype", "int8")}),
+    RefusedOption("eos-id", "the checkpoint states it; a request may have stop_token_ids"),
+    RefusedOption("no-skipping-special-tokens", "a request may have skip_special_tokens: false",
+                  neutral=_OFF, is_flag=True),
+    RefusedOption("return-all-prompt-logprobs", "a request may have prompt_logprobs", neutral=_OFF, is_flag=True),
+    RefusedOption("long-truncation-mode", "a request may have truncate_prompt_tokens", neutral="none"),
+    # vLLM, which FastChat's vllm_worker and LMI start
+    RefusedOption("download-dir", "HF_HUB_CACHE names the folder of downloads"),
+    RefusedOption("tokenizer-revision", "write revision, which is for all files of the repository",
+                  also=("code-revision",)),
+    RefusedOption("skip-tokenizer-init", "a request may have token ids as its prompt", neutral=_OFF, is_flag=True),
+    RefusedOption("num-gpu-blocks-override", "write kv-tokens, the tokens of all blocks"),
+    RefusedOption("mm-processor-kwargs", "the checkpoint's preprocessor_config.json states them"),
+    RefusedOption("enable-lora-bias", "adapters with biases cannot be loaded", neutral=_OFF, is_flag=True),
+    RefusedOption("qlora-adapter-name-or-path", "write lora = name=folder"),
+    RefusedOption("enable-prompt-adapter", "adapters must be LoRA; write lora = name=folder",
+                  neutral=_OFF, is_flag=True),
+    RefusedOption("max-prompt-adapters", "adapters must be LoRA; write lora = name=folder",
+                  also=("max-prompt-adapter-token",)),
+    RefusedOption("generation-config", "write temp, top-k, top-p and the like as keys", neutral="auto",
+                  also=("override-generation-config",)),
+    RefusedOption("override-pooler-config", "write pooling and embd-normalize"),
+    RefusedOption("return-tokens-as-token-ids", "a request may have return_tokens_as_token_ids",
+                  neutral=_OFF, is_flag=True),
+    RefusedOption("allowed-local-media-path", "a request has its images as base64"),
+    RefusedOption("logits-processor-pattern", "a request may have logit_bias"),
+    RefusedOption("middleware", "a proxy in front of the router may change requests"),
+    RefusedOption("root-path", "write --api-prefix"),
+    RefusedOption("model-impl", "transformers is the only engine", neutral="auto transformers"),
+    RefusedOption("response-role", "an answer has the role assistant", neutral="assistant"),
+    RefusedOption("scheduling-policy", "priority of a section orders models, and requests are served in their order",
+                  neutral="fcfs"),
 )  # fmt: skip
 
 # All other options in the documentation of llama-server and LMI: first switches, then options with a value.
@@ -175,6 +214,23 @@ log-request-metric metrics-aggregation modelName model-name-prefix max-output-si
 waiting-steps record-octopus block-size guided-decoding-backend opts fail-fast wait-model-loading
 number-of-netty-threads allow-multi-status cors-allowed-methods cors-allowed-headers
 plugin-folder use-native-io io-ratio model-url-pattern
+"""
+# All other options of FastChat's workers: of LightLLM, SGLang and vLLM, first switches, then options with a value.
+_MEANINGLESS_FLAGS_OF_WORKERS = """
+no-spaces-between-special-tokens splitfuse-mode enable-multimodal multimodal worker-use-ray engine-use-ray
+ray-workers-use-nsight use-v2-block-manager disable-custom-all-reduce disable-mm-preprocessor-cache
+multi-step-stream-outputs speculative-disable-mqa-scorer disable-logprobs-during-spec-decoding disable-async-output-proc
+enable-sleep-mode calculate-kv-scales enable-reasoning disable-frontend-multiprocessing enable-request-id-headers
+"""
+_MEANINGLESS_VALUES_OF_WORKERS = """
+log-stats-interval router-token-ratio router-max-new-token-len prompt-cache-strs cache-capacity cache-reserved-ratio
+config-format quantization-param-path distributed-executor-backend max-parallel-loading-workers num-lookahead-slots
+max-context-len-to-capture max-seq-len-to-capture tokenizer-pool-size tokenizer-pool-type tokenizer-pool-extra-config
+num-scheduler-steps scheduler-delay-factor speculative-model-quantization speculative-max-model-len
+speculative-disable-by-batch-size ngram-prompt-lookup-min spec-decoding-acceptance-method
+typical-acceptance-sampler-posterior-threshold typical-acceptance-sampler-posterior-alpha model-loader-extra-config
+ignore-patterns preemption-mode otlp-traces-endpoint collect-detailed-traces override-neuron-config compilation-config
+kv-transfer-config worker-cls additional-config max-log-len uvicorn-log-level
 """
 # Samplers of llama-server that the engine does not have, by name, with the values that turn each off.
 _SAMPLERS: Mapping[str, str] = {
@@ -261,6 +317,8 @@ MEANINGLESS: tuple[MeaninglessOption, ...] = (
     *(MeaninglessOption(name, is_flag=True) for name in _MEANINGLESS_FLAGS.split()),
     *(MeaninglessOption(name) for name in _MEANINGLESS_VALUES.split()),
     *(MeaninglessOption(name) for name in _MEANINGLESS_IN_LMI.split()),
+    *(MeaninglessOption(name, is_flag=True) for name in _MEANINGLESS_FLAGS_OF_WORKERS.split()),
+    *(MeaninglessOption(name) for name in _MEANINGLESS_VALUES_OF_WORKERS.split()),
     *(
         MeaninglessOption(name, why="the chat template shows the format of tool calls and reasoning")
         for name in ("response-template", "tool-call-parser", "reasoning-parser")

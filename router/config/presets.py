@@ -189,7 +189,8 @@ class Preset:
     revision: str = key("main",
             Text("branch, tag or commit", r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}(?<!/)", "is no branch, tag or commit"),
             SOURCE, "revision of the repository", env=("HF_REVISION",), own=True)
-    tokenizer: str = key("", Text("folder"), SOURCE, "folder of a different tokenizer", unset="the model's", path=True)
+    tokenizer: str = key("", Text("folder"), SOURCE, "folder of a different tokenizer", unset="the model's", path=True,
+            also=("tokenizer-path",))
     load_format: str = key("auto", _LOAD_FORMAT, SOURCE, "dummy: random weights")
     trust_remote_code: bool = key(False, _FLAG, SOURCE, "run Python code that comes with the model",
             env=("HF_MODEL_TRUST_REMOTE_CODE", "HF_TRUST_REMOTE_CODE"))
@@ -215,14 +216,16 @@ class Preset:
     ctx_size: int = key(-1, Integer(0, words={"auto": -1}, unit="tokens"), CONTEXT,
             "tokens of prompt and answer of one request; 0: the model's maximum. In [*] at most the maximum of each"
             " model",
-            unset="the model's maximum up to 8192", also=("c", "ctx", "max-model-len", "exllama-max-seq-len"))
+            unset="the model's maximum up to 8192",
+            also=("c", "ctx", "max-model-len", "exllama-max-seq-len", "max-req-total-len"))
     parallel: int = key(4, Integer(1, 4096, {"-1": 4, "auto": 4}), CONTEXT,
             "sequences in one step; one of them has room in the KV cache for certain, all of them where memory is free",
-            also=("np", "max-batch-size", "max-rolling-batch-size", "max-prompts", "max-num-seqs"),
+            also=("np", "max-batch-size", "max-rolling-batch-size", "max-prompts", "max-num-seqs",
+                  "running-max-req-size"),
             env=("LLAMA_ARG_N_PARALLEL", "MAX_BATCH_SIZE"))
     kv_tokens: int = key(0, Integer(0, 1 << 40, {"auto": 0}, unit="tokens"), CONTEXT,
             "capacity of the KV cache for all requests; if it is exhausted, the newest requests wait",
-            unset="what is free, from ctx-size to ctx-size x parallel")
+            unset="what is free, from ctx-size to ctx-size x parallel", also=("max-total-token-num",))
     kv_cache_dtype: str = key("auto", _KV_TYPE, CONTEXT,
             "data type of the KV cache, the same for keys and values; auto: the model's; int8 takes half of 16 bits,"
             " int4 a third",
@@ -233,16 +236,18 @@ class Preset:
             "compute a common beginning of prompts once, if the KV cache has blocks",
             also=("enable-prefix-caching",))
     prefill_chunk: int = key(0, Integer(1, 1 << 20, unit="tokens"), CONTEXT, "most tokens of one prompt in one step",
-            unset="max-prefill-tokens, or 512", also=("ub", "ubatch-size"), env=("LLAMA_ARG_UBATCH",))
+            unset="max-prefill-tokens, or 512", also=("ub", "ubatch-size", "splitfuse-block-size"),
+            env=("LLAMA_ARG_UBATCH",))
     max_prefill_tokens: int = key(0, Integer(1, 1 << 20, unit="tokens"), CONTEXT,
             "most tokens of all prompts in one step; the smaller of this and prefill-chunk applies. llama-server's"
             " batch-size leaves prefill-chunk at 512",
             unset="prefill-chunk",
-            also=("b", "batch-size", "max-rolling-batch-prefill-tokens", "max-num-batched-tokens"),
+            also=("b", "batch-size", "max-rolling-batch-prefill-tokens", "max-num-batched-tokens",
+                  "batch-max-tokens"),
             env=("LLAMA_ARG_BATCH", "MAX_BATCH_PREFILL_TOKENS"))
     limit_images: int = key(8, Integer(0, 1024), CONTEXT, "most images in one prompt of a vision model; 0: none")
     max_input_tokens: int = key(0, Integer(0, unit="tokens"), CONTEXT, "longest prompt", unset="ctx-size - 1",
-            also=("max-input-len",))
+            also=("max-input-len", "max-req-input-len"))
     n_predict: int = key(-1, Integer(1, words={"-1": -1, "-2": -1}, unit="tokens"), CONTEXT,
             "most new tokens of a request without a maximum", unset="to the end of the context", also=("n", "predict"),
             scope=Scope.REQUEST)
@@ -265,17 +270,18 @@ class Preset:
     model_draft: str = key("", Text("folder or org/name[:revision]"), SPECULATION,
             "a small model of the same vocabulary that drafts, for models on one device without states and encoder",
             unset="none", own=True, path=True,
-            also=("md", "spec-draft-model", "speculative-draft-model", "hf-repo-draft", "hfd", "hfrd", "spec-draft-hf"),
+            also=("md", "spec-draft-model", "speculative-draft-model", "speculative-model", "hf-repo-draft", "hfd",
+                  "hfrd", "spec-draft-hf"),
             env=("LLAMA_ARG_SPEC_DRAFT_HF_REPO",))
     draft_max: int = key(16, Integer(0, 1 << 10, unit="tokens"), SPECULATION,
             "most tokens that are drafted for a request in one step, where that pays; 0: none",
-            also=("spec-draft-n-max", "speculative-length", "draft", "draft-n"))
+            also=("spec-draft-n-max", "speculative-length", "num-speculative-tokens", "draft", "draft-n"))
     draft_min: int = key(0, Integer(0, 1 << 10, unit="tokens"), SPECULATION, "shortest draft that is worth a step",
             also=("spec-draft-n-min", "draft-n-min"))
     ngram_size: int = key(3, Integer(1, 64, unit="tokens"), SPECULATION,
             "newest tokens that ngram-simple looks up in the text", name="spec-ngram-size-n",
             also=("spec-ngram-simple-size-n", "spec-ngram-map-k-size-n", "spec-ngram-map-k4v-size-n",
-                  "spec-ngram-mod-n-match"))
+                  "spec-ngram-mod-n-match", "ngram-prompt-lookup-max"))
 
     # Numerics
     dtype: str = key("auto", _DTYPE,
@@ -316,7 +322,8 @@ class Preset:
             "most memory of each accelerator, or of the first, the second, ...; 0: do not use it",
             unset="all", also=("max-gpu-memory", "exllama-gpu-split"))
     gpu_memory_utilization: float = key(1.0, Share(), PLACEMENT,
-            "share of a device that the model may take at most; it limits the KV cache", unset="what is free")
+            "share of a device that the model may take at most; it limits the KV cache", unset="what is free",
+            also=("mem-fraction-static",))
     tensor_split: tuple[float, ...] = key((), Numbers(), PLACEMENT,
             "proportions of the layers on each accelerator; the number of values is that of accelerators",
             unset="by free memory", also=("ts",))
@@ -335,7 +342,7 @@ class Preset:
     # LoRA adapters
     lora: tuple[str, ...] = key((), Names(hint="name=folder or org/name, ..."), ADAPTERS,
             "LoRA adapters for requests, which name them as MODEL@NAME or in their bodies", unset="none", own=True,
-            also=("lora-dir",), live=True)
+            also=("lora-dir", "lora-modules"), live=True)
     lora_scaled: tuple[str, ...] = key((), Names(hint="folder:scale, ..."), ADAPTERS, "the same, each with a scale",
             unset="none", own=True, live=True)
     default_lora: str = key("", Text("name"), ADAPTERS, "adapter of requests without one", unset="none", own=True,

@@ -23,8 +23,8 @@ DOCUMENTED = {
         SERVING_JOB_QUEUE_SIZE SERVING_MODEL_STORE SERVING_INFERENCE_ADDRESS SERVING_MANAGEMENT_ADDRESS
         SERVING_KEYSTORE SERVING_CERTIFICATE_FILE
     """,
-    # --help of model_worker, multi_model_worker, vllm_worker, controller and openai_api_server; cli in the README;
-    # variables
+    # --help of model_worker, multi_model_worker, controller, openai_api_server and the workers of other engines
+    # (LightLLM, SGLang, vLLM); cli in the README; variables
     "fastchat": """
         host port worker-address controller-address model-path model-names conv-template embed-in-truncate
         limit-worker-concurrency stream-interval no-register seed debug ssl lazy style multiline
@@ -35,6 +35,30 @@ DOCUMENTED = {
 
         trust_remote_code gpu_memory_utilization dispatch-method api-keys allow-credentials allowed-origins
         allowed-methods allowed-headers
+
+        max_total_token_num batch_max_tokens running_max_req_size tp max_req_input_len max_req_total_len
+        splitfuse_block_size mode tokenizer-path mem-fraction-static speculative-model num-speculative-tokens
+        ngram-prompt-lookup-max load_way eos_id tokenizer_mode no_skipping_special_tokens
+        return_all_prompt_logprobs long_truncation_mode model-info-file download-dir tokenizer-revision
+        code-revision skip-tokenizer-init num-gpu-blocks-override mm-processor-kwargs enable-lora-bias
+        qlora-adapter-name-or-path enable-prompt-adapter max-prompt-adapters max-prompt-adapter-token
+        generation-config override-generation-config override-pooler-config return-tokens-as-token-ids
+        allowed-local-media-path logits-processor-pattern middleware root-path model-impl response-role
+        scheduling-policy speculative-draft-tensor-parallel-size ssl-keyfile ssl-certfile ssl-ca-certs
+        no_spaces_between_special_tokens splitfuse_mode enable_multimodal multimodal worker-use-ray
+        engine-use-ray ray-workers-use-nsight use-v2-block-manager disable-custom-all-reduce
+        disable-mm-preprocessor-cache multi-step-stream-outputs speculative-disable-mqa-scorer
+        disable-logprobs-during-spec-decoding disable-async-output-proc enable-sleep-mode calculate-kv-scales
+        enable-reasoning disable-frontend-multiprocessing enable-request-id-headers log_stats_interval
+        router_token_ratio router_max_new_token_len prompt_cache_strs cache_capacity cache_reserved_ratio
+        config-format quantization-param-path distributed-executor-backend max-parallel-loading-workers
+        num-lookahead-slots max-context-len-to-capture max-seq-len-to-capture tokenizer-pool-size
+        tokenizer-pool-type tokenizer-pool-extra-config num-scheduler-steps scheduler-delay-factor
+        speculative-model-quantization speculative-max-model-len speculative-disable-by-batch-size
+        ngram-prompt-lookup-min spec-decoding-acceptance-method typical-acceptance-sampler-posterior-threshold
+        typical-acceptance-sampler-posterior-alpha model-loader-extra-config ignore-patterns preemption-mode
+        otlp-traces-endpoint collect-detailed-traces override-neuron-config compilation-config
+        kv-transfer-config worker-cls additional-config max-log-len uvicorn-log-level
 
         PEFT_SHARE_BASE_WEIGHTS FASTCHAT_USE_MODELSCOPE FASTCHAT_CONTROLLER_HEART_BEAT_EXPIRATION
         FASTCHAT_WORKER_HEART_BEAT_INTERVAL FASTCHAT_WORKER_API_TIMEOUT FASTCHAT_WORKER_API_EMBEDDING_BATCH_SIZE
