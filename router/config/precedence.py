@@ -17,7 +17,7 @@ from router.config.ini import Problem
 from router.config.option_types import Strings, sendable, shown
 from router.config.preset_keys import MeaninglessOption, RefusedOption, Spelling
 from router.config.presets import ADAPTER_NAME, HUB, REPO, PresetKey, repository
-from router.config.settings import BY_VARIABLE, LATER, SPELLINGS
+from router.config.settings import BY_VARIABLE, LATER, NEGATIVE, SPELLINGS, variable_text
 
 CLIENT_VARIABLES = frozenset({"ROUTER_URL"})  # variables of client commands, which a server ignores
 _SCALE = re.compile(r"-?[0-9]{1,4}(\.[0-9]{1,6})?")
@@ -151,8 +151,12 @@ class SettingReader:
         `named`: the number of models named at start. Keys of one model are read only if it is 1.
         """
         layer: Layer = {}
+        texts: dict[str, str] = {}
         order = {"ROUTER_": 0, "LLAMA_": 1, "OPTION_": 2}
-        for name in sorted(self._environ, key=lambda name: (order.get(name[: name.find("_") + 1], 3), name)):
+        for name in sorted(
+            self._environ,
+            key=lambda name: (order.get(name[: name.find("_") + 1], 3), not name.startswith(NEGATIVE), name),
+        ):
             spelling = None
             if name in BY_VARIABLE:
                 self._check_option(name)
@@ -164,25 +168,44 @@ class SettingReader:
             if spelling is None:
                 continue
             place = Problem(name, 0, "", name, "")
+            text = self._environ[name]
+            if name.startswith(NEGATIVE) and spelling.negated:
+                self._check_negative(name)
+                text = "on"
+            stated = text
+            with contextlib.suppress(click.BadParameter):
+                stated = spelling.text(text)
             before = layer.get(spelling.canonical)
             if before is not None and spelling.word.name != "env" and not _completes(layer, spelling):
-                if self._environ[name] != self._environ[before.place.file]:
+                if stated != texts[spelling.canonical]:
                     self._warn(place, f"has no effect beside {before.place.file}; remove one of the two")
                 continue
             if named != 1 and preset_keys.is_own(spelling.canonical):
                 self._warn(place, f"is for one model, and {_count(named)} named at start, so it is not read;"
                                   " write a section in a file for --models-preset")  # fmt: skip
                 continue
-            for meaning, text in self._spelled(name, self._environ[name], place):
+            for meaning, value in self._spelled(name, text, place):
                 if meaning is not spelling and (before := layer.get(meaning.canonical)):  # rolling_batch = disable
                     self._warn(before.place, f"has no effect beside {name}; remove one of the two")
-                self._add(layer, meaning, text, place, ENVIRONMENT)
+                self._add(layer, meaning, value, place, ENVIRONMENT)
+                texts[meaning.canonical] = stated
         return layer
+
+    def _check_negative(self, name: str) -> None:
+        """Warn if a negative variable, or a positive one beside it, reads as if the option were on."""
+        positive, off = name.replace(NEGATIVE, "LLAMA_ARG_"), ("", "0", "off", "false", "no")
+        if self._environ[name].strip().lower() in off:
+            message = f"turns it off with any value, as in llama-server; write {positive}=1 to keep it on"
+            self._warn(Problem(name, 0, "", name, ""), message)
+        if self._environ.get(positive, "").strip().lower() not in off:
+            self._warn(Problem(positive, 0, "", positive, ""), f"has no effect beside {name}; remove one of the two")
 
     def _check_option(self, name: str) -> None:
         """Warn if a variable of an option of the router has no effect, because an earlier one has another value."""
         first = next((each for each in BY_VARIABLE[name].variables if self._environ.get(each)), name)
-        if self._environ[name] not in ("", self._environ[first]):
+        if name.startswith(NEGATIVE):
+            self._check_negative(name)
+        if variable_text(name, self._environ) not in ("", variable_text(first, self._environ)):
             self._warn(Problem(name, 0, "", name, ""), f"has no effect beside {first}; remove one of the two")
 
     def flags(self, flags: Mapping[str, str], *, named: int = 0) -> Layer:

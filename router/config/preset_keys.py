@@ -6,10 +6,11 @@ of llama-server or LMI without a meaning here (`MEANINGLESS`), or unknown. Pure 
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from router.config.option_types import Flag, nearest
 from router.config.presets import KEYS, PresetKey
+from router.config.settings import NEGATIVE
 
 DEMOS = ("chat", "embed", "a", "b", "c")  # names in `model = demo:NAME`
 _FLAG = Flag()
@@ -395,6 +396,10 @@ def find(written: str, *, in_lmi: bool = False) -> Spelling | None:
         return Spelling(BY_NAME["env"], bare, variable=bare[4:]) if re.fullmatch(_VARIABLE, bare[4:]) else None
     if bare in VARIABLES:
         return _of_variable(VARIABLES[bare], bare)
+    positive = f"LLAMA_ARG_{bare.removeprefix(NEGATIVE)}"
+    if bare.startswith(NEGATIVE) and positive in VARIABLES:
+        spelling = _of_variable(VARIABLES[positive], positive)
+        return replace(spelling, negated=True) if spelling.is_flag else None
     prefix = next((prefix for prefix in PREFIXES if bare.startswith(prefix)), "")
     name = bare.removeprefix(prefix).replace("_", "-")
     name = name.lower() if prefix.isupper() else name
@@ -404,9 +409,9 @@ def find(written: str, *, in_lmi: bool = False) -> Spelling | None:
         return Spelling(_IN_LMI[name], name)
     if name in WORDS:
         return Spelling(WORDS[name], name)
-    if name.startswith("no-"):
-        positive = Spelling(WORDS[name[3:]], name[3:], negated=True) if name[3:] in WORDS else None
-        return positive if positive and positive.is_flag else None
+    if name.startswith("no-") and name[3:] in WORDS:
+        spelling = Spelling(WORDS[name[3:]], name[3:], negated=True)
+        return spelling if spelling.is_flag else None
     return None
 
 

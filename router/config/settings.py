@@ -40,6 +40,8 @@ LATER: Mapping[str, str] = {
     "ssl-cert-file": _TLS, "ssl-key-file": _TLS,
     "models-memory-max": "--models-memory-margin keeps memory free on a device, --device-limit lowers its total",
 }  # fmt: skip
+# The variable of llama-server that turns a switch off with any value.
+_POSITIVE, NEGATIVE = "LLAMA_ARG_", "LLAMA_ARG_NO_"
 KEY = re.compile(r"[\x21-\x7e]{1,512}")
 _QUADS = re.compile(r"[0-9]+(\.[0-9]+){3}")
 # An item of LMI's load_models; the brackets may be missing if there is a colon.
@@ -100,7 +102,9 @@ class Option:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        return ("ROUTER_" + self.field.upper(), *self.env)
+        """All variables, the strongest first. As in llama-server, `LLAMA_ARG_NO_X` is stronger than `LLAMA_ARG_X`."""
+        negative = [name.replace(_POSITIVE, NEGATIVE) for name in self.env if self.is_flag and _POSITIVE in name]
+        return ("ROUTER_" + self.field.upper(), *negative, *self.env)
 
     @property
     def is_flag(self) -> bool:
@@ -300,7 +304,13 @@ def _source(option: Option, given: Mapping[str, str], environ: Mapping[str, str]
     if option.flag in given:
         return given[option.flag], f"--{option.flag}"
     variable = next((name for name in option.variables if environ.get(name)), "")
-    return environ.get(variable, ""), variable
+    return variable_text(variable, environ), variable
+
+
+def variable_text(name: str, environ: Mapping[str, str]) -> str:
+    """The text that a variable gives its option: `off` for a negative one with any value; empty if it is not set."""
+    text = environ.get(name, "")
+    return "off" if text and name.startswith(NEGATIVE) else text
 
 
 def _contradictions(settings: Settings, origins: Mapping[str, str]) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ from router.config.api_keys import ApiKey, configured_keys, parse_keys
 from router.config.settings import OPTIONS, Settings, hub_cache, is_local, parse
 from router.errors import ConfigError
 from router.planner.ledger import DeviceShare
+from tests.router.preset_texts import read
 from worker.protocol.memory import MIB
 
 
@@ -235,3 +236,21 @@ def test_a_key_file_must_have_a_key_and_no_key_that_is_given_elsewhere() -> None
 def test_any_key_file_is_read_or_refused(text: str, admin: bool) -> None:
     with contextlib.suppress(ConfigError):
         assert all(len(key.digest) == 32 for key in parse_keys(text, admin))
+
+
+def test_a_negative_variable_of_llama_server_turns_a_switch_off_with_any_value() -> None:
+    for value in ("1", "true", "0", "whatever"):
+        settings, problems = parse({}, {"LLAMA_ARG_NO_ENDPOINT_SLOTS": value, "LLAMA_ARG_ENDPOINT_SLOTS": "1"})
+        assert (settings.slots, problems) == (False, ())
+        loaded = read("[m]\nmodel = demo:a", environ={"LLAMA_ARG_NO_CACHE_PROMPT": value})
+        assert not loaded.presets["m"].prefix_caching
+    environ = {"LLAMA_ARG_NO_MODELS_AUTOLOAD": "1", "ROUTER_MODELS_AUTOLOAD": "on"}
+    assert parse({}, environ)[0].models_autoload, "the router's own name is stronger"
+    assert parse({}, {"LLAMA_ARG_NO_MODELS_AUTOLOAD": ""})[0].models_autoload
+
+
+def test_variables_that_give_one_key_other_values_by_equal_texts_cause_a_warning() -> None:
+    loaded = read("[m]\nmodel = demo:a", environ={"LLAMA_ARG_EMBEDDINGS": "1", "LLAMA_ARG_RERANKING": "1"})
+    assert [str(each) for each in loaded.warnings] == [
+        "LLAMA_ARG_RERANKING: has no effect beside LLAMA_ARG_EMBEDDINGS; remove one of the two"
+    ]
