@@ -198,6 +198,28 @@ async def test_a_grammar_that_cannot_be_compiled_is_refused_by_its_field_and_not
     assert engine.occupancy.waiting == 0
 
 
+@pytest.mark.parametrize(
+    ("grammar", "remedy"),
+    [
+        (
+            Grammar("gbnf", "root ::= root", "grammar"),
+            "it matches no text: give each rule an alternative without itself",
+        ),
+        (Grammar("regex", r"[^\s\S]", "guided_regex"), "it matches no text"),
+        (schema({"$ref": "#"}), "it matches no text"),
+        (Grammar("gbnf", " ", "grammar"), "it has no rule named root; begin it with root ::="),
+        (Grammar("lark", "%llguidance {}", "grammar"), "it has no rule named start; begin it with start:"),
+        (Grammar("regex", "a\\", "guided_regex"), "it ends with a backslash that escapes nothing"),
+        (Grammar("gbnf", "root ::= a", "grammar"), "Rule 'a' not found"),
+    ],
+)
+def test_the_message_for_a_grammar_names_its_fault(grammar: Grammar, remedy: str) -> None:
+    grammars = Grammars(tiny.make_tokenizer(), ends={EOS}, vocab_size=256)
+    with pytest.raises(InvalidValue) as caught:
+        grammars.matcher(grammar)
+    assert caught.value.message.startswith(f"{grammar.field} cannot be compiled: {remedy}")
+
+
 async def test_a_lenient_schema_ignores_unsupported_keywords_only(
     engine: TransformersEngine,
 ) -> None:

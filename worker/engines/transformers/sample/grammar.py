@@ -64,6 +64,14 @@ TOKEN_SECONDS = 0.01
 _POLL_INTERVAL = 0.05  # seconds between looks at the CPU time of a job
 # Parts of llguidance's messages about its own limits, which depend on the grammar alone.
 _LIMIT_MESSAGES = ("too many", "max is", "fuel", "too big", "too complex", "limit", "panic")
+# llguidance's messages that do not name the fault, or not the way out, with one that does.
+_PLAINER = {
+    # A stop reason of llguidance by its name in the source: no token can follow.
+    "NoExtensionBias": "it matches no text: give each rule an alternative without itself, and each class a character",
+    "No 'root' rule found": "it has no rule named root; begin it with root ::=",
+    "no start rule found": "it has no rule named start; begin it with start:",
+}
+_CONVERTED = "Failed to convert the grammar from GBNF to Lark: "
 
 
 def vocabulary_bytes(tokenizer: Any, vocab_size: int) -> int:
@@ -428,7 +436,7 @@ class Grammars:
         try:
             source = _after(grammar.preamble, _source(grammar))
         except Exception as error:  # noqa: BLE001 - untrusted input: the converters raise anything
-            raise _uncompilable(grammar, one_line(error)) from None
+            raise _uncompilable(grammar, _plainer(one_line(error))) from None
         limits = llguidance.LLParserLimits(
             verbose_errors=False, max_grammar_size=MAX_SYMBOLS, initial_lexer_fuel=MAX_LEXER_FUEL
         )
@@ -479,6 +487,8 @@ def _source(grammar: Grammar) -> str:
                 overrides={"lenient": True} if grammar.lenient else None,
             )
         case "regex":
+            if (len(grammar.text) - len(grammar.text.rstrip("\\"))) % 2:
+                raise ValueError("it ends with a backslash that escapes nothing")  # llguidance would drop it
             return LLMatcher.grammar_from_regex(grammar.text)
         case "lark":
             return LLMatcher.grammar_from_lark(grammar.text)
@@ -503,4 +513,9 @@ def _message(error: str) -> str:
     """llguidance's message without the parser state that it appends, and without the text of a panic."""
     if error.lstrip().startswith("panic"):
         return "it is too large or too deeply nested"
-    return one_line(ValueError(error.partition("<non-verbose/>")[0].partition("<state>")[0]))
+    return _plainer(one_line(ValueError(error.partition("<non-verbose/>")[0].partition("<state>")[0])))
+
+
+def _plainer(message: str) -> str:
+    message = message.removeprefix(_CONVERTED)
+    return _PLAINER.get(message, message)
