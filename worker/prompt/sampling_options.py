@@ -4,6 +4,7 @@ Includes llama-server's `samplers`, which selects the samplers and their order. 
 temperature before top-k, top-p and min-p (vLLM, transformers), or after them (llama.cpp).
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,9 @@ from worker.protocol.dialects.generation_fields import (
 )
 from worker.protocol.events import Exit
 
+_NUMBER = re.compile(r"[+-]?[0-9]+")  # a key of `logit_bias` that is a token id, and no text
+_DIGITS = 20
+_SHOWN = 8  # token ids in a message
 EncodeText = Callable[[str], Sequence[int]]
 _PRESET_KEYS = {
     "temp": "temperature",
@@ -191,12 +195,13 @@ def read_stop(fields: BodyFields, *names: str) -> list[str] | None:
 
 
 def _to_token(key: str) -> int | None:
-    return int(key) if key.isascii() and key.isdecimal() and len(key) < 10 else None
+    """The token id that a key of `logit_bias` states; None for a text. Long numbers are cut: no vocabulary has them."""
+    return int(key[:_DIGITS]) if _NUMBER.fullmatch(key) else None
 
 
 def _logit_bias(value: Any, vocab_size: int, encode: EncodeText | None) -> dict[int, float]:
     """Return biases by token id from `{"id or text": bias}` or `[[id or text, bias], ...]`. A bias of false bans the
-    token, as in llama-server.
+    token, as in llama-server. Token ids outside the vocabulary are an error, as in OpenAI's API and vLLM.
     """
     if value is None:
         return {}
@@ -207,6 +212,7 @@ def _logit_bias(value: Any, vocab_size: int, encode: EncodeText | None) -> dict[
     if len(pairs) > MAX_BIASES:
         raise InvalidValue(f"logit_bias must have at most {MAX_BIASES} entries", param="logit_bias")
     biases: dict[int, float] = {}
+    outside: list[int] = []
     for pair in pairs:
         token, bias = pair if isinstance(pair, list) and len(pair) == 2 else (None, None)
         if isinstance(token, str) and encode is not None and 0 < len(token) <= MAX_BIAS_LENGTH:
@@ -215,11 +221,18 @@ def _logit_bias(value: Any, vocab_size: int, encode: EncodeText | None) -> dict[
             ids = [to_integer(token)]
         number: Any = -100 if bias is False else bias
         is_number = type(number) in (int, float)
-        if not all(id is not None and 0 <= id < vocab_size for id in ids) or not is_number or not -100 <= number <= 100:
+        if None in ids or not is_number or not -100 <= number <= 100:
             raise InvalidValue(
                 "logit_bias must map token ids of this model to numbers between -100 and 100", param="logit_bias"
             )
         biases.update((id, float(number)) for id in ids if id is not None)
+        outside += [id for id in ids if id is not None and not 0 <= id < vocab_size]
+    if outside:
+        shown = ", ".join(map(str, outside[:_SHOWN])) + (", ..." if len(outside) > _SHOWN else "")
+        raise InvalidValue(
+            f"logit_bias has token ids outside this model's vocabulary of {vocab_size} tokens: {shown}; remove them",
+            param="logit_bias",
+        )
     return biases
 
 

@@ -1,5 +1,6 @@
 """Precedence of sampling parameters: request, preset, checkpoint, API default."""
 
+import re
 from typing import Any
 
 import pytest
@@ -123,7 +124,7 @@ def test_invalid_values_of_a_checkpoint_are_ignored() -> None:
         ('{"temp": "hot"}', "temperature"),
         ('{"top-p": 2}', "top_p"),
         ('{"stop": [1]}', "stop"),
-        ('{"logit-bias": {"100": 1}}', "token ids of this model"),
+        ('{"logit-bias": {"100": 1}}', "token ids outside this model's vocabulary of 100 tokens: 100"),
         ('{"samplers": ["best"]}', "samplers must be names"),
         ('{"samplers": ["temperature", "penalties"]}', "samplers in this order are not supported"),
         ('{"json-schema": "{"}', "json_schema must be a JSON schema"),
@@ -260,3 +261,28 @@ def test_the_reported_order_is_accepted_as_input() -> None:
     for temperature_last in (False, True):
         received = sampling_options.sampler_names({"temperature_last": temperature_last})
         assert read({**WARM, "samplers": received}).temperature_last is temperature_last
+
+
+@pytest.mark.parametrize(
+    ("given", "outside"),
+    [
+        ({"5": 1, "100": 1}, "100"),
+        ({"-1": 1}, "-1"),
+        ({"99999999999": 1}, "99999999999"),
+        ({"1" * 5000: 1}, "1" * 20),
+        ([[7, 1], [100, False], [10**9, 1]], "100, 1000000000"),
+        ({str(id): 1 for id in range(100, 120)}, "100, 101, 102, 103, 104, 105, 106, 107, ..."),
+    ],
+)
+def test_biases_of_tokens_outside_the_vocabulary_are_rejected_by_id(given: Any, outside: str) -> None:
+    def encode(text: str) -> list[int]:
+        return [3] * len(text)
+
+    with pytest.raises(
+        InvalidValue, match="vocabulary of 100 tokens: " + re.escape(f"{outside}; remove them")
+    ) as error:
+        sampling_options.read(
+            BodyFields({"logit_bias": given}, SAMPLING), SamplingDefaults(), vocab_size=100, logprobs=None, seed=None,
+            encode=encode,
+        )  # fmt: skip
+    assert error.value.param == "logit_bias"

@@ -91,7 +91,7 @@ NEUTRAL: Body = {
     **members(_NO_BUDGET, "thinking_budget_tokens", "thinking_token_budget"),
     **members(_EMPTY, "guided_whitespace_pattern", "structural_tag", "custom_logit_processor"),
     **members(_NO_ENTRIES, "grammar_triggers", "preserved_tokens", "logits_processors", "logprob_token_ids"),
-    "allowed_token_ids": one_of([[]], "Not supported; give these tokens 100 in logit_bias."),
+    "allowed_token_ids": one_of([], "Not supported; give these tokens 100 in logit_bias."),
     "bad_words": one_of([[]], "Not supported; give each word false in logit_bias."),
     **members(_NO_MEMBERS, "repetition_detection", "kv_transfer_params", "vllm_xargs", "mm_processor_kwargs"),
     **members(_NO_MEMBERS, "media_io_kwargs", "session_params"),
