@@ -280,7 +280,8 @@ class SettingReader:
         if self.strict:
             self._fail(place, message)
         else:
-            self._ignored.setdefault(word.name, []).append(replace(place, message=message))
+            # Several variables may have the name of one option.
+            self._ignored.setdefault(word.name if place.line else written, []).append(replace(place, message=message))
 
     def finish(self) -> None:
         """Warn about options without a meaning here: once for each, naming all sections that have it."""

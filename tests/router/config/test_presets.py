@@ -631,3 +631,9 @@ def test_a_placement_on_accelerators_beside_the_cpu_causes_a_warning() -> None:
     (mode,) = warnings("[m]\nmodel = org/m\nngl = 0\nsplit-mode = layer\n")
     assert "split-mode has no effect" in mode
     assert warnings("[*]\ngpu-split = 8\n[m]\nmodel = org/m\ndevice = cpu\n") == [], "it is for other models"
+
+
+def test_each_variable_without_a_meaning_is_named_though_several_stand_for_one_option() -> None:
+    names = ("FASTCHAT_CONTROLLER_HEART_BEAT_EXPIRATION", "FASTCHAT_WORKER_HEART_BEAT_INTERVAL")
+    warnings = read("[m]\nmodel = demo:a", environ=dict.fromkeys(names, "45")).warnings
+    assert [str(warning).partition(":")[0] for warning in warnings] == [*names]
