@@ -349,34 +349,39 @@ class _Resolution:
         fields["replicas"] = (least, most)
 
     def _choose_by_device(self, settings: Layer, fields: dict[str, Any]) -> None:
-        """Choose among LMI's `gpu.KEY`, `KEY` and `cpu.KEY`.
+        """Replace LMI's keys for one kind of device (`gpu.KEY`, `cpu.KEY`) by `KEY`."""
+        for name in ("min-workers", "max-workers", "required-memory", "reserved-memory"):
+            best = self._for_device(name, settings, fields.get("device", ()))
+            for prefix in preset_keys.DEVICE_PREFIXES:
+                settings.pop(f"{prefix}{name}", None)
+            if best is not None:
+                settings[name] = best
+                if field := preset_keys.BY_NAME[name].field:
+                    fields[field] = best.value
+
+    def _for_device(self, name: str, settings: Layer, device: tuple[str, ...]) -> Setting | None:
+        """Choose among `gpu.KEY`, `KEY` and `cpu.KEY`, with a warning about the others.
 
         Within one place, that for the model's device takes precedence over `KEY`. Where the device is not set, the
         model may be on an accelerator, so `gpu.KEY` takes precedence.
         """
-        device = fields.get("device", ())
         own, other = ("cpu.", "gpu.") if device == ("cpu",) else ("gpu.", "cpu.")
-        for name in ("min-workers", "max-workers", "required-memory", "reserved-memory"):
-            order = (own, "", other)
-            given = [settings[f"{prefix}{name}"] for prefix in order if f"{prefix}{name}" in settings]
-            if device and (wrong := settings.get(f"{other}{name}")):
-                given.remove(wrong)
-                why = f"because device is {','.join(device)}; remove one of the two"
-                self._warn(wrong.place, f"{wrong.place.key} has no effect, {why}")
-            settings.pop(f"{other}{name}", None)
-            settings.pop(f"{own}{name}", None)
-            if not given:
-                continue
-            best = max(given, key=lambda setting: setting.rank)  # the first of `order` among equals
-            for weak in given:
-                if weak is not best and weak.rank == best.rank:
-                    message = f'"{weak.place.key}" has no effect beside "{best.place.key}"; remove one of the two'
-                    self._warn(weak.place, message)
-            if best.name.startswith(other):
-                self._warn(best.place, f"{best.place.key} applies on every device; write device = cpu, or replicas")
-            settings[name] = best
-            if field := preset_keys.BY_NAME[name].field:
-                fields[field] = best.value
+        given = [settings[key] for key in (f"{own}{name}", name, f"{other}{name}") if key in settings]
+        if device and (wrong := settings.get(f"{other}{name}")):
+            given.remove(wrong)
+            why = f"because device is {','.join(device)}; remove one of the two"
+            self._warn(wrong.place, f"{wrong.place.key} has no effect, {why}")
+        if not given:
+            return None
+        best = max(given, key=lambda setting: setting.rank)  # the first of equals
+        for weak in given:
+            if weak is not best and weak.rank == best.rank:
+                on_cpu = "write device = cpu on a machine without accelerators"
+                remedy = on_cpu if weak.name.startswith(other) else "remove one of the two"
+                self._warn(weak.place, f'"{weak.place.key}" has no effect beside "{best.place.key}"; {remedy}')
+        if best.name.startswith(other):
+            self._warn(best.place, f"{best.place.key} applies on every device; write device = cpu, or replicas")
+        return best
 
     def _texts(self, settings: Layer, fields: dict[str, Any]) -> None:
         """Read the files of the chat template and of the grammar, and apply the keys for reasoning."""

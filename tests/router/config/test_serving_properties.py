@@ -252,7 +252,11 @@ def test_the_prefix_option_may_stand_in_a_section() -> None:
         ("cpu.maxWorkers=3\nmaxWorkers=2\nload_on_devices=-1", (1, 3), '"maxWorkers" has no effect beside "cpu.max'),
         ("gpu.maxWorkers=2\ncpu.maxWorkers=3\nload_on_devices=0", (1, 2), "cpu.maxWorkers has no effect, because"),
         ("cpu.maxWorkers=3\nload_on_devices=0", (1, 1), "cpu.maxWorkers has no effect, because device is cuda:0"),
-        ("cpu.maxWorkers=3\ngpu.maxWorkers=2", (1, 2), '"cpu.maxWorkers" has no effect beside "gpu.maxWorkers"'),
+        (
+            "cpu.maxWorkers=3\ngpu.maxWorkers=2",
+            (1, 2),
+            'beside "gpu.maxWorkers"; write device = cpu on a machine without',
+        ),
     ],
 )
 def test_numbers_of_workers_are_replicas(text: str, replicas: tuple[int, int], warning: str) -> None:
