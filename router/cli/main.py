@@ -56,6 +56,8 @@ WEIGHED = READ | {"offline", "hf-token", "state-dir", "fork-server", "prepare", 
 # Options that decide which snapshot is converted, and where the converted copy is stored.
 PREPARED = READ | {"offline", "hf-token", "state-dir"}
 DOWNLOADED = PREPARED | {"model", "model-names", "hf-repo", "prepare"}
+# Decides only whether the min-residency of a preset is valid: `check` shows it, the commands for one model accept it.
+VALIDATES = frozenset({"swap-patience"})
 DOWNLOAD_ONLY = "router.download_only"  # in the context of a command: the flag stood before it
 EVERYDAY = (
     "model", "hf-repo", "models-preset", "models-dir", "demo", "models-memory-margin", "models-max", "host", "port",
@@ -161,7 +163,10 @@ def serve(ctx: click.Context, /, models: tuple[str, ...], download_only: bool, *
 
 @cli.command(
     "download", cls=_Command,
-    params=[click.Argument(["models"], nargs=-1, metavar="[MODEL]..."), *command_params(only=DOWNLOADED)],
+    params=[
+        click.Argument(["models"], nargs=-1, metavar="[MODEL]..."),
+        *command_params(only=DOWNLOADED, hidden=VALIDATES),
+    ],
     help="Download and convert the files of models as their first load would, without a server; for container builds."
     " Without a MODEL: all models of --models-preset. `router ... --download-only` does the same for the command line"
     " of a server. Prints each model and the folder that it is loaded from. Exits with 1 if a model fails.",
@@ -277,7 +282,7 @@ def check(
 @cli.command(
     "estimate",
     cls=_Command,
-    params=[click.Argument(["model"]), *command_params(only=WEIGHED)],
+    params=[click.Argument(["model"]), *command_params(only=WEIGHED, hidden=VALIDATES)],
     help="Estimate the memory of a model by segment and device, without a server. MODEL is a name from the presets,"
     " a folder, or a repository of the hub, of which only headers are read. Keys of models are what-ifs, as in"
     " --ctx-size 32768. Exits with 4 if not even an empty device holds it.",
@@ -312,7 +317,7 @@ def estimate_command(ctx: click.Context, /, model: str, exact: bool, forget: boo
 @cli.command(
     "prepare",
     cls=_Command,
-    params=[click.Argument(["model"]), *command_params(only=PREPARED)],
+    params=[click.Argument(["model"]), *command_params(only=PREPARED, hidden=VALIDATES)],
     help="Convert a model once for faster loads, without a server. MODEL is a name from the presets,"
     " a folder, or a repository in the hub cache. Exits with 0 if there is nothing to convert, with 1 if the conversion"
     " fails.",

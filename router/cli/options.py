@@ -108,8 +108,13 @@ def _metavar(option: Option) -> str:
     return {Integer: "N", Seconds: "SECONDS"}.get(type(kind), "LIST" if kind.hint == "list" else kind.hint)
 
 
-def command_params(*, only: Container[str] = settings.BY_FLAG) -> list[click.Parameter]:
-    mine = (param for option, param in SETTINGS.values() if option.flag in only)
+def command_params(*, only: Container[str] = settings.BY_FLAG, hidden: Container[str] = ()) -> list[click.Parameter]:
+    """The options in `only` and all keys of models. Those in `hidden` are accepted, but not in the help."""
+    mine = (
+        _as_option(option, hidden=True) if option.flag in hidden else param
+        for option, param in SETTINGS.values()
+        if option.flag in only
+    )
     return [*mine, *(param for _, param in MODEL_KEYS.values()), _HELP]
 
 

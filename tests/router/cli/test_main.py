@@ -309,6 +309,18 @@ def test_the_help_of_a_command_shows_the_options_that_it_uses(capsys: pytest.Cap
     assert not any(flag in estimate for flag in ("--port", "models-watch", "--default-model"))
 
 
+@pytest.mark.parametrize("command", ["download", "estimate", "prepare"])
+def test_commands_for_one_model_accept_swap_patience_but_do_not_show_it(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--swap-patience" not in run(capsys, command, "--help")[1]
+    (tmp_path / "config.json").write_text("{}")
+    file = preset(tmp_path, f"[a]\nmodel = {tmp_path}\nmin-residency = 15\n")
+    for seconds, is_valid in (("10", False), ("20", True)):
+        err = run(capsys, command, "--models-preset", file, "--swap-patience", seconds, "a")[2]
+        assert ("min-residency must not be more" in err) is not is_valid
+
+
 def test_help_of_model_keys_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--help-model-keys")
     assert code == 0
