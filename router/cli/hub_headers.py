@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from router.errors import RouterError
-from worker.protocol.snapshot_files import INDEX, MAX_HEADER_BYTES, WEIGHTS, is_below, shard_names
+from worker.protocol.snapshot_files import INDEX, MAX_HEADER_BYTES, NO_GGUF, WEIGHTS, is_below, shard_names
 
 HUB = "https://huggingface.co"
 TIMEOUT = 30.0  # seconds without a byte
@@ -132,7 +132,9 @@ def _check_model(names: Collection[str], repo: str) -> None:
         if "adapter_config.json" in names:
             raise RemoteError(f"{repo} is an adapter, which needs the model that it was made for: name that model")
         if "gguf" in ends:
-            raise RemoteError(f"{repo} has GGUF files only; choose the original repository, with safetensors weights")
+            raise RemoteError(
+                f"{repo} has GGUF files only: {NO_GGUF}; choose the original repository, with safetensors weights"
+            )
         raise RemoteError(f"{repo} has no config.json: it is no model for transformers")
     if "safetensors" not in ends:
         pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))

@@ -9,11 +9,12 @@ from router.config.ini import Problem
 from router.config.option_types import nearest, shown
 from router.config.precedence import Layer, Setting, SettingReader
 from router.config.presets import GGUF, REPO, repository
+from worker.protocol.snapshot_files import NO_GGUF
 
 _NO_SNAPSHOT = {
     "lmi": "has a serving.properties without option.model_id, and no config.json",
     "adapter": "is an adapter, which needs the model that it was made for (adapter_config.json names it)",
-    "gguf": "has GGUF files, which need the llama-server engine; this version does not offer it",
+    "gguf": f"has GGUF files: {NO_GGUF}",
 }
 
 _REMEDY = "name a folder with config.json and safetensors files"

@@ -38,8 +38,9 @@ from router.config.option_types import (
 )  # fmt: skip
 from worker.protocol.argv import ENGINES, AdapterSource
 from worker.protocol.dialects.generation_fields import EFFORTS
+from worker.protocol.snapshot_files import NO_GGUF
 
-GGUF = "GGUF needs the llama-server engine, which this version does not offer; use a safetensors repository"
+GGUF = f"{NO_GGUF}; use a safetensors repository"
 REPO = re.compile(
     r"([A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95})(?::([A-Za-z0-9][A-Za-z0-9._/-]{0,127}))?"
 )
@@ -64,7 +65,7 @@ _LOAD_FORMAT = OneOf(
     refused={
         "pt": "pickled weights are converted to safetensors where a model has no others; remove it",
         "npcache": "the weights must be safetensors; remove it",
-        "gguf": "GGUF needs the llama-server engine; use a safetensors repository",
+        "gguf": GGUF,
     },
 )
 _KV_TYPE = OneOf(

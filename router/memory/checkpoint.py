@@ -34,7 +34,7 @@ from worker.protocol import pickled_weights
 from worker.protocol.architectures import BEHIND, EXPERT, GENERATES, LAYER, SCALE, VISION
 from worker.protocol.model_config import apply_rope, merge
 from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
-from worker.protocol.snapshot_files import INDEX, MAX_HEADER_BYTES, WEIGHTS, is_below, shard_names
+from worker.protocol.snapshot_files import INDEX, MAX_HEADER_BYTES, NO_GGUF, WEIGHTS, is_below, shard_names
 
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -287,7 +287,7 @@ def _no_weights(folder: Path) -> str:
             f" {PICKLED_INDEX} are read; take a revision with safetensors weights"
         )
     if gguf := sorted(file.name for file in folder.glob("*.gguf")):
-        return f"{folder} has only GGUF weights ({gguf[0]}), which this version does not load; take safetensors ones"
+        return f"{folder} has only GGUF weights ({gguf[0]}): {NO_GGUF}; take safetensors ones"
     parts = sorted(file.name for file in folder.glob("*.safetensors"))
     if "model.safetensors" in parts:
         return f"{folder / 'model.safetensors'} is no file, or a link to none; fetch it again"

@@ -26,7 +26,7 @@ from router.config.resolve import LoadedPresets
 from router.config.settings import Settings, hub_cache
 from router.errors import ConfigError
 from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
-from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, shard_names
+from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, NO_GGUF, shard_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,11 +280,11 @@ def _unusable(id: str, path: Path) -> str:
     else."""
     if not path.is_dir():
         if _is_gguf(path):
-            return "GGUF needs the llama-server engine, which this version does not offer"
+            return NO_GGUF
         return "" if os.path.exists(path) else "it is a link to nothing"
     is_snapshot = _is_file(path / "config.json")
     if not is_snapshot and not _is_file(path / "serving.properties"):
-        return "it has GGUF files, which this version does not offer; write a section with model = a safetensors folder"
+        return f"it has GGUF files: {NO_GGUF}; write a section with model = a safetensors folder"
     if not ini.is_name(id):
         return "its name cannot be a model's; use letters, digits and ._:@+-"
     lacks = missing(path) if is_snapshot else ""

@@ -29,7 +29,7 @@ from worker.fetch.transfer import LIBRARY, PROGRESS_INTERVAL, RequestError, Tran
 from worker.protocol.argv import Download
 from worker.protocol.events import Downloaded, Event, Exit, Progress
 from worker.protocol.pickled_weights import PICKLED, PICKLED_INDEX
-from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, WEIGHTS, shard_names
+from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, NO_GGUF, WEIGHTS, shard_names
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ def wanted(repo: str, listed: Mapping[str, RemoteFile]) -> tuple[list[RemoteFile
         raise StartError(
             f"{repo} has no config.json"
             + (
-                "; it is a GGUF repository: choose the original repository of the model, with safetensors weights"
+                f"; it has GGUF files: {NO_GGUF}; choose the original repository of the model, with safetensors weights"
                 if gguf
                 else ""
             )

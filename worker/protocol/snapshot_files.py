@@ -10,6 +10,9 @@ MAX_HEADER_BYTES = 100_000_000  # of a safetensors file; the limit of the refere
 # The files that PEFT writes for an adapter; no others are read.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
+# The reason in all messages about GGUF files. Each message adds its own remedy.
+NO_GGUF = "GGUF needs the llama-server engine, which this version does not offer"
+
 # Suffix of an unfinished folder of a conversion. Its process holds a lock (flock) on the folder of all conversions.
 PART = ".part"
 

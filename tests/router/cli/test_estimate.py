@@ -234,7 +234,7 @@ def test_a_measured_process_overhead_is_used_and_called_measured(
     ("file", "message"),
     [
         ("adapter_config.json", "is an adapter, which needs the model that it was made for"),
-        ("model-q4.gguf", "has GGUF files"),
+        ("model-q4.gguf", "has GGUF files: GGUF needs the llama-server engine"),
         ("readme.txt", "has no config.json"),
     ],
 )
@@ -421,7 +421,7 @@ def test_an_error_of_the_hub_has_a_message(hub: FakeHub, tmp_path: Path, fault: 
     ("files", "message"),
     [
         ({"adapter_config.json": "{}", "adapter_model.safetensors": "x"}, "is an adapter, which needs the model"),
-        ({"model-q4.gguf": "x"}, "has GGUF files only"),
+        ({"model-q4.gguf": "x"}, "has GGUF files only: GGUF needs the llama-server engine"),
         ({"README.md": "x"}, "has no config.json"),
         (
             {"config.json": "{}", "pytorch_model.bin": "x"},

@@ -121,7 +121,7 @@ def test_a_value_that_matches_the_behaviour_is_accepted_for_a_key_that_is_not_of
         ("rope-freq-scale = 0.5\nrope-scale = 4", "rope-freq-scale is 1 / rope-scale, which is 4"),
         ("alpha_value = 0.5", 'alpha_value: "0.5" is not a number from 1 to'),
         ("cmd = x", "only engine"),
-        ("load-format = gguf", "gguf is not offered"),
+        ("load-format = gguf", "gguf is not offered by this version: GGUF needs the llama-server engine"),
         ("attention = flash", "leave attention at auto, which uses PyTorch's FlashAttention kernel"),
     ],
 )

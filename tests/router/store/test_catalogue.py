@@ -156,7 +156,7 @@ def test_each_complete_folder_is_a_model_and_the_rest_causes_warnings(tmp_path: 
     assert said["half"] == "it is not complete, a part beside model-00001-of-00002.safetensors is missing"
     assert said["bad name"].startswith("its name cannot be a model's")
     assert said["llama.gguf"].startswith("GGUF needs the llama-server engine")
-    assert said["ggufs"].startswith("it has GGUF files")
+    assert said["ggufs"].startswith("it has GGUF files: GGUF needs the llama-server engine")
     assert said["gone"] == "it is a link to nothing"
     assert said["lmi"] == "it has a serving.properties without option.model_id, and no config.json"
 

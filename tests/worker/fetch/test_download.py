@@ -84,7 +84,8 @@ def test_pickled_weights_are_fetched_only_if_there_are_no_others() -> None:
         (["README.md"], "o/n has no config.json"),
         (
             ["m.gguf"],
-            "o/n has no config.json; it is a GGUF repository: choose the original repository of the model, with",
+            "o/n has no config.json; it has GGUF files: GGUF needs the llama-server engine, which this version does not"
+            " offer; choose the original repository of the model, with",
         ),
         (["config.json", "model.pt"], "o/n has no model.safetensors and no pytorch_model.bin, only model.pt"),
         (["config.json"], "o/n has no model.safetensors; choose"),
