@@ -180,8 +180,8 @@ def _free(plan: Plan, residents: Sequence[Resident], devices: Sequence[Device]) 
     """Return the bytes of main memory that no resident holds and this plan gives to none."""
     view = FreeMemory(devices, residents)
     for start in plan.start.values():
-        view.promise(start.claim)
-    return min((view.free(device.pool or device.id) for device in devices if device.id.index == HOST), default=0)
+        view.commit(start.claim)
+    return min((view.free[device.pool or device.id] for device in devices if device.id.index == HOST), default=0)
 
 
 def _on_host(demand: Demand, hosts: Collection[DeviceId]) -> int:

@@ -10,9 +10,9 @@ from router.events import EventLog
 from router.fleet.load_cost import remedies_for
 from router.fleet.worker import Worker
 from router.memory.remedies import Remedies
+from router.planner.eviction import keep_reasons
 from router.planner.ledger import WORKER_SLOTS, Device, DeviceId, Resident, in_use
 from router.planner.planner import queue_order
-from router.planner.reasons import keep_reasons
 from router.planner.types import Demand, Eviction, Plan, Refusal, Shortage, Wait
 from worker.protocol.memory import MIB
 

@@ -19,13 +19,13 @@ class FreeMemory:
     """The free memory of each device if some residents had left and others had started.
 
         used = max(driver - measured of those that left, foreign + reserved of those that stay)
-        free = total - margin - used - promised
+        free = total - margin - used - committed
 
     The same holds within the limit, without foreign memory. Unknown devices are ignored, and so are devices without
     memory of their own, because their claims are charged to their pool.
     """
 
-    __slots__ = ("_binds", "_figures", "promised", "room")
+    __slots__ = ("_binds", "_figures", "committed", "free")
 
     def __init__(self, devices: Sequence[Device], residents: Sequence[Resident], *, memory: bool = True):
         """`residents`: all whose memory is in the devices' figures. Without `memory`, only worker slots can lack."""
@@ -46,27 +46,27 @@ class FreeMemory:
             if device.pool is None
         }
         # Free bytes by device; negative where too much is in use already. Callers only read it.
-        self.room = {id: min(figures) for id, figures in self._figures.items()}
-        self.promised: set[DeviceId] = set()  # devices on which something is promised
+        self.free = {id: min(figures) for id, figures in self._figures.items()}
+        self.committed: set[DeviceId] = set()  # devices of claims that were committed here
 
     def copy(self) -> "FreeMemory":
         """Return an independent copy."""
         view = FreeMemory.__new__(FreeMemory)
         view._binds = self._binds
-        view._figures, view.room, view.promised = self._figures.copy(), self.room.copy(), self.promised.copy()
+        view._figures, view.free, view.committed = self._figures.copy(), self.free.copy(), self.committed.copy()
         return view
 
-    def leave(self, resident: Resident) -> None:
+    def remove(self, resident: Resident) -> None:
         """Count a resident as gone."""
         figures = self._figures
         for id, occupied, reserved in resident.holds:
             if id in figures:
                 driver, ledger, limit = figures[id]
                 figures[id] = moved = driver + occupied, ledger + reserved, limit + reserved
-                self.room[id] = min(moved)
+                self.free[id] = min(moved)
 
-    def leave_all(self, residents: Iterable[Resident]) -> None:
-        """Count residents as gone. The sums per device make this faster than one `leave` for each."""
+    def remove_all(self, residents: Iterable[Resident]) -> None:
+        """Count residents as gone. The sums per device make this faster than one `remove` for each."""
         gone: dict[DeviceId, list[int]] = {id: [0, 0] for id in self._figures}
         for resident in residents:
             for id, occupied, reserved in resident.holds:
@@ -77,39 +77,35 @@ class FreeMemory:
             if occupied or reserved:
                 self._move(id, occupied, reserved)
 
-    def stay(self, resident: Resident) -> None:
-        """Undo `leave`."""
+    def restore(self, resident: Resident) -> None:
+        """Undo `remove`."""
         for id, occupied, reserved in resident.holds:
             self._move(id, -occupied, -reserved)
 
-    def promise(self, claim: Bytes) -> None:
-        """Give memory away that neither driver nor reservations show yet."""
+    def commit(self, claim: Bytes) -> None:
+        """Subtract memory of a claim that neither the driver nor reservations show yet."""
         figures = self._figures
         for id, needed in claim.items():
             if needed and id in figures:
-                # The limit counts reservations, so a promise lowers all three figures.
+                # The limit counts reservations, so a claim lowers all three figures.
                 driver, ledger, limit = figures[id]
                 figures[id] = moved = driver - needed, ledger - needed, limit - needed
-                self.room[id] = min(moved)
-                self.promised.add(id)
+                self.free[id] = min(moved)
+                self.committed.add(id)
 
-    def lower(self, other: "FreeMemory", devices: Iterable[DeviceId]) -> None:
+    def take_minimum(self, other: "FreeMemory", devices: Iterable[DeviceId]) -> None:
         """Take the minimum with another view on these devices. It stays valid while both get the same changes."""
         for id in devices:
             if (here := self._figures.get(id)) is not None:
                 there = other._figures[id]
                 both = min(here[0], there[0]), min(here[1], there[1]), min(here[2], there[2])
                 self._figures[id] = both
-                self.room[id] = min(both)
-
-    def free(self, id: DeviceId) -> int:
-        """Return the free bytes of a device; negative where too much is in use already."""
-        return self.room[id]
+                self.free[id] = min(both)
 
     def short(self, claim: Bytes) -> list[DeviceId]:
         """Return the devices on which `claim` does not fit."""
-        room = self.room
-        return [id for id, needed in claim.items() if id in room and room[id] < needed and id in self._binds]
+        free = self.free
+        return [id for id, needed in claim.items() if id in free and free[id] < needed and id in self._binds]
 
     def short_without(self, claim: Bytes, gone: Sequence[Resident]) -> list[DeviceId]:
         """Return the devices on which `claim` does not fit if the residents in `gone` had left as well."""
@@ -118,11 +114,13 @@ class FreeMemory:
             return short
         return [id for id in short if min(_without(self._figures[id], id, gone)) < claim[id]]
 
-    def is_overdrawn(self) -> bool:
-        """Return whether more is given away on any device than there is."""
-        return any(free < 0 for id, free in self.room.items() if id in self._binds)
+    def is_overcommitted(self) -> bool:
+        """Return whether claims exceed the free memory of any device."""
+        return any(free < 0 for id, free in self.free.items() if id in self._binds)
 
-    def enough(self, claim: Bytes, order: Sequence[Resident], short: list[DeviceId]) -> tuple[Resident, ...] | None:
+    def victims_for(
+        self, claim: Bytes, order: Sequence[Resident], short: list[DeviceId]
+    ) -> tuple[Resident, ...] | None:
         """Return the residents that have to leave so that `claim` fits, which does not fit on the devices in `short`.
 
         They are taken in `order`, skipping those that are not in the way, until it fits. Then those that are not needed
@@ -131,7 +129,7 @@ class FreeMemory:
         # All devices are looked at together. One device after the other would evict two workers where a third one that
         # is on both devices is enough.
         if len(short) == 1:
-            return self._enough_on(short[0], claim[short[0]], order)
+            return self._victims_on(short[0], claim[short[0]], order)
         lacking = {id: self._figures[id] for id in short}
         taken: list[Resident] = []
         for resident in order:
@@ -152,7 +150,7 @@ class FreeMemory:
                 lacking = less
         return tuple(reversed(needed))
 
-    def _enough_on(self, id: DeviceId, size: int, order: Sequence[Resident]) -> tuple[Resident, ...] | None:
+    def _victims_on(self, id: DeviceId, size: int, order: Sequence[Resident]) -> tuple[Resident, ...] | None:
         """The same where only one device is short. This is nearly always the case, and this way is much faster."""
         driver, ledger, limit = (figure - size for figure in self._figures[id])
         taken: list[tuple[Resident, int, int]] = []
@@ -183,7 +181,7 @@ class FreeMemory:
     def _move(self, id: DeviceId, occupied: int, reserved: int) -> None:
         if (figures := self._figures.get(id)) is not None:
             self._figures[id] = moved = figures[0] + occupied, figures[1] + reserved, figures[2] + reserved
-            self.room[id] = min(moved)
+            self.free[id] = min(moved)
 
 
 def _without(figures: Figures, id: DeviceId, gone: Iterable[Resident]) -> Figures:
@@ -200,66 +198,66 @@ def _with(figures: Figures, id: DeviceId, resident: Resident) -> Figures:
 
 
 class FreeMemoryTimeline:
-    """The views of successive moments; the last one contains all that is still to happen. `leave` applies to all.
+    """The views of successive moments; the last one contains all that is still to happen. `remove` applies to all.
 
-    Only three views are kept, however many moments there are (see `FreeMemory.lower`): the last, the minimum of all,
-    and the minimum of those rows in which something is promised. A list of views would make each check as slow as the
-    queue is long. While there is only one moment, it is both the last and the minimum.
+    Only three views are kept, however many moments there are (see `FreeMemory.take_minimum`): the last, the minimum of
+    all, and the minimum of those devices on which a claim is committed. A list of views would make each check as slow
+    as the queue is long. While there is only one moment, it is both the last and the minimum.
     """
 
     def __init__(self, first: FreeMemory):
         self.last = first
         self.least = first
-        self.many = False  # there is more than one moment
-        # Rows of devices with a promise only: memory that is overdrawn already breaks no promise.
-        self._promises = first.copy()
-        self._promises._figures, self._promises.room = {}, {}
+        self.has_later_moments = False  # victims leave after the first moment
+        # Devices with claims only: a device that was overcommitted before is no reason to keep a victim's exit.
+        self._committed = first.copy()
+        self._committed._figures, self._committed.free = {}, {}
 
-    def leave(self, resident: Resident) -> None:
-        self.last.leave(resident)
-        if self.many:
-            self.least.leave(resident)
-        self._promises.leave(resident)
+    def remove(self, resident: Resident) -> None:
+        self.last.remove(resident)
+        if self.has_later_moments:
+            self.least.remove(resident)
+        self._committed.remove(resident)
 
-    def stay(self, resident: Resident) -> None:
-        self.last.stay(resident)
-        if self.many:
-            self.least.stay(resident)
-        self._promises.stay(resident)
+    def restore(self, resident: Resident) -> None:
+        self.last.restore(resident)
+        if self.has_later_moments:
+            self.least.restore(resident)
+        self._committed.restore(resident)
 
-    def promise(self, claim: Bytes) -> None:
-        """Promise a claim at every moment."""
-        self.last.promise(claim)
-        if self.many:
-            self.least.promise(claim)
+    def commit(self, claim: Bytes) -> None:
+        """Subtract a claim at every moment."""
+        self.last.commit(claim)
+        if self.has_later_moments:
+            self.least.commit(claim)
         for id, needed in claim.items():
-            if needed and id in self.least.room:
-                self._promises._figures[id] = self.least._figures[id]
-                self._promises.room[id] = self.least.room[id]
+            if needed and id in self.least.free:
+                self._committed._figures[id] = self.least._figures[id]
+                self._committed.free[id] = self.least.free[id]
 
-    def book(self, claim: Bytes, victims: Sequence[Resident]) -> None:
-        """Promise a claim from the last moment on. Victims that leave later begin a new moment."""
-        if victims and not self.many:
-            self.many, self.least = True, self.last.copy()
+    def commit_later(self, claim: Bytes, victims: Sequence[Resident]) -> None:
+        """Subtract a claim from the last moment on. Victims that leave later begin a new moment."""
+        if victims and not self.has_later_moments:
+            self.has_later_moments, self.least = True, self.last.copy()
         for resident in victims:
-            self.last.leave(resident)
-        self.last.promise(claim)
-        if self.many:
-            self.least.lower(self.last, claim)  # elsewhere the new last one has no less than the one before
-        for id in self.last.promised.intersection(claim):
-            if id not in self._promises.room:
-                self._promises._figures[id], self._promises.room[id] = self.last._figures[id], self.last.room[id]
-        self._promises.lower(self.last, claim)
+            self.last.remove(resident)
+        self.last.commit(claim)
+        if self.has_later_moments:
+            self.least.take_minimum(self.last, claim)  # elsewhere the new last one has no less than the one before
+        for id in self.last.committed.intersection(claim):
+            if id not in self._committed.free:
+                self._committed._figures[id], self._committed.free[id] = self.last._figures[id], self.last.free[id]
+        self._committed.take_minimum(self.last, claim)
 
-    def need(self, resident: Resident) -> bool:
-        """Return whether a promise on the devices of a leaving resident would be broken if it stayed."""
-        view = self._promises
+    def needs_exit_of(self, resident: Resident) -> bool:
+        """Return whether a claim on the devices of a leaving resident would lack memory if it stayed."""
+        view = self._committed
         on = resident.reserved.keys() | resident.measured.keys()
-        return any(id in view.room and min(_with(view._figures[id], id, resident)) < 0 for id in on & view._binds)
+        return any(id in view.free and min(_with(view._figures[id], id, resident)) < 0 for id in on & view._binds)
 
-    def keep_their_promises(self) -> bool:
-        """Return whether there is room at every moment for all that is promised then."""
-        return not self._promises.is_overdrawn()
+    def is_overcommitted(self) -> bool:
+        """Return whether claims exceed the free memory at any moment."""
+        return self._committed.is_overcommitted()
 
 
 class Moments:
@@ -267,71 +265,71 @@ class Moments:
 
     step      at first all residents, with what was granted. Each claim that only waits for leaving residents adds a
               step: without as many of them as it needs, the first to leave first, and with the claim
-    now_free  the minimum of all steps
+    now  the minimum of all steps
     stages    at first without all leaving residents, with all such claims. Each claim that waits until its victims may
               leave adds a stage: without these victims, and with the claim
     emptied   without all that could be evicted, with all claims
 
     A demand starts if it fits at every step and on every stage. It evicts if it fits on every stage without its
     victims. Otherwise a demand ahead would have to wait for it. One view of the last moment alone would not do: memory
-    can be free now and at the end, and be promised in between.
+    can be free now and at the end, and be committed in between.
     """
 
     def __init__(
         self, devices: Sequence[Device], residents: Sequence[Resident], evictable: Iterable[Resident], *, memory: bool
     ):
         leaving = [resident for resident in residents if resident.leaving]
-        # Memory is promised in the order in which residents began to leave: what is free first goes to the first in the
-        # queue.
-        self._unpromised = sorted(leaving, key=lambda resident: (resident.leaving_since, resident.id))
+        # Claims get memory of leaving residents in the order in which these began to leave: what is free first goes to
+        # the first in the queue.
+        self._uncommitted = sorted(leaving, key=lambda resident: (resident.leaving_since, resident.id))
         self._step = FreeMemory(devices, residents, memory=memory)
-        self.now_free = self._step.copy()
-        soon = self._step.copy()
+        self.now = self._step.copy()
+        after_exits = self._step.copy()
         for resident in leaving:
-            soon.leave(resident)
-        self.stages = FreeMemoryTimeline(soon)
-        self.emptied = soon.copy()
-        self.emptied.leave_all(evictable)
+            after_exits.remove(resident)
+        self.stages = FreeMemoryTimeline(after_exits)
+        self.emptied = after_exits.copy()
+        self.emptied.remove_all(evictable)
 
     def free(self, id: DeviceId) -> int:
         """Return the bytes that are free at every moment."""
-        return min(self.now_free.room[id], self.stages.least.room[id])
+        return min(self.now.free[id], self.stages.least.free[id])
 
     def start(self, claim: Bytes) -> None:
         """Give memory to a demand that starts."""
-        self.now_free.promise(claim)
-        self._step.promise(claim)
-        self.stages.promise(claim)
-        self.emptied.promise(claim)
+        self.now.commit(claim)
+        self._step.commit(claim)
+        self.stages.commit(claim)
+        self.emptied.commit(claim)
 
     def expire(self, resident: Resident) -> None:
         """Count a resident as leaving from now on, for no demand."""
-        self.stages.leave(resident)
-        self._unpromised.append(resident)
+        self.stages.remove(resident)
+        self._uncommitted.append(resident)
 
     def evict(self, claim: Bytes, victims: Sequence[Resident]) -> None:
-        """Promise a claim memory of its victims, which leave from now on, and of residents that leave already.
+        """Commit memory of victims, which leave from now on, and of residents that leave already, to a claim.
 
         The first to leave go to the first in the queue. Without this order, a demand behind could start in memory that
         is free by now, and the one ahead would wait for a worker that takes longer to exit.
         """
         step = self._step
         for resident in victims:
-            self.stages.leave(resident)
-            step.leave(resident)
+            self.stages.remove(resident)
+            step.remove(resident)
         if short := step.short(claim):
-            promised = step.enough(claim, self._unpromised, short)
-            assert promised is not None, "it fits on the first stage, where all of them are gone"
+            leaving = step.victims_for(claim, self._uncommitted, short)
+            assert leaving is not None, "it fits on the first stage, where all of them are gone"
             # The rest of the leaving residents stays available for demands behind.
-            for resident in promised:
-                step.leave(resident)
-                self._unpromised.remove(resident)
-        step.promise(claim)
-        self.now_free.lower(step, claim)  # elsewhere this step has no less than the one before
-        self.stages.promise(claim)
-        self.emptied.promise(claim)
+            for resident in leaving:
+                step.remove(resident)
+                self._uncommitted.remove(resident)
+        step.commit(claim)
+        self.now.take_minimum(step, claim)  # elsewhere this step has no less than the one before
+        self.stages.commit(claim)
+        self.emptied.commit(claim)
 
     def claim_later(self, claim: Bytes, victims: Sequence[Resident]) -> None:
-        """Promise a claim memory of victims that leave later."""
-        self.stages.book(claim, victims)
-        self.emptied.promise(claim)
+        """Commit memory of victims that leave later to a claim."""
+        self.stages.commit_later(claim, victims)
+        self.emptied.commit(claim)

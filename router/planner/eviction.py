@@ -8,18 +8,18 @@
 The order is one sort key: first those that may leave now, then the others by the time at which they may; then idle
 before busy, best-effort before required, lower priority, least recently used, cheaper to load again. At one place
 victims are taken in that order, skipping those that are not in the way, until the claim fits on every device. Then
-those that are not needed are kept, the last first (`FreeMemory.enough`). So of equals the least recently used leave,
-and none is superfluous.
+those that are not needed are kept, the last first (`FreeMemory.victims_for`). So of equals the least recently used
+leave, and none is superfluous.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import inf
 from operator import attrgetter
 
-from router.planner.ledger import DeviceId, EvictionKey, Resident
-from router.planner.types import Demand
+from router.planner.ledger import DeviceId, EvictionKey, Resident, is_on
+from router.planner.types import Demand, KeepReason, Plan, Wait
 
 # The least and the most idle grace, where the preset does not set it. A worker whose clients come back later than that
 # gets none. Both figures are guesses: longer than the pause of an agent between two requests, shorter than a load.
@@ -234,3 +234,28 @@ def _idle_grace_for(resident: Resident, demand: Demand) -> float:
     least, most = IDLE_GRACE_SECONDS
     seconds = min(most, max(least, demand.load_seconds / 2))
     return seconds if resident.request_interval is None or resident.request_interval <= seconds else 0.0
+
+
+def keep_reasons(wait: Wait, plan: Plan, residents: Iterable[Resident], now: float) -> Mapping[int, KeepReason]:
+    """Return the reason for which each resident that `plan` keeps does not leave for a demand that waits.
+
+    For explanations only: it changes no decision.
+    """
+    victims = {id for other in plan.waits.values() for id in other.victims}
+    return {
+        resident.id: _keep_reason(resident, wait, now)
+        for resident in residents
+        if not (resident.leaving or resident.id in plan.evict or resident.id in victims)
+    }
+
+
+def _keep_reason(resident: Resident, wait: Wait, now: float) -> KeepReason:
+    if resident.pinned:
+        return "pinned"
+    if not is_on(resident, wait.shortage):
+        return "elsewhere"
+    if not resident.busy:
+        return "unneeded"
+    if resident.starting:
+        return "starting"
+    return "residency" if resident.residency_ends > now else "busy"

@@ -109,7 +109,7 @@ class Resident:
     busy: bool = False  # it has a lease, or a request waits for its load
     # It takes no new leases. Its memory counts until it is STOPPED and no longer in the list of residents.
     leaving: bool = False
-    # The time at which it began to leave. Memory that is freed first is promised to the first in the queue.
+    # The time at which it began to leave. Memory that is freed first goes to the first in the queue.
     leaving_since: float = 0.0
     pinned: bool = False
     priority: int = 0
@@ -147,10 +147,6 @@ class Resident:
         """The devices of the shards: accelerators, or main memory if it uses none."""
         found = tuple(id for id in self.reserved if id.index >= 0)
         return found or tuple(id for id in self.reserved if id.index == HOST)
-
-    def occupied(self, device: DeviceId) -> int:
-        """The share of this worker in the driver's figure, in bytes."""
-        return self.measured.get(device, self.reserved.get(device, 0))
 
 
 def in_use(device: Device, residents: Iterable[Resident]) -> int:

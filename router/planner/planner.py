@@ -2,7 +2,7 @@
 
 The queue is walked once: required before best-effort demands, then by priority, then by arrival. For each demand:
 
-1. It starts if it fits beside all residents and all promises.
+1. It starts if it fits beside all residents and all claims ahead of it.
 2. Else, if it fits without some residents, it claims the place that it disturbs least. The claim keeps the place from
    demands behind it. Its victims leave together, as soon as all of them may.
 3. Else it waits without a claim. If it could not fit on an empty machine, it is refused and nothing is evicted.
@@ -16,11 +16,12 @@ used.
 
 The first in the queue always gets its place. A worker may leave, used or not, once its minimum residency and the
 demand's swap patience are over. A claim is only replaced by one whose victims may all leave now, or not later, and a
-claimed place takes no newcomers, so that time never moves away. Memory that is freed is promised in the order of the
+claimed place takes no newcomers, so that time never moves away. Memory that is freed goes to claims in the order of the
 queue: a demand behind never starts in memory that was freed for a demand ahead.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from heapq import heapify, heappop
 from math import inf
 from operator import attrgetter
@@ -28,9 +29,8 @@ from typing import Any, NamedTuple
 
 from router.planner.availability import Moments
 from router.planner.eviction import EVICTION_ORDER, NO_VICTIMS, EvictionCandidates, VictimOrder, disturbance_by
-from router.planner.ledger import WORKER_SLOTS, Bytes, Device, DeviceId, Resident
+from router.planner.ledger import WORKER_SLOTS, Bytes, Device, DeviceId, Resident, is_on
 from router.planner.placement import Occupants, Place, Places
-from router.planner.reasons import scarcity, without_kept
 from router.planner.types import Demand, Eviction, Plan, Policy, Refusal, Shortage, Start, Wait, WaitCause
 
 Floor = tuple[Any, ...]
@@ -146,22 +146,22 @@ class _Walk:
         # The most valuable first: of two victims of which one is enough, the one that is used least leaves.
         kept_ids = set()
         for resident in sorted(evicted, key=EVICTION_ORDER, reverse=True):
-            if self.stages.need(resident):
+            if self.stages.needs_exit_of(resident):
                 continue
-            self.stages.stay(resident)
-            if self.stages.keep_their_promises():
+            self.stages.restore(resident)
+            if self.stages.is_overcommitted():
+                self.stages.remove(resident)
+            else:
                 del self.evict[resident.id], self.leaving[resident.id]
                 kept_ids.add(resident.id)
-            else:
-                self.stages.leave(resident)
         if kept_ids:
             leaving = self.leaving.values()
-            self.waits = {id: without_kept(wait, kept_ids, leaving) for id, wait in self.waits.items()}
+            self.waits = {id: _without_kept(wait, kept_ids, leaving) for id, wait in self.waits.items()}
 
     def grant(self) -> None:
         """Grant each demand that starts as many steps of its range as are free, in the order of the queue.
 
-        This comes after all decisions, so that no grant causes an eviction or takes memory that is promised: the free
+        This comes after all decisions, so that no grant causes an eviction or takes memory of a claim: the free
         memory is that of every step and stage, with the victims that are kept after all. One demand gets all that is
         free: a share for each would waste memory, because a ready worker does not grow.
         """
@@ -196,7 +196,7 @@ class _Walk:
     # Free memory
 
     def _free_if_emptied(self, id: DeviceId) -> int:
-        return self.emptied.room[self.pools[id]]
+        return self.emptied.free[self.pools[id]]
 
     def _free(self, id: DeviceId) -> int:
         return self.moments.free(self.pools[id])
@@ -206,8 +206,8 @@ class _Walk:
     def _free_place(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> _Offer | None:
         """Return the place where it fits at every moment: the one with fewest replicas, then with most free memory."""
         # Devices without room for the smallest shard are left out first: with eight devices there are 70 sets of four.
-        here, coming, places = self.moments.now_free, self.stages.least, self.places
-        with_room = places.with_room(demand, groups, here.room, coming.room)
+        here, coming, places = self.moments.now, self.stages.least, self.places
+        with_room = places.with_room(demand, groups, here.free, coming.free)
         if not any(with_room):
             return None
         fitting = [
@@ -276,7 +276,7 @@ class _Walk:
         victims there leave no sooner and disturb no less."""
         pools, victims, memory, bounds = self.pools, self.victims, self.policy.memory, self.bounds
         by_device = victims.by_device
-        least, last = self.stages.least.room, self.stages.last.room
+        least, last = self.stages.least.free, self.stages.last.free
         now, patient_until = self.now, order.patient_until
 
         def on(id: DeviceId, size: int) -> Floor:
@@ -299,7 +299,7 @@ class _Walk:
             # No victims, so the whole key is known. It is no start because a load there measures the device.
             return -inf, NO_VICTIMS, self.occupants.must_load_alone(demand, place), self._preference(demand, place)
 
-        with_room, shards = self.places.with_room(demand, groups, self.emptied.room), demand.shards
+        with_room, shards = self.places.with_room(demand, groups, self.emptied.free), demand.shards
         if len(shards) == 1 and not demand.place:
             return [(on(id, shards[0]) or free((id,)), (id,)) for group in with_room for id in group]
         return [
@@ -314,10 +314,10 @@ class _Walk:
         Neither is always better: to wait for residents that are claimed ahead disturbs fewer others, but takes longer.
         """
         last, least = self.stages.last, self.stages.least
-        views = (last,) if not self.stages.many or last.is_like(least, claim) else (last, least)
+        views = (last,) if not self.stages.has_later_moments or last.is_like(least, claim) else (last, least)
         for view in views:
             short = view.short(claim)
-            victims = view.enough(claim, order.on(short), short) if short else ()
+            victims = view.victims_for(claim, order.on(short), short) if short else ()
             if victims is not None:
                 yield victims
 
@@ -325,7 +325,7 @@ class _Walk:
         """Return the offer with the devices on which it waits for demands ahead, and the time until then."""
         bound = order.bound(victims[-1]) if victims else -inf  # they are in this order, so no other leaves later
         # A device has less memory at an earlier stage only if claimed residents leave it, so it has a bound.
-        ahead = self.stages.least.short_without(claim, victims) if self.stages.many else ()
+        ahead = self.stages.least.short_without(claim, victims) if self.stages.has_later_moments else ()
         if ahead:
             bound = max(bound, self.now, *(self.bounds[id] for id in ahead))
         return _Offer(place, claim, victims, bound, ahead)
@@ -369,9 +369,9 @@ class _Walk:
             in_residency = any(resident.starting or resident.residency_ends > self.now for resident in not_yet)
             cause, on = "residency" if in_residency else "busy", not_yet
         elif must_refine:
-            cause, on = scarcity(shortage), offer.victims
+            cause, on = _scarcity(shortage), offer.victims
         elif offer.ahead:
-            cause, on = scarcity(shortage), ahead
+            cause, on = _scarcity(shortage), ahead
         elif is_measured or not shortage:
             disturbed, loads = self._disturbed(offer), self.occupants.starting
             cause, on = "exclusive", [load for load in loads if not disturbed.isdisjoint(load.shard_devices)]
@@ -428,7 +428,7 @@ class _Walk:
             self.refuse[demand.id] = Refusal(devices=shortage, needs=len(demand.shards), offered=offered)
         else:
             self.refine.add(demand.id)
-            self._wait(demand, scarcity(shortage), (), shortage)
+            self._wait(demand, _scarcity(shortage), (), shortage)
 
     def _wait_unclaimed(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> None:
         """Let the demand wait without a claim: it does not fit even if all candidates had left.
@@ -439,7 +439,7 @@ class _Walk:
         missing = self.emptied.short(claim)
         shortage = self._shortage({id: claim[id] for id in missing}, self._free)
         on = self.occupants.residents_on(missing, self.staying) + self.occupants.residents_on(missing, self.claimed)
-        self._wait(demand, scarcity(shortage), on, shortage)
+        self._wait(demand, _scarcity(shortage), on, shortage)
 
     # Reasons
 
@@ -472,3 +472,19 @@ class _Walk:
 
 def _may_expire(resident: Resident) -> bool:
     return not (resident.busy or resident.pinned or resident.leaving)
+
+
+def _scarcity(shortage: Collection[DeviceId]) -> WaitCause:
+    """Return the cause of a wait for more than there is."""
+    return "slots" if shortage and all(id.index == WORKER_SLOTS for id in shortage) else "memory"
+
+
+def _without_kept(wait: Wait, kept_ids: set[int], leaving: Iterable[Resident]) -> Wait:
+    """Return the wait after residents that it named as victims are kept."""
+    if kept_ids.isdisjoint(wait.on):
+        return wait
+    return replace(
+        wait,
+        on=tuple(sorted(resident.id for resident in leaving if is_on(resident, wait.shortage))),
+        victims=tuple(id for id in wait.victims if id not in kept_ids),
+    )

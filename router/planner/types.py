@@ -15,7 +15,7 @@ KeepReason = Literal["pinned", "busy", "starting", "residency", "elsewhere", "un
 #     busy           its victims are in use, and the swap patience is not over
 #     exclusive      another load runs on the device, and one of the two measures it
 #     stopping       evicted workers have not exited yet
-#     memory, slots  there is too little, and no eviction would change that; or it is promised to a demand ahead; or the
+#     memory, slots  there is too little, and no eviction would change that; or a demand ahead claims it; or the
 #                    estimate has to be refined first
 WaitCause = Literal["memory", "residency", "busy", "exclusive", "stopping", "slots"]
 
@@ -59,7 +59,7 @@ class Shortage(NamedTuple):
     """One device with too little memory, in bytes (in workers for WORKER_SLOTS)."""
 
     required: int
-    # In a Wait: bytes that are free now and promised to no demand ahead. In a Refusal: the capacity of the device.
+    # In a Wait: bytes that are free now and not claimed by a demand ahead. In a Refusal: the capacity of the device.
     available: int
 
 

@@ -26,7 +26,7 @@ from router.memory.estimate import MemoryEstimate, estimate
 from router.planner.ledger import DeviceId, Resident
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeLauncher, FakeModel, run_virtual
 from tests.router.fleet.worlds import LLAMA, Schedule
-from tests.router.planner.fleets import overdrawn
+from tests.router.planner.fleets import overcommitted
 from tests.router.planner.questions import Fleet as Question
 from tests.router.planner.questions import overtaken, starts_too_much, superfluous
 from worker.protocol.events import Estimated
@@ -247,7 +247,7 @@ class Exploration:
             claim = start[worker.id].claim
             held = {id: size - claim.get(id, 0) for id, size in worker.reserved.items() if size > claim.get(id, 0)}
             here.append(Resident(id=-worker.id, model="", reserved=held, starting=True))
-        over = overdrawn(fleet.scheduler.devices, here, [], [found.claim for found in start.values()])
+        over = overcommitted(fleet.scheduler.devices, here, [], [found.claim for found in start.values()])
         assert over == [], f"margin exceeded on {over}"
 
     def _look(self) -> None:

@@ -20,6 +20,11 @@ def resident(id: int, on: Bytes, **facts: Any) -> Resident:
     return Resident(id=id, reserved={**on, COUNT: 1}, **facts)
 
 
+def occupied(resident: Resident, id: DeviceId) -> int:
+    """The share of a resident in the driver's figure; its reservation if it has not measured."""
+    return resident.measured.get(id, resident.reserved.get(id, 0))
+
+
 def demand(id: int, *shards: int, on: Collection[DeviceId] = (GPU[0],), **facts: Any) -> Demand:
     """A worker queued for room just now, by an exact estimate."""
     facts = {"model": f"m{id}", "since": NOW, **facts}
@@ -41,7 +46,7 @@ def machine(
         Device(
             id=id,
             total=total,
-            used=foreign.get(id, 0) + sum(one.occupied(id) for one in residents),
+            used=foreign.get(id, 0) + sum(occupied(one, id) for one in residents),
             foreign=foreign.get(id, 0),
             margin=0 if id == COUNT else margin,
             limit=(limit or {}).get(id),
@@ -74,7 +79,7 @@ def claim_of(
     return claim
 
 
-def overdrawn(
+def overcommitted(
     devices: Sequence[Device], here: Sequence[Resident], gone: Sequence[Resident], claims: Sequence[Bytes]
 ) -> list[DeviceId]:
     """The devices on which `claims` exceed the margin, by driver or by ledger, once `gone` of `here` have stopped."""
@@ -83,7 +88,7 @@ def overdrawn(
     for device in devices:
         taken = sum(claim.get(device.id, 0) for claim in claims)
         reserved = sum(one.reserved.get(device.id, 0) for one in here if one.id not in left)
-        driver = device.used - sum(one.occupied(device.id) for one in gone)
+        driver = device.used - sum(occupied(one, device.id) for one in gone)
         top = device.total - device.margin
         by_limit = device.limit is not None and reserved + taken > device.limit - device.margin - device.shared
         if taken and (driver + taken > top or device.foreign + reserved + taken > top or by_limit):

@@ -1,7 +1,7 @@
 """A brute-force planner for small fleets, written from the documented rules and not from the planner's code.
 
-It keeps each moment of the plan as a set of workers that are gone and a list
-of what was given out. It tries every place and every set of victims, and compares them by one written-out key.
+It keeps each moment of the plan as a set of workers that are gone and a list of claims. It tries every place and every
+set of victims, and compares them by one written-out key.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,6 +11,7 @@ from math import inf
 
 from router.planner.ledger import HOST, WORKER_SLOTS, Bytes, Device, DeviceId, Resident
 from router.planner.types import Demand
+from tests.router.planner.fleets import occupied
 from tests.router.planner.questions import Fleet
 
 Place = tuple[DeviceId, ...]
@@ -56,12 +57,12 @@ class Oracle:
         residents = sorted(fleet.residents, key=lambda one: one.id)
         self.residents = {one.id: one for one in residents}
         self.held = {
-            id: [(one.id, one.occupied(id), one.reserved.get(id, 0)) for one in residents if is_on(one, id)]
+            id: [(one.id, occupied(one, id), one.reserved.get(id, 0)) for one in residents if is_on(one, id)]
             for id in self.devices
         }
         self.present = [one for one in residents if not one.leaving]
         self.staying = {one.id: one for one in self.present}
-        self.unpromised = sorted((one for one in residents if one.leaving), key=lambda one: (one.leaving_since, one.id))
+        self.exiting = sorted((one for one in residents if one.leaving), key=lambda one: (one.leaving_since, one.id))
         self.claimed: dict[int, float] = {}
         self.loads = [(set(spots(one)), one.exclusive) for one in residents if one.starting]
         self.copies = [(one.model, list(spots(one))) for one in self.present]
@@ -75,7 +76,7 @@ class Oracle:
         for one in self.present:
             if one.expires is not None and one.expires <= self.now and not (one.busy or one.pinned):
                 self.evict(one, None)
-                self.unpromised.append(one)
+                self.exiting.append(one)
         for demand in self.fleet.line:
             self.decide_for(demand)
         self.keep_unneeded()
@@ -90,9 +91,9 @@ class Oracle:
         """Bytes of a device that are free then: the least by the driver, by the ledger and within the limit."""
         device = self.devices[id]
         back = reserved = 0
-        for one, occupied, size in self.held[id]:
+        for one, share, size in self.held[id]:
             if one in moment.gone:
-                back += occupied
+                back += share
             else:
                 reserved += size
         given = sum([claim.get(id, 0) for claim in moment.claims])
@@ -117,7 +118,7 @@ class Oracle:
         return self.devices[id].pool or id
 
     def free_now(self, id: DeviceId) -> int:
-        """Bytes that are free and promised to no demand ahead."""
+        """Bytes that are free and not claimed by a demand ahead."""
         return min(self.free(self.pool(id), moment) for moment in [*self.steps, *self.stages])
 
     def capacity(self, id: DeviceId) -> int:
@@ -204,7 +205,7 @@ class Oracle:
         self.settle(demand, offer)
 
     def grant(self, demand: Demand, place: Place) -> None:
-        """The most steps that fit at every step and stage as they are now, with all promises and no eviction."""
+        """The most steps that fit at every step and stage as they are now, with all claims and no eviction."""
         moments = [*self.steps, *self.stages]
         for steps in range(demand.steps, -1, -1):
             claim: dict[DeviceId, int] = {}
@@ -338,8 +339,8 @@ class Oracle:
         """Promise it of those that leave as many as it takes, the first to go first."""
         last = self.steps[-1]
         then = Moment(last.gone | {one.id for one in offer.victims}, list(last.claims))
-        for number in range(1 << len(self.unpromised)):
-            chosen = [one for digit, one in enumerate(self.unpromised) if number >> digit & 1]
+        for number in range(1 << len(self.exiting)):
+            chosen = [one for digit, one in enumerate(self.exiting) if number >> digit & 1]
             if not self.short(offer.claim, [then], [one.id for one in chosen]):
                 break
         else:
@@ -347,7 +348,7 @@ class Oracle:
         then.gone |= {one.id for one in chosen}
         then.claims.append(offer.claim)
         self.steps.append(then)
-        self.unpromised = [one for one in self.unpromised if one not in chosen]
+        self.exiting = [one for one in self.exiting if one not in chosen]
 
     def evict(self, one: Resident, asker: int | None) -> None:
         self.answer.evict[one.id] = asker
@@ -378,8 +379,8 @@ class Oracle:
             self.answer.wait[id] = place, tuple(victim for victim in victims if victim not in kept)
 
     def is_overdrawn(self, moment: Moment) -> bool:
-        promised = {id for claim in moment.claims for id, size in claim.items() if size}
-        return any(self.binds(id) and self.free(id, moment) < 0 for id in promised)
+        claimed = {id for claim in moment.claims for id, size in claim.items() if size}
+        return any(self.binds(id) and self.free(id, moment) < 0 for id in claimed)
 
 
 def worth(one: Resident) -> tuple[bool, bool, int, float, float]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from router.planner.ledger import WORKER_SLOTS, Bytes, Device, DeviceId, Resident
 from router.planner.planner import plan
 from router.planner.types import Demand, Plan, Policy
-from tests.router.planner.fleets import NOW, PATIENCE, claim_of, overdrawn
+from tests.router.planner.fleets import NOW, PATIENCE, claim_of, overcommitted
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Fleet:
 
     def over(self, gone: set[int], claims: Sequence[Bytes]) -> list[DeviceId]:
         devices = [device for device in self.devices if self.memory or device.id.index == WORKER_SLOTS]
-        return overdrawn(devices, self.residents, [one for one in self.residents if one.id in gone], claims)
+        return overcommitted(devices, self.residents, [one for one in self.residents if one.id in gone], claims)
 
     def leaving(self, plan: Plan) -> list[Resident]:
         """The residents that leave by this plan or an earlier one."""

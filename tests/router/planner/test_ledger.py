@@ -95,18 +95,18 @@ def test_shared_memory_counts_once_against_the_limit_and_is_foreign_otherwise() 
     for limit, left in ((None, 100 - 3 - 35), (50, 50 - 3 - 35)):
         [device] = Ledger(margin=lambda _: 3, limit={CPU: limit}.get).observe([reading], ours)
         assert (device.foreign, device.shared) == (20, 20)
-        assert FreeMemory([device], ours).free(CPU) == left
+        assert FreeMemory([device], ours).free[CPU] == left
 
 
-def test_stay_undoes_leave() -> None:
+def test_restore_undoes_remove() -> None:
     one = resident(1, {GPU[0]: 40}, measured={GPU[0]: 30, CPU: 5})
     view = FreeMemory(machine([one], {GPU[0]: WORLD, CPU: WORLD}), [one])
-    before = view.free(GPU[0]), view.free(CPU)
+    before = view.free[GPU[0]], view.free[CPU]
     other = view.copy()
-    view.leave(one)
-    assert (other.free(GPU[0]), other.free(CPU)) == before
-    view.stay(one)
-    assert (view.free(GPU[0]), view.free(CPU)) == before
+    view.remove(one)
+    assert (other.free[GPU[0]], other.free[CPU]) == before
+    view.restore(one)
+    assert (view.free[GPU[0]], view.free[CPU]) == before
 
 
 # Several views as one
@@ -125,30 +125,30 @@ def test_the_timeline_keeps_the_minimum_of_its_views(seed: int) -> None:
     stages, views = FreeMemoryTimeline(FreeMemory(devices, here)), [FreeMemory(devices, here)]
     for _ in range(random.randint(1, 12)):
         one, claim = random.choice(here), {random.choice(GPU[:2]): random.randint(0, 9), CPU: 1}
-        match random.choice(["leave", "stay", "promise", "book", "book"]):
-            case "leave":
-                stages.leave(one)
+        match random.choice(["remove", "restore", "commit", "commit_later", "commit_later"]):
+            case "remove":
+                stages.remove(one)
                 for view in views:
-                    view.leave(one)
-            case "stay":
-                stages.stay(one)
+                    view.remove(one)
+            case "restore":
+                stages.restore(one)
                 for view in views:
-                    view.stay(one)
-            case "promise":
-                stages.promise(claim)
+                    view.restore(one)
+            case "commit":
+                stages.commit(claim)
                 for view in views:
-                    view.promise(claim)
-            case "book":
+                    view.commit(claim)
+            case "commit_later":
                 victims = random.sample(here, random.randint(0, 2))
-                stages.book(claim, victims)
+                stages.commit_later(claim, victims)
                 views += [views[-1].copy()] if victims else []
                 for each in victims:
-                    views[-1].leave(each)
-                views[-1].promise(claim)
+                    views[-1].remove(each)
+                views[-1].commit(claim)
         for id in (*GPU[:2], CPU):
-            assert stages.least.free(id) == min(view.free(id) for view in views)
-            assert stages.last.free(id) == views[-1].free(id)
-        assert stages.keep_their_promises() == all(view.free(id) >= 0 for view in views for id in view.promised)
+            assert stages.least.free[id] == min(view.free[id] for view in views)
+            assert stages.last.free[id] == views[-1].free[id]
+        assert stages.is_overcommitted() != all(view.free[id] >= 0 for view in views for id in view.committed)
 
 
 # One memory under two names
@@ -195,7 +195,7 @@ def test_victims_are_kept_only_while_the_rest_is_enough(by_driver: bool) -> None
     rows = [Device(id=GPU[0], total=100, used=100 if by_driver else 29, foreign=25)]
     view = FreeMemory(rows, residents)
     claim = {GPU[0]: 45}
-    victims = view.enough(claim, residents, view.short(claim))
+    victims = view.victims_for(claim, residents, view.short(claim))
     assert [one.id for one in victims or ()] == [1, 4]
 
 
@@ -205,8 +205,8 @@ def test_memory_that_is_measured_without_a_reservation_is_freed_too(further: Byt
     rows = [Device(id=id, total=100, used=50, foreign=0) for id in GPU[:2]]
     view = FreeMemory(rows, [stray])
     claim = dict.fromkeys(GPU[:2], 80)
-    assert view.enough(claim, [stray], view.short(claim)) == (stray,)
-    view.leave(stray)
+    assert view.victims_for(claim, [stray], view.short(claim)) == (stray,)
+    view.remove(stray)
     assert not view.short(claim)
 
 

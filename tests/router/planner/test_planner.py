@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from router.planner.eviction import keep_reasons
 from router.planner.ledger import DeviceId, Resident
-from router.planner.reasons import keep_reasons
 from router.planner.types import Eviction, KeepReason, Plan
 from tests.router.planner.fleets import COUNT, CPU, GPU, NOW, PATIENCE, decide, demand, resident
 

@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.planner.reasons import keep_reasons
+from router.planner.eviction import keep_reasons
 from tests.router.planner.fleets import claim_of
 from tests.router.planner.questions import Fleet, overtaken, starts_too_much, superfluous
 from tests.router.planner.random_fleets import random_fleet
