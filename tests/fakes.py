@@ -241,7 +241,7 @@ class FakeEarlyProcess:
     async def lost(self) -> WorkerLost:
         return await asyncio.shield(self._lost)
 
-    async def go(self, command: Serve, place: Bytes) -> FakeWorker:
+    async def load(self, command: Serve, place: Bytes) -> FakeWorker:
         self.told = True
         await self.prepared()
         self._launcher.kv_tokens[self._program.model] = command.kv_tokens
@@ -252,7 +252,7 @@ class FakeEarlyProcess:
         return self.worker
 
 
-class FakeHeld:
+class FakeLockedFiles:
     """Files in main memory, as far as a fleet can see."""
 
     def __init__(self) -> None:
@@ -290,10 +290,10 @@ class FakeLauncher:
         self.pools = dict(pools or {})
         self.on_reading = on_reading  # called after each new reading; assign it once there is a fleet
         self.reading_lag = reading_lag  # seconds from a change of memory until the driver shows it
-        self.hold_seconds = 0.5  # seconds that reading the files of any model takes
+        self.read_seconds = 0.5  # seconds that reading the files of any model takes
         self.file_bytes = 128 * MIB  # of each of them
         self.kv_tokens: dict[str, int] = {}  # `Serve.kv_tokens` of the last start of each model
-        self.held: dict[str, FakeHeld] = {}
+        self.locked: dict[str, FakeLockedFiles] = {}
         self.journal: list[str] = []
         self.timeline: list[tuple[float, str]] = []
         self.fork_server = False  # true if workers are forked
@@ -445,26 +445,26 @@ class FakeLauncher:
         return worker
 
     @asynccontextmanager
-    async def keep(self, files: Sequence[str]) -> AsyncIterator["FakeHeld"]:
+    async def lock_files(self, files: Sequence[str]) -> AsyncIterator["FakeLockedFiles"]:
         name = Path(files[0]).parent.name
-        self._note(f"hold {name}")
-        key = f"holding {next(self._pids)}"
+        self._note(f"locking {name}")
+        key = f"locking {next(self._pids)}"
         self._occupied[key] = {CPU: self.file_bytes}
         self._memory_changed()
-        held = self.held[name] = FakeHeld()
+        locked = self.locked[name] = FakeLockedFiles()
         try:
-            await self._take(self.hold_seconds, f"hold {name}", "")
-            self._note(f"held {name}")
-            yield held
+            await self._take(self.read_seconds, f"locking {name}", "")
+            self._note(f"locked {name}")
+            yield locked
         finally:
-            self._note(f"let go {name}")
-            del self._occupied[key], self.held[name]
+            self._note(f"unlock {name}")
+            del self._occupied[key], self.locked[name]
             self._memory_changed()
 
-    async def read_ahead(self, files: Sequence[str]) -> int:
+    async def prefetch(self, files: Sequence[str]) -> int:
         name = Path(files[0]).parent.name
         self._note(f"read {name}")
-        await self._take(self.hold_seconds, f"read {name}", f"stopped reading {name}")
+        await self._take(self.read_seconds, f"read {name}", f"stopped reading {name}")
         return self.file_bytes
 
     def _occupy(self, program: Program, sizes: dict[DeviceId, int]) -> None:

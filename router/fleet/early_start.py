@@ -41,8 +41,8 @@ class EarlyStart:
 
     def __init__(self) -> None:
         self.phase = Phase.NONE
-        self.held = 0  # bytes of main memory that are reserved for the process, beside what the worker reserves
-        self.is_measured = False  # `held` is what the prepared process measured, not an estimate
+        self.reserved = 0  # bytes of main memory that are reserved for the process, beside what the worker reserves
+        self.is_measured = False  # `reserved` is what the prepared process measured, not an estimate
         self.process: EarlyProcess | None = None
         self._spawned = asyncio.Event()
         self._phase_changed = asyncio.Event()
@@ -50,14 +50,14 @@ class EarlyStart:
     @property
     def is_charged(self) -> bool:
         """The reserved memory counts towards the worker's demand."""
-        return self.held > 0 and self.phase < Phase.ENDING
+        return self.reserved > 0 and self.phase < Phase.ENDING
 
     def reserve(self, size: int) -> None:
-        self.held = size
+        self.reserved = size
         self.advance(Phase.RESERVED)
 
     def prepared(self, measured: int) -> None:
-        self.held, self.is_measured = measured, True
+        self.reserved, self.is_measured = measured, True
         self.advance(Phase.PREPARED)
 
     def spawned(self, process: EarlyProcess) -> None:
@@ -94,7 +94,7 @@ class EarlyStart:
 class Candidate:
     """A queued demand, with the facts that decide about its early start."""
 
-    demand: Demand  # as planned: less the memory that its early start holds
+    demand: Demand  # as planned: less the memory of its early start
     runtime: int = 0  # bytes of main memory of its process before weights; 0: no early start
     started_early: bool = False  # it has an early start that may be ended
 
@@ -107,24 +107,24 @@ class Decision:
     end: frozenset[int] = frozenset()
 
 
-def subtract_held(demand: Demand, held: int) -> Demand:
-    """Return the demand less `held` bytes of main memory."""
-    if not held:
+def subtract_early_start(demand: Demand, reserved: int) -> Demand:
+    """Return the demand less the main memory that is reserved for its early start."""
+    if not reserved:
         return demand
     if demand.host:
-        return replace(demand, host=max(0, demand.host - held))
-    most = {id: max(0, size - held) for id, size in demand.most.items()}
-    return replace(demand, shards=tuple(max(0, shard - held) for shard in demand.shards), most=most)
+        return replace(demand, host=max(0, demand.host - reserved))
+    limits = {id: max(0, size - reserved) for id, size in demand.shard_limits.items()}
+    return replace(demand, shards=tuple(max(0, shard - reserved) for shard in demand.shards), shard_limits=limits)
 
 
-def add_unseen(devices: Iterable[Device], unseen: int) -> list[Device]:
-    """Return the devices with `unseen` more bytes of main memory in use.
+def add_unallocated(devices: Iterable[Device], size: int) -> list[Device]:
+    """Return the devices with `size` more bytes of main memory in use.
 
     A process that is still preparing allocates its reservation step by step. The driver's reading may lack all of it.
     """
-    if not unseen:
+    if not size:
         return list(devices)
-    return [replace(device, used=device.used + unseen) if device.id.index == HOST else device for device in devices]
+    return [replace(device, used=device.used + size) if device.id.index == HOST else device for device in devices]
 
 
 def decide(
@@ -198,8 +198,8 @@ def take_place(worker: Worker) -> None:
     taken over, and its memory stays reserved beside the worker's until it has exited.
     """
     early = worker.early
-    if early.held:
-        worker.reserved[MAIN_MEMORY] = worker.reserved.get(MAIN_MEMORY, 0) + early.held
+    if early.reserved:
+        worker.reserved[MAIN_MEMORY] = worker.reserved.get(MAIN_MEMORY, 0) + early.reserved
         if early.is_charged:
-            early.held = 0
+            early.reserved = 0
             early.advance(Phase.TAKEN)

@@ -36,7 +36,7 @@ LONGEST_PAUSE = 300.0
 WINDOW = 600.0
 CALM = 60.0
 # Range of a random factor on growing pauses, so that models that failed together do not retry together.
-SPREAD = (0.8, 1.2)
+JITTER = (0.8, 1.2)
 _MOST_DOUBLINGS = 9
 
 
@@ -65,11 +65,11 @@ class Crashes:
         self._recent.clear()
         self._doublings = 0
 
-    def pause(self, now: float, *, allowed: int, served: bool, spread: float) -> float:
+    def pause(self, now: float, *, allowed: int, served: bool, jitter: float) -> float:
         """Record a crash and return the seconds until the next attempt.
 
-        `allowed`: crashes within WINDOW without a growing pause. `served`: the worker had been ready. `spread`: within
-        SPREAD.
+        `allowed`: crashes within WINDOW without a growing pause. `served`: the worker had been ready. `jitter`: within
+        JITTER.
         """
         while self._recent and self._recent[0] < now - WINDOW:
             self._recent.popleft()
@@ -78,7 +78,7 @@ class Crashes:
         self._recent.append(now)
         if self._doublings or len(self._recent) > allowed:
             self._doublings = min(_MOST_DOUBLINGS, self._doublings + 1)
-            return min(LONGEST_PAUSE, PAUSE * 2.0**self._doublings) * spread
+            return min(LONGEST_PAUSE, PAUSE * 2.0**self._doublings) * jitter
         return 0.0 if served else PAUSE
 
 
@@ -114,8 +114,8 @@ class Failures:
         """Record the end of a worker. Return True if its load failed and is not retried at once."""
         now, lost = self._fleet.now(), worker.lost
         served = worker.ready_at is not None
-        is_curable = lost is not None and not served and (lost.memory != "" or lost.from_outside)
-        model.failed_attempts = int(is_curable and worker.attempt == 0)
+        is_retryable = lost is not None and not served and (lost.memory != "" or lost.from_outside)
+        model.failed_attempts = int(is_retryable and worker.attempt == 0)
         # A worker gets SIGBUS when a file that it has mapped cannot be read or was truncated.
         if lost is not None and lost.exit in (Exit.DAMAGED, -signal.SIGBUS):
             model.maybe_damaged = True
@@ -141,8 +141,8 @@ class Failures:
         if final:
             pause, files = FINAL_PAUSE, self._fleet.files.fingerprint(model.preset)
         else:
-            spread = random.uniform(*SPREAD)
-            pause = model.crashes.pause(now, allowed=model.preset.max_restarts, served=served, spread=spread)
+            jitter = random.uniform(*JITTER)
+            pause = model.crashes.pause(now, allowed=model.preset.max_restarts, served=served, jitter=jitter)
             files = None
         return Failure(lost.cause, lost.message, lost.exit, final, now, now + pause, files)
 

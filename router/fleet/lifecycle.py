@@ -130,7 +130,7 @@ async def _run(worker: Worker, fleet: Fleet) -> None:
     listener = _listener(worker, fleet)
     async with _starting_early(worker, fleet, program, listener):
         async with _prefetching(worker, fleet):
-            start = await _room(worker, fleet, program)
+            start = await _wait_for_place(worker, fleet, program)
         worker.place = start.place
         began = fleet.now()
         worker.load.begin("start", began)
@@ -182,7 +182,7 @@ async def _prefetching(worker: Worker, fleet: Fleet) -> AsyncIterator[None]:
         await worker.queue.prefetch.wait()
         began = fleet.now()
         try:
-            size = await fleet.launcher.read_ahead(tuple(fleet.files.weights(worker.snapshot)))
+            size = await fleet.launcher.prefetch(tuple(fleet.files.weights(worker.snapshot)))
         except NotLocked as failed:
             log.warning("%s: prefetch of its files failed: %s", worker, failed)
             return
@@ -228,18 +228,18 @@ async def _start_early(worker: Worker, fleet: Fleet, program: Program, listener:
             early.spawned(process)
             await _until_ending(worker, fleet, process)
     except WorkerLost as lost:
-        if worker.queue.room.done():
-            return  # `go` raises it, too
+        if worker.queue.granted.done():
+            return  # `load` raises it, too
         if lost.final:
-            worker.queue.room.set_exception(lost)
+            worker.queue.granted.set_exception(lost)
         else:
             log.warning("%s: its early start failed (%s); it starts when its memory is free", worker, lost.message)
     except NotStarted:
         pass  # raised again at the normal start, which then reserves the memory of an executed worker
     finally:
         early.advance(Phase.ENDING)
-        held, early.held = early.held, 0
-        _release_early_memory(worker, held)
+        reserved, early.reserved = early.reserved, 0
+        _release_early_memory(worker, reserved)
         early.advance(Phase.ENDED)
         fleet.scheduler.plan_soon()
 
@@ -258,7 +258,7 @@ async def _until_ending(worker: Worker, fleet: Fleet, process: EarlyProcess) -> 
             _reserve_measured(worker, process)
             fleet.scheduler.plan_soon()
         await asyncio.wait({ending, lost}, return_when=asyncio.FIRST_COMPLETED)
-        if not ending.done() and not worker.queue.room.done():
+        if not ending.done() and not worker.queue.granted.done():
             raise lost.result()
         await asyncio.wait({ending})
     finally:
@@ -270,13 +270,13 @@ async def _until_ending(worker: Worker, fleet: Fleet, process: EarlyProcess) -> 
 def _reserve_measured(worker: Worker, process: EarlyProcess) -> None:
     """Lower the reservation of a prepared process to its measured memory; end it if it measures more."""
     early = worker.early
-    if worker.queue.room.done() or not early.is_charged:
+    if worker.queue.granted.done() or not early.is_charged:
         return
     measured = process.measured.get(MAIN_MEMORY, 0)
-    if not 0 < measured <= early.held:
+    if not 0 < measured <= early.reserved:
         log.warning(
             "%s: its early start is ended: it measures %d MiB, %d MiB are reserved",
-            worker, measured >> 20, early.held >> 20,
+            worker, measured >> 20, early.reserved >> 20,
         )  # fmt: skip
         early.advance(Phase.ENDING)
         return
@@ -284,10 +284,10 @@ def _reserve_measured(worker: Worker, process: EarlyProcess) -> None:
     early.prepared(measured)
 
 
-def _release_early_memory(worker: Worker, held: int) -> None:
-    """Take the `held` bytes of an ended early start off the worker's reservation."""
-    if held and MAIN_MEMORY in worker.reserved and worker.state < State.STOPPING:
-        worker.reserved[MAIN_MEMORY] -= held
+def _release_early_memory(worker: Worker, reserved: int) -> None:
+    """Take the `reserved` bytes of an ended early start off the worker's reservation."""
+    if reserved and MAIN_MEMORY in worker.reserved and worker.state < State.STOPPING:
+        worker.reserved[MAIN_MEMORY] -= reserved
         if not worker.reserved[MAIN_MEMORY]:
             del worker.reserved[MAIN_MEMORY]
 
@@ -299,7 +299,7 @@ async def _running(worker: Worker, fleet: Fleet, program: Program, listener: Lis
     command = replace(options(worker, Serve, listen="unix:"), **serve_fields(worker, fleet))
     process = await worker.early.taken_process()
     if process is not None:
-        yield await process.go(command, estimated(worker))
+        yield await process.load(command, estimated(worker))
         return
     worker.early.advance(Phase.ENDING)
     await worker.early.reached(Phase.ENDED)  # two processes of one worker never run at once
@@ -320,7 +320,7 @@ async def _serve(worker: Worker, fleet: Fleet, process: WorkerProcess, began: fl
     worker.ready.set_result(process)
     fleet.scheduler.plan_soon()
     try:
-        await _until_over(worker, fleet, process)
+        await _until_drained_or_lost(worker, fleet, process)
     finally:
         enter(worker, State.STOPPING, fleet.events, fleet.now())
         worker.ended.set()
@@ -328,7 +328,7 @@ async def _serve(worker: Worker, fleet: Fleet, process: WorkerProcess, began: fl
         learn(worker, fleet)
         fleet.scheduler.plan_soon()
         if worker.lost is not None:
-            await _requests_end(worker)
+            await _wait_for_requests_to_end(worker)
 
 
 def _min_residency(worker: Worker, fleet: Fleet) -> float:
@@ -337,21 +337,21 @@ def _min_residency(worker: Worker, fleet: Fleet) -> float:
     return seconds if seconds >= 0 else min(10.0, fleet.limits.patience)
 
 
-async def _room(worker: Worker, fleet: Fleet, program: Program) -> Start:
+async def _wait_for_place(worker: Worker, fleet: Fleet, program: Program) -> Start:
     """Wait until the fleet has reserved a place. Make the exact estimate when the planner asks for it."""
-    while not worker.queue.room.done():
-        await _until_room(worker, worker.queue.refine.wait())
-        if not worker.queue.room.done():
-            await _until_room(worker, refine(worker, fleet, program))
+    while not worker.queue.granted.done():
+        await _until_granted(worker, worker.queue.refine.wait())
+        if not worker.queue.granted.done():
+            await _until_granted(worker, refine(worker, fleet, program))
             worker.queue.refine.clear()
             fleet.scheduler.plan_soon()
-    return worker.queue.room.result()
+    return worker.queue.granted.result()
 
 
-async def _until_room(worker: Worker, work: Coroutine[Any, Any, object]) -> None:
+async def _until_granted(worker: Worker, work: Coroutine[Any, Any, object]) -> None:
     """Run `work`; cancel it when the place is reserved. Raises its exceptions."""
     task = asyncio.ensure_future(work)
-    either: set[asyncio.Future[Any]] = {worker.queue.room, task}
+    either: set[asyncio.Future[Any]] = {worker.queue.granted, task}
     try:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -361,7 +361,7 @@ async def _until_room(worker: Worker, work: Coroutine[Any, Any, object]) -> None
         task.result()
 
 
-async def _until_over(worker: Worker, fleet: Fleet, process: WorkerProcess) -> None:
+async def _until_drained_or_lost(worker: Worker, fleet: Fleet, process: WorkerProcess) -> None:
     """Wait until the worker is retired and drained. Raises WorkerLost as soon as its process is lost."""
     lost = asyncio.ensure_future(process.lost())
     over = asyncio.ensure_future(_drain(worker, fleet))
@@ -397,7 +397,7 @@ async def _drain(worker: Worker, fleet: Fleet) -> None:
                 await worker.leases_changed.wait()
 
 
-async def _requests_end(worker: Worker) -> None:
+async def _wait_for_requests_to_end(worker: Worker) -> None:
     """Wait, for a bounded time, until the requests of a lost worker have read its last bytes and ended.
 
     Connections are closed only then: to a reader, a connection that we closed looks like a silent worker.
@@ -442,7 +442,7 @@ def _listener(worker: Worker, fleet: Fleet) -> Listen:
                 worker.state is not State.QUEUED
             ):  # an early start reports too, but the worker still waits
                 if worker.load.report(event, fleet.now()):
-                    data = {**worker.load.as_dict(), **({"beside": True} if worker.beside else {})}
+                    data = {**worker.load.as_dict(), **({"beside": True} if worker.has_open_sibling else {})}
                     if event.files:
                         data["files"] = event.files
                     fleet.events.append("progress", worker.preset.id, worker=worker.id, **data)

@@ -84,14 +84,14 @@ def _estimate(worker: Worker, fleet: Fleet, *, is_last: bool = False, learns: bo
         key=key,
         load_seconds=fleet.learned_estimates.load_seconds(key) or 0.0,
         forked=forked and found.source != "preset",  # a figure of the preset holds for executed workers, too
-        most=bounds if sharding.limiting_keys(preset, on_host=worker.on_host) else {},
+        device_limits=bounds if sharding.limiting_keys(preset, on_host=worker.on_host) else {},
     )
     if found.source == "learned" and (
         not sharding.fits(choice, found.shards, bounds) or fleet.scheduler.never_fits(worker)
     ):
         # It may be wrong, and a model that is never loaded is never measured again.
         return _estimate(worker, fleet, is_last=is_last, learns=False)
-    if costs.most:
+    if costs.device_limits:
         _check_bounds(worker, fleet, costs, bounds)
     if not costs.is_exact and fleet.scheduler.never_fits(worker, weights_only=True):
         worker.costs = replace(worker.costs, is_exact=True)
@@ -147,7 +147,7 @@ async def trace_unknown(worker: Worker, fleet: Fleet, program: Program) -> None:
 def _is_a_guess(worker: Worker, fleet: Fleet, costs: Costs) -> bool:
     if costs.estimate.source == "weights":
         return True
-    return bool(costs.most) and not sharding.fits(costs.choice, costs.estimate.shards, _bounds(worker, fleet))
+    return bool(costs.device_limits) and not sharding.fits(costs.choice, costs.estimate.shards, _bounds(worker, fleet))
 
 
 async def refine(worker: Worker, fleet: Fleet, program: Program) -> None:
@@ -162,7 +162,7 @@ async def _make_exact(worker: Worker, fleet: Fleet, program: Program, command: E
     try:
         exact = await fleet.launcher.estimate(program, command)
     except WorkerLost as lost:
-        if worker.queue.room.done():
+        if worker.queue.granted.done():
             return False  # it starts on the estimate that its place was granted for
         if lost.final:
             raise
@@ -173,7 +173,7 @@ async def _make_exact(worker: Worker, fleet: Fleet, program: Program, command: E
         return False
     estimate = estimates.from_trace(exact, worker.preset, forked=costs.forked, first=costs.estimate)
     fleet.learned_estimates.store_exact(costs.key, estimate)
-    if worker.queue.room.done():
+    if worker.queue.granted.done():
         return False
     worker.costs = replace(costs, estimate=estimate, is_exact=True)
     if not sharding.fits(costs.choice, estimate.shards, _bounds(worker, fleet)):
@@ -228,7 +228,7 @@ def settle_reservation(worker: Worker) -> None:
     reservation follows the measurement (`_least_forked`).
     """
     for device, size in worker.occupied.items():
-        size += worker.later if device.index == HOST else 0
+        size += worker.expected_growth if device.index == HOST else 0
         least = _least_forked(worker) if device.index == HOST else None
         worker.reserved[device] = max(worker.reserved.get(device, 0) if least is None else least, size)
 

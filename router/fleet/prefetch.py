@@ -58,7 +58,7 @@ class Prefetcher:
 
     async def _read(self, files: tuple[str, ...]) -> None:
         try:
-            await self._fleet.launcher.read_ahead(files)
+            await self._fleet.launcher.prefetch(files)
         except NotLocked as failed:
             log.warning("prefetch of files failed: %s", failed)
 

@@ -158,7 +158,9 @@ class FleetScheduler:
     def cautious_devices(self) -> list[Device]:
         """Return the devices of the last plan, with the memory that early starts have not yet allocated in use."""
         starts = [worker.early for worker in self._fleet.workers() if worker.state is State.QUEUED]
-        return early_start.add_unseen(self.devices, sum(start.held for start in starts if not start.is_measured))
+        return early_start.add_unallocated(
+            self.devices, sum(start.reserved for start in starts if not start.is_measured)
+        )
 
     def _in_queue(self) -> list[Worker]:
         """Return queued workers with an estimate that wait for a place."""
@@ -167,7 +169,7 @@ class FleetScheduler:
             for worker in self._fleet.workers()
             if worker.state is State.QUEUED
             and worker.costs is not None
-            and not (worker.retired or worker.queue.room.done())
+            and not (worker.retired or worker.queue.granted.done())
         ]
 
     # The plan
@@ -226,9 +228,9 @@ class FleetScheduler:
     def _record(self, inputs: PlanInputs, found: Plan, by_id: Mapping[int, Worker]) -> None:
         for id, refusal in found.refuse.items():
             worker = by_id[id]
-            if not worker.queue.room.done():
+            if not worker.queue.granted.done():
                 self._append_event("refuse", worker, worker, shortage=shortages(refusal.devices, inputs))
-                worker.queue.room.set_exception(does_not_fit(worker, refusal, inputs, self.capacities()))
+                worker.queue.granted.set_exception(does_not_fit(worker, refusal, inputs, self.capacities()))
         for worker in [by_id[id] for id in found.drop]:
             self._append_event("drop", worker, worker)
             self._fleet.retire(worker, "no_room", drain=0.0)
@@ -266,11 +268,11 @@ class FleetScheduler:
         for id in decision.end:
             by_id[id].early.advance(Phase.ENDING)
             self.plan_soon()  # its memory counts as leaving, so the next plan may evict further victims at once
-        for id, held in decision.begin.items():
+        for id, size in decision.begin.items():
             worker = by_id[id]
             if not worker.retired:
-                worker.reserved[MAIN_MEMORY] = held
-                worker.early.reserve(held)
+                worker.reserved[MAIN_MEMORY] = size
+                worker.early.reserve(size)
                 self._append_event("early_start", worker, worker)
 
     def _start(self, worker: Worker, start: Start) -> None:
@@ -285,7 +287,7 @@ class FleetScheduler:
         worker.queue.considered.set()
         self._append_event("start", worker, worker, **_with_cache(worker, worker.kv_steps))
         enter(worker, State.STARTING, self._fleet.events, self._loop.time())
-        worker.queue.room.set_result(start)
+        worker.queue.granted.set_result(start)
 
     def _evict(self, worker: Worker, eviction: Eviction, by_id: Mapping[int, Worker], found: Plan) -> None:
         for_worker = by_id.get(eviction.for_demand) if eviction.for_demand is not None else None
@@ -348,7 +350,7 @@ def demand_of(worker: Worker) -> Demand:
         growth=costs.estimate.kv_step,
         # After a worker that ran out of memory, the next one gets the least.
         steps=0 if worker.model.ran_out_of_memory else costs.estimate.kv_steps,
-        most=costs.most,
+        shard_limits=costs.device_limits,
         since=worker.wanted_since if worker.best_effort else worker.since,
         priority=worker.preset.priority,
         best_effort=worker.best_effort,
@@ -358,7 +360,7 @@ def demand_of(worker: Worker) -> Demand:
         place=costs.choice.place,
         load_seconds=costs.load_seconds,
     )
-    return early_start.subtract_held(demand, worker.early.held) if worker.early.is_charged else demand
+    return early_start.subtract_early_start(demand, worker.early.reserved) if worker.early.is_charged else demand
 
 
 def candidate_of(worker: Worker, demand: Demand) -> Candidate:
@@ -402,7 +404,7 @@ def _early_resident(worker: Worker) -> Resident:
     return Resident(
         id=worker.id,
         model=worker.preset.id,
-        reserved={MAIN_MEMORY: early.held},
+        reserved={MAIN_MEMORY: early.reserved},
         measured=process.measured if process is not None and early.is_measured else {},
         starting=not early.is_measured,
         leaving=not early.is_charged,
@@ -420,7 +422,7 @@ def _resident(worker: Worker, request_interval: float | None) -> Resident:
         id=worker.id,
         model=preset.id,
         reserved=worker.reserved.copy(),
-        measured={**worker.counted},
+        measured={**worker.driver_visible},
         last_used=usage.last_used,
         busy=bool(worker.leases),
         leaving=worker.retired or worker.state is State.STOPPING,

@@ -44,7 +44,7 @@ class SleepingWeights:
         self.id = id
         self.preset = preset
         self.request = request
-        self.is_held = False  # all files are read and locked
+        self.is_locked = False  # all files are read and locked
         self.reason = ""  # of the release
         self.released = asyncio.Event()
         self.stopped = asyncio.Event()
@@ -58,7 +58,7 @@ class SleepingWeights:
             id=self.id,
             model=self.preset.id,
             reserved={MAIN_MEMORY: self.request.size},
-            measured={MAIN_MEMORY: self.request.size if self.is_held else 0},
+            measured={MAIN_MEMORY: self.request.size if self.is_locked else 0},
             last_used=self.request.last_used - ASLEEP,
             leaving=self.released.is_set(),
             pinned=self.preset.pin,
@@ -134,12 +134,12 @@ async def hold(weights: SleepingWeights, fleet: Fleet) -> None:
     """Lock the weights in main memory until they are released or lost."""
     _append_event(weights, fleet, "locking")
     try:
-        async with fleet.launcher.keep(weights.request.files) as held:
-            await fleet.launcher.refresh()  # the driver's reading must contain what `is_held` counts as measured
-            weights.is_held = True
+        async with fleet.launcher.lock_files(weights.request.files) as locked:
+            await fleet.launcher.refresh()  # the driver's reading must contain what `is_locked` counts as measured
+            weights.is_locked = True
             _append_event(weights, fleet, "locked")
             fleet.scheduler.plan_soon()
-            lost = asyncio.ensure_future(held.lost())
+            lost = asyncio.ensure_future(locked.lost())
             released = asyncio.ensure_future(weights.released.wait())
             try:
                 await asyncio.wait({lost, released}, return_when=asyncio.FIRST_COMPLETED)
@@ -171,10 +171,10 @@ def make_room(present: Iterable[SleepingWeights], size: int, budget: int) -> Seq
 
     Lower priority goes first, then the least recently used. Pinned models stay.
     """
-    held = [weights for weights in present if not weights.released.is_set()]
-    over = sum(weights.request.size for weights in held) + size - budget
+    kept = [weights for weights in present if not weights.released.is_set()]
+    over = sum(weights.request.size for weights in kept) + size - budget
     victims = []
-    for weights in sorted(held, key=lambda weights: (weights.preset.priority, weights.request.last_used)):
+    for weights in sorted(kept, key=lambda weights: (weights.preset.priority, weights.request.last_used)):
         if over <= 0:
             break
         if not weights.preset.pin:

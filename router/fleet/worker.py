@@ -65,14 +65,14 @@ class Costs:
     load_seconds: float
     forked: bool = False  # they hold for a forked worker only
     # Bytes that the preset allows at most on a device; empty: no limit of its own.
-    most: Mapping[DeviceId, int] = field(default_factory=dict)
+    device_limits: Mapping[DeviceId, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
 class QueuePosition:
     """The wait of a worker for memory: the requests of the planner, and its last decision."""
 
-    room: asyncio.Future[Start]  # the place that the fleet has reserved
+    granted: asyncio.Future[Start]  # the place that the fleet has reserved
     considered: asyncio.Event = field(default_factory=asyncio.Event)  # a plan was made on a reliable estimate
     refine: asyncio.Event = field(default_factory=asyncio.Event)  # the planner needs the exact estimate
     prefetch: asyncio.Event = field(default_factory=asyncio.Event)  # read its files into the page cache meanwhile
@@ -104,14 +104,14 @@ class SentAdapters:
 
 PROGRESS_INTERVAL = 0.1  # seconds between two `progress` events of one load
 # The unit of progress by stage. Other stages have no countable steps.
-UNITS = {"download": "bytes", "weights": "bytes", "warmup": "tokens"}
+STAGE_UNITS = {"download": "bytes", "weights": "bytes", "warmup": "tokens"}
 # Share of the whole load at begin and end of each stage. A guess: weights take nearly all time.
-PARTS = {"start": (0.0, 0.0), "weights": (0.0, 0.9), "warmup": (0.9, 1.0)}
+STAGE_RANGES = {"start": (0.0, 0.0), "weights": (0.0, 0.9), "warmup": (0.9, 1.0)}
 
 
 def load_share(stage: str, share: float) -> float:
     """Return the share of the whole load, 0 to 1, at `share` of `stage`. A download is counted on its own."""
-    begin, end = PARTS.get(stage, (0.0, 1.0))
+    begin, end = STAGE_RANGES.get(stage, (0.0, 1.0))
     return begin + (end - begin) * share
 
 
@@ -123,7 +123,7 @@ class LoadProgress:
         self._shown_at = -inf  # time of the last report for which an event was made
         self._stage = ""
         self._since = 0.0
-        self._over: list[tuple[str, float, float]] = []  # ended stages with begin and end
+        self._ended: list[tuple[str, float, float]] = []  # ended stages with begin and end
         self._done = self._total = 0
         # Time and steps of the first report in this stage. The rate excludes steps that were done before.
         self._first: tuple[float, int] | None = None
@@ -161,7 +161,7 @@ class LoadProgress:
     def end(self, now: float) -> None:
         """End the current stage."""
         if self._stage:
-            self._over.append((self._stage, self._since, now))
+            self._ended.append((self._stage, self._since, now))
         self._stage = ""
 
     @property
@@ -172,7 +172,7 @@ class LoadProgress:
     def between(self, since: float, until: float) -> dict[str, float]:
         """Return the seconds of each ended stage within a time range."""
         found: dict[str, float] = {}
-        for stage, began, ended in self._over:
+        for stage, began, ended in self._ended:
             if (seconds := min(ended, until) - max(began, since)) >= 0:
                 found[stage] = found.get(stage, 0.0) + seconds
         return found
@@ -193,7 +193,7 @@ class LoadProgress:
             "stage": self._stage,
             "done": self._done,
             "total": self._total,
-            "unit": UNITS.get(self._stage),
+            "unit": STAGE_UNITS.get(self._stage),
             "rate": round(self._rate, 1) if self._rate else None,
             "eta": round(self.left, 1) if self.left is not None else None,
         }
@@ -275,7 +275,7 @@ class Worker:
         self.early = EarlyStart()
 
         # Wait, process and requests
-        self.queue = QueuePosition(room=_future())
+        self.queue = QueuePosition(granted=_future())
         self.load = LoadProgress()
         self.load_seconds = 0.0
         self.process: WorkerProcess | None = None
@@ -300,14 +300,14 @@ class Worker:
         return self.state <= State.READY and not self.retired
 
     @property
-    def beside(self) -> bool:
+    def has_open_sibling(self) -> bool:
         """Another worker of the model is open, so the end of this one is not the end of the model."""
         return any(other is not self and other.open for other in self.model.workers)
 
     @property
     def holds_memory(self) -> bool:
         """The worker is a resident: it has a place, or an early start while it is queued."""
-        return self.state.holds_memory or (self.state is State.QUEUED and self.early.held > 0)
+        return self.state.holds_memory or (self.state is State.QUEUED and self.early.reserved > 0)
 
     @property
     def measured(self) -> Bytes:
@@ -319,7 +319,7 @@ class Worker:
         return pooled(self.measured, self.pools) if self.pools else self.measured
 
     @property
-    def counted(self) -> Bytes:
+    def driver_visible(self) -> Bytes:
         """The part of the measured bytes that drivers report as used.
 
         Pages of mapped files are not part of it: the kernel can reclaim them. If they were subtracted from the driver's
@@ -336,7 +336,7 @@ class Worker:
         return self.pulse or (self.process.ready if self.process is not None else None)
 
     @property
-    def later(self) -> int:
+    def expected_growth(self) -> int:
         """Bytes of main memory that it may still allocate, as it last reported."""
         return self.latest_report.later if self.latest_report is not None else 0
 
@@ -419,7 +419,7 @@ def append_state(worker: Worker, events: EventLog, *, was: State | None, **facts
             data["error"] = worker.lost.message
             if worker.lost.exit is not None:
                 data["exit_code"] = worker.lost.exit
-    if worker.beside:
+    if worker.has_open_sibling:
         data["beside"] = True
     events.append("state", worker.preset.id, **data, **facts)
 
@@ -433,7 +433,7 @@ def figures(worker: Worker) -> dict[str, Any]:
         "leases": len(worker.leases),
         "reserved": _by_name(worker.reserved),
         "measured": _by_name(worker.measured),
-        "later": worker.later,
+        "later": worker.expected_growth,
         "retired": worker.retired,
     }
 

@@ -134,7 +134,7 @@ class EarlyProcess(Protocol):
     async def lost(self) -> WorkerLost:
         """Return once the process has exited. Cancelling stops nothing."""
 
-    async def go(self, command: Serve, place: Bytes) -> WorkerProcess:
+    async def load(self, command: Serve, place: Bytes) -> WorkerProcess:
         """Load on the devices of `place`. Returns once the worker is ready. Call it once.
 
         Raises WorkerLost, NotStarted.
@@ -151,7 +151,7 @@ class LockedFiles(Protocol):
     """Files that are locked in main memory."""
 
     async def lost(self) -> NotLocked:
-        """Return once the files are no longer locked, for a reason other than `keep` ending.
+        """Return once the files are no longer locked, for a reason other than `lock_files` ending.
 
         Cancelling unlocks nothing.
         """
@@ -192,16 +192,16 @@ class Launcher(Protocol):
         """
 
     def prepare(self, program: Program, command: Serve, listen: Listen) -> AbstractAsyncContextManager[EarlyProcess]:
-        """Run a worker for the length of the block, in two steps: it prepares itself, and loads on `go`.
+        """Run a worker for the length of the block, in two steps: it prepares itself, and loads on `EarlyProcess.load`.
 
         Entering returns once the process is started. Leaving is as with `serve`.
         """
 
-    def keep(self, files: Sequence[str]) -> AbstractAsyncContextManager[LockedFiles]:
+    def lock_files(self, files: Sequence[str]) -> AbstractAsyncContextManager[LockedFiles]:
         """Hold all of `files` in main memory, locked, for the length of the block.
 
         Entering returns once they are locked; raises NotLocked. Leaving unlocks them at once.
         """
 
-    async def read_ahead(self, files: Sequence[str]) -> int:
+    async def prefetch(self, files: Sequence[str]) -> int:
         """Read all of `files` into the page cache and return their bytes. Raises NotLocked. Cancelling stops it."""

@@ -289,10 +289,10 @@ class LocalLauncher:
 
     # Files in main memory
 
-    def keep(self, files: Sequence[str]) -> AbstractAsyncContextManager[LockedFiles]:
+    def lock_files(self, files: Sequence[str]) -> AbstractAsyncContextManager[LockedFiles]:
         return self._page_locker.lock(files)
 
-    async def read_ahead(self, files: Sequence[str]) -> int:
+    async def prefetch(self, files: Sequence[str]) -> int:
         return await self._page_locker.read(files)
 
 

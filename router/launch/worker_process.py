@@ -47,7 +47,7 @@ class Heartbeat:
         self._last: dict[type[Event], Event] = {}
         self._stage = ""
         self._serving = False
-        self._waits_for_go = False
+        self._waits_for_grant = False
         self._progress_at = now
         self._pulse_at = now
         self._step_at = now
@@ -66,7 +66,7 @@ class Heartbeat:
         if isinstance(event, Progress):
             self._stage = f"{event.stage}, {event.done} of {event.total}" if event.total else event.stage
         if isinstance(event, Prepared):
-            self._waits_for_go = True
+            self._waits_for_grant = True
         if isinstance(event, Pulse):
             self._pulse_at = now
             # An idle engine takes no steps, so it counts as having just taken one.
@@ -74,9 +74,9 @@ class Heartbeat:
                 self._step_at = now
             self._steps, self._running = event.steps, event.running
 
-    def go(self, now: float) -> None:
+    def memory_granted(self, now: float) -> None:
         """Expect progress from now on: a prepared process got its `MemoryGrant`."""
-        self._waits_for_go = False
+        self._waits_for_grant = False
         self._progress_at = now
 
     def serving(self, now: float) -> None:
@@ -92,7 +92,7 @@ class Heartbeat:
 
     def verdict(self, now: float) -> Verdict | None:
         """The reason to kill the process; None: it is alive."""
-        if self._waits_for_go:
+        if self._waits_for_grant:
             return None
         if not self._serving:
             if now - self._progress_at < self._start_timeout:
@@ -224,12 +224,12 @@ class LocalWorker:
         """Implements `EarlyProcess.prepared`."""
         await self._unless_lost(asyncio.shield(self._prepared))
 
-    async def go(self, command: Serve, place: Bytes) -> "LocalWorker":
-        """Implements `EarlyProcess.go`."""
+    async def load(self, command: Serve, place: Bytes) -> "LocalWorker":
+        """Implements `EarlyProcess.load`."""
         self.names = device_names(place)
         self._claim.extend(place)
         self.measured.clear()  # measured before it had devices
-        self._heartbeat.go(self._loop.time())
+        self._heartbeat.memory_granted(self._loop.time())
         grant = MemoryGrant(
             devices=list(model_devices(self.names)),
             reserved=command.reserved,

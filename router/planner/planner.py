@@ -172,8 +172,8 @@ class _Walk:
                 for id, size in growth.items():
                     steps = min(steps, max(0, self._free(id)) // size)
             for id, shard, size in zip(place, demand.shards, demand.growth, strict=True):
-                if size and id in demand.most:
-                    steps = min(steps, max(0, demand.most[id] - shard) // size)
+                if size and id in demand.shard_limits:
+                    steps = min(steps, max(0, demand.shard_limits[id] - shard) // size)
             if not steps:
                 continue
             granted = {id: steps * size for id, size in growth.items()}

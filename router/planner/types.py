@@ -32,7 +32,8 @@ class Demand:
     # The KV cache as a range: `shards` contain the least of it, and it may grow by up to `steps` equal steps.
     growth: tuple[int, ...] = ()  # bytes of one step, by shard; empty without a range
     steps: int = 0
-    most: Bytes = field(default_factory=dict)  # bytes that a shard may take at most on a device; no entry: no limit
+    # Bytes that a shard may take at most on a device; no entry: no limit.
+    shard_limits: Bytes = field(default_factory=dict)
     since: float  # the time at which it joined the queue
     devices: frozenset[DeviceId]  # the devices that its shards may use: accelerators, or main memory
     place: tuple[DeviceId, ...] = ()  # the device of each shard, if it is fixed; empty: any of `devices`

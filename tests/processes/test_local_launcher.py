@@ -625,7 +625,7 @@ def prepare(launcher: LocalLauncher, program: Program) -> AbstractAsyncContextMa
     return launcher.prepare(program, Serve(snapshot="/", listen="", name=program.model), ignore)
 
 
-GO = Serve(snapshot="/", listen="", reserved='{"cuda:0": 1}')
+LOAD = Serve(snapshot="/", listen="", reserved='{"cuda:0": 1}')
 
 
 async def test_an_early_process_gets_its_devices_only_when_it_starts(launcher: LocalLauncher, journal: Journal) -> None:
@@ -635,7 +635,7 @@ async def test_an_early_process_gets_its_devices_only_when_it_starts(launcher: L
         assert early.measured == {CPU: 7 * MIB}
         assert f"started {early.pid}" in journal.lines
         assert "told to go" not in journal.lines
-        worker = await early.go(GO, {GPU1: GIB, CPU: GIB})
+        worker = await early.load(LOAD, {GPU1: GIB, CPU: GIB})
         assert worker.pid == early.pid
         assert worker.measured == {GPU1: 3}, "its measurement from before does not count any more"
         async with asked(worker, "/fake/environ") as response:
@@ -649,7 +649,7 @@ async def test_an_early_process_gets_its_devices_only_when_it_starts(launcher: L
 @EXECUTED
 async def test_the_grant_may_come_before_the_process_is_prepared(launcher: LocalLauncher) -> None:
     async with prepare(launcher, fake_program("m")) as early:
-        worker = await early.go(GO, PLACE)
+        worker = await early.load(LOAD, PLACE)
         assert worker.ready.capabilities
 
 
@@ -666,7 +666,7 @@ async def test_an_early_process_that_dies_gives_the_reason(launcher: LocalLaunch
             await early.prepared()
         assert lost.value.final
         with pytest.raises(WorkerLost, match="names no architecture"):
-            await early.go(GO, PLACE)
+            await early.load(LOAD, PLACE)
 
 
 @EXECUTED

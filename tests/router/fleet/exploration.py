@@ -258,7 +258,7 @@ class Exploration:
             return
         scheduler = fleet.scheduler
         queued = [worker for worker in fleet.workers() if worker.state is State.QUEUED and not worker.retired]
-        waiting = [demand_of(worker) for worker in queued if worker.costs and not worker.queue.room.done()]
+        waiting = [demand_of(worker) for worker in queued if worker.costs and not worker.queue.granted.done()]
         devices = scheduler.cautious_devices()
         question = Question(waiting, scheduler.residents(), devices, fleet.now(), fleet.limits.patience)
         try:
@@ -416,7 +416,7 @@ class Exploration:
         await fleet.close()
         assert fleet.workers() == []
         assert self.world.launcher.running == {}
-        assert self.world.launcher.held == {}
+        assert self.world.launcher.locked == {}
         assert set(self.states.values()) <= {State.STOPPED}
         if self.calm:
             assert self.world.launcher.over_commits == []

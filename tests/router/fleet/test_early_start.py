@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from router.fleet.early_start import Candidate, add_unseen, decide, spare_memory, subtract_held
+from router.fleet.early_start import Candidate, add_unallocated, decide, spare_memory, subtract_early_start
 from router.fleet.prefetch import readable
 from router.planner.planner import plan
 from router.planner.types import Policy
@@ -67,18 +67,18 @@ def test_an_early_start_ends_once_a_demand_ahead_lacks_main_memory() -> None:
 
 
 def test_an_early_start_and_the_rest_of_its_demand_add_up_to_the_demand() -> None:
-    assert subtract_held(host(1, 50), 10).shards == (40,)
-    assert subtract_held(demand(1, 50, host=20), 10) == demand(1, 50, host=10)
-    assert subtract_held(host(1, 50), 0) == host(1, 50)
-    assert subtract_held(host(1, 50, most={CPU: 70}), 10).most == {CPU: 60}
-    assert subtract_held(host(1, 5), 10).shards == (0,)
-    assert subtract_held(demand(1, 50, host=5), 10).host == 0
+    assert subtract_early_start(host(1, 50), 10).shards == (40,)
+    assert subtract_early_start(demand(1, 50, host=20), 10) == demand(1, 50, host=10)
+    assert subtract_early_start(host(1, 50), 0) == host(1, 50)
+    assert subtract_early_start(host(1, 50, shard_limits={CPU: 70}), 10).shard_limits == {CPU: 60}
+    assert subtract_early_start(host(1, 5), 10).shards == (0,)
+    assert subtract_early_start(demand(1, 50, host=5), 10).host == 0
 
 
 def test_memory_that_an_early_start_may_still_allocate_counts_as_used() -> None:
     devices = machine([resident(1, {CPU: 30, GPU[0]: 40})], {CPU: TOTAL, GPU[0]: TOTAL})
-    assert {each.id: each.used for each in add_unseen(devices, 7)} == {CPU: 37, GPU[0]: 40}
-    assert add_unseen(devices, 0) == devices
+    assert {each.id: each.used for each in add_unallocated(devices, 7)} == {CPU: 37, GPU[0]: 40}
+    assert add_unallocated(devices, 0) == devices
 
 
 def test_no_early_start_begins_behind_a_demand_that_lacks_main_memory() -> None:

@@ -50,7 +50,7 @@ async def test_file_sizes_of_a_queued_worker_are_looked_up_once() -> None:
 @virtual
 async def test_a_prefetch_ends_when_the_worker_has_its_place() -> None:
     world = world_of("a", "b", "c")
-    world.launcher.hold_seconds = 100.0
+    world.launcher.read_seconds = 100.0
     for name in "abc":
         await world.ask(name)
     assert "stopped reading c" in world.entries("stopped reading")
@@ -69,7 +69,7 @@ async def test_a_model_under_prefetch_is_read_with_the_requested_one_and_loaded_
 async def test_files_that_are_being_prefetched_count_against_free_memory() -> None:
     keys: dict[str, dict[str, object]] = {"a": {"prefetch": ("x",)}, "b": {"prefetch": ("y",)}}
     world = world_of("a", "b", "x", "y", host=2 * FILES - 1, keys=keys)
-    world.launcher.hold_seconds = 100.0
+    world.launcher.read_seconds = 100.0
     await asyncio.gather(world.ask("a"), world.ask("b"))
     assert world.entries("read ") == ["read x"]
 

@@ -62,14 +62,14 @@ async def test_an_evicted_model_sleeps_and_wakes_through_a_planned_load() -> Non
     await world.ask("a")
     await settled(world)
     assert (value(world, "a"), value(world, "b")) == ("loaded", "sleeping")
-    assert world.entries("hold", "held", "let go", "ready") == [
-        "ready a", "hold a", "held a", "ready b", "hold b", "held b", "ready a", "let go a"
+    assert world.entries("locking", "locked", "unlock", "ready") == [
+        "ready a", "locking a", "locked a", "ready b", "locking b", "locked b", "ready a", "unlock a"
     ]  # fmt: skip
     await world.ask("b")
     await settled(world)
     assert (value(world, "a"), value(world, "b")) == ("sleeping", "loaded"), "again"
     await world.stop()
-    assert world.launcher.held == {}
+    assert world.launcher.locked == {}
 
 
 @virtual
@@ -126,7 +126,7 @@ async def test_sleeping_weights_are_evicted_for_a_demand() -> None:
     assert world.launcher.over_commits == []
     await settled(world)
     assert [value(world, name) for name in "abc"] == ["unloaded", "unloaded", "loaded"]
-    assert world.entries("hold", "let go") == ["hold a", "let go a"], "and there was no room for b's"
+    assert world.entries("locking", "unlock") == ["locking a", "unlock a"], "and there was no room for b's"
 
 
 @virtual
@@ -177,14 +177,14 @@ async def test_a_model_that_idles_past_its_ttl_and_one_that_was_unloaded_do_not_
     world.fleet.unload("b")
     await settled(world)
     assert [value(world, name) for name in "ab"] == ["unloaded", "unloaded"]
-    assert world.entries("hold") == []
+    assert world.entries("locking") == []
 
 
 @virtual
 async def test_lost_sleeping_weights_leave_an_unloaded_model() -> None:
     world = gpu("a", "b")
     await ask_each(world, "ab")
-    world.launcher.held["a"].lose()
+    world.launcher.locked["a"].lose()
     await settled(world)
     assert [event.data["reason"] for event in sleeping_weights(world, "released")] == ["failed"]
     assert value(world, "a") == "unloaded"
@@ -204,7 +204,7 @@ async def test_a_model_that_cannot_be_woken_sleeps_no_longer() -> None:
         await world.ask("a")
     await settled(world)
     assert value(world, "a") == "unloaded"
-    assert "a" not in world.launcher.held
+    assert "a" not in world.launcher.locked
 
 
 @virtual
@@ -215,13 +215,13 @@ async def test_a_model_that_is_changed_or_removed_sleeps_no_longer() -> None:
     world.fleet.models.apply({"a": replace(world.presets["a"], ctx_size=64), "c": world.presets["c"]})
     await settled(world)
     assert value(world, "a") == "unloaded"
-    assert world.launcher.held == {}
+    assert world.launcher.locked == {}
 
 
 @virtual
 async def test_weights_sleep_in_exactly_the_main_memory_that_is_free() -> None:
-    for missing, entries in ((0, ["hold a"]), (1, [])):
+    for missing, entries in ((0, ["locking a"]), (1, [])):
         world = gpu("a", host=FILES - missing, keys={"a": {"sleep_idle": 1.0}})
         await world.ask("a")
         await asyncio.sleep(20)
-        assert world.entries("hold") == entries
+        assert world.entries("locking") == entries

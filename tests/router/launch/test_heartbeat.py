@@ -99,6 +99,6 @@ def test_a_process_that_waits_for_its_grant_is_exempt_and_loads_under_supervisio
     heartbeat = loading()
     heartbeat.record(Prepared(measured={"cpu": 1}), 9.0)
     assert heartbeat.verdict(10_000.0) is None
-    heartbeat.go(10_000.0)
+    heartbeat.memory_granted(10_000.0)
     assert heartbeat.verdict(10_009.9) is None
     assert cause(heartbeat.verdict(10_010.0)) == "load_timeout"

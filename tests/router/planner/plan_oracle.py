@@ -213,7 +213,7 @@ class Oracle:
             for id, shard, step in zip(place, demand.shards, demand.growth or (0,) * len(place), strict=True):
                 if steps and step:
                     claim[self.pool(id)] = claim.get(self.pool(id), 0) + steps * step
-                    is_allowed &= shard + steps * step <= demand.most.get(id, inf)
+                    is_allowed &= shard + steps * step <= demand.shard_limits.get(id, inf)
             if is_allowed and not self.short(claim, moments):
                 break
         self.answer.steps[demand.id] = steps

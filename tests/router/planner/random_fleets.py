@@ -129,4 +129,4 @@ def with_range(random: Random, one: Demand) -> Demand:
         return one
     growth = tuple(random.choice([0, 1, 2, 5]) for _ in one.shards)
     most = {id: random.randint(5, 60) for id in one.devices if rarely(random)}
-    return replace(one, growth=growth, steps=random.choice([1, 2, 8, 30]), most=most)
+    return replace(one, growth=growth, steps=random.choice([1, 2, 8, 30]), shard_limits=most)

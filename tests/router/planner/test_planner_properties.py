@@ -51,7 +51,7 @@ def test_a_start_reserves_all_that_was_demanded(fleet: Fleet) -> None:
 def test_a_range_changes_nothing_but_the_grant(fleet: Fleet) -> None:
     """Place, victims, waits and refusals are those of the least."""
     plan = fleet.ask()
-    fixed = replace(fleet, waiting=[replace(one, growth=(), steps=0, most={}) for one in fleet.waiting])
+    fixed = replace(fleet, waiting=[replace(one, growth=(), steps=0, shard_limits={}) for one in fleet.waiting])
     least = fleet.claims(plan, fleet.waiting, granted=False)
     start = {id: replace(start, claim=least[id], steps=0) for id, start in plan.start.items()}
     assert replace(plan, start=start) == fixed.ask()
