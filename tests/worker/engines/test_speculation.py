@@ -59,7 +59,7 @@ class Oracle:
     def draft(self, batch: Batch, segments: Sequence[Segment]) -> list[list[int]]:
         return [self._one(segment) for segment in segments]
 
-    reading = 0.0
+    catch_up = 0.0
 
     def reorder(self, seconds: float) -> None: ...
 
@@ -70,7 +70,7 @@ class Oracle:
             known[place]
             if place < len(known) and self._random.random() < self.quality
             else self._random.randrange(2, 500)
-            for place in range(segment.room)
+            for place in range(segment.draft_room)
         ]
 
 
@@ -113,7 +113,7 @@ class Alternating(DraftLength):
     def choose(self, rows: int) -> int:
         return 4 * (self.turn % 3 > 0)
 
-    def learn(self, rows: int, length: int, tokens: int, seconds: float, reading: float = 0.0) -> None:
+    def learn(self, rows: int, length: int, tokens: int, seconds: float, catch_up: float = 0.0) -> None:
         self.turn += 1
 
 
@@ -207,7 +207,7 @@ async def test_a_request_may_turn_drafts_off_or_make_them_shorter(llama: Path) -
 
     class Journal(Oracle):
         def draft(self, batch: Batch, segments: Sequence[Segment]) -> list[list[int]]:
-            lengths.extend(segment.room for segment in segments)
+            lengths.extend(segment.draft_room for segment in segments)
             return super().draft(batch, segments)
 
     async with serving(speculating(llama)) as engine:
@@ -291,7 +291,7 @@ def test_the_draft_of_a_text_with_many_penalised_tokens_is_short() -> None:
     lengths = []
     for _ in range(2):
         (segment,) = Drafter(ALWAYS, Oracle(0.0)).draft(
-            (Segment(sequence, 0, 2000, 1, room=16),), lambda sequence: choice
+            (Segment(sequence, 0, 2000, 1, draft_room=16),), lambda sequence: choice
         )
         lengths.append(len(segment.drafted))
         assert choice.penalty_counts is not None
@@ -303,7 +303,11 @@ class Letters(Oracle):
     """Known texts, and letters that are mostly wrong."""
 
     def _one(self, segment: Segment) -> list[int]:
-        return super()._one(segment) if self.quality else [self._random.randrange(66, 92) for _ in range(segment.room)]
+        return (
+            super()._one(segment)
+            if self.quality
+            else [self._random.randrange(66, 92) for _ in range(segment.draft_room)]
+        )
 
 
 @pytest.mark.parametrize(

@@ -101,18 +101,18 @@ def test_how_few_rows_are_computed_is_measured_once_all_weights_are_reordered() 
     weight, bias = layer.weight.clone(), layer.bias.clone()
     ours = CpuLinears(Pair(layer), least_bytes=0)
     (mine,) = ours._all
-    assert not mine.few.measure([mine]), "nothing is reordered yet"
-    mine.few = ours._few = SmallBatchSizes()
+    assert not mine.small_batches.measure([mine]), "nothing is reordered yet"
+    mine.small_batches = ours._small_batches = SmallBatchSizes()
     turns = 0
     ours.reorder(0.0)
-    while mine.few.measure([mine]):
+    while mine.small_batches.measure([mine]):
         turns += 1
     assert turns == 3 * SmallBatchSizes.TURNS
-    assert mine.few.sizes == fastest_sizes(mine.few._seconds)
+    assert mine.small_batches.sizes == fastest_sizes(mine.small_batches._seconds)
     x = torch.randn(3, 72)
     for rows in (1, 2, 3):
         for size in (size for size in (1, 2, 4) if size >= rows):
-            mine.few.sizes[rows] = size
+            mine.small_batches.sizes[rows] = size
             with torch.inference_mode():
                 torch.testing.assert_close(layer(x[:rows]), x[:rows] @ weight.t() + bias)
 

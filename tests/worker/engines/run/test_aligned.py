@@ -147,9 +147,9 @@ def test_numbers_that_are_none_end_with_their_row(family: str, tmp_path: Path) -
     for row in range(ROWS):  # so that any buffer row that is given next has been written
         runner.run((Segment(sequence(row, prompt(40)), row, 0, 40),))
         buffer_row, begin = runner._alignment.buffer_row(row), runner._alignment.begin(row)
-        for buffer in runner._cache._timed:
+        for buffer in runner._cache._key_value_buffers:
             buffer[buffer_row, :, begin : begin + runner._lengths[row]] = torch.nan
-        for buffer in runner._cache._across:
+        for buffer in runner._cache._cross_buffers:
             buffer[buffer_row, :, :40] = torch.nan
         for pair in runner._cache._states:
             pair[0][buffer_row] = torch.nan

@@ -112,7 +112,7 @@ async def test_ranks_compute_drafts_together(tmp_path: Path) -> None:
     class Mixed:
         """Drafts of which some tokens are right."""
 
-        reading = 0.0
+        catch_up = 0.0
 
         def draft(self, batch: Batch, segments: Sequence[Segment]) -> list[list[int]]:
             texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
@@ -120,7 +120,7 @@ async def test_ranks_compute_drafts_together(tmp_path: Path) -> None:
             for segment in segments:
                 tokens = segment.sequence.tokens
                 known = next(text[len(tokens) :] for text in texts if text[: len(tokens)] == tokens)
-                found.append([*known[:2], 7, 8][: segment.room])
+                found.append([*known[:2], 7, 8][: segment.draft_room])
             return found
 
         def reorder(self, seconds: float) -> None: ...

@@ -35,7 +35,7 @@ class Rows(RuleBasedStateMachine):
         length = min(length, WIDTH - start)
         if not length:
             return
-        self.carry_out(self.alignment.alone(row, start, length))
+        self.carry_out(self.alignment.reserve(row, start, length))
         buffer_row, begin = self.alignment.buffer_row(row), self.alignment.begin(row)
         for token in range(start, start + length):
             self.columns[buffer_row][begin + token] = f"{row}.{token}"
@@ -46,7 +46,7 @@ class Rows(RuleBasedStateMachine):
         starts = [(row, self.lengths[row]) for row in sorted(chosen) if 0 < self.lengths.get(row, 0) < WIDTH]
         if not starts:
             return
-        plan = self.alignment.together(starts)
+        plan = self.alignment.align(starts)
         self.carry_out(plan.moves)
         assert plan.buffer_rows.stop - plan.buffer_rows.start == len(starts)
         assert plan.time < WIDTH, "there is a column for the next token"
@@ -92,15 +92,15 @@ TestRows.settings = settings(max_examples=60, stateful_step_count=40)
 def test_rows_that_end_together_stay_where_they_are() -> None:
     alignment = AlignedLayout(3, 16)
     for row, length in ((0, 5), (1, 5)):
-        alignment.alone(row, 0, length)
-    assert alignment.together([(0, 5), (1, 5)]).moves == ()
-    assert alignment.together([(0, 6), (1, 6)]).moves == ()
+        alignment.reserve(row, 0, length)
+    assert alignment.align([(0, 5), (1, 5)]).moves == ()
+    assert alignment.align([(0, 6), (1, 6)]).moves == ()
 
 
 def test_a_longer_row_moves_the_shorter_ones_and_not_itself() -> None:
     alignment = AlignedLayout(2, 16)
-    alignment.alone(0, 0, 3)
-    alignment.alone(1, 0, 9)
-    plan = alignment.together([(0, 3), (1, 9)])
+    alignment.reserve(0, 0, 3)
+    alignment.reserve(1, 0, 9)
+    plan = alignment.align([(0, 3), (1, 9)])
     assert [move.length for move in plan.moves if isinstance(move, ColumnMove)] == [3]
     assert (plan.low, plan.time) == (0, 9)

@@ -46,18 +46,18 @@ def run(
     seconds: dict[int, float],
     tokens: dict[int, float],
     rows: int = 4,
-    reading: float = 0.0,
+    catch_up: float = 0.0,
 ) -> list[int]:
     """The lengths chosen in `steps` steps of a device and a text with these averages per step and row.
 
-    reading: seconds that the draft model takes for a prompt, each 20 steps.
+    catch_up: seconds that the draft model takes for a prompt, each 20 steps.
     """
     source, chosen = random.Random(2), []
     for step in range(steps):
         choice = length.choose(rows)
         chosen.append(choice)
         taken = seconds[choice] * source.uniform(0.95, 1.1)
-        length.learn(rows, choice, round(rows * tokens[choice]), taken, reading if choice and step % 20 == 0 else 0.0)
+        length.learn(rows, choice, round(rows * tokens[choice]), taken, catch_up if choice and step % 20 == 0 else 0.0)
     return chosen
 
 
@@ -92,8 +92,8 @@ def test_drafts_end_soon_when_they_do_not_pay_any_more() -> None:
 
 def test_prompts_that_the_draft_model_reads_count_against_drafts() -> None:
     # Drafts make steps 1.37 times as fast, and with each prompt lose as much as they gain in 20 of them.
-    assert run(DraftLength.up_to(8), 1500, COSTS, GOOD, reading=0.0)[500:].count(0) < 50
-    assert run(DraftLength.up_to(8), 1500, COSTS, GOOD, reading=60.0)[500:].count(0) > 900
+    assert run(DraftLength.up_to(8), 1500, COSTS, GOOD, catch_up=0.0)[500:].count(0) < 50
+    assert run(DraftLength.up_to(8), 1500, COSTS, GOOD, catch_up=60.0)[500:].count(0) > 900
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -145,7 +145,7 @@ def test_penalties_behind_a_draft_are_those_of_the_text_with_it(
         return found
 
     before = counts(list(tokens))
-    for count, later in enumerate(before.ahead(drafted)):
+    for count, later in enumerate(before.after_each(drafted)):
         expected = counts([*tokens, *drafted[:count]])
         assert (later.seen, later.output) == (expected.seen, expected.output)
     unchanged = counts(list(tokens))

@@ -122,7 +122,7 @@ class _Linear:
     module: nn.Module
     weight: torch.Tensor  # [outputs, inputs], in its original layout
     bias: torch.Tensor | None
-    few: SmallBatchSizes  # shared by all layers of a model
+    small_batches: SmallBatchSizes  # shared by all layers of a model
     # First output and weights of each reordered slice. The outputs behind the last slice use the original weights.
     slices: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     begin: int = 0  # first output that is not reordered
@@ -175,7 +175,7 @@ class _Linear:
         return out
 
     def _chunks(self, rows: int, is_reordered: bool) -> tuple[int, ...]:
-        return (self.few.sizes[rows],) if is_reordered and rows < _FEW else row_chunks(rows, is_reordered)
+        return (self.small_batches.sizes[rows],) if is_reordered and rows < _FEW else row_chunks(rows, is_reordered)
 
     def compute(self, size: int) -> int:
         """Multiply `size` rows for timing. Return the bytes of weights read."""
@@ -250,15 +250,15 @@ class CpuLinears:
 
         `release_pages` releases the pages of weights in a mapped file, and returns False for other weights.
         """
-        self._let_go, self._slice_bytes = release_pages, slice_bytes
+        self._release_pages, self._slice_bytes = release_pages, slice_bytes
         self._all: list[_Linear] = []
         self._pending: list[_Linear] = []
-        self._few = SmallBatchSizes()
+        self._small_batches = SmallBatchSizes()
         users = Counter(_addresses(model))
         for module, weight in _candidates(model, least_bytes):
             is_transposed = type(module) is Conv1D  # [inputs, outputs]
             bias = cast(torch.Tensor | None, module.bias)
-            replacement = _Linear(module, weight.t() if is_transposed else weight, bias, self._few)
+            replacement = _Linear(module, weight.t() if is_transposed else weight, bias, self._small_batches)
             module.forward = replacement
             self._all.append(replacement)
             # Shared weights (tied embeddings) are read elsewhere and must stay in their layout.
@@ -276,11 +276,11 @@ class CpuLinears:
         (`SmallBatchSizes`)."""
         deadline = time.monotonic() + seconds
         while self._pending:
-            if not self._pending[-1].reorder_some(self._slice_bytes, self._let_go):
+            if not self._pending[-1].reorder_some(self._slice_bytes, self._release_pages):
                 self._pending.pop()
             if time.monotonic() >= deadline:
                 return
-        while self._few.measure(self._all) and time.monotonic() < deadline:
+        while self._small_batches.measure(self._all) and time.monotonic() < deadline:
             pass
 
     def pretend(self) -> None:

@@ -98,7 +98,7 @@ class ActiveChoices:
 
     def ahead(self, step: InFlightStep) -> Batch:
         """The batch of the step after `step`, while that one runs. Empty if it is not known yet."""
-        return self.scheduler.ahead(step.batch, self._going(step))
+        return self.scheduler.ahead(step.batch, self._continuing(step))
 
     def present(self, segments: Iterable[Segment]) -> Batch:
         """The segments whose sequences have not ended meanwhile."""
@@ -120,7 +120,7 @@ class ActiveChoices:
         followers = self.scheduler.followers(sequence) if not sequence.output_tokens else []
         return [self._choices[chooser.id] for chooser in (sequence, *followers)]
 
-    def _going(self, step: InFlightStep) -> set[int]:
+    def _continuing(self, step: InFlightStep) -> set[int]:
         """Ids of the sequences that continue after `step` unless it ends them.
 
         Empty if other choices begin after one of them: these need rows, which only `next` gives.

@@ -21,7 +21,7 @@ _PENALTIES = 4096
 class BatchDrafter(Protocol):
     """Drafts for several sequences at once: a draft model."""
 
-    reading: float  # seconds that the last call of `draft` took for more than the newest tokens, as those of prompts
+    catch_up: float  # seconds that the last call of `draft` took for more than the newest tokens, as those of prompts
 
     def draft(self, batch: Batch, segments: Sequence[Segment]) -> Sequence[Sequence[int]]:
         """The drafts of decoding segments of `batch`, of up to `room` tokens each. Also reads the prompts in it."""
@@ -38,7 +38,7 @@ class Drafter:
         self.length, self._model = length, model
         # Seconds that the draft model took for more than the newest tokens: in the last step, and since the last one
         # that was learned from.
-        self._reading = self._readings = 0.0
+        self._catch_up = self._catch_up_sum = 0.0
         self.drafted = self.accepted = 0  # tokens since the start
 
     def drafts_next(self, batch: Batch) -> bool:
@@ -53,15 +53,15 @@ class Drafter:
 
         Segments with one token come first: they attend together.
         """
-        if not any(segment.room for segment in batch) and not self._reads(batch):
+        if not any(segment.draft_room for segment in batch) and not self._reads(batch):
             return batch
         found: dict[int, Sequence[int]] = {}  # by sequence id
         for segment in batch:
             lookup = choice_of(segment.sequence).lookup
-            if segment.room and lookup is not None:
-                found[segment.sequence.id] = lookup.draft(segment.room)
+            if segment.draft_room and lookup is not None:
+                found[segment.sequence.id] = lookup.draft(segment.draft_room)
         if self._model is not None:
-            rest = [segment for segment in batch if segment.room and not found.get(segment.sequence.id)]
+            rest = [segment for segment in batch if segment.draft_room and not found.get(segment.sequence.id)]
             found |= self._from_model(self._model, batch, rest)
         drafted = [
             _with_draft(segment, choice_of(segment.sequence), found.get(segment.sequence.id, ())) for segment in batch
@@ -86,7 +86,7 @@ class Drafter:
                 log.exception("the draft model failed; nothing is drafted with it any more")
                 self._model = None
             return {}
-        self._reading = model.reading
+        self._catch_up = model.catch_up
         return {segment.sequence.id: tokens for segment, tokens in zip(segments, found, strict=True)}
 
     def reorder(self, seconds: float) -> None:
@@ -97,8 +97,8 @@ class Drafter:
     def learn(self, batch: Batch, tokens: int, seconds: float) -> None:
         """Record that `batch`, which took `seconds`, gave `tokens`."""
         # Of this step only: a step launched ahead has no drafts.
-        reading, self._reading = self._reading, 0.0
-        self._readings += reading
+        catch_up, self._catch_up = self._catch_up, 0.0
+        self._catch_up_sum += catch_up
         if not batch or not all(segment.is_decode for segment in batch):
             return  # the time of the target's prompts does not depend on drafts
         limits = [segment.sequence.draft_limits for segment in batch if segment.sequence.draft_limits is not None]
@@ -107,8 +107,8 @@ class Drafter:
         # the length worth less for these requests, and a trial that is never measured would never end.
         is_wanted = any(min(chosen, limit.most) >= max(limit.least, 1) for limit in limits)
         if limits and is_wanted == any(segment.drafted for segment in batch):
-            self.length.learn(len(batch), chosen, tokens, seconds - reading, self._readings)
-            self._readings = 0.0
+            self.length.learn(len(batch), chosen, tokens, seconds - catch_up, self._catch_up_sum)
+            self._catch_up_sum = 0.0
 
     def count(self, sequence: TokenSequence, drafted: int, accepted: int) -> None:
         """Count the tokens drafted for a sequence in a step, and those of them that became output."""
@@ -126,5 +126,5 @@ def _with_draft(segment: Segment, choice: RequestChoice, tokens: Sequence[int]) 
         tokens = tokens[: choice.matcher.allowed(tokens)]
     limits = segment.sequence.draft_limits
     if not tokens or (limits is not None and len(tokens) < limits.least):
-        return replace(segment, room=0) if segment.room else segment
+        return replace(segment, draft_room=0) if segment.draft_room else segment
     return replace(segment, length=1 + len(tokens), drafted=tuple(tokens))

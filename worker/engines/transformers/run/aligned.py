@@ -165,20 +165,20 @@ class AlignedRunner:
     def run(self, batch: Batch, device_tokens: torch.Tensor | None = None) -> torch.Tensor:
         """See `Runner.run`. Raises LookupError if the states before `device_tokens` are no longer stored."""
         found: dict[int, torch.Tensor] = {}  # logits by index in the batch
-        together: dict[int, _DecoderPart] = {}
+        decodes: dict[int, _DecoderPart] = {}
         for index, segment in enumerate(batch):
             part = self._part(segment)
             if part is None:
                 continue
             self._admit(part)
             if self._decodes(part):
-                together[index] = part
+                decodes[index] = part
             elif device_tokens is not None:
                 # Rebuilding the states needs the tokens on the host: the step is computed in turn.
                 raise LookupError(f"the states after {part.start} tokens are not stored any more")
             else:
-                found[index] = self._alone(part)
-        for group in self._groups(together):
+                found[index] = self._prefill(part)
+        for group in self._groups(decodes):
             found |= self._decode(group, device_tokens)
         wanted = [found[index] for index in sorted(found) if len(found[index])]
         if not wanted:
@@ -211,8 +211,8 @@ class AlignedRunner:
             encoded = self._forward.encode(tokens[:prompt_tokens])
             tokens = [self._first, *tokens[prompt_tokens:]]
             prompt_tokens = 1
-        kept = len(tokens) - prompt_tokens + 1
-        return self._forward([tokens], [0], None, kept=kept, past=0, encoded=encoded)[0].float()
+        logits_to_keep = len(tokens) - prompt_tokens + 1
+        return self._forward([tokens], [0], None, logits_to_keep=logits_to_keep, past=0, encoded=encoded)[0].float()
 
     # Parts
 
@@ -236,7 +236,7 @@ class AlignedRunner:
         row, is_new = part.row, not self._alignment.has(part.row)
         # A step before may have drafted further: such columns are erased with the row.
         self._lengths[row] = max(part.end, self._lengths.get(row, 0) if part.start else 0)
-        self._cache.carry_out(self._alignment.alone(row, part.start, len(part.tokens) if is_new else 0))
+        self._cache.carry_out(self._alignment.reserve(row, part.start, len(part.tokens) if is_new else 0))
         if not is_new and part.start:
             return
         buffer_row = self._alignment.buffer_row(row)
@@ -267,7 +267,7 @@ class AlignedRunner:
         """Compute the tokens of each part, of which all have as many, in one forward. `device_tokens` by index in the
         batch."""
         count = len(next(iter(parts.values())).tokens)
-        plan = self._alignment.together([(part.row, part.start) for part in parts.values()], count)
+        plan = self._alignment.align([(part.row, part.start) for part in parts.values()], count)
         # Rows may have to move so that their buffer rows are adjacent and all rows end at one column.
         self._cache.carry_out(plan.moves)
         by_row = {part.row: (index, part) for index, part in parts.items()}
@@ -277,12 +277,12 @@ class AlignedRunner:
             self._cache.cross_columns(buffer_row) for buffer_row in range(plan.buffer_rows.start, plan.buffer_rows.stop)
         ]
         self._cache.prepare(plan.buffer_rows, starts)
-        self._adapt([part for _, part in order])
+        self._select_adapters([part for _, part in order])
         logits = self._forward(
             [part.tokens for _, part in order],
             starts,
             self._cache.show(plan.buffer_rows, plan.low, plan.time, has_past=True, cross_columns=max(cross_columns)),
-            kept=count,
+            logits_to_keep=count,
             past=plan.time - plan.low,
             cross_columns=cross_columns,
             device_tokens=device_tokens[upload([index for index, _ in order], torch.int64, device_tokens.device)]
@@ -292,7 +292,7 @@ class AlignedRunner:
         self._done(plan.buffer_rows, [part for _, part in order])
         return {index: logits[place, : part.wanted] for place, (index, part) in enumerate(order)}
 
-    def _alone(self, part: _DecoderPart) -> torch.Tensor:
+    def _prefill(self, part: _DecoderPart) -> torch.Tensor:
         """Compute the tokens of one row; logits `[wanted, vocab]`."""
         buffer_row = self._alignment.buffer_row(part.row)
         whole = part.tokens
@@ -305,19 +305,19 @@ class AlignedRunner:
                 return torch.empty(0, 0)  # the first chunk is computed as a whole, when its last token is due
             if known:
                 # One forward for each token: slow, but the only correct way for such code.
-                return self._pieces(part, [[token] for token in part.tokens])
+                return self._forward_pieces(part, [[token] for token in part.tokens])
             tokens = part.segment.sequence.tokens[: part.end]
             # The states are gone (preemption, or a row that begins): compute from the first token.
             part = _DecoderPart(part.segment, 0, tokens)
-            return self._pieces(part, [tokens[:first], *([token] for token in tokens[first:])])
-        return self._pieces(part, [whole])
+            return self._forward_pieces(part, [tokens[:first], *([token] for token in tokens[first:])])
+        return self._forward_pieces(part, [whole])
 
-    def _pieces(self, part: _DecoderPart, pieces: Iterable[list[int]]) -> torch.Tensor:
+    def _forward_pieces(self, part: _DecoderPart, pieces: Iterable[list[int]]) -> torch.Tensor:
         """Compute `part` in one forward for each of `pieces`; logits `[wanted, vocab]`."""
-        self._cache.carry_out(self._alignment.alone(part.row, part.start, len(part.tokens)))
+        self._cache.carry_out(self._alignment.reserve(part.row, part.start, len(part.tokens)))
         buffer_row, begin = self._alignment.buffer_row(part.row), self._alignment.begin(part.row)
         buffer_rows = slice(buffer_row, buffer_row + 1)
-        self._adapt([part])
+        self._select_adapters([part])
         encoded = self._encode(part) if self._forward.is_encoder_decoder and part.encodes else None
         cross_columns = (
             []
@@ -329,7 +329,7 @@ class AlignedRunner:
         start = part.start
         for piece in pieces:
             end = start + len(piece)
-            kept = max(1, end - max(start, part.end - part.wanted))  # transformers takes 0 for all
+            logits_to_keep = max(1, end - max(start, part.end - part.wanted))  # transformers takes 0 for all
             time = begin + start
             view = self._cache.show(
                 buffer_rows, begin, time, has_past=start > 0, cross_columns=max(cross_columns, default=0)
@@ -338,11 +338,11 @@ class AlignedRunner:
                 [piece],
                 [start],
                 view,
-                kept=kept,
+                logits_to_keep=logits_to_keep,
                 past=start,
                 encoded=encoded,
                 cross_columns=cross_columns,
-                embeddings=self._see(part, piece, start),
+                embeddings=self._embed_images(part, piece, start),
             )
             if end > part.end - part.wanted:
                 found.append(logits[0])
@@ -352,7 +352,7 @@ class AlignedRunner:
         self._done(buffer_rows, [part])
         return torch.cat(found) if len(found) > 1 else found[0] if found else torch.empty(0, 0)
 
-    def _adapt(self, parts: Sequence[_DecoderPart]) -> None:
+    def _select_adapters(self, parts: Sequence[_DecoderPart]) -> None:
         """Select the adapters of the next forwards, which are of these rows."""
         if self.adapters is not None:
             self.adapters.begin([(part.segment.sequence.adapter, len(part.tokens)) for part in parts])
@@ -361,7 +361,7 @@ class AlignedRunner:
         sequence = part.segment.sequence
         return self._forward.encode(sequence.tokens[: sequence.prompt_tokens])
 
-    def _see(self, part: _DecoderPart, piece: list[int], start: int) -> PromptEmbeddings | None:
+    def _embed_images(self, part: _DecoderPart, piece: list[int], start: int) -> PromptEmbeddings | None:
         """Embeddings to compute in place of tokens, if some of these stand for images."""
         prompt_images = part.segment.sequence.prompt_images
         if prompt_images is None or start >= part.segment.sequence.prompt_tokens:
@@ -377,6 +377,8 @@ class AlignedRunner:
         """Two tokens of one row, to see what the model stores."""
         with torch.inference_mode():
             if self._forward.is_encoder_decoder:
-                self._forward([[self._first, 0]], [0], cache, kept=1, past=0, encoded=self._forward.encode([0, 0]))
+                self._forward(
+                    [[self._first, 0]], [0], cache, logits_to_keep=1, past=0, encoded=self._forward.encode([0, 0])
+                )
             else:
-                self._forward([[0, 0]], [0], cache, kept=1, past=0)
+                self._forward([[0, 0]], [0], cache, logits_to_keep=1, past=0)

@@ -188,13 +188,13 @@ class AlignedCache:
         """`devices`: of each layer, in the order of `shapes`; `kv_dtype`: as the option `kv_cache_dtype`."""
         self._kv_dtype = kv_dtype
         self._view = CacheView()
-        self._timed: list[torch.Tensor] = []  # buffers of keys and values
-        self._across: list[torch.Tensor] = []  # buffers of cross attention
+        self._key_value_buffers: list[torch.Tensor] = []  # buffers of keys and values
+        self._cross_buffers: list[torch.Tensor] = []  # buffers of cross attention
         self._states: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._stateful: list[tuple[LinearAttentionLayer, dict[int, torch.Tensor], dict[int, torch.Tensor]]] = []
+        self._state_layers: list[tuple[LinearAttentionLayer, dict[int, torch.Tensor], dict[int, torch.Tensor]]] = []
         self._buffer_rows, self._width = buffer_rows, width
-        self._now = [0] * buffer_rows  # by buffer row: number of tokens in its current states
-        self._before = [0] * buffer_rows  # the same of the states before the newest step
+        self._current_tokens = [0] * buffer_rows  # by buffer row: number of tokens in its current states
+        self._previous_tokens = [0] * buffer_rows  # the same of the states before the newest step
         self._cross_columns = [0] * buffer_rows
         own = Cache(layers=[self._layer(*each) for each in zip(shapes, devices, strict=True)])
         self._cross = [
@@ -223,11 +223,11 @@ class AlignedCache:
     def shorten(self) -> None:
         """For an estimate: carry out moves on one buffer of each kind from now on. Moves take no memory beside the
         scratch buffer, but 0.1 ms of CPU time for each buffer of fake tensors. `bytes` counts these buffers only."""
-        for buffers in (self._timed, self._across, self._states):
+        for buffers in (self._key_value_buffers, self._cross_buffers, self._states):
             del buffers[1:]
 
     def _all(self) -> list[torch.Tensor]:
-        return [*self._timed, *self._across, *(buffer for pair in self._states for buffer in pair)]
+        return [*self._key_value_buffers, *self._cross_buffers, *(buffer for pair in self._states for buffer in pair)]
 
     def _empty(self, *size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return claim(self._buffer_rows, *size, dtype=dtype, device=device)
@@ -242,13 +242,13 @@ class AlignedCache:
 
     def _state(self, shape: TensorShape, device: torch.device) -> torch.Tensor:
         # Two copies: a step may have to be repeated with a smaller batch, and states cannot be rewound otherwise.
-        now, before = (self._empty(*shape.size, dtype=shape.dtype, device=device) for _ in range(2))
-        self._states.append((now, before))
-        return now
+        current, previous = (self._empty(*shape.size, dtype=shape.dtype, device=device) for _ in range(2))
+        self._states.append((current, previous))
+        return current
 
     def _layer(self, shape: LayerShape, device: torch.device) -> Any:
         pair = self._pair(shape.keys, device) if shape.keys is not None else []
-        self._timed.extend(buffer.tensor for buffer in pair)
+        self._key_value_buffers.extend(buffer.tensor for buffer in pair)
         if not shape.has_states:
             nothing: Any = DummyLayer
             return _KeyValueLayer(self._view, pair[0], pair[1], shape.window) if pair else nothing()
@@ -266,12 +266,12 @@ class AlignedCache:
         for index in recurrences:
             layer.is_recurrent_states_initialized[index] = True
         layer.device = device
-        self._stateful.append((layer, convolutions, recurrences))
+        self._state_layers.append((layer, convolutions, recurrences))
         return layer
 
     def _cross_layer(self, shapes: tuple[TensorShape, TensorShape], device: torch.device) -> _CrossAttentionLayer:
         pair = self._pair(shapes, device)
-        self._across.extend(buffer.tensor for buffer in pair)
+        self._cross_buffers.extend(buffer.tensor for buffer in pair)
         return _CrossAttentionLayer(self._view, *pair)
 
     # The view of one forward pass
@@ -284,7 +284,7 @@ class AlignedCache:
         """
         view = self._view
         view.buffer_rows, view.low, view.time, view.cross_columns = buffer_rows, low, time, cross_columns
-        for layer, convolutions, recurrences in self._stateful:
+        for layer, convolutions, recurrences in self._state_layers:
             for index, buffer in convolutions.items():
                 layer.conv_states[index] = buffer[buffer_rows]
             for index, buffer in recurrences.items():
@@ -307,7 +307,7 @@ class AlignedCache:
 
     def has_states_at(self, buffer_row: int, tokens: int) -> bool:
         """True if the states after the first `tokens` tokens are stored, as current ones or from before that step."""
-        return tokens in (self._now[buffer_row], self._before[buffer_row])
+        return tokens in (self._current_tokens[buffer_row], self._previous_tokens[buffer_row])
 
     def prepare(self, buffer_rows: slice, starts: Sequence[int]) -> None:
         """Make the states of `buffer_rows` those after `starts` tokens, and store a copy until `done`.
@@ -318,13 +318,14 @@ class AlignedCache:
             return
         numbers = range(buffer_rows.start, buffer_rows.stop)
         # The usual case, one copy for all buffer rows: every row continues where it is.
-        if all(self._now[buffer_row] == start for buffer_row, start in zip(numbers, starts, strict=True)):
-            self._copy(buffer_rows, to_now=False)
+        if all(self._current_tokens[buffer_row] == start for buffer_row, start in zip(numbers, starts, strict=True)):
+            self._copy(buffer_rows, to_current=False)
         else:
             for buffer_row, start in zip(numbers, starts, strict=True):
                 self._rewind(buffer_row, start)
         for buffer_row, start in zip(numbers, starts, strict=True):
-            self._before[buffer_row], self._now[buffer_row] = start, -1  # unknown until the forward has ended
+            self._previous_tokens[buffer_row] = start
+            self._current_tokens[buffer_row] = -1  # unknown until the forward has ended
 
     def _rewind(self, buffer_row: int, start: int) -> None:
         one = slice(buffer_row, buffer_row + 1)
@@ -332,37 +333,37 @@ class AlignedCache:
             for pair in self._states:
                 for buffer in pair:
                     buffer[one].zero_()
-        elif self._now[buffer_row] == start:
-            self._copy(one, to_now=False)
-        elif self._before[buffer_row] == start:
-            self._copy(one, to_now=True)
+        elif self._current_tokens[buffer_row] == start:
+            self._copy(one, to_current=False)
+        elif self._previous_tokens[buffer_row] == start:
+            self._copy(one, to_current=True)
         else:
             raise LookupError(f"the states after {start} tokens are not stored any more")
 
-    def _copy(self, buffer_rows: slice, *, to_now: bool) -> None:
-        for now, before in self._states:
-            source, target = (before, now) if to_now else (now, before)
+    def _copy(self, buffer_rows: slice, *, to_current: bool) -> None:
+        for current, previous in self._states:
+            source, target = (previous, current) if to_current else (current, previous)
             target[buffer_rows] = source[buffer_rows]
 
     def done(self, buffer_rows: slice, ends: Sequence[int]) -> None:
         """Record that the forward has ended: the states of `buffer_rows` are those after `ends` tokens."""
-        self._now[buffer_rows] = ends
+        self._current_tokens[buffer_rows] = ends
 
     def clear(self, buffer_row: int) -> None:
         """Forget the states of a buffer row, for a new row."""
-        self._now[buffer_row] = self._before[buffer_row] = -1
+        self._current_tokens[buffer_row] = self._previous_tokens[buffer_row] = -1
         self._cross_columns[buffer_row] = 0
 
     def erase(self, buffer_row: int, begin: int, length: int) -> None:
         """Zero `length` columns of a buffer row, and its encoder's output."""
-        for buffer in self._timed:
+        for buffer in self._key_value_buffers:
             buffer[buffer_row, :, begin : begin + length].zero_()
-        for buffer in self._across:
+        for buffer in self._cross_buffers:
             buffer[buffer_row, :, : self._cross_columns[buffer_row]].zero_()
 
     def assume_states(self, buffer_row: int, tokens: int) -> None:
         """Take the states of a new row for those after `tokens` tokens. For warmup steps only."""
-        self._now[buffer_row] = tokens
+        self._current_tokens[buffer_row] = tokens
 
     # Moves
 
@@ -374,32 +375,32 @@ class AlignedCache:
                 self._move(move)
 
     def _move(self, move: ColumnMove) -> None:
-        for buffer in self._timed:
+        for buffer in self._key_value_buffers:
             source = buffer[move.source, :, move.begin : move.begin + move.length]
             target = buffer[move.target, :, move.to : move.to + move.length]
             # Overlapping ranges of one buffer row must go through a copy.
-            target.copy_(self._kept(source) if move.source == move.target else source)
+            target.copy_(self._scratch_copy(source) if move.source == move.target else source)
         if move.source == move.target:
             return
         columns = self._cross_columns[move.source]
-        for buffer in self._across:
+        for buffer in self._cross_buffers:
             buffer[move.target, :, :columns] = buffer[move.source, :, :columns]
         for pair in self._states:
             for buffer in pair:
                 buffer[move.target] = buffer[move.source]
-        for numbers in (self._now, self._before, self._cross_columns):
+        for numbers in (self._current_tokens, self._previous_tokens, self._cross_columns):
             numbers[move.target] = numbers[move.source]
 
     def _swap(self, one: int, other: int) -> None:
         for buffer in self._all():
-            kept = self._kept(buffer[one])
+            copied = self._scratch_copy(buffer[one])
             buffer[one] = buffer[other]
-            buffer[other] = kept
-        for numbers in (self._now, self._before, self._cross_columns):
+            buffer[other] = copied
+        for numbers in (self._current_tokens, self._previous_tokens, self._cross_columns):
             numbers[one], numbers[other] = numbers[other], numbers[one]
 
-    def _kept(self, source: torch.Tensor) -> torch.Tensor:
+    def _scratch_copy(self, source: torch.Tensor) -> torch.Tensor:
         """A copy of `source` in the scratch buffer, valid until the next call."""
         size = source.numel() * source.element_size()
-        kept = self._scratch[source.device][:size].view(source.dtype).view(source.shape)
-        return kept.copy_(source)
+        copied = self._scratch[source.device][:size].view(source.dtype).view(source.shape)
+        return copied.copy_(source)

@@ -17,8 +17,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-_KEEPING = (DynamicLayer, DynamicSlidingWindowLayer)
-_STATEFUL = (
+_KEY_VALUE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+_STATE_LAYERS = (
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
@@ -81,7 +81,7 @@ def read_layer_shapes(model: Any, run: Callable[[Cache], None]) -> list[LayerSha
 def _shape(layer: Any) -> LayerShape:
     if type(layer) is DummyLayer:
         return LayerShape()
-    if type(layer) not in (*_KEEPING, *_STATEFUL):
+    if type(layer) not in (*_KEY_VALUE_LAYERS, *_STATE_LAYERS):
         raise UnsupportedCache(f"it stores a {type(layer).__name__}")
     window = int(layer.sliding_window) if getattr(layer, "is_sliding", False) else 0
     keys = _key_value_shapes(layer) if isinstance(layer, CacheLayerMixin) and layer.keys is not None else None

@@ -98,9 +98,9 @@ class GraphLayout:
         kv_heads = keys.shape[1]
         # Grouped-query attention: heads that share keys become queries of one head.
         # [1, heads, rows, head_dim] to [rows, kv_heads, heads / kv_heads, head_dim]
-        mine = query[0].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, head_dim)
+        grouped = query[0].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, head_dim)
         mask = self._mask(at.window, query.dtype)
-        answer: torch.Tensor = at.kernel(mine, keys, values, mask, causal=False, scaling=at.scaling)
+        answer: torch.Tensor = at.kernel(grouped, keys, values, mask, causal=False, scaling=at.scaling)
         return answer.reshape(1, rows, heads, head_dim)
 
     def _mask(self, window: int, dtype: torch.dtype) -> torch.Tensor:
@@ -255,19 +255,19 @@ class GraphRunner:
     def _record_all(self, report: Callable[[], object]) -> None:
         device = self._runner.device
         shared = torch.cuda.graph_pool_handle()
-        side = _stream(device)
+        capture_stream = _stream(device)
         # Largest first: smaller graphs then fit into the memory that the pool already has.
         largest_first = sorted(self.shapes, key=lambda shape: shape[0] * shape[1], reverse=True)
         for shape in largest_first:
-            side.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(side):
+            capture_stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(capture_stream):
                 # Before the recording: libraries choose kernels and allocate workspaces in the first run of a shape.
                 self.compute(*shape)
                 if not self._graphs:
                     self._compute_without_waiting(shape)
-            torch.cuda.current_stream(device).wait_stream(side)
+            torch.cuda.current_stream(device).wait_stream(capture_stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=shared, stream=side):
+            with torch.cuda.graph(graph, pool=shared, stream=capture_stream):
                 self.compute(*shape)
             self._graphs[shape] = graph
             report()

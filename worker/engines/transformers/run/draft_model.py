@@ -41,7 +41,7 @@ class _Part(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Reading:
+class _DraftState:
     """The tokens of one sequence that the draft model has computed."""
 
     table: BlockTable
@@ -122,8 +122,8 @@ class DraftModel:
         self._runner, self._tables = runner, tables
         self._vocab_size, self._positions, self._chunk = vocab_size, positions, chunk
         self._linears = linears
-        self.reading = 0.0  # as in `BatchDrafter`
-        self._readings: dict[int, _Reading] = {}  # by sequence id
+        self.catch_up = 0.0  # as in `BatchDrafter`
+        self._states: dict[int, _DraftState] = {}  # by sequence id
         # The prefix-cache key of each block whose tokens the draft model has computed.
         self._keys: dict[int, bytes] = {}
 
@@ -143,45 +143,45 @@ class DraftModel:
             return self._draft(batch, segments)
         except Exception:
             # Keys and values of the failed step may be missing in the pool.
-            self._readings.clear()
+            self._states.clear()
             self._keys.clear()
             raise
 
     def _draft(self, batch: Batch, segments: Sequence[Segment]) -> Sequence[Sequence[int]]:
         self._tables.prepare(batch)
-        readings = {segment.sequence.id: self._reading(segment) for segment in batch}
-        self._readings = readings
+        states = {segment.sequence.id: self._state(segment) for segment in batch}
+        self._states = states
         wanted = {segment.sequence.id for segment in segments if self._reaches(segment)}
         parts, tokens, ready = self._unread(batch, wanted)
         found: dict[int, list[int]] = {}
-        self.reading = 0.0
+        self.catch_up = 0.0
         if parts:
             begin = time.monotonic()
             newest = self._forward(parts, upload(tokens, torch.int64, self._runner.device), list(ready))
             # More than a step can have accepted. On an accelerator this is the time of the launch only.
             behind = sum(part.length for place, part in enumerate(parts) if place not in ready or part.length > _NEWEST)
-            self.reading = (time.monotonic() - begin) * behind / len(tokens)
+            self.catch_up = (time.monotonic() - begin) * behind / len(tokens)
             if ready:
                 found = self._continue(list(ready.values()), newest)
         return [found.get(segment.sequence.id, []) for segment in segments]
 
     def _reaches(self, segment: Segment) -> bool:
         """True if the draft model has positions for the draft of `segment`."""
-        return not self._positions or segment.end + segment.room <= self._positions
+        return not self._positions or segment.end + segment.draft_room <= self._positions
 
-    def _reading(self, segment: Segment) -> _Reading:
+    def _state(self, segment: Segment) -> _DraftState:
         """The draft state of the segment's sequence, after its newest tokens."""
         sequence, table = segment.sequence, self._tables.table(segment)
-        known = self._readings.get(sequence.id)
-        if known is None or known.table is not table or known.tokens > len(sequence.tokens):
-            known = _Reading(table, self._cached(table))  # it begins, or begins again
-        kept = accepted(known.drafted, sequence.tokens[known.tokens :])
+        state = self._states.get(sequence.id)
+        if state is None or state.table is not table or state.tokens > len(sequence.tokens):
+            state = _DraftState(table, self._cached(table))  # it begins, or begins again
+        kept = accepted(state.drafted, sequence.tokens[state.tokens :])
         # At least one token is read, for the logits after it.
-        known.tokens = min(known.tokens + kept, len(sequence.tokens) - 1)
-        known.drafted = []
-        for index in range(min(known.tokens // BLOCK_TOKENS, len(table.keys))):
+        state.tokens = min(state.tokens + kept, len(sequence.tokens) - 1)
+        state.drafted = []
+        for index in range(min(state.tokens // BLOCK_TOKENS, len(table.keys))):
             self._keys[table.blocks[index]] = table.keys[index]
-        return known
+        return state
 
     def _cached(self, table: BlockTable) -> int:
         """Leading tokens in blocks whose content the draft model has computed."""
@@ -201,28 +201,28 @@ class DraftModel:
         left = self._chunk
         for segment in batch:
             sequence = segment.sequence
-            reading = self._readings[sequence.id]
+            state = self._states[sequence.id]
             if sequence.draft_limits is None or (segment.is_decode and sequence.id not in wanted):
                 continue
             end = min(len(sequence.tokens), segment.end)
             if self._positions:
                 end = min(end, self._positions)
-            count = min(end - reading.tokens, max(left, 2 if segment.is_decode else 0))
+            count = min(end - state.tokens, max(left, 2 if segment.is_decode else 0))
             if count <= 0:
                 continue
             left -= count
-            until = reading.tokens + count
+            until = state.tokens + count
             if segment.is_decode and until == len(sequence.tokens):
                 ready[len(parts)] = segment
-            parts.append(_Part(reading.tokens, until, reading.table))
-            tokens += sequence.tokens[reading.tokens : until]
-            self._forget_keys(reading, until)
-            reading.tokens = until
+            parts.append(_Part(state.tokens, until, state.table))
+            tokens += sequence.tokens[state.tokens : until]
+            self._forget_keys(state, until)
+            state.tokens = until
         return parts, tokens, ready
 
-    def _forget_keys(self, reading: _Reading, end: int) -> None:
-        """Forget what the blocks contain that are written from the reading's end to `end`."""
-        for block in reading.table.blocks[reading.tokens // BLOCK_TOKENS : -(-end // BLOCK_TOKENS)]:
+    def _forget_keys(self, state: _DraftState, end: int) -> None:
+        """Forget what the blocks contain that are written from the state's end to `end`."""
+        for block in state.table.blocks[state.tokens // BLOCK_TOKENS : -(-end // BLOCK_TOKENS)]:
             self._keys.pop(block, None)
 
     def _forward(self, parts: Sequence[_Part], tokens: torch.Tensor, ready: Sequence[int]) -> torch.Tensor:
@@ -252,29 +252,29 @@ class DraftModel:
     def _continue(self, drafting: list[Segment], newest: torch.Tensor) -> dict[int, list[int]]:
         """Drafts by sequence id. `newest` `[drafting]`: the first token of each."""
         steps = [newest]
-        longest = max(segment.room for segment in drafting)
+        longest = max(segment.draft_room for segment in drafting)
         rows = list(range(len(drafting)))
         for place in range(1, longest):
-            left = [row for row in rows if drafting[row].room > place]
+            left = [row for row in rows if drafting[row].draft_room > place]
             if len(left) < len(rows):
                 kept = [rows.index(row) for row in left]
                 newest = newest[upload(kept, torch.int64, newest.device)]
                 rows = left
             parts = []
             for row in rows:
-                reading = self._readings[drafting[row].sequence.id]
-                at = reading.tokens + place - 1
-                parts.append(_Part(at, at + 1, reading.table))
+                state = self._states[drafting[row].sequence.id]
+                at = state.tokens + place - 1
+                parts.append(_Part(at, at + 1, state.table))
             newest = self._forward(parts, newest, range(len(parts)))
             steps.append(newest)
         values = iter(torch.cat(steps).tolist())  # the one wait for the device
         found: dict[int, list[int]] = {segment.sequence.id: [] for segment in drafting}
         for place in range(longest):
             for segment in drafting:
-                if segment.room > place:
+                if segment.draft_room > place:
                     found[segment.sequence.id].append(next(values))
         for segment in drafting:
-            reading = self._readings[segment.sequence.id]
-            reading.drafted = found[segment.sequence.id][:-1]  # the last one was not read
-            self._forget_keys(reading, reading.tokens + len(reading.drafted))
+            state = self._states[segment.sequence.id]
+            state.drafted = found[segment.sequence.id][:-1]  # the last one was not read
+            self._forget_keys(state, state.tokens + len(state.drafted))
         return found

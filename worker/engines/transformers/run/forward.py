@@ -33,17 +33,17 @@ class Forward:
     """A model's forward, with the arguments that it takes."""
 
     def __init__(self, model: Any, device: torch.device):
-        taken = inspect.signature(model.forward).parameters
+        parameters = inspect.signature(model.forward).parameters
         self.config = model.config
         self.is_encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
         self._model, self._device = model, device
-        self._cache = next((name for name in ("past_key_values", "cache_params") if name in taken), "")
+        self._cache = next((name for name in ("past_key_values", "cache_params") if name in parameters), "")
         if not self._cache:
             raise UnsupportedCache("its forward takes no cache")
         prefix = "decoder_" if self.is_encoder_decoder else ""
         self._tokens, self._mask = f"{prefix}input_ids", f"{prefix}attention_mask"
-        self._positions = next((n for n in (f"{prefix}position_ids", "position_ids") if n in taken), "")
-        self._keeps = "logits_to_keep" in taken
+        self._positions = next((n for n in (f"{prefix}position_ids", "position_ids") if n in parameters), "")
+        self._takes_logits_to_keep = "logits_to_keep" in parameters
         self._encoded: tuple[int, torch.dtype] = 0, torch.float32
         # False if layers cache states only: the attention mask then covers the new tokens alone.
         self.masks_past = True
@@ -65,19 +65,19 @@ class Forward:
         starts: Sequence[int],
         cache: Cache | None,
         *,
-        kept: int,
+        logits_to_keep: int,
         past: int,
         encoded: torch.Tensor | None = None,
         cross_columns: Sequence[int] = (),
         embeddings: PromptEmbeddings | None = None,
         device_tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits `[rows, kept, vocab]` of the last `kept` tokens of each row.
+        """Logits `[rows, logits_to_keep, vocab]` of the last `logits_to_keep` tokens of each row.
 
         tokens: `[rows, count]`. device_tokens: `[rows]`, used in their place if given.
         starts: tokens of each row in the cache; they are the last of the `past` columns that it shows.
         encoded: the encoder's output, if it is new.
-        crossed: the number of columns of it that each row has in the cache, if it is not.
+        cross_columns: the number of columns of it that each row has in the cache, if it is not.
         embeddings: of one row, some of whose tokens stand for images.
         """
         count = len(tokens[0])
@@ -90,8 +90,8 @@ class Forward:
         if self._positions:
             place = self._upload([start + i for start in starts for i in range(count)])
             options[self._positions] = place.view(len(starts), count)
-        if self._keeps:
-            options["logits_to_keep"] = kept
+        if self._takes_logits_to_keep:
+            options["logits_to_keep"] = logits_to_keep
         if self.is_encoder_decoder:
             options |= self._encoder_options(encoded, cross_columns)
         if embeddings is not None and embeddings.kinds is not None:
@@ -103,7 +103,7 @@ class Forward:
         else:
             options[self._tokens] = self._upload([token for row in tokens for token in row]).view(len(starts), count)
         logits: torch.Tensor = self._model(**options).logits
-        return logits[:, -kept:]
+        return logits[:, -logits_to_keep:]
 
     def _encoder_options(self, encoded: torch.Tensor | None, cross_columns: Sequence[int]) -> dict[str, Any]:
         if encoded is not None:

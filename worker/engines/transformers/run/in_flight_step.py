@@ -83,7 +83,7 @@ class PendingMasks:
                 self._ids.add(chooser.sequence.id)
                 matchers.append(chooser.matcher)
                 if drafted:
-                    matchers.extend(chooser.matcher.ahead(drafted))
+                    matchers.extend(chooser.matcher.after_each(drafted))
         self._masks = grammars.masks(matchers) if grammars and matchers else None
 
     def constrains(self, chooser: Chooser) -> bool:
@@ -108,12 +108,12 @@ class LaunchedForward:
     def is_sampled(self) -> bool:
         return self._logits is None
 
-    def sample(self, masking: PendingMasks) -> None:
+    def sample(self, pending_masks: PendingMasks) -> None:
         """Launch sampling and the copy to the host. Sequences must have all tokens before the new ones by now."""
         logits = self._logits
         assert logits is not None, "sample was called twice"
         rows: list[int] = []
-        picks: list[RowSampling] = []
+        samplings: list[RowSampling] = []
         constrained: list[int] = []
         end = 0
         for part in self._parts:
@@ -127,17 +127,17 @@ class LaunchedForward:
             for chooser in part.choosers:
                 # After the newest token, then after each drafted one. Followers sample from the same logits as the
                 # leader; nothing is drafted for these.
-                samplings = _row_samplings(chooser, part.segment)
-                if masking.constrains(chooser):
-                    constrained.extend(range(len(rows), len(rows) + len(samplings)))
-                rows.extend(range(end - len(samplings), end))
-                picks += samplings
+                own = _row_samplings(chooser, part.segment)
+                if pending_masks.constrains(chooser):
+                    constrained.extend(range(len(rows), len(rows) + len(own)))
+                rows.extend(range(end - len(own), end))
+                samplings += own
         if rows:
-            masks = TokenMasks(constrained, masking.bits()) if constrained else None
+            masks = TokenMasks(constrained, pending_masks.bits()) if constrained else None
             # Plain decoding uses all rows in order: no copy of [rows, vocab] then.
             is_whole = rows == list(range(len(logits)))
             used = logits if is_whole else logits[upload(rows, torch.int64, logits.device)]
-            self._drawn = draw(used, picks, masks, self._to_host)
+            self._drawn = draw(used, samplings, masks, self._to_host)
         self._to_host.send()
         self._logits = None  # sampling overwrites them, and the device may reuse their memory
 
@@ -195,10 +195,10 @@ class InFlightStep:
     def is_sampled(self) -> bool:
         return all(forward.is_sampled for forward in self.forwards)
 
-    def sample(self, masking: PendingMasks) -> None:
+    def sample(self, pending_masks: PendingMasks) -> None:
         """See `LaunchedForward.sample`. The step has one forward."""
         (forward,) = self.forwards
-        forward.sample(masking)
+        forward.sample(pending_masks)
 
     def device_tokens(self, batch: Batch) -> torch.Tensor:
         """See `LaunchedForward.device_tokens`. The step has one forward."""
@@ -218,9 +218,11 @@ def launch(
 ) -> LaunchedForward:
     """Launch forward and sampling of `parts`. `device_tokens`: the inputs of a step that is launched ahead."""
     # The masks are started before the forward: both are computed at the same time.
-    masking = PendingMasks(grammars, ((chooser, part.segment.drafted) for part in parts for chooser in part.choosers))
+    pending_masks = PendingMasks(
+        grammars, ((chooser, part.segment.drafted) for part in parts for chooser in part.choosers)
+    )
     forward = launch_forward(runner, parts, device_tokens)
-    forward.sample(masking)
+    forward.sample(pending_masks)
     return forward
 
 
@@ -241,7 +243,7 @@ def _row_samplings(chooser: Chooser, segment: Segment) -> list[RowSampling]:
     place = segment.end - len(segment.drafted) - chooser.sequence.prompt_tokens
     if not segment.drafted:
         return [_row_sampling(chooser.sequence, place, counts)]
-    ahead = counts.ahead(segment.drafted) if counts is not None else repeat(None, 1 + len(segment.drafted))
+    ahead = counts.after_each(segment.drafted) if counts is not None else repeat(None, 1 + len(segment.drafted))
     return [_row_sampling(chooser.sequence, place + more, counts) for more, counts in enumerate(ahead)]
 
 

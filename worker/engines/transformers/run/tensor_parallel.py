@@ -202,13 +202,13 @@ def follow(options: Serve, link: LeaderLink) -> None:
     pool = backends.make_pool(config, blocks, loaded.dtype, device, ranks=link.count, kv_dtype=kv_dtype)
     runner = PagedRunner(loaded.model, pool, blocks, device)
     backends.make_adapters(runner, loaded.model, options, device, copies=0, share=share)
-    _note(link, device)
+    _report_memory(link, device)
     link.ready()
     link.receive()
     group.connect(link.store)
     while True:
         _compute(runner, link.receive())
-        _note(link, device)
+        _report_memory(link, device)
 
 
 @torch.inference_mode()
@@ -217,7 +217,7 @@ def _compute(runner: PagedRunner, step: FollowerStep) -> None:
     runner.compute(step.segments, step.lora)
 
 
-def _note(link: LeaderLink, device: torch.device) -> None:
+def _report_memory(link: LeaderLink, device: torch.device) -> None:
     own = memory.measured((str(device),))
     link.note(HOST_BYTES, own["cpu"])
     if device.type == "cuda":

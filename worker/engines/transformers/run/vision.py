@@ -86,7 +86,7 @@ class TransformersImageProcessor:
         if importlib.util.find_spec("PIL") is None:
             raise NoVision("Pillow, the library that opens images, is not installed: pip install pillow")
         self._traits: VisionTraits = traits
-        self._most = options.limit_images
+        self._max_images = options.limit_images
         self._tokenizer = tokenizer
         try:
             self._processor = _load(Path(options.snapshot), config, tokenizer)
@@ -138,7 +138,7 @@ class TransformersImageProcessor:
         if not found:
             return None
         most, picture = max(found, key=lambda entry: entry[0])
-        return picture, most * min(self._most, max(ctx_size // picture.tokens, 1))
+        return picture, most * min(self._max_images, max(ctx_size // picture.tokens, 1))
 
     def lay_out(self, prompt: str, prepared: Sequence[PreparedImage]) -> tuple[list[int], tuple[PromptImage, ...]]:
         """Tokens of `prompt` with each placeholder replaced by its image's tokens, and the positions of the images.
@@ -156,17 +156,17 @@ class TransformersImageProcessor:
         runs = list(_runs(tokens, self.token))
         prompt_images = []
         for image in prepared:
-            mine = []
+            image_runs = []
             left = image.text.count(self._text)
             while left and runs:
                 begin, length = runs.pop(0)
-                mine.append((begin, min(length, left)))
+                image_runs.append((begin, min(length, left)))
                 if length > left:  # two images without text between them
                     runs.insert(0, (begin + left, length - left))
-                left -= mine[-1][1]
+                left -= image_runs[-1][1]
             if left:
                 break
-            prompt_images.append(PromptImage(tuple(mine), image.inputs, self._traits.is_whole))
+            prompt_images.append(PromptImage(tuple(image_runs), image.inputs, self._traits.is_whole))
         if runs or len(prompt_images) != len(prepared) or not all(image.runs for image in prompt_images):
             raise InvalidValue(f"messages must not contain {self._text}, which stands for images", param="messages")
         return tokens, tuple(prompt_images)
@@ -184,7 +184,7 @@ class ImageReader:
         max_bytes: int = HELD_BYTES,
     ):
         """`most`: images in one prompt; `max_bytes`: of prepared images of all requests together."""
-        self._processor, self._dtype, self._most, self._max_bytes = processor, dtype, most, max_bytes
+        self._processor, self._dtype, self._max_images, self._max_bytes = processor, dtype, most, max_bytes
         # One thread and no OpenMP helpers: these would slow the step loop's threads down (`memory.end_helpers`).
         self._thread = ThreadPoolExecutor(1, "images", initializer=torch.set_num_threads, initargs=(1,))
         self._lock = threading.RLock()  # a finalizer takes it, and may run on this thread while it is held
@@ -196,11 +196,11 @@ class ImageReader:
 
     async def read(self, prompt: str, images: Sequence[EncodedImage]) -> tuple[list[int], PromptImages]:
         """See `worker.interface.ImageProcessor`."""
-        if len(images) > self._most:
+        if len(images) > self._max_images:
             raise UnsupportedField(
-                f"{images[self._most].where}: this model is served with {self._most} images in a prompt at most;"
-                " raise limit-images in its preset",
-                param=images[self._most].where,
+                f"{images[self._max_images].where}: this model is served with {self._max_images} images in a prompt at"
+                " most; raise limit-images in its preset",
+                param=images[self._max_images].where,
             )
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._read, prompt, images)
 
@@ -246,8 +246,8 @@ class VisionTower:
     def __init__(self, model: Any, token: int, device: torch.device):
         """`token`: the token that stands for images in a prompt."""
         self._model, self._token, self._device = model, token, device
-        self._words = model.get_input_embeddings()
-        self._seen: dict[PromptImage, torch.Tensor] = {}
+        self._token_embeddings = model.get_input_embeddings()
+        self._features: dict[PromptImage, torch.Tensor] = {}
 
     def features(self, picture: PromptImage) -> torch.Tensor:
         """Features of an image, `[tokens, hidden]`: the embeddings of its tokens."""
@@ -273,11 +273,11 @@ class VisionTower:
             return None
         ids = memory.upload([0 if token == self._token else token for token in tokens], torch.int64, self._device)
         # The image token may lie outside the embedding table, so 0 takes its place here.
-        embedded: torch.Tensor = self._words(ids[None]).clone()
+        embedded: torch.Tensor = self._token_embeddings(ids[None]).clone()
         for picture in due:
-            features = self._seen.get(picture)
+            features = self._features.get(picture)
             if features is None:
-                features = self._seen[picture] = self.features(picture).to(embedded.dtype)
+                features = self._features[picture] = self.features(picture).to(embedded.dtype)
             first = 0
             for begin, length in picture.runs:
                 low, high = max(begin, start), min(begin + length, end)
@@ -288,13 +288,13 @@ class VisionTower:
             if first != len(features):
                 raise ValueError(f"the tower gives {len(features)} features for {first} tokens")
             if picture.end <= end:
-                del self._seen[picture]
+                del self._features[picture]
         return embedded
 
     def forget(self, prompt_images: PromptImages) -> None:
         """Drop the features of a prompt that is not computed any further."""
         for picture in prompt_images.images:
-            self._seen.pop(picture, None)
+            self._features.pop(picture, None)
 
 
 def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

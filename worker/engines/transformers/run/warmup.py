@@ -85,12 +85,10 @@ def _segment(capacity: RowAllocator, row: int, start: int, length: int) -> Segme
     return Segment(sequence, row, start, length, capacity.contiguous_table(row, start + length))
 
 
-def _time_step(runner: Runner, prefill_budget: PrefillBudget, batch: tuple[Segment, ...]) -> float:
+def _time_step(runner: Runner, prefill_budget: PrefillBudget, batch: tuple[Segment, ...]) -> None:
     begin = time.monotonic()
     _compute(runner, batch, SamplingParams())
-    seconds = time.monotonic() - begin
-    prefill_budget.learn(batch, seconds)
-    return seconds
+    prefill_budget.learn(batch, time.monotonic() - begin)
 
 
 def _compute(runner: Runner, batch: tuple[Segment, ...], sampling: SamplingParams) -> None:

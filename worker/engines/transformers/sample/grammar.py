@@ -115,7 +115,7 @@ class GrammarMatcher:
         self._may_draft = time.thread_time() - begin <= TOKEN_SECONDS * len(tokens)
         return count
 
-    def ahead(self, tokens: Sequence[int]) -> Iterator["GrammarMatcher"]:
+    def after_each(self, tokens: Sequence[int]) -> Iterator["GrammarMatcher"]:
         """The matcher after one, two, ... and all of `tokens`, which are allowed. Unchanged itself.
 
         They share a credit of their own, as much as these tokens would earn. When it is exceeded, only the rest of the

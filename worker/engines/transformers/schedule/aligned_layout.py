@@ -81,7 +81,7 @@ class AlignedLayout:
         copy = self._placements[target] = _RowPlacement(self._free()[0], origin.begin)
         return ColumnMove(origin.buffer_row, origin.begin, copy.buffer_row, copy.begin, length)
 
-    def alone(self, row: int, start: int, length: int) -> tuple[ColumnMove, ...]:
+    def reserve(self, row: int, start: int, length: int) -> tuple[ColumnMove, ...]:
         """Make room for `length` columns behind the `start` first ones of `row`. A new row gets a buffer row.
 
         New prompts take the highest free buffer row, away from the decoding ones, which gather from 0 on.
@@ -100,10 +100,10 @@ class AlignedLayout:
         placement.begin = 0
         return (move,)
 
-    def together(self, starts: Sequence[tuple[int, int]], new: int = 1) -> AlignedDecodes:
+    def align(self, starts: Sequence[tuple[int, int]], new: int = 1) -> AlignedDecodes:
         """Align rows, given with their numbers of columns, at one end column in neighbouring buffer rows. `new` columns
         are to be written behind it."""
-        time = self._time(starts, new)
+        time = self._end_column(starts, new)
         moves = self._gather(starts, time)
         for row, start in starts:
             placement = self._placements[row]
@@ -121,7 +121,7 @@ class AlignedLayout:
             moves=tuple(moves),
         )
 
-    def _time(self, starts: Sequence[tuple[int, int]], new: int) -> int:
+    def _end_column(self, starts: Sequence[tuple[int, int]], new: int) -> int:
         """The end column that needs the fewest copied columns.
 
         That is the one where most columns already end, of those that leave room for the longest row before it and for

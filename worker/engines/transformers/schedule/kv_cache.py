@@ -63,7 +63,7 @@ class BlockTable:
     runs: list[BlockRun] = field(default_factory=list)  # the same blocks, grouped by neighbourhood in the pool
     # Prefix-cache keys of the leading blocks that are full and computed.
     keys: list[bytes] = field(default_factory=list)
-    most: int = 0  # blocks that the sequence holds at its longest
+    max_blocks: int = 0  # blocks that the sequence holds at its longest
     # The last block is shared and its owner may still append to it, so copy before writing.
     shares_last_block: bool = False
     # Source and target block of a copy to make before the next forward pass. The runner sets it to None afterwards.
@@ -234,7 +234,7 @@ class BlockAllocator(RowAllocator):
 
     def attach(self, sequence: Sequence) -> int:
         row = super().attach(sequence)
-        self._tables[row] = BlockTable(most=blocks_for(sequence.prompt_tokens + max(sequence.limit, 0)))
+        self._tables[row] = BlockTable(max_blocks=blocks_for(sequence.prompt_tokens + max(sequence.limit, 0)))
         return row
 
     def fork(self, source: int, target: int, tokens: int) -> None:
@@ -309,7 +309,7 @@ class BlockAllocator(RowAllocator):
             self.free += 1
             self._empty.add(block)
         # A new table object: the draft model compares tables to detect that blocks were replaced.
-        self._tables[row] = changed = BlockTable(keys=keys, most=table.most)
+        self._tables[row] = changed = BlockTable(keys=keys, max_blocks=table.max_blocks)
         for block in (*table.blocks[:held], *found, *table.blocks[held + len(found) :]):
             changed.append(block)
         return len(found) * BLOCK_TOKENS
@@ -324,7 +324,7 @@ class BlockAllocator(RowAllocator):
             if is_corrupt:
                 self._drop_key(block)
             elif index < len(table.keys):
-                self._keep(block, table.keys[index])
+                self._touch(block, table.keys[index])
             if is_corrupt or not is_checked:
                 self._suspect.add(block)
             if not self._references[block]:
@@ -343,7 +343,7 @@ class BlockAllocator(RowAllocator):
             self._corrupt.append(block)
         return self._empty.add(block)
 
-    def _keep(self, block: int, key: bytes) -> None:
+    def _touch(self, block: int, key: bytes) -> None:
         """Count the end of a sequence as a use of the block that is cached as `key`, which may be another one with
         equal content. If that has been evicted meanwhile, `block` takes its place."""
         cached = self._block_of.setdefault(key, block)
@@ -415,7 +415,7 @@ class BlockAllocator(RowAllocator):
         if block not in self._empty:
             # A cached block here is not overwritten: it may be the beginning of a later prompt. Or another sequence
             # holds the block.
-            block = self._begin_run(len(table.blocks), target, table.most)
+            block = self._begin_run(len(table.blocks), target, table.max_blocks)
         self._empty.take(block)
         self._add_reference(block)
         table.append(block)

@@ -26,7 +26,7 @@ class Segment:
     # The row's blocks, covering the tokens up to `end`. None for a cache without blocks.
     table: BlockTable | None = None
     ahead: bool = False  # scheduled before the previous step finished: its one token is not in `sequence.tokens` yet
-    room: int = 0  # tokens that may be drafted after the newest one: the table covers them
+    draft_room: int = 0  # tokens that may be drafted after the newest one: the table covers them
     drafted: tuple[int, ...] = ()  # the segment's last tokens, which are not in `sequence.tokens`
     # True if this segment leaves nothing to compute, so its last logits choose the next token. Decided once: the
     # sequence grows before the last reader asks, and each step asks often.
@@ -205,7 +205,7 @@ class Scheduler:
             computed if a prompt is waiting. A callable is called only if there are prompts, and after admission, since
             the budget depends on the running sequences.
         draft_length: the number of tokens to draft for each of n decoding sequences. A draft gets blocks only where
-            some are free (`Segment.room`).
+            some are free (`Segment.draft_room`).
         """
         # Blocks that are complete by now enter the prefix cache first, so that requests admitted below find them.
         for sequence, row in self._running.values():
@@ -216,7 +216,7 @@ class Scheduler:
         # Decodes that are neighbours in the cache become rows of one strided view (attention/decode_plan).
         decodes = list(self._decodes())
         if draft_length is not None:
-            decodes = self._with_room(decodes, draft_length)
+            decodes = self._with_draft_room(decodes, draft_length)
         return (*sorted(decodes, key=_cache_location), *self._prefill(prompt_budget))
 
     def ahead(self, batch: Batch, continuing: Collection[int]) -> Batch:
@@ -325,7 +325,7 @@ class Scheduler:
             if sequence.id in self._running:
                 yield self._segment(sequence, row, 1)
 
-    def _with_room(self, decodes: list[Segment], draft_length: Callable[[int], int]) -> list[Segment]:
+    def _with_draft_room(self, decodes: list[Segment], draft_length: Callable[[int], int]) -> list[Segment]:
         """`decodes`, with room for drafts. Called when all of them have room for their tokens: no sequence is preempted
         for a draft."""
         if not any(segment.sequence.draft_limits for segment in decodes):
@@ -333,7 +333,7 @@ class Scheduler:
         length = min(draft_length(len(decodes)), DRAFT_LOGITS // len(decodes))
         rooms = [segment.sequence.draft_room(length) for segment in decodes]
         return [
-            replace(segment, room=room)
+            replace(segment, draft_room=room)
             if room and self._capacity.grow(segment.row, segment.start, segment.end + room)
             else segment
             for segment, room in zip(decodes, rooms, strict=True)

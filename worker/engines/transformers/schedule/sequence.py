@@ -155,7 +155,7 @@ class PenaltyCounts:
                 _uncount(self.output, tokens[position])
         self._begin, self._end = begin, end
 
-    def ahead(self, drafted: Tokens[int]) -> Iterator["PenaltyCounts"]:
+    def after_each(self, drafted: Tokens[int]) -> Iterator["PenaltyCounts"]:
         """The counts after none, one, ... and all tokens of `drafted`, as if they were output. Unchanged itself."""
         tokens, later = [*self._sequence.tokens, *drafted], self
         yield later

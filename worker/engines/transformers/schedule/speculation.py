@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 # Accepted tokens are averaged over about _MEMORY steps, the time for prompts over more: they are rare. Guesses.
-_MEMORY, _READING_MEMORY = 16, 128
+_MEMORY, _CATCH_UP_MEMORY = 16, 128
 # The seconds of a step are a low quantile of the last _TIMES steps, a quarter from the shortest: other processes delay
 # steps, and never make them faster. Guesses, checked with simulated delays in tests/worker/engines/schedule.
 _TIMES = 9
@@ -97,19 +97,19 @@ class _LengthChoice:
     measured: dict[int, _Measured]
     best: int = 0
     # Seconds in a step that the draft model spends on prompts and on what was generated without it, moving average.
-    reading: float = 0.0
+    catch_up: float = 0.0
     trials: list[int] = field(default_factory=list)  # lengths to try one after the other. The first one is on trial
     left: int = 0  # steps of the trial
     seconds: float = 0.0  # of the trial so far
     tokens: float = 0.0  # of a sequence in the trial so far
     credit: float = 0.0  # seconds that trials may lose; negative after a trial that has lost more
-    turn: int = 0
+    rotation: int = 0
 
     def rate(self, length: int) -> float:
         """Tokens of a sequence per second. 0 without measurements."""
         measured = self.measured[length]
         times = sorted(measured.times)
-        return measured.tokens / (times[len(times) // 4] + (self.reading if length else 0.0)) if times else 0.0
+        return measured.tokens / (times[len(times) // 4] + (self.catch_up if length else 0.0)) if times else 0.0
 
     def begin(self, lengths: Sequence[int]) -> None:
         """Begin a trial of the first of `lengths`; none if there is none."""
@@ -158,17 +158,17 @@ class DraftLength:
         choice = self._of(rows)
         return choice.trials[0] if choice.trials else choice.best
 
-    def learn(self, rows: int, length: int, tokens: int, seconds: float, reading: float = 0.0) -> None:
+    def learn(self, rows: int, length: int, tokens: int, seconds: float, catch_up: float = 0.0) -> None:
         """Record a step of `rows` decoding sequences, with drafts of up to `length` tokens, that gave `tokens`.
 
-        reading: further seconds, since the last call, that the draft model has spent on more than the newest tokens.
+        catch_up: further seconds, since the last call, that the draft model has spent on more than the newest tokens.
         """
         if len(self.lengths) == 1 or length != self.choose(rows):
             return  # a trial has begun or ended since the step's drafts were made
         choice = self._of(rows)
         if choice.trials:
             choice.left -= 1
-            choice.seconds += seconds + reading
+            choice.seconds += seconds + catch_up
             choice.tokens += tokens / rows
             if choice.left < _TRIAL_STEPS - 1:
                 choice.measured[length].learn(tokens / rows, seconds)
@@ -177,7 +177,7 @@ class DraftLength:
             return
         choice.measured[length].learn(tokens / rows, seconds)
         if length:
-            choice.reading += (reading - choice.reading) / _READING_MEMORY
+            choice.catch_up += (catch_up - choice.catch_up) / _CATCH_UP_MEMORY
         choice.credit += _TRIAL_SHARE * seconds
         if choice.credit >= 0.0:
             choice.begin(self._others(choice))
@@ -196,8 +196,8 @@ class DraftLength:
         """The lengths to try now: from short to long where nothing is drafted, or else none or a neighbour in turn."""
         place = self.lengths.index(choice.best)
         if not place:
-            choice.reading *= 1.0 - _TRIAL_STEPS / _MEMORY  # measured long ago
+            choice.catch_up *= 1.0 - _TRIAL_STEPS / _MEMORY  # measured long ago
             return self.lengths[1:]
-        choice.turn += 1
+        choice.rotation += 1
         others = (0, *self.lengths[max(place - 1, 1) : place], *self.lengths[place + 1 : place + 2])
-        return others[choice.turn % len(others) :][:1]
+        return others[choice.rotation % len(others) :][:1]
