@@ -165,8 +165,8 @@ def report(
         if forget:
             machine.forget(facts)
         order = device_order(preset, machine.readings, allowed)
-        room = sharding.limited(preset, machine.readings, machine.capacities)
-        bounds = sharding.bounded(preset, order, room)
+        room = sharding.within_utilization(preset, machine.readings, machine.capacities)
+        bounds = sharding.within_gpu_split(preset, order, room)
 
         def choose(*, learns: bool) -> tuple[sharding.Choice, MemoryEstimate, bool]:
             def estimate_of(choice: sharding.Choice) -> MemoryEstimate:

@@ -194,7 +194,7 @@ async def _router(
         files = Snapshots(cache=settings.hub_cache, state=state, offline=settings.offline, prepare=settings.prepare)
         fleet = Fleet(
             launcher=launcher,
-            learned_estimates=LearnedEstimates(state / "estimates.json", driver=devices.driver, later=writer.submit),
+            learned_estimates=LearnedEstimates(state / "estimates.json", driver=devices.driver, submit=writer.submit),
             events=events,
             files=files,
             ledger=_ledger(settings, devices, {reading.id for reading in launcher.readings()}),

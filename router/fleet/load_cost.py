@@ -61,7 +61,7 @@ def _estimate(worker: Worker, fleet: Fleet, *, is_last: bool = False, learns: bo
     forked = fleet.launcher.forks(program_of(preset, str(worker)))
     bounds = _bounds(worker, fleet)
     order = device_order(preset, readings, worker.devices)
-    room = sharding.limited(preset, readings, fleet.scheduler.capacities())
+    room = sharding.within_utilization(preset, readings, fleet.scheduler.capacities())
 
     def estimate_of(choice: sharding.Choice) -> MemoryEstimate:
         thread_count = threads(preset, on_host=worker.on_host, ranks=choice.ranks)
@@ -104,7 +104,7 @@ def _check_bounds(worker: Worker, fleet: Fleet, costs: Costs, bounds: Mapping[De
         if choice.shards == 1:
             devices = frozenset(id for id in choice.devices if bounds[id] >= shards[0])
             worker.costs = replace(costs, choice=replace(choice, devices=devices))
-    elif costs.is_exact or not sharding.fits(choice, sharding.floor(costs.estimate), bounds):
+    elif costs.is_exact or not sharding.fits(choice, sharding.least_shards(costs.estimate), bounds):
         preset, keys = worker.preset, sharding.limiting_keys(worker.preset, on_host=worker.on_host)
         most = ", ".join(f"{size >> 20} MiB of {device}" for device, size in bounds.items())
         needs = " + ".join(f"{size >> 20} MiB" for size in shards)
@@ -128,8 +128,8 @@ def _bounds(worker: Worker, fleet: Fleet) -> dict[DeviceId, int]:
     """Return the usable bytes of each device that the preset allows."""
     readings = fleet.launcher.readings()
     order = device_order(worker.preset, readings, worker.devices)
-    return sharding.bounded(
-        worker.preset, order, sharding.limited(worker.preset, readings, fleet.scheduler.capacities())
+    return sharding.within_gpu_split(
+        worker.preset, order, sharding.within_utilization(worker.preset, readings, fleet.scheduler.capacities())
     )
 
 

@@ -36,7 +36,7 @@ MOST_RECORDS = 1000  # of each kind; the one written longest ago is dropped
 MOST_SECONDS = 5  # load times kept of one model
 MOST_BYTES = 1 << 60  # a larger figure is invalid
 # A learned figure counts up to this factor of the estimate without it, and this many bytes more. Both are guesses.
-MOST_FACTOR, MOST_BESIDE = 1.5, 256 << 20
+MAX_FACTOR, MAX_EXTRA_BYTES = 1.5, 256 << 20
 AGREE_BYTES = 64 << 20  # largest difference between two loads that agree on the overhead of a process
 
 # Libraries that compute quantized weights beside torch and transformers, by method.
@@ -121,31 +121,31 @@ class _Exact(msgspec.Struct):
 
 
 # The entries of each kind.
-_FORMS: Mapping[_Kind, Any] = {
+_ENTRY_TYPES: Mapping[_Kind, Any] = {
     "learned": Learned, "exact": _Exact, "seconds": list[Annotated[float, msgspec.Meta(ge=0, le=MOST_BYTES)]],
     "overhead": dict[str, _Bytes],
 }  # fmt: skip
 
 
-def with_learned(about: MemoryEstimate, learned: Learned) -> MemoryEstimate:
-    """Return `about`, the estimate without `learned`, with what was learned in place of compute, runtime and host.
+def with_learned(base: MemoryEstimate, learned: Learned) -> MemoryEstimate:
+    """Return `base`, the estimate without `learned`, with what was learned in place of compute, runtime and host.
 
-    No shard and no host figure is larger than MOST_FACTOR x that of `about` + MOST_BESIDE.
+    No shard and no host figure is larger than MAX_FACTOR x that of `base` + MAX_EXTRA_BYTES.
     """
     compute, runtime = [], []
-    parts = zip(about.shards, about.weights, about.context, about.compute, learned.beside, strict=True)
+    parts = zip(base.shards, base.weights, base.context, base.compute, learned.beside, strict=True)
     for shard, weights, context, step, beside in parts:
         beside = min(beside + (0 if learned.steps else step), _bound(shard) - weights - context)
         compute.append(min(step, beside))
-        runtime.append(beside - compute[-1] + about.reserved)
-    host = min(learned.host, _bound(about.host)) if learned.host else about.host
+        runtime.append(beside - compute[-1] + base.reserved)
+    host = min(learned.host, _bound(base.host)) if learned.host else base.host
     return replace(
-        about, compute=tuple(compute), runtime=tuple(runtime), host=host, source="learned", note="", process=0
+        base, compute=tuple(compute), runtime=tuple(runtime), host=host, source="learned", note="", process=0
     )
 
 
 def _bound(size: int) -> int:
-    return int(MOST_FACTOR * size) + MOST_BESIDE
+    return int(MAX_FACTOR * size) + MAX_EXTRA_BYTES
 
 
 class LearnedEstimates:
@@ -156,16 +156,16 @@ class LearnedEstimates:
         path: Path,
         *,
         driver: str = "",
-        later: Callable[[Callable[[], None]], object] = lambda save: save(),
+        submit: Callable[[Callable[[], None]], object] = lambda save: save(),
     ):
         """`path`: the file; it and its folder are made with the first record. `driver`: version of the driver.
 
-        `later` receives the function that writes the file. It may run it elsewhere, in the same order, so that a slow
+        `submit` receives the function that writes the file. It may run it elsewhere, in the same order, so that a slow
         disk does not block the caller.
         """
         self._path = path
         self._driver = driver
-        self._later = later
+        self._submit = submit
         self._stamp: tuple[int, int] | None = None  # of the file as it was last read or written
         self._unsaved: list[_Change] = []
         self._records = _empty()  # those of the file, with all unsaved changes
@@ -179,9 +179,9 @@ class LearnedEstimates:
         return _converted(self._get("learned", key), Learned)
 
     def record(
-        self, key: str, about: MemoryEstimate, shards: Sequence[int], host: int = 0, *, steps: bool = False
+        self, key: str, base: MemoryEstimate, shards: Sequence[int], host: int = 0, *, steps: bool = False
     ) -> Learned:
-        """Record a measurement of a worker of `key` that was started on `about`, whose KV cache is the granted one.
+        """Record a measurement of a worker of `key` that was started on `base`, whose KV cache is the granted one.
 
         `shards`: measured bytes by shard, `reserved-memory` and memory that is allocated later included. `host`: bytes
         of main memory beside them. `steps`: the worker has computed its largest steps. A figure rises at once, and
@@ -190,7 +190,7 @@ class LearnedEstimates:
         """
         beside = tuple(
             max(0, size - weights - context)
-            for size, weights, context in zip(shards, about.weights, about.context, strict=True)
+            for size, weights, context in zip(shards, base.weights, base.context, strict=True)
         )
 
         def merge(before: Learned | None) -> Learned:
@@ -200,7 +200,7 @@ class LearnedEstimates:
             if before.steps and not steps:
                 # It is not known if the steps of this worker would have taken as much as those before.
                 most = (
-                    now + compute + beside_steps(compute) for now, compute in zip(beside, about.compute, strict=True)
+                    now + compute + beside_steps(compute) for now, compute in zip(beside, base.compute, strict=True)
                 )
                 least = tuple(
                     max(now, min(old, size)) for now, old, size in zip(beside, before.beside, most, strict=True)
@@ -209,28 +209,26 @@ class LearnedEstimates:
 
         return self._learn(key, merge)
 
-    def record_out_of_memory(
-        self, key: str, about: MemoryEstimate, memory: Literal["device", "host"]
-    ) -> MemoryEstimate:
-        """Raise the estimate of `key` by 15 %: its worker, which was started on `about`, ran out of memory of the
+    def record_out_of_memory(self, key: str, base: MemoryEstimate, memory: Literal["device", "host"]) -> MemoryEstimate:
+        """Raise the estimate of `key` by 15 %: its worker, which was started on `base`, ran out of memory of the
         device or the host. Returns the raised estimate."""
-        is_beside = memory == "host" and about.host > 0
+        is_beside = memory == "host" and base.host > 0
         by_shard, by_host = (1.0, RAISE) if is_beside else (RAISE, 1.0)
 
         def merge(before: Learned | None) -> Learned:
-            known = about
-            if before is not None and len(before.beside) == len(about.shards):
-                known = with_learned(about, before)
-            steps = known is not about and before is not None and before.steps
+            known = base
+            if before is not None and len(before.beside) == len(base.shards):
+                known = with_learned(base, before)
+            steps = known is not base and before is not None and before.steps
             beside = []
             for shard, old, weights, context, step in zip(
-                known.shards, about.shards, about.weights, about.context, known.compute, strict=True
+                known.shards, base.shards, base.weights, base.context, known.compute, strict=True
             ):
-                raised = round(by_shard * (max(shard, old) - about.reserved))
+                raised = round(by_shard * (max(shard, old) - base.reserved))
                 beside.append(max(0, raised - weights - context - (0 if steps else step)))
-            return Learned(tuple(beside), round(by_host * max(known.host, about.host)), steps)
+            return Learned(tuple(beside), round(by_host * max(known.host, base.host)), steps)
 
-        return with_learned(about, self._learn(key, merge))
+        return with_learned(base, self._learn(key, merge))
 
     def forget(self, checkpoint: Checkpoint) -> int:
         """Drop the learned figures of a snapshot, for all settings; return their number."""
@@ -308,7 +306,7 @@ class LearnedEstimates:
         with self._mutex:
             self._unsaved.append((kind, key, change))
             self._records = _changed(self._records, self._unsaved[-1:])
-        self._later(self._save)
+        self._submit(self._save)
 
     def _refresh(self) -> None:
         """Read the file if another router has changed it."""
@@ -400,11 +398,11 @@ def _parse(text: bytes) -> tuple[_Records, str]:
     if body.get("version") != _VERSION:
         raise ValueError(f"its version is {body.get('version')!r}, this router writes {_VERSION}")
     records, invalid = _empty(), 0
-    for kind, form in _FORMS.items():
+    for kind, entry_type in _ENTRY_TYPES.items():
         entries = body.get(kind)
         if not isinstance(entries, dict):
             raise ValueError(f"{kind} is missing")
-        records[kind] = {key: entry for key, entry in entries.items() if _converted(entry, form) is not None}
+        records[kind] = {key: entry for key, entry in entries.items() if _converted(entry, entry_type) is not None}
         invalid += len(entries) - len(records[kind])
     return records, f"{invalid} invalid entries are ignored" if invalid else ""
 

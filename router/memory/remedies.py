@@ -1,7 +1,7 @@
 """Remedies: the preset keys with which a model would fit that does not fit on empty devices. PURE."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from router.config.presets import Preset
@@ -79,7 +79,19 @@ def remedies(
     }
     if any(changes.values()):
         return Remedies(_settings(changes))
-    # Nothing is enough alone: everything else at its least, and the longest context with it.
+    return _joint_remedies(preset, caches, methods, contexts, tokens, fit)
+
+
+def _joint_remedies(
+    preset: Preset,
+    caches: Sequence[str],
+    methods: Sequence[str],
+    contexts: range,
+    tokens: int,
+    fit: Callable[[Preset], bool],
+) -> Remedies:
+    """Return the keys that are enough together, where none is alone: the longest context with everything else at its
+    least. `tokens`: the context of `preset`."""
     least = replace(
         preset,
         parallel=1,
@@ -87,10 +99,10 @@ def remedies(
         quantization=methods[-1] if methods else preset.quantization,
     )
 
-    def with_context(tokens: int) -> Preset:
-        return replace(least, ctx_size=tokens, kv_tokens=tokens if preset.kv_tokens else 0)
+    def fits_with_context(size: int) -> bool:
+        return fit(replace(least, ctx_size=size, kv_tokens=size if preset.kv_tokens else 0))
 
-    context = tokens if fit(with_context(tokens)) else _largest(contexts, lambda tokens: fit(with_context(tokens)))
+    context = tokens if fits_with_context(tokens) else _largest(contexts, fits_with_context)
     if context is None:
         return Remedies()
     changes = {

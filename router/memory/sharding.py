@@ -21,7 +21,7 @@ from router.memory.checkpoint_facts import Checkpoint, EstimateError, UnknownArc
 from router.memory.estimate import UNKNOWN, MemoryEstimate, Overhead, estimate, indivisible, layer_costs, refreshed
 from router.planner.ledger import HOST, DeviceId, Ledger, Reading
 
-STEPS = 60  # of a binary search: as exact as a float
+BISECTIONS = 60  # of a binary search: as exact as a float
 
 
 class Indivisible(EstimateError):
@@ -72,8 +72,8 @@ def choices(
     if on_host or most == 1:
         yield Choice(devices=frozenset(devices))
         return
-    bounds = bounded(preset, order, room)
-    why = _why_whole(facts, preset)
+    bounds = within_gpu_split(preset, order, room)
+    why = _reason_not_to_split(facts, preset)
     if why and least > 1:
         raise Indivisible(
             f"{preset.id}: {least} devices are asked for, and it cannot be split over several: {why};"
@@ -91,7 +91,7 @@ def choices(
             )
         costs = layer_costs(facts, preset)
         shares = [share for share in preset.tensor_split if share]
-        yield Choice(boundaries(costs, [0] * least, shares), frozenset(place), place)
+        yield Choice(balanced_layers(costs, [0] * least, shares), frozenset(place), place)
         return
     if len(bounds) < least:
         raise Indivisible(
@@ -137,7 +137,7 @@ def _tensor_parallel(
     if on_host:
         yield _on_host(facts, preset, asked, frozenset(devices))
         return
-    bounds = bounded(preset, order, room)
+    bounds = within_gpu_split(preset, order, room)
     offered = len(bounds)
     if asked != ALL_DEVICES and asked > offered:
         raise Indivisible(
@@ -182,7 +182,7 @@ def _fallback(
     asked = preset.tensor_parallel
     key = "split-mode = tensor" if asked == 1 else f"tensor-parallel = {'max' if asked == ALL_DEVICES else asked}"
     fewest = min(reasons)
-    why_whole = _why_whole(facts, preset)
+    why_whole = _reason_not_to_split(facts, preset)
     counts = {min(count, len(facts.by_layer)) for count in reasons}
     if not why_whole:
         found = list(_by_layers(facts, preset, bounds, order, sorted(counts - {0, 1})))
@@ -212,7 +212,7 @@ def static_estimate(
     return estimate(facts, preset, layers=choice.layers, **process)
 
 
-def bounded(preset: Preset, order: Sequence[DeviceId], room: Mapping[DeviceId, int]) -> dict[DeviceId, int]:
+def within_gpu_split(preset: Preset, order: Sequence[DeviceId], room: Mapping[DeviceId, int]) -> dict[DeviceId, int]:
     """Return the devices that gpu-split allows, with the bytes that the model may have on each."""
     stated = preset.gpu_split
     if not stated:
@@ -221,15 +221,17 @@ def bounded(preset: Preset, order: Sequence[DeviceId], room: Mapping[DeviceId, i
     return {device: min(room.get(device, 0), bound) for device, bound in zip(order, given, strict=False) if bound}
 
 
-def most_bytes(preset: Preset, readings: Sequence[Reading]) -> dict[DeviceId, int]:
+def utilization_limits(preset: Preset, readings: Sequence[Reading]) -> dict[DeviceId, int]:
     """Return the bytes that the model may take at most on each device by gpu-memory-utilization; empty: no limit."""
     share = preset.gpu_memory_utilization
     return {} if share == 1 else {reading.id: int(share * reading.total) for reading in readings}
 
 
-def limited(preset: Preset, readings: Sequence[Reading], room: Mapping[DeviceId, int]) -> dict[DeviceId, int]:
+def within_utilization(
+    preset: Preset, readings: Sequence[Reading], room: Mapping[DeviceId, int]
+) -> dict[DeviceId, int]:
     """Return the `room` on each device within gpu-memory-utilization."""
-    most = most_bytes(preset, readings)
+    most = utilization_limits(preset, readings)
     return {device: min(size, most.get(device, size)) for device, size in room.items()}
 
 
@@ -259,7 +261,7 @@ def _counts(preset: Preset, offered: int) -> tuple[int, int]:
     return (min(2, max(1, offered)) if preset.split_mode == "layer" else 1), max(1, offered)
 
 
-def _why_whole(facts: Checkpoint, preset: Preset) -> str:
+def _reason_not_to_split(facts: Checkpoint, preset: Preset) -> str:
     asks_for_several = preset.pipeline_parallel > 1 or preset.tensor_parallel > 1 or preset.tensor_split
     if preset.required_memory and not asks_for_several:
         return "required-memory gives its memory on one device"
@@ -278,23 +280,23 @@ def _layers(facts: Checkpoint, preset: Preset, room: Sequence[int]) -> tuple[int
         return ()
     first = (1,) * (count - 1) + (len(costs) - count + 1,)
     found = estimate(facts, preset, layers=first, on_host=False)
-    beside, at = [], 0
+    other_bytes, at = [], 0
     for shard, layers in zip(found.shards, first, strict=True):
-        beside.append(max(0, shard - sum(costs[at : at + layers])))
+        other_bytes.append(max(0, shard - sum(costs[at : at + layers])))
         at += layers
-    return boundaries(costs, beside, room)
+    return balanced_layers(costs, other_bytes, room)
 
 
-def boundaries(costs: Sequence[int], beside: Sequence[int], room: Sequence[float]) -> tuple[int, ...]:
+def balanced_layers(costs: Sequence[int], other_bytes: Sequence[int], room: Sequence[float]) -> tuple[int, ...]:
     """Return the number of layers on each device that leaves the fullest device least full, at least one each. `costs`:
-    bytes of each layer; `beside`: bytes on each device that belong to no layer; `room`: bytes of each device."""
+    bytes of each layer; `other_bytes`: bytes on each device that belong to no layer; `room`: bytes of each device."""
     room = [max(1, have) for have in room]
-    low, high = 0.0, max((each + sum(costs) + 1) / have for each, have in zip(beside, room, strict=True))
-    best = _fill(costs, beside, room, high)
+    low, high = 0.0, max((each + sum(costs) + 1) / have for each, have in zip(other_bytes, room, strict=True))
+    best = _fill(costs, other_bytes, room, high)
     assert best, "there is a layer for each device, and any device filled so far has room for all"
-    for _ in range(STEPS):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        found = _fill(costs, beside, room, middle)
+        found = _fill(costs, other_bytes, room, middle)
         if found:
             best, high = found, middle
         else:
@@ -302,10 +304,10 @@ def boundaries(costs: Sequence[int], beside: Sequence[int], room: Sequence[float
     return best
 
 
-def _fill(costs: Sequence[int], beside: Sequence[int], room: Sequence[float], share: float) -> tuple[int, ...]:
+def _fill(costs: Sequence[int], other_bytes: Sequence[int], room: Sequence[float], share: float) -> tuple[int, ...]:
     """Return the layers by device if none is fuller than `share` of its bytes; empty if that is impossible."""
     counts, at = [], 0
-    for place, (taken, have) in enumerate(zip(beside, room, strict=True)):
+    for place, (taken, have) in enumerate(zip(other_bytes, room, strict=True)):
         left = len(room) - place - 1
         count, used = 0, taken
         while at + count < len(costs) - left and used + costs[at + count] <= share * have:
@@ -345,7 +347,7 @@ def grantable(choice: Choice, found: MemoryEstimate, room: Mapping[DeviceId, int
     return max(0, min((found.kv_steps, *steps)))
 
 
-def floor(found: MemoryEstimate) -> tuple[int, ...]:
+def least_shards(found: MemoryEstimate) -> tuple[int, ...]:
     """Return the least that each shard takes: its weights."""
     return found.weights if any(found.weights) else found.shards
 
@@ -434,7 +436,7 @@ def first_fitting(
         found = estimate_of(choice)
         if fits(choice, found.shards, bounds):
             break
-        if can_wait(found) and fits(choice, floor(found), bounds):
+        if can_wait(found) and fits(choice, least_shards(found), bounds):
             break
     return choice, found  # `choices` yields at least one or raises
 

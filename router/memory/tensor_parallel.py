@@ -64,21 +64,12 @@ def estimate(
         parts = () if on_host else (1,) * ranks
         stated = estimate_whole(facts, preset, layers=parts, on_host=on_host, forked=forked, overhead=overhead)
         return replace(stated, layers=())
-    # One end of each linear layer is the hidden state, which is not divided: A or B of an adapter is whole there.
-    undivided = facts.linears.count * facts.hidden
-    ends = undivided + -(-(facts.linears.ends - undivided) // ranks)
-    facts = replace(facts, linears=replace(facts.linears, ends=ends))
+    facts = _with_divided_adapters(facts, ranks)
     # Tensor parallelism has neither CUDA graphs nor reordered weights.
     preset = replace(preset, threads=preset.threads or threads, enforce_eager=True)
     tokens = effective_ctx(facts, preset)
     each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
-    part = replace(
-        facts,
-        heads=facts.heads // ranks,
-        kv_heads=facts.kv_heads // ranks,
-        expanded=facts.expanded // ranks,
-        intermediate=facts.intermediate // ranks,
-    )
+    part = _part_of_rank(facts, ranks)
     whole = weight_bytes(facts, preset, on_host=on_host)
     divided = divided_elements(facts, ranks) * each
     weights = whole - divided + -(-divided // ranks)
@@ -114,6 +105,25 @@ def estimate(
         overhead=overhead,
         process=ranks * process,
         **range_fields([cache] * ranks),
+    )
+
+
+def _with_divided_adapters(facts: Checkpoint, ranks: int) -> Checkpoint:
+    """Return the facts with the elements of LoRA adapters that one rank has."""
+    # One end of each linear layer is the hidden state, which is not divided: A or B of an adapter is whole there.
+    undivided = facts.linears.count * facts.hidden
+    ends = undivided + -(-(facts.linears.ends - undivided) // ranks)
+    return replace(facts, linears=replace(facts.linears, ends=ends))
+
+
+def _part_of_rank(facts: Checkpoint, ranks: int) -> Checkpoint:
+    """Return the facts with the heads and widths of one rank, for its KV cache and activations."""
+    return replace(
+        facts,
+        heads=facts.heads // ranks,
+        kv_heads=facts.kv_heads // ranks,
+        expanded=facts.expanded // ranks,
+        intermediate=facts.intermediate // ranks,
     )
 
 

@@ -170,7 +170,7 @@ class Schedule:
         }
         self.fleet = Fleet(
             launcher=self.launcher,
-            learned_estimates=LearnedEstimates(Path("/nowhere/estimates.json"), later=lambda save: None),  # in memory
+            learned_estimates=LearnedEstimates(Path("/nowhere/estimates.json"), submit=lambda save: None),  # in memory
             events=self.events,
             files=self.files,
             ledger=Ledger(margin=lambda _: margin, limit=dict(limit or {}).get, models_max=limits.models_max),

@@ -18,7 +18,7 @@ from router import DISTRIBUTION
 from router.config.presets import Preset
 from router.memory.checkpoint_facts import Checkpoint
 from router.memory.estimate import MemoryEstimate
-from router.memory.learned import MOST_BESIDE, Learned, LearnedEstimates, key, with_learned
+from router.memory.learned import MAX_EXTRA_BYTES, Learned, LearnedEstimates, key, with_learned
 
 GUESS = MemoryEstimate(weights=(100,), context=(50,), compute=(30,), runtime=(20,))
 SPLIT = MemoryEstimate(weights=(60, 60), context=(20, 20), compute=(10, 10), runtime=(10, 10), host=500)
@@ -50,8 +50,8 @@ def test_estimated_steps_are_added_unless_they_were_measured() -> None:
 
 def test_a_learned_figure_counts_up_to_a_bound_above_the_estimate_without_it() -> None:
     huge = with_learned(SPLIT, Learned((1 << 40, 7), 1 << 40))
-    assert huge.shards == (150 + MOST_BESIDE, 60 + 20 + 10 + 7)
-    assert huge.host == 750 + MOST_BESIDE
+    assert huge.shards == (150 + MAX_EXTRA_BYTES, 60 + 20 + 10 + 7)
+    assert huge.host == 750 + MAX_EXTRA_BYTES
     assert (huge.weights, huge.context) == (SPLIT.weights, SPLIT.context)
 
 
@@ -297,7 +297,7 @@ def test_the_oldest_record_is_dropped(file: Path) -> None:
 
 def test_a_record_counts_before_it_is_on_disk(file: Path) -> None:
     writes: list[Callable[[], None]] = []
-    known = LearnedEstimates(file, later=writes.append)
+    known = LearnedEstimates(file, submit=writes.append)
     known.record("a", GUESS, [240])
     known.record("a", GUESS, [200])
     known.record_load("a", 3.0)
@@ -319,7 +319,7 @@ def test_a_record_counts_before_it_is_on_disk(file: Path) -> None:
 
 def test_each_record_reaches_the_disk_once(file: Path) -> None:
     writes: list[Callable[[], None]] = []
-    known = LearnedEstimates(file, later=writes.append)
+    known = LearnedEstimates(file, submit=writes.append)
     for seconds in (1.0, 2.0):
         known.record_load("a", seconds)
     for write in writes:

@@ -12,7 +12,7 @@ from router.config.presets import ALL_DEVICES, Preset
 from router.memory import sharding
 from router.memory.checkpoint_facts import Checkpoint, EstimateError, Linears, Part, Tally
 from router.memory.estimate import estimate
-from router.memory.sharding import Choice, Indivisible, boundaries, bounded, choices, fits
+from router.memory.sharding import Choice, Indivisible, balanced_layers, choices, fits, within_gpu_split
 from router.planner.ledger import DeviceId, Reading
 from tests.router.large import BIG, CPU, GIB, GPU, LAYER
 
@@ -25,7 +25,11 @@ def first_fit(facts: Checkpoint, said: Preset, room: Mapping[DeviceId, int]) -> 
     """The first choice whose static estimate fits."""
     order = sorted(room)
     for choice in choices(facts, said, order, order, room):
-        if fits(choice, estimate(facts, said, layers=choice.layers, on_host=False).shards, bounded(said, order, room)):
+        if fits(
+            choice,
+            estimate(facts, said, layers=choice.layers, on_host=False).shards,
+            within_gpu_split(said, order, room),
+        ):
             return choice
     return None
 
@@ -182,7 +186,7 @@ costs = st.lists(st.integers(1, 1000), min_size=4, max_size=30)
 @given(costs=costs, rooms=st.lists(st.tuples(st.integers(0, 500), st.integers(1, 5000)), min_size=1, max_size=4))
 def test_the_fullest_device_is_as_empty_as_possible(costs: list[int], rooms: list[tuple[int, int]]) -> None:
     beside, room = [each for each, _ in rooms], [each for _, each in rooms]
-    found = boundaries(costs, beside, room)
+    found = balanced_layers(costs, beside, room)
     assert sum(found) == len(costs)
     assert min(found) >= 1
     best = fullest(costs, beside, room, found)
