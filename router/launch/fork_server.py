@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 
 from router.errors import RouterError
 from router.launch.exit_causes import describe_exit
-from router.launch.process import LATE, Child, Log, Pipes, uncancelled
+from router.launch.process import MAX_LATENESS, Child, Log, Pipes, uncancelled
 from router.launch.process_table import ProcessTable, process_stat, reap
 from worker.protocol.argv import Command, ForkServerOptions, to_argv
 from worker.protocol.events import Event, Exit, Forked, ForkRefused, ModulesImported, Reaped
@@ -34,7 +34,7 @@ log = logging.getLogger("router.launch.fork_server")
 
 NAME = "fork-server"  # in logs
 # Seconds for a reply. A fork takes 10 ms; the import of a model family before it, seconds at most.
-ANSWER_TIMEOUT = 20.0
+REPLY_TIMEOUT = 20.0
 MAX_MODULES = 100  # modules of one worker that are imported; a family has a handful
 KILLED = -9  # exit code of a worker that died with its fork server, so that its own code is unknown
 FIRST_PAUSE = 1.0  # seconds until a fork server that has exited is replaced; doubles each time
@@ -56,12 +56,12 @@ class ForkServerProcess:
         time it has done imports. Raises OSError if it cannot be started.
         """
         # SEQPACKET: orders keep their borders, and a broken one cannot shift the following ones.
-        orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        orders, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         orders.setblocking(False)
         try:
-            with theirs:
-                command = ForkServerOptions(orders=theirs.fileno(), supervised=True, parent_pid=os.getpid())
-                argv, passed = [*program, *to_argv(command)], [theirs.fileno()]
+            with child_end:
+                command = ForkServerOptions(orders=child_end.fileno(), supervised=True, parent_pid=os.getpid())
+                argv, passed = [*program, *to_argv(command)], [child_end.fileno()]
                 child = Child.spawn(argv, env, name=NAME, log=log, private=True, pass_fds=passed)
         except OSError:
             orders.close()
@@ -71,7 +71,7 @@ class ForkServerProcess:
         self.is_warm = False  # its imports are done
         self.is_silent = False  # it owes a reply and is late with it
         self.resident = 0  # bytes of main memory, as it last reported; 0: not yet
-        self.answer_timeout = ANSWER_TIMEOUT
+        self.reply_timeout = REPLY_TIMEOUT
         self._loop = asyncio.get_running_loop()
         self._orders = orders
         self._on_warm = on_warm
@@ -109,13 +109,13 @@ class ForkServerProcess:
             pipes.close()
             raise
 
-    async def _fork(self, pipes: Pipes, birth: ForkSpec) -> int:
+    async def _fork(self, pipes: Pipes, spec: ForkSpec) -> int:
         """The process id of a new child with the other ends of `pipes`. Raises ForkFailed."""
         self._last_id += 1
         id, reply = self._last_id, self._loop.create_future()
         try:
-            self._send_fork(id, pipes, birth)
-            pipes.close_theirs()
+            self._send_fork(id, pipes, spec)
+            pipes.close_child_ends()
             self._forks[id] = reply
             self._expect_reply()
             pid: int = await reply
@@ -125,7 +125,7 @@ class ForkServerProcess:
         finally:
             self._forks.pop(id, None)
 
-    def has(self, pid: int) -> bool:
+    def has_forked(self, pid: int) -> bool:
         """True if the living process of that number was forked here."""
         return pid in self._forked
 
@@ -136,13 +136,13 @@ class ForkServerProcess:
             self._modules.update(wanted)
             self._send(ImportModules(modules=wanted))
 
-    def _send_fork(self, id: int, pipes: Pipes, birth: ForkSpec) -> None:
+    def _send_fork(self, id: int, pipes: Pipes, spec: ForkSpec) -> None:
         """Raises OSError."""
         # argv and environment can be longer than a packet, so they go into a memory file whose descriptor is sent.
-        file = os.memfd_create("birth", os.MFD_CLOEXEC)
+        file = os.memfd_create("fork", os.MFD_CLOEXEC)
         try:
-            os.write(file, json.dumps(asdict(birth)).encode())
-            socket.send_fds(self._orders, [encode_order(Fork(id=id))], [*pipes.theirs, file])
+            os.write(file, json.dumps(asdict(spec)).encode())
+            socket.send_fds(self._orders, [encode_order(Fork(id=id))], [*pipes.child_ends, file])
         finally:
             os.close(file)
 
@@ -150,7 +150,7 @@ class ForkServerProcess:
         try:
             self._orders.send(encode_order(order))
         except BlockingIOError:  # hundreds of orders that it has not read
-            self._give_up()
+            self._kill_unresponsive()
         except OSError:  # it is exiting
             pass
 
@@ -180,7 +180,7 @@ class ForkServerProcess:
             self._timer.cancel()
             self._timer = None
         if self._forks or self._reaps:
-            self._timer = self._loop.call_later(self.answer_timeout, self._check)
+            self._timer = self._loop.call_later(self.reply_timeout, self._check)
 
     def _check(self) -> None:
         timer = self._timer
@@ -189,13 +189,13 @@ class ForkServerProcess:
         self.child.read()  # events that arrived while this process was busy
         if self.child.exited.done() or self._timer is not timer:  # an event has restarted the timer
             return
-        if lateness > LATE:  # the whole machine may have been suspended, and the fork server with it
+        if lateness > MAX_LATENESS:  # the whole machine may have been suspended, and the fork server with it
             self._restart_timer()
         else:
             self._timer = None
-            self._go_on_without()
+            self._stop_waiting()
 
-    def _go_on_without(self) -> None:
+    def _stop_waiting(self) -> None:
         """It hangs: fail the forks that were ordered, and report exits in its place."""
         self.is_silent = True
         for reply in self._forks.values():
@@ -220,9 +220,9 @@ class ForkServerProcess:
             self._zombies.add(pid)
             self._reaps.pop(pid)(_exit_code(pid))
         if not self._forked:
-            self._give_up()
+            self._kill_unresponsive()
 
-    def _give_up(self) -> None:
+    def _kill_unresponsive(self) -> None:
         if not self.child.exited.done():
             log.error("the fork server (process %d) does not answer and is killed, with its workers", self.pid)
             self.child.kill()
@@ -319,7 +319,7 @@ class ForkServerSupervisor:
 
     def has_forked(self, pid: int) -> bool:
         """True if the present fork server has forked the living process of that number."""
-        return self.server is not None and self.server.has(pid)
+        return self.server is not None and self.server.has_forked(pid)
 
     def warm(self, modules: Sequence[str]) -> None:
         """Have the fork server, if one runs, import modules that a worker needed."""

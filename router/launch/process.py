@@ -30,15 +30,16 @@ MAX_LOG_BYTES = 8192  # of one line of stderr; the rest of the line is cut
 LOG_BURST = 100
 LOG_RATE = 20.0
 KILL_TIMEOUT = 5.0  # seconds from SIGKILL until a process counts as stuck
-LATE = 1.0  # a check that is later than this, in seconds, proves no silence: events may not have been read either
+# Seconds. A check that is later than this proves no silence: events may not have been read either.
+MAX_LATENESS = 1.0
 # Seconds for which `request` events are collected while they follow each other closely. Waking for each of them would
 # be one more wake-up per request than its response needs. A pipe has room for the events of this time.
-ROUND = 0.005
+EVENT_BATCH_INTERVAL = 0.005
 # A pipe holds 64 KiB, so its content arrives with one or two reads. More are needed only while a process keeps writing.
 _READS_AT_ONCE = 32
 
 # Children of this process that the router started and reaps elsewhere. Global, as children belong to the process.
-known: set[int] = set()
+started_pids: set[int] = set()
 
 
 async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
@@ -179,12 +180,12 @@ class Pipes:
         except OSError:
             self.close()
             raise
-        theirs_in, self.stdin, self.stdout, theirs_out, self.stderr, theirs_err = self._open
-        self.theirs = (theirs_in, theirs_out, theirs_err)  # the child's descriptors 0, 1 and 2
+        child_in, self.stdin, self.stdout, child_out, self.stderr, child_err = self._open
+        self.child_ends = (child_in, child_out, child_err)  # the child's descriptors 0, 1 and 2
 
-    def close_theirs(self) -> None:
+    def close_child_ends(self) -> None:
         """Close the child's ends, once it has its own copies. Otherwise its pipes would never reach their end."""
-        self._close(self.theirs)
+        self._close(self.child_ends)
 
     def close(self) -> None:
         self._close(tuple(self._open))
@@ -204,7 +205,7 @@ class Child:
 
         Must be called in the loop's thread. Raises OSError if no descriptor is left; then nothing was taken over.
         """
-        self.pause = ROUND
+        self.batch_interval = EVENT_BATCH_INTERVAL
         self._pipes = pipes
         self._name = name
         self._log = log
@@ -224,10 +225,10 @@ class Child:
         self.failed: Failed | None = None  # the cause of its exit, if it reported one
         self._has_exited = False  # it is a zombie, or reaped
         self._had_request = False  # the last bytes of stdout contained a `request` event
-        self._request_at = -inf  # when such an event last arrived outside of a round
-        self._in_rounds = False  # stdout is read once per ROUND instead of whenever it is readable
+        self._request_at = -inf  # when such an event last arrived before batching
+        self._is_batching = False  # stdout is read once per EVENT_BATCH_INTERVAL instead of whenever it is readable
         self._pidfd = os.pidfd_open(pid)
-        known.add(pid)
+        started_pids.add(pid)
         self._loop.add_reader(self._pidfd, self._on_exit)
         for pipe in self._reads:
             os.set_blocking(pipe, False)
@@ -253,7 +254,7 @@ class Child:
         """
         pipes = Pipes()
         try:
-            stdin, stdout, stderr = pipes.theirs
+            stdin, stdout, stderr = pipes.child_ends
             process = subprocess.Popen(
                 list(argv),
                 stdin=stdin,
@@ -269,7 +270,7 @@ class Child:
         except BaseException:
             pipes.close()
             raise
-        pipes.close_theirs()
+        pipes.close_child_ends()
 
         def reap(pid: int, report: Callable[[int], None]) -> None:
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -359,7 +360,7 @@ class Child:
 
     def _on_reaped(self, code: int) -> None:
         """It is gone: read what it wrote last, and close its pipes."""
-        known.discard(self.pid)
+        started_pids.discard(self.pid)
         self.read()
         for pipe in tuple(self._reads):
             self._close(pipe)
@@ -378,16 +379,16 @@ class Child:
                 return
             self._reads[pipe](data)
 
-    def _read_round(self) -> None:
-        """Read the events since the last round. Rounds end with one that has no `request` event."""
+    def _read_batch(self) -> None:
+        """Read the events since the last batch. Batching ends with one that has no `request` event."""
         if self._events not in self._reads:
             return
         self._had_request = False
         self._read(self._events, 1)
         if self._had_request:
-            self._loop.call_later(self.pause, self._read_round)
+            self._loop.call_later(self.batch_interval, self._read_batch)
         elif self._events in self._reads:
-            self._in_rounds = False
+            self._is_batching = False
             self._loop.add_reader(self._events, self._read, self._events, 1)
 
     def _close(self, pipe: int) -> None:
@@ -402,13 +403,13 @@ class Child:
         self._had_request = False
         for line in self._lines.feed(data):
             self._on_line(self._events, line)
-        if self._had_request and not self._in_rounds:
-            # Two such events within ROUND: requests end quickly one after the other, so begin rounds.
+        if self._had_request and not self._is_batching:
+            # Two such events within EVENT_BATCH_INTERVAL: requests end quickly one after the other, so begin batching.
             before, self._request_at = self._request_at, self._loop.time()
-            if self._request_at - before < self.pause:
-                self._in_rounds = True
+            if self._request_at - before < self.batch_interval:
+                self._is_batching = True
                 self._loop.remove_reader(self._events)
-                self._loop.call_later(self.pause, self._read_round)
+                self._loop.call_later(self.batch_interval, self._read_batch)
 
     def _on_stderr(self, data: bytes) -> None:
         for line in self._text.feed(data.replace(b"\r", b"\n")):  # progress bars overwrite their line

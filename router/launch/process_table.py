@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from router.errors import RouterError
-from router.launch.process import KILL_TIMEOUT, Child, known
+from router.launch.process import KILL_TIMEOUT, Child, started_pids
 from worker.protocol.memory import SOCKET_PATH_BYTES
 
 log = logging.getLogger("router.launch.process_table")
@@ -224,7 +224,7 @@ class Orphan:
         """True if it descends from the worker whose process was `leader` and whose run is `tag`."""
         if self.session == leader:
             return True
-        return self.session not in known and self.tag in (tag, None) and self.is_adopted
+        return self.session not in started_pids and self.tag in (tag, None) and self.is_adopted
 
 
 def adopt_orphans(*, enabled: bool = True) -> bool:
@@ -286,7 +286,7 @@ def reap_ended_orphans() -> int:
 def find_orphans() -> list[Orphan]:
     """All orphans that are children of this process now."""
     own_session = os.getsid(0)
-    found = (_examine(pid) for pid in _children() if pid not in known)
+    found = (_examine(pid) for pid in _children() if pid not in started_pids)
     return [orphan for orphan in found if orphan is not None and orphan.session != own_session]
 
 
@@ -390,7 +390,7 @@ class Guard:
         except subprocess.TimeoutExpired:  # it is stopped (SIGSTOP)
             self._process.kill()
             self._process.wait()
-        known.discard(self.pid)
+        started_pids.discard(self.pid)
 
     def _send(self, line: str) -> None:
         try:
@@ -424,4 +424,4 @@ class Guard:
             if not reply.read(1):
                 self._orders.close()
                 raise OSError(f"the guard process exited with code {self._process.wait()} at its start")
-        known.add(self.pid)
+        started_pids.add(self.pid)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from router.launch.exit_causes import Verdict, lost_by_exit, lost_by_verdict
 from router.launch.interface import Listen, Program, WorkerLost
-from router.launch.process import LATE, Child
+from router.launch.process import MAX_LATENESS, Child
 from router.launch.readings import Claim
 from router.launch.worker_client import WorkerClient, WorkerClientError
 from router.planner.ledger import HOST, Bytes, DeviceId
@@ -132,7 +132,7 @@ class Watchdog:
         if self._child.exited.done():
             return
         self._child.read()  # events that arrived while this process was busy
-        if now - self._due > LATE:  # this process was suspended or blocked
+        if now - self._due > MAX_LATENESS:  # this process was suspended or blocked
             self._heartbeat.excuse(now - self._due)
         elif (verdict := self._heartbeat.verdict(now)) is not None:
             self._on_verdict(verdict)

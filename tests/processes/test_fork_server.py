@@ -15,7 +15,7 @@ import pytest
 from router.launch.fork_server import ForkFailed, ForkServerProcess
 from router.launch.interface import Program, WorkerLost
 from router.launch.local import LocalLauncher
-from router.launch.process import Child, Log, known, uncancelled
+from router.launch.process import Child, Log, started_pids, uncancelled
 from router.launch.process_table import adopt_orphans, find_orphans
 from router.launch.spawn import may_fork
 from router.launch.worker_process import LocalWorker
@@ -39,7 +39,7 @@ async def _nothing_is_left() -> AsyncIterator[None]:
     yield
     adopt_orphans(enabled=had)
     assert set(os.listdir("/proc/self/fd")) == before
-    assert known == set()
+    assert started_pids == set()
     assert find_orphans() == []
     assert _children(os.getpid()) == children
 
@@ -50,7 +50,7 @@ async def warm_fork_server(**environ: str) -> AsyncIterator[ForkServerProcess]:
     warm = asyncio.Event()
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": ROOT, "OPENBLAS_NUM_THREADS": "1", **environ}
     fork_server = ForkServerProcess(PROGRAM, env, log=Log("fork-server", "fork-server"), on_warm=warm.set)
-    fork_server.answer_timeout = DEADLINE
+    fork_server.reply_timeout = DEADLINE
     try:
         async with asyncio.timeout(DEADLINE):
             await warm.wait()
@@ -61,12 +61,12 @@ async def warm_fork_server(**environ: str) -> AsyncIterator[ForkServerProcess]:
 
 def stop(fork_server: ForkServerProcess) -> None:
     """Stop it, and wait for its replies only shortly from now on."""
-    fork_server.answer_timeout = 0.3
+    fork_server.reply_timeout = 0.3
     os.kill(fork_server.pid, signal.SIGSTOP)
 
 
-def go_on(fork_server: ForkServerProcess) -> None:
-    fork_server.answer_timeout = DEADLINE
+def resume(fork_server: ForkServerProcess) -> None:
+    fork_server.reply_timeout = DEADLINE
     os.kill(fork_server.pid, signal.SIGCONT)
 
 
@@ -281,7 +281,7 @@ async def test_a_stopped_fork_server_costs_no_healthy_worker() -> None:
         assert await orphaned.exited == Exit.ORPHANED
         assert not healthy.exited.done()
         assert not fork_server.child.exited.done()
-        go_on(fork_server)
+        resume(fork_server)
         while not fork_server.can_fork or _children(fork_server.pid).split() != [str(healthy.pid)]:  # noqa: ASYNC110 - see below
             await asyncio.sleep(0.01)
         assert (await facts(await forked(fork_server)))["path"]
@@ -299,7 +299,7 @@ async def test_a_hanging_fork_server_is_kept_while_its_workers_live_and_reused_i
         assert fork_server.is_silent
         assert not fork_server.can_fork
         assert not worker.exited.done()
-        go_on(fork_server)
+        resume(fork_server)
         async with asyncio.timeout(DEADLINE):
             while not fork_server.can_fork or len(_children(fork_server.pid).split()) > 1:  # noqa: ASYNC110 - /proc cannot be awaited
                 await asyncio.sleep(0.01)
@@ -324,7 +324,7 @@ async def test_a_stopped_fork_server_is_killed_and_waiting_workers_are_executed(
     launcher: ForkingLauncher,
 ) -> None:
     fork_server = await launcher.warmed()
-    fork_server.answer_timeout = 0.3
+    fork_server.reply_timeout = 0.3
     os.kill(fork_server.pid, signal.SIGSTOP)
     async with serving(launcher) as worker:
         assert parent(worker.pid) == os.getpid()

@@ -17,7 +17,7 @@ import pytest
 from router.launch.exit_causes import lost_by_exit
 from router.launch.interface import Launcher, Listen, Program, Verb, WorkerLost
 from router.launch.local import LocalLauncher
-from router.launch.process import known
+from router.launch.process import started_pids
 from router.launch.process_table import adopt_orphans, find_orphans
 from router.launch.worker_client import Exchange, Unreachable, WorkerClientError
 from router.launch.worker_process import EXIT_WAIT, LocalWorker, device_names
@@ -68,7 +68,7 @@ async def launcher(request: pytest.FixtureRequest, folder: Path, devices: FixedD
         yield found
     assert traces(folder) == []
     assert find_orphans() == []
-    assert known == set()
+    assert started_pids == set()
 
 
 # For tests that do not depend on the parent.
@@ -493,7 +493,7 @@ async def test_closing_ends_what_still_runs(folder: Path, journal: Journal) -> N
         pid = await journal.pid()
     assert not is_there(pid)
     assert (await starting).exit == -9
-    assert known == set(), "a block that is left late starts no guard"
+    assert started_pids == set(), "a block that is left late starts no guard"
 
 
 async def test_kill_all_ends_all_processes_at_once(launcher: LocalLauncher) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.launch.process import LOG_BURST, ROUND, Child, Lines, Log, Pipes, uncancelled
+from router.launch.process import EVENT_BATCH_INTERVAL, LOG_BURST, Child, Lines, Log, Pipes, uncancelled
 from router.launch.process_table import adopt_orphans, end_orphans
 from tests.fakes import DEADLINE
 from worker.protocol.events import MAX_EVENT_BYTES, Event, Progress, RequestEnded
@@ -30,7 +30,7 @@ TAG = "0123456789ab"
 
 @asynccontextmanager
 async def running(
-    code: str, *, secrets: tuple[str, ...] = (), tag: str = TAG, pause: float = ROUND
+    code: str, *, secrets: tuple[str, ...] = (), tag: str = TAG, batch_interval: float = EVENT_BATCH_INTERVAL
 ) -> AsyncIterator[tuple[Child, asyncio.Queue[Event]]]:
     """A child that runs `code` and has its token, and its events."""
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": ROOT, "FLEET_WORKER": tag}
@@ -38,7 +38,7 @@ async def running(
     output = Log("m", "m#1", secrets=secrets)
     argv = [sys.executable, "-P", "-c", code, f"--listen=unix:/run/{tag}.sock"]
     child = Child.spawn(argv, env, name="m#1", log=output, private=True)
-    child.pause = pause
+    child.batch_interval = batch_interval
     try:
         child.on_event = events.put_nowait
         child.send(TOKEN.encode() + b"\n")
@@ -117,12 +117,12 @@ sys.stdin.readline()
 
 
 async def test_request_events_close_together_are_received_together() -> None:
-    """The second one begins rounds. None is lost, even if the worker exits before the next round."""
+    """The second one begins batching. None is lost, even if the worker exits before the next batch."""
     code = ENDING + (
         "end(1); sys.stdin.readline(); end(2); sys.stdin.readline(); end(3); end(4); end(5)\n"
         "print('done', file=sys.stderr, flush=True); sys.stdin.readline()"
     )
-    async with running(code, pause=3600.0) as (child, events):
+    async with running(code, batch_interval=3600.0) as (child, events):
         for id in ("1", "2"):
             assert await events.get() == RequestEnded(id=id)
             child.send(b"go on\n")
@@ -134,10 +134,10 @@ async def test_request_events_close_together_are_received_together() -> None:
         assert [events.get_nowait() for _ in range(events.qsize())] == [RequestEnded(id=id) for id in ("3", "4", "5")]
 
 
-@pytest.mark.parametrize("pause", [0.0, 0.001, ROUND])
-async def test_every_request_event_is_received_at_any_rate(pause: float) -> None:
+@pytest.mark.parametrize("interval", [0.0, 0.001, EVENT_BATCH_INTERVAL])
+async def test_every_request_event_is_received_at_any_rate(interval: float) -> None:
     code = ENDING + "for id in range(100): end(id, -id); sys.stdin.readline()"
-    async with running(code, pause=pause) as (child, events):
+    async with running(code, batch_interval=interval) as (child, events):
         for id in range(100):
             assert [await events.get(), await events.get()] == [RequestEnded(id=f"{sign * id}") for sign in (1, -1)]
             child.send(b"go on\n")

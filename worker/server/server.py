@@ -47,10 +47,11 @@ from worker.protocol.routes import (
 from worker.protocol.streams import stream
 from worker.server import listen
 from worker.server.bodies import MAX_BODY_BYTES, LargeBodies, read
-from worker.server.connection import WRITE_TIMEOUT, ClientGone
 from worker.server.exchange import (
     DIALECT,
     ID,
+    WRITE_TIMEOUT,
+    ClientGone,
     ServerExchange,
     StreamFrames,
     from_http_exception,
