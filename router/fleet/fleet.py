@@ -326,6 +326,8 @@ class Fleet:
         finally:
             considered.cancel()
         if worker.stopped.is_set() and not task.done():
+            # The task gets the outcome in a later pass of the event loop. It has none yet if its lease moves to another
+            # worker.
             await asyncio.wait([task], timeout=1.0)
         if task.done():
             task.result()

@@ -124,7 +124,7 @@ class Model:
 
     def excess_replicas(self) -> list[Worker]:
         """Return replicas beyond the minimum, the newest first. They exit when idle."""
-        return self.all_open[: self.preset.replicas[0] - 1 : -1]
+        return self.all_open[: self.preset.replicas[0] - 1 : -1]  # from the end down to the first beyond the minimum
 
     def promote(self) -> None:
         """Make the oldest open worker the required one if there is none."""

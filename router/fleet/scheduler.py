@@ -220,6 +220,7 @@ class FleetScheduler:
             spare = early_start.spare_memory(found, waiting + refining, residents, devices)
             fleet.sleeping_weights.put_to_sleep(fleet.models.values(), spare - sum(decision.begin.values()))
         if found.look_again is not None:
+            # A moment later, so that `now` of that plan is not before `look_again` by rounding.
             self._set_timer(max(now, found.look_again) + 0.001)
 
     def _run_planner(self, inputs: PlanInputs) -> Plan:

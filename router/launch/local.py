@@ -35,6 +35,7 @@ log = logging.getLogger("router.launch.local")
 
 FinalEvent = TypeVar("FinalEvent", Downloaded, Converted, Estimated)
 
+SAMPLE_INTERVAL = 1.0  # seconds between two readings of the devices
 # Seconds without an event after which a conversion counts as dead. It reports every quarter of a gigabyte; 10 minutes
 # for that is a guess for a machine that is busy with other things.
 CONVERT_SILENCE = 600.0
@@ -57,7 +58,6 @@ class LocalLauncher:
         shared_folder: Path | None = None,
         offline: bool = False,
         hf_token: str = "",
-        sample_interval: float = 1.0,
         download_silence: float = 60.0,
         estimate_timeout: float = 120.0,
         python_argv: Sequence[str] = PYTHON_ARGV,
@@ -67,7 +67,6 @@ class LocalLauncher:
         """
         environ: the router's own environment; an allow-list of it is passed on.
         shared_folder: in which the routers of this machine share their reservations; None: there is no other.
-        sample_interval: seconds between readings.
         download_silence: seconds without any event after which a download counts as dead.
         estimate_timeout: seconds that an estimate may take in all.
         python_argv: the command of the worker program, the interpreter first.
@@ -75,7 +74,6 @@ class LocalLauncher:
         fork_server_pause: seconds until a fork server that died is replaced for the first time.
         """
         self.on_reading: Callable[[], None] = lambda: None  # called on the event loop after each new reading
-        self._interval = sample_interval
         self._download_silence = download_silence
         self._estimate_timeout = estimate_timeout
         self._ooms = OomKills(count_oom_kills)
@@ -128,13 +126,13 @@ class LocalLauncher:
             await asyncio.wait({self._sampling})
         # The fork server ends last: it is the parent of the forked workers, so only it can reap them.
         self.kill_all()
-        await self._processes.wait_for_exits(besides=self.fork_servers.pid)
+        await self._processes.wait_for_exits(except_pid=self.fork_servers.pid)
         await self.fork_servers.stop()
         await self._entered.aclose()
 
     def kill_all(self) -> None:
         """Send SIGKILL to every group at once, for a router that must not wait. Their blocks end as usual."""
-        self._processes.kill(besides=self.fork_servers.pid)
+        self._processes.kill(except_pid=self.fork_servers.pid)
 
     # Readings
 
@@ -152,7 +150,7 @@ class LocalLauncher:
     async def _sample(self) -> None:
         """Check devices, the kernel's OOM kills and orphans that ended by themselves, at regular intervals."""
         while True:
-            await asyncio.sleep(self._interval)
+            await asyncio.sleep(SAMPLE_INTERVAL)
             await self._sampler.sample()
             self._ooms.sample(asyncio.get_running_loop().time())
             try:
@@ -297,6 +295,6 @@ class LocalLauncher:
 
 
 def _report_failure(task: "asyncio.Task[None]") -> None:
-    """Report that a task ended that should run for ever. asyncio would do so only when the task is collected."""
+    """Report that a task ended that should never end. asyncio would do so only when the task is collected."""
     if not task.cancelled() and (error := task.exception()) is not None:
         task.get_loop().call_exception_handler({"message": "readings have ended", "exception": error, "task": task})

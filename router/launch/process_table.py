@@ -111,14 +111,14 @@ class ProcessTable:
         except OSError as error:
             log.warning("cannot remove what process %d left: %s", child.pid, error)
 
-    def kill(self, besides: int = 0) -> None:
-        """Send SIGKILL to all groups but that of the process `besides`. Tasks that wait in `end` then return."""
-        for child in self._all_but(besides):
+    def kill(self, except_pid: int = 0) -> None:
+        """Send SIGKILL to all groups but that of the process `except_pid`. Tasks that wait in `end` then return."""
+        for child in self._all_but(except_pid):
             child.kill()
 
-    async def wait_for_exits(self, besides: int = 0) -> None:
-        """Return once all processes but `besides` are reaped, or after `CLOSE_TIMEOUT`."""
-        if children := self._all_but(besides):
+    async def wait_for_exits(self, except_pid: int = 0) -> None:
+        """Return once all processes but `except_pid` are reaped, or after `CLOSE_TIMEOUT`."""
+        if children := self._all_but(except_pid):
             await asyncio.wait({child.exited for child in children}, timeout=CLOSE_TIMEOUT)
 
     def _all_but(self, pid: int) -> Sequence[Child]:

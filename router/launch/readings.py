@@ -1,6 +1,6 @@
 """Readings of this machine's devices: taken regularly, settled after a process has exited, shared between routers.
 
-Drivers may block for seconds or for ever, so they are read in a thread of its own, which the program's exit does not
+Drivers may block for seconds or without end, so they are read in a thread of its own, which the program's exit does not
 wait for. A device that cannot be read is shown as full: no worker starts where free memory is unknown.
 
 A load takes its memory bit by bit, and the kernel counts pages of mapped files as available. So each router of this

@@ -133,19 +133,19 @@ def _tensor_parallel(
 ) -> Iterator[Choice]:
     """Yield the ways of tensor parallelism on some of `devices`, the fewest first; the ways of layer split or one
     device, with a note, if the model cannot be divided. Raises Indivisible if there are too few devices."""
-    asked, on_host = preset.tensor_parallel, all(device.index == HOST for device in devices)
+    ranks, on_host = preset.tensor_parallel, all(device.index == HOST for device in devices)
     if on_host:
-        yield _on_host(facts, preset, asked, frozenset(devices))
+        yield _on_host(facts, preset, ranks, frozenset(devices))
         return
     bounds = within_gpu_split(preset, order, room)
     offered = len(bounds)
-    if asked != ALL_DEVICES and asked > offered:
+    if ranks != ALL_DEVICES and ranks > offered:
         raise Indivisible(
-            f"{preset.id}: tensor-parallel = {asked} needs {asked} accelerators, and there are {offered} that it may"
+            f"{preset.id}: tensor-parallel = {ranks} needs {ranks} accelerators, and there are {offered} that it may"
             " use; lower it"
         )
     # Asked for without a number (`split-mode = tensor`): the fewest ranks that fit, since each adds communication.
-    counts = range(2, offered + 1) if asked == 1 else [offered if asked == ALL_DEVICES else asked]
+    counts = range(2, offered + 1) if ranks == 1 else [offered if ranks == ALL_DEVICES else ranks]
     if offered < 2:
         yield Choice(devices=frozenset(bounds))
         return
@@ -158,16 +158,16 @@ def _tensor_parallel(
         yield Choice(ranks=count, devices=frozenset(place or bounds), place=place)
 
 
-def _on_host(facts: Checkpoint, preset: Preset, asked: int, devices: frozenset[DeviceId]) -> Choice:
+def _on_host(facts: Checkpoint, preset: Preset, ranks: int, devices: frozenset[DeviceId]) -> Choice:
     """Return the way of tensor parallelism on main memory, where only a number of processes asks for it."""
-    if asked == 1:
+    if ranks == 1:
         return Choice(devices=devices)
-    if asked == ALL_DEVICES:
+    if ranks == ALL_DEVICES:
         note = "tensor-parallel = max counts accelerators, and it is on the CPU, so one process computes it"
         return Choice(devices=devices, note=note)
-    why = tensor_parallel.reason_not_to_divide_by(facts, preset, asked)
-    note = f"tensor-parallel = {asked} is not possible, so one process computes it: {why}" if why else ""
-    return Choice(devices=devices, ranks=1 if why else asked, note=note)
+    why = tensor_parallel.reason_not_to_divide_by(facts, preset, ranks)
+    note = f"tensor-parallel = {ranks} is not possible, so one process computes it: {why}" if why else ""
+    return Choice(devices=devices, ranks=1 if why else ranks, note=note)
 
 
 def _fallback(
@@ -179,8 +179,8 @@ def _fallback(
 ) -> Iterator[Choice]:
     """Yield what replaces tensor parallelism over the numbers of devices in `reasons`: a split of the layers over as
     many, else one device."""
-    asked = preset.tensor_parallel
-    key = "split-mode = tensor" if asked == 1 else f"tensor-parallel = {'max' if asked == ALL_DEVICES else asked}"
+    ranks = preset.tensor_parallel
+    key = "split-mode = tensor" if ranks == 1 else f"tensor-parallel = {'max' if ranks == ALL_DEVICES else ranks}"
     fewest = min(reasons)
     why_whole = _reason_not_to_split(facts, preset)
     counts = {min(count, len(facts.by_layer)) for count in reasons}

@@ -155,7 +155,7 @@ class VictimOrder:
         self.patient_until = demand.since + victims.patience
         self._bounds: dict[int, float] = {}
 
-    def on(self, devices: Sequence[DeviceId]) -> list[Resident]:
+    def on_devices(self, devices: Sequence[DeviceId]) -> list[Resident]:
         """Return those with memory on one of these devices, in order."""
         victims = self.victims
         if len(devices) == 1:

@@ -1,8 +1,8 @@
 """Placement: the places that a demand could take. PURE.
 
 A place is a tuple of devices of one node, one for each shard. `Places` has no residents: the caller passes
-the free memory as a function or a mapping. `Occupants` knows which residents and models are on a device, and which
-loads run there.
+the free memory as a function or a mapping. `Occupants` has the residents and models on each device, and the loads
+that run there.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -33,8 +33,8 @@ from router.planner.ledger import WORKER_SLOTS, Bytes, Device, DeviceId, Residen
 from router.planner.placement import Occupants, Place, Places
 from router.planner.types import Demand, Eviction, Plan, Policy, Refusal, Shortage, Start, Wait, WaitCause
 
-Floor = tuple[Any, ...]
 # A lower bound of the key of an offer: the first elements of such a key (see `_Walk._least_disturbing`).
+Floor = tuple[Any, ...]
 
 
 def plan(
@@ -279,7 +279,7 @@ class _Walk:
         least, last = self.stages.least.free, self.stages.last.free
         now, patient_until = self.now, order.patient_until
 
-        def on(id: DeviceId, size: int) -> Floor:
+        def floor_on(id: DeviceId, size: int) -> Floor:
             """The lower bound of one device; empty if no resident has to leave it."""
             pool = pools[id]
             if not memory or least[pool] >= size:
@@ -295,15 +295,15 @@ class _Walk:
                 return min(floor, (max(now, bounds[pool]), ()))
             return floor
 
-        def free(place: Place) -> Floor:
+        def floor_if_free(place: Place) -> Floor:
             # No victims, so the whole key is known. It is no start because a load there measures the device.
             return -inf, NO_VICTIMS, self.occupants.must_load_alone(demand, place), self._preference(demand, place)
 
         with_room, shards = self.places.with_room(demand, groups, self.emptied.free), demand.shards
         if len(shards) == 1 and not demand.place:
-            return [(on(id, shards[0]) or free((id,)), (id,)) for group in with_room for id in group]
+            return [(floor_on(id, shards[0]) or floor_if_free((id,)), (id,)) for group in with_room for id in group]
         return [
-            (max(map(on, place, shards)) or free(place), place)
+            (max(map(floor_on, place, shards)) or floor_if_free(place), place)
             for place in self.places.of(demand, groups, self._free_if_emptied, with_room)
         ]
 
@@ -317,7 +317,7 @@ class _Walk:
         views = (last,) if not self.stages.has_later_moments or last.is_like(least, claim) else (last, least)
         for view in views:
             short = view.short(claim)
-            victims = view.victims_for(claim, order.on(short), short) if short else ()
+            victims = view.victims_for(claim, order.on_devices(short), short) if short else ()
             if victims is not None:
                 yield victims
 

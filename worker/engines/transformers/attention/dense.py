@@ -62,8 +62,8 @@ def _can_use_flash_attention(
 ) -> bool:
     """True if a fused CUDA kernel supports keys shared by heads: only FlashAttention does, without a mask, in 16-bit
     types and on supported GPUs."""
-    asked = torch.backends.cuda.SDPAParams(query, keys, values, mask, 0.0, causal, True)
-    return mask is None and torch.backends.cuda.can_use_flash_attention(asked)
+    params = torch.backends.cuda.SDPAParams(query, keys, values, mask, 0.0, causal, True)
+    return mask is None and torch.backends.cuda.can_use_flash_attention(params)
 
 
 def eager(
