@@ -46,7 +46,7 @@ def machine(
         Device(
             id=id,
             total=total,
-            used=foreign.get(id, 0) + sum(occupied(one, id) for one in residents),
+            used=foreign.get(id, 0) + sum(occupied(resident, id) for resident in residents),
             foreign=foreign.get(id, 0),
             margin=0 if id == COUNT else margin,
             limit=(limit or {}).get(id),
@@ -80,15 +80,15 @@ def claim_of(
 
 
 def overcommitted(
-    devices: Sequence[Device], here: Sequence[Resident], gone: Sequence[Resident], claims: Sequence[Bytes]
+    devices: Sequence[Device], residents: Sequence[Resident], gone: Sequence[Resident], claims: Sequence[Bytes]
 ) -> list[DeviceId]:
-    """The devices on which `claims` exceed the margin, by driver or by ledger, once `gone` of `here` have stopped."""
-    left = {one.id for one in gone}
+    """The devices on which `claims` exceed the margin, by driver or by ledger, once `gone` have stopped."""
+    left_ids = {resident.id for resident in gone}
     result = []
     for device in devices:
         taken = sum(claim.get(device.id, 0) for claim in claims)
-        reserved = sum(one.reserved.get(device.id, 0) for one in here if one.id not in left)
-        driver = device.used - sum(occupied(one, device.id) for one in gone)
+        reserved = sum(resident.reserved.get(device.id, 0) for resident in residents if resident.id not in left_ids)
+        driver = device.used - sum(occupied(resident, device.id) for resident in gone)
         top = device.total - device.margin
         by_limit = device.limit is not None and reserved + taken > device.limit - device.margin - device.shared
         if taken and (driver + taken > top or device.foreign + reserved + taken > top or by_limit):

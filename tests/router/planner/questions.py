@@ -25,17 +25,19 @@ class Fleet:
         return plan(self.waiting, self.residents, self.devices, self.now, policy)
 
     @property
-    def line(self) -> list[Demand]:
+    def queue(self) -> list[Demand]:
         """The demands in the order in which the planner serves them."""
-        return sorted(self.waiting, key=lambda one: (one.best_effort, -one.priority, one.since, one.id))
+        return sorted(self.waiting, key=lambda demand: (demand.best_effort, -demand.priority, demand.since, demand.id))
 
     def claims(self, plan: Plan, among: Sequence[Demand], *, granted: bool = True) -> dict[int, Bytes]:
-        """Return the bytes that those who start or keep a place will take there, with or without granted steps."""
+        """Return the bytes that demands which start or keep a place will take there, with or without granted steps."""
         places = {id: wait.place for id, wait in plan.waits.items() if wait.place}
         places |= {id: start.place for id, start in plan.start.items()}
         steps = {id: start.steps for id, start in plan.start.items() if granted}
-        found = [one for one in among if one.id in places]
-        return {one.id: claim_of(one, places[one.id], self.devices, steps.get(one.id, 0)) for one in found}
+        found = [demand for demand in among if demand.id in places]
+        return {
+            demand.id: claim_of(demand, places[demand.id], self.devices, steps.get(demand.id, 0)) for demand in found
+        }
 
     def stages(
         self, plan: Plan, among: Sequence[Demand], *, granted: bool = True
@@ -43,10 +45,10 @@ class Fleet:
         """The residents that have gone and the claims: first as the plan says now, then after each waiting demand in
         turn has got its place."""
         claims = self.claims(plan, among, granted=granted)
-        asked = {one.id for one in among} | {None}
-        gone = {one.id for one in self.residents if one.leaving}
-        gone |= {id for id, eviction in plan.evict.items() if eviction.for_demand in asked}
-        later = [one.id for one in among if one.id in claims and is_pending(plan, one.id)]
+        for_demands = {demand.id for demand in among} | {None}
+        gone = {resident.id for resident in self.residents if resident.leaving}
+        gone |= {id for id, eviction in plan.evict.items() if eviction.for_demand in for_demands}
+        later = [demand.id for demand in among if demand.id in claims and is_pending(plan, demand.id)]
         taken = [claims[id] for id in claims if id not in later]
         yield set(gone), list(taken)
         for id in later:
@@ -54,13 +56,15 @@ class Fleet:
             taken.append(claims[id])
             yield set(gone), list(taken)
 
-    def over(self, gone: set[int], claims: Sequence[Bytes]) -> list[DeviceId]:
+    def overcommitted_devices(self, gone: set[int], claims: Sequence[Bytes]) -> list[DeviceId]:
         devices = [device for device in self.devices if self.memory or device.id.index == WORKER_SLOTS]
-        return overcommitted(devices, self.residents, [one for one in self.residents if one.id in gone], claims)
+        return overcommitted(
+            devices, self.residents, [resident for resident in self.residents if resident.id in gone], claims
+        )
 
     def leaving(self, plan: Plan) -> list[Resident]:
         """The residents that leave by this plan or an earlier one."""
-        return [one for one in self.residents if one.leaving or one.id in plan.evict]
+        return [resident for resident in self.residents if resident.leaving or resident.id in plan.evict]
 
 
 def is_pending(plan: Plan, id: int) -> bool:
@@ -75,25 +79,28 @@ def is_pending(plan: Plan, id: int) -> bool:
 
 
 def starts_too_much(fleet: Fleet, plan: Plan) -> list[DeviceId]:
-    """Devices on which what it starts exceeds the margin, by driver or by ledger."""
-    return fleet.over(set(), [start.claim for start in plan.start.values()])
+    """Devices on which the demands that start exceed the margin, by driver or by ledger."""
+    return fleet.overcommitted_devices(set(), [start.claim for start in plan.start.values()])
 
 
 def overtaken(fleet: Fleet, plan: Plan) -> list[DeviceId]:
-    """Devices on which, as each that has to wait gets its place in the order of the line, there is no room for all that
-    was promised."""
-    return [id for gone, taken in fleet.stages(plan, fleet.line) for id in fleet.over(gone, taken)]
+    """Devices on which, as each waiting demand gets its place in the order of the queue, there is no room for all
+    claims."""
+    return [id for gone, taken in fleet.stages(plan, fleet.queue) for id in fleet.overcommitted_devices(gone, taken)]
 
 
 def superfluous(fleet: Fleet, plan: Plan) -> list[int]:
     """Victims that need not be evicted: the demand they make room for, and all demands ahead of it, would start as soon
     without that. No victim is evicted for more than the least of a range.
     """
-    line = fleet.line
+    queue = fleet.queue
     found = []
     for id, eviction in plan.evict.items():
         if eviction.reason == "evicted":
-            ahead = line[: 1 + [one.id for one in line].index(eviction.for_demand or 0)]
-            if not any(fleet.over(gone - {id}, taken) for gone, taken in fleet.stages(plan, ahead, granted=False)):
+            ahead = queue[: 1 + [demand.id for demand in queue].index(eviction.for_demand or 0)]
+            if not any(
+                fleet.overcommitted_devices(gone - {id}, taken)
+                for gone, taken in fleet.stages(plan, ahead, granted=False)
+            ):
                 found.append(id)
     return found

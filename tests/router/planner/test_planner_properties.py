@@ -68,7 +68,7 @@ def test_no_victim_is_superfluous(fleet: Fleet) -> None:
 
 @law
 def test_no_demand_takes_the_place_of_one_ahead(fleet: Fleet) -> None:
-    """As each that has to wait gets its place, in the order of the line, there is room for all that was promised."""
+    """As each that has to wait gets its place, in the order of the queue, there is room for all claims."""
     assert overtaken(fleet, fleet.ask()) == []
 
 
