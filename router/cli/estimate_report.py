@@ -236,12 +236,12 @@ def _context_formula(report: Report) -> str:
     if report.estimate.source == "weights":
         return "not known"
     parts = []
-    if facts.attending:
+    if facts.attention_layers:
         element = DTYPE_BYTES.get(report.dtype, 4)
         dims = facts.head_dim, facts.value_dim or facts.head_dim
         head = sum(head_bytes(preset.kv_cache_dtype, dim, element) for dim in dims)
         dtype = report.dtype if preset.kv_cache_dtype == "auto" else preset.kv_cache_dtype
-        heads = f"{_count(facts.attending, 'layer')} x {_count(facts.kv_heads, 'KV head')}"
+        heads = f"{_count(facts.attention_layers, 'layer')} x {_count(facts.kv_heads, 'KV head')}"
         least = ", for one request" if report.estimate.kv_steps else ""
         parts.append(f"{heads} x {head} B of {dtype} x {report.estimate.kv_tokens} tokens{least}")
     if facts.cross_attention:

@@ -104,7 +104,7 @@ def read(
             nested = _json(folder / "processor_config.json").get("image_processor")
             processor = {**_json(folder / "preprocessor_config.json"), **(nested if isinstance(nested, dict) else {})}
             tower, tokens, elements = largest_image(config, processor)
-            facts = replace(facts, tower=tower, picture_tokens=tokens, picture_elements=elements)
+            facts = replace(facts, vision_elements=tower, picture_tokens=tokens, picture_elements=elements)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # any key may hold anything
         raise UnknownCheckpoint(f"{folder / 'config.json'} describes no model ({error}); fetch it again") from None
     return facts
@@ -408,7 +408,7 @@ def _facts(config: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> Checkpo
             if not _NO_PARAMETER.search(name)
         ),
         by_layer=by_layer,
-        matrices=matrices,
+        matrix_elements=matrices,
         named_layers=len({match[1] for match in map(LAYER.search, loaded) if match}),
         behind=behind,
         stacked=sum(math.prod(shape) for name, (_, shape, _) in tensors.items() if EXPERT.search(name)),

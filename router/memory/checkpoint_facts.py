@@ -73,7 +73,7 @@ class Linears:
     elements: int = 0
     rows: int = 0  # of all of them; 8 bits have a scale for each
     blocks: int = 0  # of 64 elements; 4 bits have a scale for each
-    ends: int = 0  # inputs and outputs of all of them: a LoRA adapter of rank 1 has so many elements
+    lora_elements: int = 0  # of a LoRA adapter of rank 1: inputs and outputs of all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,9 @@ class Checkpoint:
     head_dim: int = 0  # elements of one head's key in the cache; the config's when given, else hidden / heads
     # Elements of one head's value in the cache; the rotary part of the key with multi-head latent attention.
     value_dim: int = 0
-    expanded: int = 0  # elements of keys and values of one token as attention reads them, of all query heads
+    attention_elements: int = 0  # elements of keys and values of one token as attention reads them, of all query heads
     intermediate: int = 0  # width of the MLP; of all experts that one token visits together
-    widths: Mapping[str, int] = field(default_factory=dict)  # of the dense MLP, of an expert and of a shared one
+    mlp_widths: Mapping[str, int] = field(default_factory=dict)  # of the dense MLP, of an expert and of a shared one
     vocab_size: int = 0
     # Longest sequence that the model was made for; 0: the config states none (ALiBi, state-space models).
     max_positions: int = 0
@@ -120,7 +120,7 @@ class Checkpoint:
     tensors: Mapping[str, Tally] = field(default_factory=dict)
     params: int = 0  # parameters of the model; quantized ones are counted dequantized
     by_layer: tuple[Part, ...] = ()  # empty: the tensor names do not show the layers
-    matrices: int = 0  # elements of all layers' matrices, without their vectors; 0: the names do not show them
+    matrix_elements: int = 0  # elements of all layers' matrices, without their vectors; 0: the names do not show them
     named_layers: int = 0  # number of layers that the tensor names show
     behind: Part = Part()  # what stands behind the layers: a head that is not the embedding, the last norm
     file_bytes: int = 0  # of the weight files
@@ -128,7 +128,7 @@ class Checkpoint:
     head_elements: int = 0  # parameters of layers behind an embedder's model, which the worker keeps in float32
     largest: int = 0  # bytes of the largest stored tensor
     stacked: int = 0  # elements of tensors that are put together into larger ones while the model is loaded
-    tower: int = 0  # bound on the elements of one step of the vision tower, on the largest image; 0: no images
+    vision_elements: int = 0  # bound for one step of the vision tower, on the largest image; 0: no images
     picture_tokens: int = 0  # of that image in a prompt
     picture_elements: int = 0  # of that image as the tower takes it
     quantization: str = ""  # method that the config states: gptq, awq, fp8
@@ -145,7 +145,7 @@ class Checkpoint:
     vocab_type: int = 0  # as llama.cpp numbers them: 0 none, 1 SentencePiece, 2 byte pairs, 3 word pieces, 4 unigrams
 
     @property
-    def attending(self) -> int:
+    def attention_layers(self) -> int:
         """The number of layers with keys and values."""
         return self.layers - self.state_layers + self.hybrids
 
@@ -228,9 +228,9 @@ def from_config(
         kv_heads=kv_heads,
         head_dim=head_dim,
         value_dim=value_dim,
-        expanded=expanded,
+        attention_elements=expanded,
         intermediate=_intermediate(text, hidden),
-        widths={
+        mlp_widths={
             "MLP": _dense(text, hidden),
             "experts": _first(text, "moe_intermediate_size"),
             "shared expert": _first(text, "shared_expert_intermediate_size"),

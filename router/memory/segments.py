@@ -127,7 +127,7 @@ def draft_preset(preset: Preset) -> Preset:
 def adapter_bytes(facts: Checkpoint, preset: Preset, size: int) -> int:
     """Return the bytes of the LoRA slots with elements of `size` bytes: A and B of every linear layer (Hu et al. 2021,
     section 4.1)."""
-    return preset.adapter_slots * preset.max_lora_rank * facts.linears.ends * size
+    return preset.adapter_slots * preset.max_lora_rank * facts.linears.lora_elements * size
 
 
 def quantized_and_kept(facts: Checkpoint, preset: Preset, part: Checkpoint | Part, *, on_host: bool) -> tuple[int, int]:
@@ -241,7 +241,7 @@ def kv_range(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -
             f"{preset.id}: kv-tokens {preset.kv_tokens} is less than the {tokens} tokens that one request may have"
             " (ctx-size); raise kv-tokens or lower ctx-size"
         )
-    attending = facts.attending
+    attending = facts.attention_layers
     if facts.layers <= 0 or (attending and not (facts.kv_heads and facts.head_dim)):
         raise UnknownArchitecture(
             preset.id,
@@ -318,7 +318,7 @@ def compute_bytes(
     bound = LEAST_BYTES + _layer_bytes(facts, preset, step, size)
     bound += _attention_bytes(facts, preset, step, tokens, size, on_host)
     if takes_images(facts, preset):  # one layer of the vision tower, and the features of one image for each row
-        bound += (facts.tower + rows * facts.picture_tokens * facts.hidden) * size
+        bound += (facts.vision_elements + rows * facts.picture_tokens * facts.hidden) * size
     if only_encodes or part == "layers":
         return bound
     bound += facts.vocab_size * (rows + PROMPT_LOGITS + drafted) * DRAW_BYTES
@@ -338,7 +338,7 @@ def most_drafted(preset: Preset) -> int:
 
 def _layer_bytes(facts: Checkpoint, preset: Preset, step: int, size: int) -> int:
     """Return the bytes of the tensors of one layer for a step of `step` tokens. `size`: bytes of an element."""
-    queries = max(facts.expanded // 2, facts.hidden)
+    queries = max(facts.attention_elements // 2, facts.hidden)
     widths = facts.hidden + queries + facts.intermediate
     is_quantized = bool(facts.quantization or bits_on_load(facts, preset))
     # Each token counts a state of its own. Models whose tokens share one in blocks have products of tokens instead.
@@ -359,7 +359,7 @@ def _attention_bytes(facts: Checkpoint, preset: Preset, step: int, tokens: int, 
     # Keys and values of one row in one piece, and once more repeated for each query head. On the aligned backend each
     # decoding row repeats its own.
     cached = tokens * facts.kv_heads * (facts.head_dim + facts.value_dim) * size
-    bound += 2 * (1 + preset.parallel * facts.aligned) * max(tokens * facts.expanded * size, cached)
+    bound += 2 * (1 + preset.parallel * facts.aligned) * max(tokens * facts.attention_elements * size, cached)
     is_converted = is_compact(preset.kv_cache_dtype, compute_dtype(facts, preset, on_host=on_host))
     if is_converted and not only_encodes:  # a step converts the cache of all its rows, in parts
         bound += 2 * min(preset.parallel * cached, DEQUANTIZED_KV_BYTES["cpu" if on_host else "cuda"])

@@ -38,11 +38,11 @@ def reason_not_to_divide_by(facts: Checkpoint, preset: Preset, ranks: int) -> st
     for number, what in (
         (facts.heads, "attention heads"),
         (facts.kv_heads, "heads of keys and values"),
-        *((width, f"columns in its {part}") for part, width in facts.widths.items()),
+        *((width, f"columns in its {part}") for part, width in facts.mlp_widths.items()),
     ):
         if number % ranks:
             return f"it has {number} {what}, which {ranks} does not divide"
-    if not facts.matrices:
+    if not facts.matrix_elements:
         return "its tensor names do not identify the layers"
     return ""
 
@@ -112,8 +112,8 @@ def _with_divided_adapters(facts: Checkpoint, ranks: int) -> Checkpoint:
     """Return the facts with the elements of LoRA adapters that one rank has."""
     # One end of each linear layer is the hidden state, which is not divided: A or B of an adapter is whole there.
     undivided = facts.linears.count * facts.hidden
-    ends = undivided + -(-(facts.linears.ends - undivided) // ranks)
-    return replace(facts, linears=replace(facts.linears, ends=ends))
+    lora_elements = undivided + -(-(facts.linears.lora_elements - undivided) // ranks)
+    return replace(facts, linears=replace(facts.linears, lora_elements=lora_elements))
 
 
 def _part_of_rank(facts: Checkpoint, ranks: int) -> Checkpoint:
@@ -122,7 +122,7 @@ def _part_of_rank(facts: Checkpoint, ranks: int) -> Checkpoint:
         facts,
         heads=facts.heads // ranks,
         kv_heads=facts.kv_heads // ranks,
-        expanded=facts.expanded // ranks,
+        attention_elements=facts.attention_elements // ranks,
         intermediate=facts.intermediate // ranks,
     )
 
@@ -131,4 +131,4 @@ def divided_elements(facts: Checkpoint, ranks: int) -> int:
     """Return the number of weights that are divided; the others are on each rank."""
     head = 0 if facts.tied or facts.vocab_size % ranks else facts.vocab_size * facts.hidden
     behind = sum(tally.elements for tally in facts.behind.tensors.values())
-    return facts.matrices + (head if behind >= head else 0)
+    return facts.matrix_elements + (head if behind >= head else 0)

@@ -10,8 +10,8 @@ from router.memory.checkpoint_facts import Checkpoint, Part, Tally
 from router.memory.segments import kv_range
 
 QWEN3_4B = Checkpoint(
-    model_type="qwen3", layers=36, hidden=2560, heads=32, kv_heads=8, head_dim=128, value_dim=128, expanded=8192,
-    intermediate=9728, vocab_size=151936, max_positions=40960, tied=True, dtype="bfloat16",
+    model_type="qwen3", layers=36, hidden=2560, heads=32, kv_heads=8, head_dim=128, value_dim=128,
+    attention_elements=8192, intermediate=9728, vocab_size=151936, max_positions=40960, tied=True, dtype="bfloat16",
     tensors={"bfloat16": Tally(4_022_468_096, 8_044_936_192)}, params=4_022_468_096, file_bytes=8_044_982_080,
     by_layer=(Part({"bfloat16": Tally(100_930_816, 201_861_632)}),) * 36, behind=Part({"bfloat16": Tally(2560, 5120)}),
     largest=777_912_320, capabilities=("chat", "completion"),

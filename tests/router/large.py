@@ -9,8 +9,8 @@ CPU = DeviceId(LOCAL, HOST)
 LAYER = 850_000_000
 """Elements, of a model as large as they come on one node: 80 layers, 68 billion parameters, untied."""
 BIG = Checkpoint(
-    model_type="llama", layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, value_dim=128, expanded=16384,
-    intermediate=28672, vocab_size=128256, max_positions=8192, dtype="bfloat16",
+    model_type="llama", layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, value_dim=128,
+    attention_elements=16384, intermediate=28672, vocab_size=128256, max_positions=8192, dtype="bfloat16",
     tensors={"bfloat16": Tally(80 * LAYER + 2 * 128256 * 8192, 2 * (80 * LAYER + 2 * 128256 * 8192))},
     by_layer=(Part({"bfloat16": Tally(LAYER, 2 * LAYER)}),) * 80,
     behind=Part({"bfloat16": Tally(128256 * 8192, 2 * 128256 * 8192)}), capabilities=("completion",),

@@ -106,6 +106,6 @@ def test_an_adapter_of_a_larger_rank_than_the_preset_allows_causes_a_warning() -
 
 def test_slots_are_part_of_the_static_estimate() -> None:
     """Of each linear layer inputs and outputs, times slots and rank."""
-    facts = Checkpoint(linears=Linears(count=2, ends=2 * (64 + 128)))
+    facts = Checkpoint(linears=Linears(count=2, lora_elements=2 * (64 + 128)))
     preset: Any = Preset(id="m", enable_lora="on", max_loras=3, max_lora_rank=8)
     assert adapter_bytes(facts, preset, 2) == 3 * 8 * 2 * (64 + 128) * 2

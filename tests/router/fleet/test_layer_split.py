@@ -106,7 +106,7 @@ async def test_a_model_that_exceeds_its_gpu_memory_utilization_is_refused_by_thi
 @virtual
 async def test_tensor_parallelism_reserves_all_devices_of_the_preset_at_once() -> None:
     scene = world(12 * GIB, small=6 * GIB, tensor_parallel=2)
-    scene.files.checkpoint = replace(FOUR_GIB, matrices=4 * GIB, heads=4, kv_heads=2, intermediate=64)
+    scene.files.checkpoint = replace(FOUR_GIB, matrix_elements=4 * GIB, heads=4, kv_heads=2, intermediate=64)
     await scene.ask("a")
     await scene.ask("b")
     await scene.ask("big")
@@ -123,7 +123,7 @@ async def test_a_model_that_tensor_parallelism_does_not_divide_is_split_by_layer
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     scene = world(12 * GIB, tensor_parallel=2)
-    scene.files.checkpoint = replace(FOUR_GIB, matrices=4 * GIB, heads=3)
+    scene.files.checkpoint = replace(FOUR_GIB, matrix_elements=4 * GIB, heads=3)
     await scene.ask("big")
     worker, choice = scene.worker("big"), scene.costs("big").choice
     assert (set(worker.place), sum(choice.layers), choice.ranks) == ({GPU0, GPU1}, 4, 1)

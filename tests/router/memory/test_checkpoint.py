@@ -85,7 +85,7 @@ def test_latent_attention_caches_one_compressed_row(tmp_path: Path) -> None:
     mla: dict[str, Any] = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
     facts = read(snapshot(tmp_path, num_key_value_heads=4, **mla))
     assert (facts.kv_heads, facts.head_dim, facts.value_dim) == (1, 32, 8)
-    assert facts.expanded == 4 * (16 + 8 + 16)
+    assert facts.attention_elements == 4 * (16 + 8 + 16)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_only_matrices_that_are_quantized_count_as_linear_layers(tmp_path: Path)
         "model.embed_positions.weight": ("BF16", [9, 64]),
     }
     facts = read(snapshot(tmp_path, tensors={**TENSORS, **linear, **others}))
-    assert facts.linears == Linears(count=2, elements=3904, rows=65, blocks=61, ends=189)
+    assert facts.linears == Linears(count=2, elements=3904, rows=65, blocks=61, lora_elements=189)
 
 
 def test_shards_of_an_index_are_read_together(tmp_path: Path) -> None:
@@ -328,7 +328,9 @@ def test_random_weights_count_the_tensors_that_the_config_implies(tmp_path: Path
     exact = 2 * 100 * 64 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64) + 64
     assert exact <= facts.params <= 1.05 * exact
     assert facts.tensors["bfloat16"].bytes == 2 * facts.params
-    assert facts.linears.ends == 2 * (4 * 64 + 2 * (64 + 32) + 3 * (64 + 128)), "LoRA slots have room for all of them"
+    assert facts.linears.lora_elements == 2 * (4 * 64 + 2 * (64 + 32) + 3 * (64 + 128)), (
+        "LoRA slots have room for all of them"
+    )
 
 
 def test_meta_has_the_fields_of_llama_server(tmp_path: Path) -> None:

@@ -290,7 +290,7 @@ def test_cuda_graphs_count_unless_they_are_turned_off() -> None:
 
 
 def test_compiled_kernels_count_on_main_memory_only() -> None:
-    small = replace(QWEN3_4B, hidden=64, heads=4, head_dim=16, expanded=128, intermediate=128, vocab_size=512)
+    small = replace(QWEN3_4B, hidden=64, heads=4, head_dim=16, attention_elements=128, intermediate=128, vocab_size=512)
     host, device = (
         estimate(small, preset(ctx_size=64, parallel=1, enforce_eager=True), on_host=way).compute[0]
         for way in (True, False)
@@ -412,7 +412,8 @@ def shaped(
     count = int(billions * 1e9)
     return Checkpoint(
         model_type="llama", layers=layers, hidden=hidden, heads=heads, kv_heads=kv, head_dim=size, value_dim=size,
-        expanded=2 * heads * size, intermediate=width, vocab_size=vocab, max_positions=positions, dtype="bfloat16",
+        attention_elements=2 * heads * size, intermediate=width, vocab_size=vocab, max_positions=positions,
+        dtype="bfloat16",
         tensors={"bfloat16": Tally(count, 2 * count)}, params=count, file_bytes=2 * count, named_layers=layers,
         largest=2 * vocab * hidden, linears=Linears(7 * layers, count, 0, 0, 0),
         capabilities=("completion",),

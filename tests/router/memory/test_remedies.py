@@ -114,7 +114,9 @@ def test_the_difference_is_applied_to_the_estimate_in_use() -> None:
 def test_quantization_is_a_remedy_for_a_layer_split_but_not_for_ranks() -> None:
     linears = Linears(8, 800_000_000, 60_000, 12_500_000)
     parts = tuple(replace(part, linears=linears) for part in BIG.by_layer)
-    facts = replace(BIG, matrices=80 * 800_000_000, by_layer=parts, linears=Linears(640, 64 * 10**9, 4_800_000, 10**9))
+    facts = replace(
+        BIG, matrix_elements=80 * 800_000_000, by_layer=parts, linears=Linears(640, 64 * 10**9, 4_800_000, 10**9)
+    )
     for choice, is_remedy in ((Choice(layers=(40, 40), devices=TWO), True), (Choice(ranks=2, devices=TWO), False)):
         what = found(preset(parallel=1), {**dict.fromkeys(GPU, 60 * GIB), CPU: 1 << 50}, choice, facts)
         assert ("quantization = bnb-8bit" in what.settings) is is_remedy
@@ -122,7 +124,7 @@ def test_quantization_is_a_remedy_for_a_layer_split_but_not_for_ranks() -> None:
 
 @pytest.mark.parametrize("choice", [Choice(layers=(40, 40), devices=TWO), Choice(ranks=2, devices=TWO)])
 def test_the_parts_of_a_split_model_count_on_each_device(choice: Choice) -> None:
-    facts = replace(BIG, matrices=80 * 800_000_000)
+    facts = replace(BIG, matrix_elements=80 * 800_000_000)
     said = preset(ctx_size=8192, parallel=1)
     known = static_estimate(choice, facts, said, threads=1, forked=False)
     room = {device: size - 100 * MIB for device, size in zip(GPU, sorted(known.shards, reverse=True), strict=False)}

@@ -20,7 +20,7 @@ from router.planner.ledger import DeviceId
 from tests.router.checkpoints import most_context
 from tests.router.large import BIG, CPU, GIB, GPU, LAYER
 
-LARGE = replace(BIG, matrices=80 * (LAYER - 2 * 8192), kv_heads=8)
+LARGE = replace(BIG, matrix_elements=80 * (LAYER - 2 * 8192), kv_heads=8)
 ROOM = dict.fromkeys(GPU, 100 * GIB)
 
 
@@ -31,7 +31,7 @@ def preset(**changes: Any) -> Preset:
 def with_widths(**members: int) -> Checkpoint:
     config = {"hidden_size": 8192, "num_experts_per_tok": 8, **members}
     stated = from_config(config, embedding=(9, 8192), key_rows=0, query_rows=0, stored_dtype="bfloat16")
-    return replace(LARGE, widths=stated.widths)
+    return replace(LARGE, mlp_widths=stated.mlp_widths)
 
 
 def ways(facts: Checkpoint, said: Preset, devices: list[DeviceId], room: Mapping[DeviceId, int]) -> list[Choice]:
@@ -99,7 +99,7 @@ def test_max_is_one_process_where_there_is_no_accelerator() -> None:
             {"tensor_parallel": 2, "enable_lora": "on", "max_loras": 2},
             "this version divides .* this is gpt2",
         ),
-        (replace(LARGE, matrices=0), {"tensor_parallel": 2}, "its tensor names do not identify the layers"),
+        (replace(LARGE, matrix_elements=0), {"tensor_parallel": 2}, "its tensor names do not identify the layers"),
         (replace(LARGE, quantization="gptq"), {"tensor_parallel": ALL_DEVICES}, "its weights are quantized"),
         (LARGE, {"tensor_parallel": 2, "quantization": "bnb-4bit"}, "its weights are quantized"),
     ],
@@ -185,7 +185,7 @@ def test_dividing_conserves_weights_and_keys(
     head = 0 if tied else vocab * 8192
     elements = matrices + rest + head
     tally = replace(LARGE.tensors["bfloat16"], elements=elements, bytes=2 * elements)
-    facts = replace(LARGE, matrices=matrices, tied=tied, vocab_size=vocab, tensors={"bfloat16": tally})
+    facts = replace(LARGE, matrix_elements=matrices, tied=tied, vocab_size=vocab, tensors={"bfloat16": tally})
     facts = replace(facts, behind=Part({"bfloat16": Tally(head, 2 * head)}))
     said = preset(ctx_size=tokens)
     found: MemoryEstimate = tensor_parallel.estimate(facts, said, ranks, on_host=False)
