@@ -147,13 +147,13 @@ class EvictionCandidates:
 class VictimOrder:
     """The possible victims of one demand, the first to be evicted first."""
 
-    __slots__ = ("_bounds", "demand", "patient_until", "victims")
+    __slots__ = ("_leaves_by", "demand", "patient_until", "victims")
 
     def __init__(self, victims: EvictionCandidates, demand: Demand):
         self.victims = victims
         self.demand = demand
         self.patient_until = demand.since + victims.patience
-        self._bounds: dict[int, float] = {}
+        self._leaves_by: dict[int, float] = {}
 
     def on_devices(self, devices: Sequence[DeviceId]) -> list[Resident]:
         """Return those with memory on one of these devices, in order."""
@@ -172,17 +172,18 @@ class VictimOrder:
                 if resident.best_effort and not resident.busy and resident.last_used < self.demand.since
             ]
         # The sort is stable, so residents that may leave at the same time stay in eviction order.
-        return sorted(evictable, key=self.bound)
+        return sorted(evictable, key=self.leaves_by)
 
-    def bound(self, resident: Resident) -> float:
+    def leaves_by(self, resident: Resident) -> float:
         """Return the time at which it may leave at the latest; -inf: now."""
         now = self.victims.now
         if not (resident.busy or resident.starting or resident.residency_ends > now):
             return -inf
-        bound = self._bounds.get(resident.id)
-        if bound is None:
-            bound = self._bounds[resident.id] = self._latest(resident) if self._may_leave_at(resident) > now else -inf
-        return bound
+        leaves_by = self._leaves_by.get(resident.id)
+        if leaves_by is None:
+            leaves_by = self._latest(resident) if self._may_leave_at(resident) > now else -inf
+            self._leaves_by[resident.id] = leaves_by
+        return leaves_by
 
     def next_moment(self) -> float:
         """Return the next time at which more of them may leave without any event; inf: never."""

@@ -54,7 +54,7 @@ class Places:
             groups = [[id for id in group if room[pools[id]] >= least] for group in groups]
         return list(groups)
 
-    def of(
+    def candidates(
         self,
         demand: Demand,
         groups: Iterable[Sequence[DeviceId]],
@@ -78,7 +78,7 @@ class Places:
                 if among is group or set(devices) <= set(among):
                     yield _assign(demand.shards, devices, room)
 
-    def share(self, demand: Demand, place: Place) -> dict[DeviceId, int]:
+    def claim(self, demand: Demand, place: Place) -> dict[DeviceId, int]:
         """Return the bytes that it reserves there. A shard is charged to the device that has the memory."""
         pools = self.pools
         if len(place) == 1:
@@ -114,8 +114,8 @@ class Places:
 
     def could_hold(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> bool:
         """Return whether it would fit on an empty machine."""
-        for place in self.of(demand, groups, self.capacity):
-            claim = self.share(demand, place)
+        for place in self.candidates(demand, groups, self.capacity):
+            claim = self.claim(demand, place)
             if all(self.capacity(id) >= needed for id, needed in claim.items() if id in self.binds):
                 return True
         return False
@@ -125,7 +125,7 @@ class Places:
         # One shard misses least on the roomiest device of each node, so the other places need not be tried.
         if len(demand.shards) == 1:
             groups = [[max(group, key=room)] for group in groups]
-        claims = [self.share(demand, place) for place in self.of(demand, groups, room)]
+        claims = [self.claim(demand, place) for place in self.candidates(demand, groups, room)]
         return min(claims, key=lambda claim: sum(self._missing(claim, room).values()), default={})
 
     def _missing(self, claim: Bytes, room: Callable[[DeviceId], int]) -> Bytes:

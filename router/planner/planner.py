@@ -74,7 +74,7 @@ class _Offer(NamedTuple):
     place: Place
     claim: Bytes
     victims: tuple[Resident, ...] = ()
-    bound: float = -inf  # the time at which the place is free at the latest; -inf: now
+    free_by: float = -inf  # the time at which the place is free at the latest; -inf: now
     ahead: Sequence[DeviceId] = ()  # the devices on which it waits for residents that are claimed by demands ahead
 
 
@@ -93,7 +93,7 @@ class _Walk:
         self.staying = {resident.id: resident for resident in residents if not resident.leaving}
         self.leaving = {resident.id: resident for resident in residents if resident.leaving}
         self.claimed: dict[int, Resident] = {}
-        self.bounds: dict[DeviceId, float] = {}  # by device, the time at which all claimed residents there may leave
+        self.free_by: dict[DeviceId, float] = {}  # by device, the time at which all claimed residents there may leave
         # Claims and evictions take residents out of `staying`; the candidates of each device follow.
         self.victims = EvictionCandidates(self.staying, now, policy.patience)
 
@@ -116,7 +116,7 @@ class _Walk:
     def expire(self, expired: Collection[int], next_one: float | None) -> None:
         """Evict residents that have been idle past their time to live."""
         for resident in [resident for resident in self.staying.values() if resident.id in expired]:
-            self._send_away(resident, Eviction(reason="idle", for_demand=None, idle=True))
+            self._evict(resident, Eviction(reason="idle", for_demand=None, idle=True))
             self.moments.expire(resident)
         if next_one is not None:
             self.changes.append(next_one)
@@ -212,9 +212,9 @@ class _Walk:
             return None
         fitting = [
             _Offer(place, claim)
-            for place in places.of(demand, groups, self._free, with_room)
+            for place in places.candidates(demand, groups, self._free, with_room)
             if not (
-                here.short(claim := places.share(demand, place))
+                here.short(claim := places.claim(demand, place))
                 or coming.short(claim)
                 or self.occupants.must_load_alone(demand, place)
             )
@@ -256,15 +256,15 @@ class _Walk:
             tail = self.occupants.must_load_alone(demand, place), self._preference(demand, place)
             if best is not None and floor == best_key[:2] and tail > best_key[2:]:
                 continue  # its victims disturb no less, and the rest of its key is larger
-            claim = self.places.share(demand, place)
+            claim = self.places.claim(demand, place)
             if self.emptied.short(claim):
                 continue
             for victims in self._victims(claim, order):
                 offer = self._offer(place, claim, victims, order)
-                if best is not None and offer.bound > best_key[0]:
+                if best is not None and offer.free_by > best_key[0]:
                     continue
                 disturbance = disturbance_by([resident.eviction_key for resident in victims])
-                key = offer.bound, disturbance, *tail
+                key = offer.free_by, disturbance, *tail
                 if best is None or key < best_key:
                     best, best_key = offer, key
         return best
@@ -274,7 +274,7 @@ class _Walk:
     ) -> list[tuple[Floor, Place]]:
         """Return the places that have room if all that can leave had left, each with a lower bound of its key: the
         victims there leave no sooner and disturb no less."""
-        pools, victims, memory, bounds = self.pools, self.victims, self.policy.memory, self.bounds
+        pools, victims, memory, free_by = self.pools, self.victims, self.policy.memory, self.free_by
         by_device = victims.by_device
         least, last = self.stages.least.free, self.stages.last.free
         now, patient_until = self.now, order.patient_until
@@ -292,7 +292,7 @@ class _Walk:
                 floor = (latest if latest > now else -inf), floor[1]
             if missing <= 0:  # it can also wait for victims of a demand ahead, and needs none of its own
                 # Without this, a place whose own residents stay long would be skipped although it is free soon.
-                return min(floor, (max(now, bounds[pool]), ()))
+                return min(floor, (max(now, free_by[pool]), ()))
             return floor
 
         def floor_if_free(place: Place) -> Floor:
@@ -304,7 +304,7 @@ class _Walk:
             return [(floor_on(id, shards[0]) or floor_if_free((id,)), (id,)) for group in with_room for id in group]
         return [
             (max(map(floor_on, place, shards)) or floor_if_free(place), place)
-            for place in self.places.of(demand, groups, self._free_if_emptied, with_room)
+            for place in self.places.candidates(demand, groups, self._free_if_emptied, with_room)
         ]
 
     def _victims(self, claim: Bytes, order: VictimOrder) -> Iterator[tuple[Resident, ...]]:
@@ -323,12 +323,12 @@ class _Walk:
 
     def _offer(self, place: Place, claim: Bytes, victims: tuple[Resident, ...], order: VictimOrder) -> _Offer:
         """Return the offer with the devices on which it waits for demands ahead, and the time until then."""
-        bound = order.bound(victims[-1]) if victims else -inf  # they are in this order, so no other leaves later
-        # A device has less memory at an earlier stage only if claimed residents leave it, so it has a bound.
+        free_by = order.leaves_by(victims[-1]) if victims else -inf  # they are in this order, so no other leaves later
+        # A device has less memory at an earlier stage only if claimed residents leave it, so it has such a time.
         ahead = self.stages.least.short_without(claim, victims) if self.stages.has_later_moments else ()
         if ahead:
-            bound = max(bound, self.now, *(self.bounds[id] for id in ahead))
-        return _Offer(place, claim, victims, bound, ahead)
+            free_by = max(free_by, self.now, *(self.free_by[id] for id in ahead))
+        return _Offer(place, claim, victims, free_by, ahead)
 
     def _claim(self, demand: Demand, offer: _Offer, order: VictimOrder) -> None:
         """Keep the place for the demand. Evict the victims if all of them may leave and nothing else is missing.
@@ -340,7 +340,7 @@ class _Walk:
         # A static bound may be several times too high. Nothing is evicted on it: the exact estimate comes first. Where
         # only the number of workers is short, memory is enough even by that bound.
         must_refine = bool(offer.victims) and not demand.is_exact and any(id.index != WORKER_SLOTS for id in shortage)
-        evicts_now = offer.bound == -inf and not (is_measured or must_refine)
+        evicts_now = offer.free_by == -inf and not (is_measured or must_refine)
         if must_refine:
             self.refine.add(demand.id)
         elif demand.best_effort and not evicts_now:
@@ -351,7 +351,7 @@ class _Walk:
         ahead = self.occupants.residents_on(offer.ahead, self.claimed)
         if evicts_now:
             for resident in offer.victims:
-                self._send_away(resident, Eviction(reason="evicted", for_demand=demand.id, idle=not resident.busy))
+                self._evict(resident, Eviction(reason="evicted", for_demand=demand.id, idle=not resident.busy))
             self.moments.evict(offer.claim, offer.victims)
         else:
             # The claim holds although its victims stay for now. Without it, small demands behind would take each byte
@@ -365,7 +365,7 @@ class _Walk:
         # that are under way.
         cause: WaitCause
         on: Iterable[Resident]
-        if not_yet := [resident for resident in offer.victims if order.bound(resident) > -inf]:
+        if not_yet := [resident for resident in offer.victims if order.leaves_by(resident) > -inf]:
             in_residency = any(resident.starting or resident.residency_ends > self.now for resident in not_yet)
             cause, on = "residency" if in_residency else "busy", not_yet
         elif must_refine:
@@ -393,7 +393,7 @@ class _Walk:
         )
         return not self._disturbed(offer).isdisjoint(measured)
 
-    def _send_away(self, resident: Resident, eviction: Eviction) -> None:
+    def _evict(self, resident: Resident, eviction: Eviction) -> None:
         self.evict[resident.id] = eviction
         self.leaving[resident.id] = self.staying.pop(resident.id)
         self.victims.remove(resident)
@@ -408,11 +408,11 @@ class _Walk:
         # same memory.
         self.moments.claim_later(offer.claim, offer.victims)
         for resident in offer.victims:
-            bound = order.bound(resident)
+            leaves_by = order.leaves_by(resident)
             self.claimed[resident.id] = self.staying.pop(resident.id)
             self.victims.remove(resident)
             for id, _, _ in resident.holds:
-                self.bounds[id] = max(self.bounds.get(id, -inf), bound)
+                self.free_by[id] = max(self.free_by.get(id, -inf), leaves_by)
 
     # 3. Refuse, or wait without a claim
 
@@ -466,7 +466,7 @@ class _Walk:
             shortage=shortage,
             place=offer.place,
             victims=tuple(sorted([resident.id for resident in offer.victims])),
-            until=offer.bound if self.now < offer.bound < inf else None,
+            until=offer.free_by if self.now < offer.free_by < inf else None,
         )
 
 
