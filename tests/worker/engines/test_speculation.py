@@ -234,7 +234,7 @@ async def test_a_shortest_draft_does_not_end_the_search_for_the_best_length(llam
             drafter.length = DraftLength.up_to(8, 4)
             for _ in range(4):
                 await complete_one(engine, text, max_tokens=NEW, sampling=replace(GREEDY, ignore_eos=True), **changes)
-            measured = drafter.length._of(1).measured
+            measured = drafter.length._choice_for(1).measured
             assert measured[0].steps
             assert measured[4].steps
 

@@ -70,7 +70,7 @@ class StepCost:
             self._parts = self._fit()
         return self._parts
 
-    def of(self, decodes: int, tokens: int, context_reads: float = 0.0) -> float:
+    def seconds_for(self, decodes: int, tokens: int, context_reads: float = 0.0) -> float:
         """Expected seconds of a step with these numbers."""
         fixed, decode, token, back = self.parts
         return fixed + decodes * decode + tokens * token + context_reads * back
@@ -81,7 +81,7 @@ class StepCost:
         key = decodes.bit_length(), tokens.bit_length(), (int(context_reads) // self._READ_GRANULARITY).bit_length()
         # The fit costs more than the rest, so it is used only for a duration that may be an outlier.
         if key in self._kinds and seconds > self._MAX_OUTLIER / 2 * self._kinds[key].seconds:
-            seconds = min(seconds, self._MAX_OUTLIER * self.of(decodes, tokens, context_reads) or seconds)
+            seconds = min(seconds, self._MAX_OUTLIER * self.seconds_for(decodes, tokens, context_reads) or seconds)
         kind = self._kinds.setdefault(key, _StepKind(decodes, tokens, context_reads, seconds, 0, 0))
         if not kind.count:
             self._forget(tokens > 0)
@@ -197,7 +197,7 @@ class PrefillBudget:
         reading, per_token = start * back, max(token + start * back / TOKENS_PER_CONTEXT_READ, 1e-9)
         allowed = max(self.PROMPT_SECONDS - fixed, self.MAX_LENGTHENING * fixed)
         if decoding:
-            alone = self._cost.of(decoding, 0)
+            alone = self._cost.seconds_for(decoding, 0)
             allowed = min(allowed, self.MAX_LENGTHENING * alone * max(1.0, (prompts - 1) ** 2 / decoding))
             allowed = max(allowed, self.CONTEXT_SHARE * reading)
         # Solved for the number of tokens: reading + tokens x each = allowed.

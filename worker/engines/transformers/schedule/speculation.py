@@ -99,7 +99,7 @@ class _LengthChoice:
     # Seconds in a step that the draft model spends on prompts and on what was generated without it, moving average.
     catch_up: float = 0.0
     trials: list[int] = field(default_factory=list)  # lengths to try one after the other. The first one is on trial
-    left: int = 0  # steps of the trial
+    steps_left: int = 0  # steps of the trial
     seconds: float = 0.0  # of the trial so far
     tokens: float = 0.0  # of a sequence in the trial so far
     credit: float = 0.0  # seconds that trials may lose; negative after a trial that has lost more
@@ -113,7 +113,7 @@ class _LengthChoice:
 
     def begin(self, lengths: Sequence[int]) -> None:
         """Begin a trial of the first of `lengths`; none if there is none."""
-        self.trials, self.left, self.seconds, self.tokens = list(lengths), _TRIAL_STEPS, 0.0, 0.0
+        self.trials, self.steps_left, self.seconds, self.tokens = list(lengths), _TRIAL_STEPS, 0.0, 0.0
         for length in lengths[:1]:
             measured = self.measured[length]
             measured.times.clear()  # compared are times of now: all steps may have become slower
@@ -155,7 +155,7 @@ class DraftLength:
         """Tokens to draft for each of `rows` sequences in the next step."""
         if len(self.lengths) == 1:
             return self.lengths[0]
-        choice = self._of(rows)
+        choice = self._choice_for(rows)
         return choice.trials[0] if choice.trials else choice.best
 
     def learn(self, rows: int, length: int, tokens: int, seconds: float, catch_up: float = 0.0) -> None:
@@ -165,14 +165,14 @@ class DraftLength:
         """
         if len(self.lengths) == 1 or length != self.choose(rows):
             return  # a trial has begun or ended since the step's drafts were made
-        choice = self._of(rows)
+        choice = self._choice_for(rows)
         if choice.trials:
-            choice.left -= 1
+            choice.steps_left -= 1
             choice.seconds += seconds + catch_up
             choice.tokens += tokens / rows
-            if choice.left < _TRIAL_STEPS - 1:
+            if choice.steps_left < _TRIAL_STEPS - 1:
                 choice.measured[length].learn(tokens / rows, seconds)
-            if not choice.left:
+            if not choice.steps_left:
                 choice.end()
             return
         choice.measured[length].learn(tokens / rows, seconds)
@@ -184,7 +184,7 @@ class DraftLength:
         elif choice.rate(length) < choice.rate(0):
             choice.begin((0,))
 
-    def _of(self, rows: int) -> _LengthChoice:
+    def _choice_for(self, rows: int) -> _LengthChoice:
         """The choice for batches of about this size: sizes with the same number of binary digits share one."""
         choice = self._choices.get(rows.bit_length())
         if choice is None:
