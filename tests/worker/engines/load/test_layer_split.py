@@ -23,6 +23,7 @@ from worker.interface import AdapterChoice
 from worker.protocol.argv import AdapterSource, Estimate, encode_adapters
 
 COMMON: dict[str, Any] = {"ctx_size": 64, "parallel": 2, "prefill_chunk": 16}
+WHOLE = {**COMMON, "enforce_eager": True}  # of the whole model, only weights and cache are compared
 DEEP = {"num_hidden_layers": 3}
 
 
@@ -53,7 +54,7 @@ def test_each_weight_and_each_key_lies_on_one_device(tmp_path: Path) -> None:
     """Qwen 3's head is its embeddings here, and stays with them."""
     for family in ("llama", "qwen3"):
         folder = tiny.make(family, tmp_path / family, **DEEP)
-        options = Estimate(snapshot=str(folder), devices=("cuda:0",), **COMMON)
+        options = Estimate(snapshot=str(folder), devices=("cuda:0",), **WHOLE)
         whole = estimate.trace(options, load_config(options))
         shards = traced(folder, ("1", "1", "1"))
         assert sum(each.weights for each in shards) == whole.weights
@@ -117,7 +118,7 @@ def test_the_slots_of_adapters_lie_with_their_layers(tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path, **DEEP)
     plain, adapted = traced(folder, ("1", "2")), traced(folder, ("1", "2"), max_loras=2, max_lora_rank=8)
     first, second = (after.weights - before.weights for before, after in zip(plain, adapted, strict=True))
-    options = Estimate(snapshot=str(folder), devices=("cuda:0",), max_loras=2, max_lora_rank=8, **COMMON)
+    options = Estimate(snapshot=str(folder), devices=("cuda:0",), max_loras=2, max_lora_rank=8, **WHOLE)
     whole = estimate.trace(options, load_config(options)).weights - sum(each.weights for each in plain)
     assert second == 2 * first > 0
     assert first + second == whole
@@ -135,7 +136,7 @@ def test_the_estimates_have_the_quantized_weights_of_each_device(method: str, tm
         folder, changes = tiny.make("llama", tmp_path / "m", **DEEP), {"quantization": method}
     else:
         folder = quantized_snapshots.make(method, tmp_path / "m", num_hidden_layers=3)
-    options = Estimate(snapshot=str(folder), devices=("cuda:0",), **COMMON, **changes)
+    options = Estimate(snapshot=str(folder), devices=("cuda:0",), **WHOLE, **changes)
     whole = estimate.trace(options, load_config(options))
     first, second = traced(folder, ("1", "2"), **changes)
     assert first.weights + second.weights == whole.weights
