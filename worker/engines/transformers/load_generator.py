@@ -248,6 +248,8 @@ def _first_steps(
     """Run warmup steps, and record decode steps as CUDA graphs where possible."""
     chunk = min(options.prefill_chunk, ctx_size)
     progress(events.Progress(stage="warmup", total=chunk))
+    if loaded.device.type == "cuda" and isinstance(backend, PagedRunner):
+        backend.try_decode_kernel()
     if warms_up:
         if loaded.device.type == "cpu":
             loaded.unmapped.start()

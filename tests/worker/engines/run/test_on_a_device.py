@@ -153,7 +153,7 @@ async def test_a_step_of_fixed_shape_is_filled_without_a_wait(tmp_path: Path) ->
 async def test_with_the_decode_kernel_one_shape_for_each_batch_size_gathers_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paged_kernel, "is_available", lambda: True)
+    monkeypatch.setattr(paged_kernel, "missing", lambda: "")
     monkeypatch.setattr(KvPool, "gather", None)
     with made("llama", tmp_path) as (runner, capacity, watch):
         assert isinstance(runner, PagedRunner)
@@ -164,6 +164,26 @@ async def test_with_the_decode_kernel_one_shape_for_each_batch_size_gathers_noth
             drive.ask(id, most=ANSWER)
         drive.to_the_end()
     assert watch.waits == []
+
+
+@pytest.mark.parametrize("lacks", ["", "Triton needs a C compiler; install gcc"])
+async def test_where_the_decode_kernel_cannot_be_compiled_steps_gather_and_a_warning_says_why(
+    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no folder for Triton's cache")
+
+    monkeypatch.setattr(paged_kernel, "missing", lambda: lacks)
+    monkeypatch.setattr(paged_kernel, "attend", fail)
+    monkeypatch.setattr(paged_kernel, "_failures", [])
+    with made("llama", tmp_path) as (runner, _, _):
+        assert isinstance(runner, PagedRunner)
+        runner.try_decode_kernel()
+        assert not runner.has_decode_kernel
+        fixed = GraphRunner(runner, rows=4, ctx_size=CTX)
+        with torch.inference_mode():
+            fixed.compute(*fixed.shapes[-1])
+    assert (lacks or "no folder for Triton's cache") in caplog.text
 
 
 @pytest.mark.parametrize(("name", "kv_dtype"), [("llama", "int8"), ("llama", "f16"), ("gemma2", "int4")])

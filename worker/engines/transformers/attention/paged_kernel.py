@@ -5,19 +5,24 @@ Dao et al. 2023; online softmax: Milakov and Gimelshein 2018). A second kernel a
 tables are read on the device, so one recorded CUDA graph serves all lengths, nothing is gathered or padded, and a
 sequence may lie anywhere in the pool.
 
-This module imports Triton, which only builds of torch for an accelerator bring along; `is_available` tells.
+Only builds of torch for an accelerator bring Triton along, and it needs a C compiler. Without them attention gathers
+keys and values.
 """
 
 import functools
 import importlib.util
+import logging
 import os
 import shutil
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from worker.engines.transformers.attention.kv_pool import KvPool
+from worker.engines.transformers.device.cuda_errors import one_line
 from worker.protocol.memory import BLOCK_TOKENS
 
 # Programs that keep all multiprocessors of a large card busy. A few rows are split into as many parts.
@@ -25,20 +30,56 @@ _PROGRAMS = 512
 _MOST_PARTS = 32
 _LEAST_QUERIES = 16  # rows of the smallest matrix product of Triton
 _TILE_BYTES = 16 << 10  # keys of one step of the loop
+_failures: list[str] = []  # why the kernel cannot be used in this process
+
+log = logging.getLogger(__name__)
+
+
+def is_available() -> bool:
+    """True if the kernel can be compiled here, as far as is known: see `missing` and `try_out`."""
+    return not _failures and not missing()
 
 
 @functools.cache
-def is_available() -> bool:
-    """True if the kernel can be compiled here: with Triton, and a C compiler for its launcher."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    return importlib.util.find_spec("triton") is not None and compiler is not None
+def missing() -> str:
+    """What Triton lacks to compile the kernel and its launcher here; empty: nothing."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler; install gcc"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Triton needs Python's header files; install python3-dev"
+    return ""
+
+
+def try_out(pool: KvPool, heads: int) -> None:
+    """Compile the kernel for a model with so many query heads, and run it once. If that fails, attention does without
+    it from now on, and a warning gives the reason."""
+    if not _is_plain_on_accelerator(pool):
+        return
+    why = missing()
+    if not why:
+        query = torch.zeros(1, heads, pool.head_dim, dtype=pool.dtype, device=pool.device)
+        blocks, lengths = torch.zeros(2, 1, 1, dtype=torch.int64, device=pool.device)
+        try:
+            attend(query, pool.keys[0], pool.values[0], blocks, lengths[0] + 1, window=0, scaling=None)
+            torch.cuda.synchronize(pool.device)
+        except Exception as error:  # noqa: BLE001 - a compiler, a cache folder or a driver that does not suit Triton
+            why = one_line(error)
+            _failures.append(why)
+    if why:
+        log.warning("decode steps copy keys and values, which is slower: %s", why)
 
 
 def supports(pool: KvPool) -> bool:
     """True if the kernel can read `pool`: on an accelerator, in the model's own type."""
+    return _is_plain_on_accelerator(pool) and is_available()
+
+
+def _is_plain_on_accelerator(pool: KvPool) -> bool:
     device = pool.device
     on_accelerator = device.type == "cuda" or (device.type == "cpu" and bool(device.index))  # a fake one of an estimate
-    return on_accelerator and type(pool) is KvPool and is_available()
+    return on_accelerator and type(pool) is KvPool
 
 
 def parts_for(rows: int, kv_heads: int) -> int:

@@ -12,6 +12,7 @@ from worker.engines.transformers.attention import paged_kernel
 from worker.engines.transformers.attention.kv_pool import KvPool
 from worker.engines.transformers.attention.paged import SDPA, AttentionLayout, PackedBatch, PackedSegment
 from worker.engines.transformers.device.memory import upload
+from worker.engines.transformers.load.architectures import CacheShape
 from worker.engines.transformers.load.layer_split import SplitKvPools
 from worker.engines.transformers.load.lora import LoraAdapters, LoraStep
 from worker.engines.transformers.schedule.kv_cache import BlockAllocator
@@ -92,6 +93,14 @@ class PagedRunner:
     def has_decode_kernel(self) -> bool:
         """True if decodes attend with `paged_kernel`."""
         return self._model.config._attn_implementation == SDPA and paged_kernel.supports(self.pool)
+
+    def try_decode_kernel(self) -> None:
+        """Compile `paged_kernel` for this model, if it would be used. If that fails, decodes do without it."""
+        if self._model.config._attn_implementation == SDPA:
+            pool = self._cache if isinstance(self._cache, KvPool) else self._cache.pools[0]
+            config = self._model.config
+            group = config.num_attention_heads // CacheShape.of(config).kv_heads
+            paged_kernel.try_out(pool, group * pool.kv_heads)  # a tensor-parallel rank has a part of the heads
 
     @property
     def bytes(self) -> int:
