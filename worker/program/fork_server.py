@@ -81,7 +81,8 @@ def serve(command: ForkServerOptions, run: RunWorker, *, modules: Sequence[str] 
     os.dup2(2, 1)
     orders = socket.socket(fileno=command.orders)
     loop = ForkServerLoop(orders, supervision.RouterChannel(events, supervised=True), run)
-    loop.import_all(modules)
+    with supervision.importing():
+        loop.import_all(modules)
     return loop.serve()
 
 

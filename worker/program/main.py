@@ -148,7 +148,8 @@ def _follow(argv: list[str], link: "LeaderLink") -> int:
         os.environ.update(_QUIET)
         os.environ.pop("HF_TOKEN", None)
         _set_environment(command.threads)
-        from worker.engines.transformers.run import tensor_parallel
+        with supervision.importing():
+            from worker.engines.transformers.run import tensor_parallel
 
         tensor_parallel.follow(command, link)
     except BaseException as error:  # noqa: BLE001 - the end of the program: every error becomes a message and a code
@@ -224,7 +225,8 @@ def _download(command: "Download", channel: "RouterChannel", hub_token: str | No
 
 def _convert(command: "Convert", channel: "RouterChannel") -> None:
     _set_environment(command.threads)
-    from worker.fetch import convert
+    with supervision.importing():
+        from worker.fetch import convert
 
     channel.send(convert.convert(command, channel.send))
 
@@ -232,19 +234,14 @@ def _convert(command: "Convert", channel: "RouterChannel") -> None:
 def _estimate(command: "Estimate", channel: "RouterChannel") -> None:
     _set_environment(command.threads)
     # A worker that serves has the server imported. Import it before the estimate measures the process.
-    import_module("worker.server.server")
     # The limit is on what depends on the model. Imports took 10 CPU-seconds on a machine with many packages (H100).
-    import_module("worker.engines.transformers.engine")
-    import_module("worker.estimate.estimate")
+    with supervision.importing():
+        import_module("worker.server.server")
+        import_module("worker.engines.transformers.engine")
+        from worker.estimate import estimate, tensor_parallel
     limit_cpu(ESTIMATE_CPU_SECONDS)
-    if command.tensor_parallel > 1:
-        from worker.estimate import tensor_parallel
-
-        channel.send(tensor_parallel.divided_estimate(command))
-    else:
-        from worker.estimate import estimate
-
-        channel.send(estimate.estimate(command))
+    make = tensor_parallel.divided_estimate if command.tensor_parallel > 1 else estimate.estimate
+    channel.send(make(command))
 
 
 def limit_cpu(seconds: float) -> None:

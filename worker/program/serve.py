@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from worker.engines.transformers.load.page_cache import BackgroundReader
 from worker.errors import StartError
-from worker.program.supervision import RouterChannel
+from worker.program.supervision import RouterChannel, importing
 from worker.protocol.argv import Serve
 from worker.protocol.events import Exit, Prepared, Pulse, Ready
 from worker.protocol.orders import decode_grant, is_family_module
@@ -47,11 +47,12 @@ async def serve(command: Serve, channel: RouterChannel, began: float, ranks: "Ra
     if may_prefetch and "torch" not in sys.modules:
         prefetch.start()  # read the weights into the page cache while torch is imported
         may_prefetch = False
-    from worker.engines.transformers.device import memory
-    from worker.engines.transformers.device.process_overhead import overhead
-    from worker.engines.transformers.engine import TransformersEngine
-    from worker.engines.transformers.preparation import prebuilt_models, prepare
-    from worker.server.server import Server, stop_requested
+    with importing():
+        from worker.engines.transformers.device import memory
+        from worker.engines.transformers.device.process_overhead import overhead
+        from worker.engines.transformers.engine import TransformersEngine
+        from worker.engines.transformers.preparation import prebuilt_models, prepare
+        from worker.server.server import Server, stop_requested
 
     times = LoadTimes(began)
     times.end("imports")

@@ -10,11 +10,14 @@ Imports only a few small modules of the standard library; everything else is imp
 """
 
 import ctypes
+import gc
 import os
 import select
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,6 +32,21 @@ OOM_SCORE = 500  # of 1000, added to the process's score: the kernel kills a wor
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_NO_NEW_PRIVS = 38
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import large libraries in the block, with few collections of garbage and no full ones.
+
+    Imports make a million objects and little garbage, so full collections take a seventh of their time and find
+    nothing. Without any collection the process would keep 8 MB more.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(10_000, 10, 1_000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class RouterChannel:
