@@ -23,7 +23,7 @@ from router.launch.process import uncancelled
 from router.launch.worker_client import WorkerClient
 from router.planner.ledger import HOST, LOCAL, Bytes, DeviceId, Reading, pooled
 from worker.protocol.argv import Convert, Download, Estimate, Serve
-from worker.protocol.events import Converted, Estimated, Event, Exit, Progress, Pulse, Ready
+from worker.protocol.events import Converted, Estimated, Event, Exit, MemoryNeed, Progress, Pulse, Ready
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -129,6 +129,7 @@ class FakeModel:
     bytes_per_token: int = 0  # of the KV cache on each device, for each of `Serve.kv_tokens`
     warmed_up: bool = False
     later: int = 0  # as in `Ready`
+    unannounced: int = 0  # as in `Ready`
     mapped: int = 0  # of its shard in main memory, bytes of files: it measures them, and the driver does not
     download_seconds: float = 1.0
     convert_seconds: float = 1.0
@@ -323,8 +324,8 @@ class FakeLauncher:
         worker.lose(error)
 
     def say(self, model: str, event: Event) -> None:
-        """Send `event` from a worker of `model`; a pulse from a ready one, whose measurement it becomes."""
-        if not isinstance(event, Pulse):
+        """Send `event` from a worker of `model`; a report of memory from a ready one, whose measurement it becomes."""
+        if not isinstance(event, Pulse | MemoryNeed):
             next(listen for name, listen in self._listeners.items() if name.startswith(f"{model}#"))(event)
             return
         worker = next(each for each in self.running.values() if each.program.model == model)
@@ -478,6 +479,7 @@ class FakeLauncher:
             measured={names[device]: size for device, size in sizes.items()},
             mapped=model.mapped,
             later=model.later,
+            unannounced=model.unannounced,
             has_warmed_up=model.warmed_up,
             capabilities=list(model.capabilities),
             n_ctx=8192,

@@ -35,7 +35,7 @@ from router.memory.checkpoint_facts import EstimateError
 from router.planner.ledger import MAIN_MEMORY
 from router.planner.types import Start
 from worker.protocol.argv import Serve
-from worker.protocol.events import Event, Exit, Progress, Pulse, RequestEnded
+from worker.protocol.events import Event, Exit, MemoryNeed, Progress, Pulse, RequestEnded
 
 if TYPE_CHECKING:  # it imports this module
     from router.fleet.fleet import Fleet
@@ -446,8 +446,12 @@ def _listener(worker: Worker, fleet: Fleet) -> Listen:
                     if event.files:
                         data["files"] = event.files
                     fleet.events.append("progress", worker.preset.id, worker=worker.id, **data)
+            case MemoryNeed():
+                worker.need = event
+                if worker.state is State.READY:
+                    settle_reservation(worker)
             case Pulse():
-                worker.pulse = event
+                worker.pulse, worker.need = event, None
                 if worker.state is State.READY:
                     settle_reservation(worker)
                     if worker.host_use.is_excessive(event.resident, fleet.now()) and not worker.leases:

@@ -215,7 +215,7 @@ def record_load(worker: Worker, fleet: Fleet) -> None:
         worker.costs = costs = replace(costs, key=key, forked=process.forked)
     fleet.learned_estimates.record_load(costs.key, worker.load_seconds)
     settle_reservation(worker)
-    worker.host_use.usual = worker.reserved.get(MAIN_MEMORY, 0)
+    worker.host_use.usual = worker.reserved.get(MAIN_MEMORY, 0) + worker.headroom
     _learn_overhead(worker, fleet)
     learn(worker, fleet)
 
@@ -225,11 +225,13 @@ def settle_reservation(worker: Worker) -> None:
 
     It is not lowered: the pools are allocated, but a longer prompt may still need more activations. A forked worker in
     main memory is the exception. Its estimate is made for any model, and several times what a small one takes, so its
-    reservation follows the measurement (`_least_forked`).
+    reservation follows the measurement (`_least_forked`), and memory that it announces is reserved from then on.
     """
     for device, size in worker.occupied.items():
-        size += worker.expected_growth if device.index == HOST else 0
         least = _least_forked(worker) if device.index == HOST else None
+        if device.index == HOST:
+            worker.headroom = 0 if least is None else worker.unannounced
+            size += worker.expected_growth + worker.unannounced - worker.headroom
         worker.reserved[device] = max(worker.reserved.get(device, 0) if least is None else least, size)
 
 
@@ -238,7 +240,7 @@ def _least_forked(worker: Worker) -> int | None:
     whose steps may be larger than those of the warmup.
 
     They are what it took when it was ready, what it reported as still to come, and the estimated steps if it has not
-    computed them.
+    computed them; at most the estimate without what it announces first.
     """
     process, costs, facts = worker.process, worker.costs, worker.facts
     if process is None or costs is None or facts is None or costs.estimate.source == "preset":
@@ -247,7 +249,7 @@ def _least_forked(worker: Worker) -> int | None:
         return None
     ready, estimate = process.ready, costs.estimate
     steps = 0 if ready.has_warmed_up else sum(estimate.compute)
-    most = sum(estimate.shards)  # the estimate may include learned steps
+    most = sum(estimate.shards) - ready.unannounced  # the estimate may include learned steps
     return min(ready.measured.get("cpu", 0) + ready.later + steps + estimate.reserved, most)
 
 
@@ -267,7 +269,7 @@ def learn(worker: Worker, fleet: Fleet) -> None:
         return
     ready, main = process.ready, DeviceId(worker.place[0].node, HOST)
     host = ready.measured.get("cpu", 0)
-    host += ready.later if host else 0
+    host += ready.later + ready.unannounced if host else 0
     shards = tuple(host if device == main else worker.measured.get(device, 0) for device in worker.place)
     if all(shards):
         if ready.has_warmed_up and _exceeds_warmup(worker.preset, facts):

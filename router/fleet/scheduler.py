@@ -126,9 +126,15 @@ class FleetScheduler:
     # Inputs of the plan
 
     def residents(self) -> list[Resident]:
-        """Return all that occupies memory: workers, early starts and sleeping weights."""
+        """Return all that occupies memory: workers, early starts and sleeping weights.
+
+        The worker with the largest headroom gets it on top of its reservation, and so keeps it free for the others too.
+        Once it is evicted, the next largest counts.
+        """
+        workers = [worker for worker in self._fleet.workers() if worker.holds_memory]
+        first = max(workers, key=lambda worker: worker.headroom, default=None)
         return [
-            *(resident_of(worker) for worker in self._fleet.workers() if worker.holds_memory),
+            *(resident_of(worker) if worker is not first else _with_headroom(worker) for worker in workers),
             *(weights.resident() for weights in self._fleet.sleeping_weights.all.values()),
         ]
 
@@ -397,6 +403,14 @@ def resident_of(worker: Worker) -> Resident:
     if worker.resident is None or worker.resident[0] != made_from:
         worker.resident = made_from, _resident(worker, request_interval)
     return worker.resident[1]
+
+
+def _with_headroom(worker: Worker) -> Resident:
+    resident = resident_of(worker)
+    if not worker.headroom:
+        return resident
+    reserved = {**resident.reserved, MAIN_MEMORY: resident.reserved.get(MAIN_MEMORY, 0) + worker.headroom}
+    return replace(resident, reserved=reserved)
 
 
 def _early_resident(worker: Worker) -> Resident:

@@ -26,7 +26,7 @@ from router.memory.sharding import Choice
 from router.planner.ledger import HOST, MAIN_MEMORY, WORKER_SLOTS, Bytes, DeviceId, Resident, pooled
 from router.planner.types import Start
 from worker.protocol.argv import AdapterSource
-from worker.protocol.events import Progress, Pulse, Ready
+from worker.protocol.events import MemoryNeed, Progress, Pulse, Ready
 
 if TYPE_CHECKING:  # both import this module
     from router.fleet.admission import Lease
@@ -280,6 +280,9 @@ class Worker:
         self.load_seconds = 0.0
         self.process: WorkerProcess | None = None
         self.pulse: Pulse | None = None
+        self.need: MemoryNeed | None = None  # announced since its last pulse
+        # Bytes of main memory that it announces before it uses them, and that its reservation lacks until then.
+        self.headroom = 0
         self.adapters = SentAdapters()
         self.leases: set[Lease] = set()
         self.leases_changed = asyncio.Event()
@@ -338,7 +341,14 @@ class Worker:
     @property
     def expected_growth(self) -> int:
         """Bytes of main memory that it may still allocate, as it last reported."""
-        return self.latest_report.later if self.latest_report is not None else 0
+        latest = self.need or self.latest_report
+        return latest.later if latest is not None else 0
+
+    @property
+    def unannounced(self) -> int:
+        """Bytes of main memory that it may need besides, and announces before it allocates them."""
+        latest = self.need or self.latest_report
+        return latest.unannounced if latest is not None else 0
 
     @property
     def on_host(self) -> bool:
@@ -434,6 +444,7 @@ def figures(worker: Worker) -> dict[str, Any]:
         "reserved": _by_name(worker.reserved),
         "measured": _by_name(worker.measured),
         "later": worker.expected_growth,
+        "headroom": worker.headroom,
         "retired": worker.retired,
     }
 

@@ -17,7 +17,7 @@ from router.launch.readings import Claim
 from router.launch.worker_client import WorkerClient, WorkerClientError
 from router.planner.ledger import HOST, Bytes, DeviceId
 from worker.protocol.argv import Serve
-from worker.protocol.events import Event, Prepared, Progress, Pulse, Ready, RequestEnded
+from worker.protocol.events import Event, MemoryNeed, Prepared, Progress, Pulse, Ready, RequestEnded
 from worker.protocol.orders import MemoryGrant, encode_grant
 from worker.protocol.routes import TOKEN_HEADER
 
@@ -298,6 +298,8 @@ class LocalWorker:
             case Pulse():
                 self._measure(event.measured)
                 self._count_claim(event.mapped)
+            case MemoryNeed():
+                self._measure(event.measured)
             case Prepared() if not self._prepared.done():
                 self._measure(event.measured)
                 self._prepared.set_result(None)

@@ -167,7 +167,7 @@ async def test_a_ready_worker_never_grows_past_its_reservation_grammars_included
     command = Serve(snapshot=str(snapshot), listen="", name="m", ctx_size=CTX, parallel=ROWS)
     async with launcher.serve(program, command, {CPU: GIB}, listen) as worker:
         assert worker.forked == forked
-        at_ready, later, overhead = worker.measured[CPU], worker.ready.later, worker.ready.overhead
+        at_ready, unannounced, overhead = worker.measured[CPU], worker.ready.unannounced, worker.ready.overhead
         await fill(worker)
         while not pulses.empty():
             pulses.get_nowait()
@@ -178,11 +178,11 @@ async def test_a_ready_worker_never_grows_past_its_reservation_grammars_included
     remembered = Overhead(host=overhead.get("cpu", 0))
     known = estimate(checkpoint.read(snapshot), preset, on_host=True, forked=forked, overhead=remembered)
     for each in (static, known, from_trace(traced[forked], preset, forked=forked)):
-        most = peak + last.later
+        most = peak + last.later + last.unannounced
         assert most <= each.total, f"{each.source}: {most >> 20} MiB of {segments(each)}"
         # The static figure has a conservative bound for activations and may be far above.
         assert each.source == "static" or each.total <= 1.3 * most, f"{most >> 20} MiB of {segments(each)}"
-    assert last.later < later, "the tables for grammars are there now"
+    assert last.unannounced < unannounced, "the tables for grammars are there now"
 
 
 def segments(found: MemoryEstimate) -> str:
@@ -219,7 +219,7 @@ async def test_a_tensor_parallel_model_stays_within_its_estimate_and_ends_as_a_w
             pulses.get_nowait()
         last = await asyncio.wait_for(pulses.get(), DEADLINE)
     await_end(follower, 1.0)
-    most = last.measured["cpu"] + last.later
+    most = last.measured["cpu"] + last.later + last.unannounced
     for each in (static, from_trace(traced, preset, forked=True)):
         assert most <= each.total, f"{each.source}: {most >> 20} MiB of {segments(each)}"
         # Two processes with 20 MiB for first steps, 8 for Gloo and 10 for copied pages each, which this model leaves.

@@ -14,7 +14,7 @@ from worker.engines.transformers.load.page_cache import BackgroundReader
 from worker.errors import StartError
 from worker.program.supervision import RouterChannel, importing
 from worker.protocol.argv import Serve
-from worker.protocol.events import Exit, Prepared, Pulse, Ready
+from worker.protocol.events import Exit, MemoryNeed, Prepared, Pulse, Ready
 from worker.protocol.orders import decode_grant, is_family_module
 
 if TYPE_CHECKING:
@@ -68,9 +68,9 @@ async def serve(command: Serve, channel: RouterChannel, began: float, ranks: "Ra
         times.end("early_start")
     prefetch.stop()
     # Without a router a line per second on stdout would only hide the other events.
-    pulse: Callable[[Pulse], None] = channel.send if channel.supervised else lambda _: None
+    pulse: Callable[[Pulse | MemoryNeed], None] = channel.send if channel.supervised else lambda _: None
     engine = TransformersEngine.load(
-        command, prepared, progress=channel.send, pulse=pulse, stage_done=times.end, ranks=ranks
+        command, prepared, progress=channel.send, pulse=pulse, announce=pulse, stage_done=times.end, ranks=ranks
     )
     server = Server(engine, engine.tokenizer, command, token=channel.token or None, announce=channel.send)
     address = await server.start()
@@ -86,6 +86,7 @@ async def serve(command: Serve, channel: RouterChannel, began: float, ranks: "Ra
             address=address,
             measured=engine.measured,
             later=engine.later,
+            unannounced=engine.unannounced,
             mapped=memory.mapped(),
             capabilities=server.capabilities,
             n_ctx=engine.ctx_size,

@@ -67,6 +67,7 @@ class Ready:
     address: str  # `Serve.listen` with the actual port
     measured: dict[str, int]  # bytes by device name
     later: int = 0  # as in Pulse
+    unannounced: int = 0  # as in Pulse
     mapped: int = 0  # as in Pulse
     capabilities: list[str] = dataclasses.field(default_factory=list)  # of chat, completion, embedding, rerank
     n_ctx: int = 0
@@ -111,9 +112,11 @@ class Pulse:
     running: int
     waiting: int
     measured: dict[str, int]  # peak bytes by device name
-    # Main memory that is not used yet and may be at any time: grammar tables, data that is shared with the fork server
-    # until it is written to, and, after a warmup on the CPU, kernels that steps compile.
+    # Main memory that is not used yet and may be at any time: data that is shared with the fork server until it is
+    # written to, after a warmup on the CPU kernels that steps compile, and what a `MemoryNeed` has announced.
     later: int = 0
+    # Main memory that the worker may need besides, and announces by a `MemoryNeed` before it uses it: grammars.
+    unannounced: int = 0
     resident: int = 0  # main memory that is in use now, where `measured` is its peak; 0: unknown
     mapped: int = 0  # bytes of `measured` main memory that are mapped files; the kernel counts them as available
     parallel: int = 0  # sequences that may run at once; 0: unknown
@@ -127,6 +130,15 @@ class Pulse:
     # Running sequences, by slot: `[slot, task, prompt tokens left, tokens decoded, tokens that may follow, tokens
     # drafted, tokens accepted]`. Task numbers rise with arrival.
     slots: list[list[int]] = dataclasses.field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeed:
+    """Main memory is about to be used. The figures replace those of the last pulse, and hold until the next one."""
+
+    measured: dict[str, int]  # peak bytes by device name, of main memory only
+    later: int  # as in Pulse
+    unannounced: int  # as in Pulse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +193,7 @@ Event = (
     | Ready
     | RequestEnded
     | Pulse
+    | MemoryNeed
     | Failed
     | ModulesImported
     | Forked
@@ -196,6 +209,7 @@ EVENTS: dict[str, type[Any]] = {
     "ready": Ready,
     "request": RequestEnded,
     "pulse": Pulse,
+    "memory_need": MemoryNeed,
     "failed": Failed,
     "modules_imported": ModulesImported,
     "forked": Forked,

@@ -20,7 +20,7 @@ from router.planner.ledger import LOCAL, DeviceId
 from tests.fakes import CPU, GIB, FakeLauncher, FakeModel
 from tests.router.fleet.worlds import LLAMA, Schedule, virtual
 from worker.protocol.argv import Serve
-from worker.protocol.events import Pulse
+from worker.protocol.events import MemoryNeed, Pulse
 from worker.protocol.memory import DEVICE_LIBRARIES_HOST_BYTES, DEVICE_PROCESS_BYTES, DEVICE_PROCESS_HOST_BYTES
 
 MIB = 1 << 20
@@ -95,6 +95,61 @@ async def test_a_forked_worker_is_charged_what_it_takes_and_its_preset_asks_for(
     assert worker.reserved[CPU] == reserved[expected]
     world.launcher.say("a", Pulse(steps=1, running=0, waiting=0, measured={"cpu": 3 * GIB}, later=0))
     assert worker.reserved[CPU] == 3 * GIB
+
+
+def with_grammars(headroom: int) -> FakeModel:
+    return replace(model(), warmed_up=True, later=7 * MIB, unannounced=headroom)
+
+
+@virtual
+async def test_a_forked_worker_is_charged_for_grammars_as_soon_as_it_announces_them() -> None:
+    world = forking(a=with_grammars(40 * MIB))
+    await world.ask("a")
+    worker = world.worker("a")
+    assert (worker.reserved[CPU], worker.headroom) == (257 * MIB, 40 * MIB)
+    world.launcher.say("a", MemoryNeed(measured={"cpu": 255 * MIB}, later=55 * MIB, unannounced=0))
+    assert (worker.reserved[CPU], worker.headroom) == (310 * MIB, 0)
+    pulse = Pulse(steps=1, running=0, waiting=0, measured={"cpu": 290 * MIB}, later=7 * MIB, unannounced=30 * MIB)
+    world.launcher.say("a", pulse)
+    assert (worker.reserved[CPU], worker.headroom) == (297 * MIB, 30 * MIB)
+    await leave(world, "a")
+    await world.ask("a")
+    assert world.costs("a").estimate.source == "learned"
+    assert world.costs("a").estimate.total >= 297 * MIB, "with the grammars"
+    assert world.worker("a").reserved[CPU] == 257 * MIB
+
+
+@virtual
+async def test_an_executed_worker_is_charged_for_grammars_from_the_beginning() -> None:
+    world = forking(a=with_grammars(40 * MIB))
+    world.launcher.fork_server = False
+    await world.ask("a")
+    pulse = Pulse(steps=1, running=0, waiting=0, measured={"cpu": 3 * GIB}, later=7 * MIB, unannounced=40 * MIB)
+    world.launcher.say("a", pulse)
+    assert (world.worker("a").reserved[CPU], world.worker("a").headroom) == (3 * GIB + 47 * MIB, 0)
+
+
+@virtual
+@pytest.mark.parametrize(("beside", "fits"), [(60 * MIB, True), (60 * MIB - 1, False)])
+async def test_the_largest_headroom_is_kept_free_once_for_all_workers(beside: int, fits: bool) -> None:
+    world = forking(a=with_grammars(40 * MIB), b=with_grammars(60 * MIB), c=model())
+    await world.ask("a")
+    await world.ask("b")
+    assert world.fleet.scheduler.reserved(CPU) == 2 * 257 * MIB + 60 * MIB
+    required = 8 * GIB - 2 * 257 * MIB - beside
+    world.fleet.models.change(replace(world.presets["c"], required_memory={"": required}))
+    await world.ask("c")
+    assert [worker.preset.id for worker in world.fleet.workers()] == (["a", "b", "c"] if fits else ["b", "c"])
+
+
+@virtual
+async def test_a_model_that_needs_all_memory_gets_the_headroom_too() -> None:
+    world = forking(a=with_grammars(40 * MIB), b=with_grammars(60 * MIB), c=model())
+    await world.ask("a")
+    await world.ask("b")
+    world.fleet.models.change(replace(world.presets["c"], required_memory={"": 8 * GIB}))
+    await world.ask("c")
+    assert [worker.preset.id for worker in world.fleet.workers()] == ["c"]
 
 
 @virtual

@@ -10,6 +10,7 @@ import torch
 from router.launch.process import decode_event
 from worker.detokenizer import AnswerText
 from worker.engines.transformers.device import memory
+from worker.engines.transformers.device.growth import Growth
 from worker.engines.transformers.loop.generation_loop import Backend, GenerationLoop
 from worker.engines.transformers.loop.requests import RequestChoice, RequestStream
 from worker.engines.transformers.loop.step_loop import CounterRate, Outbox, StepLoop, WorkReport
@@ -150,6 +151,38 @@ async def test_a_pulse_carries_the_whole_report_and_rates_in_proportion() -> Non
     assert decode_event(encode(later)) == later
     assert later.slots == [[0, 4, 0, 9, 1, 6, 2], [1, 5, 30, 0, 8, 0, 0]]
     assert (later.drafted, later.accepted) == (12, 5)
+
+
+def test_a_pulse_revokes_no_announcement_that_is_made_while_it_is_composed() -> None:
+    growth, done = Growth(), threading.Event()
+    is_locked: list[bool] = []
+
+    def receive(pulse: Pulse) -> None:
+        is_locked.append(growth.lock.locked())
+        done.set()
+
+    def later() -> int:
+        is_locked.append(growth.lock.locked())
+        return growth.bytes
+
+    loop = StepLoop(
+        Idle(),
+        Outbox(),
+        pulse=receive,
+        measured=dict,
+        later=later,
+        threads=lambda: 1,
+        growth=growth,
+    )
+    assert done.wait(DEADLINE)
+    loop.close()
+    assert is_locked == [True, True]
+    done.clear()
+    with growth.lock:  # as while an announcement waits for the router
+        loop = StepLoop(Idle(), Outbox(), pulse=receive, measured=dict, later=later, threads=lambda: 1, growth=growth)
+        assert loop.call(lambda: 7) == 7
+        assert not done.is_set()
+    loop.close()
 
 
 def test_steps_get_another_number_of_threads_at_a_pulse() -> None:

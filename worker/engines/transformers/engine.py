@@ -15,6 +15,7 @@ from typing import Any
 from worker.engines.transformers import load_encoder, load_generator, preparation
 from worker.engines.transformers.device import cuda_errors, memory
 from worker.engines.transformers.device.cores import StepThreads
+from worker.engines.transformers.device.growth import Growth
 from worker.engines.transformers.device.process_overhead import overhead
 from worker.engines.transformers.device.rank_processes import RankProcesses
 from worker.engines.transformers.load import layer_split, snapshot
@@ -41,7 +42,7 @@ from worker.errors import (
 from worker.images import TEXT_ONLY
 from worker.interface import Delta, EncoderInput, EncodingConfig, EngineLoad, GenerationRequest, Grammar
 from worker.protocol.argv import AdapterSource, Serve
-from worker.protocol.events import Progress, Pulse
+from worker.protocol.events import MemoryNeed, Progress, Pulse
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class TransformersEngine:
         prepared: PreparedModel,
         loaded: load_generator.LoadedGenerator | load_encoder.LoadedEncoder,
         pulse: Callable[[Pulse], None],
+        announce: Callable[[MemoryNeed], None] = lambda need: None,
     ):
         """Start the step loop, for generation or for encoding."""
         tokenizer, config = prepared.tokenizer, prepared.config
@@ -66,7 +68,9 @@ class TransformersEngine:
         # An encoder-decoder's answer is a text of its own: it does not continue the text of the prompt.
         has_encoder = bool(getattr(config, "is_encoder_decoder", False))
         self._vocabulary = vocabulary = Vocabulary(tokenizer, config, Path(options.snapshot))
-        self._grammars = Grammars(tokenizer, ends=vocabulary.ends, vocab_size=vocabulary.size)
+        self._send_need = announce
+        self._growth = Growth(self._announce)
+        self._grammars = Grammars(tokenizer, ends=vocabulary.ends, vocab_size=vocabulary.size, growth=self._growth)
         self._streams = StreamFactory(options, vocabulary, self.ctx_size, has_encoder=has_encoder)
         self._generation: GenerationLoop | None = None
         self._encoder: EncoderLoop | None = None
@@ -100,6 +104,8 @@ class TransformersEngine:
             measured=lambda: self.measured,
             later=lambda: self.later,
             threads=StepThreads(options.threads),
+            unannounced=lambda: self.unannounced,
+            growth=self._growth,
         )
         if self._leader is not None:
             self._leader.on_lost(self._loop.fail)
@@ -112,6 +118,7 @@ class TransformersEngine:
         *,
         progress: Callable[[Progress], None],
         pulse: Callable[[Pulse], None],
+        announce: Callable[[MemoryNeed], None] = lambda need: None,
         stage_done: Callable[[str], None] = lambda stage: None,
         ahead: bool | None = None,
         ranks: RankProcesses | None = None,
@@ -120,6 +127,7 @@ class TransformersEngine:
 
         progress: called on this thread (start, weights in bytes, warmup in tokens).
         pulse: called each second on the step loop's thread.
+        announce: called before main memory is used that the last pulse did not contain, on any thread.
         stage_done: called with the name of each stage that has ended (config, tokenizer, read, copy, build, warmup).
             Stages overlap, so one may end several times.
         prepared: from `preparation.prepare` for the same options, except those that a `MemoryGrant` changes; None:
@@ -139,7 +147,7 @@ class TransformersEngine:
                     loaded = load_encoder.load(options, config, tokenizer, progress, stage_done, built)
                 else:
                     loaded = load_generator.load(options, config, tokenizer, progress, stage_done, built, ranks, ahead)
-                engine = cls(options, prepared, loaded, pulse)
+                engine = cls(options, prepared, loaded, pulse, announce)
             engine._take_handles()
             return engine
         finally:
@@ -185,8 +193,19 @@ class TransformersEngine:
     @property
     def later(self) -> int:
         """Bytes still to be allocated, as in `Pulse`."""
-        tables = self._grammars.bytes_to_come if self._generation is not None else 0
-        return self._unmapped.left + tables + self._steps_later + memory.yet_to_copy()
+        return self._unmapped.left + self._growth.bytes + self._steps_later + memory.inheritance.yet_to_copy()
+
+    @property
+    def unannounced(self) -> int:
+        """Bytes for grammars that are not announced yet, as in `Pulse`."""
+        return max(0, self._grammars.bytes_to_come - self._growth.bytes) if self._generation is not None else 0
+
+    def _announce(self) -> None:
+        # As in a pulse, `later` is read before `measured`. A leader would wait for its ranks, whose memory no grammar
+        # takes.
+        later, unannounced = self.later, self.unannounced
+        measured = memory.measured(()) if self._leader is None else {}
+        self._send_need(MemoryNeed(measured=measured, later=later, unannounced=unannounced))
 
     @property
     def fatal(self) -> Future[StartError]:

@@ -37,11 +37,13 @@ from tests.worker.serving import options
 from tests.worker.stepped import journaled
 from worker.api.served_model import ServedModel
 from worker.engines.transformers.device import memory
+from worker.engines.transformers.device.growth import Growth
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.sample.grammar import (
     ANSWER_SECONDS,
     ASIDE_SECONDS,
     COMPILE_SECONDS,
+    COMPILING_BYTES,
     KEPT_SECONDS,
     MASK_SECONDS,
     MAX_ASIDE,
@@ -598,6 +600,19 @@ def test_the_memory_of_large_regular_expressions_does_not_add_up() -> None:
         grammars.matcher(Grammar("regex", f"(a{{1000}}){{{count}}}"))
     # CPU time bounds the memory, so a processor that is twice as fast keeps twice as much.
     assert memory.resident() - before < 140 << 20
+
+
+def test_the_memory_of_a_compilation_is_announced_before_it_begins() -> None:
+    announced: list[int] = []
+    growth = Growth(lambda: announced.append(growth.bytes))
+    grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512, growth=growth)
+    tables = grammars.bytes_to_come
+    for text in ("a", "b", "a"):
+        grammars.matcher(Grammar("regex", text))
+    with pytest.raises(InvalidValue):
+        grammars.matcher(Grammar("regex", "("))
+    assert announced == [COMPILING_BYTES + tables, COMPILING_BYTES, COMPILING_BYTES], "the tables are built once"
+    assert growth.bytes == 0
 
 
 def test_compiled_grammars_are_kept_but_not_without_bound() -> None:

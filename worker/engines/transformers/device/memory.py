@@ -25,9 +25,12 @@ _SAMPLE_INTERVAL, _SAMPLE_GROWTH = 10.0, 4 << 20
 _MAX_AREAS = 256
 # Sample: 64 consecutive pages of every 4 x 64 in areas with data, and of every 8 x 64 in others.
 _SAMPLE_PAGES, _DATA_STRIDE, _FILE_STRIDE = 64, 4, 8
-# Upper limit of the data that a worker shares with its fork server and then copies by writing: one byte of so many. A
-# guess. Measured: 3 to 4 % until the load is prepared, 1.0 to 1.3 % by 1,500 varied requests, 2.6 % with grammars.
-_COPIED_SHARE = 16
+# Upper limits of the data that a worker shares with its fork server and then copies by writing: one byte of so many.
+# Measured: 3 to 4 % until the load is prepared; afterwards 1.0 to 1.3 % by 1,500 varied requests. With grammars it is
+# 2.6 %, but their memory is announced (`MemoryNeed`).
+_COPIED_BY_LOAD, _COPIED_BY_REQUESTS = 16, 40
+# Difference between a sample and the whole of a worker's pages. Measured: up to 2 MiB after requests.
+_SAMPLE_ERROR = 2 << 20
 # malloc.h. With one arena per thread, memory freed by one thread could not be used by others.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _OMP_PAUSE_HARD = 2  # omp.h
@@ -115,6 +118,7 @@ class Inheritance:
     def __init__(self) -> None:
         self._areas: list[tuple[int, int, int]] = []  # first page, number of pages, and stride of the sample
         self._data = 0  # bytes of data in the areas before the fork
+        self._data_when_loaded = 0  # those that were shared when `yet_to_copy` was first called
         self.modules = 0  # modules imported before this process was forked: the first ones of `sys.modules`
         self._pagemap = -1
         self._shared = 0, 0  # bytes of data and of libraries
@@ -158,11 +162,19 @@ class Inheritance:
     def lower_bound(self) -> int:
         """A lower bound of `bytes` without a sample, for a process that has mapped no weights: all its mapped files are
         libraries."""
-        return self._data - self._data // _COPIED_SHARE + _status("RssFile") if self.is_forked else 0
+        return self._data - self._data // _COPIED_BY_LOAD + _status("RssFile") if self.is_forked else 0
 
     def data(self) -> int:
         """Those of `bytes` that this process would copy by writing to them."""
         return self._sample()[0]
+
+    def yet_to_copy(self) -> int:
+        """Upper limit of the bytes of `data` that requests write to, so that this process then owns them. First called
+        when the model is loaded; bytes that were copied since then are not part of it."""
+        data = self.data()
+        self._data_when_loaded = self._data_when_loaded or data
+        limit = self._data_when_loaded // _COPIED_BY_REQUESTS
+        return min(limit, max(_SAMPLE_ERROR, limit - (self._data_when_loaded - data)))
 
     def libraries(self) -> int:
         """Those of `bytes` that are in mapped files."""
@@ -198,14 +210,6 @@ class Inheritance:
 
 
 inheritance = Inheritance()  # of this process, or of the one that it was forked from
-
-
-def yet_to_copy() -> int:
-    """Estimate of the bytes shared with the fork server that this process will write to and then own.
-
-    Measured: 5 of 266 MiB between the end of a load and the end of many requests. A sixteenth is a guess for others.
-    """
-    return inheritance.data() // _COPIED_SHARE
 
 
 def keep_small() -> None:

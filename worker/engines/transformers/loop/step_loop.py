@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from worker.engines.transformers.device import cuda_errors, memory
+from worker.engines.transformers.device.growth import Growth
 from worker.errors import Draining, RankLost, RequestError, StartError
 from worker.interface import EngineLoad
 from worker.protocol.events import Exit, Pulse
@@ -111,13 +112,16 @@ class StepLoop:
         measured: Callable[[], dict[str, int]],
         later: Callable[[], int],
         threads: Callable[[], int],
+        unannounced: Callable[[], int] = lambda: 0,
+        growth: Growth | None = None,
         interval: float = PULSE_INTERVAL,
     ):
-        """`measured` and `later` return the values of these `Pulse` fields, and `threads` the number of torch threads.
-        Each is called once per pulse."""
+        """`measured`, `later` and `unannounced` return the values of these `Pulse` fields, and `threads` the number of
+        torch threads. Each is called once per pulse. `growth`: announcements of main memory, None for none."""
         self._interval = interval
         self._work, self._outbox = work, outbox
         self._pulse, self._measured, self._later, self._threads = pulse, measured, later, threads
+        self._unannounced, self._growth = unannounced, growth or Growth()
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._lock = threading.Lock()
@@ -228,6 +232,14 @@ class StepLoop:
 
     def _send_pulse(self) -> None:
         torch.set_num_threads(self._threads())  # OpenMP has one count for each thread that starts a parallel region
+        # An announcement waits while the pipe of events is full. The loop does not: it leaves out this pulse.
+        if self._growth.lock.acquire(blocking=False):
+            try:
+                self._compose_pulse()
+            finally:
+                self._growth.lock.release()
+
+    def _compose_pulse(self) -> None:
         now, at, report = self.occupancy, time.monotonic(), self._work.report()
         # Read before `measured`: memory that is allocated in between counts twice, which is safe, and not never.
         later = self._later()
@@ -238,6 +250,7 @@ class StepLoop:
                 waiting=now.waiting,
                 measured=self._measured(),
                 later=later,
+                unannounced=self._unannounced(),
                 resident=memory.held(),
                 mapped=memory.mapped(),
                 parallel=report.parallel,

@@ -33,10 +33,11 @@ from numpy.typing import NDArray
 
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.device.cuda_errors import one_line
+from worker.engines.transformers.device.growth import Growth
 from worker.engines.transformers.sample.work_thread import Clock, Job, WorkThread, thread_clock
 from worker.errors import InvalidValue, RequestError, SequenceFailed, UnsupportedByModel
 from worker.interface import JSON_WHITESPACE, Grammar
-from worker.protocol.memory import GRAMMAR_BYTES, GRAMMAR_ENTRY_BYTES
+from worker.protocol.memory import GRAMMAR_BYTES, GRAMMAR_ENTRY_BYTES, MIB
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -46,6 +47,9 @@ MAX_COMPILED = 32  # compiled grammars in the LRU cache; that of a usual schema 
 # CPU time that all compiled grammars in the LRU cache took, which bounds their memory: `(a{1000}){70}` takes 0.09 s and
 # 24 MiB, a schema of 3,000 properties 0.4 s and 10 MiB, and 32 usual schemas 0.06 s and 8 MiB (llguidance 1.9).
 KEPT_SECONDS = 0.1
+# Main memory that one compilation may take, beside the tables of the vocabulary: `(a{1000}){70}` takes 40 MiB until
+# freed memory is returned. The largest that the limits below allow take more, up to 128 MiB.
+COMPILING_BYTES = 48 * MIB
 # CPU time of a compilation after which freed memory is returned to the system. `(a{1000}){70}` leaves 50 MiB of it.
 TRIM_SECONDS = 0.02
 MAX_TEXT = 1 << 18  # characters of a grammar, to bound the work of one request
@@ -311,10 +315,12 @@ class Grammars:
         vocab_size: int,
         compile_seconds: float = COMPILE_SECONDS,
         clock_of_thread: Callable[[], Clock] = thread_clock,
+        growth: Growth | None = None,
     ):
         """`ends`: tokens that end an answer; `vocab_size`: width of the model's logits; `compile_seconds`: CPU time
-        that one grammar may take; `clock_of_thread`: as of WorkThread."""
+        that one grammar may take; `clock_of_thread`: as of WorkThread; `growth`: announces main memory; None: not."""
         self._compile_seconds, self._clock_of_thread = compile_seconds, clock_of_thread
+        self._growth = growth or Growth()
         self._tokenizer = tokenizer
         self._ends = sorted(ends)
         self._vocab_size = vocab_size
@@ -344,22 +350,30 @@ class Grammars:
                     f"{grammar.field} has {len(grammar.text)} characters; at most {MAX_TEXT} are allowed",
                     param=grammar.field,
                 )
-            with self._building:  # its time is not that of the grammar
-                environment = self._environment or self._build()
-            clock = self._clock_of_thread()
-            begun = clock()
-            try:
-                found = self._compile(grammar, environment)
-            except InvalidValue as error:
-                found = error
-            seconds = clock() - begun
-            self._keep(grammar, found, 0.0 if isinstance(found, InvalidValue) else seconds)
-            if seconds > TRIM_SECONDS or len(grammar.text) > LONG_TEXT:
-                memory.give_back()  # 120 MB for one of 230,000 characters
+            tables = self.bytes_to_come if self._environment is None else 0
+            with self._growth.announced(COMPILING_BYTES + tables):
+                found = self._add(grammar)
         if isinstance(found, InvalidValue):
             # a new one: the caller may change it, and an equal grammar may have been in another field
             raise InvalidValue(grammar.field + found.message.removeprefix(str(found.param)), param=grammar.field)
         return found.copy(grammar.field)
+
+    def _add(self, grammar: Grammar) -> GrammarMatcher | InvalidValue:
+        """Compile a grammar and keep the result."""
+        with self._building:  # its time is not that of the grammar
+            environment = self._environment or self._build()
+        clock = self._clock_of_thread()
+        begun = clock()
+        found: GrammarMatcher | InvalidValue
+        try:
+            found = self._compile(grammar, environment)
+        except InvalidValue as error:
+            found = error
+        seconds = clock() - begun
+        self._keep(grammar, found, 0.0 if isinstance(found, InvalidValue) else seconds)
+        if seconds > TRIM_SECONDS or len(grammar.text) > LONG_TEXT:
+            memory.give_back()  # 120 MB for one of 230,000 characters
+        return found
 
     def _keep(self, grammar: Grammar, compiled: GrammarMatcher | InvalidValue, seconds: float = 0.0) -> None:
         """Keep a compiled grammar, or the error, so that a repeated request does not cost the same time again.
