@@ -47,7 +47,9 @@ def missing() -> str:
         return "Triton is not installed"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton needs a C compiler; install gcc"
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+    # Debian's default scheme names another folder; Triton corrects it in the same way.
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    if not Path(sysconfig.get_path("include", scheme), "Python.h").exists():
         return "Triton needs Python's header files; install python3-dev"
     return ""
 
