@@ -493,7 +493,9 @@ def promise(setting: Setting) -> Facts:
             setting.record(family, found)
             if max(found["measured"], found["nvml_loaded"]) > found["promised"]:
                 broken.append(f"{family}: promised {found['promised'] >> 20} MiB: {found}")
-            elif found["nvml_loaded"] > found["nvml_ready"] + found["fragmentation"] and not setting.on_cpu:
+            elif not setting.on_cpu and found["host"] > found["host_promised"]:
+                broken.append(f"{family}: {found['host_promised'] >> 20} MiB of main memory promised: {found}")
+            elif not setting.on_cpu and found["nvml_loaded"] > found["nvml_ready"] + found["fragmentation"]:
                 broken.append(f"{family} grew under load after it was ready: {found}")
     if broken:
         raise Failed("; ".join(broken))

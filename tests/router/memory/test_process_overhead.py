@@ -17,8 +17,10 @@ from worker.protocol.memory import (
     DEVICE_PROCESS_BYTES,
     DEVICE_PROCESS_HOST_BYTES,
     NCCL_BYTES,
+    STAGING_BYTES,
 )
 
+ROOT = Path(__file__).resolve().parents[3]
 MIB = 1 << 20
 CARD = "NVIDIA Fake A"
 MEASURED = Overhead(device=300 * MIB, host=900 * MIB)
@@ -110,3 +112,15 @@ def test_an_invalid_overhead_is_ignored(tmp_path: Path) -> None:
     body = json.loads(file.read_text())
     file.write_text(json.dumps({**body, "overhead": {key: [3] for key in body["overhead"]}}))
     assert LearnedEstimates(file).overhead("cpu", forked=False) == UNKNOWN
+
+
+def test_the_assumed_figures_cover_what_cards_took() -> None:
+    """Executed workers of five families on an H200 (benchmarks/gpu.md), before and after the overhead is measured."""
+    lines = (ROOT / "benchmarks" / "gpu" / "h200.jsonl").read_text("utf-8").splitlines()
+    found = [line["facts"] for line in map(json.loads, lines) if line.get("part") == "promise" and "step" in line]
+    assert len(found) == 5
+    for facts in found:
+        measured = Overhead(host=facts["overhead"]["cpu"])
+        assert facts["overhead"]["cuda:0"] <= UNKNOWN.on_device
+        for overhead in (UNKNOWN, measured):
+            assert facts["host"] <= overhead.beside_device(forked=False) + STAGING_BYTES
