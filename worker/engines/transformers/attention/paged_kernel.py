@@ -143,17 +143,19 @@ def _launch(
     width = _power_of_two(head_dim)
     tile = max(16, min(128, _TILE_BYTES // (width * keys.element_size())))
     decode, add_up = _kernels()
-    decode[(rows, kv_heads, parts)](
-        query, keys, values, blocks, lengths, partial, sums,
-        blocks.stride(0), lengths.stride(0), keys.stride(0), values.stride(0), scaling,
-        parts, is_whole=parts == 1, window=window, group=heads // kv_heads, head_dim=head_dim,
-        block_tokens=BLOCK_TOKENS, queries=max(_LEAST_QUERIES, _power_of_two(heads // kv_heads)), width=width,
-        tile=tile, num_warps=4, num_stages=3 if tile * width * keys.element_size() <= _TILE_BYTES else 2,
-    )  # fmt: skip
-    if parts > 1:
-        add_up[(rows * heads,)](
-            partial, sums, out, parts, most=_MOST_PARTS, head_dim=head_dim, width=width, num_warps=4
-        )
+    # Triton launches on the current device, which is another one in a split model.
+    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+        decode[(rows, kv_heads, parts)](
+            query, keys, values, blocks, lengths, partial, sums,
+            blocks.stride(0), lengths.stride(0), keys.stride(0), values.stride(0), scaling,
+            parts, is_whole=parts == 1, window=window, group=heads // kv_heads, head_dim=head_dim,
+            block_tokens=BLOCK_TOKENS, queries=max(_LEAST_QUERIES, _power_of_two(heads // kv_heads)), width=width,
+            tile=tile, num_warps=4, num_stages=3 if tile * width * keys.element_size() <= _TILE_BYTES else 2,
+        )  # fmt: skip
+        if parts > 1:
+            add_up[(rows * heads,)](
+                partial, sums, out, parts, most=_MOST_PARTS, head_dim=head_dim, width=width, num_warps=4
+            )
 
 
 def _power_of_two(number: int) -> int:
