@@ -256,6 +256,7 @@ def reordered_peak(model: Any, generation: GenerationSteps, others: Iterable[Ste
 def graphs_bytes(runner: PagedRunner, rows: int, ctx_size: int) -> int:
     """Return the bytes of CUDA graphs: buffers, the largest recorded step (memory of a graph serves graphs only), and
     the graphs themselves."""
+    # Traced as on the CPU, where attention gathers keys and values: an upper limit, as the Triton kernel takes less.
     graphs = GraphRunner(runner, rows=rows, ctx_size=ctx_size)
     longest = {size: (size, blocks) for size, blocks in graphs.shapes}  # by batch size
     largest = max((peak_bytes(partial(graphs.compute, *shape)) for shape in longest.values()), default=0)
