@@ -30,19 +30,19 @@ _PROGRAMS = 512
 _MOST_PARTS = 32
 _LEAST_QUERIES = 16  # rows of the smallest matrix product of Triton
 _TILE_BYTES = 16 << 10  # keys of one step of the loop
-_failures: list[str] = []  # why the kernel cannot be used in this process
+_failures: list[str] = []  # errors of failed attempts in this process
 
 log = logging.getLogger(__name__)
 
 
 def is_available() -> bool:
-    """True if the kernel can be compiled here, as far as is known: see `missing` and `try_out`."""
+    """True if nothing is missing on this machine to compile the kernel, and no attempt (`try_out`) has failed."""
     return not _failures and not missing()
 
 
 @functools.cache
 def missing() -> str:
-    """What Triton lacks to compile the kernel and its launcher here; empty: nothing."""
+    """Return the reason why Triton cannot compile the kernel on this machine, with the remedy; empty if it can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
@@ -55,8 +55,10 @@ def missing() -> str:
 
 
 def try_out(pool: KvPool, heads: int) -> None:
-    """Compile the kernel for a model with so many query heads, and run it once. If that fails, attention does without
-    it from now on, and a warning gives the reason."""
+    """Compile the kernel for a model with `heads` query heads, and run it once.
+
+    If that fails, a warning gives the reason, and attention in this process gathers keys and values from now on.
+    """
     if not _is_plain_on_accelerator(pool):
         return
     why = missing()
@@ -85,7 +87,7 @@ def _is_plain_on_accelerator(pool: KvPool) -> bool:
 
 
 def parts_for(rows: int, kv_heads: int) -> int:
-    """The number of parts into which the tokens of each sequence are divided: a power of two."""
+    """Return the number of parts into which the tokens of each sequence are divided: a power of two."""
     parts = 1
     while parts < _MOST_PARTS and 2 * parts * rows * kv_heads <= _PROGRAMS:
         parts *= 2

@@ -13,7 +13,7 @@ def decode(
     scaling, parts, is_whole: tl.constexpr, window: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr,
     block_tokens: tl.constexpr, queries: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """One part of the tokens of one row, for the `group` query heads of one key-value head.
+    """Attend to one part of the tokens of one row, with the `group` query heads of one key-value head.
 
     If one part is the whole, `partial` is the result `[rows, heads, head_dim]`. Otherwise it is
     `[rows, heads, parts, head_dim]`, and `sums` `[rows, heads, parts]` gets the logarithm of the sum of exponentials.
@@ -70,8 +70,10 @@ def decode(
 
 @triton.jit(do_not_specialize=["parts"])
 def add_up(partial, sums, out, parts, most: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr):
-    """The average of the parts of one head, weighted by their sums of exponentials. One part at least has tokens.
-    `most`: a power of two, at least `parts`."""
+    """Write the output of one head: the average of its parts, weighted by their sums of exponentials.
+
+    At least one part has tokens. `most`: a power of two, at least `parts`.
+    """
     head = tl.program_id(0)
     part, dim = tl.arange(0, most), tl.arange(0, width)
     is_part, is_dim = part < parts, dim < head_dim

@@ -79,6 +79,8 @@ class GraphLayout:
         self._targets = numbers[:, _TARGET].contiguous()  # positions in the pool to write
         self._lengths = numbers[:, _LENGTH, None]
         self._tables = numbers[:, _BLOCKS:]
+        # To gather, all layers need one contiguous copy of the tables. The kernel reads them in place.
+        self._blocks = self._tables if has_kernel else self._tables.flatten()
         self._rows = len(numbers)
         self._has_kernel = has_kernel
         self._masks: dict[int, torch.Tensor] = {}
@@ -93,7 +95,7 @@ class GraphLayout:
                 tokens, keys, values, self._tables, lengths, window=at.window, scaling=at.scaling
             )[None]
         # [rows, kv_heads, tokens, head_dim]
-        keys, values = self._pool.gather(at.layer, self._tables.flatten(), self._rows)
+        keys, values = self._pool.gather(at.layer, self._blocks, self._rows)
         _, heads, rows, head_dim = query.shape
         kv_heads = keys.shape[1]
         # Grouped-query attention: heads that share keys become queries of one head.
