@@ -159,11 +159,12 @@ def _worst_list(tensor: torch.Tensor) -> Any:
 @contextmanager
 def _quick_lists() -> Iterator[None]:
     """Read lists of fake tensors by `_worst_list` during the block."""
+    own = FakeTensor.tolist
     FakeTensor.tolist = _worst_list  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        del FakeTensor.tolist  # the method of torch.Tensor again
+        FakeTensor.tolist = own  # type: ignore[method-assign]
 
 
 def _grouped_product(tokens: torch.Tensor, experts: torch.Tensor, *rest: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from router.config.presets import Preset
 from router.memory import checkpoint
@@ -648,3 +649,10 @@ def test_no_chunk_length_needs_more_than_the_estimate(tmp_path: Path) -> None:
             peaks.append(peak_bytes(steps.step(*steps.decodes(1), chunk)))
         layers.pretend()
     assert plain < max(peaks) <= said <= max(peaks) * 1.01
+
+
+def test_a_trace_leaves_the_methods_of_fake_tensors_as_they_were() -> None:
+    before = FakeTensor.tolist
+    with FakeTensorMode():
+        peak_bytes(lambda: torch.zeros(3).tolist())
+        assert FakeTensor.tolist is before
