@@ -169,24 +169,16 @@ class ModelList(dict[str, Model]):
     def add(self, preset: Preset) -> None:
         self[preset.id] = Model(preset, int(time.time()))
 
-    def apply(self, presets: Mapping[str, Preset]) -> dict[str, list[str]]:
-        """Apply new presets and retire workers of changed and removed ones. Return ids by what was done."""
-        result: dict[str, list[str]] = {"added": [], "changed": [], "restarted": [], "removed": []}
+    def apply(self, presets: Mapping[str, Preset]) -> None:
+        """Replace all presets: add new models, change others, and remove those that have no preset any more."""
         for id in [id for id in self if id not in presets]:
             self.remove(id, "config_changed")
-            result["removed"].append(id)
         for id, preset in presets.items():
-            model = self.get(id)
-            if model is None:
+            if id not in self:
                 self.add(preset)
-                result["added"].append(id)
-            elif preset != model.preset:
-                result["changed"].append(id)
-                if self._change(model, preset):
-                    result["restarted"].append(id)
-        self._fleet.events.append("config", "*", **result)
+            elif preset != self[id].preset:
+                self._change(self[id], preset)
         self._fleet.scheduler.plan_soon()
-        return result
 
     def remove(self, id: str, reason: str) -> list[Worker]:
         """Remove a model. Return its workers, which drain and stop."""
@@ -199,21 +191,14 @@ class ModelList(dict[str, Model]):
             fleet.events.append("removed", id)
         return workers
 
-    def change(self, preset: Preset) -> None:
-        """Apply new settings to one model. Raises ModelNotFound."""
-        model = self._fleet.model(preset.id)
-        if preset != model.preset:
-            self._change(model, preset)
-            self._fleet.scheduler.plan_soon()
-
-    def _change(self, model: Model, preset: Preset) -> bool:
-        """Apply a preset; return True if a worker is retired because the new settings need another load."""
+    def _change(self, model: Model, preset: Preset) -> None:
+        """Apply a preset. Workers are retired if the new settings need another load."""
         fleet, applies_to_workers = self._fleet, same_load(preset, model.preset)
         model.preset = preset
         if applies_to_workers:
             for worker in model.workers:
                 worker.preset = preset
-            return False
+            return
         fleet.sleeping_weights.release_model(model, "config_changed")
         model.failure, model.failed_attempts = None, 0
         model.crashes.forget()
@@ -223,7 +208,6 @@ class ModelList(dict[str, Model]):
         if before is not None and (preset.pin or (before.leases and before.state < State.READY)):
             with suppress(ApiError):  # the queue may be full; then the next request loads it
                 fleet.ensure_loaded(preset.id)
-        return before is not None
 
     # Prefetch
 

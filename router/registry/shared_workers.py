@@ -155,9 +155,7 @@ class SharedWorkers:
         wanted = fleet_presets(presets, groups)
         self._reassign_ids(presets, wanted)
         fleet = self.fleet
-        for id in [id for id in fleet.models if id not in wanted]:
-            fleet.models.remove(id, "config_changed")
-        self._update_fleet(wanted)
+        fleet.models.apply(wanted)
         self._list(presets, groups)
         both = [name for name in presets if name in before]
         retired = [name for name in both if (worker := open_before[name]) is not None and worker.retired]
@@ -177,14 +175,13 @@ class SharedWorkers:
                 with contextlib.suppress(ApiError):  # its next request loads it
                     fleet.ensure_loaded(self.listed[name].model.preset.id)
         fleet.events.append("config", "*", **result)
-        fleet.scheduler.plan_soon()
         return result
 
     def update(self, presets: Mapping[str, Preset], groups: Sequence[PresetGroup]) -> None:
         """Like `apply`, for one new preset or for changes that need no restart. Emits no `config` event."""
         wanted = fleet_presets(presets, groups)
         self._reassign_ids(presets, wanted)
-        self._update_fleet(wanted)
+        self.fleet.models.apply(wanted)
         self._list(presets, groups)
 
     def remove(
@@ -200,13 +197,6 @@ class SharedWorkers:
         if listed.others:
             self.fleet.events.append("removed", name)
         return workers
-
-    def _update_fleet(self, wanted: Mapping[str, Preset]) -> None:
-        for id, preset in wanted.items():
-            if id in self.fleet.models:
-                self.fleet.models.change(preset)
-            else:
-                self.fleet.models.add(preset)
 
     def _list(self, presets: Mapping[str, Preset], groups: Sequence[PresetGroup]) -> None:
         now, before = int(time.time()), self.listed

@@ -77,7 +77,7 @@ async def test_a_preview_has_the_queue_position_of_its_request() -> None:
     first = asyncio.create_task(world.ask("b"))
     await asyncio.sleep(1)
     assert (await world.fleet.scheduler.preview("c"))["decision"] == "start", "by its priority it comes before `b`"
-    world.fleet.models.change(replace(world.presets["b"], priority=0))
+    world.fleet.models.apply({**world.presets, "b": replace(world.presets["b"], priority=0)})
     shown = await world.fleet.scheduler.preview("c")
     assert (shown["decision"], shown["cause"], shown["ahead"]) == ("wait", "memory", ["b"])
     second = asyncio.create_task(world.ask("c"))
@@ -174,7 +174,7 @@ async def test_replicas_and_reloads_are_counted() -> None:
     metrics = Metrics(world.fleet, world.events)
     await world.ask("a")
     await asyncio.sleep(10)
-    world.fleet.models.apply(world.presets)
+    world.events.append("config", "*", added=[], changed=[], restarted=[], removed=[])
     world.events.append("config_refused", "*", errors=["models.ini:3: x"])
     shown = metrics.render().decode()
     assert 'router_model_workers{model="a"} 2.0' in shown

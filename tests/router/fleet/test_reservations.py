@@ -137,7 +137,7 @@ async def test_the_largest_headroom_is_kept_free_once_for_all_workers(beside: in
     await world.ask("b")
     assert world.fleet.scheduler.reserved(CPU) == 2 * 257 * MIB + 60 * MIB
     required = 8 * GIB - 2 * 257 * MIB - beside
-    world.fleet.models.change(replace(world.presets["c"], required_memory={"": required}))
+    world.fleet.models.apply({**world.presets, "c": replace(world.presets["c"], required_memory={"": required})})
     await world.ask("c")
     assert [worker.preset.id for worker in world.fleet.workers()] == (["a", "b", "c"] if fits else ["b", "c"])
 
@@ -147,7 +147,7 @@ async def test_a_model_that_needs_all_memory_gets_the_headroom_too() -> None:
     world = forking(a=with_grammars(40 * MIB), b=with_grammars(60 * MIB), c=model())
     await world.ask("a")
     await world.ask("b")
-    world.fleet.models.change(replace(world.presets["c"], required_memory={"": 8 * GIB}))
+    world.fleet.models.apply({**world.presets, "c": replace(world.presets["c"], required_memory={"": 8 * GIB})})
     await world.ask("c")
     assert [worker.preset.id for worker in world.fleet.workers()] == ["c"]
 
@@ -454,7 +454,7 @@ async def test_the_planners_view_of_a_worker_is_cached_until_it_changes() -> Non
     assert (resident_of(worker).measured[CPU], resident_of(worker).reserved[CPU]) == (GIB, 2 * GIB)
     before = resident_of(worker)
     for change in (
-        lambda: world.fleet.models.change(replace(world.presets["a"], priority=1)),
+        lambda: world.fleet.models.apply({**world.presets, "a": replace(world.presets["a"], priority=1)}),
         lambda: setattr(worker.usage, "keep_alive", 5.0),
         lambda: world.fleet.unload("a"),
     ):
