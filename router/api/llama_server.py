@@ -295,7 +295,7 @@ async def props(call: ApiCall) -> ApiResult:
     if not name:
         return {
             "role": "router",
-            "max_instances": registry.fleet.limits.models_max,
+            "max_instances": registry.fleet.settings.workers_at_once,
             "models_autoload": settings.models_autoload,
             "model_alias": "llama-server",
             "model_path": "none",

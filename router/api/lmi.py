@@ -169,7 +169,7 @@ async def scale(call: ApiCall) -> ApiResult:
     model = registry.shared_workers.find(id).model
     leaving = model.workers if not count.most else model.all_open[count.most :]
     for worker in list(leaving):
-        registry.fleet.retire(worker, "requested", drain=registry.fleet.limits.drain_timeout)
+        registry.fleet.retire(worker, "requested", drain=registry.fleet.settings.drain_timeout)
     if not waits:
         _begin(registry, id, count)
         return _managed(call, f'Model "{id}" scaling scheduled.', status=202)

@@ -31,13 +31,11 @@ from router.config.resolve import LoadedPresets
 from router.config.settings import Settings
 from router.errors import ApiError, ConfigError, RouterError
 from router.events import EventLog
-from router.fleet.admission import Limits
 from router.fleet.fleet import Fleet
 from router.http import listen
 from router.http.app import App
 from router.http.metrics import Metrics
 from router.http.proxy import Proxy
-from router.http.response import ResponseTimeouts
 from router.launch.devices import Devices
 from router.launch.local import LocalLauncher
 from router.launch.page_lock import lockable
@@ -199,17 +197,7 @@ async def _router(
             files=files,
             ledger=_ledger(settings, devices, {reading.id for reading in launcher.readings()}),
             presets=fleet_presets(loaded.presets, group_presets(loaded.presets)),
-            limits=Limits(
-                autoload=settings.models_autoload,
-                queue_size=settings.queue_size,
-                queue_timeout=settings.queue_timeout,
-                patience=settings.swap_patience,
-                drain_timeout=settings.drain_timeout,
-                evict_timeout=settings.evict_timeout,
-                models_max=settings.workers_at_once,
-                sleep_memory=settings.sleep_memory,
-                memory=any(settings.models_memory_margin.values()),
-            ),
+            settings=settings,
         )
         launcher.on_reading = fleet.scheduler.plan_soon
         fleet.scheduler.plan_now()
@@ -233,11 +221,8 @@ async def _router(
             startup_pending=frozenset(preset.id for preset in loaded.presets.values() if preset.load_on_startup),
         )
         events.fold(registry.on_event, mentions=False)
-        timeouts = ResponseTimeouts(
-            commit=settings.stream_commit_seconds, ping=settings.sse_ping_interval, write_stall=settings.write_stall
-        )
         metrics = Metrics(fleet, events)
-        app = App(registry, Proxy(registry.shared_workers, timeouts), metrics)
+        app = App(registry, Proxy(registry.shared_workers), metrics)
         async with (
             _listening(app, bound),
             _closing(registry, launcher, stop),

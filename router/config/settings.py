@@ -250,7 +250,12 @@ class Settings:
         """The most workers at once; 0: no limit. Without a margin memory does not limit them, so the default is 4."""
         if self.models_max is not None:
             return self.models_max
-        return 0 if any(self.models_memory_margin.values()) else 4
+        return 0 if self.limits_memory else 4
+
+    @property
+    def limits_memory(self) -> bool:
+        """False if all margins are 0: then only the number of workers is limited."""
+        return any(self.models_memory_margin.values())
 
     def margin(self, device: str) -> int:
         """Bytes to keep free on a device, by its name."""

@@ -1,4 +1,4 @@
-"""Admission: the limits of the fleet, leases on workers, and the queue as requests meet it.
+"""Admission: leases on workers, and the queue as requests meet it.
 
 `AdmissionQueue` decides which requests may run or wait, and predicts waiting times. It changes no state of the fleet.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from router.errors import ApiError, QueueFull, QueueTimeout
@@ -22,21 +21,6 @@ if TYPE_CHECKING:  # both import this module
 
 # The causes in `waited` events, by stage of a load. The cause of all other stages is "start".
 CAUSE_BY_STAGE = {"download": "download", "convert": "download", "wait": "memory"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Settings of the fleet. Times are seconds."""
-
-    autoload: bool = True
-    queue_size: int = 4000
-    queue_timeout: float = 300.0
-    patience: float = 10.0
-    drain_timeout: float = 30.0
-    evict_timeout: float = -1.0
-    models_max: int = 0
-    sleep_memory: int = 0  # bytes of main memory for sleeping weights
-    memory: bool = True  # False if all margins are 0: then only the count of workers is limited
 
 
 class Lease:
@@ -111,7 +95,7 @@ class Lease:
 
     def _start_timer(self) -> None:
         """Abort the lease when its time in the queue is up. Downloads and the load itself do not count."""
-        limit = self._fleet.limits.queue_timeout
+        limit = self._fleet.settings.queue_timeout
         if limit <= 0:
             return
         left = limit
@@ -145,7 +129,7 @@ class AdmissionQueue:
         """Raises QueueFull if one more request may not wait."""
         if (error := self._queue_full(model)) is not None:
             waiting, waiting_in_all = self._waiting(model)
-            limits = {"limit": model.preset.queue_size, "limit_of_all": self._fleet.limits.queue_size}
+            limits = {"limit": model.preset.queue_size, "limit_of_all": self._fleet.settings.queue_size}
             self._fleet.rejections.append(
                 model.preset.id, error, waiting=waiting, waiting_of_all=waiting_in_all, **limits
             )
@@ -176,7 +160,7 @@ class AdmissionQueue:
         of_model, in_all = self._waiting(model)
         if of_model >= model.preset.queue_size:
             message = f"{of_model} requests already wait for {model.preset.id} (queue-size)"
-        elif in_all >= self._fleet.limits.queue_size:
+        elif in_all >= self._fleet.settings.queue_size:
             message = f"{in_all} requests already wait (--queue-size)"
         else:
             return None
@@ -185,7 +169,7 @@ class AdmissionQueue:
     def timeout(self, worker: Worker) -> QueueTimeout:
         """Return the error of a request that has waited for --queue-timeout, and record it."""
         fleet, waits_for, name = self._fleet, worker.queue.waits_for, worker.preset.id
-        limit = fleet.limits.queue_timeout
+        limit = fleet.settings.queue_timeout
         waited = "its exact memory estimate" if waits_for == "estimate" else "memory"
         waits = f" ({waits_for})" if waits_for not in ("", "estimate") else ""
         others = ", ".join(

@@ -11,9 +11,10 @@ from itertools import count
 from typing import Any
 
 from router.config.presets import Preset
+from router.config.settings import Settings
 from router.errors import AlreadyRunning, Draining, ModelNotFound, ModelNotLoaded, NotRunning
 from router.events import EventLog
-from router.fleet.admission import AdmissionQueue, Lease, Limits
+from router.fleet.admission import AdmissionQueue, Lease
 from router.fleet.explain import RejectionLog
 from router.fleet.failures import Failure, Failures
 from router.fleet.lifecycle import end, run
@@ -44,7 +45,7 @@ class Fleet:
         events: EventLog,
         files: Snapshots,
         ledger: Ledger,
-        limits: Limits,
+        settings: Settings,
         presets: Mapping[str, Preset],
     ):
         self._loop = asyncio.get_running_loop()
@@ -52,7 +53,7 @@ class Fleet:
         self.learned_estimates = learned_estimates
         self.events = events
         self.files = files
-        self.limits = limits
+        self.settings = settings
         self.closing = False
         self.running: dict[int, Worker] = {}  # all that are not stopped, those of removed models included; oldest first
         self.loads: dict[asyncio.Task[None], Lease] = {}  # leases of load commands, which are not requests
@@ -91,7 +92,7 @@ class Fleet:
         model = self.model(id)
         worker = model.open
         if autoload is None:
-            autoload = model.preset.autoload if model.preset.autoload is not None else self.limits.autoload
+            autoload = model.preset.autoload if model.preset.autoload is not None else self.settings.models_autoload
         self._check_open()
         if not autoload and not model.sleeps and (worker is None or worker.state is State.DOWNLOADING):
             raise ModelNotLoaded(f"model '{id}' is not loaded; load it with POST /models/load or turn autoload on")
@@ -193,7 +194,7 @@ class Fleet:
                 self.sleeping_weights.release_model(model, "load_failed")  # its next load would fail, too
         model.ran_out_of_memory = worker.lost is not None and worker.lost.memory != ""
         model.load_seconds = worker.load_seconds or model.load_seconds
-        if self.limits.sleep_memory and not model.workers and not self.closing:
+        if self.settings.sleep_memory and not model.workers and not self.closing:
             model.sleep_request = worker.sleep_request(self.files.weights(worker.snapshot))
         model.promote()
         if not model.workers:
@@ -233,7 +234,7 @@ class Fleet:
     def replace(self, worker: Worker) -> None:
         """Drain a ready worker whose process runs but does not accept connections."""
         log.warning("%s does not accept connections at its socket; it is replaced", worker)
-        self.retire(worker, "unreachable", drain=self.limits.drain_timeout)
+        self.retire(worker, "unreachable", drain=self.settings.drain_timeout)
         worker.ended.set()
 
     def replace_oversized(self, worker: Worker) -> None:
@@ -246,7 +247,7 @@ class Fleet:
             "%s keeps %d MiB of main memory, %d MiB were reserved; it is replaced",
             worker, figures["resident"] >> 20, figures["reserved"] >> 20,
         )  # fmt: skip
-        self.retire(worker, "oversized", drain=self.limits.drain_timeout)
+        self.retire(worker, "oversized", drain=self.settings.drain_timeout)
 
     # Best-effort workers
 
@@ -352,7 +353,7 @@ class Fleet:
             raise NotRunning(f"model '{id}' is not running")
         self.sleeping_weights.release_model(model, "requested")
         for worker in workers:
-            self.retire(worker, "requested", drain=0.0 if force else self.limits.drain_timeout)
+            self.retire(worker, "requested", drain=0.0 if force else self.settings.drain_timeout)
         return [*workers, *sleeping]
 
     async def close(self, *, force: bool = False) -> None:
@@ -362,7 +363,7 @@ class Fleet:
             weights.release("shutdown")
         self.prefetcher.cancel()
         for worker in self.workers():
-            self.retire(worker, "shutdown", drain=0.0 if force else self.limits.drain_timeout)
+            self.retire(worker, "shutdown", drain=0.0 if force else self.settings.drain_timeout)
             if force:
                 worker.abort_leases(Draining("the router is shutting down; the answer was cut", retry_after=5))
         await self.scheduler.close()

@@ -334,7 +334,7 @@ async def _serve(worker: Worker, fleet: Fleet, process: WorkerProcess, began: fl
 def _min_residency(worker: Worker, fleet: Fleet) -> float:
     """Return the seconds for which the worker keeps its place while it is in use."""
     seconds = worker.preset.min_residency
-    return seconds if seconds >= 0 else min(10.0, fleet.limits.patience)
+    return seconds if seconds >= 0 else min(10.0, fleet.settings.swap_patience)
 
 
 async def _wait_for_place(worker: Worker, fleet: Fleet, program: Program) -> Start:

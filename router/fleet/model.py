@@ -186,7 +186,7 @@ class ModelList(dict[str, Model]):
         fleet.sleeping_weights.release_model(model, reason)
         workers = list(model.workers)
         for worker in workers:
-            fleet.retire(worker, reason, drain=fleet.limits.drain_timeout)
+            fleet.retire(worker, reason, drain=fleet.settings.drain_timeout)
         if not workers:
             fleet.events.append("removed", id)
         return workers
@@ -204,7 +204,7 @@ class ModelList(dict[str, Model]):
         model.crashes.forget()
         before = model.open
         for worker in list(model.workers):
-            fleet.retire(worker, "config_changed", drain=fleet.limits.drain_timeout)
+            fleet.retire(worker, "config_changed", drain=fleet.settings.drain_timeout)
         if before is not None and (preset.pin or (before.leases and before.state < State.READY)):
             with suppress(ApiError):  # the queue may be full; then the next request loads it
                 fleet.ensure_loaded(preset.id)

@@ -50,7 +50,7 @@ class FleetScheduler:
         self.broken = asyncio.Event()  # MOST_FAILED_PLANS plans in a row have failed
         self._fleet = fleet
         self._ledger = ledger
-        self._policy = Policy(patience=fleet.limits.patience, memory=fleet.limits.memory)
+        self._policy = Policy(patience=fleet.settings.swap_patience, memory=fleet.settings.limits_memory)
         self._loop = asyncio.get_running_loop()
         self._is_requested = False
         self._timer: asyncio.TimerHandle | None = None
@@ -153,7 +153,7 @@ class FleetScheduler:
 
     def never_fits(self, worker: Worker, *, weights_only: bool = False) -> bool:
         """The worker, or its weights alone, do not fit on empty devices."""
-        if not self._fleet.limits.memory:
+        if not self._fleet.settings.limits_memory:
             return False
         assert worker.costs is not None
         demand = replace(demand_of(worker), is_exact=True, best_effort=False)
@@ -222,7 +222,7 @@ class FleetScheduler:
         if found.waits:
             fleet.prefetcher.begin([worker for worker in queued if worker.id in found.waits], self.devices)
         fleet.start_prefetched()
-        if fleet.limits.sleep_memory:
+        if fleet.settings.sleep_memory:
             spare = early_start.spare_memory(found, waiting + refining, residents, devices)
             fleet.sleeping_weights.put_to_sleep(fleet.models.values(), spare - sum(decision.begin.values()))
         if found.look_again is not None:
@@ -301,7 +301,7 @@ class FleetScheduler:
         wait = found.waits.get(for_worker.id) if for_worker is not None else None
         facts = evicted(worker, eviction, for_worker, wait, self._loop.time())
         self._append_event("evict", worker, for_worker, **facts)
-        limit = self._fleet.limits.evict_timeout
+        limit = self._fleet.settings.evict_timeout
         name = for_worker.preset.id if for_worker is not None else ""
         self._fleet.retire(worker, eviction.reason, drain=None if limit < 0 else limit, made_room_for=name)
 

@@ -93,7 +93,7 @@ class AllSleepingWeights:
             request, model.sleep_request = model.sleep_request, None
             if request is None or model.workers or model.sleeping is not None or request.size > spare:
                 continue
-            victims = make_room(self.all.values(), request.size, self._fleet.limits.sleep_memory)
+            victims = make_room(self.all.values(), request.size, self._fleet.settings.sleep_memory)
             if victims is None:
                 continue
             for weights in victims:

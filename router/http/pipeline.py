@@ -221,7 +221,9 @@ class Pipeline:
         request = self._forwarded(incoming, seen, id, adapter, read=read, outside_name="" if named else name)
         shown = f"{id}@{adapter}" if adapter else id
         headers = {"X-Router-Model": shown, **own_headers(incoming.id)}
-        return await self._proxied(incoming, ProxiedResponse(incoming.outlet, request, self._proxy.timeouts, headers))
+        return await self._proxied(
+            incoming, ProxiedResponse(incoming.outlet, request, self._registry.settings, headers)
+        )
 
     def _find_model(self, incoming: Incoming, seen: Peek) -> tuple[str, str, bool]:
         """The model's id, its name as the client wrote it, and True if the body contains that name.

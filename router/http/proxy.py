@@ -21,7 +21,7 @@ from router.fleet.admission import Lease
 from router.fleet.failures import lost_error
 from router.fleet.fleet import Fleet
 from router.fleet.worker import State
-from router.http.response import ClientGone, ProxiedResponse, ResponseTimeouts
+from router.http.response import ClientGone, ProxiedResponse
 from router.launch.interface import WorkerProcess
 from router.launch.worker_client import Exchange, NotHttp, WorkerClientError
 from router.registry import shared_workers
@@ -88,11 +88,13 @@ class _Limit:
 class Proxy:
     """Forwards requests to the workers of one fleet."""
 
-    def __init__(self, shared_workers: SharedWorkers, timeouts: ResponseTimeouts):
+    def __init__(self, shared_workers: SharedWorkers):
         self._loop = asyncio.get_running_loop()
         self._shared_workers = shared_workers
         self._fleet = shared_workers.fleet
-        self.timeouts = timeouts
+        self._settings = settings = self._fleet.settings
+        # Seconds between two comments in a silent stream; None: no comments.
+        self._ping = settings.sse_ping_interval if settings.sse_ping_interval > 0 else None
         self._limits: dict[_Limit, float] = {}  # long time limits: when each expires, by the loop's clock
         self._limit_timer: asyncio.TimerHandle | None = None
 
@@ -200,11 +202,11 @@ class Proxy:
             if not response.request.stream:
                 return await waiting
             if not response.committed:
-                left = response.request.arrived + self.timeouts.commit - time.monotonic()
+                left = response.request.arrived + self._settings.stream_commit_seconds - time.monotonic()
                 await asyncio.wait({waiting}, timeout=max(0.0, left))
             while not waiting.done():
                 await response.comment(status_comment(self._fleet, lease))
-                await asyncio.wait({waiting}, timeout=self.timeouts.ping if self.timeouts.ping > 0 else None)
+                await asyncio.wait({waiting}, timeout=self._ping)
             return waiting.result()
         finally:
             if not waiting.done():
@@ -258,12 +260,9 @@ class Proxy:
 
     async def _head_with_comments(self, exchange: Exchange, lease: Lease, response: ProxiedResponse) -> None:
         """Wait for the head like `_wait_with_comments`, with a timeout instead of a task, which is cheaper."""
-        pause = self.timeouts.ping if self.timeouts.ping > 0 else None
-        wait = (
-            pause
-            if response.committed
-            else max(0.0, response.request.arrived + self.timeouts.commit - time.monotonic())
-        )
+        wait = self._ping
+        if not response.committed:
+            wait = max(0.0, response.request.arrived + self._settings.stream_commit_seconds - time.monotonic())
         while not exchange.has_head:
             try:
                 async with asyncio.timeout(wait):
@@ -271,7 +270,7 @@ class Proxy:
             except TimeoutError:
                 if not exchange.has_head:
                     await response.comment(status_comment(self._fleet, lease))
-                wait = pause
+                wait = self._ping
 
     async def _relay(self, exchange: Exchange, response: ProxiedResponse) -> None:
         headers = _response_headers(exchange)

@@ -9,11 +9,11 @@ import struct
 import termios
 import time
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
 
 import orjson
 
 from router import __version__
+from router.config.settings import Settings
 from router.errors import ApiError
 from router.fleet.admission import Lease
 from router.fleet.worker import State
@@ -49,15 +49,6 @@ def whole_seconds(seconds: float) -> int:
     return max(1, math.ceil(round(seconds, 3)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseTimeouts:
-    """Time limits of a response, in seconds."""
-
-    commit: float = 10.0  # until a waiting stream gets its status line
-    ping: float = 15.0  # between the comments of a waiting stream
-    write_stall: float = 30.0  # for one write
-
-
 class ClientGone(Exception):
     """The client has closed its connection, or has not read for `write_stall` seconds."""
 
@@ -78,13 +69,13 @@ class ProxiedResponse:
     queued: float | None = None
     loaded: float | None = None
 
-    def __init__(self, outlet: Outlet, request: ForwardedRequest, timeouts: ResponseTimeouts, headers: dict[str, str]):
+    def __init__(self, outlet: Outlet, request: ForwardedRequest, settings: Settings, headers: dict[str, str]):
         self.outlet = outlet
         self.request = request
         self.headers = headers
         self._dialect = request.stream_dialect or request.route.dialect
         self.form = stream(self._dialect)
-        self._timeouts = timeouts
+        self._write_stall = settings.write_stall
 
     @property
     def is_complete(self) -> bool:
@@ -140,7 +131,7 @@ class ProxiedResponse:
     async def _wait_for(self, pending: Awaitable[None]) -> None:
         """Wait for a write of the outlet, at most `write_stall` seconds."""
         try:
-            async with asyncio.timeout(self._timeouts.write_stall or None):
+            async with asyncio.timeout(self._write_stall or None):
                 await pending
         except TimeoutError:
             if self.outlet.transport is not None:
@@ -178,7 +169,7 @@ class ProxiedResponse:
         transport = self.outlet.transport
         if transport is None:
             return
-        limit = time.monotonic() + (self._timeouts.write_stall or FLUSH_TIMEOUT)
+        limit = time.monotonic() + (self._write_stall or FLUSH_TIMEOUT)
         sock: socket.socket | None = transport.get_extra_info("socket")
         old = self.outlet.is_old and sock is not None and sock.family != socket.AF_UNIX
         while time.monotonic() < limit and not transport.is_closing():

@@ -17,7 +17,6 @@ import pytest
 from router.config.api_keys import ApiKey
 from router.config.settings import Settings
 from router.errors import ModelNotFound
-from router.http.response import ResponseTimeouts
 from router.launch.interface import WorkerLost
 from tests.processes.clients import async_anthropic, async_ollama, async_openai
 from tests.processes.upstreams import STREAM, Upstream, World, chunk, dying, unasked, world
@@ -121,8 +120,8 @@ async def test_ollamas_client_waits_through_a_load_and_gets_its_lines(tmp_path: 
     async def answer(upstream: Upstream) -> None:
         await upstream.send(LINES + b"".join(map(chunk, [line(response="w", done=False), last])) + b"0\r\n\r\n")
 
-    timeouts = ResponseTimeouts(commit=0.02, ping=0.02)
-    async with world(tmp_path, answer, timeouts=timeouts, load_seconds=0.2) as up, up.client() as client:
+    settings = Settings(stream_commit_seconds=0.02, sse_ping_interval=0.02)
+    async with world(tmp_path, answer, settings=settings, load_seconds=0.2) as up, up.client() as client:
         body = (await client.post("/api/generate", json={"name": "a", "prompt": "x"})).content
         told = [json.loads(each) for each in body.splitlines()]
         assert len(told) > 3
@@ -272,7 +271,9 @@ async def test_a_body_of_openais_gets_a_stream_of_openais_at_lmis_paths(
         assert upstream.head.startswith("POST /invocations ")
         await upstream.send(STREAM + chunk(SAID) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
-    async with world(tmp_path, answer, timeouts=ResponseTimeouts(commit=0.02, ping=0.02), load_seconds=0.2) as up:
+    async with world(
+        tmp_path, answer, settings=Settings(stream_commit_seconds=0.02, sse_ping_interval=0.02), load_seconds=0.2
+    ) as up:
         lines = [line async for line in frames_of(up, path, **body)]
         assert lines[0].startswith(": ")
         assert lines[-2:] == [SAID.decode().strip(), "data: [DONE]"]
@@ -286,7 +287,7 @@ async def test_a_late_error_on_an_lmi_path_has_openais_format_for_openai_clients
         body = b'{"code":400,"type":"invalid_request_error","message":"too odd"}'
         await send_json(upstream, body, "400 Bad")
 
-    async with world(tmp_path, refuse, timeouts=ResponseTimeouts(commit=0.05)) as up:
+    async with world(tmp_path, refuse, settings=Settings(stream_commit_seconds=0.05)) as up:
         lines = []
         with pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012 - the end of the connection comes last
             async for line in frames_of(up, "/invocations", messages=[]):

@@ -16,8 +16,7 @@ import openai
 import pytest
 
 from router.config.api_keys import ApiKey, digest
-from router.fleet.admission import Limits
-from router.http.response import ResponseTimeouts
+from router.config.settings import Settings
 from router.registry.auth import Access
 from tests.processes.clients import async_anthropic, async_ollama, async_openai
 from tests.processes.upstreams import END, STREAM, Upstream, World, chunk, world
@@ -180,7 +179,10 @@ async def test_a_key_at_its_limit_gets_retry_after(tmp_path: Path) -> None:
 
 
 async def test_a_full_queue_gives_retry_after(tmp_path: Path) -> None:
-    async with world(tmp_path, holding, limits=Limits(queue_size=1), load_seconds=30) as up, async_openai(up) as client:
+    async with (
+        world(tmp_path, holding, settings=Settings(queue_size=1), load_seconds=30) as up,
+        async_openai(up) as client,
+    ):
         ask = client.chat.completions.create
         first = asyncio.ensure_future(ask(model="a", messages=HI))
         async with asyncio.timeout(60):
@@ -309,7 +311,7 @@ async def test_who_is_tired_of_a_stream_stops_the_worker_and_gives_the_lease_bac
         await upstream.left()
         gone.set()
 
-    async with world(tmp_path, begin, timeouts=ResponseTimeouts(ping=0)) as up:
+    async with world(tmp_path, begin, settings=Settings(sse_ping_interval=0)) as up:
         await up.fleet.load("a")
         stream = opening(up)
         assert await anext(stream)

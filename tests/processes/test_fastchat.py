@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from router.config.settings import Settings
 from router.errors import DoesNotFit, WorkerCrashed
-from router.http.response import ResponseTimeouts
 from tests.processes.upstreams import END, Upstream, chunk, dying, unasked, world
 from worker.protocol.dialects import Dialect
 from worker.protocol.errors import error_body
@@ -67,8 +67,8 @@ async def test_a_fastchat_client_waits_through_a_load_with_empty_texts(tmp_path:
     async def answer(upstream: Upstream) -> None:
         await upstream.send(BEGIN + chunk(frame("one", "stop")) + END)
 
-    timeouts = ResponseTimeouts(commit=0.05, ping=0.05)
-    async with world(tmp_path, answer, timeouts=timeouts, load_seconds=0.3) as up, up.client() as asking:
+    settings = Settings(stream_commit_seconds=0.05, sse_ping_interval=0.05)
+    async with world(tmp_path, answer, settings=settings, load_seconds=0.3) as up, up.client() as asking:
         told = await asking.post(PATH, json={"model": "a", "prompt": "x"})
         texts = [json.loads(each) for each in told.content.removesuffix(b"\0").split(b"\0")]
         assert len(texts) > 2
@@ -115,7 +115,7 @@ async def test_a_workers_refusal_in_a_frame_keeps_its_status_and_fails_a_stream_
                 seen.append(part)
 
     begun, seen = asyncio.Event(), list[bytes]()
-    async with world(tmp_path, refuse, timeouts=ResponseTimeouts(commit=0.05)) as up, up.client() as asking:
+    async with world(tmp_path, refuse, settings=Settings(stream_commit_seconds=0.05)) as up, up.client() as asking:
         await up.fleet.load("a")
         early = await asking.post("/worker_generate", json={"model": "a", "prompt": "early"})
         assert (early.status_code, early.content) == (400, said)

@@ -11,8 +11,8 @@ from aiohttp.http import HttpRequestParser
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from router.config.settings import Settings
 from router.http.listener import KEEP_ALIVE, LONGEST_BODY, LONGEST_HEAD, SWEEP, Listener, PlainRequest, _PlainConnection
-from router.http.response import ResponseTimeouts
 from tests.processes.upstreams import (
     BODY,
     DONE,
@@ -242,7 +242,7 @@ async def test_a_slow_reader_gets_everything(tmp_path: Path) -> None:
             await upstream.send(chunk(EVENT) * 1000)
         await upstream.send(chunk(DONE) + END)
 
-    async with world(tmp_path, pour, timeouts=ResponseTimeouts(write_stall=0.3)) as up:
+    async with world(tmp_path, pour, settings=Settings(write_stall=0.3)) as up:
         reader, writer = await up.connect()
         writer.write(request({"stream": True}))
         await reader.readuntil(b"\r\n\r\n")

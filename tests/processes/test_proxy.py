@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, UnixConnector
 
-from router.fleet.admission import Limits
+from router.config.settings import Settings
 from router.fleet.worker import State
-from router.http.response import ResponseTimeouts
 from tests.processes.upstreams import DONE, END, STREAM, Upstream, World, chunk, dying, request, until, world
 from worker.errors import RequestError
 from worker.protocol.dialects import Dialect
@@ -260,7 +259,7 @@ async def test_an_error_body_that_arrives_in_parts_is_one_frame_of_a_stream_that
             await asyncio.sleep(0)
 
     begun = asyncio.Event()
-    async with world(tmp_path, refuse, timeouts=ResponseTimeouts(commit=0.0, ping=0.05)) as up:
+    async with world(tmp_path, refuse, settings=Settings(stream_commit_seconds=0.0, sse_ping_interval=0.05)) as up:
         reader, writer = await up.connect()
         writer.write(request({"stream": True}))
         head = await reader.readuntil(b": ping")
@@ -301,7 +300,9 @@ async def test_ignored_fields_are_sent_in_a_comment_once_the_head_is_sent(commit
         head = STREAM.replace(b"\r\n\r\n", b"\r\nX-Ignored-Fields: wibble,tools[].odd\r\n\r\n")
         await upstream.send(head + b"".join(map(chunk, [*WORDS, DONE])) + END)
 
-    async with world(tmp_path, answer, timeouts=ResponseTimeouts(commit=commit, ping=30.0), load_seconds=0.2) as up:
+    async with world(
+        tmp_path, answer, settings=Settings(stream_commit_seconds=commit, sse_ping_interval=30.0), load_seconds=0.2
+    ) as up:
         got = await ask(up, {"stream": True})
         assert got.whole
         is_late = commit < 0.2
@@ -356,7 +357,7 @@ async def test_a_lost_worker_is_502_if_autoload_is_off(tmp_path: Path) -> None:
         upstream.writer.close()
         raise ConnectionError
 
-    async with world(tmp_path, die, limits=Limits(autoload=False)) as up:
+    async with world(tmp_path, die, settings=Settings(models_autoload=False)) as up:
         await up.fleet.load("a")
         got = await ask(up, {})
         assert (got.status, got.reason) == (502, "worker_crashed")
@@ -428,7 +429,7 @@ async def test_a_client_that_does_not_read_the_end_of_a_response_is_dropped(tmp_
                 await upstream.send(chunk(b"x" * 10_000))
             await upstream.send(END)
 
-    async with world(tmp_path, much, timeouts=ResponseTimeouts(write_stall=0.3)) as up:
+    async with world(tmp_path, much, settings=Settings(write_stall=0.3)) as up:
         readers = []
         for count in range(100, 160):  # from what fits into buffers to what does not, in steps smaller than any
             _, writer = await up.connect()
@@ -453,7 +454,7 @@ async def test_the_end_of_a_broken_stream_waits_for_its_reader_in_bounded_time(t
         upstream.writer.close()
         raise ConnectionError
 
-    async with world(tmp_path, fill, timeouts=ResponseTimeouts(write_stall=0.3)) as up:
+    async with world(tmp_path, fill, settings=Settings(write_stall=0.3)) as up:
         writers = []
         for count in range(20, 120, 4):  # from what fits into the kernel's buffer to what fits into none
             _, writer = await up.connect()
@@ -475,7 +476,7 @@ def connections(up: World) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["/models/sse", "/router/events"])
 async def test_an_event_client_that_does_not_read_is_dropped_and_blocks_nothing(tmp_path: Path, path: str) -> None:
-    async with world(tmp_path, send_whole, timeouts=ResponseTimeouts(write_stall=0.3)) as up:
+    async with world(tmp_path, send_whole, settings=Settings(write_stall=0.3)) as up:
         reader, writer = await up.connect()
         writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         await reader.readuntil(b": open\n\n")
@@ -530,7 +531,7 @@ async def test_a_body_of_any_size_arrives_unchanged(tmp_path: Path, size: int) -
 
 
 async def test_a_stream_that_exceeds_the_drain_timeout_ends_with_draining(tmp_path: Path) -> None:
-    async with world(tmp_path, wait_for_the_end, limits=Limits(drain_timeout=0.2)) as up:
+    async with world(tmp_path, wait_for_the_end, settings=Settings(drain_timeout=0.2)) as up:
         asked = asyncio.create_task(ask(up, {"stream": True}))
         plain = asyncio.create_task(ask(up, {}))
         await until(lambda: len(up.requests) == 2)

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from router.config.settings import Settings
 from router.fleet.model import FIRST_LOAD_SECONDS
-from router.http.response import ResponseTimeouts
 from tests.fakes import CPU, GIB
 from tests.processes.routers import Router, chat, error_of, presets, router
 from tests.processes.upstreams import unasked, until, world
@@ -126,7 +126,7 @@ STREAMING = {route.dialect: route for route in ROUTES if route.worker and route.
 @pytest.mark.parametrize("dialect", STREAMING)
 async def test_a_waiting_stream_of_every_dialect_gets_its_position_and_cause(dialect: Dialect, tmp_path: Path) -> None:
     path = STREAMING[dialect].path.replace("{id}", "a")
-    async with world(tmp_path, unasked, timeouts=ResponseTimeouts(commit=0.01, ping=0.01)) as up:
+    async with world(tmp_path, unasked, settings=Settings(stream_commit_seconds=0.01, sse_ping_interval=0.01)) as up:
         up.launcher.set_foreign(CPU, 8 * GIB - 1)
         reader, writer = await up.connect()
         body = json.dumps({"model": "a", "stream": True}).encode()

@@ -16,13 +16,11 @@ from router.config.presets import Preset
 from router.config.resolve import LoadedPresets
 from router.config.settings import Settings
 from router.events import EventLog
-from router.fleet.admission import Limits
 from router.fleet.fleet import Fleet
 from router.http.app import App
 from router.http.listener import Listener
 from router.http.metrics import Metrics
 from router.http.proxy import Proxy
-from router.http.response import ResponseTimeouts
 from router.launch.interface import Listen, Program, WorkerProcess
 from router.launch.worker_client import WorkerClient
 from router.memory.learned import LearnedEstimates
@@ -144,9 +142,8 @@ async def world(
     folder: Path,
     answer: Answering,
     *,
-    timeouts: ResponseTimeouts | None = None,
     keys: Mapping[str, Any] | None = None,
-    limits: Limits | None = None,
+    settings: Settings | None = None,
     load_seconds: float = 0.0,
     backlog: int = 2048,
     clients: int | None = None,
@@ -164,21 +161,21 @@ async def world(
     presets = {name: Preset(id=name, path="/snapshots/a", required_memory={"": GIB}, **(keys or {})) for name in names}
     model = worker_groups.group_id(names)
     launcher = SocketLauncher(upstream_socket, {model: FakeModel(shards=(GIB,), load_seconds=load_seconds)})
-    events, files, limits = EventLog(), FakeFiles(), limits or Limits()
+    events, files, settings = EventLog(), FakeFiles(), settings or Settings()
     fleet = Fleet(
         launcher=launcher,
         learned_estimates=LearnedEstimates(folder / "estimates.json"),
         events=events,
         files=files,
         ledger=Ledger(),
-        limits=limits,
+        settings=settings,
         presets=worker_groups.fleet_presets(presets, worker_groups.group_presets(presets)),
     )
     launcher.on_reading = fleet.scheduler.plan_soon
     metrics = Metrics(fleet, events)
     shared_workers = SharedWorkers(fleet, presets)
     registry = Registry(
-        settings=Settings(write_stall=(timeouts or ResponseTimeouts()).write_stall),
+        settings=settings,
         fleet=fleet,
         launcher=launcher,
         files=files,
@@ -190,7 +187,7 @@ async def world(
     )
     made = World(registry, fleet, launcher, metrics, socket)
     loop.set_exception_handler(lambda _, context: made.errors.append(context))
-    app = App(registry, Proxy(shared_workers, timeouts or ResponseTimeouts()), metrics, **further)
+    app = App(registry, Proxy(shared_workers), metrics, **further)
     made.app = app
     runner = web.AppRunner(app.build(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     server = await asyncio.start_unix_server(

@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from router.config.presets import Preset, same_load
+from router.config.settings import Settings
 from router.errors import ApiError
 from router.events import Event
-from router.fleet.admission import Limits
 from router.fleet.fleet import Fleet
 from router.fleet.scheduler import demand_of
 from router.fleet.worker import State, Worker
@@ -67,15 +67,15 @@ class Exploration:
         ranged = self.ranged(sizes, parted) if ranges else {}
         for name in ranged:
             stated[name] = {}
-        limits = Limits(
+        settings = Settings(
             models_max=pick.choice([0, 0, 1, 2, 3]),
-            patience=pick.choice([0.0, 2.0, 10.0]),
+            swap_patience=pick.choice([0.0, 2.0, 10.0]),
             queue_timeout=600.0,
             sleep_memory=pick.choice([0, GIB // 4]),
         )
         if self.crowded:
-            limits = replace(limits, drain_timeout=pick.choice([0.0, 5.0, 30.0]))
-            limits = replace(limits, evict_timeout=-1.0 if self.calm else pick.choice([-1.0, -1.0, 0.0, 4.0]))
+            settings = replace(settings, drain_timeout=pick.choice([0.0, 5.0, 30.0]))
+            settings = replace(settings, evict_timeout=-1.0 if self.calm else pick.choice([-1.0, -1.0, 0.0, 4.0]))
         launcher = FakeLauncher(self.totals, {name: self.model(size) for name, size in sizes.items()}, pools=pools)
         for name, parts in parted.items():
             launcher.models[name].shards = parts
@@ -85,9 +85,9 @@ class Exploration:
             self.grow(launcher.models[name], estimate(facts, preset, on_host=GPU0 not in self.totals))
         launcher.reading_lag = 0.0 if self.calm else pick.choice([0.0, 0.2, 1.0])
         self.world = Schedule(
-            sizes, margin=MARGIN, limits=limits, launcher=launcher,
+            sizes, margin=MARGIN, settings=settings, launcher=launcher,
             keys={name: {"required_memory": stated[name], "pipeline_parallel": 2 if name in parted else 1}
-                  | self.keys(limits) | range_keys.get(name, {}) for name in names},
+                  | self.keys(settings) | range_keys.get(name, {}) for name in names},
             missing=() if self.calm else tuple(name for name in names if pick.random() < 0.3),
         )  # fmt: skip
         self.world.files.facts_of = ranged
@@ -166,10 +166,10 @@ class Exploration:
             dies_after=pick.choice([None, None, None, pick.uniform(1.0, 60.0)]) if wild else None,
         )
 
-    def keys(self, limits: Limits) -> dict[str, Any]:
+    def keys(self, settings: Settings) -> dict[str, Any]:
         pick = self.random
         if self.calm:
-            return {"min_residency": min(RESIDENCY, limits.patience)}
+            return {"min_residency": min(RESIDENCY, settings.swap_patience)}
         return {
             "ttl": pick.choice([-1.0, -1.0, 5.0]),
             "priority": pick.choice([0, 0, 1]),
@@ -204,8 +204,8 @@ class Exploration:
             reserved = sum(worker.reserved.get(device, 0) for worker in fleet.workers())
             reserved += sum(weights.request.size for weights in fleet.sleeping_weights.all.values() if device == CPU)
             assert reserved <= total - MARGIN, f"{device}: {reserved} reserved"
-        if fleet.limits.models_max:
-            assert sum(worker.state.holds_memory for worker in fleet.workers()) <= fleet.limits.models_max
+        if fleet.settings.workers_at_once:
+            assert sum(worker.state.holds_memory for worker in fleet.workers()) <= fleet.settings.workers_at_once
         for worker in fleet.workers():
             assert worker.state < State.STOPPING or not worker.open
         if event.kind == "state":
@@ -260,7 +260,7 @@ class Exploration:
         queued = [worker for worker in fleet.workers() if worker.state is State.QUEUED and not worker.retired]
         waiting = [demand_of(worker) for worker in queued if worker.costs and not worker.queue.granted.done()]
         devices = scheduler.cautious_devices()
-        question = Question(waiting, scheduler.residents(), devices, fleet.now(), fleet.limits.patience)
+        question = Question(waiting, scheduler.residents(), devices, fleet.now(), fleet.settings.swap_patience)
         try:
             for model in fleet.models.values():
                 ours = model.all_open
@@ -291,7 +291,7 @@ class Exploration:
 
     def bound(self, model: str) -> float:
         """Return the longest wait in seconds of a request for `model` that arrives now, in a calm world."""
-        fleet, patience = self.world.fleet, self.world.fleet.limits.patience
+        fleet, patience = self.world.fleet, self.world.fleet.settings.swap_patience
         mine = fleet.models[model].open
         queue = [w for w in fleet.workers() if w.state is State.QUEUED]
         ahead = [w for w in queue if mine is None or w.state is not mine.state or w.since < mine.since]

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from router.config.settings import Settings
 from router.errors import LoadFailed
-from router.fleet.admission import Limits
 from router.launch.interface import WorkerLost
 from tests.fakes import GIB, FakeModel
 from tests.router.fleet.worlds import Schedule, virtual
@@ -17,7 +17,7 @@ def schedule_of(*, missing: bool = True, model: FakeModel | None = None, **field
     """One model `a`, whose snapshot is converted after its download."""
     models = {"a": model or FakeModel(shards=(GIB,))}
     schedule = Schedule(
-        {"a": GIB}, models=models, limits=Limits(patience=0.0), missing=("a",) if missing else (), **fields
+        {"a": GIB}, models=models, settings=Settings(swap_patience=0.0), missing=("a",) if missing else (), **fields
     )
     schedule.files.convertible.add("/snapshots/a")
     return schedule

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from router.config.settings import Settings
 from router.errors import LoadFailed
-from router.fleet.admission import Limits
 from router.fleet.worker import State
 from router.launch.interface import WorkerLost
 from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel
@@ -106,7 +106,7 @@ async def test_an_early_start_ends_for_a_demand_ahead_and_other_victims_do_not_w
     sizes = {"a": 4 * GIB, "b": 4 * GIB, "idle": GIB, "first": 6 * GIB - 100 * MIB}
     models = {name: FakeModel(shards=(size,), stop_seconds=3.0, prepared=200 * MIB) for name, size in sizes.items()}
     keys = {name: {"min_residency": 0.0} for name in sizes} | {"first": {"priority": 1}}
-    world = Schedule(sizes, totals={CPU: 6 * GIB}, models=models, keys=keys, limits=Limits(patience=0.0))
+    world = Schedule(sizes, totals={CPU: 6 * GIB}, models=models, keys=keys, settings=Settings(swap_patience=0.0))
     await world.ask("a")
     await world.ask("idle")
     behind = asyncio.create_task(world.ask("b"))

@@ -8,8 +8,8 @@ import pytest
 
 from router import log
 from router.config.api_keys import ApiKey
+from router.config.settings import Settings
 from router.errors import ApiError, DoesNotFit, QueueFull
-from router.fleet.admission import Limits
 from router.fleet.model import FIRST_LOAD_SECONDS
 from router.http.metrics import Metrics
 from router.http.proxy import status_comment
@@ -115,7 +115,7 @@ async def test_a_preview_of_a_failed_model_is_the_error_of_its_request() -> None
 @virtual
 async def test_the_eta_of_a_download_includes_the_load() -> None:
     models = {"a": FakeModel(shards=(GIB,), download_seconds=100.0, load_seconds=6.0)}
-    world = Schedule({"a": GIB}, models=models, missing=("a",), limits=Limits(queue_size=2))
+    world = Schedule({"a": GIB}, models=models, missing=("a",), settings=Settings(queue_size=2))
     assert "not here yet" in (await world.fleet.scheduler.preview("a"))["message"]
     first = asyncio.create_task(world.ask("a"))
     await asyncio.sleep(20)

@@ -9,6 +9,7 @@ import pytest
 
 from router import log
 from router.api.status import status
+from router.config.settings import Settings
 from router.errors import (
     ApiError,
     Draining,
@@ -19,7 +20,6 @@ from router.errors import (
     QueueTimeout,
 )
 from router.events import Event
-from router.fleet.admission import Limits
 from router.fleet.worker import State
 from router.launch.interface import WorkerLost
 from router.planner.ledger import Reading
@@ -266,7 +266,7 @@ async def test_waiting_requests_of_a_changed_preset_get_its_new_worker() -> None
 @virtual
 async def test_a_reload_is_complete_even_if_the_queue_is_full() -> None:
     sizes = {"a": GIB, "b": GIB, "c": GIB}
-    world = Schedule(sizes, keys={"a": {"pin": True}}, limits=Limits(queue_size=1))
+    world = Schedule(sizes, keys={"a": {"pin": True}}, settings=Settings(queue_size=1))
     await world.ask("a")
     world.launcher.hold("start c")
     waiting = asyncio.create_task(world.ask("c"))
@@ -319,7 +319,7 @@ async def test_a_load_command_during_a_change_begins_one_worker() -> None:
 
 @virtual
 async def test_an_unload_sets_a_deadline_for_an_eviction_without_one() -> None:
-    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, limits=Limits(drain_timeout=30.0))
+    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, settings=Settings(drain_timeout=30.0))
     long = asyncio.create_task(world.ask("a", 1000.0))
     await asyncio.sleep(20)
     other = asyncio.create_task(world.ask("b"))
@@ -341,7 +341,7 @@ async def test_an_unload_sets_a_deadline_for_an_eviction_without_one() -> None:
 
 @virtual
 async def test_a_queue_timeout_names_foreign_memory() -> None:
-    world = Schedule({"a": 3 * GIB}, limits=Limits(queue_timeout=20.0))
+    world = Schedule({"a": 3 * GIB}, settings=Settings(queue_timeout=20.0))
     world.launcher.set_foreign(CPU, 6 * GIB)
     await asyncio.sleep(0.1)
     with pytest.raises(QueueTimeout, match=r"6144 MiB .*cpu"):

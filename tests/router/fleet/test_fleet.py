@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from router.api.status import status
+from router.config.settings import Settings
 from router.errors import (
     AlreadyRunning,
     ApiError,
@@ -18,7 +19,6 @@ from router.errors import (
     NotRunning,
     QueueTimeout,
 )
-from router.fleet.admission import Limits
 from router.fleet.fleet import IDLE_LOOK
 from router.launch.interface import WorkerLost
 from tests.fakes import CPU, GIB, MIB, FakeModel
@@ -59,7 +59,7 @@ async def test_ending_requests_share_a_plan_while_no_demand_waits() -> None:
 @virtual
 async def test_an_idle_worker_leaves_at_once_for_a_demand_and_else_at_its_ttl() -> None:
     world = Schedule(
-        {"a": GIB, "b": GIB}, keys={"a": {"min_residency": 0}, "b": {"ttl": 1.0}}, limits=Limits(models_max=1)
+        {"a": GIB, "b": GIB}, keys={"a": {"min_residency": 0}, "b": {"ttl": 1.0}}, settings=Settings(models_max=1)
     )
     await world.ask("a")
     long = asyncio.create_task(world.ask("a", 3.0))
@@ -85,7 +85,7 @@ async def test_many_cold_requests_begin_one_load() -> None:
 @virtual
 async def test_a_fetch_takes_no_memory_and_becomes_a_load_with_a_request() -> None:
     models = {name: FakeModel(shards=(GIB,), download_seconds=5.0) for name in "bc"}
-    world = Schedule({"a": GIB, "b": GIB, "c": GIB}, limits=Limits(models_max=1), models=models, missing=("b", "c"))
+    world = Schedule({"a": GIB, "b": GIB, "c": GIB}, settings=Settings(models_max=1), models=models, missing=("b", "c"))
     await world.ask("a")
     worker = world.fleet.fetch("b")
     await worker.stopped.wait()
@@ -97,18 +97,18 @@ async def test_a_fetch_takes_no_memory_and_becomes_a_load_with_a_request() -> No
 
 
 @pytest.mark.parametrize(
-    ("size", "limits"),
+    ("size", "settings"),
     [
-        (3 * GIB, Limits()),
-        (1, Limits(models_max=2)),
-        (6 * GIB, Limits(models_max=2, memory=False)),
+        (3 * GIB, Settings()),
+        (1, Settings(models_max=2)),
+        (6 * GIB, Settings(models_max=2, models_memory_margin={"": 0})),
     ],
     ids=["by memory", "by the count of workers", "by the count alone if no memory is limited"],
 )
 @virtual
-async def test_the_least_recently_used_is_evicted(size: int, limits: Limits) -> None:
+async def test_the_least_recently_used_is_evicted(size: int, settings: Settings) -> None:
     models = {name: FakeModel(shards=(1,)) for name in "abc"}
-    world = Schedule(dict.fromkeys("abc", size), limits=limits, models=models)
+    world = Schedule(dict.fromkeys("abc", size), settings=settings, models=models)
     for name in "aba":
         await world.ask(name)
     await asyncio.sleep(60)
@@ -182,7 +182,7 @@ async def test_no_eviction_or_refusal_on_a_static_estimate() -> None:
 async def test_a_request_that_waits_for_an_estimate_is_told_so_and_holds_up_nobody() -> None:
     stated = {name: {"required_memory": {"": size}} for name, size in (("a", 5 * GIB), ("c", 60 * MIB))}
     world = Schedule({"a": 5 * GIB, "b": GIB, "c": 60 * MIB}, keys=stated, totals={CPU: 5 * GIB + 64 * MIB},
-                     limits=Limits(queue_timeout=20.0), stated=False)  # fmt: skip
+                     settings=Settings(queue_timeout=20.0), stated=False)  # fmt: skip
     world.launcher.models["b"].estimate_seconds = 100.0
     await world.ask("a")
     await asyncio.sleep(60)
@@ -222,7 +222,7 @@ async def test_no_eviction_for_a_client_that_left() -> None:
 
 @virtual
 async def test_autoload_off_loads_nothing() -> None:
-    world = Schedule({"a": GIB}, limits=Limits(autoload=False))
+    world = Schedule({"a": GIB}, settings=Settings(models_autoload=False))
     with pytest.raises(ModelNotLoaded):
         await world.ask("a")
     await world.fleet.load("a")
@@ -259,7 +259,7 @@ async def answer_until_cut(world: Schedule) -> tuple[float, ApiError | None]:
 
 @virtual
 async def test_an_unload_drains_and_cuts_only_after_the_drain_timeout() -> None:
-    world = Schedule({"a": GIB}, limits=Limits(drain_timeout=30.0))
+    world = Schedule({"a": GIB}, settings=Settings(drain_timeout=30.0))
     answer = asyncio.create_task(answer_until_cut(world))
     await asyncio.sleep(5)
     began = world.now
@@ -274,8 +274,8 @@ async def test_an_unload_drains_and_cuts_only_after_the_drain_timeout() -> None:
 
 @virtual
 async def test_with_an_evict_timeout_a_running_answer_is_cut_when_that_is_over_and_not_before() -> None:
-    limits = Limits(patience=5.0, evict_timeout=20.0)
-    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"min_residency": 1.0}}, limits=limits)
+    settings = Settings(swap_patience=5.0, evict_timeout=20.0)
+    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"min_residency": 1.0}}, settings=settings)
     answer = asyncio.create_task(answer_until_cut(world))
     await asyncio.sleep(10)
     arrived = world.now
@@ -327,7 +327,7 @@ async def test_a_load_that_runs_out_of_memory_evicts_one_more_and_is_retried() -
 
 @virtual
 async def test_the_load_itself_does_not_count_as_time_in_the_queue() -> None:
-    world = Schedule({"a": GIB}, limits=Limits(queue_timeout=5.0),
+    world = Schedule({"a": GIB}, settings=Settings(queue_timeout=5.0),
                      models={"a": FakeModel(shards=(GIB,), load_seconds=50.0)})  # fmt: skip
     assert await world.ask("a") == pytest.approx(50.0, abs=0.1)
 
@@ -337,7 +337,7 @@ async def test_a_long_queue_is_planned_less_often() -> None:
     """However often something changes: with forty who wait there are not more than a few dozen plans a second, and a
     change that comes meanwhile is not forgotten."""
     names = [f"m{number}" for number in range(41)]
-    world = Schedule(dict.fromkeys(names, 5 * GIB), limits=Limits(queue_timeout=3600.0))
+    world = Schedule(dict.fromkeys(names, 5 * GIB), settings=Settings(queue_timeout=3600.0))
     asking = [asyncio.create_task(world.ask(name, 9.0)) for name in names]
     await asyncio.sleep(5)
     plans = [world.fleet.scheduler.last_plan]

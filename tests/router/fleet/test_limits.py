@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from router.config.settings import Settings
 from router.errors import ApiError, LoadBackoff, ModelNotFound, QueueFull, QueueTimeout
-from router.fleet.admission import Limits
 from router.http.response import whole_seconds
 from router.launch.interface import WorkerLost
 from tests.fakes import GIB, FakeModel
@@ -17,12 +17,12 @@ from worker.protocol.events import Progress, RequestEnded
 @virtual
 async def test_a_load_command_counts_towards_no_request_limit() -> None:
     """Neither in the model's queue, nor in that of all, nor among those that it answers at once."""
-    for keys, limits in (
-        ({"queue_size": 1}, Limits()),
-        ({}, Limits(queue_size=1)),
-        ({"max_concurrent": 1}, Limits()),
+    for keys, settings in (
+        ({"queue_size": 1}, Settings()),
+        ({}, Settings(queue_size=1)),
+        ({"max_concurrent": 1}, Settings()),
     ):
-        world = Schedule({"a": GIB}, keys={"a": keys}, limits=limits)
+        world = Schedule({"a": GIB}, keys={"a": keys}, settings=settings)
         loading = [world.fleet.load("a"), world.fleet.ensure_loaded("a")]
         await asyncio.sleep(0.5)
         first = asyncio.create_task(world.ask("a", 5.0))
@@ -37,7 +37,7 @@ async def test_a_load_command_counts_towards_no_request_limit() -> None:
 
 @virtual
 async def test_a_full_queue_does_not_stop_requests_of_a_ready_model() -> None:
-    world = Schedule({"a": GIB, "b": GIB, "c": GIB}, limits=Limits(queue_size=1))
+    world = Schedule({"a": GIB, "b": GIB, "c": GIB}, settings=Settings(queue_size=1))
     await world.ask("a")
     first = asyncio.create_task(world.ask("b"))
     await asyncio.sleep(0.1)
@@ -79,14 +79,14 @@ async def test_a_storm_of_refusals_is_an_event_each_second_with_its_numbers() ->
     assert sum(event.data["count"] for event in found) == 300, "nor are the last ones forgotten"
     first = found[0]
     assert (first.model, first.data["reason"]) == ("a", "queue_full")
-    assert (first.data["waiting"], first.data["limit"], first.data["limit_of_all"]) == (2, 2, Limits().queue_size)
+    assert (first.data["waiting"], first.data["limit"], first.data["limit_of_all"]) == (2, 2, Settings().queue_size)
     assert first.data["retry_after"] >= 1.0
     await asyncio.gather(*waiting)
 
 
 @virtual
 async def test_a_queue_timeout_is_an_event_with_its_numbers() -> None:
-    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"pin": True}}, limits=Limits(queue_timeout=0.5))
+    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"pin": True}}, settings=Settings(queue_timeout=0.5))
     await world.ask("a")
     with pytest.raises(QueueTimeout):
         await world.ask("b")
@@ -218,7 +218,9 @@ async def test_the_shorter_idle_time_holds_unless_a_request_sets_another() -> No
 
 @virtual
 async def test_keep_alive_zero_ends_minimum_residency_and_idle_grace() -> None:
-    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"idle_grace": 60.0}}, limits=Limits(patience=60.0))
+    world = Schedule(
+        {"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"idle_grace": 60.0}}, settings=Settings(swap_patience=60.0)
+    )
     with world.fleet.lease("a") as lease:
         await lease.ready()
         world.launcher.say("a", RequestEnded(id="r", keep_alive=0.0))

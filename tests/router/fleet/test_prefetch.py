@@ -2,7 +2,7 @@
 
 import asyncio
 
-from router.fleet.admission import Limits
+from router.config.settings import Settings
 from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel
 from tests.router.fleet.worlds import Schedule, virtual
 
@@ -16,7 +16,7 @@ def world_of(*names: str, host: int = 8 * GIB, keys: dict[str, dict[str, object]
         dict.fromkeys(names, 3 * GIB),
         totals={GPU0: 7 * GIB, CPU: host},
         models={name: FakeModel(shards=(3 * GIB,), prepared=MIB, stop_seconds=3.0) for name in names},
-        limits=Limits(patience=0.0),
+        settings=Settings(swap_patience=0.0),
         keys={name: {"min_residency": 0.0, "required_memory": {"": 3 * GIB, "cpu": 0}} | own.get(name, {})
               for name in names},
     )  # fmt: skip

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from router.fleet.admission import Limits
+from router.config.settings import Settings
 from router.fleet.worker import Worker
 from router.launch.interface import WorkerLost
 from tests.fakes import CPU, GIB, GPU0, GPU1, GPU2, MIB, FakeModel
@@ -87,8 +87,8 @@ async def test_a_replica_evicts_sleeping_weights_however_recently_used() -> None
         "a": {"replicas": (2, 2)}, "b": {"sleep_idle": 5.0, "required_memory": {"": 3 * GIB // 2}}
     }  # fmt: skip
     sizes = {"a": 2 * GIB, "b": 3 * GIB // 2}
-    limits = Limits(sleep_memory=GIB)
-    scene = Schedule(sizes, totals={CPU: 4 * GIB + 64 * MIB}, keys=keys, limits=limits)
+    settings = Settings(sleep_memory=GIB)
+    scene = Schedule(sizes, totals={CPU: 4 * GIB + 64 * MIB}, keys=keys, settings=settings)
 
     async def client() -> None:
         for _ in range(60):

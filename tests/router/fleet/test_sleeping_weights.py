@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from router.api.status import status, value_of
+from router.config.settings import Settings
 from router.errors import AlreadyRunning, LoadFailed, NotRunning
 from router.events import Event
-from router.fleet.admission import Limits
 from router.fleet.sleeping_weights import SleepRequest
 from router.launch.interface import WorkerLost
 from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel
@@ -26,7 +26,7 @@ def gpu(
         dict.fromkeys(names, 6 * GIB),
         totals={GPU0: 8 * GIB, CPU: host},
         models={name: FakeModel(shards=(6 * GIB,), prepared=MIB) for name in names},
-        limits=Limits(patience=0.0, sleep_memory=sleep),
+        settings=Settings(swap_patience=0.0, sleep_memory=sleep),
         keys={name: {"min_residency": 0.0, "required_memory": {"": 6 * GIB, "cpu": 0}} | own.get(name, {})
               for name in names},
     )  # fmt: skip
@@ -117,7 +117,7 @@ async def test_sleeping_weights_are_evicted_for_a_demand() -> None:
         sizes,
         totals={CPU: 6 * GIB},
         models={name: FakeModel(shards=(size,), prepared=MIB) for name, size in sizes.items()},
-        limits=Limits(patience=0.0, sleep_memory=GIB),
+        settings=Settings(swap_patience=0.0, sleep_memory=GIB),
         keys={name: {"min_residency": 0.0} for name in sizes},
     )
     await ask_each(world, "ab")

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from router.fleet.admission import Limits
+from router.config.settings import Settings
 from tests.fakes import CPU, GIB, GPU0, FakeLauncher, FakeModel
 from tests.router.fleet.worlds import Schedule, virtual
 
@@ -33,7 +33,7 @@ def routers(host: int, *models: dict[str, int]) -> list[Schedule]:
         half.other = other
     return [
         Schedule(
-            dict.fromkeys(own, 6 * GIB), margin=GIB, launcher=half, limits=Limits(patience=1.0),
+            dict.fromkeys(own, 6 * GIB), margin=GIB, launcher=half, settings=Settings(swap_patience=1.0),
             keys={name: {"required_memory": {"": 6 * GIB, "cpu": size}, "ttl": 5.0} for name, size in own.items()},
         )
         for half, own in zip(halves, models, strict=True)
@@ -92,7 +92,7 @@ async def test_foreign_memory_is_not_mistaken_for_mapped_files() -> None:
 
 @virtual
 async def test_memory_freed_by_another_router_prevents_an_eviction() -> None:
-    world = Schedule(dict.fromkeys("ab", 6 * GIB), totals={CPU: 16 * GIB}, limits=Limits(patience=0.0))
+    world = Schedule(dict.fromkeys("ab", 6 * GIB), totals={CPU: 16 * GIB}, settings=Settings(swap_patience=0.0))
     await world.ask("a")
     world.launcher.set_foreign(CPU, 6 * GIB)
     await asyncio.sleep(60)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, ClassVar, ParamSpec
 
 from router.config.presets import Preset
+from router.config.settings import Settings
 from router.events import Event, EventLog
-from router.fleet.admission import Limits
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Costs, Worker
 from router.memory.checkpoint_facts import Checkpoint, Part, Tally, UnknownCheckpoint
@@ -149,7 +149,7 @@ class Schedule:
         totals: Mapping[DeviceId, int] | None = None,
         margin: int = 0,
         limit: Mapping[DeviceId, int] | None = None,
-        limits: Limits | None = None,
+        settings: Settings | None = None,
         keys: Mapping[str, Mapping[str, Any]] | None = None,
         models: Mapping[str, FakeModel] | None = None,
         missing: tuple[str, ...] = (),
@@ -163,7 +163,7 @@ class Schedule:
         )
         self.files = FakeFiles(missing)
         self.events = EventLog()
-        limits = limits or Limits()
+        settings = settings or Settings()
         self.presets = {
             name: Preset(id=name, path=f"/snapshots/{name}", **{**_required(size, stated=stated), **keys.get(name, {})})
             for name, size in sizes.items()
@@ -173,8 +173,8 @@ class Schedule:
             learned_estimates=LearnedEstimates(Path("/nowhere/estimates.json"), submit=lambda save: None),  # in memory
             events=self.events,
             files=self.files,
-            ledger=Ledger(margin=lambda _: margin, limit=dict(limit or {}).get, models_max=limits.models_max),
-            limits=limits,
+            ledger=Ledger(margin=lambda _: margin, limit=dict(limit or {}).get, models_max=settings.workers_at_once),
+            settings=settings,
             presets=self.presets,
         )
         self.launcher.on_reading = self.fleet.scheduler.plan_soon

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.api.status import status
-from router.fleet.admission import Limits
+from router.config.settings import Settings
 from router.http.metrics import Metrics
 from router.log import state_line
 from tests.fakes import CPU, GIB, FakeModel, virtual
@@ -139,11 +139,11 @@ async def test_gauges_show_the_state_of_the_fleet() -> None:
 
 @virtual
 async def test_evictions_are_counted_by_memory_or_count() -> None:
-    for limits, totals, reason in (
-        (Limits(models_max=1), {CPU: 64 * GIB}, "count"),
-        (Limits(), None, "memory"),
+    for settings, totals, reason in (
+        (Settings(models_max=1), {CPU: 64 * GIB}, "count"),
+        (Settings(), None, "memory"),
     ):
-        world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, limits=limits, totals=totals)
+        world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, settings=settings, totals=totals)
         metrics = Metrics(world.fleet, world.events)
         await world.ask("a")
         await asyncio.sleep(60)
@@ -335,7 +335,7 @@ async def test_a_wait_is_counted_by_its_cause() -> None:
 @virtual
 async def test_waits_for_memory_and_for_a_slot_are_counted_separately(most: int, cause: str) -> None:
     size = GIB if most else 5 * GIB
-    world = Schedule({"a": size, "b": size}, limits=Limits(models_max=most, patience=4.0))
+    world = Schedule({"a": size, "b": size}, settings=Settings(models_max=most, swap_patience=4.0))
     metrics = Metrics(world.fleet, world.events)
     busy = asyncio.create_task(world.ask("a", 20.0))
     await asyncio.sleep(10)
