@@ -207,12 +207,7 @@ async def _router(
             launcher=launcher,
             files=files,
             events=events,
-            access=Access(
-                keys(),
-                cors_origins=settings.cors_origins,
-                allowed_hosts=settings.allowed_hosts,
-                metrics_public=settings.metrics_public,
-            ),
+            access=Access(keys(), settings),
             load=load,
             keys=keys,
             shared_workers=SharedWorkers(fleet, loaded.presets),

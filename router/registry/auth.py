@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from router.config.api_keys import ApiKey
-from router.config.settings import is_address, is_loopback
+from router.config.settings import Settings, is_address, is_loopback
 from router.errors import BadRequest, Forbidden, QueueFull, Unauthorized
 from worker.protocol.routes import AccessLevel
 
@@ -42,18 +42,11 @@ class HasHeaders(Protocol):
 class Access:
     """The access rules of one router. A reload replaces `keys`."""
 
-    def __init__(
-        self,
-        keys: Sequence[ApiKey],
-        *,
-        cors_origins: Sequence[str] = (),
-        allowed_hosts: Sequence[str] = (),
-        metrics_public: bool = False,
-    ):
+    def __init__(self, keys: Sequence[ApiKey], settings: Settings):
         self.keys = tuple(keys)
-        self._origins = tuple(cors_origins)
-        self._hosts = tuple(host.casefold() for host in allowed_hosts)
-        self._metrics_public = metrics_public
+        self._origins = settings.cors_origins
+        self._hosts = tuple(host.casefold() for host in settings.allowed_hosts)
+        self._metrics_public = settings.metrics_public
         self._running: Counter[bytes] = Counter()
         # Host headers that passed the check. The rule depends on whether keys exist, so that is part of the entry.
         self._allowed_host_headers: set[tuple[str, bool]] = set()

@@ -130,7 +130,7 @@ async def holding(upstream: Upstream) -> None:
 async def guarded(folder: Path, *keys: ApiKey) -> AsyncIterator[World]:
     """A router that wants one of these keys, over a worker that says nothing."""
     async with world(folder, holding) as up:
-        up.registry.access = Access(keys)
+        up.registry.access = Access(keys, Settings())
         yield up
 
 

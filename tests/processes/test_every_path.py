@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from router.config.api_keys import ApiKey, digest
+from router.config.settings import Settings
 from router.registry.auth import Access
 from tests.processes.upstreams import BODY, PATH, World, request, respond, world
 from worker.protocol.routes import ROUTES, Route
@@ -103,7 +104,7 @@ def plane(route: Route) -> str:
 async def test_every_call_wants_the_key_of_its_plane(tmp_path: Path) -> None:
     keys = [ApiKey(name=name, digest=digest(name), admin=name == "boss") for name in ("somebody", "boss")]
     async with asking(tmp_path) as (up, client):
-        up.registry.access = Access(keys)
+        up.registry.access = Access(keys, Settings())
         up.registry.keys = lambda: tuple(keys)  # for the call that reads them anew
         for route in ROUTES:
             method = "HEAD" if is_endless(route) else route.method
@@ -137,7 +138,7 @@ async def test_a_preflight_is_200_and_a_foreign_origin_gets_no_cors_headers(
         "Access-Control-Request-Headers": "authorization, content-type",
     }
     async with asking(tmp_path) as (up, client):
-        up.registry.access = Access((), cors_origins=origins)
+        up.registry.access = Access((), Settings(cors_origins=origins))
         for path in (PATH, "/models/load", "/v1/messages", "/nothing"):
             answer = await client.options(path, headers=asked)
             told = {name: value for name, value in answer.headers.items() if name.startswith("access-control-")}

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 
 from router.config.api_keys import ApiKey, digest
+from router.config.settings import Settings
 from router.registry.auth import Access
 from tests.processes.upstreams import unasked, world
 
@@ -17,7 +18,7 @@ BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 @asynccontextmanager
 async def browsing(folder: Path, *keys: ApiKey) -> AsyncIterator[httpx.AsyncClient]:
     async with world(folder, unasked) as up, up.client() as client:
-        up.registry.access = Access(keys)
+        up.registry.access = Access(keys, Settings())
         yield client
 
 

@@ -180,7 +180,7 @@ async def world(
         launcher=launcher,
         files=files,
         events=events,
-        access=Access(()),
+        access=Access((), settings),
         load=lambda further: LoadedPresets(presets),
         keys=tuple,
         shared_workers=shared_workers,

@@ -157,7 +157,7 @@ async def test_every_decision_is_an_event_with_its_numbers() -> None:
 async def test_a_key_at_its_limit_gets_the_duration_of_requests() -> None:
     world = Schedule({"a": GIB})
     await world.ask("a", 6.0)
-    key, access = ApiKey(name="k", digest=b"k", admin=False, models=(), max_concurrent=1), Access(())
+    key, access = ApiKey(name="k", digest=b"k", admin=False, models=(), max_concurrent=1), Access((), Settings())
     running = asyncio.create_task(world.ask("a", 6.0))
     await asyncio.sleep(0.1)
     model, queue = world.fleet.model("a"), world.fleet.queue

@@ -6,6 +6,7 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 
 from router.config.api_keys import parse_keys
+from router.config.settings import Settings
 from router.errors import ApiError, Forbidden, QueueFull, Unauthorized
 from router.registry.auth import Access
 from worker.protocol.routes import AccessLevel
@@ -22,11 +23,11 @@ def bearer(key: str):  # type: ignore[no-untyped-def]
 
 
 def keys(text: str) -> Access:
-    return Access(parse_keys(text, False))
+    return Access(parse_keys(text, False), Settings())
 
 
 def test_without_keys_everybody_may_do_everything() -> None:
-    access = Access(())
+    access = Access((), Settings())
     assert access.is_admin(access.authorize(request({}), AccessLevel.ADMIN))
 
 
@@ -73,7 +74,7 @@ def test_a_key_runs_no_more_at_once_than_it_may() -> None:
 def test_metrics_are_public_only_if_configured() -> None:
     with pytest.raises(Unauthorized):
         keys(USER).authorize(request({}), AccessLevel.METRICS)
-    open_ = Access(parse_keys(USER, False), metrics_public=True)
+    open_ = Access(parse_keys(USER, False), Settings(metrics_public=True))
     open_.authorize(request({}), AccessLevel.METRICS)
     with pytest.raises(Unauthorized):
         open_.authorize(request({}), AccessLevel.USER)
@@ -83,7 +84,7 @@ def test_metrics_are_public_only_if_configured() -> None:
     "host", ["localhost", "127.0.0.1", "127.0.0.1:8080", "[::1]", "[::1]:8080", "10.1.2.3", "box", "a.localhost"]
 )
 def test_a_host_that_cannot_be_rebound_is_fine(host: str) -> None:
-    Access(()).check_host(request({"Host": host}))
+    Access((), Settings()).check_host(request({"Host": host}))
 
 
 @pytest.mark.parametrize(
@@ -95,20 +96,22 @@ def test_a_host_that_cannot_be_rebound_is_fine(host: str) -> None:
 )  # fmt: skip
 def test_other_hosts_are_refused_without_keys(host: str) -> None:
     with pytest.raises(ApiError):
-        Access(()).check_host(request({"Host": host}))
+        Access((), Settings()).check_host(request({"Host": host}))
 
 
 def test_hosts_can_be_allowed_and_keys_make_the_check_needless() -> None:
-    Access((), allowed_hosts=("ai.example", "*.lan.example")).check_host(request({"Host": "ai.example:80"}))
-    Access((), allowed_hosts=("ai.example", "*.lan.example")).check_host(request({"Host": "x.lan.example"}))
-    Access((), allowed_hosts=("*",)).check_host(request({"Host": "any.example"}))
+    Access((), Settings(allowed_hosts=("ai.example", "*.lan.example"))).check_host(request({"Host": "ai.example:80"}))
+    Access((), Settings(allowed_hosts=("ai.example", "*.lan.example"))).check_host(request({"Host": "x.lan.example"}))
+    Access((), Settings(allowed_hosts=("*",))).check_host(request({"Host": "any.example"}))
     keys(USER).check_host(request({"Host": "any.example"}))
     with pytest.raises(Forbidden):
-        Access(parse_keys(USER, False), allowed_hosts=("ai.example",)).check_host(request({"Host": "evil.example"}))
+        Access(parse_keys(USER, False), Settings(allowed_hosts=("ai.example",))).check_host(
+            request({"Host": "evil.example"})
+        )
 
 
 def test_a_foreign_page_cannot_change_anything() -> None:
-    access = Access((), cors_origins=("https://ui.example", "localhost"))
+    access = Access((), Settings(cors_origins=("https://ui.example", "localhost")))
     foreign = request({"Origin": "https://evil.example"}, "POST")
     access.check_origin(foreign, changes_state=False)
     with pytest.raises(Forbidden):
@@ -120,18 +123,18 @@ def test_a_foreign_page_cannot_change_anything() -> None:
     for origin in ("https://ui.example", "http://localhost:3000", "http://127.0.0.1:1", "http://[::1]:2"):
         access.check_origin(request({"Origin": origin}, "POST"), changes_state=True)
     own = request({"Origin": "http://box:8080", "Host": "box:8080"}, "POST")
-    Access(()).check_origin(own, changes_state=True)
+    Access((), Settings()).check_origin(own, changes_state=True)
 
 
 @pytest.mark.parametrize("origin", ["http://[bad", "http://[x]", "http://127.0.0.1%x.evil", "http://localhost:é", ""])
 def test_an_origin_that_cannot_be_read_is_foreign(origin: str) -> None:
-    access = Access((), cors_origins=("localhost",))
+    access = Access((), Settings(cors_origins=("localhost",)))
     with pytest.raises(Forbidden):
         access.check_origin(request({"Origin": origin}, "POST"), changes_state=True)
 
 
 def test_a_preflight_repeats_only_names_of_headers() -> None:
-    access = Access((), cors_origins=("*",))
+    access = Access((), Settings(cors_origins=("*",)))
     for asked, answered in (("authorization, x-a", True), ("é", False), ("", False)):
         headers = {"Origin": "https://any.example", "Access-Control-Request-Headers": asked}
         allowed = access.cors_headers(request(headers, "OPTIONS"))["Access-Control-Allow-Headers"]
@@ -139,7 +142,7 @@ def test_a_preflight_repeats_only_names_of_headers() -> None:
 
 
 def test_an_allowed_page_may_read_the_response_headers() -> None:
-    access = Access((), cors_origins=("localhost",))
+    access = Access((), Settings(cors_origins=("localhost",)))
     asked = {"Origin": "http://localhost:3000"}
     readable = access.cors_headers(request(asked, "POST"))["Access-Control-Expose-Headers"].split(", ")
     assert {"X-Request-Id", "X-Router-Model", "X-Ignored-Fields", "Retry-After"} <= set(readable)
@@ -147,8 +150,8 @@ def test_an_allowed_page_may_read_the_response_headers() -> None:
 
 
 def test_cors_headers_never_allow_credentials() -> None:
-    access = Access((), cors_origins=("*",))
+    access = Access((), Settings(cors_origins=("*",)))
     headers = access.cors_headers(request({"Origin": "https://any.example"}, "OPTIONS"))
     assert headers["Access-Control-Allow-Origin"] == "*"
     assert "Access-Control-Allow-Credentials" not in headers
-    assert Access(()).cors_headers(request({"Origin": "https://any.example"})) == {}
+    assert Access((), Settings()).cors_headers(request({"Origin": "https://any.example"})) == {}
