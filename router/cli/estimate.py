@@ -6,7 +6,7 @@ from the worker program.
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -128,10 +128,6 @@ class Machine:
         room = {**self.capacities, **bounds}
         return remedies(facts, preset, choice, estimate, room, threads=threads, forked=self.forks(preset))
 
-    @property
-    def host_capacity(self) -> int:
-        return self.capacities[MAIN_MEMORY]
-
     def capacity(self, device: DeviceId, bounds: Mapping[DeviceId, int]) -> int:
         """Bytes of a device for all workers together, and at most the bound of the preset."""
         capacity = self.capacities[device]
@@ -145,10 +141,8 @@ class Machine:
         return DeviceReport(str(reading.id), reading.name, needs, reading.total, margin, usable, free, limited_by)
 
 
-def report(
-    preset: Preset, loaded: LoadedPresets, machine: Machine, *, exact: bool = False, forget: bool = False
-) -> Report:
-    """MemoryEstimate the memory of a preset. Blocks on the disk, the hub and the worker program. Raises RouterError.
+def report(preset: Preset, machine: Machine, *, exact: bool = False, forget: bool = False) -> Report:
+    """Estimate the memory of a preset. Blocks on the disk, the hub and the worker program. Raises RouterError.
 
     `forget`: first drop what was learned of its files.
     """
@@ -176,8 +170,8 @@ def report(
 
             choices = sharding.choices(facts, preset, allowed, order, room)
             choice, found = first_fitting(choices, estimate_of, bounds, can_wait=lambda _: False)
-            fits = sharding.fits(choice, found.shards, bounds) and (on_host or found.host <= machine.host_capacity)
-            return choice, found, fits
+            has_host = on_host or found.host <= machine.capacities[MAIN_MEMORY]
+            return choice, found, has_host and sharding.fits(choice, found.shards, bounds)
 
         choice, estimate, fit = choose(learns=True)
         if estimate.source == "learned" and not fit:
@@ -185,7 +179,6 @@ def report(
     needs = dict.fromkeys(choice.devices, estimate.shards[0])
     if choice.shards > 1:
         needs = dict(zip(sharding.assigned(choice, estimate.shards, bounds), estimate.shards, strict=True))
-    left = max(machine.capacity(device, bounds) - size for device, size in needs.items())
     if not on_host:
         needs[MAIN_MEMORY] = estimate.host
     readings = [reading for reading in machine.readings if reading.id in needs]
@@ -202,7 +195,6 @@ def report(
         on_host=on_host,
         ranks=choice.ranks,
         devices=tuple(machine.report(reading, needs[reading.id], bounds, keys) for reading in readings),
-        beside=tuple(_beside(preset, loaded, machine, allowed, left)),
         warnings=(*sharding.unused_settings(preset, facts, machine.readings, allowed), *filter(None, [choice.note])),
     )
 
@@ -216,13 +208,12 @@ def check(loaded: LoadedPresets, machine: Machine) -> tuple[dict[str, str], list
     """
     found: dict[str, str] = {}
     warnings: list[str] = []
-    alone = replace(loaded, presets={})  # without the models that would fit beside it
     for preset in loaded.presets.values():
         if machine.snapshots.find(preset) is None:
             continue
         changes_config = bool(preset.config_override or preset.rope)
         try:
-            answer = report(preset, alone, machine, exact=changes_config)
+            answer = report(preset, machine, exact=changes_config)
         except RouterError as error:
             if changes_config:
                 found[preset.id] = str(error)
@@ -252,21 +243,3 @@ def _files(preset: Preset, machine: Machine, temporary: Path) -> tuple[Path, str
         )
     hub_headers.skeleton(preset.repo, preset.revision, temporary, environ=environ, token=settings.hf_token)
     return temporary, f"{preset.repo} at {preset.revision}, headers from the hub"
-
-
-def _beside(
-    preset: Preset, loaded: LoadedPresets, machine: Machine, allowed: frozenset[DeviceId], left: int
-) -> Iterator[str]:
-    """The ids of other presets with files on this machine that need at most `left` bytes on an allowed device."""
-    for other in loaded.presets.values():
-        folder = machine.snapshots.find(other)
-        if other.id == preset.id or folder is None:
-            continue
-        try:
-            devices = allowed_devices(other, machine.readings)
-            facts = machine.snapshots.facts(Path(folder), other)
-            estimate = machine.estimate(other, facts, sharding.Choice(devices=devices))
-        except RouterError:
-            continue  # a report of that model contains the error
-        if devices & allowed and max(estimate.shards) <= left:
-            yield other.id

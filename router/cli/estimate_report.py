@@ -57,7 +57,6 @@ class Report:
     on_host: bool  # the model runs on main memory
     ranks: int  # of tensor parallelism
     devices: tuple[DeviceReport, ...]
-    beside: tuple[str, ...]  # ids of other presets, each of which would fit on an empty device beside this model
     warnings: tuple[str, ...]  # keys of placement that have no effect, or another one than the preset asks for
 
     @property
@@ -138,7 +137,6 @@ def document(report: Report) -> dict[str, Any]:
         "layers": list(estimate.layers),
         "ranks": report.ranks,
         "devices": [{**asdict(device), "fits": device.fits, "fits_now": device.fits_now} for device in report.devices],
-        "beside": list(report.beside),
     }
 
 
@@ -178,8 +176,6 @@ def text(report: Report) -> str:
     lines += [device_line(device, estimate) for device in report.devices]
     if report.remedies.settings:
         lines.append(f"{'to fit':9} {report.remedies}")
-    if report.beside:
-        lines.append(f"{'beside':9} fits, one of: {', '.join(report.beside)}")
     return "\n".join(lines)
 
 

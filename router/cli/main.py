@@ -302,9 +302,9 @@ def check(
 def estimate_command(ctx: click.Context, /, model: str, exact: bool, forget: bool, as_json: bool, **params: Any) -> int:
     from router.cli import estimate, estimate_report  # Imported late: they read devices, as no other command does.
 
-    parsed, loaded, preset = _choose(ctx, params, model)
+    parsed, preset = _choose(ctx, params, model)
     machine = estimate.Machine(parsed, os.environ, xdg.state(parsed.state_dir))
-    report = estimate.report(preset, loaded, machine, exact=exact, forget=forget)
+    report = estimate.report(preset, machine, exact=exact, forget=forget)
     if as_json:
         _print_document(estimate_report.document(report))
     else:
@@ -334,7 +334,7 @@ def prepare_command(ctx: click.Context, /, model: str, as_json: bool, **params: 
             text = f"{done >> 20} of {total >> 20} MiB" if total else f"waiting for another one ({done >> 20} MiB)"
             click.echo(f"\rconverting: {text:40}", nl=0 < total == done, err=True)
 
-    parsed, _, preset = _choose(ctx, params, model)
+    parsed, preset = _choose(ctx, params, model)
     prepared = prepare.prepare(preset, parsed, os.environ, state=xdg.state(parsed.state_dir), report=show_progress)
     if as_json:
         _print_document({**asdict(prepared), "converted": prepared.is_converted})
@@ -343,8 +343,8 @@ def prepare_command(ctx: click.Context, /, model: str, as_json: bool, **params: 
     return OK
 
 
-def _choose(ctx: click.Context, params: Mapping[str, Any], name: str) -> tuple[Settings, LoadedPresets, Preset]:
-    """The model that a command names, and the configuration in which it is found. Prints the warnings about it.
+def _choose(ctx: click.Context, params: Mapping[str, Any], name: str) -> tuple[Settings, Preset]:
+    """The settings, and the model that a command names. Prints the warnings about it.
 
     Raises ConfigError.
     """
@@ -354,7 +354,7 @@ def _choose(ctx: click.Context, params: Mapping[str, Any], name: str) -> tuple[S
     _raise(loaded.problems)
     preset, warnings = find_preset(name, loaded, models, os.environ)
     _warn(warnings)
-    return parsed, loaded, preset
+    return parsed, preset
 
 
 def main(argv: Sequence[str] | None = None) -> int:

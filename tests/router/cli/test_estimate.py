@@ -253,18 +253,11 @@ def test_parts_without_their_index_are_named(tmp_path: Path, capsys: pytest.Capt
     assert "no index that names parts" in capsys.readouterr().err
 
 
-def test_a_preset_is_estimated_with_its_keys_and_the_models_that_fit_beside_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one, two = write(tmp_path / "one"), write(tmp_path / "two")
+def test_a_preset_is_estimated_with_its_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ini = tmp_path / "models.ini"
-    ini.write_text(f"[small]\nmodel = {one}\nctx-size = 128\nalias = tiny\n[other]\nmodel = {two}\nctx-size = 64\n")
-    common = ("--models-preset", str(ini), "--models-memory-margin", "0")
-    code, said = estimate(capsys, "tiny", *common)
-    assert (code, said["model"], said["ctx_size"], said["beside"]) == (0, "small", 128, ["other"])
-    needs = said["total"] >> 20
-    code, said = estimate(capsys, "small", *common, "--device-limit", f"cpu={needs + 8 + SHARED}")
-    assert (code, said["beside"]) == (0, [])
+    ini.write_text(f"[small]\nmodel = {write(tmp_path / 'one')}\nctx-size = 128\nalias = tiny\n")
+    code, said = estimate(capsys, "tiny", "--models-preset", str(ini), "--models-memory-margin", "0")
+    assert (code, said["model"], said["ctx_size"]) == (0, "small", 128)
 
 
 @pytest.mark.parametrize("words", [["--device-limit", "cpu=50%"], ["--gpu-memory-utilization", "0.5"]])
