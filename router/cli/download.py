@@ -1,21 +1,25 @@
-"""`router download`, and `router ... --download-only`: the stages before a model's first load, with no server running.
+"""`router download` and `router prepare`: the stages before a model's first load, with no server running.
 
-The files of each model and its adapters are downloaded, and converted as the router does after a download. Container
-builds use it. `router prepare` is the second stage alone, and converts local folders, too.
+`download` (or `router ... --download-only`) fetches the files of each model and its adapters, and converts them as the
+router does after a download. Container builds use it. `prepare` only converts: also local folders, and snapshots that
+were in the hub cache before.
 """
 
 import asyncio
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from router.cli.worker_program import run_worker
 from router.config.presets import Preset
 from router.config.settings import Settings
+from router.errors import RouterError
 from router.fleet import worker_argv
+from router.memory import checkpoint
+from router.store.converted import can_be_converted
 from router.store.snapshots import Snapshots
-from worker.protocol.argv import Download
+from worker.protocol.argv import Convert, Download
 from worker.protocol.events import Converted, Downloaded
 from worker.protocol.memory import MIB
 
@@ -41,9 +45,67 @@ def download(preset: Preset, settings: Settings, environ: Mapping[str, str], *, 
         fetch(draft)
     command = asyncio.run(files.conversion(preset, snapshot))
     if command is not None:
-        command = replace(command, threads=worker_argv.threads(preset, on_host=True))
-        run_worker(preset, command, Converted, environ, report=progress(f"{preset.id}: converting"))
+        _convert(preset, command, environ)
     return files.loads_from(preset, snapshot)
+
+
+class PrepareError(RouterError):
+    """The snapshot cannot be converted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionResult:
+    """The result of `router prepare` for one snapshot."""
+
+    snapshot: str
+    target: str  # "" if there was nothing to do
+    weights: int = 0  # bytes written
+    tokenizer: bool = False
+
+    @property
+    def is_converted(self) -> bool:
+        return self.weights > 0 or self.tokenizer
+
+    def __str__(self) -> str:
+        """The result for a terminal."""
+        if self.is_converted:
+            parts = [f"weights ({self.weights / MIB:.1f} MiB)"] if self.weights else []
+            parts += ["tokenizer"] * self.tokenizer
+            return f"{self.snapshot}: converted {' and '.join(parts)} to {self.target}"
+        if self.target and Path(self.target).is_dir():
+            return f"{self.snapshot}: is already converted, in {self.target}"
+        return f"{self.snapshot}: needs no conversion"
+
+
+def prepare(preset: Preset, settings: Settings, environ: Mapping[str, str], *, state: Path) -> ConversionResult:
+    """Convert the snapshot of `preset`; progress goes to stderr.
+
+    Blocks until the worker program has exited. Raises PrepareError, and other RouterErrors for a snapshot that cannot
+    be read or converted.
+    """
+    if not can_be_converted(preset):
+        raise PrepareError(
+            f"{preset.id}: models with `python`, `trust-remote-code` or `load-format = dummy` and built-in models are"
+            " not converted"
+        )
+    files = Snapshots(cache=settings.hub_cache, state=state, offline=True)
+    snapshot = files.find(preset)
+    if snapshot is None:
+        raise PrepareError(
+            f"{preset.id}: {preset.repo} at {preset.revision} is not in the hub cache; `router download`"
+            " downloads and converts it"
+        )
+    facts = checkpoint.read(Path(snapshot), override=preset.config_override, rope=preset.rope)
+    command = files.conversions.command(snapshot, facts)
+    if command is None:
+        return ConversionResult(snapshot, files.conversions.find(snapshot) or "")
+    done = _convert(preset, command, environ)
+    return ConversionResult(snapshot, command.target, done.weights, done.tokenizer)
+
+
+def _convert(preset: Preset, command: Convert, environ: Mapping[str, str]) -> Converted:
+    command = replace(command, threads=worker_argv.threads(preset, on_host=True))
+    return run_worker(preset, command, Converted, environ, report=progress(f"{preset.id}: converting"))
 
 
 def progress(what: str) -> Callable[[int, int], None]:

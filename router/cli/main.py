@@ -326,20 +326,14 @@ def estimate_command(ctx: click.Context, /, model: str, exact: bool, forget: boo
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @click.pass_context
 def prepare_command(ctx: click.Context, /, model: str, as_json: bool, **params: Any) -> int:
-    from router.cli import prepare  # Imported late: only `estimate` reads checkpoints as well.
-
-    def show_progress(done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            # Without a total it waits for another conversion, and `done` are the bytes that this one has written.
-            text = f"{done >> 20} of {total >> 20} MiB" if total else f"waiting for another one ({done >> 20} MiB)"
-            click.echo(f"\rconverting: {text:40}", nl=0 < total == done, err=True)
+    from router.cli.download import prepare  # Imported late: it reads checkpoints.
 
     parsed, preset = _choose(ctx, params, model)
-    prepared = prepare.prepare(preset, parsed, os.environ, state=xdg.state(parsed.state_dir), report=show_progress)
+    prepared = prepare(preset, parsed, os.environ, state=xdg.state(parsed.state_dir))
     if as_json:
         _print_document({**asdict(prepared), "converted": prepared.is_converted})
     else:
-        click.echo(prepare.text(prepared))
+        click.echo(prepared)
     return OK
 
 
@@ -430,7 +424,7 @@ def _lacking_packages(loaded: LoadedPresets) -> str:
 
 
 def _download(given: Mapping[str, Any]) -> int:
-    from router.cli.download import download  # Imported late: only `estimate` and `prepare` read checkpoints as well.
+    from router.cli.download import download  # Imported late: it reads checkpoints.
 
     parsed, _, loaded = _load(given)
     ids = loaded.named or [id for id, preset in loaded.presets.items() if preset.source == "preset"]

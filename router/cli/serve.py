@@ -294,10 +294,9 @@ async def _closing(registry: Registry, launcher: LocalLauncher, stop: _Stop) -> 
 
 @asynccontextmanager
 async def _beside(registry: Registry, metrics: Metrics, stop: _Stop) -> AsyncIterator[None]:
-    """Run reloads, dumps, the event-loop check and the first sweep of converted snapshots while requests are
+    """Run reloads, the event-loop check and the first sweep of converted snapshots while requests are
     answered."""
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGQUIT, lambda: _dump(registry))
     tasks: set[asyncio.Task[Any]] = {
         loop.create_task(reload_when_set(stop.reload, registry.reload), name="reload"),
         loop.create_task(metrics.watch_the_loop(), name="lag"),
@@ -350,13 +349,6 @@ async def reload_when_set(wanted: asyncio.Event, reload: Callable[[], Awaitable[
             log.error("not reloaded: %s", error.message)
         except Exception:
             log.exception("not reloaded: the router failed")
-
-
-def _dump(registry: Registry) -> None:
-    for worker in registry.fleet.workers():
-        log.warning("%s %s leases=%d reserved=%s", worker, worker.state.name, len(worker.leases), worker.reserved)
-    for task in asyncio.all_tasks():
-        log.warning("task %s: %s", task.get_name(), task.get_coro())
 
 
 def _state_folder(settings: Settings) -> Path:
