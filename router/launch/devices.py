@@ -8,6 +8,7 @@ import contextlib
 import functools
 import math
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -393,8 +394,10 @@ class OomKills:
         while len(self._samples) > 1 and self._samples[1][0] <= now - RECENT:
             self._samples.popleft()
 
-    def happened(self, now: float) -> bool:
-        """True if the counter rose within RECENT seconds."""
+    def explains(self, exit_code: int, now: float) -> bool:
+        """True if a process with this exit code was killed by SIGKILL, and the counter rose within RECENT seconds."""
+        if exit_code != -signal.SIGKILL:
+            return False
         self.sample(now)
         return self._samples[-1][1] > self._samples[0][1]
 

@@ -26,7 +26,15 @@ from router.launch.process import uncancelled
 from router.launch.process_table import ProcessTable, reap_ended_orphans
 from router.launch.readings import Claim, DeviceSampler, ReadableDevices, SharedReservations
 from router.launch.spawn import PYTHON_ARGV, Spawner
-from router.launch.worker_process import Heartbeat, LocalWorker, Watchdog, device_names, model_devices
+from router.launch.worker_process import (
+    Heartbeat,
+    LocalWorker,
+    Machine,
+    Watchdog,
+    WorkerStart,
+    device_names,
+    model_devices,
+)
 from router.planner.ledger import MAIN_MEMORY, Bytes, DeviceId, Reading
 from worker.protocol.argv import Command, Convert, Download, Estimate, Serve
 from worker.protocol.events import Converted, Downloaded, Estimated, Event, Exit
@@ -89,9 +97,12 @@ class LocalLauncher:
         )
         self.fork_servers = self._spawner.fork_servers
         self._wants_fork_server = fork_server
-        held = (lambda: self.fork_servers.resident) if fork_server else (lambda: 0)
-        self._shared = SharedReservations(devices, shared_folder, held=held, latest=lambda: self._sampler.latest)
+        shared_bytes = (lambda: self.fork_servers.resident) if fork_server else (lambda: 0)
+        self._shared = SharedReservations(
+            devices, shared_folder, shared_bytes=shared_bytes, latest=lambda: self._sampler.latest
+        )
         self._sampler = DeviceSampler(self._shared, lambda: self.on_reading())
+        self._machine = Machine(self._sampler, self._ooms, self.fork_servers)
         self._sampling: asyncio.Task[None] | None = None
         # One estimate at a time: its process takes 360 MiB of main memory without a reservation, which the margin
         # covers as long as there are not several of them.
@@ -213,24 +224,14 @@ class LocalLauncher:
         token = secrets.token_urlsafe(32)
         self._processes.folder.restore()
         command = replace(command, listen=f"unix:{self._processes.folder.socket(tag)}")
-        visible = "" if command.prepare else self._visible(names)
+        visible = "" if command.prepare else self._sampler.visible(names)
+        start = WorkerStart(
+            program=program, command=command, token=token, names=names, claim=claim, listen=listen, began=began
+        )
         worker = None
         try:
             async with self._spawner.running(program, command, "serve", tag, token, visible) as child:
-                worker = LocalWorker(
-                    program,
-                    command,
-                    child,
-                    token,
-                    names,
-                    claim,
-                    listen,
-                    began=began,
-                    forked=self.fork_servers.has_forked(child.pid),
-                    visible=self._visible,
-                    warm=self.fork_servers.warm,
-                    oom_killed=self._oom_killed,
-                )
+                worker = LocalWorker(start, child, self._machine)
                 try:
                     yield worker
                 finally:
@@ -273,17 +274,9 @@ class LocalLauncher:
             if verdicts:
                 raise lost_by_verdict(program, verb, verdicts[0], child.cause)
             if code != Exit.OK or not results:
-                raise lost_by_exit(program, verb, code, child.cause, oom_killed=self._oom_killed(code))
+                oom_killed = self._ooms.explains(code, asyncio.get_running_loop().time())
+                raise lost_by_exit(program, verb, code, child.cause, oom_killed=oom_killed)
             return results[-1]
-
-    def _visible(self, names: Mapping[str, DeviceId]) -> str:
-        """CUDA_VISIBLE_DEVICES for these devices, by UUID where the driver gives one."""
-        uuids = {reading.id: reading.uuid for reading in self._sampler.latest}
-        accelerators = [device for device in names.values() if device.index >= 0]
-        return ",".join(uuids.get(device) or str(device.index) for device in accelerators)
-
-    def _oom_killed(self, code: int) -> bool:
-        return code == -signal.SIGKILL and self._ooms.happened(asyncio.get_running_loop().time())
 
     # Files in main memory
 

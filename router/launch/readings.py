@@ -78,6 +78,12 @@ class DeviceSampler:
     def latest(self) -> Sequence[Reading]:
         return self._latest
 
+    def visible(self, names: Mapping[str, DeviceId]) -> str:
+        """CUDA_VISIBLE_DEVICES for these devices, by UUID where the driver gives one."""
+        uuids = {reading.id: reading.uuid for reading in self._latest}
+        accelerators = [device for device in names.values() if device.index >= 0]
+        return ",".join(uuids.get(device) or str(device.index) for device in accelerators)
+
     async def start(self) -> None:
         """Return once there is a first reading, or none arrived in time."""
         loop = asyncio.get_running_loop()
@@ -219,15 +225,15 @@ class SharedReservations:
         devices: ReadableDevices,
         folder: Path | None,
         *,
-        held: Callable[[], int] = lambda: 0,
+        shared_bytes: Callable[[], int] = lambda: 0,
         latest: Callable[[], Sequence[Reading]] = tuple,
     ):
         """
-        held: returns the bytes of main memory that this router's workers share.
+        shared_bytes: returns the bytes of main memory that this router's workers share.
         latest: returns the readings that plans are made from.
         """
         self._devices = devices
-        self._held = held
+        self._shared_bytes = shared_bytes
         self._latest = latest
         self._folder = folder
         self._claims: set[Claim] = set()
@@ -307,8 +313,8 @@ class SharedReservations:
         self._names = {
             reading.id: MAIN if reading.id.index == HOST or reading.pool else reading.uuid for reading in readings
         }
-        if held := self._held():
-            readings = [replace(each, shared=held) if each.id.index == HOST else each for each in readings]
+        if shared := self._shared_bytes():
+            readings = [replace(each, shared=shared) if each.id.index == HOST else each for each in readings]
         others = self._read_others()
         if not others:
             return readings

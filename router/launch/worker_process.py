@@ -5,15 +5,17 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, TypeVar
 
+from router.launch.devices import OomKills
 from router.launch.exit_causes import Verdict, lost_by_exit, lost_by_verdict
+from router.launch.fork_server import ForkServerSupervisor
 from router.launch.interface import Listen, Program, WorkerLost
 from router.launch.process import MAX_LATENESS, Child
-from router.launch.readings import Claim
+from router.launch.readings import Claim, DeviceSampler
 from router.launch.worker_client import WorkerClient, WorkerClientError
 from router.planner.ledger import HOST, Bytes, DeviceId
 from worker.protocol.argv import Serve
@@ -141,52 +143,47 @@ class Watchdog:
         self._arm()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStart:
+    """The start of one serving worker process."""
+
+    program: Program
+    command: Serve  # as the process was started, with the address of its socket
+    token: str
+    names: Mapping[str, DeviceId]  # its devices, by the worker's names for them
+    claim: Claim
+    listen: Listen
+    began: float  # when its start began, by the loop's clock
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The parts of this machine that its worker processes use."""
+
+    devices: DeviceSampler
+    ooms: OomKills
+    fork_servers: ForkServerSupervisor
+
+
 class LocalWorker:
     """One serving worker process of this machine. Implements `WorkerProcess`, and `EarlyProcess` before it is ready."""
 
-    def __init__(
-        self,
-        program: Program,
-        command: Serve,
-        child: Child,
-        token: str,
-        names: Mapping[str, DeviceId],
-        claim: Claim,
-        listen: Listen,
-        *,
-        began: float,
-        forked: bool,
-        visible: Callable[[Mapping[str, DeviceId]], str],
-        warm: Callable[[Sequence[str]], None],
-        oom_killed: Callable[[int], bool],
-    ):
-        """
-        command: as it was started, with the address of its socket.
-        names: its devices, by the worker's names for them.
-        began: when its start began, by the loop's clock.
-        visible: returns CUDA_VISIBLE_DEVICES for devices.
-        warm: has the fork server import modules that the worker used, for the next worker of its family.
-        oom_killed: True if a process that ended with this exit code was killed for lack of main memory.
-        """
+    def __init__(self, start: WorkerStart, child: Child, machine: Machine):
         loop = asyncio.get_running_loop()
-        self.token = token
+        self.token = start.token
         self.pid = child.pid
+        self.forked = machine.fork_servers.has_forked(child.pid)
+        self.names = start.names
         self.measured: dict[DeviceId, int] = {}
         self.settle_seconds = 0.0
-        self.worker_client = WorkerClient(command.listen)
-        self._program = program
-        self._address = command.listen
+        self.worker_client = WorkerClient(start.command.listen)
+        self._program = program = start.program
+        self._address = start.command.listen
+        self._start = start
         self._child = child
-        self.names = names
-        self._prepared: asyncio.Future[None] = loop.create_future()
-        self._listen = listen
-        self._claim = claim
-        self._visible = visible
-        self._warm = warm
-        self._oom_killed = oom_killed
+        self._machine = machine
         self._loop = loop
-        self.forked = forked
-        self._began = began
+        self._prepared: asyncio.Future[None] = loop.create_future()
         self._ready: asyncio.Future[Ready] = loop.create_future()
         self._lost: asyncio.Future[WorkerLost] = loop.create_future()
         self._serving = False
@@ -218,7 +215,7 @@ class LocalWorker:
         await self._unless_lost(self._check_health())
         self._serving = True
         self._heartbeat.serving(self._loop.time())
-        self._warm(self.ready.modules)
+        self._machine.fork_servers.warm(self.ready.modules)  # for the next worker of its family
 
     async def prepared(self) -> None:
         """Implements `EarlyProcess.prepared`."""
@@ -227,14 +224,14 @@ class LocalWorker:
     async def load(self, command: Serve, place: Bytes) -> "LocalWorker":
         """Implements `EarlyProcess.load`."""
         self.names = device_names(place)
-        self._claim.extend(place)
+        self._start.claim.extend(place)
         self.measured.clear()  # measured before it had devices
         self._heartbeat.memory_granted(self._loop.time())
         grant = MemoryGrant(
             devices=list(model_devices(self.names)),
             reserved=command.reserved,
             kv_tokens=command.kv_tokens,
-            visible=self._visible(self.names),
+            visible=self._machine.devices.visible(self.names),
         )
         self._child.send(encode_grant(grant))
         await self.start()
@@ -279,7 +276,7 @@ class LocalWorker:
 
     def _on_event(self, event: Event) -> None:
         if type(event) is RequestEnded:  # does not count for the heartbeat
-            self._listen(event)
+            self._start.listen(event)
             return
         match event:
             case Ready() if event.address != self._address:
@@ -291,7 +288,7 @@ class LocalWorker:
             case Ready():
                 self._measure(event.measured)
                 self._count_claim(event.mapped)
-                spawn_seconds = max(0.0, self._loop.time() - self._began - sum(event.seconds.values()))
+                spawn_seconds = max(0.0, self._loop.time() - self._start.began - sum(event.seconds.values()))
                 self._ready.set_result(
                     replace(event, seconds={"fork" if self.forked else "exec": spawn_seconds, **event.seconds})
                 )
@@ -304,7 +301,7 @@ class LocalWorker:
                 self._measure(event.measured)
                 self._prepared.set_result(None)
         self._heartbeat.record(event, self._loop.time())
-        self._listen(event)
+        self._start.listen(event)
 
     def _measure(self, measured: Mapping[str, int]) -> None:
         self.measured.update({self.names[name]: size for name, size in measured.items() if name in self.names})
@@ -314,14 +311,15 @@ class LocalWorker:
 
         The kernel counts pages of mapped files as available, so other routers would not see them.
         """
-        self._claim.count({id: size - mapped if id.index == HOST else size for id, size in self.measured.items()})
+        self._start.claim.count({id: size - mapped if id.index == HOST else size for id, size in self.measured.items()})
 
     def _on_verdict(self, verdict: Verdict) -> None:
         self._lose(lost_by_verdict(self._program, "serve", verdict, self._child.cause))
 
     def _on_exited(self, exited: "asyncio.Future[int]") -> None:
         code = exited.result()
-        self._lose(lost_by_exit(self._program, "serve", code, self._child.cause, oom_killed=self._oom_killed(code)))
+        oom_killed = self._machine.ooms.explains(code, self._loop.time())
+        self._lose(lost_by_exit(self._program, "serve", code, self._child.cause, oom_killed=oom_killed))
 
     def _lose(self, lost: WorkerLost) -> None:
         if not self._lost.done():

@@ -172,13 +172,14 @@ def test_a_rise_of_the_counter_explains_a_kill_for_some_seconds() -> None:
     count = 3
     kills = OomKills(lambda: count)
     kills.sample(0.0)
-    assert not kills.happened(1.0)
+    assert not kills.explains(-9, 1.0)
     count = 4
-    assert kills.happened(2.0)
-    assert kills.happened(5.0)
+    assert kills.explains(-9, 2.0)
+    assert kills.explains(-9, 5.0)
+    assert not kills.explains(-15, 5.0), "only SIGKILL comes from the OOM killer"
     for second in range(6, 12):
         kills.sample(float(second))
-    assert not kills.happened(12.0), "an old kill explains nothing"
+    assert not kills.explains(-9, 12.0), "an old kill explains nothing"
 
 
 def test_the_counter_of_the_own_control_group_takes_precedence(machine: Machine) -> None:

@@ -159,7 +159,7 @@ class SwappedDevices(FixedDevices):
 
 
 def test_memory_that_workers_share_is_main_memory() -> None:
-    readings = SharedReservations(FixedDevices({GPU0: 8 * GIB, CPU: 16 * GIB}), None, held=lambda: MIB).read()
+    readings = SharedReservations(FixedDevices({GPU0: 8 * GIB, CPU: 16 * GIB}), None, shared_bytes=lambda: MIB).read()
     assert {reading.id: reading.shared for reading in readings} == {GPU0: 0, CPU: MIB}
 
 
