@@ -1,10 +1,20 @@
 """Demands whose process may start before their memory is free, as values."""
 
+import asyncio
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
-from router.fleet.early_start import Candidate, add_unallocated, decide, spare_memory, subtract_early_start
+from router.fleet.early_start import (
+    Candidate,
+    EarlyStart,
+    Phase,
+    add_unallocated,
+    decide,
+    spare_memory,
+    subtract_early_start,
+)
 from router.fleet.prefetch import readable
+from router.launch.interface import EarlyProcess
 from router.planner.planner import plan
 from router.planner.types import Policy
 from tests.router.planner.fleets import CPU, GPU, NOW, demand, machine, resident
@@ -166,3 +176,16 @@ def test_main_memory_under_the_name_of_an_accelerator_is_the_same_memory() -> No
         return spare_memory(plan(waiting, there, devices, NOW, Policy(patience=0.0)), waiting, there, devices)
 
     assert (rest(30), rest(41)) == (10, 0)
+
+
+async def test_a_worker_gets_the_process_of_its_early_start_unless_that_has_ended() -> None:
+    process = cast("EarlyProcess", object())
+    for last, expected in ((Phase.TAKEN, process), (Phase.ENDED, None)):
+        early = EarlyStart()
+        early.reserve(RUNTIME)
+        early.advance(Phase.TAKEN)
+        taken = asyncio.create_task(early.taken_process())
+        await asyncio.sleep(0)
+        early.spawned(process)
+        early.advance(last)
+        assert await taken is expected

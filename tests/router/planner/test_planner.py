@@ -71,6 +71,12 @@ def test_a_wait_for_residents_that_only_an_estimate_keeps_has_no_known_end() -> 
     assert (wait.cause, wait.on, wait.place, wait.victims, wait.until) == ("memory", (1,), (GPU[0],), (), None)
 
 
+def test_time_alone_ends_no_wait_for_a_model_that_is_loading() -> None:
+    loading = resident(1, {GPU[0]: 90}, starting=True, busy=True)
+    plan = decide([demand(9, 60)], [loading], ONE)
+    assert (plan.waits[9].victims, plan.waits[9].until, plan.look_again) == ((1,), None, None)
+
+
 def test_an_eviction_reports_its_numbers() -> None:
     residents = [resident(1, {GPU[0]: 50}, measured={GPU[0]: 45}), resident(2, {GPU[0]: 20}, pinned=True)]
     plan = decide([demand(9, 30)], residents, ONE, foreign={GPU[0]: 10}, margin=5)
