@@ -103,8 +103,8 @@ def status(fleet: Fleet, model: Model, *, admin: bool, preset: Preset | None = N
         result["since"] = wall_clock(fleet, model.since)
     if model.sleeping is not None and model.sleeps:
         size = -(-model.sleeping.request.size // MIB)
-        held = size if model.sleeping.is_locked else None
-        result["memory"] = {"cpu": {"estimated_mib": size, "measured_mib": held, "reserved_mib": size}}
+        measured = size if model.sleeping.is_locked else None
+        result["memory"] = {"cpu": {"estimated_mib": size, "measured_mib": measured, "reserved_mib": size}}
     if model.reason in REASONS:
         result["reason"] = model.reason
     failure = model.failure

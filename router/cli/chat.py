@@ -77,11 +77,11 @@ def _started(model: str, options: Sequence[str]) -> Iterator[httpx.Client]:
         assert process.stderr is not None
         with process, process.stderr as log:
             try:
-                said = []
+                output = []
                 while (line := log.readline()) and not line.startswith(b"router "):  # its first line, once it listens
-                    said.append(line.decode(errors="replace"))
+                    output.append(line.decode(errors="replace"))
                 if not line:
-                    raise ChatError("".join(said).strip())
+                    raise ChatError("".join(output).strip())
                 threading.Thread(target=lambda: all(iter(log.readline, b"")), daemon=True).start()  # keep it empty
                 with httpx.Client(base_url="http://router", transport=httpx.HTTPTransport(uds=socket)) as http:
                     yield http

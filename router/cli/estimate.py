@@ -48,8 +48,8 @@ class Machine:
             self._margins = devices.by_device(settings.models_memory_margin, "--models-memory-margin")
             limits = devices.by_device(settings.device_limit, "--device-limit")
         if settings.fork_server:
-            held = FORK_SERVER_BYTES + LIBRARY_CODE_BYTES
-            self.readings = [replace(each, shared=held) if each.id.index == HOST else each for each in self.readings]
+            shared = FORK_SERVER_BYTES + LIBRARY_CODE_BYTES
+            self.readings = [replace(each, shared=shared) if each.id.index == HOST else each for each in self.readings]
         self.capacities = capacities(self.readings, self._margin, limits.get)
         records = state / "estimates.json"
         self._records = LearnedEstimates(records, driver=devices.driver) if records.is_file() else None

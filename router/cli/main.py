@@ -372,8 +372,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _better(error: click.NoSuchOption) -> click.UsageError:
     """The same error with its reason, or with the most similar option."""
     name = error.option_name
-    if name.lstrip("-") in settings.LATER:
-        instead = settings.LATER[name.lstrip("-")] or "remove it"
+    if name.lstrip("-") in settings.UNAVAILABLE:
+        instead = settings.UNAVAILABLE[name.lstrip("-")] or "remove it"
         return click.NoSuchOption(name, f"{name} is not offered by this version; {instead}.", ctx=error.ctx)
     if name.lstrip("-").removeprefix("no-") in settings.SPELLINGS and error.ctx is not None:
         return options.misplaced(name, error.ctx)

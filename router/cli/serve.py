@@ -221,7 +221,7 @@ async def _router(
         async with (
             _listening(app, bound),
             _closing(registry, launcher, stop),
-            _beside(registry, metrics, stop),
+            _background_tasks(registry, metrics, stop),
             _watch(settings, stop),
         ):
             yield registry
@@ -293,7 +293,7 @@ async def _closing(registry: Registry, launcher: LocalLauncher, stop: _Stop) -> 
 
 
 @asynccontextmanager
-async def _beside(registry: Registry, metrics: Metrics, stop: _Stop) -> AsyncIterator[None]:
+async def _background_tasks(registry: Registry, metrics: Metrics, stop: _Stop) -> AsyncIterator[None]:
     """Run reloads, the event-loop check and the first sweep of converted snapshots while requests are
     answered."""
     loop = asyncio.get_running_loop()

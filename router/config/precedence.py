@@ -17,7 +17,7 @@ from router.config.ini import Problem
 from router.config.option_types import Strings, sendable, shown
 from router.config.preset_keys import MeaninglessOption, RefusedOption, Spelling
 from router.config.presets import ADAPTER_NAME, HUB, REPO, PresetKey, repository
-from router.config.settings import BY_VARIABLE, LATER, NEGATIVE, SPELLINGS, variable_text
+from router.config.settings import BY_VARIABLE, NEGATIVE, SPELLINGS, UNAVAILABLE, variable_text
 
 CLIENT_VARIABLES = frozenset({"ROUTER_URL"})  # variables of client commands, which a server ignores
 _SCALE = re.compile(r"-?[0-9]{1,4}(\.[0-9]{1,6})?")
@@ -397,19 +397,17 @@ class SettingReader:
         if option is not None:
             further = ", or request-timeout for one model" if option.flag == "timeout" else ""
             self._fail(place, f'"{flag}" is an option of the router, not of a model: use --{option.flag}{further}')
-        elif flag in LATER:
-            self._fail(
-                place,
-                f'"{flag}" is an option of the router that this version does not offer: {LATER[flag] or "remove it"}',
-            )
+        elif flag in UNAVAILABLE:
+            instead = UNAVAILABLE[flag] or "remove it"
+            self._fail(place, f'"{flag}" is an option of the router that this version does not offer: {instead}')
         else:
             self._fail(place, f'unknown key "{written.lstrip("-")}"', preset_keys.nearest_key(written))
 
     def _unknown_variable(self, name: str) -> None:
         near = preset_keys.nearest_variable(name, BY_VARIABLE)
         flag = name.removeprefix("LLAMA_ARG_").lower().replace("_", "-")
-        if LATER.get(flag):
-            self._fail(Problem(name, 0, "", name, ""), f"is not offered by this version: {LATER[flag]}")
+        if UNAVAILABLE.get(flag):
+            self._fail(Problem(name, 0, "", name, ""), f"is not offered by this version: {UNAVAILABLE[flag]}")
             return
         report = self._fail if self.strict else self._warn
         report(Problem(name, 0, "", name, ""), "is not a variable of this router", near)

@@ -177,9 +177,9 @@ class AdmissionQueue:
             for device in fleet.scheduler.devices
             if device.id in worker.devices and device.foreign >= MIB
         )
-        held = f"; other programs hold {others}" if others and waits_for == "memory" else ""
+        foreign = f"; other programs hold {others}" if others and waits_for == "memory" else ""
         error = QueueTimeout(
-            f"{name} waited {limit:g} s for {waited}{waits}{held}; try again later",
+            f"{name} waited {limit:g} s for {waited}{waits}{foreign}; try again later",
             retry_after=self.eta(worker.model),
         )
         fleet.rejections.append(name, error, cause=waits_for, position=worker.queue.ahead + 1, limit_seconds=limit)

@@ -23,7 +23,7 @@ from router.fleet.worker import State, Worker, enter, kv_cache
 from router.memory.checkpoint_facts import EstimateError
 from router.memory.estimate import prepared_bytes
 from router.planner.ledger import HOST, MAIN_MEMORY, WORKER_SLOTS, Device, DeviceId, Ledger, Reading, Resident
-from router.planner.planner import plan
+from router.planner.planner import plan, queue_order
 from router.planner.types import Demand, Eviction, Plan, Policy, Start
 from worker.protocol.argv import ENGINES
 
@@ -216,11 +216,11 @@ class FleetScheduler:
         decision = early_start.decide(found, candidates, residents, devices)
         by_id = {worker.id: worker for worker in fleet.workers()}
         self._record(inputs, found, by_id)
-        queued.sort(key=_queue_order)
-        self._record_waits(found, by_id, queued)
+        in_order = [by_id[demand.id] for demand in sorted(inputs.waiting, key=queue_order)]
+        self._record_waits(found, by_id, in_order)
         self._record_early_starts(decision, by_id)
         if found.waits:
-            fleet.prefetcher.begin([worker for worker in queued if worker.id in found.waits], self.devices)
+            fleet.prefetcher.begin([worker for worker in in_order if worker.id in found.waits], self.devices)
         fleet.start_prefetched()
         if fleet.settings.sleep_memory:
             spare = early_start.spare_memory(found, waiting + refining, residents, devices)
@@ -453,10 +453,6 @@ def _resident(worker: Worker, request_interval: float | None) -> Resident:
         request_interval=request_interval,
         load_seconds=worker.load_seconds,
     )
-
-
-def _queue_order(worker: Worker) -> tuple[bool, int, float]:
-    return worker.best_effort, -worker.preset.priority, worker.since
 
 
 def device_figures(device: Device) -> dict[str, Any]:

@@ -90,8 +90,8 @@ class Bodies:
 
     def __init__(self, registry: Registry, most: int = MAX_BUFFERED):
         self._registry = registry
-        self.held = 0  # bytes of all bodies in memory
-        self.most = most  # the limit of `held`; more are rejected
+        self.buffered = 0  # bytes of all bodies in memory
+        self._most = most  # the limit of `buffered`; more are rejected
 
     async def read(self, incoming: Incoming) -> bytes:
         """The whole body, bounded in size, time and sum, and counted until the request ends. Raises ApiError."""
@@ -118,13 +118,13 @@ class Bodies:
 
     def _count(self, incoming: Incoming, more: int) -> None:
         """Raises TooLarge, QueueFull."""
-        # Counted before the checks: `forget` subtracts `incoming.held`, so both must change together.
-        self.held += more
-        incoming.held += more
+        # Counted before the checks: `forget` subtracts `incoming.buffered`, so both must change together.
+        self.buffered += more
+        incoming.buffered += more
         limit = self._registry.settings.max_body_size
-        if incoming.held > limit:
+        if incoming.buffered > limit:
             raise TooLarge(f"the body has more than the {limit} bytes that are allowed", headers=CLOSE)
-        if self.held > self.most:
+        if self.buffered > self._most:
             raise QueueFull("too many bytes of requests are waiting", retry_after=1, headers=CLOSE)
 
     def forget(self, incoming: Incoming) -> None:
@@ -133,7 +133,7 @@ class Bodies:
         aiohttp's request and `incoming` refer to each other, so the body would stay until the garbage collector runs.
         That counts objects, not bytes: twelve bodies of 30 MB did not make it run.
         """
-        self.held -= incoming.held
+        self.buffered -= incoming.buffered
         incoming.body = b""
 
 

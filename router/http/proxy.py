@@ -5,7 +5,7 @@ when a stream has waited `commit` seconds. After that, silence is filled with co
 frame of the API and an aborted connection, never a clean end, which a client would take for success.
 
 From top to bottom: `Proxy.forward` sets the time limit, `_attempts` retries once, `_attempt` leases a worker and waits
-until it is ready, `_exchange` sends the request, `_relay` sends the response whole or `_relay_events` event by event.
+until it is ready, `_exchange` sends the request, `_relay` sends the response whole, or `EventRelay` event by event.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from router.fleet.admission import Lease
 from router.fleet.failures import lost_error
 from router.fleet.fleet import Fleet
 from router.fleet.worker import State
+from router.http.event_relay import EventRelay
 from router.http.response import ClientGone, ProxiedResponse
 from router.launch.interface import WorkerProcess
 from router.launch.worker_client import Exchange, NotHttp, WorkerClientError
@@ -29,7 +30,6 @@ from router.registry.shared_workers import SharedWorkers, with_name
 from worker.protocol.dialects import Dialect
 from worker.protocol.routes import (
     ADAPTER_HEADER,
-    IGNORED_FIELDS_HEADER,
     MODEL_HEADER,
     PROFILE_HEADER,
     REQUEST_HEADERS,
@@ -44,7 +44,6 @@ T = TypeVar("T")
 
 # Responses up to this many bytes are read whole, so that the loss of a worker in the middle still gets a status.
 BUFFERED_BYTES = 1 << 20
-MAX_TAIL_BYTES = 1 << 20  # the largest incomplete event that is held back
 EXIT_WAIT = 2.0  # seconds to wait, after a connection to a worker broke, for the worker's exit
 # Time limits longer than this, in seconds, are checked by one timer for all requests, so that a request needs no timer
 # of its own.
@@ -275,7 +274,7 @@ class Proxy:
     async def _relay(self, exchange: Exchange, response: ProxiedResponse) -> None:
         headers = _response_headers(exchange)
         if _streams(exchange, response):
-            await self._relay_events(exchange, response, {**headers, **response.form.headers})
+            await EventRelay(exchange, response).run({**headers, **response.form.headers})
             return
         body = await exchange.read()
         if not exchange.at_end:
@@ -293,76 +292,6 @@ class Proxy:
         await response.commit(exchange.status, headers, body)
         while chunk := await exchange.read():
             await response.write(chunk)
-        await response.finish()
-
-    async def _relay_events(self, exchange: Exchange, response: ProxiedResponse, headers: dict[str, str]) -> None:
-        """Forward whole events; hold back an incomplete one."""
-        form, tail = response.form, b""
-        ignored = exchange.headers.get(IGNORED_FIELDS_HEADER.lower(), "")
-        if response.committed and ignored:
-            await response.comment(f"ignored-fields {ignored}")
-        outlet, end, longest = response.outlet, form.end, MAX_TAIL_BYTES
-
-        # The loop at the end handles every event. Two callbacks take over from it while the client keeps up: the
-        # worker's connection calls them as bytes arrive, and they write to the client's connection without waking
-        # this coroutine. A task switch for each event is most of the cost of a stream of short ones. Each callback
-        # returns False, having written nothing, where it would have to wait or decide; the bytes then go through the
-        # loop. Rejected: such a callback for a whole response, too. In a run of 15 rounds it saved 8 % of a request's
-        # CPU at 1 connection and 1 % at 16, by medians on a busy machine.
-
-        def forward_events(data: bytes) -> bool:
-            """Forward the whole events in `data` and keep the rest."""
-            nonlocal tail
-            seen = tail + data if tail else data
-            at = seen.rfind(end) + len(end)
-            if at < len(end):
-                if len(seen) > longest:
-                    return False
-                tail = seen
-                return True
-            events = seen if at == len(seen) else seen[:at]
-            if not outlet.has_room(len(events)):
-                return False
-            outlet.write(events)
-            if response.first_byte is None and form.has_data(events):
-                response.first_byte = time.monotonic()
-            response.events_sent, tail = events, seen[at:]
-            return True
-
-        end_of_chunk = end + b"\r\n"
-
-        def forward_chunk(chunk: bytes, start: int) -> bool:
-            """Forward one chunk of whole events in the worker's own framing, which saves parsing and framing it."""
-            # Bytes in `tail` must go first, and they belong to the same event as the start of this chunk.
-            if tail or not chunk.endswith(end_of_chunk) or not outlet.has_room(len(chunk)):
-                return False
-            events = chunk[start:-2]
-            outlet.write(events, chunk)
-            response.events_sent = events
-            return True
-
-        while chunk := await exchange.read():
-            tail = tail + chunk if tail else chunk
-            at = tail.rfind(end) + len(end)
-            if at < len(end):
-                if len(tail) > longest:
-                    raise WorkerCrashed(f"{response.request.model}: its worker sent an event that does not end")
-                continue
-            events, tail = tail[:at], tail[at:]
-            if response.first_byte is None and form.has_data(events):
-                response.first_byte = time.monotonic()  # comments do not count
-            if response.committed:
-                await response.write(events)
-            else:
-                await response.commit(exchange.status, headers, events)
-            response.events_sent = events
-            exchange.sink = forward_events
-            if response.first_byte is not None:  # `forward_chunk` does not look for the first token
-                exchange.chunk_sink = forward_chunk
-        if not response.committed:
-            await response.commit(exchange.status, headers)
-        if tail:
-            await response.write(tail)
         await response.finish()
 
 

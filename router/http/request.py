@@ -106,7 +106,7 @@ class Incoming:
     # Found out by the pipeline:
     key: ApiKey = NO_KEY
     body: bytes = b""
-    held: int = 0  # bytes of its body that are counted in `Bodies.held`
+    buffered: int = 0  # bytes of its body that are counted in `Bodies.buffered`
     model: str = "unknown"  # the id of the model
     phase: str = "queued"  # the phase that a disconnect is counted under: queued, starting, streaming, events
     ignored: Mapping[str, str] = field(default_factory=dict)  # the header that lists unknown body fields

@@ -305,8 +305,8 @@ class ForkServerSupervisor:
     @property
     def resident(self) -> int:
         """Bytes of main memory of the fork server, which its workers share. Assumed until it has reported them."""
-        held = self.server.resident if self.server is not None else 0
-        return (held or FORK_SERVER_BYTES) + LIBRARY_CODE_BYTES
+        reported = self.server.resident if self.server is not None else 0
+        return (reported or FORK_SERVER_BYTES) + LIBRARY_CODE_BYTES
 
     @property
     def can_fork(self) -> bool:

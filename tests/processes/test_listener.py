@@ -227,7 +227,7 @@ async def test_two_hundred_streams_at_once_leave_nothing_behind(tmp_path: Path) 
         await until(lambda: not up.listener.connections)
         proxy = up.listener.serve.__self__._proxy  # type: ignore[attr-defined]
         assert not proxy._limits
-        assert up.listener.serve.__self__.bodies.held == 0  # type: ignore[attr-defined]
+        assert up.listener.serve.__self__.bodies.buffered == 0  # type: ignore[attr-defined]
         assert up.count('router_client_disconnects_total{phase="streaming"}') == 100
 
 

@@ -555,10 +555,10 @@ def test_a_context_for_all_models_is_capped_and_one_of_a_section_is_not() -> Non
 
 
 def test_only_queue_size_and_names_of_models_are_keys_and_options_of_the_router() -> None:
-    from router.config.settings import LATER, SPELLINGS
+    from router.config.settings import SPELLINGS, UNAVAILABLE
 
     names = {"model", "m", "model-path", "model-id", "model-names", "hf-repo", "hf", "hfr"}
-    assert set(preset_keys.WORDS) & {*SPELLINGS, *LATER} == {"queue-size", *names}
+    assert set(preset_keys.WORDS) & {*SPELLINGS, *UNAVAILABLE} == {"queue-size", *names}
 
 
 def test_the_built_in_models_are_those_that_a_worker_makes() -> None:
