@@ -49,68 +49,46 @@ class Metrics:
     def __init__(self, fleet: Fleet, events: EventLog):
         self._fleet = fleet
         self._registry = registry = CollectorRegistry()
-        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        self._fresh: dict[str, int] = {}  # workers without a first token yet, by model
+        self._fetched: dict[str, tuple[int, int]] = {}  # by model: the worker that downloads, and its bytes so far
+        # fmt: off
+        # Of every request
         self.requests = RequestCounter("router_requests", "Finished requests.", ("model", "endpoint", "code"))
+        self.ttft = RequestHistogram("router_ttft_seconds", "From arrival to the first byte of the response.",
+            ("model",), WAITS)
+        self.overhead = RequestHistogram("router_overhead_seconds",
+            "From a request's last byte until it is sent to the worker, without waits for the worker.", (), MOMENTS)
+        self._token_seconds = RequestHistogram("router_token_seconds",
+            "Mean time per output token of a response, without the first.", ("model",), TOKEN_WAITS)
+        self._token_count = RequestCounter("router_tokens", "Tokens by kind.", ("model", "kind"))
+        self._step_seconds = RequestCounter("router_step_seconds",
+            "Seconds that requests spent in steps of the engine, by stage.", ("model", "stage"))
+        self._of_requests = (self.requests, self.ttft, self.overhead, self._token_seconds, self._token_count,
+            self._step_seconds)
+        # Of rarer events
+        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
         self.rejections = counter("router_rejections", "Rejected requests.", ["reason"])
         self.disconnects = counter("router_client_disconnects", "Clients that disconnected early.", ["phase"])
-        self.ttft = RequestHistogram(
-            "router_ttft_seconds", "From arrival to the first byte of the response.", ("model",), WAITS
-        )
-        self.overhead = RequestHistogram(
-            "router_overhead_seconds",
-            "From a request's last byte until it is sent to the worker, without waits for the worker.",
-            (),
-            MOMENTS,
-        )
         self._loads = counter("router_loads", "Loads by outcome.", ["model", "result"])
-        self._load_seconds = histogram(
-            "router_load_seconds",
-            "Loads by stage; total: from the start of a worker to ready.",
-            ["model", "stage"],
-            buckets=WAITS,
-        )
-        self._start_seconds = histogram(
-            "router_start_seconds",
+        self._load_seconds = histogram("router_load_seconds",
+            "Loads by stage; total: from the start of a worker to ready.", ["model", "stage"], buckets=WAITS)
+        self._start_seconds = histogram("router_start_seconds",
             "Duration of a start by stage; first_token: of the first request, from its arrival at the worker.",
-            ["model", "stage"],
-            buckets=(0.001, 0.003, *WAITS),
-        )
-        self._fresh: dict[str, int] = {}  # workers without a first token yet, by model
-        self._token_seconds = RequestHistogram(
-            "router_token_seconds",
-            "Mean time per output token of a response, without the first.",
-            ("model",),
-            TOKEN_WAITS,
-        )
-        self._token_count = RequestCounter("router_tokens", "Tokens by kind.", ("model", "kind"))
-        self._step_seconds = RequestCounter(
-            "router_step_seconds", "Seconds that requests spent in steps of the engine, by stage.", ("model", "stage")
-        )
+            ["model", "stage"], buckets=(0.001, 0.003, *WAITS))
         self._downloaded = counter("router_download_bytes", "Downloaded bytes.", ["model"])
-        self._fetched: dict[str, tuple[int, int]] = {}
         self._evictions = counter("router_evictions", "Workers evicted by the planner.", ["model", "reason"])
-        self._residency = histogram(
-            "router_eviction_residency_seconds",
-            "From ready to the eviction; short ones indicate thrashing.",
-            buckets=RESIDENCIES,
-        )
-        self._settling = histogram(
-            "router_memory_settle_seconds",
-            "From the end of a worker until its memory is free.",
-            ["node"],
-            buckets=WAITS,
-        )
-        self._queued = histogram(
-            "router_queue_seconds",
-            "Waits of requests by cause; requests that found a ready worker are not counted.",
-            ["model", "cause"],
-            buckets=WAITS,
-        )
+        self._residency = histogram("router_eviction_residency_seconds",
+            "From ready to the eviction; short ones indicate thrashing.", buckets=RESIDENCIES)
+        self._settling = histogram("router_memory_settle_seconds",
+            "From the end of a worker until its memory is free.", ["node"], buckets=WAITS)
+        self._queued = histogram("router_queue_seconds",
+            "Waits of requests by cause; requests that found a ready worker are not counted.", ["model", "cause"],
+            buckets=WAITS)
         self._loop_lag = histogram("router_loop_lag_seconds", "Lateness of a timer of the event loop.", buckets=MOMENTS)
         self._reloads = counter("router_reloads", "Reloads of the presets.", ["result"])
         self._exits = counter("router_worker_exits", "Workers that exited.", ["model", "reason"])
-        own = (self.requests, self.ttft, self.overhead, self._token_seconds, self._token_count, self._step_seconds)
-        for collector in (*own, _Gauges(fleet)):
+        # fmt: on
+        for collector in (*self._of_requests, _Gauges(fleet)):
             registry.register(collector)
         events.fold(self._fold)
 
@@ -174,7 +152,7 @@ class Metrics:
         for name in {id, *id.split(ID_SEPARATOR)} - listed:
             self._fresh.pop(name, None)
             self._fetched.pop(name, None)
-            for own in (self.requests, self.ttft, self._token_seconds, self._token_count, self._step_seconds):
+            for own in self._of_requests:
                 own.forget(name)
             for metric in (
                 self._loads, self._load_seconds, self._start_seconds, self._downloaded, self._evictions, self._queued,
@@ -325,16 +303,14 @@ class _Gauges(Collector):
             at = [device.id.node, str(device.id)]
             total.add_metric(at, device.total)
             margin.add_metric(at, device.margin)
+            reserved.add_metric(at, self._fleet.scheduler.reserved(device.id))
             breaches.add_metric(at, self._fleet.scheduler.breaches[device.id])
-            ours = self._fleet.scheduler.reserved(device.id)
-            reserved.add_metric(at, ours)
-            memory.add_metric([*at, "foreign"], device.foreign)
-            memory.add_metric([*at, "free"], max(0, device.total - device.used))
-            for segment, size in self._segments(device.id).items():
+            sizes = {"foreign": device.foreign, "free": max(0, device.total - device.used)}
+            for segment, size in (sizes | self._segments(device.id)).items():
                 memory.add_metric([*at, segment], size)
         yield from (total, margin, reserved, memory, breaches)
 
-    def _segments(self, id: DeviceId) -> Mapping[str, int]:
+    def _segments(self, id: DeviceId) -> dict[str, int]:
         """Estimated bytes of all shards on one device, by purpose."""
         total = dict.fromkeys(("weights", "context", "compute", "runtime"), 0)
         for worker in self._fleet.workers():
