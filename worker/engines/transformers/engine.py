@@ -241,12 +241,12 @@ class TransformersEngine:
         work = self._generation
         if work is None:
             raise UnsupportedByModel("this model embeds or scores texts, so it cannot generate text")
-        prompt = self._streams.check(request)
+        self._streams.check(request)
         adapter = self._adapter(request)
         matcher = None
         if request.grammar is not None:
             matcher = await self._grammars.compiled(request.grammar)
-        stream = self._streams.make(request, prompt, matcher, adapter)
+        stream = self._streams.make(request, matcher, adapter)
         self._admit(work, stream, request.n)
         try:
             if not self._loop.post(partial(work.add, stream)):
@@ -309,14 +309,12 @@ class TransformersEngine:
         """Check the texts, queue them and return the encoder's result for each."""
         work = self._encoder
         assert work is not None
-        limit = min(self.ctx_size, self._options.max_input_tokens or self.ctx_size)
         for text in texts:
             if not text.tokens:
                 raise InvalidValue("an input is empty", param="input")
-            self._streams.check_tokens(text.tokens)
-            if len(text.tokens) > limit:
-                setting = "max-input-tokens" if limit < self.ctx_size else ""
-                raise ContextExceeded(len(text.tokens), limit, setting=setting)
+            self._streams.check_tokens(text.tokens, "input")
+            if len(text.tokens) > self.ctx_size:
+                raise ContextExceeded(len(text.tokens), self.ctx_size)
         if not texts:
             return []
         loop = asyncio.get_running_loop()

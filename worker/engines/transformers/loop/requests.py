@@ -9,7 +9,7 @@ import logging
 import math
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -111,83 +111,34 @@ class StreamFactory:
         self._has_encoder = has_encoder
         self._ids = count()
 
-    def check(self, request: GenerationRequest) -> tuple[int, ...]:
-        """Return the prompt to compute. Raise ContextExceeded, InvalidValue or UnsupportedByModel."""
-        prompt = request.prompt
-        if not prompt:
-            first = self._vocabulary.first
-            if first is None:
-                raise InvalidValue("the prompt is empty, and this model has no token to begin with", param="prompt")
-            prompt = (first,)
-        self.check_tokens(prompt)
-        if len(prompt) >= self._ctx_size:  # at least one token of the answer must fit as well
-            raise ContextExceeded(len(prompt), self._ctx_size)
-        if 0 < self._options.max_input_tokens < len(prompt):
-            raise ContextExceeded(len(prompt), self._options.max_input_tokens, setting="max-input-tokens")
-        if request.n < 1:
-            raise InvalidValue(f"n is {request.n}; it must be at least 1", param="n")
-        if request.max_tokens is not None and request.max_tokens < 0:
-            raise InvalidValue(f"max_tokens is {request.max_tokens}; it must not be negative", param="max_tokens")
-        if not all(request.stop):
-            raise InvalidValue("a stop string is empty", param="stop")
+    def check(self, request: GenerationRequest) -> None:
+        """Raise ContextExceeded, InvalidValue or UnsupportedByModel. The API has checked all values that it reads from
+        a body. Here are the limits that only the engine knows: those of the model's own vocabulary, which may be
+        smaller than the tokenizer's, and of its cache."""
+        if len(request.prompt) >= self._ctx_size:  # at least one token of the answer must fit as well
+            raise ContextExceeded(len(request.prompt), self._ctx_size)
         if request.prompt_logprobs and self._has_encoder:
             raise UnsupportedByModel("prompt logprobs are not available: this model reads the prompt with an encoder")
-        if not all(0 <= token < self._vocabulary.size for token in request.ends):
-            raise InvalidValue(
-                f"stop_token_ids must be tokens of this model, from 0 to {self._vocabulary.size - 1}",
-                param="stop_token_ids",
-            )
-        self._check_sampling(request)
-        return prompt
+        self.check_tokens(request.prompt, "prompt")
+        self.check_tokens(request.sampling.logit_bias, "logit_bias")
 
-    def check_tokens(self, tokens: Sequence[int]) -> None:
-        """Raise InvalidValue for a token id outside the vocabulary."""
+    def check_tokens(self, tokens: Collection[int], param: str) -> None:
+        """Raise InvalidValue for a token id outside the vocabulary. On an accelerator it would end the process."""
         if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocabulary.size):
             wrong = next(token for token in tokens if not 0 <= token < self._vocabulary.size)
             raise InvalidValue(
-                f"token {wrong} is outside this model's vocabulary of {self._vocabulary.size} tokens", param="prompt"
-            )
-
-    def _check_sampling(self, request: GenerationRequest) -> None:
-        sampling = request.sampling
-        numbers = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "logit_bias": sum(sampling.logit_bias.values()),  # NaN or infinite if any bias is
-        }
-        for name, value in numbers.items():
-            if not math.isfinite(value):
-                raise InvalidValue(f"{name} is {value}; it must be a finite number", param=name)
-        if sampling.temperature < 0.0:
-            raise InvalidValue(f"temperature is {sampling.temperature}; it must not be negative", param="temperature")
-        if sampling.repetition_penalty <= 0.0:
-            raise InvalidValue("repetition_penalty must be greater than 0", param="repetition_penalty")
-        for token in sampling.logit_bias:
-            if not 0 <= token < self._vocabulary.size:
-                raise InvalidValue(
-                    f"token {token} is outside this model's vocabulary of {self._vocabulary.size} tokens",
-                    param="logit_bias",
-                )
-        most = min(self._options.max_logprobs, self._vocabulary.size)
-        if sampling.logprobs is not None and not 0 <= sampling.logprobs <= most:
-            raise InvalidValue(
-                f"logprobs is {sampling.logprobs}; this model returns 0 to {most} of them", param="logprobs"
+                f"token {wrong} is outside this model's vocabulary of {self._vocabulary.size} tokens", param=param
             )
 
     def make(
         self,
         request: GenerationRequest,
-        prompt: Sequence[int],
         matcher: GrammarMatcher | None,
         adapter: AppliedAdapter | None,
     ) -> RequestStream:
         """The stream of `request`. Seeds are random if the request has none."""
         stream = RequestStream(asyncio.get_running_loop())
-        limit = output_limit(len(prompt), request.max_tokens, self._ctx_size)
+        limit = output_limit(len(request.prompt), request.max_tokens, self._ctx_size)
         seed = request.sampling.seed
         limits = self._draft_limits(request)
         for index in range(request.n):
@@ -197,13 +148,12 @@ class StreamFactory:
                 limit=limit,
                 ends=self._vocabulary.ends,
                 seed=secrets.randbits(63) if seed is None else seed + index,
-                prompt=prompt,
                 adapter=adapter,
                 draft_limits=limits,
             )
             if request.n > 1:  # the choices of one request share the computation of its prompt
                 sequence.group = stream.choices[0].sequence.id if index else sequence.id
-            stream.choices.append(self._choice(request, index, sequence, stream, prompt))
+            stream.choices.append(self._choice(request, index, sequence, stream))
             stream.choices[-1].matcher = matcher and matcher.copy()
         return stream
 
@@ -215,14 +165,9 @@ class StreamFactory:
         return DraftLimits(most, min(least, most, DRAFT_LOGITS)) if most > 0 and self._options.speculates else None
 
     def _choice(
-        self,
-        request: GenerationRequest,
-        index: int,
-        sequence: TokenSequence,
-        stream: RequestStream,
-        prompt: Sequence[int],
+        self, request: GenerationRequest, index: int, sequence: TokenSequence, stream: RequestStream
     ) -> RequestChoice:
-        vocabulary = self._vocabulary
+        vocabulary, prompt = self._vocabulary, request.prompt
         decode = (
             partial(vocabulary.decode_with, request.visible_special_tokens)
             if request.visible_special_tokens

@@ -23,12 +23,6 @@ class Vocabulary:
         self.piece = _token_bytes(tokenizer)  # the bytes of one token
         self._special = _special(tokenizer)
 
-    @property
-    def first(self) -> int | None:
-        """The token with which a prompt begins, if the model has one."""
-        bos = self._tokenizer.bos_token_id
-        return bos if isinstance(bos, int) else None
-
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of `tokens`, without special tokens."""
         if self._tokenizer.is_fast:  # the same as the library's own decode, without its 20 microseconds of overhead

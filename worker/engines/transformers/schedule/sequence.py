@@ -54,13 +54,12 @@ class Sequence:
         limit: int,
         ends: Iterable[int],
         seed: int,
-        prompt: Tokens[int] = (),
         adapter: AppliedAdapter | None = None,
         draft_limits: DraftLimits | None = None,
     ) -> "Sequence":
-        """A new sequence for one choice of `request`. `prompt` replaces the request's prompt, `adapter` is the adapter
-        that the request names, and `draft_limits` are those of the preset and the request together."""
-        tokens = list(prompt or request.prompt)
+        """A new sequence for one choice of `request`. `adapter`: the one that the request names. `draft_limits`: those
+        of the preset and the request together."""
+        tokens = list(request.prompt)
         return cls(
             id=id,
             prompt_tokens=len(tokens),
