@@ -6,31 +6,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from worker.api.call import (
-    GenerationCall,
-    JsonAnswer,
-    check_choices,
-    data_frame,
-    read_ping_interval,
-    read_stream_flag,
-    read_texts,
-)
+from worker.api.call import GenerationCall, JsonAnswer, data_frame
+from worker.api.openai import client_field_names, parse_text
 from worker.api.served_model import ServedModel
 from worker.api.usage import UsageTotals, progress_field
 from worker.errors import InvalidValue, UnsupportedByModel
-from worker.interface import Delta, GenerationRequest, SamplingParams, TokenLogprob
-from worker.prompt import (
-    adapter_choice,
-    chat_template,
-    guided_decoding,
-    logprob_options,
-    sampling_options,
-)
+from worker.interface import Delta, GenerationRequest, TokenLogprob
+from worker.prompt import adapter_choice, chat_template, sampling_options
 from worker.prompt.body_reader import BodyFields, Json
 from worker.prompt.chat_formats import FillInTheMiddle
 from worker.prompt.logprob_options import finite_or_none
 from worker.protocol.dialects.generation_fields import MAX_SHOWN, MAX_TEXTS
-from worker.protocol.dialects.llama_server import COMPLETION, INFILL, TEMPLATE
+from worker.protocol.dialects.llama_server import COMPLETION, INFILL, SAME_AS_OPENAI, TEMPLATE
 
 _MISSING = object()
 _STOPS = {"stop": "eos", "length": "limit", None: "none"}
@@ -38,11 +25,8 @@ _STOPS = {"stop": "eos", "length": "limit", None: "none"}
 
 async def completion(body: Json, model: ServedModel) -> GenerationCall:
     """Parse a completion of one or more prompts. Raise RequestError."""
-    model.require("completion")
-    fields = BodyFields(model.defaults.complete(body, COMPLETION), COMPLETION)
-    prompts, texts = await read_texts(fields, "prompt", model)
-    prompt_texts = [model.decode(prompt) if text is None else text for prompt, text in zip(prompts, texts, strict=True)]
-    return _completion(fields, model, prompts, prompt_texts)
+    fields = BodyFields(body, COMPLETION)
+    return await _completion(fields, model, fields.take("prompt"))
 
 
 async def infill(body: Json, model: ServedModel) -> GenerationCall:
@@ -50,78 +34,43 @@ async def infill(body: Json, model: ServedModel) -> GenerationCall:
     tokens.
     """
     model.require("completion")
-    fields = BodyFields(model.defaults.complete(body, INFILL), INFILL)
-    prompt = await _infill_prompt(fields, model)
-    return _completion(fields, model, [prompt], [model.decode(prompt)])
+    fields = BodyFields(body, INFILL)
+    return await _completion(fields, model, await _infill_prompt(fields, model))
 
 
-def _completion(fields: BodyFields, model: ServedModel, prompts: list[list[int]], texts: list[str]) -> GenerationCall:
-    """Read everything but the prompts."""
-    alternatives = logprob_options.alternatives(fields, "n_probs", model.options.max_logprobs)
-    post_sampling_logprobs = fields.flag("post_sampling_probs") or False
+async def _completion(fields: BodyFields, model: ServedModel, prompt: Any) -> GenerationCall:
+    """Parse everything but the prompt, as the text completion with the same fields in OpenAI's API."""
     fields.refuse("n_indent", "n_indent is not supported; leave it out")
     fields.refuse("return_tokens_only", "return_tokens_only is not supported; leave it out")
-    options = model.options
-    sampling, stop = sampling_options.read(
-        fields,
-        model.defaults,
-        vocab_size=model.vocab_size,
-        logprobs=alternatives or None,
-        seed=options.seed if options.seed >= 0 else None,
-        encode=model.encode_piece,
-    )
-    shown = _response_fields(fields)
-    grammar = guided_decoding.read(fields)
-    stream = fields.flag("stream") or False
-    name = fields.text("model") or options.name
-    returns_tokens = fields.flag("return_tokens") or False
-    has_progress = read_stream_flag(fields, "return_progress", stream=stream)
-    max_tokens = _n_predict(fields, options.n_predict)
-    has_timings = read_stream_flag(fields, "timings_per_token", stream=stream)
-    n = fields.any_of(fields.integer, "n", "n_cmpl") or 1
-    check_choices(len(prompts), n)
-    ping_interval = read_ping_interval(fields)
-    adapters = adapter_choice.read(fields, "lora", "adapters", prompts=len(prompts))
-    draft_limits = sampling_options.read_draft_limits(fields, speculates=options.speculates)
-    ignored = fields.check_unknown(strict=options.strict_fields)
-    for prompt in prompts:
-        model.check_prompt(prompt, param="prompt")
-    id = f"cmpl-{uuid.uuid4().hex}"
+    openai_body: Json = {name: fields.take(name) for name in SAME_AS_OPENAI}
+    openai_body["n"] = fields.any_of(fields.integer, "n", "n_cmpl")
+    openai_body["max_tokens"] = fields.any_of(fields.integer, "n_predict", "max_tokens")
+    # Without alternatives there are no probabilities. In OpenAI's API the token's own logprob would be left.
+    openai_body["logprobs"] = fields.integer("n_probs") or None
+    post_sampling_logprobs = fields.flag("post_sampling_probs") or False
+    returns_tokens, shown = fields.flag("return_tokens") or False, _response_fields(fields)
+    with client_field_names({"logprobs": "n_probs"}):
+        chat = await parse_text({**openai_body, "prompt": prompt}, model, id=f"cmpl-{uuid.uuid4().hex}")
+    adapters = adapter_choice.read(fields, "lora", "adapters", prompts=len(chat.generations))
+    ignored = fields.check_unknown(strict=model.options.strict_fields)
     generations = tuple(
-        GenerationRequest(
-            id=f"{id}.{number}",
-            prompt=tuple(prompt),
-            adapter=adapters[number],
-            max_tokens=max_tokens,
-            stop=stop,
-            n=n,
-            sampling=replace(sampling, post_sampling_logprobs=post_sampling_logprobs),
-            grammar=grammar,
-            timings=has_timings,
-            progress=stream,  # also needed without progress chunks: it is sent in comments
-            **draft_limits,
+        replace(
+            generation,
+            adapter=adapter,
+            sampling=replace(generation.sampling, post_sampling_logprobs=post_sampling_logprobs),
         )
-        for number, prompt in enumerate(prompts)
+        for generation, adapter in zip(chat.generations, adapters, strict=True)
     )
     reply = LlamaServerWriter(
         generations,
-        prompts=texts,
-        settings=_settings(generations[0].sampling, max_tokens, stop, stream=stream),
-        model=name,
+        prompts=chat.prompts,
+        settings=_settings(generations[0], stream=chat.common.stream),
+        model=chat.common.model,
         returns_tokens=returns_tokens,
-        has_progress=has_progress,
+        has_progress=chat.common.chunk_options.has_progress,
         shown=shown,
     )
-    return GenerationCall(
-        generations=generations, reply=reply, stream=stream, ping_interval=ping_interval, ignored=ignored
-    )
-
-
-def _n_predict(fields: BodyFields, default: int) -> int | None:
-    """Return the maximum number of new tokens; -1 is no limit, 0 only evaluates the prompt."""
-    given = fields.any_of(fields.integer, "n_predict", "max_tokens")
-    tokens = default if given is None else given
-    return None if tokens < 0 else tokens
+    return chat.call(reply, ignored=ignored, generations=generations)
 
 
 async def _infill_prompt(fields: BodyFields, model: ServedModel) -> list[int]:
@@ -182,8 +131,9 @@ def _response_fields(fields: BodyFields) -> list[str]:
     return listed
 
 
-def _settings(sampling: SamplingParams, max_tokens: int | None, stop: tuple[str, ...], *, stream: bool) -> Json:
+def _settings(generation: GenerationRequest, *, stream: bool) -> Json:
     """Return the effective settings by llama-server's names."""
+    sampling, max_tokens = generation.sampling, generation.max_tokens
     known = asdict(sampling)
     known["repeat_penalty"] = known.pop("repetition_penalty")
     known["samplers"] = sampling_options.sampler_names(known)
@@ -191,7 +141,12 @@ def _settings(sampling: SamplingParams, max_tokens: int | None, stop: tuple[str,
     del known["temperature_last"]
     known["n_probs"] = known.pop("logprobs") or 0
     known["logit_bias"] = [{"token": token, "bias": bias} for token, bias in sampling.logit_bias.items()]
-    return {**known, "n_predict": -1 if max_tokens is None else max_tokens, "stop": list(stop), "stream": stream}
+    return {
+        **known,
+        "n_predict": -1 if max_tokens is None else max_tokens,
+        "stop": list(generation.stop),
+        "stream": stream,
+    }
 
 
 async def apply_template(body: Json, model: ServedModel) -> JsonAnswer:

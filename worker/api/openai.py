@@ -50,6 +50,7 @@ class ParsedCompletion:
     ignored: tuple[str, ...]
     parse_options: ParseOptions = _PLAIN_TEXT
     include_reasoning: bool = True  # the answer includes the reasoning
+    prompts: Sequence[str] = ()  # of a text completion: the prompts as texts, after truncation
 
     def call(self, reply: ReplyWriter, *, ignored: Sequence[str] = (), **further: Any) -> GenerationCall:
         """Return the call that `reply` answers. `ignored`: ignored fields of the other dialect's body."""
@@ -175,9 +176,11 @@ async def parse_text(body: Json, model: ServedModel, *, id: str, suffix: str = "
     logprobs = logprob_options.alternatives(fields, "logprobs", model.options.max_logprobs)
     common = read_common_options(fields, model, logprobs=logprobs)
     common.check_max_tokens()
-    prompts, _ = await _read_prompts(fields, model, common, suffix)
+    prompts, texts = await _read_prompts(fields, model, common, suffix)
+    check_choices(len(prompts), common.request.n)
     ignored = fields.check_unknown(strict=model.options.strict_fields)
-    return ParsedCompletion(common=common, generations=common.generations(id, prompts), ignored=ignored)
+    generations = common.generations(id, prompts)
+    return ParsedCompletion(common=common, generations=generations, ignored=ignored, prompts=texts)
 
 
 async def _read_prompts(

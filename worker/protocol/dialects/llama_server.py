@@ -43,22 +43,19 @@ from worker.protocol.schema import (
     text,
 )
 
+# Fields with the name and the meaning of a field of OpenAI's text completions.
+SAME_AS_OPENAI = (
+    "model", "stream", "return_progress", "timings_per_token", "sse_ping_interval", *SAMPLING, *SPECULATION, *GRAMMAR
+)  # fmt: skip
 COMPLETION: Body = {
-    "model": MODEL,
-    **SAMPLING,
-    **SPECULATION,
-    **GRAMMAR,
+    **{name: openai.COMMON[name] for name in SAME_AS_OPENAI},
     "prompt": openai.TEXTS,
     "n_predict": openai.MAX_TOKENS_OR_ZERO,
     "max_tokens": openai.MAX_TOKENS_OR_ZERO,
     "n_probs": integer(0, None, "At most the model's max-logprobs."),
     "n": integer(1, MAX_CHOICES),
     "n_cmpl": integer(1, MAX_CHOICES, "The same as n."),
-    "stream": flag(),
     "return_tokens": flag(),
-    "return_progress": flag("Chunks contain the progress of the prompt."),
-    "timings_per_token": flag("Every chunk contains timings."),
-    "sse_ping_interval": openai.PING_INTERVAL,
     "post_sampling_probs": flag("With n_probs: probabilities after all samplers."),
     "n_indent": one_of([0]),
     "response_fields": array(TEXT, most=MAX_SHOWN, about="Fields of the response to return; `a/b` is a nested field."),

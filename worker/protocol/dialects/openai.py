@@ -226,12 +226,14 @@ def skip_all_but(body: Body, *read: Body) -> Body:
 
 CHAT_TOKENS = skip_all_but(CHAT, CONVERSATION, TOOL_USE)
 # Fields of a text completion that other dialects share.
-TEXT_COMPLETION: Body = {**COMMON, "prompt": TEXTS, "logprobs": integer(0, None, "At most the model's max-logprobs.")}
+TEXT_COMPLETION: Body = {
+    **COMMON,
+    "prompt": TEXTS,
+    "logprobs": integer(0, None, "At most the model's max-logprobs."),
+    **members(MAX_TOKENS_OR_ZERO, "max_tokens", "max_completion_tokens", "n_predict"),
+}
 COMPLETIONS: Body = {
     **TEXT_COMPLETION,
-    "max_tokens": MAX_TOKENS_OR_ZERO,
-    "max_completion_tokens": MAX_TOKENS_OR_ZERO,
-    "n_predict": MAX_TOKENS_OR_ZERO,
     "add_special_tokens": flag("Add the tokenizer's special tokens to the prompt; true unless stated."),
     "suffix": text("What follows the gap, for models that can fill one in."),
     "echo": flag(),
