@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from worker.api.call import GenerationCall, JsonAnswer, event_frame, switch_reasoning
+from worker.api.call import GenerationCall, JsonAnswer, ReplyWriter, event_frame, switch_reasoning
 from worker.api.openai import ParsedCompletion, chat_prompt_tokens, parse_chat
 from worker.api.served_model import ServedModel
 from worker.api.usage import UsageTotals
@@ -289,7 +289,7 @@ def _stops(fields: BodyFields) -> list[str] | None:
     return stops
 
 
-class AnthropicWriter:
+class AnthropicWriter(ReplyWriter):
     """Writer of `message` and of the events that build it."""
 
     def __init__(self, id: str, chat: ParsedCompletion):

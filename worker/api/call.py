@@ -28,7 +28,8 @@ class ReplyWriter(Protocol):
         """Return the complete frames that `delta` adds to a stream, possibly none."""
 
     def closing_frames(self) -> bytes:
-        """Return the frames after the last delta."""
+        """Return the frames after the last delta. None by default: the last delta's frames have the end."""
+        return b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 import uuid
 from collections.abc import Iterable
 
-from worker.api.call import GenerationCall
+from worker.api.call import GenerationCall, ReplyWriter
 from worker.api.openai import ParsedCompletion, parse_text
 from worker.api.served_model import ServedModel
 from worker.errors import InvalidValue
@@ -34,7 +34,7 @@ async def generate(body: Json, model: ServedModel) -> GenerationCall:
     return chat.call(EricLlmWriter(prompt, chat), ignored=ignored)
 
 
-class EricLlmWriter:
+class EricLlmWriter(ReplyWriter):
     """Writer of `{text}`, a list for several choices."""
 
     def __init__(self, prompt: str, chat: ParsedCompletion):
@@ -46,7 +46,4 @@ class EricLlmWriter:
         return {"text": self._texts[0] if len(self._texts) == 1 else self._texts}
 
     def frames(self, number: int, delta: Delta) -> bytes:
-        raise AssertionError("this call does not stream")
-
-    def closing_frames(self) -> bytes:
         raise AssertionError("this call does not stream")

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from worker.api import embeddings as vectors
-from worker.api.call import GenerationCall, JsonAnswer
+from worker.api.call import GenerationCall, JsonAnswer, ReplyWriter
 from worker.api.openai import ParsedCompletion, parse_text
 from worker.api.openai_replies import LegacyLogprobs
 from worker.api.served_model import ServedModel
@@ -166,7 +166,7 @@ def _not_expressible() -> UnsupportedByModel:
     )
 
 
-class FastChatWriter:
+class FastChatWriter(ReplyWriter):
     """Writer of `{text, usage, logprobs, error_code, finish_reason}` with all of the text so far, including an echoed
     prompt.
     """
@@ -190,9 +190,6 @@ class FastChatWriter:
             return b""
         self._add(delta)
         return orjson.dumps(self._body()) + b"\0"
-
-    def closing_frames(self) -> bytes:
-        return b""  # the last frame has the finish reason
 
     def _add(self, delta: Delta) -> None:
         self._text += delta.text

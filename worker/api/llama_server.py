@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from worker.api.call import GenerationCall, JsonAnswer, data_frame
+from worker.api.call import GenerationCall, JsonAnswer, ReplyWriter, data_frame
 from worker.api.openai import client_field_names, parse_text
 from worker.api.served_model import ServedModel
 from worker.api.usage import UsageTotals, progress_field
@@ -163,7 +163,7 @@ async def apply_template(body: Json, model: ServedModel) -> JsonAnswer:
     return JsonAnswer(body={"prompt": prompt}, ignored=ignored)
 
 
-class LlamaServerWriter:
+class LlamaServerWriter(ReplyWriter):
     """Writer of one body per choice of each prompt; a list if there are several."""
 
     def __init__(
@@ -218,9 +218,6 @@ class LlamaServerWriter:
             last = {name: value for name, value in answer.body().items() if name not in excluded}
             frames.append(data_frame(self._select_fields(last | {"content": "", "tokens": []})))
         return b"".join(frames)
-
-    def closing_frames(self) -> bytes:
-        return b""  # the last chunk has `stop`
 
     def _select_fields(self, body: Json) -> Json:
         if not self._shown:

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from worker.api import openai
-from worker.api.call import GenerationCall
+from worker.api.call import GenerationCall, ReplyWriter
 from worker.api.openai import client_field_names, parse_text
 from worker.api.served_model import ServedModel
 from worker.errors import InvalidValue
@@ -178,7 +178,7 @@ def _token(entry: TokenLogprob, text: str | None = None) -> Json:
     return {"id": entry.token, "text": shown, "log_prob": finite_or_none(entry.logprob)}
 
 
-class LmiWriter:
+class LmiWriter(ReplyWriter):
     """Writer of `{generated_text, details}`, or of a list of them; in a stream, one line per token."""
 
     def __init__(self, inputs: Sequence[str], options: AnswerOptions, *, is_list: bool):
@@ -205,9 +205,6 @@ class LmiWriter:
             last = lines.pop() if lines else {"token": {"id": -1, "text": "", "log_prob": None}}
             lines.append(self._body(number) | last)
         return b"".join(orjson.dumps(line) + b"\n" for line in lines)
-
-    def closing_frames(self) -> bytes:
-        return b""  # the last line has the whole text
 
     def _add(self, number: int, delta: Delta) -> list[Json]:
         if delta.prompt_logprobs:

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from worker.api import embeddings as vectors
-from worker.api.call import GenerationCall, JsonAnswer, read_ping_interval, switch_reasoning
+from worker.api.call import GenerationCall, JsonAnswer, ReplyWriter, read_ping_interval, switch_reasoning
 from worker.api.openai import ParsedCompletion, parse_chat, parse_text
 from worker.api.openai_replies import token_entry
 from worker.api.served_model import ServedModel
@@ -360,7 +360,7 @@ def _load_answer(
     return JsonAnswer(body=answer, ignored=ignored, keep_alive=keep_alive, stream=chat_body["stream"] and waited > 0)
 
 
-class OllamaWriter:
+class OllamaWriter(ReplyWriter):
     """Writer of an answer as one object or as lines. `done` is the last field of each."""
 
     def __init__(self, chat: ParsedCompletion, *, is_chat: bool, waited: float, has_context: bool):
@@ -387,9 +387,6 @@ class OllamaWriter:
         if delta.finish is not None:
             lines.append(_frame(self._line([]) | self._end(delta)))
         return b"".join(lines)
-
-    def closing_frames(self) -> bytes:
-        return b""  # the last line has `done`
 
     def _add(self, number: int, delta: Delta) -> list[AnswerPart]:
         self._totals.add(number, delta)

@@ -29,12 +29,10 @@ async def chat(body: Json, model: ServedModel) -> GenerationCall:
     """Parse a chat completion. Raise RequestError."""
     id = f"chatcmpl-{uuid.uuid4().hex}"
     read = await parse_chat(body, model, id=id)
-    common = read.common
     reply = ChatWriter(
-        _head(id, common, model),
+        _head(id, "chat.completion.chunk", read.common, model),
         read.generations,
-        chunk_options=common.chunk_options,
-        logprob_settings=common.logprob_settings,
+        read.common,
         parse_options=read.parse_options,
         include_reasoning=read.include_reasoning,
     )
@@ -278,11 +276,9 @@ async def completions(body: Json, model: ServedModel) -> GenerationCall:
         prompt_logprobs=request.prompt_logprobs or (echo and logprobs is not None),
     )
     reply = TextWriter(
-        _head(id, common, model),
+        _head(id, "text_completion", common, model),
         generations,
-        n=request.n,
-        chunk_options=common.chunk_options,
-        logprob_settings=common.logprob_settings,
+        common,
         echoes=texts if echo else None,
         is_only_echo=is_only_echo,
         special_ids=model.special_ids,
@@ -290,11 +286,11 @@ async def completions(body: Json, model: ServedModel) -> GenerationCall:
     return ParsedCompletion(common=common, generations=generations, ignored=ignored).call(reply)
 
 
-def _head(id: str, common: CommonOptions, model: ServedModel) -> Json:
-    """Return the fields that every object of the answer has."""
+def _head(id: str, kind: str, common: CommonOptions, model: ServedModel) -> Json:
+    """Return the first fields of every chunk."""
     return {
         "id": id,
-        "object": "",
+        "object": kind,
         "created": int(time.time()),
         "model": common.model,
         "system_fingerprint": model.fingerprint,

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from worker.api.call import data_frame
-from worker.api.usage import ChunkOptions, UsageTotals
+from worker.api.openai_options import CommonOptions
+from worker.api.usage import UsageTotals
 from worker.interface import Delta, FinishReason, GenerationRequest, TokenLogprob
 from worker.prompt.body_reader import Json
 from worker.prompt.logprob_options import LogprobOptions, finite_or_none
@@ -89,18 +90,11 @@ def _reasoning(text: str) -> Json:
 class _OpenAiWriter:
     """Fields and chunks that both kinds of answers have."""
 
-    def __init__(
-        self,
-        head: Json,
-        generations: Sequence[GenerationRequest],
-        *,
-        chunk_options: ChunkOptions,
-        logprob_settings: LogprobOptions,
-    ):
+    def __init__(self, head: Json, generations: Sequence[GenerationRequest], common: CommonOptions):
         """`head`: the first fields of every chunk."""
         self._head = head
         self._generations = generations
-        self._chunk_options, self._logprob_settings = chunk_options, logprob_settings
+        self._chunk_options, self._logprob_settings = common.chunk_options, common.logprob_settings
         self._totals = UsageTotals(generations)
 
     def closing_frames(self) -> bytes:
@@ -150,15 +144,13 @@ class ChatWriter(_OpenAiWriter):
         self,
         head: Json,
         generations: Sequence[GenerationRequest],
+        common: CommonOptions,
         *,
-        chunk_options: ChunkOptions,
-        logprob_settings: LogprobOptions,
         parse_options: ParseOptions,
         include_reasoning: bool,
     ):
         """`parse_options`: how to find reasoning and tool calls in the answer."""
-        head = {**head, "object": "chat.completion.chunk"}
-        super().__init__(head, generations, chunk_options=chunk_options, logprob_settings=logprob_settings)
+        super().__init__(head, generations, common)
         [generation] = generations
         self._answers = [_ChatMessage(parse_options, include_reasoning=include_reasoning) for _ in range(generation.n)]
         self._started: set[int] = set()
@@ -264,18 +256,15 @@ class TextWriter(_OpenAiWriter):
         self,
         head: Json,
         generations: Sequence[GenerationRequest],
+        common: CommonOptions,
         *,
-        n: int,
-        chunk_options: ChunkOptions,
-        logprob_settings: LogprobOptions,
         echoes: Sequence[str] | None,
         is_only_echo: bool,
         special_ids: frozenset[int],
     ):
         """`echoes`: the prompts as texts, to prepend to each answer; None: no echo."""
-        head = {**head, "object": "text_completion"}
-        super().__init__(head, generations, chunk_options=chunk_options, logprob_settings=logprob_settings)
-        self._n = n
+        super().__init__(head, generations, common)
+        self._n = common.request.n
         self._has_echo = echoes is not None
         self._echoes = [""] * len(generations) if echoes is None else echoes
         self._is_only_echo = is_only_echo

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from worker.api.call import GenerationCall, JsonAnswer, event_frame
+from worker.api.call import GenerationCall, JsonAnswer, ReplyWriter, event_frame
 from worker.api.openai import ParsedCompletion, chat_prompt_tokens, parse_chat
 from worker.api.openai_replies import logprob_entries
 from worker.api.served_model import ServedModel
@@ -256,7 +256,7 @@ def _format(format_: Json) -> Json:
     return {"type": "json_schema", "json_schema": schema_format}
 
 
-class ResponsesWriter:
+class ResponsesWriter(ReplyWriter):
     """Writer of `response` and of the events that build it."""
 
     def __init__(self, id: str, chat: ParsedCompletion, repeated_fields: Mapping[str, Any]):
@@ -313,9 +313,6 @@ class ResponsesWriter:
         self._has_started = True
         progress = {} if delta.progress is None else progress_field(delta.progress)
         return [*created, {"type": "response.in_progress", "response": started, **progress}]
-
-    def closing_frames(self) -> bytes:
-        return b""  # the last event has the final status
 
     def _add(self, number: int, delta: Delta) -> list[Json]:
         """Add the next delta and return the events of its items."""
