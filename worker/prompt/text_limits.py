@@ -1,20 +1,23 @@
 """The size of texts that a number of tokens can hold, known before they are tokenized.
 
 Tokenizing takes up to 225 bytes of memory and a microsecond per byte of text (tokenizers 0.22, measured), and most of
-this is for texts that do not fit the context anyway. A tokenizer of bytes gives at least one token per
-`TextBound.bytes_per_token` bytes of a text, so a longer text is rejected by its length alone.
+this is for texts that do not fit the context anyway. A tokenizer gives about one token per `TextBound.bytes_per_token`
+bytes of a text at least, so a much longer text is rejected by its length alone. A text of usual tokens that is too long
+is counted in pieces until it exceeds the limit (`shorten`).
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from worker.errors import ContextExceeded
 
-# Bytes beyond the bound that a text may have if its tokenizer drops or merges some text without limit, such as blanks
+# Bytes beyond the bound that a text may have, because some tokenizers drop or merge text without limit, such as blanks
 # or unknown words. A text with more of them is rejected although it might fit. 256 KiB take about 50 MB. A guess.
 GRACE_BYTES = 256 << 10
+# The most UTF-8 bytes of a text that become one byte of the text that is tokenized: of NFKD (mathematical letters), and
+# then of lower case (the Kelvin sign). tests/worker/prompt/test_text_limits.py tries all characters.
+SHRINKING = 4 * 3
 # Characters that are tokenized at once, to bound the memory of counting.
 PIECE = 64 << 10
 # A text of more characters per token of its limit is counted in pieces first: usual text has 3 to 5 bytes per token, so
@@ -24,11 +27,6 @@ USUAL_CHARACTERS = 6
 # tokens of the words at both ends. A guess.
 PIECE_SLACK = 64
 _CUT_BYTES = 1024  # kept beyond the tokens of a cut text, so that the word at the cut is not among them
-
-# The most UTF-8 bytes of a text that become one byte in a normalized text: Hangul syllables, the Kelvin sign and
-# mathematical letters are the worst. tests/worker/prompt/test_text_limits.py tries all characters.
-_SHRINKING = {"NFC": 3, "NFD": 3, "NFKC": 4, "NFKD": 4, "Lowercase": 3, "ByteLevel": 1, "Prepend": 1}
-_KEEPING = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "Punctuation", "Split"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +49,13 @@ class TextLimit:
 
 @dataclass(frozen=True, slots=True)
 class TextBound:
-    """The most bytes of text that one token of a tokenizer stands for."""
+    """The most bytes of text that one token of a tokenizer stands for, beside GRACE_BYTES of the whole text."""
 
     bytes_per_token: int
-    grace: int  # further bytes of a text that may be without tokens; 0: each byte belongs to a token
 
     def most_bytes(self, tokens: int) -> int:
         """The most bytes of a text of that many tokens."""
-        return tokens * self.bytes_per_token + self.grace
+        return tokens * self.bytes_per_token + GRACE_BYTES
 
     def fit(self, text: str, limit: TextLimit) -> str:
         """Return `text`, cut if the limit allows it. Raise ContextExceeded if its length alone is above the limit."""
@@ -69,7 +66,7 @@ class TextBound:
             return text if len(text) <= longest else text[:longest] if limit.keep == "start" else text[-longest:]
         size = utf8_length(text, at_most=most)
         if size > most:
-            raise limit.error(-(-(size - self.grace) // self.bytes_per_token))
+            raise limit.error(-(-(size - GRACE_BYTES) // self.bytes_per_token))
         return text
 
 
@@ -142,71 +139,10 @@ def strings_length(*values: Any) -> int:
     return total
 
 
-def bound_of(tokenizer: Any, vocabulary: Mapping[str, int] | None = None) -> TextBound:
-    """The bound for a tokenizer of transformers. `vocabulary`: its `get_vocab()`, which takes 50 ms for 150,000 tokens.
-
-    It is exact for tokenizers whose tokens cover all bytes: byte-level BPE, and BPE with byte fallback. All others, and
-    those whose normalizer or special tokens swallow text, have a grace: a word that is unknown to WordPiece, or a run
-    of characters that are unknown to Unigram, is one token of any length.
-    """
+def bound_of(tokenizer: Any, vocabulary: Mapping[str, int]) -> TextBound:
+    """The bound for a tokenizer of transformers with this `vocabulary`."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    vocabulary = tokenizer.get_vocab() if vocabulary is None else vocabulary
-    if backend is None:
-        return TextBound(max(map(_utf8_bytes, vocabulary), default=1), GRACE_BYTES)
-    normalizers, pre_tokenizers = _parts(backend.normalizer), _parts(backend.pre_tokenizer)
-    is_byte_level = any(part["type"] == "ByteLevel" for part in (*normalizers, *pre_tokenizers))
-    shrinking, keeps = 1, True
-    for part in normalizers:
-        factor = _SHRINKING.get(part["type"]) or _replacement_factor(part)
-        shrinking *= factor or 1
-        keeps = keeps and factor is not None
-    keeps = keeps and all(
-        part["type"] in _KEEPING and "Removed" not in str(part.get("behavior", "")) for part in pre_tokenizers
-    )
-    added = tokenizer.added_tokens_decoder.values()
-    keeps = keeps and not any(token.lstrip or token.rstrip for token in added)
-    longest = max((len(token) if is_byte_level else _utf8_bytes(token) for token in vocabulary), default=1)
-    longest = max(longest, *(len(token.content.encode()) for token in added), 1)
-    covers = _covers_bytes(backend.model, vocabulary, is_byte_level=is_byte_level)
-    return TextBound(longest * shrinking, 0 if keeps and covers else GRACE_BYTES)
-
-
-def _covers_bytes(model: Any, vocabulary: Mapping[str, int], *, is_byte_level: bool) -> bool:
-    """True if the model has a token for each byte, so that no text is unknown to it."""
-    kind = type(model).__name__
-    if kind == "BPE" and is_byte_level:
-        from tokenizers.pre_tokenizers import ByteLevel
-
-        return all(symbol in vocabulary for symbol in ByteLevel.alphabet())
-    # Unigram may fall back to bytes as well, but its object does not show it.
-    return kind == "BPE" and model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
-
-
-def _utf8_bytes(token: str) -> int:
-    """Bytes of text that a token stands for. SentencePiece writes a blank as U+2581, which has 3 bytes."""
-    return len(token.replace("\u2581", " ").encode(errors="replace"))
-
-
-def _replacement_factor(part: dict[str, Any]) -> int | None:
-    """The factor by which a replacement of one text with another shortens; None if there is no bound."""
-    if part["type"] != "Replace":
-        return None
-    pattern, content = part["pattern"].get("String"), part["content"]
-    if not pattern or not content:  # a regular expression, or a removal
-        return None
-    return max(1, -(-len(pattern.encode()) // len(content.encode())))
-
-
-def _parts(component: Any) -> list[dict[str, Any]]:
-    """The settings of a normalizer or pre-tokenizer, those of its parts if it is a sequence."""
-    if component is None:
-        return []
-    found, stack = [], [json.loads(component.__getstate__())]
-    while stack:
-        part = stack.pop()
-        inner = part.get("normalizers") or part.get("pretokenizers")
-        if inner is not None:
-            stack.extend(inner)
-        else:
-            found.append(part)
-    return found
+    added = (token.content for token in tokenizer.added_tokens_decoder.values())
+    longest = max((len(token.encode(errors="replace")) for token in (*vocabulary, *added)), default=1)
+    normalizes = backend is not None and backend.normalizer is not None
+    return TextBound(longest * (SHRINKING if normalizes else 1))
