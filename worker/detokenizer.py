@@ -9,6 +9,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -187,6 +188,16 @@ class TokenBytes:
         self._has_byte_tokens = "ByteFallback" in kinds
         self._spell = spell
         self._added = added
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> "TokenBytes":
+        """Return the map of a tokenizer of transformers."""
+        added = {id: str(token.content) for id, token in tokenizer.added_tokens_decoder.items()}
+        if not tokenizer.is_fast:
+            return cls("", lambda token: str(tokenizer.decode([token])), added)
+        decoder = tokenizer.backend_tokenizer.decoder
+        state = decoder.__getstate__().decode() if decoder is not None else ""
+        return cls(state, tokenizer.backend_tokenizer.id_to_token, added)
 
     def __call__(self, token: int) -> bytes:
         """Return empty bytes for an unknown id."""

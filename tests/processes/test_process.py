@@ -111,7 +111,7 @@ async def test_a_line_that_is_no_event_is_skipped() -> None:
 ENDING = """
 import os, sys
 def end(*ids):
-    for id in ids: os.write(1, b'{"event":"request","id":"%d"}\\n' % id)
+    for id in ids: os.write(1, b'{"event":"request_ended","id":"%d"}\\n' % id)
 sys.stdin.readline()
 """
 

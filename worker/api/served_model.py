@@ -55,7 +55,7 @@ class ServedModel:
         self.special = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if _is_special(token)}
         self.special_ids = frozenset(tokenizer.all_special_ids)
         self.fingerprint = _fingerprint(options)
-        self.token_bytes = _token_bytes(tokenizer)  # the bytes of a single token
+        self.token_bytes = TokenBytes.of(tokenizer)  # the bytes of a single token
         self.text_bound = bound_of(tokenizer, vocabulary)
         self._threads = ThreadPoolExecutor(MAX_TOKENIZING, "tokenizer")  # shared by all profiles
         # Copies of the tokenizer with other settings, by purpose. Shared by all profiles.
@@ -378,13 +378,6 @@ def _is_special(token: Any) -> bool:
     tokenizer does not mark it as special (Qwen's `<tool_call>` and `<think>` are not marked).
     """
     return bool(token.special) or (token.content.startswith("<") and token.content.endswith(">"))
-
-
-def _token_bytes(tokenizer: "PreTrainedTokenizerBase") -> TokenBytes:
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items()}
-    spell: Any = tokenizer.convert_ids_to_tokens  # the type hint of the overload for a single id is missing
-    return TokenBytes(decoder.__getstate__().decode() if decoder else "", spell, added)
 
 
 def _response_template(tokenizer: "PreTrainedTokenizerBase") -> Any:

@@ -5,6 +5,8 @@ An event is one JSON object per line on the worker's stdout. Its member `event` 
 
 import dataclasses
 import json
+import re
+import typing
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -200,21 +202,9 @@ Event = (
     | ForkRefused
     | Reaped
 )
+# Each kind by its name in lower case, with underscores between words.
 EVENTS: dict[str, type[Any]] = {
-    "progress": Progress,
-    "downloaded": Downloaded,
-    "converted": Converted,
-    "estimated": Estimated,
-    "prepared": Prepared,
-    "ready": Ready,
-    "request": RequestEnded,
-    "pulse": Pulse,
-    "memory_need": MemoryNeed,
-    "failed": Failed,
-    "modules_imported": ModulesImported,
-    "forked": Forked,
-    "fork_refused": ForkRefused,
-    "reaped": Reaped,
+    re.sub("(?<=.)(?=[A-Z])", "_", kind.__name__).lower(): kind for kind in typing.get_args(Event)
 }
 _NAMES = {kind: name for name, kind in EVENTS.items()}
 

@@ -1,7 +1,7 @@
 """The tokens of one model: tokens that end an answer, special tokens that its text leaves out, and bytes of tokens."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ class Vocabulary:
         self._tokenizer = tokenizer
         self.size = int(config.get_text_config().vocab_size)
         self.ends = _ends(config, snapshot, tokenizer)  # tokens that end an answer
-        self.piece = _token_bytes(tokenizer)  # the bytes of one token
+        self.piece = TokenBytes.of(tokenizer)  # the bytes of one token
         self._special = _special(tokenizer)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -57,13 +57,3 @@ def _special(tokenizer: transformers.PreTrainedTokenizerBase) -> frozenset[int]:
     """Special tokens, which the text of an answer leaves out."""
     added = {token for token, entry in tokenizer.added_tokens_decoder.items() if entry.special}
     return frozenset(added.union(tokenizer.all_special_ids))
-
-
-def _token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
-    """A function that gives the bytes of single tokens, as `tokenizer` writes them."""
-    if not tokenizer.is_fast:
-        return lambda token: str(tokenizer.decode([token])).encode()
-    decoder = tokenizer.backend_tokenizer.decoder
-    added = {token: str(entry.content) for token, entry in tokenizer.added_tokens_decoder.items()}
-    state = decoder.__getstate__().decode() if decoder is not None else ""
-    return TokenBytes(state, tokenizer.backend_tokenizer.id_to_token, added)
