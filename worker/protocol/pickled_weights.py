@@ -1,15 +1,16 @@
 """Weights that torch.save has written: the names of their files, and the tensors in a file, read without executing it.
 
 A file is a zip archive with a pickle (data.pkl) and one entry for the data of each storage, or, before torch 1.6, a
-sequence of pickles followed by the data. A pickle is a program, and its instructions can call any function. Here the
-instructions are only parsed, and only those that `torch.load(weights_only=True)` executes for a dictionary of tensors
-are accepted. Anything else is an error that names it. So the sizes of a checkpoint are known without torch, and a
-pickle that would run code is rejected before anything loads it.
+sequence of pickles followed by the data. A pickle is a program, and its instructions can call any function. Here only
+those instructions are accepted that `torch.load(weights_only=True)` executes for a dictionary of tensors, and the
+functions that it calls are replaced by stand-ins. Anything else is an error that names it. So the sizes of a checkpoint
+are known without torch, and a pickle that would run code is rejected before anything loads it.
 
 Formats: torch/serialization.py (`_save`, `_legacy_save`), torch/_weights_only_unpickler.py, Python's pickletools.
 """
 
 import io
+import pickle
 import pickletools
 import struct
 import zipfile
@@ -26,8 +27,11 @@ MAX_PICKLE_BYTES = 4 << 20
 # Bytes of the list of entries in an archive. 100 per storage are usual, and ten times as many in memory.
 MAX_DIRECTORY_BYTES = 16 << 20
 MAX_DIMENSIONS, MAX_SIZE = 16, 1 << 63  # of a tensor; torch has 64 and the same
-# Exceptions of zipfile, pickletools and `_run` for damaged content.
-_OF_DAMAGE = (ArithmeticError, EOFError, LookupError, RuntimeError, ValueError, struct.error, zipfile.BadZipFile)
+# Exceptions of zipfile and pickle for damaged content.
+_OF_DAMAGE = (
+    ArithmeticError, AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError, struct.error,
+    pickle.UnpicklingError, zipfile.BadZipFile,
+)  # fmt: skip
 _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC, _LEGACY_VERSION = 0x1950A86A20F9469CFC6C, 1001
 # Storage classes, with torch's name of the type and the bytes of an element.
@@ -49,7 +53,7 @@ _NEEDED = frozenset({
     "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "SETITEM", "SETITEMS",
     "APPEND", "APPENDS",
 })  # fmt: skip
-_INSTRUCTIONS = {instruction.code.encode("latin-1"): instruction for instruction in pickletools.opcodes}
+_INSTRUCTIONS = {ord(instruction.code): instruction.name for instruction in pickletools.opcodes}
 
 
 class UnusablePickle(ValueError):
@@ -62,9 +66,19 @@ class DamagedPickle(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """A function or class that a pickle refers to."""
+    """A function or class that a pickle refers to. A call returns what the result stands for."""
 
     name: str
+
+    def __call__(self, *arguments: Any) -> Any:
+        match arguments:
+            case () if self.name == _ORDERED_DICT:
+                return {}
+            case (_, _, _, _, *_) if self.name in (_TENSOR, _OLD_TENSOR):
+                return _tensor(*arguments)
+            case (PickledTensor() as data, *_) if self.name in _PARAMETERS:
+                return data
+        raise UnusablePickle("calls a function with other arguments than torch.save writes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +163,12 @@ def _of_legacy_file(file: BinaryIO) -> Mapping[str, PickledTensor]:
     file.seek(0)
     beginning = file.read(MAX_PICKLE_BYTES)
     pickles = io.BytesIO(beginning)
-    head = [_run(pickles, None), _run(pickles, None)] if beginning.startswith(b"\x80") else []
+    head = [_TensorUnpickler(pickles).load(), _TensorUnpickler(pickles).load()] if beginning[:1] == b"\x80" else []
     if head != [_LEGACY_MAGIC, _LEGACY_VERSION]:
         raise DamagedPickle("is no file of torch.save")
-    _run(pickles, None)  # sizes of C types on the machine that wrote it
+    _TensorUnpickler(pickles).load()  # sizes of C types on the machine that wrote it
     found, storages = _state_dict(pickles)
-    _run(pickles, None)  # the keys of the storages in the order of their data
+    _TensorUnpickler(pickles).load()  # the keys of the storages in the order of their data
     # Before each storage's data is its number of elements, in 8 bytes.
     if pickles.tell() + sum(8 + storage.bytes for storage in storages.values()) != size:
         raise DamagedPickle(f"has {size} bytes, which is not what its pickle promises")
@@ -163,26 +177,14 @@ def _of_legacy_file(file: BinaryIO) -> Mapping[str, PickledTensor]:
 
 def _state_dict(pickle: BinaryIO) -> tuple[Mapping[str, PickledTensor], Mapping[str, _Storage]]:
     """Return the tensors of a pickled dictionary, and the storages."""
-    storages: dict[str, _Storage] = {}
-
-    def load_storage(id: Any) -> _Storage:
-        match id:
-            case ("storage", _Name(name), str(key), str(), int(elements), *_) if elements >= 0:
-                dtype, width = _STORAGES[name.removeprefix("torch.")]
-            case _:
-                raise UnusablePickle("refers to something else than tensor data")
-        storage = storages.setdefault(key, _Storage(key, dtype, elements * width))
-        if storage != _Storage(key, dtype, elements * width):
-            raise DamagedPickle(f"describes data/{key} in two ways")
-        return storage
-
-    found = _run(pickle, load_storage)
+    unpickler = _TensorUnpickler(pickle)
+    found = unpickler.load()
     if not isinstance(found, dict) or not found:
         raise UnusablePickle("holds no dictionary of tensors")
     for name, value in found.items():
         if not isinstance(name, str) or not isinstance(value, PickledTensor):
             raise UnusablePickle(f"holds {str(name)[:60]!r}, which is no tensor; save the model's state_dict alone")
-    return found, storages
+    return found, unpickler.storages
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> PickledTensor:
@@ -204,107 +206,64 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Pic
     return PickledTensor(storage.dtype, shape, prod(shape) * width, storage.key)
 
 
-def _call(function: Any, arguments: Any) -> Any:
-    """Return what the call of an allowed function stands for."""
-    match function, arguments:
-        case _Name(name), () if name == _ORDERED_DICT:
-            return {}
-        case _Name(name), tuple() if name in (_TENSOR, _OLD_TENSOR) and len(arguments) >= 4:
-            return _tensor(*arguments)
-        case _Name(name), (PickledTensor() as data, *_) if name in _PARAMETERS:
-            return data
-    raise UnusablePickle("calls a function with other arguments than torch.save writes")
+class _Instructions(dict[int, Any]):
+    """What `_TensorUnpickler` does for each instruction, by its code."""
+
+    def __missing__(self, code: int) -> Any:
+        raise UnusablePickle(f"uses the pickle instruction {_INSTRUCTIONS[code]}, which could run code")
 
 
-def _run(pickle: BinaryIO, load_storage: Callable[[Any], _Storage] | None) -> Any:
-    """Return the value of the pickle at the position of `pickle`, in which calls are replaced by `_call`.
+class _TensorUnpickler(pickle._Unpickler):
+    """Reads one pickle of tensors, without calling a function that it names.
 
-    The values are made by this function alone, from numbers, texts and containers. The memo is a dictionary: Python's
-    own unpickler has an array, which one instruction can make 16 GB large.
+    The unpickler in Python and not the one in C: its memo is a dictionary. The one in C has an array, which one
+    instruction can make 16 GB large.
     """
-    stack: list[Any] = []
-    marks: list[int] = []
-    memo: dict[Any, Any] = {}
 
-    def pop_mark() -> list[Any]:
-        mark = marks.pop()
-        items = stack[mark:]
-        del stack[mark:]
-        return items
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]  # all values since the last mark
 
-    def pop(count: int) -> tuple[Any, ...]:
-        if len(stack) - (marks[-1] if marks else 0) < count:
-            raise DamagedPickle("has a damaged pickle")
-        items = tuple(stack[-count:])
-        del stack[-count:]
-        return items
+    def __init__(self, file: BinaryIO):
+        super().__init__(file, encoding="latin-1")
+        self.storages: dict[str, _Storage] = {}
 
-    def update(items: list[Any] | tuple[Any, ...]) -> None:
+    def find_class(self, module: str, name: str) -> _Name:
+        full = f"{module}.{name}"
+        if full not in _ALLOWED:
+            shown = full[:100] if full.isprintable() else ascii(full[:100])
+            raise UnusablePickle(f"needs {shown}, which could run code")
+        return _Name(full)
+
+    def persistent_load(self, id: Any) -> _Storage:
+        match id:
+            case ("storage", _Name(name), str(key), str(), int(elements), *_) if elements >= 0:
+                dtype, width = _STORAGES[name.removeprefix("torch.")]
+            case _:
+                raise UnusablePickle("refers to something else than tensor data")
+        storage = self.storages.setdefault(key, _Storage(key, dtype, elements * width))
+        if storage != _Storage(key, dtype, elements * width):
+            raise DamagedPickle(f"describes data/{key} in two ways")
+        return storage
+
+    def load_build(self) -> None:
+        """Drop the attributes of the dictionary, such as the versions of modules."""
+        if type(self.stack.pop()) is not dict or type(self.stack[-1]) is not dict:
+            raise UnusablePickle("sets the state of an object")
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._update([key, value])
+
+    def load_setitems(self) -> None:
+        self._update(self.pop_mark())
+
+    def _update(self, items: list[Any]) -> None:
         # Numbers could be chosen so that all have the same hash; each would be compared with each.
-        if type(stack[-1]) is not dict or any(type(key) is not str for key in items[::2]):
+        if type(self.stack[-1]) is not dict or any(type(key) is not str for key in items[::2]):
             raise UnusablePickle("holds a dictionary whose keys are no texts")
-        stack[-1].update(zip(items[::2], items[1::2], strict=True))
+        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
-    try:
-        while code := pickle.read(1):
-            # `pickletools.genops` would decode the arguments of rejected instructions, and backslashes in names.
-            instruction = _INSTRUCTIONS[code]
-            if instruction.name not in _NEEDED:
-                raise UnusablePickle(f"uses the pickle instruction {instruction.name}, which could run code")
-            argument: Any = None
-            if instruction.name == "GLOBAL":
-                argument = ".".join(pickle.readline().decode().rstrip("\n") for _ in ("module", "name"))
-            elif instruction.arg is not None:
-                argument = instruction.arg.reader(pickle)
-            match instruction.name:
-                case "STOP":
-                    return stack.pop()
-                case "GLOBAL":
-                    if argument not in _ALLOWED:
-                        shown = argument[:100] if argument.isprintable() else ascii(argument[:100])
-                        raise UnusablePickle(f"needs {shown}, which could run code")
-                    stack.append(_Name(argument))
-                case "BINPERSID":
-                    if load_storage is None:
-                        raise DamagedPickle("has tensor data where none belongs")
-                    stack.append(load_storage(*pop(1)))
-                case "REDUCE":
-                    stack.append(_call(*pop(2)))
-                case "BUILD":  # attributes of the dictionary, such as the versions of modules
-                    (state,) = pop(1)
-                    if type(state) is not dict or type(stack[-1]) is not dict:
-                        raise UnusablePickle("sets the state of an object")
-                case "MARK":
-                    marks.append(len(stack))
-                case "NONE" | "NEWTRUE" | "NEWFALSE":
-                    stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[instruction.name])
-                case "EMPTY_TUPLE":
-                    stack.append(())
-                case "EMPTY_LIST":
-                    stack.append([])
-                case "EMPTY_DICT":
-                    stack.append({})
-                case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT" | "BINUNICODE" | "SHORT_BINSTRING":
-                    stack.append(argument)
-                case "BINGET" | "LONG_BINGET":
-                    stack.append(memo[argument])
-                case "BINPUT" | "LONG_BINPUT":
-                    memo[argument] = stack[-1]
-                case "TUPLE":
-                    stack.append(tuple(pop_mark()))
-                case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                    stack.append(pop(int(instruction.name[-1])))
-                case "SETITEM":
-                    update(pop(2))
-                case "SETITEMS":
-                    update(pop_mark())
-                case "APPEND" | "APPENDS":
-                    items = pop(1) if instruction.name == "APPEND" else pop_mark()
-                    if type(stack[-1]) is not list:
-                        raise UnusablePickle("appends to an object")
-                    stack[-1].extend(items)
-    except (UnusablePickle, DamagedPickle):
-        raise
-    except _OF_DAMAGE as error:
-        raise DamagedPickle(f"has a damaged pickle ({type(error).__name__}: {str(error)[:100]})") from None
-    raise DamagedPickle("has a pickle without an end")
+    dispatch = _Instructions(
+        {code: method for code, method in pickle._Unpickler.dispatch.items() if _INSTRUCTIONS[code] in _NEEDED}
+        | {pickle.BUILD[0]: load_build, pickle.SETITEM[0]: load_setitem, pickle.SETITEMS[0]: load_setitems}
+    )
