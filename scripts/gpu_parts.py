@@ -162,7 +162,8 @@ def smoke(setting: Setting) -> Facts:
     no waits."""
     # Packages beside torch may warn where the test environment's do not.
     command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", "-W", "default"]
-    command += ["--timeout=100", "-n", "0" if setting.on_cpu else "6", "tests/gpu"]
+    command += ["--timeout=100", "-n", "0" if setting.on_cpu else "6"]
+    command += ["tests/gpu", "tests/worker/engines/attention/test_paged_kernel.py"]
     if setting.on_cpu:
         command += ["-k", "test_greedy_text_equals_generate_on_the_device and llama and True"]
     environment = os.environ | {"GPU_TESTS_DEVICE": setting.device}

@@ -28,7 +28,7 @@ from worker.protocol.memory import BLOCK_TOKENS
 # Programs that keep all multiprocessors of a large card busy. A few rows are split into as many parts.
 _PROGRAMS = 512
 _MOST_PARTS = 32
-_LEAST_QUERIES = 16  # rows of the smallest matrix product of Triton
+_LEAST_SIZE = 16  # of each side of Triton's matrix products
 _TILE_BYTES = 16 << 10  # keys of one step of the loop
 _failures: list[str] = []  # errors of failed attempts in this process
 
@@ -55,7 +55,7 @@ def missing() -> str:
 
 
 def try_out(pool: KvPool, heads: int) -> None:
-    """Compile the kernel for a model with `heads` query heads, and run it once.
+    """Compile the variants of the kernel that a model with `heads` query heads needs, and run each once.
 
     If that fails, a warning gives the reason, and attention in this process gathers keys and values from now on.
     """
@@ -63,10 +63,12 @@ def try_out(pool: KvPool, heads: int) -> None:
         return
     why = missing()
     if not why:
-        query = torch.zeros(1, heads, pool.head_dim, dtype=pool.dtype, device=pool.device)
-        blocks, lengths = torch.zeros(2, 1, 1, dtype=torch.int64, device=pool.device)
         try:
-            attend(query, pool.keys[0], pool.values[0], blocks, lengths[0] + 1, window=0, scaling=None)
+            for rows in sorted({1, pool.rows}):  # the most parts and the fewest
+                query = torch.zeros(rows, heads, pool.head_dim, dtype=pool.dtype, device=pool.device)
+                numbers = torch.zeros(rows, 2, dtype=torch.int64, device=pool.device)
+                blocks, lengths = numbers[:, :1], numbers[:, 1] + 1
+                attend(query, pool.keys[0], pool.values[0], blocks, lengths, window=0, scaling=None)
             torch.cuda.synchronize(pool.device)
         except Exception as error:  # noqa: BLE001 - a compiler, a cache folder or a driver that does not suit Triton
             why = one_line(error)
@@ -142,22 +144,36 @@ def _launch(
 ) -> None:
     rows, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
-    width = _power_of_two(head_dim)
-    tile = max(16, min(128, _TILE_BYTES // (width * keys.element_size())))
+    constants = constants_for(heads // kv_heads, head_dim, keys.element_size())
     decode, add_up = _kernels()
     # Triton launches on the current device, which is another one in a split model.
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
         decode[(rows, kv_heads, parts)](
             query, keys, values, blocks, lengths, partial, sums,
             blocks.stride(0), lengths.stride(0), keys.stride(0), values.stride(0), scaling,
-            parts, is_whole=parts == 1, window=window, group=heads // kv_heads, head_dim=head_dim,
-            block_tokens=BLOCK_TOKENS, queries=max(_LEAST_QUERIES, _power_of_two(heads // kv_heads)), width=width,
-            tile=tile, num_warps=4, num_stages=3 if tile * width * keys.element_size() <= _TILE_BYTES else 2,
+            parts, window, is_whole=parts == 1, **constants,
         )  # fmt: skip
         if parts > 1:
             add_up[(rows * heads,)](
-                partial, sums, out, parts, most=_MOST_PARTS, head_dim=head_dim, width=width, num_warps=4
+                partial, sums, out, parts, most=_MOST_PARTS, head_dim=head_dim, width=constants["width"], num_warps=4
             )
+
+
+def constants_for(group: int, head_dim: int, itemsize: int) -> dict[str, int]:
+    """Return the constants with which `decode` is compiled. `group`: query heads of one key-value head; `itemsize`:
+    bytes of an element of keys and values."""
+    width = max(_LEAST_SIZE, _power_of_two(head_dim))
+    tile = max(_LEAST_SIZE, min(128, _TILE_BYTES // (width * itemsize)))  # tokens of one step of the loop
+    return {
+        "group": group,
+        "head_dim": head_dim,
+        "block_tokens": BLOCK_TOKENS,
+        "queries": max(_LEAST_SIZE, _power_of_two(group)),
+        "width": width,
+        "tile": tile,
+        "num_warps": 4,
+        "num_stages": 3 if tile * width * itemsize <= _TILE_BYTES else 2,
+    }
 
 
 def _power_of_two(number: int) -> int:

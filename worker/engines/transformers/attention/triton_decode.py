@@ -7,10 +7,15 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["parts"])
+# Arguments that differ between steps and layers of one model must not choose a variant: it would be compiled while
+# requests wait. Tables of graphs and of other steps have different strides and alignments.
+@triton.jit(
+    do_not_specialize=["blocks_stride", "lengths_stride", "parts", "window"],
+    do_not_specialize_on_alignment=["blocks", "lengths"],
+)
 def decode(
     query, keys, values, blocks, lengths, partial, sums, blocks_stride, lengths_stride, keys_stride, values_stride,
-    scaling, parts, is_whole: tl.constexpr, window: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr,
+    scaling, parts, window, is_whole: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr,
     block_tokens: tl.constexpr, queries: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """Attend to one part of the tokens of one row, with the `group` query heads of one key-value head.
@@ -21,9 +26,7 @@ def decode(
     row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1) * group
     length = tl.load(lengths + row * lengths_stride).to(tl.int32)
-    first = 0
-    if window > 0:
-        first = tl.maximum(length - window, 0)
+    first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
     begin = first // tile * tile
     share = tl.cdiv(tl.cdiv(length - begin, tile), parts) * tile
     begin += part * share
