@@ -21,13 +21,14 @@ from tests.worker.stepped import Drive
 from worker.engines.transformers.attention import paged, paged_kernel
 from worker.engines.transformers.attention.kv_pool import KvPool
 from worker.engines.transformers.load import snapshot
+from worker.engines.transformers.load.layer_split import LayerSplit, SplitKvPools
 from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.aligned import AlignedRunner
 from worker.engines.transformers.run.cuda_graphs import GraphRunner
 from worker.engines.transformers.run.runner import PagedRunner, Runner
 from worker.engines.transformers.run.warmup import warm_up
 from worker.engines.transformers.sample import sampler, topk
-from worker.engines.transformers.schedule.kv_cache import RowAllocator
+from worker.engines.transformers.schedule.kv_cache import BlockAllocator, RowAllocator
 from worker.engines.transformers.schedule.prefill_budget import PrefillBudget
 from worker.engines.transformers.schedule.scheduler import Batch
 from worker.estimate import meta_model
@@ -184,6 +185,25 @@ async def test_where_the_decode_kernel_cannot_be_compiled_steps_gather_and_a_war
         with torch.inference_mode():
             fixed.compute(*fixed.shapes[-1])
     assert (lacks or "no folder for Triton's cache") in caplog.text
+
+
+def test_the_decode_kernel_is_tried_on_each_device_of_a_split_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[torch.device] = []
+    monkeypatch.setattr(paged_kernel, "missing", lambda: "")
+    monkeypatch.setattr(torch.cuda, "synchronize", tried.append)
+    devices = CUDA, torch.device("cuda:1")
+    with made("llama", tmp_path) as (runner, capacity, _):
+        assert isinstance(runner, PagedRunner)
+        assert isinstance(capacity, BlockAllocator)
+        pools = [
+            KvPool(layers=1, kv_heads=2, head_dim=16, rows=4, blocks=4, dtype=torch.bfloat16, device=device)
+            for device in devices
+        ]
+        split = SplitKvPools(pools, LayerSplit(devices, (1, 1)))
+        PagedRunner(runner._model, split, capacity, CUDA).try_decode_kernel()
+    assert tried == list(devices)
 
 
 @pytest.mark.parametrize(("name", "kv_dtype"), [("llama", "int8"), ("llama", "f16"), ("gemma2", "int4")])

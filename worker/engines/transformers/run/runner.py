@@ -97,10 +97,11 @@ class PagedRunner:
     def try_decode_kernel(self) -> None:
         """Compile `paged_kernel` for this model, if it would be used. If that fails, decodes do without it."""
         if self._model.config._attn_implementation == SDPA:
-            pool = self._cache if isinstance(self._cache, KvPool) else self._cache.pools[0]
             config = self._model.config
             group = config.num_attention_heads // CacheShape.of(config).kv_heads
-            paged_kernel.try_out(pool, group * pool.kv_heads)  # a tensor-parallel rank has a part of the heads
+            # The parts of a split model may lie on cards of several kinds, each with its own compilation.
+            for pool in (self._cache,) if isinstance(self._cache, KvPool) else self._cache.pools:
+                paged_kernel.try_out(pool, group * pool.kv_heads)  # a tensor-parallel rank has a part of the heads
 
     @property
     def bytes(self) -> int:

@@ -202,6 +202,7 @@ def follow(options: Serve, link: LeaderLink) -> None:
     pool = backends.make_pool(config, blocks, loaded.dtype, device, ranks=link.count, kv_dtype=kv_dtype)
     runner = PagedRunner(loaded.model, pool, blocks, device)
     backends.make_adapters(runner, loaded.model, options, device, copies=0, share=share)
+    runner.try_decode_kernel()
     _report_memory(link, device)
     link.ready()
     link.receive()
