@@ -23,6 +23,8 @@ Keys of a model: in a section [id] of a preset file, in [*] for all models, as a
 REPEATED = frozenset({
     "model", "model-names", "hf-repo", "api-key", "admin-key", "device-limit", "models-memory-margin", "allowed-hosts",
 })  # fmt: skip
+# The option of LightLLM that takes several words, and their beginnings.
+_MODE, _MODES = "--mode", ("triton_", "ppl_", "lmdeploy_")
 NARROW = 70  # columns from which names and texts of options stand side by side
 
 
@@ -38,12 +40,13 @@ def _model_options() -> Iterable[tuple[str, str, click.Option]]:
         if name in settings.SPELLINGS:
             continue
         parameter = f"m_{number}"
-        dashes = ["-"] if len(name) == 1 else ["--", "-"] if len(name) <= 5 else ["--"]  # llama-server: -np, -ngl
+        is_short = len(name) <= 5 or name == "ncmoed"  # llama-server: -np, -ngl
+        dashes = ["-"] if len(name) == 1 else ["--", "-"] if is_short else ["--"]
         is_flag = isinstance(word, MeaninglessOption) and word.is_flag
         is_flag = is_flag or (preset_keys.find(name) or preset_keys.Spelling(word, name)).is_flag
         names = [f"{dash}{name}" for dash in dashes]
-        if is_flag and len(name) > 1:
-            names[0] += f"/--no-{name}"
+        if is_flag and len(name) > 1:  # also -no-kvu, which would be -n with the value "o-kvu"
+            names = [f"{given}/{given.removesuffix(name)}no-{name}" for given in names]
         repeats = isinstance(word, PresetKey) and isinstance(word.kind, Names | Strings)
         yield parameter, name, click.Option([*names, parameter], is_flag=is_flag, default=None, hidden=True,
                                             multiple=name == "env" or (repeats and not is_flag))  # fmt: skip
@@ -72,6 +75,9 @@ _HELP = click.Option(
 class Command(click.Command):
     """A command whose help groups the router's options."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _joined(args))
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
         mine = [SETTINGS[param.name][0] for param in options if param.name in SETTINGS and not param.hidden]
@@ -86,6 +92,16 @@ class Command(click.Command):
         others = [param.get_help_record(ctx) for param in options if param.name not in SETTINGS]
         with formatter.section("Other options"):
             formatter.write_dl([record for record in others if record], col_max=most)
+
+
+def _joined(args: list[str]) -> list[str]:
+    """The command line with all words after LightLLM's `--mode` as its one value."""
+    if _MODE not in args:
+        return args
+    first = last = args.index(_MODE) + 1
+    while last < len(args) and args[last].startswith(_MODES):
+        last += 1
+    return [*args[:first], ",".join(args[first:last]), *args[last:]] if last > first else args
 
 
 def _row(option: Option) -> tuple[str, str]:

@@ -165,6 +165,14 @@ class OneOf(Kind, click.Choice[str]):
         return super().convert(_brief(word), param, ctx)
 
 
+class LastOf(OneOf):
+    """Several of `values`, separated by commas, of which the last one in `values` holds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        found = {super(LastOf, self).convert(item, param, ctx) for item in value.split(",")}
+        return next(choice for choice in reversed(self.choices) if choice in found)
+
+
 @dataclass(frozen=True)
 class Span(Kind):
     """A whole number from 1, or the least and the most of it: `2` or `1-3`."""

@@ -257,10 +257,11 @@ class SettingReader:
             self._fault(place, word.name, error.message)
             return
         if isinstance(word, RefusedOption):
-            if meant := word.means.get(text.strip().lower()):
-                yield Spelling(preset_keys.BY_NAME[meant[0]], spelling.name), meant[1]
-            elif not word.accepts(text):
-                self._fail(place, _not_offered(word, place, text))
+            for value in word.values(text):
+                if meant := word.means.get(value.lower()):
+                    yield Spelling(preset_keys.BY_NAME[meant[0]], spelling.name), meant[1]
+                elif not word.accepts(value):
+                    self._fail(place, _not_offered(word, place, value))
         elif word.name == "env" and not spelling.variable:
             yield from self._variables(text, place)
         elif word.name == "model-draft" and text.strip() == "[ngram]":  # vLLM's speculative-model
@@ -394,6 +395,8 @@ class SettingReader:
     def _unknown(self, written: str, place: Problem) -> None:
         flag = written.lstrip("-").replace("_", "-")
         option = SPELLINGS.get(flag) or BY_VARIABLE.get(written)
+        if (positive := SPELLINGS.get(flag.removeprefix("no-"))) is not None and positive.is_flag:
+            option = positive
         if option is not None:
             further = ", or request-timeout for one model" if option.flag == "timeout" else ""
             self._fail(place, f'"{flag}" is an option of the router, not of a model: use --{option.flag}{further}')

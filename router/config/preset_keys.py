@@ -29,7 +29,8 @@ def _is_one_of(text: str, values: str) -> bool:
 class RefusedOption:
     """An option that this version does not offer. Values of `neutral` match its behaviour anyway and are accepted.
 
-    `means` has values that are values of keys here, as (key, value).
+    `means` has values that are values of keys here, as (key, value). `is_list`: it may have several, separated by
+    blanks or commas.
     """
 
     name: str
@@ -39,6 +40,10 @@ class RefusedOption:
     env: tuple[str, ...] = ()
     is_flag: bool = False
     means: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    is_list: bool = False
+
+    def values(self, text: str) -> list[str]:
+        return text.replace(",", " ").split() if self.is_list else [text.strip()]
 
     def accepts(self, text: str) -> bool:
         return not text.strip() or _is_one_of(text, self.neutral)
@@ -72,7 +77,8 @@ _OFF = "off false no disabled 0 none"
 _ON = "on true yes enabled 1 auto"
 # Further options of llama-server that name one of its authors' models.
 _GGUF_DEFAULTS = """
-embd-gemma fim-qwen-1.5b fim-qwen-3b fim-qwen-7b fim-qwen-30b gpt-oss-120b vision-gemma-4b vision-gemma-12b
+embd-gemma-default fim-qwen-1.5b-default fim-qwen-3b-default fim-qwen-7b-default fim-qwen-7b-spec fim-qwen-14b-spec
+fim-qwen-30b-default gpt-oss-120b-default vision-gemma-4b-default vision-gemma-12b-default
 """
 _DOWNLOAD = "download the model and write model = its folder, or hf-repo = org/name"
 
@@ -81,11 +87,15 @@ REFUSED: tuple[RefusedOption, ...] = (
     RefusedOption("model-url", _DOWNLOAD, also=("mu",)),
     RefusedOption("docker-repo", _DOWNLOAD, also=("dr",)),
     RefusedOption("gpt-oss-20b-default", "it names a GGUF repository; give -hf org/name of one with safetensors files",
-                  is_flag=True, neutral=_OFF, also=tuple(f"{name}-default" for name in _GGUF_DEFAULTS.split())),
+                  is_flag=True, neutral=_OFF, also=tuple(_GGUF_DEFAULTS.split())),
     RefusedOption("list-devices", "GET /router/state shows the devices of a router", is_flag=True, neutral=_OFF),
     RefusedOption("cache-list", "`router` without a model serves the models of the hub cache", also=("cl",),
                   is_flag=True, neutral=_OFF),
     RefusedOption("cont-batching", also=("cb",), neutral=_ON, is_flag=True, means={"off": ("parallel", "1")}),
+    RefusedOption("nocb", neutral=_OFF, is_flag=True, means={"on": ("parallel", "1")}),
+    # Without a projector llama-server takes no images.
+    RefusedOption("mmproj-auto", neutral=_ON, is_flag=True, means={"off": ("limit-images", "0")}),
+    RefusedOption("no-mmproj", neutral=_OFF, is_flag=True, means={"on": ("limit-images", "0")}),
     RefusedOption("rolling-batch", "the transformers engine batches continuously",
                   neutral="auto lmi-dist vllm trtllm tensorrtllm scheduler", means={"disable": ("parallel", "1")}),
     RefusedOption("cpu-offload", "device = cpu keeps all of it in host memory",
@@ -140,12 +150,15 @@ REFUSED: tuple[RefusedOption, ...] = (
     RefusedOption("embed-in-truncate", "a request to /v1/embeddings may have truncate_prompt_tokens: -1",
                   neutral=_OFF, is_flag=True),
     RefusedOption("ssl", "a proxy in front of the router offers TLS", neutral=_OFF, is_flag=True),
+    RefusedOption("conv-system-msg", "a request may begin with a message of the role system"),
+    RefusedOption("no-history", "/clear forgets a chat of `router run`", neutral=_OFF, is_flag=True),
     RefusedOption("model-info-file", "the router serves models of this machine only; give --model-path for each"),
     # LightLLM, which FastChat's lightllm_worker starts
     RefusedOption("load-way", "checkpoints must be in the Hugging Face format", neutral="hf"),
     RefusedOption("mode", "kv-cache-dtype = int8, quantization = bnb-8bit and bnb-4bit store less",
                   neutral="triton_flashdecoding triton_gqa_attention triton_gqa_flashdecoding ppl_fp16",
-                  means={"triton_int8kv": ("kv-cache-dtype", "int8"), "ppl_int8kv": ("kv-cache-dtype", "int8")}),
+                  means={"triton_int8kv": ("kv-cache-dtype", "int8"), "ppl_int8kv": ("kv-cache-dtype", "int8")},
+                  is_list=True),
     RefusedOption("eos-id", "the checkpoint states it; a request may have stop_token_ids"),
     RefusedOption("no-skipping-special-tokens", "a request may have skip_special_tokens: false",
                   neutral=_OFF, is_flag=True),
@@ -181,11 +194,11 @@ REFUSED: tuple[RefusedOption, ...] = (
 
 # All other options in the documentation of llama-server and LMI: first switches, then options with a value.
 _MEANINGLESS_FLAGS = """
-swa-full perf escape e kv-offload kvo nkvo repack nr no-host mlock mmap direct-io dio cpu-moe cmoe check-tensors
-op-offload backend-sampling bs kv-unified kvu special sp spm-infill mmproj-auto mmproj-offload
+swa-full perf escape e kv-offload kvo nkvo repack nr no-host mlock mmap direct-io dio ndio cpu-moe cmoe check-tensors
+op-offload backend-sampling bs kv-unified kvu special sp spm-infill mmproj-offload
 cache-idle-slots lora-init-without-apply skip-chat-parsing reuse-port webui ui-mcp-proxy
 webui-mcp-proxy agent ag reasoning-preserve log-disable log-jsonl log-prefix log-timestamps
-cors-credentials no-ui spec-default spec-draft-backend-sampling spec-draft-cpu-moe cmoed cpu-moe-draft
+cors-credentials spec-default spec-draft-backend-sampling spec-draft-cpu-moe cmoed cpu-moe-draft
 enable-chunked-prefill enable-streaming low-cpu-mem-usage parallel-loading fully-sharded-loras disable-flash-attn
 disable-log-stats disable-log-requests enable-auto-tool-choice
 """
@@ -194,18 +207,19 @@ threads-batch tb cpu-mask C cpu-range Cr cpu-strict prio poll cpu-mask-batch Cb 
 prio-batch poll-batch keep defrag-thold dt rpc load-mode lm lazy-mode lzm numa override-tensor ot n-cpu-moe ncmoe
 moe-cache-mib n-cpu-ffn ncffn override-kv control-vector control-vector-scaled control-vector-layer-range log-colors
 verbosity lv log-verbosity lookup-cache-static lcs lookup-cache-dynamic lcd kv-unified-per-slot ctx-checkpoints ctxcp
-swa-checkpoints checkpoint-min-step cms cache-ram cram mmproj-url mmu mmproj-device mmdev image-min-tokens
+swa-checkpoints cms cache-ram cram mmproj-url mmu mmdev image-min-tokens
 image-max-tokens mtmd-batch-max-tokens video-fps video-timestamp-interval video-ffmpeg-dir cors-methods
 cors-headers ui-config webui-config ui-config-file webui-config-file tools tools-runtime mcp-servers-config
-mcp-servers-json threads-http cache-reuse media-path slot-prompt-similarity sps log-prompts-dir
-reasoning-budget-message spec-synth-len spec-synth-rates spec-draft-p-min draft-p-min spec-draft-p-split draft-p-split
-spec-draft-threads td threads-draft spec-draft-threads-batch tbd threads-batch-draft spec-draft-type-k ctkd
-cache-type-k-draft spec-draft-type-v ctvd cache-type-v-draft spec-draft-device devd device-draft spec-draft-ngl ngld
+mcp-servers-json threads-http cache-reuse media-path slot-prompt-similarity sps log-prompts-dir spec-synth-len
+spec-synth-rates spec-draft-p-min draft-p-min spec-draft-p-split draft-p-split
+spec-draft-threads td threads-draft spec-draft-threads-batch tbd threads-batch-draft ctkd
+cache-type-k-draft ctvd cache-type-v-draft spec-draft-device devd device-draft spec-draft-ngl ngld
 gpu-layers-draft n-gpu-layers-draft spec-draft-sampling spec-draft-n-cpu-moe ncmoed n-cpu-moe-draft spec-draft-ncmoe
 spec-draft-cpu-mask Cd cpu-mask-draft spec-draft-cpu-range Crd cpu-range-draft spec-draft-cpu-strict cpu-strict-draft
 spec-draft-prio prio-draft spec-draft-poll poll-draft spec-draft-cpu-mask-batch Cbd cpu-mask-batch-draft
 spec-draft-cpu-strict-batch cpu-strict-batch-draft spec-draft-prio-batch prio-batch-draft spec-draft-poll-batch
-poll-batch-draft spec-ngram-mod-n-min spec-ngram-mod-n-max spec-ngram-simple-size-m spec-ngram-simple-min-hits
+poll-batch-draft spec-ngram-mod-n-min spec-ngram-mod-n-max spec-ngram-size-m spec-ngram-min-hits
+spec-ngram-simple-size-m spec-ngram-simple-min-hits
 spec-ngram-map-k-size-m spec-ngram-map-k-min-hits spec-ngram-map-k4v-size-m spec-ngram-map-k4v-min-hits
 spec-draft-override-tensor otd override-tensor-draft lora-extra-vocab-size device-map max-batch-delay
 """
@@ -253,7 +267,11 @@ _REASONS = (
         for name in ("controller-address", "controller", "worker-address", "worker")
     ),
     MeaninglessOption("style", why="the chat in the terminal shows plain text"),
-    MeaninglessOption("multiline", is_flag=True, why="the chat in the terminal sends each line"),
+    *(
+        MeaninglessOption(name, is_flag=True, why="the chat in the terminal sends each line")
+        for name in ("multiline", "mouse")
+    ),
+    MeaninglessOption("judge-sent-end", is_flag=True, why="each token is sent when it is there"),
     MeaninglessOption(
         "record-acceptance-rate",
         is_flag=True,
@@ -305,6 +323,12 @@ MEANINGLESS: tuple[MeaninglessOption, ...] = (
     ),
     MeaninglessOption("props", is_flag=True, env=("LLAMA_ARG_ENDPOINT_PROPS",)),
     MeaninglessOption("path", env=("LLAMA_ARG_STATIC_PATH",)),
+    MeaninglessOption("ui", is_flag=True, why="the page of the router is always there", env=("LLAMA_ARG_UI",)),
+    MeaninglessOption("checkpoint-min-step", env=("LLAMA_ARG_CHECKPOINT_MIN_SPACING_NT",)),
+    MeaninglessOption("mmproj-device", env=("MTMD_BACKEND_DEVICE",)),
+    MeaninglessOption("reasoning-budget-message", env=("LLAMA_ARG_THINK_BUDGET_MESSAGE",)),
+    MeaninglessOption("spec-draft-type-k", env=("LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_K",)),
+    MeaninglessOption("spec-draft-type-v", env=("LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_V",)),
     MeaninglessOption("llama-cache", why="HF_HUB_CACHE names the folder of downloads", env=("LLAMA_CACHE",)),
     MeaninglessOption(
         "llama-log",

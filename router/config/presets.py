@@ -18,6 +18,7 @@ from router.config.option_types import (
     Integer,
     JsonObject,
     Kind,
+    LastOf,
     LogitBias,
     Memory,
     MemoryByDevice,
@@ -250,8 +251,8 @@ class Preset:
     max_input_tokens: int = key(0, Integer(0, unit="tokens"), CONTEXT, "longest prompt", unset="ctx-size - 1",
             also=("max-input-len", "max-req-input-len"))
     n_predict: int = key(-1, Integer(1, words={"-1": -1, "-2": -1}, unit="tokens"), CONTEXT,
-            "most new tokens of a request without a maximum", unset="to the end of the context", also=("n", "predict"),
-            scope=Scope.REQUEST)
+            "most new tokens of a request without a maximum", unset="to the end of the context",
+            also=("n", "predict", "max-new-tokens"), scope=Scope.REQUEST)
     queue_size: int = key(1000, Integer(1), CONTEXT,
             "most waiting requests of this model; the flag of this name limits all models",
             also=("job-queue-size",), env=("MAX_CONCURRENT_REQUESTS",), live=True)
@@ -263,10 +264,11 @@ class Preset:
 
     # Speculative decoding
     spec_type: Literal["none", "ngram-simple"] = key("none",
-            OneOf(("none", "ngram-simple"),
+            LastOf(("none", "ngram-simple"),
                    {"draft-simple": "none"}  # a draft model drafts wherever it is named
                    | dict.fromkeys(("ngram-cache", "ngram-map-k", "ngram-map-k4v", "ngram-mod"), "ngram-simple"),
-                   dict.fromkeys(("draft-eagle3", "draft-mtp"), "write model-draft, or use ngram-simple")),
+                   dict.fromkeys(("draft-eagle3", "draft-mtp", "draft-dflash", "draft-dspark"),
+                                 "write model-draft, or use ngram-simple")),
             SPECULATION, "ngram-simple: draft the tokens that followed the newest ones before in the text")
     model_draft: str = key("", Text("folder or org/name[:revision]"), SPECULATION,
             "a small model of the same vocabulary that drafts, for models on one device without states and encoder",

@@ -36,7 +36,7 @@ _TLS = "a proxy in front of the router offers TLS"
 # Options of other servers, or of the design, that this version does not have, with what to do instead. They have their
 # own message, to distinguish them from keys.
 UNAVAILABLE: Mapping[str, str] = {
-    "cluster": "", "log-file": "", "secure-mode": "", "ui": "", "worker-port-range": "",
+    "cluster": "", "log-file": "redirect stderr", "secure-mode": "", "worker-port-range": "",
     "ssl-cert-file": _TLS, "ssl-key-file": _TLS,
     "models-memory-max": "--models-memory-margin keeps memory free on a device, --device-limit lowers its total",
 }  # fmt: skip

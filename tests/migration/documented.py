@@ -28,6 +28,7 @@ DOCUMENTED = {
     "fastchat": """
         host port worker-address controller-address model-path model-names conv-template embed-in-truncate
         limit-worker-concurrency stream-interval no-register seed debug ssl lazy style multiline
+        mouse judge-sent-end max-new-tokens temperature repetition_penalty conv-system-msg no-history
 
         revision device gpus num-gpus max-gpu-memory dtype load-8bit cpu-offloading gptq-ckpt gptq-wbits gptq-groupsize
         gptq-act-order awq-ckpt awq-wbits awq-groupsize enable-exllama exllama-max-seq-len exllama-gpu-split
@@ -106,6 +107,9 @@ DOCUMENTED = {
         spec-ngram-mod-n-match spec-ngram-simple-size-n spec-ngram-simple-size-m spec-ngram-simple-min-hits
         spec-ngram-map-k-size-n spec-ngram-map-k-size-m spec-ngram-map-k-min-hits spec-ngram-map-k4v-size-n
         spec-ngram-map-k4v-size-m spec-ngram-map-k4v-min-hits draft-max draft-min spec-default
-        spec-draft-type-k spec-draft-type-v
+        spec-draft-type-k spec-draft-type-v spec-ngram-size-n spec-ngram-size-m spec-ngram-min-hits
+        gpt-oss-20b-default fim-qwen-7b-default fim-qwen-7b-spec LLAMA_ARG_CHECKPOINT_MIN_SPACING_NT
+        LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_K LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_V LLAMA_ARG_THINK_BUDGET_MESSAGE
+        MTMD_BACKEND_DEVICE LLAMA_ARG_LOG_FILE LLAMA_ARG_UI
     """,
 }

@@ -97,7 +97,7 @@ def test_garbage_collection_is_enabled_again_after_a_failed_start(
         (["--ctx-sise", "1"], "No such option '--ctx-sise'. Did you mean '--ctx-size'?"),
         (["serve", "--prot", "1"], "No such option '--prot'. Did you mean '--port'?"),
         (["--zzzzzz"], "No such option '--zzzzzz'."),
-        (["--log-file", "x"], "--log-file is not offered by this version; remove it."),
+        (["--log-file", "x"], "--log-file is not offered by this version; redirect stderr."),
         (["--port"], "Option '--port' requires an argument."),
         (["chek"], '"chek" is no command and no model. Did you mean check?'),
         (["check", "--download-only"], "No such option '--download-only'."),
