@@ -199,6 +199,11 @@ class Metrics:
                 self._seconds(model, "decode"), "Seconds after the first token, summed over answers."
             ),
             "n_decode_total": (pulse.steps, "Steps of the model."),
+            "n_busy_slots_per_decode": (
+                pulse.batched / pulse.steps if pulse.steps else 0, "Average number of sequences in a step."
+            ),
+            "n_tokens_max": (pulse.longest, "Most tokens of one sequence in the KV cache so far."),
+            "spec_decode_num_drafts_total": (pulse.drafts, "Drafts of speculative decoding."),
             "spec_decode_num_draft_tokens_total": (pulse.drafted, "Tokens drafted by speculative decoding."),
             "spec_decode_num_accepted_tokens_total": (pulse.accepted, "Drafted tokens that were accepted."),
             "requests_processing": (pulse.running, "Running sequences."),
@@ -214,6 +219,10 @@ class Metrics:
             f"# HELP llamacpp:{name} {about}\n# TYPE llamacpp:{name} {_kind(name)}\nllamacpp:{name} {float(value)}\n"
             for name, (value, about) in rows.items()
         ]
+        if pulse.accepted_at:
+            name = "llamacpp:spec_decode_num_accepted_tokens_per_pos_total"
+            lines.append(f"# HELP {name} Accepted tokens by position in their draft.\n# TYPE {name} counter\n")
+            lines += [f'{name}{{position="{at}"}} {float(count)}\n' for at, count in enumerate(pulse.accepted_at)]
         return "".join(lines).encode()
 
     def _tokens(self, model: str, kind: str) -> float:
@@ -224,7 +233,7 @@ class Metrics:
 
 
 def _kind(name: str) -> str:
-    return "counter" if name.endswith("_total") else "gauge"
+    return "counter" if name.endswith("_total") or name == "n_tokens_max" else "gauge"  # as in llama-server
 
 
 class RequestCounter(Collector):

@@ -129,6 +129,10 @@ class Pulse:
     cache_total: int = 0  # capacity in tokens; 0: no cache
     drafted: int = 0  # tokens drafted since the start (speculative decoding)
     accepted: int = 0  # of these, the tokens that became output
+    drafts: int = 0  # drafts since the start: of each sequence of a step one
+    accepted_at: list[int] = dataclasses.field(default_factory=list)  # accepted tokens by position in their draft
+    batched: int = 0  # sequences of all steps since the start
+    longest: int = 0  # most tokens that one sequence has had in the KV cache since the start
     # Running sequences, by slot: `[slot, task, prompt tokens left, tokens decoded, tokens that may follow, tokens
     # drafted, tokens accepted]`. Task numbers rise with arrival.
     slots: list[list[int]] = dataclasses.field(default_factory=list)

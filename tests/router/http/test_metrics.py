@@ -157,7 +157,8 @@ async def test_the_metrics_of_one_model_include_those_of_llama_server() -> None:
     world = Schedule({"a": GIB, "aa": GIB, 'q"\\x': GIB})
     metrics = Metrics(world.fleet, world.events)
     await world.ask("a")
-    world.launcher.say("a", Pulse(steps=9, running=1, waiting=2, measured={"cpu": GIB}, drafted=6, accepted=4))
+    pulse = Pulse(steps=9, running=1, waiting=2, measured={"cpu": GIB}, drafted=6, accepted=4)
+    world.launcher.say("a", dataclasses.replace(pulse, drafts=3, accepted_at=[3, 1], batched=18, longest=15))
     for _ in range(2):
         world.launcher.say("a", RequestEnded(id="r", prefill_seconds=0.5, decode_seconds=1.5))
     world.launcher.say("a", RequestEnded(id="r", prompt_tokens=8, cached_tokens=3, completion_tokens=7))
@@ -173,11 +174,16 @@ async def test_the_metrics_of_one_model_include_those_of_llama_server() -> None:
     assert found["llamacpp:requests_deferred"] == 2.0
     assert found["llamacpp:spec_decode_num_draft_tokens_total"] == 6.0
     assert found["llamacpp:spec_decode_num_accepted_tokens_total"] == 4.0
+    assert found["llamacpp:spec_decode_num_drafts_total"] == 3.0
+    assert found['llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"}'] == 1.0
+    assert found["llamacpp:n_busy_slots_per_decode"] == 2.0
+    assert found["llamacpp:n_tokens_max_total"] == 15.0, "a counter, which this parser names so"
     lines = metrics.render("a").decode().splitlines()
     kinds = [line.split()[2] for line in lines if line.startswith("# TYPE llamacpp:")]
     assert [line.split()[2] for line in lines if line.startswith("# HELP llamacpp:")] == kinds
     idle = samples(metrics, "aa")
     assert idle["llamacpp:prompt_tokens_total"] == 0.0
+    assert idle["llamacpp:n_busy_slots_per_decode"] == 0.0
     strange = samples(metrics, 'q"\\x')
     assert any(name.startswith("router_model_state") for name in strange)
 

@@ -136,6 +136,8 @@ async def test_every_kind_of_request_gets_the_answer_it_gets_without_drafts(
             assert comparable(await answers(engine, requests())) == comparable(plain)
         assert (work_of(engine).steps_ahead > 0) == ahead
     assert drafter.drafted > 100
+    assert sum(drafter.accepted_at) == drafter.accepted
+    assert sorted(drafter.accepted_at, reverse=True) == drafter.accepted_at, "a token is accepted after those before it"
     if quality:
         assert drafter.accepted > drafter.drafted / 2
     else:
@@ -365,6 +367,7 @@ async def test_a_draft_model_that_is_the_target_is_accepted_always(llama: Path) 
         drafter = drafter_of(engine)
         assert drafter.drafted > 100
         assert drafter.accepted == drafter.drafted
+        assert drafter.accepted_at[0] == drafter.drafts
 
 
 @pytest.mark.parametrize(

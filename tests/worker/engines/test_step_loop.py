@@ -79,12 +79,14 @@ async def test_a_report_contains_running_sequences_and_the_cache() -> None:
     assert (work.load, report.parallel) == ((2, 1), 2)
     assert (report.cache_used, report.cache_total) == (4 + 2 + 8, 100)
     assert (report.prefill_tokens, report.decode_tokens) == (4 + 8, 3)
+    assert (report.batched, report.longest) == (1 + 1 + 2, 8)
     work.cancel(third)
     while work.has_work:
         work.step()
     report = work.report()
     assert (report.slots, report.cache_used) == ((), 0)
     assert (report.prefill_tokens, report.decode_tokens) == (4 + 12, 5 + 3), "counters only rise"
+    assert (report.batched, report.longest) == (5 + 4, 12 + 2), "the last token of a text is not computed"
 
 
 def test_a_rate_is_the_increase_since_the_last_reading() -> None:
@@ -115,6 +117,10 @@ class Counting:
             cache_total=400,
             drafted=12,
             accepted=5,
+            drafts=4,
+            accepted_at=(4, 1),
+            batched=30,
+            longest=50,
             slots=slots,
         )
 
@@ -150,7 +156,8 @@ async def test_a_pulse_carries_the_whole_report_and_rates_in_proportion() -> Non
     assert (later.cache_used, later.cache_reusable, later.cache_total) == (70, 20, 400)
     assert decode_event(encode(later)) == later
     assert later.slots == [[0, 4, 0, 9, 1, 6, 2], [1, 5, 30, 0, 8, 0, 0]]
-    assert (later.drafted, later.accepted) == (12, 5)
+    assert (later.drafted, later.accepted, later.drafts, later.accepted_at) == (12, 5, 4, [4, 1])
+    assert (later.batched, later.longest) == (30, 50)
 
 
 def test_a_pulse_revokes_no_announcement_that_is_made_while_it_is_composed() -> None:

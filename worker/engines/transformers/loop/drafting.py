@@ -40,6 +40,8 @@ class Drafter:
         # that was learned from.
         self._catch_up = self._catch_up_sum = 0.0
         self.drafted = self.accepted = 0  # tokens since the start
+        self.drafts = 0  # since the start
+        self.accepted_at: list[int] = []  # accepted tokens by position in their draft
 
     def drafts_next(self, batch: Batch) -> bool:
         """True if the step after `batch` needs the tokens of `batch` on the host: it will have drafts, or the number
@@ -116,6 +118,10 @@ class Drafter:
         sequence.accepted += accepted
         self.drafted += drafted
         self.accepted += accepted
+        self.drafts += 1
+        self.accepted_at += [0] * (accepted - len(self.accepted_at))
+        for position in range(accepted):
+            self.accepted_at[position] += 1
 
 
 def _with_draft(segment: Segment, choice: RequestChoice, tokens: Sequence[int]) -> Segment:

@@ -64,8 +64,11 @@ class TokenCounts:
 
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    batched: int = 0
+    longest: int = 0
 
     def computed(self, segment: Segment) -> None:
+        self.longest = max(self.longest, segment.end - len(segment.drafted))
         if not segment.is_decode:
             self.prefill_tokens += segment.length
 
@@ -143,6 +146,10 @@ class GenerationLoop:
             cache_total=capacity.tokens,
             drafted=drafter.drafted if drafter is not None else 0,
             accepted=drafter.accepted if drafter is not None else 0,
+            drafts=drafter.drafts if drafter is not None else 0,
+            accepted_at=tuple(drafter.accepted_at) if drafter is not None else (),
+            batched=counts.batched,
+            longest=counts.longest,
             slots=tuple(
                 (
                     row,
@@ -198,6 +205,7 @@ class GenerationLoop:
     def _finish_step(self, step: InFlightStep) -> None:
         """Wait for a step, record its results and send deltas."""
         results = step.results()
+        self._counts.batched += len(step.batch)
         now = time.monotonic()
         # A step that was launched ahead began computing only when the one in front of it had finished.
         seconds, self._finished_at = now - max(step.begun, self._finished_at), now

@@ -43,6 +43,10 @@ class WorkReport:
     cache_total: int = 0
     drafted: int = 0  # since the start
     accepted: int = 0  # since the start
+    drafts: int = 0  # since the start
+    accepted_at: tuple[int, ...] = ()
+    batched: int = 0
+    longest: int = 0
     slots: tuple[tuple[int, ...], ...] = ()
 
 
@@ -261,6 +265,10 @@ class StepLoop:
                 cache_total=report.cache_total,
                 drafted=report.drafted,
                 accepted=report.accepted,
+                drafts=report.drafts,
+                accepted_at=list(report.accepted_at),
+                batched=report.batched,
+                longest=report.longest,
                 slots=[list(slot) for slot in report.slots],
             )
         )
