@@ -5,14 +5,14 @@ Pure functions; the disk (does this path exist?) is read through `DiskReader`.
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any, Literal, Protocol
 
 import click
 
-from router.config import ini, preset_keys, rope_scaling, serving_properties
+from router.config import ini, preset_keys, rope_scaling, serving_properties, vllm_objects
 from router.config.ini import Problem
 from router.config.option_types import Strings, sendable, shown
 from router.config.preset_keys import MeaninglessOption, RefusedOption, Spelling
@@ -68,6 +68,21 @@ def _completes(layer: Layer, spelling: Spelling) -> bool:
     )  # fmt: skip
 
 
+def batches_anyway(settings: Iterable[tuple[str, str]]) -> bool:
+    """True if LMI's async_mode is on. It requires rolling_batch = disable, and batches continuously nevertheless."""
+    for name, text in settings:
+        spelling = preset_keys.find(name)
+        if spelling is not None and spelling.word.name == "async-mode":
+            with contextlib.suppress(click.BadParameter):
+                return spelling.text(text) == "on"
+    return False
+
+
+def _is_rolling_batch(name: str) -> bool:
+    spelling = preset_keys.find(name)
+    return spelling is not None and spelling.word.name == "rolling-batch"
+
+
 class ProblemCollector:
     """Problems and warnings of one resolution. Collecting them shows the user all problems at once."""
 
@@ -119,7 +134,10 @@ class SettingReader:
         """The settings of `[*]` or `[id]`."""
         layer: Layer = {}
         written: dict[str, ini.Entry] = {}
+        is_async = batches_anyway((entry.key, entry.value) for entry in section.entries)
         for entry in section.entries:
+            if is_async and _is_rolling_batch(entry.key):
+                continue
             place = Problem(section.file or self._file, entry.line, section.name, entry.key, "")
             for spelling, text in self._spelled(entry.key, entry.value, place, in_lmi=rank == PROPERTIES):
                 before = written.get(spelling.canonical)
@@ -153,6 +171,7 @@ class SettingReader:
         layer: Layer = {}
         texts: dict[str, str] = {}
         order = {"ROUTER_": 0, "LLAMA_": 1, "OPTION_": 2}
+        is_async = batches_anyway(item for item in self._environ.items() if item[0].endswith("_ASYNC_MODE"))
         for name in sorted(
             self._environ,
             key=lambda name: (order.get(name[: name.find("_") + 1], 3), not name.startswith(NEGATIVE), name),
@@ -165,7 +184,7 @@ class SettingReader:
                 spelling = preset_keys.find(name) if is_ours or name in preset_keys.VARIABLES else None
                 if is_ours and spelling is None:
                     self._unknown_variable(name)
-            if spelling is None:
+            if spelling is None or (is_async and _is_rolling_batch(name)):
                 continue
             place = Problem(name, 0, "", name, "")
             text = self._environ[name]
@@ -267,7 +286,13 @@ class SettingReader:
         elif word.name == "model-draft" and text.strip() == "[ngram]":  # vLLM's speculative-model
             yield Spelling(preset_keys.BY_NAME["spec-type"], spelling.name), "ngram-simple"
         elif word.name == "rope-scaling" and text.lstrip().startswith("{"):
-            yield from self._scaling(text, place)
+            yield from self._members(rope_scaling.keys_of, text, word, place)
+        elif word.name == "model-draft" and text.lstrip().startswith("{"):
+            yield from self._members(vllm_objects.speculative_config, text, word, place)
+        elif word.name == "limit-images" and ("{" in text or "=" in text):
+            yield from self._members(vllm_objects.limit_mm_per_prompt, text, word, place)
+        elif word.name == "chat-template" and text.endswith(".jinja") and self.disk.kind(self.path(text, place)):
+            yield Spelling(preset_keys.BY_NAME["chat-template-file"], spelling.name), text
         else:
             yield spelling, text
 
@@ -299,14 +324,16 @@ class SettingReader:
             elif pair.strip():
                 self._fail(place, "env: write NAME=value, several with commas, or one env.NAME = value each")
 
-    def _scaling(self, text: str, place: Problem) -> Iterator[tuple[Spelling, str]]:
-        """The keys that vLLM's and LMI's form of rope-scaling means."""
+    def _members(
+        self, keys_of: Callable[[str], Mapping[str, str]], text: str, word: PresetKey, place: Problem
+    ) -> Iterator[tuple[Spelling, str]]:
+        """The keys that a JSON object of vLLM and LMI means."""
         try:
-            found = rope_scaling.keys_of(text)
+            found = keys_of(text)
         except click.BadParameter as error:
-            self._fault(place, "rope-scaling", error.message)
+            self._fault(place, word.name, error.message)
         except ValueError as error:
-            self._fault(place, "rope-scaling", str(error))
+            self._fault(place, word.name, str(error))
         else:
             yield from ((Spelling(preset_keys.BY_NAME[name], name), value) for name, value in found.items())
 

@@ -113,12 +113,15 @@ REFUSED: tuple[RefusedOption, ...] = (
     RefusedOption("output-formatter", "a request asks for a stream with stream: true", neutral="json"),
     RefusedOption("tgi-compat", neutral=_OFF, is_flag=True),
     RefusedOption("bedrock-compat", neutral=_OFF, is_flag=True),
-    # With it, LMI batches continuously although rolling_batch is `disable`, which is parallel = 1 here.
-    RefusedOption("async-mode", "requests are always batched continuously; remove rolling_batch = disable beside it",
-                  neutral=_OFF, is_flag=True),
+    RefusedOption("async-mode", neutral=f"{_ON} {_OFF}", is_flag=True),  # see `precedence.batches_anyway`
+    RefusedOption("enable-stateful-sessions", "clients send the whole conversation", neutral=_OFF, is_flag=True),
+    RefusedOption("data-parallel-size", "write replicas = N", neutral="1"),
+    RefusedOption("kv-cache-memory-bytes", "write kv-tokens"),
+    RefusedOption("normalize", neutral=_ON, is_flag=True, means={"off": ("embd-normalize", "-1")}),
     RefusedOption("mpi-mode", "the router starts its own processes", neutral=f"{_ON} {_OFF}"),
     RefusedOption("entry-point", "the engine's own handler answers; models with handlers of their own are not run",
-                  also=("entryPoint", "entrypoint"), neutral="djl_python.huggingface"),
+                  also=("entryPoint", "entrypoint"), env=("DJL_ENTRY_POINT",),
+                  neutral="djl_python.huggingface djl_python.lmi_vllm.vllm_async_service"),
     RefusedOption("handler", "models with handlers of their own are not run", neutral="handle"),
     RefusedOption("input-formatter", "requests have the schema of LMI's API"),
     RefusedOption("translator-factory", "the engine's own handler answers", also=("translatorFactory",)),
@@ -127,7 +130,6 @@ REFUSED: tuple[RefusedOption, ...] = (
     RefusedOption("disable-sliding-window", "ctx-size limits the context", neutral=_OFF, is_flag=True),
     RefusedOption("lora-dtype", "adapters have the model's data type", neutral="auto"),
     RefusedOption("long-lora-scaling-factors", "adapters with other positions are not offered"),
-    RefusedOption("limit-mm-per-prompt", "write limit-images = N"),
     RefusedOption("cluster-size", "a model runs on one machine", neutral="1"),
     RefusedOption("inference-address", "use --host and --port", also=("management-address",)),
     RefusedOption("max-request-size", "use --max-body-size, in MiB"),
@@ -228,7 +230,23 @@ _MEANINGLESS_IN_LMI = """
 log-request-metric metrics-aggregation modelName model-name-prefix max-output-size swap-space
 waiting-steps record-octopus block-size guided-decoding-backend opts fail-fast wait-model-loading
 number-of-netty-threads allow-multi-status cors-allowed-methods cors-allowed-headers
-plugin-folder use-native-io io-ratio model-url-pattern
+plugin-folder use-native-io io-ratio model-url-pattern lmcache-auto-config lmcache-config-file sessions-path
+sessions-expiration enable-expert-parallel async-scheduling attention-backend cuda-graph-sizes cudagraph-capture-sizes
+max-cudagraph-capture-size prefix-caching-hash-algo max-num-partial-prefills long-prefill-token-threshold
+mamba-ssm-cache-dtype structured-outputs-config reasoning-config chat-template-content-format
+trust-insecure-model-files model-format features s3-cache s3-cache-bucket s3-cache-key-prefix s3-cache-autocreate
+ddb-cache ddb-table-name cache-batch cache-multitenant memory-cache-capacity health-check-override
+"""
+# Options of LMI for TensorRT-LLM, and of DJL for ONNX Runtime and TorchScript.
+_OF_OTHER_ENGINES = """
+awq-block-size awq-calib-size awq-format baichuan-model-version batch-scheduler-policy calib-batch-size calib-size
+chatglm-model-version enable-kv-cache-reuse enable-trt-overlap gpt-model-version is-peft-model
+kv-cache-free-gpu-mem-fraction load-by-shard logits-dtype max-num-sequences max-num-tokens max-output-len
+multi-query-mode num-checkpoint-workers num-engine-workers q-format rotary-base rotary-dim rotary-scaling-factor
+rotary-scaling-type smoothquant-alpha smoothquant-per-channel smoothquant-per-token tokens-per-block
+trtllm-checkpoint-path use-fp8-context-fmha use-fused-mlp use-passive-workers backend optimization
+cpuArenaAllocator customOpLibrary disablePerSessionThreads executionMode extraFiles interOpNumThreads intraOpNumThreads
+mapLocation memoryPatternOptimization modeName optLevel ortDevice skops-trusted-types
 """
 # All other options of FastChat's workers: of LightLLM, SGLang and vLLM, first switches, then options with a value.
 _MEANINGLESS_FLAGS_OF_WORKERS = """
@@ -342,6 +360,9 @@ MEANINGLESS: tuple[MeaninglessOption, ...] = (
     *(MeaninglessOption(name, is_flag=True) for name in _MEANINGLESS_FLAGS.split()),
     *(MeaninglessOption(name) for name in _MEANINGLESS_VALUES.split()),
     *(MeaninglessOption(name) for name in _MEANINGLESS_IN_LMI.split()),
+    *(MeaninglessOption(name, why="it is for another engine of LMI") for name in _OF_OTHER_ENGINES.split()),
+    MeaninglessOption("djl-cache", why="HF_HUB_CACHE names the folder of downloads", env=("DJL_CACHE_DIR",)),
+    MeaninglessOption("vllm-attention-backend", why="attention = eager or sdpa", env=("VLLM_ATTENTION_BACKEND",)),
     *(MeaninglessOption(name, is_flag=True) for name in _MEANINGLESS_FLAGS_OF_WORKERS.split()),
     *(MeaninglessOption(name) for name in _MEANINGLESS_VALUES_OF_WORKERS.split()),
     *(

@@ -105,7 +105,7 @@ _ATTENTION = OneOf(
 _ENABLE_LORA = OneOf(("auto", "on", "off"), switch_words("on", "off"))
 _ENGINE = OneOf(
     tuple(ENGINES),
-    {"python": "transformers", "mpi": "transformers"},
+    {"python": "transformers", "mpi": "transformers", "rust": "transformers"},  # rust: LMI's for embeddings
     dict.fromkeys(
         (
             "vllm",
@@ -247,7 +247,8 @@ class Preset:
             also=("b", "batch-size", "max-rolling-batch-prefill-tokens", "max-num-batched-tokens",
                   "batch-max-tokens"),
             env=("LLAMA_ARG_BATCH", "MAX_BATCH_PREFILL_TOKENS"))
-    limit_images: int = key(8, Integer(0, 1024), CONTEXT, "most images in one prompt of a vision model; 0: none")
+    limit_images: int = key(8, Integer(0, 1024), CONTEXT, "most images in one prompt of a vision model; 0: none",
+            also=("limit-mm-per-prompt",))
     max_input_tokens: int = key(0, Integer(0, unit="tokens"), CONTEXT, "longest prompt", unset="ctx-size - 1",
             also=("max-input-len", "max-req-input-len"))
     n_predict: int = key(-1, Integer(1, words={"-1": -1, "-2": -1}, unit="tokens"), CONTEXT,
@@ -260,7 +261,7 @@ class Preset:
             "most requests of this model at once, including waiting ones; others get status 429", unset="unlimited",
             live=True)
     request_timeout: float | None = key(None, Seconds(off=0.0), CONTEXT, "time limit of one request; 0: none",
-            unset="--timeout", also=("predict-timeout",), live=True, scope=Scope.NAME)
+            unset="--timeout", also=("predict-timeout",), env=("PREDICT_TIMEOUT",), live=True, scope=Scope.NAME)
 
     # Speculative decoding
     spec_type: Literal["none", "ngram-simple"] = key("none",
@@ -274,7 +275,7 @@ class Preset:
             "a small model of the same vocabulary that drafts, for models on one device without states and encoder",
             unset="none", own=True, path=True,
             also=("md", "spec-draft-model", "speculative-draft-model", "speculative-model", "hf-repo-draft", "hfd",
-                  "hfrd", "spec-draft-hf"),
+                  "hfrd", "spec-draft-hf", "speculative-config"),
             env=("LLAMA_ARG_SPEC_DRAFT_HF_REPO",))
     draft_max: int = key(16, Integer(0, 1 << 10, unit="tokens"), SPECULATION,
             "most tokens that are drafted for a request in one step, where that pays; 0: none",
@@ -393,7 +394,7 @@ class Preset:
     min_residency: float = key(-1.0, Seconds(off=0.0, words={"auto": -1.0}), LIFECYCLE,
             "time for which a loaded model in use is not evicted", unset="10, or --swap-patience if less", live=True)
     start_timeout: float = key(240.0, Seconds(low=0.1), LIFECYCLE, "time limit of a load without progress",
-            also=("model-loading-timeout",), live=True)
+            also=("model-loading-timeout",), env=("MODEL_LOADING_TIMEOUT",), live=True)
     stop_timeout: float = key(10.0, Seconds(), LIFECYCLE, "time from SIGTERM to SIGKILL", live=True)
     stall_timeout: float = key(120.0, Seconds(low=0.1), LIFECYCLE,
             "time without a pulse, or without a step while requests run, after which a worker is stalled",

@@ -22,6 +22,25 @@ DOCUMENTED = {
         MAX_CONCURRENT_REQUESTS SERVING_OPTS SERVING_LOAD_MODELS SERVING_BATCH_SIZE SERVING_MAX_BATCH_DELAY
         SERVING_JOB_QUEUE_SIZE SERVING_MODEL_STORE SERVING_INFERENCE_ADDRESS SERVING_MANAGEMENT_ADDRESS
         SERVING_KEYSTORE SERVING_CERTIFICATE_FILE
+
+        lmcache_auto_config lmcache_config_file sessions_path sessions_expiration enable_expert_parallel
+        async_scheduling attention_backend cuda_graph_sizes cudagraph_capture_sizes max_cudagraph_capture_size
+        prefix_caching_hash_algo max_num_partial_prefills long_prefill_token_threshold mamba_ssm_cache_dtype
+        structured_outputs_config reasoning_config chat_template_content_format trust_insecure_model_files
+        model_format awq_block_size awq_calib_size awq_format baichuan_model_version batch_scheduler_policy
+        calib_batch_size calib_size chatglm_model_version enable_kv_cache_reuse enable_trt_overlap gpt_model_version
+        is_peft_model kv_cache_free_gpu_mem_fraction load_by_shard logits_dtype max_num_sequences max_num_tokens
+        max_output_len multi_query_mode num_checkpoint_workers num_engine_workers q_format rotary_base rotary_dim
+        rotary_scaling_factor rotary_scaling_type smoothquant_alpha smoothquant_per_channel smoothquant_per_token
+        tokens_per_block trtllm_checkpoint_path use_fp8_context_fmha use_fused_mlp use_passive_workers backend
+        optimization cpuArenaAllocator customOpLibrary disablePerSessionThreads executionMode extraFiles
+        interOpNumThreads intraOpNumThreads mapLocation memoryPatternOptimization modeName optLevel ortDevice
+        skops_trusted_types speculative_config limit_mm_per_prompt chat_template normalize data_parallel_size
+        kv_cache_memory_bytes enable_stateful_sessions SERVING_FEATURES SERVING_S3_CACHE SERVING_S3_CACHE_BUCKET
+        SERVING_S3_CACHE_KEY_PREFIX SERVING_S3_CACHE_AUTOCREATE SERVING_DDB_CACHE SERVING_DDB_TABLE_NAME
+        SERVING_CACHE_BATCH SERVING_CACHE_MULTITENANT SERVING_MEMORY_CACHE_CAPACITY SERVING_HEALTH_CHECK_OVERRIDE
+        PREDICT_TIMEOUT MODEL_LOADING_TIMEOUT DJL_ENTRY_POINT DJL_CACHE_DIR VLLM_ATTENTION_BACKEND OPTION_ASYNC_MODE
+        OPTION_SPECULATIVE_CONFIG
     """,
     # --help of model_worker, multi_model_worker, controller, openai_api_server and the workers of other engines
     # (LightLLM, SGLang, vLLM); cli in the README; variables

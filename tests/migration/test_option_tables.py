@@ -23,7 +23,10 @@ from tests.migration.option_tables import (
 from tests.migration.request_members import DOCUMENTED_MEMBERS
 
 ROWS = [row for page in sorted(PAGES.glob("*.md")) for row in rows(page)]
-VARIABLES = ("ROUTER_", "LLAMA_", "HF_", "CUDA_", "OPTION_", "SERVING_", "TENSOR_", "PIPELINE_", "MAX_", "FASTCHAT_")
+VARIABLES = (
+    "ROUTER_", "LLAMA_", "HF_", "CUDA_", "OPTION_", "SERVING_", "TENSOR_", "PIPELINE_", "MAX_", "FASTCHAT_", "MTMD_",
+    "DJL_", "VLLM_", "PREDICT_", "MODEL_",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
