@@ -121,13 +121,15 @@ class StreamFactory:
             raise UnsupportedByModel("prompt logprobs are not available: this model reads the prompt with an encoder")
         self.check_tokens(request.prompt, "prompt")
         self.check_tokens(request.sampling.logit_bias, "logit_bias")
+        self.check_tokens(request.ends, "stop_token_ids")
 
     def check_tokens(self, tokens: Collection[int], param: str) -> None:
         """Raise InvalidValue for a token id outside the vocabulary. On an accelerator it would end the process."""
         if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocabulary.size):
             wrong = next(token for token in tokens if not 0 <= token < self._vocabulary.size)
             raise InvalidValue(
-                f"token {wrong} is outside this model's vocabulary of {self._vocabulary.size} tokens", param=param
+                f"{param}: token {wrong} is outside this model's vocabulary of {self._vocabulary.size} tokens",
+                param=param,
             )
 
     def make(
