@@ -130,6 +130,7 @@ class FakeModel:
     warmed_up: bool = False
     later: int = 0  # as in `Ready`
     unannounced: int = 0  # as in `Ready`
+    steps: int = 0  # of its shard in main memory, bytes of its largest steps: missing while it announces them
     mapped: int = 0  # of its shard in main memory, bytes of files: it measures them, and the driver does not
     download_seconds: float = 1.0
     convert_seconds: float = 1.0
@@ -158,13 +159,13 @@ class FakeModel:
         """Of these, what the driver shows."""
         return {**sizes, CPU: sizes[CPU] - self.mapped} if self.mapped else sizes
 
-    def on(self, place: Bytes, *, forked: bool = False, kv_tokens: int = 0) -> dict[DeviceId, int]:
-        """Bytes by device when it runs on `place`."""
-        cache = kv_tokens * self.bytes_per_token
+    def on(self, place: Bytes, command: Serve, *, forked: bool = False) -> dict[DeviceId, int]:
+        """Bytes by device when it is ready on `place`."""
+        cache = command.kv_tokens * self.bytes_per_token
         accelerators = [device for device in place if device.index >= 0]
         shared = self.shared if forked else 0
         if not accelerators:
-            size = sum(self.shards) + self.host - shared + cache
+            size = sum(self.shards) + self.host - shared + cache - (self.steps if command.announce_steps else 0)
             return {device: size for device in place if device.index == HOST}
         node = accelerators[0].node
         sizes = {device: size + cache for device, size in zip(accelerators, self.parts(len(accelerators)), strict=True)}
@@ -246,10 +247,12 @@ class FakeEarlyProcess:
         self.told = True
         await self.prepared()
         self._launcher.kv_tokens[self._program.model] = command.kv_tokens
-        sizes = self._model.on(place, forked=self._forked, kv_tokens=command.kv_tokens)
+        sizes = self._model.on(place, command, forked=self._forked)
         self._launcher._begin(f"start {self._program.model}")
         self._launcher._occupy(self._program, self._model.counted(sizes))
-        self.worker = await self._launcher._load(self._program, self._model, sizes, self._listen, forked=self._forked)
+        self.worker = await self._launcher._load(
+            self._program, self._model, command, sizes, self._listen, forked=self._forked
+        )
         return self.worker
 
 
@@ -324,11 +327,15 @@ class FakeLauncher:
         worker.lose(error)
 
     def say(self, model: str, event: Event) -> None:
-        """Send `event` from a worker of `model`; a report of memory from a ready one, whose measurement it becomes."""
+        """Send `event` from a worker of `model`; a report of memory from a ready one, whose measurement it becomes.
+
+        `model` may name a worker (`a#1`) instead, for a report of memory.
+        """
         if not isinstance(event, Pulse | MemoryNeed):
             next(listen for name, listen in self._listeners.items() if name.startswith(f"{model}#"))(event)
             return
-        worker = next(each for each in self.running.values() if each.program.model == model)
+        worker = self.running.get(model)
+        worker = worker or next(each for each in self.running.values() if each.program.model == model)
         names = self._names(self._occupied[worker.program.worker])
         measured = {names[name]: size for name, size in event.measured.items()}
         worker.measured.update(measured)
@@ -402,14 +409,14 @@ class FakeLauncher:
         if program.must_fork and not forked:
             raise NotStarted(f"{program.worker}: there is no fork server")
         self.kv_tokens[program.model] = command.kv_tokens
-        sizes = model.on(place, forked=forked, kv_tokens=command.kv_tokens)
+        sizes = model.on(place, command, forked=forked)
         self._begin(f"start {program.model}")
         assert program.worker not in self._occupied, f"{program.worker} was started twice"
         self._listeners[program.worker] = listen
         self._occupy(program, model.counted(sizes))
         worker = None
         try:
-            worker = await self._load(program, model, sizes, listen, forked=forked)
+            worker = await self._load(program, model, command, sizes, listen, forked=forked)
             yield worker
         finally:
             await uncancelled(self._end(program, model, worker))
@@ -434,13 +441,20 @@ class FakeLauncher:
             await uncancelled(self._end(program, model, early.worker))
 
     async def _load(
-        self, program: Program, model: FakeModel, sizes: dict[DeviceId, int], listen: Listen, *, forked: bool
+        self,
+        program: Program,
+        model: FakeModel,
+        command: Serve,
+        sizes: dict[DeviceId, int],
+        listen: Listen,
+        *,
+        forked: bool,
     ) -> FakeWorker:
         listen(Progress(stage="start"))
         await self._take(model.load_seconds, f"start {program.model}", f"abandoned {program.model}")
         self._fail(program, model.start_fails)
         self._run_out(program, sizes)
-        worker = self._ready(program, model, sizes)
+        worker = self._ready(program, model, sizes, steps=model.steps if command.announce_steps else 0)
         worker.forked = forked
         listen(worker.ready)
         return worker
@@ -472,15 +486,16 @@ class FakeLauncher:
         self._occupied[program.worker] = sizes
         self._memory_changed()
 
-    def _ready(self, program: Program, model: FakeModel, sizes: Bytes) -> FakeWorker:
+    def _ready(self, program: Program, model: FakeModel, sizes: Bytes, *, steps: int) -> FakeWorker:
         names = {device: name for name, device in self._names(sizes).items()}
         ready = Ready(
             address="unix:/fake",
             measured={names[device]: size for device, size in sizes.items()},
             mapped=model.mapped,
             later=model.later,
-            unannounced=model.unannounced,
-            has_warmed_up=model.warmed_up,
+            unannounced=model.unannounced + steps,
+            steps=steps,
+            has_warmed_up=model.warmed_up and not steps,
             capabilities=list(model.capabilities),
             n_ctx=8192,
             overhead=model.overhead,

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 from router.config.presets import Preset
 from router.errors import LoadFailed
 from router.fleet.worker import Costs, Worker, kv_cache
-from router.fleet.worker_argv import estimate_command, program_of, threads
+from router.fleet.worker_argv import estimate_command, exceeds_warmup, program_of, threads
 from router.launch.interface import Program, WorkerLost
 from router.memory import estimate as estimates
 from router.memory import sharding
-from router.memory.checkpoint_facts import Checkpoint, takes_images
 from router.memory.estimate import MemoryEstimate, Overhead
 from router.memory.remedies import Remedies, remedies
 from router.memory.sharding import allowed_devices, best_estimate, device_order, first_fitting, record_key
@@ -239,23 +238,18 @@ def _least_forked(worker: Worker) -> int | None:
     """Return the bytes to reserve at least for a ready, forked worker in main memory; None for any other, and for one
     whose steps may be larger than those of the warmup.
 
-    They are what it took when it was ready, what it reported as still to come, and the estimated steps if it has not
-    computed them; at most the estimate without what it announces first.
+    They are what it took when it was ready, what it reported as still to come, and the estimated steps if it neither
+    has computed nor announces them; at most the estimate without what it announces first.
     """
     process, costs, facts = worker.process, worker.costs, worker.facts
     if process is None or costs is None or facts is None or costs.estimate.source == "preset":
         return None
-    if not (process.forked and worker.on_host) or _exceeds_warmup(worker.preset, facts):
+    if not (process.forked and worker.on_host) or exceeds_warmup(worker.preset, facts):
         return None
     ready, estimate = process.ready, costs.estimate
-    steps = 0 if ready.has_warmed_up else sum(estimate.compute)
+    steps = 0 if ready.has_warmed_up or ready.steps else sum(estimate.compute)
     most = sum(estimate.shards) - ready.unannounced  # the estimate may include learned steps
     return min(ready.measured.get("cpu", 0) + ready.later + steps + estimate.reserved, most)
-
-
-def _exceeds_warmup(preset: Preset, facts: Checkpoint) -> bool:
-    """Return whether requests may bring larger steps than the warmup computes: with images, adapters or drafts."""
-    return bool(preset.adapter_slots or preset.speculates or takes_images(facts, preset))
 
 
 def learn(worker: Worker, fleet: Fleet) -> None:
@@ -269,10 +263,10 @@ def learn(worker: Worker, fleet: Fleet) -> None:
         return
     ready, main = process.ready, DeviceId(worker.place[0].node, HOST)
     host = ready.measured.get("cpu", 0)
-    host += ready.later + ready.unannounced if host else 0
+    host += ready.later + ready.unannounced - ready.steps if host else 0  # `steps` are learned already
     shards = tuple(host if device == main else worker.measured.get(device, 0) for device in worker.place)
     if all(shards):
-        if ready.has_warmed_up and _exceeds_warmup(worker.preset, facts):
+        if ready.has_warmed_up and exceeds_warmup(worker.preset, facts):
             known = (size - costs.estimate.reserved for size in costs.estimate.shards)
             shards = tuple(map(max, shards, known))
         beside = host if main not in worker.place and costs.estimate.host else 0

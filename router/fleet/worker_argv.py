@@ -10,7 +10,7 @@ from router.fleet.early_start import Phase
 from router.fleet.worker import Worker, estimated
 from router.launch.devices import usable_cores
 from router.launch.interface import Program
-from router.memory.checkpoint_facts import Checkpoint, effective_ctx
+from router.memory.checkpoint_facts import Checkpoint, effective_ctx, takes_images
 from router.planner.ledger import HOST
 from worker.protocol.argv import ENGINES, Estimate, encode_adapters
 
@@ -112,7 +112,7 @@ def model_options(
 
 def serve_fields(worker: Worker, fleet: Fleet) -> dict[str, Any]:
     """Return the fields of Serve beside the model's options."""
-    preset = worker.preset
+    preset, is_learned = worker.preset, worker.costs is not None and worker.costs.estimate.source == "learned"
     if preset.adapter_slots and worker.early.phase is not Phase.TAKEN:  # an early process already has its adapters
         worker.adapters.sent = preset.adapters, preset.default_lora
     return {
@@ -127,7 +127,8 @@ def serve_fields(worker: Worker, fleet: Fleet) -> dict[str, Any]:
         "draft_min": preset.draft_min,
         "queue_size": preset.queue_size,
         "max_logprobs": preset.max_logprobs,
-        "warm_up": worker.costs is None or worker.costs.estimate.source != "learned",
+        "warm_up": not is_learned,
+        "announce_steps": is_learned and _announces_steps(worker),
         "seed": preset.seed,
         "sampling": json.dumps(dict(preset.sampling)) if preset.sampling else "",
         "pooling": preset.pooling,
@@ -136,6 +137,19 @@ def serve_fields(worker: Worker, fleet: Fleet) -> dict[str, Any]:
         "chat_template_kwargs": preset.chat_template_kwargs,
         "strict_fields": preset.strict_fields,
     }
+
+
+def _announces_steps(worker: Worker) -> bool:
+    """Return whether the worker announces large steps: if it is forked in main memory, and its steps were measured."""
+    costs, facts = worker.costs, worker.facts
+    if costs is None or facts is None or costs.estimate.reserved:  # memory of the preset is not for steps
+        return False
+    return costs.forked and worker.on_host and not exceeds_warmup(worker.preset, facts)
+
+
+def exceeds_warmup(preset: Preset, facts: Checkpoint) -> bool:
+    """Return whether requests may bring larger steps than the warmup computes: with images, adapters or drafts."""
+    return bool(preset.adapter_slots or preset.speculates or takes_images(facts, preset))
 
 
 def _place_fields(worker: Worker) -> dict[str, Any]:

@@ -163,6 +163,11 @@ class Serve(ModelOptions, Supervised):
         "On an accelerator, run the largest step before reporting readiness, so that its memory is measured. "
         "Not needed where earlier loads have measured it.",
     )
+    announce_steps: bool = _option(
+        False,
+        "`reserved` is what an earlier load took with its largest steps. Announce main memory before a step that is "
+        "larger than all before.",
+    )
     seed: int = _option(-1, "Seed of requests that have none; -1: random.")
     sampling: str = _option("", "JSON object of sampling defaults, keys as in a preset (`temp`, `top-k`, ...).")
     pooling: str = _option(

@@ -70,6 +70,7 @@ class Ready:
     measured: dict[str, int]  # bytes by device name
     later: int = 0  # as in Pulse
     unannounced: int = 0  # as in Pulse
+    steps: int = 0  # the part of `unannounced` for larger steps
     mapped: int = 0  # as in Pulse
     capabilities: list[str] = dataclasses.field(default_factory=list)  # of chat, completion, embedding, rerank
     n_ctx: int = 0
@@ -117,7 +118,8 @@ class Pulse:
     # Main memory that is not used yet and may be at any time: data that is shared with the fork server until it is
     # written to, after a warmup on the CPU kernels that steps compile, and what a `MemoryNeed` has announced.
     later: int = 0
-    # Main memory that the worker may need besides, and announces by a `MemoryNeed` before it uses it: grammars.
+    # Main memory that the worker may need besides, and announces by a `MemoryNeed` before it uses it: grammars, and
+    # steps that are larger than those so far (`Serve.announce_steps`).
     unannounced: int = 0
     resident: int = 0  # main memory that is in use now, where `measured` is its peak; 0: unknown
     mapped: int = 0  # bytes of `measured` main memory that are mapped files; the kernel counts them as available

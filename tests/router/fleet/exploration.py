@@ -2,7 +2,8 @@
 
 A world is *wild* or *calm*. In a wild one workers crash and run out of memory, clients disconnect, operators load,
 unload and rewrite presets, and other programs take memory. In a calm one none of this happens, so the bound of a wait
-is known when a request joins the queue, and is checked. In most worlds some models have a range of KV cache.
+is known when a request joins the queue, and is checked. In most worlds some models have a range of KV cache. Where
+these are in main memory, their workers are forked, and announce the memory of grammars and of large steps.
 Some worlds are *crowded*: most clients request the same model
 in quick succession, so that it is never idle by itself.
 """
@@ -22,17 +23,19 @@ from router.fleet.scheduler import demand_of
 from router.fleet.worker import State, Worker
 from router.launch.interface import WorkerLost
 from router.memory.checkpoint_facts import Checkpoint, Tally
-from router.memory.estimate import MemoryEstimate, estimate
+from router.memory.estimate import MemoryEstimate, estimate, grammar_bytes
 from router.planner.ledger import DeviceId, Resident
-from tests.fakes import CPU, GIB, GPU0, GPU1, FakeLauncher, FakeModel, run_virtual
+from tests.fakes import CPU, GIB, GPU0, GPU1, MIB, FakeLauncher, FakeModel, run_virtual
 from tests.router.fleet.worlds import LLAMA, Schedule
 from tests.router.planner.fleets import overcommitted
 from tests.router.planner.questions import Fleet as Question
 from tests.router.planner.questions import overtaken, starts_too_much, superfluous
-from worker.protocol.events import Estimated
+from worker.protocol.events import Estimated, MemoryNeed, Pulse
 
 MARGIN = GIB // 2
 RANGE_CTX = 1024  # tokens of one request of a model with a range
+# Entries of vocabularies. Grammars for the largest take 124 MiB, so the margin has those of four further models.
+VOCABULARIES = (1000, 100_000)
 CALM = 3  # every third seed is a calm world
 CROWDED = (1, 3, 4, 6)  # the crowded worlds, by the remainder of the seed by 8
 # Seconds: of a request in a calm world, of a load, of stopping and settling; the minimum residency.
@@ -80,9 +83,13 @@ class Exploration:
         for name, parts in parted.items():
             launcher.models[name].shards = parts
         range_keys = {name: self.range_keys() for name in ranged}
+        launcher.fork_server = bool(ranged) and GPU0 not in self.totals
         for name, facts in ranged.items():
             preset = Preset(id=name, **range_keys[name])
-            self.grow(launcher.models[name], estimate(facts, preset, on_host=GPU0 not in self.totals))
+            found = estimate(facts, preset, on_host=GPU0 not in self.totals, forked=launcher.fork_server)
+            self.grow(launcher.models[name], found)
+            if launcher.fork_server:
+                self.announce_grammars(launcher.models[name], grammar_bytes(facts, preset))
         launcher.reading_lag = 0.0 if self.calm else pick.choice([0.0, 0.2, 1.0])
         self.world = Schedule(
             sizes, margin=MARGIN, settings=settings, launcher=launcher,
@@ -97,6 +104,8 @@ class Exploration:
         self.states: dict[int, State] = {}
         self.kv_tokens: dict[int, int] = {}  # the granted tokens of each worker with a range
         self.grants = 0  # the number of grants between the least and the most
+        self.announced: dict[int, int] = {}  # bytes that each worker has announced since the last start
+        self.announcements = 0
         self.answers = 0
         self.prepared = 0  # the number of early starts
         self.refusals = 0
@@ -126,6 +135,7 @@ class Exploration:
                 kv_heads=32,
                 head_dim=512,
                 value_dim=512,
+                vocab_size=pick.choice(VOCABULARIES),
                 tensors={"bfloat16": Tally(size // 4, size // 2)},  # half the size of a stated model
             )
             for name, size in sizes.items()
@@ -149,6 +159,14 @@ class Exploration:
         )
         if self.calm:
             model.estimate_seconds = 0.0
+
+    def announce_grammars(self, model: FakeModel, size: int) -> None:
+        """Let the workers of a grown model announce `size` of its bytes, for grammars, before they take them. Half of
+        the models compute their largest steps in their first load, and announce them in later ones."""
+        model.unannounced, model.later = size, 8 * MIB
+        model.shards = (model.shards[0] - model.unannounced - model.later,)
+        model.warmed_up = random.Random(self.random.getstate()[1][0] + 3).random() < 0.5
+        model.steps = 12 * MIB if model.warmed_up else 0
 
     def model(self, size: int) -> FakeModel:
         pick, wild = self.random, not self.calm
@@ -200,10 +218,7 @@ class Exploration:
 
     def _check(self, event: Event) -> None:
         fleet = self.world.fleet
-        for device, total in self.totals.items():
-            reserved = sum(worker.reserved.get(device, 0) for worker in fleet.workers())
-            reserved += sum(weights.request.size for weights in fleet.sleeping_weights.all.values() if device == CPU)
-            assert reserved <= total - MARGIN, f"{device}: {reserved} reserved"
+        self._reservations()
         if fleet.settings.workers_at_once:
             assert sum(worker.state.holds_memory for worker in fleet.workers()) <= fleet.settings.workers_at_once
         for worker in fleet.workers():
@@ -217,10 +232,22 @@ class Exploration:
             self.prepared += 1
             assert worker_of(fleet, event).state is State.QUEUED
         if event.kind == "plan" and event.data["decision"] == "start":
+            self.announced.clear()
             self._margins()
         if not self._looking:
             self._looking = True
             asyncio.get_running_loop().call_soon(self._look)
+
+    def _reservations(self) -> None:
+        """Check the sums of reservations. After a start, the memory for the largest announcement is free: only further
+        ones may use up the margin."""
+        fleet = self.world.fleet
+        announced = [size for id, size in self.announced.items() if any(worker.id == id for worker in fleet.workers())]
+        further = sum(announced) - max(announced, default=0)
+        for device, total in self.totals.items():
+            reserved = sum(worker.reserved.get(device, 0) for worker in fleet.workers())
+            reserved += sum(weights.request.size for weights in fleet.sleeping_weights.all.values() if device == CPU)
+            assert reserved <= total - MARGIN + further, f"{device}: {reserved} reserved"
 
     def _grants(self, event: Event, state: State) -> None:
         """Check that a worker has what it was granted when it started, and never more."""
@@ -338,6 +365,8 @@ class Exploration:
         with fleet.lease(model) as lease:
             process = await lease.ready()
             began = fleet.now()
+            if lease.worker.headroom and self.random.random() < 0.8:
+                self.use_grammar(lease.worker)
             await asyncio.sleep(seconds)
             worker, over = lease.worker, fleet.now()
             if lease.aborted is None and worker.lost is None:
@@ -347,6 +376,35 @@ class Exploration:
                 assert worker.retirement.deadline is not None, f"{worker} was cut without a deadline: {worker.reason}"
                 assert over >= worker.retirement.deadline, f"{worker} was cut too early: {worker.reason}"
         return began - arrived
+
+    def use_grammar(self, worker: Worker) -> None:
+        """Announce all that the worker may announce, take a part of it, and report it a second later."""
+        process, size, later = worker.process, worker.headroom, worker.expected_growth
+        assert process is not None
+        held, taken = process.measured[CPU], self.random.randint(0, size)
+        left = self.random.choice([0, size - taken])
+
+        def report() -> None:
+            if self.world.launcher.running.get(str(worker)) is process and worker.state is State.READY:
+                measured = {"cpu": held + taken}
+                pulse = Pulse(steps=1, running=0, waiting=0, measured=measured, later=later, unannounced=left)
+                self.world.launcher.say(str(worker), pulse)
+                self._announced(worker, held + taken + later)
+
+        need = MemoryNeed(measured={"cpu": held}, later=later + size, unannounced=0)
+        self.world.launcher.say(str(worker), need)
+        self.announcements += 1
+        self.announced[worker.id] = self.announced.get(worker.id, 0) + size
+        self._announced(worker, held + later + size)
+        asyncio.get_running_loop().call_later(1.0, report)
+
+    def _announced(self, worker: Worker, size: int) -> None:
+        """Check the reservations when `worker` has announced or reported that it needs `size` bytes."""
+        try:
+            assert worker.reserved[CPU] >= size, f"{worker} has {worker.reserved[CPU]} bytes of {size}"
+            self._reservations()
+        except AssertionError as broken:
+            self._broken.append(str(broken))
 
     async def meddle(self) -> None:
         """Act as operators and as other programs."""

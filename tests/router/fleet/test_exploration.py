@@ -31,6 +31,7 @@ def test_every_request_ends_once_and_the_kth_in_the_queue_waits_no_longer_than_s
     report = json.loads(done.stdout)
     assert (done.stderr, report["failed"], report["seeds"]) == ("", [], SEEDS)
     assert report["answers"] > report["refusals"] > 0
+    assert report["announcements"] > 0
     assert 0.5 < report["longest_wait_as_a_share_of_its_bound"] <= 1.0
 
 

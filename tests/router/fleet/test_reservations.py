@@ -120,6 +120,20 @@ async def test_a_forked_worker_is_charged_for_grammars_as_soon_as_it_announces_t
 
 
 @virtual
+async def test_a_later_load_is_charged_for_its_steps_as_soon_as_it_announces_them() -> None:
+    world = forking(a=replace(with_grammars(40 * MIB), steps=12 * MIB))
+    await world.ask("a")
+    assert (world.worker("a").reserved[CPU], world.worker("a").headroom) == (257 * MIB, 40 * MIB)
+    for _ in range(2):
+        await leave(world, "a")
+        await world.ask("a")
+        assert world.costs("a").estimate.source == "learned"
+        assert (world.worker("a").reserved[CPU], world.worker("a").headroom) == (245 * MIB, 52 * MIB)
+    world.launcher.say("a", MemoryNeed(measured={"cpu": 238 * MIB}, later=19 * MIB, unannounced=40 * MIB))
+    assert (world.worker("a").reserved[CPU], world.worker("a").headroom) == (257 * MIB, 40 * MIB)
+
+
+@virtual
 async def test_an_executed_worker_is_charged_for_grammars_from_the_beginning() -> None:
     world = forking(a=with_grammars(40 * MIB))
     world.launcher.fork_server = False
