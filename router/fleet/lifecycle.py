@@ -449,15 +449,23 @@ def _listener(worker: Worker, fleet: Fleet) -> Listen:
             case MemoryNeed():
                 worker.need = event
                 if worker.state is State.READY:
-                    settle_reservation(worker)
+                    _settle(worker, fleet)
             case Pulse():
                 worker.pulse, worker.need = event, None
                 if worker.state is State.READY:
-                    settle_reservation(worker)
+                    _settle(worker, fleet)
                     if worker.host_use.is_excessive(event.resident, fleet.now()) and not worker.leases:
                         fleet.replace_oversized(worker)
 
     return listen
+
+
+def _settle(worker: Worker, fleet: Fleet) -> None:
+    """Apply a report of memory to the reservation. Plan again if memory became free: no reading may show that."""
+    before = worker.reserved.get(MAIN_MEMORY, 0) + worker.headroom
+    settle_reservation(worker)
+    if worker.reserved.get(MAIN_MEMORY, 0) + worker.headroom < before:
+        fleet.scheduler.plan_soon()
 
 
 def _request_ended(worker: Worker, fleet: Fleet, event: RequestEnded) -> None:

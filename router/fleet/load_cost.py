@@ -247,8 +247,11 @@ def _least_forked(worker: Worker) -> int | None:
     if not (process.forked and worker.on_host) or exceeds_warmup(worker.preset, facts):
         return None
     ready, estimate = process.ready, costs.estimate
-    steps = 0 if ready.has_warmed_up or ready.steps else sum(estimate.compute)
     most = sum(estimate.shards) - ready.unannounced  # the estimate may include learned steps
+    steps = 0
+    if not (ready.has_warmed_up or ready.steps):
+        announced = max(0, ready.unannounced - worker.unannounced)  # it takes this beside the steps
+        steps, most = sum(estimate.compute) + announced, most + announced
     return min(ready.measured.get("cpu", 0) + ready.later + steps + estimate.reserved, most)
 
 

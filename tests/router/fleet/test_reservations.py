@@ -134,6 +134,35 @@ async def test_a_later_load_is_charged_for_its_steps_as_soon_as_it_announces_the
 
 
 @virtual
+async def test_announced_memory_is_charged_beside_estimated_steps() -> None:
+    small = replace(with_grammars(40 * MIB), shards=(SHARED + 50 * MIB,), warmed_up=False)
+    world = forking(a=small)
+    await world.ask("a")
+    before = 57 * MIB + world.costs("a").estimate.compute[0]
+    assert (world.worker("a").reserved[CPU], world.worker("a").headroom) == (before, 40 * MIB)
+    world.launcher.say("a", MemoryNeed(measured={"cpu": 50 * MIB}, later=47 * MIB, unannounced=0))
+    assert (world.worker("a").reserved[CPU], world.worker("a").headroom) == (before + 40 * MIB, 0)
+
+
+@virtual
+async def test_memory_that_a_pulse_shows_to_be_free_is_used_at_once() -> None:
+    world = forking(a=with_grammars(40 * MIB), b=model())
+    await world.ask("a")
+    world.launcher.say("a", MemoryNeed(measured={"cpu": 250 * MIB}, later=47 * MIB, unannounced=0))
+    required = 8 * GIB - 257 * MIB
+    world.fleet.models.change(replace(world.presets["b"], required_memory={"": required}))
+    with world.fleet.lease("a"):
+        waiting = asyncio.create_task(world.ask("b"))
+        await asyncio.sleep(1.0)
+        assert "start b" not in world.journal
+        pulse = Pulse(steps=1, running=0, waiting=0, measured={"cpu": 250 * MIB}, later=7 * MIB, unannounced=0)
+        world.launcher.say("a", pulse)
+        await asyncio.sleep(1.0)
+        assert "start b" in world.journal
+    await waiting
+
+
+@virtual
 async def test_an_executed_worker_is_charged_for_grammars_from_the_beginning() -> None:
     world = forking(a=with_grammars(40 * MIB))
     world.launcher.fork_server = False
