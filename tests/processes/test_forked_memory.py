@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 0.05
 SAMPLE_BYTES = 2 * MIB
 MODELS = {"a": "llama", "b": "qwen3", "c": "gpt2", "d": "llama"}
-LEARNED = {"d"}  # the estimate of "d" is learned from "a"
+LEARNED = {"d"}  # the estimate of "d" is learned from "a", so it announces its largest steps
 CTX, ROWS, MARGIN = 256, 2, 16
 KEYS = (f"ctx-size = {CTX}", f"parallel = {ROWS}", "threads = 1")
 # A fortieth of at most 300 MiB of shared data, and logits of prompts.
@@ -141,6 +141,8 @@ async def test_forked_workers_are_charged_what_they_take_from_their_first_load_o
         fork_server = await fork_server_of(up)
         for count, name in enumerate(MODELS, 1):
             assert await ask(up, name) == 200
+            if name in LEARNED:  # its steps are announced until the next pulse
+                await is_charged_what_it_takes(up, name)
             state: Any = (await up.client.get("/router/state")).json()
             [host], rows = state["devices"], {row["model"]: row for row in state["workers"]}
             assert len(rows) == count
@@ -148,15 +150,11 @@ async def test_forked_workers_are_charged_what_they_take_from_their_first_load_o
             freed = held["VmHWM"] - held["VmRSS"]
             private, most = held["Private_Dirty"] + freed, TOLERANCE * (held["Pss_Anon"] + freed) + SAMPLE_BYTES
             assert later <= MOST_LATER
-            if name not in LEARNED:
-                assert charged == pytest.approx(private, abs=most), held
-            await fill(up, name)
-            filled = account(rows[name]["pid"])
-            assert filled["Private_Dirty"] <= charged, "its largest steps are included"
-            if name in LEARNED:
-                # Its largest steps were to come, and its twin took more for modules that the fork server has by now.
-                freed = filled["VmHWM"] - filled["VmRSS"]
-                assert charged - later == pytest.approx(filled["Private_Dirty"] + freed, abs=most), filled
+            assert charged == pytest.approx(private, abs=most), held
+            async with never_exceeding(up, fork_server):
+                await fill(up, name)
+            assert name in LEARNED or account(rows[name]["pid"])["Private_Dirty"] <= charged, "with its largest steps"
+            await is_charged_what_it_takes(up, name)
             truth = sum(account(pid)["Pss"] for pid in (fork_server, *(row["pid"] for row in rows.values())))
             assert truth <= sum(row["reserved"]["cpu"] for row in rows.values()) + host["shared"]
             assert host["shared"] <= account(fork_server)["Rss"] + LIBRARY_CODE_BYTES

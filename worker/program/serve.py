@@ -87,6 +87,7 @@ async def serve(command: Serve, channel: RouterChannel, began: float, ranks: "Ra
             measured=engine.measured,
             later=engine.later,
             unannounced=engine.unannounced,
+            steps=engine.steps_to_come,
             mapped=memory.mapped(),
             capabilities=server.capabilities,
             n_ctx=engine.ctx_size,

@@ -5,6 +5,7 @@ and reads the deltas. All computation happens on the step loop's thread.
 """
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -79,6 +80,7 @@ class TransformersEngine:
         self._unmapped = load_generator.UnmappedMemory()
         self.has_warmed_up = False  # as in `Ready`
         self._steps_later = 0  # bytes that steps may take beyond what the warmup took
+        self._with_steps = 0  # bytes of main memory with the largest steps, if these are announced
         self.vision: ImageReader | None = None
         self.no_vision = TEXT_ONLY  # why it takes no images; empty if it takes them
         self.encoding: EncodingConfig | None = None
@@ -86,8 +88,15 @@ class TransformersEngine:
         work: GenerationLoop | EncoderLoop
         if isinstance(loaded, load_generator.LoadedGenerator):
             backend = loaded.backend
+            if loaded.announces_steps:
+                self._with_steps = int(json.loads(options.reserved).get("cpu", 0))
             work = self._generation = GenerationLoop(
-                backend, outbox, vocabulary.piece, chunk=options.prefill_chunk, grammars=self._grammars
+                backend,
+                outbox,
+                vocabulary.piece,
+                chunk=options.prefill_chunk,
+                grammars=self._grammars,
+                on_larger_step=self._announce_steps if loaded.announces_steps else None,
             )
             self._adapters, self._unmapped = backend.adapters, loaded.unmapped
             self.has_warmed_up, self._steps_later = loaded.has_warmed_up, loaded.later
@@ -197,8 +206,21 @@ class TransformersEngine:
 
     @property
     def unannounced(self) -> int:
-        """Bytes for grammars that are not announced yet, as in `Pulse`."""
-        return max(0, self._grammars.bytes_to_come - self._growth.bytes) if self._generation is not None else 0
+        """Bytes for grammars and steps that are not announced yet, as in `Pulse`."""
+        if self._generation is None:
+            return 0
+        return max(0, self._grammars.bytes_to_come + self.steps_to_come - self._growth.bytes)
+
+    @property
+    def steps_to_come(self) -> int:
+        """Bytes that steps larger than those so far may take, as earlier loads measured them; 0: unknown."""
+        if not self._with_steps:
+            return 0
+        present = self.later - self._growth.bytes + memory.measured(())["cpu"]
+        return max(0, self._with_steps - present - self._grammars.bytes_to_come)
+
+    def _announce_steps(self) -> None:
+        self._growth.announce_steps(self.steps_to_come)
 
     def _announce(self) -> None:
         # As in a pulse, `later` is read before `measured`. A leader would wait for its ranks, whose memory no grammar

@@ -76,6 +76,7 @@ class LoadedGenerator:
     unmapped: UnmappedMemory = field(default_factory=UnmappedMemory)
     has_warmed_up: bool = False  # as in `Ready`
     later: int = 0  # bytes of main memory that steps may take beyond what the warmup took
+    announces_steps: bool = False  # earlier loads have warmed up, and this one announces larger steps instead
 
 
 def load(
@@ -131,9 +132,12 @@ def load(
         reorders = not options.enforce_eager and loaded.split is None and share is None
         linears = CpuLinears(loaded.model, release_pages=loaded.release_pages) if reorders else None
         stage_done("build")
-        warms_up = _warms_up(loaded, options, config, ctx_size)
+        is_fast = loaded.device.type == "cpu" and _warms_up_fast(loaded, options, config, ctx_size)
+        warms_up = options.warm_up and (is_fast or loaded.device.type != "cpu")
+        announces_steps = options.announce_steps and is_fast and memory.inheritance.is_forked
         later = 0
-        if warms_up and loaded.device.type == "cpu":  # kernels, the reordering of weights, and logits of prompts
+        # Kernels, the reordering of weights, and logits of prompts.
+        if loaded.device.type == "cpu" and (warms_up or announces_steps):
             later = PROMPT_LOGITS * DRAW_BYTES * config.get_text_config(decoder=True).vocab_size
             later += sum(onednn_bytes(loaded.model)) if reorders else 0
         runner = _first_steps(
@@ -164,6 +168,7 @@ def load(
         no_vision=no_vision,
         unmapped=UnmappedMemory(loaded.unmapped, cache_pages, draft_pages),
         has_warmed_up=warms_up,
+        announces_steps=announces_steps,
         later=later,
     )
 
@@ -223,9 +228,7 @@ def _drafter(
     return Drafter(DraftLength.up_to(min(options.draft_max, DRAFT_LOGITS), options.draft_min), model)
 
 
-def _warms_up(loaded: loader.LoadedModel, options: Serve, config: Any, ctx_size: int) -> bool:
-    if not options.warm_up or loaded.device.type != "cpu":
-        return options.warm_up
+def _warms_up_fast(loaded: loader.LoadedModel, options: Serve, config: Any, ctx_size: int) -> bool:
     text = config.get_text_config(decoder=True)
     attention = 2 * (getattr(text, "num_hidden_layers", 0) or 0) * (getattr(text, "hidden_size", 0) or 0) * ctx_size
     elements = sum(weight.numel() for weight in loaded.model.parameters())

@@ -13,18 +13,31 @@ class Growth:
     def __init__(self, announce: Callable[[], None] = lambda: None):
         """`announce`: send a `MemoryNeed`, which contains `bytes`."""
         self.lock = threading.Lock()
-        self.bytes = 0
+        self.step_bytes = 0  # those of the steps until the next pulse, which sets it to 0
+        self._block_bytes = 0
         self._announce = announce
+
+    @property
+    def bytes(self) -> int:
+        return self._block_bytes + self.step_bytes
+
+    def announce_steps(self, size: int) -> None:
+        """Announce that the steps until the next pulse may take `size` bytes. Without effect if they are announced."""
+        if self.step_bytes or not size:
+            return
+        with self.lock:
+            self.step_bytes = size
+            self._announce()
 
     @contextmanager
     def announced(self, size: int) -> Iterator[None]:
         """Announce that the block may take `size` bytes. From any thread. The next pulse after the block revokes it and
         has the bytes that were taken."""
         with self.lock:
-            self.bytes += size
+            self._block_bytes += size
             self._announce()
         try:
             yield
         finally:
             with self.lock:
-                self.bytes -= size
+                self._block_bytes -= size

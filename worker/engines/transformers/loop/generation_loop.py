@@ -73,6 +73,23 @@ class TokenCounts:
             self.prefill_tokens += segment.length
 
 
+class LargestStep:
+    """The largest steps so far, by what their main memory depends on."""
+
+    def __init__(self) -> None:
+        self._tokens = self._rows = self._context = 0
+
+    def is_exceeded(self, batch: Batch) -> bool:
+        """Record a step. True if it is larger than all before: by its tokens, by its rows, or by twice the context, of
+        which a step takes little and which grows with each token."""
+        tokens, rows = sum(segment.length for segment in batch), len(batch)
+        context = sum(segment.end for segment in batch).bit_length()
+        is_exceeded = tokens > self._tokens or rows > self._rows or context > self._context
+        self._tokens, self._rows = max(tokens, self._tokens), max(rows, self._rows)
+        self._context = max(context, self._context)
+        return is_exceeded
+
+
 class GenerationLoop:
     """`StepWork` for text. Methods run on the step loop's thread unless their docstring names another."""
 
@@ -84,8 +101,10 @@ class GenerationLoop:
         *,
         chunk: int,
         grammars: Grammars | None = None,
+        on_larger_step: Callable[[], None] | None = None,
     ):
-        """`piece`: the bytes of a token; `chunk`: the most prompt tokens of a step."""
+        """`piece`: the bytes of a token; `chunk`: the most prompt tokens of a step; `on_larger_step`: called before a
+        step that is larger than all before."""
         self._backend, self._chunk = backend, chunk
         slots = backend.adapters.slots if backend.adapters is not None else None
         self._scheduler = Scheduler(backend.capacity, chunk, slots)
@@ -94,6 +113,7 @@ class GenerationLoop:
         self._writer = DeltaWriter(outbox, piece)
         self.limit = AdmissionLimit()
         self._counts = TokenCounts()
+        self._largest, self._on_larger_step = LargestStep(), on_larger_step
         self._finished_at = 0.0  # monotonic seconds when the last step finished
 
     # Requests
@@ -192,6 +212,8 @@ class GenerationLoop:
         return self._active.next(self._backend.prefill_budget, self._chunk, length)
 
     def _launch(self, batch: Batch) -> InFlightStep:
+        if self._on_larger_step is not None and self._largest.is_exceeded(batch):
+            self._on_larger_step()
         begin = time.monotonic()
         if self._backend.drafter is not None:
             batch = self._backend.drafter.draft(batch, self._active.of)
