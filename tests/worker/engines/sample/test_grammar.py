@@ -45,6 +45,8 @@ from worker.engines.transformers.sample.grammar import (
     COMPILE_SECONDS,
     COMPILING_BYTES,
     KEPT_SECONDS,
+    LARGE_COMPILING_BYTES,
+    LONG_TEXT,
     MASK_SECONDS,
     MAX_ASIDE,
     MAX_COMPILED,
@@ -612,6 +614,9 @@ def test_the_memory_of_a_compilation_is_announced_before_it_begins() -> None:
     with pytest.raises(InvalidValue):
         grammars.matcher(Grammar("regex", "("))
     assert announced == [COMPILING_BYTES + tables, COMPILING_BYTES, COMPILING_BYTES], "the tables are built once"
+    for text in ("a{9}", "a" * (LONG_TEXT + 1)):
+        grammars.matcher(Grammar("regex", text))
+    assert announced[3:] == [LARGE_COMPILING_BYTES] * 2
     assert growth.bytes == 0
 
 

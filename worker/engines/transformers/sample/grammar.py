@@ -21,6 +21,7 @@ most ANSWER_SECONDS + MASK_SECONDS in all, and TOKEN_SECONDS a token. All sequen
 import asyncio
 import functools
 import json
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -47,9 +48,10 @@ MAX_COMPILED = 32  # compiled grammars in the LRU cache; that of a usual schema 
 # CPU time that all compiled grammars in the LRU cache took, which bounds their memory: `(a{1000}){70}` takes 0.09 s and
 # 24 MiB, a schema of 3,000 properties 0.4 s and 10 MiB, and 32 usual schemas 0.06 s and 8 MiB (llguidance 1.9).
 KEPT_SECONDS = 0.1
-# Main memory that one compilation may take, beside the tables of the vocabulary: `(a{1000}){70}` takes 40 MiB until
-# freed memory is returned. The largest that the limits below allow take more, up to 128 MiB.
-COMPILING_BYTES = 48 * MIB
+# Main memory that one compilation may take, beside the tables of the vocabulary. Measured: 10 MiB for a short text. And
+# of a long text, or one with counted repetitions: 68 MiB for `(a{1000}){200}`, 51 for a schema of 7,000 properties, 120
+# with what is freed only later (llguidance 1.9).
+COMPILING_BYTES, LARGE_COMPILING_BYTES = 48 * MIB, 128 * MIB
 # CPU time of a compilation after which freed memory is returned to the system. `(a{1000}){70}` leaves 50 MiB of it.
 TRIM_SECONDS = 0.02
 MAX_TEXT = 1 << 18  # characters of a grammar, to bound the work of one request
@@ -75,6 +77,8 @@ _PLAINER = {
     "No 'root' rule found": "it has no rule named root; begin it with root ::=",
     "no start rule found": "it has no rule named start; begin it with start:",
 }
+# A counted repetition, in regular expressions (also those of a schema), GBNF and Lark.
+_COUNTED = re.compile(r"[{~]\s*\d")
 _CONVERTED = "Failed to convert the grammar from GBNF to Lark: "
 
 
@@ -351,7 +355,7 @@ class Grammars:
                     param=grammar.field,
                 )
             tables = self.bytes_to_come if self._environment is None else 0
-            with self._growth.announced(COMPILING_BYTES + tables):
+            with self._growth.announced(_compiling_bytes(grammar) + tables):
                 found = self._add(grammar)
         if isinstance(found, InvalidValue):
             # a new one: the caller may change it, and an equal grammar may have been in another field
@@ -451,6 +455,7 @@ class Grammars:
             source = _after(grammar.preamble, _source(grammar))
         except Exception as error:  # noqa: BLE001 - untrusted input: the converters raise anything
             raise _uncompilable(grammar, _plainer(one_line(error))) from None
+
         limits = llguidance.LLParserLimits(
             verbose_errors=False, max_grammar_size=MAX_SYMBOLS, initial_lexer_fuel=MAX_LEXER_FUEL
         )
@@ -479,6 +484,12 @@ class Grammars:
                 f" ({_message(str(error))}); remove the field"
             ) from None
         return self._environment
+
+
+def _compiling_bytes(grammar: Grammar) -> int:
+    """Main memory that its compilation may take, beside the tables of the vocabulary."""
+    is_large = len(grammar.text) > LONG_TEXT or _COUNTED.search(grammar.text)
+    return LARGE_COMPILING_BYTES if is_large else COMPILING_BYTES
 
 
 def _serialized(tokenizer: Any) -> str:
