@@ -299,6 +299,8 @@ class Samplers(Kind):
             if name not in SAMPLER_LETTERS.values() or names.count(name) > 1:
                 known = ", ".join(SAMPLER_LETTERS.values())
                 self.fail(f"{shown(value)} is not a list of samplers, each once, among {known}")
+        if "infill" in names:
+            self.fail("the sampler infill is not offered; leave it out")
         return tuple(names)
 
     def write(self, value: tuple[str, ...]) -> str:

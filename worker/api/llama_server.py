@@ -40,7 +40,6 @@ async def infill(body: Json, model: ServedModel) -> GenerationCall:
 
 async def _completion(fields: BodyFields, model: ServedModel, prompt: Any) -> GenerationCall:
     """Parse everything but the prompt, as the text completion with the same fields in OpenAI's API."""
-    fields.refuse("n_indent", "n_indent is not supported; leave it out")
     fields.refuse("return_tokens_only", "return_tokens_only is not supported; leave it out")
     openai_body: Json = {name: fields.take(name) for name in SAME_AS_OPENAI}
     openai_body["n"] = fields.any_of(fields.integer, "n", "n_cmpl")

@@ -298,5 +298,6 @@ def _read_samplers(fields: BodyFields) -> list[str]:
             param="samplers",
         )
     if "infill" in named:
-        raise UnsupportedField("samplers: infill is not supported; leave it out", param="samplers")
+        fields.mark_unused("samplers[infill]")  # editor plugins always send it
+        named.remove("infill")
     return named

@@ -230,6 +230,24 @@ async def test_infill_accepts_the_fields_of_completions() -> None:
         assert "".join(chunk["content"] for chunk in chunks) == answer["content"]
 
 
+async def test_the_requests_of_editor_plugins_are_answered() -> None:
+    """The members that llama.vim and llama.vscode send."""
+    made = coder()
+    shown = ["content", "timings/prompt_n", "timings/predicted_ms", "truncated", "tokens_cached"]
+    body = {
+        **GAP, "input_extra": [{"filename": "a.h", "text": "int a;"}], "n_predict": 3, "stop": [], "n_indent": 4,
+        "top_k": 40, "top_p": 0.99, "stream": False, "samplers": ["top_k", "top_p", "infill"], "cache_prompt": True,
+        "t_max_prompt_ms": 500, "t_max_predict_ms": 1000, "model": "",
+        "response_fields": shown,
+    }  # fmt: skip
+    assert isinstance(made.engine, FakeEngine)
+    async with serving.serving(made.engine) as world:
+        status, headers, answer = await world.post("/infill", body)
+    assert (status, set(answer)) == (200, set(shown))
+    ignored = {"samplers[infill]", "n_indent", "t_max_prompt_ms", "t_max_predict_ms"}
+    assert set(headers["X-Ignored-Fields"].split(",")) == ignored
+
+
 async def test_infill_needs_fill_in_the_middle_tokens() -> None:
     with pytest.raises(UnsupportedByModel, match="fill-in-the-middle"):
         await llama_server.infill(GAP, model())

@@ -240,7 +240,6 @@ def test_the_order_of_samplers_without_effect_is_free(body: dict[str, Any]) -> N
         {**WARM, "samplers": "ektpm"},
         {**WARM, "samplers": "ekmpt"},
         {**WARM, "samplers": "kpmte"},
-        {"samplers": "ki"},
     ],
     ids=str,
 )

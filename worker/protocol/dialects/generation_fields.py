@@ -85,7 +85,7 @@ NEUTRAL: Body = {
     "embed_dtype": one_of(["float32"], "Not supported; read 32-bit floats."),
     "endianness": one_of(["native", "little"], "Not supported; read little-endian numbers."),
     **members(_ZERO, "mirostat", "xtc_probability", "dry_multiplier", "dynatemp_range"),
-    **members(_AT_MOST_ZERO, "top_n_sigma", "adaptive_target", "t_max_predict_ms"),
+    **members(_AT_MOST_ZERO, "top_n_sigma", "adaptive_target"),
     **members(_ONE, "typical_p", "typ_p", "tfs_z", "best_of"),
     **members(_NO_BUDGET, "reasoning_budget", "reasoning_budget_tokens"),
     **members(_NO_BUDGET, "thinking_budget_tokens", "thinking_token_budget"),

@@ -57,7 +57,6 @@ COMPLETION: Body = {
     "n_cmpl": integer(1, MAX_CHOICES, "The same as n."),
     "return_tokens": flag(),
     "post_sampling_probs": flag("With n_probs: probabilities after all samplers."),
-    "n_indent": one_of([0]),
     "response_fields": array(TEXT, most=MAX_SHOWN, about="Fields of the response to return; `a/b` is a nested field."),
     "return_tokens_only": one_of([False]),
     "lora": ADAPTERS,
