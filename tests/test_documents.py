@@ -11,6 +11,7 @@ import pytest
 
 from router.config.presets import KEYS
 from router.config.settings import OPTIONS
+from tests.sparse import write_weights
 from worker.protocol.routes import ROUTES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,7 +81,8 @@ def test_a_preset_in_the_readme_has_no_fault(tmp_path: Path, text: str) -> None:
 
     folder = tmp_path / "models" / "bge-m3"
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text('{"model_type": "bert"}')
+    write_weights(folder / "model.safetensors", {"w": ("F32", [8])})
     file = tmp_path / "models.ini"
     file.write_text(text.replace("/models/bge-m3", str(folder)))
     assert main(["check", str(file)]) == 0

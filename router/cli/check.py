@@ -22,7 +22,8 @@ from worker.protocol.model_config import ROPE_NAMES, apply_rope, merge
 
 def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
     """Yield what the load of each model would refuse, as far as it shows without torch: the grammar, and of a model on
-    this machine pickled weights, members of `config-override`, and RoPE keys that its config.json does not allow.
+    this machine damaged or missing files, pickled weights, members of `config-override`, and RoPE keys that its
+    config.json does not allow. A download completes a snapshot of the hub, so only its pickled weights are checked.
 
     `cache`: folder of the hub cache. This takes a while, so a start and a reload of the router leave it out.
     """
@@ -34,7 +35,9 @@ def load_faults(loaded: LoadedPresets, cache: str) -> Iterator[Problem]:
         if folder is None:
             continue
         try:
-            if checkpoint.has_only_pickles(folder):
+            if preset.path:
+                checkpoint.read(Path(folder), needs_weights=preset.load_format != "dummy")
+            elif checkpoint.has_only_pickles(folder):
                 checkpoint.check_pickles(Path(folder))
         except UnknownCheckpoint as error:
             yield _problem(preset, "model" if preset.path else "hf-repo", error.message)

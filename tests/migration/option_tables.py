@@ -26,6 +26,7 @@ from router.config import preset_keys
 from router.config.effective import BUILT_IN
 from router.config.settings import BY_VARIABLE
 from tests.migration import request_members
+from tests.sparse import write_weights
 
 PAGES = Path(__file__).parents[2] / "docs" / "migration"
 HEAD = ["option", "given", "verdict", "effect"]
@@ -95,7 +96,6 @@ def build_world(folder: Path) -> None:
     }  # fmt: skip
     for name, text in {
         "tiny/config.json": json.dumps(config),
-        "tiny/model.safetensors": "",
         "adapter/adapter_config.json": '{"peft_type": "LORA", "r": 8}',
         "adapter/adapter_model.safetensors": "",
         "template.jinja": "{{ messages }}",
@@ -105,6 +105,7 @@ def build_world(folder: Path) -> None:
     }.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
+    write_weights(folder / "tiny" / "model.safetensors", {"w": ("F32", [8])})
 
 
 def _of_section(given: tuple[str, ...], patch: pytest.MonkeyPatch) -> list[str]:

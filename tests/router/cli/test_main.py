@@ -197,6 +197,23 @@ def test_check_reports_rope_keys_that_the_load_would_refuse(capsys: pytest.Captu
     )
 
 
+def test_check_reports_files_that_the_load_would_refuse(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    whole, short, lacking, torn = (write(tmp_path / name) for name in ("whole", "short", "lacking", "torn"))
+    weights = short / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    (lacking / "model.safetensors").rename(lacking / "part-2.safetensors")
+    (lacking / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}'
+    )
+    (torn / "config.json").write_text('{"model_type": ')
+    path = preset(tmp_path, "".join(f"[{folder.name}]\nmodel = {folder}\n" for folder in (whole, short, lacking, torn)))
+    code, out, _ = run(capsys, "check", path)
+    assert (code, out.splitlines()[-1]) == (1, "3 faults")
+    faults = out.splitlines()[:-1]
+    assert [fault.split("]")[0] for fault in faults] == [f"{path}:4: [short", f"{path}:6: [lacking", f"{path}:8: [torn"]
+    assert all("fetch" in fault for fault in faults)
+
+
 SHARED = "[exact]\nmodel = demo:a\ntemp = 0\n[alone]\nmodel = demo:a\nctx-size = 512\n[poet]\nmodel = demo:a\n"
 
 
