@@ -378,6 +378,9 @@ def _better(error: click.NoSuchOption) -> click.UsageError:
     if name.lstrip("-").removeprefix("no-") in settings.SPELLINGS and error.ctx is not None:
         return options.misplaced(name, error.ctx)
     near = preset_keys.nearest_key(name, settings.BY_FLAG)
+    own = {spelling for param in error.ctx.command.params for spelling in param.opts} if error.ctx else set()
+    if f"--{near}" not in own:  # Commands for a running router have few options and would refuse this one.
+        near = nearest(name, own).lstrip("-")
     return click.NoSuchOption(name, possibilities=[f"--{near}"] if near else [], ctx=error.ctx)
 
 

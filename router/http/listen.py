@@ -31,10 +31,11 @@ def bind(settings: Settings) -> list[socket.socket]:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         try:
             sock.bind(address)
-        except OSError as taken:
-            raise OSError(
-                taken.errno, f"cannot listen on {host} port {number}: {taken.strerror}; choose --port"
-            ) from None
+        except OSError as refused:
+            sock.close()
+            option = "--host" if refused.errno == errno.EADDRNOTAVAIL else "--port"
+            message = f"cannot listen on {host} port {number}: {refused.strerror}; choose {option}"
+            raise OSError(refused.errno, message) from None
         bound.append(sock)
     return bound
 

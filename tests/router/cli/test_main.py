@@ -96,6 +96,8 @@ def test_garbage_collection_is_enabled_again_after_a_failed_start(
     [
         (["--ctx-sise", "1"], "No such option '--ctx-sise'. Did you mean '--ctx-size'?"),
         (["serve", "--prot", "1"], "No such option '--prot'. Did you mean '--port'?"),
+        (["ps", "--server", "x"], "No such option '--server'.\n"),
+        (["ps", "--jsno"], "No such option '--jsno'. Did you mean '--json'?"),
         (["--zzzzzz"], "No such option '--zzzzzz'."),
         (["--log-file", "x"], "--log-file is not offered by this version; redirect stderr."),
         (["--port"], "Option '--port' requires an argument."),
